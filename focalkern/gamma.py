@@ -1,0 +1,100 @@
+"""Focusing parameters that depend on the predicted probability."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["FLSD_53", "GammaTable"]
+
+
+class GammaTable:
+    r"""A piecewise-constant focusing parameter, looked up at a probability p.
+
+    .. math:: \gamma(p) = \text{gammas}[b], \quad \text{edges}[b] \le p < \text{edges}[b + 1]
+
+    The first and the last bin are open-ended: ``edges[0]`` and ``edges[-1]`` are carried along, because that is how
+    bins are written down everywhere, and are never compared with p. Equal neighbouring edges make an empty bin. Edges
+    are rounded to the dtype in which the loss computes (float32, or float64 for float64 logits) and compared there.
+    Gamma itself is a constant: no gradient flows through the look-up.
+
+    Args:
+        edges: [n_bins + 1] numbers or a 1-D tensor, floating point, ascending (equal neighbours are allowed).
+        gammas: [n_bins] numbers or a 1-D tensor, floating point, on the device of ``edges``. A positive value is a
+            focal loss, a negative one an inverse focal loss.
+
+    Attributes:
+        edges: tensor [n_bins + 1]. Tensors are kept as they were given, so that values written into them in place
+            are seen by the next look-up; numbers become float64.
+        gammas: tensor [n_bins], likewise.
+
+    Raises:
+        TypeError: not a floating-point tensor or a sequence of numbers.
+        ValueError: not one-dimensional; ``len(edges) != len(gammas) + 1``; no bin; edges that descend or are NaN; a
+            gamma that is not finite. Values of tensors that are not on the CPU are not looked at, because that would
+            wait for the device.
+
+    Source: the FLSD schedule of Mukhoti et al. 2020 (arXiv 2002.09437, section 4) and the bins of AdaFocal (Ghosh et
+    al., NeurIPS 2022).
+    """
+
+    __slots__ = ("edges", "gammas")
+
+    edges: Tensor
+    gammas: Tensor
+
+    def __init__(self, edges: Tensor | Sequence[float], gammas: Tensor | Sequence[float]) -> None:
+        edges = _as_vector("edges", edges)
+        gammas = _as_vector("gammas", gammas)
+        if len(gammas) < 1:
+            raise ValueError("GammaTable: gammas must have at least one bin, got none")
+        if len(edges) != len(gammas) + 1:
+            raise ValueError(
+                f"GammaTable: edges must have len(gammas) + 1 = {len(gammas) + 1} entries, got {len(edges)}"
+            )
+        if edges.device != gammas.device:
+            raise ValueError(f"GammaTable: gammas must be on the device of edges, {edges.device}, got {gammas.device}")
+        if edges.device.type == "cpu":
+            # Written so that a NaN fails the comparison too.
+            ascending = edges[1:] >= edges[:-1]
+            if not bool(ascending.all()):
+                first = int((~ascending).nonzero()[0])
+                raise ValueError(
+                    "GammaTable: edges must be ascending and not NaN, got "
+                    f"edges[{first}] = {edges[first].item()}, edges[{first + 1}] = {edges[first + 1].item()}"
+                )
+            finite = gammas.isfinite()
+            if not bool(finite.all()):
+                first = int((~finite).nonzero()[0])
+                raise ValueError(f"GammaTable: gammas must be finite, got gammas[{first}] = {gammas[first].item()}")
+        self.edges = edges
+        self.gammas = gammas
+
+    def to(self, device: torch.device | str) -> "GammaTable":
+        """The same table with both tensors on ``device``."""
+        return GammaTable(self.edges.to(device), self.gammas.to(device))
+
+    def __len__(self) -> int:
+        return len(self.gammas)
+
+    def __repr__(self) -> str:
+        return f"GammaTable(edges={self.edges.tolist()}, gammas={self.gammas.tolist()})"
+
+
+def _as_vector(name: str, values: Tensor | Sequence[float]) -> Tensor:
+    if isinstance(values, Tensor):
+        if not values.is_floating_point():
+            raise TypeError(f"GammaTable: {name} must be a floating-point tensor, got {values.dtype}")
+        vector = values.detach()
+    else:
+        try:
+            vector = torch.tensor(values, dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"GammaTable: {name} must be a sequence of numbers, got {values!r}") from error
+    if vector.dim() != 1:
+        raise ValueError(f"GammaTable: {name} must be one-dimensional, got shape {list(vector.shape)}")
+    return vector
+
+
+FLSD_53 = GammaTable(edges=[0.0, 0.2, 1.0], gammas=[5.0, 3.0])
+"""FLSD-53 of Mukhoti et al. 2020: gamma 5 where p < 0.2, gamma 3 elsewhere."""
