@@ -1,0 +1,86 @@
+// The focal and inverse focal loss of one class, and the function G that ties the loss to the calibration map.
+//
+//   p = probability of the class,  u = 1 - p,  phi = -p log p / u,  psi = -p log p / (1 + p)
+//   gamma >= 0:  L = -u^gamma log p              dL/dz_j = G (p_j - [j = y]),  G = u^gamma (1 + gamma phi)
+//   gamma <  0:  L = -(1 + p)^g log p, g = |gamma|   dL/dz_j = (1 + p)^g (1 - g psi) (p_j - [j = y])
+//
+// Everything takes log p and log u rather than p: near p = 1 the difference 1 - p has no digits left, while both
+// logarithms can be had to full precision from the log-sum-exp of the other classes.
+#pragma once
+
+#include "math/portable.h"
+
+namespace focalkern {
+
+// Below this u the ratio -p log p / u would divide two vanishing numbers, and its series is exact to rounding.
+template <typename Real>
+FK_HOST_DEVICE Real small_u() {
+  return sizeof(Real) == sizeof(float) ? Real(1e-3) : Real(1e-5);
+}
+
+// phi = -p log p / (1 - p), in [0, 1]: 0 at p = 0, 1 at p = 1.
+template <typename Real>
+FK_HOST_DEVICE Real phi_of(Real p, Real log_p, Real u) {
+  const Real series = Real(1) - u * (Real(0.5) + u * Real(1.0 / 6.0));
+  const Real ratio = -p * log_p / u;
+  const Real value = u < small_u<Real>() ? series : ratio;
+  // p = 0 comes with log p = -inf, and the product has the limit 0. A NaN p is not caught here, and stays NaN.
+  return p == Real(0) ? Real(0) : value;
+}
+
+// gamma * log u, with the limit 0 for gamma = 0 at u = 0.
+template <typename Real>
+FK_HOST_DEVICE Real scaled_log(Real gamma, Real log_base) {
+  return gamma == Real(0) ? Real(0) : gamma * log_base;
+}
+
+// The factor f, the coefficient c and df/dgamma log p belong together: they share both exponentials.
+template <typename Real>
+struct FocalTerms {
+  Real factor;       // f(p): u^gamma, or (1 + p)^|gamma|
+  Real coefficient;  // c(p): dL/dz_j = c (p_j - [j = y])
+  Real loss;         // -f log p
+  Real grad_gamma;   // dL/dgamma; at gamma = 0 the derivative from the right
+};
+
+template <typename Real>
+FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) {
+  const Real p = exponential(log_p);
+  const Real u = exponential(log_u);
+  const bool inverse = gamma < Real(0);
+  const Real magnitude = inverse ? -gamma : gamma;
+  const Real log_base = inverse ? log_one_plus(p) : log_u;
+  const Real factor = exponential(scaled_log(magnitude, log_base));
+  // -p log p over u or over 1 + p: the derivative of the factor pulls in opposite directions.
+  const Real phi = phi_of(p, log_p, u);
+  const Real psi = p == Real(0) ? Real(0) : -p * log_p / (Real(1) + p);
+  FocalTerms<Real> terms;
+  terms.factor = factor;
+  terms.coefficient = factor * (inverse ? Real(1) - magnitude * psi : Real(1) + magnitude * phi);
+  // At p = 1 a factor of 0 or 1 meets log p = 0, at p = 0 a factor of 1 meets log p = -inf: neither is a 0 * inf.
+  terms.loss = -factor * log_p;
+  // log u * log p is -inf * 0 at p = 1, log(1 + p) * log p is 0 * -inf at p = 0; both products vanish.
+  const Real log_product = log_base * log_p;
+  const bool vanishes = inverse ? p == Real(0) : log_p == Real(0);
+  const Real slope = vanishes ? Real(0) : factor * log_product;
+  terms.grad_gamma = inverse ? slope : -slope;
+  return terms;
+}
+
+// log G(p; gamma) = gamma log u + log(1 + gamma phi), for gamma > -1 of either sign: the formula itself, not the sign
+// rule of the inverse focal loss.
+template <typename Real>
+FK_HOST_DEVICE Real log_focal_g(Real phi, Real log_u, Real gamma) {
+  return scaled_log(gamma, log_u) + log_one_plus(gamma * phi);
+}
+
+// The bin of p in a table with open-ended outer bins [lo, hi): the number of inner edges that are not above p. Equal
+// edges are stepped over together, which leaves the bins between them empty.
+template <typename Real>
+FK_HOST_DEVICE int64_t table_bin(Real p, const Real* edges /* [n_bins + 1] */, int64_t n_bins) {
+  int64_t bin = 0;
+  for (int64_t edge = 1; edge < n_bins; ++edge) bin += edges[edge] <= p ? 1 : 0;
+  return bin;
+}
+
+}  // namespace focalkern

@@ -1,0 +1,295 @@
+// Elementary functions and storage types that mean the same on the host and on the device.
+//
+// On the host every function is branch-free straight-line code, so that a loop around it vectorizes at whatever width
+// the compiler is given. On the device the CUDA math library takes over: it is as accurate, and tuned for the chip.
+// Accuracy, float and double alike: 2 units in the last place or better over the stated domain.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define FK_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FK_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+namespace focalkern {
+
+// ---- storage types -------------------------------------------------------------------------------------------------
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// The type that a storage type computes in: float for anything narrower than double.
+template <typename Scalar>
+struct ComputeType {
+  using type = float;
+};
+template <>
+struct ComputeType<double> {
+  using type = double;
+};
+template <typename Scalar>
+using compute_t = typename ComputeType<Scalar>::type;
+
+// gcc and nvcc both turn this into a register move.
+template <typename To, typename From>
+FK_HOST_DEVICE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs types of one size");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+FK_HOST_DEVICE float load_as_compute(float x) { return x; }
+FK_HOST_DEVICE double load_as_compute(double x) { return x; }
+FK_HOST_DEVICE float load_as_compute(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+FK_HOST_DEVICE float load_as_compute(Half x) {
+#if defined(__CUDA_ARCH__)
+  return __half2float(__ushort_as_half(x.bits));
+#else
+  // Place the fraction in a float with a small exponent, then let one multiplication rebias: it normalises half's
+  // denormals too. 0x1p112f is 2^(127 - 15).
+  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const float rebiased = bit_cast<float>(magnitude) * 0x1p112f;
+  // Infinities and NaN have all exponent bits set, and keep them.
+  const uint32_t special = magnitude | 0x7f800000u;
+  const uint32_t bits = magnitude >= 0x0f800000u ? special : bit_cast<uint32_t>(rebiased);
+  return bit_cast<float>(bits | sign);
+#endif
+}
+
+template <typename Scalar>
+struct Store;
+template <>
+struct Store<float> {
+  static FK_HOST_DEVICE float from_compute(float x) { return x; }
+};
+template <>
+struct Store<double> {
+  static FK_HOST_DEVICE double from_compute(double x) { return x; }
+};
+template <>
+struct Store<BFloat16> {
+  static FK_HOST_DEVICE BFloat16 from_compute(float x) {
+    // Round to nearest, ties to even; a NaN must not be carried into an infinity.
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return BFloat16{static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
+  }
+};
+template <>
+struct Store<Half> {
+  static FK_HOST_DEVICE Half from_compute(float x) {
+#if defined(__CUDA_ARCH__)
+    return Half{__half_as_ushort(__float2half_rn(x))};
+#else
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    // Normal results: rebias the exponent and round to nearest even in the integer; a carry runs into the exponent and,
+    // past the largest half, into infinity, as it should.
+    const uint32_t normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Denormal results: adding 0.5 makes the float adder round at half's smallest step, 2^-24.
+    const uint32_t denormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+    uint32_t result = magnitude < 0x38800000u ? denormal : normal;
+    result = magnitude >= 0x47800000u ? 0x7c00u : result;
+    result = magnitude > 0x7f800000u ? 0x7e00u : result;
+    return Half{static_cast<uint16_t>(result | sign)};
+#endif
+  }
+};
+
+// ---- elementary functions ------------------------------------------------------------------------------------------
+
+namespace detail {
+
+template <typename Real>
+struct Format;
+template <>
+struct Format<float> {
+  using Int = int32_t;
+  static constexpr int kMantissaBits = 23;
+  static constexpr Int kBias = 127;
+  static constexpr float kRoundToInt = 0x1.8p23f;  // adding it leaves the nearest integer in the low mantissa bits
+  static constexpr float kLog2e = 1.44269504088896341f;
+  static constexpr float kLn2Hi = 0x1.62e4p-1f;  // short enough that n * kLn2Hi is exact for every exponent n
+  static constexpr float kLn2Lo = 0x1.7f7d1cp-20f;
+  static constexpr float kExpMin = -86.9f;       // below: 0, a little before denormals begin
+  static constexpr float kExpMax = 88.7228390f;  // above: infinity
+};
+template <>
+struct Format<double> {
+  using Int = int64_t;
+  static constexpr int kMantissaBits = 52;
+  static constexpr Int kBias = 1023;
+  static constexpr double kRoundToInt = 0x1.8p52;
+  static constexpr double kLog2e = 1.44269504088896340736;
+  static constexpr double kLn2Hi = 0x1.62e42fefa0000p-1;
+  static constexpr double kLn2Lo = 0x1.cf79abc9e3b39p-40;
+  static constexpr double kExpMin = -707.9;
+  static constexpr double kExpMax = 709.782712893384;
+};
+
+// (e^r - 1 - r) / r^2 for |r| <= ln(2)/2, relative error of e^r 1e-8 (float) and 2e-17 (double).
+FK_HOST_DEVICE float exp_tail(float r) {
+  float q = 1.3926251e-3f;
+  q = q * r + 8.3632329e-3f;
+  q = q * r + 4.1666554e-2f;
+  q = q * r + 1.6666577e-1f;
+  return q * r + 0.5f;
+}
+FK_HOST_DEVICE double exp_tail(double r) {
+  double q = 2.5100472505694996e-8;
+  q = q * r + 2.7620201591031549e-7;
+  q = q * r + 2.7557268976905696e-6;
+  q = q * r + 2.4801521057868205e-5;
+  q = q * r + 1.9841269863171556e-4;
+  q = q * r + 1.3888888917367081e-3;
+  q = q * r + 8.3333333333300382e-3;
+  q = q * r + 4.1666666666623821e-2;
+  q = q * r + 1.6666666666666667e-1;
+  return q * r + 0.5;
+}
+
+// (2 atanh(s) - 2 s) / s^3 as a polynomial in w = s^2, for |s| <= (sqrt(2) - 1) / (sqrt(2) + 1).
+FK_HOST_DEVICE float log_tail(float w) {
+  float q = 2.3332763e-1f;
+  q = q * w + 2.8550736e-1f;
+  q = q * w + 4.0000123e-1f;
+  return q * w + 6.6666667e-1f;
+}
+FK_HOST_DEVICE double log_tail(double w) {
+  double q = 1.4619166134887971e-1;
+  q = q * w + 1.5331501611145328e-1;
+  q = q * w + 1.8182895750119194e-1;
+  q = q * w + 2.2222211043776858e-1;
+  q = q * w + 2.8571428626533616e-1;
+  q = q * w + 3.9999999999898273e-1;
+  return q * w + 6.6666666666666697e-1;
+}
+
+// x = n ln 2 + r with |r| <= ln(2)/2 and n an integer; `scale` is 2^(n - 1), which stays a normal number over the
+// whole range of exp.
+template <typename Real>
+struct ReducedExponent {
+  Real r;
+  Real half_scale;
+};
+template <typename Real>
+FK_HOST_DEVICE ReducedExponent<Real> reduce_exponent(Real x) {
+  using F = Format<Real>;
+  using Int = typename F::Int;
+  const Real shifted = x * F::kLog2e + F::kRoundToInt;
+  const Real n = shifted - F::kRoundToInt;
+  const Real r = (x - n * F::kLn2Hi) - n * F::kLn2Lo;
+  const Int n_int = bit_cast<Int>(shifted) - bit_cast<Int>(F::kRoundToInt);
+  return {r, bit_cast<Real>(static_cast<Int>((n_int + (F::kBias - 1)) << F::kMantissaBits))};
+}
+
+}  // namespace detail
+
+// e^x. Results below the smallest normal number are 0; NaN stays NaN.
+template <typename Real>
+FK_HOST_DEVICE Real exponential(Real x) {
+#if defined(__CUDA_ARCH__)
+  return exp(x);
+#else
+  using F = detail::Format<Real>;
+  Real bounded = x < F::kExpMin ? F::kExpMin : x;
+  bounded = bounded > F::kExpMax ? F::kExpMax : bounded;
+  const auto reduced = detail::reduce_exponent(bounded);
+  const Real r = reduced.r;
+  const Real mantissa = Real(1) + (r + r * r * detail::exp_tail(r));
+  Real result = (mantissa + mantissa) * reduced.half_scale;
+  result = x < F::kExpMin ? Real(0) : result;
+  return x > F::kExpMax ? std::numeric_limits<Real>::infinity() : result;
+#endif
+}
+
+// e^x - 1 without cancellation near 0.
+template <typename Real>
+FK_HOST_DEVICE Real exponential_minus_one(Real x) {
+#if defined(__CUDA_ARCH__)
+  return expm1(x);
+#else
+  using F = detail::Format<Real>;
+  Real bounded = x < F::kExpMin ? F::kExpMin : x;
+  bounded = bounded > F::kExpMax ? F::kExpMax : bounded;
+  const auto reduced = detail::reduce_exponent(bounded);
+  const Real r = reduced.r;
+  // 2^n e^r - 1 = 2^n (e^r - 1) + (2^n - 1), with n = 0 for every x that could cancel.
+  const Real fraction = r + r * r * detail::exp_tail(r);
+  const Real result = Real(2) * (fraction * reduced.half_scale + (reduced.half_scale - Real(0.5)));
+  return x > F::kExpMax ? std::numeric_limits<Real>::infinity() : result;
+#endif
+}
+
+namespace detail {
+
+// log(m 2^e) + correction for x = m 2^e > 0 normal, with m in [sqrt(1/2), sqrt(2)).
+template <typename Real>
+FK_HOST_DEVICE Real log_of_normal(Real x, Real correction) {
+  using F = Format<Real>;
+  using Int = typename F::Int;
+  constexpr Int kSqrtHalf = sizeof(Real) == 4 ? Int(0x3f3504f3) : Int(0x3fe6a09e667f3bcd);
+  const Int offset = bit_cast<Int>(x) - kSqrtHalf;
+  const Int exponent = offset >> F::kMantissaBits;
+  const Real m = bit_cast<Real>(static_cast<Int>(bit_cast<Int>(x) - (exponent << F::kMantissaBits)));
+  // int64 has no vector conversion to double below AVX-512: add the bits of 1.5 * 2^52 instead, as exp does backwards.
+  const Real n = bit_cast<Real>(static_cast<Int>(exponent + bit_cast<Int>(F::kRoundToInt))) - F::kRoundToInt;
+  const Real f = m - Real(1);
+  const Real s = f / (Real(2) + f);
+  const Real w = s * s;
+  const Real half_square = Real(0.5) * f * f;
+  // f is exact; everything else is small beside it.
+  const Real tail = s * (half_square + w * log_tail(w)) + (n * F::kLn2Lo + correction);
+  return n * F::kLn2Hi + (f - (half_square - tail));
+}
+
+}  // namespace detail
+
+// log x. log 0 = -inf, log of a negative number = NaN; denormal numbers count as 0.
+template <typename Real>
+FK_HOST_DEVICE Real logarithm(Real x) {
+#if defined(__CUDA_ARCH__)
+  return log(x);
+#else
+  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  Real result = detail::log_of_normal(x, Real(0));
+  result = x < std::numeric_limits<Real>::min() ? -kInfinity : result;
+  result = x < Real(0) ? std::numeric_limits<Real>::quiet_NaN() : result;
+  result = x == kInfinity ? kInfinity : result;
+  return x != x ? x : result;
+#endif
+}
+
+// log(1 + x) without cancellation near 0. -inf at -1, NaN below.
+template <typename Real>
+FK_HOST_DEVICE Real log_one_plus(Real x) {
+#if defined(__CUDA_ARCH__)
+  return log1p(x);
+#else
+  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  const Real sum = Real(1) + x;
+  // What rounding took from the sum, in units of the sum: the larger of the two terms is subtracted first, so that
+  // both differences are exact.
+  const Real lost = x < Real(1) ? x - (sum - Real(1)) : Real(1) - (sum - x);
+  Real result = detail::log_of_normal(sum, lost / sum);
+  result = sum == Real(0) ? -kInfinity : result;
+  result = sum < Real(0) ? std::numeric_limits<Real>::quiet_NaN() : result;
+  result = x == kInfinity ? kInfinity : result;
+  return x != x ? x : result;
+#endif
+}
+
+}  // namespace focalkern
