@@ -96,8 +96,8 @@ def extension() -> tuple[Extension, type[build_ext]]:
             arch_list = os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if toolkit else []
             Path(self.get_ext_fullpath("focalkern._C")).with_name("_build_info.py").write_text(
                 '"""What focalkern._C was built with. Written by setup.py."""\n\n'
-                f"TORCH = {str(torch.__version__)!r}\nCUDA = {torch.version.cuda if toolkit else None!r}\n"
-                f"ARCH_LIST = {arch_list!r}\n"
+                f"TORCH = {str(torch.__version__)!r}\nCUDA: str | None = {torch.version.cuda if toolkit else None!r}\n"
+                f"ARCH_LIST: list[str] = {arch_list!r}\n"
             )
 
     settings = {

@@ -1,0 +1,1 @@
+"""The fused operators. Only the modules in here import the compiled one."""

@@ -1,0 +1,168 @@
+"""The compiled module: what it says of itself, and what an import says when the module does not fit."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import focalkern as fk
+
+PACKAGE = Path(fk.__file__).parent
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the package, compiled module included, that a test may damage."""
+    shutil.copytree(PACKAGE, tmp_path / "focalkern", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "focalkern"
+
+
+def run(code, *folders):
+    """Runs code in a new process, where the folders come first on the path."""
+    path = os.pathsep.join(map(str, folders))
+    # -P: the current folder must not hide the copy.
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+
+
+def last_line_of_failed_import(package):
+    done = run("import focalkern", package.parent)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def write_build_info(package, *, torch_version=torch.__version__, cuda=None):
+    (package / "_build_info.py").write_text(f"TORCH = {str(torch_version)!r}\nCUDA = {cuda!r}\nARCH_LIST = []\n")
+
+
+def compiled_module(package):
+    (found,) = package.glob("_C.*")
+    return found
+
+
+def test_build_info_names_the_torch_of_the_build():
+    info = fk.build_info()
+    assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert info["cuda"] is None or info["cuda"] == torch.version.cuda
+    assert bool(info["arch_list"]) == (info["cuda"] is not None)
+
+
+def test_a_copy_of_the_package_works(copy):
+    # Otherwise the tests of damaged copies could fail for a reason of their own.
+    done = run("import focalkern; print(focalkern.__file__)", copy.parent)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).parent == copy
+
+
+def test_another_torch(copy):
+    write_build_info(copy, torch_version="2.9.1+cu126")
+    assert last_line_of_failed_import(copy) == (
+        f"ImportError: focalkern was built for torch 2.9.1+cu126, but torch {torch.__version__} is imported. To build "
+        "it, run in the source folder of focalkern: pip install --no-build-isolation ."
+    )
+
+
+def test_another_patch_release_of_torch_is_accepted(copy):
+    minor = ".".join(torch.__version__.split(".")[:2])
+    write_build_info(copy, torch_version=f"{minor}.99")
+    assert run("import focalkern", copy.parent).returncode == 0
+
+
+def test_another_cuda(copy):
+    write_build_info(copy, cuda="10.2")
+    line = last_line_of_failed_import(copy)
+    found = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    assert line.startswith(
+        f"ImportError: focalkern was built for CUDA 10.2, but torch {torch.__version__} was built {found}."
+    )
+    assert line.endswith(": pip install --no-build-isolation .")
+
+
+def test_never_built(copy):
+    (copy / "_build_info.py").unlink()
+    assert last_line_of_failed_import(copy) == (
+        f"ImportError: focalkern's compiled module has not been built in {copy}. To build it, run in the "
+        "source folder of focalkern: pip install --no-build-isolation ."
+    )
+
+
+def test_source_tree_names_the_in_place_build(copy):
+    (copy / "_build_info.py").unlink()
+    (copy.parent / "setup.py").touch()
+    assert last_line_of_failed_import(copy).endswith(
+        f"To build it, run in {copy.parent}: python setup.py build_ext --inplace"
+    )
+
+
+def test_built_for_another_python(copy):
+    compiled_module(copy).unlink()
+    line = last_line_of_failed_import(copy)
+    version = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    assert line.startswith(f"ImportError: focalkern has no compiled module for {version} in {copy}.")
+
+
+def test_broken_module(copy):
+    compiled_module(copy).write_bytes(b"no module")
+    line = last_line_of_failed_import(copy)
+    assert line.startswith(f"ImportError: focalkern's compiled module does not fit torch {torch.__version__}: ")
+    assert line.endswith(": pip install --no-build-isolation .")
+
+
+def test_undefined_symbol(copy):
+    """A torch of the same version number can still lack a symbol of the one that the module was built for."""
+    module = compiled_module(copy)
+    library = module.read_bytes()
+    name = b"torch7Library"  # as in _ZNR5torch7Library4_def...; every build refers to it
+    assert name in library
+    module.write_bytes(library.replace(name, b"torch7Lubrary"))
+    line = last_line_of_failed_import(copy)
+    assert "undefined symbol" in line
+    assert line.endswith(": pip install --no-build-isolation .")
+
+
+ANOTHER_COPY = (
+    "focalkern cannot be loaded: another copy of it is loaded in this process. Start a new one; if both copies are "
+    "found there too, remove the installed one: pip uninstall focalkern\n"
+)
+
+
+def test_second_copy_in_one_process(copy):
+    done = run(
+        "import sys, focalkern\n"
+        "for name in [name for name in sys.modules if name.startswith('focalkern')]: del sys.modules[name]\n"
+        f"sys.path.insert(0, {str(copy.parent)!r})\n"
+        "try:\n    import focalkern\nexcept ImportError as error:\n    print(error)\n",
+        PACKAGE.parent,
+    )
+    assert (done.returncode, done.stdout) == (0, ANOTHER_COPY), done.stderr
+
+
+def test_second_copy_under_another_name(copy):
+    """As when another project ships its own copy of the compiled module: torch knows each operator library once."""
+    done = run(
+        "import importlib.util, torch\n"
+        f"spec = importlib.util.spec_from_file_location('vendored._C', {str(compiled_module(copy))!r})\n"
+        "spec.loader.exec_module(importlib.util.module_from_spec(spec))\n"
+        "try:\n    import focalkern\nexcept ImportError as error:\n    print(error)\n",
+        PACKAGE.parent,
+    )
+    assert (done.returncode, done.stdout) == (0, ANOTHER_COPY), done.stderr
+
+
+def test_second_import_of_the_same_copy():
+    """Notebooks drop and import modules again."""
+    done = run(
+        "import sys, focalkern\n"
+        "for name in [name for name in sys.modules if name.startswith('focalkern')]: del sys.modules[name]\n"
+        "import focalkern\n",
+        PACKAGE.parent,
+    )
+    assert done.returncode == 0, done.stderr
