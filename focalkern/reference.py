@@ -1,0 +1,413 @@
+"""Plain-torch definitions of every operator: the oracle of the tests, the baseline of the benchmarks, the documentation.
+
+The functions take the arguments of the public operators and compute, in float64 for float64 inputs, what the compiled
+kernels must compute. They are written to be read: every class of a row is treated alike, nothing is fused, arguments
+are not checked, and the derivatives of any order come from autograd. None of them uses an epsilon or a clamp: where a
+formula would meet ``0 * inf`` or cancel, the limit is written out instead.
+
+Notation: ``z`` logits, ``q = softmax(z / T)``, ``lq = log q``, ``u = 1 - q``, ``phi = -q * lq / u``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from focalkern.gamma import GammaTable
+
+__all__ = [
+    "assign_bins",
+    "binary_focal_calibration_map",
+    "calibration_error",
+    "calibration_grid",
+    "focal_calibration_map",
+    "focal_loss",
+]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shared pieces
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:
+    r"""log q and log(1 - q) of every class, without cancellation.
+
+    For the largest class of a row, 1 - q cancels when q is near 1. With d = log-sum-exp of the other logits - z_top,
+
+    .. math:: \log q_{top} = -\log(1 + e^d), \qquad \log(1 - q_{top}) = d - \log(1 + e^d).
+
+    Every other class has q <= 1/2, where log1p(-q) is accurate.
+
+    Args:
+        z: logits [..., C], floating point. -inf is a class with q = 0; a row whose largest logit is not finite is NaN.
+
+    Returns:
+        (log q, log(1 - q)), both [..., C].
+    """
+    top = z.argmax(-1, keepdim=True)
+    z_top = z.gather(-1, top)
+    is_top = torch.arange(z.shape[-1], device=z.device) == top
+    shifted = z - z_top
+    others = torch.where(is_top, -torch.inf, shifted)
+
+    # A class alone in its row, all others -inf (or C = 1), has q = 1 whatever its logit: constants, no gradient.
+    alone = (others == -torch.inf).all(-1, keepdim=True) & z_top.isfinite()
+    d = torch.where(alone, 0.0, others).logsumexp(-1, keepdim=True)
+    # d <= log(C - 1), so exp(d) never overflows.
+    log1p_exp_d = d.exp().log1p()
+    log_q_top = torch.where(alone, 0.0, -log1p_exp_d)
+    log_u_top = torch.where(alone, -torch.inf, d - log1p_exp_d)
+
+    # inf - inf: a row whose largest logit is NaN or infinite has no softmax, and says so in all its classes.
+    log_q = torch.where(is_top, log_q_top, shifted + log_q_top) + (z_top - z_top)
+    absent = log_q == -torch.inf
+    log_u_below_half = torch.where(absent, 0.0, torch.log1p(-torch.where(is_top | absent, -1.0, log_q).exp()))
+    log_u = torch.where(is_top, log_u_top + (z_top - z_top), log_u_below_half)
+    return log_q, log_u
+
+
+def phi_of(log_q: Tensor, log_u: Tensor) -> Tensor:
+    r"""phi = -q log(q) / (1 - q): 0 at q = 0, 1 at q = 1, increasing between.
+
+    Near q = 1 the quotient and its derivatives cancel, and the series of -log(1 - u) / u = 1 + u/2 + u^2/3 + ... is
+    summed instead.
+    """
+    absent = log_q == -torch.inf
+    log_q = torch.where(absent, -1.0, log_q)
+    u = log_u.exp()
+    near_one = u < 0.1
+    quotient = -log_q / torch.where(near_one, 0.5, u)
+    # The first term left out, u^17 / 18, is below 1e-18.
+    small_u = torch.where(near_one, u, 0.0)
+    series = torch.zeros_like(u)
+    for n in range(17, 0, -1):
+        series = series * small_u + 1.0 / n
+    return torch.where(absent, 0.0, log_q.exp() * torch.where(near_one, series, quotient))
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Focal loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
+    """f(p) = (1 - p)^gamma for gamma >= 0 and (1 + p)^-gamma below; log_u = log(1 - p), gamma broadcasts to log_p."""
+    # f is 1 at p = 0, and f * log p keeps derivatives 0 * inf = 0 in p and gamma there. At p = 1, (1 - p)^gamma is 0
+    # for gamma > 0 and 1 for gamma = 0.
+    absent = log_p == -torch.inf
+    certain = log_u == -torch.inf
+    gamma_focal, gamma_inverse = gamma.clamp(min=0), (-gamma).clamp(min=0)
+    focal = torch.where(
+        certain, (gamma == 0).to(log_u.dtype), (gamma_focal * torch.where(certain, 0.0, log_u)).exp()
+    )
+    inverse = (gamma_inverse * torch.where(absent, 0.0, log_p).exp().log1p()).exp()
+    # Written so that a NaN gamma comes out.
+    return torch.where(absent, 1.0, torch.where(gamma < 0, inverse, focal))
+
+
+def _gamma_tensor(gamma: float | Tensor | GammaTable, p: Tensor) -> Tensor:
+    """Gamma for the probabilities p [..., C]: a table is looked up at each p, a tensor has the shape [...]."""
+    if isinstance(gamma, GammaTable):
+        edges = gamma.edges.to(p.device, p.dtype)
+        # right=True gives bins [lo, hi); the outer edges are not compared.
+        bins = torch.bucketize(p.detach(), edges[1:-1].contiguous(), right=True)
+        return gamma.gammas.to(p.device, p.dtype)[bins]
+    gamma = torch.as_tensor(gamma, device=p.device).to(p.dtype)
+    return gamma.expand(p.shape[:-1]).unsqueeze(-1)
+
+
+def focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = 2.0,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    detach_modulation: bool = False,
+) -> Tensor:
+    r"""Focal loss (inverse focal for gamma < 0); cross-entropy for gamma = 0.
+
+    .. math::
+        L = -\sum_i w_i t_i f(p_i) \log p_i, \qquad
+        f(p) = (1 - p)^\gamma \text{ for } \gamma \ge 0, \quad (1 + p)^{|\gamma|} \text{ for } \gamma < 0
+
+    with t = (1 - e) onehot(target) + e / C, or (1 - e) target + e / C for probability targets.
+
+    Args:
+        input: logits (C), (N, C) or (N, C, d1, ...), floating point.
+        target: class indices, the shape of ``input`` without its class axis; or probabilities, the shape of ``input``.
+        gamma: a number; a tensor broadcastable to the unreduced loss; or a table, looked up at each p without gradient.
+        weight: [C], the class weights w.
+        ignore_index: index targets equal to it contribute nothing.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"``: the sum over the summed weight of the valid targets (index
+            targets) or over their number (probability targets).
+        label_smoothing: e in [0, 1].
+        detach_modulation: take f(p) as a constant.
+
+    Returns:
+        The loss: a scalar, or [N, d1, ...] unreduced; in ``input``'s dtype, float32 under autocast.
+    """
+    class_dim = 0 if input.dim() == 1 else 1
+    z = input.to(_compute_dtype(input.dtype)).movedim(class_dim, -1)
+    n_classes = z.shape[-1]
+    log_p, log_u = log_softmax_and_complement(z)
+
+    factor = modulating_factor(log_p, log_u, _gamma_tensor(gamma, log_p.exp()))
+    if detach_modulation:
+        factor = factor.detach()
+    class_loss = -factor * log_p
+    w = torch.ones_like(z) if weight is None else weight.to(z.dtype).expand(z.shape)
+
+    if target.is_floating_point():
+        probabilities = target.to(z.dtype).movedim(class_dim, -1)
+        t = (1.0 - label_smoothing) * probabilities + label_smoothing / n_classes
+        loss = _weighted_sum(w * t, class_loss)
+        divisor: Tensor | int = loss.numel()
+    else:
+        valid = target != ignore_index
+        index = torch.where(valid, target, 0).long().unsqueeze(-1)
+        onehot = (torch.arange(n_classes, device=z.device) == index).to(z.dtype)
+        t = (1.0 - label_smoothing) * onehot + label_smoothing / n_classes
+        loss = torch.where(valid, _weighted_sum(w * t, class_loss), 0.0)
+        divisor = torch.where(valid, (w * onehot).sum(-1), 0.0).sum()
+
+    if reduction == "sum":
+        loss = loss.sum()
+    elif reduction == "mean":
+        loss = loss.sum() / divisor
+    autocast = torch.is_autocast_enabled(input.device.type)
+    return loss if autocast else loss.to(input.dtype)
+
+
+def _weighted_sum(share: Tensor, class_loss: Tensor) -> Tensor:
+    # A class with no share in the target contributes 0, also where its own loss is infinite.
+    nothing = (share == 0) & (class_loss == torch.inf)
+    return (share * torch.where(nothing, 0.0, class_loss)).sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Focal calibration map
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def focal_calibration_map(
+    input: Tensor,
+    gamma: float | Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    input_kind: str = "logits",
+    log: bool = False,
+) -> Tensor:
+    r"""The focal calibration map of tempered probabilities.
+
+    .. math::
+        \hat p_j = \frac{q_j / G(q_j)}{\sum_k q_k / G(q_k)}, \qquad
+        G(q) = (1 - q)^\gamma (1 + \gamma\phi(q)), \quad q = \mathrm{softmax}(z / T)
+
+    computed in log space, as the log-softmax of a_j = log q_j - gamma log(1 - q_j) - log(1 + gamma phi_j). A negative
+    gamma is put into the same formula; it does not mean the inverse focal loss here.
+
+    Args:
+        input: [..., C] logits, or probabilities with ``input_kind="probs"``; -inf, or probability 0, is a class with
+            q = 0 and output 0.
+        gamma: a number or a tensor broadcastable to [...], > -1.
+        temperature: a number or a tensor broadcastable to [...], > 0.
+        input_kind: ``"logits"`` or ``"probs"``. Probabilities are renormalised.
+        log: return log-probabilities.
+
+    Returns:
+        [..., C] calibrated probabilities in ``input``'s dtype; NaN rows outside the domain.
+
+    Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598).
+    """
+    z = input.to(_compute_dtype(input.dtype))
+    gamma = torch.as_tensor(gamma, device=z.device).to(z.dtype).unsqueeze(-1)
+    temperature = torch.as_tensor(temperature, device=z.device).to(z.dtype).unsqueeze(-1)
+
+    # Absent classes take no part in any arithmetic, so that no gradient meets 0 * inf.
+    if input_kind == "probs":
+        absent = z == 0
+        finite = torch.where(absent, 1.0, z).log()
+    else:
+        absent = z == -torch.inf
+        finite = torch.where(absent, 0.0, z)
+    log_q, log_u = log_softmax_and_complement(torch.where(absent, -torch.inf, finite / temperature))
+
+    certain = log_u == -torch.inf  # q = 1: every other class is absent and the result is 1 again
+    a = log_q - gamma * torch.where(certain, 0.0, log_u) - (gamma * phi_of(log_q, log_u)).log1p()
+    log_p, _ = log_softmax_and_complement(a)
+    log_p = torch.where((gamma > -1) & (temperature > 0), log_p, torch.nan)
+    return (log_p if log else log_p.exp()).to(input.dtype)
+
+
+def binary_focal_calibration_map(
+    logits: Tensor, gamma: float | Tensor, temperature: float | Tensor = 1.0, *, log_odds: bool = False
+) -> Tensor:
+    r"""The focal calibration map of two classes, as a function of s = (z_1 - z_0) / T.
+
+    .. math:: g(s) = (1 + \gamma) s - \log(1 + \gamma\phi(\sigma(s))) + \log(1 + \gamma\phi(\sigma(-s)))
+
+    Args:
+        logits: any shape, the difference of the two logits.
+        gamma: a number or a tensor broadcastable to ``logits``, > -1.
+        temperature: a number or a tensor broadcastable to ``logits``, > 0.
+        log_odds: return g(s) instead of the probability sigmoid(g(s)).
+
+    Returns:
+        The shape and dtype of ``logits``; NaN outside the domain.
+
+    Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598).
+    """
+    z = logits.to(_compute_dtype(logits.dtype))
+    gamma = torch.as_tensor(gamma, device=z.device).to(z.dtype)
+    temperature = torch.as_tensor(temperature, device=z.device).to(z.dtype)
+    s = z / temperature
+    log_q, log_u = torch.nn.functional.logsigmoid(s), torch.nn.functional.logsigmoid(-s)
+    g = (1 + gamma) * s - (gamma * phi_of(log_q, log_u)).log1p() + (gamma * phi_of(log_u, log_q)).log1p()
+    g = torch.where((gamma > -1) & (temperature > 0), g, torch.nan)
+    return (g if log_odds else g.sigmoid()).to(logits.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calibration error and the grid
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def assign_bins(confidence: Tensor, n_bins: int, estimator: str) -> Tensor:
+    """The bin of each sample.
+
+    ``equal_width``
+        (k/M, (k+1)/M], with 0 in the first bin; the edges are rounded to the confidence's dtype.
+    ``equal_mass``
+        sorted ascending, ties by row, and cut into M runs whose sizes differ by at most one, the longer ones first.
+    ``equal_mass_interp``
+        edges interpolated between the sorted confidences at the ranks 0, N/M, 2N/M, ..., N (the last edge is the
+        largest confidence); bins (lo, hi]. Samples at the lowest edge fall in no bin.
+
+    Args:
+        confidence: [N] float32 or float64.
+        n_bins: M >= 1.
+        estimator: one of the three names.
+
+    Returns:
+        [N] int64, -1 for samples in no bin.
+    """
+    n = len(confidence)
+    bins = torch.full((n,), -1, dtype=torch.int64, device=confidence.device)
+    if estimator == "equal_mass":
+        order = confidence.argsort(stable=True)
+        begin = 0
+        for b in range(n_bins):
+            end = begin + n // n_bins + (1 if b < n % n_bins else 0)
+            bins[order[begin:end]] = b
+            begin = end
+        return bins
+    if estimator == "equal_width":
+        edges = [torch.tensor(k / n_bins, dtype=torch.float64).to(confidence.dtype) for k in range(n_bins + 1)]
+        bins[confidence == 0] = 0
+    elif estimator == "equal_mass_interp":
+        sorted_confidence = confidence.double().sort().values
+        edges = []
+        for k in range(n_bins + 1):
+            rank = min(k * n / n_bins, n - 1)
+            low = int(rank)
+            high = min(low + 1, n - 1)
+            edges.append(sorted_confidence[low] + (rank - low) * (sorted_confidence[high] - sorted_confidence[low]))
+        confidence = confidence.double()
+    else:
+        raise ValueError(f"assign_bins: estimator must be equal_width, equal_mass or equal_mass_interp, got {estimator!r}")
+    for b in range(n_bins):
+        bins[(confidence > edges[b]) & (confidence <= edges[b + 1])] = b
+    return bins
+
+
+def calibration_error(
+    confidence: Tensor, correct: Tensor, n_bins: int = 15, estimator: str = "equal_width"
+) -> tuple[float, float]:
+    r"""Expected and maximum calibration error, as fractions.
+
+    .. math::
+        \mathrm{ECE} = \sum_b \frac{|B_b|}{N} |\mathrm{acc}_b - \mathrm{conf}_b|, \qquad
+        \mathrm{MCE} = \max_{b: |B_b| > 0} |\mathrm{acc}_b - \mathrm{conf}_b|
+
+    Args:
+        confidence: [N] float32 or float64.
+        correct: [N] bool.
+        n_bins: number of bins.
+        estimator: see :func:`assign_bins`.
+
+    Returns:
+        (ECE, MCE); NaN for N = 0.
+    """
+    n = len(confidence)
+    if n == 0:
+        return float("nan"), float("nan")
+    bins = assign_bins(confidence, n_bins, estimator)
+    ece, mce = 0.0, 0.0
+    for b in range(n_bins):
+        members = bins == b
+        size = int(members.sum())
+        if size > 0:
+            gap = abs(float(correct[members].double().mean()) - float(confidence[members].double().mean()))
+            ece += size / n * gap
+            mce = max(mce, gap)
+    return ece, mce
+
+
+def calibration_grid(
+    input: Tensor,
+    target: Tensor,
+    gammas: Tensor | Sequence[float],
+    temperatures: Tensor | Sequence[float],
+    *,
+    n_bins: int = 15,
+    criteria: Sequence[str] = ("ece", "nll"),
+    estimator: str = "equal_mass",
+    input_kind: str = "logits",
+    ignore_index: int = -100,
+) -> dict[str, Tensor]:
+    """Criteria of the calibrated probabilities at every (gamma, T): one call of the map per cell.
+
+    Args:
+        input: [N, C] logits or probabilities.
+        target: [N] class indices; rows equal to ``ignore_index`` are dropped.
+        gammas: Gg numbers > -1.
+        temperatures: Gt numbers > 0.
+        n_bins: bins of ``"ece"`` and ``"mce"``.
+        criteria: from ``"ece"``, ``"mce"``, ``"nll"``, ``"brier"``.
+        estimator: see :func:`assign_bins`.
+        input_kind: ``"logits"`` or ``"probs"``.
+        ignore_index: marks rows to drop.
+
+    Returns:
+        {criterion: [Gg, Gt] float64}. The confidence of a row is its largest calibrated probability; it is correct
+        when the first largest entry of ``input`` is the target.
+    """
+    keep = target != ignore_index
+    input, target = input[keep], target[keep].long()
+    correct = input.argmax(-1) == target
+    onehot = torch.nn.functional.one_hot(target, input.shape[-1])
+    tables = {name: torch.empty(len(gammas), len(temperatures), dtype=torch.float64) for name in criteria}
+    for i, gamma in enumerate(gammas):
+        for j, temperature in enumerate(temperatures):
+            log_p = focal_calibration_map(
+                input, float(gamma), float(temperature), input_kind=input_kind, log=True
+            )
+            p = log_p.exp()
+            ece, mce = calibration_error(p.max(-1).values, correct, n_bins, estimator)
+            cell = {
+                "ece": ece,
+                "mce": mce,
+                "nll": -log_p.gather(-1, target.unsqueeze(-1)).double().mean(),
+                "brier": (p - onehot).double().square().sum(-1).mean(),
+            }
+            for name in criteria:
+                tables[name][i, j] = cell[name]
+    return tables

@@ -1,0 +1,80 @@
+"""Definitions at 300 digits, for the edges where no floating-point oracle can be trusted.
+
+Everything is written directly from the definitions (probabilities as quotients of exponentials, 1 - p as a
+subtraction), and every derivative is a numerical one: at 300 digits neither cancels. So nothing here shares an idea
+with the stable forms under test.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import mpmath
+from mpmath import mpf
+
+DIGITS = 300
+
+
+@contextlib.contextmanager
+def precision() -> Iterator[None]:
+    with mpmath.workdps(DIGITS):
+        yield
+
+
+def softmax(z: Sequence[mpf]) -> list[mpf]:
+    top = max(z)
+    e = [mpmath.exp(v - top) for v in z]
+    total = mpmath.fsum(e)
+    return [v / total for v in e]
+
+
+def factor(p: mpf, gamma: mpf) -> mpf:
+    return (1 - p) ** gamma if gamma >= 0 else (1 + p) ** -gamma
+
+
+def loss(z: Sequence[float], target: int | Sequence[float], gamma: float, smoothing: float = 0.0) -> mpf:
+    """Focal loss of one row; target is a class or one probability per class."""
+    p = softmax([mpf(v) for v in z])
+    n = len(p)
+    share = [mpf(i == target) for i in range(n)] if isinstance(target, int) else [mpf(t) for t in target]
+    share = [(1 - mpf(smoothing)) * t + mpf(smoothing) / n for t in share]
+    return -mpmath.fsum(t * factor(q, mpf(gamma)) * mpmath.log(q) for t, q in zip(share, p, strict=True) if t != 0)
+
+
+def g(q: mpf, gamma: mpf) -> mpf:
+    """G(q; gamma) = (1 - q)^gamma (1 + gamma phi), phi = -q log q / (1 - q)."""
+    return (1 - q) ** gamma * (1 - gamma * q * mpmath.log(q) / (1 - q))
+
+
+def log_map(z: Sequence[float], gamma: float, temperature: float = 1.0) -> list[mpf]:
+    """Log-probabilities of the focal calibration map of one row of logits."""
+    q = softmax([mpf(v) / mpf(temperature) for v in z])
+    weights = [v / g(v, mpf(gamma)) for v in q]
+    total = mpmath.fsum(weights)
+    return [mpmath.log(w / total) for w in weights]
+
+
+def binary_log_odds(s: float, gamma: float, temperature: float = 1.0) -> mpf:
+    low, high = log_map([mpf(0), mpf(s)], gamma, temperature)
+    return high - low
+
+
+def gradient(function, arguments: Sequence[float]) -> list[mpf]:
+    """Central differences of a function of several numbers : truncated beyond 80 digits."""
+    x = [mpf(v) for v in arguments]
+    step = mpf(10) ** -40
+    result = []
+    for i in range(len(x)):
+        plus, minus = list(x), list(x)
+        plus[i] += step
+        minus[i] -= step
+        result.append((function(plus) - function(minus)) / (2 * step))
+    return result
+
+
+def hessian_product(function, arguments: Sequence[float], direction: Sequence[float]) -> list[mpf]:
+    """The Hessian times a direction, by differences of gradients."""
+    x = [mpf(v) for v in arguments]
+    step = mpf(10) ** -20
+    plus = gradient(function, [a + step * mpf(v) for a, v in zip(x, direction, strict=True)])
+    minus = gradient(function, [a - step * mpf(v) for a, v in zip(x, direction, strict=True)])
+    return [(a - b) / (2 * step) for a, b in zip(plus, minus, strict=True)]
