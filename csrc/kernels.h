@@ -111,10 +111,10 @@ namespace cuda {
 // Size in bytes of the scratch memory that a reduced forward pass needs; it need not be cleared.
 int64_t focal_loss_workspace(int64_t rows, int64_t classes);
 
-// `reduced` (or null for no reduction) receives two numbers: the sum or mean, and what the mean was divided by.
+// `loss` (or null for no reduction) receives the sum or the mean, `divisor` what the mean was divided by (1 for a sum).
 template <typename Scalar>
-int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_t<Scalar>* reduced, void* workspace,
-                       void* stream);
+int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
+                       compute_t<Scalar>* divisor, void* workspace, void* stream);
 
 template <typename Scalar>
 int focal_loss_backward(const FocalLossBackward<Scalar>& args, void* stream);

@@ -1,0 +1,629 @@
+// Focal and inverse focal loss, forward and backward, on the CPU.
+//
+//   forward   logits [rows, classes] -> row_loss [rows], saved [3, rows] = (m, log S, log u)
+//   backward  logits, saved, grad_loss -> grad_logits [rows, classes] (and grad_gamma, grad_target)
+//
+// Memory: each direction reads the logits from memory once; second looks at a row find it in cache. Three shapes of
+// the same work:
+//   rows      classes are adjacent and many: vectors run along a row, in blocks that stay in the first-level cache
+//   columns   rows are adjacent (pixels, [N, C, d1, ...]): vectors run across a tile of rows
+//   few classes in adjacent memory are turned into a tile of columns first
+// What is left of a row after its sums, a handful of numbers, is computed for a whole tile of rows at once.
+// Soft targets and label smoothing need every class's factor; they take a plainer path at the end of the file.
+
+#include <algorithm>
+#include <memory>
+
+#include "cpu/vector_clones.h"
+#include "kernels.h"
+#include "math/focal.h"
+
+namespace focalkern::cpu {
+namespace {
+
+constexpr int64_t kTileRows = 64;      // rows whose scalars are finished together; also the width of a column tile
+constexpr int64_t kFewClasses = 32;    // up to here a transposed tile wastes less than padding a row to full vectors
+constexpr int64_t kBlock = 4096;       // logits of a row that are looked at twice while in the first-level cache
+constexpr int64_t kLanes = 16;         // rows are cut into whole groups of this many; the rest is padded
+constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
+
+template <typename Real>
+using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so that comparisons stay in one vector
+
+constexpr int kNoTarget = -1;  // never equals a class: the label of an ignored row
+
+// The numbers of a tile of rows on their way from sums to loss and gradient.
+template <typename Real>
+struct Tile {
+  label_int<Real> label[kTileRows];
+  Real weight[kTileRows];
+  Real gamma[kTileRows];
+  Real max[kTileRows];           // m
+  Real rest[kTileRows];          // sum of exp(z_j - m) over every class but the target
+  Real target_logit[kTileRows];  // z_y
+  Real log_s[kTileRows];         // log sum_j exp(z_j - m)
+  Real log_p[kTileRows];
+  Real log_u[kTileRows];
+  Real loss[kTileRows];
+  Real scale[kTileRows];      // what multiplies p_j - [j = y] in the gradient
+  Real p_minus_1[kTileRows];  // p_y - 1, as -u
+  Real grad_gamma[kTileRows];
+};
+
+// ---- a row of adjacent classes -------------------------------------------------------------------------------------
+
+template <typename Scalar>
+FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t n) {
+  using Real = compute_t<Scalar>;
+  Real m = -std::numeric_limits<Real>::infinity();
+#pragma omp simd reduction(max : m)
+  for (int64_t j = 0; j < n; ++j) {
+    const Real v = load_as_compute(z[j]);
+    m = v > m ? v : m;
+  }
+  return m;
+}
+
+// Leaving the target out of the sum, rather than subtracting it afterwards, keeps 1 - p_y exact as p_y -> 1.
+template <typename Scalar>
+FK_HOST_DEVICE compute_t<Scalar> sum_exp_except(const Scalar* z, int64_t n, compute_t<Scalar> shift, int64_t except) {
+  using Real = compute_t<Scalar>;
+  using Int = label_int<Real>;
+  // Out of this block: any number that no index equals.
+  const Int skipped = except >= 0 && except < n ? static_cast<Int>(except) : Int(kNoTarget);
+  const Int count = static_cast<Int>(n);
+  Real sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (Int j = 0; j < count; ++j) {
+    const Real e = exponential(load_as_compute(z[j]) - shift);
+    sum += j == skipped ? Real(0) : e;
+  }
+  return sum;
+}
+
+template <typename Scalar>
+FK_HOST_DEVICE void pad_tail(const Scalar* z, int64_t n, compute_t<Scalar>* tail /* [kLanes] */) {
+  for (int64_t j = 0; j < kLanes; ++j) {
+    tail[j] = j < n ? load_as_compute(z[j]) : -std::numeric_limits<compute_t<Scalar>>::infinity();
+  }
+}
+
+// Largest logit and sum over the other classes, with a running maximum over blocks.
+template <typename Scalar>
+FK_HOST_DEVICE void row_sums(const Scalar* z, int64_t classes, int64_t target, compute_t<Scalar>* max,
+                             compute_t<Scalar>* rest) {
+  using Real = compute_t<Scalar>;
+  constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
+  Real m = kMinusInfinity;
+  double sum = 0;
+  for (int64_t begin = 0; begin < classes; begin += kBlock) {
+    const int64_t n = std::min(kBlock, classes - begin);
+    const int64_t whole = n - n % kLanes;
+    const Scalar* block = z + begin;
+    alignas(64) Real tail[kLanes];
+    pad_tail(block + whole, n - whole, tail);
+    const Real block_max = std::max(max_of(block, whole), max_of(tail, kLanes));
+    if (block_max > m) {
+      sum *= exponential(m - block_max);
+      m = block_max;
+    }
+    // Classes of probability zero so far: -inf - -inf would be NaN where 0 is meant. If no class is finite, log p_y
+    // becomes NaN all the same, from z_y - m.
+    const Real shift = m == kMinusInfinity ? Real(0) : m;
+    sum += sum_exp_except(block, whole, shift, target - begin);
+    sum += sum_exp_except(tail, kLanes, shift, target - begin - whole);
+  }
+  *max = m;
+  *rest = static_cast<Real>(sum);
+}
+
+template <typename Scalar>
+FK_HOST_DEVICE void scaled_softmax(const Scalar* z, int64_t n, compute_t<Scalar> max, compute_t<Scalar> log_s,
+                                   compute_t<Scalar> scale, Scalar* grad) {
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) {
+    grad[j] = Store<Scalar>::from_compute(exponential((load_as_compute(z[j]) - max) - log_s) * scale);
+  }
+}
+
+template <typename Scalar>
+FK_VECTOR_CLONES void sums_of_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                   Tile<compute_t<Scalar>>& tile) {
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Scalar* z = args.logits + args.layout.row_offset(row_begin + r);
+    const int64_t target = tile.label[r];
+    if (target == kNoTarget) {
+      tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+      continue;
+    }
+    row_sums(z, args.classes, target, &tile.max[r], &tile.rest[r]);
+    tile.target_logit[r] = load_as_compute(z[target]);
+  }
+}
+
+template <typename Scalar>
+FK_VECTOR_CLONES void grad_of_rows(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                   const Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  const int64_t whole = args.classes - args.classes % kLanes;
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Scalar* z = args.logits + args.layout.row_offset(row_begin + r);
+    Scalar* grad = args.grad_logits + args.grad_layout.row_offset(row_begin + r);
+    // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
+    if (tile.scale[r] == Real(0)) {
+      std::fill(grad, grad + args.classes, Scalar{});
+      continue;
+    }
+    scaled_softmax(z, whole, tile.max[r], tile.log_s[r], tile.scale[r], grad);
+    alignas(64) Scalar tail[kLanes] = {};
+    alignas(64) Scalar grad_tail[kLanes];
+    std::copy(z + whole, z + args.classes, tail);
+    scaled_softmax(tail, kLanes, tile.max[r], tile.log_s[r], tile.scale[r], grad_tail);
+    std::copy(grad_tail, grad_tail + (args.classes - whole), grad + whole);
+    grad[tile.label[r]] = Store<Scalar>::from_compute(tile.p_minus_1[r] * tile.scale[r]);
+  }
+}
+
+// ---- a tile of adjacent rows ---------------------------------------------------------------------------------------
+
+template <typename Scalar>
+FK_VECTOR_CLONES void sums_of_columns(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
+                                      Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  using Int = label_int<Real>;
+  for (int64_t r = 0; r < n_rows; ++r) {
+    tile.max[r] = -std::numeric_limits<Real>::infinity();
+    tile.rest[r] = tile.target_logit[r] = 0;
+  }
+  for (int64_t c = 0; c < classes; ++c) {
+    const Scalar* column = z + c * class_stride;
+#pragma omp simd
+    for (int64_t r = 0; r < n_rows; ++r) {
+      const Real v = load_as_compute(column[r]);
+      tile.max[r] = v > tile.max[r] ? v : tile.max[r];
+    }
+  }
+  for (int64_t c = 0; c < classes; ++c) {
+    const Scalar* column = z + c * class_stride;
+    const Int label = static_cast<Int>(c);
+#pragma omp simd
+    for (int64_t r = 0; r < n_rows; ++r) {
+      const Real v = load_as_compute(column[r]);
+      const Real e = exponential(v - tile.max[r]);
+      const bool is_target = tile.label[r] == label;
+      tile.rest[r] += is_target ? Real(0) : e;
+      tile.target_logit[r] = is_target ? v : tile.target_logit[r];
+    }
+  }
+}
+
+template <typename Scalar>
+FK_VECTOR_CLONES void grad_of_columns(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
+                                      const Tile<compute_t<Scalar>>& tile, Scalar* grad, int64_t grad_class_stride) {
+  using Real = compute_t<Scalar>;
+  using Int = label_int<Real>;
+  for (int64_t c = 0; c < classes; ++c) {
+    const Scalar* column = z + c * class_stride;
+    Scalar* grad_column = grad + c * grad_class_stride;
+    const Int label = static_cast<Int>(c);
+#pragma omp simd
+    for (int64_t r = 0; r < n_rows; ++r) {
+      const Real p = exponential((load_as_compute(column[r]) - tile.max[r]) - tile.log_s[r]);
+      const Real slope = (tile.label[r] == label ? tile.p_minus_1[r] : p) * tile.scale[r];
+      grad_column[r] = Store<Scalar>::from_compute(tile.scale[r] == Real(0) ? Real(0) : slope);
+    }
+  }
+}
+
+// ---- from sums to loss and slope, a tile of rows at a time ---------------------------------------------------------
+
+template <typename Real>
+FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Real z_minus_max = tile.target_logit[r] - tile.max[r];
+    // If the target is the largest class its own term is exactly 1, and the sum is 1 + rest without rounding.
+    const Real log_s = log_one_plus(tile.rest[r] + (exponential(z_minus_max) - Real(1)));
+    const Real log_p = z_minus_max - log_s;
+    // The target's u = rest / S; as p -> 0 it approaches 1, and only log1p keeps its digits.
+    const Real log_u_of_top = logarithm(tile.rest[r]) - log_s;
+    const Real log_u_of_other = log_one_plus(-exponential(log_p));
+    tile.log_s[r] = log_s;
+    tile.log_p[r] = log_p;
+    tile.log_u[r] = z_minus_max == Real(0) ? log_u_of_top : log_u_of_other;
+  }
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void look_up_gamma(const Real* log_p, int64_t n, const Real* edges, const Real* gammas,
+                                    int64_t n_bins, Real* gamma) {
+  for (int64_t r = 0; r < n; ++r) gamma[r] = gammas[table_bin(exponential(log_p[r]), edges, n_bins)];
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Tile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Real loss = focal_terms(tile.log_p[r], tile.log_u[r], tile.gamma[r]).loss * tile.weight[r];
+    tile.loss[r] = tile.label[r] == kNoTarget ? Real(0) : loss;
+  }
+}
+
+// On entry `scale` holds the upstream gradient.
+template <typename Real>
+FK_VECTOR_CLONES void finish_slope(int64_t n_rows, bool detach_modulation, Tile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const FocalTerms<Real> terms = focal_terms(tile.log_p[r], tile.log_u[r], tile.gamma[r]);
+    const Real upstream = tile.scale[r] * tile.weight[r];
+    const Real slope = upstream * (detach_modulation ? terms.factor : terms.coefficient);
+    const bool ignored = tile.label[r] == kNoTarget;
+    tile.scale[r] = ignored ? Real(0) : slope;
+    tile.p_minus_1[r] = -exponential(tile.log_u[r]);
+    tile.grad_gamma[r] = ignored ? Real(0) : upstream * terms.grad_gamma;
+  }
+}
+
+// Labels, class weights and gammas of a tile. Returns the first row whose label is out of range, or -1.
+template <typename Scalar>
+int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                  Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  int64_t invalid = -1;
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const int64_t label = args.labels[row_begin + r];
+    const bool in_range = label >= 0 && label < args.classes;
+    const bool valid = in_range && label != args.ignore_index;
+    if (!in_range && label != args.ignore_index && invalid < 0) invalid = row_begin + r;
+    tile.label[r] = valid ? static_cast<label_int<Real>>(label) : label_int<Real>(kNoTarget);
+    tile.weight[r] = !valid ? Real(0) : args.class_weight ? args.class_weight[label] : Real(1);
+    tile.gamma[r] = args.edges ? Real(0) : args.gamma ? args.gamma[(row_begin + r) * args.gamma_stride] : args.gamma_value;
+  }
+  return invalid;
+}
+
+// How many rows of a tile can be handled together: for columns, those that are adjacent in memory.
+template <typename Scalar>
+int64_t tile_rows(const FocalLossArgs<Scalar>& args, bool columns, int64_t row, int64_t row_end) {
+  int64_t n = std::min(kTileRows, row_end - row);
+  return columns ? std::min(n, args.layout.inner - row % args.layout.inner) : n;
+}
+
+template <typename Scalar>
+bool is_columns(const FocalLossArgs<Scalar>& args) {
+  return args.layout.class_stride != 1 && args.classes > 1;
+}
+
+// [n_rows, classes] in any layout <-> [classes, kTileRows]
+template <typename Scalar>
+void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, Scalar* tile) {
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Scalar* z = args.logits + args.layout.row_offset(row_begin + r);
+    for (int64_t c = 0; c < args.classes; ++c) tile[c * kTileRows + r] = z[c * args.layout.class_stride];
+  }
+}
+template <typename Scalar>
+void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, const Scalar* tile) {
+  for (int64_t r = 0; r < n_rows; ++r) {
+    Scalar* grad = args.grad_logits + args.grad_layout.row_offset(row_begin + r);
+    for (int64_t c = 0; c < args.classes; ++c) grad[c * args.grad_layout.class_stride] = tile[c * kTileRows + r];
+  }
+}
+
+template <typename Scalar>
+FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  using Real = compute_t<Scalar>;
+  const bool columns = is_columns(args);
+  const bool few_classes = !columns && args.classes <= kFewClasses;
+  alignas(64) Scalar transposed[kFewClasses * kTileRows];
+  Tile<Real> tile;
+  FocalLossSums sums{0, 0, -1};
+  for (int64_t row = row_begin, n; row < row_end; row += n) {
+    n = tile_rows(args, columns, row, row_end);
+    const int64_t invalid = read_rows(args, row, n, tile);
+    if (invalid >= 0) {
+      sums.invalid_row = invalid;
+      return sums;
+    }
+    if (columns) {
+      sums_of_columns(args.logits + args.layout.row_offset(row), args.layout.class_stride, args.classes, n, tile);
+    } else if (few_classes) {
+      gather_tile(args, row, n, transposed);
+      sums_of_columns(transposed, kTileRows, args.classes, n, tile);
+    } else {
+      sums_of_rows(args, row, n, tile);
+    }
+    finish_sums(n, tile);
+    if (args.edges) look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
+    finish_loss(n, tile);
+    for (int64_t r = 0; r < n; ++r) {
+      const bool ignored = tile.label[r] == kNoTarget;
+      args.saved[row + r] = ignored ? Real(0) : tile.max[r];
+      args.saved[args.rows + row + r] = ignored ? Real(0) : tile.log_s[r];
+      args.saved[2 * args.rows + row + r] = ignored ? Real(0) : tile.log_u[r];
+      sums.loss += tile.loss[r];
+      sums.weight += tile.weight[r];
+    }
+    if (args.row_loss) std::copy(tile.loss, tile.loss + n, args.row_loss + row);
+  }
+  return sums;
+}
+
+template <typename Scalar>
+void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  using Real = compute_t<Scalar>;
+  // The gradient keeps the layout of the logits wherever both are dense; any other pair goes through a tile.
+  const bool columns = is_columns(args) && args.grad_layout.class_stride != 1 &&
+                       args.grad_layout.inner == args.layout.inner && args.grad_layout.inner_stride == 1;
+  const bool rows = !is_columns(args) && args.grad_layout.class_stride == 1 && args.classes > kFewClasses;
+  std::unique_ptr<Scalar[]> buffer;
+  if (!columns && !rows) buffer.reset(new Scalar[2 * args.classes * kTileRows]);
+  Scalar* transposed = buffer.get();
+  Scalar* grad_transposed = transposed + args.classes * kTileRows;
+  Tile<Real> tile;
+  for (int64_t row = row_begin, n; row < row_end; row += n) {
+    n = tile_rows(args, columns, row, row_end);
+    read_rows(args, row, n, tile);
+    for (int64_t r = 0; r < n; ++r) {
+      const int64_t target = std::max<int64_t>(tile.label[r], 0);
+      const Scalar* z = args.logits + args.layout.row_offset(row + r);
+      tile.max[r] = args.saved[row + r];
+      tile.log_s[r] = args.saved[args.rows + row + r];
+      tile.log_u[r] = args.saved[2 * args.rows + row + r];
+      tile.log_p[r] = (load_as_compute(z[target * args.layout.class_stride]) - tile.max[r]) - tile.log_s[r];
+      tile.scale[r] = args.grad_loss[(row + r) * args.grad_stride] / (args.divisor ? *args.divisor : Real(1));
+    }
+    if (args.edges) look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
+    finish_slope(n, args.detach_modulation, tile);
+    if (args.grad_gamma) std::copy(tile.grad_gamma, tile.grad_gamma + n, args.grad_gamma + row);
+    if (!args.grad_logits) continue;
+    if (columns) {
+      grad_of_columns(args.logits + args.layout.row_offset(row), args.layout.class_stride, args.classes, n, tile,
+                      args.grad_logits + args.grad_layout.row_offset(row), args.grad_layout.class_stride);
+    } else if (rows) {
+      grad_of_rows(args, row, n, tile);
+    } else {
+      gather_tile(args, row, n, transposed);
+      grad_of_columns(transposed, kTileRows, args.classes, n, tile, grad_transposed, kTileRows);
+      scatter_tile(args, row, n, grad_transposed);
+    }
+  }
+}
+
+// ---- soft targets and label smoothing ------------------------------------------------------------------------------
+//
+//   t = (1 - e) target + e / C,   L = -sum_i w_i t_i f(p_i) log p_i,   dL/dz_j = p_j sum_i a_i - a_j,  a = w t c(p)
+//
+// One row at a time, in scratch arrays over the classes.
+
+template <typename Real>
+struct SoftRow {
+  explicit SoftRow(int64_t classes)
+      : storage(new Real[6 * classes]),
+        z(storage.get()),
+        log_q(z + classes),
+        log_u(log_q + classes),
+        gamma(log_u + classes),
+        target(gamma + classes),
+        slope(target + classes) {}
+  std::unique_ptr<Real[]> storage;
+  Real* z;       // logits, then z - m
+  Real* log_q;   // log-probabilities
+  Real* log_u;   // log(1 - q)
+  Real* gamma;   // gamma of each class (one table look-up each)
+  Real* target;  // w_i t_i
+  Real* slope;   // a_i
+  int64_t top;   // first largest class
+};
+
+template <typename Real>
+FK_VECTOR_CLONES void soft_sums(int64_t classes, SoftRow<Real>& row, Real* max, Real* log_s, Real* log_u_top) {
+  const Real m = max_of(row.z, classes);
+  row.top = 0;
+  while (row.top + 1 < classes && row.z[row.top] != m) ++row.top;
+  double rest = 0;
+  for (int64_t begin = 0; begin < classes; begin += kBlock) {
+    rest += sum_exp_except(row.z + begin, std::min(kBlock, classes - begin), m, row.top - begin);
+  }
+  *max = m;
+  *log_s = log_one_plus(static_cast<Real>(rest));
+  *log_u_top = logarithm(static_cast<Real>(rest)) - *log_s;
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void soft_pieces(int64_t classes, Real max, Real log_s, Real log_u_top, SoftRow<Real>& row) {
+#pragma omp simd
+  for (int64_t c = 0; c < classes; ++c) {
+    const Real log_q = (row.z[c] - max) - log_s;
+    row.log_q[c] = log_q;
+    row.log_u[c] = log_one_plus(-exponential(log_q));
+  }
+  row.log_u[row.top] = log_u_top;
+}
+
+template <typename Real>
+FK_VECTOR_CLONES Real soft_loss(int64_t classes, const SoftRow<Real>& row) {
+  Real sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t c = 0; c < classes; ++c) {
+    const Real term = row.target[c] * focal_terms(row.log_q[c], row.log_u[c], row.gamma[c]).loss;
+    // A class without target mass adds nothing, even at probability zero.
+    sum += row.target[c] == Real(0) ? Real(0) : term;
+  }
+  return sum;
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void soft_slopes(int64_t classes, bool detach_modulation, SoftRow<Real>& row, Real* grad_gamma) {
+  Real gamma_sum = 0;
+#pragma omp simd reduction(+ : gamma_sum)
+  for (int64_t c = 0; c < classes; ++c) {
+    const FocalTerms<Real> terms = focal_terms(row.log_q[c], row.log_u[c], row.gamma[c]);
+    const bool absent = row.target[c] == Real(0);
+    row.slope[c] = absent ? Real(0) : row.target[c] * (detach_modulation ? terms.factor : terms.coefficient);
+    gamma_sum += absent ? Real(0) : row.target[c] * terms.grad_gamma;
+  }
+  *grad_gamma = gamma_sum;
+}
+
+// dL/dz_j = q_j (A - a_j) - u_j a_j: written so that the largest class does not subtract a_j from q_j a_j as q_j -> 1.
+template <typename Real>
+FK_VECTOR_CLONES void soft_grad(int64_t classes, Real scale, SoftRow<Real>& row) {
+  Real others = 0;
+  const Real top_slope = row.slope[row.top];
+  row.slope[row.top] = 0;
+#pragma omp simd reduction(+ : others)
+  for (int64_t c = 0; c < classes; ++c) others += row.slope[c];
+  const Real all = others + top_slope;
+#pragma omp simd
+  for (int64_t c = 0; c < classes; ++c) {
+    const Real a = row.slope[c];
+    row.z[c] = scale * (exponential(row.log_q[c]) * (all - a) - exponential(row.log_u[c]) * a);
+  }
+  row.slope[row.top] = top_slope;
+  row.z[row.top] = scale * (exponential(row.log_q[row.top]) * others - exponential(row.log_u[row.top]) * top_slope);
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void soft_grad_target(int64_t classes, Real scale, SoftRow<Real>& row) {
+#pragma omp simd
+  for (int64_t c = 0; c < classes; ++c) {
+    row.slope[c] = scale * focal_terms(row.log_q[c], row.log_u[c], row.gamma[c]).loss;
+  }
+}
+
+// Logits and w_i t_i of one row. Returns the weight that the row adds to the mean, or -1 for an invalid label; an
+// ignored row has weight 0 and `ignored` set.
+template <typename Scalar>
+double read_soft_row(const FocalLossArgs<Scalar>& args, int64_t index, SoftRow<compute_t<Scalar>>& row, bool* ignored) {
+  using Real = compute_t<Scalar>;
+  const Scalar* z = args.logits + args.layout.row_offset(index);
+  for (int64_t c = 0; c < args.classes; ++c) row.z[c] = load_as_compute(z[c * args.layout.class_stride]);
+  const Real kept = Real(1) - args.label_smoothing;
+  const Real spread = args.label_smoothing / static_cast<Real>(args.classes);
+  double weight = 1;
+  *ignored = false;
+  if (args.target_probs) {
+    const Real* target = args.target_probs + args.target_layout.row_offset(index);
+    for (int64_t c = 0; c < args.classes; ++c) row.target[c] = kept * target[c * args.target_layout.class_stride] + spread;
+  } else {
+    const int64_t label = args.labels[index];
+    if (label == args.ignore_index) {
+      *ignored = true;
+      return 0;
+    }
+    if (label < 0 || label >= args.classes) return -1;
+    std::fill(row.target, row.target + args.classes, spread);
+    row.target[label] += kept;
+    if (args.class_weight) weight = args.class_weight[label];
+  }
+  if (args.class_weight) {
+    for (int64_t c = 0; c < args.classes; ++c) row.target[c] *= args.class_weight[c];
+  }
+  if (!args.edges) {
+    const Real gamma = args.gamma ? args.gamma[index * args.gamma_stride] : args.gamma_value;
+    std::fill(row.gamma, row.gamma + args.classes, gamma);
+  }
+  return weight;
+}
+
+template <typename Scalar>
+FocalLossSums forward_soft(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  using Real = compute_t<Scalar>;
+  SoftRow<Real> row(args.classes);
+  FocalLossSums sums{0, 0, -1};
+  for (int64_t index = row_begin; index < row_end; ++index) {
+    Real max = 0, log_s = 0, log_u_top = 0, loss = 0;
+    bool ignored;
+    const double weight = read_soft_row(args, index, row, &ignored);
+    if (weight < 0) {
+      sums.invalid_row = index;
+      return sums;
+    }
+    if (!ignored) {
+      soft_sums(args.classes, row, &max, &log_s, &log_u_top);
+      soft_pieces(args.classes, max, log_s, log_u_top, row);
+      if (args.edges) look_up_gamma(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
+      loss = soft_loss(args.classes, row);
+    }
+    args.saved[index] = max;
+    args.saved[args.rows + index] = log_s;
+    args.saved[2 * args.rows + index] = log_u_top;
+    if (args.row_loss) args.row_loss[index] = loss;
+    sums.loss += loss;
+    sums.weight += weight;
+  }
+  return sums;
+}
+
+template <typename Scalar>
+void backward_soft(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  using Real = compute_t<Scalar>;
+  SoftRow<Real> row(args.classes);
+  for (int64_t index = row_begin; index < row_end; ++index) {
+    bool ignored;
+    read_soft_row(args, index, row, &ignored);
+    Scalar* grad = args.grad_logits ? args.grad_logits + args.grad_layout.row_offset(index) : nullptr;
+    Real* grad_target = args.grad_target ? args.grad_target + args.target_layout.row_offset(index) : nullptr;
+    if (ignored) {
+      for (int64_t c = 0; grad && c < args.classes; ++c) grad[c * args.grad_layout.class_stride] = Scalar{};
+      if (args.grad_gamma) args.grad_gamma[index] = 0;
+      continue;
+    }
+    const Real max = args.saved[index];
+    row.top = 0;
+    while (row.top + 1 < args.classes && row.z[row.top] != max) ++row.top;
+    soft_pieces(args.classes, max, args.saved[args.rows + index], args.saved[2 * args.rows + index], row);
+    if (args.edges) look_up_gamma(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
+    const Real scale = args.grad_loss[index * args.grad_stride] / (args.divisor ? *args.divisor : Real(1));
+    Real grad_gamma;
+    soft_slopes(args.classes, args.detach_modulation, row, &grad_gamma);
+    if (args.grad_gamma) args.grad_gamma[index] = scale * grad_gamma;
+    if (grad) {
+      soft_grad(args.classes, scale, row);
+      for (int64_t c = 0; c < args.classes; ++c) {
+        grad[c * args.grad_layout.class_stride] = Store<Scalar>::from_compute(row.z[c]);
+      }
+    }
+    if (grad_target) {
+      soft_grad_target(args.classes, scale * (Real(1) - args.label_smoothing), row);
+      for (int64_t c = 0; c < args.classes; ++c) {
+        const Real weight = args.class_weight ? args.class_weight[c] : Real(1);
+        grad_target[c * args.target_layout.class_stride] = weight * row.slope[c];
+      }
+    }
+  }
+}
+
+template <typename Scalar>
+bool is_soft(const FocalLossArgs<Scalar>& args) {
+  return args.target_probs != nullptr || args.label_smoothing != 0;
+}
+
+}  // namespace
+
+int64_t focal_loss_chunk_rows(int64_t rows, int64_t classes) {
+  const int64_t chunk = std::max<int64_t>(1, kChunkLogits / std::max<int64_t>(1, classes));
+  return std::min(std::max<int64_t>(1, rows), chunk < kTileRows ? chunk : chunk - chunk % kTileRows);
+}
+
+template <typename Scalar>
+FocalLossSums focal_loss_forward(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  return is_soft(args) ? forward_soft(args, row_begin, row_end) : forward_labels(args, row_begin, row_end);
+}
+
+template <typename Scalar>
+void focal_loss_backward(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  is_soft(args) ? backward_soft(args, row_begin, row_end) : backward_labels(args, row_begin, row_end);
+}
+
+#define FK_INSTANTIATE(Scalar)                                                                                    \
+  template FocalLossSums focal_loss_forward<Scalar>(const FocalLossForward<Scalar>&, int64_t, int64_t);          \
+  template void focal_loss_backward<Scalar>(const FocalLossBackward<Scalar>&, int64_t, int64_t);
+FK_INSTANTIATE(Half)
+FK_INSTANTIATE(BFloat16)
+FK_INSTANTIATE(float)
+FK_INSTANTIATE(double)
+#undef FK_INSTANTIATE
+
+}  // namespace focalkern::cpu
