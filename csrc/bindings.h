@@ -1,0 +1,72 @@
+// What the bindings of the operators share: registration, checks, and the step from tensors to kernel arguments.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <functional>
+#include <initializer_list>
+#include <optional>
+
+#include "kernels.h"
+
+namespace focalkern::bindings {
+
+using at::Tensor;
+
+// Each operator registers its schemas and kernels with torch's dispatcher, and its eager entry with the module.
+void register_focal_loss(torch::Library& definitions, pybind11::module_& module);
+
+// Raises NotImplementedError for a device that has no kernel in this build.
+void check_device(const char* op, const Tensor& input);
+
+// Raises TypeError unless the dtype is one of the four that the kernels take.
+void check_floating(const char* op, const char* argument, const Tensor& tensor);
+
+// Raises ValueError unless both tensors are on one device.
+void check_same_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& input);
+
+// FOCALKERN_VALIDATE=1: also check values that only a synchronisation with the device can tell.
+bool validation_requested();
+
+// float64 for float64, float32 for everything narrower.
+at::ScalarType compute_dtype(at::ScalarType dtype);
+
+// Whether a torch.func transform is active or one of the tensors carries a forward-mode tangent: the fused kernels know
+// nothing of either, and would drop them silently.
+bool needs_composite(std::initializer_list<const Tensor*> tensors);
+
+// The rows of a tensor whose classes run along `class_dim`, as two nested runs at most; nothing if its strides do not
+// allow that, or if neither the classes nor the rows of a run are adjacent. Such a tensor must be copied.
+std::optional<RowLayout> row_layout(const Tensor& tensor, int64_t class_dim);
+
+Labels labels_of(const Tensor& target);
+
+// Calls `f` with a value of the storage type that belongs to `dtype`.
+template <typename Function>
+void dispatch_scalar(at::ScalarType dtype, Function f) {
+  switch (dtype) {
+    case at::kHalf:
+      return f(Half{});
+    case at::kBFloat16:
+      return f(BFloat16{});
+    case at::kDouble:
+      return f(double{});
+    default:
+      return f(float{});
+  }
+}
+
+// The handle of an operator that was registered above, found once.
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+template <typename T>
+const T* pointer_or_null(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
+}
+
+}  // namespace focalkern::bindings
