@@ -90,8 +90,10 @@ def extension() -> tuple[Extension, type[build_ext]]:
 
         def run(self) -> None:
             # Otherwise the old module would do for another torch or another FOCALKERN_CUDA. ninja still compiles
-            # nothing twice.
+            # nothing twice, also for pip install --editable, whose own temporary folder is a new one every time.
             self.force = True
+            if self.editable_mode:
+                self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
             super().run()
             arch_list = os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if toolkit else []
             Path(self.get_ext_fullpath("focalkern._C")).with_name("_build_info.py").write_text(
@@ -119,4 +121,4 @@ class BuildWithoutTorch(build_ext):
 
 
 module, build_command = extension()
-setup(ext_modules=[module], cmdclass={"build_ext": build_command})
+setup(license="MIT", ext_modules=[module], cmdclass={"build_ext": build_command})

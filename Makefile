@@ -1,0 +1,61 @@
+# make build   .venv with torch, the tools and the compiled module
+# make test    the tests           make demo    the demo
+# make lint    the linters         make clean   removes what the build made, but not .venv
+#
+# PYTHON=python3.12 and FOCALKERN_TORCH=2.11.0 choose the versions (of a new .venv, and of torch in it);
+# FOCALKERN_CUDA and TORCH_CUDA_ARCH_LIST are read by setup.py; PYTEST_ARGS="-k map" is handed to pytest.
+
+PYTHON ?= python3
+VENV ?= .venv
+FOCALKERN_TORCH ?= 2.13.0
+
+BIN := $(VENV)/bin
+TORCH := torch==$(patsubst torch==%,%,$(FOCALKERN_TORCH))
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
+
+# The stamps carry the settings in their names, so that another setting is another stamp.
+TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
+INSTALL_STAMP := $(VENV)/.stamp-install
+BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
+
+.PHONY: build test demo lint clean
+.DELETE_ON_ERROR:
+
+build: $(BUILD_STAMP)
+
+test: build
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: build
+	$(BIN)/focalkern demo
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist *.egg-info focalkern/_C.*.so focalkern/_build_info.py $(VENV)/.stamp-install $(VENV)/.stamp-build-*
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "focalkern needs Python 3.11 or newer: make PYTHON=...")'
+	@# Debian's Python comes without ensurepip; the pip that is there can then put one into the environment.
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV) install pip; }
+
+# torch alone and exactly, before anything that would be content with another version.
+$(TORCH_STAMP): | $(BIN)/python
+	rm -f $(VENV)/.stamp-*
+	$(PIP) install $(TORCH) setuptools wheel ninja
+	touch $@
+
+$(INSTALL_STAMP): $(TORCH_STAMP) pyproject.toml setup.py
+	$(PIP) install --no-build-isolation --editable '.[dev]' $(TORCH)
+	touch $@
+
+# Only what changed is compiled again.
+$(BUILD_STAMP): $(INSTALL_STAMP) $(SOURCES)
+	rm -f $(VENV)/.stamp-build-*
+	$(BIN)/python setup.py build_ext --inplace
+	touch $@
