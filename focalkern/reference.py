@@ -1,4 +1,4 @@
-"""Plain-torch definitions of every operator: the oracle of the tests, the baseline of the benchmarks, the documentation.
+"""Every operator in plain torch: the oracle of the tests, the baseline of the benchmarks, the documentation.
 
 The functions take the arguments of the public operators and compute, in float64 for float64 inputs, what the compiled
 kernels must compute. They are written to be read: every class of a row is treated alike, nothing is fused, arguments
@@ -102,9 +102,7 @@ def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
     absent = log_p == -torch.inf
     certain = log_u == -torch.inf
     gamma_focal, gamma_inverse = gamma.clamp(min=0), (-gamma).clamp(min=0)
-    focal = torch.where(
-        certain, (gamma == 0).to(log_u.dtype), (gamma_focal * torch.where(certain, 0.0, log_u)).exp()
-    )
+    focal = torch.where(certain, (gamma == 0).to(log_u.dtype), (gamma_focal * torch.where(certain, 0.0, log_u)).exp())
     inverse = (gamma_inverse * torch.where(absent, 0.0, log_p).exp().log1p()).exp()
     # Written so that a NaN gamma comes out.
     return torch.where(absent, 1.0, torch.where(gamma < 0, inverse, focal))
@@ -322,7 +320,9 @@ def assign_bins(confidence: Tensor, n_bins: int, estimator: str) -> Tensor:
             edges.append(sorted_confidence[low] + (rank - low) * (sorted_confidence[high] - sorted_confidence[low]))
         confidence = confidence.double()
     else:
-        raise ValueError(f"assign_bins: estimator must be equal_width, equal_mass or equal_mass_interp, got {estimator!r}")
+        raise ValueError(
+            f"assign_bins: estimator must be equal_width, equal_mass or equal_mass_interp, got {estimator!r}"
+        )
     for b in range(n_bins):
         bins[(confidence > edges[b]) & (confidence <= edges[b + 1])] = b
     return bins
@@ -397,16 +397,14 @@ def calibration_grid(
     tables = {name: torch.empty(len(gammas), len(temperatures), dtype=torch.float64) for name in criteria}
     for i, gamma in enumerate(gammas):
         for j, temperature in enumerate(temperatures):
-            log_p = focal_calibration_map(
-                input, float(gamma), float(temperature), input_kind=input_kind, log=True
-            )
+            log_p = focal_calibration_map(input, float(gamma), float(temperature), input_kind=input_kind, log=True)
             p = log_p.exp()
             ece, mce = calibration_error(p.max(-1).values, correct, n_bins, estimator)
             cell = {
                 "ece": ece,
                 "mce": mce,
-                "nll": -log_p.gather(-1, target.unsqueeze(-1)).double().mean(),
-                "brier": (p - onehot).double().square().sum(-1).mean(),
+                "nll": -float(log_p.gather(-1, target.unsqueeze(-1)).double().mean()),
+                "brier": float((p - onehot).double().square().sum(-1).mean()),
             }
             for name in criteria:
                 tables[name][i, j] = cell[name]

@@ -1,6 +1,5 @@
 """The device fixture, the seed, and the one tolerance table."""
 
-import numpy
 import pytest
 import torch
 
@@ -46,7 +45,6 @@ def cuda() -> torch.device:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(20260121)
-    numpy.random.seed(20260121)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:

@@ -4,11 +4,11 @@ import math
 
 import mpmath
 import numpy
+import oracle
 import pytest
 import torch
 from conftest import TOLERANCE
 
-import oracle
 from focalkern import reference
 from focalkern.gamma import FLSD_53, GammaTable
 
@@ -146,11 +146,13 @@ def test_focal_loss_where_a_logit_is_infinite():
             (grad,) = torch.autograd.grad(value, z, create_graph=True)
             torch.testing.assert_close(grad, torch.autograd.grad(without, z, create_graph=True)[0])
             (product,) = torch.autograd.grad(grad[0], z)
-            assert product.isfinite().all() and product[1] == 0
+            assert product.isfinite().all()
+            assert product[1] == 0
     for bad in (math.nan, math.inf):
         broken = torch.tensor([0.0, bad, -1.0], dtype=torch.float64, requires_grad=True)
         value = reference.focal_loss(broken, torch.tensor(0))
-        assert value.isnan() and torch.autograd.grad(value, broken)[0].isnan().all()
+        assert value.isnan()
+        assert torch.autograd.grad(value, broken)[0].isnan().all()
 
 
 def test_focal_loss_of_a_lone_class_is_that_of_a_certain_one():
@@ -162,15 +164,18 @@ def test_focal_loss_of_a_lone_class_is_that_of_a_certain_one():
             g = torch.tensor(gamma, dtype=torch.float64, requires_grad=True)
             value = reference.focal_loss(z, torch.tensor(len(z) // 2), g)
             grads = torch.autograd.grad(value, (z, g))
-            assert value == 0 and not torch.signbit(value + 0.0)
-            assert (grads[0] == 0).all() and grads[1] == 0
+            assert value == 0
+            assert not torch.signbit(value + 0.0)
+            assert (grads[0] == 0).all()
+            assert grads[1] == 0
 
 
 def test_focal_loss_without_valid_rows():
     z = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     ignored = torch.full((3,), -100)
     mean = reference.focal_loss(z, ignored)
-    assert mean.isnan() and (torch.autograd.grad(mean, z)[0] == 0).all()
+    assert mean.isnan()
+    assert (torch.autograd.grad(mean, z)[0] == 0).all()
     assert reference.focal_loss(z, ignored, reduction="sum") == 0
     assert reference.focal_loss(z[:0], ignored[:0]).isnan()
 
@@ -228,7 +233,8 @@ def test_calibration_map_of_probabilities_and_absent_classes():
     for gamma in (1.0, -0.5):
         for temperature in (1.0, 2.0):
             of_logits = reference.focal_calibration_map(z, gamma, temperature)
-            assert (of_logits[:, 1] == 0).all() and of_logits[1].tolist() == [1.0, 0.0, 0.0, 0.0]
+            assert (of_logits[:, 1] == 0).all()
+            assert of_logits[1].tolist() == [1.0, 0.0, 0.0, 0.0]
             without = reference.focal_calibration_map(z[0, [0, 2, 3]], gamma, temperature)
             torch.testing.assert_close(of_logits[0, [0, 2, 3]], without)
             # Scaled by 1.0005: renormalised.
@@ -257,7 +263,9 @@ def test_calibration_map_broadcasts_and_is_nan_outside_its_domain():
     temperature = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
     out = reference.focal_calibration_map(z, gamma, temperature)
     torch.testing.assert_close(out[0, 1], reference.focal_calibration_map(z[0, 1], 1.0, 1.0))
-    assert out[:, 2].isnan().all() and out[1].isnan().all() and out[0, :2].isfinite().all()
+    assert out[:, 2].isnan().all()
+    assert out[1].isnan().all()
+    assert out[0, :2].isfinite().all()
 
 
 def test_derivatives_of_the_map_agree_with_finite_differences():
@@ -283,7 +291,7 @@ def test_half_types_are_computed_in_float32_and_keep_their_dtype():
 
 
 # N = 10 samples and 3 bins: sizes differ; 4 and 15: more bins than samples; 1: one bin.
-@pytest.mark.parametrize("n, n_bins", [(10, 3), (4, 15), (7, 1), (30, 15)])
+@pytest.mark.parametrize(("n", "n_bins"), [(10, 3), (4, 15), (7, 1), (30, 15)])
 def test_bins_are_those_of_numpy(n, n_bins):
     confidence = torch.rand(n, dtype=torch.float64)
     confidence[-1] = confidence[0]
@@ -296,10 +304,12 @@ def test_bins_are_those_of_numpy(n, n_bins):
     edges = numpy.interp(numpy.linspace(0, n, n_bins + 1), numpy.arange(n), numpy.sort(confidence.numpy()))
     bins = reference.assign_bins(confidence, n_bins, "equal_mass_interp").numpy()
     lowest = confidence.numpy() == edges[0]
-    assert (bins[lowest] == -1).all() and lowest.any()
+    assert (bins[lowest] == -1).all()
+    assert lowest.any()
     inside = confidence.numpy()[~lowest]
     b = bins[~lowest]
-    assert (edges[b] < inside + 1e-15).all() and (inside <= edges[b + 1] + 1e-15).all()
+    assert (edges[b] < inside + 1e-15).all()
+    assert (inside <= edges[b + 1] + 1e-15).all()
 
     bins = reference.assign_bins(confidence, n_bins, "equal_width").numpy()
     assert (bins == numpy.ceil(confidence.numpy() * n_bins) - 1).all()
