@@ -1,0 +1,210 @@
+// The focal calibration map in log space, its derivatives, and the same map on one logit for two classes.
+//
+//   q = softmax(z / T),  u = 1 - q,  phi = -q log q / u,  G(q) = u^gamma (1 + gamma phi)
+//   p_j = (q_j / G(q_j)) / sum_k (q_k / G(q_k))                    gamma > -1
+//
+// A negative gamma is plugged into the formula as it is: this is not the sign rule of the inverse focal loss.
+//
+// How a row is computed. Let t be its largest class (any one of equals), m2 the largest of the other inputs, and
+//   y_k = (z_k - m2) / T,  e_k = exp(y_k) for k != t,   S = sum_{k != t} e_k,   M = (m2 - z_t) / T
+// From S and M everything that is one number per row follows (MapRow). Then, for each k != t, MapClass holds
+//   log_ratio = log(p_k / p_t)
+// and with P = sum_{k != t} exp(log_ratio):   log p_t = -log1p(P),   log p_k = log_ratio - log1p(P).
+// No difference of large numbers occurs: a row may saturate completely and keeps its digits in log space, and the
+// largest class never forms 1 - q_t.
+#pragma once
+
+#include "math/focal.h"
+
+namespace focalkern {
+
+// Larger differences of inputs than this, after division by T, are cut: exp is 0 long before, in either type.
+template <typename Real>
+FK_HOST_DEVICE Real largest_finite() {
+  return sizeof(Real) == sizeof(float) ? Real(3.402823466e38) : Real(1.7976931348623157e308);
+}
+
+// gamma > -1 and T > 0, both finite; a NaN fails every comparison.
+FK_HOST_DEVICE bool map_parameters_valid(double gamma, double temperature) {
+  return gamma > -1.0 && gamma <= largest_finite<double>() && temperature > 0.0 &&
+         temperature <= largest_finite<double>();
+}
+
+// 1/T. A tiny T must not become infinite in float: classes that tie for the top have the difference 0, and keep it.
+template <typename Real>
+FK_HOST_DEVICE Real inverse_temperature(double temperature) {
+  const double beta = 1.0 / temperature;
+  const double bound = static_cast<double>(largest_finite<Real>());
+  return static_cast<Real>(beta < bound ? beta : bound);
+}
+
+// What a probability stands for as a logit. Denormal probabilities count: they are scaled up before the logarithm.
+template <typename Real>
+FK_HOST_DEVICE Real logit_of_probability(Real p) {
+  constexpr bool kFloat = sizeof(Real) == sizeof(float);
+  const Real smallest_normal = kFloat ? Real(1.17549435e-38) : Real(2.2250738585072014e-308);
+  const bool denormal = p < smallest_normal && p > Real(0);
+  const Real scaled = denormal ? p * Real(0x1p64) : p;
+  return logarithm(scaled) - (denormal ? Real(44.361419555836498) : Real(0));
+}
+
+// 1 - phi in terms of u = 1 - q: sum_{k >= 1} u^k / (k (k + 1)), for u <= 1/8.
+template <typename Real>
+FK_HOST_DEVICE Real one_minus_phi_series(Real u) {
+  constexpr int kTerms = sizeof(Real) == sizeof(float) ? 8 : 17;
+  Real sum = Real(1.0 / (kTerms * (kTerms + 1)));
+#pragma GCC unroll 17
+  for (int k = kTerms - 1; k >= 1; --k) sum = sum * u + Real(1.0 / (k * (k + 1)));
+  return sum * u;
+}
+
+// What a row needs once.
+template <typename Real>
+struct MapRow {
+  Real gamma;
+  Real q_scale;       // q_k = e_k * q_scale
+  Real log_q_offset;  // log q_k = y_k + log_q_offset
+  Real ratio_offset;  // log(p_k / p_t) = y_k + ratio_offset - log G(q_k)
+
+  // For the derivatives.
+  Real q_top;
+  Real u_top;
+  Real inverse_rest;      // 1 / S: e_k / S = q_k / u_t keeps its digits when both vanish
+  Real scaled_slope_top;  // u_t da_t/dlog q_t
+  Real grad_gamma_top;    // da_t/dgamma
+};
+
+// `rest` = S, at least 1 (two or more classes that can occur); `gap` = M <= 0.
+template <typename Real>
+FK_HOST_DEVICE MapRow<Real> map_row(Real gap, Real rest, double gamma_wide) {
+  // gamma -> -1: 1 + gamma phi_t = (1 + gamma) - gamma (1 - phi_t) is small, and so is each of its terms. Rounding
+  // gamma to float before adding 1 would cost it half of its digits.
+  const Real gamma = static_cast<Real>(gamma_wide);
+  const Real one_plus_gamma = static_cast<Real>(1.0 + gamma_wide);
+
+  const Real log_rest = logarithm(rest);
+  const Real exp_gap = exponential(gap);
+  const Real odds = rest * exp_gap;             // u_t / q_t = sum_{k != t} q_k / q_t
+  const Real minus_log_q = log_one_plus(odds);  // -log q_t
+  const Real q = Real(1) / (Real(1) + odds);
+  const Real u = odds * q;
+
+  const Real direct = Real(1) - q * minus_log_q / u;
+  const Real one_minus_phi = u < Real(0.125) ? one_minus_phi_series(u) : direct;
+  const Real denominator = one_plus_gamma - gamma * one_minus_phi;  // 1 + gamma phi_t
+
+  MapRow<Real> row;
+  row.gamma = gamma;
+  row.q_scale = exp_gap * q;
+  row.log_q_offset = gap - minus_log_q;
+  // a_k - a_t = (y_k + M) + gamma log u_t + log(1 + gamma phi_t) - log G(q_k), with log u_t = M + log S - log1p(odds).
+  // Collecting M by hand keeps (1 + gamma) M accurate as gamma -> -1.
+  row.ratio_offset = one_plus_gamma * gap + (gamma * (log_rest - minus_log_q) + logarithm(denominator));
+  row.q_top = q;
+  row.u_top = u;
+  row.inverse_rest = Real(1) / rest;
+  row.scaled_slope_top = u + gamma * (q - (u - one_minus_phi) / denominator);
+  row.grad_gamma_top = -(gap + (log_rest - minus_log_q)) - (Real(1) - one_minus_phi) / denominator;
+  return row;
+}
+
+// A class other than the largest: q <= 1/2, so nothing cancels.
+template <typename Real>
+struct MapClass {
+  Real log_ratio;   // a_k - a_t = log(p_k / p_t)
+  Real slope;       // h = da_k / dlog q_k
+  Real grad_gamma;  // da_k / dgamma
+};
+
+// Nothing here is undefined at probability zero (y = -inf, e = 0): log_ratio = -inf, slope = 1, grad_gamma = 0.
+template <typename Real>
+FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset, Real ratio_offset) {
+  const Real q = e * q_scale;
+  const Real u = Real(1) - q;
+  const Real log_u = log_one_plus(-q);
+  const Real phi = q == Real(0) ? Real(0) : -q * (y + log_q_offset) / u;
+  return (y + ratio_offset) - (gamma * log_u + log_one_plus(gamma * phi));
+}
+
+template <typename Real>
+FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset,
+                                        Real ratio_offset) {
+  const Real q = e * q_scale;
+  const Real inverse_u = Real(1) / (Real(1) - q);
+  const Real log_u = log_one_plus(-q);
+  const Real phi = q == Real(0) ? Real(0) : -q * (y + log_q_offset) * inverse_u;
+  const Real inverse_denominator = Real(1) / (Real(1) + gamma * phi);
+  MapClass<Real> c;
+  c.log_ratio = (y + ratio_offset) - (gamma * log_u + log_one_plus(gamma * phi));
+  c.slope = Real(1) + gamma * (q - (phi - q) * inverse_denominator) * inverse_u;
+  c.grad_gamma = -log_u - phi * inverse_denominator;
+  return c;
+}
+
+// The vector-Jacobian product of a row, from w_j = dL/dlog p_j. With h_j = da_j/dlog q_j, c_j = da_j/dgamma and sums over
+// k != t:
+//   s_j = w_j - p_j sum_i w_i            s_t = w_t sum p_k - p_t sum w_k
+//   dL/dx_k = h_k s_k - (q_k / u_t) D,   dL/dx_t = u_t h_t s_t - q_t B,   x = z / T
+//   B = sum h_k s_k,   D = u_t h_t s_t + u_t B
+//   dL/dgamma = sum c_k s_k + c_t s_t,   dL/dT = -(1/T) sum dL/dx_k (x_k - x_t)
+// With probabilities as output, w_j = p_j g_j; with v_k = g_k - g_t and V = sum p_k v_k that is s_k = p_k (v_k - V)
+// and s_t = -p_t V: gradients of a saturated row cancel in v, not in a difference of products.
+template <typename Real>
+struct MapRowGrad {
+  Real top;     // dL/dx_t
+  Real shared;  // D: dL/dx_k = h_k s_k - (q_k / u_t) D
+  Real gamma;   // c_t s_t, the part of the largest class
+};
+
+template <typename Real>
+FK_HOST_DEVICE MapRowGrad<Real> map_row_grad(const MapRow<Real>& row, Real s_top, Real sum_h_s) {
+  const Real own = row.scaled_slope_top * s_top;
+  MapRowGrad<Real> grad;
+  grad.top = own - row.q_top * sum_h_s;
+  grad.shared = own + row.u_top * sum_h_s;
+  grad.gamma = row.grad_gamma_top * s_top;
+  return grad;
+}
+
+// ---- two classes, one logit ----------------------------------------------------------------------------------------
+
+// The map of the log-odds s / T, and its derivatives. It is odd in s; s >= 0 is worked out.
+template <typename Real>
+struct BinaryMap {
+  Real log_odds;
+  Real slope;       // dlog_odds / d(s/T)
+  Real grad_gamma;  // dlog_odds / dgamma
+};
+
+template <typename Real>
+FK_HOST_DEVICE BinaryMap<Real> binary_map(Real x /* s / T */, double gamma_wide) {
+  const Real gamma = static_cast<Real>(gamma_wide);
+  const Real one_plus_gamma = static_cast<Real>(1.0 + gamma_wide);
+  const Real a = x < Real(0) ? -x : x;
+  const Real odds = exponential(-a);
+  const Real minus_log_q = log_one_plus(odds);
+  const Real q = Real(1) / (Real(1) + odds);  // the likelier class
+  const Real u = odds * q;
+  const Real direct = Real(1) - q * minus_log_q / u;
+  const Real one_minus_phi = u < Real(0.125) ? one_minus_phi_series(u) : direct;
+  const Real phi = Real(1) - one_minus_phi;
+  const Real denominator = one_plus_gamma - gamma * one_minus_phi;
+
+  // phi of the other class minus phi of this one. As a -> 0 both tend to log 2: their difference must be had without
+  // subtracting them. It is (u^2 a + (u - q) log q * -1) / (u q), with q - u = tanh(a / 2).
+  const Real u_a = u == Real(0) ? Real(0) : u * a;
+  const Real tanh_half = -exponential_minus_one(-a) * q;
+  const Real difference = u_a / q - tanh_half * phi / (q * q);
+  const Real other_phi = u == Real(0) ? Real(0) : u * (minus_log_q + a) / q;
+  const Real other_denominator = Real(1) + gamma * other_phi;
+
+  BinaryMap<Real> map;
+  const Real log_odds = one_plus_gamma * a + log_one_plus(gamma * difference / denominator);
+  const Real grad_gamma = a + difference / (denominator * other_denominator);
+  map.log_odds = x < Real(0) ? -log_odds : log_odds;
+  map.grad_gamma = x < Real(0) ? -grad_gamma : grad_gamma;
+  map.slope = u + gamma * (q - (u - one_minus_phi) / denominator) + q + gamma * (u - (other_phi - u) / other_denominator);
+  return map;
+}
+
+}  // namespace focalkern
