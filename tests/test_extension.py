@@ -55,6 +55,12 @@ def test_build_info_names_the_torch_of_the_build():
     assert bool(info["arch_list"]) == (info["cuda"] is not None)
 
 
+def test_build_info_lists_the_kernels():
+    info = fk.build_info()
+    assert any(name.startswith("focal_loss") for name in info["cpu_kernels"])
+    assert info["cuda_kernels"] == (info["cpu_kernels"] if info["cuda"] else [])
+
+
 def test_a_copy_of_the_package_works(copy):
     # Otherwise the tests of damaged copies could fail for a reason of their own.
     done = run("import focalkern; print(focalkern.__file__)", copy.parent)

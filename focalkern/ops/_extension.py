@@ -66,10 +66,19 @@ _C: Any = _module
 
 
 def build_info() -> dict[str, Any]:
-    """What the compiled module was built with.
+    """What the compiled module was built with, and what it brought.
 
     Returns:
         ``torch`` (str), ``cuda`` (str, or None without CUDA kernels), ``arch_list`` (the GPU architectures, as in
-        TORCH_CUDA_ARCH_LIST) and what the module says of itself.
+        TORCH_CUDA_ARCH_LIST), ``cpu_kernels`` and ``cuda_kernels`` (the names under which torch's dispatcher has
+        kernels of this module).
     """
-    return {**_C.build_info(), "torch": _built_for.TORCH, "cuda": _built_for.CUDA, "arch_list": _built_for.ARCH_LIST}
+    kernels = {
+        f"{key.lower()}_kernels": sorted(
+            name.removeprefix("focalkern::")
+            for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
+            if name.startswith("focalkern::")
+        )
+        for key in ("CPU", "CUDA")
+    }
+    return {"torch": _built_for.TORCH, "cuda": _built_for.CUDA, "arch_list": _built_for.ARCH_LIST, **kernels}

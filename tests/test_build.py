@@ -1,0 +1,153 @@
+"""setup.py: the one clear line where a build cannot be had, and where it looks for the CUDA toolkit.
+
+A stand-in for torch plays the CPU-only and the CUDA build, so that each case runs on every machine.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("setuptools")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def fake_torch(tmp_path):
+    """Writes a torch whose extension builder only says with which toolkit it would build."""
+
+    def write(cuda):
+        utils = tmp_path / "packages" / "torch" / "utils"
+        utils.mkdir(parents=True)
+        (utils.parent / "__init__.py").write_text(f"class version:\n    cuda = {cuda!r}\n")
+        (utils / "__init__.py").touch()
+        (utils / "cpp_extension.py").write_text(
+            "import os\nraise SystemExit(f\"{os.environ.get('CUDA_HOME')} {os.environ.get('TORCH_CUDA_ARCH_LIST')}\")\n"
+        )
+
+    return write
+
+
+@pytest.fixture
+def fake_nvcc(tmp_path):
+    """Writes a toolkit whose nvcc answers as the real one does; returns its folder."""
+
+    def write(release):
+        toolkit = tmp_path / "toolkit"
+        (toolkit / "bin").mkdir(parents=True)
+        nvcc = toolkit / "bin" / "nvcc"
+        nvcc.write_text(
+            "#!/bin/sh\n"
+            f'case "$*" in *--version*) echo "Cuda compilation tools, release {release}, V{release}.88";;\n'
+            f'*--dryrun*) echo "#$ TOP={toolkit}/bin/.." >&2;; esac\n'
+        )
+        nvcc.chmod(0o755)
+        return toolkit
+
+    return write
+
+
+def setup_py(tmp_path, *arguments, **environment):
+    """Runs setup.py where neither nvcc nor CUDA can be found, unless the environment says so."""
+    kept = {name: value for name, value in os.environ.items() if "CUDA" not in name}
+    # /usr/bin and /bin have the shell that a wrapper script needs.
+    kept |= {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path / "packages"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, "setup.py", *(arguments or ["--name"])],
+        cwd=ROOT,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "on"])
+def test_setting_that_is_none(tmp_path, fake_torch, value):
+    fake_torch(cuda=None)
+    done = setup_py(tmp_path, FOCALKERN_CUDA=value)
+    assert done.returncode == 1
+    assert done.stderr == f"focalkern: FOCALKERN_CUDA must be auto, 0 or 1, got {value!r}\n"
+
+
+def test_cuda_wanted_with_a_cpu_only_torch(tmp_path, fake_torch, fake_nvcc):
+    fake_torch(cuda=None)
+    done = setup_py(tmp_path, FOCALKERN_CUDA="1", CUDA_HOME=str(fake_nvcc("13.0")))
+    assert done.returncode == 1
+    assert done.stderr == "focalkern: FOCALKERN_CUDA=1, but the installed torch is a CPU-only build\n"
+
+
+@pytest.mark.parametrize("named", [{}, {"CUDA_HOME": "/nowhere"}])
+def test_cuda_wanted_without_nvcc(tmp_path, fake_torch, named):
+    fake_torch(cuda="13.0")
+    done = setup_py(tmp_path, FOCALKERN_CUDA="1", **named)
+    assert done.returncode == 1
+    assert done.stderr == "focalkern: FOCALKERN_CUDA=1, but nvcc was not found (put it on PATH or set CUDA_HOME)\n"
+
+
+def test_cuda_wanted_with_an_nvcc_of_another_release(tmp_path, fake_torch, fake_nvcc):
+    fake_torch(cuda="13.0")
+    done = setup_py(tmp_path, FOCALKERN_CUDA="1", CUDA_HOME=str(fake_nvcc("12.4")))
+    assert done.returncode == 1
+    assert done.stderr == "focalkern: FOCALKERN_CUDA=1, but nvcc is CUDA 12.4 and torch was built with CUDA 13.0\n"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "release", "reason"),
+    [
+        (None, "13.0", "the installed torch is a CPU-only build"),
+        ("13.0", None, "nvcc was not found (put it on PATH or set CUDA_HOME)"),
+        ("13.0", "12.4", "nvcc is CUDA 12.4 and torch was built with CUDA 13.0"),
+    ],
+)
+def test_auto_builds_without_cuda_and_says_why(tmp_path, fake_torch, fake_nvcc, cuda, release, reason):
+    fake_torch(cuda=cuda)
+    done = setup_py(tmp_path, CUDA_HOME=str(fake_nvcc(release)) if release else "")
+    assert done.stdout == f"focalkern: building without CUDA kernels: {reason}\n"
+    assert done.stderr.split()[0] in ("None", "") or release  # no toolkit is handed to torch
+
+
+@pytest.mark.parametrize("setting", [{}, {"FOCALKERN_CUDA": "auto"}, {"FOCALKERN_CUDA": "1"}])
+def test_toolkit_behind_a_wrapper_on_path(tmp_path, fake_torch, fake_nvcc, setting):
+    fake_torch(cuda="13.0")
+    toolkit = fake_nvcc("13.0")
+    wrapper = tmp_path / "wrappers" / "nvcc"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {toolkit}/bin/nvcc "$@"\n')
+    wrapper.chmod(0o755)
+    done = setup_py(tmp_path, PATH=f"{wrapper.parent}:/usr/bin:/bin", **setting)
+    assert (done.stdout, done.stderr) == ("", f"{toolkit} 8.0;9.0+PTX\n")
+
+
+def test_settings_of_the_user_are_kept(tmp_path, fake_torch, fake_nvcc):
+    fake_torch(cuda="13.0")
+    toolkit = fake_nvcc("13.2")
+    done = setup_py(tmp_path, CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST="7.5")
+    assert (done.stdout, done.stderr) == ("", f"{toolkit} 7.5\n")
+
+
+def test_zero_builds_without_cuda(tmp_path, fake_torch, fake_nvcc):
+    fake_torch(cuda="13.0")
+    toolkit = fake_nvcc("13.0")
+    done = setup_py(tmp_path, PATH=f"{toolkit}/bin:/usr/bin:/bin", FOCALKERN_CUDA="0")
+    assert (done.stdout, done.stderr) == ("", "None None\n")
+
+
+def test_build_without_torch(tmp_path):
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "torch.py").write_text("raise ModuleNotFoundError('no torch')\n")
+    done = setup_py(tmp_path, "-q", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "focalkern: building needs the torch it will run with: install torch, then run: "
+        "pip install --no-build-isolation .\n"
+    )
+
+
+def test_source_archive_needs_no_torch(tmp_path):
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "torch.py").write_text("raise ModuleNotFoundError('no torch')\n")
+    done = setup_py(tmp_path, "--name")
+    assert (done.returncode, done.stdout) == (0, "focalkern\n"), done.stderr

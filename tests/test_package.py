@@ -1,0 +1,78 @@
+"""The package as a whole: what an import costs and brings, and who may use what."""
+
+import ast
+import importlib.metadata
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import focalkern as fk
+
+PACKAGE = Path(fk.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+
+
+def name_of(path):
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def modules_after(code):
+    command = f"{code}\nimport json, sys; print(json.dumps(list(sys.modules)))"
+    return set(json.loads(subprocess.run([sys.executable, "-c", command], capture_output=True, check=True).stdout))
+
+
+def test_import_adds_no_foreign_package():
+    """Plots, tables and progress bars are imported by the functions that need them."""
+    added = {
+        name.partition(".")[0] for name in modules_after("import torch, focalkern") - modules_after("import torch")
+    }
+    assert added - set(sys.stdlib_module_names) == {"focalkern"}
+
+
+def test_public_names():
+    assert fk.__all__ == sorted(fk.__all__)
+    assert [name for name in fk.__all__ if not hasattr(fk, name)] == []
+
+
+def test_public_functions_and_classes_are_documented():
+    callables = [name for name in fk.__all__ if callable(getattr(fk, name))]
+    assert [name for name in callables if not inspect.getdoc(getattr(fk, name))] == []
+
+
+def test_version_is_the_one_installed():
+    try:
+        installed = importlib.metadata.version("focalkern")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("focalkern is imported from a folder, not installed")
+    assert fk.__version__ == installed
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name != "cli"], ids=name_of)
+def test_library_code_does_not_print(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert [node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"] == []
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name != "ops"], ids=name_of)
+def test_only_the_operators_use_the_compiled_module(path):
+    imported = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported += [f"{node.module}.{alias.name}" for alias in node.names]
+    assert [name for name in imported if name.split(".")[-1] == "_C"] == []
+
+
+@pytest.mark.parametrize("folder", ["math", "cpu", "cuda"])
+def test_kernels_include_no_torch(folder):
+    sources = [path for path in (CSRC / folder).glob("*.*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    assert sources or folder == "cuda"
+    lines = [line for path in [CSRC / "kernels.h", *sources] for line in path.read_text().splitlines()]
+    includes = [line for line in lines if line.lstrip().startswith("#include")]
+    assert [line for line in includes if any(word in line for word in ("torch", "ATen", "c10", "pybind"))] == []
