@@ -2,7 +2,8 @@
 
 from focalkern.gamma import FLSD_53, GammaTable
 from focalkern.ops._extension import build_info
+from focalkern.ops.focal_loss import check_labels, focal_loss
 
 __version__ = "0.1.0"
 
-__all__ = ["FLSD_53", "GammaTable", "build_info"]
+__all__ = ["FLSD_53", "GammaTable", "build_info", "check_labels", "focal_loss"]

@@ -108,6 +108,11 @@ def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
     return torch.where(absent, 1.0, torch.where(gamma < 0, inverse, focal))
 
 
+def _number_tensor(value: float | Tensor, like: Tensor) -> Tensor:
+    """A number or tensor in the dtype of ``like``; a number is rounded once, and not to float32 on its way."""
+    return value.to(like) if isinstance(value, Tensor) else torch.tensor(value, dtype=like.dtype, device=like.device)
+
+
 def _gamma_tensor(gamma: float | Tensor | GammaTable, p: Tensor) -> Tensor:
     """Gamma for the probabilities p [..., C]: a table is looked up at each p, a tensor has the shape [...]."""
     if isinstance(gamma, GammaTable):
@@ -115,7 +120,7 @@ def _gamma_tensor(gamma: float | Tensor | GammaTable, p: Tensor) -> Tensor:
         # right=True gives bins [lo, hi); the outer edges are not compared.
         bins = torch.bucketize(p.detach(), edges[1:-1].contiguous(), right=True)
         return gamma.gammas.to(p.device, p.dtype)[bins]
-    gamma = torch.as_tensor(gamma, device=p.device).to(p.dtype)
+    gamma = _number_tensor(gamma, p)
     return gamma.expand(p.shape[:-1]).unsqueeze(-1)
 
 
@@ -226,8 +231,8 @@ def focal_calibration_map(
     Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598).
     """
     z = input.to(_compute_dtype(input.dtype))
-    gamma = torch.as_tensor(gamma, device=z.device).to(z.dtype).unsqueeze(-1)
-    temperature = torch.as_tensor(temperature, device=z.device).to(z.dtype).unsqueeze(-1)
+    gamma = _number_tensor(gamma, z).unsqueeze(-1)
+    temperature = _number_tensor(temperature, z).unsqueeze(-1)
 
     # Absent classes take no part in any arithmetic, so that no gradient meets 0 * inf.
     if input_kind == "probs":
@@ -264,8 +269,8 @@ def binary_focal_calibration_map(
     Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598).
     """
     z = logits.to(_compute_dtype(logits.dtype))
-    gamma = torch.as_tensor(gamma, device=z.device).to(z.dtype)
-    temperature = torch.as_tensor(temperature, device=z.device).to(z.dtype)
+    gamma = _number_tensor(gamma, z)
+    temperature = _number_tensor(temperature, z)
     s = z / temperature
     log_q, log_u = torch.nn.functional.logsigmoid(s), torch.nn.functional.logsigmoid(-s)
     g = (1 + gamma) * s - (gamma * phi_of(log_q, log_u)).log1p() + (gamma * phi_of(log_u, log_q)).log1p()

@@ -1,0 +1,640 @@
+// focal_loss: argument checks, kernel calls, autograd and the eager entry.
+//
+//   focal_loss_forward    -> (loss, saved)   saved = [3 * rows + 1]: three numbers per row, then the mean's divisor
+//   focal_loss_backward   -> (grad_input, grad_target, grad_gamma), empty where not needed
+//
+// Derivatives of higher order, torch.func transforms and forward-mode tangents go through `composite_loss`, the same
+// loss written in differentiable torch operations.
+
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/alias.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/log_softmax.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <limits>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings.h"
+#ifdef FOCALKERN_WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace focalkern::bindings {
+namespace {
+
+constexpr const char* kOp = "focal_loss";
+
+enum Reduction : int64_t { kNone = 0, kMean = 1, kSum = 2 };
+
+struct Options {
+  int64_t reduction;
+  int64_t ignore_index;
+  double label_smoothing;
+  bool detach_modulation;
+  bool float32_loss;  // a half-precision loss is returned as float32, as autocast wants it
+};
+
+using OptionalTensor = std::optional<Tensor>;
+
+bool is_soft_target(const Tensor& target) { return target.is_floating_point(); }
+
+int64_t class_dim_of(const Tensor& input) { return input.dim() == 1 ? 0 : 1; }
+
+// Shape of the unreduced loss: that of the input without its class dimension.
+c10::SymDimVector loss_shape(const Tensor& input) {
+  c10::SymDimVector shape(input.sym_sizes().begin(), input.sym_sizes().end());
+  if (!shape.empty()) shape.erase(shape.begin() + class_dim_of(input));
+  return shape;
+}
+
+at::ScalarType loss_dtype(const Tensor& input, const Options& options) {
+  return options.float32_loss ? compute_dtype(input.scalar_type()) : input.scalar_type();
+}
+
+// ---- checks, for real and for fake tensors alike -------------------------------------------------------------------
+
+void check_gamma(const Tensor& input, const Tensor& gamma, const OptionalTensor& edges) {
+  TORCH_CHECK_TYPE(gamma.is_floating_point(), kOp, ": gamma must be a float, a floating-point tensor or a GammaTable, ",
+                   "got a tensor of ", gamma.scalar_type());
+  if (edges.has_value()) {
+    TORCH_CHECK_TYPE(edges->is_floating_point(), kOp, ": gamma.edges must be floating point, got ",
+                     edges->scalar_type());
+    TORCH_CHECK_VALUE(gamma.dim() == 1 && edges->dim() == 1 && gamma.sym_size(0) >= 1 &&
+                          edges->sym_size(0) == gamma.sym_size(0) + 1,
+                      kOp, ": gamma.edges must be [n_bins + 1] for gamma.gammas [n_bins], got ", edges->sym_sizes(),
+                      " and ", gamma.sym_sizes());
+    check_same_device(kOp, "gamma.edges", *edges, input);
+    check_same_device(kOp, "gamma.gammas", gamma, input);
+    return;
+  }
+  // One number may stay on the host: it becomes a kernel argument.
+  if (gamma.dim() == 0 && gamma.device().is_cpu()) return;
+  check_same_device(kOp, "gamma", gamma, input);
+  const auto shape = loss_shape(input);
+  bool fits = gamma.dim() <= static_cast<int64_t>(shape.size());
+  for (int64_t d = 1; fits && d <= gamma.dim(); ++d) {
+    const auto size = gamma.sym_size(-d);
+    fits = size == 1 || size == shape[shape.size() - d];
+  }
+  TORCH_CHECK_VALUE(fits, kOp, ": gamma must be broadcastable to the unreduced loss ", c10::SymIntArrayRef(shape),
+                    ", got ", gamma.sym_sizes());
+}
+
+void check_target(const Tensor& input, const Tensor& target, const Options& options) {
+  if (is_soft_target(target)) {
+    check_floating(kOp, "target", target);
+    TORCH_CHECK_VALUE(target.sym_sizes() == input.sym_sizes(), kOp,
+                      ": target of class probabilities must have the shape of input, ", input.sym_sizes(), ", got ",
+                      target.sym_sizes());
+    TORCH_CHECK_VALUE(options.ignore_index < 0, kOp,
+                      ": ignore_index must be negative (unused) for a target of class probabilities, got ",
+                      options.ignore_index);
+    return;
+  }
+  const auto type = target.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kLong || type == at::kInt || type == at::kByte, kOp,
+                   ": target must be int64, int32 or uint8 labels or floating-point class probabilities, got ", type);
+  const auto shape = loss_shape(input);
+  if (target.sym_sizes() == c10::SymIntArrayRef(shape)) return;
+  std::string names = "[]";
+  if (input.dim() == 2) names = "[N]";
+  if (input.dim() > 2) names = "[N, d1, ...]";
+  TORCH_CHECK_VALUE(false, kOp, ": target must be ", names, " = ", c10::SymIntArrayRef(shape), ", got ",
+                    target.sym_sizes());
+}
+
+void check_arguments(const Tensor& input, const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
+                     const OptionalTensor& weight, const Options& options) {
+  check_floating(kOp, "input", input);
+  TORCH_CHECK_VALUE(input.dim() >= 1, kOp, ": input must be [C], [N, C] or [N, C, d1, ...], got a scalar");
+  const auto classes = input.sym_size(class_dim_of(input));
+  TORCH_CHECK_VALUE(classes >= 1, kOp, ": input must have at least one class, got shape ", input.sym_sizes());
+  check_same_device(kOp, "target", target, input);
+  check_target(input, target, options);
+  check_gamma(input, gamma, edges);
+  if (weight.has_value()) {
+    check_floating(kOp, "weight", *weight);
+    TORCH_CHECK_VALUE(weight->dim() == 1 && weight->sym_size(0) == classes, kOp, ": weight must be [C] = [", classes,
+                      "], got ", weight->sym_sizes());
+    check_same_device(kOp, "weight", *weight, input);
+    TORCH_CHECK_VALUE(!weight->requires_grad(), kOp, ": weight must not require grad: it is a constant of the loss");
+  }
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, kOp,
+                    ": label_smoothing must be in [0, 1], got ", options.label_smoothing);
+  TORCH_CHECK_VALUE(options.reduction >= kNone && options.reduction <= kSum, kOp,
+                    ": reduction must be 0 (none), 1 (mean) or 2 (sum), got ", options.reduction);
+}
+
+[[noreturn]] void raise_invalid_label(const Tensor& target, int64_t row, int64_t classes) {
+  TORCH_CHECK_INDEX(false, kOp, ": target must be in [0, ", classes, ") or ignore_index, got ", labels_of(target)[row],
+                    " at row ", row);
+}
+
+// ---- from tensors to kernel arguments ------------------------------------------------------------------------------
+
+// Copies that the kernels' contract asks for are kept alive here; tensors that fit are taken as they lie.
+template <typename Scalar>
+struct Prepared {
+  Tensor input, target, gamma, edges, weight;
+  FocalLossArgs<Scalar> args{};
+};
+
+Tensor with_row_layout(const Tensor& tensor, int64_t class_dim, RowLayout* layout) {
+  auto found = row_layout(tensor, class_dim);
+  if (found) {
+    *layout = *found;
+    return tensor;
+  }
+  const Tensor copy = tensor.contiguous();
+  *layout = *row_layout(copy, class_dim);
+  return copy;
+}
+
+template <typename Scalar>
+Prepared<Scalar> prepare(const Tensor& input, const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
+                         const OptionalTensor& weight, const Options& options) {
+  using Real = compute_t<Scalar>;
+  const auto real = compute_dtype(input.scalar_type());
+  const int64_t class_dim = class_dim_of(input);
+  Prepared<Scalar> p;
+  auto& args = p.args;
+  args.classes = input.size(class_dim);
+  args.rows = input.numel() / args.classes;
+  p.input = with_row_layout(input, class_dim, &args.layout);
+  args.logits = static_cast<const Scalar*>(p.input.const_data_ptr());
+  if (is_soft_target(target)) {
+    p.target = with_row_layout(target.to(real), class_dim, &args.target_layout);
+    args.target_probs = static_cast<const Real*>(p.target.const_data_ptr());
+  } else {
+    p.target = target.contiguous();
+    args.labels = labels_of(p.target);
+  }
+  args.ignore_index = options.ignore_index;
+  args.label_smoothing = static_cast<Real>(options.label_smoothing);
+  args.detach_modulation = options.detach_modulation;
+  if (weight.has_value()) {
+    p.weight = weight->to(real).contiguous();
+    args.class_weight = static_cast<const Real*>(p.weight.const_data_ptr());
+  }
+  if (edges.has_value()) {
+    p.edges = edges->to(real).contiguous();
+    p.gamma = gamma.to(real).contiguous();
+    args.edges = static_cast<const Real*>(p.edges.const_data_ptr());
+    args.n_bins = gamma.numel();
+    args.gamma = static_cast<const Real*>(p.gamma.const_data_ptr());
+  } else if (gamma.dim() == 0 && gamma.device().is_cpu()) {
+    args.gamma_value = gamma.item<Real>();
+  } else {
+    const bool single = gamma.numel() == 1;
+    p.gamma = (single ? gamma : gamma.expand(C10_AS_INTARRAYREF_SLOW(loss_shape(input)))).to(real).contiguous();
+    args.gamma = static_cast<const Real*>(p.gamma.const_data_ptr());
+    args.gamma_stride = single ? 0 : 1;
+  }
+  return p;
+}
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+Tensor empty_saved(const Tensor& input) {
+  const auto rows = input.sym_numel() / input.sym_size(class_dim_of(input));
+  return at::empty_symint({rows * 3 + 1}, input.options().dtype(compute_dtype(input.scalar_type())));
+}
+
+std::tuple<Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor& target, const Tensor& gamma,
+                                       const OptionalTensor& edges, const OptionalTensor& weight, int64_t reduction,
+                                       int64_t ignore_index, double label_smoothing, bool detach_modulation,
+                                       bool float32_loss) {
+  const Options options{reduction, ignore_index, label_smoothing, detach_modulation, float32_loss};
+  check_arguments(input, target, gamma, edges, weight, options);
+  const Tensor saved = empty_saved(input);
+  Tensor loss = at::empty(reduction == kNone ? C10_AS_INTARRAYREF_SLOW(loss_shape(input)) : at::IntArrayRef(),
+                          saved.options());
+  dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    using Real = compute_t<Scalar>;
+    const auto prepared = prepare<Scalar>(input, target, gamma, edges, weight, options);
+    FocalLossForward<Scalar> args{prepared.args, nullptr};
+    args.saved = static_cast<Real*>(saved.mutable_data_ptr());
+    if (reduction == kNone) args.row_loss = static_cast<Real*>(loss.mutable_data_ptr());
+
+    const int64_t chunk_rows = cpu::focal_loss_chunk_rows(args.rows, args.classes);
+    const int64_t n_chunks = (args.rows + chunk_rows - 1) / chunk_rows;
+    std::vector<FocalLossSums> chunks(n_chunks);
+    at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        chunks[i] = cpu::focal_loss_forward(args, i * chunk_rows, std::min(args.rows, (i + 1) * chunk_rows));
+      }
+    });
+    double total = 0, divisor = 0;
+    for (const auto& chunk : chunks) {
+      if (chunk.invalid_row >= 0) raise_invalid_label(prepared.target, chunk.invalid_row, args.classes);
+      total += chunk.loss;
+      divisor += chunk.weight;
+    }
+    if (reduction == kMean) total /= divisor;
+    if (reduction != kNone) *static_cast<Real*>(loss.mutable_data_ptr()) = static_cast<Real>(total);
+    args.saved[3 * args.rows] = static_cast<Real>(divisor);
+  });
+  return {loss.to(loss_dtype(input, options)), saved};
+}
+
+// What both devices' backward passes need; `launch` receives the finished argument struct.
+template <typename Launch>
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& input, const Tensor& target,
+                                            const Tensor& gamma, const OptionalTensor& edges,
+                                            const OptionalTensor& weight, const Tensor& saved, const Options& options,
+                                            std::array<bool, 3> needed, Launch launch) {
+  check_arguments(input, target, gamma, edges, weight, options);
+  const auto real = compute_dtype(input.scalar_type());
+  const int64_t classes = input.size(class_dim_of(input));
+  const int64_t rows = input.numel() / classes;
+  const auto shape = options.reduction == kNone ? loss_shape(input) : c10::SymDimVector();
+  TORCH_CHECK_VALUE(grad.sym_sizes() == c10::SymIntArrayRef(shape), kOp, ": grad must have the shape of the loss, ",
+                    c10::SymIntArrayRef(shape), ", got ", grad.sym_sizes());
+  TORCH_CHECK_VALUE(saved.dim() == 1 && saved.numel() == 3 * rows + 1 && saved.scalar_type() == real, kOp,
+                    ": saved must be what the forward pass returned for this input");
+  Tensor grad_input = at::empty({0}, input.options());
+  Tensor grad_target = at::empty({0}, input.options().dtype(real));
+  Tensor grad_gamma = at::empty({0}, input.options().dtype(real));
+  dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    using Real = compute_t<Scalar>;
+    auto prepared = prepare<Scalar>(input, target, gamma, edges, weight, options);
+    FocalLossBackward<Scalar> args{};
+    const int64_t class_dim = class_dim_of(input);
+    if (needed[0]) {
+      grad_input = at::empty_like(prepared.input);
+      args.grad_logits = static_cast<Scalar*>(grad_input.mutable_data_ptr());
+    }
+    if (needed[1]) {
+      // The gradient shares the target's layout, which an expanded target cannot lend.
+      if (!prepared.target.is_non_overlapping_and_dense()) {
+        prepared.target = prepared.target.contiguous();
+        prepared.args.target_layout = *row_layout(prepared.target, class_dim);
+        prepared.args.target_probs = static_cast<const Real*>(prepared.target.const_data_ptr());
+      }
+      grad_target = at::empty_like(prepared.target);
+      args.grad_target = static_cast<Real*>(grad_target.mutable_data_ptr());
+    }
+    if (needed[2]) {
+      grad_gamma = at::empty(C10_AS_INTARRAYREF_SLOW(loss_shape(input)), input.options().dtype(real));
+      args.grad_gamma = static_cast<Real*>(grad_gamma.mutable_data_ptr());
+    }
+    static_cast<FocalLossArgs<Scalar>&>(args) = prepared.args;
+    if (needed[0]) args.grad_layout = *row_layout(grad_input, class_dim);
+    args.saved = static_cast<Real*>(const_cast<void*>(saved.const_data_ptr()));
+    if (options.reduction == kMean) args.divisor = args.saved + 3 * rows;
+    Tensor upstream = grad.to(real);
+    args.grad_stride = options.reduction == kNone ? 1 : 0;
+    if (args.grad_stride) upstream = upstream.contiguous();
+    args.grad_loss = static_cast<const Real*>(upstream.const_data_ptr());
+    if (rows > 0) launch(args);
+  });
+  if (needed[1]) grad_target = grad_target.to(target.scalar_type());
+  if (needed[2]) grad_gamma = grad_gamma.sum_to_size(gamma.sizes()).to(gamma.options());
+  return {grad_input, grad_target, grad_gamma};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& target,
+                                                const Tensor& gamma, const OptionalTensor& edges,
+                                                const OptionalTensor& weight, const Tensor& saved, int64_t reduction,
+                                                int64_t ignore_index, double label_smoothing, bool detach_modulation,
+                                                std::array<bool, 3> needed) {
+  const Options options{reduction, ignore_index, label_smoothing, detach_modulation, false};
+  return backward(grad, input, target, gamma, edges, weight, saved, options, needed, [](const auto& args) {
+    const int64_t chunk_rows = cpu::focal_loss_chunk_rows(args.rows, args.classes);
+    const int64_t n_chunks = (args.rows + chunk_rows - 1) / chunk_rows;
+    at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        cpu::focal_loss_backward(args, i * chunk_rows, std::min(args.rows, (i + 1) * chunk_rows));
+      }
+    });
+  });
+}
+
+#ifdef FOCALKERN_WITH_CUDA
+
+void check_labels_on_device(const Tensor& target, int64_t classes, int64_t ignore_index) {
+  const Tensor labels = target.reshape({-1}).to(at::kLong);
+  const Tensor invalid = labels.ne(ignore_index).logical_and_(labels.lt(0).logical_or_(labels.ge(classes))).nonzero();
+  if (invalid.numel() == 0) return;
+  raise_invalid_label(labels.cpu(), invalid[0].item<int64_t>(), classes);
+}
+
+std::tuple<Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor& target, const Tensor& gamma,
+                                        const OptionalTensor& edges, const OptionalTensor& weight, int64_t reduction,
+                                        int64_t ignore_index, double label_smoothing, bool detach_modulation,
+                                        bool float32_loss) {
+  const Options options{reduction, ignore_index, label_smoothing, detach_modulation, float32_loss};
+  check_arguments(input, target, gamma, edges, weight, options);
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (validation_requested() && !is_soft_target(target)) {
+    check_labels_on_device(target, input.size(class_dim_of(input)), ignore_index);
+  }
+  const Tensor saved = empty_saved(input);
+  Tensor loss = at::empty(reduction == kNone ? C10_AS_INTARRAYREF_SLOW(loss_shape(input)) : at::IntArrayRef(),
+                          saved.options());
+  dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    using Real = compute_t<Scalar>;
+    const auto prepared = prepare<Scalar>(input, target, gamma, edges, weight, options);
+    FocalLossForward<Scalar> args{prepared.args, nullptr};
+    args.saved = static_cast<Real*>(saved.mutable_data_ptr());
+    Real* reduced = nullptr;
+    Tensor workspace;
+    if (reduction == kNone) {
+      args.row_loss = static_cast<Real*>(loss.mutable_data_ptr());
+    } else {
+      reduced = static_cast<Real*>(loss.mutable_data_ptr());
+      workspace = at::empty({cuda::focal_loss_workspace(args.rows, args.classes)}, input.options().dtype(at::kByte));
+    }
+    C10_CUDA_CHECK(static_cast<cudaError_t>(
+        cuda::focal_loss_forward(args, reduction == kMean, reduced, args.saved + 3 * args.rows,
+                                 reduced ? workspace.mutable_data_ptr() : nullptr,
+                                 c10::cuda::getCurrentCUDAStream().stream())));
+  });
+  return {loss.to(loss_dtype(input, options)), saved};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& target,
+                                                 const Tensor& gamma, const OptionalTensor& edges,
+                                                 const OptionalTensor& weight, const Tensor& saved, int64_t reduction,
+                                                 int64_t ignore_index, double label_smoothing, bool detach_modulation,
+                                                 std::array<bool, 3> needed) {
+  const Options options{reduction, ignore_index, label_smoothing, detach_modulation, false};
+  const c10::cuda::CUDAGuard guard(input.device());
+  return backward(grad, input, target, gamma, edges, weight, saved, options, needed, [](const auto& args) {
+    C10_CUDA_CHECK(
+        static_cast<cudaError_t>(cuda::focal_loss_backward(args, c10::cuda::getCurrentCUDAStream().stream())));
+  });
+}
+
+#endif  // FOCALKERN_WITH_CUDA
+
+std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const Tensor& target, const Tensor& gamma,
+                                        const OptionalTensor& edges, const OptionalTensor& weight, int64_t reduction,
+                                        int64_t ignore_index, double label_smoothing, bool detach_modulation,
+                                        bool float32_loss) {
+  const Options options{reduction, ignore_index, label_smoothing, detach_modulation, float32_loss};
+  check_arguments(input, target, gamma, edges, weight, options);
+  const auto shape = reduction == kNone ? loss_shape(input) : c10::SymDimVector();
+  return {at::empty_symint(shape, input.options().dtype(loss_dtype(input, options))), empty_saved(input)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& input, const Tensor& target,
+                                                 const Tensor& gamma, const OptionalTensor& edges,
+                                                 const OptionalTensor& weight, const Tensor& saved, int64_t reduction,
+                                                 int64_t ignore_index, double label_smoothing, bool detach_modulation,
+                                                 std::array<bool, 3> needed) {
+  const auto real = compute_dtype(input.scalar_type());
+  const auto absent = [&](at::ScalarType dtype) { return at::empty({0}, input.options().dtype(dtype)); };
+  return {needed[0] ? at::empty_like(input) : absent(input.scalar_type()),
+          needed[1] ? at::empty_like(target) : absent(real),
+          needed[2] ? at::empty_like(gamma, gamma.options(), at::MemoryFormat::Contiguous) : absent(real)};
+}
+
+// ---- the same loss in differentiable torch operations --------------------------------------------------------------
+
+Tensor composite_loss(const Tensor& input, const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
+                      const OptionalTensor& weight, const Options& options) {
+  const int64_t dim = class_dim_of(input);
+  const auto real = compute_dtype(input.scalar_type());
+  const int64_t classes = input.size(dim);
+  // [C, 1, ...], to be compared with labels along the class dimension.
+  std::vector<int64_t> class_shape(input.dim() - dim, 1);
+  class_shape[0] = classes;
+  const Tensor class_index = at::arange(classes, input.options().dtype(at::kLong)).view(class_shape);
+
+  // u = 1 - q cancels for the largest class: there it is the sum of the others.
+  const Tensor logits = input.to(real);
+  const Tensor log_softmax = at::log_softmax(logits, dim);
+  const Tensor q = log_softmax.exp();
+  const Tensor is_top = class_index == logits.argmax(dim, /*keepdim=*/true);
+  const Tensor rest = at::where(is_top, 0, q).sum(dim, /*keepdim=*/true);
+  const Tensor dominant = is_top.logical_and(rest < 0.5);
+  const Tensor log_q = at::where(dominant, at::where(dominant, -rest, 0).log1p(), log_softmax);
+  const Tensor u = at::where(is_top, rest, 1 - q);
+  // At u = 0 the loss and all its slopes are 0 through log q; any finite log u will do.
+  const Tensor log_u = at::where(u == 0, 1, u).log();
+
+  Tensor gamma_of_class;
+  if (edges.has_value()) {
+    const Tensor inner_edges = edges->to(real).slice(0, 1, -1);
+    const Tensor bin = (q.detach().unsqueeze(-1) >= inner_edges).sum(-1);
+    gamma_of_class = gamma.detach().to(real).index({bin});
+  } else if (gamma.numel() == 1) {
+    gamma_of_class = gamma.reshape({}).to(logits.options());
+  } else {
+    gamma_of_class = gamma.to(real).expand_symint(loss_shape(input)).unsqueeze(dim);
+  }
+  const Tensor focal = gamma_of_class >= 0;
+  // The second exponent also takes a NaN along.
+  Tensor factor = (at::where(focal, gamma_of_class, 0) * log_u + at::where(focal, 0, -gamma_of_class) * q.log1p()).exp();
+  if (options.detach_modulation) factor = factor.detach();
+
+  Tensor valid, in_range, target_probs;
+  if (is_soft_target(target)) {
+    target_probs = target.to(real);
+  } else {
+    const Tensor labels = target.to(at::kLong);
+    valid = labels != options.ignore_index;
+    in_range = (labels >= 0).logical_and(labels < classes);
+    target_probs = (class_index == at::where(in_range, labels, 0).unsqueeze(dim)).to(real);
+  }
+  Tensor mass = (1 - options.label_smoothing) * target_probs + options.label_smoothing / static_cast<double>(classes);
+  Tensor class_weight;
+  if (weight.has_value()) {
+    class_weight = weight->to(real);
+    mass = mass * class_weight.view(class_shape);
+  }
+  // A class without target mass adds nothing, even at probability zero.
+  const Tensor impossible = log_q.isinf().logical_and(mass == 0);
+  Tensor loss = -(mass * factor * at::where(impossible, 0, log_q)).sum(dim);
+  if (!is_soft_target(target)) {
+    loss = at::where(in_range, loss, std::numeric_limits<double>::quiet_NaN());
+    loss = at::where(valid, loss, 0);
+  }
+  if (options.reduction != kNone) {
+    Tensor total = loss.sum();
+    if (options.reduction == kMean) {
+      if (is_soft_target(target)) {
+        total = total / static_cast<double>(loss.numel());
+      } else {
+        const Tensor row_weight =
+            weight.has_value() ? class_weight.index({at::where(in_range, target.to(at::kLong), 0)}) : at::ones_like(loss);
+        total = total / at::where(valid, row_weight, 0).sum();
+      }
+    }
+    loss = total;
+  }
+  return loss.to(loss_dtype(input, options));
+}
+
+// ---- autograd ------------------------------------------------------------------------------------------------------
+
+using ForwardSignature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                                    const OptionalTensor&, int64_t, int64_t, double, bool, bool);
+using BackwardSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                             const Tensor&, const OptionalTensor&,
+                                                             const OptionalTensor&, const Tensor&, int64_t, int64_t,
+                                                             double, bool, std::array<bool, 3>);
+
+const auto& forward_op() {
+  static const auto op = find_operator<ForwardSignature>("focalkern::focal_loss_forward");
+  return op;
+}
+const auto& backward_op() {
+  static const auto op = find_operator<BackwardSignature>("focalkern::focal_loss_backward");
+  return op;
+}
+
+OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+
+struct FocalLossFunction : torch::autograd::Function<FocalLossFunction> {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& input,
+                                                const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
+                                                const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
+                                                double label_smoothing, bool detach_modulation, bool float32_loss) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    auto [loss, saved] = forward_op().call(input, target, gamma, edges, weight, reduction, ignore_index,
+                                           label_smoothing, detach_modulation, float32_loss);
+    ctx->save_for_backward({input, target, gamma, edges.value_or(Tensor()), weight.value_or(Tensor()), saved});
+    ctx->saved_data["options"] = std::make_tuple(reduction, ignore_index, label_smoothing, detach_modulation,
+                                                 float32_loss);
+    ctx->mark_non_differentiable({saved});
+    return {loss, saved};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    torch::autograd::variable_list result(10);  // as many as forward has arguments
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return result;
+    const auto saved_tensors = ctx->get_saved_variables();
+    const Tensor &input = saved_tensors[0], &target = saved_tensors[1], &gamma = saved_tensors[2],
+                 &saved = saved_tensors[5];
+    const OptionalTensor edges = optional_of(saved_tensors[3]), weight = optional_of(saved_tensors[4]);
+    const auto& stored = ctx->saved_data["options"].toTupleRef().elements();
+    const Options options{stored[0].toInt(), stored[1].toInt(), stored[2].toDouble(), stored[3].toBool(),
+                          stored[4].toBool()};
+    // A tabulated gamma and a detached factor are constants.
+    const bool gamma_is_variable = !edges.has_value() && !options.detach_modulation;
+    const std::array<bool, 3> needed{ctx->needs_input_grad(0), ctx->needs_input_grad(1) && is_soft_target(target),
+                                     ctx->needs_input_grad(2) && gamma_is_variable};
+    if (c10::GradMode::is_enabled()) {
+      // The gradient is itself to be differentiated. Aliases, so that a hook on the user's tensor fires once.
+      const Tensor input_alias = at::alias(input), target_alias = at::alias(target), gamma_alias = at::alias(gamma);
+      const Tensor loss = composite_loss(input_alias, target_alias, gamma_alias, edges, weight, options);
+      const std::array<Tensor, 3> sources{input_alias, target_alias, gamma_alias};
+      torch::autograd::variable_list wanted;
+      for (int i = 0; i < 3; ++i) {
+        if (needed[i]) wanted.push_back(sources[i]);
+      }
+      const auto found = torch::autograd::grad({loss}, wanted, {grad}, /*retain_graph=*/true, /*create_graph=*/true,
+                                               /*allow_unused=*/true);
+      for (int i = 0, k = 0; i < 3; ++i) {
+        if (needed[i]) result[i] = found[k++];
+      }
+      return result;
+    }
+    auto [grad_input, grad_target, grad_gamma] =
+        backward_op().call(grad, input, target, gamma, edges, weight, saved, options.reduction, options.ignore_index,
+                           options.label_smoothing, options.detach_modulation, needed);
+    if (needed[0]) result[0] = std::move(grad_input);
+    if (needed[1]) result[1] = std::move(grad_target);
+    if (needed[2]) result[2] = std::move(grad_gamma);
+    return result;
+  }
+};
+
+std::tuple<Tensor, Tensor> forward_autograd(const Tensor& input, const Tensor& target, const Tensor& gamma,
+                                            const OptionalTensor& edges, const OptionalTensor& weight,
+                                            int64_t reduction, int64_t ignore_index, double label_smoothing,
+                                            bool detach_modulation, bool float32_loss) {
+  auto outputs = FocalLossFunction::apply(input, target, gamma, edges, weight, reduction, ignore_index,
+                                          label_smoothing, detach_modulation, float32_loss);
+  return {std::move(outputs[0]), std::move(outputs[1])};
+}
+
+// ---- the eager entry -----------------------------------------------------------------------------------------------
+
+Tensor composite_entry(const Tensor& input, const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
+                       const OptionalTensor& weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
+                       bool detach_modulation, bool float32_loss) {
+  const Options options{reduction, ignore_index, label_smoothing, detach_modulation, float32_loss};
+  check_arguments(input, target, gamma, edges, weight, options);
+  return composite_loss(input, target, gamma, edges, weight, options);
+}
+
+Tensor focal_loss(const Tensor& input, const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
+                  const OptionalTensor& weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
+                  bool detach_modulation) {
+  const auto device = input.device().type();
+  const bool float32_loss = compute_dtype(input.scalar_type()) != input.scalar_type() &&
+                            at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+  if (needs_composite({&input, &target, &gamma})) {
+    return composite_entry(input, target, gamma, edges, weight, reduction, ignore_index, label_smoothing,
+                           detach_modulation, float32_loss);
+  }
+  check_device(kOp, input);
+  return std::get<0>(forward_op().call(input, target, gamma, edges, weight, reduction, ignore_index, label_smoothing,
+                                       detach_modulation, float32_loss));
+}
+
+Tensor focal_loss_scalar(const Tensor& input, const Tensor& target, double gamma, const OptionalTensor& weight,
+                         int64_t reduction, int64_t ignore_index, double label_smoothing, bool detach_modulation) {
+  return focal_loss(input, target, at::scalar_tensor(gamma, at::kDouble), std::nullopt, weight, reduction,
+                    ignore_index, label_smoothing, detach_modulation);
+}
+
+}  // namespace
+
+void register_focal_loss(torch::Library& definitions, pybind11::module_& module) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  definitions.def(
+      "focal_loss_forward(Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? weight, int reduction, "
+      "int ignore_index, float label_smoothing, bool detach_modulation, bool float32_loss) -> (Tensor loss, Tensor "
+      "saved)",
+      tags);
+  definitions.def(
+      "focal_loss_backward(Tensor grad, Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? weight, "
+      "Tensor saved, int reduction, int ignore_index, float label_smoothing, bool detach_modulation, bool[3] needed) "
+      "-> (Tensor grad_input, Tensor grad_target, Tensor grad_gamma)",
+      tags);
+  definitions.def(
+      "focal_loss_composite(Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? weight, int reduction, "
+      "int ignore_index, float label_smoothing, bool detach_modulation, bool float32_loss) -> Tensor",
+      tags);
+  definitions.impl("focal_loss_composite",
+                   torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &composite_entry));
+  definitions.impl("focal_loss_forward", torch::dispatch(c10::DispatchKey::CPU, &forward_cpu));
+  definitions.impl("focal_loss_backward", torch::dispatch(c10::DispatchKey::CPU, &backward_cpu));
+#ifdef FOCALKERN_WITH_CUDA
+  definitions.impl("focal_loss_forward", torch::dispatch(c10::DispatchKey::CUDA, &forward_cuda));
+  definitions.impl("focal_loss_backward", torch::dispatch(c10::DispatchKey::CUDA, &backward_cuda));
+#endif
+  definitions.impl("focal_loss_forward", torch::dispatch(c10::DispatchKey::Meta, &forward_meta));
+  definitions.impl("focal_loss_backward", torch::dispatch(c10::DispatchKey::Meta, &backward_meta));
+  definitions.impl("focal_loss_forward", torch::dispatch(c10::DispatchKey::Autograd, &forward_autograd));
+
+  using release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  module.def("focal_loss", &focal_loss, release());
+  module.def("focal_loss_scalar", &focal_loss_scalar, release());
+}
+
+}  // namespace focalkern::bindings

@@ -1,0 +1,189 @@
+"""The fused focal and inverse focal loss."""
+
+import math
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from focalkern.gamma import GammaTable
+from focalkern.ops._extension import _C
+
+__all__ = ["check_labels", "focal_loss"]
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_LABEL_DTYPES = (torch.int64, torch.int32, torch.uint8)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+# psi = -p log p / (1 + p) is at most W(1/e) = 0.27846, so 1 - |gamma| psi stays positive above this gamma.
+_STEEPEST_INVERSE_GAMMA = -3.591
+
+
+def focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = 2.0,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["none", "mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+    detach_modulation: bool = False,
+) -> Tensor:
+    r"""Multiclass focal loss (gamma > 0), cross-entropy (gamma = 0) and inverse focal loss (gamma < 0) from logits.
+
+    With p the softmax probability of the target class, u = 1 - p, phi = -p log p / u and psi = -p log p / (1 + p):
+
+    .. math::
+        \gamma \ge 0:\quad & L = -u^\gamma \log p, &
+        \partial L / \partial z_j &= u^\gamma (1 + \gamma\phi)\,(p_j - [j = y]) \\
+        \gamma < 0:\quad & L = -(1 + p)^{|\gamma|} \log p, &
+        \partial L / \partial z_j &= (1 + p)^{|\gamma|} (1 - |\gamma|\psi)\,(p_j - [j = y])
+
+    and in general, with t = (1 - e) target + e / C, class weights w and f the factor of log p above,
+    ``L = -sum_i w_i t_i f(p_i) log p_i``. Everything but gamma is the contract of
+    :func:`torch.nn.functional.cross_entropy`, and gamma = 0 is equal to it. One difference: a class without target
+    mass contributes 0 even where its logit is -inf, for which torch returns NaN.
+
+    Nothing is clamped and no epsilon is added: 1 - p is computed from the other classes, so the loss and its gradient
+    keep full relative precision as p -> 1. float16, bfloat16 and float32 are computed in float32, float64 in float64;
+    sums over samples in float64. The result has the same bits on every run, and on the CPU for every number of
+    threads.
+
+    Args:
+        input: logits [C], [N, C] or [N, C, d1, ...], float16, bfloat16, float32 or float64, in any memory format.
+        target: labels of shape [], [N] or [N, d1, ...], int64, int32 or uint8; or class probabilities of the shape of
+            ``input``, floating point.
+        gamma: a number; a floating-point tensor broadcastable to the unreduced loss [N, d1, ...]; or a
+            :class:`GammaTable`, looked up at each p inside the kernel and treated as a constant. A tensor is
+            differentiable: dL/dgamma = -u^gamma log(u) log(p), from the right at 0. (It is for bilevel use. Minimising
+            the training loss itself over gamma is degenerate, because dL/dgamma <= 0.) Below -3.591 the slope of the
+            inverse focal loss changes sign near p = 0.28; a number below that is warned about.
+        weight: [C] class weights, floating point; not differentiable.
+        ignore_index: label whose samples count neither in the loss nor in the mean. Label targets only.
+        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples that are not ignored
+            (labels) or by N * d1 * ... (probabilities); over no sample it is NaN, with a zero gradient.
+        label_smoothing: e in [0, 1].
+        detach_modulation: treat the factor f as a constant; the gradient is then f * (p_j - [j = y]), and gamma has
+            none.
+
+    Returns:
+        The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under
+        autocast). Differentiable to any order in ``input``, class-probability ``target`` and tensor ``gamma``.
+
+    Raises:
+        TypeError: dtype or kind of an argument.
+        ValueError: shape, value or device of an argument.
+        IndexError: a label outside [0, C) that is not ``ignore_index``, with its row. On CUDA this would have to wait
+            for the device: the loss and gradient of such a row are NaN, and :func:`check_labels` or the environment
+            variable FOCALKERN_VALIDATE=1 raises.
+        NotImplementedError: a device without a kernel.
+
+    Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437); Wang et al., NeurIPS 2021
+    (inverse); the sign rule of Ghosh et al., NeurIPS 2022.
+    """
+    code = _REDUCTIONS.get(reduction)
+    if code is None:
+        raise ValueError(f"focal_loss: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    edges = None
+    if isinstance(gamma, GammaTable):
+        edges, gamma = gamma.edges, gamma.gammas.detach()
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        if type(input) not in _PLAIN or type(target) not in _PLAIN:
+            _check_tensor("input", input)
+            _check_tensor("target", target)
+            compiling = has_torch_function((input, target))
+        if isinstance(gamma, Tensor):
+            if not compiling:
+                return _C.focal_loss(
+                    input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation
+                )
+        else:
+            gamma = _check_number(gamma)
+            if not compiling:
+                return _C.focal_loss_scalar(
+                    input, target, gamma, weight, code, ignore_index, label_smoothing, detach_modulation
+                )
+    return _through_dispatcher(
+        input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation
+    )
+
+
+def check_labels(target: Tensor, n_classes: int, *, ignore_index: int = -100) -> None:
+    """Raises unless every label is in [0, n_classes) or equal to ``ignore_index``.
+
+    For CUDA targets, whose labels :func:`focal_loss` does not look at on the host: this waits for the device.
+
+    Args:
+        target: labels of any shape, int64, int32 or uint8.
+        n_classes: number of classes, at least 1.
+        ignore_index: the label that stands for no class.
+
+    Raises:
+        TypeError: ``target`` is not an integer tensor of these dtypes.
+        ValueError: ``n_classes`` < 1.
+        IndexError: names the first label out of range and its row (the index into the flattened target).
+    """
+    if not isinstance(target, Tensor) or target.dtype not in _LABEL_DTYPES:
+        found = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise TypeError(f"check_labels: target must be an int64, int32 or uint8 tensor, got {found}")
+    if n_classes < 1:
+        raise ValueError(f"check_labels: n_classes must be at least 1, got {n_classes}")
+    labels = target.reshape(-1).to(torch.int64)
+    invalid = ((labels < 0) | (labels >= n_classes)) & (labels != ignore_index)
+    rows = invalid.nonzero()
+    if len(rows):
+        row = int(rows[0])
+        raise IndexError(
+            f"check_labels: target must be in [0, {n_classes}) or ignore_index, got {int(labels[row])} at row {row}"
+        )
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"focal_loss: {name} must be a tensor, got {type(value).__name__}")
+
+
+def _check_number(gamma: object) -> float:
+    try:
+        number = float(gamma)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"focal_loss: gamma must be a number, a tensor or a GammaTable, got {type(gamma).__name__}"
+        ) from None
+    if not math.isfinite(number):
+        raise ValueError(f"focal_loss: gamma must be finite, got {number}")
+    if number < _STEEPEST_INVERSE_GAMMA:
+        warnings.warn(
+            f"focal_loss: gamma = {number} is below {_STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal "
+            "loss changes sign near p = 0.28",
+            stacklevel=3,
+        )
+    return number
+
+
+def _through_dispatcher(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    edges: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> Tensor:
+    """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
+    if not isinstance(gamma, Tensor):
+        # A tensor, and not a constant of the graph: another value must not compile again.
+        gamma = torch.zeros((), dtype=torch.float64) + gamma
+    device_type = input.device.type
+    float32_loss = input.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(device_type)
+    options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss)
+    if torch._C._are_functorch_transforms_active():
+        return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
+    loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma, edges, weight, *options)
+    return loss
