@@ -505,6 +505,12 @@ const auto& backward_op() {
 
 OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
+// One allocation for what the backward pass must know besides tensors; a tuple of boxed values would take several.
+struct SavedOptions : torch::CustomClassHolder {
+  explicit SavedOptions(const Options& options) : options(options) {}
+  const Options options;
+};
+
 struct FocalLossFunction : torch::autograd::Function<FocalLossFunction> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& input,
                                                 const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
@@ -514,8 +520,8 @@ struct FocalLossFunction : torch::autograd::Function<FocalLossFunction> {
     auto [loss, saved] = forward_op().call(input, target, gamma, edges, weight, reduction, ignore_index,
                                            label_smoothing, detach_modulation, float32_loss);
     ctx->save_for_backward({input, target, gamma, edges.value_or(Tensor()), weight.value_or(Tensor()), saved});
-    ctx->saved_data["options"] = std::make_tuple(reduction, ignore_index, label_smoothing, detach_modulation,
-                                                 float32_loss);
+    ctx->saved_data["options"] = c10::IValue::make_capsule(c10::make_intrusive<SavedOptions>(
+        Options{reduction, ignore_index, label_smoothing, detach_modulation, float32_loss}));
     ctx->mark_non_differentiable({saved});
     return {loss, saved};
   }
@@ -529,9 +535,8 @@ struct FocalLossFunction : torch::autograd::Function<FocalLossFunction> {
     const Tensor &input = saved_tensors[0], &target = saved_tensors[1], &gamma = saved_tensors[2],
                  &saved = saved_tensors[5];
     const OptionalTensor edges = optional_of(saved_tensors[3]), weight = optional_of(saved_tensors[4]);
-    const auto& stored = ctx->saved_data["options"].toTupleRef().elements();
-    const Options options{stored[0].toInt(), stored[1].toInt(), stored[2].toDouble(), stored[3].toBool(),
-                          stored[4].toBool()};
+    const auto stored = ctx->saved_data["options"].toCapsule();
+    const Options& options = static_cast<const SavedOptions&>(*stored).options;
     // A tabulated gamma and a detached factor are constants.
     const bool gamma_is_variable = !edges.has_value() && !options.detach_modulation;
     const std::array<bool, 3> needed{ctx->needs_input_grad(0), ctx->needs_input_grad(1) && is_soft_target(target),
