@@ -1,0 +1,287 @@
+"""The metrics against NumPy as the estimators' authors wrote them, and at the edges where the estimators differ."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import assert_close
+from focalkern import metrics, reference
+
+ERRORS = (
+    metrics.expected_calibration_error,
+    metrics.maximum_calibration_error,
+    metrics.rms_calibration_error,
+)
+
+
+def numpy_bins(confidence, n_bins, estimator):
+    """Row indices of each bin, in the words of the definitions."""
+    if estimator == "equal_mass":
+        return np.array_split(np.argsort(confidence, kind="stable"), n_bins)
+    if estimator == "equal_width":
+        edges = (np.arange(n_bins + 1) / n_bins).astype(confidence.dtype)
+        edges[0] = -1
+    else:
+        n = len(confidence)
+        edges = np.interp(np.linspace(0, n, n_bins + 1), np.arange(n), np.sort(confidence)).astype(confidence.dtype)
+    return [np.flatnonzero((confidence > low) & (confidence <= high)) for low, high in itertools.pairwise(edges)]
+
+
+def numpy_gaps(confidence, correct, n_bins, estimator):
+    """(weights, gaps) of the bins that are not empty."""
+    bins = [rows for rows in numpy_bins(confidence, n_bins, estimator) if len(rows)]
+    gaps = [abs(correct[rows].mean() - confidence[rows].astype(np.float64).mean()) for rows in bins]
+    return np.array([len(rows) / len(confidence) for rows in bins]), np.array(gaps)
+
+
+def numpy_error(confidence, correct, n_bins, estimator):
+    weights, gaps = numpy_gaps(confidence, correct, n_bins, estimator)
+    return (weights * gaps).sum(), gaps.max(initial=0.0), math.sqrt((weights * gaps**2).sum())
+
+
+def sample(n, n_classes=10, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(n + n_classes)
+    logits = 3 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
+    target = (logits + 2 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)).argmax(-1)
+    return logits.softmax(-1).to(dtype).to(device), target.to(device)
+
+
+# N that M divides, that it does not, fewer rows than bins, a single row; the usual 15 bins, one, and many.
+@pytest.mark.parametrize("n", [1500, 1499, 7, 1])
+@pytest.mark.parametrize("n_bins", [15, 1, 40])
+@pytest.mark.parametrize("estimator", metrics.ESTIMATORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_errors_equal_numpy(n, n_bins, estimator, dtype, device):
+    probs, target = sample(n, dtype=dtype, device=device)
+    confidence, prediction = probs.cpu().max(-1)
+    correct = (prediction == target.cpu()).numpy()
+    expected = numpy_error(confidence.numpy(), correct, n_bins, estimator)
+    for function, value in zip(ERRORS, expected, strict=True):
+        result = function(probs, target, n_bins=n_bins, estimator=estimator)
+        assert result.dtype == torch.float64
+        assert result.device == probs.device
+        assert_close(result, torch.tensor(value, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("estimator", metrics.ESTIMATORS)
+def test_errors_equal_the_reference(estimator):
+    probs, target = sample(700, dtype=torch.float64)
+    confidence, prediction = probs.max(-1)
+    ece, mce = reference.calibration_error(confidence, prediction == target, 15, estimator)
+    assert_close(
+        metrics.expected_calibration_error(probs, target, estimator=estimator), torch.tensor(ece, dtype=torch.float64)
+    )
+    assert_close(
+        metrics.maximum_calibration_error(probs, target, estimator=estimator), torch.tensor(mce, dtype=torch.float64)
+    )
+
+
+# Confidences on a coarse lattice: ties, exact edges of 15 bins, 0 and 1 all happen.
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=60),
+    st.integers(1, 20),
+    st.sampled_from(metrics.ESTIMATORS),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_errors_equal_numpy_with_ties_and_on_edges(rows, n_bins, estimator, dtype):
+    confidence = (torch.tensor([step for step, _ in rows], dtype=torch.float64) / 30).to(dtype)
+    correct = torch.tensor([flag for _, flag in rows])
+    expected = numpy_error(confidence.numpy(), correct.numpy(), n_bins, estimator)
+    for function, value in zip(ERRORS, expected, strict=True):
+        result = function(confidence=confidence, correct=correct, n_bins=n_bins, estimator=estimator)
+        assert float(result) == pytest.approx(value, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_equal_width_edges_are_rounded_to_the_dtype_of_the_confidence(dtype):
+    """k/15 is no binary fraction: each edge, as the dtype holds it, closes its own bin."""
+    edges = (torch.arange(1, 16, dtype=torch.float64) / 15).to(dtype)
+    bins = metrics.reliability_bins(confidence=edges, correct=torch.ones(15))
+    assert bins.count.tolist() == [1] * 15
+    # The next number above an edge is in the next bin.
+    above = torch.nextafter(edges[:-1], torch.ones((), dtype=dtype)) if dtype.itemsize > 2 else edges[:-1] + 0.01
+    bins = metrics.reliability_bins(confidence=above, correct=torch.ones(14))
+    assert bins.count.tolist() == [0] + [1] * 14
+
+
+def test_zero_is_in_the_first_bin_and_one_in_the_last():
+    confidence = torch.tensor([0.0, 1.0, 1.0])
+    bins = metrics.reliability_bins(confidence=confidence, correct=torch.tensor([True, True, False]), n_bins=4)
+    assert bins.count.tolist() == [1, 0, 0, 2]
+    assert bins.accuracy[[0, 3]].tolist() == [1.0, 0.5]
+    assert bins.accuracy[1:3].isnan().all()
+    assert bins.gap[[0, 3]].tolist() == [1.0, -0.5]
+    assert bins.lower.tolist() == [0.0, 0.25, 0.5, 0.75]
+    assert bins.upper.tolist() == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_equal_mass_breaks_ties_by_row():
+    confidence = torch.full((5,), 0.5)
+    correct = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])
+    bins = metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=2, estimator="equal_mass")
+    assert bins.count.tolist() == [3, 2]
+    assert bins.accuracy.tolist() == [1.0, 0.0]
+
+
+def test_equal_mass_interp_leaves_the_lowest_sample_out_and_counts_it_in_n():
+    confidence = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
+    correct = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    bins = metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=2, estimator="equal_mass_interp")
+    # Edges at the ranks 0, 2 and 4 (which means 3): 0.1, 0.6, 0.9.
+    assert bins.count.tolist() == [2, 1]
+    error = metrics.expected_calibration_error(
+        confidence=confidence, correct=correct, n_bins=2, estimator="equal_mass_interp"
+    )
+    assert float(error) == pytest.approx((0.6 + 0.4 + 0.1) / 4)
+
+
+def test_all_confidences_equal_have_no_interp_bin():
+    error = metrics.expected_calibration_error(
+        confidence=torch.full((9,), 0.7), correct=torch.zeros(9), estimator="equal_mass_interp"
+    )
+    assert float(error) == 0.0
+
+
+@pytest.mark.parametrize("estimator", metrics.ESTIMATORS)
+@pytest.mark.parametrize("function", [*ERRORS, metrics.classwise_calibration_error])
+def test_no_rows_are_nan(function, estimator, device):
+    probs, target = torch.empty(0, 3, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    assert function(probs, target, estimator=estimator).isnan()
+
+
+def test_no_rows_are_nan_for_scores():
+    probs, target = torch.empty(0, 3), torch.empty(0, dtype=torch.int64)
+    assert metrics.nll(probs, target).isnan()
+    assert metrics.brier_score(probs, target).isnan()
+    assert metrics.accuracy(probs, target).isnan()
+    assert metrics.auroc(torch.empty(0), torch.rand(3)).isnan()
+
+
+def test_correct_decides_when_it_is_given():
+    """A saturated row ties in its probabilities; the logits knew better."""
+    logits = torch.tensor([[200.0, 201.0, 0.0]])
+    probs = torch.tensor([[0.5, 0.5, 0.0]])
+    target = torch.tensor([1])
+    assert metrics.expected_calibration_error(probs, target) == 0.5
+    correct = logits.argmax(-1) == target
+    assert metrics.reliability_bins(probs, correct=correct).accuracy.nansum() == 1.0
+    assert metrics.reliability_bins(probs, target).accuracy.nansum() == 0.0
+
+
+@pytest.mark.parametrize("estimator", ["equal_width", "equal_mass"])
+def test_classwise_is_the_mean_over_classes(estimator, device):
+    probs, target = sample(300, n_classes=7, device=device)
+    per_class = [
+        numpy_error(probs[:, k].cpu().numpy(), (target == k).cpu().numpy(), 15, estimator)[0] for k in range(7)
+    ]
+    result = metrics.classwise_calibration_error(probs, target, estimator=estimator)
+    assert float(result) == pytest.approx(np.mean(per_class), abs=1e-12)
+
+
+def test_classwise_in_blocks_is_classwise_at_once(monkeypatch):
+    probs, target = sample(50, n_classes=9)
+    at_once = metrics.classwise_calibration_error(probs, target)
+    monkeypatch.setattr(metrics, "_CLASSWISE_BLOCK", 100)
+    assert_close(metrics.classwise_calibration_error(probs, target), at_once)
+
+
+def test_scores_equal_their_definitions(device):
+    probs, target = sample(400, n_classes=5, dtype=torch.float64, device=device)
+    p, y = probs.cpu().numpy(), target.cpu().numpy()
+    assert float(metrics.nll(probs, target)) == pytest.approx(-np.log(p[np.arange(400), y]).mean(), rel=1e-12)
+    assert float(metrics.nll(probs.log(), target, log=True)) == pytest.approx(float(metrics.nll(probs, target)))
+    brier = ((p - np.eye(5)[y]) ** 2).sum(1).mean()
+    assert float(metrics.brier_score(probs, target)) == pytest.approx(brier, rel=1e-12)
+    assert float(metrics.accuracy(probs, target)) == (p.argmax(1) == y).mean()
+    assert float(metrics.accuracy(correct=probs.argmax(-1) == target)) == (p.argmax(1) == y).mean()
+
+
+def test_brier_does_not_change_its_input():
+    probs, target = sample(5, dtype=torch.float64)
+    before = probs.clone()
+    metrics.brier_score(probs, target)
+    assert torch.equal(probs, before)
+
+
+def test_scores_at_the_ends():
+    certain = torch.eye(3)
+    assert metrics.nll(certain, torch.arange(3)).item() == 0.0
+    assert math.copysign(1, metrics.nll(certain, torch.arange(3)).item()) == 1
+    assert metrics.nll(certain, torch.tensor([1, 1, 2])).item() == math.inf
+    assert metrics.brier_score(certain, torch.tensor([1, 2, 0])).item() == 2.0
+
+
+def test_batches_are_independent_sets(device):
+    probs, target = zip(*(sample(60, n_classes=c) for c in (4, 4)), strict=True)
+    probs = torch.stack([probs[0], probs[1].flip(1)]).to(device)
+    target = torch.stack(target).to(device)
+    for function in (*ERRORS, metrics.classwise_calibration_error):
+        for estimator in metrics.ESTIMATORS:
+            result = function(probs, target, estimator=estimator)
+            one_by_one = torch.stack([function(p, t, estimator=estimator) for p, t in zip(probs, target, strict=True)])
+            assert result.shape == (2,)
+            assert_close(result, one_by_one)
+    for function in (metrics.nll, metrics.brier_score, metrics.accuracy):
+        assert_close(function(probs, target), torch.stack([function(probs[i], target[i]) for i in range(2)]))
+
+
+def test_auroc_equals_all_pairs_with_ties(device):
+    inside = torch.randint(0, 12, (40,), device=device).to(torch.float32) / 12
+    outside = torch.randint(0, 12, (25,), device=device).to(torch.float32) / 12
+    difference = inside[:, None] - outside
+    pairs = (difference > 0).double() + 0.5 * (difference == 0).double()
+    assert_close(metrics.auroc(inside, outside), pairs.mean())
+    assert metrics.auroc(torch.tensor([0.9, 0.8]), torch.tensor([0.1])) == 1.0
+
+
+def test_numpy_arrays_are_taken_also_read_only_ones():
+    probs, target = sample(20)
+    array = probs.numpy().copy()
+    array.flags.writeable = False
+    expected = metrics.expected_calibration_error(probs, target)
+    assert metrics.expected_calibration_error(array, target.numpy()) == expected
+    assert metrics.expected_calibration_error(probs.tolist(), target.tolist()) == pytest.approx(expected.item())
+
+
+# Each with the words that must appear: what was expected, what was found.
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda p, y: metrics.expected_calibration_error(p), ValueError, "either target or correct, got neither"),
+        (lambda p, y: metrics.expected_calibration_error(target=y), ValueError, "probs or confidence, got neither"),
+        (lambda p, y: metrics.expected_calibration_error(p, y, confidence=p[:, 0]), ValueError, "got both"),
+        (lambda p, y: metrics.expected_calibration_error(p, y, correct=y), ValueError, "got both"),
+        (lambda p, y: metrics.expected_calibration_error(confidence=p[:, 0], target=y), ValueError, "goes with corre"),
+        (lambda p, y: metrics.expected_calibration_error(p, y, estimator="adaptive"), ValueError, "'adaptive'"),
+        (lambda p, y: metrics.expected_calibration_error(p, y, n_bins=0), ValueError, "at least 1, got 0"),
+        (lambda p, y: metrics.expected_calibration_error(p, y, n_bins=1.5), TypeError, "must be an int, got 1.5"),
+        (lambda p, y: metrics.expected_calibration_error(p.log(), y), ValueError, "in row 0; are these logits?"),
+        (lambda p, y: metrics.expected_calibration_error(p * math.nan, y), ValueError, "nan"),
+        (lambda p, y: metrics.expected_calibration_error(confidence=p[:, 0] + 1, correct=y > 0), ValueError, "row 0"),
+        (lambda p, y: metrics.expected_calibration_error(confidence=p[:, 0], correct=p[:3, 0]), ValueError, "[4]"),
+        (lambda p, y: metrics.expected_calibration_error(p, y[:3]), ValueError, "target must be [N] = [4], got [3]"),
+        (lambda p, y: metrics.nll(p, y.float()), TypeError, "target must be integer, got torch.float32"),
+        (lambda p, y: metrics.nll(y, y), TypeError, "probs must be floating point, got torch.int64"),
+        (lambda p, y: metrics.nll(p[:, 0], y), ValueError, "probs must be [N, C], got shape [4]"),
+        (lambda p, y: metrics.brier_score(p, y + 2), IndexError, "target must be in [0, 3), got 3 at row 1"),
+        (lambda p, y: metrics.classwise_calibration_error(p, y - 1), IndexError, "got -1 at row 0"),
+        (lambda p, y: metrics.accuracy(p), ValueError, "expected probs and target, or correct"),
+        (lambda p, y: metrics.accuracy(p, y, correct=y == 0), ValueError, "got both"),
+        (lambda p, y: metrics.auroc(p, p[0]), ValueError, "confidence_in must be one-dimensional"),
+        (lambda p, y: metrics.auroc(p[0], p[0].double()), TypeError, "must have the dtype of confidence_in"),
+        (lambda p, y: metrics.auroc(p[0], p[0] * math.nan), ValueError, "must not be NaN, got NaN at row 0"),
+        (lambda p, y: metrics.auroc(y, y), TypeError, "must be floating point, got torch.int64"),
+    ],
+)
+def test_bad_input_is_named(call, error, words):
+    probs = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.1, 0.8], [1.0, 0.0, 0.0]])
+    target = torch.tensor([0, 1, 2, 0])
+    with pytest.raises(error) as caught:
+        call(probs, target)
+    assert words in str(caught.value)
