@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,16 +40,16 @@ def _load() -> tuple[ModuleType, ModuleType]:
         "focalkern cannot be loaded: another copy of it is loaded in this process. Start a new one; if both copies are "
         "found there too, remove the installed one: pip uninstall focalkern"
     )
-    try:
-        built_for = importlib.import_module("focalkern._build_info")
-    except ModuleNotFoundError:
-        raise ImportError(f"focalkern's compiled module has not been built in {_PACKAGE}. {_rebuild()}") from None
+    # Looked for in this folder, because the finder of an editable installation would also find those of another copy.
+    if not (_PACKAGE / "_build_info.py").is_file():
+        raise ImportError(f"focalkern's compiled module has not been built in {_PACKAGE}. {_rebuild()}")
+    built_for = importlib.import_module("focalkern._build_info")
     _check(built_for)
+    if not any((_PACKAGE / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
+        python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+        raise ImportError(f"focalkern has no compiled module for {python} in {_PACKAGE}. {_rebuild()}")
     try:
         module = importlib.import_module("focalkern._C")
-    except ModuleNotFoundError:
-        python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-        raise ImportError(f"focalkern has no compiled module for {python} in {_PACKAGE}. {_rebuild()}") from None
     except ImportError as error:
         if "single TORCH_LIBRARY" in str(error):
             raise ImportError(another_copy) from error
