@@ -66,6 +66,11 @@ at::ScalarType loss_dtype(const Tensor& input, const Options& options) {
   return options.float32_loss ? compute_dtype(input.scalar_type()) : input.scalar_type();
 }
 
+// Without the dispatcher's half microsecond where there is nothing to convert.
+Tensor as_dtype(const Tensor& tensor, at::ScalarType dtype) {
+  return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
+}
+
 // ---- checks, for real and for fake tensors alike -------------------------------------------------------------------
 
 void check_gamma(const Tensor& input, const Tensor& gamma, const OptionalTensor& edges) {
@@ -178,7 +183,7 @@ Prepared<Scalar> prepare(const Tensor& input, const Tensor& target, const Tensor
   p.input = with_row_layout(input, class_dim, &args.layout);
   args.logits = static_cast<const Scalar*>(p.input.const_data_ptr());
   if (is_soft_target(target)) {
-    p.target = with_row_layout(target.to(real), class_dim, &args.target_layout);
+    p.target = with_row_layout(as_dtype(target, real), class_dim, &args.target_layout);
     args.target_probs = static_cast<const Real*>(p.target.const_data_ptr());
   } else {
     p.target = target.contiguous();
@@ -188,7 +193,7 @@ Prepared<Scalar> prepare(const Tensor& input, const Tensor& target, const Tensor
   args.label_smoothing = static_cast<Real>(options.label_smoothing);
   args.detach_modulation = options.detach_modulation;
   if (weight.has_value()) {
-    p.weight = weight->to(real).contiguous();
+    p.weight = as_dtype(*weight, real).contiguous();
     args.class_weight = static_cast<const Real*>(p.weight.const_data_ptr());
   }
   if (edges.has_value()) {
@@ -250,7 +255,7 @@ std::tuple<Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor& target
     if (reduction != kNone) *static_cast<Real*>(loss.mutable_data_ptr()) = static_cast<Real>(total);
     args.saved[3 * args.rows] = static_cast<Real>(divisor);
   });
-  return {loss.to(loss_dtype(input, options)), saved};
+  return {as_dtype(loss, loss_dtype(input, options)), saved};
 }
 
 // What both devices' backward passes need; `launch` receives the finished argument struct.
@@ -299,7 +304,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
     if (needed[0]) args.grad_layout = *row_layout(grad_input, class_dim);
     args.saved = static_cast<Real*>(const_cast<void*>(saved.const_data_ptr()));
     if (options.reduction == kMean) args.divisor = args.saved + 3 * rows;
-    Tensor upstream = grad.to(real);
+    Tensor upstream = as_dtype(grad, real);
     args.grad_stride = options.reduction == kNone ? 1 : 0;
     if (args.grad_stride) upstream = upstream.contiguous();
     args.grad_loss = static_cast<const Real*>(upstream.const_data_ptr());
@@ -368,7 +373,7 @@ std::tuple<Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor& targe
                                  reduced ? workspace.mutable_data_ptr() : nullptr,
                                  c10::cuda::getCurrentCUDAStream().stream())));
   });
-  return {loss.to(loss_dtype(input, options)), saved};
+  return {as_dtype(loss, loss_dtype(input, options)), saved};
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& target,
@@ -503,40 +508,57 @@ const auto& backward_op() {
   return op;
 }
 
-OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
-
-// One allocation for what the backward pass must know besides tensors; a tuple of boxed values would take several.
+// What the backward pass must know besides the variables, in one allocation: boxed values would take one each.
 struct SavedOptions : torch::CustomClassHolder {
-  explicit SavedOptions(const Options& options) : options(options) {}
-  const Options options;
+  Options options;
+  bool has_edges;
+  bool has_weight;
+  Tensor number;  // gamma where it is a constant number on the host, else undefined
 };
+
+bool is_number(const Tensor& gamma) { return gamma.dim() == 0 && gamma.device().is_cpu() && !gamma.requires_grad(); }
 
 struct FocalLossFunction : torch::autograd::Function<FocalLossFunction> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& input,
                                                 const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
-                                                const OptionalTensor& weight, int64_t reduction, int64_t ignore_index,
-                                                double label_smoothing, bool detach_modulation, bool float32_loss) {
+                                                const OptionalTensor& weight, const Options& options) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, saved] = forward_op().call(input, target, gamma, edges, weight, reduction, ignore_index,
-                                           label_smoothing, detach_modulation, float32_loss);
-    ctx->save_for_backward({input, target, gamma, edges.value_or(Tensor()), weight.value_or(Tensor()), saved});
-    ctx->saved_data["options"] = c10::IValue::make_capsule(c10::make_intrusive<SavedOptions>(
-        Options{reduction, ignore_index, label_smoothing, detach_modulation, float32_loss}));
+    auto [loss, saved] = forward_op().call(input, target, gamma, edges, weight, options.reduction,
+                                           options.ignore_index, options.label_smoothing, options.detach_modulation,
+                                           options.float32_loss);
+    auto stored = c10::make_intrusive<SavedOptions>();
+    stored->options = options;
+    stored->has_edges = edges.has_value();
+    stored->has_weight = weight.has_value();
+    torch::autograd::variable_list variables{input, target, saved};
+    if (is_number(gamma)) {
+      stored->number = gamma;
+    } else {
+      variables.push_back(gamma);
+    }
+    if (edges.has_value()) variables.push_back(*edges);
+    if (weight.has_value()) variables.push_back(*weight);
+    ctx->save_for_backward(std::move(variables));
+    ctx->saved_data["options"] = c10::IValue::make_capsule(std::move(stored));
     ctx->mark_non_differentiable({saved});
+    ctx->set_materialize_grads(false);  // or a zero gradient of `saved` would be filled in for every backward pass
     return {loss, saved};
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
-    torch::autograd::variable_list result(10);  // as many as forward has arguments
+    torch::autograd::variable_list result(6);  // as many as forward has arguments
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
-    const auto saved_tensors = ctx->get_saved_variables();
-    const Tensor &input = saved_tensors[0], &target = saved_tensors[1], &gamma = saved_tensors[2],
-                 &saved = saved_tensors[5];
-    const OptionalTensor edges = optional_of(saved_tensors[3]), weight = optional_of(saved_tensors[4]);
-    const auto stored = ctx->saved_data["options"].toCapsule();
-    const Options& options = static_cast<const SavedOptions&>(*stored).options;
+    const auto capsule = ctx->saved_data["options"].toCapsule();
+    const auto& stored = static_cast<const SavedOptions&>(*capsule);
+    const Options& options = stored.options;
+    const auto variables = ctx->get_saved_variables();
+    size_t next = 3;
+    const Tensor &input = variables[0], &target = variables[1], &saved = variables[2];
+    const Tensor& gamma = stored.number.defined() ? stored.number : variables[next++];
+    const OptionalTensor edges = stored.has_edges ? OptionalTensor(variables[next++]) : std::nullopt;
+    const OptionalTensor weight = stored.has_weight ? OptionalTensor(variables[next++]) : std::nullopt;
     // A tabulated gamma and a detached factor are constants.
     const bool gamma_is_variable = !edges.has_value() && !options.detach_modulation;
     const std::array<bool, 3> needed{ctx->needs_input_grad(0), ctx->needs_input_grad(1) && is_soft_target(target),
@@ -571,8 +593,8 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& input, const Tensor& t
                                             const OptionalTensor& edges, const OptionalTensor& weight,
                                             int64_t reduction, int64_t ignore_index, double label_smoothing,
                                             bool detach_modulation, bool float32_loss) {
-  auto outputs = FocalLossFunction::apply(input, target, gamma, edges, weight, reduction, ignore_index,
-                                          label_smoothing, detach_modulation, float32_loss);
+  const Options options{reduction, ignore_index, label_smoothing, detach_modulation, float32_loss};
+  auto outputs = FocalLossFunction::apply(input, target, gamma, edges, weight, options);
   return {std::move(outputs[0]), std::move(outputs[1])};
 }
 
@@ -601,10 +623,16 @@ Tensor focal_loss(const Tensor& input, const Tensor& target, const Tensor& gamma
                                        detach_modulation, float32_loss));
 }
 
-Tensor focal_loss_scalar(const Tensor& input, const Tensor& target, double gamma, const OptionalTensor& weight,
-                         int64_t reduction, int64_t ignore_index, double label_smoothing, bool detach_modulation) {
-  return focal_loss(input, target, at::scalar_tensor(gamma, at::kDouble), std::nullopt, weight, reduction,
-                    ignore_index, label_smoothing, detach_modulation);
+// gamma is a Python number or a tensor; the function is called with the GIL held.
+Tensor focal_loss_entry(const Tensor& input, const Tensor& target, const pybind11::object& gamma,
+                        const OptionalTensor& edges, const OptionalTensor& weight, int64_t reduction,
+                        int64_t ignore_index, double label_smoothing, bool detach_modulation) {
+  const Tensor gamma_tensor = PyFloat_Check(gamma.ptr())
+                                  ? at::scalar_tensor(PyFloat_AS_DOUBLE(gamma.ptr()), at::kDouble)
+                                  : gamma.cast<Tensor>();
+  const pybind11::gil_scoped_release release;
+  return focal_loss(input, target, gamma_tensor, edges, weight, reduction, ignore_index, label_smoothing,
+                    detach_modulation);
 }
 
 }  // namespace
@@ -637,9 +665,7 @@ void register_focal_loss(torch::Library& definitions, pybind11::module_& module)
   definitions.impl("focal_loss_backward", torch::dispatch(c10::DispatchKey::Meta, &backward_meta));
   definitions.impl("focal_loss_forward", torch::dispatch(c10::DispatchKey::Autograd, &forward_autograd));
 
-  using release = pybind11::call_guard<pybind11::gil_scoped_release>;
-  module.def("focal_loss", &focal_loss, release());
-  module.def("focal_loss_scalar", &focal_loss_scalar, release());
+  module.def("focal_loss", &focal_loss_entry);
 }
 
 }  // namespace focalkern::bindings

@@ -87,29 +87,21 @@ def focal_loss(
     code = _REDUCTIONS.get(reduction)
     if code is None:
         raise ValueError(f"focal_loss: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        through = _through_dispatcher
+    elif type(input) in _PLAIN and type(target) in _PLAIN:
+        through = _C.focal_loss
+    else:
+        _check_tensor("input", input)
+        _check_tensor("target", target)
+        through = _through_dispatcher if has_torch_function((input, target)) else _C.focal_loss
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
-        if type(input) not in _PLAIN or type(target) not in _PLAIN:
-            _check_tensor("input", input)
-            _check_tensor("target", target)
-            compiling = has_torch_function((input, target))
-        if isinstance(gamma, Tensor):
-            if not compiling:
-                return _C.focal_loss(
-                    input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation
-                )
-        else:
-            gamma = _check_number(gamma)
-            if not compiling:
-                return _C.focal_loss_scalar(
-                    input, target, gamma, weight, code, ignore_index, label_smoothing, detach_modulation
-                )
-    return _through_dispatcher(
-        input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation
-    )
+    elif not compiling and (type(gamma) is not float or not _STEEPEST_INVERSE_GAMMA <= gamma < math.inf):
+        gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value
+    return through(input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
 
 
 def check_labels(target: Tensor, n_classes: int, *, ignore_index: int = -100) -> None:
@@ -147,7 +139,10 @@ def _check_tensor(name: str, value: object) -> None:
         raise TypeError(f"focal_loss: {name} must be a tensor, got {type(value).__name__}")
 
 
-def _check_number(gamma: object) -> float:
+def _check_gamma(gamma: object) -> float | Tensor:
+    """Everything that is not an ordinary float: tensors, integers, and floats that are refused or warned about."""
+    if isinstance(gamma, Tensor):
+        return gamma
     try:
         number = float(gamma)  # type: ignore[arg-type]
     except (TypeError, ValueError):
