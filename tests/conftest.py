@@ -19,9 +19,9 @@ TOLERANCE = {
 def cuda_skip_reason() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    import focalkern._C
+    import focalkern
 
-    if not focalkern._C.build_info()["cuda"]:
+    if not focalkern.build_info()["cuda"]:
         return "focalkern was built without CUDA kernels"
     return None
 
