@@ -58,4 +58,6 @@ $(INSTALL_STAMP): $(TORCH_STAMP) pyproject.toml setup.py
 $(BUILD_STAMP): $(INSTALL_STAMP) $(SOURCES)
 	rm -f $(VENV)/.stamp-build-*
 	$(BIN)/python setup.py build_ext --inplace
+	@# A symbol that no source defines shows only at the import.
+	$(BIN)/python -c 'import focalkern; print("built:", focalkern.build_info())'
 	touch $@
