@@ -105,7 +105,7 @@ def extension() -> tuple[Extension, type[build_ext]]:
     settings = {
         "name": "focalkern._C",
         "include_dirs": [os.path.abspath("csrc")],
-        "depends": sorted(glob("csrc/**/*.h", recursive=True)),
+        "depends": sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True)),
         "define_macros": [("FOCALKERN_WITH_CUDA", None)] if toolkit else [],
     }
     if not toolkit:
