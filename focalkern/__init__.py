@@ -2,8 +2,19 @@
 
 from focalkern.gamma import FLSD_53, GammaTable
 from focalkern.ops._extension import build_info
+from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.ops.focal_loss import check_labels, focal_loss
 
 __version__ = "0.1.0"
 
-__all__ = ["FLSD_53", "GammaTable", "build_info", "check_labels", "focal_loss"]
+__all__ = [
+    "FLSD_53",
+    "PAPER_GAMMAS",
+    "PAPER_TEMPERATURES",
+    "CalibrationGrid",
+    "GammaTable",
+    "build_info",
+    "calibration_grid",
+    "check_labels",
+    "focal_loss",
+]

@@ -1,0 +1,322 @@
+// calibration_grid: argument checks, scratch memory, kernel calls and registration.
+//
+//   calibration_grid -> tables [n_criteria, n_gammas, n_temperatures]    the whole grid, through the dispatcher
+//   calibration_grid_prepare, then calibration_grid_block per block of temperatures    the same in steps, for the eager
+//   caller: it shows progress and can be interrupted between two blocks
+//
+// There is nothing to differentiate: a calibration error is a step function of its bins.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings.h"
+#ifdef FOCALKERN_WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace focalkern::bindings {
+namespace {
+
+constexpr const char* kOp = "calibration_grid";
+
+// Criteria in the order of their tables, as bits of `criteria`.
+enum Criterion : int64_t { kEce = 1, kMce = 2, kNll = 4, kBrier = 8 };
+constexpr std::array<int64_t, 4> kCriteria{kEce, kMce, kNll, kBrier};
+
+int64_t count_criteria(int64_t criteria) {
+  return std::count_if(kCriteria.begin(), kCriteria.end(), [=](int64_t bit) { return (criteria & bit) != 0; });
+}
+
+// ---- checks --------------------------------------------------------------------------------------------------------
+
+// What can be said without looking at values: for real and fake tensors alike.
+void check_tensors(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures,
+                   int64_t n_bins, int64_t criteria, int64_t estimator) {
+  check_floating(kOp, "input", input);
+  TORCH_CHECK_VALUE(input.dim() == 2, kOp, ": input must be [N, C], got ", input.sym_sizes());
+  TORCH_CHECK_VALUE(input.sym_size(1) >= 2, kOp,
+                    ": input must have at least two classes, got [N, C] = ", input.sym_sizes());
+  const auto type = target.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kLong || type == at::kInt || type == at::kByte, kOp,
+                   ": target must be int64, int32 or uint8, got ", type);
+  TORCH_CHECK_VALUE(target.dim() == 1 && target.sym_size(0) == input.sym_size(0), kOp, ": target must be [N] = [",
+                    input.sym_size(0), "], got ", target.sym_sizes());
+  check_same_device(kOp, "target", target, input);
+  const auto check_axis = [](const char* name, const Tensor& axis) {
+    TORCH_CHECK_TYPE(axis.scalar_type() == at::kDouble, kOp, ": ", name, " must be float64, got ", axis.scalar_type());
+    TORCH_CHECK_VALUE(axis.dim() == 1 && axis.sym_size(0) >= 1, kOp, ": ", name,
+                      " must be one-dimensional and not empty, got shape ", axis.sym_sizes());
+  };
+  check_axis("gammas", gammas);
+  check_axis("temperatures", temperatures);
+  TORCH_CHECK_VALUE(n_bins >= 1, kOp, ": n_bins must be at least 1, got ", n_bins);
+  TORCH_CHECK_VALUE(criteria > 0 && criteria < 16, kOp, ": criteria must name at least one table, got ", criteria);
+  TORCH_CHECK_VALUE(estimator >= 0 && estimator <= 2, kOp, ": estimator must be 0, 1 or 2, got ", estimator);
+}
+
+// gammas and temperatures as contiguous float64 on the host, with legal values.
+Tensor host_axis(const char* name, const Tensor& axis, double above) {
+  const Tensor host = axis.to(at::kCPU).contiguous();
+  const double* values = host.const_data_ptr<double>();
+  for (int64_t i = 0; i < host.numel(); ++i) {
+    TORCH_CHECK_VALUE(std::isfinite(values[i]) && values[i] > above, kOp, ": ", name,
+                      " must be finite and greater than ", above, ", got ", values[i], " at index ", i);
+  }
+  return host;
+}
+
+[[noreturn]] void raise_row_problem(int64_t problem, const Tensor& input, const Tensor& target) {
+  const int64_t row = problem / kRowProblems;
+  switch (static_cast<RowProblem>(problem % kRowProblems)) {
+    case RowProblem::kNotANumber:
+      TORCH_CHECK_VALUE(false, kOp, ": input must not contain NaN, got one in row ", row);
+    case RowProblem::kPositiveInfinity:
+      TORCH_CHECK_VALUE(false, kOp, ": input must not contain +inf, got one in row ", row);
+    case RowProblem::kNoFiniteLogit:
+      TORCH_CHECK_VALUE(false, kOp, ": input must give some class a positive probability, got none in row ", row);
+    case RowProblem::kNegativeProbability:
+      TORCH_CHECK_VALUE(false, kOp, ": input must not contain negative probabilities, got one in row ", row);
+    case RowProblem::kProbabilitySum:
+      TORCH_CHECK_VALUE(false, kOp, ": input must have rows that sum to 1 within ", kProbabilitySumTolerance, ", got ",
+                        input[row].to(at::kDouble).sum().item<double>(), " in row ", row);
+    case RowProblem::kLabelOutOfRange:
+      TORCH_CHECK_INDEX(false, kOp, ": target must be in [0, ", input.size(1), ") or ignore_index, got ",
+                        target[row].item<int64_t>(), " at row ", row);
+  }
+  TORCH_INTERNAL_ASSERT(false, "unknown row problem ", problem);
+}
+
+// ---- samples -------------------------------------------------------------------------------------------------------
+
+// The samples that count, checked, with what every block needs to know of them.
+struct Samples {
+  Tensor input;                // [N, C], classes adjacent
+  Tensor target;               // [N]
+  std::optional<Tensor> kept;  // [rows] int64, or nothing if all N rows count
+  Tensor top;                  // [rows] int32
+  Tensor correct;              // [rows] uint8
+  bool input_is_probs;
+
+  int64_t rows() const { return top.numel(); }
+
+  template <typename Scalar>
+  CalibrationGridSamples<Scalar> args() const {
+    return {rows(),
+            input.size(1),
+            static_cast<const Scalar*>(input.const_data_ptr()),
+            input.stride(0),
+            input_is_probs,
+            labels_of(target),
+            pointer_or_null<int64_t>(kept),
+            static_cast<int32_t*>(top.mutable_data_ptr()),
+            static_cast<uint8_t*>(correct.mutable_data_ptr())};
+  }
+};
+
+Samples prepare(const Tensor& input, const Tensor& target, bool input_is_probs, int64_t ignore_index) {
+  TORCH_CHECK_VALUE(input.size(0) > 0, kOp, ": input must have at least one row, got [N, C] = ", input.sizes());
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(input.size(0) < kLimit && input.size(1) < kLimit, kOp,
+                    ": input must have fewer than 2^31 rows and classes, got [N, C] = ", input.sizes());
+  Samples samples;
+  samples.input_is_probs = input_is_probs;
+  samples.input = input.stride(1) == 1 ? input : input.contiguous();
+  samples.target = target.contiguous();
+  // In int64: a uint8 label would be compared with the ignore_index modulo 256.
+  const Tensor valid = samples.target.to(at::kLong).ne(ignore_index);
+  int64_t rows = input.size(0);
+  if (!valid.all().item<bool>()) {
+    samples.kept = valid.nonzero().squeeze(1).contiguous();
+    rows = samples.kept->numel();
+    TORCH_CHECK_VALUE(rows > 0, kOp, ": target must have at least one label other than ignore_index = ", ignore_index);
+  }
+  samples.top = at::empty({rows}, input.options().dtype(at::kInt));
+  samples.correct = at::empty({rows}, input.options().dtype(at::kByte));
+  int64_t problem = kNoRowProblem;
+  dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    const auto args = samples.args<Scalar>();
+    if (input.is_cpu()) {
+      std::atomic<int64_t> first{kNoRowProblem};
+      at::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
+        const int64_t found = cpu::calibration_grid_prepare(args, begin, end);
+        int64_t known = first.load();
+        while (found < known && !first.compare_exchange_weak(known, found)) {
+        }
+      });
+      problem = first.load();
+    }
+#ifdef FOCALKERN_WITH_CUDA
+    if (input.is_cuda()) {
+      const Tensor first = at::empty({1}, input.options().dtype(at::kLong));
+      C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::calibration_grid_prepare(
+          args, first.mutable_data_ptr<int64_t>(), c10::cuda::getCurrentCUDAStream().stream())));
+      problem = first.item<int64_t>();
+    }
+#endif
+  });
+  if (problem != kNoRowProblem) raise_row_problem(problem, samples.input, samples.target);
+  return samples;
+}
+
+// ---- one block of temperatures -------------------------------------------------------------------------------------
+
+int64_t block_temperatures(const Tensor& input, int64_t rows, int64_t n_gammas) {
+  const int64_t real_size = input.scalar_type() == at::kDouble ? 8 : 4;
+#ifdef FOCALKERN_WITH_CUDA
+  if (input.is_cuda()) return cuda::calibration_grid_block_temperatures(rows, input.size(1), n_gammas, real_size);
+#endif
+  return cpu::calibration_grid_block_temperatures(rows, input.size(1), n_gammas, real_size);
+}
+
+struct FreePlan {
+  void operator()(cpu::CalibrationGridPlan* plan) const { cpu::calibration_grid_free_plan(plan); }
+};
+
+template <typename Scalar>
+void run_on_cpu(const CalibrationGridBlock<Scalar>& block) {
+  using Real = compute_t<Scalar>;
+  const std::unique_ptr<cpu::CalibrationGridPlan, FreePlan> plan(cpu::calibration_grid_plan(block));
+  const int64_t rows = block.samples.rows;
+  const int64_t cells = block.n_temperatures * block.n_gammas;
+  const int64_t chunk_rows = cpu::calibration_grid_chunk_rows(rows, block.samples.classes);
+  const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
+  const auto allocate = [](int64_t n, at::ScalarType dtype) {
+    return at::empty({n}, at::TensorOptions().dtype(dtype));
+  };
+  const Tensor confidence = allocate(cells * rows, c10::CppTypeToScalarType<Real>::value);
+  const Tensor nll = allocate(block.nll != nullptr ? chunks * cells : 0, at::kDouble);
+  const Tensor brier = allocate(block.brier != nullptr ? chunks * cells : 0, at::kDouble);
+  const cpu::CalibrationGridScratch<Scalar> scratch{
+      confidence.mutable_data_ptr<Real>(), block.nll != nullptr ? nll.mutable_data_ptr<double>() : nullptr,
+      block.brier != nullptr ? brier.mutable_data_ptr<double>() : nullptr};
+  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    cpu::calibration_grid_confidences(block, *plan, scratch, begin, end);
+  });
+  at::parallel_for(0, cells, 1,
+                   [&](int64_t begin, int64_t end) { cpu::calibration_grid_cells(block, scratch, begin, end); });
+}
+
+// `gammas` and `temperatures` on the host. Returns [n_criteria, n_gammas, n_temperatures] on the device of the input.
+Tensor run_block(const Samples& samples, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,
+                 int64_t criteria, int64_t estimator) {
+  const Tensor& input = samples.input;
+  const int64_t n_gammas = gammas.numel(), n_temperatures = temperatures.numel();
+  const Tensor tables =
+      at::empty({count_criteria(criteria), n_gammas, n_temperatures}, input.options().dtype(at::kDouble));
+  const Tensor device_gammas = gammas.to(input.device());
+  const Tensor device_temperatures = temperatures.to(input.device());
+  dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    CalibrationGridBlock<Scalar> block{};
+    block.samples = samples.args<Scalar>();
+    block.n_gammas = n_gammas;
+    block.n_temperatures = n_temperatures;
+    block.gammas = device_gammas.const_data_ptr<double>();
+    block.temperatures = device_temperatures.const_data_ptr<double>();
+    block.n_bins = n_bins;
+    block.estimator = static_cast<BinEstimator>(estimator);
+    block.table_stride = n_temperatures;
+    double* table = tables.mutable_data_ptr<double>();
+    const std::array<double**, 4> slots{&block.ece, &block.mce, &block.nll, &block.brier};
+    for (size_t i = 0; i < slots.size(); ++i) {
+      if ((criteria & kCriteria[i]) == 0) continue;
+      *slots[i] = table;
+      table += n_gammas * n_temperatures;
+    }
+    if (input.is_cpu()) run_on_cpu(block);
+#ifdef FOCALKERN_WITH_CUDA
+    if (input.is_cuda()) {
+      const int64_t bytes = cuda::calibration_grid_workspace(samples.rows(), input.size(1), n_gammas, n_temperatures,
+                                                             n_bins, sizeof(compute_t<Scalar>));
+      const Tensor workspace = at::empty({bytes}, input.options().dtype(at::kByte));
+      C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::calibration_grid_block(
+          block, workspace.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream().stream())));
+    }
+#endif
+  });
+  return tables;
+}
+
+// ---- the steps of the eager caller ---------------------------------------------------------------------------------
+
+// The checked samples and axes, and how many temperatures each block should take.
+std::tuple<std::shared_ptr<Samples>, Tensor, Tensor, int64_t> prepare_eager(const Tensor& input, const Tensor& target,
+                                                                            const Tensor& gammas,
+                                                                            const Tensor& temperatures, int64_t n_bins,
+                                                                            int64_t criteria, int64_t estimator,
+                                                                            bool input_is_probs, int64_t ignore_index) {
+  check_tensors(input, target, gammas, temperatures, n_bins, criteria, estimator);
+  check_device(kOp, input);
+  TORCH_CHECK_VALUE(!input.is_meta(), kOp, ": input must hold data, got a meta tensor");
+  const c10::DeviceGuard guard(input.device());
+  const Tensor host_gammas = host_axis("gammas", gammas, /*above=*/-1);
+  const Tensor host_temperatures = host_axis("temperatures", temperatures, /*above=*/0);
+  auto samples = std::make_shared<Samples>(prepare(input, target, input_is_probs, ignore_index));
+  const int64_t per_block = block_temperatures(input, samples->rows(), gammas.numel());
+  return {samples, host_gammas, host_temperatures, per_block};
+}
+
+Tensor block_eager(const Samples& samples, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,
+                   int64_t criteria, int64_t estimator) {
+  const c10::DeviceGuard guard(samples.input.device());
+  return run_block(samples, gammas, temperatures.contiguous(), n_bins, criteria, estimator);
+}
+
+// ---- the whole grid ------------------------------------------------------------------------------------------------
+
+Tensor grid(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,
+            int64_t criteria, int64_t estimator, bool input_is_probs, int64_t ignore_index) {
+  const auto [samples, host_gammas, host_temperatures, per_block] =
+      prepare_eager(input, target, gammas, temperatures, n_bins, criteria, estimator, input_is_probs, ignore_index);
+  std::vector<Tensor> blocks;
+  for (int64_t begin = 0; begin < host_temperatures.numel(); begin += per_block) {
+    const int64_t size = std::min(per_block, host_temperatures.numel() - begin);
+    blocks.push_back(
+        block_eager(*samples, host_gammas, host_temperatures.narrow(0, begin, size), n_bins, criteria, estimator));
+  }
+  return blocks.size() == 1 ? blocks[0] : at::cat(blocks, /*dim=*/2);
+}
+
+Tensor grid_meta(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures,
+                 int64_t n_bins, int64_t criteria, int64_t estimator, bool, int64_t) {
+  check_tensors(input, target, gammas, temperatures, n_bins, criteria, estimator);
+  return at::empty_symint({count_criteria(criteria), gammas.sym_size(0), temperatures.sym_size(0)},
+                          input.options().dtype(at::kDouble));
+}
+
+}  // namespace
+
+void register_calibration_grid(torch::Library& definitions, pybind11::module_& module) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  definitions.def(
+      "calibration_grid(Tensor input, Tensor target, Tensor gammas, Tensor temperatures, int n_bins, int criteria, "
+      "int estimator, bool input_is_probs, int ignore_index) -> Tensor",
+      tags);
+  definitions.impl("calibration_grid", torch::dispatch(c10::DispatchKey::CPU, &grid));
+#ifdef FOCALKERN_WITH_CUDA
+  definitions.impl("calibration_grid", torch::dispatch(c10::DispatchKey::CUDA, &grid));
+#endif
+  definitions.impl("calibration_grid", torch::dispatch(c10::DispatchKey::Meta, &grid_meta));
+
+  using release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  pybind11::class_<Samples, std::shared_ptr<Samples>>(module, "CalibrationGridSamples")
+      .def_property_readonly("rows", &Samples::rows);
+  module.def("calibration_grid_prepare", &prepare_eager, release());
+  module.def("calibration_grid_block", &block_eager, release());
+}
+
+}  // namespace focalkern::bindings

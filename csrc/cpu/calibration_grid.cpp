@@ -1,0 +1,897 @@
+// The calibration grid on the CPU: ECE, MCE, NLL and Brier score of every (gamma, temperature) at once.
+//
+// Stage 1 goes over the samples. It reads a row once per block of temperatures, takes the softmax once per
+// temperature, and derives every gamma from that; a vector lane is a temperature. What it leaves behind is the
+// confidence of each (temperature, gamma, sample) and sums of NLL and Brier score per chunk of rows.
+// Stage 2 goes over the cells (temperature, gamma). It finds the bins of a cell by counting, without sorting it.
+//
+// With t the class of the largest logit, x_k = (z_k - z_t) / T, and sums over the classes k other than t:
+//   S = sum e^(x_k),  L = log(1 + S),  log q_t = -L,  log u_t = log S - L,  phi_t = L / S
+//   log q_k = x_k - L,  and q_k <= 1/2
+//   rho = sum_k q_k / G(q_k) / sum_k q_k      the mean of 1 / G over the other classes
+//   R = rho (1 + gamma phi_t) exp((1 + gamma) log u_t + L)      odds against the class t
+//   confidence = 1 / (1 + R),  -log p_hat_t = log(1 + R)
+// Nothing here cancels or overflows: (1 + gamma) is positive, and the map keeps t on top, so that R <= classes - 1.
+// S is summed relative to its largest term, because that alone may underflow while R does not (gamma near -1).
+//
+// Only rho looks at all classes. For a gamma between -1 and 1, 1 / G is a smooth function of q and s = -q log q on
+// [0, 1/2], and a sum over the classes of twelve products q^i s^j serves all such gammas; the coefficients are
+// fitted when the block starts, and the fit is checked. A small whole gamma needs one division per class. Anything
+// else, float64 and the Brier score take an exponential per class and gamma.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "cpu/vector_clones.h"
+#include "kernels.h"
+#include "math/focal.h"
+
+namespace focalkern::cpu {
+
+namespace {
+
+constexpr int kLanes = 16;    // temperatures that are worked on together
+constexpr int kSamples = 16;  // samples whose confidences are written together: a cache line of floats
+
+// ---- plan: how each gamma gets its rho -----------------------------------------------------------------------------
+
+enum class Route : int32_t { kMoments, kReciprocal, kExponential };
+
+constexpr int kMoments = 12;
+constexpr int kMaxReciprocals = 2;
+constexpr int kMaxWholeGamma = 8;
+
+struct GammaPlan {
+  double gamma;
+  Route route;
+  int index;  // among the gammas of its route
+  double coefficient[kMoments];
+};
+
+// What is summed over the classes, as a function of q in [0, 1/2]; Real s = -q log q. Both variables are scaled to
+// [-1, 1] and [0, 1]: in plain powers the terms would cancel in float.
+constexpr double kMaxS = 0.36787944117144233;  // s at q = 1/e
+template <typename Real>
+FK_HOST_DEVICE void moment_terms(Real weight, Real q, Real s, Real (&term)[kMoments]) {
+  const Real x = s * Real(2 / kMaxS) - Real(1);
+  const Real y = q + q;
+  const Real yy = y * y;
+  term[0] = weight;
+  term[1] = term[0] * x;
+  term[2] = term[1] * x;
+  term[3] = term[0] * y;
+  term[4] = term[3] * x;
+  term[5] = term[4] * x;
+  term[6] = term[5] * x;
+  term[7] = term[6] * x;
+  term[8] = term[3] * yy;
+  term[9] = term[8] * x;
+  term[10] = term[9] * x;
+  term[11] = term[10] * x;
+}
+
+// The relative error of rho that a fit may have: half a unit in the last place of a float.
+constexpr double kMaxFitError = 3e-8;
+
+// Nodes that see both ends of (0, 1/2]: the logarithm makes 1 / G steep at 0.
+std::vector<double> fit_nodes(int per_end) {
+  std::vector<double> nodes;
+  for (int i = 0; i < per_end; ++i) {
+    const double part = (i + 0.5) / per_end;
+    nodes.push_back(0.5 * std::exp(-30 * part));
+    nodes.push_back(0.25 - 0.25 * std::cos(part * 3.141592653589793));
+  }
+  return nodes;
+}
+
+double inverse_g(double q, double gamma) {
+  const double log_u = std::log1p(-q);
+  return std::exp(-log_focal_g(phi_of(q, std::log(q), 1 - q), log_u, gamma));
+}
+
+// Least squares of sum_i c_i term_i / (1 / G) = 1 by Householder reflections: the basis is far from orthogonal, and
+// normal equations would lose half the digits.
+class MomentFit {
+ public:
+  MomentFit() : nodes_(fit_nodes(120)), test_nodes_(fit_nodes(401)) {}
+
+  // Fills in the coefficients; returns the largest relative error.
+  double fit(double gamma, double (&coefficient)[kMoments]) const {
+    const size_t n = nodes_.size();
+    std::vector<double> a(n * kMoments), b(n, 1.0);
+    for (size_t i = 0; i < n; ++i) row(nodes_[i], gamma, &a[i * kMoments]);
+    for (int j = 0; j < kMoments; ++j) {
+      double norm = 0;
+      for (size_t i = j; i < n; ++i) norm += a[i * kMoments + j] * a[i * kMoments + j];
+      const double alpha = a[j * kMoments + j] > 0 ? -std::sqrt(norm) : std::sqrt(norm);
+      std::vector<double> v(n, 0.0);
+      for (size_t i = j; i < n; ++i) v[i] = a[i * kMoments + j];
+      v[j] -= alpha;
+      double v_norm = 0;
+      for (size_t i = j; i < n; ++i) v_norm += v[i] * v[i];
+      for (int k = j; k <= kMoments; ++k) {
+        double* column = k < kMoments ? &a[k] : b.data();
+        const size_t stride = k < kMoments ? kMoments : 1;
+        double dot = 0;
+        for (size_t i = j; i < n; ++i) dot += v[i] * column[i * stride];
+        for (size_t i = j; i < n; ++i) column[i * stride] -= 2 * dot / v_norm * v[i];
+      }
+    }
+    for (int j = kMoments - 1; j >= 0; --j) {
+      double rest = b[j];
+      for (int k = j + 1; k < kMoments; ++k) rest -= a[j * kMoments + k] * coefficient[k];
+      coefficient[j] = rest / a[j * kMoments + j];
+    }
+    double worst = 0;
+    for (const double q : test_nodes_) {
+      double terms[kMoments];
+      row(q, gamma, terms);
+      double value = 0;
+      for (int j = 0; j < kMoments; ++j) value += terms[j] * coefficient[j];
+      worst = std::max(worst, std::fabs(value - 1));
+    }
+    return worst;
+  }
+
+ private:
+  static void row(double q, double gamma, double* out) {
+    double terms[kMoments];
+    moment_terms(1 / inverse_g(q, gamma), q, -q * std::log(q), terms);
+    std::memcpy(out, terms, sizeof(terms));
+  }
+  std::vector<double> nodes_, test_nodes_;
+};
+
+}  // namespace
+
+struct CalibrationGridPlan {
+  std::vector<GammaPlan> gammas;
+  int moments = 0, reciprocals = 0, exponentials = 0;  // gammas on each route
+};
+
+template <typename Scalar>
+CalibrationGridPlan* calibration_grid_plan(const CalibrationGridBlock<Scalar>& block) {
+  auto* plan = new CalibrationGridPlan;
+  // Twelve terms reach float accuracy, no further; and they know the sum of p_hat, but not of p_hat^2.
+  const bool shared = sizeof(compute_t<Scalar>) == sizeof(float) && block.brier == nullptr;
+  const MomentFit fitter;
+  for (int64_t g = 0; g < block.n_gammas; ++g) {
+    GammaPlan entry{block.gammas[g], Route::kExponential, 0, {}};
+    if (shared && entry.gamma == 0) {
+      entry.route = Route::kMoments;
+      entry.coefficient[0] = 1;
+    } else if (shared && entry.gamma <= 1 && fitter.fit(entry.gamma, entry.coefficient) <= kMaxFitError) {
+      entry.route = Route::kMoments;
+    } else if (shared && entry.gamma == std::floor(entry.gamma) && entry.gamma <= kMaxWholeGamma &&
+               plan->reciprocals < kMaxReciprocals) {
+      entry.route = Route::kReciprocal;
+    }
+    int& count = entry.route == Route::kMoments      ? plan->moments
+                 : entry.route == Route::kReciprocal ? plan->reciprocals
+                                                     : plan->exponentials;
+    entry.index = count++;
+    plan->gammas.push_back(entry);
+  }
+  return plan;
+}
+
+void calibration_grid_free_plan(CalibrationGridPlan* plan) { delete plan; }
+
+namespace {
+
+// ---- stage 1 -------------------------------------------------------------------------------------------------------
+
+// x = d / T, kept finite so that 0 * x is 0 for a class that cannot occur.
+template <typename Real>
+FK_HOST_DEVICE Real scaled_gap(Real d, Real inverse_temperature) {
+  const Real x = d * inverse_temperature;
+  return x < Real(-1e30) ? Real(-1e30) : x;
+}
+
+template <typename Real>
+struct alignas(64) Lanes {
+  Real value[kLanes];
+  FK_HOST_DEVICE Real& operator[](int t) { return value[t]; }
+  FK_HOST_DEVICE Real operator[](int t) const { return value[t]; }
+};
+
+// One sample at kLanes temperatures.
+template <typename Real>
+struct SoftmaxPieces {
+  Lanes<Real> weight_sum;  // sum_k e_k with e_k = exp(x_k - x of the runner-up), at least 1
+  Lanes<Real> scale;       // q_k = scale e_k
+  Lanes<Real> lse;         // L
+  Lanes<Real> log_u;       // log u_t
+  Lanes<Real> psi;         // 1 - phi_t
+};
+
+// gamma with what rounding would take from it: near -1, 1 + gamma and 1 + gamma phi cancel.
+template <typename Real>
+struct Gamma {
+  Real value;
+  Real plus_one;
+};
+template <typename Real>
+Gamma<Real> rounded_gamma(double gamma) {
+  return {static_cast<Real>(gamma), static_cast<Real>(gamma + 1)};
+}
+// 1 + gamma phi_t
+template <typename Real>
+FK_HOST_DEVICE Real top_denominator(Gamma<Real> gamma, Real psi) {
+  return gamma.plus_one - gamma.value * psi;
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void softmax_pieces(const Real* __restrict d /* [n] */, int64_t n, Real d_second,
+                                     const Real* __restrict inverse_temperature /* [kLanes] */,
+                                     Real* __restrict e /* [n, kLanes] */, SoftmaxPieces<Real>* __restrict pieces) {
+  Lanes<Real> x_second, sum;
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) {
+    x_second[t] = scaled_gap(d_second, inverse_temperature[t]);
+    sum[t] = 0;
+  }
+  for (int64_t k = 0; k < n; ++k) {
+    const Real d_k = d[k];
+#pragma omp simd
+    for (int t = 0; t < kLanes; ++t) {
+      const Real e_k = exponential(scaled_gap(d_k, inverse_temperature[t]) - x_second[t]);
+      e[k * kLanes + t] = e_k;
+      sum[t] += e_k;
+    }
+  }
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) {
+    pieces->weight_sum[t] = sum[t];
+    const Real e_second = exponential(x_second[t]);
+    const Real odds = e_second * sum[t];
+    const Real lse = log_one_plus(odds);
+    pieces->lse[t] = lse;
+    pieces->scale[t] = e_second / (Real(1) + odds);
+    pieces->log_u[t] = x_second[t] + logarithm(sum[t]) - lse;
+    // phi_t = log(1 + S) / S. The series of 1 - phi_t serves where the difference would cancel, also where S
+    // underflows to 0.
+    const Real series = odds * (Real(0.5) - odds * (Real(1.0 / 3) - odds * (Real(0.25) - odds * Real(0.2))));
+    pieces->psi[t] = odds < Real(sizeof(Real) == sizeof(float) ? 0.02 : 1e-4) ? series : Real(1) - lse / odds;
+  }
+}
+
+// The sums over the classes behind rho. `whole` holds the gammas of the reciprocal route: 1 / G(q) is
+// 1 / (u^(gamma - 1) (u + gamma s)), and the power is a product of some of u, u^2 and u^4.
+template <typename Real, int kReciprocals>
+FK_VECTOR_CLONES void shared_sums(const Real* __restrict d, int64_t n, const Real* __restrict inverse_temperature,
+                                  const Real* __restrict e, const SoftmaxPieces<Real>& pieces,
+                                  const int* __restrict whole /* [kReciprocals] */,
+                                  Real* __restrict sums /* [kMoments + kReciprocals, kLanes] */) {
+  Real gamma[kMaxReciprocals] = {}, bit[3][kMaxReciprocals] = {};
+  for (int i = 0; i < kReciprocals; ++i) {
+    gamma[i] = static_cast<Real>(whole[i]);
+    for (int b = 0; b < 3; ++b) bit[b][i] = static_cast<Real>(((whole[i] - 1) >> b) & 1);
+  }
+  Lanes<Real> moment[kMoments] = {}, reciprocal[kMaxReciprocals] = {};
+  for (int64_t k = 0; k < n; ++k) {
+    const Real d_k = d[k];
+#pragma omp simd
+    for (int t = 0; t < kLanes; ++t) {
+      const Real e_k = e[k * kLanes + t];
+      const Real q = e_k * pieces.scale[t];
+      const Real s = q * (pieces.lse[t] - scaled_gap(d_k, inverse_temperature[t]));
+      Real term[kMoments];
+      moment_terms(e_k, q, s, term);
+      for (int i = 0; i < kMoments; ++i) moment[i][t] += term[i];
+      const Real u = Real(1) - q;
+      const Real u2 = u * u;
+      const Real u4 = u2 * u2;
+      for (int i = 0; i < kReciprocals; ++i) {
+        const Real power =
+            (Real(1) - bit[0][i] * q) * (Real(1) - bit[1][i] * (Real(1) - u2)) * (Real(1) - bit[2][i] * (Real(1) - u4));
+        reciprocal[i][t] += e_k / (power * (u + gamma[i] * s));
+      }
+    }
+  }
+  for (int i = 0; i < kMoments; ++i) std::memcpy(sums + i * kLanes, moment[i].value, sizeof(moment[i]));
+  for (int i = 0; i < kReciprocals; ++i) {
+    std::memcpy(sums + (kMoments + i) * kLanes, reciprocal[i].value, sizeof(reciprocal[i]));
+  }
+}
+
+// The same sums for any gamma, and those of the squares for the Brier score.
+template <typename Real>
+FK_VECTOR_CLONES void exact_sums(const Real* __restrict d, int64_t n, const Real* __restrict inverse_temperature,
+                                 const Real* __restrict e, const SoftmaxPieces<Real>& pieces,
+                                 const Real* __restrict gammas, int64_t n_gammas,
+                                 Real* __restrict sums /* [n_gammas, kLanes] */,
+                                 Real* __restrict square_sums /* [n_gammas, kLanes] */) {
+  for (int64_t i = 0; i < n_gammas * kLanes; ++i) sums[i] = 0;
+  for (int64_t i = 0; i < n_gammas * kLanes; ++i) square_sums[i] = 0;
+  Lanes<Real> log_u, phi;
+  for (int64_t k = 0; k < n; ++k) {
+#pragma omp simd
+    for (int t = 0; t < kLanes; ++t) {
+      const Real q = e[k * kLanes + t] * pieces.scale[t];
+      log_u[t] = log_one_plus(-q);
+      phi[t] = phi_of(q, scaled_gap(d[k], inverse_temperature[t]) - pieces.lse[t], Real(1) - q);
+    }
+    for (int64_t g = 0; g < n_gammas; ++g) {
+      const Real gamma = gammas[g];
+#pragma omp simd
+      for (int t = 0; t < kLanes; ++t) {
+        const Real weight = e[k * kLanes + t] * exponential(-gamma * log_u[t]) / (Real(1) + gamma * phi[t]);
+        sums[g * kLanes + t] += weight;
+        square_sums[g * kLanes + t] += weight * weight;
+      }
+    }
+  }
+}
+
+// The label's class where it is not t: what its own a_y needs.
+template <typename Real>
+struct LabelPieces {
+  Lanes<Real> minus_x;  // -x_y
+  Lanes<Real> log_u;
+  Lanes<Real> phi;
+};
+template <typename Real>
+FK_VECTOR_CLONES void label_pieces(Real d_label, const Real* __restrict inverse_temperature,
+                                   const SoftmaxPieces<Real>& pieces, LabelPieces<Real>* __restrict label) {
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) {
+    // Not kept finite: a class that cannot occur has an infinite loss.
+    const Real x = d_label * inverse_temperature[t];
+    const Real log_q = x - pieces.lse[t];
+    const Real q = exponential(log_q);
+    label->minus_x[t] = -x;
+    label->log_u[t] = log_one_plus(-q);
+    label->phi[t] = phi_of(q, log_q, Real(1) - q);
+  }
+}
+
+// From rho to the odds against t, and to the confidence.
+template <typename Real>
+FK_VECTOR_CLONES void finish_confidence(const SoftmaxPieces<Real>& pieces, Gamma<Real> gamma,
+                                        const Real* __restrict numerator, Real* __restrict odds,
+                                        Real* __restrict confidence) {
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) {
+    const Real rho = numerator[t] / pieces.weight_sum[t];
+    const Real scale = exponential(gamma.plus_one * pieces.log_u[t] + pieces.lse[t]);
+    odds[t] = rho * top_denominator(gamma, pieces.psi[t]) * scale;
+    confidence[t] = Real(1) / (Real(1) + odds[t]);
+  }
+}
+template <typename Real>
+FK_VECTOR_CLONES void combine_moments(const Real* __restrict sums, const Real* __restrict coefficient,
+                                      Real* __restrict numerator) {
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) {
+    Real sum = coefficient[0] * sums[t];
+    for (int i = 1; i < kMoments; ++i) sum += coefficient[i] * sums[i * kLanes + t];
+    numerator[t] = sum;
+  }
+}
+template <typename Real>
+FK_VECTOR_CLONES void add_nll_of_top(const Real* __restrict odds, double* __restrict nll) {
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) nll[t] += static_cast<double>(log_one_plus(odds[t]));
+}
+// a_t - a_y = -x_y + gamma (log u_y - log u_t) + log((1 + gamma phi_y) / (1 + gamma phi_t))
+template <typename Real>
+FK_HOST_DEVICE Real label_gap(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label, Gamma<Real> gamma,
+                              int t) {
+  const Real ratio = (Real(1) + gamma.value * label.phi[t]) / top_denominator(gamma, pieces.psi[t]);
+  return label.minus_x[t] + scaled_log(gamma.value, label.log_u[t] - pieces.log_u[t]) + logarithm(ratio);
+}
+template <typename Real>
+FK_VECTOR_CLONES void add_nll_of_label(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
+                                       Gamma<Real> gamma, const Real* __restrict odds, double* __restrict nll) {
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) {
+    nll[t] += static_cast<double>(log_one_plus(odds[t]) + label_gap(pieces, label, gamma, t));
+  }
+}
+// sum_k (p_k - [k = y])^2. p_k = confidence times e^(a_k - a_t), and the squares of the others are known by their sum.
+template <typename Real>
+FK_VECTOR_CLONES void add_brier(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>* label, Gamma<Real> gamma,
+                                const Real* __restrict odds, const Real* __restrict confidence,
+                                const Real* __restrict numerator, const Real* __restrict square_sum,
+                                double* __restrict brier) {
+  if (label == nullptr) {
+#pragma omp simd
+    for (int t = 0; t < kLanes; ++t) {
+      const Real others = odds[t] * confidence[t];  // 1 - confidence
+      const Real squares = others * others * (square_sum[t] / (numerator[t] * numerator[t]));
+      brier[t] += static_cast<double>(others * others + squares);
+    }
+    return;
+  }
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) {
+    const Real others = odds[t] * confidence[t];
+    const Real squares = others * others * (square_sum[t] / (numerator[t] * numerator[t]));
+    const Real p_label = confidence[t] * exponential(-label_gap(pieces, *label, gamma, t));
+    brier[t] +=
+        static_cast<double>(confidence[t] * confidence[t] + squares) + (1.0 - 2.0 * static_cast<double>(p_label));
+  }
+}
+
+// log p with denormal p, which `logarithm` takes for 0: a float32 softmax does produce them.
+template <typename Real>
+FK_HOST_DEVICE Real log_probability(Real p) {
+  const Real rescaled = p * Real(0x1p64);
+  const bool small = p < Real(0x1p-60);
+  return logarithm(small ? rescaled : p) - (small ? Real(64 * 0.693147180559945309) : Real(0));
+}
+
+// One row, as gaps to its largest logit.
+template <typename Real>
+struct Row {
+  Real* d;  // [classes - 1]: z_k - z_t of the classes other than t, kept finite
+  Real second;
+  Real label;
+  bool correct;
+};
+template <typename Scalar>
+FK_VECTOR_CLONES void load_gaps(const Scalar* __restrict input, int64_t classes, bool probs, int64_t top,
+                                compute_t<Scalar>* __restrict d /* [classes] */) {
+  using Real = compute_t<Scalar>;
+  if (probs) {
+    const Real log_top = log_probability(load_as_compute(input[top]));
+    for (int64_t k = 0; k < classes; ++k) d[k] = log_probability(load_as_compute(input[k])) - log_top;
+  } else {
+    const Real z_top = load_as_compute(input[top]);
+    for (int64_t k = 0; k < classes; ++k) d[k] = load_as_compute(input[k]) - z_top;
+  }
+}
+template <typename Real>
+FK_VECTOR_CLONES Real largest_and_bound(Real* __restrict d, int64_t n) {
+  Real largest = -std::numeric_limits<Real>::infinity();
+#pragma omp simd reduction(max : largest)
+  for (int64_t k = 0; k < n; ++k) largest = d[k] > largest ? d[k] : largest;
+  for (int64_t k = 0; k < n; ++k) d[k] = d[k] < Real(-1e30) ? Real(-1e30) : d[k];
+  return largest < Real(-1e30) ? Real(-1e30) : largest;
+}
+template <typename Scalar>
+void load_row(const CalibrationGridSamples<Scalar>& samples, int64_t row, Row<compute_t<Scalar>>* out) {
+  const int64_t source = samples.input_row(row);
+  const int64_t n = samples.classes - 1;
+  const int64_t top = samples.top[row];
+  load_gaps(samples.input + source * samples.row_stride, samples.classes, samples.input_is_probs, top, out->d);
+  out->label = out->d[samples.labels[source]];
+  out->correct = samples.correct[row] != 0;
+  out->d[top] = out->d[n];  // the order of the others does not matter
+  out->second = largest_and_bound(out->d, n);
+}
+
+}  // namespace
+
+int64_t calibration_grid_chunk_rows(int64_t rows, int64_t) {
+  // About 128 chunks: enough for any number of threads, and few enough partial sums.
+  const int64_t even = (rows + 127) / 128;
+  return (even + kSamples - 1) / kSamples * kSamples;
+}
+
+int64_t calibration_grid_block_temperatures(int64_t rows, int64_t, int64_t n_gammas, int64_t real_size) {
+  constexpr int64_t kConfidenceBytes = int64_t{48} << 20;
+  const int64_t fit = kConfidenceBytes / std::max<int64_t>(1, rows * n_gammas * real_size);
+  return std::max<int64_t>(kLanes, fit / kLanes * kLanes);
+}
+
+template <typename Scalar>
+void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, const CalibrationGridPlan& plan,
+                                  const CalibrationGridScratch<Scalar>& scratch, int64_t chunk_begin,
+                                  int64_t chunk_end) {
+  using Real = compute_t<Scalar>;
+  const auto& samples = block.samples;
+  const int64_t others = samples.classes - 1;
+  const int64_t n_gammas = block.n_gammas;
+  const int64_t cells = block.n_temperatures * n_gammas;
+  const int64_t chunk_rows = calibration_grid_chunk_rows(samples.rows, samples.classes);
+
+  std::vector<Real> gaps(kSamples * samples.classes);
+  std::vector<Lanes<Real>> e(others), sums(kMoments + kMaxReciprocals);
+  std::vector<Lanes<Real>> exact(n_gammas), exact_squares(n_gammas), numerator(1), odds(1);
+  std::vector<Lanes<Real>> confidence(kSamples * n_gammas);
+  std::vector<Lanes<double>> nll(n_gammas), brier(n_gammas);
+  std::vector<Real> coefficient(kMoments * n_gammas), exact_gammas;
+  SoftmaxPieces<Real> pieces;
+  LabelPieces<Real> label;
+  Lanes<Real> inverse_temperature;
+  int whole[kMaxReciprocals] = {1, 1};
+
+  for (int64_t g = 0; g < n_gammas; ++g) {
+    const GammaPlan& entry = plan.gammas[g];
+    for (int i = 0; i < kMoments; ++i) coefficient[g * kMoments + i] = static_cast<Real>(entry.coefficient[i]);
+    if (entry.route == Route::kReciprocal) whole[entry.index] = static_cast<int>(entry.gamma);
+    if (entry.route == Route::kExponential) exact_gammas.push_back(static_cast<Real>(entry.gamma));
+  }
+
+  for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+    const int64_t row_end = std::min(samples.rows, (chunk + 1) * chunk_rows);
+    if (scratch.nll != nullptr) std::fill_n(scratch.nll + chunk * cells, cells, 0.0);
+    if (scratch.brier != nullptr) std::fill_n(scratch.brier + chunk * cells, cells, 0.0);
+    for (int64_t row_begin = chunk * chunk_rows; row_begin < row_end; row_begin += kSamples) {
+      const int64_t n_rows = std::min<int64_t>(kSamples, row_end - row_begin);
+      Row<Real> rows[kSamples];
+      for (int64_t i = 0; i < n_rows; ++i) {
+        rows[i].d = gaps.data() + i * samples.classes;
+        load_row(samples, row_begin + i, &rows[i]);
+      }
+      for (int64_t t_begin = 0; t_begin < block.n_temperatures; t_begin += kLanes) {
+        const int64_t n_lanes = std::min<int64_t>(kLanes, block.n_temperatures - t_begin);
+        for (int64_t t = 0; t < kLanes; ++t) {
+          // The last group repeats its last temperature. Beyond 1e30 every row is saturated anyway.
+          const double temperature = block.temperatures[t_begin + std::min(t, n_lanes - 1)];
+          inverse_temperature[t] = static_cast<Real>(std::min(1 / temperature, 1e30));
+        }
+        for (int64_t g = 0; g < n_gammas; ++g) nll[g] = brier[g] = Lanes<double>{};
+        for (int64_t i = 0; i < n_rows; ++i) {
+          const Row<Real>& row = rows[i];
+          Real* inv_t = inverse_temperature.value;
+          Real* weights = e[0].value;
+          softmax_pieces(row.d, others, row.second, inv_t, weights, &pieces);
+          if (plan.reciprocals == 2) {
+            shared_sums<Real, 2>(row.d, others, inv_t, weights, pieces, whole, sums[0].value);
+          } else if (plan.reciprocals == 1) {
+            shared_sums<Real, 1>(row.d, others, inv_t, weights, pieces, whole, sums[0].value);
+          } else if (plan.moments > 0) {
+            shared_sums<Real, 0>(row.d, others, inv_t, weights, pieces, whole, sums[0].value);
+          }
+          if (plan.exponentials > 0) {
+            exact_sums(row.d, others, inv_t, weights, pieces, exact_gammas.data(), plan.exponentials, exact[0].value,
+                       exact_squares[0].value);
+          }
+          const bool wants_label = !row.correct && (scratch.nll != nullptr || scratch.brier != nullptr);
+          if (wants_label) label_pieces(row.label, inv_t, pieces, &label);
+          for (int64_t g = 0; g < n_gammas; ++g) {
+            const GammaPlan& entry = plan.gammas[g];
+            const Gamma<Real> gamma = rounded_gamma<Real>(entry.gamma);
+            const Real* sum = numerator[0].value;
+            if (entry.route == Route::kMoments) {
+              combine_moments(sums[0].value, &coefficient[g * kMoments], numerator[0].value);
+            } else if (entry.route == Route::kReciprocal) {
+              sum = sums[kMoments + entry.index].value;
+            } else {
+              sum = exact[entry.index].value;
+            }
+            Real* cell_confidence = confidence[i * n_gammas + g].value;
+            finish_confidence(pieces, gamma, sum, odds[0].value, cell_confidence);
+            if (scratch.nll != nullptr) {
+              if (row.correct) {
+                add_nll_of_top(odds[0].value, nll[g].value);
+              } else {
+                add_nll_of_label(pieces, label, gamma, odds[0].value, nll[g].value);
+              }
+            }
+            if (scratch.brier != nullptr) {
+              add_brier(pieces, row.correct ? nullptr : &label, gamma, odds[0].value, cell_confidence, sum,
+                        exact_squares[entry.index].value, brier[g].value);
+            }
+          }
+        }
+        for (int64_t t = 0; t < n_lanes; ++t) {
+          for (int64_t g = 0; g < n_gammas; ++g) {
+            const int64_t cell = (t_begin + t) * n_gammas + g;
+            Real* out = scratch.confidence + cell * samples.rows + row_begin;
+            for (int64_t i = 0; i < n_rows; ++i) out[i] = confidence[i * n_gammas + g][t];
+            if (scratch.nll != nullptr) scratch.nll[chunk * cells + cell] += nll[g][t];
+            if (scratch.brier != nullptr) scratch.brier[chunk * cells + cell] += brier[g][t];
+          }
+        }
+      }
+    }
+  }
+}
+
+// ---- prepare -------------------------------------------------------------------------------------------------------
+
+template <typename Scalar>
+int64_t calibration_grid_prepare(const CalibrationGridSamples<Scalar>& samples, int64_t row_begin, int64_t row_end) {
+  using Real = compute_t<Scalar>;
+  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const int64_t source = samples.input_row(row);
+    const Scalar* input = samples.input + source * samples.row_stride;
+    Real best = -kInfinity;
+    int64_t top = 0;
+    bool nan = false, negative = false;
+    for (int64_t k = 0; k < samples.classes; ++k) {
+      const Real value = load_as_compute(input[k]);
+      nan |= value != value;
+      negative |= value < Real(0);
+      if (value > best) {
+        best = value;
+        top = k;
+      }
+    }
+    const auto problem = [source](RowProblem kind) { return source * kRowProblems + static_cast<int64_t>(kind); };
+    if (nan) return problem(RowProblem::kNotANumber);
+    if (best == kInfinity) return problem(RowProblem::kPositiveInfinity);
+    if (samples.input_is_probs) {
+      if (negative) return problem(RowProblem::kNegativeProbability);
+      double sum = 0;
+      for (int64_t k = 0; k < samples.classes; ++k) sum += static_cast<double>(load_as_compute(input[k]));
+      if (sum == 0) return problem(RowProblem::kNoFiniteLogit);
+      if (std::fabs(sum - 1) > kProbabilitySumTolerance) return problem(RowProblem::kProbabilitySum);
+    } else if (best == -kInfinity) {
+      return problem(RowProblem::kNoFiniteLogit);
+    }
+    const int64_t label = samples.labels[source];
+    if (label < 0 || label >= samples.classes) return problem(RowProblem::kLabelOutOfRange);
+    samples.top[row] = static_cast<int32_t>(top);
+    samples.correct[row] = top == label ? 1 : 0;
+  }
+  return kNoRowProblem;
+}
+
+// ---- stage 2 -------------------------------------------------------------------------------------------------------
+
+namespace {
+
+template <typename Real>
+struct KeyType;
+template <>
+struct KeyType<float> {
+  using type = uint32_t;
+};
+template <>
+struct KeyType<double> {
+  using type = uint64_t;
+};
+template <typename Real>
+using KeyOf = typename KeyType<Real>::type;
+
+// A key that orders confidences as integers, and is spaced like their logits: by the exponent below 1/2, by that of
+// 1 - c (which is exact) above. Networks are sure of most of their answers, and would share one bucket otherwise.
+template <typename Real>
+FK_HOST_DEVICE KeyOf<Real> confidence_key(Real c) {
+  using Key = KeyOf<Real>;
+  // c = 1 comes one octave above its neighbour.
+  constexpr Real kLeast = std::numeric_limits<Real>::epsilon() / 4;
+  const Real u = Real(1) - c;
+  const Key above = 2 * bit_cast<Key>(Real(0.5)) - bit_cast<Key>(u < kLeast ? kLeast : u);
+  return c < Real(0.5) ? bit_cast<Key>(c) : above;
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void key_range(const Real* __restrict confidence, int64_t rows, Real* least, Real* most) {
+  Real low = Real(1), high = Real(0);
+#pragma omp simd reduction(min : low) reduction(max : high)
+  for (int64_t i = 0; i < rows; ++i) {
+    low = confidence[i] < low ? confidence[i] : low;
+    high = confidence[i] > high ? confidence[i] : high;
+  }
+  *least = low;
+  *most = high;
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void bucket_indices(const Real* __restrict confidence, int64_t rows, KeyOf<Real> base, int shift,
+                                     int32_t* __restrict bucket) {
+  for (int64_t i = 0; i < rows; ++i) {
+    bucket[i] = static_cast<int32_t>((confidence_key(confidence[i]) - base) >> shift);
+  }
+}
+
+// The samples of one cell in the order of their confidences, known to the resolution of its buckets; a bucket is
+// sorted when a cut falls into it.
+template <typename Real>
+class OrderedConfidences {
+ public:
+  explicit OrderedConfidences(int64_t rows) : rows_(rows), bucket_of_(rows), next_(rows) {
+    // Few samples per bucket where a cut falls, and buckets that fit the first-level cache.
+    int64_t buckets = 64;
+    while (buckets < 2048 && buckets * 8 < rows) buckets *= 2;
+    buckets_.resize(buckets);
+    first_rank_.resize(buckets + 1);
+    excess_below_.resize(buckets + 1);
+    sorted_.reserve(64);
+  }
+
+  void assign(const Real* confidence, const uint8_t* correct) {
+    confidence_ = confidence;
+    correct_ = correct;
+    Real least, most;
+    key_range(confidence, rows_, &least, &most);
+    base_ = confidence_key(least);
+    const KeyOf<Real> range = confidence_key(most) - base_;
+    shift_ = 0;
+    while (static_cast<int64_t>(range >> shift_) >= static_cast<int64_t>(buckets_.size())) ++shift_;
+    used_ = static_cast<int64_t>(range >> shift_) + 1;
+    bucket_indices(confidence, rows_, base_, shift_, bucket_of_.data());
+
+    std::fill_n(buckets_.begin(), used_, Bucket{0.0, 0, -1});
+    for (int64_t i = 0; i < rows_; ++i) {
+      Bucket& bucket = buckets_[bucket_of_[i]];
+      bucket.excess += static_cast<double>(confidence[i]) - static_cast<double>(correct[i]);
+      bucket.count += 1;
+      next_[i] = bucket.last;
+      bucket.last = static_cast<int32_t>(i);
+    }
+    first_rank_[0] = 0;
+    excess_below_[0] = 0;
+    for (int64_t b = 0; b < used_; ++b) {
+      first_rank_[b + 1] = first_rank_[b] + buckets_[b].count;
+      excess_below_[b + 1] = excess_below_[b] + buckets_[b].excess;
+    }
+    opened_ = -1;
+  }
+
+  // The sum of confidence - correct over the `count` lowest samples.
+  double excess_of_lowest(int64_t count) {
+    const int64_t b = bucket_of_rank(count);
+    double excess = excess_below_[b];
+    if (first_rank_[b] == count) return excess;
+    open(b);
+    for (int64_t i = 0; i < count - first_rank_[b]; ++i) excess += excess_of(sorted_[i]);
+    return excess;
+  }
+
+  Real confidence_at(int64_t rank) {
+    const int64_t b = bucket_of_rank(rank);
+    open(b);
+    return confidence_[sorted_[rank - first_rank_[b]]];
+  }
+
+  // Count and sum of the samples with a confidence of at most `edge`, which lies in the range of the cell.
+  BinSums up_to(Real edge) {
+    const int64_t b = static_cast<int64_t>((confidence_key(edge) - base_) >> shift_);
+    BinSums sums{first_rank_[b], excess_below_[b]};
+    open(b);
+    for (const int32_t row : sorted_) {
+      if (confidence_[row] > edge) break;
+      ++sums.count;
+      sums.excess += excess_of(row);
+    }
+    return sums;
+  }
+
+ private:
+  struct Bucket {
+    double excess;
+    int32_t count;
+    int32_t last;  // its samples as a list through next_, the highest row first
+  };
+
+  double excess_of(int64_t row) const {
+    return static_cast<double>(confidence_[row]) - static_cast<double>(correct_[row]);
+  }
+
+  int64_t bucket_of_rank(int64_t rank) const {
+    return std::upper_bound(first_rank_.begin(), first_rank_.begin() + used_, rank) - first_rank_.begin() - 1;
+  }
+
+  void open(int64_t b) {
+    if (opened_ == b) return;
+    opened_ = b;
+    sorted_.resize(buckets_[b].count);
+    int64_t i = static_cast<int64_t>(sorted_.size());
+    for (int32_t row = buckets_[b].last; row >= 0; row = next_[row]) sorted_[--i] = row;
+    // Rows are in ascending order here, so ties come out right without a comparison of rows if the sort is stable;
+    // a saturated cell has one large bucket of ties, and nothing to sort.
+    const auto less = [this](int32_t i, int32_t j) {
+      return confidence_[i] < confidence_[j] || (confidence_[i] == confidence_[j] && i < j);
+    };
+    if (!std::is_sorted(sorted_.begin(), sorted_.end(), less)) std::sort(sorted_.begin(), sorted_.end(), less);
+  }
+
+  int64_t rows_;
+  const Real* confidence_ = nullptr;
+  const uint8_t* correct_ = nullptr;
+  KeyOf<Real> base_ = 0;
+  int shift_ = 0;
+  int64_t used_ = 0;
+  int64_t opened_ = -1;
+  std::vector<int32_t> bucket_of_, next_;
+  std::vector<Bucket> buckets_;
+  std::vector<int64_t> first_rank_;
+  std::vector<double> excess_below_;
+  std::vector<int32_t> sorted_;
+};
+
+// Independent copies of the bins: neighbouring samples mostly share a bin, and would wait for each other.
+constexpr int kCopies = 4;
+template <typename Real>
+void equal_width_bins(const Real* confidence, const uint8_t* correct, int64_t rows, int64_t n_bins,
+                      std::vector<BinSums>& scratch, BinSums* bins) {
+  std::fill(scratch.begin(), scratch.end(), BinSums{0, 0.0});
+  for (int64_t i = 0; i < rows; ++i) {
+    BinSums& bin = scratch[(i % kCopies) * n_bins + equal_width_bin(confidence[i], n_bins)];
+    bin.count += 1;
+    bin.excess += static_cast<double>(confidence[i]) - static_cast<double>(correct[i]);
+  }
+  for (int64_t b = 0; b < n_bins; ++b) {
+    bins[b] = BinSums{0, 0.0};
+    for (int copy = 0; copy < kCopies; ++copy) {
+      bins[b].count += scratch[copy * n_bins + b].count;
+      bins[b].excess += scratch[copy * n_bins + b].excess;
+    }
+  }
+}
+
+template <typename Real>
+void equal_mass_bins(OrderedConfidences<Real>& order, int64_t rows, int64_t n_bins, BinSums* bins) {
+  double below = 0;
+  for (int64_t b = 0; b < n_bins; ++b) {
+    const int64_t end = equal_mass_begin(b + 1, rows, n_bins);
+    const double up_to = order.excess_of_lowest(end);
+    bins[b] = {end - equal_mass_begin(b, rows, n_bins), up_to - below};
+    below = up_to;
+  }
+}
+
+template <typename Real>
+void equal_mass_interp_bins(OrderedConfidences<Real>& order, int64_t rows, int64_t n_bins, BinSums* bins) {
+  BinSums below{};
+  for (int64_t edge = 0; edge <= n_bins; ++edge) {
+    const InterpolatedRank at = equal_mass_interp_rank(edge, rows, n_bins);
+    const Real lower = order.confidence_at(at.rank);
+    const Real upper = at.next == at.rank ? lower : order.confidence_at(at.next);
+    const BinSums up_to = order.up_to(equal_mass_interp_edge(lower, upper, at.fraction));
+    if (edge > 0) bins[edge - 1] = {up_to.count - below.count, up_to.excess - below.excess};
+    below = up_to;
+  }
+}
+
+}  // namespace
+
+template <typename Scalar>
+void calibration_grid_cells(const CalibrationGridBlock<Scalar>& block, const CalibrationGridScratch<Scalar>& scratch,
+                            int64_t cell_begin, int64_t cell_end) {
+  using Real = compute_t<Scalar>;
+  const int64_t rows = block.samples.rows;
+  const int64_t cells = block.n_temperatures * block.n_gammas;
+  const int64_t chunk_rows = calibration_grid_chunk_rows(rows, block.samples.classes);
+  const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
+  const bool binned = block.ece != nullptr || block.mce != nullptr;
+  const bool ordered = binned && block.estimator != BinEstimator::kEqualWidth;
+  std::vector<BinSums> bins(block.n_bins);
+  std::vector<BinSums> copies(block.estimator == BinEstimator::kEqualWidth ? kCopies * block.n_bins : 0);
+  OrderedConfidences<Real> order(ordered ? rows : 0);
+
+  const auto mean_of_chunks = [&](const double* partial, int64_t cell) {
+    double sum = 0;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += partial[chunk * cells + cell];
+    return sum / static_cast<double>(rows);
+  };
+  for (int64_t cell = cell_begin; cell < cell_end; ++cell) {
+    const int64_t out = (cell % block.n_gammas) * block.table_stride + cell / block.n_gammas;
+    if (block.nll != nullptr) block.nll[out] = mean_of_chunks(scratch.nll, cell);
+    if (block.brier != nullptr) block.brier[out] = mean_of_chunks(scratch.brier, cell);
+    if (!binned) continue;
+    const Real* confidence = scratch.confidence + cell * rows;
+    if (block.estimator == BinEstimator::kEqualWidth) {
+      equal_width_bins(confidence, block.samples.correct, rows, block.n_bins, copies, bins.data());
+    } else {
+      order.assign(confidence, block.samples.correct);
+      if (block.estimator == BinEstimator::kEqualMass) {
+        equal_mass_bins(order, rows, block.n_bins, bins.data());
+      } else {
+        equal_mass_interp_bins(order, rows, block.n_bins, bins.data());
+      }
+    }
+    double ece = 0, mce = 0;
+    for (const BinSums& bin : bins) {
+      ece += weighted_gap(bin, rows);
+      mce = std::max(mce, gap(bin));
+    }
+    if (block.ece != nullptr) block.ece[out] = ece;
+    if (block.mce != nullptr) block.mce[out] = mce;
+  }
+}
+
+#define FK_INSTANTIATE(Scalar)                                                                                     \
+  template int64_t calibration_grid_prepare(const CalibrationGridSamples<Scalar>&, int64_t, int64_t);              \
+  template CalibrationGridPlan* calibration_grid_plan(const CalibrationGridBlock<Scalar>&);                        \
+  template void calibration_grid_confidences(const CalibrationGridBlock<Scalar>&, const CalibrationGridPlan&,      \
+                                             const CalibrationGridScratch<Scalar>&, int64_t, int64_t);             \
+  template void calibration_grid_cells(const CalibrationGridBlock<Scalar>&, const CalibrationGridScratch<Scalar>&, \
+                                       int64_t, int64_t);
+FK_INSTANTIATE(float)
+FK_INSTANTIATE(double)
+FK_INSTANTIATE(Half)
+FK_INSTANTIATE(BFloat16)
+#undef FK_INSTANTIATE
+
+}  // namespace focalkern::cpu

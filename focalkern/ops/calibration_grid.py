@@ -1,0 +1,224 @@
+"""Calibration criteria of every (gamma, temperature) of a grid, without the probabilities of any of them."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern.ops._extension import _C
+
+__all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
+
+# Komisarenko & Kull, section 5. Temperatures are index * step, so that 0.35 is 0.35 and not the end of a long sum.
+PAPER_GAMMAS: tuple[float, ...] = (-0.5, -0.25, 0.05, 0.25, 0.37, 0.5, 0.75, 1.0, 5.0)
+PAPER_TEMPERATURES: tuple[float, ...] = tuple(index * 0.01 for index in range(1, 501))
+
+# The codes of the compiled module.
+_CRITERIA = {"ece": 1, "mce": 2, "nll": 4, "brier": 8}
+_ESTIMATORS = {"equal_width": 0, "equal_mass": 1, "equal_mass_interp": 2}
+_INPUT_KINDS = {"logits": False, "probs": True}
+
+_PATIENCE = 2.0  # seconds before the progress bar shows
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationGrid:
+    """What :func:`calibration_grid` found.
+
+    Attributes:
+        gammas: [Gg] float64, on the device of ``input``, like every tensor here.
+        temperatures: [Gt] float64.
+        tables: {criterion: [Gg, Gt] float64}, as fractions (``nll`` in nats per sample).
+        n_bins: number of bins behind ``ece`` and ``mce``.
+        estimator: name of the estimator behind ``ece`` and ``mce``.
+    """
+
+    gammas: Tensor
+    temperatures: Tensor
+    tables: dict[str, Tensor]
+    n_bins: int
+    estimator: str
+
+    def best(self, criterion: str) -> tuple[float, float, float]:
+        """The cell with the smallest value: the first one in (gamma index, temperature index) order.
+
+        Args:
+            criterion: a key of ``tables``.
+
+        Returns:
+            (gamma, temperature, value). A NaN or infinite cell never wins.
+
+        Raises:
+            ValueError: ``criterion`` has no table, or no cell of it is finite.
+        """
+        if criterion not in self.tables:
+            raise ValueError(
+                f"CalibrationGrid.best: criterion must be one of {', '.join(self.tables)}, got {criterion!r}"
+            )
+        table = self.tables[criterion].detach().cpu().numpy()
+        finite = np.isfinite(table)
+        if not finite.any():
+            raise ValueError(f"CalibrationGrid.best: {criterion} must be finite in some cell, got none")
+        i, j = np.unravel_index(np.where(finite, table, np.inf).argmin(), table.shape)
+        return float(self.gammas[i]), float(self.temperatures[j]), float(table[i, j])
+
+
+def calibration_grid(
+    input: Tensor,
+    target: Tensor,
+    gammas: Sequence[float] | np.ndarray[Any, Any] | Tensor,
+    temperatures: Sequence[float] | np.ndarray[Any, Any] | Tensor,
+    *,
+    n_bins: int = 15,
+    criteria: Sequence[str] = ("ece", "nll"),
+    estimator: Literal["equal_width", "equal_mass", "equal_mass_interp"] = "equal_mass",
+    input_kind: Literal["logits", "probs"] = "logits",
+    ignore_index: int = -100,
+) -> CalibrationGrid:
+    r"""Calibration criteria of focal temperature scaling at every (gamma, T).
+
+    With q = softmax(z / T), u = 1 - q and phi = -q log q / u, a cell is measured on
+
+    .. math::
+        \hat p_j \propto q_j / G(q_j), \qquad G(q) = u^\gamma (1 + \gamma\phi)
+
+    Confidence is the probability of the class with the largest input (the first one of equals), and it is correct when
+    that class is the target:
+
+    * ``ece`` = sum over the bins of \|B\|/N \|acc - conf\|, ``mce`` = the largest \|acc - conf\| of a bin that is not
+      empty; both over the bins of ``estimator``. Under ``equal_mass`` ties make ``mce`` depend on the order of rows.
+    * ``nll`` = mean of -log p_target. It is infinite where a target has probability zero.
+    * ``brier`` = mean of sum over the classes of (p_k - [k = target])^2.
+
+    gamma is plugged into the formula as it is: a negative one is not the sign rule of the inverse focal loss. gamma = 0
+    is plain temperature scaling. Both are the post-hoc map of :func:`focal_calibration_map`; no cell's probabilities
+    are ever in memory. The result has the same bits on every run, and on the CPU for every number of threads.
+
+    A progress bar shows after two seconds where stderr is a terminal and tqdm is installed.
+
+    Args:
+        input: [N, C] logits or probabilities, C >= 2, float16, bfloat16, float32 or float64. Half precision is
+            computed in float32. A logit of -inf, or a probability of 0, is a class that cannot occur. Probability rows
+            must sum to 1 within 1e-3, and are renormalised.
+        target: [N] labels, int64, int32 or uint8.
+        gammas: [Gg] numbers, finite and greater than -1.
+        temperatures: [Gt] numbers, finite and greater than 0.
+        n_bins: M >= 1.
+        criteria: from ``"ece"``, ``"mce"``, ``"nll"`` and ``"brier"``; the Brier score takes several times longer than
+            the others.
+        estimator: bins of ``ece`` and ``mce``. ``"equal_width"``: (k/M, (k+1)/M], k/M rounded to the dtype of the
+            confidence, and 0 in the first bin. ``"equal_mass"``: the confidences in ascending order, ties by row,
+            split as by numpy.array_split. ``"equal_mass_interp"``: edges interp(linspace(0, N, M + 1), arange(N),
+            sorted), bins (lo, hi]; the lowest sample falls in no bin, as in the published code of adaptive ECE.
+        input_kind: what ``input`` holds.
+        ignore_index: label of rows that are left out.
+
+    Returns:
+        A :class:`CalibrationGrid`, whose tables are in the order of ``criteria``.
+
+    Raises:
+        TypeError: dtype or kind of an argument.
+        ValueError: shape, value, option or device of an argument; no row left; NaN, +inf, negative probabilities, a
+            row without a possible class, or a probability row that does not sum to 1, naming the first such row.
+        IndexError: a label outside [0, C) that is not ``ignore_index``, naming the first such row.
+        NotImplementedError: a device without a kernel.
+
+    Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598), section 5; estimators of Guo et al. 2017 (arXiv
+    1706.04599) and Mukhoti et al. 2020 (arXiv 2002.09437).
+    """
+    _check_tensor("input", input)
+    _check_tensor("target", target)
+    names = _criteria(criteria)
+    _check_option("estimator", estimator, _ESTIMATORS)
+    _check_option("input_kind", input_kind, _INPUT_KINDS)
+    if isinstance(n_bins, bool) or not isinstance(n_bins, int):
+        raise TypeError(f"calibration_grid: n_bins must be an int, got {type(n_bins).__name__}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"calibration_grid: ignore_index must be an int, got {type(ignore_index).__name__}")
+    input, target = input.detach(), target.detach()
+    gamma_axis, temperature_axis = _axis("gammas", gammas), _axis("temperatures", temperatures)
+    # Tables come in the order of their codes.
+    present = sorted(names, key=_CRITERIA.__getitem__)
+    options = (n_bins, sum(_CRITERIA[name] for name in names), _ESTIMATORS[estimator])
+    kind = (_INPUT_KINDS[input_kind], ignore_index)
+    if torch.compiler.is_compiling():
+        tables = torch.ops.focalkern.calibration_grid(input, target, gamma_axis, temperature_axis, *options, *kind)
+    else:
+        samples, gamma_axis, temperature_axis, per_block = _C.calibration_grid_prepare(
+            input, target, gamma_axis, temperature_axis, *options, *kind
+        )
+        blocks = [
+            _C.calibration_grid_block(samples, gamma_axis, block, *options)
+            for block in _with_progress(temperature_axis.split(per_block), len(gamma_axis))
+        ]
+        tables = torch.cat(blocks, dim=2)
+    by_name = dict(zip(present, tables.unbind(0), strict=True))
+    return CalibrationGrid(
+        gammas=gamma_axis.to(input.device),
+        temperatures=temperature_axis.to(input.device),
+        tables={name: by_name[name] for name in names},
+        n_bins=n_bins,
+        estimator=estimator,
+    )
+
+
+def _with_progress(blocks: Sequence[Tensor], n_gammas: int) -> Iterator[Tensor]:
+    """The blocks, counted in cells on stderr once they have taken longer than the patience of a user."""
+    bar = None
+    if len(blocks) > 1 and sys.stderr is not None and sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            pass
+        else:
+            total = n_gammas * sum(len(block) for block in blocks)
+            bar = tqdm(total=total, desc="calibration grid", unit="cell", delay=_PATIENCE, leave=False)
+    try:
+        for block in blocks:
+            yield block
+            if bar is not None:
+                bar.update(n_gammas * len(block))
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"calibration_grid: {name} must be a tensor, got {type(value).__name__}")
+
+
+def _check_option(name: str, value: object, options: dict[str, Any]) -> None:
+    if not isinstance(value, str) or value not in options:
+        raise ValueError(f"calibration_grid: {name} must be one of {', '.join(options)}, got {value!r}")
+
+
+def _criteria(criteria: Sequence[str]) -> tuple[str, ...]:
+    names = (criteria,) if isinstance(criteria, str) else tuple(criteria)
+    if not names:
+        raise ValueError(f"calibration_grid: criteria must name at least one of {', '.join(_CRITERIA)}, got none")
+    for name in names:
+        _check_option("criteria", name, _CRITERIA)
+    return tuple(dict.fromkeys(names))
+
+
+def _axis(name: str, values: Sequence[float] | np.ndarray[Any, Any] | Tensor) -> Tensor:
+    """[n] float64 on the CPU; the compiled module checks the numbers."""
+    if isinstance(values, Tensor):
+        axis = values.detach()
+    else:
+        try:
+            axis = torch.as_tensor(values, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"calibration_grid: {name} must be a sequence of numbers or a tensor, got {type(values).__name__}"
+            ) from None
+    if axis.dtype == torch.bool or axis.is_complex():
+        raise TypeError(f"calibration_grid: {name} must hold real numbers, got {axis.dtype}")
+    if axis.ndim != 1:
+        raise ValueError(f"calibration_grid: {name} must be one-dimensional, got shape {list(axis.shape)}")
+    return axis.to(torch.device("cpu"), torch.float64)
