@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import assert_close
 from focalkern import metrics, reference
 
 ERRORS = (
