@@ -366,11 +366,12 @@ std::tuple<Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor& targe
       args.row_loss = static_cast<Real*>(loss.mutable_data_ptr());
     } else {
       reduced = static_cast<Real*>(loss.mutable_data_ptr());
-      workspace = at::empty({cuda::focal_loss_workspace(args.rows, args.classes)}, input.options().dtype(at::kByte));
+      const int64_t bytes = cuda::focal_loss_workspace(args.rows, args.classes);
+      if (bytes > 0) workspace = at::empty({bytes}, input.options().dtype(at::kByte));
     }
     C10_CUDA_CHECK(static_cast<cudaError_t>(
         cuda::focal_loss_forward(args, reduction == kMean, reduced, args.saved + 3 * args.rows,
-                                 reduced ? workspace.mutable_data_ptr() : nullptr,
+                                 workspace.defined() ? workspace.mutable_data_ptr() : nullptr,
                                  c10::cuda::getCurrentCUDAStream().stream())));
   });
   return {as_dtype(loss, loss_dtype(input, options)), saved};

@@ -59,9 +59,9 @@ FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) 
   terms.coefficient = factor * (inverse ? Real(1) - magnitude * psi : Real(1) + magnitude * phi);
   // At p = 1 a factor of 0 or 1 meets log p = 0, at p = 0 a factor of 1 meets log p = -inf: neither is a 0 * inf.
   terms.loss = -factor * log_p;
-  // log u * log p is -inf * 0 at p = 1, log(1 + p) * log p is 0 * -inf at p = 0; both products vanish.
+  // -inf * 0 at p = 1 and 0 * -inf at p = 0: the product vanishes at both ends.
   const Real log_product = log_base * log_p;
-  const bool vanishes = inverse ? p == Real(0) : log_p == Real(0);
+  const bool vanishes = p == Real(0) || log_p == Real(0);
   const Real slope = vanishes ? Real(0) : factor * log_product;
   terms.grad_gamma = inverse ? slope : -slope;
   return terms;
