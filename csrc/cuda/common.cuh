@@ -1,0 +1,136 @@
+// What every kernel here is made of: 16-byte vectors, reductions in a fixed order, and the launch itself.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <math.h>
+
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#include "cuda/launch.h"
+#include "math/portable.h"
+
+namespace focalkern::cuda {
+
+// ---- launch --------------------------------------------------------------------------------------------------------
+
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), int64_t grid, int block, void* stream, Arguments&&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(static_cast<unsigned>(block));
+  config.stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+  // Reported here once: nobody else should find it later and take it for their own.
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+// ---- vectors -------------------------------------------------------------------------------------------------------
+
+template <typename Scalar>
+constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(Scalar));
+
+template <typename Scalar>
+struct Elements {
+  Scalar at[kVectorSize<Scalar>];
+};
+
+template <typename Real>
+constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+template <typename Real>
+constexpr Real kNaN = std::numeric_limits<Real>::quiet_NaN();
+
+// Sixteen bytes from an address on a 16-byte boundary.
+template <typename Scalar>
+__device__ __forceinline__ uint4 load_vector(const Scalar* address) {
+  return *reinterpret_cast<const uint4*>(address);
+}
+template <typename Scalar>
+__device__ __forceinline__ void store_vector(Scalar* address, uint4 vector) {
+  *reinterpret_cast<uint4*>(address) = vector;
+}
+
+// Elements to skip until the address is on a 16-byte boundary.
+template <typename Scalar>
+__device__ __forceinline__ int elements_to_boundary(const Scalar* address) {
+  const auto low = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address));
+  return static_cast<int>(((0u - low) & (kVectorBytes - 1)) / sizeof(Scalar));
+}
+
+// ---- reductions ----------------------------------------------------------------------------------------------------
+// Every thread of the warp calls them; groups are aligned runs of `lanes` threads, a power of two up to the warp. The
+// order of the additions depends on the geometry alone.
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+template <typename Real>
+__device__ __forceinline__ Real group_sum(Real value, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullWarp, value, offset);
+  return value;
+}
+
+// NaN loses against any number.
+template <typename Real>
+__device__ __forceinline__ Real group_max(Real value, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    value = fmax(value, __shfl_xor_sync(kFullWarp, value, offset));
+  }
+  return value;
+}
+
+// The sum over the block, in thread 0. Every thread calls it.
+__device__ __forceinline__ double block_sum(double value, double* scratch /* [kWarpsPerBlock] */) {
+  const int thread = static_cast<int>(threadIdx.x);
+  value = group_sum(value, kWarp);
+  __syncthreads();  // `scratch` may still be read from the sum before
+  if (thread % kWarp == 0) scratch[thread / kWarp] = value;
+  __syncthreads();
+  double sum = 0;
+  if (thread == 0) {
+    for (int warp = 0; warp < kWarpsPerBlock; ++warp) sum += scratch[warp];
+  }
+  return sum;
+}
+
+// sum exp(z - max) over a set of numbers, beside its maximum; {-inf, 0} for none. A NaN or +inf among them makes the
+// sum NaN, and leaves the maximum alone.
+template <typename Real>
+struct ExpSum {
+  Real max;
+  Real sum;
+};
+
+template <typename Real>
+__device__ __forceinline__ ExpSum<Real> empty_exp_sum() {
+  return {-kInfinity<Real>, Real(0)};
+}
+
+// What to subtract: with no number above -inf yet, exp(-inf - (-inf)) would be NaN instead of 0.
+template <typename Real>
+__device__ __forceinline__ Real exp_base(Real max) {
+  return max == -kInfinity<Real> ? Real(0) : max;
+}
+
+// One rescaling for `count` numbers.
+template <int count, typename Real>
+__device__ __forceinline__ void add_to_exp_sum(ExpSum<Real>& total, const Real (&values)[count]) {
+  Real max = total.max;
+#pragma unroll
+  for (int k = 0; k < count; ++k) max = fmax(max, values[k]);
+  const Real base = exp_base(max);
+  // Summed apart first: a long row would otherwise round once per class against the whole sum.
+  Real sum = 0;
+#pragma unroll
+  for (int k = 0; k < count; ++k) sum += exponential(values[k] - base);
+  total = {max, total.sum * exponential(total.max - base) + sum};
+}
+
+template <typename Real>
+__device__ __forceinline__ ExpSum<Real> group_exp_sum(ExpSum<Real> mine, int lanes) {
+  const Real max = group_max(mine.max, lanes);
+  return {max, group_sum(mine.sum * exponential(mine.max - exp_base(max)), lanes)};
+}
+
+}  // namespace focalkern::cuda

@@ -1,0 +1,104 @@
+// Launch geometry: which thread works on what, as pure functions of the shape. No CUDA here, so the choices can be
+// tested for every size without a GPU.
+#pragma once
+
+#include <cstdint>
+
+namespace focalkern::cuda {
+
+constexpr int kWarp = 32;
+constexpr int kBlock = 256;
+constexpr int kWarpsPerBlock = kBlock / kWarp;
+
+// Work is cut into tiles, and block b takes tiles b, b + grid, ... . More blocks than the largest chip holds at once,
+// so that it stays full; few enough that the last one sums all their partial results in a moment.
+constexpr int64_t kMaxGrid = 2048;
+
+// Blocks it takes to keep two of them on every multiprocessor of a large chip: with less work than this, tiles shrink.
+constexpr int64_t kEnoughBlocks = 264;
+
+constexpr int kTileBytes = 16384;  // shared memory for a tile of short rows
+constexpr int kValuesPerLane = 16; // of a short row, kept in registers between finding its maximum and its sum
+constexpr int kVectorBytes = 16;   // the widest load a thread can make
+
+enum class RowPath : int {
+  kTile,    // short rows that lie end to end: read as one run, whatever the row length
+  kRows,    // a group of lanes, a warp, or the block for each row
+  kPixels,  // classes lie further apart than rows: a lane for each row, so that neighbours read neighbours
+};
+
+struct RowPlan {
+  RowPath path;
+  int rows_per_tile;
+  int lanes;  // threads on one row, a power of two up to a warp, or the block
+  int parts;  // partial results of one row: one per warp that works on it; rows_per_tile * parts <= kBlock
+  int64_t tiles;
+  int64_t grid;
+};
+
+inline int power_of_two_at_least(int64_t value, int limit) {
+  int power = 1;
+  while (power < value && power < limit) power *= 2;
+  return power;
+}
+
+inline int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// The largest power of two up to `most` that leaves enough tiles to fill the chip, but not below `least`.
+inline int rows_per_tile(int64_t rows, int most, int least) {
+  int count = most;
+  while (count > least && rows / count < kEnoughBlocks) count /= 2;
+  return count;
+}
+
+inline RowPlan finish_row_plan(RowPlan plan, int64_t rows) {
+  plan.tiles = divide_up(rows, plan.rows_per_tile);
+  // A block for no rows at all, too: it writes the sum of nothing.
+  plan.grid = plan.tiles < 1 ? 1 : plan.tiles < kMaxGrid ? plan.tiles : kMaxGrid;
+  return plan;
+}
+
+// Whether one block takes all rows whatever their layout, so that no scratch memory is needed to reduce them.
+inline bool fits_one_block(int64_t rows, int64_t classes) {
+  return rows <= 32 && classes <= 1024 / (rows > 0 ? rows : 1);
+}
+
+// element_bytes: of the logits. end_to_end: every operand is [rows, classes] without gaps and starts on a 16-byte
+// boundary. class_outermost: the classes of a row lie further apart than neighbouring rows.
+inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool end_to_end, bool class_outermost) {
+  const int64_t row_bytes = classes * element_bytes;
+  RowPlan plan = {};
+  plan.parts = 1;
+  if (end_to_end && classes > 0 && row_bytes <= 1024 && classes <= kValuesPerLane * kWarp) {
+    plan.path = RowPath::kTile;
+    plan.lanes = power_of_two_at_least(divide_up(classes, kValuesPerLane), kWarp);
+    // 16 rows or a multiple of them fill whole vectors at every row length.
+    int most = kBlock;
+    while (most * row_bytes > kTileBytes) most /= 2;
+    // What fits one tile is left in one: a single block needs no counter to find out who is last.
+    plan.rows_per_tile = rows <= most ? most : rows_per_tile(rows, most, 16);
+  } else if (class_outermost) {
+    plan.path = RowPath::kPixels;
+    plan.lanes = 1;
+    // Few rows: several warps share 32 of them, each with every n-th class.
+    const int64_t enough_rows = kEnoughBlocks * kBlock * 2;
+    while (plan.parts < kWarpsPerBlock && rows * plan.parts < enough_rows && plan.parts * 8 < classes) plan.parts *= 2;
+    plan.rows_per_tile = kBlock / plan.parts;
+  } else {
+    plan.path = RowPath::kRows;
+    if (row_bytes > 8192) {
+      plan.lanes = kBlock;
+      plan.parts = kWarpsPerBlock;
+      const int most = row_bytes > 65536 ? 1 : row_bytes > 32768 ? 2 : row_bytes > 16384 ? 4 : 8;
+      plan.rows_per_tile = fits_one_block(rows, classes) ? 8 : rows_per_tile(rows, most, 1);
+    } else {
+      plan.lanes = power_of_two_at_least(divide_up(classes, kValuesPerLane), kWarp);
+      const int rows_at_once = kBlock / plan.lanes;
+      const int least = fits_one_block(rows, classes) && rows_at_once < 32 ? 32 : rows_at_once;
+      plan.rows_per_tile = rows_per_tile(rows, rows_at_once < 32 ? 64 : kBlock, least);
+    }
+  }
+  return finish_row_plan(plan, rows);
+}
+
+}  // namespace focalkern::cuda
