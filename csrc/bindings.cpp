@@ -107,4 +107,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("build_info", &focalkern::bindings::build_info);
   focalkern::bindings::register_focal_loss(definitions, module);
   focalkern::bindings::register_calibration_grid(definitions, module);
+  focalkern::bindings::register_calibration_map(definitions, module);
 }

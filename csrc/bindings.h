@@ -18,6 +18,7 @@ using at::Tensor;
 // Each operator registers its schemas and kernels with torch's dispatcher, and its eager entry with the module.
 void register_focal_loss(torch::Library& definitions, pybind11::module_& module);
 void register_calibration_grid(torch::Library& definitions, pybind11::module_& module);
+void register_calibration_map(torch::Library& definitions, pybind11::module_& module);
 
 // Raises NotImplementedError for a device that has no kernel in this build.
 void check_device(const char* op, const Tensor& input);

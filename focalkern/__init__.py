@@ -3,6 +3,7 @@
 from focalkern.gamma import FLSD_53, GammaTable
 from focalkern.ops._extension import build_info
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
+from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import check_labels, focal_loss
 
 __version__ = "0.1.0"
@@ -13,8 +14,10 @@ __all__ = [
     "PAPER_TEMPERATURES",
     "CalibrationGrid",
     "GammaTable",
+    "binary_focal_calibration_map",
     "build_info",
     "calibration_grid",
     "check_labels",
+    "focal_calibration_map",
     "focal_loss",
 ]

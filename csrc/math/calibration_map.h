@@ -30,6 +30,21 @@ FK_HOST_DEVICE bool map_parameters_valid(double gamma, double temperature) {
          temperature <= largest_finite<double>();
 }
 
+// How far a row of probabilities may be from 1 in sum: 1e-3, and what storing its entries in a narrow type may have
+// added.
+template <typename Scalar>
+FK_HOST_DEVICE double probability_sum_tolerance() {
+  return 1e-3;
+}
+template <>
+FK_HOST_DEVICE double probability_sum_tolerance<Half>() {
+  return 1e-3 + 0x1p-11;
+}
+template <>
+FK_HOST_DEVICE double probability_sum_tolerance<BFloat16>() {
+  return 1e-3 + 0x1p-8;
+}
+
 // 1/T. A tiny T must not become infinite in float: classes that tie for the top have the difference 0, and keep it.
 template <typename Real>
 FK_HOST_DEVICE Real inverse_temperature(double temperature) {
@@ -116,53 +131,100 @@ struct MapClass {
   Real grad_gamma;  // da_k / dgamma
 };
 
+// log(1 - q) for q <= 1/2, given u = 1 - q as rounded and 1 / u, which phi needs anyway.
+template <typename Real>
+FK_HOST_DEVICE Real log_complement(Real q, Real u, Real inverse_u) {
+#if defined(__CUDA_ARCH__)
+  (void)u, (void)inverse_u;
+  return log1p(-q);
+#else
+  // gamma multiplies this, so what rounding took from u is put back.
+  return detail::log_of_normal(u, ((Real(1) - u) - q) * inverse_u);
+#endif
+}
+
+// log(1 + gamma phi): between log(1 - log 2) and large, and never small enough to need log1p. It is a summand of
+// log p_k, which is below -log 2.
+template <typename Real>
+FK_HOST_DEVICE Real log_denominator(Real denominator) {
+#if defined(__CUDA_ARCH__)
+  return log(denominator);
+#else
+  return detail::log_of_normal(denominator, Real(0));
+#endif
+}
+
 // Nothing here is undefined at probability zero (y = -inf, e = 0): log_ratio = -inf, slope = 1, grad_gamma = 0.
 template <typename Real>
 FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset, Real ratio_offset) {
   const Real q = e * q_scale;
   const Real u = Real(1) - q;
-  const Real log_u = log_one_plus(-q);
-  const Real phi = q == Real(0) ? Real(0) : -q * (y + log_q_offset) / u;
-  return (y + ratio_offset) - (gamma * log_u + log_one_plus(gamma * phi));
+  const Real inverse_u = Real(1) / u;
+  const Real phi = q == Real(0) ? Real(0) : -q * (y + log_q_offset) * inverse_u;
+  return (y + ratio_offset) - (gamma * log_complement(q, u, inverse_u) + log_denominator(Real(1) + gamma * phi));
 }
 
 template <typename Real>
 FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset,
                                         Real ratio_offset) {
   const Real q = e * q_scale;
-  const Real inverse_u = Real(1) / (Real(1) - q);
-  const Real log_u = log_one_plus(-q);
+  const Real u = Real(1) - q;
+  const Real inverse_u = Real(1) / u;
+  const Real log_u = log_complement(q, u, inverse_u);
   const Real phi = q == Real(0) ? Real(0) : -q * (y + log_q_offset) * inverse_u;
-  const Real inverse_denominator = Real(1) / (Real(1) + gamma * phi);
+  const Real denominator = Real(1) + gamma * phi;
+  const Real inverse_denominator = Real(1) / denominator;
   MapClass<Real> c;
-  c.log_ratio = (y + ratio_offset) - (gamma * log_u + log_one_plus(gamma * phi));
+  c.log_ratio = (y + ratio_offset) - (gamma * log_u + log_denominator(denominator));
   c.slope = Real(1) + gamma * (q - (phi - q) * inverse_denominator) * inverse_u;
   c.grad_gamma = -log_u - phi * inverse_denominator;
   return c;
 }
 
-// The vector-Jacobian product of a row, from w_j = dL/dlog p_j. With h_j = da_j/dlog q_j, c_j = da_j/dgamma and sums over
-// k != t:
-//   s_j = w_j - p_j sum_i w_i            s_t = w_t sum p_k - p_t sum w_k
-//   dL/dx_k = h_k s_k - (q_k / u_t) D,   dL/dx_t = u_t h_t s_t - q_t B,   x = z / T
+// The vector-Jacobian product of a row, from w_j = dL/dlog p_j. With h_j = da_j/dlog q_j, c_j = da_j/dgamma, sums over
+// k != t and x = z / T:
+//   s_j = w_j - p_j sum_i w_i, which for the largest class is s_t = w_t sum p_k - p_t sum w_k
 //   B = sum h_k s_k,   D = u_t h_t s_t + u_t B
+//   dL/dx_k = h_k s_k - (q_k / u_t) D,   dL/dx_t = u_t h_t s_t - q_t B
 //   dL/dgamma = sum c_k s_k + c_t s_t,   dL/dT = -(1/T) sum dL/dx_k (x_k - x_t)
-// With probabilities as output, w_j = p_j g_j; with v_k = g_k - g_t and V = sum p_k v_k that is s_k = p_k (v_k - V)
-// and s_t = -p_t V: gradients of a saturated row cancel in v, not in a difference of products.
+// No 1/u_t is left in it. With probabilities as output, w_j = p_j g_j; with v_k = g_k - g_t and V = sum p_k v_k that is
+// s_k = p_k (v_k - V) and s_t = -p_t V.
+//
+// One pass over the classes is enough for the sums, before p is normalised: with r_k = exp(log_ratio) = p_k / p_t and
+// m_k = w_k (log output) or r_k v_k, every s_k is  keep * m_k - spread * r_k.
 template <typename Real>
-struct MapRowGrad {
-  Real top;     // dL/dx_t
-  Real shared;  // D: dL/dx_k = h_k s_k - (q_k / u_t) D
-  Real gamma;   // c_t s_t, the part of the largest class
+struct MapGradSums {
+  Real r;   // sum r_k
+  Real m;   // sum m_k
+  Real hr;  // sum h_k r_k
+  Real hm;
+  Real cr;  // sum c_k r_k
+  Real cm;
 };
 
 template <typename Real>
-FK_HOST_DEVICE MapRowGrad<Real> map_row_grad(const MapRow<Real>& row, Real s_top, Real sum_h_s) {
-  const Real own = row.scaled_slope_top * s_top;
+struct MapRowGrad {
+  Real keep;
+  Real spread;
+  Real top;     // dL/dx_t
+  Real shared;  // D / S: dL/dx_k = keep h_k m_k - spread h_k r_k - e_k shared
+  Real gamma;   // dL/dgamma
+};
+
+// `grad_top` = dL/dlog p_t, used with log output only.
+template <typename Real>
+FK_HOST_DEVICE MapRowGrad<Real> map_row_grad(const MapRow<Real>& row, const MapGradSums<Real>& sums, Real grad_top,
+                                             bool log_output) {
+  const Real p_top = Real(1) / (Real(1) + sums.r);
   MapRowGrad<Real> grad;
-  grad.top = own - row.q_top * sum_h_s;
-  grad.shared = own + row.u_top * sum_h_s;
-  grad.gamma = row.grad_gamma_top * s_top;
+  grad.keep = log_output ? Real(1) : p_top;
+  grad.spread = log_output ? (sums.m + grad_top) * p_top : sums.m * p_top * p_top;
+  const Real s_top = log_output ? (grad_top * sums.r - sums.m) * p_top : -sums.m * p_top * p_top;
+  const Real sum_hs = grad.keep * sums.hm - grad.spread * sums.hr;
+  const Real own = row.scaled_slope_top * s_top;
+  grad.top = own - row.q_top * sum_hs;
+  grad.shared = (own + row.u_top * sum_hs) * row.inverse_rest;
+  grad.gamma = row.grad_gamma_top * s_top + (grad.keep * sums.cm - grad.spread * sums.cr);
   return grad;
 }
 
@@ -203,8 +265,38 @@ FK_HOST_DEVICE BinaryMap<Real> binary_map(Real x /* s / T */, double gamma_wide)
   const Real grad_gamma = a + difference / (denominator * other_denominator);
   map.log_odds = x < Real(0) ? -log_odds : log_odds;
   map.grad_gamma = x < Real(0) ? -grad_gamma : grad_gamma;
-  map.slope = u + gamma * (q - (u - one_minus_phi) / denominator) + q + gamma * (u - (other_phi - u) / other_denominator);
+  map.slope =
+      u + gamma * (q - (u - one_minus_phi) / denominator) + q + gamma * (u - (other_phi - u) / other_denominator);
   return map;
+}
+
+template <typename Real>
+FK_HOST_DEVICE Real sigmoid(Real x) {
+  return Real(1) / (Real(1) + exponential(-x));
+}
+
+// The vector-Jacobian product of the map (w = dL/dlog_odds) or of its sigmoid (w = dL/dp).
+template <typename Real>
+struct BinaryMapGrad {
+  Real x;      // dL/dx, x = s / T
+  Real gamma;  // dL/dgamma
+  Real beta;   // dL/dx x;  dL/dT = -beta / T
+};
+
+template <typename Real>
+FK_HOST_DEVICE BinaryMapGrad<Real> binary_map_grad(Real x, double gamma, Real w, bool log_odds_output) {
+  const BinaryMap<Real> map = binary_map(x, gamma);
+  // The slope of the sigmoid, p (1 - p), from the side on which 1 - p keeps its digits.
+  const Real odds = exponential(map.log_odds < Real(0) ? map.log_odds : -map.log_odds);
+  const Real slope = odds / ((Real(1) + odds) * (Real(1) + odds));
+  const Real w_log_odds = log_odds_output ? w : w * slope;
+  const Real grad_x = w_log_odds * map.slope;
+  BinaryMapGrad<Real> grad;
+  grad.x = grad_x;
+  // At s = -inf a factor 0 meets an infinite one, and the product has the limit 0.
+  grad.gamma = w_log_odds == Real(0) ? Real(0) : w_log_odds * map.grad_gamma;
+  grad.beta = grad_x == Real(0) ? Real(0) : grad_x * x;
+  return grad;
 }
 
 }  // namespace focalkern

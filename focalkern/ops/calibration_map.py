@@ -1,0 +1,155 @@
+"""The focal calibration map, for rows of classes and for one logit."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from focalkern.ops._extension import _C
+
+__all__ = ["binary_focal_calibration_map", "focal_calibration_map"]
+
+_LOGITS, _PROBS, _BINARY = 0, 1, 2
+_KINDS = {"logits": _LOGITS, "probs": _PROBS}
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def focal_calibration_map(
+    input: Tensor,
+    gamma: float | Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    input_kind: Literal["logits", "probs"] = "logits",
+    log: bool = False,
+) -> Tensor:
+    r"""Focal calibration with temperature: what a focal loss of parameter gamma makes of properly calibrated scores.
+
+    With q = softmax(z / T), u = 1 - q, phi = -q log q / u and G(q) = u^gamma (1 + gamma phi):
+
+    .. math:: \hat p_j = \frac{q_j / G(q_j)}{\sum_k q_k / G(q_k)}
+
+    computed in log space, without an epsilon: log-probabilities keep their relative precision when a row saturates.
+    gamma = 0 is temperature scaling, log p = log_softmax(z / T). The order of the classes is kept.
+
+    The sign of gamma has not the meaning that it has in :func:`focal_loss`: a negative gamma is put into the same
+    formula, it does not stand for the inverse focal loss.
+
+    float16, bfloat16 and float32 are computed in float32, float64 in float64. The result has the same bits on every
+    run, and on the CPU for every number of threads.
+
+    Args:
+        input: [..., C] logits, or probabilities with ``input_kind="probs"``; float16, bfloat16, float32 or float64,
+            C >= 2. A logit of -inf, or a probability of 0, is a class that cannot occur: its result is 0 (-inf with
+            ``log``), it takes part in nothing else and its gradient is 0. At a probability of 0 that gradient is not
+            the derivative, which is not supported.
+        gamma: a number, or a floating-point tensor broadcastable to [...]; finite and > -1.
+        temperature: a number, or a floating-point tensor broadcastable to [...]; finite and > 0.
+        input_kind: ``"logits"`` or ``"probs"``; it is never guessed. Rows of probabilities must sum to 1 within 1e-3
+            (and the rounding of float16 or bfloat16) and are renormalised.
+        log: return log-probabilities.
+
+    Returns:
+        [..., C] probabilities or log-probabilities in the dtype of ``input``; under autocast in float32 for a
+        half-precision input, as :func:`torch.softmax` does. Differentiable to any order in ``input``, gamma and
+        temperature.
+
+    Raises:
+        TypeError: dtype or kind of an argument.
+        ValueError: shape, option or device of an argument; fewer than two classes; gamma or temperature outside their
+            domain; a row with NaN or +inf, without any class that can occur, with a negative probability or another
+            sum. Values are named with their row, the index into the flattened leading dimensions. On CUDA, in compiled
+            graphs and under torch.func, where looking at values would break the graph or wait for the device, such
+            rows are NaN instead; there the environment variable FOCALKERN_VALIDATE=1 makes the operator raise (not
+            under torch.func).
+        NotImplementedError: a device without a kernel.
+
+    Source: Komisarenko and Kull, ECAI 2024 (arXiv 2408.11598).
+    """
+    kind = _KINDS.get(input_kind)
+    if kind is None:
+        raise ValueError(f"focal_calibration_map: input_kind must be 'logits' or 'probs', got {input_kind!r}")
+    return _map("focal_calibration_map", "input", input, gamma, temperature, kind, log)
+
+
+def binary_focal_calibration_map(
+    logits: Tensor,
+    gamma: float | Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    log_odds: bool = False,
+) -> Tensor:
+    r"""The focal calibration map of two classes, on one logit each: :func:`focal_calibration_map` of [0, logit].
+
+    With s = logit / T, sigma the logistic function and phi(q) = -q log q / (1 - q):
+
+    .. math:: g(s) = (1 + \gamma) s - \log(1 + \gamma\phi(\sigma(s))) + \log(1 + \gamma\phi(\sigma(-s)))
+
+    Elementwise, odd and strictly increasing in the logit. A negative gamma is put into the same formula; it does not
+    stand for the inverse focal loss.
+
+    Args:
+        logits: any shape, the logit of class 1 against class 0; float16, bfloat16, float32 or float64. -inf is a class
+            1 that cannot occur.
+        gamma: a number, or a floating-point tensor broadcastable to the shape of ``logits``; finite and > -1.
+        temperature: likewise; finite and > 0.
+        log_odds: return g(s) instead of the probability of class 1, sigma(g(s)).
+
+    Returns:
+        The shape and dtype of ``logits``; under autocast float32 for half-precision logits. Differentiable to any
+        order in ``logits``, gamma and temperature.
+
+    Raises:
+        TypeError: dtype or kind of an argument.
+        ValueError: shape or device of an argument; gamma or temperature outside their domain; a logit that is NaN or
+            +inf, named with its index into the flattened logits. Values raise where those of
+            :func:`focal_calibration_map` do, and give NaN elsewhere.
+        NotImplementedError: a device without a kernel.
+
+    Source: Komisarenko and Kull, ECAI 2024 (arXiv 2408.11598).
+    """
+    return _map("binary_focal_calibration_map", "logits", logits, gamma, temperature, _BINARY, log_odds)
+
+
+def _map(
+    op: str, name: str, input: Tensor, gamma: float | Tensor, temperature: float | Tensor, kind: int, log: bool
+) -> Tensor:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(input).__name__}")
+    if not isinstance(gamma, Tensor):
+        gamma = _check_number(op, "gamma", gamma, -1.0, "greater than -1")
+    if not isinstance(temperature, Tensor):
+        temperature = _check_number(op, "temperature", temperature, 0.0, "positive")
+    compiling = torch.compiler.is_compiling()
+    tensors = [t for t in (input, gamma, temperature) if isinstance(t, Tensor)]
+    if compiling or (any(type(t) not in _PLAIN for t in tensors) and has_torch_function(tensors)):
+        return _through_dispatcher(input, _as_tensor(gamma), _as_tensor(temperature), kind, log, not compiling)
+    if isinstance(gamma, Tensor) or isinstance(temperature, Tensor):
+        return _C.calibration_map(input, _as_tensor(gamma), _as_tensor(temperature), kind, log)
+    return _C.calibration_map_scalar(input, gamma, temperature, kind, log)
+
+
+def _check_number(op: str, name: str, value: object, bound: float, domain: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {name} must be a number or a tensor, got {type(value).__name__}") from None
+    if not bound < number < math.inf:
+        raise ValueError(f"{op}: {name} must be finite and {domain}, got {number}")
+    return number
+
+
+def _as_tensor(value: float | Tensor) -> Tensor:
+    # A tensor, and not a constant of a compiled graph: another value must not compile again.
+    return value if isinstance(value, Tensor) else torch.zeros((), dtype=torch.float64) + value
+
+
+def _through_dispatcher(
+    input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log: bool, validate: bool
+) -> Tensor:
+    """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
+    wide = input.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(input.device.type)
+    if torch._C._are_functorch_transforms_active():
+        return torch.ops.focalkern.calibration_map_composite(input, gamma, temperature, kind, log, wide)
+    return torch.ops.focalkern.calibration_map_forward(input, gamma, temperature, kind, log, wide, validate)
