@@ -79,10 +79,10 @@ void check_gamma(const Tensor& input, const Tensor& gamma, const OptionalTensor&
   if (edges.has_value()) {
     TORCH_CHECK_TYPE(edges->is_floating_point(), kOp, ": gamma.edges must be floating point, got ",
                      edges->scalar_type());
-    TORCH_CHECK_VALUE(gamma.dim() == 1 && edges->dim() == 1 && gamma.sym_size(0) >= 1 &&
-                          edges->sym_size(0) == gamma.sym_size(0) + 1,
-                      kOp, ": gamma.edges must be [n_bins + 1] for gamma.gammas [n_bins], got ", edges->sym_sizes(),
-                      " and ", gamma.sym_sizes());
+    TORCH_CHECK_VALUE(
+        gamma.dim() == 1 && edges->dim() == 1 && gamma.sym_size(0) >= 1 && edges->sym_size(0) == gamma.sym_size(0) + 1,
+        kOp, ": gamma.edges must be [n_bins + 1] for gamma.gammas [n_bins], got ", edges->sym_sizes(), " and ",
+        gamma.sym_sizes());
     check_same_device(kOp, "gamma.edges", *edges, input);
     check_same_device(kOp, "gamma.gammas", gamma, input);
     return;
@@ -227,8 +227,8 @@ std::tuple<Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor& target
   const Options options{reduction, ignore_index, label_smoothing, detach_modulation, float32_loss};
   check_arguments(input, target, gamma, edges, weight, options);
   const Tensor saved = empty_saved(input);
-  Tensor loss = at::empty(reduction == kNone ? C10_AS_INTARRAYREF_SLOW(loss_shape(input)) : at::IntArrayRef(),
-                          saved.options());
+  Tensor loss =
+      at::empty(reduction == kNone ? C10_AS_INTARRAYREF_SLOW(loss_shape(input)) : at::IntArrayRef(), saved.options());
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
@@ -352,8 +352,8 @@ std::tuple<Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor& targe
     check_labels_on_device(target, input.size(class_dim_of(input)), ignore_index);
   }
   const Tensor saved = empty_saved(input);
-  Tensor loss = at::empty(reduction == kNone ? C10_AS_INTARRAYREF_SLOW(loss_shape(input)) : at::IntArrayRef(),
-                          saved.options());
+  Tensor loss =
+      at::empty(reduction == kNone ? C10_AS_INTARRAYREF_SLOW(loss_shape(input)) : at::IntArrayRef(), saved.options());
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
@@ -369,10 +369,9 @@ std::tuple<Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor& targe
       const int64_t bytes = cuda::focal_loss_workspace(args.rows, args.classes);
       if (bytes > 0) workspace = at::empty({bytes}, input.options().dtype(at::kByte));
     }
-    C10_CUDA_CHECK(static_cast<cudaError_t>(
-        cuda::focal_loss_forward(args, reduction == kMean, reduced, args.saved + 3 * args.rows,
-                                 workspace.defined() ? workspace.mutable_data_ptr() : nullptr,
-                                 c10::cuda::getCurrentCUDAStream().stream())));
+    C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::focal_loss_forward(
+        args, reduction == kMean, reduced, args.saved + 3 * args.rows,
+        workspace.defined() ? workspace.mutable_data_ptr() : nullptr, c10::cuda::getCurrentCUDAStream().stream())));
   });
   return {as_dtype(loss, loss_dtype(input, options)), saved};
 }
@@ -450,7 +449,8 @@ Tensor composite_loss(const Tensor& input, const Tensor& target, const Tensor& g
   }
   const Tensor focal = gamma_of_class >= 0;
   // The second exponent also takes a NaN along.
-  Tensor factor = (at::where(focal, gamma_of_class, 0) * log_u + at::where(focal, 0, -gamma_of_class) * q.log1p()).exp();
+  Tensor factor =
+      (at::where(focal, gamma_of_class, 0) * log_u + at::where(focal, 0, -gamma_of_class) * q.log1p()).exp();
   if (options.detach_modulation) factor = factor.detach();
 
   Tensor valid, in_range, target_probs;
@@ -481,8 +481,9 @@ Tensor composite_loss(const Tensor& input, const Tensor& target, const Tensor& g
       if (is_soft_target(target)) {
         total = total / static_cast<double>(loss.numel());
       } else {
-        const Tensor row_weight =
-            weight.has_value() ? class_weight.index({at::where(in_range, target.to(at::kLong), 0)}) : at::ones_like(loss);
+        const Tensor row_weight = weight.has_value()
+                                      ? class_weight.index({at::where(in_range, target.to(at::kLong), 0)})
+                                      : at::ones_like(loss);
         total = total / at::where(valid, row_weight, 0).sum();
       }
     }
@@ -495,10 +496,10 @@ Tensor composite_loss(const Tensor& input, const Tensor& target, const Tensor& g
 
 using ForwardSignature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                                     const OptionalTensor&, int64_t, int64_t, double, bool, bool);
-using BackwardSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                             const Tensor&, const OptionalTensor&,
-                                                             const OptionalTensor&, const Tensor&, int64_t, int64_t,
-                                                             double, bool, std::array<bool, 3>);
+using BackwardSignature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                             const OptionalTensor&, const OptionalTensor&,
+                                                             const Tensor&, int64_t, int64_t, double, bool,
+                                                             std::array<bool, 3>);
 
 const auto& forward_op() {
   static const auto op = find_operator<ForwardSignature>("focalkern::focal_loss_forward");
@@ -524,9 +525,8 @@ struct FocalLossFunction : torch::autograd::Function<FocalLossFunction> {
                                                 const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
                                                 const OptionalTensor& weight, const Options& options) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, saved] = forward_op().call(input, target, gamma, edges, weight, options.reduction,
-                                           options.ignore_index, options.label_smoothing, options.detach_modulation,
-                                           options.float32_loss);
+    auto [loss, saved] = forward_op().call(input, target, gamma, edges, weight, options.reduction, options.ignore_index,
+                                           options.label_smoothing, options.detach_modulation, options.float32_loss);
     auto stored = c10::make_intrusive<SavedOptions>();
     stored->options = options;
     stored->has_edges = edges.has_value();

@@ -21,10 +21,10 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int64_t kTileRows = 64;      // rows whose scalars are finished together; also the width of a column tile
-constexpr int64_t kFewClasses = 32;    // up to here a transposed tile wastes less than padding a row to full vectors
-constexpr int64_t kBlock = 4096;       // logits of a row that are looked at twice while in the first-level cache
-constexpr int64_t kLanes = 16;         // rows are cut into whole groups of this many; the rest is padded
+constexpr int64_t kTileRows = 64;        // rows whose scalars are finished together; also the width of a column tile
+constexpr int64_t kFewClasses = 32;      // up to here a transposed tile wastes less than padding a row to full vectors
+constexpr int64_t kBlock = 4096;         // logits of a row that are looked at twice while in the first-level cache
+constexpr int64_t kLanes = 16;           // rows are cut into whole groups of this many; the rest is padded
 constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
 
 template <typename Real>
@@ -234,10 +234,25 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
   }
 }
 
+// table_gamma for many probabilities, bins outermost, so that the rows of a tile are compared together.
 template <typename Real>
-FK_VECTOR_CLONES void look_up_gamma(const Real* log_p, int64_t n, const Real* edges, const Real* gammas,
-                                    int64_t n_bins, Real* gamma) {
-  for (int64_t r = 0; r < n; ++r) gamma[r] = gammas[table_bin(exponential(log_p[r]), edges, n_bins)];
+FK_VECTOR_CLONES void look_up_gamma(const Real* log_p, int64_t n, const Real* edges, const Real* gammas, int64_t n_bins,
+                                    Real* gamma) {
+  Real p[kTileRows];
+  for (int64_t begin = 0; begin < n; begin += kTileRows) {
+    const int64_t count = std::min(kTileRows, n - begin);
+    for (int64_t r = 0; r < count; ++r) {
+      p[r] = exponential(log_p[begin + r]);
+      gamma[begin + r] = gammas[0];
+    }
+    for (int64_t bin = 1; bin < n_bins; ++bin) {
+      const Real edge = edges[bin], gamma_of_bin = gammas[bin];
+#pragma omp simd
+      for (int64_t r = 0; r < count; ++r) {
+        gamma[begin + r] = table_step(p[r], edge, gamma_of_bin, gamma[begin + r]);
+      }
+    }
+  }
 }
 
 template <typename Real>
@@ -252,11 +267,12 @@ FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Tile<Real>& tile) {
 // On entry `scale` holds the upstream gradient.
 template <typename Real>
 FK_VECTOR_CLONES void finish_slope(int64_t n_rows, bool detach_modulation, Tile<Real>& tile) {
+  const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const FocalTerms<Real> terms = focal_terms(tile.log_p[r], tile.log_u[r], tile.gamma[r]);
     const Real upstream = tile.scale[r] * tile.weight[r];
-    const Real slope = upstream * (detach_modulation ? terms.factor : terms.coefficient);
+    const Real slope = upstream * (detached > Real(0) ? terms.factor : terms.coefficient);
     const bool ignored = tile.label[r] == kNoTarget;
     tile.scale[r] = ignored ? Real(0) : slope;
     tile.p_minus_1[r] = -exponential(tile.log_u[r]);
@@ -266,8 +282,7 @@ FK_VECTOR_CLONES void finish_slope(int64_t n_rows, bool detach_modulation, Tile<
 
 // Labels, class weights and gammas of a tile. Returns the first row whose label is out of range, or -1.
 template <typename Scalar>
-int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                  Tile<compute_t<Scalar>>& tile) {
+int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, Tile<compute_t<Scalar>>& tile) {
   using Real = compute_t<Scalar>;
   int64_t invalid = -1;
   for (int64_t r = 0; r < n_rows; ++r) {
@@ -277,7 +292,9 @@ int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t 
     if (!in_range && label != args.ignore_index && invalid < 0) invalid = row_begin + r;
     tile.label[r] = valid ? static_cast<label_int<Real>>(label) : label_int<Real>(kNoTarget);
     tile.weight[r] = !valid ? Real(0) : args.class_weight ? args.class_weight[label] : Real(1);
-    tile.gamma[r] = args.edges ? Real(0) : args.gamma ? args.gamma[(row_begin + r) * args.gamma_stride] : args.gamma_value;
+    tile.gamma[r] = args.edges   ? Real(0)
+                    : args.gamma ? args.gamma[(row_begin + r) * args.gamma_stride]
+                                 : args.gamma_value;
   }
   return invalid;
 }
@@ -445,25 +462,30 @@ FK_VECTOR_CLONES void soft_pieces(int64_t classes, Real max, Real log_s, Real lo
 
 template <typename Real>
 FK_VECTOR_CLONES Real soft_loss(int64_t classes, const SoftRow<Real>& row) {
+  const Real *log_q = row.log_q, *log_u = row.log_u, *gamma = row.gamma, *target = row.target;
   Real sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t c = 0; c < classes; ++c) {
-    const Real term = row.target[c] * focal_terms(row.log_q[c], row.log_u[c], row.gamma[c]).loss;
+    const Real term = target[c] * focal_terms(log_q[c], log_u[c], gamma[c]).loss;
     // A class without target mass adds nothing, even at probability zero.
-    sum += row.target[c] == Real(0) ? Real(0) : term;
+    sum += target[c] == Real(0) ? Real(0) : term;
   }
   return sum;
 }
 
 template <typename Real>
 FK_VECTOR_CLONES void soft_slopes(int64_t classes, bool detach_modulation, SoftRow<Real>& row, Real* grad_gamma) {
+  const Real *log_q = row.log_q, *log_u = row.log_u, *gamma = row.gamma, *target = row.target;
+  Real* slope = row.slope;
+  const Real detached = detach_modulation ? 1 : 0;
   Real gamma_sum = 0;
 #pragma omp simd reduction(+ : gamma_sum)
   for (int64_t c = 0; c < classes; ++c) {
-    const FocalTerms<Real> terms = focal_terms(row.log_q[c], row.log_u[c], row.gamma[c]);
-    const bool absent = row.target[c] == Real(0);
-    row.slope[c] = absent ? Real(0) : row.target[c] * (detach_modulation ? terms.factor : terms.coefficient);
-    gamma_sum += absent ? Real(0) : row.target[c] * terms.grad_gamma;
+    const FocalTerms<Real> terms = focal_terms(log_q[c], log_u[c], gamma[c]);
+    const Real a = target[c] * (detached > Real(0) ? terms.factor : terms.coefficient);
+    const Real b = target[c] * terms.grad_gamma;
+    slope[c] = target[c] == Real(0) ? Real(0) : a;
+    gamma_sum += target[c] == Real(0) ? Real(0) : b;
   }
   *grad_gamma = gamma_sum;
 }
@@ -507,7 +529,8 @@ double read_soft_row(const FocalLossArgs<Scalar>& args, int64_t index, SoftRow<c
   *ignored = false;
   if (args.target_probs) {
     const Real* target = args.target_probs + args.target_layout.row_offset(index);
-    for (int64_t c = 0; c < args.classes; ++c) row.target[c] = kept * target[c * args.target_layout.class_stride] + spread;
+    for (int64_t c = 0; c < args.classes; ++c)
+      row.target[c] = kept * target[c * args.target_layout.class_stride] + spread;
   } else {
     const int64_t label = args.labels[index];
     if (label == args.ignore_index) {
@@ -619,8 +642,8 @@ void focal_loss_backward(const FocalLossBackward<Scalar>& args, int64_t row_begi
   is_soft(args) ? backward_soft(args, row_begin, row_end) : backward_labels(args, row_begin, row_end);
 }
 
-#define FK_INSTANTIATE(Scalar)                                                                                    \
-  template FocalLossSums focal_loss_forward<Scalar>(const FocalLossForward<Scalar>&, int64_t, int64_t);          \
+#define FK_INSTANTIATE(Scalar)                                                                          \
+  template FocalLossSums focal_loss_forward<Scalar>(const FocalLossForward<Scalar>&, int64_t, int64_t); \
   template void focal_loss_backward<Scalar>(const FocalLossBackward<Scalar>&, int64_t, int64_t);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)

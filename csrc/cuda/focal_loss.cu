@@ -34,7 +34,7 @@ __device__ __forceinline__ int read_label(const FocalLossArgs<Scalar>& args, int
 template <typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> gamma_at(const FocalLossArgs<Scalar>& args, int64_t row,
                                                       compute_t<Scalar> p) {
-  if (args.edges != nullptr) return args.gamma[table_bin(p, args.edges, args.n_bins)];
+  if (args.edges != nullptr) return table_gamma(p, args.edges, args.gamma, args.n_bins);
   return args.gamma != nullptr ? args.gamma[row * args.gamma_stride] : args.gamma_value;
 }
 

@@ -60,10 +60,9 @@ FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) 
   // At p = 1 a factor of 0 or 1 meets log p = 0, at p = 0 a factor of 1 meets log p = -inf: neither is a 0 * inf.
   terms.loss = -factor * log_p;
   // -inf * 0 at p = 1 and 0 * -inf at p = 0: the product vanishes at both ends.
-  const Real log_product = log_base * log_p;
-  const bool vanishes = p == Real(0) || log_p == Real(0);
-  const Real slope = vanishes ? Real(0) : factor * log_product;
-  terms.grad_gamma = inverse ? slope : -slope;
+  const Real finite_log_p = p == Real(0) ? Real(0) : log_p;
+  const Real slope = finite_log_p == Real(0) ? Real(0) : factor * (log_base * finite_log_p);
+  terms.grad_gamma = gamma < Real(0) ? slope : -slope;
   return terms;
 }
 
@@ -74,13 +73,20 @@ FK_HOST_DEVICE Real log_focal_g(Real phi, Real log_u, Real gamma) {
   return scaled_log(gamma, log_u) + log_one_plus(gamma * phi);
 }
 
-// The bin of p in a table with open-ended outer bins [lo, hi): the number of inner edges that are not above p. Equal
-// edges are stepped over together, which leaves the bins between them empty.
+// One step of the look-up of p in a table with open-ended outer bins [lo, hi): over the bins 1, 2, ... in order, the
+// last one whose lower edge is not above p wins. Equal edges are stepped over together, which leaves the bins between
+// them empty. Start with the gamma of bin 0.
 template <typename Real>
-FK_HOST_DEVICE int64_t table_bin(Real p, const Real* edges /* [n_bins + 1] */, int64_t n_bins) {
-  int64_t bin = 0;
-  for (int64_t edge = 1; edge < n_bins; ++edge) bin += edges[edge] <= p ? 1 : 0;
-  return bin;
+FK_HOST_DEVICE Real table_step(Real p, Real lower_edge, Real gamma_of_bin, Real gamma_so_far) {
+  return lower_edge <= p ? gamma_of_bin : gamma_so_far;
+}
+
+template <typename Real>
+FK_HOST_DEVICE Real table_gamma(Real p, const Real* edges /* [n_bins + 1] */, const Real* gammas /* [n_bins] */,
+                                int64_t n_bins) {
+  Real gamma = gammas[0];
+  for (int64_t bin = 1; bin < n_bins; ++bin) gamma = table_step(p, edges[bin], gammas[bin], gamma);
+  return gamma;
 }
 
 }  // namespace focalkern
