@@ -1,7 +1,7 @@
 // calibration_grid: argument checks, scratch memory, kernel calls and registration.
 //
 //   calibration_grid -> tables [n_criteria, n_gammas, n_temperatures]    the whole grid, through the dispatcher
-//   calibration_grid_prepare, then calibration_grid_block per block of temperatures    the same in steps, for the eager
+//   CalibrationGridRun, and its method run(begin, end) per block of temperatures    the same in steps, for the eager
 //   caller: it shows progress and can be interrupted between two blocks
 //
 // There is nothing to differentiate: a calibration error is a step function of its bins.
@@ -67,15 +67,15 @@ void check_tensors(const Tensor& input, const Tensor& target, const Tensor& gamm
   TORCH_CHECK_VALUE(estimator >= 0 && estimator <= 2, kOp, ": estimator must be 0, 1 or 2, got ", estimator);
 }
 
-// gammas and temperatures as contiguous float64 on the host, with legal values.
-Tensor host_axis(const char* name, const Tensor& axis, double above) {
+// gammas or temperatures as contiguous float64 on `device`, with legal values.
+Tensor axis_on(const char* name, const Tensor& axis, double above, at::Device device) {
   const Tensor host = axis.to(at::kCPU).contiguous();
   const double* values = host.const_data_ptr<double>();
   for (int64_t i = 0; i < host.numel(); ++i) {
     TORCH_CHECK_VALUE(std::isfinite(values[i]) && values[i] > above, kOp, ": ", name,
                       " must be finite and greater than ", above, ", got ", values[i], " at index ", i);
   }
-  return host;
+  return host.to(device);
 }
 
 [[noreturn]] void raise_row_problem(int64_t problem, const Tensor& input, const Tensor& target) {
@@ -172,123 +172,134 @@ Samples prepare(const Tensor& input, const Tensor& target, bool input_is_probs, 
   return samples;
 }
 
-// ---- one block of temperatures -------------------------------------------------------------------------------------
-
-int64_t block_temperatures(const Tensor& input, int64_t rows, int64_t n_gammas) {
-  const int64_t real_size = input.scalar_type() == at::kDouble ? 8 : 4;
-#ifdef FOCALKERN_WITH_CUDA
-  if (input.is_cuda()) return cuda::calibration_grid_block_temperatures(rows, input.size(1), n_gammas, real_size);
-#endif
-  return cpu::calibration_grid_block_temperatures(rows, input.size(1), n_gammas, real_size);
-}
+// ---- the grid, by blocks of temperatures ---------------------------------------------------------------------------
 
 struct FreePlan {
   void operator()(cpu::CalibrationGridPlan* plan) const { cpu::calibration_grid_free_plan(plan); }
 };
 
-template <typename Scalar>
-void run_on_cpu(const CalibrationGridBlock<Scalar>& block) {
-  using Real = compute_t<Scalar>;
-  const std::unique_ptr<cpu::CalibrationGridPlan, FreePlan> plan(cpu::calibration_grid_plan(block));
-  const int64_t rows = block.samples.rows;
-  const int64_t cells = block.n_temperatures * block.n_gammas;
-  const int64_t chunk_rows = cpu::calibration_grid_chunk_rows(rows, block.samples.classes);
-  const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
-  const auto allocate = [](int64_t n, at::ScalarType dtype) {
-    return at::empty({n}, at::TensorOptions().dtype(dtype));
-  };
-  const Tensor confidence = allocate(cells * rows, c10::CppTypeToScalarType<Real>::value);
-  const Tensor nll = allocate(block.nll != nullptr ? chunks * cells : 0, at::kDouble);
-  const Tensor brier = allocate(block.brier != nullptr ? chunks * cells : 0, at::kDouble);
-  const cpu::CalibrationGridScratch<Scalar> scratch{
-      confidence.mutable_data_ptr<Real>(), block.nll != nullptr ? nll.mutable_data_ptr<double>() : nullptr,
-      block.brier != nullptr ? brier.mutable_data_ptr<double>() : nullptr};
-  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-    cpu::calibration_grid_confidences(block, *plan, scratch, begin, end);
-  });
-  at::parallel_for(0, cells, 1,
-                   [&](int64_t begin, int64_t end) { cpu::calibration_grid_cells(block, scratch, begin, end); });
-}
+class Grid {
+ public:
+  Grid(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,
+       int64_t criteria, int64_t estimator, bool input_is_probs, int64_t ignore_index)
+      : n_bins_(n_bins), criteria_(criteria), estimator_(static_cast<BinEstimator>(estimator)) {
+    check_tensors(input, target, gammas, temperatures, n_bins, criteria, estimator);
+    check_device(kOp, input);
+    TORCH_CHECK_VALUE(!input.is_meta(), kOp, ": input must hold data, got a meta tensor");
+    const c10::DeviceGuard guard(input.device());
+    gammas_ = axis_on("gammas", gammas, /*above=*/-1, input.device());
+    temperatures_ = axis_on("temperatures", temperatures, /*above=*/0, input.device());
+    samples_ = prepare(input, target, input_is_probs, ignore_index);
+    per_block_ = std::min(temperatures_.numel(), block_temperatures());
+  }
 
-// `gammas` and `temperatures` on the host. Returns [n_criteria, n_gammas, n_temperatures] on the device of the input.
-Tensor run_block(const Samples& samples, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,
-                 int64_t criteria, int64_t estimator) {
-  const Tensor& input = samples.input;
-  const int64_t n_gammas = gammas.numel(), n_temperatures = temperatures.numel();
-  const Tensor tables =
-      at::empty({count_criteria(criteria), n_gammas, n_temperatures}, input.options().dtype(at::kDouble));
-  const Tensor device_gammas = gammas.to(input.device());
-  const Tensor device_temperatures = temperatures.to(input.device());
-  dispatch_scalar(input.scalar_type(), [&](auto scalar) {
-    using Scalar = decltype(scalar);
-    CalibrationGridBlock<Scalar> block{};
-    block.samples = samples.args<Scalar>();
-    block.n_gammas = n_gammas;
-    block.n_temperatures = n_temperatures;
-    block.gammas = device_gammas.const_data_ptr<double>();
-    block.temperatures = device_temperatures.const_data_ptr<double>();
-    block.n_bins = n_bins;
-    block.estimator = static_cast<BinEstimator>(estimator);
-    block.table_stride = n_temperatures;
-    double* table = tables.mutable_data_ptr<double>();
-    const std::array<double**, 4> slots{&block.ece, &block.mce, &block.nll, &block.brier};
-    for (size_t i = 0; i < slots.size(); ++i) {
-      if ((criteria & kCriteria[i]) == 0) continue;
-      *slots[i] = table;
-      table += n_gammas * n_temperatures;
-    }
-    if (input.is_cpu()) run_on_cpu(block);
+  int64_t n_temperatures() const { return temperatures_.numel(); }
+  int64_t per_block() const { return per_block_; }
+
+  // [n_criteria, n_gammas, end - begin], on the device of the input.
+  Tensor run(int64_t begin, int64_t end) {
+    TORCH_CHECK_VALUE(0 <= begin && begin < end && end <= n_temperatures() && end - begin <= per_block_, kOp,
+                      ": no such block of temperatures: [", begin, ", ", end, ")");
+    const Tensor& input = samples_.input;
+    const c10::DeviceGuard guard(input.device());
+    const int64_t n_gammas = gammas_.numel(), n_temperatures = end - begin;
+    const Tensor tables =
+        at::empty({count_criteria(criteria_), n_gammas, n_temperatures}, input.options().dtype(at::kDouble));
+    dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+      using Scalar = decltype(scalar);
+      CalibrationGridBlock<Scalar> block{};
+      block.samples = samples_.args<Scalar>();
+      block.n_gammas = n_gammas;
+      block.n_temperatures = n_temperatures;
+      block.gammas = gammas_.const_data_ptr<double>();
+      block.temperatures = temperatures_.const_data_ptr<double>() + begin;
+      block.n_bins = n_bins_;
+      block.estimator = estimator_;
+      block.table_stride = n_temperatures;
+      double* table = tables.mutable_data_ptr<double>();
+      const std::array<double**, 4> slots{&block.ece, &block.mce, &block.nll, &block.brier};
+      for (size_t i = 0; i < slots.size(); ++i) {
+        if ((criteria_ & kCriteria[i]) == 0) continue;
+        *slots[i] = table;
+        table += n_gammas * n_temperatures;
+      }
+      if (input.is_cpu()) run_on_cpu(block);
+#ifdef FOCALKERN_WITH_CUDA
+      if (input.is_cuda()) run_on_cuda(block);
+#endif
+    });
+    return tables;
+  }
+
+ private:
+  int64_t block_temperatures() const {
+    const Tensor& input = samples_.input;
+    const int64_t real_size = input.scalar_type() == at::kDouble ? 8 : 4;
 #ifdef FOCALKERN_WITH_CUDA
     if (input.is_cuda()) {
-      const int64_t bytes = cuda::calibration_grid_workspace(samples.rows(), input.size(1), n_gammas, n_temperatures,
-                                                             n_bins, sizeof(compute_t<Scalar>));
-      const Tensor workspace = at::empty({bytes}, input.options().dtype(at::kByte));
-      C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::calibration_grid_block(
-          block, workspace.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream().stream())));
+      return cuda::calibration_grid_block_temperatures(samples_.rows(), input.size(1), gammas_.numel(), real_size);
     }
 #endif
-  });
-  return tables;
-}
+    return cpu::calibration_grid_block_temperatures(samples_.rows(), input.size(1), gammas_.numel(), real_size);
+  }
 
-// ---- the steps of the eager caller ---------------------------------------------------------------------------------
+  // Scratch memory is kept for the next block: fresh pages would cost as much as the binning.
+  template <typename T>
+  T* scratch(Tensor& tensor, int64_t elements) {
+    const int64_t bytes = elements * static_cast<int64_t>(sizeof(T));
+    if (!tensor.defined() || tensor.numel() < bytes) {
+      tensor = Tensor();  // first give back what is too small
+      tensor = at::empty({bytes}, samples_.input.options().dtype(at::kByte));
+    }
+    return static_cast<T*>(tensor.mutable_data_ptr());
+  }
 
-// The checked samples and axes, and how many temperatures each block should take.
-std::tuple<std::shared_ptr<Samples>, Tensor, Tensor, int64_t> prepare_eager(const Tensor& input, const Tensor& target,
-                                                                            const Tensor& gammas,
-                                                                            const Tensor& temperatures, int64_t n_bins,
-                                                                            int64_t criteria, int64_t estimator,
-                                                                            bool input_is_probs, int64_t ignore_index) {
-  check_tensors(input, target, gammas, temperatures, n_bins, criteria, estimator);
-  check_device(kOp, input);
-  TORCH_CHECK_VALUE(!input.is_meta(), kOp, ": input must hold data, got a meta tensor");
-  const c10::DeviceGuard guard(input.device());
-  const Tensor host_gammas = host_axis("gammas", gammas, /*above=*/-1);
-  const Tensor host_temperatures = host_axis("temperatures", temperatures, /*above=*/0);
-  auto samples = std::make_shared<Samples>(prepare(input, target, input_is_probs, ignore_index));
-  const int64_t per_block = block_temperatures(input, samples->rows(), gammas.numel());
-  return {samples, host_gammas, host_temperatures, per_block};
-}
+  template <typename Scalar>
+  void run_on_cpu(const CalibrationGridBlock<Scalar>& block) {
+    using Real = compute_t<Scalar>;
+    if (!plan_) plan_.reset(cpu::calibration_grid_plan(block));
+    const int64_t rows = block.samples.rows;
+    const int64_t cells = block.n_temperatures * block.n_gammas;
+    const int64_t chunk_rows = cpu::calibration_grid_chunk_rows(rows, block.samples.classes);
+    const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
+    const cpu::CalibrationGridScratch<Scalar> memory{
+        scratch<Real>(confidence_, cells * rows),
+        block.nll == nullptr ? nullptr : scratch<double>(nll_, chunks * cells),
+        block.brier == nullptr ? nullptr : scratch<double>(brier_, chunks * cells)};
+    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      cpu::calibration_grid_confidences(block, *plan_, memory, begin, end);
+    });
+    at::parallel_for(0, cells, 1,
+                     [&](int64_t begin, int64_t end) { cpu::calibration_grid_cells(block, memory, begin, end); });
+  }
 
-Tensor block_eager(const Samples& samples, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,
-                   int64_t criteria, int64_t estimator) {
-  const c10::DeviceGuard guard(samples.input.device());
-  return run_block(samples, gammas, temperatures.contiguous(), n_bins, criteria, estimator);
-}
+#ifdef FOCALKERN_WITH_CUDA
+  template <typename Scalar>
+  void run_on_cuda(const CalibrationGridBlock<Scalar>& block) {
+    const int64_t bytes =
+        cuda::calibration_grid_workspace(block.samples.rows, block.samples.classes, block.n_gammas,
+                                         block.n_temperatures, block.n_bins, sizeof(compute_t<Scalar>));
+    C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::calibration_grid_block(block, scratch<uint8_t>(confidence_, bytes),
+                                                                         c10::cuda::getCurrentCUDAStream().stream())));
+  }
+#endif
 
-// ---- the whole grid ------------------------------------------------------------------------------------------------
+  int64_t n_bins_, criteria_, per_block_ = 0;
+  BinEstimator estimator_;
+  Tensor gammas_, temperatures_;
+  Samples samples_;
+  Tensor confidence_, nll_, brier_;
+  std::unique_ptr<cpu::CalibrationGridPlan, FreePlan> plan_;
+};
 
 Tensor grid(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,
             int64_t criteria, int64_t estimator, bool input_is_probs, int64_t ignore_index) {
-  const auto [samples, host_gammas, host_temperatures, per_block] =
-      prepare_eager(input, target, gammas, temperatures, n_bins, criteria, estimator, input_is_probs, ignore_index);
+  Grid grid(input, target, gammas, temperatures, n_bins, criteria, estimator, input_is_probs, ignore_index);
   std::vector<Tensor> blocks;
-  for (int64_t begin = 0; begin < host_temperatures.numel(); begin += per_block) {
-    const int64_t size = std::min(per_block, host_temperatures.numel() - begin);
-    blocks.push_back(
-        block_eager(*samples, host_gammas, host_temperatures.narrow(0, begin, size), n_bins, criteria, estimator));
+  for (int64_t begin = 0; begin < grid.n_temperatures(); begin += grid.per_block()) {
+    blocks.push_back(grid.run(begin, std::min(begin + grid.per_block(), grid.n_temperatures())));
   }
-  return blocks.size() == 1 ? blocks[0] : at::cat(blocks, /*dim=*/2);
+  return at::cat(blocks, /*dim=*/2);
 }
 
 Tensor grid_meta(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures,
@@ -313,10 +324,12 @@ void register_calibration_grid(torch::Library& definitions, pybind11::module_& m
   definitions.impl("calibration_grid", torch::dispatch(c10::DispatchKey::Meta, &grid_meta));
 
   using release = pybind11::call_guard<pybind11::gil_scoped_release>;
-  pybind11::class_<Samples, std::shared_ptr<Samples>>(module, "CalibrationGridSamples")
-      .def_property_readonly("rows", &Samples::rows);
-  module.def("calibration_grid_prepare", &prepare_eager, release());
-  module.def("calibration_grid_block", &block_eager, release());
+  pybind11::class_<Grid>(module, "CalibrationGridRun")
+      .def(pybind11::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, int64_t, bool,
+                          int64_t>(),
+           release())
+      .def_property_readonly("per_block", &Grid::per_block)
+      .def("run", &Grid::run, release());
 }
 
 }  // namespace focalkern::bindings

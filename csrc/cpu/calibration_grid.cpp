@@ -348,19 +348,6 @@ FK_VECTOR_CLONES void label_pieces(Real d_label, const Real* __restrict inverse_
   }
 }
 
-// From rho to the odds against t, and to the confidence.
-template <typename Real>
-FK_VECTOR_CLONES void finish_confidence(const SoftmaxPieces<Real>& pieces, Gamma<Real> gamma,
-                                        const Real* __restrict numerator, Real* __restrict odds,
-                                        Real* __restrict confidence) {
-#pragma omp simd
-  for (int t = 0; t < kLanes; ++t) {
-    const Real rho = numerator[t] / pieces.weight_sum[t];
-    const Real scale = exponential(gamma.plus_one * pieces.log_u[t] + pieces.lse[t]);
-    odds[t] = rho * top_denominator(gamma, pieces.psi[t]) * scale;
-    confidence[t] = Real(1) / (Real(1) + odds[t]);
-  }
-}
 template <typename Real>
 FK_VECTOR_CLONES void combine_moments(const Real* __restrict sums, const Real* __restrict coefficient,
                                       Real* __restrict numerator) {
@@ -371,26 +358,80 @@ FK_VECTOR_CLONES void combine_moments(const Real* __restrict sums, const Real* _
     numerator[t] = sum;
   }
 }
+// From rho to the odds against t, and to the confidence.
 template <typename Real>
-FK_VECTOR_CLONES void add_nll_of_top(const Real* __restrict odds, double* __restrict nll) {
-#pragma omp simd
-  for (int t = 0; t < kLanes; ++t) nll[t] += static_cast<double>(log_one_plus(odds[t]));
+FK_HOST_DEVICE Real odds_against_top(const SoftmaxPieces<Real>& pieces, Gamma<Real> gamma, Real numerator, int t) {
+  const Real rho = numerator / pieces.weight_sum[t];
+  const Real scale = exponential(gamma.plus_one * pieces.log_u[t] + pieces.lse[t]);
+  return rho * top_denominator(gamma, pieces.psi[t]) * scale;
 }
-// a_t - a_y = -x_y + gamma (log u_y - log u_t) + log((1 + gamma phi_y) / (1 + gamma phi_t))
 template <typename Real>
-FK_HOST_DEVICE Real label_gap(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label, Gamma<Real> gamma,
-                              int t) {
+FK_VECTOR_CLONES void finish_confidence(const SoftmaxPieces<Real>& pieces, Gamma<Real> gamma,
+                                        const Real* __restrict numerator, Real* __restrict odds,
+                                        Real* __restrict confidence) {
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) {
+    odds[t] = odds_against_top(pieces, gamma, numerator[t], t);
+    confidence[t] = Real(1) / (Real(1) + odds[t]);
+  }
+}
+
+// The NLL of kSamples samples, as a product with one logarithm for all of them. With R as above,
+//   nll = log(1 + R) + [y != t] (-x_y + gamma (log u_y - log u_t) + log((1 + gamma phi_y) / (1 + gamma phi_t)))
+// A double holds a product of kSamples factors up to 2^60. Where 1 + R would drop the digits of R, R goes into a sum.
+struct NllOfGroup {
+  Lanes<double> product;
+  Lanes<double> small;
+};
+struct LinearNllOfGroup {  // the same for every gamma
+  Lanes<double> minus_x;
+  Lanes<double> log_u_gap;
+};
+template <typename Real>
+FK_HOST_DEVICE void add_odds(Real odds, double factor, double* product, double* small) {
+  const bool is_small = odds < Real(1e-5);
+  const Real log_series = odds * (Real(1) - odds * (Real(0.5) - odds * Real(1.0 / 3)));
+  *small += static_cast<double>(is_small ? log_series : Real(0));
+  *product *= factor * (1.0 + static_cast<double>(is_small ? Real(0) : odds));
+}
+template <typename Real>
+FK_VECTOR_CLONES void add_nll_of_top(const Real* __restrict odds, NllOfGroup* __restrict nll) {
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) add_odds(odds[t], 1.0, &nll->product[t], &nll->small[t]);
+}
+template <typename Real>
+FK_HOST_DEVICE Real denominator_ratio(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
+                                      Gamma<Real> gamma, int t) {
   const Real ratio = (Real(1) + gamma.value * label.phi[t]) / top_denominator(gamma, pieces.psi[t]);
-  return label.minus_x[t] + scaled_log(gamma.value, label.log_u[t] - pieces.log_u[t]) + logarithm(ratio);
+  // Only a gamma beyond 2^60 gets below this, and there the other terms leave nothing of this one.
+  return ratio < Real(0x1p-60) ? Real(0x1p-60) : ratio;
 }
 template <typename Real>
 FK_VECTOR_CLONES void add_nll_of_label(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
-                                       Gamma<Real> gamma, const Real* __restrict odds, double* __restrict nll) {
+                                       Gamma<Real> gamma, const Real* __restrict odds, NllOfGroup* __restrict nll) {
 #pragma omp simd
   for (int t = 0; t < kLanes; ++t) {
-    nll[t] += static_cast<double>(log_one_plus(odds[t]) + label_gap(pieces, label, gamma, t));
+    const double ratio = static_cast<double>(denominator_ratio(pieces, label, gamma, t));
+    add_odds(odds[t], ratio, &nll->product[t], &nll->small[t]);
   }
 }
+template <typename Real>
+FK_VECTOR_CLONES void add_linear_nll(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
+                                     LinearNllOfGroup* __restrict linear) {
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) {
+    linear->minus_x[t] += static_cast<double>(label.minus_x[t]);
+    linear->log_u_gap[t] += static_cast<double>(label.log_u[t]) - static_cast<double>(pieces.log_u[t]);
+  }
+}
+FK_VECTOR_CLONES void nll_of_group(const NllOfGroup& nll, const LinearNllOfGroup& linear, double gamma,
+                                   double* __restrict sum /* [kLanes] */) {
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) {
+    sum[t] = nll.small[t] + logarithm(nll.product[t]) + (linear.minus_x[t] + gamma * linear.log_u_gap[t]);
+  }
+}
+
 // sum_k (p_k - [k = y])^2. p_k = confidence times e^(a_k - a_t), and the squares of the others are known by their sum.
 template <typename Real>
 FK_VECTOR_CLONES void add_brier(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>* label, Gamma<Real> gamma,
@@ -410,7 +451,10 @@ FK_VECTOR_CLONES void add_brier(const SoftmaxPieces<Real>& pieces, const LabelPi
   for (int t = 0; t < kLanes; ++t) {
     const Real others = odds[t] * confidence[t];
     const Real squares = others * others * (square_sum[t] / (numerator[t] * numerator[t]));
-    const Real p_label = confidence[t] * exponential(-label_gap(pieces, *label, gamma, t));
+    // a_t - a_y
+    const Real gap = label->minus_x[t] + scaled_log(gamma.value, label->log_u[t] - pieces.log_u[t]) +
+                     logarithm(denominator_ratio(pieces, *label, gamma, t));
+    const Real p_label = confidence[t] * exponential(-gap);
     brier[t] +=
         static_cast<double>(confidence[t] * confidence[t] + squares) + (1.0 - 2.0 * static_cast<double>(p_label));
   }
@@ -464,6 +508,43 @@ void load_row(const CalibrationGridSamples<Scalar>& samples, int64_t row, Row<co
   out->second = largest_and_bound(out->d, n);
 }
 
+// From one vector of temperatures per sample to one run of samples per temperature.
+template <typename Real>
+void write_confidences(const Real* __restrict in, int64_t in_stride, int64_t n_rows, int64_t n_lanes,
+                       Real* __restrict out, int64_t out_stride) {
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    // By squares of four, which fit any vector unit.
+    using Four [[gnu::vector_size(16)]] = float;
+    using Pick [[gnu::vector_size(16)]] = int32_t;
+    if (n_rows == kSamples) {
+      for (int64_t t = 0; t < n_lanes; t += 4) {
+        for (int64_t i = 0; i < kSamples; i += 4) {
+          Four a, b, c, d;
+          std::memcpy(&a, in + i * in_stride + t, sizeof(a));
+          std::memcpy(&b, in + (i + 1) * in_stride + t, sizeof(b));
+          std::memcpy(&c, in + (i + 2) * in_stride + t, sizeof(c));
+          std::memcpy(&d, in + (i + 3) * in_stride + t, sizeof(d));
+          const Four ab_low = __builtin_shuffle(a, b, Pick{0, 4, 1, 5}),
+                     ab_high = __builtin_shuffle(a, b, Pick{2, 6, 3, 7});
+          const Four cd_low = __builtin_shuffle(c, d, Pick{0, 4, 1, 5}),
+                     cd_high = __builtin_shuffle(c, d, Pick{2, 6, 3, 7});
+          const Four column[4] = {__builtin_shuffle(ab_low, cd_low, Pick{0, 1, 4, 5}),
+                                  __builtin_shuffle(ab_low, cd_low, Pick{2, 3, 6, 7}),
+                                  __builtin_shuffle(ab_high, cd_high, Pick{0, 1, 4, 5}),
+                                  __builtin_shuffle(ab_high, cd_high, Pick{2, 3, 6, 7})};
+          for (int64_t j = 0; j < std::min<int64_t>(4, n_lanes - t); ++j) {
+            std::memcpy(out + (t + j) * out_stride + i, &column[j], sizeof(column[j]));
+          }
+        }
+      }
+      return;
+    }
+  }
+  for (int64_t t = 0; t < n_lanes; ++t) {
+    for (int64_t i = 0; i < n_rows; ++i) out[t * out_stride + i] = in[i * in_stride + t];
+  }
+}
+
 }  // namespace
 
 int64_t calibration_grid_chunk_rows(int64_t rows, int64_t) {
@@ -473,7 +554,7 @@ int64_t calibration_grid_chunk_rows(int64_t rows, int64_t) {
 }
 
 int64_t calibration_grid_block_temperatures(int64_t rows, int64_t, int64_t n_gammas, int64_t real_size) {
-  constexpr int64_t kConfidenceBytes = int64_t{48} << 20;
+  constexpr int64_t kConfidenceBytes = int64_t{16} << 20;
   const int64_t fit = kConfidenceBytes / std::max<int64_t>(1, rows * n_gammas * real_size);
   return std::max<int64_t>(kLanes, fit / kLanes * kLanes);
 }
@@ -493,7 +574,9 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
   std::vector<Lanes<Real>> e(others), sums(kMoments + kMaxReciprocals);
   std::vector<Lanes<Real>> exact(n_gammas), exact_squares(n_gammas), numerator(1), odds(1);
   std::vector<Lanes<Real>> confidence(kSamples * n_gammas);
-  std::vector<Lanes<double>> nll(n_gammas), brier(n_gammas);
+  std::vector<NllOfGroup> nll(n_gammas);
+  std::vector<Lanes<double>> brier(n_gammas);
+  LinearNllOfGroup linear;
   std::vector<Real> coefficient(kMoments * n_gammas), exact_gammas;
   SoftmaxPieces<Real> pieces;
   LabelPieces<Real> label;
@@ -525,7 +608,12 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
           const double temperature = block.temperatures[t_begin + std::min(t, n_lanes - 1)];
           inverse_temperature[t] = static_cast<Real>(std::min(1 / temperature, 1e30));
         }
-        for (int64_t g = 0; g < n_gammas; ++g) nll[g] = brier[g] = Lanes<double>{};
+        linear = {};
+        for (int64_t g = 0; g < n_gammas; ++g) {
+          brier[g] = {};
+          nll[g].small = {};
+          std::fill_n(nll[g].product.value, kLanes, 1.0);
+        }
         for (int64_t i = 0; i < n_rows; ++i) {
           const Row<Real>& row = rows[i];
           Real* inv_t = inverse_temperature.value;
@@ -543,7 +631,10 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
                        exact_squares[0].value);
           }
           const bool wants_label = !row.correct && (scratch.nll != nullptr || scratch.brier != nullptr);
-          if (wants_label) label_pieces(row.label, inv_t, pieces, &label);
+          if (wants_label) {
+            label_pieces(row.label, inv_t, pieces, &label);
+            add_linear_nll(pieces, label, &linear);
+          }
           for (int64_t g = 0; g < n_gammas; ++g) {
             const GammaPlan& entry = plan.gammas[g];
             const Gamma<Real> gamma = rounded_gamma<Real>(entry.gamma);
@@ -559,9 +650,9 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
             finish_confidence(pieces, gamma, sum, odds[0].value, cell_confidence);
             if (scratch.nll != nullptr) {
               if (row.correct) {
-                add_nll_of_top(odds[0].value, nll[g].value);
+                add_nll_of_top(odds[0].value, &nll[g]);
               } else {
-                add_nll_of_label(pieces, label, gamma, odds[0].value, nll[g].value);
+                add_nll_of_label(pieces, label, gamma, odds[0].value, &nll[g]);
               }
             }
             if (scratch.brier != nullptr) {
@@ -570,13 +661,19 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
             }
           }
         }
-        for (int64_t t = 0; t < n_lanes; ++t) {
-          for (int64_t g = 0; g < n_gammas; ++g) {
-            const int64_t cell = (t_begin + t) * n_gammas + g;
-            Real* out = scratch.confidence + cell * samples.rows + row_begin;
-            for (int64_t i = 0; i < n_rows; ++i) out[i] = confidence[i * n_gammas + g][t];
-            if (scratch.nll != nullptr) scratch.nll[chunk * cells + cell] += nll[g][t];
-            if (scratch.brier != nullptr) scratch.brier[chunk * cells + cell] += brier[g][t];
+        for (int64_t g = 0; g < n_gammas; ++g) {
+          const int64_t first_cell = t_begin * n_gammas + g;
+          write_confidences(confidence[g].value, n_gammas * kLanes, n_rows, n_lanes,
+                            scratch.confidence + first_cell * samples.rows + row_begin, n_gammas * samples.rows);
+          if (scratch.nll != nullptr) {
+            Lanes<double> sum;
+            nll_of_group(nll[g], linear, plan.gammas[g].gamma, sum.value);
+            double* out = scratch.nll + chunk * cells + first_cell;
+            for (int64_t t = 0; t < n_lanes; ++t) out[t * n_gammas] += sum[t];
+          }
+          if (scratch.brier != nullptr) {
+            double* out = scratch.brier + chunk * cells + first_cell;
+            for (int64_t t = 0; t < n_lanes; ++t) out[t * n_gammas] += brier[g][t];
           }
         }
       }
@@ -666,32 +763,59 @@ FK_VECTOR_CLONES void key_range(const Real* __restrict confidence, int64_t rows,
   *most = high;
 }
 
+// confidence - correct of one sample, and a sum of it. For float in units of 2^-30: confidences above 1/64 are whole
+// multiples of it, others are off by half of it at most, and integers add up fast, exactly and in any order.
 template <typename Real>
-FK_VECTOR_CLONES void bucket_indices(const Real* __restrict confidence, int64_t rows, KeyOf<Real> base, int shift,
-                                     int32_t* __restrict bucket) {
+struct Excess;
+template <>
+struct Excess<float> {
+  using One = int32_t;
+  using Sum = int64_t;
+  static FK_HOST_DEVICE One of(float confidence, int32_t correct) {
+    return static_cast<int32_t>(confidence * 0x1p30f) - (correct << 30);
+  }
+  static double value(Sum sum) { return static_cast<double>(sum) * 0x1p-30; }
+};
+template <>
+struct Excess<double> {
+  using One = double;
+  using Sum = double;
+  static FK_HOST_DEVICE One of(double confidence, int32_t correct) { return confidence - correct; }
+  static double value(Sum sum) { return sum; }
+};
+
+template <typename Real>
+FK_VECTOR_CLONES void buckets_and_excess(const Real* __restrict confidence, const uint8_t* __restrict correct,
+                                         int64_t rows, KeyOf<Real> base, int shift, int32_t* __restrict bucket,
+                                         typename Excess<Real>::One* __restrict excess) {
   for (int64_t i = 0; i < rows; ++i) {
     bucket[i] = static_cast<int32_t>((confidence_key(confidence[i]) - base) >> shift);
+    excess[i] = Excess<Real>::of(confidence[i], correct[i]);
   }
 }
+
+// What sorts like (confidence, row).
+FK_HOST_DEVICE uint64_t sort_key(float confidence, int32_t row) {
+  return static_cast<uint64_t>(bit_cast<uint32_t>(confidence)) << 32 | static_cast<uint32_t>(row);
+}
+FK_HOST_DEVICE int32_t row_of(uint64_t key) { return static_cast<int32_t>(key); }
+inline std::pair<double, int32_t> sort_key(double confidence, int32_t row) { return {confidence, row}; }
+inline int32_t row_of(const std::pair<double, int32_t>& key) { return key.second; }
 
 // The samples of one cell in the order of their confidences, known to the resolution of its buckets; a bucket is
 // sorted when a cut falls into it.
 template <typename Real>
 class OrderedConfidences {
  public:
-  explicit OrderedConfidences(int64_t rows) : rows_(rows), bucket_of_(rows), next_(rows) {
-    // Few samples per bucket where a cut falls, and buckets that fit the first-level cache.
+  explicit OrderedConfidences(int64_t rows) : rows_(rows), bucket_of_(rows), next_(rows), excess_(rows) {
+    // Few samples per bucket where a cut falls, but buckets that stay in the caches next to the core.
     int64_t buckets = 64;
-    while (buckets < 2048 && buckets * 8 < rows) buckets *= 2;
+    while (buckets < 4096 && buckets * 16 < rows) buckets *= 2;
     buckets_.resize(buckets);
-    first_rank_.resize(buckets + 1);
-    excess_below_.resize(buckets + 1);
-    sorted_.reserve(64);
   }
 
   void assign(const Real* confidence, const uint8_t* correct) {
     confidence_ = confidence;
-    correct_ = correct;
     Real least, most;
     key_range(confidence, rows_, &least, &most);
     base_ = confidence_key(least);
@@ -699,95 +823,101 @@ class OrderedConfidences {
     shift_ = 0;
     while (static_cast<int64_t>(range >> shift_) >= static_cast<int64_t>(buckets_.size())) ++shift_;
     used_ = static_cast<int64_t>(range >> shift_) + 1;
-    bucket_indices(confidence, rows_, base_, shift_, bucket_of_.data());
+    buckets_and_excess(confidence, correct, rows_, base_, shift_, bucket_of_.data(), excess_.data());
 
-    std::fill_n(buckets_.begin(), used_, Bucket{0.0, 0, -1});
+    std::fill_n(buckets_.begin(), used_, Bucket{0, kEmpty});
     for (int64_t i = 0; i < rows_; ++i) {
       Bucket& bucket = buckets_[bucket_of_[i]];
-      bucket.excess += static_cast<double>(confidence[i]) - static_cast<double>(correct[i]);
-      bucket.count += 1;
-      next_[i] = bucket.last;
-      bucket.last = static_cast<int32_t>(i);
+      bucket.excess += excess_[i];
+      next_[i] = static_cast<int32_t>(bucket.count_and_last);
+      bucket.count_and_last = (bucket.count_and_last & ~kLastMask) + (kLastMask + 1) + static_cast<uint64_t>(i);
     }
-    first_rank_[0] = 0;
-    excess_below_[0] = 0;
-    for (int64_t b = 0; b < used_; ++b) {
-      first_rank_[b + 1] = first_rank_[b] + buckets_[b].count;
-      excess_below_[b + 1] = excess_below_[b] + buckets_[b].excess;
-    }
+    rewind();
+  }
+
+  // The cursor passes over the buckets once; what it is asked for must not descend.
+  void rewind() {
+    cursor_ = 0;
+    rank_ = 0;
+    below_ = 0;
     opened_ = -1;
   }
 
   // The sum of confidence - correct over the `count` lowest samples.
   double excess_of_lowest(int64_t count) {
-    const int64_t b = bucket_of_rank(count);
-    double excess = excess_below_[b];
-    if (first_rank_[b] == count) return excess;
-    open(b);
-    for (int64_t i = 0; i < count - first_rank_[b]; ++i) excess += excess_of(sorted_[i]);
-    return excess;
+    advance_to_rank(count);
+    Sum excess = below_;
+    if (rank_ < count) {
+      open();
+      for (int64_t i = 0; i < count - rank_; ++i) excess += excess_[row_of(sorted_[i])];
+    }
+    return Excess<Real>::value(excess);
   }
 
   Real confidence_at(int64_t rank) {
-    const int64_t b = bucket_of_rank(rank);
-    open(b);
-    return confidence_[sorted_[rank - first_rank_[b]]];
+    advance_to_rank(rank);
+    open();
+    return confidence_[row_of(sorted_[rank - rank_])];
   }
 
-  // Count and sum of the samples with a confidence of at most `edge`, which lies in the range of the cell.
+  // Count and sum of the samples with a confidence of at most `edge`.
   BinSums up_to(Real edge) {
-    const int64_t b = static_cast<int64_t>((confidence_key(edge) - base_) >> shift_);
-    BinSums sums{first_rank_[b], excess_below_[b]};
-    open(b);
-    for (const int32_t row : sorted_) {
-      if (confidence_[row] > edge) break;
-      ++sums.count;
-      sums.excess += excess_of(row);
+    const KeyOf<Real> bucket = (confidence_key(edge) - base_) >> shift_;
+    while (cursor_ < static_cast<int64_t>(bucket)) advance();
+    open();
+    int64_t count = rank_;
+    Sum excess = below_;
+    for (const SortKey& key : sorted_) {
+      if (confidence_[row_of(key)] > edge) break;
+      ++count;
+      excess += excess_[row_of(key)];
     }
-    return sums;
+    return {count, Excess<Real>::value(excess)};
   }
 
  private:
+  using Sum = typename Excess<Real>::Sum;
+  using SortKey = decltype(sort_key(Real(), 0));
   struct Bucket {
-    double excess;
-    int32_t count;
-    int32_t last;  // its samples as a list through next_, the highest row first
+    Sum excess;
+    uint64_t count_and_last;  // its samples are a list through next_, the last row first; -1 ends it
+    int64_t count() const { return static_cast<int64_t>(count_and_last >> 32); }
   };
+  static constexpr uint64_t kLastMask = 0xffffffff;
+  static constexpr uint64_t kEmpty = kLastMask;
 
-  double excess_of(int64_t row) const {
-    return static_cast<double>(confidence_[row]) - static_cast<double>(correct_[row]);
+  void advance() {
+    rank_ += buckets_[cursor_].count();
+    below_ += buckets_[cursor_].excess;
+    ++cursor_;
+  }
+  void advance_to_rank(int64_t rank) {
+    while (cursor_ < used_ && rank_ + buckets_[cursor_].count() <= rank) advance();
   }
 
-  int64_t bucket_of_rank(int64_t rank) const {
-    return std::upper_bound(first_rank_.begin(), first_rank_.begin() + used_, rank) - first_rank_.begin() - 1;
-  }
-
-  void open(int64_t b) {
-    if (opened_ == b) return;
-    opened_ = b;
-    sorted_.resize(buckets_[b].count);
-    int64_t i = static_cast<int64_t>(sorted_.size());
-    for (int32_t row = buckets_[b].last; row >= 0; row = next_[row]) sorted_[--i] = row;
-    // Rows are in ascending order here, so ties come out right without a comparison of rows if the sort is stable;
-    // a saturated cell has one large bucket of ties, and nothing to sort.
-    const auto less = [this](int32_t i, int32_t j) {
-      return confidence_[i] < confidence_[j] || (confidence_[i] == confidence_[j] && i < j);
-    };
-    if (!std::is_sorted(sorted_.begin(), sorted_.end(), less)) std::sort(sorted_.begin(), sorted_.end(), less);
+  void open() {
+    if (opened_ == cursor_) return;
+    opened_ = cursor_;
+    sorted_.resize(buckets_[cursor_].count());
+    size_t i = sorted_.size();
+    int32_t row = static_cast<int32_t>(buckets_[cursor_].count_and_last);
+    for (; row >= 0; row = next_[row]) sorted_[--i] = sort_key(confidence_[row], row);
+    // The rows ascend, so the one large bucket of a saturated cell, all ties, is sorted as it is.
+    if (!std::is_sorted(sorted_.begin(), sorted_.end())) std::sort(sorted_.begin(), sorted_.end());
   }
 
   int64_t rows_;
   const Real* confidence_ = nullptr;
-  const uint8_t* correct_ = nullptr;
   KeyOf<Real> base_ = 0;
   int shift_ = 0;
   int64_t used_ = 0;
-  int64_t opened_ = -1;
+  // The buckets before the cursor hold `rank_` samples and the sum `below_`.
+  int64_t cursor_ = 0, rank_ = 0, opened_ = -1;
+  Sum below_ = 0;
   std::vector<int32_t> bucket_of_, next_;
+  std::vector<typename Excess<Real>::One> excess_;
   std::vector<Bucket> buckets_;
-  std::vector<int64_t> first_rank_;
-  std::vector<double> excess_below_;
-  std::vector<int32_t> sorted_;
+  std::vector<SortKey> sorted_;
 };
 
 // Independent copies of the bins: neighbouring samples mostly share a bin, and would wait for each other.
@@ -823,12 +953,20 @@ void equal_mass_bins(OrderedConfidences<Real>& order, int64_t rows, int64_t n_bi
 
 template <typename Real>
 void equal_mass_interp_bins(OrderedConfidences<Real>& order, int64_t rows, int64_t n_bins, BinSums* bins) {
+  // Three passes, because with fewer samples than bins an edge may ask for a rank below that of the edge before it.
+  std::vector<Real> edges(n_bins + 1), upper(n_bins + 1);
+  for (int64_t edge = 0; edge <= n_bins; ++edge) {
+    edges[edge] = order.confidence_at(equal_mass_interp_rank(edge, rows, n_bins).rank);
+  }
+  order.rewind();
+  for (int64_t edge = 0; edge <= n_bins; ++edge) {
+    upper[edge] = order.confidence_at(equal_mass_interp_rank(edge, rows, n_bins).next);
+  }
+  order.rewind();
   BinSums below{};
   for (int64_t edge = 0; edge <= n_bins; ++edge) {
-    const InterpolatedRank at = equal_mass_interp_rank(edge, rows, n_bins);
-    const Real lower = order.confidence_at(at.rank);
-    const Real upper = at.next == at.rank ? lower : order.confidence_at(at.next);
-    const BinSums up_to = order.up_to(equal_mass_interp_edge(lower, upper, at.fraction));
+    const double fraction = equal_mass_interp_rank(edge, rows, n_bins).fraction;
+    const BinSums up_to = order.up_to(equal_mass_interp_edge(edges[edge], upper[edge], fraction));
     if (edge > 0) bins[edge - 1] = {up_to.count - below.count, up_to.excess - below.excess};
     below = up_to;
   }

@@ -54,7 +54,8 @@ FK_HOST_DEVICE InterpolatedRank equal_mass_interp_rank(int64_t edge, int64_t row
 template <typename Real>
 FK_HOST_DEVICE Real equal_mass_interp_edge(Real lower, Real upper, double fraction) {
   const double lo = static_cast<double>(lower);
-  return static_cast<Real>((static_cast<double>(upper) - lo) * fraction + lo);
+  const Real edge = static_cast<Real>((static_cast<double>(upper) - lo) * fraction + lo);
+  return edge > upper ? upper : edge;  // rounding must not carry an edge past its neighbour
 }
 
 // What a bin has to remember. |acc - conf| |B| is the modulus of the sum of conf - correct, so that neither the

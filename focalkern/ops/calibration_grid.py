@@ -148,14 +148,12 @@ def calibration_grid(
     if torch.compiler.is_compiling():
         tables = torch.ops.focalkern.calibration_grid(input, target, gamma_axis, temperature_axis, *options, *kind)
     else:
-        samples, gamma_axis, temperature_axis, per_block = _C.calibration_grid_prepare(
-            input, target, gamma_axis, temperature_axis, *options, *kind
-        )
+        run = _C.CalibrationGridRun(input, target, gamma_axis, temperature_axis, *options, *kind)
+        n_temperatures = len(temperature_axis)
         blocks = [
-            _C.calibration_grid_block(samples, gamma_axis, block, *options)
-            for block in _with_progress(temperature_axis.split(per_block), len(gamma_axis))
+            (begin, min(begin + run.per_block, n_temperatures)) for begin in range(0, n_temperatures, run.per_block)
         ]
-        tables = torch.cat(blocks, dim=2)
+        tables = torch.cat([run.run(*block) for block in _with_progress(blocks, len(gamma_axis))], dim=2)
     by_name = dict(zip(present, tables.unbind(0), strict=True))
     return CalibrationGrid(
         gammas=gamma_axis.to(input.device),
@@ -166,8 +164,8 @@ def calibration_grid(
     )
 
 
-def _with_progress(blocks: Sequence[Tensor], n_gammas: int) -> Iterator[Tensor]:
-    """The blocks, counted in cells on stderr once they have taken longer than the patience of a user."""
+def _with_progress(blocks: list[tuple[int, int]], n_gammas: int) -> Iterator[tuple[int, int]]:
+    """The blocks [begin, end), counted in cells on stderr once they have outlasted the patience of a user."""
     bar = None
     if len(blocks) > 1 and sys.stderr is not None and sys.stderr.isatty():
         try:
@@ -175,13 +173,13 @@ def _with_progress(blocks: Sequence[Tensor], n_gammas: int) -> Iterator[Tensor]:
         except ImportError:
             pass
         else:
-            total = n_gammas * sum(len(block) for block in blocks)
+            total = n_gammas * blocks[-1][1]
             bar = tqdm(total=total, desc="calibration grid", unit="cell", delay=_PATIENCE, leave=False)
     try:
-        for block in blocks:
-            yield block
+        for begin, end in blocks:
+            yield begin, end
             if bar is not None:
-                bar.update(n_gammas * len(block))
+                bar.update(n_gammas * (end - begin))
     finally:
         if bar is not None:
             bar.close()
