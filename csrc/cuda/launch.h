@@ -17,9 +17,9 @@ constexpr int64_t kMaxGrid = 2048;
 // Blocks it takes to keep two of them on every multiprocessor of a large chip: with less work than this, tiles shrink.
 constexpr int64_t kEnoughBlocks = 264;
 
-constexpr int kTileBytes = 16384;  // shared memory for a tile of short rows
-constexpr int kValuesPerLane = 16; // of a short row, kept in registers between finding its maximum and its sum
-constexpr int kVectorBytes = 16;   // the widest load a thread can make
+constexpr int kTileBytes = 16384;   // shared memory for a tile of short rows
+constexpr int kValuesPerLane = 16;  // of a short row, kept in registers between finding its maximum and its sum
+constexpr int kVectorBytes = 16;    // the widest load a thread can make
 
 enum class RowPath : int {
   kTile,    // short rows that lie end to end: read as one run, whatever the row length
