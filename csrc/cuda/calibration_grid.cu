@@ -306,7 +306,7 @@ __device__ void select_cuts(const Real* confidence, int rows, int n_cuts, int ro
     for (int i = thread; i < rows; i += kBlock) {
       const Key key = bit_cast<Key>(confidence[i]);
       const auto row = static_cast<uint32_t>(i);
-      const auto digit = static_cast<uint32_t>((in_key ? key >> shift : static_cast<Key>(row >> shift)) & (kDigits - 1));
+      const auto digit = static_cast<uint32_t>((in_key ? key >> shift : Key(row >> shift)) & (kDigits - 1));
       for (int c = 0; c < n_cuts; ++c) {
         const Cut<Real>& cut = shared.cuts[c];
         const bool matches = in_key ? high_bits(key, shift + kDigitBits, kKeyBits) ==

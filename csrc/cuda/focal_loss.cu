@@ -574,43 +574,6 @@ __global__ __launch_bounds__(kBlock) void focal_loss_backward_kernel(
 
 // ---- probability targets and label smoothing -----------------------------------------------------------------------
 
-// The threads that share a row: lanes of a warp, or the block. Every thread of the block calls the reductions.
-struct RowGroup {
-  int lanes;
-  double* scratch;  // [kWarpsPerBlock], shared
-
-  template <typename Real, typename Combine>
-  __device__ __forceinline__ Real reduce(Real value, Combine combine) const {
-    const int warp_lanes = lanes < kWarp ? lanes : kWarp;
-    for (int offset = warp_lanes / 2; offset > 0; offset /= 2) {
-      value = combine(value, __shfl_xor_sync(kFullWarp, value, offset));
-    }
-    if (lanes <= kWarp) {
-      // The lanes may have added in different orders: one of them speaks for all.
-      return __shfl_sync(kFullWarp, value, 0, warp_lanes);
-    }
-    const int thread = static_cast<int>(threadIdx.x);
-    auto* shared = reinterpret_cast<Real*>(scratch);
-    __syncthreads();
-    if (thread % kWarp == 0) shared[thread / kWarp] = value;
-    __syncthreads();
-    value = shared[0];
-    for (int warp = 1; warp < kWarpsPerBlock; ++warp) value = combine(value, shared[warp]);
-    return value;
-  }
-  template <typename Real>
-  __device__ __forceinline__ Real sum(Real value) const {
-    return reduce(value, [](Real a, Real b) { return a + b; });
-  }
-  template <typename Real>
-  __device__ __forceinline__ Real max(Real value) const {
-    return reduce(value, [](Real a, Real b) { return fmax(a, b); });
-  }
-  __device__ __forceinline__ int min(int value) const {
-    return reduce(value, [](int a, int b) { return a < b ? a : b; });
-  }
-};
-
 // A row as one thread of its group sees it.
 template <typename Scalar>
 struct GeneralRow {

@@ -68,7 +68,11 @@ template <typename Real>
 FK_HOST_DEVICE Real one_minus_phi_series(Real u) {
   constexpr int kTerms = sizeof(Real) == sizeof(float) ? 8 : 17;
   Real sum = Real(1.0 / (kTerms * (kTerms + 1)));
+#if defined(__CUDACC__)
+#pragma unroll
+#else
 #pragma GCC unroll 17
+#endif
   for (int k = kTerms - 1; k >= 1; --k) sum = sum * u + Real(1.0 / (k * (k + 1)));
   return sum * u;
 }
