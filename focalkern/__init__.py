@@ -1,5 +1,6 @@
 """Fused focal losses and focal calibration for PyTorch."""
 
+from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling, load_calibrator
 from focalkern.gamma import FLSD_53, GammaTable
 from focalkern.ops._extension import build_info
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
@@ -13,11 +14,14 @@ __all__ = [
     "PAPER_GAMMAS",
     "PAPER_TEMPERATURES",
     "CalibrationGrid",
+    "FocalTemperatureScaling",
     "GammaTable",
+    "TemperatureScaling",
     "binary_focal_calibration_map",
     "build_info",
     "calibration_grid",
     "check_labels",
     "focal_calibration_map",
     "focal_loss",
+    "load_calibrator",
 ]

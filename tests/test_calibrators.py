@@ -1,0 +1,355 @@
+"""Calibrators: what they choose, what they refuse, and that what they save comes back."""
+
+import json
+import os
+import pickle
+import stat
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_close
+
+from focalkern import reference
+from focalkern.calibrators import (
+    DEFAULT_GAMMAS,
+    FocalTemperatureScaling,
+    NotFittedError,
+    TemperatureScaling,
+    load_calibrator,
+)
+from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, calibration_grid
+
+BOTH = [TemperatureScaling, FocalTemperatureScaling]
+# 0.05 to 4: wide enough that no optimum of the data below lies at its end.
+COARSE = [index * 0.05 for index in range(1, 81)]
+
+
+def sample(n=400, n_classes=5, scale=2.0, seed=0, dtype=torch.float32):
+    """Logits that are ``scale`` times too large for their labels."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, n_classes, generator=generator, dtype=torch.float64) * 2
+    target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    return (logits * scale).to(dtype), target
+
+
+@pytest.mark.parametrize("criterion", ["ece", "nll"])
+@pytest.mark.parametrize("estimator", ["equal_width", "equal_mass", "equal_mass_interp"])
+def test_the_choice_is_the_first_minimum_of_the_reference(criterion, estimator):
+    logits, target = sample(150, dtype=torch.float64)
+    gammas, temperatures = [0.0, -0.5, 1.0], COARSE[::8]
+    calibrator = FocalTemperatureScaling(
+        gammas=gammas, temperatures=temperatures, criterion=criterion, estimator=estimator
+    ).fit(logits, target)
+    table = reference.calibration_grid(
+        logits, target, gammas, temperatures, criteria=(criterion,), estimator=estimator
+    )[criterion]
+    row, column = divmod(int(table.argmin()), len(temperatures))
+    assert (calibrator.gamma_, calibrator.temperature_) == (gammas[row], temperatures[column])
+    assert_close(torch.tensor(calibrator.best_value_, dtype=torch.float64), table[row, column])
+    assert calibrator.n_samples_ == 150
+    assert calibrator.n_classes_ == 5
+
+
+def test_the_temperature_undoes_a_known_scale():
+    logits, target = sample(20_000, scale=2.0)
+    calibrator = TemperatureScaling(criterion="nll", temperatures=COARSE).fit(logits, target)
+    # The scatter of the optimum at 20,000 rows is about 0.02; the grid's step is 0.05.
+    assert calibrator.temperature_ == pytest.approx(2.0, abs=0.1)
+    assert calibrator.gamma_ == 0.0
+
+
+@pytest.mark.parametrize("criterion", ["ece", "nll"])
+@pytest.mark.parametrize("seed", range(4))
+def test_focal_is_never_worse_than_plain_where_both_were_fitted(criterion, seed):
+    logits, target = sample(200, scale=0.5 + seed, seed=seed)
+    options = {"criterion": criterion, "temperatures": COARSE}
+    plain = TemperatureScaling(**options).fit(logits, target)
+    focal = FocalTemperatureScaling(**options).fit(logits, target)
+    assert focal.best_value_ <= plain.best_value_
+
+
+def test_plain_temperature_scaling_wins_ties():
+    """Saturated rows keep the confidence 1 for every gamma and T."""
+    logits, target = torch.zeros(20, 4), torch.arange(20) % 4
+    logits[:, 0] = 1e4
+    calibrator = FocalTemperatureScaling(temperatures=[0.5, 1.0]).fit(logits, target)
+    assert (calibrator.gamma_, calibrator.temperature_) == (0.0, 0.5)
+    assert (0.0, *PAPER_GAMMAS) == DEFAULT_GAMMAS
+
+
+def test_the_papers_grid_can_be_asked_for():
+    logits, target = sample(50)
+    calibrator = FocalTemperatureScaling(gammas=PAPER_GAMMAS).fit(logits, target)
+    assert calibrator.grid_.gammas.tolist() == list(PAPER_GAMMAS)
+    assert calibrator.grid_.temperatures.tolist() == list(PAPER_TEMPERATURES)
+    assert calibrator.gamma_ in PAPER_GAMMAS
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_what_came_in_goes_out(cls):
+    logits, target = sample(60)
+    calibrator = cls(temperatures=COARSE).fit(logits.numpy(), target.numpy())
+    from_tensor = calibrator.predict_proba(logits)
+    from_array = calibrator.predict_proba(logits.numpy())
+    assert isinstance(from_tensor, torch.Tensor)
+    assert isinstance(from_array, np.ndarray)
+    assert from_array.dtype == np.float32
+    assert isinstance(calibrator.predict_proba(logits.tolist()), np.ndarray)
+    assert np.array_equal(from_tensor.numpy(), from_array)
+    assert_close(from_tensor.sum(-1), torch.ones(60))
+    assert_close(calibrator.predict_log_proba(logits).exp(), from_tensor)
+    assert torch.equal(calibrator.predict(logits), logits.argmax(-1))
+    assert isinstance(calibrator.predict(logits.numpy()), np.ndarray)
+    expected = reference.focal_calibration_map(logits, calibrator.gamma_, calibrator.temperature_)
+    assert_close(from_tensor, expected)
+
+
+def test_fit_and_predict_on_every_device(device):
+    logits, target = (tensor.to(device) for tensor in sample(100))
+    calibrator = FocalTemperatureScaling(temperatures=COARSE).fit(logits, target)
+    assert calibrator.predict_proba(logits).device == logits.device
+    on_cpu = FocalTemperatureScaling(temperatures=COARSE).fit(logits.cpu(), target.cpu())
+    assert calibrator.best_value_ == pytest.approx(on_cpu.best_value_, abs=2 / 100)
+
+
+def test_read_only_arrays_are_taken():
+    logits, target = (tensor.numpy() for tensor in sample(60))
+    logits.flags.writeable = target.flags.writeable = False
+    assert TemperatureScaling(temperatures=COARSE).fit(logits, target).predict_proba(logits).shape == (60, 5)
+
+
+def test_probabilities_with_exact_zeros():
+    logits, target = sample(200)
+    probs = logits.softmax(-1)
+    probs[0] = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])
+    target[0] = 1
+    calibrator = FocalTemperatureScaling(input_kind="probs", temperatures=COARSE).fit(probs, target)
+    calibrated = calibrator.predict_proba(probs)
+    assert calibrated[0].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert_close(calibrator.as_module()(probs).exp(), calibrated)
+
+
+def test_a_zero_on_the_true_class_leaves_no_nll_optimum():
+    probs = torch.tensor([[0.0, 1.0], [0.4, 0.6]])
+    with pytest.raises(ValueError, match="finite"):
+        TemperatureScaling(input_kind="probs", criterion="nll").fit(probs, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_the_module_is_the_map_and_exports(cls):
+    logits, target = sample(60)
+    calibrator = cls(temperatures=COARSE).fit(logits, target)
+    module = calibrator.as_module()
+    assert torch.equal(module(logits), calibrator.predict_log_proba(logits))
+    # Half precision of a network must not round the two constants.
+    assert module.half().temperature == calibrator.temperature_
+    network = torch.nn.Sequential(torch.nn.Linear(3, 5), calibrator.as_module()).eval()
+    batch = torch.randn(7, 3)
+    program = torch.export.export(network, (batch,))
+    assert_close(program.module()(batch), network(batch))
+
+
+def test_parameters_in_scikit_learns_shape():
+    sklearn_base = pytest.importorskip("sklearn.base", reason="scikit-learn is not installed")
+    calibrator = FocalTemperatureScaling(gammas=(0.0, 1.0), criterion="nll", n_bins=10)
+    copy = sklearn_base.clone(calibrator)
+    assert copy is not calibrator
+    assert copy.get_params() == calibrator.get_params()
+    assert copy.set_params(n_bins=7, criterion="ece") is copy
+    assert (copy.n_bins, copy.criterion, calibrator.n_bins) == (7, "ece", 10)
+    with pytest.raises(ValueError, match="bins"):
+        copy.set_params(bins=7)
+    assert "gammas" not in TemperatureScaling().get_params()
+    assert "criterion='nll'" in repr(calibrator)
+
+
+def test_the_border_is_said_and_only_the_border():
+    logits, target = sample(400, scale=2.0)
+    inside = TemperatureScaling(criterion="nll", temperatures=COARSE).fit(logits, target)
+    assert inside.at_border_ == ()
+    low = TemperatureScaling(criterion="nll", temperatures=[0.5, 1.0]).fit(logits, target)
+    assert low.at_border_ == ("temperature = 1 is the largest that was searched",)
+    both = FocalTemperatureScaling(criterion="nll", temperatures=[3.0, 4.0], gammas=[3.0, 0.0]).fit(logits, target)
+    assert both.at_border_[0].startswith("gamma = ")
+    one_value = TemperatureScaling(criterion="nll", temperatures=[1.0]).fit(logits, target)
+    assert one_value.at_border_ == ()
+
+
+def test_choose_takes_the_optimum_of_a_grid_that_is_there():
+    logits, target = sample(100)
+    grid = calibration_grid(logits, target, DEFAULT_GAMMAS, COARSE)
+    chosen = FocalTemperatureScaling(temperatures=COARSE).choose(grid, n_samples=100, n_classes=5)
+    fitted = FocalTemperatureScaling(temperatures=COARSE).fit(logits, target)
+    assert (chosen.gamma_, chosen.temperature_, chosen.best_value_) == grid.best("ece")
+    assert (chosen.gamma_, chosen.temperature_) == (fitted.gamma_, fitted.temperature_)
+    only_ece = calibration_grid(logits, target, [0.0], COARSE, criteria=("ece",))
+    with pytest.raises(ValueError, match="nll"):
+        TemperatureScaling(criterion="nll").choose(only_ece, n_samples=100, n_classes=5)
+
+
+# -- saving and loading ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_what_was_saved_comes_back(cls, tmp_path):
+    logits, target = sample(100)
+    calibrator = cls(temperatures=torch.tensor(COARSE), estimator="equal_mass_interp", n_bins=11).fit(logits, target)
+    path = tmp_path / "calibrator.json"
+    calibrator.save(path)
+    for loaded in (cls.load(path), load_calibrator(path)):
+        assert type(loaded) is cls
+        for name in ("gamma_", "temperature_", "best_value_", "n_samples_", "n_classes_", "at_border_"):
+            assert getattr(loaded, name) == getattr(calibrator, name)
+        assert (loaded.estimator, loaded.n_bins, loaded.criterion) == ("equal_mass_interp", 11, "ece")
+        assert torch.equal(loaded.predict_proba(logits), calibrator.predict_proba(logits))
+        loaded.save(tmp_path / "again.json")
+        assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+    other = BOTH[1 - BOTH.index(cls)]
+    with pytest.raises(ValueError, match=f"expected a calibrator of method '{other.method}', found '{cls.method}'"):
+        other.load(path)
+
+
+def fitted():
+    return TemperatureScaling(temperatures=COARSE).fit(*sample(50))
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(step, tmp_path, monkeypatch):
+    path = tmp_path / "calibrator.json"
+    path.write_text("precious")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, step, full)
+    with pytest.raises(OSError, match="No space left"):
+        fitted().save(path)
+    assert path.read_text() == "precious"
+    assert os.listdir(tmp_path) == ["calibrator.json"]
+
+
+def test_a_link_and_the_permissions_of_a_file_stay(tmp_path):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    fitted().save(link)
+    assert link.is_symlink()
+    assert json.loads(real.read_text())["method"] == "temperature"
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+
+
+def test_a_folder_is_not_overwritten(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        fitted().save(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        fitted().save(tmp_path / "missing" / "calibrator.json")
+
+
+def change(**changes):
+    def apply(document):
+        for key, value in changes.items():
+            *path, last = key.split("__")
+            part = document
+            for step in path:
+                part = part[step]
+            if value is None:
+                del part[last]
+            else:
+                part[last] = value
+        return json.dumps(document).encode()
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda document: b"", "expected a calibrator in JSON"),
+        (lambda document: json.dumps(document).encode()[:-40], "expected a calibrator in JSON"),
+        (lambda document: pickle.dumps(document), "expected a calibrator in JSON"),
+        (lambda document: b"[1, 2]", "found other JSON"),
+        (change(format="other"), "found other JSON"),
+        (change(format_version=99), "format version 1 to 1, found 99"),
+        (change(format_version="1"), "found '1'"),
+        (change(method="histogram"), "found 'histogram'"),
+        (change(temperature=None), "'temperature' is missing"),
+        (change(fit__n_classes=None), "'n_classes' is missing"),
+        (change(temperature=0), "expected gamma > -1 and temperature > 0, found 0.0 and 0.0"),
+        (change(gamma=-1), "expected gamma > -1"),
+        (change(temperature="2"), "temperature must be a finite number, found '2'"),
+        (change(parameters="none"), "not a valid calibrator"),
+        (change(parameters__criterion="mce"), "criterion must be one of ece, nll, got 'mce'"),
+        (change(fit__n_samples=0), "expected a count of at least 1, found 0"),
+        (change(fit__best_value=float("nan")), "best_value must be a finite number"),
+    ],
+)
+def test_a_bad_file_is_named_with_what_is_wrong(spoil, words, tmp_path):
+    path = tmp_path / "calibrator.json"
+    fitted().save(path)
+    path.write_bytes(spoil(json.loads(path.read_text())))
+    with pytest.raises(ValueError, match=r"calibrator\.json: ") as caught:
+        load_calibrator(path)
+    assert words in str(caught.value)
+
+
+def test_a_missing_file_is_the_usual_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        TemperatureScaling.load(tmp_path / "nothing.json")
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda c: c.predict_proba(torch.zeros(1, 3)),
+        lambda c: c.predict_log_proba(torch.zeros(1, 3)),
+        lambda c: c.predict(torch.zeros(1, 3)),
+        lambda c: c.as_module(),
+        lambda c: c.save("never.json"),
+    ],
+)
+def test_use_before_fit(cls, use):
+    with pytest.raises(NotFittedError, match=f"{cls.__name__}: not fitted yet"):
+        use(cls())
+
+
+@pytest.mark.parametrize(
+    ("options", "spoil", "error", "words"),
+    [
+        ({}, lambda z, y: (z[:0], y[:0]), ValueError, "at least one row, got none"),
+        ({}, lambda z, y: (z[:, :1], y * 0), ValueError, "at least 2 classes, got shape [50, 1]"),
+        ({}, lambda z, y: (z[0], y[:5]), ValueError, "must be [N, C], got shape [5]"),
+        ({}, lambda z, y: (z, y[:49]), ValueError, "target must be [N] = [50], got [49]"),
+        ({}, lambda z, y: (z, y.float()), TypeError, "integer class indices, got torch.float32"),
+        ({}, lambda z, y: (z.long(), y), TypeError, "must be floating point, got torch.int64"),
+        ({}, lambda z, y: (z, y + 1), IndexError, "5"),
+        ({}, lambda z, y: (z, y.index_fill(0, torch.tensor(7), -100)), IndexError, "-100"),
+        ({}, lambda z, y: (z.index_fill(0, torch.tensor(7), float("nan")), y), ValueError, "7"),
+        ({}, lambda z, y: (z.index_fill(0, torch.tensor(7), -float("inf")), y), ValueError, "7"),
+        ({"criterion": "brier"}, None, ValueError, "criterion must be one of ece, nll, got 'brier'"),
+        ({"estimator": "adaptive"}, None, ValueError, "estimator must be one of"),
+        ({"input_kind": "auto"}, None, ValueError, "input_kind must be one of logits, probs, got 'auto'"),
+        ({"input_kind": "probs"}, None, ValueError, "row"),
+        ({"n_bins": 0}, None, ValueError, "n_bins"),
+        ({"temperatures": [1.0, 0.0]}, None, ValueError, "temperatures"),
+        ({"temperatures": []}, None, ValueError, "temperatures"),
+        ({"gammas": [-1.0]}, None, ValueError, "gammas"),
+    ],
+)
+def test_bad_input_is_named(options, spoil, error, words):
+    logits, target = sample(50)
+    if spoil is not None:
+        logits, target = spoil(logits, target)
+    with pytest.raises(error) as caught:
+        FocalTemperatureScaling(**options).fit(logits, target)
+    assert words in str(caught.value)
+
+
+def test_another_number_of_classes_is_refused():
+    with pytest.raises(ValueError, match=r"must have the 5 classes of fit, got shape \[2, 7\]"):
+        fitted().predict_proba(torch.zeros(2, 7))
