@@ -1,0 +1,68 @@
+"""The command ``focalkern``: calibrate logits from a file, evaluate them, try it out, say what is installed."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from focalkern.cli import calibrate, demo, evaluate, info
+from focalkern.cli.files import InputError
+
+__all__ = ["main"]
+
+_COMMANDS = (calibrate, evaluate, demo, info)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is one ``--help`` away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; ``sys.argv[1:]`` when None.
+
+    Returns:
+        0, or 2 after one line on stderr when a file, a value or a missing package stands in the way, 130 after
+        Ctrl-C.
+    """
+    parser = _Parser(
+        prog="focalkern", description="Calibrate classifiers by focal temperature scaling, and see how well it works."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for module in _COMMANDS:
+        module.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        code: int = parsed.run(parsed)
+        sys.stdout.flush()
+        return code
+    except InputError as problem:
+        return _fail(parsed.command, str(problem))
+    except ImportError as error:
+        package = error.name or ""
+        if package in ("matplotlib", "tabulate", "tqdm"):
+            return _fail(parsed.command, f"{package} is needed for this: pip install {package}")
+        return _fail(parsed.command, str(error))
+    except ValueError as error:
+        return _fail(parsed.command, str(error))
+    except MemoryError:
+        return _fail(parsed.command, "not enough memory")
+    except BrokenPipeError:
+        # The reader of a pipe has gone (head, less); Python would complain once more while closing stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(parsed.command, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        return _fail(parsed.command, "interrupted", code=130)
+
+
+def _fail(command: str, message: str, code: int = 2) -> int:
+    print(f"focalkern {command}: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,286 @@
+"""``focalkern calibrate``: choose a calibrator on validation logits, report it on others, save it."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import focalkern
+from focalkern.cli import report
+from focalkern.cli.files import FORMATS_HELP, InputError, LogitSet, read_sets
+from focalkern.metrics import ESTIMATORS
+from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
+
+__all__ = ["add_input_arguments", "add_parser", "at_least_one"]
+
+_EPILOG = f"""\
+Which rows choose and which report:
+  VAL holds val_* and test_*   val chooses, test reports
+  --test TEST                  VAL (its val_*, or its only set) chooses, TEST (its test_*, or its only set) reports
+  --split F                    a random share F of the only set of VAL chooses, the others report
+  none of these                the same rows do both, and the figures are too good; the output says so
+
+{FORMATS_HELP}
+Output: a table on stdout (--json: one JSON object, in which an infinite figure is null); remarks on stderr with --json,
+else under the table. The exit code is 0, or 2 after one line on stderr.
+
+examples:
+  focalkern calibrate logits.npz --out calibrator.json --report report/
+  focalkern calibrate val_logits.npy --test test_logits.npy --criterion nll
+  focalkern calibrate probs.csv --input-kind probs --split 0.5 --gammas 0 paper --temperatures 0.5:3:0.05
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="choose a calibrator on validation logits and report it on test logits",
+        description="Fit temperature scaling and focal temperature scaling on a grid and print both, before and after: "
+        "accuracy, NLL, Brier score and calibration errors, for the ECE-optimal and for the NLL-optimal choice.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_input_arguments(parser, "VAL", "the file whose rows choose")
+    parser.add_argument("--test", metavar="TEST", help="a second file, whose rows report")
+    parser.add_argument("--test-labels", metavar="FILE.npy", help="labels of a .npy TEST")
+    parser.add_argument("--split", type=_share, metavar="F", help="choose on this share of the rows, 0 < F < 1")
+    parser.add_argument("--seed", type=int, default=0, help="of the split (default 0)")
+    parser.add_argument(
+        "--method",
+        choices=("focal-temperature", "temperature"),
+        default="focal-temperature",
+        help="the calibrator that --out saves (default focal-temperature); the table has both",
+    )
+    parser.add_argument(
+        "--criterion",
+        choices=("ece", "nll"),
+        default="ece",
+        help="by which it is chosen (default ece); the table has both",
+    )
+    parser.add_argument(
+        "--estimator",
+        choices=ESTIMATORS,
+        default="equal_mass",
+        metavar="NAME",
+        help=f"of the ECE that chooses: {', '.join(ESTIMATORS)} (default equal_mass, the paper's; its "
+        "published code has equal_mass_interp)",
+    )
+    parser.add_argument("--n-bins", type=at_least_one, default=15, help="bins of every ECE (default 15)")
+    parser.add_argument(
+        "--gammas",
+        nargs="+",
+        metavar="G",
+        default=["0", "paper"],
+        help="what focal temperature scaling searches: numbers > -1; paper stands for "
+        f"{' '.join(f'{gamma:g}' for gamma in PAPER_GAMMAS)}; of equal optima the first wins "
+        "(default: 0 paper). Put VAL before it, or write --gammas=-0.5,0,1",
+    )
+    parser.add_argument(
+        "--temperatures",
+        type=_range,
+        metavar="LO:HI:STEP",
+        default=PAPER_TEMPERATURES,
+        help="multiples of STEP from LO to HI (default 0.01:5:0.01, the paper's)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help="save the calibrator; an existing file is replaced only when the new one is complete",
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="write reliability diagrams, (gamma, T) maps, table.csv and report.json",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.set_defaults(run=_run)
+
+
+def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -> None:
+    """The positional file and the options that say how to read it; ``evaluate`` has the same."""
+    parser.add_argument("input", metavar=name, help=f"{what}: .npz, .npy, .pt, .safetensors or .csv (see below)")
+    parser.add_argument("--labels", metavar="FILE.npy", help=f"labels of a .npy {name}")
+    parser.add_argument(
+        "--input-kind",
+        choices=("logits", "probs"),
+        help="what the files hold; by default what the name of the array says, and logits where it "
+        "says nothing. It is not guessed from the values",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    gammas = _gammas(arguments.gammas)
+    _check_outputs(arguments)
+    selection, reported = _select(arguments)
+    study = report.run_study(
+        selection,
+        reported,
+        gammas=gammas,
+        temperatures=arguments.temperatures,
+        method=arguments.method,
+        criterion=arguments.criterion,
+        estimator=arguments.estimator,
+        n_bins=arguments.n_bins,
+    )
+    split = {"split": {"share": arguments.split, "seed": arguments.seed}} if arguments.split is not None else {}
+    document = report.to_json(study, version=focalkern.__version__, more=split)
+    if arguments.json:
+        print(json.dumps(document, indent=2, allow_nan=False))
+    else:
+        print(report.describe(study))
+        print()
+        print(report.format_table(study.choices, study.chosen))
+        print()
+    # The remarks belong to the table; beside JSON they must not be in the way of whoever parses it.
+    said = sys.stderr if arguments.json else sys.stdout
+    for remark in study.remarks:
+        print(f"Note: {remark}", file=said)
+    if study.remarks:
+        print(file=said)
+
+    if study.chosen is None or study.chosen.calibrator is None:
+        chosen_words = f"{arguments.criterion.upper()}-optimal {arguments.method}: no cell of the grid is finite"
+        print(f"Nothing chosen. {chosen_words}.", file=said)
+    else:
+        words = f"{study.chosen.label}, gamma = {study.chosen.gamma:g}, T = {study.chosen.temperature:g}"
+        print(f"Chosen (->): {words}", file=said)
+    if arguments.report is not None:
+        files = report.write_report(study, arguments.report, document)
+        print(f"Report: {arguments.report}: {', '.join(file.name for file in files)}", file=said)
+    if arguments.out is not None:
+        if study.chosen is None or study.chosen.calibrator is None:
+            raise InputError(f"{arguments.out}: not written, because nothing was chosen")
+        study.chosen.calibrator.save(arguments.out)
+        print(f"Calibrator: {arguments.out}", file=said)
+    return 0
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """What can be known to fail is said before the search, not after it."""
+    if arguments.out is not None:
+        if arguments.out.is_dir():
+            raise InputError(f"{arguments.out}: expected a file to write, found a folder")
+        if not arguments.out.resolve().parent.is_dir():
+            raise InputError(f"{arguments.out}: expected a file in an existing folder, found no such folder")
+    if arguments.report is not None:
+        if arguments.report.exists() and not arguments.report.is_dir():
+            raise InputError(f"{arguments.report}: expected a folder for --report, found a file")
+        import matplotlib  # noqa: F401  # an extra; its absence is said by main
+    if not arguments.json:
+        import tabulate  # noqa: F401
+
+
+def _select(arguments: argparse.Namespace) -> tuple[LogitSet, LogitSet]:
+    """The rows that choose and the rows that report, the same object when nothing tells them apart."""
+    source = arguments.input
+    sets = read_sets(source, labels=arguments.labels, input_kind=arguments.input_kind)
+    if arguments.test is not None and arguments.split is not None:
+        raise InputError(f"{source}: expected either --test or --split, found both")
+    if arguments.test_labels is not None and arguments.test is None:
+        raise InputError(f"{arguments.test_labels}: --test-labels goes with --test")
+    if arguments.split is not None:
+        if len(sets) > 1:
+            raise InputError(f"{source}: expected one set for --split, found {' and '.join(map(_named, sets))}")
+        (rows,) = sets.values()
+        first = round(arguments.split * len(rows))
+        if not 0 < first < len(rows):
+            raise InputError(
+                f"{source}: expected enough rows for --split {arguments.split:g} to leave some on both sides, "
+                f"found {len(rows)}"
+            )
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(arguments.seed))
+        return rows.rows(order[:first]), rows.rows(order[first:])
+    if arguments.test is not None:
+        selection = _one(source, sets, "val")
+        others = read_sets(arguments.test, labels=arguments.test_labels, input_kind=arguments.input_kind)
+        reported = _one(arguments.test, others, "test")
+        if reported.n_classes != selection.n_classes:
+            raise InputError(
+                f"{arguments.test}: expected the {selection.n_classes} classes of {source}, found {reported.n_classes}"
+            )
+        if reported.kind != selection.kind:
+            raise InputError(f"{arguments.test}: expected {selection.kind} as in {source}, found {reported.kind}")
+        return selection, reported
+    if "val" in sets and "test" in sets:
+        selection, reported = sets["val"], sets["test"]
+        if (reported.n_classes, reported.kind) != (selection.n_classes, selection.kind):
+            raise InputError(
+                f"{source}: expected val and test to be alike, found {selection.kind} of {selection.n_classes} classes "
+                f"and {reported.kind} of {reported.n_classes}"
+            )
+        return selection, reported
+    rows = _one(source, sets, "val")
+    return rows, rows
+
+
+def _one(source: str, sets: dict[str, LogitSet], wanted: str) -> LogitSet:
+    if wanted in sets:
+        return sets[wanted]
+    if len(sets) > 1:
+        raise InputError(f"{source}: expected {wanted}_* or a single set, found {' and '.join(map(_named, sets))}")
+    (rows,) = sets.values()
+    return rows
+
+
+def _named(prefix: str) -> str:
+    return f"{prefix}_*" if prefix else "logits and labels without a prefix"
+
+
+def _gammas(words: list[str]) -> tuple[float, ...]:
+    gammas: list[float] = []
+    for word in (part for argument in words for part in argument.split(",") if part.strip()):
+        if word.strip() == "paper":
+            gammas.extend(PAPER_GAMMAS)
+            continue
+        try:
+            gamma = float(word)
+        except ValueError:
+            raise InputError(f"--gammas: expected numbers or the word paper, found {word!r}") from None
+        if not (gamma > -1 and math.isfinite(gamma)):
+            raise InputError(f"--gammas: expected numbers > -1, found {word}")
+        gammas.append(gamma)
+    if not gammas:
+        raise InputError("--gammas: expected at least one number, found none")
+    return tuple(dict.fromkeys(gammas))
+
+
+def _range(text: str) -> tuple[float, ...]:
+    """``LO:HI:STEP``, both ends included, as multiples of the step: never a sum that drifts."""
+    try:
+        low, high, step = (float(part) for part in text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected LO:HI:STEP, found {text!r}") from None
+    if not (0 < low <= high and step > 0 and math.isfinite(high) and math.isfinite(step)):
+        raise argparse.ArgumentTypeError(f"expected 0 < LO <= HI and STEP > 0, found {text!r}")
+    first, last = round(low / step), math.floor(high / step + 1e-9)
+    if abs(first * step - low) > 1e-9 * low:
+        raise argparse.ArgumentTypeError(f"expected LO to be a multiple of STEP, found {text!r}")
+    if last - first >= 1_000_000:
+        raise argparse.ArgumentTypeError(f"expected at most a million temperatures, found {last - first + 1}")
+    return tuple(index * step for index in range(first, last + 1))
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, found {text!r}")
+    return share
+
+
+def at_least_one(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return number

@@ -1,0 +1,101 @@
+"""``focalkern evaluate``: the figures of logits as they are, and after a saved calibrator."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import focalkern
+from focalkern.calibrators import load_calibrator
+from focalkern.cli import report
+from focalkern.cli.calibrate import add_input_arguments, at_least_one
+from focalkern.cli.files import FORMATS_HELP, InputError, read_sets
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "evaluate",
+        help="print the figures of logits, before and after a saved calibrator",
+        description="Accuracy, NLL, Brier score and calibration errors of every set in a file, as it is and, with "
+        "--calibrator, calibrated.",
+        epilog=FORMATS_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_input_arguments(parser, "LOGITS", "the file")
+    parser.add_argument("--calibrator", metavar="FILE.json", help="what focalkern calibrate --out has saved")
+    parser.add_argument("--n-bins", type=at_least_one, default=15, help="bins of every ECE (default 15)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if not arguments.json:
+        import tabulate  # noqa: F401  # an extra; its absence is said by main
+    calibrator = None if arguments.calibrator is None else load_calibrator(arguments.calibrator)
+    sets = read_sets(arguments.input, labels=arguments.labels, input_kind=arguments.input_kind)
+    documents = []
+    said = sys.stderr if arguments.json else sys.stdout
+    for name, rows in sets.items():
+        cells = [("none", 0.0, 1.0)]
+        if calibrator is not None:
+            if rows.kind != calibrator.input_kind:
+                raise InputError(
+                    f"{rows.source}: expected {calibrator.input_kind}, for which {arguments.calibrator} was fitted, "
+                    f"found {rows.kind}"
+                )
+            if rows.n_classes != calibrator.n_classes_:
+                raise InputError(
+                    f"{rows.source}: expected the {calibrator.n_classes_} classes of {arguments.calibrator}, "
+                    f"found {rows.n_classes}"
+                )
+            cells.append((calibrator.method, calibrator.gamma_, calibrator.temperature_))
+        table = [
+            report.Choice(
+                method=method,
+                criterion=None,
+                gamma=gamma,
+                temperature=temperature,
+                calibrator=None,
+                selection=None,
+                report=report.figures(rows, gamma, temperature, arguments.n_bins),
+            )
+            for method, gamma, temperature in cells
+        ]
+        remarks = report.read_remarks(rows)
+        if arguments.json:
+            documents.append(
+                {
+                    "source": rows.source,
+                    "set": name,
+                    "input_kind": rows.kind,
+                    "n_samples": len(rows),
+                    "n_classes": rows.n_classes,
+                    "rows": [
+                        {
+                            "method": choice.method,
+                            "gamma": choice.gamma,
+                            "temperature": choice.temperature,
+                            "report": report.finite_or_none(choice.report),
+                        }
+                        for choice in table
+                    ],
+                    "remarks": remarks,
+                }
+            )
+        else:
+            print(f"{report.rows_in_words(rows)}; {arguments.n_bins} bins\n")
+            print(report.format_table(table))
+            print()
+        for remark in remarks:
+            print(f"Note: {remark}\n", file=said)
+    if arguments.json:
+        document = {
+            "focalkern": focalkern.__version__,
+            "calibrator": arguments.calibrator,
+            "n_bins": arguments.n_bins,
+            "sets": documents,
+        }
+        print(json.dumps(document, indent=2, allow_nan=False))
+    return 0

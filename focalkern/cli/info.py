@@ -1,0 +1,69 @@
+"""``focalkern info``: versions and what the compiled module can do here."""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+import torch
+
+import focalkern
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="print versions and what the compiled module can do here",
+        description="Versions, what the compiled module was built for, and what this machine has. Reads no data and "
+        "sends nothing anywhere.",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    built = dict(focalkern.build_info())
+    lines = {
+        "focalkern": f"{focalkern.__version__}  ({os.path.dirname(focalkern.__file__)})",
+        "Python": f"{platform.python_version()}  ({platform.system()} {platform.machine()})",
+        "torch": f"{torch.__version__}  (focalkern was built for {built.pop('torch')})",
+        "CUDA kernels": _cuda(built.pop("cuda"), built.pop("arch_list")),
+        "GPU": _gpu(),
+        "CPU vectors": f"{torch.backends.cpu.get_cpu_capability()}  (as torch sees this machine)",
+        "CPU threads": str(torch.get_num_threads()),
+        # Whatever else the module says of itself.
+        **{name.replace("_", " "): _words(value) for name, value in built.items()},
+        "extras": ", ".join(
+            _installed(name) for name in ("numpy", "tabulate", "tqdm", "matplotlib", "safetensors", "scikit-learn")
+        ),
+    }
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _cuda(version: str | None, architectures: list[str]) -> str:
+    if version is None:
+        return "none (a build without CUDA; FOCALKERN_CUDA=1 builds them)"
+    return f"for CUDA {version}, {', '.join(architectures) or 'no architecture named'}"
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(dict.fromkeys(names))
+
+
+def _words(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _installed(name: str) -> str:
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} missing"

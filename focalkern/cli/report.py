@@ -1,0 +1,498 @@
+"""The study behind ``calibrate`` and ``demo``: search the grid, compare the choices, print and write the result."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern import metrics
+from focalkern._atomic import write_atomically
+from focalkern.calibrators import DEFAULT_GAMMAS, Criterion, Estimator, FocalTemperatureScaling, TemperatureScaling
+from focalkern.cli.files import LogitSet
+from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
+from focalkern.ops.calibration_map import focal_calibration_map
+
+__all__ = [
+    "FIGURES",
+    "Choice",
+    "Study",
+    "describe",
+    "figures",
+    "finite_or_none",
+    "format_table",
+    "read_remarks",
+    "rows_in_words",
+    "run_study",
+    "to_json",
+    "write_report",
+]
+
+Calibrator = TemperatureScaling | FocalTemperatureScaling
+
+FIGURES = {
+    "accuracy": "accuracy",
+    "nll": "NLL",
+    "brier": "Brier",
+    "ece_equal_width": "ECE\nequal_\nwidth",
+    "ece_equal_mass": "ECE\nequal_\nmass",
+    "ece_equal_mass_interp": "ECE\nequal_\nmass_\ninterp",
+    "classwise_ece_equal_width": "classwise\nECE equal_\nwidth",
+}
+"""The figures of a table, by their name in CSV and JSON, with the heading they have in print."""
+
+_IN_WORDS = {"temperature": "temperature", "focal-temperature": "focal temperature"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row of the table.
+
+    Attributes:
+        method: ``"none"``, ``"temperature"`` or ``"focal-temperature"``.
+        criterion: ``"ece"`` or ``"nll"``; None for the uncalibrated row and for a calibrator from a file.
+        gamma, temperature: the chosen cell; None where no cell of the grid had a finite criterion.
+        calibrator: None for the uncalibrated row, and where there is no cell.
+        selection, report: the figures on the rows that chose, and on the rows that report.
+    """
+
+    method: str
+    criterion: str | None
+    gamma: float | None
+    temperature: float | None
+    calibrator: Calibrator | None
+    selection: dict[str, float] | None
+    report: dict[str, float] | None
+
+    @property
+    def label(self) -> str:
+        name = _IN_WORDS.get(self.method, "uncalibrated")
+        return f"{name}, {self.criterion.upper()}-optimal" if self.criterion else name
+
+
+@dataclass(frozen=True)
+class Study:
+    """Everything that ``calibrate`` says.
+
+    Attributes:
+        selection, report: the rows that chose and the rows that report; the same object when they are the same.
+        grid: all gammas that were searched by either method.
+        choices: the rows of the table; the first is uncalibrated.
+        chosen: the row that was asked for, None when its criterion is finite nowhere.
+        remarks: sentences that the reader of the table needs.
+    """
+
+    selection: LogitSet
+    report: LogitSet
+    grid: CalibrationGrid
+    choices: tuple[Choice, ...]
+    chosen: Choice | None
+    remarks: tuple[str, ...]
+
+
+def figures(rows: LogitSet, gamma: float, temperature: float, n_bins: int) -> dict[str, float]:
+    """The figures of one calibrator on one set, computed in float64; gamma = 0 and T = 1 is uncalibrated.
+
+    Correct is what the largest *input* says: a calibrated row may saturate and tie, the input does not.
+    """
+    log_probs = _calibrated(rows, gamma, temperature)
+    correct = rows.input.argmax(-1) == rows.labels
+    result = {"accuracy": metrics.accuracy(correct=correct), "nll": metrics.nll(log_probs, rows.labels, log=True)}
+    probs = log_probs.exp_()
+    result["brier"] = metrics.brier_score(probs, rows.labels)
+    confidence = probs.amax(-1)
+    for estimator in metrics.ESTIMATORS:
+        result[f"ece_{estimator}"] = metrics.expected_calibration_error(
+            confidence=confidence, correct=correct, n_bins=n_bins, estimator=estimator
+        )
+    result["classwise_ece_equal_width"] = metrics.classwise_calibration_error(probs, rows.labels, n_bins=n_bins)
+    return {name: float(result[name]) for name in FIGURES}
+
+
+def run_study(
+    selection: LogitSet,
+    report: LogitSet,
+    *,
+    gammas: Sequence[float],
+    temperatures: Sequence[float],
+    method: str = "focal-temperature",
+    criterion: Criterion = "ece",
+    estimator: Estimator = "equal_mass",
+    n_bins: int = 15,
+) -> Study:
+    """Search the grid on ``selection`` and compare the choices on ``report``.
+
+    Plain temperature scaling is the row gamma = 0 of the same grid, searched whether or not 0 is among ``gammas``;
+    focal temperature scaling is chosen among ``gammas`` only.
+
+    Args:
+        selection: rows that choose.
+        report: rows that report; ``selection`` itself when there are no others.
+        gammas, temperatures: the grid; of equal cells the first wins.
+        method, criterion: which choice the user asked for.
+        estimator, n_bins: of the ECE that chooses; ``n_bins`` also of those that report.
+    """
+    searched = tuple(gammas) if 0.0 in gammas else (0.0, *gammas)
+    # float64, whatever the file holds: a float32 confidence that lands on the other side of a cut moves an ECE cell,
+    # and with it the choice between near-equal cells.
+    grid = calibration_grid(
+        selection.input.to(torch.float64),
+        selection.labels,
+        searched,
+        tuple(temperatures),
+        n_bins=n_bins,
+        criteria=("ece", "nll"),
+        estimator=estimator,
+        input_kind=selection.kind,
+    )
+    choices = [_choice("none", None, None, 0.0, 1.0, selection, report, n_bins)]
+    # A saved calibrator says that it was the default that was searched, rather than 500 numbers.
+    axis = None if tuple(temperatures) == PAPER_TEMPERATURES else tuple(temperatures)
+    focal_axis = None if tuple(gammas) == DEFAULT_GAMMAS else tuple(gammas)
+    criteria: tuple[Criterion, ...] = ("ece", "nll")
+    for wanted in criteria:
+        options: Any = {
+            "temperatures": axis,
+            "criterion": wanted,
+            "estimator": estimator,
+            "n_bins": n_bins,
+            "input_kind": selection.kind,
+        }
+        candidates: tuple[tuple[Calibrator, Sequence[float]], ...] = (
+            (TemperatureScaling(**options), (0.0,)),
+            (FocalTemperatureScaling(gammas=focal_axis, **options), gammas),
+        )
+        for calibrator, part in candidates:
+            searched_by_it = _rows_of(grid, part)
+            if not bool(searched_by_it.tables[wanted].isfinite().any()):
+                choices.append(Choice(calibrator.method, wanted, None, None, None, None, None))
+                continue
+            calibrator.choose(searched_by_it, n_samples=len(selection), n_classes=selection.n_classes)
+            choices.append(
+                _choice(
+                    calibrator.method,
+                    wanted,
+                    calibrator,
+                    calibrator.gamma_,
+                    calibrator.temperature_,
+                    selection,
+                    report,
+                    n_bins,
+                )
+            )
+    asked = next(row for row in choices if (row.method, row.criterion) == (method, criterion))
+    chosen = None if asked.calibrator is None else asked
+    remarks = [
+        *read_remarks(selection),
+        *(read_remarks(report) if report is not selection else ()),
+        *_remarks(choices, selection, report, n_bins),
+    ]
+    # Two halves of one file say the same of their file.
+    return Study(selection, report, grid, tuple(choices), chosen, tuple(dict.fromkeys(remarks)))
+
+
+def _calibrated(rows: LogitSet, gamma: float, temperature: float) -> Tensor:
+    return focal_calibration_map(rows.input.to(torch.float64), gamma, temperature, input_kind=rows.kind, log=True)
+
+
+def _choice(
+    method: str,
+    criterion: str | None,
+    calibrator: Calibrator | None,
+    gamma: float,
+    temperature: float,
+    selection: LogitSet,
+    report: LogitSet,
+    n_bins: int,
+) -> Choice:
+    on_selection = figures(selection, gamma, temperature, n_bins)
+    on_report = on_selection if report is selection else figures(report, gamma, temperature, n_bins)
+    return Choice(method, criterion, gamma, temperature, calibrator, on_selection, on_report)
+
+
+def _rows_of(grid: CalibrationGrid, gammas: Sequence[float]) -> CalibrationGrid:
+    known = grid.gammas.tolist()
+    rows = torch.tensor([known.index(gamma) for gamma in gammas])
+    return CalibrationGrid(
+        gammas=grid.gammas[rows],
+        temperatures=grid.temperatures,
+        tables={name: table[rows.to(table.device)] for name, table in grid.tables.items()},
+        n_bins=grid.n_bins,
+        estimator=grid.estimator,
+    )
+
+
+def read_remarks(rows: LogitSet) -> list[str]:
+    """What has to be said of a set, whatever is done with it."""
+    remarks = []
+    if rows.kind == "probs":
+        zeros = int((rows.input.gather(1, rows.labels.unsqueeze(1)) == 0).sum())
+        subject = "probability exactly 0"
+    else:
+        zeros = int((rows.input.gather(1, rows.labels.unsqueeze(1)) == -math.inf).sum())
+        subject = "a logit of -inf"
+    if zeros:
+        remarks.append(
+            f"{zeros} of {len(rows)} {_set_name(rows)} rows of {rows.source} give their true class {subject}: its "
+            "negative log-likelihood is infinite, and so is the mean NLL. No gamma and no temperature changes that, "
+            "because the map keeps an exact zero; the NLL has no optimum on these rows. The other figures are not "
+            "affected."
+        )
+    if rows.kind == "logits" and bool((rows.input >= 0).all()):
+        total = rows.input.sum(1, dtype=torch.float64)
+        if bool(((total - 1).abs() <= 1e-3).all()):
+            remarks.append(
+                f"the rows of {rows.source} were read as logits, but are all positive and sum to 1: if they are "
+                "probabilities, say --input-kind probs."
+            )
+    return remarks
+
+
+def _remarks(choices: Sequence[Choice], selection: LogitSet, report: LogitSet, n_bins: int) -> list[str]:
+    remarks = []
+    if report is selection:
+        remarks.append(
+            "the same rows choose and report: the figures of the calibrated rows are too good. Say --test FILE or "
+            "--split 0.5 for an honest comparison."
+        )
+    if len(selection) < 20 * n_bins:
+        remarks.append(
+            f"{len(selection)} rows in {n_bins} bins are about {len(selection) // n_bins} per bin: an ECE of so few is "
+            "mostly noise, and the ECE-optimal choice with it."
+        )
+    before = choices[0].report
+    assert before is not None  # the uncalibrated row always has figures
+    by_key = {(choice.method, choice.criterion): choice for choice in choices}
+    for method, words in _IN_WORDS.items():
+        ece, nll = by_key[method, "ece"], by_key[method, "nll"]
+        for choice in (ece, nll):
+            if choice.calibrator is not None and choice.calibrator.at_border_:
+                remarks.append(
+                    f"{choice.label}: {' and '.join(choice.calibrator.at_border_)}; the optimum may lie beyond the "
+                    "border of the grid."
+                )
+        if ece.report is None or nll.report is None:
+            continue
+        was, with_ece, with_nll = before["nll"], ece.report["nll"], nll.report["nll"]
+        if not all(map(math.isfinite, (was, with_ece, with_nll))):
+            continue
+        if with_nll <= was < with_ece:
+            remarks.append(
+                f"{words}: ECE and NLL disagree. The ECE-optimal choice RAISES the NLL from {was:.4f} to "
+                f"{with_ece:.4f}; the NLL-optimal one lowers it to {with_nll:.4f}."
+            )
+        elif with_ece > with_nll * 1.01:
+            remarks.append(
+                f"{words}: ECE and NLL disagree. The ECE-optimal choice leaves the NLL at {with_ece:.4f}, where the "
+                f"NLL-optimal one gets {with_nll:.4f} (uncalibrated {was:.4f})."
+            )
+    plain, focal = by_key["temperature", "ece"], by_key["focal-temperature", "ece"]
+    if (
+        report is not selection
+        and plain.report is not None
+        and focal.report is not None
+        and focal.calibrator is not None
+    ):
+        name = f"ece_{focal.calibrator.estimator}"
+        if focal.report[name] > plain.report[name]:
+            remarks.append(
+                f"on the reported rows focal temperature scaling has the higher ECE ({focal.calibrator.estimator}), "
+                f"{focal.report[name]:.4f} against {plain.report[name]:.4f}: what it gained on the rows that chose "
+                "does not carry over."
+            )
+    return remarks
+
+
+def _set_name(rows: LogitSet) -> str:
+    return {"val": "validation", "test": "test"}.get(rows.name, "").strip() or "given"
+
+
+def format_table(choices: Sequence[Choice], chosen: Choice | None = None) -> str:
+    """The table as text, four digits after the point; an arrow stands before the chosen row."""
+    from tabulate import tabulate  # an extra: not everybody who imports this package needs it
+
+    # At least two digits, more where the grid is finer.
+    def plain(value: float | None) -> str:
+        if value is None:
+            return "-"
+        text = f"{value:.10g}"
+        return text if len(text.partition(".")[2]) > 1 else f"{value:.2f}"
+
+    body = []
+    for choice in choices:
+        calibrated = choice.method != "none"
+        body.append(
+            [
+                ("-> " if choice is chosen else "   ") + choice.label,
+                plain(choice.gamma) if calibrated else "",
+                plain(choice.temperature) if calibrated else "",
+                *("-" if choice.report is None else f"{choice.report[name]:.4f}" for name in FIGURES),
+            ]
+        )
+    return tabulate(
+        body,
+        headers=["", "gamma", "T", *FIGURES.values()],
+        tablefmt="simple",
+        disable_numparse=True,
+        colalign=("left", *["right"] * (len(FIGURES) + 2)),
+        preserve_whitespace=True,
+    )
+
+
+def describe(study: Study) -> str:
+    """What the table is about, above it."""
+    lines = [f"chosen on    {rows_in_words(study.selection)}"]
+    if study.report is not study.selection:
+        lines.append(f"reported on  {rows_in_words(study.report)}")
+    else:
+        lines.append("reported on  the same rows")
+    grid = study.grid
+    temperatures = grid.temperatures
+    lines.append(
+        f"grid         {len(grid.gammas)} gammas x {len(temperatures)} temperatures from {float(temperatures.min()):g} "
+        f"to {float(temperatures.max()):g}; ECE of {grid.n_bins} bins, {grid.estimator}"
+    )
+    return "\n".join(lines)
+
+
+def rows_in_words(rows: LogitSet) -> str:
+    name = f"{_set_name(rows)} rows" if rows.name else "rows"
+    return f"{len(rows)} {name} of {rows.n_classes} classes, {rows.kind}: {rows.source}"
+
+
+def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The study for machines. A figure that is infinite is null; the remarks say why."""
+
+    def row(choice: Choice) -> dict[str, Any]:
+        return {
+            "method": choice.method,
+            "criterion": choice.criterion,
+            "gamma": choice.gamma,
+            "temperature": choice.temperature,
+            "criterion_value": choice.calibrator.best_value_ if choice.calibrator else None,
+            "at_border": list(choice.calibrator.at_border_) if choice.calibrator else [],
+            "selection": finite_or_none(choice.selection),
+            "report": finite_or_none(choice.report),
+        }
+
+    def data(rows: LogitSet) -> dict[str, Any]:
+        return {
+            "source": rows.source,
+            "set": rows.name,
+            "input_kind": rows.kind,
+            "n_samples": len(rows),
+            "n_classes": rows.n_classes,
+        }
+
+    return {
+        "focalkern": version,
+        **(more or {}),
+        "data": {
+            "selection": data(study.selection),
+            "report": data(study.report),
+            "same_rows": study.report is study.selection,
+        },
+        "grid": {
+            "gammas": study.grid.gammas.tolist(),
+            "temperatures": study.grid.temperatures.tolist(),
+            "estimator": study.grid.estimator,
+            "n_bins": study.grid.n_bins,
+        },
+        "rows": [row(choice) for choice in study.choices],
+        "chosen": None if study.chosen is None else study.choices.index(study.chosen),
+        "remarks": list(study.remarks),
+    }
+
+
+def finite_or_none(values: dict[str, float] | None) -> dict[str, float | None] | None:
+    """JSON has no infinity and no NaN."""
+    if values is None:
+        return None
+    return {key: value if math.isfinite(value) else None for key, value in values.items()}
+
+
+def _to_csv(study: Study) -> str:
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["rows", "method", "criterion", "gamma", "temperature", "chosen", *FIGURES])
+    same = study.report is study.selection
+    for rows, attribute in (("same", "report"),) if same else (("selection", "selection"), ("report", "report")):
+        for choice in study.choices:
+            values = getattr(choice, attribute)
+            calibrated = choice.method != "none"
+            writer.writerow(
+                [
+                    rows,
+                    choice.method,
+                    choice.criterion or "",
+                    choice.gamma if calibrated and choice.gamma is not None else "",
+                    choice.temperature if calibrated and choice.temperature is not None else "",
+                    int(choice is study.chosen),
+                    *("" if values is None else repr(values[name]) for name in FIGURES),
+                ]
+            )
+    return stream.getvalue()
+
+
+def write_report(study: Study, folder: Path, document: dict[str, Any]) -> list[Path]:
+    """Diagrams, maps and tables of a study.
+
+    Args:
+        study: what :func:`run_study` returned.
+        folder: created if it is not there; files of the same names are replaced, each in one step.
+        document: what goes into ``report.json``.
+
+    Returns:
+        The files, in the order in which they were written.
+    """
+    from focalkern import plots  # needs matplotlib, an extra
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+
+    def write(name: str, data: bytes) -> None:
+        write_atomically(folder / name, data)
+        written.append(folder / name)
+
+    def draw(name: str, figure: Any) -> None:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        write(name, buffer.getvalue())
+
+    write("table.csv", _to_csv(study).encode())
+    write("report.json", (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+
+    rows = "the rows that chose" if study.report is study.selection else "rows that did not choose"
+    correct = study.report.input.argmax(-1) == study.report.labels
+
+    def bins(choice: Choice) -> metrics.ReliabilityBins:
+        assert choice.gamma is not None
+        assert choice.temperature is not None
+        confidence = _calibrated(study.report, choice.gamma, choice.temperature).amax(-1).exp()
+        return metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=study.grid.n_bins)
+
+    def name(choice: Choice) -> str:
+        if choice.method == "none":
+            return "uncalibrated"
+        gamma = f"gamma = {choice.gamma:g}, " if choice.method == "focal-temperature" else ""
+        return f"{_IN_WORDS[choice.method]}, {gamma}T = {choice.temperature:g}"
+
+    before = bins(study.choices[0])
+    draw("reliability_before.png", plots.reliability_diagram({"": before}, title=f"Before calibration, {rows}"))
+    if study.chosen is not None:
+        after = plots.reliability_diagram({name(study.chosen): bins(study.chosen)}, title=f"After calibration, {rows}")
+        draw("reliability_after.png", after)
+        beside = [row for row in study.choices if row.criterion == study.chosen.criterion and row.calibrator]
+        panels = {"uncalibrated": before, **{name(row): bins(row) for row in beside}}
+        title = f"{study.chosen.criterion.upper() if study.chosen.criterion else ''}-optimal choices, {rows}"
+        draw("reliability_compared.png", plots.reliability_diagram(panels, title=title))
+    for criterion in study.grid.tables:
+        if bool(study.grid.tables[criterion].isfinite().any()):
+            draw(f"grid_{criterion}.png", plots.grid_heatmap(study.grid, criterion))
+    return written

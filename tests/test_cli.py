@@ -1,0 +1,504 @@
+"""The command: its tables against the library, its files, and one line for every mistake."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import focalkern
+from focalkern import metrics
+from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling, load_calibrator
+from focalkern.cli import main
+from focalkern.ops.calibration_grid import PAPER_GAMMAS
+from focalkern.ops.calibration_map import focal_calibration_map
+
+pytest.importorskip("tabulate", reason="tabulate is not installed")
+
+# A tenth of the paper's temperatures: the tests are about what is said of a grid, not about its size.
+GRID = ("--temperatures", "0.1:5:0.1")
+FIGURES = [
+    "accuracy",
+    "nll",
+    "brier",
+    "ece_equal_width",
+    "ece_equal_mass",
+    "ece_equal_mass_interp",
+    "classwise_ece_equal_width",
+]
+
+
+def sample(n, seed, n_classes=5):
+    """Over-confident logits with their labels."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, n_classes, generator=generator) * 2
+    target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    return (logits * 2).numpy(), target.numpy()
+
+
+@pytest.fixture
+def both(tmp_path):
+    """A file with validation and test rows."""
+    (val_logits, val_labels), (test_logits, test_labels) = sample(400, 0), sample(500, 1)
+    path = tmp_path / "both.npz"
+    np.savez(path, val_logits=val_logits, val_labels=val_labels, test_logits=test_logits, test_labels=test_labels)
+    return path
+
+
+@pytest.fixture
+def single(tmp_path):
+    logits, labels = sample(400, 0)
+    path = tmp_path / "single.npz"
+    np.savez(path, logits=logits, labels=labels)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def run_json(run, *arguments):
+    code, out, err = run(*arguments, "--json")
+    assert code == 0, err
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(out, parse_constant=refuse)
+
+
+def row_of(document, method, criterion):
+    return next(row for row in document["rows"] if (row["method"], row["criterion"]) == (method, criterion))
+
+
+# -- calibrate -------------------------------------------------------------------------------------------------------
+
+
+def test_the_rows_are_what_the_library_computes(both, run):
+    document = run_json(run, "calibrate", both, *GRID)
+    arrays = {name: torch.from_numpy(array) for name, array in np.load(both).items()}
+    temperatures = [index * 0.1 for index in range(1, 51)]
+    assert document["grid"]["temperatures"] == temperatures
+    assert document["grid"]["gammas"] == [0.0, *PAPER_GAMMAS]
+    assert [(row["method"], row["criterion"]) for row in document["rows"]] == [
+        ("none", None),
+        ("temperature", "ece"),
+        ("focal-temperature", "ece"),
+        ("temperature", "nll"),
+        ("focal-temperature", "nll"),
+    ]
+    for cls in (TemperatureScaling, FocalTemperatureScaling):
+        for criterion in ("ece", "nll"):
+            fitted = cls(criterion=criterion, temperatures=temperatures).fit(
+                arrays["val_logits"].double(), arrays["val_labels"]
+            )
+            row = row_of(document, cls.method, criterion)
+            assert (row["gamma"], row["temperature"]) == (fitted.gamma_, fitted.temperature_)
+            assert row["criterion_value"] == pytest.approx(fitted.best_value_)
+            # The criterion is the figure on the rows that chose.
+            figure = {"ece": "ece_equal_mass", "nll": "nll"}[criterion]
+            assert row["selection"][figure] == pytest.approx(fitted.best_value_, rel=1e-6)
+    for row in document["rows"]:
+        for part, prefix in (("selection", "val"), ("report", "test")):
+            logits, labels = arrays[f"{prefix}_logits"].double(), arrays[f"{prefix}_labels"]
+            probs = focal_calibration_map(logits, row["gamma"], row["temperature"])
+            assert list(row[part]) == FIGURES
+            assert row[part]["accuracy"] == float((logits.argmax(-1) == labels).double().mean())
+            assert row[part]["nll"] == pytest.approx(float(metrics.nll(probs, labels)))
+            assert row[part]["brier"] == pytest.approx(float(metrics.brier_score(probs, labels)))
+            classwise = metrics.classwise_calibration_error(probs, labels)
+            assert row[part]["classwise_ece_equal_width"] == pytest.approx(float(classwise))
+            for estimator in metrics.ESTIMATORS:
+                ece = metrics.expected_calibration_error(probs, labels, estimator=estimator)
+                assert row[part][f"ece_{estimator}"] == pytest.approx(float(ece))
+    assert document["chosen"] == 2
+    assert document["data"]["selection"]["n_samples"] == 400
+    assert document["data"]["report"]["n_samples"] == 500
+    assert document["data"]["same_rows"] is False
+
+
+def test_the_printed_table_is_the_json(both, run):
+    document = run_json(run, "calibrate", both, *GRID)
+    code, out, err = run("calibrate", both, *GRID)
+    assert code == 0
+    assert err == ""
+    lines = out.splitlines()
+    labels = {
+        "none": "uncalibrated",
+        "temperature": "temperature, {}-optimal",
+        "focal-temperature": "focal temperature, {}-optimal",
+    }
+    for row in document["rows"]:
+        label = labels[row["method"]].format((row["criterion"] or "").upper())
+        (line,) = [line for line in lines if re.match(rf"(-> |   ){label} ", line)]
+        numbers = re.findall(r"-?\d+\.\d+", line)
+        if row["method"] != "none":
+            assert float(numbers.pop(0)) == row["gamma"]
+            assert float(numbers.pop(0)) == pytest.approx(row["temperature"])
+        assert numbers == [f"{row['report'][name]:.4f}" for name in FIGURES]
+    assert next(line for line in lines if line.startswith("-> ")).startswith("-> focal temperature, ECE-optimal")
+    for words in ("400 validation rows", "500 test rows", "10 gammas x 50 temperatures", "ECE of 15 bins, equal_mass"):
+        assert words in out
+
+
+def test_focal_is_never_worse_where_it_was_chosen(both, run):
+    document = run_json(run, "calibrate", both, *GRID)
+    for criterion in ("ece", "nll"):
+        plain, focal = (row_of(document, method, criterion) for method in ("temperature", "focal-temperature"))
+        assert focal["criterion_value"] <= plain["criterion_value"]
+
+
+def test_the_papers_gammas_and_ones_own(both, run):
+    paper = run_json(run, "calibrate", both, *GRID, "--gammas", "paper")
+    # Row 0 is there for plain temperature scaling, and is not among the choices of the other method.
+    assert paper["grid"]["gammas"] == [0.0, *PAPER_GAMMAS]
+    assert row_of(paper, "focal-temperature", "ece")["gamma"] in PAPER_GAMMAS
+    own = run_json(run, "calibrate", both, *GRID, "--gammas", "-0.5", "2", "0.5,3")
+    assert own["grid"]["gammas"] == [0.0, -0.5, 2.0, 0.5, 3.0]
+    assert run_json(run, "calibrate", both, *GRID, "--gammas=-0.5,1")["grid"]["gammas"] == [0.0, -0.5, 1.0]
+
+
+@pytest.mark.parametrize("estimator", metrics.ESTIMATORS)
+def test_the_estimator_that_chooses(estimator, both, run):
+    document = run_json(run, "calibrate", both, *GRID, "--estimator", estimator, "--n-bins", "10")
+    row = row_of(document, "temperature", "ece")
+    assert row["selection"][f"ece_{estimator}"] == pytest.approx(row["criterion_value"], rel=1e-6)
+    assert (document["grid"]["estimator"], document["grid"]["n_bins"]) == (estimator, 10)
+
+
+def test_temperatures_are_multiples_of_the_step(single, run):
+    document = run_json(run, "calibrate", single, "--temperatures", "0.05:5:0.01", "--gammas", "0")
+    assert document["grid"]["temperatures"] == [index * 0.01 for index in range(5, 501)]
+
+
+@pytest.mark.parametrize("method", ["temperature", "focal-temperature"])
+@pytest.mark.parametrize("criterion", ["ece", "nll"])
+def test_what_is_saved_is_what_was_asked_for(method, criterion, both, run, tmp_path):
+    out = tmp_path / "calibrator.json"
+    arguments = ("calibrate", both, *GRID, "--method", method, "--criterion", criterion, "--out", out)
+    code, said, _ = run(*arguments)
+    assert code == 0
+    assert f"Calibrator: {out}" in said
+    document = run_json(run, *arguments)
+    row = row_of(document, method, criterion)
+    assert document["rows"][document["chosen"]] == row
+    loaded = load_calibrator(out)
+    assert loaded.method == method
+    assert (loaded.gamma_, loaded.temperature_) == (row["gamma"], row["temperature"])
+    assert (loaded.criterion, loaded.n_samples_, loaded.n_classes_) == (criterion, 400, 5)
+    # evaluate applies it, and gets the same figures.
+    evaluated = run_json(run, "evaluate", both, "--calibrator", out)
+    (test,) = [one for one in evaluated["sets"] if one["set"] == "test"]
+    assert test["rows"][1]["report"] == pytest.approx(row["report"])
+    assert test["rows"][0]["report"] == pytest.approx(document["rows"][0]["report"])
+
+
+def test_the_same_rows_are_said(single, run):
+    code, out, _ = run("calibrate", single, *GRID)
+    assert code == 0
+    assert "reported on  the same rows" in out
+    assert "Note: the same rows choose and report" in out
+    document = run_json(run, "calibrate", single, *GRID)
+    assert document["data"]["same_rows"] is True
+    assert all(row["selection"] == row["report"] for row in document["rows"])
+
+
+def test_a_split_is_seeded_and_leaves_no_row_out(single, run):
+    documents = [
+        run_json(run, "calibrate", single, *GRID, "--gammas", "0", "--split", "0.25", "--seed", seed)
+        for seed in (1, 1, 2)
+    ]
+    assert documents[0] == documents[1]
+    assert documents[0]["rows"] != documents[2]["rows"]
+    for document in documents:
+        assert document["data"]["selection"]["n_samples"] == 100
+        assert document["data"]["report"]["n_samples"] == 300
+        assert not any("same rows" in remark for remark in document["remarks"])
+        # Accuracies of the parts add up to that of the whole: the parts are disjoint and cover it.
+    whole = run_json(run, "evaluate", single)["sets"][0]["rows"][0]["report"]["accuracy"]
+    for document in documents:
+        parts = document["rows"][0]
+        assert 100 * parts["selection"]["accuracy"] + 300 * parts["report"]["accuracy"] == pytest.approx(400 * whole)
+
+
+def test_pairs_of_npy_and_a_second_file(tmp_path, run):
+    for name, seed in (("val", 0), ("test", 1)):
+        logits, labels = sample(200, seed)
+        np.save(tmp_path / f"{name}_logits.npy", logits)
+        np.save(tmp_path / f"{name}_labels.npy", labels)
+    beside = run_json(run, "calibrate", tmp_path / "val_logits.npy", "--test", tmp_path / "test_logits.npy", *GRID)
+    assert beside["data"]["report"]["source"].endswith("test_logits.npy")
+    assert beside["data"]["same_rows"] is False
+    said = run_json(
+        run, "calibrate", tmp_path / "val_logits.npy", "--labels", tmp_path / "val_labels.npy",
+        "--test", tmp_path / "test_logits.npy", "--test-labels", tmp_path / "test_labels.npy", *GRID,
+    )  # fmt: skip
+    assert said["rows"] == beside["rows"]
+
+
+def test_probabilities_with_a_zero_on_the_true_class(tmp_path, run):
+    logits, labels = sample(300, 0)
+    probs = torch.from_numpy(logits).softmax(-1).numpy()
+    probs[5] = 0
+    probs[5, (labels[5] + 1) % 5] = 1
+    path = tmp_path / "zeros.npz"
+    np.savez(path, test_probs=probs, test_labels=labels)
+    code, out, _ = run("calibrate", path, *GRID)
+    assert code == 0
+    assert re.search(r"uncalibrated +0\.\d{4} +inf ", out)
+    assert "Note: 1 of 300 test rows" in out
+    assert "give their true class probability exactly 0" in out
+    assert re.search(r"temperature, NLL-optimal +- +- ", out)
+    document = run_json(run, "calibrate", path, *GRID)
+    assert document["rows"][0]["report"]["nll"] is None
+    assert row_of(document, "temperature", "nll")["gamma"] is None
+    assert document["chosen"] == 2
+    # Asked for the choice that does not exist.
+    out_file = tmp_path / "calibrator.json"
+    code, _, err = run("calibrate", path, *GRID, "--criterion", "nll", "--out", out_file)
+    assert code == 2
+    assert "not written, because nothing was chosen" in err
+    assert not out_file.exists()
+    assert run_json(run, "calibrate", path, *GRID, "--criterion", "nll")["chosen"] is None
+
+
+def test_logits_that_look_like_probabilities_are_said(tmp_path, run):
+    logits, labels = sample(300, 0)
+    probs = torch.from_numpy(logits).double().softmax(-1)
+    rows = [f"{label}," + ",".join(map(repr, row)) for label, row in zip(labels.tolist(), probs.tolist(), strict=True)]
+    (tmp_path / "a.csv").write_text("\n".join(["label,a,b,c,d,e", *rows]))
+    document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID)
+    assert any("say --input-kind probs" in remark for remark in document["remarks"])
+    document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID, "--input-kind", "probs")
+    assert document["data"]["selection"]["input_kind"] == "probs"
+    assert not any("--input-kind" in remark for remark in document["remarks"])
+
+
+def test_the_border_of_the_grid_is_said(both, run):
+    document = run_json(run, "calibrate", both, "--temperatures", "0.5:1:0.1", "--gammas", "0")
+    words = "temperature = 1 is the largest that was searched; the optimum may lie beyond the border of the grid"
+    assert any(words in remark for remark in document["remarks"])
+    assert row_of(document, "temperature", "nll")["at_border"] == ["temperature = 1 is the largest that was searched"]
+    inside = run_json(run, "calibrate", both, *GRID, "--gammas", "0")
+    assert row_of(inside, "temperature", "nll")["at_border"] == []
+
+
+def test_a_disagreement_about_the_nll_is_said(tmp_path, run):
+    """Confidence that says nothing: the ECE is best where the NLL is bad."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 3, (600,), generator=generator)
+    logits = torch.randn(600, 3, generator=generator) * 0.1
+    hit = torch.arange(600) % 10 < 9
+    # Nine tenths are right and a little sure; the others are wrong and very sure.
+    logits[torch.arange(600), torch.where(hit, labels, (labels + 1) % 3)] += torch.where(hit, 1.0, 6.0)
+    np.savez(tmp_path / "a.npz", logits=logits.numpy(), labels=labels.numpy())
+    document = run_json(run, "calibrate", tmp_path / "a.npz", *GRID)
+    before, ece, nll = (row_of(document, *key)["report"]["nll"]
+                        for key in (("none", None), ("temperature", "ece"), ("temperature", "nll")))  # fmt: skip
+    assert nll <= before < ece
+    (remark,) = [r for r in document["remarks"] if r.startswith("temperature: ECE and NLL disagree")]
+    assert f"RAISES the NLL from {before:.4f} to {ece:.4f}" in remark
+    assert f"lowers it to {nll:.4f}" in remark
+
+
+def test_the_report(both, run, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    folder = tmp_path / "new" / "report"
+    code, out, _ = run("calibrate", both, *GRID, "--report", folder)
+    assert code == 0
+    assert sorted(os.listdir(folder)) == [
+        "grid_ece.png",
+        "grid_nll.png",
+        "reliability_after.png",
+        "reliability_before.png",
+        "reliability_compared.png",
+        "report.json",
+        "table.csv",
+    ]
+    for name in os.listdir(folder):
+        assert name in out
+        if name.endswith(".png"):
+            assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    document = json.loads((folder / "report.json").read_text())
+    assert document == run_json(run, "calibrate", both, *GRID)
+    with open(folder / "table.csv", newline="") as stream:
+        table = list(csv.DictReader(stream))
+    assert len(table) == 10
+    for row, of in zip(table[5:], document["rows"], strict=True):
+        assert (row["rows"], row["method"], row["criterion"]) == ("report", of["method"], of["criterion"] or "")
+        assert {name: float(row[name]) for name in FIGURES} == of["report"]
+    assert [row["chosen"] for row in table[:5]] == ["0", "0", "1", "0", "0"]
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def one_line(code, out, err):
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("train",), "invalid choice"),
+        (("calibrate",), "the following arguments are required: VAL"),
+        (("calibrate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
+        (("evaluate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
+        (("calibrate", "BOTH", "--split", "0.5"), "expected one set for --split, found val_* and test_*"),
+        (("calibrate", "SINGLE", "--split", "0.5", "--test", "BOTH"), "either --test or --split, found both"),
+        (("calibrate", "SINGLE", "--split", "1"), "expected a number between 0 and 1, found '1'"),
+        (("calibrate", "SINGLE", "--split", "0.0001"), "to leave some on both sides, found 400"),
+        (("calibrate", "SINGLE", "--test-labels", "a.npy"), "--test-labels goes with --test"),
+        (("calibrate", "SINGLE", "--test", "missing.npz"), "missing.npz: expected a file"),
+        (("calibrate", "SINGLE", "--test", "OTHER"), "expected the 5 classes of"),
+        (("calibrate", "SINGLE", "--input-kind", "probs"), "expected probs (as --input-kind probs says)"),
+        (("calibrate", "SINGLE", "--n-bins", "0"), "expected a whole number of at least 1, found '0'"),
+        (("calibrate", "SINGLE", "--estimator", "adaptive"), "invalid choice: 'adaptive'"),
+        (("calibrate", "SINGLE", "--gammas", "-1"), "expected numbers > -1, found -1"),
+        (("calibrate", "SINGLE", "--gammas", "nan"), "expected numbers > -1, found nan"),
+        (("calibrate", "SINGLE", "--gammas", "all"), "expected numbers or the word paper, found 'all'"),
+        (("calibrate", "SINGLE", "--gammas", ","), "expected at least one number, found none"),
+        (("calibrate", "SINGLE", "--temperatures", "1"), "expected LO:HI:STEP, found '1'"),
+        (("calibrate", "SINGLE", "--temperatures", "0:5:0.1"), "expected 0 < LO <= HI and STEP > 0"),
+        (("calibrate", "SINGLE", "--temperatures", "0.5:5:0.2"), "expected LO to be a multiple of STEP"),
+        (("calibrate", "SINGLE", "--temperatures", "1:9e9:1"), "at most a million temperatures"),
+        (("calibrate", "SINGLE", "--out", "no/such/folder/a.json"), "expected a file in an existing folder"),
+        (("calibrate", "SINGLE", "--out", "."), "expected a file to write, found a folder"),
+        (("calibrate", "SINGLE", "--report", "SINGLE"), "expected a folder for --report, found a file"),
+        (("evaluate", "SINGLE", "--calibrator", "missing.json"), "missing.json: No such file or directory"),
+        (("evaluate", "SINGLE", "--calibrator", "SINGLE"), "expected a calibrator in JSON"),
+        (("evaluate", "OTHER", "--calibrator", "SAVED"), "expected the 5 classes of"),
+        (("evaluate", "PROBS", "--calibrator", "SAVED"), "expected logits, for which"),
+        (("demo", "--out", "SINGLE"), "expected a folder for --out, found a file"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, words, both, single, tmp_path, run):
+    logits, labels = sample(30, 0, n_classes=3)
+    np.savez(tmp_path / "other.npz", logits=logits, labels=labels)
+    np.savez(tmp_path / "probs.npz", probs=np.full((4, 5), 0.2), labels=np.arange(4))
+    TemperatureScaling(temperatures=[1.0, 2.0]).fit(*sample(50, 0)).save(tmp_path / "saved.json")
+    names = {
+        "BOTH": both,
+        "SINGLE": single,
+        "OTHER": tmp_path / "other.npz",
+        "PROBS": tmp_path / "probs.npz",
+        "SAVED": tmp_path / "saved.json",
+    }
+    assert words in one_line(*run(*(names.get(argument, argument) for argument in arguments)))
+
+
+def test_a_failed_write_keeps_the_old_calibrator(both, run, tmp_path, monkeypatch):
+    out = tmp_path / "calibrator.json"
+    out.write_text("precious")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    code, _, err = run("calibrate", both, *GRID, "--out", out)
+    assert code == 2
+    assert "No space left on device" in err
+    assert out.read_text() == "precious"
+
+
+@pytest.mark.parametrize("package", ["tabulate", "matplotlib", "sklearn"])
+def test_a_missing_package_is_one_line_with_the_command(package, both, run, monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name == "focalkern.plots"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    arguments = ("demo",) if package == "sklearn" else ("calibrate", both, "--report", tmp_path / "report")
+    command = "pip install " + {"sklearn": "scikit-learn"}.get(package, package)
+    assert command in one_line(*run(*arguments))
+
+
+def test_the_reader_of_a_pipe_may_go(both):
+    command = [sys.executable, "-m", "focalkern", "evaluate", str(both)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+# -- the other commands ----------------------------------------------------------------------------------------------
+
+
+def test_evaluate_prints_every_set(both, run):
+    code, out, err = run("evaluate", both)
+    assert (code, err) == (0, "")
+    assert "400 validation rows" in out
+    assert "500 test rows" in out
+    assert out.count("uncalibrated") == 2
+
+
+def test_info(run):
+    code, out, err = run("info")
+    assert (code, err) == (0, "")
+    for words in (focalkern.__version__, torch.__version__, "CUDA kernels", "CPU vectors", "numpy"):
+        assert words in out
+
+
+def test_help_names_every_command_and_format(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(command in out for command in ("calibrate", "evaluate", "demo", "info"))
+    code, out, _ = run("calibrate", "--help")
+    assert code == 0
+    for words in (".npz", ".npy", ".pt", ".safetensors", ".csv", "val_labels.npy", "--split", "equal_mass_interp"):
+        assert words in out
+
+
+def test_the_demo(run, tmp_path, monkeypatch):
+    for package in ("sklearn", "matplotlib", "tqdm"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    from focalkern.cli import demo
+
+    # Two epochs and a coarse grid: the same road as the real thing, in a fraction of its time.
+    monkeypatch.setattr(demo, "_EPOCHS", 2)
+    monkeypatch.setattr(demo, "PAPER_TEMPERATURES", [index * 0.25 for index in range(1, 21)])
+    state = torch.get_rng_state()
+    code, out, err = run("demo", "--out", tmp_path / "a")
+    assert code == 0, err
+    assert torch.equal(torch.get_rng_state(), state)
+    assert err == ""
+    for name in ("cross_entropy", "focal_loss", "inverse_focal_loss"):
+        assert sorted(os.listdir(tmp_path / "a" / name)) == [
+            "grid_ece.png",
+            "grid_nll.png",
+            "logits.npz",
+            "reliability_after.png",
+            "reliability_before.png",
+            "reliability_compared.png",
+            "report.json",
+            "table.csv",
+        ]
+        document = json.loads((tmp_path / "a" / name / "report.json").read_text())
+        assert document["data"]["same_rows"] is False
+        # It has learned something, and its saved logits give the figures of the table.
+        assert document["rows"][0]["report"]["accuracy"] > 0.3
+        evaluated = run_json(run, "evaluate", tmp_path / "a" / name / "logits.npz")
+        assert evaluated["sets"][1]["rows"][0]["report"] == pytest.approx(document["rows"][0]["report"])
+    assert out.count("focal temperature, ECE-optimal") >= 3
+    monkeypatch.setattr(demo, "_LOSSES", {"focal loss": 3.0})
+    run("demo", "--out", tmp_path / "b")
+    assert (tmp_path / "a/focal_loss/table.csv").read_text() == (tmp_path / "b/focal_loss/table.csv").read_text()
