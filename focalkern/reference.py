@@ -319,7 +319,7 @@ def assign_bins(confidence: Tensor, n_bins: int, estimator: str) -> Tensor:
         sorted_confidence = confidence.double().sort().values
         edges = []
         for k in range(n_bins + 1):
-            rank = min(k * n / n_bins, n - 1)
+            rank = min(k * (n / n_bins), n - 1)  # rounded as numpy.linspace rounds it
             low = int(rank)
             high = min(low + 1, n - 1)
             edges.append(sorted_confidence[low] + (rank - low) * (sorted_confidence[high] - sorted_confidence[low]))

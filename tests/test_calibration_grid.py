@@ -1,0 +1,502 @@
+"""fk.calibration_grid against the reference, cell by cell."""
+
+import math
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import focalkern as fk
+from focalkern import reference
+
+ESTIMATORS = ["equal_width", "equal_mass", "equal_mass_interp"]
+CRITERIA = ("ece", "mce", "nll", "brier")
+# Flatter, plain temperature scaling, slightly, moderately and much sharper; cold, neutral and hot.
+GAMMAS = [-0.5, 0.0, 0.37, 1.0, 5.0]
+TEMPERATURES = [0.25, 1.0, 2.5]
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=40, database=None)
+
+
+def samples(n, n_classes, dtype=torch.float64, device="cpu", scale=2.0):
+    """Logits of a model that is right more often than not."""
+    target = torch.randint(n_classes, (n,), device=device)
+    z = torch.randn(n, n_classes, dtype=torch.float64, device=device) * scale
+    z[torch.arange(n, device=device), target] += 2.0
+    return z.to(dtype), target
+
+
+def samples_near_cuts(confidence, n_bins, estimator, eps):
+    """How many samples a rounding of eps in the confidences may move to another bin."""
+    n = len(confidence)
+    ordered = confidence.double().sort().values
+    near = torch.zeros(n, dtype=torch.bool)
+    if estimator == "equal_mass":
+        begins = numpy.cumsum([len(part) for part in numpy.array_split(numpy.arange(n), n_bins)])[:-1]
+        for c in begins:
+            if 0 < c < n and ordered[c] - ordered[c - 1] <= eps:
+                near |= ((ordered - ordered[c]).abs() <= eps) | ((ordered - ordered[c - 1]).abs() <= eps)
+        return int(near.sum())
+    if estimator == "equal_width":
+        for k in range(1, n_bins):
+            near |= (ordered - k / n_bins).abs() <= eps
+        return int(near.sum())
+    count = 0
+    edges = numpy.interp(numpy.linspace(0, n, n_bins + 1), numpy.arange(n), ordered.numpy())
+    for edge in edges:
+        close = int(((ordered - float(edge)).abs() <= eps).sum())
+        # An edge that is a sample moves with it.
+        count += close - (1 if close and bool((ordered == float(edge)).any()) else 0)
+    return count
+
+
+def check_against_reference(z, target, gammas=GAMMAS, temperatures=TEMPERATURES, near_cuts=True, **options):
+    """Every cell: NLL to 1e-6 relative, the others to 1e-6, and 2/N for each sample within rounding of a cut."""
+    options = {"criteria": CRITERIA, **options}
+    grid = fk.calibration_grid(z, target, gammas, temperatures, **options)
+    # Confidences computed in float32 carry the contract's 1e-6.
+    eps = 1e-12 if z.dtype == torch.float64 else 2e-6
+    half = z.element_size() == 2
+    z, target = z.detach().cpu().double(), target.cpu()
+    expected = reference.calibration_grid(z, target, gammas, temperatures, **options)
+    assert list(grid.tables) == list(options["criteria"])
+    keep = target != options.get("ignore_index", -100)
+    n = int(keep.sum())
+    n_bins, estimator = options.get("n_bins", 15), options.get("estimator", "equal_mass")
+    strict = 0
+    for i, gamma in enumerate(gammas):
+        for j, temperature in enumerate(temperatures):
+            p = reference.focal_calibration_map(
+                z[keep], float(gamma), float(temperature), input_kind=options.get("input_kind", "logits")
+            )
+            moved = samples_near_cuts(p.max(-1).values, n_bins, estimator, eps) if near_cuts else 0
+            for name in options["criteria"]:
+                actual, exact = grid.tables[name][i, j].item(), expected[name][i, j].item()
+                if name == "nll":
+                    tolerance = 1e-6 * abs(exact) if math.isfinite(exact) else 0.0
+                elif name == "brier":
+                    tolerance = 1e-6
+                elif name == "ece":
+                    tolerance = 1e-6 + moved * 2 / n
+                elif moved:
+                    continue
+                else:
+                    tolerance = 1e-6
+                    strict += 1
+                where = (name, gamma, temperature, moved, actual, exact)
+                assert actual == exact or abs(actual - exact) <= tolerance, where
+    # The allowance must not swallow the test. (Half precision brings ties between rows, which round apart.)
+    if "mce" in options["criteria"] and not half:
+        assert strict >= len(gammas) * len(temperatures) // 3
+    return grid
+
+
+# ---- equality to the reference --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+# float64 leaves no room at the cuts; float32 is what networks give; the others are computed in float32.
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+# Two classes, a few, one more than a vector, many with few samples. N is a multiple of 15 or prime to it: else some
+# edges of equal_mass_interp are samples up to a rounding.
+@pytest.mark.parametrize(("n", "n_classes"), [(202, 2), (150, 10), (101, 17), (31, 1000)])
+def test_every_cell_equals_the_reference(device, estimator, dtype, n, n_classes):
+    z, target = samples(n, n_classes, dtype, device)
+    check_against_reference(z, target, estimator=estimator)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+# Fewer samples than bins; one sample; one bin; as many bins as samples; edges at ranks that rounding may miss.
+@pytest.mark.parametrize(("n", "n_bins"), [(7, 15), (1, 15), (50, 1), (15, 15), (50, 15), (99, 55), (3, 1000)])
+def test_bins_and_samples(device, estimator, n, n_bins):
+    z, target = samples(n, 4, device=device)
+    check_against_reference(z, target, estimator=estimator, n_bins=n_bins)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_ties_are_split_by_row(device, estimator):
+    # Three distinct rows, many times over, right and wrong in an order that matters to the split.
+    rows = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.25, 0.0], [0.0, 1.5, 1.0]], dtype=torch.float64, device=device)
+    z = rows[torch.randint(3, (100,), device=device)]
+    target = torch.randint(3, (100,), device=device)
+    check_against_reference(z, target, estimator=estimator, near_cuts=False)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_confidences_of_exactly_1(device, estimator):
+    # Saturated beyond float64: every confidence is 1, so that only ties are left; and half of them.
+    z, target = samples(60, 5, device=device)
+    top = z.argmax(-1, keepdim=True)
+    saturated = z.scatter_add(1, top, torch.full_like(z[:, :1], 5000.0))
+    gammas = [0.0, 1.0]
+    check_against_reference(saturated, target, gammas, estimator=estimator, near_cuts=False)
+    mixed = torch.cat([saturated[:30], z[30:]])
+    check_against_reference(mixed, target, gammas, estimator=estimator, near_cuts=False)
+    # An exact tie at the top: the first class is the answer.
+    tied = torch.zeros(8, 4, dtype=torch.float64, device=device)
+    grid = check_against_reference(tied, torch.arange(8, device=device) % 4, estimator=estimator, near_cuts=False)
+    if estimator != "equal_mass_interp":  # there all samples are the lowest, and fall in no bin
+        assert (grid.tables["ece"] >= 0).all()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_confidence_on_an_edge_belongs_to_the_bin_below(device, estimator):
+    # Two classes and gamma = 0: confidences 0.6 and 0.8 up to a rounding, 0.5 and 1 exactly, with 2 bins.
+    p = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.5, 0.5], [0.25, 0.75]], dtype=torch.float64, device=device)
+    target = torch.tensor([0, 0, 1, 1], device=device)
+    grid = check_against_reference(
+        p, target, [0.0], [1.0], estimator=estimator, n_bins=2, input_kind="probs", near_cuts=False
+    )
+    if estimator == "equal_width":
+        # (0, 0.5]: right and wrong at 0.5; (0.5, 1]: right and right at 1 and 0.75.
+        assert grid.tables["ece"].item() == pytest.approx(0.5 * 0.125)
+        assert grid.tables["mce"].item() == pytest.approx(0.125)
+
+
+def test_ignored_rows_are_dropped(device):
+    z, target = samples(90, 6, device=device)
+    target[::7] = -100
+    z[0] = math.nan  # not looked at
+    for estimator in ESTIMATORS:
+        grid = check_against_reference(z, target, estimator=estimator)
+    keep = target != -100
+    kept = fk.calibration_grid(z[keep], target[keep], GAMMAS, TEMPERATURES, criteria=CRITERIA, estimator=estimator)
+    for name in CRITERIA:
+        assert torch.equal(grid.tables[name], kept.tables[name])
+    check_against_reference(z[1:], target[1:].clamp(min=0), ignore_index=2)
+
+
+def test_probabilities(device):
+    z, target = samples(120, 5, device=device)
+    p = z.softmax(-1)
+    check_against_reference(p, target, input_kind="probs")
+    from_logits = fk.calibration_grid(z, target, GAMMAS, TEMPERATURES, criteria=CRITERIA)
+    from_probs = fk.calibration_grid(p * 1.0005, target, GAMMAS, TEMPERATURES, criteria=CRITERIA, input_kind="probs")
+    for name in CRITERIA:
+        torch.testing.assert_close(from_probs.tables[name], from_logits.tables[name], rtol=1e-9, atol=1e-9)
+
+
+def test_absent_classes(device):
+    z, target = samples(80, 5, device=device)
+    z[::3, 4] = -math.inf
+    target[::3] = target[::3].clamp(max=3)
+    check_against_reference(z, target)
+    # A target with probability 0: an infinite NLL in every cell, and the other criteria as ever.
+    target[0] = 4
+    grid = check_against_reference(z, target)
+    assert (grid.tables["nll"] == math.inf).all()
+    assert grid.tables["brier"].isfinite().all()
+    with pytest.raises(ValueError, match="nll must be finite"):
+        grid.best("nll")
+
+
+def test_huge_logits(device):
+    z, target = samples(60, 4, device=device, scale=3000.0)
+    for dtype in (torch.float64, torch.float32):
+        grid = fk.calibration_grid(z.to(dtype), target, GAMMAS, TEMPERATURES, criteria=CRITERIA)
+        expected = reference.calibration_grid(
+            z.to(dtype).double().cpu(), target.cpu(), GAMMAS, TEMPERATURES, criteria=CRITERIA
+        )
+        for name in ("nll", "brier"):
+            torch.testing.assert_close(grid.tables[name].cpu(), expected[name], rtol=1e-6, atol=1e-6)
+        assert all(grid.tables[name].isfinite().all() for name in CRITERIA)
+
+
+def test_gamma_0_is_plain_temperature_scaling(device):
+    z, target = samples(500, 10, device=device)
+    temperatures = [0.5, 1.0, 1.7, 4.0]
+    grid = fk.calibration_grid(z, target, [0.0], temperatures, criteria=CRITERIA, estimator="equal_width")
+    for j, temperature in enumerate(temperatures):
+        log_p = torch.log_softmax(z / temperature, -1)
+        p = log_p.exp()
+        confidence, predicted = p.max(-1)
+        ece, mce = reference.calibration_error(confidence, predicted == target, 15, "equal_width")
+        expected = {
+            "nll": F.nll_loss(log_p, target).item(),
+            "brier": (p - F.one_hot(target, 10)).square().sum(-1).mean().item(),
+            "ece": ece,
+            "mce": mce,
+        }
+        for name, value in expected.items():
+            assert grid.tables[name][0, j].item() == pytest.approx(value, rel=1e-9, abs=1e-9)
+
+
+def test_correctness_follows_the_input_where_the_output_ties(device):
+    # At T = 0.01 both classes of every row saturate in float32, or tie at gamma near -1: the input decides.
+    z = torch.tensor([[1e-6, 0.0], [0.0, 1e-6]] * 10, device=device)
+    target = torch.tensor([0, 1] * 10, device=device)
+    grid = fk.calibration_grid(z, target, [0.0, -0.9], [100.0], n_bins=1)
+    # All right at a confidence of 0.5.
+    assert grid.tables["ece"].flatten().tolist() == pytest.approx([0.5, 0.5], abs=1e-6)
+
+
+# ---- the result -----------------------------------------------------------------------------------------------------
+
+
+def test_the_result_and_its_defaults(device):
+    z, target = samples(50, 3, torch.float32, device)
+    grid = fk.calibration_grid(z, target, GAMMAS, TEMPERATURES)
+    assert isinstance(grid, fk.CalibrationGrid)
+    assert list(grid.tables) == ["ece", "nll"]
+    assert (grid.n_bins, grid.estimator) == (15, "equal_mass")
+    assert grid.gammas.tolist() == GAMMAS
+    assert grid.temperatures.tolist() == TEMPERATURES
+    for table in grid.tables.values():
+        assert table.dtype == torch.float64
+        assert table.shape == (len(GAMMAS), len(TEMPERATURES))
+    with pytest.raises(AttributeError):
+        grid.n_bins = 10
+    # The order asked for; one table, whatever else is asked for.
+    only = fk.calibration_grid(z, target, GAMMAS, TEMPERATURES, criteria=("nll",))
+    assert list(only.tables) == ["nll"]
+    assert torch.equal(only.tables["nll"], grid.tables["nll"])
+    assert list(fk.calibration_grid(z, target, [0.0], [1.0], criteria=("mce", "ece")).tables) == ["mce", "ece"]
+
+
+def test_axes_may_be_lists_arrays_and_tensors(device):
+    z, target = samples(50, 3, device=device)
+    expected = fk.calibration_grid(z, target, GAMMAS, TEMPERATURES)
+    for convert in (tuple, numpy.array, lambda v: torch.tensor(v, dtype=torch.float64), range_like):
+        grid = fk.calibration_grid(z, target, convert(GAMMAS), convert(TEMPERATURES))
+        for name, table in grid.tables.items():
+            assert torch.equal(table, expected.tables[name])
+    assert fk.calibration_grid(z, target, [1], [2]).temperatures.tolist() == [2.0]
+
+
+def range_like(values):
+    return numpy.array(values)[::-1][::-1]
+
+
+def test_targets_and_layouts(device):
+    z, target = samples(60, 5, device=device)
+    expected = fk.calibration_grid(z, target, GAMMAS, TEMPERATURES, criteria=CRITERIA)
+    for z_, target_ in (
+        (z, target.int()),
+        (z, target.to(torch.uint8)),
+        (z, target.repeat_interleave(2)[::2]),
+        (z.t().contiguous().t(), target),
+        (z.repeat_interleave(2, 1)[:, ::2], target),
+        (z.clone().requires_grad_(), target),
+    ):
+        grid = fk.calibration_grid(z_, target_, GAMMAS, TEMPERATURES, criteria=CRITERIA)
+        for name in CRITERIA:
+            torch.testing.assert_close(grid.tables[name], expected.tables[name], rtol=1e-12, atol=1e-12)
+
+
+def test_paper_grid():
+    assert fk.PAPER_GAMMAS == (-0.5, -0.25, 0.05, 0.25, 0.37, 0.5, 0.75, 1.0, 5.0)
+    # index * step, never accumulated.
+    assert tuple(i * 0.01 for i in range(1, 501)) == fk.PAPER_TEMPERATURES
+    z, target = samples(30, 3)
+    grid = fk.calibration_grid(z, target, fk.PAPER_GAMMAS, fk.PAPER_TEMPERATURES)
+    assert grid.tables["ece"].shape == (9, 500)
+    # The coldest and the hottest temperature, where most goes wrong.
+    ends = [fk.PAPER_TEMPERATURES[0], fk.PAPER_TEMPERATURES[-1]]
+    expected = reference.calibration_grid(z, target, fk.PAPER_GAMMAS, ends, criteria=("nll", "brier"))
+    torch.testing.assert_close(grid.tables["nll"][:, [0, -1]], expected["nll"], rtol=1e-6, atol=0)
+
+
+def hand_made(table):
+    table = torch.tensor(table, dtype=torch.float64)
+    return fk.CalibrationGrid(
+        gammas=torch.tensor([0.5, 1.0], dtype=torch.float64),
+        temperatures=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64),
+        tables={"ece": table},
+        n_bins=15,
+        estimator="equal_mass",
+    )
+
+
+def test_best_is_the_first_smallest_finite_cell():
+    nan, inf = math.nan, math.inf
+    # First in (gamma index, temperature index) order among equals.
+    assert hand_made([[3.0, 2.0, 9.0], [1.0, 1.0, 2.0]]).best("ece") == (1.0, 1.0, 1.0)
+    assert hand_made([[3.0, 1.0, 1.0], [1.0, 1.0, 2.0]]).best("ece") == (0.5, 2.0, 1.0)
+    # NaN and either infinity never win, wherever they stand.
+    assert hand_made([[nan, inf, -inf], [7.0, nan, 5.0]]).best("ece") == (1.0, 3.0, 5.0)
+    assert all(type(v) is float for v in hand_made([[0.0] * 3] * 2).best("ece"))
+    with pytest.raises(ValueError, match="ece must be finite"):
+        hand_made([[nan, inf, inf], [nan, nan, -inf]]).best("ece")
+    with pytest.raises(ValueError, match="criterion must be one of ece, got 'nll'"):
+        hand_made([[0.0] * 3] * 2).best("nll")
+
+
+def test_best_of_a_real_grid_is_its_minimum(device):
+    z, target = samples(200, 5, device=device)
+    grid = fk.calibration_grid(z, target, GAMMAS, TEMPERATURES, criteria=CRITERIA)
+    for name in CRITERIA:
+        gamma, temperature, value = grid.best(name)
+        table = grid.tables[name]
+        assert value == table.min().item()
+        assert table[GAMMAS.index(gamma), TEMPERATURES.index(temperature)].item() == value
+
+
+# ---- determinism, memory, dispatcher --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_same_bits_on_every_run_and_for_every_number_of_threads(device, estimator):
+    z, target = samples(5000, 10, torch.float32, device)
+    temperatures = [0.1 * i for i in range(1, 12)]
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(fk.calibration_grid(z, target, GAMMAS, temperatures, criteria=CRITERIA, estimator=estimator))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for name in CRITERIA:
+            assert torch.equal(other.tables[name], results[0].tables[name])
+
+
+MEMORY = """
+import resource, torch, focalkern as fk
+n, c = 50_000, 200
+z, target = torch.randn(n, c), torch.randint(c, (n,))
+fk.calibration_grid(z[:100], target[:100], [1.0], [1.0])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+fk.calibration_grid(z, target, fk.PAPER_GAMMAS, [0.5 * i for i in range(1, 9)], criteria=("ece", "mce", "nll", "brier"))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def test_no_probabilities_in_memory():
+    # One cell's probabilities would be 40 MB in float32, 80 MB in float64, and there are 72 cells.
+    answer = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert float(answer.stdout) < 40
+
+
+def test_nothing_is_printed_where_nobody_watches(capfd):
+    z, target = samples(50, 3)
+    fk.calibration_grid(z, target, fk.PAPER_GAMMAS, fk.PAPER_TEMPERATURES)
+    assert capfd.readouterr() == ("", "")
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+Z = torch.zeros(4, 3)
+T = torch.tensor([0, 1, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((torch.zeros(3), T, [1.0], [1.0]), {}, ValueError, r"input must be \[N, C\].*got \[3\]"),
+        ((torch.zeros(4, 3, 1), T, [1.0], [1.0]), {}, ValueError, r"input must be \[N, C\].*got \[4, 3, 1\]"),
+        ((torch.zeros(4, 1), T, [1.0], [1.0]), {}, ValueError, r"input must .*(two|2) classes.*got"),
+        ((Z, T[:3], [1.0], [1.0]), {}, ValueError, r"target must be \[N\] = \[4\], got \[3\]"),
+        ((Z, T[:, None], [1.0], [1.0]), {}, ValueError, r"target must be \[N\] = \[4\], got \[4, 1\]"),
+        ((Z[:0], T[:0], [1.0], [1.0]), {}, ValueError, r"input must .*"),
+        ((Z, torch.full((4,), -100), [1.0], [1.0]), {}, ValueError, r".*ignore"),
+        ((Z.int(), T, [1.0], [1.0]), {}, TypeError, r"input must .*got"),
+        ((Z, T.float(), [1.0], [1.0]), {}, TypeError, r"target must .*got"),
+        ((Z.numpy(), T, [1.0], [1.0]), {}, TypeError, r"input must be a tensor, got ndarray"),
+        ((Z, T.tolist(), [1.0], [1.0]), {}, TypeError, r"target must be a tensor, got list"),
+        ((Z, T, [], [1.0]), {}, ValueError, r"gammas must .*got"),
+        ((Z, T, [1.0], []), {}, ValueError, r"temperatures must .*got"),
+        ((Z, T, [[1.0]], [1.0]), {}, ValueError, r"gammas must .*got"),
+        ((Z, T, 1.0, [1.0]), {}, (TypeError, ValueError), r"gammas must .*got"),
+        ((Z, T, ["a"], [1.0]), {}, TypeError, r"gammas must .*got"),
+        ((Z, T, [0.5, -1.0], [1.0]), {}, ValueError, r"gammas must .*-1.*got .*-1"),
+        ((Z, T, [0.5, math.nan], [1.0]), {}, ValueError, r"gammas must .*got .*nan"),
+        ((Z, T, [math.inf], [1.0]), {}, ValueError, r"gammas must .*got .*inf"),
+        ((Z, T, [0.5], [1.0, 0.0]), {}, ValueError, r"temperatures must .*got .*0"),
+        ((Z, T, [0.5], [-2.0]), {}, ValueError, r"temperatures must .*got .*-2"),
+        ((Z, T, [0.5], [math.nan]), {}, ValueError, r"temperatures must .*got .*nan"),
+        ((Z, T, [0.5], [1.0]), {"n_bins": 0}, ValueError, r"n_bins must .*got 0"),
+        ((Z, T, [0.5], [1.0]), {"n_bins": 2.5}, TypeError, r"n_bins must .*got float"),
+        ((Z, T, [0.5], [1.0]), {"criteria": ()}, ValueError, r"criteria must .*got"),
+        ((Z, T, [0.5], [1.0]), {"criteria": ("ece", "auc")}, ValueError, r"criteria must .*got .*auc"),
+        ((Z, T, [0.5], [1.0]), {"estimator": "kde"}, ValueError, r"estimator must .*got 'kde'"),
+        ((Z, T, [0.5], [1.0]), {"input_kind": "odds"}, ValueError, r"input_kind must .*got 'odds'"),
+        ((Z, T.to("meta"), [0.5], [1.0]), {}, ValueError, r"target must be on .*cpu, got meta"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, options, error, message):
+    with pytest.raises(error, match="^calibration_grid: " + message):
+        fk.calibration_grid(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ([0.0, math.nan, 1.0], "logits"),
+        ([0.0, math.inf, 1.0], "logits"),
+        ([-math.inf, -math.inf, -math.inf], "logits"),
+        ([0.5, 0.5, math.nan], "probs"),
+        ([0.5, 0.7, -0.2], "probs"),
+        ([0.5, 0.502, 0.0], "probs"),
+        ([0.0, 0.0, 0.0], "probs"),
+    ],
+)
+def test_bad_rows_are_named(device, row, kind):
+    rows = torch.full((5, 3), 1 / 3, device=device)
+    rows[3] = torch.tensor(row)
+    target = torch.tensor([0, 1, 2, 0, 1], device=device)
+    with pytest.raises(ValueError, match=r"^calibration_grid: input .*row 3"):
+        fk.calibration_grid(rows, target, [1.0], [1.0], input_kind=kind)
+
+
+@pytest.mark.parametrize("bad", [3, -1, 2**40])
+def test_bad_labels_are_named(device, bad):
+    target = torch.tensor([0, -100, bad, 7], device=device)
+    with pytest.raises(IndexError, match=rf"^calibration_grid: target .*\[0, 3\).*got {bad}.*row 2"):
+        fk.calibration_grid(torch.zeros(4, 3, device=device), target, [1.0], [1.0])
+
+
+# ---- properties -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def small_sets(draw):
+    n, c = draw(st.integers(1, 25)), draw(st.integers(2, 5))
+    seed = draw(st.integers(0, 10_000))
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, c, generator=generator, dtype=torch.float64) * draw(st.sampled_from([0.5, 3.0, 20.0]))
+    return z, torch.randint(c, (n,), generator=generator)
+
+
+@PROPERTY
+@given(small_sets(), st.sampled_from(ESTIMATORS), st.integers(1, 20))
+def test_property_errors_are_fractions_and_mce_bounds_ece(data, estimator, n_bins):
+    z, target = data
+    grid = fk.calibration_grid(z, target, GAMMAS, TEMPERATURES, criteria=CRITERIA, estimator=estimator, n_bins=n_bins)
+    ece, mce = grid.tables["ece"], grid.tables["mce"]
+    assert (ece >= 0).all()
+    assert (ece <= mce + 1e-12).all()
+    assert (mce <= 1).all()
+    assert ((grid.tables["brier"] >= 0) & (grid.tables["brier"] <= 2)).all()
+    assert (grid.tables["nll"] >= 0).all()
+
+
+@PROPERTY
+@given(small_sets(), st.integers(-64, 64), st.data())
+def test_property_order_of_rows_and_shifts_change_nothing(data, eighths, draw):
+    z, target = data
+    options = {"criteria": CRITERIA, "estimator": "equal_width"}
+    expected = fk.calibration_grid(z, target, GAMMAS, TEMPERATURES, **options)
+    order = draw.draw(st.permutations(range(len(z))))
+    shuffled = fk.calibration_grid(z[order], target[order], GAMMAS, TEMPERATURES, **options)
+    shifted = fk.calibration_grid(z + eighths / 8, target, GAMMAS, TEMPERATURES, **options)
+    for name in CRITERIA:
+        torch.testing.assert_close(shuffled.tables[name], expected.tables[name], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(shifted.tables["nll"], expected.tables["nll"], rtol=1e-9, atol=1e-9)
+
+
+@PROPERTY
+@given(small_sets())
+def test_property_one_bin_is_the_gap_of_the_means(data):
+    z, target = data
+    grid = fk.calibration_grid(z, target, GAMMAS, TEMPERATURES, criteria=("ece", "mce"), n_bins=1)
+    accuracy = (z.argmax(-1) == target).double().mean()
+    for i, gamma in enumerate(GAMMAS):
+        for j, temperature in enumerate(TEMPERATURES):
+            gap = (reference.focal_calibration_map(z, gamma, temperature).max(-1).values.mean() - accuracy).abs()
+            assert grid.tables["ece"][i, j].item() == pytest.approx(gap.item(), abs=1e-12)
+            assert grid.tables["mce"][i, j].item() == pytest.approx(gap.item(), abs=1e-12)
