@@ -165,7 +165,7 @@ FK_HOST_DEVICE bool sums_to_one(const Tile<Real>& tile, int64_t r, int64_t class
 }
 
 template <typename Real>
-FK_HOST_DEVICE void find_top_two_in_rows(const Tile<Real>& tile) {
+FK_VECTOR_CLONES void find_top_two_in_rows(const Tile<Real>& tile) {
   constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < tile.n_rows; ++r) {
@@ -194,7 +194,7 @@ FK_HOST_DEVICE void find_top_two_in_rows(const Tile<Real>& tile) {
 }
 
 template <typename Real>
-FK_HOST_DEVICE void find_top_two_in_columns(const Tile<Real>& tile) {
+FK_VECTOR_CLONES void find_top_two_in_columns(const Tile<Real>& tile) {
   constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
   using Int = typename detail::Format<Real>::Int;  // as wide as Real, so that comparisons stay in one vector
   TileRows<Real>& row = *tile.row;
@@ -266,7 +266,7 @@ FK_HOST_DEVICE void read_tile(const CalibrationMapArgs<Scalar>& args, int64_t ro
 // ---- pass 2: exponentials, then what a row needs once --------------------------------------------------------------
 
 template <typename Real>
-FK_HOST_DEVICE void exponentials_of_rows(const Tile<Real>& tile) {
+FK_VECTOR_CLONES void exponentials_of_rows(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < tile.n_rows; ++r) {
     const Real* x = tile.x + r * tile.row_stride;
@@ -289,7 +289,7 @@ FK_HOST_DEVICE void exponentials_of_rows(const Tile<Real>& tile) {
 }
 
 template <typename Real>
-FK_HOST_DEVICE void exponentials_of_columns(const Tile<Real>& tile) {
+FK_VECTOR_CLONES void exponentials_of_columns(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < kMaxTileRows; ++r) row.rest[r] = 0;
   for (int64_t c = 0; c < tile.classes; ++c) {
@@ -304,7 +304,7 @@ FK_HOST_DEVICE void exponentials_of_columns(const Tile<Real>& tile) {
 }
 
 template <typename Real>
-FK_HOST_DEVICE void finish_rows(const Tile<Real>& tile) {
+FK_VECTOR_CLONES void finish_rows(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < tile.n_rows; ++r) {
     if (row.rest[r] != row.rest[r]) row.valid[r] = false;
@@ -342,11 +342,12 @@ FK_HOST_DEVICE void fill_nan<BFloat16>(BFloat16* begin, int64_t n) {
 
 // ---- forward: passes 3 and 4 ---------------------------------------------------------------------------------------
 
+// log(p_k / p_t) into x, p_k / p_t into e. Both, because a choice in the loop would keep it from being vectorized.
 template <typename Real>
-FK_HOST_DEVICE void ratios_of_rows(const Tile<Real>& tile, bool log_output) {
+FK_VECTOR_CLONES void ratios_of_rows(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < tile.n_rows; ++r) {
-    const Real* x = tile.x + r * tile.row_stride;
+    Real* x = tile.x + r * tile.row_stride;
     Real* e = tile.e + r * tile.row_stride;
     const Real shift = row.next_x[r], beta = row.beta[r], gamma = row.gamma_real[r], q_scale = row.q_scale[r];
     const Real log_q_offset = row.log_q_offset[r], ratio_offset = row.ratio_offset[r];
@@ -358,7 +359,8 @@ FK_HOST_DEVICE void ratios_of_rows(const Tile<Real>& tile, bool log_output) {
       for (int64_t c = begin; c < end; ++c) {
         const Real log_ratio = map_log_ratio((x[c] - shift) * beta, e[c], gamma, q_scale, log_q_offset, ratio_offset);
         const Real ratio = exponential(log_ratio);
-        e[c] = log_output ? log_ratio : ratio;
+        x[c] = log_ratio;
+        e[c] = ratio;
         block += ratio;
       }
       sum += block;
@@ -368,18 +370,19 @@ FK_HOST_DEVICE void ratios_of_rows(const Tile<Real>& tile, bool log_output) {
 }
 
 template <typename Real>
-FK_HOST_DEVICE void ratios_of_columns(const Tile<Real>& tile, bool log_output) {
+FK_VECTOR_CLONES void ratios_of_columns(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < kMaxTileRows; ++r) row.ratio_sum[r] = 0;
   for (int64_t c = 0; c < tile.classes; ++c) {
-    const Real* x = tile.x + c * kMaxTileRows;
+    Real* x = tile.x + c * kMaxTileRows;
     Real* e = tile.e + c * kMaxTileRows;
 #pragma omp simd
     for (int64_t r = 0; r < kMaxTileRows; ++r) {
       const Real log_ratio = map_log_ratio((x[r] - row.next_x[r]) * row.beta[r], e[r], row.gamma_real[r],
                                            row.q_scale[r], row.log_q_offset[r], row.ratio_offset[r]);
       const Real ratio = exponential(log_ratio);
-      e[r] = log_output ? log_ratio : ratio;
+      x[r] = log_ratio;
+      e[r] = ratio;
       row.ratio_sum[r] += ratio;
     }
   }
@@ -394,14 +397,14 @@ FK_HOST_DEVICE void write_tile(const Tile<Real>& tile, int64_t classes, bool log
       fill_nan(out, classes);
       continue;
     }
-    const Real* e = tile.e + r * tile.row_stride;
+    const Real* value = (log_output ? tile.x : tile.e) + r * tile.row_stride;
     const Real scale = log_output ? Real(1) : row.p_top[r];
     const Real offset = log_output ? Real(0) - row.log_norm[r] : Real(0);  // 0, not -0
     if (tile.column) {
-      for (int64_t c = 0; c < classes; ++c) out[c] = Store<Out>::from_compute(e[c * kMaxTileRows] * scale + offset);
+      for (int64_t c = 0; c < classes; ++c) out[c] = Store<Out>::from_compute(value[c * kMaxTileRows] * scale + offset);
     } else {
 #pragma omp simd
-      for (int64_t c = 0; c < classes; ++c) out[c] = Store<Out>::from_compute(e[c] * scale + offset);
+      for (int64_t c = 0; c < classes; ++c) out[c] = Store<Out>::from_compute(value[c] * scale + offset);
     }
     out[row.top[r]] = Store<Out>::from_compute(log_output ? offset : scale);
   }
@@ -415,7 +418,7 @@ FK_VECTOR_CLONES void forward_tile(const CalibrationMapForward<Scalar>& args, in
   read_tile(args, row_begin, tile);
   tile.column ? exponentials_of_columns(tile) : exponentials_of_rows(tile);
   finish_rows(tile);
-  tile.column ? ratios_of_columns(tile, args.log_output) : ratios_of_rows(tile, args.log_output);
+  tile.column ? ratios_of_columns(tile) : ratios_of_rows(tile);
   const int64_t rows = round_up(tile.n_rows);
 #pragma omp simd
   for (int64_t r = 0; r < rows; ++r) {
@@ -463,7 +466,9 @@ FK_HOST_DEVICE void read_gradient(const Tile<Real>& tile, int64_t classes, const
 }
 
 template <typename Real>
-FK_HOST_DEVICE void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
+FK_VECTOR_CLONES void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
+  // m_k = w_k or r_k v_k, without a choice in the loop.
+  const Real bias = log_output ? Real(1) : Real(0), factor = Real(1) - bias;
   TileRows<Real>& row = *tile.row;
   for (int64_t i = 0; i < tile.n_rows; ++i) {
     const Real* x = tile.x + i * tile.row_stride;
@@ -471,7 +476,8 @@ FK_HOST_DEVICE void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
     Real* g = tile.g + i * tile.row_stride;
     Real* h = tile.h + i * tile.row_stride;
     const Real shift = row.next_x[i], beta = row.beta[i], gamma = row.gamma_real[i], q_scale = row.q_scale[i];
-    const Real log_q_offset = row.log_q_offset[i], ratio_offset = row.ratio_offset[i], grad_top = row.grad_top[i];
+    const Real log_q_offset = row.log_q_offset[i], ratio_offset = row.ratio_offset[i];
+    const Real shared_grad = factor * row.grad_top[i];
     double r_all = 0, m_all = 0, hr_all = 0, hm_all = 0, cr_all = 0, cm_all = 0;
     for (int64_t begin = 0; begin < tile.classes; begin += kSumBlock) {
       const int64_t end = std::min(begin + kSumBlock, tile.classes);
@@ -480,7 +486,7 @@ FK_HOST_DEVICE void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
       for (int64_t c = begin; c < end; ++c) {
         const auto k = map_class((x[c] - shift) * beta, e[c], gamma, q_scale, log_q_offset, ratio_offset);
         const Real ratio = exponential(k.log_ratio);
-        const Real m = log_output ? g[c] : ratio * (g[c] - grad_top);
+        const Real m = (g[c] - shared_grad) * (bias + factor * ratio);
         const Real hr = k.slope * ratio;
         const Real hm = k.slope * m;
         g[c] = hm;
@@ -509,7 +515,8 @@ FK_HOST_DEVICE void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
 }
 
 template <typename Real>
-FK_HOST_DEVICE void slopes_of_columns(const Tile<Real>& tile, bool log_output) {
+FK_VECTOR_CLONES void slopes_of_columns(const Tile<Real>& tile, bool log_output) {
+  const Real bias = log_output ? Real(1) : Real(0), factor = Real(1) - bias;
   TileRows<Real>& row = *tile.row;
   for (int64_t i = 0; i < kMaxTileRows; ++i) {
     row.sum_r[i] = row.sum_m[i] = row.sum_hr[i] = row.sum_hm[i] = row.sum_cr[i] = row.sum_cm[i] = 0;
@@ -524,7 +531,7 @@ FK_HOST_DEVICE void slopes_of_columns(const Tile<Real>& tile, bool log_output) {
       const auto k = map_class((x[i] - row.next_x[i]) * row.beta[i], e[i], row.gamma_real[i], row.q_scale[i],
                                row.log_q_offset[i], row.ratio_offset[i]);
       const Real ratio = exponential(k.log_ratio);
-      const Real m = log_output ? g[i] : ratio * (g[i] - row.grad_top[i]);
+      const Real m = (g[i] - factor * row.grad_top[i]) * (bias + factor * ratio);
       const Real hr = k.slope * ratio;
       const Real hm = k.slope * m;
       g[i] = hm;
@@ -540,7 +547,7 @@ FK_HOST_DEVICE void slopes_of_columns(const Tile<Real>& tile, bool log_output) {
 }
 
 template <typename Real>
-FK_HOST_DEVICE void finish_gradients(const Tile<Real>& tile, bool log_output) {
+FK_VECTOR_CLONES void finish_gradients(const Tile<Real>& tile, bool log_output) {
   TileRows<Real>& row = *tile.row;
   const int64_t rows = round_up(tile.n_rows);
 #pragma omp simd
@@ -564,7 +571,7 @@ FK_HOST_DEVICE void finish_gradients(const Tile<Real>& tile, bool log_output) {
 
 // dL/dx into g, and dL/dbeta * beta = sum dL/dx_k (x_k - x_t).
 template <typename Real>
-FK_HOST_DEVICE void gradients_of_rows(const Tile<Real>& tile) {
+FK_VECTOR_CLONES void gradients_of_rows(const Tile<Real>& tile) {
   constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < tile.n_rows; ++r) {
@@ -591,7 +598,7 @@ FK_HOST_DEVICE void gradients_of_rows(const Tile<Real>& tile) {
 }
 
 template <typename Real>
-FK_HOST_DEVICE void gradients_of_columns(const Tile<Real>& tile) {
+FK_VECTOR_CLONES void gradients_of_columns(const Tile<Real>& tile) {
   constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < kMaxTileRows; ++r) row.grad_beta[r] = 0;
