@@ -183,11 +183,16 @@ namespace {
 
 // ---- stage 1 -------------------------------------------------------------------------------------------------------
 
-// x = d / T, kept finite so that 0 * x is 0 for a class that cannot occur.
+// Gaps and 1 / T are kept within this, so that 0 * x is 0 for a class that cannot occur, and so that a product of the
+// two or a multiple of one stays finite or overflows the right way.
+template <typename Real>
+constexpr Real kFar = sizeof(Real) == sizeof(float) ? Real(1e30) : Real(1e300);
+
+// x = d / T
 template <typename Real>
 FK_HOST_DEVICE Real scaled_gap(Real d, Real inverse_temperature) {
   const Real x = d * inverse_temperature;
-  return x < Real(-1e30) ? Real(-1e30) : x;
+  return x < -kFar<Real> ? -kFar<Real> : x;
 }
 
 template <typename Real>
@@ -200,11 +205,12 @@ struct alignas(64) Lanes {
 // One sample at kLanes temperatures.
 template <typename Real>
 struct SoftmaxPieces {
-  Lanes<Real> weight_sum;  // sum_k e_k with e_k = exp(x_k - x of the runner-up), at least 1
-  Lanes<Real> scale;       // q_k = scale e_k
-  Lanes<Real> lse;         // L
-  Lanes<Real> log_u;       // log u_t
-  Lanes<Real> psi;         // 1 - phi_t
+  // With e_k = exp(x_k - x of the runner-up):
+  Lanes<Real> mean_weight;  // 1 / sum_k e_k, at most 1
+  Lanes<Real> scale;        // q_k = scale e_k
+  Lanes<Real> lse;          // L
+  Lanes<Real> log_u;        // log u_t
+  Lanes<Real> psi;          // 1 - phi_t
 };
 
 // gamma with what rounding would take from it: near -1, 1 + gamma and 1 + gamma phi cancel.
@@ -244,7 +250,7 @@ FK_VECTOR_CLONES void softmax_pieces(const Real* __restrict d /* [n] */, int64_t
   }
 #pragma omp simd
   for (int t = 0; t < kLanes; ++t) {
-    pieces->weight_sum[t] = sum[t];
+    pieces->mean_weight[t] = Real(1) / sum[t];
     const Real e_second = exponential(x_second[t]);
     const Real odds = e_second * sum[t];
     const Real lse = log_one_plus(odds);
@@ -339,40 +345,13 @@ FK_VECTOR_CLONES void label_pieces(Real d_label, const Real* __restrict inverse_
 #pragma omp simd
   for (int t = 0; t < kLanes; ++t) {
     // Not kept finite: a class that cannot occur has an infinite loss.
-    const Real x = d_label * inverse_temperature[t];
+    const Real product = d_label * inverse_temperature[t];
+    const Real x = product < -kFar<Real> ? -std::numeric_limits<Real>::infinity() : product;
     const Real log_q = x - pieces.lse[t];
     const Real q = exponential(log_q);
     label->minus_x[t] = -x;
     label->log_u[t] = log_one_plus(-q);
     label->phi[t] = phi_of(q, log_q, Real(1) - q);
-  }
-}
-
-template <typename Real>
-FK_VECTOR_CLONES void combine_moments(const Real* __restrict sums, const Real* __restrict coefficient,
-                                      Real* __restrict numerator) {
-#pragma omp simd
-  for (int t = 0; t < kLanes; ++t) {
-    Real sum = coefficient[0] * sums[t];
-    for (int i = 1; i < kMoments; ++i) sum += coefficient[i] * sums[i * kLanes + t];
-    numerator[t] = sum;
-  }
-}
-// From rho to the odds against t, and to the confidence.
-template <typename Real>
-FK_HOST_DEVICE Real odds_against_top(const SoftmaxPieces<Real>& pieces, Gamma<Real> gamma, Real numerator, int t) {
-  const Real rho = numerator / pieces.weight_sum[t];
-  const Real scale = exponential(gamma.plus_one * pieces.log_u[t] + pieces.lse[t]);
-  return rho * top_denominator(gamma, pieces.psi[t]) * scale;
-}
-template <typename Real>
-FK_VECTOR_CLONES void finish_confidence(const SoftmaxPieces<Real>& pieces, Gamma<Real> gamma,
-                                        const Real* __restrict numerator, Real* __restrict odds,
-                                        Real* __restrict confidence) {
-#pragma omp simd
-  for (int t = 0; t < kLanes; ++t) {
-    odds[t] = odds_against_top(pieces, gamma, numerator[t], t);
-    confidence[t] = Real(1) / (Real(1) + odds[t]);
   }
 }
 
@@ -395,25 +374,11 @@ FK_HOST_DEVICE void add_odds(Real odds, double factor, double* product, double* 
   *product *= factor * (1.0 + static_cast<double>(is_small ? Real(0) : odds));
 }
 template <typename Real>
-FK_VECTOR_CLONES void add_nll_of_top(const Real* __restrict odds, NllOfGroup* __restrict nll) {
-#pragma omp simd
-  for (int t = 0; t < kLanes; ++t) add_odds(odds[t], 1.0, &nll->product[t], &nll->small[t]);
-}
-template <typename Real>
 FK_HOST_DEVICE Real denominator_ratio(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
                                       Gamma<Real> gamma, int t) {
   const Real ratio = (Real(1) + gamma.value * label.phi[t]) / top_denominator(gamma, pieces.psi[t]);
   // Only a gamma beyond 2^60 gets below this, and there the other terms leave nothing of this one.
   return ratio < Real(0x1p-60) ? Real(0x1p-60) : ratio;
-}
-template <typename Real>
-FK_VECTOR_CLONES void add_nll_of_label(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
-                                       Gamma<Real> gamma, const Real* __restrict odds, NllOfGroup* __restrict nll) {
-#pragma omp simd
-  for (int t = 0; t < kLanes; ++t) {
-    const double ratio = static_cast<double>(denominator_ratio(pieces, label, gamma, t));
-    add_odds(odds[t], ratio, &nll->product[t], &nll->small[t]);
-  }
 }
 template <typename Real>
 FK_VECTOR_CLONES void add_linear_nll(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
@@ -432,12 +397,61 @@ FK_VECTOR_CLONES void nll_of_group(const NllOfGroup& nll, const LinearNllOfGroup
   }
 }
 
+// What every cell of a temperature needs to know of its gamma.
+template <typename Real>
+struct CellPlan {
+  Gamma<Real> gamma;
+  Real coefficient[kMoments];
+  const Real* numerator;   // [kLanes]: sum_k e_k / G(q_k), or null: the combination of the moments
+  const Real* square_sum;  // [kLanes]: sum_k (e_k / G(q_k))^2, for the Brier score
+};
+
+// From the sums over the classes to confidences and NLL, for every gamma. `label` is null where the label is t.
+template <typename Real, bool kWithNll, bool kWithLabel>
+FK_VECTOR_CLONES void finish_cells(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
+                                   const Lanes<Real>* __restrict moments, const CellPlan<Real>* __restrict plans,
+                                   int64_t n_gammas, Lanes<Real>* __restrict confidence /* [n_gammas] */,
+                                   Lanes<Real>* __restrict odds /* [n_gammas] */,
+                                   NllOfGroup* __restrict nll /* [n_gammas] */) {
+  for (int64_t g = 0; g < n_gammas; ++g) {
+    const CellPlan<Real>& plan = plans[g];
+    const Gamma<Real> gamma = plan.gamma;
+    Lanes<Real> numerator;
+    if (plan.numerator == nullptr) {
+#pragma omp simd
+      for (int t = 0; t < kLanes; ++t) {
+        Real sum = plan.coefficient[0] * moments[0][t];
+        for (int i = 1; i < kMoments; ++i) sum += plan.coefficient[i] * moments[i][t];
+        numerator[t] = sum;
+      }
+    } else {
+      std::memcpy(numerator.value, plan.numerator, sizeof(numerator));
+    }
+#pragma omp simd
+    for (int t = 0; t < kLanes; ++t) {
+      const Real rho = numerator[t] * pieces.mean_weight[t];
+      const Real scale = exponential(gamma.plus_one * pieces.log_u[t] + pieces.lse[t]);
+      odds[g][t] = rho * top_denominator(gamma, pieces.psi[t]) * scale;
+      confidence[g][t] = Real(1) / (Real(1) + odds[g][t]);
+    }
+    if constexpr (kWithNll) {
+#pragma omp simd
+      for (int t = 0; t < kLanes; ++t) {
+        const double ratio = kWithLabel ? static_cast<double>(denominator_ratio(pieces, label, gamma, t)) : 1.0;
+        add_odds(odds[g][t], ratio, &nll[g].product[t], &nll[g].small[t]);
+      }
+    }
+  }
+}
+
 // sum_k (p_k - [k = y])^2. p_k = confidence times e^(a_k - a_t), and the squares of the others are known by their sum.
 template <typename Real>
-FK_VECTOR_CLONES void add_brier(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>* label, Gamma<Real> gamma,
-                                const Real* __restrict odds, const Real* __restrict confidence,
-                                const Real* __restrict numerator, const Real* __restrict square_sum,
-                                double* __restrict brier) {
+FK_VECTOR_CLONES void add_brier(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>* label,
+                                const CellPlan<Real>& plan, const Real* __restrict odds,
+                                const Real* __restrict confidence, double* __restrict brier) {
+  const Gamma<Real> gamma = plan.gamma;
+  const Real* __restrict numerator = plan.numerator;
+  const Real* __restrict square_sum = plan.square_sum;
   if (label == nullptr) {
 #pragma omp simd
     for (int t = 0; t < kLanes; ++t) {
@@ -493,8 +507,8 @@ FK_VECTOR_CLONES Real largest_and_bound(Real* __restrict d, int64_t n) {
   Real largest = -std::numeric_limits<Real>::infinity();
 #pragma omp simd reduction(max : largest)
   for (int64_t k = 0; k < n; ++k) largest = d[k] > largest ? d[k] : largest;
-  for (int64_t k = 0; k < n; ++k) d[k] = d[k] < Real(-1e30) ? Real(-1e30) : d[k];
-  return largest < Real(-1e30) ? Real(-1e30) : largest;
+  for (int64_t k = 0; k < n; ++k) d[k] = d[k] < -kFar<Real> ? -kFar<Real> : d[k];
+  return largest < -kFar<Real> ? -kFar<Real> : largest;
 }
 template <typename Scalar>
 void load_row(const CalibrationGridSamples<Scalar>& samples, int64_t row, Row<compute_t<Scalar>>* out) {
@@ -570,24 +584,33 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
   const int64_t cells = block.n_temperatures * n_gammas;
   const int64_t chunk_rows = calibration_grid_chunk_rows(samples.rows, samples.classes);
 
-  std::vector<Real> gaps(kSamples * samples.classes);
-  std::vector<Lanes<Real>> e(others), sums(kMoments + kMaxReciprocals);
-  std::vector<Lanes<Real>> exact(n_gammas), exact_squares(n_gammas), numerator(1), odds(1);
+  std::vector<Real> gaps(kSamples * samples.classes), exact_gammas;
+  std::vector<Lanes<Real>> e(others), sums(kMoments + kMaxReciprocals), odds(n_gammas);
+  std::vector<Lanes<Real>> exact(plan.exponentials), exact_squares(plan.exponentials);
   std::vector<Lanes<Real>> confidence(kSamples * n_gammas);
   std::vector<NllOfGroup> nll(n_gammas);
   std::vector<Lanes<double>> brier(n_gammas);
   LinearNllOfGroup linear;
-  std::vector<Real> coefficient(kMoments * n_gammas), exact_gammas;
   SoftmaxPieces<Real> pieces;
   LabelPieces<Real> label;
   Lanes<Real> inverse_temperature;
   int whole[kMaxReciprocals] = {1, 1};
 
+  std::vector<CellPlan<Real>> cell_plans(n_gammas);
   for (int64_t g = 0; g < n_gammas; ++g) {
     const GammaPlan& entry = plan.gammas[g];
-    for (int i = 0; i < kMoments; ++i) coefficient[g * kMoments + i] = static_cast<Real>(entry.coefficient[i]);
-    if (entry.route == Route::kReciprocal) whole[entry.index] = static_cast<int>(entry.gamma);
-    if (entry.route == Route::kExponential) exact_gammas.push_back(static_cast<Real>(entry.gamma));
+    CellPlan<Real>& cell = cell_plans[g];
+    cell.gamma = rounded_gamma<Real>(entry.gamma);
+    for (int i = 0; i < kMoments; ++i) cell.coefficient[i] = static_cast<Real>(entry.coefficient[i]);
+    cell.numerator = cell.square_sum = nullptr;
+    if (entry.route == Route::kReciprocal) {
+      whole[entry.index] = static_cast<int>(entry.gamma);
+      cell.numerator = sums[kMoments + entry.index].value;
+    } else if (entry.route == Route::kExponential) {
+      exact_gammas.push_back(cell.gamma.value);
+      cell.numerator = exact[entry.index].value;
+      cell.square_sum = exact_squares[entry.index].value;
+    }
   }
 
   for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
@@ -604,9 +627,9 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
       for (int64_t t_begin = 0; t_begin < block.n_temperatures; t_begin += kLanes) {
         const int64_t n_lanes = std::min<int64_t>(kLanes, block.n_temperatures - t_begin);
         for (int64_t t = 0; t < kLanes; ++t) {
-          // The last group repeats its last temperature. Beyond 1e30 every row is saturated anyway.
+          // The last group repeats its last temperature.
           const double temperature = block.temperatures[t_begin + std::min(t, n_lanes - 1)];
-          inverse_temperature[t] = static_cast<Real>(std::min(1 / temperature, 1e30));
+          inverse_temperature[t] = static_cast<Real>(std::min<double>(1 / temperature, kFar<Real>));
         }
         linear = {};
         for (int64_t g = 0; g < n_gammas; ++g) {
@@ -635,30 +658,20 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
             label_pieces(row.label, inv_t, pieces, &label);
             add_linear_nll(pieces, label, &linear);
           }
-          for (int64_t g = 0; g < n_gammas; ++g) {
-            const GammaPlan& entry = plan.gammas[g];
-            const Gamma<Real> gamma = rounded_gamma<Real>(entry.gamma);
-            const Real* sum = numerator[0].value;
-            if (entry.route == Route::kMoments) {
-              combine_moments(sums[0].value, &coefficient[g * kMoments], numerator[0].value);
-            } else if (entry.route == Route::kReciprocal) {
-              sum = sums[kMoments + entry.index].value;
-            } else {
-              sum = exact[entry.index].value;
-            }
-            Real* cell_confidence = confidence[i * n_gammas + g].value;
-            finish_confidence(pieces, gamma, sum, odds[0].value, cell_confidence);
-            if (scratch.nll != nullptr) {
-              if (row.correct) {
-                add_nll_of_top(odds[0].value, &nll[g]);
-              } else {
-                add_nll_of_label(pieces, label, gamma, odds[0].value, &nll[g]);
-              }
-            }
-            if (scratch.brier != nullptr) {
-              add_brier(pieces, row.correct ? nullptr : &label, gamma, odds[0].value, cell_confidence, sum,
-                        exact_squares[entry.index].value, brier[g].value);
-            }
+          Lanes<Real>* row_confidence = &confidence[i * n_gammas];
+          if (scratch.nll == nullptr) {
+            finish_cells<Real, false, false>(pieces, label, sums.data(), cell_plans.data(), n_gammas, row_confidence,
+                                             odds.data(), nll.data());
+          } else if (row.correct) {
+            finish_cells<Real, true, false>(pieces, label, sums.data(), cell_plans.data(), n_gammas, row_confidence,
+                                            odds.data(), nll.data());
+          } else {
+            finish_cells<Real, true, true>(pieces, label, sums.data(), cell_plans.data(), n_gammas, row_confidence,
+                                           odds.data(), nll.data());
+          }
+          for (int64_t g = 0; scratch.brier != nullptr && g < n_gammas; ++g) {
+            add_brier(pieces, row.correct ? nullptr : &label, cell_plans[g], odds[g].value, row_confidence[g].value,
+                      brier[g].value);
           }
         }
         for (int64_t g = 0; g < n_gammas; ++g) {
@@ -810,7 +823,7 @@ class OrderedConfidences {
   explicit OrderedConfidences(int64_t rows) : rows_(rows), bucket_of_(rows), next_(rows), excess_(rows) {
     // Few samples per bucket where a cut falls, but buckets that stay in the caches next to the core.
     int64_t buckets = 64;
-    while (buckets < 4096 && buckets * 16 < rows) buckets *= 2;
+    while (buckets < 4096 && buckets * 4 < rows) buckets *= 2;
     buckets_.resize(buckets);
   }
 
@@ -846,12 +859,11 @@ class OrderedConfidences {
   // The sum of confidence - correct over the `count` lowest samples.
   double excess_of_lowest(int64_t count) {
     advance_to_rank(count);
-    Sum excess = below_;
-    if (rank_ < count) {
-      open();
-      for (int64_t i = 0; i < count - rank_; ++i) excess += excess_[row_of(sorted_[i])];
-    }
-    return Excess<Real>::value(excess);
+    if (rank_ == count) return Excess<Real>::value(below_);
+    open();
+    // Cuts that share a bucket go on where the one before them stopped.
+    for (; summed_ < count - rank_; ++summed_) partial_ += excess_[row_of(sorted_[summed_])];
+    return Excess<Real>::value(below_ + partial_);
   }
 
   Real confidence_at(int64_t rank) {
@@ -865,14 +877,12 @@ class OrderedConfidences {
     const KeyOf<Real> bucket = (confidence_key(edge) - base_) >> shift_;
     while (cursor_ < static_cast<int64_t>(bucket)) advance();
     open();
-    int64_t count = rank_;
-    Sum excess = below_;
-    for (const SortKey& key : sorted_) {
-      if (confidence_[row_of(key)] > edge) break;
-      ++count;
-      excess += excess_[row_of(key)];
+    for (; summed_ < static_cast<int64_t>(sorted_.size()); ++summed_) {
+      const int32_t row = row_of(sorted_[summed_]);
+      if (confidence_[row] > edge) break;
+      partial_ += excess_[row];
     }
-    return {count, Excess<Real>::value(excess)};
+    return {rank_ + summed_, Excess<Real>::value(below_ + partial_)};
   }
 
  private:
@@ -898,6 +908,8 @@ class OrderedConfidences {
   void open() {
     if (opened_ == cursor_) return;
     opened_ = cursor_;
+    summed_ = 0;
+    partial_ = 0;
     sorted_.resize(buckets_[cursor_].count());
     size_t i = sorted_.size();
     int32_t row = static_cast<int32_t>(buckets_[cursor_].count_and_last);
@@ -914,6 +926,9 @@ class OrderedConfidences {
   // The buckets before the cursor hold `rank_` samples and the sum `below_`.
   int64_t cursor_ = 0, rank_ = 0, opened_ = -1;
   Sum below_ = 0;
+  // The opened bucket in order, and the sum of its first samples.
+  int64_t summed_ = 0;
+  Sum partial_ = 0;
   std::vector<int32_t> bucket_of_, next_;
   std::vector<typename Excess<Real>::One> excess_;
   std::vector<Bucket> buckets_;
