@@ -110,7 +110,7 @@ def _reliability_panel(top: Any, bottom: Any, bins: ReliabilityBins, name: str, 
             width,
             bottom=np.minimum(accuracy, confidence),
             align="edge",
-            facecolor="none",
+            facecolor=(1, 1, 1, 0.55),  # where accuracy is above confidence, the bar shines through
             edgecolor=_VERMILION,
             hatch="////",
             linewidth=0.9,

@@ -262,7 +262,7 @@ def test_probabilities_with_a_zero_on_the_true_class(tmp_path, run):
     code, out, _ = run("calibrate", path, *GRID)
     assert code == 0
     assert re.search(r"uncalibrated +0\.\d{4} +inf ", out)
-    assert "Note: 1 of 300 test rows" in out
+    assert "Note: 1 of the 300 test rows of" in out
     assert "give their true class probability exactly 0" in out
     assert re.search(r"temperature, NLL-optimal +- +- ", out)
     document = run_json(run, "calibrate", path, *GRID)
@@ -454,7 +454,7 @@ def test_evaluate_prints_every_set(both, run):
 def test_info(run):
     code, out, err = run("info")
     assert (code, err) == (0, "")
-    for words in (focalkern.__version__, torch.__version__, "CUDA kernels", "CPU vectors", "numpy"):
+    for words in (focalkern.__version__, torch.__version__, "CUDA kernels", "CPU kernels", "numpy"):
         assert words in out
 
 

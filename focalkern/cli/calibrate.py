@@ -195,7 +195,8 @@ def _select(arguments: argparse.Namespace) -> tuple[LogitSet, LogitSet]:
                 f"found {len(rows)}"
             )
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(arguments.seed))
-        return rows.rows(order[:first]), rows.rows(order[first:])
+        share = f"a random share of {arguments.split:g}, seed {arguments.seed}"
+        return rows.rows(order[:first], share), rows.rows(order[first:], "the other rows")
     if arguments.test is not None:
         selection = _one(source, sets, "val")
         others = read_sets(arguments.test, labels=arguments.test_labels, input_kind=arguments.input_kind)

@@ -52,6 +52,7 @@ class LogitSet:
         kind: ``"logits"`` or ``"probs"``.
         name: ``""``, ``"val"`` or ``"test"``, from the prefix of the arrays' names.
         source: the file, as the user wrote it.
+        part: in words, which rows of the file these are; nothing for all.
     """
 
     input: Tensor
@@ -59,6 +60,7 @@ class LogitSet:
     kind: InputKind
     name: str
     source: str
+    part: str = ""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -67,8 +69,9 @@ class LogitSet:
     def n_classes(self) -> int:
         return self.input.shape[1]
 
-    def rows(self, index: Tensor) -> "LogitSet":
-        return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source)
+    def rows(self, index: Tensor, part: str) -> "LogitSet":
+        """The rows of ``index``, called ``part``."""
+        return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source, part)
 
 
 def read_sets(

@@ -25,17 +25,19 @@ def add_parser(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     built = dict(focalkern.build_info())
+    cpu, cuda = built.pop("cpu_kernels", ()), built.pop("cuda_kernels", ())
     lines = {
         "focalkern": f"{focalkern.__version__}  ({os.path.dirname(focalkern.__file__)})",
         "Python": f"{platform.python_version()}  ({platform.system()} {platform.machine()})",
         "torch": f"{torch.__version__}  (focalkern was built for {built.pop('torch')})",
-        "CUDA kernels": _cuda(built.pop("cuda"), built.pop("arch_list")),
+        "CUDA build": _cuda(built.pop("cuda"), built.pop("arch_list")),
         "GPU": _gpu(),
-        "CPU vectors": f"{torch.backends.cpu.get_cpu_capability()}  (as torch sees this machine)",
-        "CPU threads": str(torch.get_num_threads()),
+        "CPU": f"{torch.get_num_threads()} threads; torch sees {torch.backends.cpu.get_cpu_capability()}",
+        "CPU kernels": _words(cpu),
+        "CUDA kernels": _words(cuda),
         # Whatever else the module says of itself.
         **{name.replace("_", " "): _words(value) for name, value in built.items()},
-        "extras": ", ".join(
+        "packages": ", ".join(
             _installed(name) for name in ("numpy", "tabulate", "tqdm", "matplotlib", "safetensors", "scikit-learn")
         ),
     }
@@ -47,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _cuda(version: str | None, architectures: list[str]) -> str:
     if version is None:
-        return "none (a build without CUDA; FOCALKERN_CUDA=1 builds them)"
+        return "none (set FOCALKERN_CUDA=1 while building to have one)"
     return f"for CUDA {version}, {', '.join(architectures) or 'no architecture named'}"
 
 
@@ -59,7 +61,7 @@ def _gpu() -> str:
 
 
 def _words(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
 def _installed(name: str) -> str:

@@ -238,8 +238,9 @@ def read_remarks(rows: LogitSet) -> list[str]:
         zeros = int((rows.input.gather(1, rows.labels.unsqueeze(1)) == -math.inf).sum())
         subject = "a logit of -inf"
     if zeros:
+        where = f"({rows.part})" if rows.part else f"of {rows.source}"
         remarks.append(
-            f"{zeros} of {len(rows)} {_set_name(rows)} rows of {rows.source} give their true class {subject}: its "
+            f"{zeros} of the {_name_of(rows)} {where} give their true class {subject}: its "
             "negative log-likelihood is infinite, and so is the mean NLL. No gamma and no temperature changes that, "
             "because the map keeps an exact zero; the NLL has no optimum on these rows. The other figures are not "
             "affected."
@@ -283,9 +284,10 @@ def _remarks(choices: Sequence[Choice], selection: LogitSet, report: LogitSet, n
         if not all(map(math.isfinite, (was, with_ece, with_nll))):
             continue
         if with_nll <= was < with_ece:
+            lowered = f"{with_nll:.4f}" != f"{was:.4f}"
             remarks.append(
                 f"{words}: ECE and NLL disagree. The ECE-optimal choice RAISES the NLL from {was:.4f} to "
-                f"{with_ece:.4f}; the NLL-optimal one lowers it to {with_nll:.4f}."
+                f"{with_ece:.4f}; the NLL-optimal one {'lowers it to' if lowered else 'leaves it at'} {with_nll:.4f}."
             )
         elif with_ece > with_nll * 1.01:
             remarks.append(
@@ -309,8 +311,10 @@ def _remarks(choices: Sequence[Choice], selection: LogitSet, report: LogitSet, n
     return remarks
 
 
-def _set_name(rows: LogitSet) -> str:
-    return {"val": "validation", "test": "test"}.get(rows.name, "").strip() or "given"
+def _name_of(rows: LogitSet) -> str:
+    """``5000 validation rows``."""
+    name = {"val": "validation ", "test": "test "}.get(rows.name, "")
+    return f"{len(rows)} {name}rows"
 
 
 def format_table(choices: Sequence[Choice], chosen: Choice | None = None) -> str:
@@ -362,8 +366,8 @@ def describe(study: Study) -> str:
 
 
 def rows_in_words(rows: LogitSet) -> str:
-    name = f"{_set_name(rows)} rows" if rows.name else "rows"
-    return f"{len(rows)} {name} of {rows.n_classes} classes, {rows.kind}: {rows.source}"
+    part = f" ({rows.part})" if rows.part else ""
+    return f"{_name_of(rows)}{part} of {rows.n_classes} classes, {rows.kind}: {rows.source}"
 
 
 def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -468,7 +472,7 @@ def write_report(study: Study, folder: Path, document: dict[str, Any]) -> list[P
     write("table.csv", _to_csv(study).encode())
     write("report.json", (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
 
-    rows = "the rows that chose" if study.report is study.selection else "rows that did not choose"
+    rows = "on the rows that chose" if study.report is study.selection else "on rows that did not choose"
     correct = study.report.input.argmax(-1) == study.report.labels
 
     def bins(choice: Choice) -> metrics.ReliabilityBins:
