@@ -1,6 +1,7 @@
 """``focalkern demo``: train three small classifiers, calibrate them with the paper's grid, show the result."""
 
 import argparse
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import focalkern
+from focalkern._atomic import write_atomically
 from focalkern.calibrators import DEFAULT_GAMMAS
 from focalkern.cli import report
 from focalkern.cli.files import InputError, LogitSet
@@ -75,13 +77,15 @@ def _run(arguments: argparse.Namespace) -> int:
             gammas=DEFAULT_GAMMAS,
             temperatures=PAPER_TEMPERATURES,
         )
+        arrays = io.BytesIO()
         np.savez_compressed(
-            source,
+            arrays,
             val_logits=all_logits[val].numpy(),
             val_labels=labels[val].numpy(),
             test_logits=all_logits[test].numpy(),
             test_labels=labels[test].numpy(),
         )
+        write_atomically(source, arrays.getvalue())
         document = report.to_json(study, version=focalkern.__version__, more={"loss": name, "seed": arguments.seed})
         report.write_report(study, folder, document)
         heading = f"{name} (gamma = {_LOSSES[name]:g})"
