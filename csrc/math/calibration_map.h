@@ -135,37 +135,79 @@ struct MapClass {
   Real grad_gamma;  // da_k / dgamma
 };
 
-// log(1 - q) for q <= 1/2, given u = 1 - q as rounded and 1 / u, which phi needs anyway.
+namespace detail {
+
+// -log(1 - q) / q for 0 <= q <= 1/2, relative error 4e-9 (float) and 8e-18 (double).
+FK_HOST_DEVICE float minus_log_complement_over_q(float q) {
+  float p = 1.73361195f;
+  p = p * q - 2.45896188f;
+  p = p * q + 1.95987057f;
+  p = p * q - 0.590088703f;
+  p = p * q + 0.340746471f;
+  p = p * q + 0.175440773f;
+  p = p * q + 0.251956794f;
+  p = p * q + 0.333255162f;
+  p = p * q + 0.500001199f;
+  return p * q + 0.999999997f;
+}
+FK_HOST_DEVICE double minus_log_complement_over_q(double q) {
+  double p = 26.459987993950119;
+  p = p * q - 111.5016083008295;
+  p = p * q + 223.12436325902685;
+  p = p * q - 277.58570995112508;
+  p = p * q + 239.63818240560249;
+  p = p * q - 151.46552820345242;
+  p = p * q + 72.58379957646765;
+  p = p * q - 26.680599026360989;
+  p = p * q + 7.7606284335350173;
+  p = p * q - 1.641118843588303;
+  p = p * q + 0.39280029679314911;
+  p = p * q + 0.059052899350405551;
+  p = p * q + 0.1153620293486034;
+  p = p * q + 0.12466842774185391;
+  p = p * q + 0.14287606118661554;
+  p = p * q + 0.16666590679409988;
+  p = p * q + 0.20000002031370527;
+  p = p * q + 0.2499999996684111;
+  p = p * q + 0.33333333333619306;
+  p = p * q + 0.49999999999999022;
+  return p * q + 1.0;
+}
+
+}  // namespace detail
+
+// log(1 - q) for q <= 1/2. A polynomial in q has no 1 - q in it that could cancel, and no division.
 template <typename Real>
-FK_HOST_DEVICE Real log_complement(Real q, Real u, Real inverse_u) {
+FK_HOST_DEVICE Real log_complement(Real q) {
 #if defined(__CUDA_ARCH__)
-  (void)u, (void)inverse_u;
   return log1p(-q);
 #else
-  // gamma multiplies this, so what rounding took from u is put back.
-  return detail::log_of_normal(u, ((Real(1) - u) - q) * inverse_u);
+  return -q * detail::minus_log_complement_over_q(q);
 #endif
 }
 
-// log(1 + gamma phi): between log(1 - log 2) and large, and never small enough to need log1p. It is a summand of
-// log p_k, which is below -log 2.
+// log v for v = u + gamma (-q log q), which is above 0.15 here: a normal number. It is a summand of log p_k, which is
+// below -log 2.
 template <typename Real>
-FK_HOST_DEVICE Real log_denominator(Real denominator) {
+FK_HOST_DEVICE Real log_weighted(Real v) {
 #if defined(__CUDA_ARCH__)
-  return log(denominator);
+  return log(v);
 #else
-  return detail::log_of_normal(denominator, Real(0));
+  return detail::log_of_normal(v, Real(0));
 #endif
 }
 
-// Nothing here is undefined at probability zero (y = -inf, e = 0): log_ratio = -inf, slope = 1, grad_gamma = 0.
+// With s = -q log q and v = u + gamma s, that is 1 + gamma phi = v / u:
+//   log G = (gamma - 1) log u + log v
+//   h = 1 + gamma (q v - s + q u) / (u v),   c = -log u - s / v
+// which leaves one division to the derivatives and none to the value. Nothing here is undefined at probability zero
+// (y = -inf, e = 0): log_ratio = -inf, slope = 1, grad_gamma = 0.
 template <typename Real>
 FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset, Real ratio_offset) {
   const Real q = e * q_scale;
-  const Real u = Real(1) - q;
-  const Real inverse_u = Real(1) / u;
-  const Real phi = q == Real(0) ? Real(0) : -q * (y + log_q_offset) * inverse_u;
-  return (y + ratio_offset) - (gamma * log_complement(q, u, inverse_u) + log_denominator(Real(1) + gamma * phi));
+  const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
+  const Real v = (Real(1) - q) + gamma * s;
+  return (y + ratio_offset) - ((gamma - Real(1)) * log_complement(q) + log_weighted(v));
 }
 
 template <typename Real>
@@ -173,15 +215,14 @@ FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, Real gamma, Real q_scale
                                         Real ratio_offset) {
   const Real q = e * q_scale;
   const Real u = Real(1) - q;
-  const Real inverse_u = Real(1) / u;
-  const Real log_u = log_complement(q, u, inverse_u);
-  const Real phi = q == Real(0) ? Real(0) : -q * (y + log_q_offset) * inverse_u;
-  const Real denominator = Real(1) + gamma * phi;
-  const Real inverse_denominator = Real(1) / denominator;
+  const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
+  const Real v = u + gamma * s;
+  const Real log_u = log_complement(q);
+  const Real inverse_uv = Real(1) / (u * v);
   MapClass<Real> c;
-  c.log_ratio = (y + ratio_offset) - (gamma * log_u + log_denominator(denominator));
-  c.slope = Real(1) + gamma * (q - (phi - q) * inverse_denominator) * inverse_u;
-  c.grad_gamma = -log_u - phi * inverse_denominator;
+  c.log_ratio = (y + ratio_offset) - ((gamma - Real(1)) * log_u + log_weighted(v));
+  c.slope = Real(1) + gamma * (q * (u + v) - s) * inverse_uv;
+  c.grad_gamma = -log_u - s * (u * inverse_uv);
   return c;
 }
 
