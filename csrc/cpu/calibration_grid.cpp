@@ -16,12 +16,14 @@
 //
 // Only rho looks at all classes. For a gamma between -1 and 1, 1 / G is a smooth function of q and s = -q log q on
 // [0, 1/2], and a sum over the classes of twelve products q^i s^j serves all such gammas; the coefficients are
-// fitted when the block starts, and the fit is checked. A small whole gamma needs one division per class. Anything
-// else, float64 and the Brier score take an exponential per class and gamma.
+// fitted when the grid starts, and the fit is checked. A small whole gamma needs one division per class. Anything
+// else, float64 and the Brier score take an exponential per class and gamma. Where there are many classes most have a
+// q below 1/200, and there seven products serve every gamma up to 5 or so.
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "cpu/vector_clones.h"
@@ -33,55 +35,81 @@ namespace focalkern::cpu {
 namespace {
 
 constexpr int kLanes = 16;    // temperatures that are worked on together
+constexpr int kRun = 64;      // classes that are summed on their own: one long float sum would lose digits
 constexpr int kSamples = 16;  // samples whose confidences are written together: a cache line of floats
 
 // ---- plan: how each gamma gets its rho -----------------------------------------------------------------------------
 
 enum class Route : int32_t { kMoments, kReciprocal, kExponential };
 
-constexpr int kMoments = 12;
 constexpr int kMaxReciprocals = 2;
 constexpr int kMaxWholeGamma = 8;
+
+// What is summed over the classes, as functions of q in (0, kMaxQ] and s = -q log q. Both variables are scaled, to
+// [0, 1] and [-1, 1]: in plain powers the terms would cancel in float. The first term is the weight itself.
+struct WideBasis {
+  static constexpr int kTerms = 12;
+  static constexpr double kMaxQ = 0.5;
+  template <typename Real>
+  static FK_HOST_DEVICE void terms(Real weight, Real q, Real s, Real (&term)[kTerms]) {
+    constexpr double kMaxS = 0.36787944117144233;  // s at q = 1 / e
+    const Real x = s * Real(2 / kMaxS) - Real(1);
+    const Real y = q * Real(1 / kMaxQ);
+    const Real yy = y * y;
+    term[0] = weight;
+    term[1] = term[0] * x;
+    term[2] = term[1] * x;
+    term[3] = term[0] * y;
+    term[4] = term[3] * x;
+    term[5] = term[4] * x;
+    term[6] = term[5] * x;
+    term[7] = term[6] * x;
+    term[8] = term[3] * yy;
+    term[9] = term[8] * x;
+    term[10] = term[9] * x;
+    term[11] = term[10] * x;
+  }
+};
+struct TailBasis {
+  static constexpr int kTerms = 7;
+  static constexpr double kMaxQ = 0.005;
+  template <typename Real>
+  static FK_HOST_DEVICE void terms(Real weight, Real q, Real s, Real (&term)[kTerms]) {
+    constexpr double kMaxS = 0.026491586832740187;  // s at kMaxQ
+    const Real x = s * Real(2 / kMaxS) - Real(1);
+    const Real y = q * Real(1 / kMaxQ);
+    term[0] = weight;
+    term[1] = term[0] * x;
+    term[2] = term[1] * x;
+    term[3] = term[2] * x;
+    term[4] = term[0] * y;
+    term[5] = term[4] * x;
+    term[6] = term[5] * x;
+  }
+};
+constexpr int kMoments = WideBasis::kTerms;
+constexpr int kTailMoments = TailBasis::kTerms;
 
 struct GammaPlan {
   double gamma;
   Route route;
   int index;  // among the gammas of its route
   double coefficient[kMoments];
+  double tail_coefficient[kTailMoments];
 };
 
-// What is summed over the classes, as a function of q in [0, 1/2]; Real s = -q log q. Both variables are scaled to
-// [-1, 1] and [0, 1]: in plain powers the terms would cancel in float.
-constexpr double kMaxS = 0.36787944117144233;  // s at q = 1/e
-template <typename Real>
-FK_HOST_DEVICE void moment_terms(Real weight, Real q, Real s, Real (&term)[kMoments]) {
-  const Real x = s * Real(2 / kMaxS) - Real(1);
-  const Real y = q + q;
-  const Real yy = y * y;
-  term[0] = weight;
-  term[1] = term[0] * x;
-  term[2] = term[1] * x;
-  term[3] = term[0] * y;
-  term[4] = term[3] * x;
-  term[5] = term[4] * x;
-  term[6] = term[5] * x;
-  term[7] = term[6] * x;
-  term[8] = term[3] * yy;
-  term[9] = term[8] * x;
-  term[10] = term[9] * x;
-  term[11] = term[10] * x;
-}
+constexpr int64_t kMinTailClasses = 64;
 
 // The relative error of rho that a fit may have: half a unit in the last place of a float.
 constexpr double kMaxFitError = 3e-8;
 
-// Nodes that see both ends of (0, 1/2]: the logarithm makes 1 / G steep at 0.
-std::vector<double> fit_nodes(int per_end) {
+// Nodes that see both ends of (0, max_q]: the logarithm makes 1 / G steep at 0.
+std::vector<double> fit_nodes(double max_q, int per_end) {
   std::vector<double> nodes;
   for (int i = 0; i < per_end; ++i) {
     const double part = (i + 0.5) / per_end;
-    nodes.push_back(0.5 * std::exp(-30 * part));
-    nodes.push_back(0.25 - 0.25 * std::cos(part * 3.141592653589793));
+    nodes.push_back(max_q * std::exp(-30 * part));
+    nodes.push_back(max_q * (0.5 - 0.5 * std::cos(part * 3.141592653589793)));
   }
   return nodes;
 }
@@ -93,43 +121,49 @@ double inverse_g(double q, double gamma) {
 
 // Least squares of sum_i c_i term_i / (1 / G) = 1 by Householder reflections: the basis is far from orthogonal, and
 // normal equations would lose half the digits.
+template <typename Basis>
 class MomentFit {
  public:
-  MomentFit() : nodes_(fit_nodes(120)), test_nodes_(fit_nodes(401)) {}
+  static constexpr int kTerms = Basis::kTerms;
 
   // Fills in the coefficients; returns the largest relative error.
-  double fit(double gamma, double (&coefficient)[kMoments]) const {
+  double fit(double gamma, double (&coefficient)[kTerms]) const {
+    if (gamma == 0) {  // 1 / G = 1, to the last bit
+      std::fill_n(coefficient, kTerms, 0.0);
+      coefficient[0] = 1;
+      return 0;
+    }
     const size_t n = nodes_.size();
-    std::vector<double> a(n * kMoments), b(n, 1.0);
-    for (size_t i = 0; i < n; ++i) row(nodes_[i], gamma, &a[i * kMoments]);
-    for (int j = 0; j < kMoments; ++j) {
+    std::vector<double> a(n * kTerms), b(n, 1.0), v(n);
+    for (size_t i = 0; i < n; ++i) row(nodes_[i], gamma, &a[i * kTerms]);
+    for (int j = 0; j < kTerms; ++j) {
       double norm = 0;
-      for (size_t i = j; i < n; ++i) norm += a[i * kMoments + j] * a[i * kMoments + j];
-      const double alpha = a[j * kMoments + j] > 0 ? -std::sqrt(norm) : std::sqrt(norm);
-      std::vector<double> v(n, 0.0);
-      for (size_t i = j; i < n; ++i) v[i] = a[i * kMoments + j];
-      v[j] -= alpha;
+      for (size_t i = j; i < n; ++i) norm += a[i * kTerms + j] * a[i * kTerms + j];
+      const double alpha = a[j * kTerms + j] > 0 ? -std::sqrt(norm) : std::sqrt(norm);
       double v_norm = 0;
-      for (size_t i = j; i < n; ++i) v_norm += v[i] * v[i];
-      for (int k = j; k <= kMoments; ++k) {
-        double* column = k < kMoments ? &a[k] : b.data();
-        const size_t stride = k < kMoments ? kMoments : 1;
+      for (size_t i = j; i < n; ++i) {
+        v[i] = a[i * kTerms + j] - (i == static_cast<size_t>(j) ? alpha : 0.0);
+        v_norm += v[i] * v[i];
+      }
+      for (int k = j; k <= kTerms; ++k) {
+        double* column = k < kTerms ? &a[k] : b.data();
+        const size_t stride = k < kTerms ? kTerms : 1;
         double dot = 0;
         for (size_t i = j; i < n; ++i) dot += v[i] * column[i * stride];
         for (size_t i = j; i < n; ++i) column[i * stride] -= 2 * dot / v_norm * v[i];
       }
     }
-    for (int j = kMoments - 1; j >= 0; --j) {
+    for (int j = kTerms - 1; j >= 0; --j) {
       double rest = b[j];
-      for (int k = j + 1; k < kMoments; ++k) rest -= a[j * kMoments + k] * coefficient[k];
-      coefficient[j] = rest / a[j * kMoments + j];
+      for (int k = j + 1; k < kTerms; ++k) rest -= a[j * kTerms + k] * coefficient[k];
+      coefficient[j] = rest / a[j * kTerms + j];
     }
     double worst = 0;
     for (const double q : test_nodes_) {
-      double terms[kMoments];
+      double terms[kTerms];
       row(q, gamma, terms);
       double value = 0;
-      for (int j = 0; j < kMoments; ++j) value += terms[j] * coefficient[j];
+      for (int j = 0; j < kTerms; ++j) value += terms[j] * coefficient[j];
       worst = std::max(worst, std::fabs(value - 1));
     }
     return worst;
@@ -137,11 +171,11 @@ class MomentFit {
 
  private:
   static void row(double q, double gamma, double* out) {
-    double terms[kMoments];
-    moment_terms(1 / inverse_g(q, gamma), q, -q * std::log(q), terms);
+    double terms[kTerms];
+    Basis::terms(1 / inverse_g(q, gamma), q, -q * std::log(q), terms);
     std::memcpy(out, terms, sizeof(terms));
   }
-  std::vector<double> nodes_, test_nodes_;
+  std::vector<double> nodes_ = fit_nodes(Basis::kMaxQ, 120), test_nodes_ = fit_nodes(Basis::kMaxQ, 401);
 };
 
 }  // namespace
@@ -149,25 +183,27 @@ class MomentFit {
 struct CalibrationGridPlan {
   std::vector<GammaPlan> gammas;
   int moments = 0, reciprocals = 0, exponentials = 0;  // gammas on each route
+  bool tail = false;                                   // whether classes with a small q are summed apart
 };
 
 template <typename Scalar>
 CalibrationGridPlan* calibration_grid_plan(const CalibrationGridBlock<Scalar>& block) {
   auto* plan = new CalibrationGridPlan;
-  // Twelve terms reach float accuracy, no further; and they know the sum of p_hat, but not of p_hat^2.
+  // The fits reach float accuracy, no further; and they know the sum of p_hat, but not of p_hat^2.
   const bool shared = sizeof(compute_t<Scalar>) == sizeof(float) && block.brier == nullptr;
-  const MomentFit fitter;
+  const MomentFit<WideBasis> wide;
+  const MomentFit<TailBasis> tail;
+  // With fewer classes there is no tail to speak of.
+  plan->tail = shared && block.samples.classes >= kMinTailClasses;
   for (int64_t g = 0; g < block.n_gammas; ++g) {
-    GammaPlan entry{block.gammas[g], Route::kExponential, 0, {}};
-    if (shared && entry.gamma == 0) {
+    GammaPlan entry{block.gammas[g], Route::kExponential, 0, {}, {}};
+    const bool whole = entry.gamma == std::floor(entry.gamma) && entry.gamma >= 1 && entry.gamma <= kMaxWholeGamma;
+    if (shared && entry.gamma <= 1 && wide.fit(entry.gamma, entry.coefficient) <= kMaxFitError) {
       entry.route = Route::kMoments;
-      entry.coefficient[0] = 1;
-    } else if (shared && entry.gamma <= 1 && fitter.fit(entry.gamma, entry.coefficient) <= kMaxFitError) {
-      entry.route = Route::kMoments;
-    } else if (shared && entry.gamma == std::floor(entry.gamma) && entry.gamma <= kMaxWholeGamma &&
-               plan->reciprocals < kMaxReciprocals) {
+    } else if (shared && whole && plan->reciprocals < kMaxReciprocals) {
       entry.route = Route::kReciprocal;
     }
+    plan->tail = plan->tail && tail.fit(entry.gamma, entry.tail_coefficient) <= kMaxFitError;
     int& count = entry.route == Route::kMoments      ? plan->moments
                  : entry.route == Route::kReciprocal ? plan->reciprocals
                                                      : plan->exponentials;
@@ -239,14 +275,20 @@ FK_VECTOR_CLONES void softmax_pieces(const Real* __restrict d /* [n] */, int64_t
     x_second[t] = scaled_gap(d_second, inverse_temperature[t]);
     sum[t] = 0;
   }
-  for (int64_t k = 0; k < n; ++k) {
-    const Real d_k = d[k];
+  for (int64_t begin = 0; begin < n; begin += kRun) {
+    const int64_t end = begin + kRun < n ? begin + kRun : n;
+    Lanes<Real> run = {};
+    for (int64_t k = begin; k < end; ++k) {
+      const Real d_k = d[k];
 #pragma omp simd
-    for (int t = 0; t < kLanes; ++t) {
-      const Real e_k = exponential(scaled_gap(d_k, inverse_temperature[t]) - x_second[t]);
-      e[k * kLanes + t] = e_k;
-      sum[t] += e_k;
+      for (int t = 0; t < kLanes; ++t) {
+        const Real e_k = exponential(scaled_gap(d_k, inverse_temperature[t]) - x_second[t]);
+        e[k * kLanes + t] = e_k;
+        run[t] += e_k;
+      }
     }
+#pragma omp simd
+    for (int t = 0; t < kLanes; ++t) sum[t] += run[t];
   }
 #pragma omp simd
   for (int t = 0; t < kLanes; ++t) {
@@ -270,63 +312,134 @@ template <typename Real, int kReciprocals>
 FK_VECTOR_CLONES void shared_sums(const Real* __restrict d, int64_t n, const Real* __restrict inverse_temperature,
                                   const Real* __restrict e, const SoftmaxPieces<Real>& pieces,
                                   const int* __restrict whole /* [kReciprocals] */,
-                                  Real* __restrict sums /* [kMoments + kReciprocals, kLanes] */) {
+                                  Lanes<Real>* __restrict sums /* [kMoments + kReciprocals] */) {
   Real gamma[kMaxReciprocals] = {}, bit[3][kMaxReciprocals] = {};
   for (int i = 0; i < kReciprocals; ++i) {
     gamma[i] = static_cast<Real>(whole[i]);
     for (int b = 0; b < 3; ++b) bit[b][i] = static_cast<Real>(((whole[i] - 1) >> b) & 1);
   }
-  Lanes<Real> moment[kMoments] = {}, reciprocal[kMaxReciprocals] = {};
-  for (int64_t k = 0; k < n; ++k) {
-    const Real d_k = d[k];
+  for (int i = 0; i < kMoments + kReciprocals; ++i) sums[i] = {};
+  for (int64_t begin = 0; begin < n; begin += kRun) {
+    const int64_t end = begin + kRun < n ? begin + kRun : n;
+    Lanes<Real> moment[kMoments] = {}, reciprocal[kMaxReciprocals] = {};
+    for (int64_t k = begin; k < end; ++k) {
+      const Real d_k = d[k];
 #pragma omp simd
-    for (int t = 0; t < kLanes; ++t) {
-      const Real e_k = e[k * kLanes + t];
-      const Real q = e_k * pieces.scale[t];
-      const Real s = q * (pieces.lse[t] - scaled_gap(d_k, inverse_temperature[t]));
-      Real term[kMoments];
-      moment_terms(e_k, q, s, term);
-      for (int i = 0; i < kMoments; ++i) moment[i][t] += term[i];
-      const Real u = Real(1) - q;
-      const Real u2 = u * u;
-      const Real u4 = u2 * u2;
-      for (int i = 0; i < kReciprocals; ++i) {
-        const Real power =
-            (Real(1) - bit[0][i] * q) * (Real(1) - bit[1][i] * (Real(1) - u2)) * (Real(1) - bit[2][i] * (Real(1) - u4));
-        reciprocal[i][t] += e_k / (power * (u + gamma[i] * s));
+      for (int t = 0; t < kLanes; ++t) {
+        const Real e_k = e[k * kLanes + t];
+        const Real q = e_k * pieces.scale[t];
+        const Real s = q * (pieces.lse[t] - scaled_gap(d_k, inverse_temperature[t]));
+        Real term[kMoments];
+        WideBasis::terms(e_k, q, s, term);
+        for (int i = 0; i < kMoments; ++i) moment[i][t] += term[i];
+        const Real u = Real(1) - q;
+        const Real u2 = u * u;
+        const Real u4 = u2 * u2;
+        for (int i = 0; i < kReciprocals; ++i) {
+          const Real power = (Real(1) - bit[0][i] * q) * (Real(1) - bit[1][i] * (Real(1) - u2)) *
+                             (Real(1) - bit[2][i] * (Real(1) - u4));
+          reciprocal[i][t] += e_k / (power * (u + gamma[i] * s));
+        }
       }
     }
-  }
-  for (int i = 0; i < kMoments; ++i) std::memcpy(sums + i * kLanes, moment[i].value, sizeof(moment[i]));
-  for (int i = 0; i < kReciprocals; ++i) {
-    std::memcpy(sums + (kMoments + i) * kLanes, reciprocal[i].value, sizeof(reciprocal[i]));
+#pragma omp simd
+    for (int t = 0; t < kLanes; ++t) {
+      for (int i = 0; i < kMoments; ++i) sums[i][t] += moment[i][t];
+      for (int i = 0; i < kReciprocals; ++i) sums[kMoments + i][t] += reciprocal[i][t];
+    }
   }
 }
 
-// The same sums for any gamma, and those of the squares for the Brier score.
+// The same for classes with a q of at most TailBasis::kMaxQ, for every gamma.
+template <typename Real>
+FK_VECTOR_CLONES void tail_sums(const Real* __restrict d, int64_t n, const Real* __restrict inverse_temperature,
+                                const Real* __restrict e, const SoftmaxPieces<Real>& pieces,
+                                Lanes<Real>* __restrict sums /* [kTailMoments] */) {
+  for (int i = 0; i < kTailMoments; ++i) sums[i] = {};
+  for (int64_t begin = 0; begin < n; begin += kRun) {
+    const int64_t end = begin + kRun < n ? begin + kRun : n;
+    Lanes<Real> moment[kTailMoments] = {};
+    for (int64_t k = begin; k < end; ++k) {
+      const Real d_k = d[k];
+#pragma omp simd
+      for (int t = 0; t < kLanes; ++t) {
+        const Real e_k = e[k * kLanes + t];
+        const Real q = e_k * pieces.scale[t];
+        const Real s = q * (pieces.lse[t] - scaled_gap(d_k, inverse_temperature[t]));
+        Real term[kTailMoments];
+        TailBasis::terms(e_k, q, s, term);
+        for (int i = 0; i < kTailMoments; ++i) moment[i][t] += term[i];
+      }
+    }
+#pragma omp simd
+    for (int t = 0; t < kLanes; ++t) {
+      for (int i = 0; i < kTailMoments; ++i) sums[i][t] += moment[i][t];
+    }
+  }
+}
+
+// Moves the classes whose q leaves the tail at some of the temperatures to the front, in d and e, and returns their
+// number. They mostly stay the same from one group of temperatures to the next.
+template <typename Real>
+int64_t split_classes(int64_t n, Real* __restrict d, Lanes<Real>* __restrict e, const SoftmaxPieces<Real>& pieces,
+                      const Lanes<Real>& inverse_temperature) {
+  // e_k grows with T.
+  int hottest = 0;
+  Real scale = 0;
+  for (int t = 0; t < kLanes; ++t) {
+    hottest = inverse_temperature[t] < inverse_temperature[hottest] ? t : hottest;
+    scale = std::max(scale, pieces.scale[t]);
+  }
+  const Real limit = static_cast<Real>(TailBasis::kMaxQ);
+  int64_t head = 0;
+  for (int64_t k = 0; k < n; ++k) {
+    if (e[k][hottest] * scale <= limit) continue;
+    if (k != head) {
+      std::swap(d[k], d[head]);
+      std::swap(e[k], e[head]);
+    }
+    ++head;
+  }
+  return head;
+}
+
+// The sums behind rho for any gamma, and those of the squares for the Brier score.
 template <typename Real>
 FK_VECTOR_CLONES void exact_sums(const Real* __restrict d, int64_t n, const Real* __restrict inverse_temperature,
                                  const Real* __restrict e, const SoftmaxPieces<Real>& pieces,
                                  const Real* __restrict gammas, int64_t n_gammas,
-                                 Real* __restrict sums /* [n_gammas, kLanes] */,
-                                 Real* __restrict square_sums /* [n_gammas, kLanes] */) {
-  for (int64_t i = 0; i < n_gammas * kLanes; ++i) sums[i] = 0;
-  for (int64_t i = 0; i < n_gammas * kLanes; ++i) square_sums[i] = 0;
-  Lanes<Real> log_u, phi;
-  for (int64_t k = 0; k < n; ++k) {
+                                 Lanes<Real>* __restrict sums /* [n_gammas] */,
+                                 Lanes<Real>* __restrict square_sums /* [n_gammas] */) {
+  for (int64_t g = 0; g < n_gammas; ++g) sums[g] = square_sums[g] = {};
+  // A run of classes at a time, so that its logarithms serve all gammas.
+  Lanes<Real> log_u[kRun], phi[kRun];
+  for (int64_t begin = 0; begin < n; begin += kRun) {
+    const int64_t end = begin + kRun < n ? begin + kRun : n;
+    for (int64_t k = begin; k < end; ++k) {
+      const Real d_k = d[k];
 #pragma omp simd
-    for (int t = 0; t < kLanes; ++t) {
-      const Real q = e[k * kLanes + t] * pieces.scale[t];
-      log_u[t] = log_one_plus(-q);
-      phi[t] = phi_of(q, scaled_gap(d[k], inverse_temperature[t]) - pieces.lse[t], Real(1) - q);
+      for (int t = 0; t < kLanes; ++t) {
+        const Real q = e[k * kLanes + t] * pieces.scale[t];
+        log_u[k - begin][t] = log_one_plus(-q);
+        phi[k - begin][t] = phi_of(q, scaled_gap(d_k, inverse_temperature[t]) - pieces.lse[t], Real(1) - q);
+      }
     }
     for (int64_t g = 0; g < n_gammas; ++g) {
       const Real gamma = gammas[g];
+      Lanes<Real> run = {}, square_run = {};
+      for (int64_t k = begin; k < end; ++k) {
+#pragma omp simd
+        for (int t = 0; t < kLanes; ++t) {
+          const Real weight =
+              e[k * kLanes + t] * exponential(-gamma * log_u[k - begin][t]) / (Real(1) + gamma * phi[k - begin][t]);
+          run[t] += weight;
+          square_run[t] += weight * weight;
+        }
+      }
 #pragma omp simd
       for (int t = 0; t < kLanes; ++t) {
-        const Real weight = e[k * kLanes + t] * exponential(-gamma * log_u[t]) / (Real(1) + gamma * phi[t]);
-        sums[g * kLanes + t] += weight;
-        square_sums[g * kLanes + t] += weight * weight;
+        sums[g][t] += run[t];
+        square_sums[g][t] += square_run[t];
       }
     }
   }
@@ -402,6 +515,7 @@ template <typename Real>
 struct CellPlan {
   Gamma<Real> gamma;
   Real coefficient[kMoments];
+  Real tail_coefficient[kTailMoments];
   const Real* numerator;   // [kLanes]: sum_k e_k / G(q_k), or null: the combination of the moments
   const Real* square_sum;  // [kLanes]: sum_k (e_k / G(q_k))^2, for the Brier score
 };
@@ -409,8 +523,10 @@ struct CellPlan {
 // From the sums over the classes to confidences and NLL, for every gamma. `label` is null where the label is t.
 template <typename Real, bool kWithNll, bool kWithLabel>
 FK_VECTOR_CLONES void finish_cells(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
-                                   const Lanes<Real>* __restrict moments, const CellPlan<Real>* __restrict plans,
-                                   int64_t n_gammas, Lanes<Real>* __restrict confidence /* [n_gammas] */,
+                                   const Lanes<Real>* __restrict moments,
+                                   const Lanes<Real>* __restrict tail_moments /* or null */,
+                                   const CellPlan<Real>* __restrict plans, int64_t n_gammas,
+                                   Lanes<Real>* __restrict confidence /* [n_gammas] */,
                                    Lanes<Real>* __restrict odds /* [n_gammas] */,
                                    NllOfGroup* __restrict nll /* [n_gammas] */) {
   for (int64_t g = 0; g < n_gammas; ++g) {
@@ -426,6 +542,14 @@ FK_VECTOR_CLONES void finish_cells(const SoftmaxPieces<Real>& pieces, const Labe
       }
     } else {
       std::memcpy(numerator.value, plan.numerator, sizeof(numerator));
+    }
+    if (tail_moments != nullptr) {
+#pragma omp simd
+      for (int t = 0; t < kLanes; ++t) {
+        Real sum = plan.tail_coefficient[0] * tail_moments[0][t];
+        for (int i = 1; i < kTailMoments; ++i) sum += plan.tail_coefficient[i] * tail_moments[i][t];
+        numerator[t] += sum;
+      }
     }
 #pragma omp simd
     for (int t = 0; t < kLanes; ++t) {
@@ -585,7 +709,7 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
   const int64_t chunk_rows = calibration_grid_chunk_rows(samples.rows, samples.classes);
 
   std::vector<Real> gaps(kSamples * samples.classes), exact_gammas;
-  std::vector<Lanes<Real>> e(others), sums(kMoments + kMaxReciprocals), odds(n_gammas);
+  std::vector<Lanes<Real>> e(others), sums(kMoments + kMaxReciprocals), tail_moments(kTailMoments), odds(n_gammas);
   std::vector<Lanes<Real>> exact(plan.exponentials), exact_squares(plan.exponentials);
   std::vector<Lanes<Real>> confidence(kSamples * n_gammas);
   std::vector<NllOfGroup> nll(n_gammas);
@@ -602,6 +726,7 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
     CellPlan<Real>& cell = cell_plans[g];
     cell.gamma = rounded_gamma<Real>(entry.gamma);
     for (int i = 0; i < kMoments; ++i) cell.coefficient[i] = static_cast<Real>(entry.coefficient[i]);
+    for (int i = 0; i < kTailMoments; ++i) cell.tail_coefficient[i] = static_cast<Real>(entry.tail_coefficient[i]);
     cell.numerator = cell.square_sum = nullptr;
     if (entry.route == Route::kReciprocal) {
       whole[entry.index] = static_cast<int>(entry.gamma);
@@ -642,32 +767,39 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
           Real* inv_t = inverse_temperature.value;
           Real* weights = e[0].value;
           softmax_pieces(row.d, others, row.second, inv_t, weights, &pieces);
+          // The classes [0, head) are summed in full.
+          int64_t head = others;
+          if (plan.tail) {
+            head = split_classes(others, row.d, e.data(), pieces, inverse_temperature);
+            tail_sums(row.d + head, others - head, inv_t, weights + head * kLanes, pieces, tail_moments.data());
+          }
           if (plan.reciprocals == 2) {
-            shared_sums<Real, 2>(row.d, others, inv_t, weights, pieces, whole, sums[0].value);
+            shared_sums<Real, 2>(row.d, head, inv_t, weights, pieces, whole, sums.data());
           } else if (plan.reciprocals == 1) {
-            shared_sums<Real, 1>(row.d, others, inv_t, weights, pieces, whole, sums[0].value);
+            shared_sums<Real, 1>(row.d, head, inv_t, weights, pieces, whole, sums.data());
           } else if (plan.moments > 0) {
-            shared_sums<Real, 0>(row.d, others, inv_t, weights, pieces, whole, sums[0].value);
+            shared_sums<Real, 0>(row.d, head, inv_t, weights, pieces, whole, sums.data());
           }
           if (plan.exponentials > 0) {
-            exact_sums(row.d, others, inv_t, weights, pieces, exact_gammas.data(), plan.exponentials, exact[0].value,
-                       exact_squares[0].value);
+            exact_sums(row.d, head, inv_t, weights, pieces, exact_gammas.data(), plan.exponentials, exact.data(),
+                       exact_squares.data());
           }
           const bool wants_label = !row.correct && (scratch.nll != nullptr || scratch.brier != nullptr);
           if (wants_label) {
             label_pieces(row.label, inv_t, pieces, &label);
             add_linear_nll(pieces, label, &linear);
           }
+          const Lanes<Real>* small_classes = plan.tail ? tail_moments.data() : nullptr;
           Lanes<Real>* row_confidence = &confidence[i * n_gammas];
           if (scratch.nll == nullptr) {
-            finish_cells<Real, false, false>(pieces, label, sums.data(), cell_plans.data(), n_gammas, row_confidence,
-                                             odds.data(), nll.data());
+            finish_cells<Real, false, false>(pieces, label, sums.data(), small_classes, cell_plans.data(), n_gammas,
+                                             row_confidence, odds.data(), nll.data());
           } else if (row.correct) {
-            finish_cells<Real, true, false>(pieces, label, sums.data(), cell_plans.data(), n_gammas, row_confidence,
-                                            odds.data(), nll.data());
+            finish_cells<Real, true, false>(pieces, label, sums.data(), small_classes, cell_plans.data(), n_gammas,
+                                            row_confidence, odds.data(), nll.data());
           } else {
-            finish_cells<Real, true, true>(pieces, label, sums.data(), cell_plans.data(), n_gammas, row_confidence,
-                                           odds.data(), nll.data());
+            finish_cells<Real, true, true>(pieces, label, sums.data(), small_classes, cell_plans.data(), n_gammas,
+                                           row_confidence, odds.data(), nll.data());
           }
           for (int64_t g = 0; scratch.brier != nullptr && g < n_gammas; ++g) {
             add_brier(pieces, row.correct ? nullptr : &label, cell_plans[g], odds[g].value, row_confidence[g].value,
