@@ -107,19 +107,19 @@ struct ScaledRow {
     const Real value = load_as_compute(input[k]);
     return is_probs ? logit_of_probability(value) : value;
   }
-  __device__ __forceinline__ Real y(int k) const {
-    return k == top ? -kInfinity<Real> : (logit(k) - shift) * beta;
-  }
+  __device__ __forceinline__ Real y(int k) const { return k == top ? -kInfinity<Real> : (logit(k) - shift) * beta; }
 };
 
 // Terms that are added in Real before the sum goes on in double.
 constexpr int kTermsPerSum = 16;
 
 template <typename Scalar, bool with_brier>
-__global__ __launch_bounds__(kBlock, sizeof(compute_t<Scalar>) == sizeof(float) ? 2 : 1) void
-calibration_grid_confidence_kernel(
-    const __grid_constant__ CalibrationGridBlock<Scalar> block, const __grid_constant__ GridPlan plan,
-    const __grid_constant__ Scratch<Scalar> scratch) {
+__global__ __launch_bounds__(
+    kBlock, sizeof(compute_t<Scalar>) == sizeof(float)
+                ? 2
+                : 1) void calibration_grid_confidence_kernel(const __grid_constant__ CalibrationGridBlock<Scalar> block,
+                                                             const __grid_constant__ GridPlan plan,
+                                                             const __grid_constant__ Scratch<Scalar> scratch) {
   using Real = compute_t<Scalar>;
   __shared__ double shared_sums[kBlock];
   const CalibrationGridSamples<Scalar>& samples = block.samples;
@@ -200,8 +200,7 @@ calibration_grid_confidence_kernel(
         const Real e = exponential(y);
 #pragma unroll
         for (int g = 0; g < kGammasAtOnce; ++g) {
-          const Real ratio =
-              exponential(map_log_ratio(y, e, gamma[g], map.q_scale, map.log_q_offset, ratio_offset[g]));
+          const Real ratio = exponential(map_log_ratio(y, e, gamma[g], map.q_scale, map.log_q_offset, ratio_offset[g]));
           sum[g] += ratio;
           if (with_brier) squares[g] += ratio * ratio;
         }
@@ -223,9 +222,9 @@ calibration_grid_confidence_kernel(
         const Real ratios = static_cast<Real>(ratio_sum[g]);
         const Real confidence = Real(1) / (Real(1) + ratios);
         const Real log_norm = log_one_plus(ratios);  // -log p_t
-        const Real log_ratio = correct ? Real(0)
-                                       : map_log_ratio(y_label, e_label, gamma[g], map.q_scale, map.log_q_offset,
-                                                       ratio_offset[g]);
+        const Real log_ratio =
+            correct ? Real(0)
+                    : map_log_ratio(y_label, e_label, gamma[g], map.q_scale, map.log_q_offset, ratio_offset[g]);
         if (scratch.confidence != nullptr) {
           scratch.confidence[(t * block.n_gammas + first_gamma + g) * samples.rows + row] = confidence;
         }
@@ -309,10 +308,10 @@ __device__ void select_cuts(const Real* confidence, int rows, int n_cuts, int ro
       const auto digit = static_cast<uint32_t>((in_key ? key >> shift : Key(row >> shift)) & (kDigits - 1));
       for (int c = 0; c < n_cuts; ++c) {
         const Cut<Real>& cut = shared.cuts[c];
-        const bool matches = in_key ? high_bits(key, shift + kDigitBits, kKeyBits) ==
-                                          high_bits(cut.key, shift + kDigitBits, kKeyBits)
-                                    : key == cut.key && high_bits(row, shift + kDigitBits, 32) ==
-                                                            high_bits(cut.row, shift + kDigitBits, 32);
+        const bool matches =
+            in_key ? high_bits(key, shift + kDigitBits, kKeyBits) == high_bits(cut.key, shift + kDigitBits, kKeyBits)
+                   : key == cut.key &&
+                         high_bits(row, shift + kDigitBits, 32) == high_bits(cut.row, shift + kDigitBits, 32);
         if (matches) atomicAdd(&shared.counts[c][digit], 1u);
       }
     }
@@ -529,8 +528,7 @@ int calibration_grid_block(const CalibrationGridBlock<Scalar>& block, void* work
   char* memory = static_cast<char*>(workspace);
   const int64_t offset = confidence_bytes(rows, block.n_gammas, block.n_temperatures, sizeof(Real));
   auto* nll = reinterpret_cast<double*>(memory + offset);
-  auto* brier =
-      reinterpret_cast<double*>(memory + offset + sums_bytes(rows, block.n_gammas, block.n_temperatures));
+  auto* brier = reinterpret_cast<double*>(memory + offset + sums_bytes(rows, block.n_gammas, block.n_temperatures));
   const Scratch<Scalar> scratch = {binned ? reinterpret_cast<Real*>(memory) : nullptr,
                                    block.nll != nullptr ? nll : nullptr, block.brier != nullptr ? brier : nullptr};
   void (*confidences)(CalibrationGridBlock<Scalar>, GridPlan, Scratch<Scalar>) =
@@ -538,8 +536,14 @@ int calibration_grid_block(const CalibrationGridBlock<Scalar>& block, void* work
                              : calibration_grid_confidence_kernel<Scalar, false>;
   int error = launch(confidences, plan.blocks(), kBlock, stream, block, plan, scratch);
   if (error == cudaSuccess && binned) {
-    const CellArgs<Real> args = {scratch.confidence, block.samples.correct, static_cast<int>(rows), block.n_gammas,
-                                 block.n_bins,       block.estimator,       block.ece,              block.mce,
+    const CellArgs<Real> args = {scratch.confidence,
+                                 block.samples.correct,
+                                 static_cast<int>(rows),
+                                 block.n_gammas,
+                                 block.n_bins,
+                                 block.estimator,
+                                 block.ece,
+                                 block.mce,
                                  block.table_stride};
     error = launch(calibration_grid_bins_kernel<Real>, cells, kBlock, stream, args);
   }
@@ -553,8 +557,8 @@ int calibration_grid_block(const CalibrationGridBlock<Scalar>& block, void* work
   return error;
 }
 
-#define FK_INSTANTIATE(Scalar)                                                                              \
-  template int calibration_grid_prepare<Scalar>(const CalibrationGridSamples<Scalar>&, int64_t*, void*);   \
+#define FK_INSTANTIATE(Scalar)                                                                           \
+  template int calibration_grid_prepare<Scalar>(const CalibrationGridSamples<Scalar>&, int64_t*, void*); \
   template int calibration_grid_block<Scalar>(const CalibrationGridBlock<Scalar>&, void*, void*);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)

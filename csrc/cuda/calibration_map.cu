@@ -257,9 +257,9 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_map_backward_kernel(
       cr += s.grad_gamma * s.r;
       cm += s.grad_gamma * s.m;
     });
-    const MapGradSums<Real> sums = {
-        static_cast<Real>(group.sum(r)),  static_cast<Real>(group.sum(m)),  static_cast<Real>(group.sum(hr)),
-        static_cast<Real>(group.sum(hm)), static_cast<Real>(group.sum(cr)), static_cast<Real>(group.sum(cm))};
+    const MapGradSums<Real> sums = {static_cast<Real>(group.sum(r)),  static_cast<Real>(group.sum(m)),
+                                    static_cast<Real>(group.sum(hr)), static_cast<Real>(group.sum(hm)),
+                                    static_cast<Real>(group.sum(cr)), static_cast<Real>(group.sum(cm))};
     const MapRowGrad<Real> grad = map_row_grad(map, sums, grad_top, log_output);
 
     Sum beta_sum = 0;
@@ -402,10 +402,10 @@ int binary_calibration_map_backward(const BinaryCalibrationMapBackward<Scalar>& 
   return launch(binary_calibration_map_backward_kernel<Scalar>, elementwise_grid(args.size), kBlock, stream, args);
 }
 
-#define FK_INSTANTIATE(Scalar)                                                                              \
-  template int calibration_map_forward<Scalar>(const CalibrationMapForward<Scalar>&, void*);               \
-  template int calibration_map_backward<Scalar>(const CalibrationMapBackward<Scalar>&, void*);             \
-  template int binary_calibration_map_forward<Scalar>(const BinaryCalibrationMapForward<Scalar>&, void*);  \
+#define FK_INSTANTIATE(Scalar)                                                                            \
+  template int calibration_map_forward<Scalar>(const CalibrationMapForward<Scalar>&, void*);              \
+  template int calibration_map_backward<Scalar>(const CalibrationMapBackward<Scalar>&, void*);            \
+  template int binary_calibration_map_forward<Scalar>(const BinaryCalibrationMapForward<Scalar>&, void*); \
   template int binary_calibration_map_backward<Scalar>(const BinaryCalibrationMapBackward<Scalar>&, void*);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)

@@ -289,8 +289,7 @@ __global__ __launch_bounds__(kBlock) void focal_loss_forward_kernel(
       label = read_label(args, first + thread);
       labels[thread] = label;
       if (path != RowPath::kTile && label >= 0) {
-        z_target = load_as_compute(
-            args.logits[geometry.logits(first + thread) + label * args.layout.class_stride]);
+        z_target = load_as_compute(args.logits[geometry.logits(first + thread) + label * args.layout.class_stride]);
       }
     }
     if constexpr (path == RowPath::kTile) {
@@ -309,9 +308,8 @@ __global__ __launch_bounds__(kBlock) void focal_loss_forward_kernel(
       const int part = warp % plan.parts;
       const int r = warp / plan.parts * kWarp + thread % kWarp;
       if (r < rows && labels[r] >= 0) {
-        shares[r * plan.parts + part] =
-            row_exp_sum(args.logits + geometry.logits(first + r), args.layout.class_stride, classes,
-                        labels[r], part, plan.parts);
+        shares[r * plan.parts + part] = row_exp_sum(args.logits + geometry.logits(first + r), args.layout.class_stride,
+                                                    classes, labels[r], part, plan.parts);
       }
     } else {
       const int lanes = plan.lanes;
@@ -326,8 +324,8 @@ __global__ __launch_bounds__(kBlock) void focal_loss_forward_kernel(
         } else {
           share = empty_exp_sum<Real>();
           if (is_live) {
-            share = row_exp_sum(args.logits + geometry.logits(first + r), args.layout.class_stride,
-                                classes, labels[r], thread % lanes, lanes);
+            share = row_exp_sum(args.logits + geometry.logits(first + r), args.layout.class_stride, classes, labels[r],
+                                thread % lanes, lanes);
           }
           share = group_exp_sum(share, warp_lanes);
         }
@@ -398,8 +396,7 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Foc
     const Real max = args.saved[row];
     const Real log_s = args.saved[args.rows + row];
     const Real log_u = args.saved[2 * args.rows + row];
-    const Real z =
-        load_as_compute(args.logits[geometry.logits(row) + label * args.layout.class_stride]);
+    const Real z = load_as_compute(args.logits[geometry.logits(row) + label * args.layout.class_stride]);
     const Real log_p = (z - max) - log_s;
     const Real gamma = gamma_at(args, row, exponential(log_p));
     const FocalTerms<Real> terms = focal_terms(log_p, log_u, gamma);
@@ -446,8 +443,7 @@ __device__ __forceinline__ void write_row_gradient(Scalar* grad, int64_t grad_st
       for (int k = 0; k < kUnroll; ++k) {
         const int64_t j = first + static_cast<int64_t>(k) * threads;
         if (j < classes) {
-          grad[j * grad_stride] =
-              Store<Scalar>::from_compute(gradient_at(gradient, static_cast<int>(j), values[k]));
+          grad[j * grad_stride] = Store<Scalar>::from_compute(gradient_at(gradient, static_cast<int>(j), values[k]));
         }
       }
     }
@@ -563,10 +559,9 @@ __global__ __launch_bounds__(kBlock) void focal_loss_backward_kernel(
       const int rows_at_once = pixels ? plan.rows_per_tile : kBlock / plan.lanes;
       const int r_first = pixels ? warp / plan.parts * kWarp + thread % kWarp : thread / plan.lanes;
       for (int r = r_first; r < rows; r += rows_at_once) {
-        write_row_gradient(args.grad_logits + geometry.grad_logits(first + r),
-                           args.grad_layout.class_stride,
-                           args.logits + geometry.logits(first + r), args.layout.class_stride, classes,
-                           gradients[r], index, threads);
+        write_row_gradient(args.grad_logits + geometry.grad_logits(first + r), args.grad_layout.class_stride,
+                           args.logits + geometry.logits(first + r), args.layout.class_stride, classes, gradients[r],
+                           index, threads);
       }
     }
   }
@@ -775,12 +770,8 @@ __global__ __launch_bounds__(kBlock, 2) void focal_loss_general_backward_kernel(
       if (args.grad_gamma != nullptr && row.index == 0) {
         args.grad_gamma[row.row] = row.is_live ? scale * static_cast<Real>(gamma_sum) : missing;
       }
-      Scalar* grad = args.grad_logits == nullptr
-                         ? nullptr
-                         : args.grad_logits + geometry.grad_logits(row.row);
-      Real* grad_target = args.grad_target == nullptr
-                              ? nullptr
-                              : args.grad_target + geometry.target_probs(row.row);
+      Scalar* grad = args.grad_logits == nullptr ? nullptr : args.grad_logits + geometry.grad_logits(row.row);
+      Real* grad_target = args.grad_target == nullptr ? nullptr : args.grad_target + geometry.target_probs(row.row);
       if (grad == nullptr && grad_target == nullptr) continue;
       for (int64_t j = row.index; j < args.classes; j += plan.lanes) {
         Real value = missing;
@@ -859,14 +850,12 @@ template <typename Scalar>
 int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
                        compute_t<Scalar>* divisor, void* workspace, void* stream) {
   if (args.rows > 0 && !sizes_are_valid(args)) return cudaErrorInvalidValue;
-  const RowPlan plan =
-      plan_for(args, has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits));
+  const RowPlan plan = plan_for(args, has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits));
   Reduction<compute_t<Scalar>> reduction = {loss, divisor, mean, static_cast<unsigned*>(workspace), nullptr};
   if (loss != nullptr && plan.grid > 1) {
     if (workspace == nullptr) return cudaErrorInvalidValue;
     reduction.sums = reinterpret_cast<double*>(static_cast<char*>(workspace) + kCounterBytes);
-    const cudaError_t error =
-        cudaMemsetAsync(workspace, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
+    const cudaError_t error = cudaMemsetAsync(workspace, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
     if (error != cudaSuccess) {
       cudaGetLastError();
       return error;
@@ -874,10 +863,10 @@ int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_
   }
   const Geometry geometry = {plan, RowOffset(args.layout), RowOffset(args.target_layout), RowOffset(args.layout)};
   void (*kernel)(FocalLossForward<Scalar>, Geometry, Reduction<compute_t<Scalar>>) =
-      is_general(args)                  ? focal_loss_general_forward_kernel<Scalar>
-      : plan.path == RowPath::kTile     ? focal_loss_forward_kernel<Scalar, RowPath::kTile>
-      : plan.path == RowPath::kPixels   ? focal_loss_forward_kernel<Scalar, RowPath::kPixels>
-                                        : focal_loss_forward_kernel<Scalar, RowPath::kRows>;
+      is_general(args)                ? focal_loss_general_forward_kernel<Scalar>
+      : plan.path == RowPath::kTile   ? focal_loss_forward_kernel<Scalar, RowPath::kTile>
+      : plan.path == RowPath::kPixels ? focal_loss_forward_kernel<Scalar, RowPath::kPixels>
+                                      : focal_loss_forward_kernel<Scalar, RowPath::kRows>;
   return launch(kernel, plan.grid, kBlock, stream, args, geometry, reduction);
 }
 
@@ -899,9 +888,9 @@ int focal_loss_backward(const FocalLossBackward<Scalar>& args, void* stream) {
   return launch(kernel, plan.grid, kBlock, stream, args, geometry);
 }
 
-#define FK_INSTANTIATE(Scalar)                                                                                       \
-  template int focal_loss_forward<Scalar>(const FocalLossForward<Scalar>&, bool, compute_t<Scalar>*,                 \
-                                          compute_t<Scalar>*, void*, void*);                                         \
+#define FK_INSTANTIATE(Scalar)                                                                       \
+  template int focal_loss_forward<Scalar>(const FocalLossForward<Scalar>&, bool, compute_t<Scalar>*, \
+                                          compute_t<Scalar>*, void*, void*);                         \
   template int focal_loss_backward<Scalar>(const FocalLossBackward<Scalar>&, void*);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)

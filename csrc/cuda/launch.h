@@ -105,15 +105,15 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
 
 // Groups of threads share rows that lie end to end, and go on to further rows in strides of the grid.
 struct MapPlan {
-  int lanes;      // a power of two up to a warp, or the block
+  int lanes;          // a power of two up to a warp, or the block
   bool in_registers;  // a thread's part of a row fits the registers set aside for it
   int64_t grid;
 };
 
 inline MapPlan plan_map(int64_t rows, int64_t classes, int values_per_lane) {
   MapPlan plan = {};
-  plan.lanes = classes > values_per_lane * kWarp ? kBlock
-                                                 : power_of_two_at_least(divide_up(classes, values_per_lane), kWarp);
+  plan.lanes =
+      classes > values_per_lane * kWarp ? kBlock : power_of_two_at_least(divide_up(classes, values_per_lane), kWarp);
   plan.in_registers = classes <= int64_t{values_per_lane} * plan.lanes;
   const int64_t blocks = divide_up(rows, kBlock / plan.lanes);
   plan.grid = blocks < 8 * kMaxGrid ? blocks : 8 * kMaxGrid;
