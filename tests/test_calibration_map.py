@@ -56,8 +56,9 @@ check_binary = functools.partial(
 
 # ---- the edges, at 300 digits ---------------------------------------------------------------------------------------
 
-# 80 is the largest gap of the contract; 18 is where 1 - q leaves float32's digits, 40 where it leaves float64's.
-EDGE_GAPS = [0.0, 1.0, 18.0, 40.0, 80.0]
+# 80 is the largest gap of the contract; 18 is where 1 - q leaves float32's digits, 40 where it leaves float64's. 7.5
+# and 12 are just past the place where a series must replace -q log(q) / (1 - q), in float32 and in float64.
+EDGE_GAPS = [0.0, 1.0, 7.5, 12.0, 18.0, 40.0, 80.0]
 
 
 def edge_row(gap: float) -> list[float]:
@@ -456,6 +457,21 @@ def test_torch_func_is_never_silently_wrong(device):
         results.append((primal, tangent, vmap(grad(f))(s, gamma), hessian(lambda s, f=f: f(s, gamma).sum())(s)))
     for actual, expected in zip(*results, strict=True):
         assert_close(actual, expected)
+
+
+def test_batched_upstream_gradients_and_lazy_negation(device):
+    z = torch.randn(5, 4, dtype=torch.float64, device=device, requires_grad=True)
+    gamma = torch.rand(5, dtype=torch.float64, device=device, requires_grad=True)
+    p = fk.focal_calibration_map(z, gamma)
+    upstream = torch.randn(3, 5, 4, dtype=torch.float64, device=device)
+    batched = torch.autograd.grad(p, (z, gamma), upstream, is_grads_batched=True, retain_graph=True)
+    for b, row in enumerate(upstream):
+        for whole, one in zip(batched, torch.autograd.grad(p, (z, gamma), row, retain_graph=True), strict=True):
+            assert_close(whole[b], one)
+    # Stored as -z with torch's lazy negation bit set.
+    negated = torch._neg_view((-z.detach()).clone())
+    assert torch.equal(fk.focal_calibration_map(negated, gamma), p)
+    assert torch.equal(fk.binary_focal_calibration_map(negated, 1.0), fk.binary_focal_calibration_map(z, 1.0))
 
 
 @torch_jit_warns

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from conftest import TOLERANCE, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,8 +151,9 @@ def test_one_broken_row_spoils_no_other_row(device):
 
 # ---- the edges, at 300 digits ---------------------------------------------------------------------------------------
 
-# 80 is the largest gap of the contract; 18 is where 1 - p leaves float32's digits, 40 where it leaves float64's.
-EDGE_GAPS = [0.0, 1.0, 18.0, 40.0, 80.0]
+# 80 is the largest gap of the contract; 18 is where 1 - p leaves float32's digits, 40 where it leaves float64's. 7.5
+# and 12 are just past the place where a series must replace -p log(p) / (1 - p), in float32 and in float64.
+EDGE_GAPS = [0.0, 1.0, 7.5, 12.0, 18.0, 40.0, 80.0]
 # 5 and 2: common; 0.25: infinite slope at p = 1; 0: cross-entropy; -0.5, -5: inverse, -5 with a negative coefficient.
 EDGE_GAMMAS = [5.0, 2.0, 0.25, 0.0, -0.5, -5.0]
 
@@ -356,6 +358,36 @@ def test_layouts_give_the_bits_of_the_contiguous_case(device, layout, dtype):
             # The order of a sum over classes may follow the layout, so: the tolerance, not the bits.
             for actual, expected in zip(*results, strict=True):
                 assert_close(actual, expected)
+
+
+def test_strides_and_lazy_negation_of_the_other_arguments(device):
+    z = torch.randn(6, 4, device=device)
+    target = torch.tensor([0, 1, 2, 3, 0, 1], device=device)
+    weight, gamma, soft = torch.rand(8, device=device), torch.rand(6, device=device), torch.rand(6, 4, device=device)
+    edges, gammas = torch.linspace(0, 1, 9, device=device), torch.rand(8, device=device)
+
+    def negated(x):
+        """x, stored as -x with torch's lazy negation bit set."""
+        return torch._neg_view((-x).clone())
+
+    def same(*arguments, **options):
+        return assert_close(fk.focal_loss(*arguments, **options), expected)
+
+    expected = fk.focal_loss(z, target, weight=weight[::2].clone())
+    same(z, target, weight=weight[::2])
+    same(z, target, weight=negated(weight[::2]))
+    same(negated(z), target, weight=weight[::2])
+    expected = fk.focal_loss(z, target, fk.GammaTable(edges[::2].clone(), gammas[::2].clone()))
+    same(z, target, fk.GammaTable(edges[::2], gammas[::2]))
+    same(z, target, fk.GammaTable(edges[::2].double(), gammas[::2]))
+    expected = fk.focal_loss(z, soft, gamma)
+    same(z, negated(soft), negated(gamma))
+    x = leaf(z)
+    loss = fk.focal_loss(x, target, reduction="none")
+    plain, lazy = (torch.autograd.grad(loss, x, u, retain_graph=True)[0] for u in (gamma, negated(gamma)))
+    assert_close(lazy, plain)
+    expected = fk.focal_loss(z, target, weight=weight[:1].expand(4).clone())
+    same(z, target, weight=weight[:1].expand(4))
 
 
 def test_channels_last_gradient_keeps_the_layout(device):
@@ -611,6 +643,24 @@ def test_torch_func_is_never_silently_wrong(device):
     assert_close(by_gamma, torch.stack([fk.focal_loss(z, target, g) for g in gamma]))
     assert_close(
         grad(lambda g: fk.focal_loss(z, target, g))(gamma), grad(lambda g: reference.focal_loss(z, target, g))(gamma)
+    )
+
+
+def test_batched_upstream_gradients_and_checkpoints(device):
+    z = torch.randn(5, 4, dtype=torch.float64, device=device, requires_grad=True)
+    gamma = torch.rand(5, dtype=torch.float64, device=device, requires_grad=True)
+    target = torch.tensor([0, 1, 2, 3, -100], device=device)
+    loss = fk.focal_loss(z, target, gamma, reduction="none")
+    upstream = torch.randn(3, 5, dtype=torch.float64, device=device)
+    batched = torch.autograd.grad(loss, (z, gamma), upstream, is_grads_batched=True, retain_graph=True)
+    for b, row in enumerate(upstream):
+        for whole, one in zip(batched, torch.autograd.grad(loss, (z, gamma), row, retain_graph=True), strict=True):
+            assert_close(whole[b], one)
+    again = torch.utils.checkpoint.checkpoint(
+        lambda z: fk.focal_loss(z, target, gamma, reduction="none"), z, use_reentrant=False
+    )
+    assert torch.equal(
+        torch.autograd.grad(again, z, upstream[0])[0], torch.autograd.grad(loss, z, upstream[0], retain_graph=True)[0]
     )
 
 
