@@ -109,6 +109,22 @@ def test_every_cell_equals_the_reference(device, estimator, dtype, n, n_classes)
     check_against_reference(z, target, estimator=estimator)
 
 
+# Without the Brier score float32 takes other roads to the sum over the classes: moments for gammas up to 1, a division
+# for two whole ones, the exact form for the rest (1.5, -0.97, 20 and a third whole one); and for the small classes of a
+# long row seven moments, unless some gamma is too large for them, which 20 is.
+@pytest.mark.parametrize(
+    "gammas",
+    [[-0.9, -0.5, 0.0, 0.05, 0.75, 1.0, 1.5, 5.0], [-0.97, 0.25, 2.0, 3.0, 4.0, 20.0]],
+    ids=["tail", "no tail"],
+)
+# Below, at and above the length from which a row is split; runs of 64 classes that are full, and one that is not.
+@pytest.mark.parametrize(("n", "n_classes"), [(150, 3), (60, 63), (60, 65), (31, 1000)])
+@pytest.mark.parametrize("scale", [1.0, 6.0])  # hardly any large class, and hardly any small one
+def test_every_road_equals_the_reference(device, gammas, n, n_classes, scale):
+    z, target = samples(n, n_classes, torch.float32, device, scale)
+    check_against_reference(z, target, gammas, criteria=("ece", "mce", "nll"), estimator="equal_width")
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 # Fewer samples than bins; one sample; one bin; as many bins as samples; edges at ranks that rounding may miss.
 @pytest.mark.parametrize(("n", "n_bins"), [(7, 15), (1, 15), (50, 1), (15, 15), (50, 15), (99, 55), (3, 1000)])
