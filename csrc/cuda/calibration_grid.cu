@@ -182,7 +182,7 @@ __global__ __launch_bounds__(
     Real gamma[kGammasAtOnce];
     Real ratio_offset[kGammasAtOnce];
     double ratio_sum[kGammasAtOnce];
-    double square_sum[kGammasAtOnce];
+    Real square_sum[kGammasAtOnce];
 #pragma unroll
     for (int g = 0; g < kGammasAtOnce; ++g) {
       map = map_row(gap, others, gammas[g]);
@@ -208,7 +208,7 @@ __global__ __launch_bounds__(
 #pragma unroll
       for (int g = 0; g < kGammasAtOnce; ++g) {
         ratio_sum[g] += static_cast<double>(sum[g]);
-        if (with_brier) square_sum[g] += static_cast<double>(squares[g]);
+        if (with_brier) square_sum[g] += squares[g];
       }
     }
 
@@ -234,7 +234,7 @@ __global__ __launch_bounds__(
           const double p = static_cast<double>(confidence);
           const double missing = correct ? p * ratio_sum[g] : p;
           const double of_label = correct ? 0.0 : 1.0 - 2.0 * p * static_cast<double>(exponential(log_ratio));
-          brier[g] += (missing * missing + p * p * square_sum[g]) + of_label;
+          brier[g] += (missing * missing + p * p * static_cast<double>(square_sum[g])) + of_label;
         }
       }
     }

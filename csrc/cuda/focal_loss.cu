@@ -20,6 +20,11 @@
 namespace focalkern::cuda {
 namespace {
 
+// Blocks that a multiprocessor should hold at once: left to itself, the compiler may spill registers to make room for
+// more of them.
+template <typename Scalar>
+constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 2 : 4;
+
 // A label as a class, or why it is none.
 constexpr int kIgnored = -1;
 constexpr int kOutOfRange = -2;
@@ -156,24 +161,32 @@ __device__ __forceinline__ TargetLogs<Real> target_logs(Real z, const ExpSum<Rea
 
 // One thread's share of a row's other classes; `index` of `threads` threads on the row.
 template <typename Scalar>
+__device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scalar* row, int64_t class_stride,
+                                                                     int classes, int target, int index, int threads) {
+  using Real = compute_t<Scalar>;
+  ExpSum<Real> total = empty_exp_sum<Real>();
+  constexpr int kUnroll = 8;
+  for (int first = index; first < classes; first += kUnroll * threads) {
+    Real values[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const int64_t j = first + static_cast<int64_t>(k) * threads;
+      values[k] = j < classes && j != target ? load_as_compute(row[j * class_stride]) : -kInfinity<Real>;
+    }
+    add_to_exp_sum(total, values);
+  }
+  return total;
+}
+
+// The same with 16-byte loads, by a warp at least.
+template <typename Scalar>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* row, int64_t class_stride, int classes,
                                                                  int target, int index, int threads) {
   using Real = compute_t<Scalar>;
-  ExpSum<Real> total = empty_exp_sum<Real>();
   if (class_stride != 1 || threads < kWarp) {
-    constexpr int kUnroll = 8;
-    for (int first = index; first < classes; first += kUnroll * threads) {
-      Real values[kUnroll];
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        const int64_t j = first + static_cast<int64_t>(k) * threads;
-        values[k] = j < classes && j != target ? load_as_compute(row[j * class_stride]) : -kInfinity<Real>;
-      }
-      add_to_exp_sum(total, values);
-    }
-    return total;
+    return strided_exp_sum(row, class_stride, classes, target, index, threads);
   }
-
+  ExpSum<Real> total = empty_exp_sum<Real>();
   constexpr int kSize = kVectorSize<Scalar>;
   constexpr int kUnroll = 4;
   // Elements before the first 16-byte boundary and after the last: fewer than a warp has lanes.
@@ -263,7 +276,7 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const Scalar* 
 }
 
 template <typename Scalar, RowPath path>
-__global__ __launch_bounds__(kBlock) void focal_loss_forward_kernel(
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forward_kernel(
     const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
     const __grid_constant__ Reduction<compute_t<Scalar>> reduction) {
   using Real = compute_t<Scalar>;
@@ -308,8 +321,8 @@ __global__ __launch_bounds__(kBlock) void focal_loss_forward_kernel(
       const int part = warp % plan.parts;
       const int r = warp / plan.parts * kWarp + thread % kWarp;
       if (r < rows && labels[r] >= 0) {
-        shares[r * plan.parts + part] = row_exp_sum(args.logits + geometry.logits(first + r), args.layout.class_stride,
-                                                    classes, labels[r], part, plan.parts);
+        shares[r * plan.parts + part] = strided_exp_sum(args.logits + geometry.logits(first + r),
+                                                        args.layout.class_stride, classes, labels[r], part, plan.parts);
       }
     } else {
       const int lanes = plan.lanes;
@@ -424,29 +437,39 @@ __device__ __forceinline__ Real gradient_at(const RowGradient<Real>& row, int j,
 }
 
 template <typename Scalar>
+__device__ __forceinline__ void write_strided_gradient(Scalar* grad, int64_t grad_stride, const Scalar* row,
+                                                       int64_t class_stride, int classes,
+                                                       const RowGradient<compute_t<Scalar>>& gradient, int index,
+                                                       int threads) {
+  using Real = compute_t<Scalar>;
+  constexpr int kUnroll = 4;
+  for (int first = index; first < classes; first += kUnroll * threads) {
+    Real values[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const int64_t j = first + static_cast<int64_t>(k) * threads;
+      values[k] = j < classes ? load_as_compute(row[j * class_stride]) : Real(0);
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const int64_t j = first + static_cast<int64_t>(k) * threads;
+      if (j < classes) {
+        grad[j * grad_stride] = Store<Scalar>::from_compute(gradient_at(gradient, static_cast<int>(j), values[k]));
+      }
+    }
+  }
+}
+
+// The same with 16-byte loads and stores where both rows have their 16-byte boundaries at the same classes.
+template <typename Scalar>
 __device__ __forceinline__ void write_row_gradient(Scalar* grad, int64_t grad_stride, const Scalar* row,
                                                    int64_t class_stride, int classes,
                                                    const RowGradient<compute_t<Scalar>>& gradient, int index,
                                                    int threads) {
-  using Real = compute_t<Scalar>;
   constexpr int kUnroll = 4;
   const int head_of_row = elements_to_boundary(row);
   if (class_stride != 1 || grad_stride != 1 || threads < kWarp || head_of_row != elements_to_boundary(grad)) {
-    for (int first = index; first < classes; first += kUnroll * threads) {
-      Real values[kUnroll];
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        const int64_t j = first + static_cast<int64_t>(k) * threads;
-        values[k] = j < classes ? load_as_compute(row[j * class_stride]) : Real(0);
-      }
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        const int64_t j = first + static_cast<int64_t>(k) * threads;
-        if (j < classes) {
-          grad[j * grad_stride] = Store<Scalar>::from_compute(gradient_at(gradient, static_cast<int>(j), values[k]));
-        }
-      }
-    }
+    write_strided_gradient(grad, grad_stride, row, class_stride, classes, gradient, index, threads);
     return;
   }
 
@@ -532,7 +555,7 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
 }
 
 template <typename Scalar, RowPath path>
-__global__ __launch_bounds__(kBlock) void focal_loss_backward_kernel(
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_backward_kernel(
     const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ Geometry geometry) {
   using Real = compute_t<Scalar>;
   const RowPlan& plan = geometry.plan;
@@ -552,16 +575,22 @@ __global__ __launch_bounds__(kBlock) void focal_loss_backward_kernel(
     if constexpr (path == RowPath::kTile) {
       write_tile_gradient(args.grad_logits + first * classes, args.logits + first * classes, rows, classes, gradients);
     } else {
-      const bool pixels = path == RowPath::kPixels;
+      constexpr bool kPixels = path == RowPath::kPixels;
       const int warp = thread / kWarp;
-      const int threads = pixels ? plan.parts : plan.lanes;
-      const int index = pixels ? warp % plan.parts : thread % plan.lanes;
-      const int rows_at_once = pixels ? plan.rows_per_tile : kBlock / plan.lanes;
-      const int r_first = pixels ? warp / plan.parts * kWarp + thread % kWarp : thread / plan.lanes;
+      const int threads = kPixels ? plan.parts : plan.lanes;
+      const int index = kPixels ? warp % plan.parts : thread % plan.lanes;
+      const int rows_at_once = kPixels ? plan.rows_per_tile : kBlock / plan.lanes;
+      const int r_first = kPixels ? warp / plan.parts * kWarp + thread % kWarp : thread / plan.lanes;
       for (int r = r_first; r < rows; r += rows_at_once) {
-        write_row_gradient(args.grad_logits + geometry.grad_logits(first + r), args.grad_layout.class_stride,
-                           args.logits + geometry.logits(first + r), args.layout.class_stride, classes, gradients[r],
-                           index, threads);
+        Scalar* grad = args.grad_logits + geometry.grad_logits(first + r);
+        const Scalar* row = args.logits + geometry.logits(first + r);
+        if constexpr (kPixels) {
+          write_strided_gradient(grad, args.grad_layout.class_stride, row, args.layout.class_stride, classes,
+                                 gradients[r], index, threads);
+        } else {
+          write_row_gradient(grad, args.grad_layout.class_stride, row, args.layout.class_stride, classes, gradients[r],
+                             index, threads);
+        }
       }
     }
   }

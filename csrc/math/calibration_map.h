@@ -179,11 +179,7 @@ FK_HOST_DEVICE double minus_log_complement_over_q(double q) {
 // log(1 - q) for q <= 1/2. A polynomial in q has no 1 - q in it that could cancel, and no division.
 template <typename Real>
 FK_HOST_DEVICE Real log_complement(Real q) {
-#if defined(__CUDA_ARCH__)
-  return log1p(-q);
-#else
   return -q * detail::minus_log_complement_over_q(q);
-#endif
 }
 
 // log v for v = u + gamma (-q log q), which is above 0.15 here: a normal number. It is a summand of log p_k, which is

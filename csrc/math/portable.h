@@ -81,10 +81,14 @@ struct Store<double> {
 template <>
 struct Store<BFloat16> {
   static FK_HOST_DEVICE BFloat16 from_compute(float x) {
+#if defined(__CUDA_ARCH__)
+    return BFloat16{__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+#else
     // Round to nearest, ties to even; a NaN must not be carried into an infinity.
     const uint32_t bits = bit_cast<uint32_t>(x);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return BFloat16{static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
+#endif
   }
 };
 template <>
