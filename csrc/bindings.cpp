@@ -11,6 +11,8 @@
 namespace focalkern::bindings {
 
 void check_device(const char* op, const Tensor& input) {
+  TORCH_CHECK_TYPE(input.layout() == at::kStrided, op, ": input must be a dense (strided) tensor, got layout ",
+                   input.layout());
   const auto device = input.device();
   if (device.is_cpu() || device.is_meta()) return;
 #ifdef FOCALKERN_WITH_CUDA

@@ -20,7 +20,7 @@ void register_focal_loss(torch::Library& definitions, pybind11::module_& module)
 void register_calibration_grid(torch::Library& definitions, pybind11::module_& module);
 void register_calibration_map(torch::Library& definitions, pybind11::module_& module);
 
-// Raises NotImplementedError for a device that has no kernel in this build.
+// Raises NotImplementedError for a device that has no kernel in this build, TypeError for a tensor that is not dense.
 void check_device(const char* op, const Tensor& input);
 
 // Raises TypeError unless the dtype is one of the four that the kernels take.

@@ -282,26 +282,31 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
     auto prepared = prepare<Scalar>(input, target, gamma, edges, weight, options);
     FocalLossBackward<Scalar> args{};
     const int64_t class_dim = class_dim_of(input);
+    // Where the kernel writes; not the gradient itself if that has strides which no RowLayout describes.
+    Tensor input_buffer, target_buffer;
     if (needed[0]) {
-      grad_input = at::empty_like(prepared.input);
-      args.grad_logits = static_cast<Scalar*>(grad_input.mutable_data_ptr());
+      grad_input = at::empty_like(input);
+      input_buffer = row_layout(grad_input, class_dim) ? grad_input : at::empty_like(prepared.input);
+      args.grad_logits = static_cast<Scalar*>(input_buffer.mutable_data_ptr());
     }
     if (needed[1]) {
-      // The gradient shares the target's layout, which an expanded target cannot lend.
+      // The kernel knows one layout for the target and its gradient, which an expanded target cannot lend.
       if (!prepared.target.is_non_overlapping_and_dense()) {
         prepared.target = prepared.target.contiguous();
         prepared.args.target_layout = *row_layout(prepared.target, class_dim);
         prepared.args.target_probs = static_cast<const Real*>(prepared.target.const_data_ptr());
       }
-      grad_target = at::empty_like(prepared.target);
-      args.grad_target = static_cast<Real*>(grad_target.mutable_data_ptr());
+      grad_target = at::empty_like(target, target.options().dtype(real));
+      const bool same_layout = grad_target.strides() == prepared.target.strides();
+      target_buffer = same_layout ? grad_target : at::empty_like(prepared.target);
+      args.grad_target = static_cast<Real*>(target_buffer.mutable_data_ptr());
     }
     if (needed[2]) {
       grad_gamma = at::empty(C10_AS_INTARRAYREF_SLOW(loss_shape(input)), input.options().dtype(real));
       args.grad_gamma = static_cast<Real*>(grad_gamma.mutable_data_ptr());
     }
     static_cast<FocalLossArgs<Scalar>&>(args) = prepared.args;
-    if (needed[0]) args.grad_layout = *row_layout(grad_input, class_dim);
+    if (needed[0]) args.grad_layout = *row_layout(input_buffer, class_dim);
     args.saved = static_cast<Real*>(const_cast<void*>(saved.const_data_ptr()));
     if (options.reduction == kMean) args.divisor = args.saved + 3 * rows;
     Tensor upstream = as_dtype(grad, real);
@@ -309,8 +314,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
     if (args.grad_stride) upstream = upstream.contiguous();
     args.grad_loss = static_cast<const Real*>(upstream.const_data_ptr());
     if (rows > 0) launch(args);
+    if (needed[0] && !input_buffer.is_same(grad_input)) grad_input.copy_(input_buffer);
+    if (needed[1] && !target_buffer.is_same(grad_target)) grad_target.copy_(target_buffer);
   });
-  if (needed[1]) grad_target = grad_target.to(target.scalar_type());
+  if (needed[1]) grad_target = as_dtype(grad_target, target.scalar_type());
   if (needed[2]) grad_gamma = grad_gamma.sum_to_size(gamma.sizes()).to(gamma.options());
   return {grad_input, grad_target, grad_gamma};
 }
@@ -609,12 +616,19 @@ Tensor composite_entry(const Tensor& input, const Tensor& target, const Tensor& 
   return composite_loss(input, target, gamma, edges, weight, options);
 }
 
-Tensor focal_loss(const Tensor& input, const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
+Tensor focal_loss(Tensor input, const Tensor& target, const Tensor& gamma, const OptionalTensor& edges,
                   const OptionalTensor& weight, int64_t reduction, int64_t ignore_index, double label_smoothing,
                   bool detach_modulation) {
   const auto device = input.device().type();
-  const bool float32_loss = compute_dtype(input.scalar_type()) != input.scalar_type() &&
-                            at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+  const bool is_half = compute_dtype(input.scalar_type()) != input.scalar_type();
+  bool float32_loss =
+      is_half && at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+  if (target.is_floating_point() && target.scalar_type() != input.scalar_type()) {
+    // The loss has the dtype that logits and target probabilities promote to, as in torch.
+    const auto common = c10::promoteTypes(input.scalar_type(), target.scalar_type());
+    if (common == at::kDouble) input = input.to(common);
+    float32_loss = is_half && common == at::kFloat;
+  }
   if (needs_composite({&input, &target, &gamma})) {
     return composite_entry(input, target, gamma, edges, weight, reduction, ignore_index, label_smoothing,
                            detach_modulation, float32_loss);

@@ -1158,3 +1158,57 @@ def test_property_a_batch_is_its_rows(rows, data):
     whole = fk.focal_loss(z, target, gamma, reduction="none")
     alone = torch.stack([fk.focal_loss(r, t, gamma) for r, t in zip(z, target, strict=True)])
     assert_close(whole, alone)
+
+
+def test_infinite_logits_have_no_gradient_for_gamma(device):
+    # log(1 - p) log p has the limit 0 at p = 0.
+    z = torch.tensor([[0.0, -math.inf, 1.0]], dtype=torch.float64, device=device)
+    for gamma in (2.0, 0.5, 0.0, -2.0):
+        g = torch.tensor([gamma], dtype=torch.float64, device=device, requires_grad=True)
+        for target in (torch.tensor([1], device=device), torch.tensor([[0.0, 1.0, 0.0]], device=device).double()):
+            assert torch.autograd.grad(fk.focal_loss(z, target, g), g)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((Z, T, "2"), {}, TypeError, r"gamma must be .*got"),
+        ((Z, T), {"weight": [1.0, 1.0, 1.0]}, TypeError, r"weight must be .*got"),
+        ((Z, T), {"ignore_index": 0.5}, TypeError, r"ignore_index must be .*got"),
+        ((Z, T), {"label_smoothing": "0.1"}, TypeError, r"label_smoothing must be .*got"),
+    ],
+)
+def test_bad_types_are_named(arguments, options, error, message):
+    with pytest.raises(error, match="^focal_loss: " + message):
+        fk.focal_loss(*arguments, **options)
+
+
+def test_layouts_without_elements_in_memory_are_refused():
+    for z in (Z.to_sparse(), Z.to_mkldnn()):
+        with pytest.raises((NotImplementedError, TypeError, ValueError), match=r"^focal_loss: input"):
+            fk.focal_loss(z, T)
+
+
+def test_opcheck_of_a_layout_that_is_copied(device):
+    # The gradient of the fake kernel and of the real one must have the same strides.
+    z = torch.randn(2, 5, 6, device=device).permute(2, 1, 0)
+    target = torch.randint(5, (6, 2), device=device)
+    number = torch.tensor(2.0, dtype=torch.float64)
+    loss, saved = torch.ops.focalkern.focal_loss_forward(z, target, number, None, None, 0, -100, 0.0, False, False)
+    arguments = (torch.randn_like(loss), z, target, number, None, None, saved, 0, -100, 0.0, False)
+    torch.library.opcheck(torch.ops.focalkern.focal_loss_backward, (*arguments, [True, False, False]))
+
+
+# Every pair, and the two promotions, to float32 and to float64, on the compiled road too.
+@pytest.mark.parametrize("logits_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("target_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_class_probabilities_of_another_dtype_promote_as_in_torch(device, dynamo, logits_dtype, target_dtype):
+    z = torch.randn(4, 5, device=device).to(logits_dtype).requires_grad_()
+    target = torch.rand(4, 5, device=device).softmax(1).to(target_dtype)
+    roads = [fk.focal_loss]
+    if (logits_dtype, target_dtype) in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64)):
+        roads.append(torch.compile(fk.focal_loss, fullgraph=True, backend="aot_eager"))
+    for road in roads:
+        loss = road(z, target, 1.0)
+        assert loss.dtype == F.cross_entropy(z.detach(), target).dtype
+        assert torch.autograd.grad(loss, z)[0].dtype == logits_dtype

@@ -131,10 +131,10 @@ def _map(
 
 
 def _check_number(op: str, name: str, value: object, bound: float, domain: str) -> float:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise TypeError(f"{op}: {name} must be a number or a tensor, got {type(value).__name__}") from None
+    # float() would also read strings.
+    if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):
+        raise TypeError(f"{op}: {name} must be a number or a tensor, got {type(value).__name__}")
+    number = float(value)  # type: ignore[arg-type]
     if not bound < number < math.inf:
         raise ValueError(f"{op}: {name} must be finite and {domain}, got {number}")
     return number

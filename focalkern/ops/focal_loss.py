@@ -71,7 +71,8 @@ def focal_loss(
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under
-        autocast). Differentiable to any order in ``input``, class-probability ``target`` and tensor ``gamma``.
+        autocast; with class probabilities of another dtype, what the two promote to). Differentiable to any order in
+        ``input``, class-probability ``target`` and tensor ``gamma``.
 
     Raises:
         TypeError: dtype or kind of an argument.
@@ -101,7 +102,11 @@ def focal_loss(
         edges, gamma = gamma.edges, gamma.gammas.detach()
     elif not compiling and (type(gamma) is not float or not _STEEPEST_INVERSE_GAMMA <= gamma < math.inf):
         gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value
-    return through(input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
+    try:
+        return through(input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
+    except TypeError:
+        _check_types(weight, ignore_index, label_smoothing, detach_modulation)
+        raise
 
 
 def check_labels(target: Tensor, n_classes: int, *, ignore_index: int = -100) -> None:
@@ -139,16 +144,32 @@ def _check_tensor(name: str, value: object) -> None:
         raise TypeError(f"focal_loss: {name} must be a tensor, got {type(value).__name__}")
 
 
+def _check_types(weight: object, ignore_index: object, label_smoothing: object, detach_modulation: object) -> None:
+    """Names the argument that the compiled module could not take."""
+    if weight is not None:
+        _check_tensor("weight", weight)
+    if not hasattr(type(ignore_index), "__index__"):
+        raise TypeError(f"focal_loss: ignore_index must be an int, got {type(ignore_index).__name__}") from None
+    if not _is_number(label_smoothing):
+        raise TypeError(f"focal_loss: label_smoothing must be a number, got {type(label_smoothing).__name__}") from None
+    if not isinstance(detach_modulation, bool):
+        raise TypeError(
+            f"focal_loss: detach_modulation must be a bool, got {type(detach_modulation).__name__}"
+        ) from None
+
+
+def _is_number(value: object) -> bool:
+    # float() would also read strings.
+    return hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
+
+
 def _check_gamma(gamma: object) -> float | Tensor:
     """Everything that is not an ordinary float: tensors, integers, and floats that are refused or warned about."""
     if isinstance(gamma, Tensor):
         return gamma
-    try:
-        number = float(gamma)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"focal_loss: gamma must be a number, a tensor or a GammaTable, got {type(gamma).__name__}"
-        ) from None
+    if not _is_number(gamma):
+        raise TypeError(f"focal_loss: gamma must be a number, a tensor or a GammaTable, got {type(gamma).__name__}")
+    number = float(gamma)  # type: ignore[arg-type]
     if not math.isfinite(number):
         raise ValueError(f"focal_loss: gamma must be finite, got {number}")
     if number < _STEEPEST_INVERSE_GAMMA:
@@ -176,7 +197,13 @@ def _through_dispatcher(
         # A tensor, and not a constant of the graph: another value must not compile again.
         gamma = torch.zeros((), dtype=torch.float64) + gamma
     device_type = input.device.type
-    float32_loss = input.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(device_type)
+    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    float32_loss = is_half and torch.is_autocast_enabled(device_type)
+    if target.is_floating_point() and target.dtype != input.dtype:
+        common = torch.promote_types(input.dtype, target.dtype)
+        if common == torch.float64:
+            input = input.to(common)
+        float32_loss = is_half and common == torch.float32
     options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss)
     if torch._C._are_functorch_transforms_active():
         return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
