@@ -43,14 +43,15 @@ constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 template <typename Real>
 constexpr Real kNaN = std::numeric_limits<Real>::quiet_NaN();
 
-// Sixteen bytes from an address on a 16-byte boundary.
+// Sixteen bytes of global memory, on a 16-byte boundary. An ordinary store of a value that was put together from
+// elements would be taken apart again; __stcg is one instruction. (It is no instruction for shared memory.)
 template <typename Scalar>
 __device__ __forceinline__ uint4 load_vector(const Scalar* address) {
   return *reinterpret_cast<const uint4*>(address);
 }
 template <typename Scalar>
 __device__ __forceinline__ void store_vector(Scalar* address, uint4 vector) {
-  *reinterpret_cast<uint4*>(address) = vector;
+  __stcg(reinterpret_cast<uint4*>(address), vector);
 }
 
 // Elements to skip until the address is on a 16-byte boundary.

@@ -242,7 +242,7 @@ __device__ __forceinline__ void stage_tile(Scalar* tile, const Scalar* source, i
   const int vectors = count / kSize;
 #pragma unroll 4
   for (int vector = thread; vector < vectors; vector += kBlock) {
-    store_vector(tile + vector * kSize, load_vector(source + vector * kSize));
+    *reinterpret_cast<uint4*>(tile + vector * kSize) = load_vector(source + vector * kSize);
   }
   const int rest = vectors * kSize + thread;
   if (rest < count) tile[rest] = source[rest];

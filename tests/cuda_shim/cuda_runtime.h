@@ -185,6 +185,15 @@ template <typename T>
 T __ldcg(const T* address) {
   return *address;
 }
+// Shared memory is static here: the module's own, between these two.
+extern "C" __attribute__((visibility("hidden"))) char __bss_start[], _end[];
+template <typename T>
+void __stcg(T* address, T value) {
+  const auto at = reinterpret_cast<char*>(address);
+  if (at >= __bss_start && at < _end) shim::fail("a global store to shared memory");
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0) shim::fail("a vector store off its boundary");
+  *address = value;
+}
 template <typename T, typename U>
 T atomicAdd(T* address, U value) {
   const T old = *address;
