@@ -60,6 +60,13 @@ void dispatch_scalar(at::ScalarType dtype, Function f) {
   }
 }
 
+// How far rows of probabilities of this dtype may be from 1 in sum.
+inline double sum_tolerance(at::ScalarType dtype) {
+  double tolerance = 0;
+  dispatch_scalar(dtype, [&](auto scalar) { tolerance = probability_sum_tolerance<decltype(scalar)>(); });
+  return tolerance;
+}
+
 // The handle of an operator that was registered above, found once.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {

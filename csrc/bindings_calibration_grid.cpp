@@ -90,8 +90,8 @@ Tensor axis_on(const char* name, const Tensor& axis, double above, at::Device de
     case RowProblem::kNegativeProbability:
       TORCH_CHECK_VALUE(false, kOp, ": input must not contain negative probabilities, got one in row ", row);
     case RowProblem::kProbabilitySum:
-      TORCH_CHECK_VALUE(false, kOp, ": input must have rows that sum to 1 within ", kProbabilitySumTolerance, ", got ",
-                        input[row].to(at::kDouble).sum().item<double>(), " in row ", row);
+      TORCH_CHECK_VALUE(false, kOp, ": input must have rows that sum to 1 within ", sum_tolerance(input.scalar_type()),
+                        ", got ", input[row].to(at::kDouble).sum().item<double>(), " in row ", row);
     case RowProblem::kLabelOutOfRange:
       TORCH_CHECK_INDEX(false, kOp, ": target must be in [0, ", input.size(1), ") or ignore_index, got ",
                         target[row].item<int64_t>(), " at row ", row);

@@ -101,12 +101,6 @@ void check_arguments(const Tensor& input, const Tensor& gamma, const Tensor& tem
   check_parameter(op, "temperature", temperature, input, kind);
 }
 
-double sum_tolerance(at::ScalarType dtype) {
-  double tolerance = 0;
-  dispatch_scalar(dtype, [&](auto scalar) { tolerance = probability_sum_tolerance<decltype(scalar)>(); });
-  return tolerance;
-}
-
 double parameter_of_row(const Tensor& parameter, const Tensor& input, int64_t kind, int64_t row) {
   if (parameter.numel() == 1) return parameter.item<double>();
   return parameter.expand(C10_AS_INTARRAYREF_SLOW(leading_shape(input, kind))).reshape(-1)[row].item<double>();

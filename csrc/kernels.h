@@ -247,12 +247,11 @@ enum class RowProblem : int64_t {
   kPositiveInfinity,
   kNoFiniteLogit,  // all -inf, or all probabilities zero
   kNegativeProbability,
-  kProbabilitySum,  // further than kProbabilitySumTolerance from 1
+  kProbabilitySum,  // further than probability_sum_tolerance from 1
   kLabelOutOfRange,
 };
 constexpr int64_t kRowProblems = 8;
 constexpr int64_t kNoRowProblem = INT64_MAX;
-constexpr double kProbabilitySumTolerance = 1e-3;
 
 // The samples. An input of -inf (probability 0) is a class that cannot occur.
 template <typename Scalar>

@@ -292,7 +292,8 @@ def assign_bins(confidence: Tensor, n_bins: int, estimator: str) -> Tensor:
         sorted ascending, ties by row, and cut into M runs whose sizes differ by at most one, the longer ones first.
     ``equal_mass_interp``
         edges interpolated between the sorted confidences at the ranks 0, N/M, 2N/M, ..., N (the last edge is the
-        largest confidence); bins (lo, hi]. Samples at the lowest edge fall in no bin.
+        largest confidence) and rounded to the confidence's dtype; bins (lo, hi]. Samples at the lowest edge fall in no
+        bin.
 
     Args:
         confidence: [N] float32 or float64.
@@ -322,8 +323,8 @@ def assign_bins(confidence: Tensor, n_bins: int, estimator: str) -> Tensor:
             rank = min(k * (n / n_bins), n - 1)  # rounded as numpy.linspace rounds it
             low = int(rank)
             high = min(low + 1, n - 1)
-            edges.append(sorted_confidence[low] + (rank - low) * (sorted_confidence[high] - sorted_confidence[low]))
-        confidence = confidence.double()
+            edge = sorted_confidence[low] + (rank - low) * (sorted_confidence[high] - sorted_confidence[low])
+            edges.append(edge.to(confidence.dtype))
     else:
         raise ValueError(
             f"assign_bins: estimator must be equal_width, equal_mass or equal_mass_interp, got {estimator!r}"

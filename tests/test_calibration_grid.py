@@ -525,3 +525,18 @@ def test_property_one_bin_is_the_gap_of_the_means(data):
             gap = (reference.focal_calibration_map(z, gamma, temperature).max(-1).values.mean() - accuracy).abs()
             assert grid.tables["ece"][i, j].item() == pytest.approx(gap.item(), abs=1e-12)
             assert grid.tables["mce"][i, j].item() == pytest.approx(gap.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_probabilities_may_miss_a_sum_of_1_by_their_rounding(device, dtype):
+    # Ten times 0.1 in bfloat16 is 1.00098; with a thousand classes the rounding of each entry adds up.
+    logits = torch.randn(50, 1000, device=device)
+    probs = logits.softmax(1).to(dtype)
+    assert (probs.double().sum(1) - 1).abs().max() > 1e-5
+    target = torch.randint(1000, (50,), device=device)
+    table = fk.calibration_grid(probs, target, [0.0], [1.0], input_kind="probs", criteria=("nll",)).tables["nll"]
+    expected = -(probs.double() / probs.double().sum(1, keepdim=True)).log().gather(1, target[:, None]).mean()
+    torch.testing.assert_close(table[0, 0], expected, rtol=1e-5, atol=0)
+    fully_off = (1.01 * logits.softmax(1)).to(dtype)
+    with pytest.raises(ValueError, match="sum to 1 within"):
+        fk.calibration_grid(fully_off, target, [0.0], [1.0], input_kind="probs")

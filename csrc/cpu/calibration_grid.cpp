@@ -855,7 +855,7 @@ int64_t calibration_grid_prepare(const CalibrationGridSamples<Scalar>& samples, 
       double sum = 0;
       for (int64_t k = 0; k < samples.classes; ++k) sum += static_cast<double>(load_as_compute(input[k]));
       if (sum == 0) return problem(RowProblem::kNoFiniteLogit);
-      if (std::fabs(sum - 1) > kProbabilitySumTolerance) return problem(RowProblem::kProbabilitySum);
+      if (std::fabs(sum - 1) > probability_sum_tolerance<Scalar>()) return problem(RowProblem::kProbabilitySum);
     } else if (best == -kInfinity) {
       return problem(RowProblem::kNoFiniteLogit);
     }

@@ -70,7 +70,7 @@ __global__ __launch_bounds__(kBlock) void calibration_grid_prepare_kernel(
       problem = static_cast<int>(RowProblem::kNegativeProbability);
     } else if (samples.input_is_probs ? sum == 0 : row_best == -kInfinity<Real>) {
       problem = static_cast<int>(RowProblem::kNoFiniteLogit);
-    } else if (samples.input_is_probs && fabs(sum - 1) > kProbabilitySumTolerance) {
+    } else if (samples.input_is_probs && fabs(sum - 1) > probability_sum_tolerance<Scalar>()) {
       problem = static_cast<int>(RowProblem::kProbabilitySum);
     } else if (label < 0 || label >= samples.classes) {
       problem = static_cast<int>(RowProblem::kLabelOutOfRange);

@@ -30,21 +30,6 @@ FK_HOST_DEVICE bool map_parameters_valid(double gamma, double temperature) {
          temperature <= largest_finite<double>();
 }
 
-// How far a row of probabilities may be from 1 in sum: 1e-3, and what storing its entries in a narrow type may have
-// added.
-template <typename Scalar>
-FK_HOST_DEVICE double probability_sum_tolerance() {
-  return 1e-3;
-}
-template <>
-FK_HOST_DEVICE double probability_sum_tolerance<Half>() {
-  return 1e-3 + 0x1p-11;
-}
-template <>
-FK_HOST_DEVICE double probability_sum_tolerance<BFloat16>() {
-  return 1e-3 + 0x1p-8;
-}
-
 // 1/T. A tiny T must not become infinite in float: classes that tie for the top have the difference 0, and keep it.
 template <typename Real>
 FK_HOST_DEVICE Real inverse_temperature(double temperature) {

@@ -113,6 +113,21 @@ struct Store<Half> {
   }
 };
 
+// How far a row of probabilities may be from 1 in sum: 1e-3, and what storing its entries in a narrow type may have
+// added.
+template <typename Scalar>
+FK_HOST_DEVICE double probability_sum_tolerance() {
+  return 1e-3;
+}
+template <>
+FK_HOST_DEVICE double probability_sum_tolerance<Half>() {
+  return 1e-3 + 0x1p-11;
+}
+template <>
+FK_HOST_DEVICE double probability_sum_tolerance<BFloat16>() {
+  return 1e-3 + 0x1p-8;
+}
+
 // ---- elementary functions ------------------------------------------------------------------------------------------
 
 namespace detail {
