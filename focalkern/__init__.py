@@ -1,5 +1,6 @@
 """Fused focal losses and focal calibration for PyTorch."""
 
+from focalkern import metrics, plots, reference
 from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling, load_calibrator
 from focalkern.gamma import FLSD_53, GammaTable
 from focalkern.ops._extension import build_info
@@ -24,4 +25,7 @@ __all__ = [
     "focal_calibration_map",
     "focal_loss",
     "load_calibrator",
+    "metrics",
+    "plots",
+    "reference",
 ]
