@@ -1,6 +1,9 @@
 """Fused focal losses and focal calibration for PyTorch."""
 
-from focalkern import metrics, plots, reference
+import importlib
+from types import ModuleType
+
+from focalkern import metrics, reference
 from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling, load_calibrator
 from focalkern.gamma import FLSD_53, GammaTable
 from focalkern.ops._extension import build_info
@@ -26,6 +29,12 @@ __all__ = [
     "focal_loss",
     "load_calibrator",
     "metrics",
-    "plots",
     "reference",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """``focalkern.plots`` on first use, because it needs matplotlib."""
+    if name == "plots":
+        return importlib.import_module("focalkern.plots")
+    raise AttributeError(f"module 'focalkern' has no attribute {name!r}")
