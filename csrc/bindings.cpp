@@ -52,6 +52,7 @@ bool needs_composite(std::initializer_list<const Tensor*> tensors) {
 }
 
 std::optional<RowLayout> row_layout(const Tensor& tensor, int64_t class_dim) {
+  if (tensor.numel() == 0) return RowLayout{1, 0, 1, 1};  // its strides say nothing
   struct Run {
     int64_t size;
     int64_t stride;

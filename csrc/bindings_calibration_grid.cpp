@@ -128,9 +128,9 @@ struct Samples {
 
 Samples prepare(const Tensor& input, const Tensor& target, bool input_is_probs, int64_t ignore_index) {
   TORCH_CHECK_VALUE(input.size(0) > 0, kOp, ": input must have at least one row, got [N, C] = ", input.sizes());
-  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max() - 256;  // room for a block's last step in int32
   TORCH_CHECK_VALUE(input.size(0) < kLimit && input.size(1) < kLimit, kOp,
-                    ": input must have fewer than 2^31 rows and classes, got [N, C] = ", input.sizes());
+                    ": input must have fewer than 2^31 - 257 rows and classes, got [N, C] = ", input.sizes());
   Samples samples;
   samples.input_is_probs = input_is_probs;
   samples.input = input.stride(1) == 1 ? input : input.contiguous();

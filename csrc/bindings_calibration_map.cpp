@@ -461,12 +461,16 @@ Tensor phi_of_odds(const Tensor& t) {
   return at::where(small, 1 - t_small * (0.5 - t_small * (1.0 / 3.0 - t_small * 0.25)), t_large.log1p() / t_large);
 }
 
+// A number may be on the host beside rows on a device, as long as it stays without dimensions: torch then takes it as a
+// number, and copies nothing that would have to be waited for.
+Tensor along_rows(const Tensor& parameter) { return parameter.dim() == 0 ? parameter : parameter.unsqueeze(-1); }
+
 Tensor composite_binary(const Tensor& logits, const Tensor& gamma, const Tensor& temperature, bool log_odds_output) {
   const auto real = compute_dtype(logits.scalar_type());
   const Tensor s = logits.to(real);
-  const Tensor g = gamma.to(s.options());
-  const Tensor one_plus_g = (gamma.to(at::kDouble) + 1).to(s.options());
-  const Tensor beta = temperature.to(at::kDouble).reciprocal().to(s.options());
+  const Tensor g = gamma.to(real);
+  const Tensor one_plus_g = (gamma.to(at::kDouble) + 1).to(real);
+  const Tensor beta = temperature.to(at::kDouble).reciprocal().to(real);
 
   // The map is odd. At 0 the sign must not be 0, or the slope would vanish with it.
   const Tensor infinite = s.isinf();
@@ -478,8 +482,8 @@ Tensor composite_binary(const Tensor& logits, const Tensor& gamma, const Tensor&
   const Tensor other_phi = t * (t.log1p() + a);
   const Tensor log_odds = sign * (one_plus_g * a - (one_plus_g - g * (1 - phi)).log() + (g * other_phi).log1p());
 
-  const Tensor valid = (gamma > -1).logical_and(gamma < kInfinity).to(s.device());
-  const Tensor valid_t = (temperature > 0).logical_and(temperature < kInfinity).to(s.device());
+  const Tensor valid = (gamma > -1).logical_and(gamma < kInfinity);
+  const Tensor valid_t = (temperature > 0).logical_and(temperature < kInfinity);
   const Tensor valid_s = (s < kInfinity);
   Tensor result = at::where(infinite, s.detach(), log_odds);
   if (!log_odds_output) result = result.sigmoid();
@@ -490,9 +494,9 @@ Tensor composite_rows(const Tensor& input, const Tensor& gamma, const Tensor& te
                       bool log_output) {
   const auto real = compute_dtype(input.scalar_type());
   const Tensor given = input.to(real);
-  const Tensor g = gamma.to(given.options()).unsqueeze(-1);
-  const Tensor one_plus_g = (gamma.to(at::kDouble) + 1).to(given.options()).unsqueeze(-1);
-  const Tensor beta = temperature.to(at::kDouble).reciprocal().to(given.options()).unsqueeze(-1);
+  const Tensor g = along_rows(gamma.to(real));
+  const Tensor one_plus_g = along_rows((gamma.to(at::kDouble) + 1).to(real));
+  const Tensor beta = along_rows(temperature.to(at::kDouble).reciprocal().to(real));
 
   // Classes of probability zero take part in no arithmetic, so that no gradient meets 0 * inf.
   const Tensor absent = probs ? given == 0 : given == -kInfinity;
@@ -526,8 +530,8 @@ Tensor composite_rows(const Tensor& input, const Tensor& gamma, const Tensor& te
   Tensor result = at::where(absent, -kInfinity, at::where(is_top, -log_norm, log_ratio - log_norm));
   if (!log_output) result = result.exp();
 
-  Tensor valid = (gamma > -1).logical_and(gamma < kInfinity).to(given.device()).unsqueeze(-1);
-  valid = valid.logical_and((temperature > 0).logical_and(temperature < kInfinity).to(given.device()).unsqueeze(-1));
+  Tensor valid = along_rows((gamma > -1).logical_and(gamma < kInfinity));
+  valid = valid.logical_and(along_rows((temperature > 0).logical_and(temperature < kInfinity)));
   valid = valid.logical_and(absent.all(-1, /*keepdim=*/true).logical_not());
   valid = valid.logical_and((given < kInfinity).all(-1, /*keepdim=*/true));
   if (probs) {

@@ -271,8 +271,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
   const auto shape = options.reduction == kNone ? loss_shape(input) : c10::SymDimVector();
   TORCH_CHECK_VALUE(grad.sym_sizes() == c10::SymIntArrayRef(shape), kOp, ": grad must have the shape of the loss, ",
                     c10::SymIntArrayRef(shape), ", got ", grad.sym_sizes());
-  TORCH_CHECK_VALUE(saved.dim() == 1 && saved.numel() == 3 * rows + 1 && saved.scalar_type() == real, kOp,
-                    ": saved must be what the forward pass returned for this input");
+  TORCH_CHECK_VALUE(
+      saved.dim() == 1 && saved.numel() == 3 * rows + 1 && saved.scalar_type() == real && saved.is_contiguous(), kOp,
+      ": saved must be what the forward pass returned for this input");
+  check_same_device(kOp, "grad", grad, input);
+  check_same_device(kOp, "saved", saved, input);
   Tensor grad_input = at::empty({0}, input.options());
   Tensor grad_target = at::empty({0}, input.options().dtype(real));
   Tensor grad_gamma = at::empty({0}, input.options().dtype(real));
@@ -450,7 +453,7 @@ Tensor composite_loss(const Tensor& input, const Tensor& target, const Tensor& g
     const Tensor bin = (q.detach().unsqueeze(-1) >= inner_edges).sum(-1);
     gamma_of_class = gamma.detach().to(real).index({bin});
   } else if (gamma.numel() == 1) {
-    gamma_of_class = gamma.reshape({}).to(logits.options());
+    gamma_of_class = gamma.reshape({}).to(real);  // a number on the host stays there: no copy, no waiting
   } else {
     gamma_of_class = gamma.to(real).expand_symint(loss_shape(input)).unsqueeze(dim);
   }

@@ -815,3 +815,9 @@ def test_property_binary_map_is_odd_increasing_and_on_the_right_side(s, gamma, t
         assert odds[0].abs() >= plain.abs() * (1 - 1e-12)
     else:
         assert odds[0].abs() <= plain.abs() * (1 + 1e-12)
+
+
+def test_a_huge_temperature_leaves_an_impossible_class_impossible(device):
+    z = torch.tensor([[1.0, 0.0, -math.inf]], device=device)
+    found = fk.focal_calibration_map(z, 1.0, 1e46)
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.5, 0.0]], device=device))

@@ -1212,3 +1212,28 @@ def test_class_probabilities_of_another_dtype_promote_as_in_torch(device, dynamo
         loss = road(z, target, 1.0)
         assert loss.dtype == F.cross_entropy(z.detach(), target).dtype
         assert torch.autograd.grad(loss, z)[0].dtype == logits_dtype
+
+
+def test_infinite_logits_spoil_soft_targets_too(device):
+    z = torch.tensor([[math.inf, 0.0, 0.0]], device=device, requires_grad=True)
+    loss = fk.focal_loss(z, torch.tensor([[0.0, 0.5, 0.5]], device=device))
+    assert loss.isnan()
+    assert torch.autograd.grad(loss, z)[0].isnan().all()
+
+
+def test_empty_batch_of_any_strides(device):
+    z = torch.empty(4, 3, 5, 0, device=device).permute(3, 2, 1, 0).requires_grad_()
+    loss = fk.focal_loss(z, torch.empty(0, 3, 4, dtype=torch.int64, device=device), reduction="none")
+    assert loss.shape == (0, 3, 4)
+    assert torch.autograd.grad(loss.sum(), z)[0].shape == z.shape
+
+
+def test_backward_operator_takes_only_what_the_forward_pass_saved():
+    z, target, number = torch.randn(4, 3), torch.tensor([0, 1, 2, 0]), torch.tensor(2.0, dtype=torch.float64)
+    _, saved = torch.ops.focalkern.focal_loss_forward(z, target, number, None, None, 1, -100, 0.0, False, False)
+    strided = torch.stack([saved, saved], dim=1)[:, 0]
+    for wrong in (strided, saved[:-1], saved.double()):
+        with pytest.raises(ValueError, match=r"^focal_loss: saved must be"):
+            torch.ops.focalkern.focal_loss_backward(
+                torch.ones(()), z, target, number, None, None, wrong, 1, -100, 0.0, False, [True, False, False]
+            )

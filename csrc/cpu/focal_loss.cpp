@@ -445,7 +445,8 @@ FK_VECTOR_CLONES void soft_sums(int64_t classes, SoftRow<Real>& row, Real* max, 
     rest += sum_exp_except(row.z + begin, std::min(kBlock, classes - begin), m, row.top - begin);
   }
   *max = m;
-  *log_s = log_one_plus(static_cast<Real>(rest));
+  // m - m is NaN for an infinite m, which the sum over the other classes would not show.
+  *log_s = log_one_plus(static_cast<Real>(rest)) + (m - m);
   *log_u_top = logarithm(static_cast<Real>(rest)) - *log_s;
 }
 

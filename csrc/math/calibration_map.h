@@ -30,12 +30,14 @@ FK_HOST_DEVICE bool map_parameters_valid(double gamma, double temperature) {
          temperature <= largest_finite<double>();
 }
 
-// 1/T. A tiny T must not become infinite in float: classes that tie for the top have the difference 0, and keep it.
+// 1/T. A tiny T must not become infinite in float: classes that tie for the top have the difference 0, and keep it. Nor
+// may a huge one become 0: a logit of -inf would turn into NaN.
 template <typename Real>
 FK_HOST_DEVICE Real inverse_temperature(double temperature) {
   const double beta = 1.0 / temperature;
   const double bound = static_cast<double>(largest_finite<Real>());
-  return static_cast<Real>(beta < bound ? beta : bound);
+  const double lowest = sizeof(Real) == sizeof(float) ? 0x1p-126 : 0x1p-1022;
+  return static_cast<Real>(beta > bound ? bound : beta < lowest ? lowest : beta);
 }
 
 // What a probability stands for as a logit. Denormal probabilities count: they are scaled up before the logarithm.
