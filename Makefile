@@ -1,6 +1,7 @@
 # make build   .venv with torch, the tools and the compiled module
 # make test    the tests           make demo    the demo
-# make lint    the linters         make clean   removes what the build made, but not .venv
+# make lint    the linters         make bench   the benchmarks (BENCH_ARGS=--quick: under two minutes)
+# make clean   removes what the build made, but not .venv
 #
 # PYTHON=python3.12 and FOCALKERN_TORCH=2.11.0 choose the versions (of a new .venv, and of torch in it);
 # FOCALKERN_CUDA and TORCH_CUDA_ARCH_LIST are read by setup.py; PYTEST_ARGS="-k map" is handed to pytest.
@@ -19,7 +20,7 @@ TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
 INSTALL_STAMP := $(VENV)/.stamp-install
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
 
-.PHONY: build test demo lint clean
+.PHONY: build test demo lint bench clean
 .DELETE_ON_ERROR:
 
 build: $(BUILD_STAMP)
@@ -29,6 +30,9 @@ test: build
 
 demo: build
 	$(BIN)/focalkern demo
+
+bench: build
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 lint: build
 	$(BIN)/ruff check .

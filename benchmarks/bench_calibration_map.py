@@ -1,0 +1,78 @@
+"""The fused focal calibration map beside the same formula in torch operations."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import focalkern as fk
+from benchmarks.harness import Provider, Row, measure
+
+GAMMA, TEMPERATURE = 1.5, 2.0
+SHAPES = [(65536, 10), (10000, 100), (10000, 1000), (1024, 32000)]
+
+
+def composite(logits: Tensor) -> Tensor:
+    """The map as the formula is usually typed in, without care for saturated rows."""
+    q = torch.softmax(logits / TEMPERATURE, dim=1)
+    phi = -q * q.log() / (1 - q)
+    weight = q / ((1 - q) ** GAMMA * (1 + GAMMA * phi))
+    return weight / weight.sum(dim=1, keepdim=True)
+
+
+def fused(logits: Tensor) -> Tensor:
+    return fk.focal_calibration_map(logits, GAMMA, TEMPERATURE)
+
+
+def run(device: str = "cpu", quick: bool = False, seconds: float = 2.0) -> Iterator[list[Row]]:
+    for shape in SHAPES[:3] if quick else SHAPES:
+        yield from run_shape(shape, device, quick, seconds)
+
+
+def run_shape(shape: tuple[int, int], device: str, quick: bool, seconds: float) -> Iterator[list[Row]]:
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(shape, generator=generator, device=device)
+    upstream = torch.randn(shape, generator=generator, device=device)
+    variable = logits.clone().requires_grad_()
+    destination = torch.empty_like(logits)
+    # The reference in float64 checks the first rows; every row is computed alike.
+    rows = slice(0, 256)
+    exact = logits[rows].double().requires_grad_()
+    reference = fk.reference.focal_calibration_map(exact, GAMMA, TEMPERATURE)
+    slope = torch.autograd.grad(reference, exact, upstream[rows].double())[0]
+    compiled = None
+    if not quick:
+        torch._dynamo.reset()
+        compiled = torch.compile(composite, fullgraph=True, dynamic=False)
+
+    def matches(expected: Tensor):
+        def check(found: object) -> None:
+            assert isinstance(found, Tensor)
+            torch.testing.assert_close(found[rows].double(), expected.detach(), rtol=1e-4, atol=1e-6)
+
+        return check
+
+    def forward(function):
+        return function and (lambda: function(logits))
+
+    def both(function):
+        return function and (lambda: torch.autograd.grad(function(variable), variable, upstream)[0])
+
+    absent = "left out of the quick run, for its compilation time"
+    for case, wrap, expected, passes in (("forward", forward, reference, 2), ("forward+backward", both, slope, 5)):
+        check = matches(expected)
+        yield measure(
+            op="calibration_map",
+            case=f"{case} {'x'.join(map(str, shape))}",
+            n=shape[0],
+            classes=shape[1],
+            dtype=torch.float32,
+            providers=[
+                Provider("focalkern", wrap(fused), check=check),
+                Provider("composite", wrap(composite), check=check),
+                Provider("composite, compiled", wrap(compiled), absent=absent, check=check),
+            ],
+            bytes_moved=passes * logits.numel() * logits.element_size(),
+            copy=Provider("copy", lambda: destination.copy_(logits)),
+            seconds=seconds,
+        )

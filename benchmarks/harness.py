@@ -1,0 +1,212 @@
+"""What every benchmark shares: providers, checks before clocks, interleaved timing, memory, and result files.
+
+The machines are shared and their speed drifts, so the providers of a case take turns within one process, and what is
+quoted are medians and ratios of one run, never single times.
+"""
+
+import csv
+import ctypes
+import datetime
+import gc
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import focalkern
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Provider:
+    """One way of computing a case: a function without arguments, or the reason why it cannot be had."""
+
+    name: str
+    run: Callable[[], object] | None
+    absent: str = ""
+    check: Callable[[object], None] | None = None
+    scale: float = 1.0  # what one call's time is multiplied with, where only a part of the work is timed
+
+
+@dataclass
+class Row:
+    """One provider's result in one case, as it stands in the result file."""
+
+    op: str
+    case: str
+    n: int
+    classes: int
+    dtype: str
+    provider: str
+    median_ms: float = float("nan")
+    low_ms: float = float("nan")  # first and third quartile of the repeats
+    high_ms: float = float("nan")
+    repeats: int = 0
+    gb_per_s: float = float("nan")  # of the bytes that the case must move at least
+    ratio_to_copy: float = float("nan")  # median over that of a copy of the logits in the same run
+    speedup: float = float("nan")  # this provider's median over focalkern's: how many times slower it is
+    peak_extra_mib: float = float("nan")
+    note: str = ""
+    device: str = field(default_factory=lambda: device_name())
+    threads: int = field(default_factory=torch.get_num_threads)
+    torch: str = torch.__version__
+    focalkern: str = focalkern.__version__
+    commit: str = field(default_factory=lambda: commit())
+    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
+
+
+def device_name(device: str = "cpu") -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name().replace(" ", "-")
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip().replace(" ", "-")
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit that is measured, with a mark if the tree differs from it."""
+    folder = Path(__file__).parents[1]
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=9"], cwd=folder, capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int = 60) -> dict[str, list[float]]:
+    """Milliseconds per call of each provider, which take turns until ``seconds`` are spent.
+
+    A sample is as many calls as fill half a millisecond, so that the clock does not show. At least five samples each.
+    """
+    calls = {}
+    for provider in providers:
+        provider.run()
+        _synchronize()
+        start = time.perf_counter()
+        provider.run()
+        _synchronize()
+        calls[provider.name] = max(1, int(5e-4 / max(time.perf_counter() - start, 1e-7)))
+    samples: dict[str, list[float]] = {provider.name: [] for provider in providers}
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        begin = time.perf_counter()
+        for repeat in range(max_repeats):
+            if repeat >= 5 and time.perf_counter() - begin > seconds:
+                break
+            for provider in providers:
+                n = calls[provider.name]
+                start = time.perf_counter()
+                for _ in range(n):
+                    provider.run()
+                _synchronize()
+                samples[provider.name].append((time.perf_counter() - start) / n * 1e3 * provider.scale)
+    finally:
+        if enabled:
+            gc.enable()
+    return samples
+
+
+def peak_extra_mib(run: Callable[[], object]) -> float:
+    """Memory that a call needs beyond what is there before, results included, in MiB."""
+    gc.collect()
+    if torch.cuda.is_available():
+        _synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        _synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory that the allocator keeps would hide the peak
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = _high_water_kib()
+        run()
+        return (_high_water_kib() - before) / 2**10
+    except OSError:
+        return float("nan")
+
+
+def _high_water_kib() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1])
+    raise OSError("no high-water mark in /proc/self/status")
+
+
+def measure(
+    *,
+    op: str,
+    case: str,
+    n: int,
+    classes: int,
+    dtype: torch.dtype,
+    providers: list[Provider],
+    bytes_moved: float,
+    copy: Provider | None,
+    seconds: float,
+) -> list[Row]:
+    """Checks every provider, then times them in turns. The first provider is focalkern, which speed-ups refer to."""
+    label = str(dtype).removeprefix("torch.")
+    shared = {"op": op, "case": case, "n": n, "classes": classes, "dtype": label}
+    present = [provider for provider in providers if provider.run is not None]
+    for provider in present:
+        if provider.check is not None:
+            provider.check(provider.run())
+    timed = present + ([copy] if copy is not None else [])
+    samples = time_in_turns(timed, seconds=seconds)
+    medians = {name: float(np.median(values)) for name, values in samples.items()}
+    rows = []
+    for provider in providers:
+        if provider.run is None:
+            rows.append(Row(**shared, provider=provider.name, note=f"absent: {provider.absent}"))
+            continue
+        values = samples[provider.name]
+        median = medians[provider.name]
+        rows.append(
+            Row(
+                **shared,
+                provider=provider.name,
+                median_ms=median,
+                low_ms=float(np.quantile(values, 0.25)),
+                high_ms=float(np.quantile(values, 0.75)),
+                repeats=len(values),
+                gb_per_s=bytes_moved / median / 1e6,
+                ratio_to_copy=median / medians[copy.name] if copy is not None else float("nan"),
+                speedup=median / medians[present[0].name],
+                peak_extra_mib=peak_extra_mib(provider.run),
+                note=f"one call times {provider.scale:g}" if provider.scale != 1 else "",
+            )
+        )
+    return rows
+
+
+def append_rows(rows: Iterable[Row], out: Path = RESULTS) -> list[Path]:
+    """Appends rows to one file per device, operator and date. Returns the files."""
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for row in rows:
+        path = out / f"{row.device}_{row.op}_{row.date}.csv".replace("/", "-")
+        fresh = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+            if fresh:
+                writer.writeheader()
+            writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
+        if path not in written:
+            written.append(path)
+    return written
