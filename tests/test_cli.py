@@ -368,9 +368,13 @@ def one_line(code, out, err):
         (("calibrate", "BOTH", "--split", "0.5"), "expected one set for --split, found val_* and test_*"),
         (("calibrate", "SINGLE", "--split", "0.5", "--test", "BOTH"), "either --test or --split, found both"),
         (("calibrate", "SINGLE", "--split", "1"), "expected a number between 0 and 1, found '1'"),
+        (("calibrate", "SINGLE", "--split", "0.5", "--seed", str(2**63)), "expected a whole number of at most 64 bits"),
+        (("demo", "--seed", "one"), "expected a whole number of at most 64 bits, found 'one'"),
         (("calibrate", "SINGLE", "--split", "0.0001"), "to leave some on both sides, found 400"),
         (("calibrate", "SINGLE", "--test-labels", "a.npy"), "--test-labels goes with --test"),
         (("calibrate", "SINGLE", "--test", "missing.npz"), "missing.npz: expected a file"),
+        (("calibrate", "SINGLE", "--test", "SOME.npy"), "or --test-labels FILE.npy, found neither"),
+        (("calibrate", "SINGLE", "--test", "OTHER", "--test-labels", "a.npy"), "--test-labels goes with a .npy file"),
         (("calibrate", "SINGLE", "--test", "OTHER"), "expected the 5 classes of"),
         (("calibrate", "SINGLE", "--input-kind", "probs"), "expected probs (as --input-kind probs says)"),
         (("calibrate", "SINGLE", "--n-bins", "0"), "expected a whole number of at least 1, found '0'"),
@@ -404,7 +408,9 @@ def test_a_mistake_is_one_line(arguments, words, both, single, tmp_path, run):
         "OTHER": tmp_path / "other.npz",
         "PROBS": tmp_path / "probs.npz",
         "SAVED": tmp_path / "saved.json",
+        "SOME.npy": tmp_path / "some.npy",
     }
+    np.save(names["SOME.npy"], logits)
     assert words in one_line(*run(*(names.get(argument, argument) for argument in arguments)))
 
 
@@ -420,6 +426,46 @@ def test_a_failed_write_keeps_the_old_calibrator(both, run, tmp_path, monkeypatc
     assert code == 2
     assert "No space left on device" in err
     assert out.read_text() == "precious"
+
+
+@pytest.mark.parametrize("option", ["VAL", "--labels", "--test", "--test-labels"])
+def test_the_calibrator_does_not_overwrite_what_is_read(option, tmp_path, run):
+    logits, labels = sample(60, 0)
+    names = {"VAL": "v.npy", "--labels": "v_labels.npy", "--test": "t.npy", "--test-labels": "t_labels.npy"}
+    paths = {name: tmp_path / file for name, file in names.items()}
+    for name, path in paths.items():
+        np.save(path, labels if "labels" in name else logits)
+    # Under another name for the same file, too.
+    (tmp_path / "link").symlink_to(paths[option])
+    before = paths[option].read_bytes()
+    arguments = [paths["VAL"], *(part for name, path in list(paths.items())[1:] for part in (name, path))]
+    said = one_line(*run("calibrate", *arguments, *GRID, "--out", tmp_path / "link"))
+    assert "expected another file for --out, found one that is read" in said
+    assert paths[option].read_bytes() == before
+
+
+def test_absurd_figures_fit_into_the_table(tmp_path, run):
+    logits, labels = sample(400, 0)
+    np.savez(tmp_path / "huge.npz", logits=logits.astype(np.float64) * 1e200, labels=labels)
+    code, out, err = run("evaluate", tmp_path / "huge.npz")
+    assert code == 0, err
+    assert "e+" in out
+    assert max(map(len, out.splitlines())) < 120
+
+
+def test_few_rows_per_bin_are_said(tmp_path, run):
+    logits, labels = sample(6, 0)
+    np.savez(tmp_path / "few.npz", logits=logits, labels=labels)
+    code, out, err = run("calibrate", tmp_path / "few.npz", *GRID)
+    assert code == 0, err
+    assert "6 rows in 15 bins are about 0.4 per bin" in out
+
+
+def test_a_closed_stdout_is_no_failure(both):
+    # As in: focalkern evaluate FILE >&-
+    command = [sys.executable, "-c", "import sys; sys.stdout = None; from focalkern.cli import main; sys.exit(main())"]
+    done = subprocess.run([*command, "evaluate", str(both)], capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 @pytest.mark.parametrize("package", ["tabulate", "matplotlib", "sklearn"])

@@ -185,6 +185,21 @@ class Trap:
         return open, (str(self.mark), "w")
 
 
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (torch.Tensor.to_sparse, "found a tensor of layout torch.sparse_coo"),
+        (lambda z: torch.quantize_per_tensor(z, 0.1, 0, torch.qint8), "found a quantized tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's own, of quantized tensors
+def test_tensors_that_are_not_plain(spoil, words, tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"logits": spoil(torch.ones(4, 3)), "labels": torch.zeros(4, dtype=torch.int64)}, path)
+    with pytest.raises(InputError, match=words):
+        read_sets(path)
+
+
 def test_pickled_objects_are_refused_and_not_executed(tmp_path):
     mark = tmp_path / "executed"
     np.savez(tmp_path / "a.npz", logits=np.array([[Trap(mark)]], dtype=object), labels=LABELS)

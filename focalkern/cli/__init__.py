@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         code: int = parsed.run(parsed)
-        sys.stdout.flush()
+        # There is no stdout when the shell has closed it (>&-); print puts up with that.
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except InputError as problem:
         return _fail(parsed.command, str(problem))

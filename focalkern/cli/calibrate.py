@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from focalkern.cli.files import FORMATS_HELP, InputError, LogitSet, read_sets
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 
-__all__ = ["add_input_arguments", "add_parser", "at_least_one"]
+__all__ = ["add_input_arguments", "add_parser", "at_least_one", "seed"]
 
 _EPILOG = f"""\
 Which rows choose and which report:
@@ -48,7 +49,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--test", metavar="TEST", help="a second file, whose rows report")
     parser.add_argument("--test-labels", metavar="FILE.npy", help="labels of a .npy TEST")
     parser.add_argument("--split", type=_share, metavar="F", help="choose on this share of the rows, 0 < F < 1")
-    parser.add_argument("--seed", type=int, default=0, help="of the split (default 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the split (default 0)")
     parser.add_argument(
         "--method",
         choices=("focal-temperature", "temperature"),
@@ -168,6 +169,10 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             raise InputError(f"{arguments.out}: expected a file to write, found a folder")
         if not arguments.out.resolve().parent.is_dir():
             raise InputError(f"{arguments.out}: expected a file in an existing folder, found no such folder")
+        for source in (arguments.input, arguments.labels, arguments.test, arguments.test_labels):
+            there = source is not None and arguments.out.exists() and os.path.exists(source)
+            if there and os.path.samefile(arguments.out, source):
+                raise InputError(f"{arguments.out}: expected another file for --out, found one that is read")
     if arguments.report is not None:
         if arguments.report.exists() and not arguments.report.is_dir():
             raise InputError(f"{arguments.report}: expected a folder for --report, found a file")
@@ -199,7 +204,12 @@ def _select(arguments: argparse.Namespace) -> tuple[LogitSet, LogitSet]:
         return rows.rows(order[:first], share), rows.rows(order[first:], "the other rows")
     if arguments.test is not None:
         selection = _one(source, sets, "val")
-        others = read_sets(arguments.test, labels=arguments.test_labels, input_kind=arguments.input_kind)
+        others = read_sets(
+            arguments.test,
+            labels=arguments.test_labels,
+            input_kind=arguments.input_kind,
+            labels_option="--test-labels",
+        )
         reported = _one(arguments.test, others, "test")
         if reported.n_classes != selection.n_classes:
             raise InputError(
@@ -275,6 +285,17 @@ def _share(text: str) -> float:
     if not 0 < share < 1:
         raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, found {text!r}")
     return share
+
+
+def seed(text: str) -> int:
+    """What torch takes as the seed of a generator."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 2**63
+    if not -(2**63) <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at most 64 bits, found {text!r}")
+    return number
 
 
 def at_least_one(text: str) -> int:

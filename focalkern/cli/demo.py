@@ -13,6 +13,7 @@ import focalkern
 from focalkern._atomic import write_atomically
 from focalkern.calibrators import DEFAULT_GAMMAS
 from focalkern.cli import report
+from focalkern.cli.calibrate import seed as seed_of
 from focalkern.cli.files import InputError, LogitSet
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
 from focalkern.ops.focal_loss import focal_loss
@@ -40,7 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("demo-report"), metavar="DIR", help="where to write (default ./demo-report)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the split and of the training (default 0)")
+    parser.add_argument("--seed", type=seed_of, default=0, help="of the split and of the training (default 0)")
     parser.set_defaults(run=_run)
 
 

@@ -79,6 +79,7 @@ def read_sets(
     *,
     labels: str | os.PathLike[str] | None = None,
     input_kind: InputKind | None = None,
+    labels_option: str = "--labels",
 ) -> dict[str, LogitSet]:
     """Read every set of a file.
 
@@ -87,6 +88,7 @@ def read_sets(
         labels: the .npy file with the labels, for a .npy ``path`` only.
         input_kind: ``"logits"`` or ``"probs"``. None takes what the name of the array (or of the .npy file) says, and
             logits where it says nothing. It is never guessed from the values.
+        labels_option: what ``labels`` is called on the command line, for the errors.
 
     Returns:
         By prefix, ``""``, ``"val"`` or ``"test"``, at least one :class:`LogitSet`.
@@ -101,13 +103,13 @@ def read_sets(
         ".pt": _read_pt,
         ".pth": _read_pt,
         ".safetensors": _read_safetensors,
-        ".npy": lambda p: _read_npy_pair(p, labels, input_kind),
+        ".npy": lambda p: _read_npy_pair(p, labels, input_kind, labels_option),
         ".csv": lambda p: _read_csv(p, input_kind),
     }
     if suffix not in readers:
         raise InputError(f"{source}: expected {', '.join(readers)}, found {suffix or 'no suffix'!r}")
     if labels is not None and suffix != ".npy":
-        raise InputError(f"{source}: --labels goes with a .npy file; in {suffix} files the labels are in the file")
+        raise InputError(f"{source}: {labels_option} goes with a .npy file; in {suffix} files the labels are in it")
     if not os.path.exists(source):
         raise InputError(f"{source}: expected a file, found nothing there")
     if os.path.isdir(source):
@@ -201,6 +203,9 @@ def _describe_row(row: Tensor) -> str:
 
 def _as_tensor(source: str, name: str, values: Any) -> Tensor:
     if isinstance(values, Tensor):
+        if values.layout != torch.strided or values.is_quantized or values.is_nested:
+            kind = "a quantized tensor" if values.is_quantized else f"a tensor of layout {values.layout}"
+            raise InputError(f"{source}: {name}: expected a plain dense tensor, found {kind}")
         return values.detach()
     try:
         array = np.ascontiguousarray(values)
@@ -284,18 +289,22 @@ def _read_npz(source: str) -> dict[str, Any]:
     return arrays
 
 
-def _read_npy_pair(source: str, labels: str | os.PathLike[str] | None, input_kind: InputKind | None) -> dict[str, Any]:
+def _read_npy_pair(
+    source: str, labels: str | os.PathLike[str] | None, input_kind: InputKind | None, labels_option: str
+) -> dict[str, Any]:
     path = Path(source)
     said = next((kind for kind in _KINDS if path.stem == kind or path.stem.endswith(f"_{kind}")), None)
     if labels is None:
         if said is None:
             raise InputError(
-                f"{source}: expected a name that ends in logits.npy or probs.npy, or --labels FILE.npy, "
+                f"{source}: expected a name that ends in logits.npy or probs.npy, or {labels_option} FILE.npy, "
                 f"found neither, so it is not known where the labels are"
             )
         labels = path.with_name(path.name[: -len(f"{said}.npy")] + "labels.npy")
         if not labels.exists():
-            raise InputError(f"{source}: expected its labels in {labels}, found nothing there; say --labels FILE.npy")
+            raise InputError(
+                f"{source}: expected its labels in {labels}, found nothing there; say {labels_option} FILE.npy"
+            )
     elif not os.path.exists(labels):
         raise InputError(f"{labels}: expected the labels of {source}, found nothing there")
     loaded = []

@@ -264,8 +264,8 @@ def _remarks(choices: Sequence[Choice], selection: LogitSet, report: LogitSet, n
         )
     if len(selection) < 20 * n_bins:
         remarks.append(
-            f"{len(selection)} rows in {n_bins} bins are about {len(selection) // n_bins} per bin: an ECE of so few is "
-            "mostly noise, and the ECE-optimal choice with it."
+            f"{len(selection)} rows in {n_bins} bins are about {len(selection) / n_bins:.2g} per bin: an ECE of so few "
+            "is mostly noise, and the ECE-optimal choice with it."
         )
     before = choices[0].report
     assert before is not None  # the uncalibrated row always has figures
@@ -328,6 +328,10 @@ def format_table(choices: Sequence[Choice], chosen: Choice | None = None) -> str
         text = f"{value:.10g}"
         return text if len(text.partition(".")[2]) > 1 else f"{value:.2f}"
 
+    # Absurd temperatures and logits have an NLL of hundreds of digits.
+    def figure(value: float) -> str:
+        return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"
+
     body = []
     for choice in choices:
         calibrated = choice.method != "none"
@@ -336,7 +340,7 @@ def format_table(choices: Sequence[Choice], chosen: Choice | None = None) -> str
                 ("-> " if choice is chosen else "   ") + choice.label,
                 plain(choice.gamma) if calibrated else "",
                 plain(choice.temperature) if calibrated else "",
-                *("-" if choice.report is None else f"{choice.report[name]:.4f}" for name in FIGURES),
+                *("-" if choice.report is None else figure(choice.report[name]) for name in FIGURES),
             ]
         )
     return tabulate(
