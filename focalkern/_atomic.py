@@ -1,5 +1,6 @@
 """Writing a file so that a failure leaves whatever was there before."""
 
+import errno
 import os
 import uuid
 from pathlib import Path
@@ -23,6 +24,8 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     final = Path(os.path.realpath(path))
     if final.is_dir():
         raise IsADirectoryError(f"{path} is a folder")
+    if not final.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
     # open(), not tempfile: the file gets the permissions that any new file of this user gets.
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}.part")
     try:

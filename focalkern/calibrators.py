@@ -245,7 +245,7 @@ class _Scaling:
         raise NotImplementedError
 
     def _temperatures(self) -> Any:
-        return PAPER_TEMPERATURES if self.temperatures is None else _as_numbers(self.temperatures)
+        return PAPER_TEMPERATURES if self.temperatures is None else _as_numbers("temperatures", self.temperatures)
 
     def _predict(self, logits: Any, log: bool) -> Any:
         self._check_fitted()
@@ -286,10 +286,7 @@ class _Scaling:
             "method": self.method,
             "gamma": self.gamma_,
             "temperature": self.temperature_,
-            "parameters": {
-                key: list(_as_numbers(value)) if key in ("gammas", "temperatures") and value is not None else value
-                for key, value in self.get_params().items()
-            },
+            "parameters": {key: _plain(key, value) for key, value in self.get_params().items()},
             "fit": {
                 "n_samples": self.n_samples_,
                 "n_classes": self.n_classes_,
@@ -404,7 +401,7 @@ class FocalTemperatureScaling(_Scaling):
         self.input_kind = input_kind
 
     def _gammas(self) -> Any:
-        return DEFAULT_GAMMAS if self.gammas is None else _as_numbers(self.gammas)
+        return DEFAULT_GAMMAS if self.gammas is None else _as_numbers("gammas", self.gammas)
 
 
 _BY_METHOD: dict[str, type[TemperatureScaling] | type[FocalTemperatureScaling]] = {
@@ -462,10 +459,20 @@ def _check_input(name: str, input: Tensor, *, any_rank: bool = False) -> None:
         raise ValueError(f"{name}: logits must have at least 2 classes, got shape {list(input.shape)}")
 
 
-def _as_numbers(values: Iterable[float] | Tensor) -> tuple[float, ...]:
+def _as_numbers(name: str, values: Iterable[float] | Tensor) -> tuple[float, ...]:
     if isinstance(values, Tensor):
         values = values.tolist()
-    return tuple(float(value) for value in values)
+    try:
+        return tuple(float(value) for value in values)
+    except TypeError:
+        raise TypeError(f"fit: {name} must be a sequence of numbers, got {values!r}") from None
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A parameter as JSON has it."""
+    if name in ("gammas", "temperatures") and value is not None:
+        return list(_as_numbers(name, value))
+    return int(value) if name == "n_bins" else value
 
 
 def _number(name: str, value: Any) -> float:

@@ -357,6 +357,8 @@ def as_tensor(values: Any) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach()
     array = np.ascontiguousarray(values)
+    # torch has no other byte order than the machine's.
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
     # torch warns about memory that it could write to and must not.
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
@@ -367,8 +369,9 @@ def _bins(
 ) -> ReliabilityBins:
     if estimator not in ESTIMATORS:
         raise ValueError(f"{op}: estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
-    if isinstance(n_bins, bool) or not isinstance(n_bins, int):
+    if isinstance(n_bins, bool) or not isinstance(n_bins, int | np.integer):
         raise TypeError(f"{op}: n_bins must be an int, got {n_bins!r}")
+    n_bins = int(n_bins)
     if n_bins < 1:
         raise ValueError(f"{op}: n_bins must be at least 1, got {n_bins}")
     confidence, correct = _confidence_and_correct(op, probs, target, confidence, correct)

@@ -240,6 +240,19 @@ def test_a_link_and_the_permissions_of_a_file_stay(tmp_path):
     assert stat.S_IMODE(real.stat().st_mode) == 0o640
 
 
+def test_a_numpy_number_of_bins_is_fitted_and_saved(tmp_path):
+    path = tmp_path / "calibrator.json"
+    TemperatureScaling(n_bins=np.int64(10), temperatures=[1.0, 2.0]).fit(*sample(50)).save(path)
+    assert TemperatureScaling.load(path).n_bins == 10
+
+
+def test_a_missing_folder_is_named_as_it_was_given(tmp_path):
+    path = tmp_path / "nowhere" / "calibrator.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        TemperatureScaling(temperatures=[1.0, 2.0]).fit(*sample(50)).save(path)
+    assert caught.value.filename == str(path)
+
+
 def test_a_folder_is_not_overwritten(tmp_path):
     with pytest.raises(IsADirectoryError, match="is a folder"):
         fitted().save(tmp_path)
@@ -337,6 +350,8 @@ def test_use_before_fit(cls, use):
         ({"input_kind": "probs"}, None, ValueError, "row"),
         ({"n_bins": 0}, None, ValueError, "n_bins"),
         ({"temperatures": [1.0, 0.0]}, None, ValueError, "temperatures"),
+        ({"temperatures": 1.0}, None, TypeError, "temperatures must be a sequence of numbers, got 1.0"),
+        ({"gammas": 1.0}, None, TypeError, "gammas must be a sequence of numbers, got 1.0"),
         ({"temperatures": []}, None, ValueError, "temperatures"),
         ({"gammas": [-1.0]}, None, ValueError, "gammas"),
     ],

@@ -240,6 +240,13 @@ def test_auroc_equals_all_pairs_with_ties(device):
     assert metrics.auroc(torch.tensor([0.9, 0.8]), torch.tensor([0.1])) == 1.0
 
 
+def test_numpy_numbers_and_byte_orders_are_taken():
+    probs, target = np.array([[0.6, 0.4], [0.1, 0.9], [0.7, 0.3]]), np.array([0, 1, 1])
+    expected = metrics.expected_calibration_error(probs, target, n_bins=2)
+    assert metrics.expected_calibration_error(probs, target, n_bins=np.int64(2)) == expected
+    assert metrics.expected_calibration_error(probs.astype(">f8"), target.astype(">i4"), n_bins=2) == expected
+
+
 def test_numpy_arrays_are_taken_also_read_only_ones():
     probs, target = sample(20)
     array = probs.numpy().copy()

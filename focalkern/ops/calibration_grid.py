@@ -135,8 +135,9 @@ def calibration_grid(
     names = _criteria(criteria)
     _check_option("estimator", estimator, _ESTIMATORS)
     _check_option("input_kind", input_kind, _INPUT_KINDS)
-    if isinstance(n_bins, bool) or not isinstance(n_bins, int):
+    if isinstance(n_bins, bool) or not isinstance(n_bins, int | np.integer):
         raise TypeError(f"calibration_grid: n_bins must be an int, got {type(n_bins).__name__}")
+    n_bins = int(n_bins)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"calibration_grid: ignore_index must be an int, got {type(ignore_index).__name__}")
     input, target = input.detach(), target.detach()
