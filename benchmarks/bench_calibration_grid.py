@@ -97,4 +97,5 @@ def run(device: str = "cpu", quick: bool = False, seconds: float = 2.0) -> Itera
             bytes_moved=logits.numel() * 4,
             copy=None,
             seconds=seconds,
+            device=device,
         )

@@ -75,4 +75,5 @@ def run_shape(shape: tuple[int, int], device: str, quick: bool, seconds: float) 
             bytes_moved=passes * logits.numel() * logits.element_size(),
             copy=Provider("copy", lambda: destination.copy_(logits)),
             seconds=seconds,
+            device=device,
         )

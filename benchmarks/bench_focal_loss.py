@@ -147,4 +147,5 @@ def run(device: str = "cpu", quick: bool = False, seconds: float = 2.0) -> Itera
             bytes_moved=3 * size,  # the logits are read in each direction, the gradient is written
             copy=copy,
             seconds=seconds,
+            device=device,
         )

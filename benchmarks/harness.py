@@ -7,6 +7,7 @@ quoted are medians and ratios of one run, never single times.
 import csv
 import ctypes
 import datetime
+import functools
 import gc
 import platform
 import subprocess
@@ -61,6 +62,7 @@ class Row:
     date: str = field(default_factory=lambda: datetime.date.today().isoformat())
 
 
+@functools.cache
 def device_name(device: str = "cpu") -> str:
     if device == "cuda":
         return torch.cuda.get_device_name().replace(" ", "-")
@@ -70,6 +72,7 @@ def device_name(device: str = "cpu") -> str:
     return platform.processor() or platform.machine()
 
 
+@functools.cache
 def commit() -> str:
     """The commit that is measured, with a mark if the tree differs from it."""
     folder = Path(__file__).parents[1]
@@ -159,10 +162,11 @@ def measure(
     bytes_moved: float,
     copy: Provider | None,
     seconds: float,
+    device: str = "cpu",
 ) -> list[Row]:
     """Checks every provider, then times them in turns. The first provider is focalkern, which speed-ups refer to."""
     label = str(dtype).removeprefix("torch.")
-    shared = {"op": op, "case": case, "n": n, "classes": classes, "dtype": label}
+    shared = {"op": op, "case": case, "n": n, "classes": classes, "dtype": label, "device": device_name(device)}
     present = [provider for provider in providers if provider.run is not None]
     for provider in present:
         if provider.check is not None:
