@@ -222,6 +222,35 @@ def test_huge_logits(device):
         assert all(grid.tables[name].isfinite().all() for name in CRITERIA)
 
 
+# 1 / G(1/2) is 2^gamma: beyond float32 from gamma = 128 on, its square from 64 on, and beyond float64 from 1024 on.
+@pytest.mark.parametrize("gamma", [33.0, 70.0, 140.0, 1000.0, 1e6, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n_classes", [5, 100])
+def test_huge_gammas(device, gamma, dtype, n_classes):
+    z, target = samples(100, n_classes, device=device)
+    for estimator in ("equal_width", "equal_mass", "equal_mass_interp"):
+        # The last row is all ties, where a large gamma blows up rounding.
+        grid = fk.calibration_grid(
+            torch.cat([z, torch.zeros_like(z[:1])]).to(dtype),
+            torch.cat([target, target[:1] * 0 + 1]),
+            [0.0, 0.5, gamma],
+            [0.1, 1.0, 7.0],
+            criteria=("ece", "mce", "nll", "brier"),
+            estimator=estimator,
+        )
+        assert all(table.isfinite().all() for table in grid.tables.values())
+        assert bool((grid.tables["ece"] <= 1).all())
+    temperatures = [0.1, 1.0, 7.0]
+    grid = fk.calibration_grid(z.to(dtype), target, [gamma], temperatures, criteria=("nll", "brier"))
+    relative = 1e-5 if dtype == torch.float32 else 1e-12
+    for index, temperature in enumerate(temperatures):
+        log_p = fk.focal_calibration_map(z.to(dtype).double(), gamma, temperature, log=True)
+        nll = float(-log_p.gather(1, target.unsqueeze(1)).mean())
+        brier = float((log_p.exp() - F.one_hot(target, n_classes)).square().sum(1).mean())
+        assert float(grid.tables["nll"][0, index]) == pytest.approx(nll, rel=relative)
+        assert float(grid.tables["brier"][0, index]) == pytest.approx(brier, rel=relative)
+
+
 def test_gamma_0_is_plain_temperature_scaling(device):
     z, target = samples(500, 10, device=device)
     temperatures = [0.5, 1.0, 1.7, 4.0]

@@ -44,6 +44,9 @@ enum class Route : int32_t { kMoments, kReciprocal, kExponential };
 
 constexpr int kMaxReciprocals = 2;
 constexpr int kMaxWholeGamma = 8;
+// Beyond this, 1 / G(q) near q = 1/2 and its square come close to what a float holds, and they are summed relative to
+// those of the runner-up. Such a gamma is on the route kExponential.
+constexpr double kMaxPlainGamma = 32;
 
 // What is summed over the classes, as functions of q in (0, kMaxQ] and s = -q log q. Both variables are scaled, to
 // [0, 1] and [-1, 1]: in plain powers the terms would cancel in float. The first term is the weight itself.
@@ -203,7 +206,8 @@ CalibrationGridPlan* calibration_grid_plan(const CalibrationGridBlock<Scalar>& b
     } else if (shared && whole && plan->reciprocals < kMaxReciprocals) {
       entry.route = Route::kReciprocal;
     }
-    plan->tail = plan->tail && tail.fit(entry.gamma, entry.tail_coefficient) <= kMaxFitError;
+    plan->tail =
+        plan->tail && entry.gamma <= kMaxPlainGamma && tail.fit(entry.gamma, entry.tail_coefficient) <= kMaxFitError;
     int& count = entry.route == Route::kMoments      ? plan->moments
                  : entry.route == Route::kReciprocal ? plan->reciprocals
                                                      : plan->exponentials;
@@ -257,6 +261,8 @@ struct Gamma {
 };
 template <typename Real>
 Gamma<Real> rounded_gamma(double gamma) {
+  // A larger gamma leaves all to the top class already, and its square, by which sums are divided, would overflow.
+  gamma = std::min(gamma, sizeof(Real) == sizeof(float) ? 1e15 : 1e150);
   return {static_cast<Real>(gamma), static_cast<Real>(gamma + 1)};
 }
 // 1 + gamma phi_t
@@ -412,7 +418,9 @@ FK_VECTOR_CLONES void exact_sums(const Real* __restrict d, int64_t n, const Real
                                  Lanes<Real>* __restrict square_sums /* [n_gammas] */) {
   for (int64_t g = 0; g < n_gammas; ++g) sums[g] = square_sums[g] = {};
   // A run of classes at a time, so that its logarithms serve all gammas.
-  Lanes<Real> log_u[kRun], phi[kRun];
+  Lanes<Real> log_u[kRun], phi[kRun], log_u_second;
+#pragma omp simd
+  for (int t = 0; t < kLanes; ++t) log_u_second[t] = log_one_plus(-pieces.scale[t]);
   for (int64_t begin = 0; begin < n; begin += kRun) {
     const int64_t end = begin + kRun < n ? begin + kRun : n;
     for (int64_t k = begin; k < end; ++k) {
@@ -426,12 +434,13 @@ FK_VECTOR_CLONES void exact_sums(const Real* __restrict d, int64_t n, const Real
     }
     for (int64_t g = 0; g < n_gammas; ++g) {
       const Real gamma = gammas[g];
+      const Real relative = gamma > Real(kMaxPlainGamma) ? Real(1) : Real(0);
       Lanes<Real> run = {}, square_run = {};
       for (int64_t k = begin; k < end; ++k) {
 #pragma omp simd
         for (int t = 0; t < kLanes; ++t) {
-          const Real weight =
-              e[k * kLanes + t] * exponential(-gamma * log_u[k - begin][t]) / (Real(1) + gamma * phi[k - begin][t]);
+          const Real gap = log_u[k - begin][t] - relative * log_u_second[t];
+          const Real weight = e[k * kLanes + t] * exponential(-gamma * gap) / (Real(1) + gamma * phi[k - begin][t]);
           run[t] += weight;
           square_run[t] += weight * weight;
         }
@@ -554,7 +563,12 @@ FK_VECTOR_CLONES void finish_cells(const SoftmaxPieces<Real>& pieces, const Labe
 #pragma omp simd
     for (int t = 0; t < kLanes; ++t) {
       const Real rho = numerator[t] * pieces.mean_weight[t];
-      const Real scale = exponential(gamma.plus_one * pieces.log_u[t] + pieces.lse[t]);
+      const Real plain = gamma.plus_one * pieces.log_u[t] + pieces.lse[t];
+      const Real log_u_second = log_one_plus(-pieces.scale[t]);
+      // Rounding apart u_t <= u of the runner-up; where they tie, a large gamma would blow up the rounding.
+      const Real gap = pieces.log_u[t] < log_u_second ? pieces.log_u[t] - log_u_second : Real(0);
+      const Real relative = pieces.log_u[t] + pieces.lse[t] + gamma.value * gap;
+      const Real scale = exponential(gamma.value > Real(kMaxPlainGamma) ? relative : plain);
       odds[g][t] = rho * top_denominator(gamma, pieces.psi[t]) * scale;
       confidence[g][t] = Real(1) / (Real(1) + odds[g][t]);
     }
@@ -589,9 +603,10 @@ FK_VECTOR_CLONES void add_brier(const SoftmaxPieces<Real>& pieces, const LabelPi
   for (int t = 0; t < kLanes; ++t) {
     const Real others = odds[t] * confidence[t];
     const Real squares = others * others * (square_sum[t] / (numerator[t] * numerator[t]));
-    // a_t - a_y
-    const Real gap = label->minus_x[t] + scaled_log(gamma.value, label->log_u[t] - pieces.log_u[t]) +
-                     logarithm(denominator_ratio(pieces, *label, gamma, t));
+    // a_t - a_y; the map keeps t on top, but where the two tie a large gamma blows up the rounding
+    Real gap = label->minus_x[t] + scaled_log(gamma.value, label->log_u[t] - pieces.log_u[t]) +
+               logarithm(denominator_ratio(pieces, *label, gamma, t));
+    gap = gap > Real(0) ? gap : Real(0);
     const Real p_label = confidence[t] * exponential(-gap);
     brier[t] +=
         static_cast<double>(confidence[t] * confidence[t] + squares) + (1.0 - 2.0 * static_cast<double>(p_label));
