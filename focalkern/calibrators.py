@@ -49,7 +49,8 @@ class CalibratedLogProbs(torch.nn.Module):
     .. math:: q = \text{softmax}(z / T), \quad \hat p_j \propto \frac{q_j}{(1 - q_j)^\gamma (1 + \gamma \varphi(q_j))}
 
     with phi(q) = -q log q / (1 - q). Both constants are Python numbers, not buffers, so that ``module.half()`` does
-    not round them; ``torch.export`` and ``torch.compile`` take them as constants.
+    not round them; ``torch.export`` and ``torch.compile`` take them as constants. ``state_dict`` has them as one
+    float64 tensor [gamma, temperature].
 
     Args:
         gamma: > -1, put straight into the formula; 0 is temperature scaling.
@@ -68,6 +69,12 @@ class CalibratedLogProbs(torch.nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [..., C], floating point -> log-probabilities [..., C]."""
         return focal_calibration_map(input, self.gamma, self.temperature, input_kind=self.input_kind, log=True)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.gamma, self.temperature], dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.gamma, self.temperature = state.tolist()
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}, temperature={self.temperature}, input_kind={self.input_kind!r}"

@@ -13,6 +13,7 @@ from conftest import assert_close
 from focalkern import reference
 from focalkern.calibrators import (
     DEFAULT_GAMMAS,
+    CalibratedLogProbs,
     FocalTemperatureScaling,
     NotFittedError,
     TemperatureScaling,
@@ -368,3 +369,11 @@ def test_bad_input_is_named(options, spoil, error, words):
 def test_another_number_of_classes_is_refused():
     with pytest.raises(ValueError, match=r"must have the 5 classes of fit, got shape \[2, 7\]"):
         fitted().predict_proba(torch.zeros(2, 7))
+
+
+def test_module_state_travels_with_a_checkpoint(tmp_path):
+    network = torch.nn.Sequential(torch.nn.Linear(4, 3), CalibratedLogProbs(0.37, 1.3))
+    torch.save(network.half().state_dict(), tmp_path / "network.pt")
+    other = torch.nn.Sequential(torch.nn.Linear(4, 3), CalibratedLogProbs(0.0, 1.0))
+    other.load_state_dict(torch.load(tmp_path / "network.pt", weights_only=True))
+    assert (other[1].gamma, other[1].temperature) == (0.37, 1.3)
