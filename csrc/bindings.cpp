@@ -5,6 +5,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/version.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <cstdlib>
 #include <vector>
 
@@ -76,6 +80,18 @@ std::optional<RowLayout> row_layout(const Tensor& tensor, int64_t class_dim) {
   if (runs.size() == 2) layout.outer_stride = runs[0].stride;
   const bool adjacent = layout.class_stride == 1 || layout.inner_stride == 1;
   return adjacent ? std::optional<RowLayout>(layout) : std::nullopt;
+}
+
+void prefer_huge_pages(const Tensor& fresh) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
+  if (!fresh.is_cpu() || fresh.nbytes() < 2 * kHugePage) return;
+  const auto begin = reinterpret_cast<uintptr_t>(fresh.mutable_data_ptr());
+  const uintptr_t first = (begin + kHugePage - 1) & ~(kHugePage - 1);
+  const uintptr_t last = (begin + fresh.nbytes()) & ~(kHugePage - 1);
+  // A hint: where it is refused, the memory is what it was.
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
 }
 
 Labels labels_of(const Tensor& target) {

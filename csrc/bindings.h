@@ -67,6 +67,10 @@ inline double sum_tolerance(at::ScalarType dtype) {
   return tolerance;
 }
 
+// Asks for huge pages behind a large tensor on the CPU that is about to be written for the first time: with ordinary
+// ones, the page faults of a fresh gradient take longer than computing it.
+void prefer_huge_pages(const Tensor& fresh);
+
 // The handle of an operator that was registered above, found once.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {

@@ -290,6 +290,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
     if (needed[0]) {
       grad_input = at::empty_like(input);
       input_buffer = row_layout(grad_input, class_dim) ? grad_input : at::empty_like(prepared.input);
+      prefer_huge_pages(input_buffer);
       args.grad_logits = static_cast<Scalar*>(input_buffer.mutable_data_ptr());
     }
     if (needed[1]) {
