@@ -7,7 +7,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks import bench_calibration_grid, bench_calibration_map, bench_focal_loss
-from benchmarks.harness import RESULTS, Row, append_rows
+from benchmarks.harness import RESULTS, Row, append_rows, newest_rows
 
 BENCHMARKS = {
     "focal_loss": bench_focal_loss,
@@ -34,6 +34,19 @@ def table(rows: list[Row]) -> str:
     return tabulate(shown, header)
 
 
+def summary(op: str, out: Path) -> str:
+    """A Markdown table of the newest recorded medians: a line a case, a column a provider."""
+    rows = [row for row in newest_rows(op, out) if row["repeats"] != "0"]
+    providers = list(dict.fromkeys(row["provider"] for row in rows))
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        own = row["provider"] == "focalkern"
+        entry = f"{float(row['median_ms']):.4g} ms" if own else f"{float(row['speedup']):.3g} x"
+        lines.setdefault((row["case"], row["dtype"]), {})[row["provider"]] = entry
+    table = [[*case, *(entries.get(provider, "") for provider in providers)] for case, entries in lines.items()]
+    return tabulate(table, ["case", "dtype", *providers], tablefmt="github", disable_numparse=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer shapes, nothing compiled: under two minutes")
@@ -42,7 +55,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     parser.add_argument("--seconds", type=float, help="time to spend on each case (default 2, quick 0.5)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--summary", action="store_true", help="time nothing: print the newest recorded medians")
     arguments = parser.parse_args()
+    if arguments.summary:
+        for name in arguments.only or BENCHMARKS:
+            print(f"{summary(name, arguments.out)}\n")
+        return
     torch.set_num_threads(arguments.threads)
     seconds = arguments.seconds or (0.5 if arguments.quick else 2.0)
     written: set[Path] = set()

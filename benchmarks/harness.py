@@ -113,6 +113,10 @@ def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int
                 break
             for provider in providers:
                 n = calls[provider.name]
+                # Untimed: the provider before may have left memory that must be faulted in anew, and in a loop of
+                # its own this one would not meet it.
+                provider.run()
+                _synchronize()
                 start = time.perf_counter()
                 for _ in range(n):
                     provider.run()
@@ -197,6 +201,16 @@ def measure(
             )
         )
     return rows
+
+
+def newest_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
+    """The last recorded row of each case, dtype and provider, in the order of the files."""
+    newest = {}
+    for path in sorted(out.glob(f"*_{op}_*.csv"), key=lambda path: path.stem.rsplit("_", 1)[1]):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                newest[row["device"], row["case"], row["dtype"], row["provider"]] = row
+    return list(newest.values())
 
 
 def append_rows(rows: Iterable[Row], out: Path = RESULTS) -> list[Path]:

@@ -62,3 +62,13 @@ def test_rows_are_appended(tmp_path):
 def test_peak_memory_sees_an_allocation():
     peak = harness.peak_extra_mib(lambda: torch.ones(16 * 2**20 // 4))
     assert peak != peak or peak >= 15  # NaN where the system does not tell
+
+
+def test_the_newest_row_of_a_provider_counts(tmp_path):
+    first, second = (case([harness.Provider("here", lambda: torch.ones(2))])[0] for _ in range(2))
+    first.date, first.median_ms = "2026-01-02", 1.0
+    second.date, second.median_ms = "2026-01-10", 2.0
+    harness.append_rows([second], tmp_path)
+    harness.append_rows([first], tmp_path)
+    (row,) = harness.newest_rows("op", tmp_path)
+    assert float(row["median_ms"]) == 2.0
