@@ -7,7 +7,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks import bench_calibration_grid, bench_calibration_map, bench_focal_loss
-from benchmarks.harness import RESULTS, Row, append_rows, newest_rows
+from benchmarks.harness import RESULTS, Row, append_rows, recorded_medians
 
 BENCHMARKS = {
     "focal_loss": bench_focal_loss,
@@ -35,16 +35,15 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(op: str, out: Path) -> str:
-    """A Markdown table of the newest recorded medians: a line a case, a column a provider."""
-    rows = [row for row in newest_rows(op, out) if row["repeats"] != "0"]
-    providers = list(dict.fromkeys(row["provider"] for row in rows))
-    lines: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
-        own = row["provider"] == "focalkern"
-        entry = f"{float(row['median_ms']):.4g} ms" if own else f"{float(row['speedup']):.3g} x"
-        lines.setdefault((row["case"], row["dtype"]), {})[row["provider"]] = entry
-    table = [[*case, *(entries.get(provider, "") for provider in providers)] for case, entries in lines.items()]
-    return tabulate(table, ["case", "dtype", *providers], tablefmt="github", disable_numparse=True)
+    """A Markdown table of the recorded medians: focalkern's time, and how many times longer the others took."""
+    medians = recorded_medians(op, out)
+    providers = list(dict.fromkeys(name for case in medians.values() for name in case if name != "focalkern"))
+    table = []
+    for (case, dtype), times in medians.items():
+        own = times["focalkern"]
+        ratios = (f"{times[name] / own:.3g} x" if name in times else "" for name in providers)
+        table.append([case, dtype, f"{own:.3g} ms" if own < 1e3 else f"{own / 1e3:.3g} s", *ratios])
+    return tabulate(table, ["case", "dtype", "focalkern", *providers], tablefmt="github", disable_numparse=True)
 
 
 def main() -> None:
@@ -55,7 +54,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     parser.add_argument("--seconds", type=float, help="time to spend on each case (default 2, quick 0.5)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--summary", action="store_true", help="time nothing: print the newest recorded medians")
+    parser.add_argument("--summary", action="store_true", help="time nothing: print the recorded medians")
     arguments = parser.parse_args()
     if arguments.summary:
         for name in arguments.only or BENCHMARKS:

@@ -203,14 +203,20 @@ def measure(
     return rows
 
 
-def newest_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
-    """The last recorded row of each case, dtype and provider, in the order of the files."""
-    newest = {}
-    for path in sorted(out.glob(f"*_{op}_*.csv"), key=lambda path: path.stem.rsplit("_", 1)[1]):
+def recorded_medians(op: str, out: Path = RESULTS) -> dict[tuple[str, str], dict[str, float]]:
+    """{(case, dtype): {provider: milliseconds}} of this version: the median over the recorded runs, so that the luck of
+    one run (which pages the allocator had at hand, who else used the machine) does not stand in a table."""
+    runs: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for path in sorted(out.glob(f"*_{op}_*.csv")):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
-                newest[row["device"], row["case"], row["dtype"], row["provider"]] = row
-    return list(newest.values())
+                if row["focalkern"] == focalkern.__version__ and row["repeats"] != "0":
+                    providers = runs.setdefault((row["case"], row["dtype"]), {})
+                    providers.setdefault(row["provider"], []).append(float(row["median_ms"]))
+    return {
+        case: {provider: float(np.median(values)) for provider, values in providers.items()}
+        for case, providers in runs.items()
+    }
 
 
 def append_rows(rows: Iterable[Row], out: Path = RESULTS) -> list[Path]:

@@ -64,11 +64,10 @@ def test_peak_memory_sees_an_allocation():
     assert peak != peak or peak >= 15  # NaN where the system does not tell
 
 
-def test_the_newest_row_of_a_provider_counts(tmp_path):
-    first, second = (case([harness.Provider("here", lambda: torch.ones(2))])[0] for _ in range(2))
-    first.date, first.median_ms = "2026-01-02", 1.0
-    second.date, second.median_ms = "2026-01-10", 2.0
-    harness.append_rows([second], tmp_path)
-    harness.append_rows([first], tmp_path)
-    (row,) = harness.newest_rows("op", tmp_path)
-    assert float(row["median_ms"]) == 2.0
+def test_recorded_medians_are_over_runs_of_this_version(tmp_path):
+    rows = [case([harness.Provider("here", lambda: torch.ones(2))])[0] for _ in range(4)]
+    for row, median in zip(rows, (1.0, 5.0, 2.0, 100.0), strict=True):
+        row.median_ms = median
+    rows[3].focalkern = "0.0.1"
+    harness.append_rows(rows, tmp_path)
+    assert harness.recorded_medians("op", tmp_path) == {("case", "float32"): {"here": 2.0}}
