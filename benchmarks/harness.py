@@ -204,15 +204,17 @@ def measure(
 
 
 def recorded_medians(op: str, out: Path = RESULTS) -> dict[tuple[str, str], dict[str, float]]:
-    """{(case, dtype): {provider: milliseconds}} of this version: the median over the recorded runs, so that the luck of
-    one run (which pages the allocator had at hand, who else used the machine) does not stand in a table."""
-    runs: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for path in sorted(out.glob(f"*_{op}_*.csv")):
+    """{(case, dtype): {provider: milliseconds}}: the median over the recorded runs of the commit measured last, so that
+    the luck of one run (which pages the allocator had at hand, who else used the machine) does not stand in a table."""
+    rows: list[dict[str, str]] = []
+    for path in sorted(out.glob(f"*_{op}_*.csv"), key=lambda path: path.stem.rsplit("_", 1)[1]):
         with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if row["focalkern"] == focalkern.__version__ and row["repeats"] != "0":
-                    providers = runs.setdefault((row["case"], row["dtype"]), {})
-                    providers.setdefault(row["provider"], []).append(float(row["median_ms"]))
+            rows.extend(csv.DictReader(file))
+    runs: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in rows:
+        if row["commit"] == rows[-1]["commit"] and row["repeats"] != "0":
+            providers = runs.setdefault((row["case"], row["dtype"]), {})
+            providers.setdefault(row["provider"], []).append(float(row["median_ms"]))
     return {
         case: {provider: float(np.median(values)) for provider, values in providers.items()}
         for case, providers in runs.items()
