@@ -3,21 +3,24 @@
 # make lint    the linters         make bench   the benchmarks (BENCH_ARGS=--quick: under two minutes)
 # make clean   removes what the build made, but not .venv
 #
+# EXTRAS=dev,peers also installs the libraries that some tests compare with (kornia, netcal, transformers, ...).
 # PYTHON=python3.12 and FOCALKERN_TORCH=2.11.0 choose the versions (of a new .venv, and of torch in it);
 # FOCALKERN_CUDA and TORCH_CUDA_ARCH_LIST are read by setup.py; PYTEST_ARGS="-k map" is handed to pytest.
 
 PYTHON ?= python3
 VENV ?= .venv
 FOCALKERN_TORCH ?= 2.13.0
+EXTRAS ?= dev
 
 BIN := $(VENV)/bin
+comma := ,
 TORCH := torch==$(patsubst torch==%,%,$(FOCALKERN_TORCH))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
 
 # The stamps carry the settings in their names, so that another setting is another stamp.
 TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
-INSTALL_STAMP := $(VENV)/.stamp-install
+INSTALL_STAMP := $(VENV)/.stamp-install-$(subst $(comma),-,$(EXTRAS))
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
 
 .PHONY: build test demo lint bench clean
@@ -41,7 +44,7 @@ lint: build
 	$(BIN)/mypy
 
 clean:
-	rm -rf build dist *.egg-info focalkern/_C.*.so focalkern/_build_info.py $(VENV)/.stamp-install $(VENV)/.stamp-build-*
+	rm -rf build dist *.egg-info focalkern/_C.*.so focalkern/_build_info.py $(VENV)/.stamp-install-* $(VENV)/.stamp-build-*
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "focalkern needs Python 3.11 or newer: make PYTHON=...")'
@@ -55,7 +58,7 @@ $(TORCH_STAMP): | $(BIN)/python
 	touch $@
 
 $(INSTALL_STAMP): $(TORCH_STAMP) pyproject.toml setup.py
-	$(PIP) install --no-build-isolation --editable '.[dev]' $(TORCH)
+	$(PIP) install --no-build-isolation --editable '.[$(EXTRAS)]' $(TORCH)
 	touch $@
 
 # Only what changed is compiled again.

@@ -1,5 +1,9 @@
 """The device fixture, the seed, and the one tolerance table."""
 
+import importlib
+import os
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,6 +44,13 @@ def cuda() -> torch.device:
     if (reason := cuda_skip_reason()) is not None:
         pytest.skip(reason)
     return torch.device("cuda")
+
+
+def peer(name: str) -> Any:
+    """A library that a test compares with; without it the test is skipped, or fails where all of them must be there."""
+    if os.environ.get("FOCALKERN_REQUIRE_PEERS") == "1":
+        return importlib.import_module(name)
+    return pytest.importorskip(name, exc_type=ImportError)
 
 
 @pytest.fixture(autouse=True)
