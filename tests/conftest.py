@@ -1,7 +1,9 @@
 """The device fixture, the seed, and the one tolerance table."""
 
 import importlib
+import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,28 @@ def peer(name: str) -> Any:
     if os.environ.get("FOCALKERN_REQUIRE_PEERS") == "1":
         return importlib.import_module(name)
     return pytest.importorskip(name, exc_type=ImportError)
+
+
+def import_torchvision_beside_any_torch() -> torch.library.Library | None:
+    """Lets the Python part of torchvision be imported where its compiled part was built for another torch.
+
+    PyPI's torchvision is a CUDA build. Its library does not load beside a CPU build of torch, and then the import of
+    torchvision, and of every peer that imports it, ends at operators without a name. No test calls an operator of
+    torchvision, so the names are enough.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    for library in Path(spec.origin).parent.glob("_C*.so") if spec is not None and spec.origin else []:
+        try:
+            torch.ops.load_library(library)
+        except OSError:
+            names = torch.library.Library("torchvision", "FRAGMENT")
+            for name in ("nms", "qnms"):
+                names.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            return names
+    return None
+
+
+torchvision_names = import_torchvision_beside_any_torch()  # the names last as long as this
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,22 @@ import focalkern as fk
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+IMPORT = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
+
+# What an example may import that focalkern does not need. Elsewhere than here a missing module is a failure, and here
+# too where all of them must be installed. (Not conftest.peer: this file also runs alone, against an installed wheel.)
+PEERS = {
+    "accelerate",
+    "kornia",
+    "lightning",
+    "monai",
+    "onnx",
+    "onnxruntime",
+    "segmentation_models_pytorch",
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+}
 
 
 def examples():
@@ -50,6 +66,9 @@ def test_example(line, code, folder, monkeypatch):
         assert done.returncode == 0, done.stderr
         assert done.stdout
     else:
+        if os.environ.get("FOCALKERN_REQUIRE_PEERS") != "1":
+            for name in sorted(PEERS.intersection(IMPORT.findall(code))):
+                pytest.importorskip(name, exc_type=ImportError)
         # Empty lines in front, so that a traceback shows the README's line.
         exec(compile("\n" * line + code, str(README), "exec"), {"__name__": "__main__"})
 
