@@ -3,9 +3,21 @@
 import importlib
 from types import ModuleType
 
-from focalkern import metrics, reference
+from focalkern import losses, metrics, reference
 from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling, load_calibrator
 from focalkern.gamma import FLSD_53, GammaTable
+from focalkern.losses import (
+    AdaFocalLoss,
+    BrierLoss,
+    DualFocalLoss,
+    FLSDLoss,
+    FocalLoss,
+    InverseFocalLoss,
+    LogitNormPenalty,
+    MMCELoss,
+    SigmoidFocalLoss,
+    sigmoid_focal_loss,
+)
 from focalkern.ops._extension import build_info
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
@@ -17,9 +29,18 @@ __all__ = [
     "FLSD_53",
     "PAPER_GAMMAS",
     "PAPER_TEMPERATURES",
+    "AdaFocalLoss",
+    "BrierLoss",
     "CalibrationGrid",
+    "DualFocalLoss",
+    "FLSDLoss",
+    "FocalLoss",
     "FocalTemperatureScaling",
     "GammaTable",
+    "InverseFocalLoss",
+    "LogitNormPenalty",
+    "MMCELoss",
+    "SigmoidFocalLoss",
     "TemperatureScaling",
     "binary_focal_calibration_map",
     "build_info",
@@ -28,8 +49,10 @@ __all__ = [
     "focal_calibration_map",
     "focal_loss",
     "load_calibrator",
+    "losses",
     "metrics",
     "reference",
+    "sigmoid_focal_loss",
 ]
 
 

@@ -70,6 +70,15 @@ class GammaTable:
         self.edges = edges
         self.gammas = gammas
 
+    @classmethod
+    def _unchecked(cls, edges: Tensor, gammas: Tensor) -> "GammaTable":
+        """A table over tensors that were checked before, such as a module's buffers: no look at their values, which
+        would wait for the device and end a compiled graph at every step of a training loop."""
+        table = object.__new__(cls)
+        table.edges = edges
+        table.gammas = gammas
+        return table
+
     def to(self, device: torch.device | str) -> "GammaTable":
         """The same table with both tensors on ``device``."""
         return GammaTable(self.edges.to(device), self.gammas.to(device))
