@@ -22,6 +22,11 @@ from focalkern.ops._extension import build_info
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import check_labels, focal_loss
+from focalkern.ops.inverse_calibration_map import (
+    binary_inverse_focal_calibration_map,
+    inverse_focal_calibration_map,
+    properized_focal_loss,
+)
 
 __version__ = "0.1.0"
 
@@ -43,14 +48,17 @@ __all__ = [
     "SigmoidFocalLoss",
     "TemperatureScaling",
     "binary_focal_calibration_map",
+    "binary_inverse_focal_calibration_map",
     "build_info",
     "calibration_grid",
     "check_labels",
     "focal_calibration_map",
     "focal_loss",
+    "inverse_focal_calibration_map",
     "load_calibrator",
     "losses",
     "metrics",
+    "properized_focal_loss",
     "reference",
     "sigmoid_focal_loss",
 ]

@@ -58,6 +58,32 @@ def binary_log_odds(s: float, gamma: float, temperature: float = 1.0) -> mpf:
     return high - low
 
 
+def log_inverse_map(z: Sequence[float], gamma: float) -> list[mpf]:
+    """log q, where the map of q at gamma is softmax(z), gamma > 0: the definition, by bracketed root finding.
+
+    Call it with about 80 digits (``mpmath.workdps``): with all of them it takes seconds per row.
+    """
+    p, gamma = softmax([mpf(v) for v in z]), mpf(gamma)
+    far = mpf(mpmath.mp.dps)  # 1 - q still has half of the digits there
+
+    def class_probability(log_weight):
+        # q / G(q) grows from 0 to infinity; in the log-odds of q its logarithm is nearly two straight lines.
+        def excess(x):
+            return mpmath.log(sigmoid(x) / g(sigmoid(x), gamma)) - log_weight
+
+        return sigmoid(mpmath.findroot(excess, (-far, far), solver="anderson", maxsteps=200))
+
+    def excess_sum(log_scale):
+        return mpmath.log(mpmath.fsum(class_probability(mpmath.log(v) + log_scale) for v in p))
+
+    log_scale = mpmath.findroot(excess_sum, (-far / 2, far / 2 * min(gamma, 1)), solver="anderson", maxsteps=200)
+    return [mpmath.log(class_probability(mpmath.log(v) + log_scale)) for v in p]
+
+
+def sigmoid(x: mpf) -> mpf:
+    return 1 / (1 + mpmath.exp(-x))
+
+
 def gradient(function, arguments: Sequence[float]) -> list[mpf]:
     """Central differences of a function of several numbers : truncated beyond 80 digits."""
     x = [mpf(v) for v in arguments]
