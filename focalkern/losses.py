@@ -814,7 +814,9 @@ def sigmoid_focal_loss(
     t = target.to(x.dtype)
     # log(1 - p_t), of 1 - p_t = t (1 - p) + (1 - t) p: a sum of two positive numbers, one of them 0 for hard targets.
     log_u = torch.logaddexp(t.log() + F.logsigmoid(-x), torch.log1p(-t) + F.logsigmoid(x))
-    loss = (gamma * log_u).exp() * F.binary_cross_entropy_with_logits(x, t, reduction="none")
+    # Not binary_cross_entropy_with_logits, whose gradient p - t rounds to 0 for x > 17 in float32.
+    cross_entropy = -(t * F.logsigmoid(x) + (1.0 - t) * F.logsigmoid(-x))
+    loss = (gamma * log_u).exp() * cross_entropy
     if alpha is not None and alpha != -1:
         loss = loss * (alpha * t + (1.0 - alpha) * (1.0 - t))
     if reduction != "none":
