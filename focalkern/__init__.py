@@ -4,7 +4,12 @@ import importlib
 from types import ModuleType
 
 from focalkern import losses, metrics, reference
-from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling, load_calibrator
+from focalkern.calibrators import (
+    FocalTemperatureScaling,
+    HistogramBinning,
+    TemperatureScaling,
+    load_calibrator,
+)
 from focalkern.gamma import FLSD_53, GammaTable
 from focalkern.losses import (
     AdaFocalLoss,
@@ -42,6 +47,7 @@ __all__ = [
     "FocalLoss",
     "FocalTemperatureScaling",
     "GammaTable",
+    "HistogramBinning",
     "InverseFocalLoss",
     "LogitNormPenalty",
     "MMCELoss",

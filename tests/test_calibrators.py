@@ -195,7 +195,8 @@ def test_choose_takes_the_optimum_of_a_grid_that_is_there():
 @pytest.mark.parametrize("cls", BOTH)
 def test_what_was_saved_comes_back(cls, tmp_path):
     logits, target = sample(100)
-    calibrator = cls(temperatures=torch.tensor(COARSE), estimator="equal_mass_interp", n_bins=11).fit(logits, target)
+    options = {"temperatures": torch.tensor(COARSE), "criterion": "ece", "estimator": "equal_mass_interp", "n_bins": 11}
+    calibrator = cls(**options).fit(logits, target)
     path = tmp_path / "calibrator.json"
     calibrator.save(path)
     for loaded in (cls.load(path), load_calibrator(path)):
@@ -261,6 +262,86 @@ def test_a_folder_is_not_overwritten(tmp_path):
         fitted().save(tmp_path / "missing" / "calibrator.json")
 
 
+# As this project wrote them before format version 2: a temperature alone, and gamma with it.
+VERSION_1 = """{
+  "format": "focalkern-calibrator",
+  "format_version": 1,
+  "method": "temperature",
+  "gamma": 0.0,
+  "temperature": 0.46,
+  "parameters": {
+    "temperatures": null,
+    "criterion": "ece",
+    "estimator": "equal_mass",
+    "n_bins": 15,
+    "input_kind": "logits"
+  },
+  "fit": {
+    "n_samples": 200,
+    "n_classes": 4,
+    "best_value": 0.20435446858406067,
+    "at_border": []
+  }
+}
+"""
+VERSION_1_FOCAL = """{
+  "format": "focalkern-calibrator",
+  "format_version": 1,
+  "method": "focal-temperature",
+  "gamma": 0.0,
+  "temperature": 1.0,
+  "parameters": {
+    "gammas": [
+      0.0,
+      1.0
+    ],
+    "temperatures": [
+      1.0,
+      2.0,
+      4.0
+    ],
+    "criterion": "ece",
+    "estimator": "equal_mass_interp",
+    "n_bins": 10,
+    "input_kind": "logits"
+  },
+  "fit": {
+    "n_samples": 200,
+    "n_classes": 4,
+    "best_value": 0.21561035901308057,
+    "at_border": [
+      "gamma = 0 is the smallest that was searched",
+      "temperature = 1 is the smallest that was searched"
+    ]
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("criterion", ["ece", "nll"])
+def test_files_of_version_1_load(criterion, tmp_path):
+    path = tmp_path / "calibrator.json"
+    path.write_text(VERSION_1.replace('"ece"', f'"{criterion}"'))
+    plain = TemperatureScaling.load(path)
+    assert (plain.gamma_, plain.temperature_, plain.best_value_) == (0.0, 0.46, 0.20435446858406067)
+    assert (plain.n_samples_, plain.n_classes_, plain.classes_.tolist()) == (200, 4, [0, 1, 2, 3])
+    # Version 1 searched the grid for either criterion, and a second fit does as it did.
+    assert (plain.search, plain.search_, plain.criterion_, plain.n_cells_) == ("grid", "grid", criterion, 500)
+    logits = torch.randn(5, 4, dtype=torch.float64)
+    assert_close(plain.predict_proba(logits), (logits / 0.46).softmax(-1))
+
+    path.write_text(VERSION_1_FOCAL)
+    focal = load_calibrator(path)
+    assert (type(focal), focal.gamma_, focal.temperature_) == (FocalTemperatureScaling, 0.0, 1.0)
+    assert (focal.gammas, focal.estimator, focal.n_bins) == ([0.0, 1.0], "equal_mass_interp", 10)
+    assert len(focal.at_border_) == 2
+    assert focal.n_cells_ == 6
+    assert_close(focal.predict_proba(logits), logits.softmax(-1))
+    focal.save(path)
+    assert json.loads(path.read_text())["format_version"] == 2
+    assert_close(load_calibrator(path).predict_proba(logits), logits.softmax(-1))
+
+
 def change(**changes):
     def apply(document):
         for key, value in changes.items():
@@ -285,9 +366,9 @@ def change(**changes):
         (lambda document: pickle.dumps(document), "expected a calibrator in JSON"),
         (lambda document: b"[1, 2]", "found other JSON"),
         (change(format="other"), "found other JSON"),
-        (change(format_version=99), "format version 1 to 1, found 99"),
+        (change(format_version=99), "format version 1 to 2, found 99"),
         (change(format_version="1"), "found '1'"),
-        (change(method="histogram"), "found 'histogram'"),
+        (change(method="isotonic"), "found 'isotonic'"),
         (change(temperature=None), "'temperature' is missing"),
         (change(fit__n_classes=None), "'n_classes' is missing"),
         (change(temperature=0), "expected gamma > -1 and temperature > 0, found 0.0 and 0.0"),
@@ -337,7 +418,13 @@ def test_use_before_fit(cls, use):
     [
         ({}, lambda z, y: (z[:0], y[:0]), ValueError, "at least one row, got none"),
         ({}, lambda z, y: (z[:, :1], y * 0), ValueError, "at least 2 classes, got shape [50, 1]"),
-        ({}, lambda z, y: (z[0], y[:5]), ValueError, "must be [N, C], got shape [5]"),
+        (
+            {},
+            lambda z, y: (z[None], y),
+            ValueError,
+            "must be [N, C], or [N] for one logit per row, got shape [1, 50, 5]",
+        ),
+        ({}, lambda z, y: (z[:, 0], y), IndexError, "[0, 2)"),
         ({}, lambda z, y: (z, y[:49]), ValueError, "target must be [N] = [50], got [49]"),
         ({}, lambda z, y: (z, y.float()), TypeError, "integer class indices, got torch.float32"),
         ({}, lambda z, y: (z.long(), y), TypeError, "must be floating point, got torch.int64"),

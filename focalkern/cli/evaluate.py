@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import focalkern
-from focalkern.calibrators import load_calibrator
+from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling, load_calibrator
 from focalkern.cli import report
 from focalkern.cli.calibrate import add_input_arguments, at_least_one
 from focalkern.cli.files import FORMATS_HELP, InputError, read_sets
@@ -40,6 +40,10 @@ def _run(arguments: argparse.Namespace) -> int:
     for name, rows in sets.items():
         cells = [("none", 0.0, 1.0)]
         if calibrator is not None:
+            if not isinstance(calibrator, TemperatureScaling | FocalTemperatureScaling):
+                raise InputError(
+                    f"{arguments.calibrator}: expected a (focal) temperature scaling, found {calibrator.method!r}"
+                )
             if rows.kind != calibrator.input_kind:
                 raise InputError(
                     f"{rows.source}: expected {calibrator.input_kind}, for which {arguments.calibrator} was fitted, "

@@ -1,0 +1,429 @@
+"""What every calibrator has: scikit-learn's shape, checks of what comes in, and the JSON file."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal, Self, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern._atomic import write_atomically
+from focalkern.calibrators._modules import as_pairs
+from focalkern.metrics import ESTIMATORS, as_tensor
+
+__all__ = ["Calibrator", "Criterion", "Estimator", "InputKind", "NotFittedError", "load_calibrator"]
+
+Criterion = Literal["ece", "nll"]
+Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]
+InputKind = Literal["logits", "probs"]
+
+CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
+INPUT_KINDS: tuple[InputKind, ...] = get_args(InputKind)
+
+_FORMAT = "focalkern-calibrator"
+# 1: gamma, temperature, parameters and fit of the two scalings. 2 adds methods, nested calibrators, the classes, the
+# version of the library, and in "fit" which search it was and how many cells it looked at.
+_FORMAT_VERSION = 2
+
+BY_METHOD: dict[str, type["Calibrator"]] = {}
+
+
+class NotFittedError(ValueError, AttributeError):
+    """A calibrator was used before ``fit`` or ``load``."""
+
+
+class Calibrator:
+    """Base of all calibrators: everything but what is fitted and how it is applied.
+
+    A subclass has ``method``, ``_parameter_names`` and an ``__init__`` that only stores its arguments (scikit-learn's
+    contract), and the hooks at the end of this class.
+    """
+
+    method: ClassVar[str]
+    _parameter_names: ClassVar[tuple[str, ...]]
+    _estimator_type = "classifier"  # for scikit-learn before 1.6
+
+    input_kind: InputKind
+
+    # Set by fit and load.
+    classes_: np.ndarray[Any, Any]
+    n_classes_: int
+    n_samples_: int
+    one_logit_: bool
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "method" in vars(cls):
+            BY_METHOD[cls.method] = cls
+
+    def fit(self, logits: Any, target: Any) -> Self:
+        """Fit on held-out data.
+
+        Args:
+            logits: [N, C] floating point, tensor or array; probabilities with ``input_kind="probs"``. Or [N], one
+                logit (or probability) per row, that of class 1 of two: the same as [N, 2] with a logit of 0 for class
+                0.
+            target: [N]. Integers are class indices, columns of ``logits``. Strings are taken as scikit-learn does: in
+                alphabetical order they are the columns, and all of them must occur.
+
+        Returns:
+            The calibrator itself, with ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_``, and what the
+            class says. When anything is raised, a calibrator that was fitted before stays as it was.
+
+        Raises:
+            TypeError: logits that are not floating point, a target that is neither integer nor strings.
+            ValueError: no rows; one class; shapes that do not fit; NaN or +inf logits; an option or parameter outside
+                its domain; more or fewer strings than classes.
+            IndexError: an integer target outside [0, C).
+        """
+        name = type(self).__name__
+        self._check_parameters()
+        input = as_tensor(logits)
+        one_logit = input.dim() == 1
+        input = self._pairs(input) if one_logit else input
+        _check_input(name, input)
+        if input.shape[0] == 0:
+            raise ValueError(f"{name}: fit needs at least one row, got none")
+        labels, classes = _as_target(name, target, input)
+        fitted = self._fit(input, labels)
+        self._become(fitted, classes=classes, n_samples=input.shape[0], one_logit=one_logit)
+        return self
+
+    def predict_proba(self, logits: Any) -> Any:
+        """Calibrated probabilities.
+
+        Args:
+            logits: [..., C] floating point, with the number of classes of ``fit``; [...] where ``fit`` had one logit
+                per row.
+
+        Returns:
+            [..., C] probabilities ([..., 2] for one logit): a tensor for a tensor, on its device; a NumPy array for
+            anything else.
+
+        Raises:
+            NotFittedError: neither ``fit`` nor ``load`` came before.
+            TypeError, ValueError: as ``fit``.
+        """
+        return _like(logits, self._apply(self._input(logits), log=False))
+
+    def predict_log_proba(self, logits: Any) -> Any:
+        """Calibrated log-probabilities; as :meth:`predict_proba`."""
+        return _like(logits, self._apply(self._input(logits), log=True))
+
+    def predict(self, logits: Any) -> Any:
+        """The most probable class [...]: its index, int64, or its name (a NumPy array) where ``fit`` had strings.
+
+        Raises: as :meth:`predict_proba`.
+        """
+        index = self._predicted(self._input(logits))
+        if self.classes_.dtype.kind in "iu":
+            return _like(logits, index)
+        return self.classes_[index.cpu().numpy()]
+
+    def score(self, logits: Any, target: Any) -> float:
+        """Accuracy of :meth:`predict`, a fraction: what scikit-learn calls the score of a classifier."""
+        found = self.predict(logits)
+        found = found.cpu().numpy() if isinstance(found, Tensor) else found
+        wanted = target.cpu().numpy() if isinstance(target, Tensor) else np.asarray(target)
+        if wanted.shape != found.shape:
+            raise ValueError(f"{type(self).__name__}: target must be {list(found.shape)}, got {list(wanted.shape)}")
+        return float((found == wanted).mean())
+
+    def as_module(self) -> torch.nn.Module:
+        raise NotImplementedError
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments of the constructor, by name; with ``deep`` those of a nested calibrator besides, as
+        ``name__argument``."""
+        params = {name: getattr(self, name) for name in self._parameter_names}
+        if deep:
+            for name, value in list(params.items()):
+                if isinstance(value, Calibrator):
+                    params.update({f"{name}__{key}": nested for key, nested in value.get_params().items()})
+        return params
+
+    def set_params(self, **params: Any) -> Self:
+        """Change arguments of the constructor; they take effect with the next ``fit``.
+
+        Raises:
+            ValueError: a name that the constructor does not have.
+        """
+        for name in params:
+            first, _, rest = name.partition("__")
+            nested = getattr(self, first) if rest and first in self._parameter_names else None
+            if first not in self._parameter_names or (rest and not isinstance(nested, Calibrator)):
+                raise ValueError(
+                    f"{type(self).__name__}: parameters are {', '.join(self._parameter_names)}, got {name!r}"
+                )
+        # Nested ones last, so that they reach a calibrator that is replaced in the same call.
+        for name, value in sorted(params.items(), key=lambda item: "__" in item[0]):
+            first, _, rest = name.partition("__")
+            if rest:
+                getattr(self, first).set_params(**{rest: value})
+            else:
+                setattr(self, name, value)
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the fitted calibrator as JSON. All of it or nothing: a failed write leaves an existing file alone.
+
+        Raises:
+            NotFittedError: neither ``fit`` nor ``load`` came before.
+            OSError: the file cannot be written.
+        """
+        write_atomically(path, (json.dumps(self._to_json(), indent=2, allow_nan=False) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what ``save`` wrote, this version's or an older one's.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not a calibrator, is of a newer version, or of another class.
+        """
+        document = _read_json(path)
+        if document["method"] != cls.method:
+            raise ValueError(f"{path}: expected a calibrator of method {cls.method!r}, found {document['method']!r}")
+        return _from_document(path, document)  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        params = self.get_params(deep=False)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in params.items())})"
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "n_classes_")
+
+    def __sklearn_tags__(self) -> Any:
+        # Called by scikit-learn (1.6 and newer) only, so that it is there.
+        from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags
+
+        return Tags(
+            estimator_type="classifier",
+            target_tags=TargetTags(required=True),
+            classifier_tags=ClassifierTags(),
+            input_tags=InputTags(one_d_array=True),
+        )
+
+    # -- what a subclass says -----------------------------------------------------------------------------------
+
+    def _check_parameters(self) -> None:
+        self._check_option("input_kind", INPUT_KINDS)
+
+    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+        """The fitted attributes for input [N, C], N >= 1, and target [N] int64 (both may still hold bad values)."""
+        raise NotImplementedError
+
+    def _apply(self, input: Tensor, *, log: bool) -> Tensor:
+        """[..., C] to calibrated (log-)probabilities [..., C]."""
+        raise NotImplementedError
+
+    def _predicted(self, input: Tensor) -> Tensor:
+        """[..., C] to class indices [...]: the largest *input*, where the map keeps the order."""
+        return input.argmax(-1)
+
+    def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What ``_fit`` returned, for the top of the file and for its summary of the fit."""
+        raise NotImplementedError
+
+    def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse; KeyError, TypeError or ValueError where it is not what ``_fitted_to_json`` writes."""
+        raise NotImplementedError
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _become(self, fitted: Mapping[str, Any], *, classes: Any, n_samples: int, one_logit: bool) -> None:
+        """Replace everything that an earlier fit has left."""
+        for name in [name for name in vars(self) if name.endswith("_") and not name.startswith("_")]:
+            delattr(self, name)
+        vars(self).update(fitted)
+        self.classes_, self.n_classes_, self.n_samples_, self.one_logit_ = classes, len(classes), n_samples, one_logit
+
+    def _pairs(self, input: Tensor) -> Tensor:
+        """[...] of class 1 to [..., 2]."""
+        if not input.is_floating_point():
+            raise TypeError(f"{type(self).__name__}: logits must be floating point, got {input.dtype}")
+        return as_pairs(input, self.input_kind)
+
+    def _input(self, logits: Any) -> Tensor:
+        self._check_fitted()
+        name = type(self).__name__
+        input = as_tensor(logits)
+        if self.one_logit_:
+            return self._pairs(input)
+        _check_input(name, input, any_rank=True)
+        if input.shape[-1] != self.n_classes_:
+            raise ValueError(
+                f"{name}: logits must have the {self.n_classes_} classes of fit, got shape {list(input.shape)}"
+            )
+        return input
+
+    def _check_option(self, option: str, known: tuple[Any, ...]) -> None:
+        value = getattr(self, option)
+        if value not in known:
+            words = ", ".join(str(choice) for choice in known if choice is not None)
+            raise ValueError(f"{type(self).__name__}: {option} must be one of {words}, got {value!r}")
+
+    def _check_estimator(self) -> None:
+        self._check_option("estimator", ESTIMATORS)
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "n_classes_"):
+            name = type(self).__name__
+            raise NotFittedError(f"{name}: not fitted yet; call fit(logits, target) or {name}.load(path) first")
+
+    def _to_json(self) -> dict[str, Any]:
+        from focalkern import __version__  # which imports this module
+
+        self._check_fitted()
+        fitted, fit = self._fitted_to_json()
+        data: dict[str, Any] = {"n_samples": self.n_samples_, "n_classes": self.n_classes_}
+        if self.classes_.dtype.kind not in "iu":
+            data["classes"] = self.classes_.tolist()
+        if self.one_logit_:
+            data["one_logit"] = True
+        return {
+            "format": _FORMAT,
+            "format_version": _FORMAT_VERSION,
+            "focalkern": __version__,
+            "method": self.method,
+            **fitted,
+            "parameters": {key: _plain(key, value) for key, value in self.get_params(deep=False).items()},
+            "fit": {**data, **fit},
+        }
+
+
+def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:
+    """Read any calibrator that ``save`` wrote; the file says which.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a calibrator, or is of a newer version.
+    """
+    return _from_document(path, _read_json(path))
+
+
+def _from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> Calibrator:
+    """A calibrator from parsed JSON whose format, version and method are good."""
+    try:
+        return calibrator_from_json(document)
+    except KeyError as error:
+        raise ValueError(f"{path}: not a complete calibrator, {error.args[0]!r} is missing") from error
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: not a valid calibrator: {error}") from error
+
+
+def calibrator_from_json(document: Mapping[str, Any]) -> Calibrator:
+    """A calibrator, which may be part of another one; it is fitted where the document has ``fit``."""
+    cls = BY_METHOD[document["method"]]
+    parameters = {key: value for key, value in document["parameters"].items() if key in cls._parameter_names}
+    for key, value in parameters.items():
+        if isinstance(value, dict):
+            parameters[key] = calibrator_from_json(value)
+    if document.get("format_version") == 1:
+        parameters["search"] = "grid"  # the only one there was
+    calibrator = cls(**parameters)
+    calibrator._check_parameters()
+    if "fit" not in document and "format" not in document:
+        return calibrator
+    fit = document["fit"]
+    n_samples, n_classes = as_count(fit["n_samples"]), as_count(fit["n_classes"])
+    classes = np.asarray(fit["classes"]) if "classes" in fit else np.arange(n_classes)
+    if classes.shape != (n_classes,) or ("classes" in fit and classes.dtype.kind != "U"):
+        raise ValueError(f"expected {n_classes} classes with names, found {fit['classes']!r}")
+    fitted = calibrator._fitted_from_json(document, fit)
+    calibrator._become(fitted, classes=classes, n_samples=n_samples, one_logit=fit.get("one_logit") is True)
+    return calibrator
+
+
+def _as_target(name: str, values: Any, input: Tensor) -> tuple[Tensor, np.ndarray[Any, Any]]:
+    """target [N] int64 on the device of ``input``, and the classes."""
+    n_rows, n_classes = input.shape
+    classes = np.arange(n_classes)
+    array = None if isinstance(values, Tensor) else np.asarray(values)
+    if array is not None and array.dtype.kind in "USO":
+        if not all(isinstance(value, str) for value in array.flat):
+            found = sorted({type(value).__name__ for value in array.flat})
+            raise TypeError(f"{name}: target must be integer class indices or strings, got {' and '.join(found)}")
+        classes, array = np.unique(array.astype(str), return_inverse=True)
+        if len(classes) != n_classes:
+            raise ValueError(
+                f"{name}: target must name each of the {n_classes} classes of the logits, got {len(classes)} names; "
+                "integers 0 to C - 1 may leave classes out"
+            )
+        values = array
+    target = as_tensor(values)
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"{name}: target must be integer class indices, got {target.dtype}")
+    if target.dim() != 1 or target.shape[0] != n_rows:
+        raise ValueError(f"{name}: target must be [N] = [{n_rows}], got {list(target.shape)}")
+    return target.to(torch.int64), classes
+
+
+def _like(given: Any, result: Tensor) -> Any:
+    return result if isinstance(given, Tensor) else result.numpy()
+
+
+def _check_input(name: str, input: Tensor, *, any_rank: bool = False) -> None:
+    if not input.is_floating_point():
+        raise TypeError(f"{name}: logits must be floating point, got {input.dtype}")
+    if input.dim() < 1 or (not any_rank and input.dim() != 2):
+        raise ValueError(f"{name}: logits must be [N, C], or [N] for one logit per row, got shape {list(input.shape)}")
+    if input.shape[-1] < 2:
+        hint = "; one logit per row is [N]" if input.shape[-1] == 1 else ""
+        raise ValueError(f"{name}: logits must have at least 2 classes, got shape {list(input.shape)}{hint}")
+
+
+def as_numbers(name: str, values: Iterable[float] | Tensor) -> tuple[float, ...]:
+    if isinstance(values, Tensor):
+        values = values.tolist()
+    try:
+        return tuple(float(value) for value in values)
+    except TypeError:
+        raise TypeError(f"fit: {name} must be a sequence of numbers, got {values!r}") from None
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A parameter as JSON has it."""
+    if isinstance(value, Calibrator):
+        return {
+            "method": value.method,
+            "parameters": {key: _plain(key, nested) for key, nested in value.get_params(deep=False).items()},
+        }
+    if name in ("gammas", "temperatures") and value is not None:
+        return list(as_numbers(name, value))
+    return int(value) if name == "n_bins" else value
+
+
+def as_number(name: str, value: Any) -> float:
+    """A finite number out of JSON."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, found {value!r}")
+    return float(value)
+
+
+def as_count(value: Any, least: int = 1) -> int:
+    """A count out of JSON."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"expected a count of at least {least}, found {value!r}")
+    return value
+
+
+def _read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The parsed file; format, version and method are checked, nothing else."""
+    with open(path, "rb") as stream:
+        data = stream.read()
+    try:
+        document = json.loads(data)
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{path}: expected a calibrator in JSON, found something else ({error})") from error
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise ValueError(f'{path}: expected a calibrator with "format": "{_FORMAT}", found other JSON')
+    version = document.get("format_version")
+    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= _FORMAT_VERSION:
+        raise ValueError(f"{path}: expected a calibrator of format version 1 to {_FORMAT_VERSION}, found {version!r}")
+    if document.get("method") not in tuple(BY_METHOD):
+        raise ValueError(f"{path}: expected a method out of {', '.join(BY_METHOD)}, found {document.get('method')!r}")
+    return document

@@ -1,0 +1,208 @@
+"""Histogram binning on the top class, alone or after a scaling."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number, calibrator_from_json
+from focalkern.calibrators._modules import CalibratedLogProbs, HistogramLogProbs, bin_top_class, widened
+from focalkern.calibrators._scaling import Scaling
+from focalkern.calibrators._search import every_row_grid
+
+__all__ = ["HistogramBinning"]
+
+Binning = Literal["equal_width", "equal_mass"]
+_BINNINGS: tuple[Binning, ...] = get_args(Binning)
+
+
+class HistogramBinning(Calibrator):
+    r"""Histogram binning of the top class: a confidence becomes the accuracy of its bin.
+
+    .. math::
+        \hat p_{top} = \text{acc}(B), \qquad \hat p_k = p_k \frac{1 - \text{acc}(B)}{1 - p_{top}} \quad (k \ne top)
+
+    for a row whose confidence p_top lies in the bin B. A bin without rows keeps its centre, the mean of its edges.
+    Where all the other classes have probability exactly 0 they share the rest equally, so that the confidence is that
+    of the bin and a row still sums to 1. A bin that is always right gives its other classes probability 0: the NLL of
+    a row that is wrong there is infinite, which is the method's, and a reason to use few bins.
+
+    The predicted class changes where the rest leaves another class more than acc(B): ``n_changed_`` counts such rows
+    of ``fit``, :meth:`changed` tells them among others. A tie changes nothing.
+
+    Args:
+        n_bins: M >= 1.
+        binning: ``"equal_mass"``: the rows of ``fit``, sorted, are cut into M parts whose sizes differ by at most one,
+            half-way between neighbours; equal confidences stay together in the lower bin, and a bin that this leaves
+            without rows has no width. ``"equal_width"``: (k/M, (k+1)/M]. The first bin begins at 0 and the last ends
+            at 1 in both.
+        scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`, fitted (a copy of it) on the same
+            rows before the bins; None bins the probabilities as they are.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. That of ``scaling`` must be the same.
+
+    After ``fit`` there are ``edges_`` [M + 1] from 0 to 1, ``counts_`` [M], ``values_`` [M], ``n_changed_`` and
+    ``scaling_``, the fitted copy or None.
+
+    Source: Zadrozny & Elkan 2001; Guo et al. 2017 (arXiv 1706.04599), section 4.1; on the top class, after a scaling,
+    Wang et al., NeurIPS 2021.
+    """
+
+    method = "histogram"
+    _parameter_names = ("n_bins", "binning", "scaling", "input_kind")
+
+    edges_: np.ndarray[Any, np.dtype[np.float64]]
+    counts_: np.ndarray[Any, np.dtype[np.int64]]
+    values_: np.ndarray[Any, np.dtype[np.float64]]
+    n_changed_: int
+    scaling_: Scaling | None
+
+    def __init__(
+        self,
+        *,
+        n_bins: int = 15,
+        binning: Binning = "equal_mass",
+        scaling: Scaling | None = None,
+        input_kind: InputKind = "logits",
+    ) -> None:
+        self.n_bins = n_bins
+        self.binning = binning
+        self.scaling = scaling
+        self.input_kind = input_kind
+
+    def changed(self, logits: Any) -> Any:
+        """The rows whose predicted class is another one than before calibration.
+
+        Args:
+            logits: as :meth:`predict_proba`.
+
+        Returns:
+            [...] bool: a tensor for a tensor, a NumPy array for anything else.
+
+        Raises: as :meth:`predict_proba`.
+        """
+        input = self._input(logits)
+        result = self._predicted(input) != input.argmax(-1)
+        return result if isinstance(logits, Tensor) else result.numpy()
+
+    def as_module(self, *, fused: bool = True) -> HistogramLogProbs:
+        """Scaling and bins as a module from logits [..., C] to calibrated log-probabilities, or, fitted on one logit
+        per row, from logits [...] to calibrated logits.
+
+        Args:
+            fused: as :class:`CalibratedLogProbs`.
+
+        Raises:
+            NotFittedError: neither ``fit`` nor ``load`` came before.
+        """
+        self._check_fitted()
+        cuts, values = self.edges_[1:-1].tolist(), self.values_.tolist()
+        return HistogramLogProbs(self._scaling_module(self.scaling_, fused), cuts, values, one_logit=self.one_logit_)
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _scaling_module(self, scaling: Scaling | None, fused: bool = True) -> CalibratedLogProbs:
+        gamma, temperature = (0.0, 1.0) if scaling is None else (scaling.gamma_, scaling.temperature_)
+        return CalibratedLogProbs(gamma, temperature, self.input_kind, fused=fused)
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        name = type(self).__name__
+        self._check_option("binning", _BINNINGS)
+        if isinstance(self.n_bins, bool) or not isinstance(self.n_bins, int | np.integer):
+            raise TypeError(f"{name}: n_bins must be an int, got {self.n_bins!r}")
+        if self.n_bins < 1:
+            raise ValueError(f"{name}: n_bins must be at least 1, got {self.n_bins}")
+        if self.scaling is None:
+            return
+        if not isinstance(self.scaling, Scaling):
+            raise TypeError(
+                f"{name}: scaling must be a TemperatureScaling, a FocalTemperatureScaling or None, got "
+                f"{type(self.scaling).__name__}"
+            )
+        self.scaling._check_parameters()
+        if self.scaling.input_kind != self.input_kind:
+            raise ValueError(
+                f"{name}: input_kind of scaling must be {self.input_kind!r}, got {self.scaling.input_kind!r}"
+            )
+
+    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+        # One cell, for its checks of values and labels.
+        every_row_grid(input, target, (0.0,), (1.0,), criteria=("nll",), input_kind=self.input_kind)
+        scaling = None
+        if self.scaling is not None:
+            scaling = type(self.scaling)(**self.scaling.get_params(deep=False)).fit(input, target)
+        log_probs = self._scaling_module(scaling)(widened(input))
+        top = input.argmax(-1, keepdim=True)
+        confidence = log_probs.gather(-1, top).exp().squeeze(-1)
+
+        n_bins = int(self.n_bins)
+        if self.binning == "equal_width":
+            cuts = torch.arange(1, n_bins, dtype=torch.float64) / n_bins
+        else:
+            ordered = confidence.to(torch.float64).sort().values.cpu()
+            sizes = torch.full((n_bins,), len(ordered) // n_bins)
+            sizes[: len(ordered) % n_bins] += 1
+            after = sizes.cumsum(0)[:-1]
+            # More bins than rows: the last ones are empty, from the largest confidence to 1.
+            cuts = (ordered[after - 1] + ordered[after.clamp(max=len(ordered) - 1)]) / 2
+        index = (confidence.unsqueeze(-1) > cuts.to(confidence)).sum(-1).cpu()
+        correct = (top.squeeze(-1) == target).to(torch.float64).cpu()
+        counts = torch.zeros(n_bins, dtype=torch.int64).scatter_add_(0, index, torch.ones_like(index))
+        right = torch.zeros(n_bins, dtype=torch.float64).scatter_add_(0, index, correct)
+        edges = torch.cat([torch.zeros(1, dtype=torch.float64), cuts, torch.ones(1, dtype=torch.float64)])
+        centres = (edges[1:] + edges[:-1]) / 2
+        values = torch.where(counts > 0, right / counts.clamp(min=1), centres)
+        device = log_probs.device
+        binned = bin_top_class(log_probs, top, cuts.to(device), values.to(device))
+        return {
+            "edges_": edges.numpy(),
+            "counts_": counts.numpy(),
+            "values_": values.numpy(),
+            "n_changed_": int(_beaten(binned, top).sum()),
+            "scaling_": scaling,
+        }
+
+    def _apply(self, input: Tensor, *, log: bool) -> Tensor:
+        cuts, values = (torch.from_numpy(numbers).to(input.device) for numbers in (self.edges_[1:-1], self.values_))
+        scaled = self._scaling_module(self.scaling_)(widened(input))
+        log_probs = bin_top_class(scaled, input.argmax(-1, keepdim=True), cuts, values)
+        return (log_probs if log else log_probs.exp()).to(input.dtype)
+
+    def _predicted(self, input: Tensor) -> Tensor:
+        top = input.argmax(-1, keepdim=True)
+        log_probs = self._apply(input, log=True)
+        return torch.where(_beaten(log_probs, top), log_probs.argmax(-1), top.squeeze(-1))
+
+    def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        top = {"edges": self.edges_.tolist(), "values": self.values_.tolist()}
+        if self.scaling_ is not None:
+            nested = self.scaling_._to_json()
+            top["scaling"] = {
+                key: nested[key] for key in nested if key not in ("format", "format_version", "focalkern")
+            }
+        return top, {"counts": self.counts_.tolist(), "n_changed": self.n_changed_}
+
+    def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+        edges = np.array([as_number("an edge", edge) for edge in document["edges"]])
+        values = np.array([as_number("a value", value) for value in document["values"]])
+        counts = np.array([as_count(count, least=0) for count in fit["counts"]], dtype=np.int64)
+        if not len(edges) == len(values) + 1 == len(counts) + 1 >= 2:
+            raise ValueError(
+                f"expected M + 1 edges, M values and M counts, found {len(edges)}, {len(values)}, {len(counts)}"
+            )
+        if edges[0] != 0 or edges[-1] != 1 or (np.diff(edges) < 0).any():
+            raise ValueError(f"expected ascending edges from 0 to 1, found {edges.tolist()}")
+        if (values < 0).any() or (values > 1).any():
+            raise ValueError(f"expected values in [0, 1], found {values.tolist()}")
+        scaling = calibrator_from_json(document["scaling"]) if "scaling" in document else None
+        if scaling is not None and not isinstance(scaling, Scaling):
+            raise ValueError(f"expected a scaling before the bins, found {scaling.method!r}")
+        changed = as_count(fit["n_changed"], least=0)
+        return {"edges_": edges, "counts_": counts, "values_": values, "n_changed_": changed, "scaling_": scaling}
+
+
+def _beaten(log_probs: Tensor, top: Tensor) -> Tensor:
+    """[...]: some class has more than the top class, not as much."""
+    return (log_probs > log_probs.gather(-1, top)).any(-1)

@@ -1,0 +1,179 @@
+"""Fitted calibrators as modules, to append to a network."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from focalkern import reference
+from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
+
+__all__ = ["CalibratedLogProbs", "CalibratedLogits", "HistogramLogProbs", "bin_top_class"]
+
+InputKind = Literal["logits", "probs"]
+
+
+class _Constants(torch.nn.Module):
+    """gamma and temperature, as Python numbers, and which implementation of the map is used."""
+
+    def __init__(
+        self, gamma: float, temperature: float, input_kind: InputKind = "logits", *, fused: bool = True
+    ) -> None:
+        super().__init__()
+        self.gamma = float(gamma)
+        self.temperature = float(temperature)
+        self.input_kind = input_kind
+        self.fused = fused
+
+    def _plain(self) -> bool:
+        """Whether to spell the map out in torch's own operators: ONNX has no other."""
+        return not self.fused or torch.onnx.is_in_onnx_export()
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.gamma, self.temperature], dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.gamma, self.temperature = state.tolist()
+
+    def extra_repr(self) -> str:
+        fused = "" if self.fused else ", fused=False"
+        return f"gamma={self.gamma}, temperature={self.temperature}, input_kind={self.input_kind!r}{fused}"
+
+
+class CalibratedLogProbs(_Constants):
+    r"""Logits (or probabilities) to calibrated log-probabilities, with the constants of a fitted calibrator.
+
+    .. math:: q = \text{softmax}(z / T), \quad \hat p_j \propto \frac{q_j}{(1 - q_j)^\gamma (1 + \gamma \varphi(q_j))}
+
+    with phi(q) = -q log q / (1 - q). Both constants are Python numbers, not buffers, so that ``module.half()`` does
+    not round them; ``torch.export`` and ``torch.compile`` take them as constants. ``state_dict`` has them as one
+    float64 tensor [gamma, temperature].
+
+    ``torch.onnx.export(..., dynamo=True)`` gets the same map in operators that ONNX has, as does everything with
+    ``fused=False``.
+
+    Args:
+        gamma: > -1, put straight into the formula; 0 is temperature scaling.
+        temperature: > 0.
+        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        fused: the compiled operator; False spells the map out in torch's own operators, for exporters that know no
+            others. It looks at no values: a row with NaN or +inf gives NaN.
+
+    Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 4.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., C], floating point -> log-probabilities [..., C]."""
+        if self._plain():
+            return plain_map(input, self.gamma, self.temperature, self.input_kind)
+        return focal_calibration_map(input, self.gamma, self.temperature, input_kind=self.input_kind, log=True)
+
+
+class CalibratedLogits(_Constants):
+    r"""One logit per sample to the calibrated logit, whose sigmoid is the calibrated probability of class 1.
+
+    .. math::
+        g(s) = (1 + \gamma) s - \log(1 + \gamma\varphi(\sigma(s))) + \log(1 + \gamma\varphi(\sigma(-s))), \quad s = z/T
+
+    Args: as :class:`CalibratedLogProbs`; with ``input_kind="probs"`` ``forward`` takes probabilities of class 1.
+
+    Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 4.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [...], floating point -> calibrated logits [...]."""
+        logits = input.logit() if self.input_kind == "probs" else input
+        if self._plain():
+            return reference.binary_focal_calibration_map(logits, self.gamma, self.temperature, log_odds=True)
+        return binary_focal_calibration_map(logits, self.gamma, self.temperature, log_odds=True)
+
+
+class HistogramLogProbs(torch.nn.Module):
+    """Logits (or probabilities) to the log-probabilities of histogram binning on the top class.
+
+    The edges and values are float64 buffers; ``module.half()`` does not round them.
+
+    Args:
+        scaling: what comes before, from the input to log-probabilities [..., C].
+        edges: [M - 1], the cuts between the M bins, ascending; bin (lo, hi].
+        values: [M], what the confidence of a bin becomes.
+        one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
+
+    Source: Zadrozny & Elkan 2001; Guo et al. 2017 (arXiv 1706.04599), section 4.1; on the top class as Wang et al.,
+    NeurIPS 2021.
+    """
+
+    edges: Tensor
+    values: Tensor
+
+    def __init__(
+        self, scaling: CalibratedLogProbs, edges: Sequence[float], values: Sequence[float], *, one_logit: bool = False
+    ) -> None:
+        super().__init__()
+        self.scaling = scaling
+        self.input_kind = scaling.input_kind
+        self.one_logit = one_logit
+        self.register_buffer("edges", torch.tensor(edges, dtype=torch.float64))
+        self.register_buffer("values", torch.tensor(values, dtype=torch.float64))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
+        pairs = as_pairs(input, self.input_kind) if self.one_logit else input
+        log_probs = self.scaling(widened(pairs))
+        binned = bin_top_class(log_probs, pairs.argmax(-1, keepdim=True), self.edges, self.values)
+        return (binned[..., 1] - binned[..., 0] if self.one_logit else binned).to(input.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        exact = self.edges, self.values
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Moved with the module, but never rounded with it.
+        self.edges, self.values = (buffer.to(self.edges.device) for buffer in exact)
+        return self
+
+
+def plain_map(input: Tensor, gamma: float, temperature: float, input_kind: str) -> Tensor:
+    """The log-probabilities of the focal calibration map in torch's own operators; they export to anything."""
+    return reference.focal_calibration_map(input, gamma, temperature, input_kind=input_kind, log=True)
+
+
+def widened(input: Tensor) -> Tensor:
+    """In the dtype of the computation: float32 for half precision."""
+    return input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+
+
+def as_pairs(input: Tensor, input_kind: str) -> Tensor:
+    """[...] of class 1 to [..., 2] of both classes."""
+    return torch.stack([1 - input if input_kind == "probs" else torch.zeros_like(input), input], dim=-1)
+
+
+def bin_top_class(log_probs: Tensor, top: Tensor, edges: Tensor, values: Tensor) -> Tensor:
+    """Replace the probability of the top class by the value of its bin and rescale the others to the rest.
+
+    Args:
+        log_probs: [..., C], normalised, float32 or float64.
+        top: [..., 1] int64, the class whose probability is replaced.
+        edges: [M - 1] float64; bin (lo, hi], compared in the dtype of ``log_probs``.
+        values: [M] float64 in [0, 1].
+
+    Returns:
+        Log-probabilities [..., C] in the dtype of ``log_probs``. Where all the other classes have probability 0, they
+        share the rest equally.
+    """
+    dtype = log_probs.dtype
+    is_top = torch.arange(log_probs.shape[-1], device=log_probs.device) == top
+    confidence = log_probs.gather(-1, top).exp()
+    # The number of edges below: the bin (lo, hi]. A sum and no searchsorted, which ONNX does not have.
+    index = (confidence > edges.to(dtype)).sum(-1, keepdim=True)
+    value = values.to(dtype)[index]
+
+    others = log_probs.masked_fill(is_top, -math.inf)
+    largest = others.amax(-1, keepdim=True)
+    nothing = largest == -math.inf
+    others = torch.where(nothing, 0.0, others).masked_fill(is_top, -math.inf)
+    # In logs: probabilities that would underflow keep their ratios.
+    rest = (-value).log1p()
+    result = torch.where(is_top, value.log(), others - others.logsumexp(-1, keepdim=True) + rest)
+    # NaN rows stay NaN: the comparison above has put them into the first bin.
+    return torch.where(confidence.isnan(), torch.nan, result)

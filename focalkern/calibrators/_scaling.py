@@ -1,0 +1,328 @@
+"""Temperature scaling and focal temperature scaling."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from torch import Tensor
+
+from focalkern.calibrators._base import (
+    CRITERIA,
+    Calibrator,
+    Criterion,
+    Estimator,
+    InputKind,
+    as_count,
+    as_number,
+    as_numbers,
+)
+from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
+from focalkern.calibrators._search import (
+    DEFAULT_GAMMAS,
+    Found,
+    Search,
+    check_finite_nll,
+    every_row_grid,
+    from_grid,
+    nll_temperature,
+)
+from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
+from focalkern.ops.calibration_map import focal_calibration_map
+
+__all__ = ["FocalTemperatureScaling", "Scaling", "TemperatureScaling"]
+
+
+class Scaling(Calibrator):
+    """What both scalings share: everything but which gammas are searched."""
+
+    _parameter_names: ClassVar[tuple[str, ...]] = (
+        "search",
+        "temperatures",
+        "criterion",
+        "estimator",
+        "n_bins",
+        "input_kind",
+    )
+
+    _searches: ClassVar[tuple[Search, ...]]
+
+    search: Search | None
+    temperatures: Iterable[float] | Tensor | None
+    criterion: Criterion | None
+    estimator: Estimator
+    n_bins: int
+    input_kind: InputKind
+
+    # Set by fit and load.
+    gamma_: float
+    temperature_: float
+    best_value_: float
+    search_: Search
+    criterion_: Criterion
+    n_cells_: int
+    at_border_: tuple[str, ...]
+    grid_: CalibrationGrid
+
+    def fit(self, logits: Any, target: Any) -> Self:
+        """Search for the optimum on held-out data.
+
+        Args:
+            logits: [N, C] floating point, tensor or array; probabilities with ``input_kind="probs"``. Or [N], one
+                logit (or probability) per row, that of class 1 of two: the same as [N, 2] with a logit of 0 for class
+                0.
+            target: [N]. Integers are class indices, columns of ``logits``. Strings are taken as scikit-learn does: in
+                alphabetical order they are the columns, and all of them must occur.
+
+        Returns:
+            The calibrator itself, with ``temperature_``, ``gamma_`` (0 for :class:`TemperatureScaling`),
+            ``search_`` and ``criterion_`` (what was done, where that was left open), ``best_value_`` (the criterion at
+            the optimum), ``n_cells_`` (how often it was evaluated), ``at_border_`` (in words, each parameter whose
+            optimum lies where the search ended), ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_`` and,
+            after a search on a grid, ``grid_``, the whole :class:`focalkern.CalibrationGrid`. When anything is raised,
+            a calibrator that was fitted before stays as it was.
+
+        Raises:
+            TypeError: logits that are not floating point, a target that is neither integer nor strings.
+            ValueError: no rows; one class; shapes that do not fit; NaN or +inf logits; a temperature <= 0, a gamma
+                <= -1; an unknown search, criterion or estimator, or ones that do not go together; n_bins < 1; a
+                criterion that is finite nowhere; more or fewer strings than classes.
+            IndexError: an integer target outside [0, C).
+        """
+        return super().fit(logits, target)
+
+    def choose(self, grid: CalibrationGrid, *, n_samples: int, n_classes: int) -> Self:
+        """Take the optimum of a grid that is there already, in place of ``fit``, which would search it again.
+
+        Args:
+            grid: holds the table of ``criterion``. The gammas and temperatures are the grid's, whatever the
+                calibrator's own are.
+            n_samples, n_classes: shape of the logits that the grid was computed on.
+
+        Returns:
+            The calibrator itself, fitted as by ``fit`` with ``search="grid"``.
+
+        Raises:
+            ValueError: the criterion is not in the grid, or no cell of it is finite.
+        """
+        criterion = self._criterion()
+        found = self._fitted(from_grid(grid, criterion), "grid", criterion)
+        self._become(found, classes=np.arange(n_classes), n_samples=n_samples, one_logit=False)
+        return self
+
+    def as_module(self, *, fused: bool = True) -> CalibratedLogProbs | CalibratedLogits:
+        """The fitted map as a module, to append to a network: from logits [..., C] to calibrated log-probabilities,
+        or, fitted on one logit per row, from logits [...] to calibrated logits.
+
+        Args:
+            fused: as :class:`CalibratedLogProbs`.
+
+        Raises:
+            NotFittedError: neither ``fit`` nor ``load`` came before.
+        """
+        self._check_fitted()
+        module = CalibratedLogits if self.one_logit_ else CalibratedLogProbs
+        return module(self.gamma_, self.temperature_, self.input_kind, fused=fused)
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _gammas(self) -> Any:
+        raise NotImplementedError
+
+    def _search(self) -> Search:
+        raise NotImplementedError
+
+    def _criterion(self) -> Criterion:
+        raise NotImplementedError
+
+    def _temperatures(self) -> Any:
+        return PAPER_TEMPERATURES if self.temperatures is None else as_numbers("temperatures", self.temperatures)
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        name = type(self).__name__
+        self._check_option("search", (None, *self._searches))
+        self._check_option("criterion", (None, *CRITERIA))
+        self._check_estimator()
+        if self._search() == "nll":
+            if self._criterion() != "nll":
+                raise ValueError(f"{name}: criterion must be 'nll' with search='nll', got {self.criterion!r}")
+            for axis in ("gammas", "temperatures"):
+                if getattr(self, axis, None) is not None:
+                    raise ValueError(f"{name}: {axis} must be None with search='nll', which has no grid")
+
+    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+        search, criterion = self._search(), self._criterion()
+        if search == "grid":
+            grid = every_row_grid(
+                input,
+                target,
+                self._gammas(),
+                self._temperatures(),
+                n_bins=self.n_bins,
+                criteria=(criterion,),
+                estimator=self.estimator,
+                input_kind=self.input_kind,
+            )
+            return self._fitted(from_grid(grid, criterion), search, criterion)
+        # One cell, for its checks of values and labels.
+        every_row_grid(input, target, (0.0,), (1.0,), criteria=("nll",), input_kind=self.input_kind)
+        check_finite_nll(type(self).__name__, input, target, self.input_kind)
+        return self._fitted(self._search_nll(input, target), search, criterion)
+
+    def _search_nll(self, input: Tensor, target: Tensor) -> Found:
+        raise NotImplementedError
+
+    def _fitted(self, found: Found, search: Search, criterion: Criterion) -> dict[str, Any]:
+        fitted = {
+            "gamma_": found.gamma,
+            "temperature_": found.temperature,
+            "best_value_": found.value,
+            "search_": search,
+            "criterion_": criterion,
+            "n_cells_": found.n_cells,
+            "at_border_": found.at_border,
+        }
+        return fitted if found.grid is None else {**fitted, "grid_": found.grid}
+
+    def _apply(self, input: Tensor, *, log: bool) -> Tensor:
+        return focal_calibration_map(input, self.gamma_, self.temperature_, input_kind=self.input_kind, log=log)
+
+    def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"gamma": self.gamma_, "temperature": self.temperature_}, {
+            "search": self.search_,
+            "criterion": self.criterion_,
+            "n_cells": self.n_cells_,
+            "best_value": self.best_value_,
+            "at_border": list(self.at_border_),
+        }
+
+    def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+        gamma, temperature = as_number("gamma", document["gamma"]), as_number("temperature", document["temperature"])
+        if not (gamma > -1 and temperature > 0):
+            raise ValueError(f"expected gamma > -1 and temperature > 0, found {gamma} and {temperature}")
+        # Version 1 has no search, which was the grid, and no count of its cells.
+        search, criterion = fit.get("search", "grid"), fit.get("criterion", self._criterion())
+        if search not in self._searches or criterion not in CRITERIA:
+            raise ValueError(f"expected a search and a criterion that are known, found {search!r} and {criterion!r}")
+        cells = fit["n_cells"] if "n_cells" in fit else len(tuple(self._gammas())) * len(tuple(self._temperatures()))
+        border = tuple(str(text) for text in fit["at_border"])
+        found = Found(gamma, temperature, as_number("best_value", fit["best_value"]), as_count(cells), border)
+        return self._fitted(found, search, criterion)
+
+
+class TemperatureScaling(Scaling):
+    r"""Temperature scaling: every logit divided by one number.
+
+    .. math:: \hat p = \text{softmax}(z / T)
+
+    By default T minimises the NLL, as Guo et al. and most libraries have it: the NLL is convex in 1/T, and its only
+    optimum is found to rounding, however far it is from 1. Where there is none (a target that is always the largest
+    logit, or no better than chance), T is one of ``TEMPERATURE_BOUNDS``, and ``at_border_`` says which and why.
+
+    Args:
+        search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"grid"``: every one of
+            ``temperatures``. None is ``"nll"`` for that criterion where no temperatures are given, else ``"grid"``.
+        temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. Of equal optima the first is taken.
+        criterion: ``"nll"``, or ``"ece"``, with ``estimator`` and ``n_bins``.
+        estimator: ``"equal_mass"``, ``"equal_mass_interp"`` or ``"equal_width"``; see :mod:`focalkern.metrics`.
+        n_bins: bins of the ECE.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Exact zeros among probabilities stay zero, and make the
+            NLL infinite where they are the target's: ``fit`` says so.
+
+    Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2; the grid and the ECE criterion of Komisarenko & Kull 2024
+    (arXiv 2408.11598), section 5.
+    """
+
+    method = "temperature"
+    _searches = ("grid", "nll")
+
+    def __init__(
+        self,
+        *,
+        search: Search | None = None,
+        temperatures: Iterable[float] | Tensor | None = None,
+        criterion: Criterion = "nll",
+        estimator: Estimator = "equal_mass",
+        n_bins: int = 15,
+        input_kind: InputKind = "logits",
+    ) -> None:
+        self.search = search
+        self.temperatures = temperatures
+        self.criterion = criterion
+        self.estimator = estimator
+        self.n_bins = n_bins
+        self.input_kind = input_kind
+
+    def _gammas(self) -> Any:
+        return (0.0,)
+
+    def _search(self) -> Search:
+        if self.search is not None:
+            return self.search
+        return "nll" if self._criterion() == "nll" and self.temperatures is None else "grid"
+
+    def _criterion(self) -> Criterion:
+        return self.criterion or "nll"
+
+    def _search_nll(self, input: Tensor, target: Tensor) -> Found:
+        return nll_temperature(input, target, self.input_kind)
+
+
+class FocalTemperatureScaling(Scaling):
+    r"""Temperature scaling followed by the focal calibration map.
+
+    .. math:: q = \text{softmax}(z / T), \quad \hat p_j \propto \frac{q_j}{(1 - q_j)^\gamma (1 + \gamma \varphi(q_j))}
+
+    with phi(q) = -q log q / (1 - q). gamma > 0 raises confidence where it is high, gamma < 0 lowers it; a negative
+    gamma is put straight into the formula and is *not* the inverse focal loss of :func:`focalkern.focal_loss`.
+
+    Args:
+        search: ``"grid"``: every pair of ``gammas`` and ``temperatures``.
+        gammas: all > -1; :data:`DEFAULT_GAMMAS` when None: 0, and then the paper's nine values. As gamma = 0 is
+            temperature scaling, on the data of ``fit`` the result is never worse by the criterion than a
+            :class:`TemperatureScaling` of the same grid; and because 0 comes first and of equal optima the first is
+            taken, it differs from it only where it is better. ``focalkern.PAPER_GAMMAS`` is the paper's own grid,
+            without 0.
+        temperatures: as :class:`TemperatureScaling`.
+        criterion: ``"ece"``, as in the paper, or ``"nll"``.
+        estimator: as :class:`TemperatureScaling`. The paper selects by ``"equal_mass"``, its published code by
+            ``"equal_mass_interp"``.
+        n_bins: as :class:`TemperatureScaling`.
+        input_kind: as :class:`TemperatureScaling`.
+
+    Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.
+    """
+
+    method = "focal-temperature"
+    _searches = ("grid",)
+    _parameter_names = ("search", "gammas", *Scaling._parameter_names[1:])
+
+    gammas: Iterable[float] | Tensor | None
+
+    def __init__(
+        self,
+        *,
+        search: Search = "grid",
+        gammas: Iterable[float] | Tensor | None = None,
+        temperatures: Iterable[float] | Tensor | None = None,
+        criterion: Criterion | None = None,
+        estimator: Estimator = "equal_mass",
+        n_bins: int = 15,
+        input_kind: InputKind = "logits",
+    ) -> None:
+        self.search = search
+        self.gammas = gammas
+        self.temperatures = temperatures
+        self.criterion = criterion
+        self.estimator = estimator
+        self.n_bins = n_bins
+        self.input_kind = input_kind
+
+    def _gammas(self) -> Any:
+        return DEFAULT_GAMMAS if self.gammas is None else as_numbers("gammas", self.gammas)
+
+    def _search(self) -> Search:
+        return self.search or "grid"
+
+    def _criterion(self) -> Criterion:
+        return self.criterion or ("nll" if self._search() == "nll" else "ece")

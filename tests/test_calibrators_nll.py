@@ -1,0 +1,255 @@
+"""Temperature scaling by the derivative of the NLL: the optimum against other optimizers, and where there is none."""
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from conftest import peer
+
+from focalkern.calibrators import TEMPERATURE_BOUNDS, TemperatureScaling
+
+LOW, HIGH = TEMPERATURE_BOUNDS
+
+
+def sample(n=400, n_classes=5, scale=2.0, seed=0, dtype=torch.float64):
+    """Logits that are ``scale`` times too large for their labels."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, n_classes, generator=generator, dtype=torch.float64) * 2
+    target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    return (logits * scale).to(dtype), target
+
+
+def nll(logits, target, temperature):
+    log_probs = torch.log_softmax(logits.double() / temperature, -1)
+    return -log_probs.gather(1, target.unsqueeze(1)).mean().item()
+
+
+# Optima from 2e-3 to 2e3, two classes and a thousand, one row more than the float64 blocks hold is left to
+# test_rows_are_looked_at_in_blocks.
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 1.0, 7.0, 1e3])
+@pytest.mark.parametrize(("n", "n_classes"), [(300, 2), (300, 10), (200, 1000)])
+def test_the_optimum_is_that_of_scipy(scale, n, n_classes):
+    optimize = pytest.importorskip("scipy.optimize", reason="scipy is not installed")
+    logits, target = sample(n, n_classes, scale)
+    calibrator = TemperatureScaling().fit(logits, target)
+
+    z, y = logits.numpy(), target.numpy()
+
+    def slope(log_beta):
+        s = np.exp(log_beta) * z
+        q = np.exp(s - s.max(1, keepdims=True))
+        q /= q.sum(1, keepdims=True)
+        return ((q * z).sum(1) - z[np.arange(n), y]).mean() / scale
+
+    expected = np.exp(-optimize.brentq(slope, -12, 12, xtol=1e-14, rtol=1e-14))
+    assert calibrator.temperature_ == pytest.approx(expected, rel=1e-9)
+    assert calibrator.best_value_ == pytest.approx(nll(logits, target, calibrator.temperature_), rel=1e-12)
+    assert calibrator.search_ == "nll"
+    assert calibrator.at_border_ == ()
+    assert not hasattr(calibrator, "grid_")
+    assert calibrator.n_cells_ < 25
+
+
+def test_the_optimum_at_fifty_digits():
+    logits, target = sample(6, 3, scale=1.5, seed=3)
+    rows = [[mpmath.mpf(value) for value in row] for row in logits.tolist()]
+
+    def slope(beta):
+        total = mpmath.mpf(0)
+        for row, label in zip(rows, target.tolist(), strict=True):
+            weights = [mpmath.exp(beta * value) for value in row]
+            total += sum(w * v for w, v in zip(weights, row, strict=True)) / sum(weights) - row[label]
+        return total
+
+    with mpmath.workdps(50):
+        expected = float(1 / mpmath.findroot(slope, (mpmath.mpf("0.05"), mpmath.mpf(20)), solver="anderson"))
+    assert TemperatureScaling().fit(logits, target).temperature_ == pytest.approx(expected, rel=1e-13)
+
+
+def test_no_grid_cell_is_better():
+    logits, target = sample(1000, scale=1.7)
+    analytic = TemperatureScaling().fit(logits, target)
+    grid = TemperatureScaling(search="grid").fit(logits, target)
+    assert analytic.best_value_ <= grid.best_value_ * (1 + 1e-12)
+    assert abs(analytic.temperature_ - grid.temperature_) <= 0.01
+
+
+def test_what_none_searches():
+    logits, target = sample(50)
+    for options, search, criterion in [
+        ({}, "nll", "nll"),
+        ({"temperatures": [1.0, 2.0]}, "grid", "nll"),
+        ({"criterion": "ece"}, "grid", "ece"),
+        ({"search": "grid"}, "grid", "nll"),
+    ]:
+        calibrator = TemperatureScaling(**options).fit(logits, target)
+        assert (calibrator.search_, calibrator.criterion_) == (search, criterion)
+    with pytest.raises(ValueError, match="criterion must be 'nll' with search='nll', got 'ece'"):
+        TemperatureScaling(search="nll", criterion="ece").fit(logits, target)
+    with pytest.raises(ValueError, match="temperatures must be None with search='nll'"):
+        TemperatureScaling(search="nll", temperatures=[1.0]).fit(logits, target)
+    with pytest.raises(ValueError, match="search must be one of grid, nll, got 'newton'"):
+        TemperatureScaling(search="newton").fit(logits, target)
+
+
+def test_rows_are_looked_at_in_blocks(monkeypatch):
+    logits, target = sample(103, 7)
+    whole = TemperatureScaling().fit(logits, target)
+    monkeypatch.setattr("focalkern.calibrators._search._BLOCK", 70)
+    parts = TemperatureScaling().fit(logits, target)
+    assert parts.temperature_ == pytest.approx(whole.temperature_, rel=1e-12)
+    assert parts.best_value_ == pytest.approx(whole.best_value_, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_lower_precision_is_computed_in_float64(dtype):
+    logits, target = sample(300, dtype=dtype)
+    low, wide = (TemperatureScaling().fit(z, target) for z in (logits, logits.double()))
+    assert low.temperature_ == wide.temperature_
+    assert low.best_value_ == wide.best_value_
+
+
+def test_probabilities_have_the_optimum_of_their_logarithms():
+    logits, target = sample(300, scale=1.5)
+    from_logits = TemperatureScaling().fit(logits, target)
+    from_probs = TemperatureScaling(input_kind="probs").fit(logits.softmax(-1), target)
+    assert from_probs.temperature_ == pytest.approx(from_logits.temperature_, rel=1e-9)
+
+
+# -- no optimum ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 1e4])
+def test_separable_data_end_at_the_lower_bound(scale):
+    logits, _ = sample(100, scale=scale)
+    calibrator = TemperatureScaling().fit(logits, logits.argmax(-1))
+    assert calibrator.temperature_ == LOW
+    (words,) = calibrator.at_border_
+    assert words.startswith(f"temperature = {LOW:g} is the lower bound of the search: the target has the largest")
+    assert torch.equal(calibrator.predict_proba(logits).argmax(-1), logits.argmax(-1))
+
+
+def test_a_tie_at_the_top_is_separable_too():
+    logits = torch.tensor([[2.0, 2.0, 0.0], [0.0, 1.0, 5.0]])
+    calibrator = TemperatureScaling().fit(logits, torch.tensor([1, 2]))
+    assert calibrator.temperature_ == LOW
+    assert calibrator.best_value_ == pytest.approx(math.log(2) / 2)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 1e4])
+def test_anti_informative_data_end_at_the_upper_bound(scale):
+    logits, _ = sample(100, scale=scale)
+    calibrator = TemperatureScaling().fit(logits, logits.argmin(-1))
+    assert calibrator.temperature_ == HIGH
+    (words,) = calibrator.at_border_
+    assert words.startswith(f"temperature = {HIGH:g} is the upper bound of the search: the targets have no higher")
+    assert calibrator.best_value_ == pytest.approx(nll(logits, logits.argmin(-1), HIGH), rel=1e-12)
+
+
+@pytest.mark.parametrize(("scale", "bound"), [(1e-6, LOW), (1e6, HIGH)])
+def test_an_optimum_beyond_the_bounds_is_said(scale, bound):
+    logits, target = sample(400, scale=scale)
+    calibrator = TemperatureScaling().fit(logits, target)
+    assert calibrator.temperature_ == bound
+    assert calibrator.at_border_[0].endswith("the optimum lies beyond it")
+
+
+def test_logits_that_say_nothing_keep_the_temperature():
+    logits, target = torch.full((20, 4), 3.0), torch.arange(20) % 4
+    calibrator = TemperatureScaling().fit(logits, target)
+    assert calibrator.temperature_ == 1.0
+    assert calibrator.best_value_ == pytest.approx(math.log(4))
+    assert calibrator.at_border_[0].startswith("every temperature is as good as another")
+
+
+@pytest.mark.parametrize("label", [0, 1, 2])
+def test_one_row(label):
+    calibrator = TemperatureScaling().fit(torch.tensor([[3.0, 1.0, -8.0]]), torch.tensor([label]))
+    # Largest: separable. Below the mean: worse than chance. Between: an optimum inside, where E[z] = 1.
+    assert (calibrator.temperature_ == LOW, calibrator.temperature_ == HIGH) == (label == 0, label == 2)
+    if label == 1:
+        q = torch.tensor([3.0, 1.0, -8.0], dtype=torch.float64).div(calibrator.temperature_).softmax(-1)
+        assert float(q @ torch.tensor([3.0, 1.0, -8.0], dtype=torch.float64)) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_labels_of_one_class_only():
+    logits, _ = sample(200, 4)
+    target = torch.zeros(200, dtype=torch.int64)
+    calibrator = TemperatureScaling().fit(logits, target)
+    for neighbour in (calibrator.temperature_ * 0.99, calibrator.temperature_ * 1.01):
+        if LOW < neighbour < HIGH:
+            assert nll(logits, target, calibrator.temperature_) < nll(logits, target, neighbour)
+
+
+def test_classes_that_cannot_occur_are_left_out():
+    logits, target = sample(200, 5)
+    masked = logits.clone()
+    masked[torch.arange(200), (target + 1) % 5] = -math.inf
+    calibrator = TemperatureScaling().fit(masked, target)
+    # A class that is as good as absent at any temperature.
+    near = masked.masked_fill(masked == -math.inf, -1e7)
+    assert calibrator.temperature_ == pytest.approx(TemperatureScaling().fit(near, target).temperature_, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_an_impossible_target_is_counted(kind):
+    probs = torch.tensor([[0.4, 0.6], [0.0, 1.0], [0.3, 0.7], [1.0, 0.0]])
+    input = probs if kind == "probs" else probs.log()
+    words = r"2 of 4 rows \(the first is 1\) give their target (probability 0|a logit of -inf); criterion='ece'"
+    with pytest.raises(ValueError, match=words):
+        TemperatureScaling(input_kind=kind).fit(input, torch.tensor([0, 0, 1, 1]))
+
+
+def test_an_error_leaves_the_fitted_calibrator():
+    logits, target = sample(100)
+    calibrator = TemperatureScaling().fit(logits, target)
+    before = dict(vars(calibrator))
+    for spoiled in (logits.index_fill(0, torch.tensor(3), math.nan), logits[:50], logits[:0]):
+        with pytest.raises(ValueError, match=r"TemperatureScaling|calibration_grid"):
+            calibrator.fit(spoiled, target)
+    with pytest.raises(IndexError):
+        calibrator.fit(logits, target + 5)
+    assert vars(calibrator) == before
+
+
+def test_another_search_leaves_nothing_of_the_one_before():
+    logits, target = sample(100)
+    calibrator = TemperatureScaling(search="grid").fit(logits, target)
+    assert hasattr(calibrator, "grid_")
+    calibrator.set_params(search="nll").fit(logits, target)
+    assert not hasattr(calibrator, "grid_")
+
+
+# -- peers -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_temperature_is_scikit_learns():
+    base = peer("sklearn.base")
+    frozen = peer("sklearn.frozen")
+    calibration = peer("sklearn.calibration")
+
+    class Given(base.ClassifierMixin, base.BaseEstimator):
+        """The features are the logits."""
+
+        def fit(self, X, y):
+            self.classes_ = np.unique(y)
+            return self
+
+        def decision_function(self, X):
+            return X
+
+        def predict(self, X):
+            return self.classes_[X.argmax(1)]
+
+    logits, target = sample(500, 4, scale=3.0)
+    # Far from [0, 1], so that it is not taken for probabilities there.
+    z, y = logits.numpy(), target.numpy()
+    theirs = calibration.CalibratedClassifierCV(frozen.FrozenEstimator(Given().fit(z, y)), method="temperature").fit(
+        z, y
+    )
+    ours = TemperatureScaling().fit(z, y)
+    beta = theirs.calibrated_classifiers_[0].calibrators[0].beta_
+    assert ours.temperature_ == pytest.approx(1 / beta, rel=1e-6)
+    assert ours.predict_proba(z) == pytest.approx(theirs.predict_proba(z), abs=1e-6)
