@@ -1,13 +1,25 @@
 """Losses for training: modules to put in the place of ``torch.nn.CrossEntropyLoss``.
 
-All take logits [C], [N, C] or [N, C, d1, ...] and labels or class probabilities, and know the options ``weight``,
-``ignore_index``, ``reduction`` and ``label_smoothing`` of cross-entropy. Label smoothing, a baseline of the papers, is
-therefore an argument and no class: ``FocalLoss(0.0, label_smoothing=0.05)``, or torch's own cross-entropy.
+Called with logits [C], [N, C] or [N, C, d1, ...] and labels [], [N] or [N, d1, ...] (int64, int32, uint8) or class
+probabilities of the shape of the logits. Four options mean in all of them what they mean in cross-entropy:
+
+weight
+    [C] class weights, a buffer. Where a loss is no sum over the classes of the target (Brier, the norm of the logits),
+    a sample has the weight of its label, or the mean of the weights under its class probabilities.
+ignore_index
+    Samples of this label count neither in the loss nor in the mean, whatever their logits hold.
+reduction
+    "none", "mean" or "sum"; the mean divides by the summed weight of the samples that count.
+label_smoothing
+    Mixes the target with the uniform distribution. Label smoothing as a baseline is thus
+    ``FocalLoss(0.0, label_smoothing=0.05)``, or torch's own cross-entropy, and has no class here.
 
 The focal family runs in the fused kernel, and its schedules are tables that are looked up there: a step neither waits
 for the device nor loops in Python, and other values in a table compile nothing again. The baselines are plain torch.
-Nowhere is an epsilon or a clamp; half-precision logits are computed in float32, and the loss has the dtype of the
-logits (float32 under autocast).
+Nowhere is an epsilon or a clamp on a probability; half-precision logits are computed in float32, and the loss has the
+dtype of the logits (float32 under autocast). Labels out of range are treated as in :func:`focalkern.focal_loss`.
+
+A module's state loads whole or not at all: what does not fit leaves it as it was.
 """
 
 import math
@@ -53,7 +65,7 @@ _STEEPEST_INVERSE_GAMMA = -3.591  # below it the slope of the inverse focal loss
 
 
 class _Loss(nn.Module):
-    """The options of cross-entropy, checked once."""
+    """The options of cross-entropy, checked once, and a state that loads whole or not at all."""
 
     weight: Tensor | None
 
@@ -110,10 +122,51 @@ class _Loss(nn.Module):
                 self._buffers[name] = kept.to(moved.device)
         return self
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # torch copies what fits and complains about the rest afterwards; half a schedule would be worse than none.
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        current = self.state_dict()
+        missing, unexpected = current.keys() - own.keys(), own.keys() - current.keys()
+        if missing or unexpected:
+            missing_keys += [prefix + name for name in current if name in missing]
+            unexpected_keys += [prefix + name for name in own if name in unexpected]
+            return
+        try:
+            self._check_state(own)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(str(error))
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raises unless the state, which has the right names, can be loaded."""
+        for name, current in self.state_dict().items():
+            if isinstance(current, Tensor) and state[name].shape != current.shape:
+                raise ValueError(
+                    f"{self._name}: {name} must have shape {list(current.shape)}, got {list(state[name].shape)}"
+                )
+
 
 def _check_reduction(op: str, reduction: object) -> None:
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+
+
+def _flag(op: str, name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
+    return value
 
 
 def _number(op: str, name: str, value: object, *, low: float = -math.inf, high: float = math.inf) -> float:
@@ -126,7 +179,7 @@ def _number(op: str, name: str, value: object, *, low: float = -math.inf, high: 
     return number
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Rows:
     """Logits and targets of a batch in the form that the plain losses compute with; "..." is N, d1, ..."""
 
@@ -235,9 +288,7 @@ class _FocalFamily(_Loss):
         detach_modulation: bool = False,
     ) -> None:
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-        if not isinstance(detach_modulation, bool):
-            raise TypeError(f"{self._name}: detach_modulation must be a bool, got {type(detach_modulation).__name__}")
-        self.detach_modulation = detach_modulation
+        self.detach_modulation = _flag(self._name, "detach_modulation", detach_modulation)
 
     def _gamma(self) -> float | Tensor | GammaTable:
         raise NotImplementedError
@@ -259,7 +310,26 @@ class _FocalFamily(_Loss):
 
 
 class FocalLoss(_FocalFamily):
-    """Focal loss with a gamma that is a number, a tensor or a table; the module form of focal_loss."""
+    r"""The module form of :func:`focalkern.focal_loss`.
+
+    .. math:: L = -(1 - p)^\gamma \log p \;\; (\gamma \ge 0), \qquad L = -(1 + p)^{|\gamma|} \log p \;\; (\gamma < 0)
+
+    Args:
+        gamma: a number; a floating-point tensor that broadcasts to the unreduced loss; or a
+            :class:`focalkern.GammaTable`. A tensor becomes a buffer (a parameter, if it is one) and the table's copies
+            the buffers ``edges`` and ``gammas``: they move with the module, are saved with it, and new values written
+            into them count from the next step on.
+        weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module.
+        detach_modulation: treat the factor before log p as a constant.
+
+    Attributes:
+        gamma: the number or tensor; None for a table.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind or value, here; of the wrong shape, in the call.
+
+    Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437).
+    """
 
     def __init__(
         self,
@@ -300,6 +370,11 @@ class FocalLoss(_FocalFamily):
             return GammaTable._unchecked(self.get_buffer("edges"), self.get_buffer("gammas"))
         return self.gamma
 
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        if self.gamma is None:
+            GammaTable(state["edges"], state["gammas"])
+
     def _settings(self) -> dict[str, object]:
         gamma = self._gamma()
         if isinstance(gamma, GammaTable):
@@ -308,7 +383,22 @@ class FocalLoss(_FocalFamily):
 
 
 class InverseFocalLoss(FocalLoss):
-    """Inverse focal loss, -(1 + p)^gamma log p: gamma is given positive."""
+    r"""Inverse focal loss, whose gamma is given as a positive number.
+
+    .. math:: L = -(1 + p)^\gamma \log p
+
+    It is ``FocalLoss(-gamma)``, and the sign is all that this class is for.
+
+    Args:
+        gamma: a number, at least 0, or a floating-point tensor of such numbers. Above 3.591 the slope of the loss
+            changes sign near p = 0.28, which is warned about for numbers.
+        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`.
+
+    Raises:
+        TypeError, ValueError: as :class:`FocalLoss`; a number below 0.
+
+    Source: Wang, Feng & Zhang, NeurIPS 2021.
+    """
 
     def __init__(
         self,
@@ -340,14 +430,32 @@ class InverseFocalLoss(FocalLoss):
 
 
 class FLSDLoss(FocalLoss):
-    """Focal loss with gamma as a step function of p; by default FLSD-53, 5 where p < 0.2 and 3 elsewhere."""
+    r"""Focal loss whose gamma is a step function of the probability p of the target class.
+
+    .. math:: L = -(1 - p)^{\gamma(p)} \log p, \qquad
+        \gamma(p) = \text{gammas}[b] \text{ for } \text{edges}[b] \le p < \text{edges}[b + 1]
+
+    The default is FLSD-53: 5 where p < 0.2, 3 elsewhere. (The published code has a third step at p = 0.5, to the gamma
+    of its constructor; ``FLSDLoss([0, 0.2, 0.5, 1], [5, 3, gamma])`` is that.) gamma(p) is a constant for the gradient.
+
+    Args:
+        edges: [n_bins + 1] numbers or floating-point tensor, ascending; the first and the last bin are open-ended.
+        gammas: [n_bins], one per bin; a negative one is an inverse focal loss.
+        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`. With label
+            smoothing or class probabilities gamma is looked up at the probability of each class.
+
+    Raises:
+        TypeError, ValueError: as :class:`focalkern.GammaTable` and :class:`FocalLoss`.
+
+    Source: Mukhoti et al. 2020 (arXiv 2002.09437), section 4.
+    """
 
     def __init__(
         self,
         edges: Tensor | Sequence[float] = (0.0, 0.2, 1.0),
         gammas: Tensor | Sequence[float] = (5.0, 3.0),
-        weight: Tensor | None = None,
         *,
+        weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
@@ -370,7 +478,7 @@ def _shown(values: Tensor) -> str:
     return numbers[0] if values.dim() == 0 else f"[{', '.join(numbers)}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equality of tensors is no single answer
 class AdaFocalRecord:
     """One update of an :class:`AdaFocalLoss`. All tensors are on the CPU; statistics are fractions, float64.
 
@@ -390,7 +498,53 @@ class AdaFocalRecord:
 
 
 class AdaFocalLoss(_FocalFamily):
-    """AdaFocal: one gamma per confidence bin, adapted to the calibration error in validation after each epoch."""
+    r"""AdaFocal: one gamma per bin of confidence, which follows the calibration error of that bin in validation.
+
+    .. math::
+        L = -(1 - p)^{\gamma_b} \log p \;\; (\gamma_b \ge 0), \qquad
+        L = -(1 + p)^{|\gamma_b|} \log p \;\; (\gamma_b < 0), \qquad b = \text{the bin of } p
+
+    with p the probability of the target class. After each epoch, with E_b = mean confidence - accuracy of the
+    validation samples whose *top-1* confidence is in bin b,
+
+    .. math:: \gamma_b \leftarrow \gamma_b \exp(+\lambda E_b) \text{ if } \gamma_b > 0, \quad
+        \gamma_b \exp(-\lambda E_b) \text{ otherwise};
+
+    then, where abs(gamma_b) < switch, gamma_b becomes -switch if it was positive and +switch otherwise; then it is
+    clipped to [gamma_min, gamma_max]. A bin without validation samples keeps its gamma. The bins are cut anew at each
+    update, ``n_bins`` of equal mass (estimator ``equal_mass_interp``: statistics are over (lo, hi], so that the lowest
+    confidence is in no bin); training looks p up in [lo, hi), outer bins open-ended. Until the first update there are
+    ``n_bins`` uniform bins with ``gamma_init``.
+
+    A training loop calls :meth:`accumulate` for each validation batch and :meth:`update` once after them.
+
+    Args:
+        n_bins: at least 1.
+        lam: lambda, at least 0.
+        gamma_init: gamma of all bins in the first epoch.
+        gamma_max, gamma_min: what gamma is clipped to. Below -3.591 the slope of the inverse focal loss changes sign
+            near p = 0.28, which is warned about.
+        switch: the threshold S_th, at least 0.
+        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`; the factor is
+            not detached by default, as published. With label smoothing or class probabilities gamma is looked up at
+            the probability of each class.
+
+    Attributes:
+        bin_edges: float64 [n_bins + 1], a buffer.
+        bin_gammas: float64 [n_bins], a buffer.
+        history: list of :class:`AdaFocalRecord`, one per update; ``focalkern.plots.adafocal_history`` draws it.
+        n_accumulated: validation samples that wait for the next update.
+
+    The state (``state_dict``) has the bins, the history and the samples that wait, so that training goes on from it at
+    any point. It is this process's: in distributed training, samples that wait on other ranks are in their states.
+
+    Raises:
+        TypeError, ValueError: as :class:`FocalLoss`; gamma_init outside [gamma_min, gamma_max].
+
+    Source: Ghosh, Schaaf & Gormley, NeurIPS 2022. Their code (github.com/3mcloud/adafocal) sums the loss
+    over the batch where the default here is the mean, adds 1e-20 to 1 - p, and finds gamma on the host, sample by
+    sample; bins, look-up by p, update, switch and clipping are the same.
+    """
 
     bin_edges: Tensor
     bin_gammas: Tensor
@@ -404,8 +558,8 @@ class AdaFocalLoss(_FocalFamily):
         gamma_max: float = 20.0,
         gamma_min: float = -2.0,
         switch: float = 0.2,
-        weight: Tensor | None = None,
         *,
+        weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
@@ -458,6 +612,19 @@ class AdaFocalLoss(_FocalFamily):
 
     @torch.no_grad()
     def accumulate(self, logits: Tensor, target: Tensor) -> None:
+        """Takes a validation batch into the statistics of the next update.
+
+        Keeps, on the CPU, one confidence (float32; float64 for float64 logits) and one bool per sample. It looks at
+        the values, and so waits for the device.
+
+        Args:
+            logits: [C], [N, C] or [N, C, d1, ...], floating point.
+            target: labels [], [N] or [N, d1, ...]; those equal to ``ignore_index`` are left out.
+
+        Raises:
+            TypeError, ValueError: dtype, shape or device; logits whose softmax is NaN.
+            IndexError: a label out of range. What was accumulated before stays as it was in every case.
+        """
         confidence, correct = self._validation_samples("accumulate", logits, target)
         self._confidence.append(confidence)
         self._correct.append(correct)
@@ -471,6 +638,25 @@ class AdaFocalLoss(_FocalFamily):
         distributed: bool = True,
         group: Any = None,
     ) -> AdaFocalRecord:
+        """Cuts the bins anew and moves their gammas, by all that was accumulated, which is then forgotten.
+
+        In distributed training every rank must call it, and every rank ends with the same bins and gammas: those of
+        one process with all samples. The confidences of all ranks are gathered for that, in any number per rank, also
+        none. Where each rank has the whole validation set, ``distributed=False`` does without.
+
+        Args:
+            logits, target: a batch to take into the statistics first, as :meth:`accumulate` does.
+            distributed: gather the samples of all ranks, if torch.distributed is initialised.
+            group: process group to gather over; default: all ranks.
+
+        Returns:
+            The record that was appended to ``history``.
+
+        Raises:
+            TypeError, ValueError, IndexError: as :meth:`accumulate`; no sample on any rank. Bins, gammas, history and
+                accumulated samples stay as they were.
+            RuntimeError: another rank has raised one of these.
+        """
         confidence, correct = list(self._confidence), list(self._correct)
         problem: Exception | None = None
         if (logits is None) != (target is None):
@@ -505,6 +691,24 @@ class AdaFocalLoss(_FocalFamily):
         accuracy: Tensor | Sequence[float],
         counts: Tensor | Sequence[int] | None = None,
     ) -> AdaFocalRecord:
+        """Moves the gammas by statistics that were computed elsewhere, the same on every rank.
+
+        Args:
+            bin_edges: [n_bins + 1], finite and ascending (equal neighbours are an empty bin): the bins from here on.
+            mean_confidence: [n_bins], of the validation samples in each bin, a fraction.
+            accuracy: [n_bins], a fraction.
+            counts: [n_bins], samples in each bin. Where it is 0 the gamma is kept, and the other two may be NaN.
+
+        Tensors, NumPy arrays or sequences of numbers. What :meth:`accumulate` has collected is left alone.
+
+        Returns:
+            The record that was appended to ``history``.
+
+        Raises:
+            TypeError: not numbers.
+            ValueError: wrong lengths; edges that descend or are not finite; a statistic outside [0, 1] or NaN. The
+                state stays as it was.
+        """
         op = "AdaFocalLoss.update_bins"
         edges = _statistics(op, "bin_edges", bin_edges, self.n_bins + 1)
         _check_edges(op, edges)
@@ -576,6 +780,17 @@ class AdaFocalLoss(_FocalFamily):
         self.history = [AdaFocalRecord(**record) for record in state["history"]]
         self._confidence, self._correct = [state["confidence"]], [state["correct"]]
 
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        GammaTable(state["bin_edges"], state["bin_gammas"])
+        extra = state["_extra_state"]
+        if not isinstance(extra, dict) or extra.keys() != self.get_extra_state().keys():
+            raise ValueError("AdaFocalLoss: _extra_state must hold history, confidence and correct")
+        if extra["confidence"].shape != extra["correct"].shape:
+            raise ValueError("AdaFocalLoss: _extra_state must hold one correctness per confidence")
+        for record in extra["history"]:
+            AdaFocalRecord(**record)
+
 
 def _gather(
     parts: tuple[Tensor, Tensor], problem: Exception | None, group: Any
@@ -612,7 +827,26 @@ def _check_edges(op: str, edges: Tensor) -> None:
 
 
 class DualFocalLoss(_Loss):
-    """Dual focal loss, -(1 - p_y + p_j)^gamma log p_y, p_j the largest probability below p_y."""
+    r"""Dual focal loss: the factor sees the strongest rival of the target class too.
+
+    .. math:: L = -(1 - p_y + p_j)^\gamma \log p_y
+
+    p_j is the largest probability strictly below p_y, 0 if there is none; the gradient goes through both.
+
+    Args:
+        gamma: a number, at least 0. 0 is cross-entropy.
+        weight, ignore_index, reduction: as in cross-entropy.
+        label_smoothing: e in [0, 1]. ``L = -sum_i w_i t_i (1 - p_i + p_j(i))^gamma log p_i`` then, with
+            t = (1 - e) onehot + e / C, as in the focal loss: each class has a next lower one, and a factor of its own.
+        detach_modulation: treat the factor before log p as a constant.
+
+    Targets are labels; class probabilities raise TypeError.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
+
+    Source: Tao, Dong & Xu, Dual Focal Loss for Calibration, ICML 2023.
+    """
 
     def __init__(
         self,
@@ -626,7 +860,7 @@ class DualFocalLoss(_Loss):
     ) -> None:
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         self.gamma = _number("DualFocalLoss", "gamma", gamma, low=0.0)
-        self.detach_modulation = detach_modulation
+        self.detach_modulation = _flag("DualFocalLoss", "detach_modulation", detach_modulation)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         if isinstance(target, Tensor) and target.is_floating_point():
@@ -652,7 +886,7 @@ class DualFocalLoss(_Loss):
         # log(1 - p + p_below); a class alone has neither, and logaddexp(-inf, -inf) no derivative.
         alone = (log_u == -math.inf) & (log_p_below == -math.inf)
         log_m = torch.where(alone, -math.inf, torch.logaddexp(torch.where(alone, 0.0, log_u), log_p_below))
-        factor = modulating_factor(log_p, log_m, torch.tensor(self.gamma, dtype=log_p.dtype, device=log_p.device))
+        factor = modulating_factor(log_p, log_m, log_p.new_full((), self.gamma))
         return -(factor.detach() if self.detach_modulation else factor) * log_p
 
     def _settings(self) -> dict[str, object]:
@@ -665,7 +899,21 @@ class DualFocalLoss(_Loss):
 
 
 class BrierLoss(_Loss):
-    """Brier score, sum_k (p_k - t_k)^2."""
+    r"""Brier score of the softmax.
+
+    .. math:: L = w \sum_k (p_k - t_k)^2
+
+    with t the target after label smoothing and w the weight of the sample. Between 0 and 2, a sum over the classes as
+    in :func:`focalkern.metrics.brier_score` (``torch.nn.MSELoss`` would divide it by C).
+
+    Args:
+        weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
+
+    Source: Brier 1950; as a training loss in Mukhoti et al. 2020 (arXiv 2002.09437).
+    """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         rows = _rows(self, input, target)
@@ -677,15 +925,46 @@ class BrierLoss(_Loss):
 
 
 class MMCELoss(_Loss):
-    """Cross-entropy plus coefficient times the maximum mean calibration error of the batch."""
+    r"""Cross-entropy plus the maximum mean calibration error of the batch.
+
+    .. math::
+        L = \text{CE} + \lambda \sqrt{\sum_{ij} a_i a_j e^{-|r_i - r_j| / h}}, \qquad a_i = (c_i - r_i) / m
+
+    over the m samples that are not ignored, with r the top-1 confidence and c = 1 where the top class is the target,
+    0 elsewhere (with class probabilities: the target's probability of the top class). ``weighted`` is the form that
+    balances correct and incorrect samples:
+
+    .. math:: a_i = c_i (1 - r_i) / m_{correct} - (1 - c_i) r_i / m_{incorrect}
+
+    It is 0 for a batch without either, as in the published code. Both cost O(N log N) time and O(N) memory, although
+    the sum has N^2 terms, and are summed in float64.
+
+    Args:
+        coefficient: lambda, at least 0.
+        weighted: use the balanced form.
+        bandwidth: h, at least 0.01.
+        weight, ignore_index, label_smoothing: as in cross-entropy. Class weights and label smoothing are in the
+            cross-entropy only.
+        reduction: "mean" or "sum". The sum is that of the cross-entropy plus m times the second term. There is no
+            "none": the error belongs to the batch.
+
+    The derivative of the root at 0 is taken as 0. Under ``torch.use_deterministic_algorithms`` CUDA refuses the prefix
+    sums in here.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
+
+    Source: Kumar, Sarawagi & Jain, Trainable Calibration Measures for Neural Networks from Kernel Mean Embeddings, ICML
+    2018. (The code of Mukhoti et al. leaves out the root in the plain form, and divides the weighted sums twice.)
+    """
 
     def __init__(
         self,
         coefficient: float = 2.0,
-        bandwidth: float = 0.4,
-        weighted: bool = False,
-        weight: Tensor | None = None,
         *,
+        weighted: bool = False,
+        bandwidth: float = 0.4,
+        weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: Literal["mean", "sum"] = "mean",
         label_smoothing: float = 0.0,
@@ -696,8 +975,8 @@ class MMCELoss(_Loss):
                 "MMCELoss: reduction must be 'mean' or 'sum', got 'none': a batch has one error, a sample none"
             )
         self.coefficient = _number("MMCELoss", "coefficient", coefficient, low=0.0)
-        self.bandwidth = _number("MMCELoss", "bandwidth", bandwidth, low=0.0)
-        self.weighted = weighted
+        self.bandwidth = _number("MMCELoss", "bandwidth", bandwidth, low=0.01)  # e^(1/h) stays far from overflow
+        self.weighted = _flag("MMCELoss", "weighted", weighted)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         rows = _rows(self, input, target)
@@ -747,13 +1026,28 @@ def _laplacian_form(a: Tensor, r: Tensor, h: float) -> Tensor:
 
 
 class LogitNormPenalty(_Loss):
-    """Cross-entropy plus coefficient times the L1 norm of the logits."""
+    r"""Cross-entropy plus the L1 norm of the logits.
+
+    .. math:: L = \text{CE} + \alpha w \sum_k |z_k|
+
+    with w the weight of the sample.
+
+    Args:
+        coefficient: alpha, at least 0; the paper searches 0.001 to 0.1.
+        weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module. Label
+            smoothing is in the cross-entropy only.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
+
+    Source: Wang, Feng & Zhang, NeurIPS 2021.
+    """
 
     def __init__(
         self,
         coefficient: float = 0.01,
-        weight: Tensor | None = None,
         *,
+        weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
@@ -795,7 +1089,32 @@ def sigmoid_focal_loss(
     alpha: float | None = 0.25,
     reduction: Reduction = "none",
 ) -> Tensor:
-    """Focal loss of independent logits, for one-logit and multi-label heads; elementwise, as torchvision's."""
+    r"""Focal loss of independent logits, for one-logit and multi-label heads.
+
+    Elementwise, with p = sigmoid(input), t the target and BCE the binary cross-entropy:
+
+    .. math::
+        L = (\alpha t + (1 - \alpha)(1 - t)) \; (1 - p_t)^\gamma \; \text{BCE}(p, t), \qquad
+        p_t = p t + (1 - p)(1 - t)
+
+    The value and gradient of ``torchvision.ops.sigmoid_focal_loss`` (whose positional order is alpha, gamma); but here
+    1 - p_t does not cancel, so that both stay finite and exact for logits of any size.
+
+    Args:
+        input: logits of any shape, floating point.
+        target: the same shape, in [0, 1]: 0 and 1, or soft targets. Outside of [0, 1] the loss is NaN.
+        gamma: a number, at least 0.
+        alpha: weight of t = 1 against 1 - alpha of t = 0, in [0, 1]; None (or -1, as in torchvision) for neither.
+        reduction: "none", "mean" (over all elements) or "sum".
+
+    Returns:
+        The loss, scalar or of the shape of ``input``, in its dtype (float32 for half-precision logits under autocast).
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, value, shape or device.
+
+    Source: Lin et al. 2017 (arXiv 1708.02002), equation 5.
+    """
     op = "sigmoid_focal_loss"
     for name, value in (("input", input), ("target", target)):
         if not isinstance(value, Tensor):
@@ -808,30 +1127,41 @@ def sigmoid_focal_loss(
         raise ValueError(f"{op}: target must be on the device of input, {input.device}, got {target.device}")
     _check_reduction(op, reduction)
     gamma = _number(op, "gamma", gamma, low=0.0)
-    if alpha is not None and alpha != -1:
-        alpha = _number(op, "alpha", alpha, low=0.0, high=1.0)
+    alpha = _alpha(op, alpha)
     x = input.to(_compute_dtype(input.dtype))
     t = target.to(x.dtype)
-    # log(1 - p_t), of 1 - p_t = t (1 - p) + (1 - t) p: a sum of two positive numbers, one of them 0 for hard targets.
-    log_u = torch.logaddexp(t.log() + F.logsigmoid(-x), torch.log1p(-t) + F.logsigmoid(x))
+    log_p, log_not_p = F.logsigmoid(x), F.logsigmoid(-x)
+    # 1 - p_t = t (1 - p) + (1 - t) p: a sum of two numbers that are not negative, one of them 0 for hard targets. In
+    # logarithms it does not underflow; its derivative in a hard target needs the sum itself.
+    if t.requires_grad:
+        factor = (t * log_not_p.exp() + (1.0 - t) * log_p.exp()).pow(gamma)
+    else:
+        factor = (gamma * torch.logaddexp(t.log() + log_not_p, torch.log1p(-t) + log_p)).exp()
     # Not binary_cross_entropy_with_logits, whose gradient p - t rounds to 0 for x > 17 in float32.
-    cross_entropy = -(t * F.logsigmoid(x) + (1.0 - t) * F.logsigmoid(-x))
-    loss = (gamma * log_u).exp() * cross_entropy
-    if alpha is not None and alpha != -1:
+    loss = factor * -(t * log_p + (1.0 - t) * log_not_p)
+    if alpha is not None:
         loss = loss * (alpha * t + (1.0 - alpha) * (1.0 - t))
     if reduction != "none":
         loss = loss.sum() if reduction == "sum" else loss.mean()
     return _in_dtype_of(loss, input)
 
 
+def _alpha(op: str, alpha: float | None) -> float | None:
+    # torchvision says -1 for none.
+    return None if alpha is None or alpha == -1 else _number(op, "alpha", alpha, low=0.0, high=1.0)
+
+
 class SigmoidFocalLoss(nn.Module):
-    """The module form of sigmoid_focal_loss."""
+    """The module form of :func:`sigmoid_focal_loss`, with the mean as default reduction.
+
+    Args, Raises: as :func:`sigmoid_focal_loss`.
+    """
 
     def __init__(self, gamma: float = 2.0, alpha: float | None = 0.25, reduction: Reduction = "mean") -> None:
         super().__init__()
         _check_reduction("SigmoidFocalLoss", reduction)
         self.gamma = _number("SigmoidFocalLoss", "gamma", gamma, low=0.0)
-        self.alpha = alpha
+        self.alpha = _alpha("SigmoidFocalLoss", alpha)
         self.reduction: Reduction = reduction
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
