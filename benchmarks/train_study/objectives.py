@@ -1,0 +1,80 @@
+"""The losses by the names that the command line has for them."""
+
+import re
+from collections.abc import Callable
+
+from torch import nn
+
+import focalkern as fk
+
+# Name of the family: what makes the loss of its coefficient, and the coefficient's default (None: it has none).
+_FAMILIES: dict[str, tuple[Callable[..., nn.Module], float | None]] = {
+    "cross-entropy": (nn.CrossEntropyLoss, None),
+    "focal": (fk.FocalLoss, 3),
+    "flsd-53": (fk.FLSDLoss, None),
+    "adafocal": (fk.AdaFocalLoss, None),
+    "inverse-focal": (fk.InverseFocalLoss, 2),
+    "dual-focal": (fk.DualFocalLoss, 5),
+    "brier": (fk.BrierLoss, None),
+    "mmce": (fk.MMCELoss, 2),
+    "label-smoothing": (lambda epsilon: nn.CrossEntropyLoss(label_smoothing=epsilon), 0.05),
+    "l1-norm": (fk.LogitNormPenalty, 0.01),
+}
+
+# The six of the recorded study come first, so that a study that is cut off has them.
+ALL = (
+    "cross-entropy",
+    "focal-3",
+    "flsd-53",
+    "adafocal",
+    "inverse-focal-2",
+    "brier",
+    "focal-1",
+    "focal-2",
+    "focal-5",
+    "focal-7",
+    "inverse-focal-1",
+    "inverse-focal-3",
+    "dual-focal-5",
+    "mmce-2",
+    "label-smoothing-0.05",
+    "l1-norm-0.01",
+)
+
+
+def parse(name: str) -> tuple[str, float | None]:
+    """``focal-3`` is ("focal", 3.0); a family without a coefficient has None, one whose is left out its default.
+
+    Raises:
+        ValueError: no such loss.
+    """
+    if name in _FAMILIES:
+        default = _FAMILIES[name][1]
+        return name, None if default is None else float(default)
+    found = re.fullmatch(r"([a-z0-9-]+?)-(\d+\.?\d*|\.\d+)", name)
+    if found and found[1] in _FAMILIES and _FAMILIES[found[1]][1] is not None:
+        return found[1], float(found[2])
+    known = ", ".join(family if default is None else f"{family}-X" for family, (_, default) in _FAMILIES.items())
+    raise ValueError(f"loss: expected one of {known} (X is a number), got {name!r}")
+
+
+def canonical(name: str) -> str:
+    """The one spelling of a loss: ``focal-3.0`` and ``focal`` are ``focal-3``."""
+    family, coefficient = parse(name)
+    return family if coefficient is None else f"{family}-{coefficient:g}"
+
+
+def build(name: str) -> nn.Module:
+    """The loss called ``name``, from logits [N, C] and labels [N] to a mean."""
+    family, coefficient = parse(name)
+    return _FAMILIES[family][0](*(() if coefficient is None else (coefficient,)))
+
+
+def gamma(name: str) -> float | None:
+    """Where a loss stands between focal (> 0), cross-entropy (0) and inverse focal (< 0); None for the others."""
+    family, coefficient = parse(name)
+    if family == "cross-entropy":
+        return 0.0
+    if family not in ("focal", "inverse-focal") or coefficient is None:
+        return None
+    return coefficient if family == "focal" else -coefficient
