@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from focalkern import losses, metrics, reference
+from focalkern import bootstrap, losses, metrics, reference
 from focalkern.calibrators import (
     FocalTemperatureScaling,
     HistogramBinning,
@@ -55,6 +55,7 @@ __all__ = [
     "TemperatureScaling",
     "binary_focal_calibration_map",
     "binary_inverse_focal_calibration_map",
+    "bootstrap",
     "build_info",
     "calibration_grid",
     "check_labels",

@@ -428,13 +428,18 @@ def _interp_edges(confidence: Tensor, n_bins: int) -> Tensor:
     n_samples = confidence.shape[-1]
     if n_samples == 0:
         return confidence.new_full((*confidence.shape[:-1], n_bins + 1), math.nan)
-    # numpy's own linspace: another way to round k * N / M would put a sample on the other side of a cut.
-    position = torch.from_numpy(np.linspace(0, n_samples, n_bins + 1)).clamp_(max=n_samples - 1).to(confidence.device)
-    left = position.floor().long()
-    right = (left + 1).clamp_(max=n_samples - 1)
+    left, right, fraction = _interp_places(n_samples, n_bins, confidence.device)
     ordered = confidence.sort(dim=-1).values.to(torch.float64)
     slope = ordered[..., right] - ordered[..., left]
-    return (slope * (position - left) + ordered[..., left]).to(confidence.dtype)
+    return (slope * fraction + ordered[..., left]).to(confidence.dtype)
+
+
+def _interp_places(n_samples: int, n_bins: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Between which two of the sorted confidences each edge lies, and how far from the first; three times [M + 1]."""
+    # numpy's own linspace: another way to round k * N / M would put a sample on the other side of a cut.
+    place = torch.from_numpy(np.linspace(0, n_samples, n_bins + 1)).clamp_(max=n_samples - 1).to(device)
+    left = place.floor().long()
+    return left, (left + 1).clamp_(max=n_samples - 1), place - left
 
 
 def _confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, correct: Any) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,406 @@
+"""The bootstrap against the metrics on rows drawn again, its intervals against known truths, and the bias floor."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_close
+
+from focalkern import bootstrap, metrics
+from focalkern.bootstrap import bias_floor, paired_bootstrap
+
+METRICS = {
+    "accuracy": metrics.accuracy,
+    "nll": metrics.nll,
+    "brier": metrics.brier_score,
+    "ece_equal_width": metrics.expected_calibration_error,
+    "ece_equal_mass": lambda p, y, n_bins: metrics.expected_calibration_error(
+        p, y, n_bins=n_bins, estimator="equal_mass"
+    ),
+    "ece_equal_mass_interp": lambda p, y, n_bins: metrics.expected_calibration_error(
+        p, y, n_bins=n_bins, estimator="equal_mass_interp"
+    ),
+    "classwise_ece_equal_width": metrics.classwise_calibration_error,
+}
+
+
+def sample(n, n_classes=5, dtype=torch.float64, device="cpu"):
+    generator = torch.Generator().manual_seed(n + n_classes)
+    logits = 2 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
+    target = (logits + 2 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)).argmax(-1)
+    return logits.to(dtype).to(device), target.to(device)
+
+
+def metric(figure, probs, target, n_bins):
+    options = {"n_bins": n_bins} if "ece" in figure else {}
+    return float(METRICS[figure](probs, target, **options))
+
+
+# More rows than bins, fewer, one; and 15 bins, one, two (the first bin is summed another way than the others).
+@pytest.mark.parametrize("n", [211, 6, 1])
+@pytest.mark.parametrize("n_bins", [15, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_replicates_are_the_metrics_of_rows_drawn_again(n, n_bins, dtype, device):
+    logits, target = sample(n, dtype=dtype, device=device)
+    probs = {"sharp": (2 * logits).softmax(-1), "flat": (logits / 2).softmax(-1)}
+    probs["sharp"][n // 3 : n // 2] = probs["sharp"][0]  # ties, also across the cuts of equal-mass bins
+    found = paired_bootstrap(probs, target, n_bins=n_bins, n_resamples=8, seed=5)
+    weights = bootstrap._weights(n, range(8), 5)
+    assert weights.sum(1).tolist() == [n] * 8
+    for k, name in enumerate(found.names):
+        for j, figure in enumerate(found.figures):
+            assert float(found.estimates[k, j]) == pytest.approx(
+                metric(figure, probs[name], target, n_bins), rel=1e-12, abs=1e-13
+            )
+            for r in range(8):
+                rows = torch.repeat_interleave(torch.arange(n), weights[r].long()).to(device)
+                expected = metric(figure, probs[name][rows], target[rows], n_bins)
+                assert float(found.replicates[k, j, r]) == pytest.approx(expected, rel=1e-12, abs=1e-13), figure
+
+
+def test_confidences_alone_give_the_same_figures():
+    logits, target = sample(80)
+    probs = logits.softmax(-1)
+    confidence, predicted = probs.max(-1)
+    whole = paired_bootstrap({"a": probs}, target, n_resamples=5)
+    top = paired_bootstrap(confidence={"a": confidence}, correct=predicted == target, n_resamples=5)
+    assert top.figures == ("accuracy", "ece_equal_width", "ece_equal_mass", "ece_equal_mass_interp")
+    for j, figure in enumerate(top.figures):
+        assert_close(top.replicates[:, j], whole.replicates[:, whole.figures.index(figure)])
+    by_name = paired_bootstrap(confidence={"a": confidence}, correct={"a": predicted == target}, n_resamples=5)
+    assert torch.equal(by_name.replicates, top.replicates)
+
+
+def test_log_probabilities_keep_the_likelihood_that_probabilities_lose():
+    log_probs = torch.tensor([[-1e-20, -46.0], [-800.0, 0.0]], dtype=torch.float64)
+    target = torch.tensor([0, 0])
+    found = paired_bootstrap({"a": log_probs}, target, log=True, figures="nll", n_resamples=4)
+    assert float(found.estimates[0, 0]) == 400.0
+    logits, target = sample(50)
+    plain = paired_bootstrap({"a": logits.softmax(-1)}, target, n_resamples=4)
+    logged = paired_bootstrap({"a": logits.log_softmax(-1)}, target, log=True, n_resamples=4)
+    assert_close(logged.replicates, plain.replicates)
+
+
+def test_correct_may_come_from_the_logits():
+    """A saturated row ties in its probabilities; the logits knew better."""
+    probs = torch.tensor([[0.5, 0.5]])
+    target = torch.tensor([1])
+    assert paired_bootstrap({"a": probs}, target, n_resamples=1).interval("a", "accuracy").estimate == 0
+    found = paired_bootstrap({"a": probs}, target, correct=torch.tensor([True]), n_resamples=1)
+    assert found.interval("a", "accuracy").estimate == 1
+    assert found.interval("a", "nll").estimate == pytest.approx(math.log(2))
+
+
+def test_the_result_does_not_depend_on_memory_and_company(monkeypatch):
+    logits, target = sample(60)
+    probs = {"a": logits.softmax(-1), "b": (logits / 3).softmax(-1)}
+    together = paired_bootstrap(probs, target, n_resamples=30, seed=1)
+    monkeypatch.setattr(bootstrap, "_CHUNK", 60 * 7)
+    assert_close(paired_bootstrap(probs, target, n_resamples=30, seed=1).replicates, together.replicates)
+    alone = paired_bootstrap({"b": probs["b"]}, target, n_resamples=30, seed=1)
+    assert_close(alone.replicates[0], together.replicates[1])
+    fewer = paired_bootstrap(probs, target, n_resamples=10, seed=1)
+    assert_close(fewer.replicates, together.replicates[..., :10])
+    other = paired_bootstrap(probs, target, n_resamples=30, seed=2)
+    assert not torch.equal(other.replicates, together.replicates)
+
+
+def test_one_calibrator_is_in_memory_at_a_time():
+    logits, target = sample(30)
+    asked = []
+
+    class Lazy(dict):
+        def __getitem__(self, name):
+            asked.append(name)
+            return (logits / super().__getitem__(name)).softmax(-1)
+
+    paired_bootstrap(Lazy({"a": 1.0, "b": 2.0}), target, n_resamples=3)
+    assert asked == ["a", "b"]
+
+
+def test_intervals_are_what_their_names_say():
+    estimate, replicates = 0.25, torch.linspace(0.2, 0.4, 101, dtype=torch.float64)
+
+    def interval(method):
+        found = bootstrap.PairedBootstrap(
+            names=("a",),
+            figures=("ece_equal_width",),
+            estimates=torch.tensor([[estimate]]),
+            replicates=replicates[None, None],
+            n_samples=1,
+            n_bins=15,
+            level=0.9,
+            method=method,
+            seed=0,
+        ).interval("a", "ece_equal_width")
+        assert found.estimate == estimate
+        return found.low, found.high
+
+    assert interval("percentile") == pytest.approx((0.21, 0.39))
+    assert interval("basic") == pytest.approx((0.11, 0.29))
+    # |replicate - 0.25| is at most 0.05 for 51 of the 101, and then grows by 0.002: 0.13 for the 91st.
+    assert interval("symmetric") == pytest.approx((0.12, 0.38))
+
+
+def test_ends_stay_where_the_figure_can_be():
+    confidence = torch.linspace(0.5, 1, 100, dtype=torch.float64)
+    correct = torch.rand(100) < confidence
+    given = {"confidence": {"a": confidence, "b": confidence.sqrt()}, "correct": correct, "n_resamples": 200}
+    for method in ("symmetric", "basic"):
+        found = paired_bootstrap(**given, level=0.999, method=method)
+        assert found.interval("a", "ece_equal_width").low == 0.0
+        assert found.interval("a", "accuracy").high <= 1.0
+        # A difference may have either sign.
+        assert found.difference("a", "b", "ece_equal_width").low < 0
+
+
+def test_a_win_is_an_interval_on_the_better_side_of_zero():
+    logits, target = sample(1000)
+    probs = {"good": logits.softmax(-1), "bad": (20 * logits).softmax(-1), "same": logits.softmax(-1)}
+    correct = {"good": torch.ones(1000), "bad": logits.argmax(-1) == target, "same": torch.ones(1000)}
+    found = paired_bootstrap(probs, target, correct=correct, n_resamples=200)
+    for figure in ("nll", "brier", "classwise_ece_equal_width", "accuracy"):
+        assert found.difference("good", "bad", figure).excludes_zero
+        assert found.wins("good", "bad", figure) and not found.wins("bad", "good", figure)
+    for figure in found.figures:
+        assert found.difference("good", "same", figure) == bootstrap.Interval(0.0, 0.0, 0.0)
+        assert not found.wins("good", "same", figure)
+
+
+def test_pairing_takes_shared_luck_out_of_the_difference():
+    logits, target = sample(2000)
+    found = paired_bootstrap({"a": logits.softmax(-1), "b": (1.05 * logits).softmax(-1)}, target, n_resamples=200)
+    alone = found.interval("a", "nll")
+    paired = found.difference("a", "b", "nll")
+    assert paired.high - paired.low < (alone.high - alone.low) / 5
+
+
+def test_an_infinite_likelihood_has_no_interval_and_spoils_no_other():
+    probs = torch.tensor([[0.7, 0.3], [1.0, 0.0], [0.2, 0.8], [0.6, 0.4]], dtype=torch.float64)
+    target = torch.tensor([0, 1, 1, 0])
+    found = paired_bootstrap({"a": probs, "b": probs.clamp(0.1, 0.9)}, target, n_resamples=20)
+    nll = found.interval("a", "nll")
+    assert nll.estimate == math.inf
+    assert math.isnan(nll.low) and math.isnan(nll.high)
+    assert not found.difference("a", "b", "nll").excludes_zero
+    assert not found.wins("b", "a", "nll")
+    # Resamples without the row in question are finite.
+    drawn = bootstrap._weights(4, range(20), 0)[:, 1] > 0
+    replicates = found.replicates[0, found.figures.index("nll")]
+    assert 0 < int(drawn.sum()) < 20
+    assert torch.equal(replicates.isinf(), drawn) and not replicates.isnan().any()
+    for figure in found.figures:
+        if figure != "nll":
+            assert math.isfinite(found.interval("a", figure).high)
+
+
+def test_no_rows_are_nan():
+    found = paired_bootstrap({"a": torch.empty(0, 3)}, torch.empty(0, dtype=torch.int64), n_resamples=3)
+    assert found.replicates.isnan().all()
+    for figure in found.figures:
+        interval = found.interval("a", figure)
+        assert math.isnan(interval.estimate) and math.isnan(interval.low) and not interval.excludes_zero
+    for floor in bias_floor(torch.empty(0, 3), n_resamples=3).values():
+        assert math.isnan(floor.mean) and math.isnan(floor.quantile(0.9)) and math.isnan(floor.p_value(0.1))
+
+
+# Confidences on a lattice of bin centres, so that the ECE of infinitely many rows is a sum of nine terms.
+LEVELS = torch.arange(9, dtype=torch.float64) / 20 + 0.525
+SHARE = torch.arange(1, 10, dtype=torch.float64) / 45
+
+
+def test_intervals_contain_the_truth_as_often_as_they_say():
+    """120 data sets of known ECE; the number of covering intervals is binomial, and three deviations are allowed."""
+    generator = torch.Generator().manual_seed(7)
+    n, trials, level = 800, 120, 0.9
+    # Confidence minus accuracy of each level, in both directions and far from 0. Model b says 0.05 more of every row.
+    gap = 0.1 * torch.tensor([-1.0, -1, -1, 1, 1, 1, 1, 1, 1], dtype=torch.float64)
+    chance = LEVELS - gap
+    truth = {
+        "accuracy": float((SHARE * chance).sum()),
+        "ece_equal_width": float((SHARE * gap.abs()).sum()),
+        "difference": float((SHARE * ((gap + 0.05).abs() - gap.abs())).sum()),
+    }
+    covered = dict.fromkeys(truth, 0)
+    for trial in range(trials):
+        row = torch.multinomial(SHARE, n, replacement=True, generator=generator)
+        found = paired_bootstrap(
+            confidence={"a": LEVELS[row], "b": LEVELS[row] + 0.05},
+            correct=torch.rand(n, generator=generator, dtype=torch.float64) < chance[row],
+            n_bins=20,
+            n_resamples=200,
+            level=level,
+            seed=trial,
+            figures=("ece_equal_width", "accuracy"),
+        )
+        intervals = {
+            "accuracy": found.interval("a", "accuracy"),
+            "ece_equal_width": found.interval("a", "ece_equal_width"),
+            "difference": found.difference("b", "a", "ece_equal_width"),
+        }
+        for name, interval in intervals.items():
+            covered[name] += interval.low <= truth[name] <= interval.high
+    slack = 3 * math.sqrt(level * (1 - level) * trials)
+    for name, count in covered.items():
+        assert count >= level * trials - slack, (name, count)
+    # Accuracy is a mean: its interval must not be too wide either.
+    assert covered["accuracy"] <= level * trials + slack
+
+
+def test_equally_good_calibrators_seldom_win():
+    """Two temperatures, 1 and 1.0001: what differs is in which bin a few rows are."""
+    generator = torch.Generator().manual_seed(8)
+    wins = dict.fromkeys(bootstrap.METHODS, 0)
+    trials = 60
+    for trial in range(trials):
+        logit = (2.5 + 1.6 * torch.randn(1000, generator=generator, dtype=torch.float64)).abs()
+        confidence, other = logit.sigmoid(), (logit / 1.0001).sigmoid()
+        correct = torch.rand(1000, generator=generator, dtype=torch.float64) < confidence
+        found = paired_bootstrap(
+            confidence={"a": confidence, "b": other},
+            correct=correct,
+            n_resamples=200,
+            seed=trial,
+            figures="ece_equal_width",
+        )
+        for method in wins:
+            difference = dataclasses.replace(found, method=method).difference("a", "b", "ece_equal_width")
+            wins[method] += difference.excludes_zero
+    # At level 0.95 three of sixty are expected; three deviations more make eight.
+    assert wins["symmetric"] <= 8
+    # What the module says of the basic interval.
+    assert wins["basic"] > 8
+
+
+@pytest.mark.parametrize("n_bins", [15, 1, 100])
+def test_the_floor_is_the_metric_of_labels_drawn_from_the_model(n_bins, device):
+    logits, _ = sample(90, device=device)
+    probs = logits.softmax(-1)
+    probs[20:40] = probs[0]
+    floors = bias_floor(probs, n_bins=n_bins, n_resamples=6, seed=3)
+    confidence = probs.amax(-1).sort().values
+    ladder = probs.cumsum(-1)
+    for r in range(6):
+        draws = bootstrap._uniform(90, range(r, r + 1), 3)[0].to(device)
+        for estimator in metrics.ESTIMATORS:
+            expected = metrics.expected_calibration_error(
+                confidence=confidence, correct=draws < confidence, n_bins=n_bins, estimator=estimator
+            )
+            assert_close(floors[f"ece_{estimator}"].samples[r], expected)
+        labels = (draws.unsqueeze(-1) >= ladder).sum(-1)
+        expected = metrics.classwise_calibration_error(probs, labels, n_bins=n_bins)
+        assert_close(floors["classwise_ece_equal_width"].samples[r], expected)
+
+
+def test_the_floor_has_the_mean_of_theory():
+    """One bin: |sum of centred Bernoullis| / N, whose mean is sqrt(2 / pi) deviations."""
+    confidence = torch.linspace(0.5, 1, 3000, dtype=torch.float64)
+    deviation = float((confidence * (1 - confidence)).sum().sqrt()) / 3000
+    floor = bias_floor(confidence=confidence, n_bins=1, n_resamples=4000, figures="ece_equal_width")["ece_equal_width"]
+    # 4000 half-normal samples: the mean is known to 1.2 %.
+    assert floor.mean == pytest.approx(math.sqrt(2 / math.pi) * deviation, rel=0.05)
+    assert floor.quantile(0.95) == pytest.approx(1.96 * deviation, rel=0.08)
+
+
+def test_the_floor_of_a_model_that_cannot_err_is_zero():
+    floors = bias_floor(torch.eye(3).repeat(5, 1), n_resamples=4)
+    assert all(float(floor.samples.abs().max()) == 0 for floor in floors.values())
+
+
+def test_p_values_tell_calibrated_from_overconfident():
+    generator = torch.Generator().manual_seed(1)
+    confidence = 0.5 + 0.5 * torch.rand(2000, generator=generator, dtype=torch.float64)
+    floor = bias_floor(confidence=confidence, figures="ece_equal_mass", n_resamples=300)["ece_equal_mass"]
+    drawn = torch.rand(40, 2000, generator=generator, dtype=torch.float64)
+    calibrated = metrics.expected_calibration_error(
+        confidence=confidence.expand(40, -1), correct=drawn < confidence, estimator="equal_mass"
+    )
+    p_values = np.array([floor.p_value(float(value)) for value in calibrated])
+    # Uniform on (0, 1): a mean of 1/2 within 3 / sqrt(12 * 40).
+    assert abs(p_values.mean() - 0.5) < 3 / math.sqrt(12 * 40)
+    overconfident = metrics.expected_calibration_error(
+        confidence=confidence, correct=drawn[0] < confidence - 0.1, estimator="equal_mass"
+    )
+    assert floor.p_value(float(overconfident)) == 1 / 301
+
+
+def test_the_floor_does_not_depend_on_memory(monkeypatch):
+    probs = sample(70)[0].softmax(-1)
+    before = bias_floor(probs, n_resamples=20)
+    monkeypatch.setattr(bootstrap, "_CHUNK", 300)
+    for figure, floor in bias_floor(probs, n_resamples=20).items():
+        assert_close(floor.samples, before[figure].samples)
+
+
+def test_a_bar_shows_when_it_is_asked_for(capsys):
+    pytest.importorskip("tqdm")
+    probs, target = sample(10)
+    paired_bootstrap({"a": probs.softmax(-1)}, target, n_resamples=3)
+    assert capsys.readouterr().err == ""
+    paired_bootstrap({"a": probs.softmax(-1)}, target, n_resamples=3, progress=True)
+    bias_floor(probs.softmax(-1), n_resamples=3, progress=True)
+    shown = capsys.readouterr()
+    assert "bootstrap" in shown.err and "bias floor" in shown.err
+    assert shown.out == ""
+
+
+# Each with the words that must appear: what was expected, what was found.
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda p, y: paired_bootstrap(None, y), ValueError, "either probs or confidence, got neither"),
+        (lambda p, y: paired_bootstrap({"a": p}, y, confidence={"a": p[:, 0]}), ValueError, "got both"),
+        (lambda p, y: paired_bootstrap(p, y), TypeError, "probs must map names to tensors, got Tensor"),
+        (lambda p, y: paired_bootstrap({}, y), ValueError, "at least one calibrator, got none"),
+        (lambda p, y: paired_bootstrap({"T": p.log()}, y), ValueError, "'T': probs must be in [0, 1]"),
+        (lambda p, y: paired_bootstrap({"T": p[None]}, y[None]), ValueError, "'T': probs must be [N, C], got shape"),
+        (lambda p, y: paired_bootstrap({"T": p}, y + 3), IndexError, "'T': target must be in [0, 3)"),
+        (lambda p, y: paired_bootstrap({"a": p, "b": p[:3]}, y), ValueError, "'b': target must be [N] = [3], got [4]"),
+        (
+            lambda p, y: paired_bootstrap(
+                confidence={"a": p[:, 0], "b": p[:3, 0]}, correct={"a": y > 0, "b": y[:3] > 0}
+            ),
+            ValueError,
+            "every calibrator must have the same rows, got 3 for 'b' and 4 for 'a'",
+        ),
+        (lambda p, y: paired_bootstrap({"a": p}, y, correct={"b": y}), ValueError, "entry for every calibrator, got b"),
+        (lambda p, y: paired_bootstrap(confidence={"a": p[:, 0]}, target=y), ValueError, "goes with correct"),
+        (lambda p, y: paired_bootstrap(confidence={"a": p[:, 0]}), ValueError, "target or correct, got neither"),
+        (lambda p, y: paired_bootstrap({"a": p}, y, figures=("mce",)), ValueError, "figures must be from accuracy,"),
+        (lambda p, y: paired_bootstrap({"a": p}, y, figures=()), ValueError, "got none"),
+        (
+            lambda p, y: paired_bootstrap(confidence={"a": p[:, 0]}, correct=y > 0, figures="nll"),
+            ValueError,
+            "got 'nll'",
+        ),
+        (
+            lambda p, y: paired_bootstrap({"a": p}, y, n_resamples=0),
+            ValueError,
+            "n_resamples must be at least 1, got 0",
+        ),
+        (lambda p, y: paired_bootstrap({"a": p}, y, n_bins=2.0), TypeError, "n_bins must be an int, got 2.0"),
+        (lambda p, y: paired_bootstrap({"a": p}, y, seed=-1), ValueError, "seed must be at least 0, got -1"),
+        (lambda p, y: paired_bootstrap({"a": p}, y, level=95), ValueError, "level must be in (0, 1), got 95"),
+        (
+            lambda p, y: paired_bootstrap({"a": p}, y, method="bca"),
+            ValueError,
+            "symmetric, basic, percentile, got 'bca'",
+        ),
+        (lambda p, y: bias_floor(), ValueError, "either probs or confidence, got neither"),
+        (lambda p, y: bias_floor(p, confidence=p[:, 0]), ValueError, "got both"),
+        (lambda p, y: bias_floor(p, figures="nll"), ValueError, "got 'nll'"),
+        (lambda p, y: bias_floor(confidence=p), ValueError, "confidence must be [N], got shape [4, 3]"),
+        (lambda p, y: bias_floor(p.log()), ValueError, "probs must be in [0, 1]"),
+        (lambda p, y: paired_bootstrap({"a": p}, y, n_resamples=1).interval("b", "nll"), ValueError, "got 'b'"),
+        (lambda p, y: paired_bootstrap({"a": p}, y, n_resamples=1).wins("a", "a", "ece"), ValueError, "got 'ece'"),
+    ],
+)
+def test_bad_input_is_named(call, error, words):
+    probs = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.1, 0.8], [1.0, 0.0, 0.0]])
+    target = torch.tensor([0, 1, 2, 0])
+    with pytest.raises(error) as caught:
+        call(probs, target)
+    assert words in str(caught.value)
