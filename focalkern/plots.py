@@ -1,34 +1,139 @@
 """Reliability diagrams and maps of calibration grids, as matplotlib figures that belong to nobody's pyplot.
 
-All functions return a ``matplotlib.figure.Figure`` with its own canvas: ``figure.savefig("name.png")`` writes it, a
-notebook shows it. Axes are fractions. Colours are from the set of Okabe & Ito and the map ``cividis``, which people
-with any of the common colour deficiencies can tell apart, and which differ in lightness too.
+The drawing functions return a ``matplotlib.figure.Figure`` with its own canvas: ``figure.savefig("name.png")`` writes
+it, a notebook shows it. Axes are fractions. Colours are from the set of Okabe & Ito and the map ``cividis``, which
+people with any of the common colour deficiencies can tell apart, and which differ in lightness too; nothing is told by
+colour alone. :func:`reliability_bands` and :func:`fit_ridge` return the numbers behind the bands and the fitted line.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from focalkern.metrics import ReliabilityBins
 from focalkern.ops.calibration_grid import CalibrationGrid
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm, to_rgba
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
+    from matplotlib.patheffects import withStroke
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 except ImportError as error:
     raise ImportError("focalkern.plots needs matplotlib: pip install matplotlib") from error
 
-__all__ = ["grid_heatmap", "reliability_diagram"]
+__all__ = [
+    "ReliabilityBands",
+    "Ridge",
+    "fit_ridge",
+    "grid_heatmap",
+    "reliability_bands",
+    "reliability_diagram",
+    "ridge_diagram",
+]
 
 _BLUE, _VERMILION, _GREY, _INK = "#0072B2", "#D55E00", "#8C8C8C", "#222222"
+_PALE_BLUE = "#9CC9E6"  # of bars, so that what is drawn over them can be read
+_BAND = to_rgba(_INK, 0.2)
 
 
-def reliability_diagram(bins: ReliabilityBins | Mapping[str, ReliabilityBins], *, title: str | None = None) -> Figure:
+@dataclass(frozen=True)
+class ReliabilityBands:
+    """How far chance alone moves the accuracy of each bin. All are float64 [M], NaN for an empty bin.
+
+    Attributes:
+        lower, upper: bootstrap interval of the bin's accuracy.
+        calibrated_lower, calibrated_upper: where the accuracy of the bin falls if the classifier is perfectly
+            calibrated.
+        level: of both, a fraction.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    calibrated_lower: Tensor
+    calibrated_upper: Tensor
+    level: float
+
+    def inside(self, bins: ReliabilityBins) -> Tensor:
+        """bool [M]: the accuracy is one that a perfectly calibrated classifier would show. False for an empty bin."""
+        accuracy = bins.accuracy.cpu()
+        return (self.calibrated_lower <= accuracy) & (accuracy <= self.calibrated_upper)
+
+
+def reliability_bands(
+    bins: ReliabilityBins, *, level: float = 0.95, replicates: int = 2000, seed: int = 0
+) -> ReliabilityBands:
+    r"""Bootstrap interval of every bin's accuracy, and the band of a perfectly calibrated classifier.
+
+    .. math::
+        \text{interval}_b: \text{quantiles of the accuracy of bin } b \text{ when the } N \text{ samples are drawn anew
+        with replacement}, \qquad
+        \text{band}_b: \text{quantiles of } \tfrac{1}{n_b} \text{Binomial}(n_b, \text{conf}_b)
+
+    The cuts between the bins stay where they are. Then a replicate is no more than new counts of right and wrong
+    samples per bin, multinomial with the observed shares, and the samples themselves are not needed. Where all samples
+    of a bin are right, or all wrong, every replicate agrees and the interval is one point, which says how little the
+    bootstrap knows of such a bin, not how sure it is; the band has no such weakness. The binomial takes all samples of
+    a bin to have its mean confidence: their true spread makes the accuracy vary a little less, never more.
+
+    Args:
+        bins: one set of bins, not a batch.
+        level: share of the replicates inside, 0 < level < 1.
+        replicates: how many.
+        seed: the same seed gives the same bands.
+
+    Returns:
+        :class:`ReliabilityBands`, on the CPU.
+
+    Raises:
+        ValueError: bins of a batch or without samples; a level outside (0, 1); replicates < 1.
+
+    Source: Efron & Tibshirani 1993, *An Introduction to the Bootstrap*, chapter 13 (the interval); Bröcker & Smith
+    2007, "Increasing the reliability of reliability diagrams" (the band).
+    """
+    _check_bins("reliability_bands", bins)
+    if not 0 < level < 1:
+        raise ValueError(f"reliability_bands: level must be between 0 and 1, got {level!r}")
+    if replicates < 1:
+        raise ValueError(f"reliability_bands: replicates must be at least 1, got {replicates!r}")
+    rng = np.random.default_rng(seed)
+    count = bins.count.cpu().numpy()
+    filled = count > 0
+    confidence, accuracy = (
+        values.cpu().to(torch.float64).numpy()[filled].clip(0, 1) for values in (bins.confidence, bins.accuracy)
+    )
+    right = accuracy * count[filled]
+    # equal_mass_interp leaves samples out; they are drawn too.
+    shares = np.concatenate([right, count[filled] - right, [bins.n_samples - count.sum()]]) / bins.n_samples
+    drawn = rng.multinomial(bins.n_samples, shares / shares.sum(), size=replicates)  # [replicates, 2 * filled + 1]
+    drawn_right, drawn_wrong = drawn[:, : len(right)], drawn[:, len(right) : -1]
+    with np.errstate(invalid="ignore"):  # a bin that a replicate leaves empty has no accuracy there
+        resampled = drawn_right / (drawn_right + drawn_wrong)
+    calibrated = rng.binomial(count[filled], confidence, size=(replicates, len(right))) / count[filled]
+    tail = (1 - level) / 2
+
+    def spread(values: np.ndarray) -> tuple[Tensor, Tensor]:
+        both = np.full((2, len(count)), np.nan)
+        if values.shape[1]:
+            both[:, filled] = np.nanquantile(values, (tail, 1 - tail), axis=0)
+        lower, upper = torch.from_numpy(both)
+        return lower, upper
+
+    # A bin that no replicate has hit (there is no such bin unless replicates is tiny) keeps its own accuracy.
+    missed = np.isnan(resampled).all(axis=0)
+    resampled[:, missed] = accuracy[missed]
+    return ReliabilityBands(*spread(resampled), *spread(calibrated), level)
+
+
+def reliability_diagram(
+    bins: ReliabilityBins | Mapping[str, ReliabilityBins], *, title: str | None = None, level: float | None = 0.95
+) -> Figure:
     r"""Accuracy against confidence, bin by bin, above the histogram of the confidences.
 
     .. math:: \text{bar}_b = \text{acc}_b, \quad \text{gap}_b = \text{acc}_b - \text{conf}_b
@@ -38,42 +143,45 @@ def reliability_diagram(bins: ReliabilityBins | Mapping[str, ReliabilityBins], *
     points at (mean confidence, accuracy) with their gap as a stroke. Above each panel stand its figures, as
     fractions, computed from the bins given; in the histogram below, the samples of each bin.
 
+    The shaded band is where the accuracies of a perfectly calibrated classifier with these confidences would fall; a
+    bin outside of it is miscalibrated beyond chance. The whisker is the bootstrap interval of the bin's accuracy; a
+    bin that is all right or all wrong has none. Both are from :func:`reliability_bands`.
+
     Args:
         bins: what :func:`focalkern.metrics.reliability_bins` returns, or several by panel title, drawn side by side
             on common axes. Equal-width bins make the familiar picture.
         title: heading of the whole figure.
+        level: of band and whiskers; None draws neither.
 
     Returns:
         ``matplotlib.figure.Figure``.
 
     Raises:
-        ValueError: no panel; bins of a batch; bins without samples.
+        ValueError: no panel; bins of a batch; bins without samples; a level outside (0, 1).
         ImportError: matplotlib is not installed (on import of this module).
 
-    Source: Guo et al. 2017 (arXiv 1706.04599), figure 1.
+    Source: Guo et al. 2017 (arXiv 1706.04599), figure 1; Bröcker & Smith 2007 for the band.
     """
     panels = dict(bins) if isinstance(bins, Mapping) else {"": bins}
     if not panels:
         raise ValueError("reliability_diagram: expected at least one set of bins, got none")
     for one in panels.values():
-        if one.count.dim() != 1:
-            raise ValueError(f"reliability_diagram: bins must be [n_bins], got shape {list(one.count.shape)}")
-        if one.n_samples == 0:
-            raise ValueError("reliability_diagram: bins must hold at least one sample, got none")
-    figure = _figure(width=0.5 + 4.1 * len(panels), height=5.9)
+        _check_bins("reliability_diagram", one)
+    figure = _figure(width=0.5 + 4.1 * len(panels), height=6.1)
     axes = figure.subplots(
         2, len(panels), sharex=True, sharey="row", squeeze=False, gridspec_kw={"height_ratios": [3.4, 1]}
     )
     tallest = max(float(one.weight.max()) for one in panels.values()) or 1.0
     by_bar = all(one.estimator == "equal_width" for one in panels.values())
     for column, (name, one) in enumerate(panels.items()):
-        _reliability_panel(axes[0, column], axes[1, column], one, name, first=column == 0)
+        bands = None if level is None else reliability_bands(one, level=level)
+        _reliability_panel(axes[0, column], axes[1, column], one, bands, name, first=column == 0)
         axes[1, column].set_ylim(0, tallest * 1.22)
     figure.legend(
         handles=[
             *(
                 [
-                    Patch(facecolor=_BLUE, label="accuracy of the bin"),
+                    Patch(facecolor=_PALE_BLUE, edgecolor=_BLUE, label="accuracy of the bin"),
                     Patch(facecolor="none", edgecolor=_VERMILION, hatch="////", label="gap to its mean confidence"),
                 ]
                 if by_bar
@@ -83,6 +191,23 @@ def reliability_diagram(bins: ReliabilityBins | Mapping[str, ReliabilityBins], *
                 ]
             ),
             Line2D([], [], color=_INK, linestyle="--", linewidth=1, label="perfect calibration"),
+            *(
+                []
+                if level is None
+                else [
+                    Patch(facecolor=_BAND, edgecolor=_INK, label=f"if calibrated ({100 * level:g} %)"),
+                    Line2D(
+                        [],
+                        [],
+                        color=_INK,
+                        linestyle="none",
+                        marker="|",
+                        markersize=9,
+                        markeredgewidth=1.3,
+                        label=f"its bootstrap interval ({100 * level:g} %)",
+                    ),
+                ]
+            ),
         ],
         loc="outside lower center",
         ncols=3 if len(panels) > 1 else 2,
@@ -94,7 +219,9 @@ def reliability_diagram(bins: ReliabilityBins | Mapping[str, ReliabilityBins], *
     return figure
 
 
-def _reliability_panel(top: Any, bottom: Any, bins: ReliabilityBins, name: str, *, first: bool) -> None:
+def _reliability_panel(
+    top: Any, bottom: Any, bins: ReliabilityBins, bands: ReliabilityBands | None, name: str, *, first: bool
+) -> None:
     filled = (bins.count > 0).cpu().numpy()
     lower, upper, confidence, accuracy, weight, count = (
         values.cpu().numpy()[filled]
@@ -103,17 +230,18 @@ def _reliability_panel(top: Any, bottom: Any, bins: ReliabilityBins, name: str, 
     gap = np.abs(accuracy - confidence)
     if bins.estimator == "equal_width":
         width = upper - lower
-        top.bar(lower, accuracy, width, align="edge", color=_BLUE, edgecolor="white", linewidth=0.6, zorder=2)
+        top.bar(lower, accuracy, width, align="edge", color=_PALE_BLUE, edgecolor="white", linewidth=0.6, zorder=2)
+        top.hlines(accuracy, lower, upper, color=_BLUE, linewidth=1.8, zorder=6)
         top.bar(
             lower,
             gap,
             width,
             bottom=np.minimum(accuracy, confidence),
             align="edge",
-            facecolor=(1, 1, 1, 0.55),  # where accuracy is above confidence, the bar shines through
+            facecolor="none",
             edgecolor=_VERMILION,
             hatch="////",
-            linewidth=0.9,
+            linewidth=0.7,
             zorder=3,
         )
         bottom.bar(lower, weight, width, align="edge", color=_GREY, edgecolor="white", linewidth=0.6, zorder=2)
@@ -145,6 +273,21 @@ def _reliability_panel(top: Any, bottom: Any, bins: ReliabilityBins, name: str, 
             clip_on=False,
         )
         bottom.vlines(confidence, 0, weight, color=_GREY, linewidth=2, zorder=2)
+    if bands is not None:
+        low, high, band_low, band_high = (
+            values.numpy()[filled]
+            for values in (bands.lower, bands.upper, bands.calibrated_lower, bands.calibrated_upper)
+        )
+        if bins.estimator == "equal_width":
+            top.bar(lower, band_high - band_low, upper - lower, bottom=band_low, align="edge", color=_BAND, zorder=4)
+            for edge in (band_low, band_high):
+                top.hlines(edge, lower, upper, color=_INK, linewidth=0.7, zorder=4)
+            at = (lower + upper) / 2
+        else:
+            top.fill_between(confidence, band_low, band_high, facecolor=_BAND, edgecolor=_INK, linewidth=0.6, zorder=1)
+            at = confidence
+        known = low < high
+        top.vlines(at[known], low[known], high[known], color=_INK, linewidth=1.3, zorder=7)
     top.plot([0, 1], [0, 1], color=_INK, linestyle="--", linewidth=1, zorder=5)
     # Not N: equal_mass_interp leaves samples out. Not 0 either, when it leaves all out.
     samples = weight.sum() or np.nan
@@ -182,6 +325,162 @@ def _reliability_panel(top: Any, bottom: Any, bins: ReliabilityBins, name: str, 
         axes.set_axisbelow(True)
 
 
+def _check_bins(op: str, bins: ReliabilityBins) -> None:
+    if bins.count.dim() != 1:
+        raise ValueError(f"{op}: bins must be [n_bins], got shape {list(bins.count.shape)}")
+    if bins.n_samples == 0:
+        raise ValueError(f"{op}: bins must hold at least one sample, got none")
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """The best temperature of every gamma of a grid, and the straight line through them.
+
+    Attributes:
+        gammas, temperatures: float64 [R], one per gamma that has a finite cell, gammas ascending.
+        values: float64 [R], the criterion there.
+        at_border: bool [R], the temperature is the smallest or largest of the grid, so the optimum may lie beyond.
+            These are not in the fit.
+        slope, intercept: of T = slope * gamma + intercept, least squares; NaN for fewer than two different gammas.
+        r_squared: share of the variance of T that the line explains; NaN where there is no line or no variance.
+    """
+
+    gammas: Tensor
+    temperatures: Tensor
+    values: Tensor
+    at_border: Tensor
+    slope: float
+    intercept: float
+    r_squared: float
+
+    def line(self, gamma: Any) -> Any:
+        """slope * gamma + intercept."""
+        return self.slope * gamma + self.intercept
+
+
+def fit_ridge(grid: CalibrationGrid, criterion: str = "ece") -> Ridge:
+    r"""The valley of a grid: the best temperature of every gamma, and its least-squares line.
+
+    .. math:: T^*(\gamma) = \arg\min_T \text{criterion}(\gamma, T) \approx a \gamma + b
+
+    The focal calibration map with gamma is close to a temperature of 1/(a' gamma + b'), so the temperature that undoes
+    it grows about linearly with gamma.
+
+    Args:
+        grid: a computed grid.
+        criterion: a name in ``grid.tables``.
+
+    Returns:
+        :class:`Ridge`, on the CPU.
+
+    Raises:
+        ValueError: a criterion that the grid does not have.
+
+    Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.2 and figure 8.
+    """
+    if criterion not in grid.tables:
+        raise ValueError(f"fit_ridge: criterion must be one of {', '.join(grid.tables)}, got {criterion!r}")
+    gammas, order = grid.gammas.cpu().to(torch.float64).sort(stable=True)
+    table = grid.tables[criterion].cpu().to(torch.float64)[order]
+    temperatures = grid.temperatures.cpu().to(torch.float64)
+    table = torch.where(table.isfinite(), table, torch.inf)
+    filled = table.isfinite().any(1)
+    gammas, (values, column) = gammas[filled], table[filled].min(1)
+    best = temperatures[column]
+    single = len(temperatures) == 1  # a border that was asked for is none
+    at_border = ((best == temperatures.min()) | (best == temperatures.max())) & (not single)
+    x, y = gammas[~at_border], best[~at_border]
+    slope = intercept = r_squared = float("nan")
+    if len(x.unique()) > 1:
+        slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+        intercept = float(y.mean() - slope * x.mean())
+        variance = float((y - y.mean()).square().sum())
+        if variance > 0:
+            r_squared = 1 - float((y - slope * x - intercept).square().sum()) / variance
+    return Ridge(gammas, best, values, at_border, slope, intercept, r_squared)
+
+
+def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
+    """The best temperature of every gamma against gamma, to scale, with the fitted line, for each criterion.
+
+    Args:
+        grid: a computed grid; every criterion with a finite cell is drawn.
+        title: heading.
+
+    Returns:
+        ``matplotlib.figure.Figure``.
+
+    Raises:
+        ValueError: a grid without a finite cell.
+        ImportError: matplotlib is not installed (on import of this module).
+
+    Source: Komisarenko & Kull 2024 (arXiv 2408.11598), figure 8.
+    """
+    ridges = {name: fit_ridge(grid, name) for name, table in grid.tables.items() if bool(table.isfinite().any())}
+    if not ridges:
+        raise ValueError("ridge_diagram: grid must have a finite cell, got none")
+    figure = _figure(width=7.2, height=4.2)
+    axes = figure.subplots()
+    # Each criterion differs from the others in colour, lightness, marker, size and dashes.
+    styles = [(_BLUE, "o", 9, "-"), (_VERMILION, "s", 5.5, "--"), (_INK, "^", 5, ":"), (_GREY, "D", 4, "-.")]
+    bordered = False
+    for index, (name, ridge) in enumerate(ridges.items()):
+        colour, marker, size, dashes = styles[index % len(styles)]
+        gammas, best, at_border = (values.numpy() for values in (ridge.gammas, ridge.temperatures, ridge.at_border))
+        label = _criterion_name(grid, name)
+        if np.isfinite(ridge.slope):
+            fitted = gammas[~at_border]
+            ends = np.array([fitted.min(), fitted.max()])
+            r_squared = f", R\u00b2 = {ridge.r_squared:.3f}" if np.isfinite(ridge.r_squared) else ""
+            axes.plot(
+                ends,
+                ridge.line(ends),
+                dashes,
+                color=colour,
+                linewidth=1.3,
+                label=f"{label}: T = {_line_in_words(ridge)}{r_squared}",
+            )
+        point: dict[str, Any] = {
+            "linestyle": "none",
+            "color": colour,
+            "marker": marker,
+            "markersize": size,
+            "zorder": 3,
+        }
+        axes.plot(
+            gammas[~at_border],
+            best[~at_border],
+            **point,
+            markeredgecolor="white",
+            label=f"{label}: best T of each gamma",
+        )
+        axes.plot(gammas[at_border], best[at_border], **point, fillstyle="none", markeredgewidth=1.4)
+        bordered = bordered or bool(at_border.any())
+    if bordered:
+        axes.plot(
+            [],
+            [],
+            linestyle="none",
+            color=_INK,
+            marker="o",
+            markersize=7,
+            fillstyle="none",
+            label="at the border of the grid: not in the fit",
+        )
+    axes.set_xlabel("gamma")
+    axes.set_ylabel("temperature T")
+    _plain(axes)
+    axes.grid(color="#E4E4E4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
+    axes.set_title(title or "Best temperature of each gamma", fontsize=12)
+    return figure
+
+
+def _line_in_words(ridge: Ridge) -> str:
+    return f"{ridge.slope:.3g} gamma {'-' if ridge.intercept < 0 else '+'} {abs(ridge.intercept):.3g}"
+
+
 def grid_heatmap(
     grid: CalibrationGrid,
     criterion: str = "ece",
@@ -194,7 +493,8 @@ def grid_heatmap(
     One row per gamma, ascending upwards, equally high whatever the distances between the gammas; the temperature axis
     is to scale. Colour is logarithmic, because the interesting differences are near the minimum, and is cut off where
     it says nothing any more. A dot marks the best temperature of a row and its value stands at the right; the star is
-    the best cell of all. Cells that are not finite are left blank.
+    the best cell of all. The line is :func:`fit_ridge`'s, straight in gamma and therefore bent where the rows are not
+    to scale; :func:`ridge_diagram` has it to scale. Cells that are not finite are left blank.
 
     Args:
         grid: a computed grid.
@@ -243,6 +543,19 @@ def grid_heatmap(
     # Thin white lines between the rows say that the gamma axis is not to scale.
     axes.hlines(np.arange(1, len(gammas)) - 0.5, *axes.get_xlim(), color="white", linewidth=1.2)
 
+    ridge = fit_ridge(grid, criterion)
+    if np.isfinite(ridge.slope):
+        fitted = ridge.gammas[~ridge.at_border].numpy()
+        covered = (fitted.min() <= gammas) & (gammas <= fitted.max())
+        axes.plot(
+            ridge.line(gammas[covered]),
+            np.flatnonzero(covered),
+            color="white",
+            linewidth=1.6,
+            path_effects=[withStroke(linewidth=3.2, foreground="black")],  # shows on every colour
+            zorder=3,
+            label=f"fit: T = {_line_in_words(ridge)}",
+        )
     axes.plot(
         temperatures[best_columns],
         rows,

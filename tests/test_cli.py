@@ -328,7 +328,9 @@ def test_the_report(both, run, tmp_path):
         "reliability_after.png",
         "reliability_before.png",
         "reliability_compared.png",
+        "report.html",
         "report.json",
+        "ridge.png",
         "table.csv",
     ]
     for name in os.listdir(folder):
@@ -535,7 +537,9 @@ def test_the_demo(run, tmp_path, monkeypatch):
             "reliability_after.png",
             "reliability_before.png",
             "reliability_compared.png",
+            "report.html",
             "report.json",
+            "ridge.png",
             "table.csv",
         ]
         document = json.loads((tmp_path / "a" / name / "report.json").read_text())

@@ -5,12 +5,14 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from focalkern import metrics
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid
 
+scipy_stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
 plots = pytest.importorskip("focalkern.plots", reason="matplotlib is not installed", exc_type=ImportError)
 
 
@@ -103,13 +105,124 @@ def test_bad_bins_are_refused():
         plots.reliability_diagram(batch)
 
 
+def by_hand(bins, level=0.95):
+    """The bands from their definitions: exact binomial quantiles, and N rows drawn anew one by one."""
+    count, accuracy, confidence = bins.count.numpy(), bins.accuracy.numpy(), bins.confidence.numpy()
+    tail = (1 - level) / 2
+    calibrated = np.array(
+        [scipy_stats.binom.ppf((tail, 1 - tail), n, c) / n for n, c in zip(count, confidence, strict=True)]
+    )
+    labels = np.repeat(np.arange(len(count)), count)
+    right = np.concatenate([np.arange(n) < round(n * a) for n, a in zip(count, accuracy, strict=True)])
+    rng = np.random.default_rng(1)
+    resampled = []
+    for _ in range(2000):
+        rows = rng.integers(len(labels), size=len(labels))
+        drawn = np.bincount(labels[rows], minlength=len(count))
+        resampled.append(np.bincount(labels[rows], weights=right[rows], minlength=len(count)) / drawn)
+    return np.quantile(resampled, (tail, 1 - tail), axis=0).T, calibrated
+
+
+@pytest.mark.parametrize("level", [0.95, 0.5])
+def test_the_bands_are_the_quantiles_that_they_say(level):
+    bins = some_bins(n=2000, n_bins=5, estimator="equal_mass")
+    bands = plots.reliability_bands(bins, level=level, replicates=4000)
+    interval, calibrated = by_hand(bins, level)
+    # Of 400 samples per bin, in steps of 1/400; both sides of the first comparison are drawn.
+    assert torch.stack([bands.lower, bands.upper], 1).numpy() == pytest.approx(interval, abs=0.012)
+    found = torch.stack([bands.calibrated_lower, bands.calibrated_upper], 1).numpy()
+    assert found == pytest.approx(calibrated, abs=2.01 / 400)
+    inside = (bins.accuracy >= bands.calibrated_lower) & (bins.accuracy <= bands.calibrated_upper)
+    assert torch.equal(bands.inside(bins), inside)
+
+
+def test_a_calibrated_classifier_is_inside_its_band_and_an_overconfident_one_is_not():
+    confidence = torch.rand(40, 3000, dtype=torch.float64) * 0.8
+    correct = torch.rand(40, 3000, dtype=torch.float64) < confidence
+    share = []
+    for row, hits in zip(confidence, correct, strict=True):
+        bins = metrics.reliability_bins(confidence=row, correct=hits, n_bins=10)
+        share.append(plots.reliability_bands(bins, replicates=500).inside(bins)[bins.count > 0].double().mean())
+        over = metrics.reliability_bins(confidence=row + 0.2, correct=hits, n_bins=10)
+        assert not plots.reliability_bands(over, replicates=500).inside(over)[over.count > 100].any()
+    # 95 % of 320 bins, a little more where the binomial is coarse.
+    assert 0.93 <= float(torch.stack(share).mean()) <= 0.985
+
+
+def test_bands_of_awkward_bins():
+    one_and_empty = metrics.reliability_bins(confidence=torch.tensor([0.5]), correct=torch.tensor([1.0]), n_bins=3)
+    bands = plots.reliability_bands(one_and_empty)
+    assert bands.lower.isnan().tolist() == [True, False, True]
+    assert (bands.lower[1], bands.upper[1]) == (1, 1)
+    assert (bands.calibrated_lower[1], bands.calibrated_upper[1]) == (0, 1)
+    assert bands.inside(one_and_empty).tolist() == [False, True, False]
+    # equal_mass_interp may leave every sample out.
+    none = metrics.reliability_bins(
+        confidence=torch.tensor([0.5]), correct=torch.ones(1), estimator="equal_mass_interp"
+    )
+    assert plots.reliability_bands(none).lower.isnan().all()
+    with pytest.raises(ValueError, match="level must be between 0 and 1, got 95"):
+        plots.reliability_bands(one_and_empty, level=95)
+    with pytest.raises(ValueError, match="replicates must be at least 1, got 0"):
+        plots.reliability_bands(one_and_empty, replicates=0)
+    empty = metrics.reliability_bins(confidence=torch.empty(0), correct=torch.empty(0))
+    with pytest.raises(ValueError, match="reliability_bands: bins must hold at least one sample"):
+        plots.reliability_bands(empty)
+
+
+def test_a_diagram_has_its_bands_unless_they_are_not_wanted():
+    assert "if calibrated (90 %)" in texts(plots.reliability_diagram(some_bins(), level=0.9))
+    assert "if calibrated" not in texts(plots.reliability_diagram(some_bins(), level=None))
+
+
+def test_the_ridge_and_its_line():
+    # T* = 0.5 gamma + 1, one optimum on the border, one gamma without a finite cell.
+    gammas, temperatures = (2.0, 0.0, 1.0, 9.0, -1.0 / 2), torch.arange(0.25, 3.01, 0.25)
+    optimum = torch.tensor([2.0, 1.0, 1.5, 3.0, 0.75])
+    table = (temperatures - optimum[:, None]).abs() + 0.1
+    table = torch.cat([table, torch.full_like(table[:1], math.inf)])
+    grid = some_grid(table.tolist(), (*gammas, 5.0), temperatures.tolist())
+    ridge = plots.fit_ridge(grid)
+    assert ridge.gammas.tolist() == [-0.5, 0.0, 1.0, 2.0, 9.0]
+    assert ridge.temperatures.tolist() == [0.75, 1.0, 1.5, 2.0, 3.0]
+    assert ridge.at_border.tolist() == [False, False, False, False, True]
+    assert ridge.values.tolist() == pytest.approx([0.1] * 5)
+    assert (ridge.slope, ridge.intercept, ridge.r_squared) == pytest.approx((0.5, 1.0, 1.0))
+    assert ridge.line(4.0) == pytest.approx(3.0)
+    written = texts(plots.ridge_diagram(grid))
+    assert "T = 0.5 gamma + 1, R\u00b2 = 1.000" in written
+    assert "at the border of the grid: not in the fit" in written
+
+
+def test_a_noisy_ridge_is_fitted_as_polyfit_does():
+    x = torch.rand(12, dtype=torch.float64)
+    temperatures = torch.arange(1, 101, dtype=torch.float64) / 20
+    optimum = ((1 + 2 * x + 0.3 * torch.randn(12, dtype=torch.float64)) * 20).round().clamp(2, 99) / 20
+    grid = some_grid((temperatures - optimum[:, None]).square().tolist(), x.tolist(), temperatures.tolist())
+    ridge = plots.fit_ridge(grid)
+    assert (ridge.slope, ridge.intercept) == pytest.approx(tuple(np.polyfit(x.numpy(), optimum.numpy(), 1)))
+    assert ridge.r_squared == pytest.approx(float(torch.corrcoef(torch.stack([x, optimum]))[0, 1]) ** 2)
+
+
+def test_a_ridge_of_one_gamma_has_no_line():
+    ridge = plots.fit_ridge(some_grid([[0.3, 0.2, 0.4]], [1.0], [1.0, 2.0, 3.0]))
+    assert math.isnan(ridge.slope) and ridge.temperatures.tolist() == [2.0]
+    with pytest.raises(ValueError, match="fit_ridge: criterion must be one of ece, got 'nll'"):
+        plots.fit_ridge(some_grid(TABLE), "nll")
+    with pytest.raises(ValueError, match="must have a finite cell, got none"):
+        plots.ridge_diagram(some_grid([[math.inf]], [1.0], [1.0]))
+
+
 def test_a_map_marks_the_best_temperature_of_every_gamma_and_the_best_of_all():
     figure = plots.grid_heatmap(some_grid(TABLE))
-    dots, star = figure.axes[0].lines
+    fit, dots, star = figure.axes[0].lines
     # Rows ascend with gamma: -0.5, 0, 1.
     assert list(zip(dots.get_xdata(), dots.get_ydata(), strict=True)) == [(0.5, 0), (1.0, 1), (1.5, 2)]
     assert (list(star.get_xdata()), list(star.get_ydata())) == ([0.5], [0])
+    # Of the three optima, that at T = 0.5 is on the border and not in the fit: T = 0.5 gamma + 1.
+    assert list(zip(fit.get_xdata(), fit.get_ydata(), strict=True)) == [(1.0, 1), (1.5, 2)]
     written = texts(figure)
+    assert "fit: T = 0.5 gamma + 1" in written
     assert "best of all: gamma = -0.5, T = 0.5" in written
     assert "0.1000 at T = 1.5" in written
     assert "0  (T alone)" in written
@@ -120,7 +233,8 @@ def test_a_map_leaves_cells_that_are_not_finite_blank():
     table = [[math.inf] * 4, [0.6, math.nan, 0.1, math.inf], [0.05, 0.2, 0.4, 0.8]]
     figure = plots.grid_heatmap(some_grid(table, criterion="nll"), "nll")
     assert "NLL over gamma and T" in texts(figure)
-    assert len(figure.axes[0].lines[0].get_xdata()) == 2
+    dots, _ = figure.axes[0].lines  # one optimum inside the grid: no line through it
+    assert len(dots.get_xdata()) == 2
 
 
 # All cells equal; a perfect zero, which a logarithm does not have; one cell; one row; a range of many decades.

@@ -97,7 +97,7 @@ def add_parser(commands: Any) -> None:
         "--report",
         type=Path,
         metavar="DIR",
-        help="write reliability diagrams, (gamma, T) maps, table.csv and report.json",
+        help="write report.html, which needs nothing but itself, its diagrams and maps, table.csv and report.json",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.set_defaults(run=_run)

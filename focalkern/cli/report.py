@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from focalkern import metrics
 from focalkern._atomic import write_atomically
 from focalkern.calibrators import DEFAULT_GAMMAS, Criterion, Estimator, FocalTemperatureScaling, TemperatureScaling
+from focalkern.cli import html
 from focalkern.cli.files import LogitSet
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_map import focal_calibration_map
@@ -321,36 +323,43 @@ def format_table(choices: Sequence[Choice], chosen: Choice | None = None) -> str
     """The table as text, four digits after the point; an arrow stands before the chosen row."""
     from tabulate import tabulate  # an extra: not everybody who imports this package needs it
 
-    # At least two digits, more where the grid is finer.
-    def plain(value: float | None) -> str:
-        if value is None:
-            return "-"
-        text = f"{value:.10g}"
-        return text if len(text.partition(".")[2]) > 1 else f"{value:.2f}"
-
-    # Absurd temperatures and logits have an NLL of hundreds of digits.
-    def figure(value: float) -> str:
-        return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"
-
-    body = []
-    for choice in choices:
-        calibrated = choice.method != "none"
-        body.append(
-            [
-                ("-> " if choice is chosen else "   ") + choice.label,
-                plain(choice.gamma) if calibrated else "",
-                plain(choice.temperature) if calibrated else "",
-                *("-" if choice.report is None else figure(choice.report[name]) for name in FIGURES),
-            ]
-        )
     return tabulate(
-        body,
+        [[("-> " if choice is chosen else "   ") + label, *cells] for choice, (label, *cells) in _cells(choices)],
         headers=["", "gamma", "T", *FIGURES.values()],
         tablefmt="simple",
         disable_numparse=True,
         colalign=("left", *["right"] * (len(FIGURES) + 2)),
         preserve_whitespace=True,
     )
+
+
+def _cells(choices: Sequence[Choice], attribute: str = "report") -> list[tuple[Choice, list[str]]]:
+    """Every choice with its label, gamma, T and figures in print."""
+    rows = []
+    for choice in choices:
+        calibrated = choice.method != "none"
+        values = getattr(choice, attribute)
+        cells = [
+            choice.label,
+            _parameter_in_print(choice.gamma) if calibrated else "",
+            _parameter_in_print(choice.temperature) if calibrated else "",
+            *("-" if values is None else _figure_in_print(values[name]) for name in FIGURES),
+        ]
+        rows.append((choice, cells))
+    return rows
+
+
+def _parameter_in_print(value: float | None) -> str:
+    """At least two digits, more where the grid is finer."""
+    if value is None:
+        return "-"
+    text = f"{value:.10g}"
+    return text if len(text.partition(".")[2]) > 1 else f"{value:.2f}"
+
+
+def _figure_in_print(value: float) -> str:
+    """Absurd temperatures and logits have an NLL of hundreds of digits."""
+    return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"
 
 
 def describe(study: Study) -> str:
@@ -448,16 +457,19 @@ def _to_csv(study: Study) -> str:
     return stream.getvalue()
 
 
-def write_report(study: Study, folder: Path, document: dict[str, Any]) -> list[Path]:
-    """Diagrams, maps and tables of a study.
+def write_report(
+    study: Study, folder: Path, document: dict[str, Any], *, title: str = "Calibration report"
+) -> list[Path]:
+    """A page with everything, and its diagrams, maps and tables one by one.
 
     Args:
         study: what :func:`run_study` returned.
         folder: created if it is not there; files of the same names are replaced, each in one step.
         document: what goes into ``report.json``.
+        title: heading of the page.
 
     Returns:
-        The files, in the order in which they were written.
+        The files, in the order in which they were written; the page is ``report.html``.
     """
     from focalkern import plots  # needs matplotlib, an extra
 
@@ -468,10 +480,13 @@ def write_report(study: Study, folder: Path, document: dict[str, Any]) -> list[P
         write_atomically(folder / name, data)
         written.append(folder / name)
 
+    images: dict[str, bytes] = {}
+
     def draw(name: str, figure: Any) -> None:
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
-        write(name, buffer.getvalue())
+        images[name] = buffer.getvalue()
+        write(name, images[name])
 
     write("table.csv", _to_csv(study).encode())
     write("report.json", (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
@@ -485,22 +500,225 @@ def write_report(study: Study, folder: Path, document: dict[str, Any]) -> list[P
         confidence = _calibrated(study.report, choice.gamma, choice.temperature).amax(-1).exp()
         return metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=study.grid.n_bins)
 
-    def name(choice: Choice) -> str:
-        if choice.method == "none":
-            return "uncalibrated"
-        gamma = f"gamma = {choice.gamma:g}, " if choice.method == "focal-temperature" else ""
-        return f"{_IN_WORDS[choice.method]}, {gamma}T = {choice.temperature:g}"
-
-    before = bins(study.choices[0])
-    draw("reliability_before.png", plots.reliability_diagram({"": before}, title=f"Before calibration, {rows}"))
+    before = {"uncalibrated": bins(study.choices[0])}
+    after: dict[str, metrics.ReliabilityBins] = {}
+    draw("reliability_before.png", plots.reliability_diagram(before, title=f"Before calibration, {rows}"))
     if study.chosen is not None:
-        after = plots.reliability_diagram({name(study.chosen): bins(study.chosen)}, title=f"After calibration, {rows}")
-        draw("reliability_after.png", after)
+        after = {_short_name(study.chosen): bins(study.chosen)}
+        draw("reliability_after.png", plots.reliability_diagram(after, title=f"After calibration, {rows}"))
         beside = [row for row in study.choices if row.criterion == study.chosen.criterion and row.calibrator]
-        panels = {"uncalibrated": before, **{name(row): bins(row) for row in beside}}
-        title = f"{study.chosen.criterion.upper() if study.chosen.criterion else ''}-optimal choices, {rows}"
-        draw("reliability_compared.png", plots.reliability_diagram(panels, title=title))
-    for criterion in study.grid.tables:
-        if bool(study.grid.tables[criterion].isfinite().any()):
-            draw(f"grid_{criterion}.png", plots.grid_heatmap(study.grid, criterion))
+        panels = {**before, **{_short_name(row): bins(row) for row in beside}}
+        title_of_all = f"{study.chosen.criterion.upper() if study.chosen.criterion else ''}-optimal choices, {rows}"
+        draw("reliability_compared.png", plots.reliability_diagram(panels, title=title_of_all))
+    finite = [name for name, table in study.grid.tables.items() if bool(table.isfinite().any())]
+    for criterion in finite:
+        draw(f"grid_{criterion}.png", plots.grid_heatmap(study.grid, criterion))
+    if finite:
+        draw("ridge.png", plots.ridge_diagram(study.grid))
+    write("report.html", _page(study, title, str(document["focalkern"]), images, {**before, **after}))
     return written
+
+
+def _short_name(choice: Choice) -> str:
+    if choice.method == "none":
+        return "uncalibrated"
+    gamma = f"gamma = {choice.gamma:g}, " if choice.method == "focal-temperature" else ""
+    return f"{_IN_WORDS[choice.method]}, {gamma}T = {choice.temperature:g}"
+
+
+def _page(
+    study: Study, title: str, version: str, images: dict[str, bytes], bins: dict[str, metrics.ReliabilityBins]
+) -> bytes:
+    """The study as a page of HTML with the images inside."""
+    same = study.report is study.selection
+    reported = "on the rows that chose" if same else f"on the {_name_of(study.report)}, which did not choose"
+    grid = study.grid
+    estimator = f"{grid.estimator}, {grid.n_bins} bins"
+
+    if study.chosen is None or study.chosen.report is None:
+        lead = "Nothing was chosen: the criterion is finite nowhere on the grid."
+    else:
+        was, now = study.choices[0].report, study.chosen.report
+        assert was is not None
+        ece = f"ece_{grid.estimator}"
+        changes = ", ".join(
+            f"{words} {_figure_in_print(was[name])} \u2192 {_figure_in_print(now[name])}"
+            for words, name in ((f"ECE ({grid.estimator})", ece), ("NLL", "nll"), ("Brier score", "brier"))
+        )
+        lead = f"Chosen: {_short_name(study.chosen)} ({study.chosen.label}). {changes}, {reported}."
+
+    names = [heading.replace("_\n", "_").replace("\n", " ") for heading in FIGURES.values()]
+    head = ["", "gamma", "T", *names]
+
+    def choices(attribute: str, caption: str) -> str:
+        rows = _cells(study.choices, attribute)
+        marked = next((index for index, (choice, _) in enumerate(rows) if choice is study.chosen), None)
+        return html.table(head, [cells for _, cells in rows], caption=caption, marked=marked)
+
+    tables = [choices("report", f"Figures {reported}. The row with the shade is the one chosen.")]
+    if not same:
+        tables.append(choices("selection", f"Figures on the {_name_of(study.selection)}, which chose: too good."))
+
+    def image(name: str, alt: str, caption: str, *, wide: bool = True) -> list[str]:
+        return [html.figure(images[name], alt=alt, caption=caption, wide=wide)] if name in images else []
+
+    reading = (
+        "The height of a bar is the accuracy of the samples in the bin; the hatched part is the gap to their mean "
+        "confidence. The grey band is where 95 % of perfectly calibrated classifiers with these confidences would "
+        "have their accuracy: a bin outside of it is miscalibrated beyond chance (one in twenty is outside by "
+        "chance). The whisker is the 95 % bootstrap interval of the accuracy."
+    )
+    diagrams = [
+        html.paragraph(reading),
+        html.figures(
+            *image(
+                "reliability_before.png",
+                "Reliability diagram before calibration; its numbers are in the table of bins below.",
+                "Before calibration.",
+                wide=False,
+            ),
+            *image(
+                "reliability_after.png",
+                "Reliability diagram after calibration; its numbers are in the table of bins below.",
+                "After calibration.",
+                wide=False,
+            ),
+        ),
+        *image(
+            "reliability_compared.png",
+            "Reliability diagrams of no calibration, temperature scaling and focal temperature scaling, side by side.",
+            "The same, beside temperature scaling alone.",
+        ),
+    ]
+    maps = [
+        part
+        for criterion in grid.tables
+        for part in image(
+            f"grid_{criterion}.png",
+            f"Map of the {criterion.upper()} over gamma and T, with the best T of each gamma and the fitted line.",
+            f"{'NLL' if criterion == 'nll' else f'ECE ({estimator})'} {_on_which(study)}, by gamma and T. "
+            "The line is fitted to the best T of each gamma (dots).",
+        )
+    ]
+    maps += image(
+        "ridge.png",
+        "Best temperature of each gamma against gamma, with fitted lines; the equations are in the legend.",
+        "The ridge to scale: the best T of each gamma against gamma, by both criteria.",
+    )
+    sections = [
+        html.section("Choices", *tables),
+        html.section("What to know before trusting this", html.unordered(study.remarks))
+        if study.remarks
+        else html.section("What to know before trusting this", html.paragraph("Nothing stood out.")),
+        html.section("Reliability", *diagrams),
+        html.section("Search", html.paragraph(_search_in_words(study)), *maps),
+        html.section("Bins", *(_bin_table(name, one) for name, one in bins.items())),
+        html.section("Data", _data_table(study)),
+        html.section("How to read the figures", html.unordered(_GLOSSARY)),
+    ]
+    made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    software = f"focalkern {version}, torch {torch.__version__}"
+    foot = html.paragraph(
+        f"Made by {software} on {made}. table.csv and report.json beside this page have every figure in full. Methods: "
+        "Guo et al. 2017 (arXiv 1706.04599), temperature scaling; Komisarenko & Kull 2024 (arXiv 2408.11598), focal "
+        "temperature scaling."
+    )
+    sources = " and ".join(dict.fromkeys((study.selection.source, study.report.source)))
+    header = html.paragraph(f"{sources}; {made}; focalkern {version}", "quiet") + html.paragraph(lead, "lead")
+    return html.page(title, lead=header, sections=sections, foot=foot, generator=f"focalkern {version}")
+
+
+_GLOSSARY = (
+    "All figures are fractions, never percent. Lower is better, but for accuracy, which no calibrator here changes.",
+    "ECE: the gap between accuracy and mean confidence, averaged over bins of the confidence. Its value depends on "
+    "the bins: equal_width (15 ranges of the same width, the common one), equal_mass (the same number of samples in "
+    "each), equal_mass_interp (interpolated quantiles, as in published code). Compare like with like.",
+    "ECE is noisy and never negative: a perfectly calibrated classifier does not score 0 on a finite set.",
+    "Classwise ECE: the same for the probability of every class, averaged over the classes.",
+    "NLL (negative log-likelihood) and Brier score are proper: no classifier does better than the true probabilities. "
+    "They judge sharpness too, so they and the ECE may prefer different calibrators.",
+    "gamma = 0 is temperature scaling alone. gamma > 0 raises a confidence where it is high, gamma < 0 lowers it.",
+)
+
+
+def _on_which(study: Study) -> str:
+    return f"on the {_name_of(study.selection)}, which chose"
+
+
+def _search_in_words(study: Study) -> str:
+    grid = study.grid
+    gammas = ", ".join(f"{gamma:g}" for gamma in grid.gammas.tolist())
+    low, high = float(grid.temperatures.min()), float(grid.temperatures.max())
+    return (
+        f"{len(grid.gammas)} gammas ({gammas}) x {len(grid.temperatures)} temperatures from {low:g} to {high:g}, "
+        f"{len(grid.gammas) * len(grid.temperatures)} cells, each with its ECE ({grid.estimator}, {grid.n_bins} bins) "
+        f"and NLL {_on_which(study)}. Temperature scaling is the row gamma = 0."
+    )
+
+
+def _bin_table(name: str, bins: metrics.ReliabilityBins) -> str:
+    from focalkern import plots
+
+    bands = plots.reliability_bands(bins)
+    inside = bands.inside(bins).tolist()
+    rows = []
+    for index in range(bins.n_bins):
+        count = int(bins.count[index])
+        cells = [f"{float(bins.lower[index]):.3f}\u00a0\u2013\u00a0{float(bins.upper[index]):.3f}", f"{count:,}"]
+        if count:
+            accuracy, confidence = float(bins.accuracy[index]), float(bins.confidence[index])
+            cells += [
+                f"{confidence:.4f}",
+                f"{accuracy:.4f}",
+                # All right or all wrong: every resample says the same, which is no interval.
+                f"{float(bands.lower[index]):.4f}\u00a0\u2013\u00a0{float(bands.upper[index]):.4f}"
+                if 0 < accuracy < 1
+                else "",
+                f"{accuracy - confidence:+.4f}",
+                f"{float(bands.calibrated_lower[index]):.4f}\u00a0\u2013\u00a0{float(bands.calibrated_upper[index]):.4f}",
+                "" if inside[index] else ("under-confident" if accuracy > confidence else "over-confident"),
+            ]
+        else:
+            cells += [""] * 6
+        rows.append(cells)
+    head = [
+        "confidence",
+        "samples",
+        "mean confidence",
+        "accuracy",
+        "bootstrap, 95 %",
+        "gap",
+        "if calibrated, 95 %",
+        "beyond chance",
+    ]
+    return html.table(
+        head, rows, caption=f"{name[0].upper()}{name[1:]}, {bins.estimator}. An empty bin has no figures."
+    )
+
+
+def _data_table(study: Study) -> str:
+    same = study.report is study.selection
+    sets = {"chose and report" if same else "chose": study.selection}
+    if not same:
+        sets["report"] = study.report
+    rows = []
+    for role, one in sets.items():
+        per_class = torch.bincount(one.labels, minlength=one.n_classes)
+        absent = int((per_class == 0).sum())
+        hit = float((one.input.argmax(-1) == one.labels).double().mean())
+        confidence = float(_calibrated(one, 0.0, 1.0).amax(-1).exp().mean())
+        rows.append(
+            [
+                role,
+                one.source + (f"\n{one.part}" if one.part else ""),
+                one.kind,
+                f"{len(one):,}",
+                str(one.n_classes),
+                f"{int(per_class.min()):,} to {int(per_class.max()):,}"
+                + (f"\n{absent} without rows" if absent else ""),
+                f"{hit:.4f}",
+                f"{confidence:.4f}",
+            ]
+        )
+    head = ["rows that", "file", "input", "rows", "classes", "rows per class", "accuracy", "mean confidence"]
+    return html.table(head, rows)

@@ -1,0 +1,183 @@
+"""The page of the report: complete, self-contained, and safe with whatever a file is called."""
+
+import base64
+import json
+import os
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+
+import focalkern
+from focalkern.cli import html, main
+
+pytest.importorskip("tabulate", reason="tabulate is not installed")
+
+VOID = {"meta", "img", "wbr", "br"}
+
+
+class Page(HTMLParser):
+    """What a browser would see: the text, the tags with their attributes, and whether every tag is closed."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.tags, self.open, self.text, self.cells = [], [], [], []
+        self.feed(data.decode())
+        self.close()
+        assert self.open == []
+        self.said = "".join(self.text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text.append(data)
+        if "td" in self.open or "th" in self.open:
+            self.cells[-1] += data
+
+
+def write_logits(path, n=300, n_classes=4):
+    generator = torch.Generator().manual_seed(0)
+    arrays = {}
+    for part in ("val", "test"):
+        logits = torch.randn(n, n_classes, generator=generator) * 2
+        arrays[f"{part}_labels"] = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1).numpy()
+        arrays[f"{part}_logits"] = (logits * 2).numpy()
+    with open(path, "wb") as stream:
+        np.savez(stream, **arrays)
+
+
+@pytest.fixture
+def report(tmp_path, capsys):
+    """(page, folder) of a calibration of a file of the given name."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
+    def make(name="logits.npz", *more):
+        source = os.path.join(str(tmp_path), name)
+        write_logits(source)
+        folder = tmp_path / "report"
+        code = main(["calibrate", source, "--temperatures", "0.1:5:0.1", "--report", str(folder), *more])
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        return Page((folder / "report.html").read_bytes()), folder
+
+    return make
+
+
+def test_the_page_needs_nothing_but_itself(report):
+    page, folder = report()
+    assert {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "base", "a"} == set()
+    for tag, attributes in page.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in ("src", "href", "srcset", "data"):
+                assert value.startswith("data:image/png;base64,"), (tag, name)
+    data = (folder / "report.html").read_bytes()
+    assert b"url(" not in data and b"@import" not in data
+    assert len(data) < 2_000_000
+    images = [attributes for tag, attributes in page.tags if tag == "img"]
+    embedded = sorted(base64.b64decode(image["src"].partition(",")[2], validate=True) for image in images)
+    assert embedded == sorted(file.read_bytes() for file in folder.glob("*.png"))
+    assert all(image["alt"].strip() for image in images)
+
+
+def test_the_page_says_everything(report):
+    page, folder = report()
+    document = json.loads((folder / "report.json").read_text())
+    for row in document["rows"]:
+        for part in ("report", "selection"):
+            for value in row[part].values():
+                assert f"{value:.4f}" in page.cells
+    chosen = document["rows"][document["chosen"]]
+    assert f"gamma = {chosen['gamma']:g}, T = {chosen['temperature']:g}" in page.said
+    assert document["remarks"]
+    assert all(remark in page.said for remark in document["remarks"])
+    for words in (
+        f"focalkern {focalkern.__version__}",
+        f"torch {torch.__version__}",
+        "UTC",
+        "300 validation rows",
+        "300 test rows",
+        "10 gammas (0, -0.5, -0.25, 0.05, 0.25, 0.37, 0.5, 0.75, 1, 5) x 50 temperatures from 0.1 to 5, 500 cells",
+        "equal_mass, 15 bins",
+        "2408.11598",
+    ):
+        assert words in page.said, words
+
+
+def test_the_bins_of_the_page_are_those_of_the_metrics(report, tmp_path):
+    page, folder = report()
+    document = json.loads((folder / "report.json").read_text())
+    arrays = {name: torch.from_numpy(array) for name, array in np.load(tmp_path / "logits.npz").items()}
+    logits, labels = arrays["test_logits"].double(), arrays["test_labels"]
+    chosen = document["rows"][document["chosen"]]
+    for gamma, temperature in ((0.0, 1.0), (chosen["gamma"], chosen["temperature"])):
+        probs = focalkern.focal_calibration_map(logits, gamma, temperature)
+        bins = focalkern.metrics.reliability_bins(probs, labels)
+        first = page.cells.index(f"{0:.3f}\u00a0\u2013\u00a0{1 / 15:.3f}")
+        rows = [page.cells[first + 8 * index : first + 8 * index + 8] for index in range(15)]
+        page.cells = page.cells[first + 1 :]
+        for index, row in enumerate(rows):
+            assert row[1] == f"{int(bins.count[index])}"
+            if bins.count[index]:
+                gap = float(bins.accuracy[index] - bins.confidence[index])
+                assert row[2] == f"{float(bins.confidence[index]):.4f}"
+                assert row[3] == f"{float(bins.accuracy[index]):.4f}"
+                assert row[5] == f"{gap:+.4f}"
+                assert row[7] in ("", "under-confident" if gap > 0 else "over-confident")
+            else:
+                assert row[2:] == [""] * 6
+
+
+def test_a_file_name_is_text(report):
+    # Markup, quotes, an entity, a template's placeholders.
+    name = "<script>alert(1)<b>\"'&lt; $title ${body}.npz"
+    page, _ = report(name)
+    assert name in page.said
+    assert {"script", "b"} & {tag for tag, _ in page.tags} == set()
+
+
+def test_a_page_where_nothing_was_chosen(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    probs = np.full((40, 3), 0.5)
+    probs[:, 2] = 0
+    np.savez(tmp_path / "zeros.npz", probs=probs, labels=np.full(40, 2))
+    code = main(
+        ["calibrate", str(tmp_path / "zeros.npz"), "--criterion", "nll", "--temperatures", "1:3:1",
+         "--report", str(tmp_path / "r")]
+    )  # fmt: skip
+    assert code == 0, capsys.readouterr().err
+    page = Page((tmp_path / "r" / "report.html").read_bytes())
+    assert "Nothing was chosen: the criterion is finite nowhere on the grid." in page.said
+    assert "the same rows choose and report" in page.said
+    assert not (tmp_path / "r" / "reliability_after.png").exists()
+
+
+def test_the_parts_escape_what_they_are_given():
+    nasty = "<i>&\"'"
+    png = b"\x89PNG"
+    parts = [
+        html.paragraph(nasty),
+        html.unordered([nasty]),
+        html.table([nasty], [[f"{nasty}\n{nasty}"]], caption=nasty, marked=0),
+        html.figures(html.figure(png, alt=nasty, caption=nasty)),
+    ]
+    page = Page(html.page(nasty, lead="", sections=[html.section(nasty, *parts)], foot="", generator=nasty))
+    assert "i" not in {tag for tag, _ in page.tags}
+    assert page.said.count(nasty) == 10
+    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert image["alt"] == nasty
+    assert ("tr", {"class": "marked"}) in page.tags
+
+
+def test_a_name_that_is_no_utf_8_does_not_break_the_page():
+    assert "caf?.npz" in Page(html.page("caf\udce9.npz", lead="", sections=[], foot="", generator="")).said
