@@ -1,6 +1,7 @@
 # make build   .venv with torch, the tools and the compiled module
 # make test    the tests           make demo    the demo
 # make lint    the linters         make bench   the benchmarks (BENCH_ARGS=--quick: under two minutes)
+# make gpu-check  proves and measures the CUDA kernels on the GPU at hand, with the python3 that has a CUDA build of torch
 # make clean   removes what the build made, but not .venv
 #
 # EXTRAS=dev,peers also installs the libraries that some tests compare with (kornia, netcal, transformers, ...).
@@ -23,7 +24,7 @@ TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
 INSTALL_STAMP := $(VENV)/.stamp-install-$(subst $(comma),-,$(EXTRAS))
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
 
-.PHONY: build test demo lint bench clean
+.PHONY: build test demo lint bench gpu-check clean
 .DELETE_ON_ERROR:
 
 build: $(BUILD_STAMP)
@@ -36,6 +37,10 @@ demo: build
 
 bench: build
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# Not in .venv: a machine with a GPU has its own torch, and often no network.
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_ARGS)
 
 lint: build
 	$(BIN)/ruff check .

@@ -280,6 +280,16 @@ def test_focal_loss_rows(library, dtype, rows, classes):
     check_focal_loss(library, logits, labels_for(logits, torch.int32), torch.rand(rows), reduction="none")
 
 
+# Every remainder of a vector and of a warp, at each way of reading a row: an element that no thread takes stays
+# NaN in the gradient, one that is taken twice shows in the sums.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [1, 65, 129, 257, 481, 513, 2030, 4090])
+def test_focal_loss_takes_each_element_once(library, dtype, first):
+    for classes in range(first, first + (64 if first < 1000 else 40), 1 if first < 1000 else 3):
+        logits = torch.randn(3, classes).to(dtype)
+        check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="sum")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("classes", [5, 300, 2100])
 def test_focal_loss_layouts(library, dtype, classes):

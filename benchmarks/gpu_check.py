@@ -1,0 +1,392 @@
+"""Proves and measures the CUDA kernels on the GPU at hand: python -m benchmarks.gpu_check --out DIR
+
+Builds the module for this GPU, runs the tests on it, runs compute-sanitizer over a part of them, checks determinism,
+graph capture and that nothing waits for the device, then measures. Every stage is a process of its own, so that a
+failure, a crash or a hang in one leaves the others alone. DIR gets gpu_check.json, summary.md, gpu_check.csv (timings),
+kernel_resources.csv and log.txt. The exit code is 0 if every stage passed, 1 if one failed, 3 without a GPU.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_GPU = 3
+MIN_SECONDS = 5  # with less time left a stage is not begun
+Result = dict[str, Any]
+
+
+class StageError(Exception):
+    """A stage's finding: one line."""
+
+
+# ---- stages: each runs in its own process and returns what it found -------------------------------------------------
+
+
+def device(_: argparse.Namespace) -> Result:
+    import torch
+    from triton.testing import do_bench
+
+    properties = torch.cuda.get_device_properties(0)
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    copy_ms = do_bench(lambda: target.copy_(source), return_mode="median")
+    return {
+        "summary": f"{properties.name}, {2 * source.nbytes / copy_ms / 1e9:.2f} TB/s copy",
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "copy_tb_per_s": 2 * source.nbytes / copy_ms / 1e9,
+    }
+
+
+def build(arguments: argparse.Namespace) -> Result:
+    import torch
+
+    if arguments.prebuilt is not None:
+        found = [*arguments.prebuilt.glob("_C.*.so"), *arguments.prebuilt.glob("_build_info.py")]
+        if len(found) != 2:
+            raise StageError(
+                f"{arguments.prebuilt}: expected one _C.*.so and _build_info.py, found {len(found)} of them"
+            )
+        for file in found:
+            shutil.copy2(file, ROOT / "focalkern")
+    else:
+        major, minor = torch.cuda.get_device_capability()
+        settings = {
+            "FOCALKERN_CUDA": "1",
+            "TORCH_CUDA_ARCH_LIST": f"{major}.{minor}",
+            "MAX_JOBS": str(os.cpu_count() or 1),
+        }
+        _run([sys.executable, "setup.py", "build_ext", "--inplace"], **settings)
+    info = _run(
+        [sys.executable, "-c", "import json, focalkern; print(json.dumps(focalkern.build_info()))"],
+    )
+    built = json.loads(info.splitlines()[-1])
+    if not built["cuda_kernels"]:
+        raise StageError("the module that was built has no CUDA kernels")
+    return {"summary": f"CUDA {built['cuda']} for {', '.join(built['arch_list'])}", **built}
+
+
+def resources(arguments: argparse.Namespace) -> Result:
+    from benchmarks import kernel_resources
+
+    rows = kernel_resources.read()
+    with (arguments.out / "kernel_resources.csv").open("w") as file:
+        file.write("kernel,arch,registers,stack_bytes,local_bytes,shared_bytes\n")
+        for row in rows:
+            file.write(
+                f'"{row.kernel}",{row.arch},{row.registers},{row.stack_bytes},{row.local_bytes},{row.shared_bytes}\n'
+            )
+    spilling = [row.kernel for row in rows if row.stack_bytes or row.local_bytes]
+    if spilling:
+        raise StageError(f"{len(spilling)} kernels spill or have a stack frame, the first {spilling[0]}")
+    return {"summary": f"{len(rows)} kernels, none spills, at most {max(row.registers for row in rows)} registers"}
+
+
+def tests(_: argparse.Namespace) -> Result:
+    # The device fixture names its tests by the device; the others need no GPU and run in continuous integration.
+    parallel = ["-n", "4"] if _has("xdist") else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda", "-rf", *parallel, "tests"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    counts = _counts(done.stdout)
+    if done.returncode != 0 or counts.get("passed", 0) == 0:
+        raise StageError(_last_line(done.stdout) or f"pytest ended with {done.returncode}")
+    return {"summary": _last_line(done.stdout), **counts}
+
+
+def determinism(_: argparse.Namespace) -> Result:
+    import torch
+
+    import focalkern as fk
+
+    torch.manual_seed(0)
+    checked = 0
+    for rows, classes in ((4096, 10), (2000, 100), (700, 1000), (40, 50000)):
+        logits = (3 * torch.randn(rows, classes, device="cuda")).requires_grad_()
+        target = torch.randint(classes, (rows,), device="cuda")
+
+        def loss(logits=logits, target=target):
+            value = fk.focal_loss(logits, target)
+            return value, *torch.autograd.grad(value, logits)
+
+        def mapped(logits=logits):
+            value = fk.focal_calibration_map(logits, 2.0, 0.7)
+            return value, *torch.autograd.grad(value.square().sum(), logits)
+
+        for function in (loss, mapped):
+            first = function()
+            for _ in range(9):
+                for a, b in zip(first, function(), strict=True):
+                    if not torch.equal(a, b):
+                        raise StageError(f"{function.__name__} of [{rows}, {classes}] differs between two runs")
+            checked += 1
+    logits, target = 3 * torch.randn(5000, 20, device="cuda"), torch.randint(20, (5000,), device="cuda")
+    for estimator in ("equal_mass", "equal_mass_interp", "equal_width"):
+        grids = [
+            fk.calibration_grid(logits, target, fk.PAPER_GAMMAS, fk.PAPER_TEMPERATURES[::20], estimator=estimator)
+            for _ in range(10)
+        ]
+        if any(not torch.equal(g.tables[name], grids[0].tables[name]) for g in grids for name in g.tables):
+            raise StageError(f"calibration_grid, {estimator}, differs between two runs")
+        checked += 1
+    return {"summary": f"{checked} cases have the same bits ten times"}
+
+
+def graphs(_: argparse.Namespace) -> Result:
+    import torch
+    import torch.nn.functional as F
+
+    import focalkern as fk
+
+    logits = torch.randn(512, 100, device="cuda", requires_grad=True)
+    target = torch.randint(100, (512,), device="cuda")
+    table = fk.FLSD_53.to("cuda")
+
+    def step():
+        loss = fk.focal_loss(logits, target, table)
+        calibrated = fk.focal_calibration_map(logits, 2.0)
+        return loss, calibrated, *torch.autograd.grad(loss + calibrated.square().mean(), logits)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")  # raises where something waits for the device
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        logits.copy_(torch.randn_like(logits))
+    graph.replay()
+    torch.cuda.synchronize()
+    if not all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True)):
+        raise StageError("a replayed graph differs from the same step without it")
+
+    # Two streams at once, each with its own data.
+    expected = [fk.focal_loss(logits * k, target) for k in (1, 2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = [None, None]
+    for _ in range(50):
+        for k, stream in enumerate(streams):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                results[k] = fk.focal_loss(logits * (k + 1), target)
+    torch.cuda.synchronize()
+    if any(not torch.equal(a, b) for a, b in zip(expected, results, strict=True)):
+        raise StageError("two streams at once give another result than one after the other")
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fk.focal_loss(logits, target)
+        torch.cuda.synchronize()
+    launches = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        F.cross_entropy(logits, target)
+        torch.cuda.synchronize()
+    plain = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return {
+        "summary": f"captured, replayed, no wait; {len(launches)} launches forward (cross_entropy {len(plain)})",
+        "forward_launches": launches,
+        "cross_entropy_launches": plain,
+    }
+
+
+def sanitizer(_: argparse.Namespace) -> Result:
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return {"status": "skipped", "summary": "compute-sanitizer is not on PATH"}
+    found = {}
+    for tool in ("memcheck", "racecheck", "initcheck"):
+        # PyTorch's caching allocator would hide reads beyond an allocation inside a block that it keeps.
+        settings = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        command = [program, "--tool", tool, "--error-exitcode", "86", sys.executable, "-m", "pytest", "-q", "-x"]
+        command += ["-p", "no:cacheprovider", "tests/test_cuda_paths.py"]
+        done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
+        print(done.stdout, done.stderr)
+        found[tool] = (
+            re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", done.stdout) or [f"exit {done.returncode}"]
+        )[-1]
+        if done.returncode != 0:
+            raise StageError(f"{tool}: {found[tool]}; {_last_line(done.stdout)}")
+    return {"summary": "; ".join(f"{tool}: {text}" for tool, text in found.items()), **found}
+
+
+def benchmarks(arguments: argparse.Namespace) -> Result:
+    from benchmarks import bench_gpu
+
+    rows = bench_gpu.run(arguments.out / "gpu_check.csv", deadline=time.monotonic() + arguments.benchmark_seconds)
+    aimed = [row for row in rows if row.target]
+    met = sum(row.met == "yes" for row in aimed)
+    return {"summary": f"{len(rows)} timings, {met} of {len(aimed)} targets met", "timings": len(rows)}
+
+
+# (stage, seconds after which it is stopped)
+STAGES: dict[Callable[[argparse.Namespace], Result], int] = {
+    device: 60,
+    build: 240,
+    resources: 30,
+    tests: 240,
+    determinism: 60,
+    graphs: 60,
+    sanitizer: 180,
+    benchmarks: 200,
+}
+
+
+# ---- running them ---------------------------------------------------------------------------------------------------
+
+
+def _run(command: list[str], **settings: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    if done.returncode != 0:
+        raise StageError(f"{' '.join(command[1:4])} ended with {done.returncode}: {_last_line(done.stderr)}")
+    return done.stdout
+
+
+def _commit() -> str:
+    try:
+        from benchmarks.harness import commit
+    except ImportError:  # the module is not built yet
+        return "unknown"
+    return commit()
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip(" =") if lines else ""
+
+
+def _counts(text: str) -> dict[str, int]:
+    return {
+        name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", _last_line(text))
+    }
+
+
+def run_stage(name: str, arguments: argparse.Namespace, end: float) -> Result:
+    """A stage in a process of its own, whatever becomes of it; ``end`` is when the last stage has to be over."""
+    limit = min(next(seconds for s, seconds in STAGES.items() if s.__name__ == name), int(end - time.monotonic()))
+    if limit < MIN_SECONDS:
+        return {"stage": name, "seconds": 0, "status": "failed", "summary": "not run: no time left (--seconds)"}
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--stage", name, "--out", str(arguments.out)]
+    command += ["--benchmark-seconds", str(arguments.benchmark_seconds)]
+    if arguments.prebuilt is not None:
+        command += ["--prebuilt", str(arguments.prebuilt)]
+    file = arguments.out / f".{name}.json"
+    file.unlink(missing_ok=True)
+    began = time.monotonic()
+    with (arguments.out / "log.txt").open("a") as log:
+        log.write(f"\n==== {name}\n")
+        log.flush()
+        try:
+            # A session of its own, so that what the stage has started is stopped with it.
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            ended = f"ended with {process.wait(limit)}; see log.txt"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            ended = f"stopped after {limit} s; see log.txt"
+    if file.exists():
+        result: Result = json.loads(file.read_text())
+        file.unlink()
+    else:
+        result = {"status": "failed", "summary": ended}
+    return {"stage": name, "seconds": round(time.monotonic() - began, 1), **result}
+
+
+def stage_process(name: str, arguments: argparse.Namespace) -> int:
+    stage = next(s for s in STAGES if s.__name__ == name)
+    try:
+        result = {"status": "passed", **stage(arguments)}
+    except Exception as error:  # whatever it is, it belongs into the report
+        if not isinstance(error, StageError):
+            traceback.print_exc()
+        result = {"status": "failed", "summary": f"{type(error).__name__}: {error}".removeprefix("StageError: ")}
+    (arguments.out / f".{name}.json").write_text(json.dumps(result))
+    return 0
+
+
+def summary(document: Result, out: Path) -> str:
+    lines = [f"# GPU check, {document['date']}, commit {document['commit']}", ""]
+    lines += ["| stage | result | seconds | |", "|---|---|---|---|"]
+    for stage in document["stages"]:
+        lines.append(f"| {stage['stage']} | {stage['status']} | {stage['seconds']} | {stage['summary']} |")
+    csv_file = out / "gpu_check.csv"
+    if csv_file.exists():
+        from benchmarks import bench_gpu
+
+        lines += ["", bench_gpu.markdown(csv_file)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu-check"), help="folder for the results (default gpu-check)"
+    )
+    parser.add_argument(
+        "--prebuilt", type=Path, metavar="DIR", help="take _C.*.so and _build_info.py from here instead of building"
+    )
+    names = [stage.__name__ for stage in STAGES]
+    parser.add_argument("--only", nargs="+", choices=names, help="these stages")
+    parser.add_argument("--benchmark-seconds", type=float, default=150, help="time for the benchmarks (default 150)")
+    parser.add_argument("--seconds", type=float, default=570, help="time for everything together (default 570)")
+    parser.add_argument("--stage", choices=names, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.stage:
+        return stage_process(arguments.stage, arguments)
+
+    import torch
+
+    if not torch.cuda.is_available():
+        build_of_torch = "a CUDA build" if torch.version.cuda else "a CPU-only build"
+        print(
+            f"gpu_check: torch {torch.__version__} ({build_of_torch}) sees no GPU: nothing was checked", file=sys.stderr
+        )
+        return NO_GPU
+    arguments.out = arguments.out.resolve()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "log.txt").unlink(missing_ok=True)
+    stages = []
+    end = time.monotonic() + arguments.seconds
+    for name in arguments.only or names:
+        print(f"{name} ... ", end="", flush=True)
+        stages.append(run_stage(name, arguments, end))
+        print(f"{stages[-1]['status']} in {stages[-1]['seconds']} s: {stages[-1]['summary']}", flush=True)
+        # Written after every stage: what is known is on disk, whatever comes.
+        document = {"date": datetime.date.today().isoformat(), "commit": _commit(), "stages": stages}
+        (arguments.out / "gpu_check.json").write_text(json.dumps(document, indent=2) + "\n")
+        (arguments.out / "summary.md").write_text(summary(document, arguments.out))
+    print(f"\nwritten to {arguments.out}")
+    return int(any(stage["status"] == "failed" for stage in stages))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

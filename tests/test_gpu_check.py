@@ -1,0 +1,93 @@
+"""The GPU check's frame: stages that fail, crash or find no time leave the others alone. No GPU is needed here."""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+gpu_check = pytest.importorskip("benchmarks.gpu_check", reason="the benchmarks are in the source tree only")
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> argparse.Namespace:
+    return argparse.Namespace(out=tmp_path, prebuilt=None, benchmark_seconds=1.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_fails(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(tmp_path / "out")],
+        cwd=gpu_check.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == gpu_check.NO_GPU
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("gpu_check: torch ") and "no GPU" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failing_stage_is_a_result(arguments, monkeypatch):
+    def finding(_):
+        raise gpu_check.StageError("two bits differ")
+
+    def mistake(_):
+        raise KeyError("name")
+
+    def fine(_):
+        return {"summary": "10 cases"}
+
+    monkeypatch.setattr(gpu_check, "STAGES", {finding: 10, mistake: 10, fine: 10})
+    found = {}
+    for name in ("finding", "mistake", "fine"):
+        assert gpu_check.stage_process(name, arguments) == 0
+        found[name] = json.loads((arguments.out / f".{name}.json").read_text())
+    assert found["finding"] == {"status": "failed", "summary": "two bits differ"}
+    assert found["mistake"] == {"status": "failed", "summary": "KeyError: 'name'"}
+    assert found["fine"] == {"status": "passed", "summary": "10 cases"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_stage_runs_in_its_own_process(arguments):
+    result = gpu_check.run_stage("resources", arguments, time.monotonic() + 100)
+    # No CUDA kernels, or kernels and no GPU: the stage itself needs none.
+    assert result["stage"] == "resources"
+    assert (
+        result["status"] == "passed" or "without CUDA kernels" in result["summary"] or "cuobjdump" in result["summary"]
+    )
+    result = gpu_check.run_stage("determinism", arguments, time.monotonic() + 100)
+    assert result["status"] == "failed"
+    assert "==== determinism" in (arguments.out / "log.txt").read_text()
+
+
+def test_a_stage_that_hangs_is_stopped(arguments, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(arguments.out / "python"))
+    (arguments.out / "python").write_text("#!/bin/sh\nsleep 100\n")
+    (arguments.out / "python").chmod(0o755)
+    monkeypatch.setattr(gpu_check, "MIN_SECONDS", 0)
+    result = gpu_check.run_stage("device", arguments, time.monotonic() + 1.5)
+    assert result["status"] == "failed"
+    assert result["summary"].startswith("stopped after 1 s")
+    assert result["seconds"] < 50
+
+
+def test_without_time_a_stage_is_not_begun(arguments):
+    result = gpu_check.run_stage("device", arguments, time.monotonic())
+    assert (result["status"], result["seconds"]) == ("failed", 0)
+    assert "no time left" in result["summary"]
+
+
+def test_the_summary_names_every_stage(arguments):
+    stages = [
+        {"stage": "device", "status": "passed", "seconds": 1.5, "summary": "a GPU"},
+        {"stage": "tests", "status": "failed", "seconds": 2.5, "summary": "1 failed"},
+    ]
+    text = gpu_check.summary({"date": "2026-01-01", "commit": "abc", "stages": stages}, arguments.out)
+    assert "| device | passed | 1.5 | a GPU |" in text
+    assert "| tests | failed | 2.5 | 1 failed |" in text
