@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "cuda/launch.h"
 #include "cuda_runtime.h"
@@ -134,6 +135,25 @@ int calibration_grid_block(int dtype, const void* block, void* workspace) {
     return message;                                                                                          \
   }
 
+// With so few elements every row is counted, as the kernels walk them; with more, the ends of the tiles have to meet.
+constexpr int64_t kEnumerated = int64_t{1} << 20;
+
+// Runs of rows_at_once rows, block b taking the runs b, b + grid, ... : whether every row is taken exactly once.
+bool takes_each_row_once(int64_t rows, int64_t rows_at_once, int64_t grid) {
+  std::vector<unsigned char> taken(static_cast<size_t>(rows));
+  for (int64_t block = 0; block < grid; ++block) {
+    for (int64_t first = block * rows_at_once; first < rows; first += grid * rows_at_once) {
+      for (int64_t row = first; row < rows && row < first + rows_at_once; ++row) {
+        if (taken[static_cast<size_t>(row)]++ != 0) return false;
+      }
+    }
+  }
+  for (const unsigned char count : taken) {
+    if (count != 1) return false;
+  }
+  return true;
+}
+
 // Every row in exactly one tile, tiles and partial results within what a block has, and few enough blocks. Returns
 // what is broken, or null.
 const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_end, int class_outermost) {
@@ -143,6 +163,11 @@ const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_
   FK_REQUIRE(plan.parts >= 1 && plan.rows_per_tile * plan.parts <= kBlock);
   FK_REQUIRE(plan.grid >= 1 && plan.grid <= kMaxGrid && (plan.grid <= plan.tiles || rows == 0));
   FK_REQUIRE(plan.tiles == rows / plan.rows_per_tile + (rows % plan.rows_per_tile != 0));
+  if (rows <= kEnumerated / classes) {
+    FK_REQUIRE(takes_each_row_once(rows, plan.rows_per_tile, plan.grid));
+  }
+  // Tiles end to end: the last one begins inside the rows and reaches their end, so none is left out or taken twice.
+  FK_REQUIRE(rows == 0 || ((plan.tiles - 1) * plan.rows_per_tile < rows && rows <= plan.tiles * plan.rows_per_tile));
   FK_REQUIRE((plan.lanes & (plan.lanes - 1)) == 0 && plan.lanes <= kBlock);
   FK_REQUIRE(plan.lanes <= kWarp || plan.lanes == kBlock);
   FK_REQUIRE(!fits_one_block(rows, classes) || plan.grid == 1);
@@ -164,6 +189,9 @@ const char* check_map_plan(int64_t rows, int64_t classes, int values_per_lane) {
   const MapPlan plan = plan_map(rows, classes, values_per_lane);
   FK_REQUIRE((plan.lanes & (plan.lanes - 1)) == 0 && (plan.lanes <= kWarp || plan.lanes == kBlock));
   FK_REQUIRE(plan.grid >= (rows > 0) && plan.grid <= 8 * kMaxGrid);
+  if (rows <= kEnumerated / classes) {
+    FK_REQUIRE(takes_each_row_once(rows, kBlock / plan.lanes, plan.grid));
+  }
   FK_REQUIRE(plan.in_registers == (classes <= int64_t{values_per_lane} * plan.lanes));
   FK_REQUIRE(plan.in_registers || plan.lanes == kBlock);
   return nullptr;
@@ -179,6 +207,11 @@ const char* check_grid_plan(int64_t rows, int64_t n_temperatures, int64_t n_gamm
   FK_REQUIRE(plan.temperature_tiles * plan.lanes >= n_temperatures);
   FK_REQUIRE(plan.gamma_tiles * kGammasAtOnce >= n_gammas);
   FK_REQUIRE(plan.blocks() <= INT32_MAX);
+  if (rows <= kEnumerated / (n_temperatures * n_gammas) && plan.blocks() <= 4096) {
+    FK_REQUIRE(takes_each_row_once(rows, plan.rows_per_tile, plan.row_tiles));
+    FK_REQUIRE(takes_each_row_once(n_temperatures, plan.lanes, plan.temperature_tiles));
+    FK_REQUIRE(takes_each_row_once(n_gammas, kGammasAtOnce, plan.gamma_tiles));
+  }
   return nullptr;
 }
 
