@@ -51,6 +51,8 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("readme")
 
 
+# transformers pins memory by default, which without a GPU is nothing but this warning.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
 @pytest.mark.parametrize(
     ("line", "code"), [pytest.param(line, code, id=f"line {line + 1}") for line, code in examples()]
 )
