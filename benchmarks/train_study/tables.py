@@ -1,0 +1,459 @@
+"""From the logits of the runs to figures per run, and from those to the tables of the papers.
+
+[1] Komisarenko & Kull 2024, [2] Mukhoti et al. 2020, [3] Ghosh et al. 2022, [4] Wang et al. 2021. Calibrators are
+fitted on validation rows and judged on test rows. Everything is a fraction; means and sample standard deviations are
+over seeds.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+import focalkern as fk
+from benchmarks.train_study import objectives, records
+from benchmarks.train_study.records import Run
+from focalkern.calibrators import DEFAULT_GAMMAS
+
+Row = dict[str, Any]
+
+# Columns of every CSV that say what ran where.
+_ABOUT = ("device", "threads", "torch", "focalkern", "commit", "date")
+
+_FIGURES = ("accuracy", "nll", "brier", "ece_equal_width", "ece_equal_mass", "ece_equal_mass_interp", "classwise_ece")
+_SIGNIFICANT = 0.05
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Per run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def calibration_rows(run: Run) -> list[Row]:
+    """A row per way of calibrating the run: what was chosen on validation, and what it does on test."""
+    logits = run.logits
+    val, val_labels = logits["val_logits"], logits["val_labels"]
+    by_mass = fk.calibration_grid(val, val_labels, DEFAULT_GAMMAS, fk.PAPER_TEMPERATURES, estimator="equal_mass")
+    by_width = fk.calibration_grid(val, val_labels, [0.0], fk.PAPER_TEMPERATURES, estimator="equal_width")
+    choices = [("none", "", 0.0, 1.0)]
+    for criterion in ("ece", "nll"):
+        name = "ece equal_mass" if criterion == "ece" else "nll"
+        choices.append(("temperature", name, 0.0, best_temperature(by_mass, 0.0, criterion)))
+        choices.append(("focal temperature", name, *by_mass.best(criterion)[:2]))
+    choices.append(("temperature", "ece equal_width", 0.0, by_width.best("ece")[1]))
+    rows = []
+    for method, criterion, gamma, temperature in choices:
+        log_probs = fk.focal_calibration_map(logits["test_logits"].double(), gamma, temperature, log=True)
+        chosen = {"gamma": gamma, "temperature": temperature}
+        rows.append({"method": method, "criterion": criterion, **chosen, **_figures(log_probs, logits)})
+    binning = fk.HistogramBinning().fit(val.double(), val_labels)
+    probs = binning.predict_proba(logits["test_logits"].double())
+    chosen = {"gamma": math.nan, "temperature": math.nan}
+    rows.append({"method": "histogram binning", "criterion": "", **chosen, **_figures(probs.log(), logits)})
+    return [{"loss": run.loss, "seed": run.seed, **row, **_about(run)} for row in rows]
+
+
+def best_temperature(grid: fk.CalibrationGrid, gamma: float, criterion: str) -> float:
+    """The first best temperature in the row of one gamma."""
+    row = grid.tables[criterion][int((grid.gammas == gamma).nonzero()[0])]
+    return float(grid.temperatures[torch.where(row.isfinite(), row, math.inf).argmin()])
+
+
+def _figures(log_probs: Tensor, logits: Mapping[str, Tensor]) -> Row:
+    labels = logits["test_labels"]
+    predicted = logits["test_logits"].argmax(-1)
+    probs = log_probs.exp()
+    # Of the class that the network predicts: histogram binning may leave another class more than that.
+    confidence = probs.gather(-1, predicted[:, None]).squeeze(-1)
+    figures: Row = {
+        "accuracy": float((predicted == labels).double().mean()),
+        "nll": float(fk.metrics.nll(log_probs, labels, log=True)),
+        "brier": float(fk.metrics.brier_score(probs, labels)),
+    }
+    for estimator in fk.metrics.ESTIMATORS:
+        figures[f"ece_{estimator}"] = float(
+            fk.metrics.expected_calibration_error(
+                confidence=confidence, correct=predicted == labels, estimator=estimator
+            )
+        )
+    figures["classwise_ece"] = float(fk.metrics.classwise_calibration_error(probs, labels))
+    return figures
+
+
+def temperature_rows(run: Run) -> list[Row]:
+    """[1] Figure 8: the best temperature for every gamma of the calibration map."""
+    logits = run.logits
+    gammas = tuple(sorted(DEFAULT_GAMMAS))
+    arguments = (logits["val_logits"], logits["val_labels"], gammas, fk.PAPER_TEMPERATURES)
+    grid = fk.calibration_grid(*arguments, estimator="equal_mass")
+    return [
+        {
+            "loss": run.loss,
+            "seed": run.seed,
+            "gamma_evaluated": gamma,
+            "temperature_ece": best_temperature(grid, gamma, "ece"),
+            "temperature_nll": best_temperature(grid, gamma, "nll"),
+            **_about(run),
+        }
+        for gamma in gammas
+    ]
+
+
+def validation_size_rows(run: Run, repeats: int = 5) -> list[Row]:
+    """[4] Figure 3: test ECE after calibration on a part of the validation rows, a mean over random parts."""
+    logits = run.logits
+    n = len(logits["val_labels"])
+    sizes = sorted({size for size in (100, 200, 500, 1000, 2000, 5000, 10000) if size < n} | {n})
+    predicted = logits["test_logits"].argmax(-1)
+    correct = predicted == logits["test_labels"]
+    rows = []
+    for size in sizes:
+        found: dict[str, list[float]] = {"temperature": [], "histogram binning": []}
+        for repeat in range(repeats if size < n else 1):
+            order = torch.randperm(n, generator=torch.Generator().manual_seed(repeat))[:size]
+            val, labels = logits["val_logits"][order], logits["val_labels"][order]
+            grid = fk.calibration_grid(val, labels, [0.0], fk.PAPER_TEMPERATURES, estimator="equal_width")
+            temperature = grid.best("ece")[1]
+            binning = fk.HistogramBinning().fit(val.double(), labels)
+            for method, probs in (
+                ("temperature", (logits["test_logits"].double() / temperature).softmax(-1)),
+                ("histogram binning", binning.predict_proba(logits["test_logits"].double())),
+            ):
+                confidence = probs.gather(-1, predicted[:, None]).squeeze(-1)
+                ece = fk.metrics.expected_calibration_error(confidence=confidence, correct=correct)
+                found[method].append(float(ece))
+        for method, values in found.items():
+            mean = float(np.mean(values))
+            rows.append(
+                {
+                    "loss": run.loss,
+                    "seed": run.seed,
+                    "validation_samples": size,
+                    "method": method,
+                    "repeats": len(values),
+                    "ece_equal_width": mean,
+                    **_about(run),
+                }
+            )
+    return rows
+
+
+def learning_rows(run: Run) -> list[Row]:
+    """[4] Figure 5: the largest logit after training, by the epoch in which a training sample was first right."""
+    samples = run.training_samples
+    learned = samples["learned_epoch"]
+    rows = []
+    for epoch in range(len(run.epochs) + 1):
+        chosen = learned == epoch
+        if not bool(chosen.any()):
+            continue
+        top = samples["top_logit"][chosen].double()
+        rows.append(
+            {
+                "loss": run.loss,
+                "seed": run.seed,
+                "learned_epoch": epoch,  # 0: never
+                "samples": int(chosen.sum()),
+                "top_logit": float(top.mean()),
+                "label_logit": float(samples["label_logit"][chosen].double().mean()),
+                **_about(run),
+            }
+        )
+    return rows
+
+
+def ood_rows(run: Run) -> list[Row]:
+    """AUROC of confidence, in-distribution test rows against each other set, at T = 1 and at the best temperature."""
+    logits = run.logits
+    arguments = (logits["val_logits"], logits["val_labels"], [0.0], fk.PAPER_TEMPERATURES)
+    best = fk.calibration_grid(*arguments, estimator="equal_width").best("ece")[1]
+    rows = []
+    for name, outside in sorted(run.out_of_distribution.items()):
+        for scaled, temperature in (("no", 1.0), ("yes", best)):
+            confidence_in, confidence_out = (
+                (z.double() / temperature).softmax(-1).amax(-1) for z in (logits["test_logits"], outside)
+            )
+            rows.append(
+                {
+                    "loss": run.loss,
+                    "seed": run.seed,
+                    "set": name,
+                    "scaled": scaled,
+                    "temperature": temperature,
+                    "auroc": float(fk.metrics.auroc(confidence_in, confidence_out)),
+                    "mean_confidence_in": float(confidence_in.mean()),
+                    "mean_confidence_out": float(confidence_out.mean()),
+                    **_about(run),
+                }
+            )
+    return rows
+
+
+def epoch_rows(run: Run) -> list[Row]:
+    return [{"loss": run.loss, "seed": run.seed, **row, **_about(run)} for row in run.epochs]
+
+
+def bin_rows(run: Run) -> list[Row]:
+    return [{"loss": run.loss, "seed": run.seed, **row} for row in run.bins]
+
+
+PER_RUN: dict[str, Callable[[Run], list[Row]]] = {
+    "calibration": calibration_rows,
+    "temperatures": temperature_rows,
+    "validation_size": validation_size_rows,
+    "learned": learning_rows,
+    "out_of_distribution": ood_rows,
+    "epochs": epoch_rows,
+    "bins": bin_rows,
+}
+"""CSV files by their stem: what a run contributes to each."""
+
+
+def _about(run: Run) -> Row:
+    return {key: run.about[key] for key in _ABOUT}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Over seeds
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def focal_temperature_table(rows: Sequence[Row]) -> list[Row]:
+    """[1]: a loss, with temperature scaling and with focal temperature scaling, chosen by ECE (equal_mass)."""
+    table = []
+    for loss in _losses(rows):
+        for method, criterion in (
+            ("none", ""),
+            ("temperature", "ece equal_mass"),
+            ("focal temperature", "ece equal_mass"),
+        ):
+            chosen = _select(rows, loss, method, criterion)
+            table.append(
+                {
+                    "loss": loss,
+                    "method": method,
+                    "seeds": len(chosen),
+                    **_mean_std(chosen, "accuracy", "nll", "ece_equal_mass", "temperature"),
+                    "gammas": " ".join(f"{row['gamma']:g}" for row in chosen),
+                }
+            )
+    return table
+
+
+def temperature_table(rows: Sequence[Row]) -> list[Row]:
+    """[2]: before and after temperature scaling, the temperature chosen by ECE (equal_width)."""
+    table = []
+    for loss in _losses(rows):
+        before, after = _select(rows, loss, "none", ""), _select(rows, loss, "temperature", "ece equal_width")
+        row: Row = {"loss": loss, "seeds": len(before)}
+        error = [{"error": 1 - one["accuracy"]} for one in before]
+        row.update(_mean_std(error, "error"), **_mean_std(after, "temperature"))
+        for name in ("ece_equal_width", "ece_equal_mass_interp", "classwise_ece"):
+            for when, chosen in (("before", before), ("after", after)):
+                row.update({f"{key}_{when}": value for key, value in _mean_std(chosen, name).items()})
+        table.append(row)
+    return table
+
+
+def post_hoc_table(rows: Sequence[Row]) -> list[Row]:
+    """[4]: after temperature scaling and after histogram binning, from the strongest focal to inverse focal loss.
+
+    p is that of a paired two-sided t-test over seeds against cross-entropy; no multiple-test correction.
+    """
+    from scipy.stats import ttest_rel
+
+    losses = sorted(_losses(rows), key=_by_gamma)
+    table = []
+    for loss in losses:
+        row: Row = {"loss": loss, "gamma": objectives.gamma(loss)}
+        uncalibrated = _select(rows, loss, "none", "")
+        row |= {"seeds": len(uncalibrated), **_mean_std(uncalibrated, "accuracy")}
+        row.update({f"{key}_uncalibrated": value for key, value in _mean_std(uncalibrated, "ece_equal_width").items()})
+        row.update(_mean_std(_select(rows, loss, "temperature", "ece equal_width"), "temperature"))
+        for short, method, criterion in (
+            ("temperature", "temperature", "ece equal_width"),
+            ("histogram", "histogram binning", ""),
+        ):
+            chosen = {one["seed"]: one["ece_equal_width"] for one in _select(rows, loss, method, criterion)}
+            baseline = {
+                one["seed"]: one["ece_equal_width"] for one in _select(rows, "cross-entropy", method, criterion)
+            }
+            values = _mean_std([{"ece": value} for value in chosen.values()], "ece")
+            row.update({f"{key}_{short}": value for key, value in values.items()})
+            common = sorted(chosen.keys() & baseline.keys())
+            row[f"p_{short}"] = math.nan
+            if loss != "cross-entropy" and len(common) > 1:
+                pair = [[found[seed] for seed in common] for found in (chosen, baseline)]
+                row[f"p_{short}"] = float(ttest_rel(*pair).pvalue)
+        table.append(row)
+    return table
+
+
+def selection_table(rows: Sequence[Row]) -> list[Row]:
+    """[1]: test ECE (equal_mass) of the parameters that validation ECE chooses, against those that NLL chooses."""
+    table = []
+    for loss in ("all losses", *_losses(rows)):
+        for method in ("temperature", "focal temperature"):
+            by_ece, by_nll = (
+                [row for row in rows if row["method"] == method and row["criterion"] == criterion]
+                for criterion in ("ece equal_mass", "nll")
+            )
+            ece, nll = (
+                np.mean([row["ece_equal_mass"] for row in chosen if loss in ("all losses", row["loss"])])
+                for chosen in (by_ece, by_nll)
+            )
+            row = {"loss": loss, "method": method, "ece_chosen_by_ece": float(ece), "ece_chosen_by_nll": float(nll)}
+            table.append({**row, "gain": float(1 - ece / nll)})
+    return table
+
+
+def ood_table(rows: Sequence[Row]) -> list[Row]:
+    """AUROC per set, with and without temperature scaling."""
+    table = []
+    for loss in _losses(rows):
+        row: Row = {"loss": loss}
+        for name in sorted({one["set"] for one in rows}):
+            for scaled, suffix in (("no", "before"), ("yes", "after")):
+                chosen = [one for one in rows if one["loss"] == loss and one["set"] == name and one["scaled"] == scaled]
+                row["seeds"] = len(chosen)
+                row.update({f"{key}_{name}_{suffix}": value for key, value in _mean_std(chosen, "auroc").items()})
+        table.append(row)
+    return table
+
+
+TABLES: dict[str, tuple[str, str, Callable[[Sequence[Row]], list[Row]]]] = {
+    "table_focal_temperature": (
+        "Each loss, with temperature and with focal temperature scaling, both chosen by validation ECE (equal_mass)",
+        "calibration",
+        focal_temperature_table,
+    ),
+    "table_temperature": (
+        "Before -> after temperature scaling, T chosen by validation ECE (equal_width)",
+        "calibration",
+        temperature_table,
+    ),
+    "table_post_hoc": (
+        "ECE (equal_width) after temperature scaling and after histogram binning; + worse, - better than "
+        "cross-entropy with p < 0.05 (paired t-test over seeds)",
+        "calibration",
+        post_hoc_table,
+    ),
+    "table_selection": (
+        "Test ECE (equal_mass) of parameters chosen by validation ECE and by validation NLL",
+        "calibration",
+        selection_table,
+    ),
+    "table_out_of_distribution": (
+        "AUROC of confidence against out-of-distribution inputs, before -> after temperature scaling",
+        "out_of_distribution",
+        ood_table,
+    ),
+}
+"""CSV files by their stem: heading, the CSV it is made of, and how."""
+
+
+def format_table(name: str, rows: Sequence[Row], tablefmt: str = "simple") -> str:
+    """A table as it is printed: mean ± standard deviation."""
+    shown = []
+    for row in rows:
+        if name == "table_focal_temperature":
+            label = {"none": "", "temperature": " + TS", "focal temperature": " + FTS"}[row["method"]]
+            chosen = ""
+            if row["method"] != "none":
+                chosen = f" ({row['temperature_mean']:.2f})"
+            gammas = row["gammas"] if row["method"] == "focal temperature" else ""
+            cells = {
+                "loss": row["loss"] + label,
+                "accuracy": _cell(row, "accuracy"),
+                "NLL": _cell(row, "nll"),
+                "ECE equal_mass (T)": _cell(row, "ece_equal_mass") + chosen,
+                "gamma of each seed": gammas,
+            }
+        elif name == "table_temperature":
+            cells = {"loss": row["loss"], "error": _cell(row, "error")}
+            for key, heading in (
+                ("ece_equal_width", "ECE equal_width"),
+                ("ece_equal_mass_interp", "adaptive ECE"),
+                ("classwise_ece", "classwise ECE"),
+            ):
+                cells[heading] = " -> ".join(_cell(row, key, f"_{when}") for when in ("before", "after"))
+            cells["T"] = f"{row['temperature_mean']:.2f}"
+        elif name == "table_post_hoc":
+            cells = {
+                "loss": row["loss"],
+                "accuracy": _cell(row, "accuracy"),
+                "T": f"{row['temperature_mean']:.2f}",
+                "ECE": _cell(row, "ece_equal_width", "_uncalibrated"),
+            }
+            reference = next((one for one in rows if one["loss"] == "cross-entropy"), None)
+            for short, heading in (("temperature", "with temperature"), ("histogram", "with histogram binning")):
+                mark = ""
+                if reference is not None and row[f"p_{short}"] < _SIGNIFICANT:
+                    mark = " +" if row[f"ece_mean_{short}"] > reference[f"ece_mean_{short}"] else " -"
+                cells[heading] = _cell(row, "ece", f"_{short}") + mark
+        elif name == "table_selection":
+            cells = {
+                "loss": row["loss"],
+                "method": row["method"],
+                "chosen by ECE": f"{row['ece_chosen_by_ece']:.4f}",
+                "chosen by NLL": f"{row['ece_chosen_by_nll']:.4f}",
+                "gain": f"{row['gain']:+.1%}",
+            }
+        else:
+            sets = sorted({key.split("_")[2] for key in row if key.startswith("auroc_mean")})
+            cells = {"loss": row["loss"]}
+            for one in sets:
+                cells[one] = " -> ".join(_cell(row, "auroc", f"_{one}_{when}") for when in ("before", "after"))
+        shown.append(cells)
+    return tabulate(shown, headers="keys", tablefmt=tablefmt, disable_numparse=True)
+
+
+def _cell(row: Row, name: str, suffix: str = "") -> str:
+    mean, std = row[f"{name}_mean{suffix}"], row[f"{name}_std{suffix}"]
+    return f"{mean:.4f}" + ("" if math.isnan(std) else f" ± {std:.4f}")
+
+
+def _mean_std(rows: Sequence[Row], *names: str) -> Row:
+    result: Row = {}
+    for name in names:
+        values = np.array([row[name] for row in rows], dtype=np.float64)
+        result[f"{name}_mean"] = float(values.mean()) if len(values) else math.nan
+        # One infinite value leaves no standard deviation.
+        spread = len(values) > 1 and bool(np.isfinite(values).all())
+        result[f"{name}_std"] = float(values.std(ddof=1)) if spread else math.nan
+    return result
+
+
+def _select(rows: Iterable[Row], loss: str, method: str, criterion: str) -> list[Row]:
+    wanted = (loss, method, criterion)
+    return [row for row in rows if (row["loss"], row["method"], row["criterion"]) == wanted]
+
+
+def _losses(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row["loss"] for row in rows))
+
+
+def _by_gamma(loss: str) -> tuple[bool, float]:
+    gamma = objectives.gamma(loss)
+    return (True, 0.0) if gamma is None else (False, -gamma)
+
+
+def write(runs: Sequence[Run], folder: Path) -> dict[str, list[Row]]:
+    """All CSV files of a set of runs. Returns the rows of each by its stem."""
+    from tqdm import tqdm
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, list[Row]] = {name: [] for name in PER_RUN}
+    for run in tqdm(runs, unit="run", desc="calibrating", disable=None, leave=False):
+        for name, rows_of in PER_RUN.items():
+            files[name] += rows_of(run)
+    for name, (_, source, make) in TABLES.items():
+        files[name] = make(files[source])
+    for name, rows in files.items():
+        records.write_csv(folder / f"{name}.csv", rows)
+    return files
