@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.train_study import data, networks, objectives, records, training
+from benchmarks.train_study import data, networks, objectives, records, report, sweep, training
 
 # The options that go into training.Settings under the same name.
 _SETTINGS = (
@@ -28,7 +28,7 @@ _QUICK_LOSSES = ("cross-entropy", "focal-3")
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
-        return _study(arguments)
+        return _report(arguments) if arguments.command == "report" else _train(arguments)
     except (data.DataError, training.SettingsError, ValueError) as error:
         print(f"train_study: {error}", file=sys.stderr)
         return 2
@@ -39,6 +39,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.train_study",
         description="Trains a network per loss and seed, epoch by epoch resumable: killed at any point, the same "
         "command goes on after the last finished epoch. Started twice on the same --out, the two share the runs.",
+    )
+    parser.add_argument(
+        "command",
+        nargs="?",
+        default="study",
+        choices=["study", "sweep", "report"],
+        help="study (default): --losses from --seeds, then the report. sweep: short runs over coefficients and sizes "
+        "of the training part, then theirs. report: the tables and figures of what --out holds, be it complete or not",
     )
     parser.add_argument(
         "--data",
@@ -86,11 +94,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("train-study"), help="folder of the runs (default ./train-study)"
     )
+    parser.add_argument("--report", type=Path, help="folder of the tables and figures (default: report, in --out)")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, help="sweep: of the training part (default an eighth, a third and all of it)"
+    )
     parser.add_argument("--quick", action="store_true", help="two losses, one seed, two epochs: to see that it works")
     return parser
 
 
-def _study(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace) -> int:
     if arguments.quick:
         arguments.losses, arguments.seeds, arguments.epochs = list(_QUICK_LOSSES), [0], 2
     losses = [objectives.canonical(name) for name in arguments.losses]
@@ -102,8 +114,22 @@ def _study(arguments: argparse.Namespace) -> int:
         **{name: getattr(arguments, name) for name in _SETTINGS},
     )
     networks.build(settings.network, dataset, settings.width)  # what does not fit is said before anything is written
-    settings.claim(arguments.out)
-    return _train_all(dataset, settings, losses, arguments.seeds, arguments.out)
+    if arguments.command == "sweep":
+        plan = sweep.plan(dataset, settings, arguments.sizes)
+        todo = [(one, sweep.folder_of(arguments.out, one), names) for one, names in plan.items()]
+    else:
+        todo = [(settings, arguments.out, losses)]
+    for one, out, _ in todo:
+        one.claim(out)
+    failed = sum(_train_all(dataset, one, names, arguments.seeds, out) for one, out, names in todo)
+    return _report(arguments) or min(failed, 1)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    folder = arguments.report or arguments.out / "report"
+    print(report.write(arguments.out, folder))
+    print(f"Tables and figures: {folder}")
+    return 0
 
 
 def _train_all(
@@ -132,7 +158,7 @@ def _train_all(
             runs.update()
     for line in diverged:
         print(f"train_study: diverged: {line}", file=sys.stderr)
-    return 1 if diverged else 0
+    return len(diverged)
 
 
 if __name__ == "__main__":

@@ -78,3 +78,9 @@ def gamma(name: str) -> float | None:
     if family not in ("focal", "inverse-focal") or coefficient is None:
         return None
     return coefficient if family == "focal" else -coefficient
+
+
+def rank(name: str) -> tuple[int, str, float]:
+    """The order in which losses are listed: that of ``ALL``, then by family and coefficient."""
+    family, coefficient = parse(name)
+    return (ALL.index(name) if name in ALL else len(ALL), family, coefficient or 0.0)

@@ -4,7 +4,7 @@ import csv
 import datetime
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -64,14 +64,12 @@ def is_complete(folder: Path) -> bool:
     return (folder / "run.json").exists()
 
 
-def read_runs(out: Path, losses: Sequence[str] | None = None) -> list[Run]:
-    """All complete runs, by loss (in the order given, or by name) and seed."""
+def read_runs(out: Path, rank: Callable[[str], Any]) -> list[Run]:
+    """All complete runs, by the rank of the loss and by seed."""
     found = []
     for path in out.glob("*/seed-*/run.json"):
         about = json.loads(path.read_text())
-        if losses is None or about["loss"] in losses:
-            found.append(Run(path.parent, about["loss"], about["seed"], about))
-    rank = (lambda name: losses.index(name)) if losses is not None else (lambda name: name)
+        found.append(Run(path.parent, about["loss"], about["seed"], about))
     return sorted(found, key=lambda run: (rank(run.loss), run.seed))
 
 
