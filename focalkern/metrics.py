@@ -29,14 +29,17 @@ __all__ = [
     "ESTIMATORS",
     "ReliabilityBins",
     "accuracy",
+    "aurc",
     "auroc",
     "brier_score",
     "classwise_calibration_error",
+    "debiased_calibration_error",
     "expected_calibration_error",
     "maximum_calibration_error",
     "nll",
     "reliability_bins",
     "rms_calibration_error",
+    "smooth_calibration_error",
 ]
 
 ESTIMATORS = ("equal_width", "equal_mass", "equal_mass_interp")
@@ -44,6 +47,11 @@ ESTIMATORS = ("equal_width", "equal_mass", "equal_mass_interp")
 # Rows of probabilities are taken as normalised within this much everywhere in the library, so one entry may be above
 # 1 by as much; it counts as 1 for the choice of its bin.
 _ABOVE_ONE = 1e-3
+
+# Intervals between the grid points of smooth_calibration_error.
+_SMOOTH_GRID = 1 << 13
+# Sets that it looks at together: 128 KiB each, a few times over.
+_SMOOTH_BLOCK = 64
 
 # Probabilities that classwise_calibration_error looks at together: its work space is a few times as many numbers.
 _CLASSWISE_BLOCK = 1 << 22
@@ -171,8 +179,139 @@ def rms_calibration_error(
     return _nan_if_empty((bins.weight * bins.gap.square()).nansum(-1).sqrt(), bins)
 
 
+def debiased_calibration_error(
+    probs: Any = None,
+    target: Any = None,
+    *,
+    n_bins: int = 15,
+    estimator: str = "equal_width",
+    norm: str = "l2",
+    confidence: Any = None,
+    correct: Any = None,
+) -> Tensor:
+    r"""Calibration error of the top class, less what the noise of the bins' accuracies adds to it.
+
+    With g = acc - conf, n samples in the bin and :math:`v = \text{acc} (1 - \text{acc})`:
+
+    .. math::
+        \text{l2: } \sqrt{\max\Big(0, \sum_b \frac{|B_b|}{N} \big(g_b^2 - \tfrac{v_b}{n_b - 1}\big)\Big)}
+        \qquad
+        \text{l1: } 2\,\text{ECE} - \sum_b \frac{|B_b|}{N} \, \mathbb E\,|\mathcal N(g_b, v_b / n_b)|
+
+    Under ``"l2"`` the sum is an unbiased estimate of the squared RMSCE of infinitely many rows in the same bins; a bin
+    of one sample counts 0. Under ``"l1"`` it is an approximate correction of ECE: of the bias of a perfectly
+    calibrated model it removes sqrt(2) - 1, about two fifths. It is not cut at 0: a negative value says that the ECE is
+    smaller than noise alone makes it.
+
+    Args:
+        norm: ``"l2"`` or ``"l1"``.
+        others: as :func:`expected_calibration_error`.
+
+    Returns, Raises: as :func:`expected_calibration_error`; ValueError also for another norm.
+
+    Source: Kumar, Liang & Ma 2019 (arXiv 1909.10155), section 5, and their package uncertainty-calibration, which draws
+    the normal variables of ``"l1"`` where this takes their mean in closed form; l2: Broecker 2012, "Estimating
+    reliability and resolution of probability forecasts".
+    """
+    op = "debiased_calibration_error"
+    if norm not in ("l1", "l2"):
+        raise ValueError(f"{op}: norm must be one of l1, l2, got {norm!r}")
+    bins = _bins(op, probs, target, confidence, correct, n_bins, estimator)
+    gap, n = bins.gap.nan_to_num(nan=0.0), bins.count.to(torch.float64)
+    variance = (bins.accuracy * (1 - bins.accuracy)).nan_to_num(nan=0.0).clamp(min=0)
+    if norm == "l2":
+        square = torch.where(bins.count > 1, gap.square() - variance / (n - 1), 0.0)
+        return _nan_if_empty((bins.weight * square).sum(-1).clamp(min=0).sqrt(), bins)
+    deviation = (variance / n.clamp(min=1)).sqrt()
+    # E|N(g, s^2)| = s sqrt(2 / pi) exp(-g^2 / 2 s^2) + g erf(g / s sqrt(2)), which is |g| at s = 0.
+    ratio = torch.where(deviation > 0, gap / (deviation * math.sqrt(2)), torch.sign(gap) * math.inf).nan_to_num(nan=0.0)
+    folded = deviation * math.sqrt(2 / math.pi) * (-ratio.square()).exp() + gap * ratio.erf()
+    return _nan_if_empty((bins.weight * (2 * gap.abs() - folded)).sum(-1), bins)
+
+
 @torch.no_grad()
-def classwise_calibration_error(probs: Any, target: Any, *, n_bins: int = 15, estimator: str = "equal_width") -> Tensor:
+def smooth_calibration_error(
+    probs: Any = None,
+    target: Any = None,
+    *,
+    bandwidth: float | None = None,
+    confidence: Any = None,
+    correct: Any = None,
+) -> Tensor:
+    r"""Smooth ECE of the top class: no bins, and so no jumps where a confidence crosses a cut.
+
+    .. math::
+        \text{smECE}_\sigma = \int_0^1 \Big| \frac{1}{N} \sum_i (\text{correct}_i - c_i)\, K_\sigma(t, c_i) \Big| dt
+
+    K is the Gaussian kernel of deviation :math:`\sigma`, reflected at 0 and at 1 as often as it takes. Without
+    ``bandwidth`` the result is the :math:`\sigma` at which :math:`\text{smECE}_\sigma = \sigma`; there is exactly one,
+    because smECE falls with :math:`\sigma`. It is a consistent measure of the distance to the nearest calibrated
+    predictor: between a constant times that distance and a constant times its square root.
+
+    The confidences are spread over a grid of 8193 points and :math:`\sigma` is found to 1e-7. A kernel as narrow as
+    1e-3 is resolved to 1 %, one of 1e-2 to 1e-4.
+
+    Args:
+        bandwidth: :math:`\sigma` > 0, or None for the one that the data choose.
+        others: as :func:`expected_calibration_error`.
+
+    Returns, Raises: as :func:`expected_calibration_error`; ValueError also for a bandwidth that is not positive.
+
+    Source: Blasiok & Nakkiran 2023 (arXiv 2309.12236), sections 3 and 4; their package relplot.
+    """
+    op = "smooth_calibration_error"
+    if bandwidth is not None and not bandwidth > 0:
+        raise ValueError(f"{op}: bandwidth must be positive, got {bandwidth!r}")
+    confidence, correct = _confidence_and_correct(op, probs, target, confidence, correct)
+    *batch, n_samples = confidence.shape
+    result = torch.full((math.prod(batch),), math.nan, dtype=torch.float64, device=confidence.device)
+    if n_samples:
+        confidence, correct = confidence.view(-1, n_samples), correct.reshape(-1, n_samples)
+        for first in range(0, len(result), _SMOOTH_BLOCK):
+            part = slice(first, first + _SMOOTH_BLOCK)
+            result[part] = _smooth_errors(confidence[part].to(torch.float64), correct[part], bandwidth)
+    return result.view(batch)
+
+
+def _smooth_errors(confidence: Tensor, correct: Tensor, bandwidth: float | None) -> Tensor:
+    """[B] from [B, N] in float64."""
+    confidence = confidence.clamp(max=1.0)
+    # Each residual is shared between its two neighbours on the grid, in proportion to nearness.
+    place = confidence * _SMOOTH_GRID
+    left = place.long().clamp_(max=_SMOOTH_GRID - 1)
+    residual = (correct - confidence) / confidence.shape[-1]
+    to_right = residual * (place - left)
+    grid = confidence.new_zeros(len(confidence), _SMOOTH_GRID + 1)
+    grid.scatter_add_(-1, left, residual - to_right)
+    grid.scatter_add_(-1, left + 1, to_right)
+    # A Gaussian reflected at both ends is diagonal in the cosines: the transform of the even extension, of period 2.
+    # There an end point lies on its own mirror image.
+    grid[:, 0] *= 2
+    grid[:, -1] *= 2
+    spectrum = torch.fft.rfft(torch.cat([grid, grid[:, 1:-1].flip(-1)], -1))
+    frequency = math.pi * torch.arange(_SMOOTH_GRID + 1, dtype=torch.float64, device=grid.device)
+
+    def at(sigma: Tensor) -> Tensor:
+        damping = (-0.5 * (sigma.unsqueeze(-1) * frequency).square()).exp()
+        smoothed = torch.fft.irfft(spectrum * damping, 2 * _SMOOTH_GRID)[:, : _SMOOTH_GRID + 1].abs()
+        # The trapezoidal rule; the step of the grid is in the values already.
+        return smoothed.sum(-1) - 0.5 * (smoothed[:, 0] + smoothed[:, -1])
+
+    low = grid.new_zeros(len(grid))
+    if bandwidth is not None:
+        return at(low + float(bandwidth))
+    high = low + 1
+    for _ in range(24):
+        middle = 0.5 * (low + high)
+        above = at(middle) > middle
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return torch.where(low > 0, 0.5 * (low + high), 0.0)
+
+
+@torch.no_grad()
+def classwise_calibration_error(
+    probs: Any, target: Any, *, n_bins: int = 15, estimator: str = "equal_width", reduction: str = "mean"
+) -> Tensor:
     r"""Mean over the classes of the calibration error of that class's probability against [target = class].
 
     .. math:: \frac{1}{C} \sum_k \sum_b \frac{|B_{bk}|}{N} \, |\text{freq}_{bk} - \text{prob}_{bk}|
@@ -182,27 +321,30 @@ def classwise_calibration_error(probs: Any, target: Any, *, n_bins: int = 15, es
         target: [..., N] class indices, integer.
         n_bins: bins per class, at least 1.
         estimator: as :func:`expected_calibration_error`; the published figures are ``"equal_width"``.
+        reduction: ``"mean"`` over the classes, or ``"none"`` for the error of each.
 
     Returns:
-        float64 tensor of the batch's shape, a fraction; NaN for N = 0.
+        float64 tensor of the batch's shape, with ``"none"`` [..., C]; a fraction; NaN for N = 0.
 
-    Raises: as :func:`expected_calibration_error`.
+    Raises: as :func:`expected_calibration_error`; ValueError also for another reduction.
 
     Source: Kull et al. 2019 (arXiv 1910.12656), section 2; Mukhoti et al. 2020 (arXiv 2002.09437), table C.2.
     """
     name = "classwise_calibration_error"
+    if reduction not in ("mean", "none"):
+        raise ValueError(f"{name}: reduction must be one of mean, none, got {reduction!r}")
     probs, target = _probs_and_target(name, probs, target)
     *batch, n_samples, n_classes = probs.shape
-    total = torch.zeros(batch, dtype=torch.float64, device=probs.device)
+    errors = torch.empty(*batch, n_classes, dtype=torch.float64, device=probs.device)
     block = max(1, _CLASSWISE_BLOCK // max(1, n_samples * math.prod(batch)))
     for first in range(0, n_classes, block):
         classes = torch.arange(first, min(first + block, n_classes), device=probs.device)
         of_class = probs[..., first : first + block].transpose(-1, -2).contiguous()
         is_class = target.unsqueeze(-2) == classes.unsqueeze(-1)
-        error = expected_calibration_error(confidence=of_class, correct=is_class, n_bins=n_bins, estimator=estimator)
-        total += error.sum(-1)
-    result: Tensor = total / n_classes
-    return result
+        errors[..., first : first + block] = expected_calibration_error(
+            confidence=of_class, correct=is_class, n_bins=n_bins, estimator=estimator
+        )
+    return errors.mean(-1) if reduction == "mean" else errors
 
 
 @torch.no_grad()
@@ -282,23 +424,70 @@ def accuracy(probs: Any = None, target: Any = None, *, correct: Any = None) -> T
 
 
 @torch.no_grad()
+def aurc(
+    probs: Any = None,
+    target: Any = None,
+    *,
+    excess: bool = False,
+    confidence: Any = None,
+    correct: Any = None,
+) -> Tensor:
+    r"""Area under the risk-coverage curve: the mean error rate when only the most confident samples are answered.
+
+    .. math:: \frac{1}{N} \sum_{i=1}^{N} \frac{1}{i} \sum_{j \le i} (1 - \text{correct}_{(j)})
+
+    with the samples in descending order of confidence. Among tied confidences it is the mean over all their orders, so
+    it does not depend on the order of rows.
+
+    Args:
+        excess: take off what the best order of the same samples has (all that are correct first): what is left is due
+            to the confidences, and is 0 if they rank every correct sample above every other.
+        others: as :func:`expected_calibration_error`.
+
+    Returns:
+        float64 tensor of the batch's shape, a fraction, lower is better; NaN for N = 0.
+
+    Raises: as :func:`expected_calibration_error`.
+
+    Source: Geifman, Uziel & El-Yaniv 2019 (arXiv 1805.08206), section 3; their E-AURC takes off an approximation,
+    e + (1 - e) log(1 - e) with the error rate e, where this takes off the area itself.
+    """
+    confidence, correct = _confidence_and_correct("aurc", probs, target, confidence, correct)
+    n_samples = confidence.shape[-1]
+    ordered, order = confidence.sort(dim=-1, descending=True)
+    loss = 1 - correct.gather(-1, order)
+    # Equal confidences share their mean loss: the mean over all orders, because the curve is linear in the losses.
+    tied = torch.zeros_like(order)
+    tied[..., 1:] = (ordered[..., 1:] != ordered[..., :-1]).cumsum(-1)
+    total = torch.zeros_like(loss).scatter_add_(-1, tied, loss)
+    count = torch.zeros_like(loss).scatter_add_(-1, tied, torch.ones_like(loss))
+    loss = total.gather(-1, tied) / count.gather(-1, tied)
+    coverage = torch.arange(1, n_samples + 1, device=confidence.device)
+    area = (loss.cumsum(-1) / coverage).mean(-1)
+    if excess:
+        area = area - ((1 - correct).sort(dim=-1).values.cumsum(-1) / coverage).mean(-1)
+    return area
+
+
+@torch.no_grad()
 def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
     r"""Area under the ROC curve of confidence as a detector of out-of-distribution inputs.
 
     .. math:: P(\text{in} > \text{out}) + \tfrac{1}{2} P(\text{in} = \text{out})
 
-    1 when every in-distribution sample is more confident than every other, 1/2 when confidence says nothing.
+    1 when every in-distribution sample is more confident than every other, 1/2 when confidence says nothing. With the
+    confidences of correct and of wrong predictions it is the AUROC of failure prediction.
 
     Args:
-        confidence_in: [N] confidences on in-distribution samples, floating point, any finite scale.
-        confidence_out: [K] confidences on out-of-distribution samples, same dtype.
+        confidence_in: [..., N] confidences on in-distribution samples, floating point, any scale.
+        confidence_out: [..., K] confidences on out-of-distribution samples, same dtype and batch.
 
     Returns:
-        float64 0-dim tensor, a fraction; NaN when either set is empty.
+        float64 tensor of the batch's shape, a fraction; NaN when either set is empty.
 
     Raises:
         TypeError: not floating point, or two dtypes.
-        ValueError: not one-dimensional, two devices, or NaN.
+        ValueError: a single number, two batches, two devices, or NaN.
 
     Source: Hanley & McNeil 1982, "The meaning and use of the area under a ROC curve".
     """
@@ -307,11 +496,11 @@ def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
         values = as_tensor(values)
         if not values.is_floating_point():
             raise TypeError(f"auroc: {name} must be floating point, got {values.dtype}")
-        if values.dim() != 1:
-            raise ValueError(f"auroc: {name} must be one-dimensional, got shape {list(values.shape)}")
+        if values.dim() < 1:
+            raise ValueError(f"auroc: {name} must be [N], got a single number")
         if bool(values.isnan().any()):
-            raise ValueError(f"auroc: {name} must not be NaN, got NaN at row {int(values.isnan().nonzero()[0])}")
-        sets.append(values)
+            raise ValueError(f"auroc: {name} must not be NaN, got NaN at row {int(values.isnan().nonzero()[0, -1])}")
+        sets.append(values.contiguous())
     inside, outside = sets
     if inside.dtype != outside.dtype:
         raise TypeError(
@@ -321,14 +510,16 @@ def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
         raise ValueError(
             f"auroc: confidence_out must be on the device of confidence_in, {inside.device}, got {outside.device}"
         )
-    pairs = len(inside) * len(outside)
-    if pairs == 0:
-        return torch.full((), math.nan, dtype=torch.float64, device=inside.device)
-    ordered = outside.sort().values
-    below = torch.searchsorted(ordered, inside, right=False).sum()
-    not_above = torch.searchsorted(ordered, inside, right=True).sum()
-    # Both sums are int64 and exact: (wins + (wins + ties)) / 2.
-    return (below + not_above).to(torch.float64) / (2 * pairs)
+    if inside.shape[:-1] != outside.shape[:-1]:
+        raise ValueError(
+            f"auroc: confidence_out must have the batch of confidence_in, {list(inside.shape[:-1])}, "
+            f"got {list(outside.shape[:-1])}"
+        )
+    ordered = outside.sort(dim=-1).values
+    below = torch.searchsorted(ordered, inside, right=False).sum(-1)
+    not_above = torch.searchsorted(ordered, inside, right=True).sum(-1)
+    # Both sums are int64 and exact: (wins + (wins + ties)) / 2. Without pairs 0 / 0 is NaN.
+    return (below + not_above).to(torch.float64) / (2 * inside.shape[-1] * outside.shape[-1])
 
 
 def reliability_bins(

@@ -17,6 +17,8 @@ ERRORS = (
     metrics.maximum_calibration_error,
     metrics.rms_calibration_error,
 )
+BINNED = (*ERRORS, metrics.debiased_calibration_error, metrics.classwise_calibration_error)
+UNBINNED = (metrics.smooth_calibration_error, metrics.aurc)
 
 
 def numpy_bins(confidence, n_bins, estimator):
@@ -149,7 +151,7 @@ def test_all_confidences_equal_have_no_interp_bin():
 
 
 @pytest.mark.parametrize("estimator", metrics.ESTIMATORS)
-@pytest.mark.parametrize("function", [*ERRORS, metrics.classwise_calibration_error])
+@pytest.mark.parametrize("function", BINNED)
 def test_no_rows_are_nan(function, estimator, device):
     probs, target = torch.empty(0, 3, device=device), torch.empty(0, dtype=torch.int64, device=device)
     assert function(probs, target, estimator=estimator).isnan()
@@ -161,6 +163,13 @@ def test_no_rows_are_nan_for_scores():
     assert metrics.brier_score(probs, target).isnan()
     assert metrics.accuracy(probs, target).isnan()
     assert metrics.auroc(torch.empty(0), torch.rand(3)).isnan()
+    assert metrics.auroc(torch.empty(2, 3), torch.empty(2, 0)).isnan().tolist() == [True, True]
+    for function in UNBINNED:
+        assert function(probs, target).isnan()
+        assert function(confidence=torch.empty(2, 0), correct=torch.empty(2, 0)).isnan().tolist() == [True, True]
+    assert metrics.smooth_calibration_error(probs, target, bandwidth=0.1).isnan()
+    assert metrics.aurc(probs, target, excess=True).isnan()
+    assert metrics.debiased_calibration_error(probs, target, norm="l1").isnan()
 
 
 def test_correct_decides_when_it_is_given():
@@ -182,6 +191,131 @@ def test_classwise_is_the_mean_over_classes(estimator, device):
     ]
     result = metrics.classwise_calibration_error(probs, target, estimator=estimator)
     assert float(result) == pytest.approx(np.mean(per_class), abs=1e-12)
+
+
+def test_classwise_without_reduction_is_each_class(device):
+    probs, target = sample(300, n_classes=7, device=device)
+    errors = metrics.classwise_calibration_error(probs, target, reduction="none")
+    assert errors.shape == (7,)
+    of_class = metrics.expected_calibration_error(confidence=probs[:, 3].contiguous(), correct=target == 3)
+    assert_close(errors[3], of_class)
+    assert_close(errors.mean(), metrics.classwise_calibration_error(probs, target))
+    batch = metrics.classwise_calibration_error(probs.view(2, 150, 7), target.view(2, 150), reduction="none")
+    assert_close(batch[1], metrics.classwise_calibration_error(probs[150:], target[150:], reduction="none"))
+
+
+def numpy_debiased(confidence, correct, n_bins, estimator, norm, draws):
+    """In the words of Kumar et al.; the normal variables of l1 are drawn."""
+    total = 0.0
+    for rows in numpy_bins(confidence, n_bins, estimator):
+        if not len(rows):
+            continue
+        p, gap = correct[rows].mean(), correct[rows].mean() - confidence[rows].mean()
+        if norm == "l2":
+            value = gap**2 - p * (1 - p) / (len(rows) - 1) if len(rows) > 1 else 0.0
+        else:
+            value = 2 * abs(gap) - np.abs(gap + math.sqrt(p * (1 - p) / len(rows)) * draws).mean()
+        total += len(rows) / len(confidence) * value
+    return math.sqrt(max(total, 0)) if norm == "l2" else total
+
+
+@pytest.mark.parametrize("n", [1500, 40, 7, 1])
+@pytest.mark.parametrize("estimator", metrics.ESTIMATORS)
+@pytest.mark.parametrize("norm", ["l2", "l1"])
+def test_debiased_error_equals_its_definition(n, estimator, norm, device):
+    probs, target = sample(n, dtype=torch.float64, device=device)
+    confidence, prediction = probs.cpu().max(-1)
+    correct = (prediction == target.cpu()).numpy()
+    # The quantiles of the normal distribution, 20000 of them, stand for draws.
+    draws = torch.special.ndtri((torch.arange(20000, dtype=torch.float64) + 0.5) / 20000).numpy()
+    expected = numpy_debiased(confidence.numpy(), correct, 15, estimator, norm, draws)
+    found = metrics.debiased_calibration_error(probs, target, estimator=estimator, norm=norm)
+    assert float(found) == pytest.approx(expected, abs=1e-12 if norm == "l2" else 1e-5)
+
+
+def test_debiasing_takes_the_bias_of_a_calibrated_model_away():
+    """400 sets of 500 rows from a perfectly calibrated model: plain errors are far above 0, debiased ones are not."""
+    confidence = 0.5 + 0.5 * torch.rand(400, 500, dtype=torch.float64)
+    correct = torch.rand(400, 500, dtype=torch.float64) < confidence
+    given = {"confidence": confidence, "correct": correct, "estimator": "equal_mass"}
+    plain = metrics.rms_calibration_error(**given).square()
+    # Before the cut at 0: RMSCE^2 less the variances, whose mean is 0 within three standard errors.
+    bins = metrics.reliability_bins(**given)
+    squares = plain - (bins.weight * bins.accuracy * (1 - bins.accuracy) / (bins.count - 1)).sum(-1)
+    assert abs(float(squares.mean())) < 3 * float(squares.std()) / 20 < 0.1 * float(plain.mean())
+    assert_close(metrics.debiased_calibration_error(**given), squares.clamp(min=0).sqrt())
+    l1 = metrics.debiased_calibration_error(**given, norm="l1")
+    # Twice the half-normal mean of one deviation, less that of sqrt(2) deviations.
+    assert float(l1.mean() / metrics.expected_calibration_error(**given).mean()) == pytest.approx(2 - 2**0.5, rel=0.1)
+    assert bool((l1 < 0).any())
+
+
+def direct_smooth_error(confidence, correct, sigma, n_points=40001):
+    """The integral by the midpoint rule, the kernel reflected five times at each end."""
+    t = (np.arange(n_points) + 0.5) / n_points
+    total = np.zeros(n_points)
+    for c, hit in zip(confidence, correct, strict=True):
+        for shift in range(-4, 6, 2):
+            for image in (shift + c, shift - c):
+                total += (hit - c) * np.exp(-0.5 * ((t - image) / sigma) ** 2) / (sigma * math.sqrt(2 * math.pi))
+    return np.abs(total / len(confidence)).mean()
+
+
+@pytest.mark.parametrize(("sigma", "rel"), [(0.001, 1e-2), (0.01, 1e-4), (0.1, 1e-5), (0.8, 1e-5)])
+def test_smooth_error_equals_its_integral(sigma, rel, device):
+    # Both ends, next to both ends, an edge of bins, a tie.
+    confidence = torch.tensor([0.0, 1.0, 1.0, 0.003, 0.998, 1 / 3, 0.6, 0.6, 0.71], dtype=torch.float64)
+    correct = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.25])
+    found = metrics.smooth_calibration_error(
+        confidence=confidence.to(device), correct=correct.to(device), bandwidth=sigma
+    )
+    assert float(found) == pytest.approx(direct_smooth_error(confidence.tolist(), correct.tolist(), sigma), rel=rel)
+
+
+def test_smooth_error_is_its_own_bandwidth():
+    probs, target = sample(400, dtype=torch.float64)
+    found = metrics.smooth_calibration_error((3 * probs.log()).softmax(-1), target)
+    at_it = metrics.smooth_calibration_error((3 * probs.log()).softmax(-1), target, bandwidth=float(found))
+    assert float(at_it) == pytest.approx(float(found), abs=1e-6)
+
+
+def test_smooth_error_at_the_ends():
+    one = torch.ones(3)
+    assert metrics.smooth_calibration_error(confidence=one, correct=one) == 0
+    # Everything at one place and wrong by 1: the mass of the residual, whatever the kernel.
+    assert float(metrics.smooth_calibration_error(confidence=one, correct=0 * one)) == pytest.approx(1, abs=1e-6)
+    # It does not jump where ECE does: across the edge of a bin, where residuals of both signs part.
+    correct = torch.tensor([1.0, 0.0])
+    beside = [torch.tensor([2 / 3, 2 / 3 + step], dtype=torch.float64) for step in (0, 1e-6)]
+    smooth = [float(metrics.smooth_calibration_error(confidence=c, correct=correct)) for c in beside]
+    binned = [float(metrics.expected_calibration_error(confidence=c, correct=correct)) for c in beside]
+    assert abs(smooth[0] - smooth[1]) < 1e-5 and abs(binned[0] - binned[1]) > 0.3
+
+
+def test_smooth_error_in_blocks_is_smooth_error_at_once(monkeypatch):
+    confidence = torch.rand(2, 3, 20, dtype=torch.float64)
+    correct = torch.rand(2, 3, 20) < confidence
+    at_once = metrics.smooth_calibration_error(confidence=confidence, correct=correct)
+    assert at_once.shape == (2, 3)
+    monkeypatch.setattr(metrics, "_SMOOTH_BLOCK", 4)
+    assert_close(metrics.smooth_calibration_error(confidence=confidence, correct=correct), at_once)
+
+
+def test_aurc_is_the_mean_risk_over_all_orders_of_ties(device):
+    confidence = torch.tensor([0.9, 0.5, 0.5, 0.5, 0.2], device=device)
+    correct = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], device=device)
+    loss = (1 - correct).tolist()
+    areas = []
+    for middle in itertools.permutations([1, 2, 3]):
+        order = [0, *middle, 4]
+        areas.append(np.mean([np.mean([loss[j] for j in order[: i + 1]]) for i in range(5)]))
+    assert float(metrics.aurc(confidence=confidence, correct=correct)) == pytest.approx(np.mean(areas))
+    # The best order has its two errors last: (1/4 + 2/5) / 5.
+    excess = metrics.aurc(confidence=confidence, correct=correct, excess=True)
+    assert float(excess) == pytest.approx(np.mean(areas) - (1 / 4 + 2 / 5) / 5)
+    ranked = metrics.aurc(confidence=torch.tensor([0.9, 0.8, 0.7]), correct=torch.tensor([1, 1, 0]), excess=True)
+    assert float(ranked) == 0
+    assert metrics.aurc(confidence=confidence, correct=torch.ones(5, device=device)) == 0
 
 
 def test_classwise_in_blocks_is_classwise_at_once(monkeypatch):
@@ -221,14 +355,19 @@ def test_batches_are_independent_sets(device):
     probs, target = zip(*(sample(60, n_classes=c) for c in (4, 4)), strict=True)
     probs = torch.stack([probs[0], probs[1].flip(1)]).to(device)
     target = torch.stack(target).to(device)
-    for function in (*ERRORS, metrics.classwise_calibration_error):
+    for function in BINNED:
         for estimator in metrics.ESTIMATORS:
             result = function(probs, target, estimator=estimator)
             one_by_one = torch.stack([function(p, t, estimator=estimator) for p, t in zip(probs, target, strict=True)])
             assert result.shape == (2,)
             assert_close(result, one_by_one)
-    for function in (metrics.nll, metrics.brier_score, metrics.accuracy):
+    for function in (metrics.nll, metrics.brier_score, metrics.accuracy, *UNBINNED):
         assert_close(function(probs, target), torch.stack([function(probs[i], target[i]) for i in range(2)]))
+    confidence = probs.amax(-1)
+    assert_close(
+        metrics.auroc(confidence, confidence[:, :20].square()),
+        torch.stack([metrics.auroc(row, row[:20].square()) for row in confidence]),
+    )
 
 
 def test_auroc_equals_all_pairs_with_ties(device):
@@ -273,6 +412,10 @@ def test_numpy_arrays_are_taken_also_read_only_ones():
         (lambda p, y: metrics.expected_calibration_error(confidence=p[:, 0] + 1, correct=y > 0), ValueError, "row 0"),
         (lambda p, y: metrics.expected_calibration_error(confidence=p[:, 0], correct=p[:3, 0]), ValueError, "[4]"),
         (lambda p, y: metrics.expected_calibration_error(p, y[:3]), ValueError, "target must be [N] = [4], got [3]"),
+        (lambda p, y: metrics.debiased_calibration_error(p, y, norm="max"), ValueError, "one of l1, l2, got 'max'"),
+        (lambda p, y: metrics.smooth_calibration_error(p, y, bandwidth=0), ValueError, "must be positive, got 0"),
+        (lambda p, y: metrics.smooth_calibration_error(p.log(), y), ValueError, "in row 0; are these logits?"),
+        (lambda p, y: metrics.classwise_calibration_error(p, y, reduction="sum"), ValueError, "mean, none, got 'sum'"),
         (lambda p, y: metrics.nll(p, y.float()), TypeError, "target must be integer, got torch.float32"),
         (lambda p, y: metrics.nll(y, y), TypeError, "probs must be floating point, got torch.int64"),
         (lambda p, y: metrics.nll(p[:, 0], y), ValueError, "probs must be [N, C], got shape [4]"),
@@ -280,7 +423,8 @@ def test_numpy_arrays_are_taken_also_read_only_ones():
         (lambda p, y: metrics.classwise_calibration_error(p, y - 1), IndexError, "got -1 at row 0"),
         (lambda p, y: metrics.accuracy(p), ValueError, "expected probs and target, or correct"),
         (lambda p, y: metrics.accuracy(p, y, correct=y == 0), ValueError, "got both"),
-        (lambda p, y: metrics.auroc(p, p[0]), ValueError, "confidence_in must be one-dimensional"),
+        (lambda p, y: metrics.auroc(p[0, 0], p[0]), ValueError, "confidence_in must be [N], got a single number"),
+        (lambda p, y: metrics.auroc(p, p[0]), ValueError, "must have the batch of confidence_in, [4], got []"),
         (lambda p, y: metrics.auroc(p[0], p[0].double()), TypeError, "must have the dtype of confidence_in"),
         (lambda p, y: metrics.auroc(p[0], p[0] * math.nan), ValueError, "must not be NaN, got NaN at row 0"),
         (lambda p, y: metrics.auroc(y, y), TypeError, "must be floating point, got torch.int64"),
