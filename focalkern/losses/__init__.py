@@ -1,0 +1,42 @@
+"""Losses for training: modules to put in the place of ``torch.nn.CrossEntropyLoss``.
+
+Called with logits [C], [N, C] or [N, C, d1, ...] and labels [], [N] or [N, d1, ...] (int64, int32, uint8) or class
+probabilities of the shape of the logits. Four options mean in all of them what they mean in cross-entropy:
+
+weight
+    [C] class weights, a buffer. Where a loss is no sum over the classes of the target (Brier, the norm of the logits),
+    a sample has the weight of its label, or the mean of the weights under its class probabilities.
+ignore_index
+    Samples of this label count neither in the loss nor in the mean, whatever their logits hold.
+reduction
+    "none", "mean" or "sum"; the mean divides by the summed weight of the samples that count.
+label_smoothing
+    Mixes the target with the uniform distribution. Label smoothing as a baseline is thus
+    ``FocalLoss(0.0, label_smoothing=0.05)``, or torch's own cross-entropy, and has no class here.
+
+The focal family runs in the fused kernel, and its schedules are tables that are looked up there: a step neither waits
+for the device nor loops in Python, and other values in a table compile nothing again. The baselines are plain torch.
+Nowhere is an epsilon or a clamp on a probability; half-precision logits are computed in float32, and the loss has the
+dtype of the logits (float32 under autocast). Labels out of range are treated as in :func:`focalkern.focal_loss`.
+
+A module's state loads whole or not at all: what does not fit leaves it as it was.
+"""
+
+from focalkern.losses._adafocal import AdaFocalLoss, AdaFocalRecord
+from focalkern.losses._focal import FLSDLoss, FocalLoss, InverseFocalLoss
+from focalkern.losses._plain import BrierLoss, DualFocalLoss, LogitNormPenalty, MMCELoss
+from focalkern.losses._sigmoid import SigmoidFocalLoss, sigmoid_focal_loss
+
+__all__ = [
+    "AdaFocalLoss",
+    "AdaFocalRecord",
+    "BrierLoss",
+    "DualFocalLoss",
+    "FLSDLoss",
+    "FocalLoss",
+    "InverseFocalLoss",
+    "LogitNormPenalty",
+    "MMCELoss",
+    "SigmoidFocalLoss",
+    "sigmoid_focal_loss",
+]

@@ -1,0 +1,362 @@
+"""AdaFocal: the fused focal loss with a gamma per confidence bin, adapted to validation statistics."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from focalkern.gamma import GammaTable
+from focalkern.losses._base import Reduction, check_pair, check_range, compute_dtype, number
+from focalkern.losses._focal import FocalFamily
+from focalkern.metrics import as_tensor, reliability_bins
+
+# Below it the slope of the inverse focal loss changes sign; see focal_loss.
+STEEPEST_INVERSE_GAMMA = -3.591
+
+
+@dataclass(frozen=True, eq=False)  # equality of tensors is no single answer
+class AdaFocalRecord:
+    """One update of an :class:`AdaFocalLoss`. All tensors are on the CPU; statistics are fractions, float64.
+
+    Attributes:
+        bin_edges: [n_bins + 1], the bins from here on.
+        confidence: [n_bins], mean top-1 confidence of the validation samples in each bin, NaN for an empty bin.
+        accuracy: [n_bins], the fraction of them that is correct, NaN for an empty bin.
+        count: [n_bins], int64, how many they are; None when :meth:`AdaFocalLoss.update_bins` was not told.
+        bin_gammas: [n_bins], after the update.
+    """
+
+    bin_edges: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+    count: Tensor | None
+    bin_gammas: Tensor
+
+
+class AdaFocalLoss(FocalFamily):
+    r"""AdaFocal: one gamma per bin of confidence, which follows the calibration error of that bin in validation.
+
+    .. math::
+        L = -(1 - p)^{\gamma_b} \log p \;\; (\gamma_b \ge 0), \qquad
+        L = -(1 + p)^{|\gamma_b|} \log p \;\; (\gamma_b < 0), \qquad b = \text{the bin of } p
+
+    with p the probability of the target class. After each epoch, with E_b = mean confidence - accuracy of the
+    validation samples whose *top-1* confidence is in bin b,
+
+    .. math:: \gamma_b \leftarrow \gamma_b \exp(+\lambda E_b) \text{ if } \gamma_b > 0, \quad
+        \gamma_b \exp(-\lambda E_b) \text{ otherwise};
+
+    then, where abs(gamma_b) < switch, gamma_b becomes -switch if it was positive and +switch otherwise; then it is
+    clipped to [gamma_min, gamma_max]. A bin without validation samples keeps its gamma. The bins are cut anew at each
+    update, ``n_bins`` of equal mass (estimator ``equal_mass_interp``: statistics are over (lo, hi], so that the lowest
+    confidence is in no bin); training looks p up in [lo, hi), outer bins open-ended. Until the first update there are
+    ``n_bins`` uniform bins with ``gamma_init``.
+
+    A training loop calls :meth:`accumulate` for each validation batch and :meth:`update` once after them.
+
+    Args:
+        n_bins: at least 1.
+        lam: lambda, at least 0.
+        gamma_init: gamma of all bins in the first epoch.
+        gamma_max, gamma_min: what gamma is clipped to. Below -3.591 the slope of the inverse focal loss changes sign
+            near p = 0.28, which is warned about.
+        switch: the threshold S_th, at least 0.
+        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`; the factor is
+            not detached by default, as published. With label smoothing or class probabilities gamma is looked up at
+            the probability of each class.
+
+    Attributes:
+        bin_edges: float64 [n_bins + 1], a buffer.
+        bin_gammas: float64 [n_bins], a buffer.
+        history: list of :class:`AdaFocalRecord`, one per update; ``focalkern.plots.adafocal_history`` draws it.
+        n_accumulated: validation samples that wait for the next update.
+
+    The state (``state_dict``) has the bins, the history and the samples that wait, so that training goes on from it at
+    any point. It is this process's: in distributed training, samples that wait on other ranks are in their states.
+
+    Raises:
+        TypeError, ValueError: as :class:`FocalLoss`; gamma_init outside [gamma_min, gamma_max].
+
+    Source: Ghosh, Schaaf & Gormley, NeurIPS 2022. Their code (github.com/3mcloud/adafocal) sums the loss
+    over the batch where the default here is the mean, adds 1e-20 to 1 - p, and finds gamma on the host, sample by
+    sample; bins, look-up by p, update, switch and clipping are the same.
+    """
+
+    bin_edges: Tensor
+    bin_gammas: Tensor
+    _exact_buffers = ("bin_edges", "bin_gammas")
+
+    def __init__(
+        self,
+        n_bins: int = 15,
+        lam: float = 1.0,
+        gamma_init: float = 1.0,
+        gamma_max: float = 20.0,
+        gamma_min: float = -2.0,
+        switch: float = 0.2,
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        detach_modulation: bool = False,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            detach_modulation=detach_modulation,
+        )
+        if isinstance(n_bins, bool) or not hasattr(type(n_bins), "__index__"):
+            raise TypeError(f"AdaFocalLoss: n_bins must be an int, got {n_bins!r}")
+        if n_bins < 1:
+            raise ValueError(f"AdaFocalLoss: n_bins must be at least 1, got {n_bins}")
+        self.n_bins = int(n_bins)
+        self.lam = number("AdaFocalLoss", "lam", lam, low=0.0)
+        self.gamma_min = number("AdaFocalLoss", "gamma_min", gamma_min)
+        self.gamma_max = number("AdaFocalLoss", "gamma_max", gamma_max, low=self.gamma_min)
+        self.gamma_init = number("AdaFocalLoss", "gamma_init", gamma_init, low=self.gamma_min, high=self.gamma_max)
+        self.switch = number("AdaFocalLoss", "switch", switch, low=0.0)
+        if self.gamma_min < STEEPEST_INVERSE_GAMMA:
+            warnings.warn(
+                f"AdaFocalLoss: gamma_min = {self.gamma_min} is below {STEEPEST_INVERSE_GAMMA}, where the slope of "
+                "the inverse focal loss changes sign near p = 0.28",
+                stacklevel=2,
+            )
+        self.register_buffer("bin_edges", torch.arange(self.n_bins + 1, dtype=torch.float64) / self.n_bins)
+        self.register_buffer("bin_gammas", torch.full((self.n_bins,), self.gamma_init, dtype=torch.float64))
+        self.history: list[AdaFocalRecord] = []
+        self._confidence: list[Tensor] = []
+        self._correct: list[Tensor] = []
+
+    def _gamma(self) -> GammaTable:
+        return GammaTable._unchecked(self.bin_edges, self.bin_gammas)
+
+    def _settings(self) -> dict[str, object]:
+        names = ("n_bins", "lam", "gamma_init", "gamma_max", "gamma_min", "switch")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def n_accumulated(self) -> int:
+        """Validation samples that wait for the next update, on this rank."""
+        return sum(len(confidence) for confidence in self._confidence)
+
+    def reset(self) -> None:
+        """Forgets the validation samples that wait for the next update. Bins, gammas and history stay."""
+        self._confidence, self._correct = [], []
+
+    @torch.no_grad()
+    def accumulate(self, logits: Tensor, target: Tensor) -> None:
+        """Takes a validation batch into the statistics of the next update.
+
+        Keeps, on the CPU, one confidence (float32; float64 for float64 logits) and one bool per sample. It looks at
+        the values, and so waits for the device.
+
+        Args:
+            logits: [C], [N, C] or [N, C, d1, ...], floating point.
+            target: labels [], [N] or [N, d1, ...]; those equal to ``ignore_index`` are left out.
+
+        Raises:
+            TypeError, ValueError: dtype, shape or device; logits whose softmax is NaN.
+            IndexError: a label out of range. What was accumulated before stays as it was in every case.
+        """
+        confidence, correct = self._validation_samples("accumulate", logits, target)
+        self._confidence.append(confidence)
+        self._correct.append(correct)
+
+    @torch.no_grad()
+    def update(
+        self,
+        logits: Tensor | None = None,
+        target: Tensor | None = None,
+        *,
+        distributed: bool = True,
+        group: Any = None,
+    ) -> AdaFocalRecord:
+        """Cuts the bins anew and moves their gammas, by all that was accumulated, which is then forgotten.
+
+        In distributed training every rank must call it, and every rank ends with the same bins and gammas: those of
+        one process with all samples. The confidences of all ranks are gathered for that, in any number per rank, also
+        none. Where each rank has the whole validation set, ``distributed=False`` does without.
+
+        Args:
+            logits, target: a batch to take into the statistics first, as :meth:`accumulate` does.
+            distributed: gather the samples of all ranks, if torch.distributed is initialised.
+            group: process group to gather over; default: all ranks.
+
+        Returns:
+            The record that was appended to ``history``.
+
+        Raises:
+            TypeError, ValueError, IndexError: as :meth:`accumulate`; no sample on any rank. Bins, gammas, history and
+                accumulated samples stay as they were.
+            RuntimeError: another rank has raised one of these.
+        """
+        confidence, correct = list(self._confidence), list(self._correct)
+        problem: Exception | None = None
+        if (logits is None) != (target is None):
+            problem = ValueError("AdaFocalLoss.update: logits and target go together, got one of them")
+        elif logits is not None and target is not None:
+            try:
+                batch = self._validation_samples("update", logits, target)
+                confidence.append(batch[0])
+                correct.append(batch[1])
+            except (TypeError, ValueError, IndexError) as error:
+                problem = error
+        parts = (torch.cat([torch.empty(0), *confidence]), torch.cat([torch.empty(0, dtype=torch.bool), *correct]))
+        if distributed and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            parts, problem = _gather(parts, problem, group)
+        if problem is not None:
+            raise problem
+        if len(parts[0]) == 0:
+            raise ValueError("AdaFocalLoss.update: no validation sample: call accumulate, or pass logits and target")
+        bins = reliability_bins(
+            confidence=parts[0], correct=parts[1], n_bins=self.n_bins, estimator="equal_mass_interp"
+        )
+        edges = torch.cat([bins.lower, bins.upper[-1:]])
+        record = self._adapt(edges, bins.confidence, bins.accuracy, bins.count)
+        self.reset()
+        return record
+
+    @torch.no_grad()
+    def update_bins(
+        self,
+        bin_edges: Tensor | Sequence[float],
+        mean_confidence: Tensor | Sequence[float],
+        accuracy: Tensor | Sequence[float],
+        counts: Tensor | Sequence[int] | None = None,
+    ) -> AdaFocalRecord:
+        """Moves the gammas by statistics that were computed elsewhere, the same on every rank.
+
+        Args:
+            bin_edges: [n_bins + 1], finite and ascending (equal neighbours are an empty bin): the bins from here on.
+            mean_confidence: [n_bins], of the validation samples in each bin, a fraction.
+            accuracy: [n_bins], a fraction.
+            counts: [n_bins], samples in each bin. Where it is 0 the gamma is kept, and the other two may be NaN.
+
+        Tensors, NumPy arrays or sequences of numbers. What :meth:`accumulate` has collected is left alone.
+
+        Returns:
+            The record that was appended to ``history``.
+
+        Raises:
+            TypeError: not numbers.
+            ValueError: wrong lengths; edges that descend or are not finite; a statistic outside [0, 1] or NaN. The
+                state stays as it was.
+        """
+        op = "AdaFocalLoss.update_bins"
+        edges = _statistics(op, "bin_edges", bin_edges, self.n_bins + 1)
+        _check_edges(op, edges)
+        count = None
+        full = torch.ones(self.n_bins, dtype=torch.bool)
+        if counts is not None:
+            numbers = _statistics(op, "counts", counts, self.n_bins)
+            if not bool(((numbers >= 0) & (numbers == numbers.floor()) & numbers.isfinite()).all()):
+                raise ValueError(f"{op}: counts must be whole numbers of at least 0, got {numbers.tolist()}")
+            count = numbers.long()
+            full = count > 0
+        statistics = []
+        for name, given in (("mean_confidence", mean_confidence), ("accuracy", accuracy)):
+            values = _statistics(op, name, given, self.n_bins)
+            # Written so that NaN fails too. A mean of float32 numbers may be above 1 by its rounding.
+            wrong = full & ~((values >= 0) & (values <= 1 + 1e-3))
+            if bool(wrong.any()):
+                bin = int(wrong.nonzero()[0])
+                raise ValueError(
+                    f"{op}: {name} must be in [0, 1] in bins that are not empty, got {values[bin].item()} in bin {bin}"
+                )
+            statistics.append(torch.where(full, values, math.nan))
+        return self._adapt(edges, statistics[0], statistics[1], count)
+
+    def _validation_samples(self, method: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Top-1 confidence [K], float32 or float64, and correctness [K], bool, of the samples that are not ignored."""
+        op = f"AdaFocalLoss.{method}"
+        class_dim = check_pair(op, logits, target)
+        if target.is_floating_point():
+            raise TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}")
+        check_range(op, target, logits.shape[class_dim], self.ignore_index)
+        z = logits.detach().to(compute_dtype(logits.dtype)).movedim(class_dim, -1)
+        valid = target != self.ignore_index
+        confidence = z.softmax(-1).amax(-1)[valid]
+        correct = (z.argmax(-1) == target)[valid]
+        if bool(confidence.isnan().any()):
+            row = int(confidence.isnan().nonzero()[0])
+            raise ValueError(f"{op}: logits must not be NaN, +inf or all -inf, as in valid row {row}")
+        return confidence.cpu(), correct.cpu()
+
+    def _adapt(self, edges: Tensor, confidence: Tensor, accuracy: Tensor, count: Tensor | None) -> AdaFocalRecord:
+        """The update rule. Everything was checked; statistics are float64 on the CPU, NaN in empty bins."""
+        gamma = self.bin_gammas.detach().double().cpu()
+        error = confidence - accuracy
+        positive = gamma > 0
+        change = (self.lam * torch.where(positive, error, -error)).exp()
+        updated = torch.where(gamma == 0, 0.0, gamma * change)
+        small = updated.abs() < self.switch
+        updated = torch.where(small, torch.where(positive, -self.switch, self.switch), updated)
+        updated = updated.clamp(self.gamma_min, self.gamma_max)
+        updated = torch.where(error.isnan(), gamma, updated)
+        # In place: compiled and captured steps read the same memory.
+        self.bin_edges.copy_(edges)
+        self.bin_gammas.copy_(updated)
+        record = AdaFocalRecord(edges, confidence, accuracy, count, updated)
+        self.history.append(record)
+        return record
+
+    # -- saved state ---------------------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {
+            "history": [asdict(record) for record in self.history],
+            "confidence": torch.cat([torch.empty(0), *self._confidence]),
+            "correct": torch.cat([torch.empty(0, dtype=torch.bool), *self._correct]),
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.history = [AdaFocalRecord(**record) for record in state["history"]]
+        self._confidence, self._correct = [state["confidence"]], [state["correct"]]
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        GammaTable(state["bin_edges"], state["bin_gammas"])
+        extra = state["_extra_state"]
+        if not isinstance(extra, dict) or extra.keys() != self.get_extra_state().keys():
+            raise ValueError("AdaFocalLoss: _extra_state must hold history, confidence and correct")
+        if extra["confidence"].shape != extra["correct"].shape:
+            raise ValueError("AdaFocalLoss: _extra_state must hold one correctness per confidence")
+        for record in extra["history"]:
+            AdaFocalRecord(**record)
+
+
+def _gather(
+    parts: tuple[Tensor, Tensor], problem: Exception | None, group: Any
+) -> tuple[tuple[Tensor, Tensor], Exception | None]:
+    """The validation samples of all ranks, and the error of any: where one rank fails, all must, or they would wait."""
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, (*parts, None if problem is None else str(problem)), group=group)
+    for rank, (_, _, message) in enumerate(everywhere):
+        if problem is None and message is not None:
+            problem = RuntimeError(f"AdaFocalLoss.update: rank {rank} failed: {message}")
+    return (torch.cat([part[0] for part in everywhere]), torch.cat([part[1] for part in everywhere])), problem
+
+
+def _statistics(op: str, name: str, values: Any, length: int) -> Tensor:
+    try:
+        vector = as_tensor(values).double().cpu()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{op}: {name} must be a sequence of numbers, got {values!r}") from error
+    if list(vector.shape) != [length]:
+        raise ValueError(f"{op}: {name} must be [{length}], got {list(vector.shape)}")
+    return vector
+
+
+def _check_edges(op: str, edges: Tensor) -> None:
+    # Written so that NaN fails too.
+    ascending = (edges[1:] >= edges[:-1]) & edges[1:].isfinite() & edges[:-1].isfinite()
+    if not bool(ascending.all()):
+        raise ValueError(f"{op}: bin_edges must be finite and ascending, got {edges.tolist()}")

@@ -1,0 +1,240 @@
+"""What the losses share: the options of cross-entropy, and batches in the form that the plain losses compute with."""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from focalkern.ops.focal_loss import check_labels
+
+Reduction = Literal["none", "mean", "sum"]
+
+_LABEL_DTYPES = (torch.int64, torch.int32, torch.uint8)
+
+
+class Loss(nn.Module):
+    """The options of cross-entropy, checked once, and a state that loads whole or not at all."""
+
+    weight: Tensor | None
+
+    # Buffers that keep their dtype when a model is cast to half precision with the loss inside.
+    _exact_buffers: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if weight is not None:
+            if not isinstance(weight, Tensor):
+                raise TypeError(f"{self._name}: weight must be a tensor, got {type(weight).__name__}")
+            if not weight.is_floating_point():
+                raise TypeError(f"{self._name}: weight must be floating point, got {weight.dtype}")
+            if weight.dim() != 1:
+                raise ValueError(f"{self._name}: weight must be [C], got shape {list(weight.shape)}")
+        if isinstance(ignore_index, bool) or not hasattr(type(ignore_index), "__index__"):
+            raise TypeError(f"{self._name}: ignore_index must be an int, got {ignore_index!r}")
+        check_reduction(self._name, reduction)
+        self.register_buffer("weight", weight)
+        self.ignore_index = int(ignore_index)
+        self.reduction: Reduction = reduction
+        self.label_smoothing = number(self._name, "label_smoothing", label_smoothing, low=0.0, high=1.0)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _settings(self) -> dict[str, object]:
+        """What the loss has beyond the common options, for its printed form."""
+        return {}
+
+    def extra_repr(self) -> str:
+        shown = self._settings()
+        if self.weight is not None:
+            shown["weight"] = f"[{len(self.weight)}]"
+        for name, default in (("ignore_index", -100), ("reduction", "mean"), ("label_smoothing", 0.0)):
+            if getattr(self, name) != default:
+                shown[name] = getattr(self, name)
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Loss":
+        before = {name: self._buffers[name] for name in self._exact_buffers}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, kept in before.items():
+            moved = self._buffers[name]
+            if kept is not None and moved is not None and moved.dtype != kept.dtype:
+                self._buffers[name] = kept.to(moved.device)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # torch copies what fits and complains about the rest afterwards; half a schedule would be worse than none.
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        current = self.state_dict()
+        missing, unexpected = current.keys() - own.keys(), own.keys() - current.keys()
+        if missing or unexpected:
+            missing_keys += [prefix + name for name in current if name in missing]
+            unexpected_keys += [prefix + name for name in own if name in unexpected]
+            return
+        try:
+            self._check_state(own)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(str(error))
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raises unless the state, which has the right names, can be loaded."""
+        for name, current in self.state_dict().items():
+            if isinstance(current, Tensor) and state[name].shape != current.shape:
+                raise ValueError(
+                    f"{self._name}: {name} must have shape {list(current.shape)}, got {list(state[name].shape)}"
+                )
+
+
+def check_reduction(op: str, reduction: object) -> None:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+
+
+def flag(op: str, name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
+    return value
+
+
+def number(op: str, name: str, value: object, *, low: float = -math.inf, high: float = math.inf) -> float:
+    # float() would also read strings, and tensors, whose values it would have to fetch.
+    is_number = hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
+    if isinstance(value, bool | Tensor) or not is_number:
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    number = float(value)  # type: ignore[arg-type]
+    if not (math.isfinite(number) and low <= number <= high):  # NaN fails too
+        bounds = "finite" if math.isinf(low) else f"at least {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
+        raise ValueError(f"{op}: {name} must be {bounds}, got {number}")
+    return number
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Logits and targets of a batch in the form that the plain losses compute with; "..." is N, d1, ..."""
+
+    z: Tensor  # [..., C], float32 or float64; zeros where ignored, so that what stands there cannot come through
+    given: Tensor  # [..., C] target probabilities
+    smoothed: Tensor  # [..., C] the same after label smoothing
+    index: Tensor | None  # [...] labels, 0 where ignored
+    weight: Tensor | None  # [...] weight of the sample: that of its label, or the mean over its class probabilities
+    valid: Tensor  # [...] bool
+
+    def reduce(self, loss: Tensor, reduction: Reduction, *, weighted: bool = False) -> Tensor:
+        """Reduces a loss per sample [...] as cross-entropy does; ``weighted`` says that it has its weights."""
+        weight = torch.ones_like(loss) if self.weight is None else self.weight
+        weight = torch.where(self.valid, weight, 0.0)
+        loss = torch.where(self.valid, loss if weighted else weight * loss, 0.0)
+        if reduction == "none":
+            return loss
+        if reduction == "sum":
+            return loss.sum()
+        return loss.sum() / (loss.numel() if self.index is None else weight.sum())
+
+
+def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Rows:
+    op = loss._name
+    class_dim = check_pair(op, input, target)
+    n_classes = input.shape[class_dim]
+    weight = loss.weight
+    if weight is not None and len(weight) != n_classes:
+        raise ValueError(f"{op}: weight must be [C] = [{n_classes}], got [{len(weight)}]")
+    if weight is not None and weight.device != input.device:
+        raise ValueError(f"{op}: weight must be on the device of input, {input.device}, got {weight.device}")
+    z = input.to(compute_dtype(input.dtype)).movedim(class_dim, -1)
+    if weight is not None:
+        weight = weight.to(z.dtype)
+    smoothing = loss.label_smoothing
+    if target.is_floating_point():
+        if loss.ignore_index >= 0:
+            raise ValueError(
+                f"{op}: ignore_index must be negative (unused) for a target of class probabilities, "
+                f"got {loss.ignore_index}"
+            )
+        given = target.to(z.dtype).movedim(class_dim, -1)
+        sample_weight = None if weight is None else (weight * given).sum(-1)
+        smoothed = (1.0 - smoothing) * given + smoothing / n_classes
+        every = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device)
+        return Rows(z, given, smoothed, None, sample_weight, every)
+    index = target.long()
+    valid = index != loss.ignore_index
+    if not torch.compiler.is_compiling() and (target.device.type == "cpu" or _validating()):
+        check_range(op, target, n_classes, loss.ignore_index)
+    # On CUDA nothing looks at the labels on the host: a row whose label is out of range becomes NaN, as in focal_loss.
+    inside = (index >= 0) & (index < n_classes)
+    z = torch.where((valid & ~inside).unsqueeze(-1), math.nan, torch.where(valid.unsqueeze(-1), z, 0.0))
+    index = torch.where(valid & inside, index, 0)
+    given = (torch.arange(n_classes, device=z.device) == index.unsqueeze(-1)).to(z.dtype)
+    smoothed = (1.0 - smoothing) * given + smoothing / n_classes
+    return Rows(z, given, smoothed, index, None if weight is None else weight[index], valid)
+
+
+def check_pair(op: str, input: Tensor, target: Tensor) -> int:
+    """Checks kinds and shapes; returns the class axis."""
+    for name, value in (("input", input), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if not input.is_floating_point():
+        raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
+    if input.dim() < 1:
+        raise ValueError(f"{op}: input must be [C], [N, C] or [N, C, d1, ...], got a single number")
+    class_dim = min(input.dim() - 1, 1)
+    if input.shape[class_dim] < 1:
+        raise ValueError(f"{op}: input must have at least one class, got shape {list(input.shape)}")
+    if target.device != input.device:
+        raise ValueError(f"{op}: target must be on the device of input, {input.device}, got {target.device}")
+    if target.is_floating_point():
+        expected, what = list(input.shape), "the shape of input"
+    elif target.dtype in _LABEL_DTYPES:
+        expected = list(input.shape[:class_dim] + input.shape[class_dim + 1 :])
+        what = "[N, d1, ...]" if input.dim() > 2 else "[N]" if input.dim() == 2 else "[]"
+    else:
+        raise TypeError(f"{op}: target must be int64, int32, uint8 or floating point, got {target.dtype}")
+    if list(target.shape) != expected:
+        raise ValueError(f"{op}: target must be {what} = {expected}, got {list(target.shape)}")
+    return class_dim
+
+
+def check_range(op: str, target: Tensor, n_classes: int, ignore_index: int) -> None:
+    try:
+        check_labels(target, n_classes, ignore_index=ignore_index)
+    except IndexError as error:
+        raise IndexError(str(error).replace("check_labels", op)) from None
+
+
+def _validating() -> bool:
+    return os.environ.get("FOCALKERN_VALIDATE") == "1"
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def in_dtype_of(loss: Tensor, input: Tensor) -> Tensor:
+    """The loss in the dtype of the logits, or as computed, in float32, for half-precision logits under autocast."""
+    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    return loss if is_half and torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)

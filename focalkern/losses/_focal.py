@@ -1,0 +1,213 @@
+"""The losses that are the fused focal loss with a gamma of their own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from focalkern.gamma import GammaTable
+from focalkern.losses._base import Loss, Reduction, flag, number
+from focalkern.ops.focal_loss import focal_loss
+
+
+class FocalFamily(Loss):
+    """Losses that are :func:`focalkern.focal_loss` with a gamma of their own."""
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        detach_modulation: bool = False,
+    ) -> None:
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self.detach_modulation = flag(self._name, "detach_modulation", detach_modulation)
+
+    def _gamma(self) -> float | Tensor | GammaTable:
+        raise NotImplementedError
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return focal_loss(
+            input,
+            target,
+            self._gamma(),
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            detach_modulation=self.detach_modulation,
+        )
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", detach_modulation=True" if self.detach_modulation else "")
+
+
+class FocalLoss(FocalFamily):
+    r"""The module form of :func:`focalkern.focal_loss`.
+
+    .. math:: L = -(1 - p)^\gamma \log p \;\; (\gamma \ge 0), \qquad L = -(1 + p)^{|\gamma|} \log p \;\; (\gamma < 0)
+
+    Args:
+        gamma: a number; a floating-point tensor that broadcasts to the unreduced loss; or a
+            :class:`focalkern.GammaTable`. A tensor becomes a buffer (a parameter, if it is one) and the table's copies
+            the buffers ``edges`` and ``gammas``: they move with the module, are saved with it, and new values written
+            into them count from the next step on.
+        weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module.
+        detach_modulation: treat the factor before log p as a constant.
+
+    Attributes:
+        gamma: the number or tensor; None for a table.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind or value, here; of the wrong shape, in the call.
+
+    Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437).
+    """
+
+    def __init__(
+        self,
+        gamma: float | Tensor | GammaTable = 2.0,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        detach_modulation: bool = False,
+    ) -> None:
+        super().__init__(
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            detach_modulation=detach_modulation,
+        )
+        self.gamma: float | Tensor | None
+        if isinstance(gamma, GammaTable):
+            self.gamma = None
+            self._exact_buffers = ("edges", "gammas")
+            # Copies: the module's schedule is its own, and .to() must not move that of another.
+            self.register_buffer("edges", gamma.edges.clone())
+            self.register_buffer("gammas", gamma.gammas.clone())
+        elif isinstance(gamma, Tensor):
+            if not gamma.is_floating_point():
+                raise TypeError(f"{self._name}: gamma must be floating point, got {gamma.dtype}")
+            if isinstance(gamma, nn.Parameter):
+                self.gamma = gamma
+            else:
+                self.register_buffer("gamma", gamma)
+        else:
+            self.gamma = number(self._name, "gamma", gamma)
+
+    def _gamma(self) -> float | Tensor | GammaTable:
+        if self.gamma is None:
+            return GammaTable._unchecked(self.get_buffer("edges"), self.get_buffer("gammas"))
+        return self.gamma
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        if self.gamma is None:
+            GammaTable(state["edges"], state["gammas"])
+
+    def _settings(self) -> dict[str, object]:
+        gamma = self._gamma()
+        if isinstance(gamma, GammaTable):
+            return {"edges": _shown(gamma.edges), "gammas": _shown(gamma.gammas)}
+        return {"gamma": _shown(gamma) if isinstance(gamma, Tensor) else gamma}
+
+
+class InverseFocalLoss(FocalLoss):
+    r"""Inverse focal loss, whose gamma is given as a positive number.
+
+    .. math:: L = -(1 + p)^\gamma \log p
+
+    It is ``FocalLoss(-gamma)``, and the sign is all that this class is for.
+
+    Args:
+        gamma: a number, at least 0, or a floating-point tensor of such numbers. Above 3.591 the slope of the loss
+            changes sign near p = 0.28, which is warned about for numbers.
+        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`.
+
+    Raises:
+        TypeError, ValueError: as :class:`FocalLoss`; a number below 0.
+
+    Source: Wang, Feng & Zhang, NeurIPS 2021.
+    """
+
+    def __init__(
+        self,
+        gamma: float | Tensor = 2.0,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        detach_modulation: bool = False,
+    ) -> None:
+        if not isinstance(gamma, Tensor):
+            gamma = number("InverseFocalLoss", "gamma", gamma, low=0.0)
+        super().__init__(
+            gamma,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            detach_modulation=detach_modulation,
+        )
+
+    def _gamma(self) -> float | Tensor | GammaTable:
+        assert self.gamma is not None
+        return -self.gamma
+
+    def _settings(self) -> dict[str, object]:
+        return {"gamma": _shown(self.gamma) if isinstance(self.gamma, Tensor) else self.gamma}
+
+
+class FLSDLoss(FocalLoss):
+    r"""Focal loss whose gamma is a step function of the probability p of the target class.
+
+    .. math:: L = -(1 - p)^{\gamma(p)} \log p, \qquad
+        \gamma(p) = \text{gammas}[b] \text{ for } \text{edges}[b] \le p < \text{edges}[b + 1]
+
+    The default is FLSD-53: 5 where p < 0.2, 3 elsewhere. (The published code has a third step at p = 0.5, to the gamma
+    of its constructor; ``FLSDLoss([0, 0.2, 0.5, 1], [5, 3, gamma])`` is that.) gamma(p) is a constant for the gradient.
+
+    Args:
+        edges: [n_bins + 1] numbers or floating-point tensor, ascending; the first and the last bin are open-ended.
+        gammas: [n_bins], one per bin; a negative one is an inverse focal loss.
+        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`. With label
+            smoothing or class probabilities gamma is looked up at the probability of each class.
+
+    Raises:
+        TypeError, ValueError: as :class:`focalkern.GammaTable` and :class:`FocalLoss`.
+
+    Source: Mukhoti et al. 2020 (arXiv 2002.09437), section 4.
+    """
+
+    def __init__(
+        self,
+        edges: Tensor | Sequence[float] = (0.0, 0.2, 1.0),
+        gammas: Tensor | Sequence[float] = (5.0, 3.0),
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        detach_modulation: bool = False,
+    ) -> None:
+        super().__init__(
+            GammaTable(edges, gammas),
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            detach_modulation=detach_modulation,
+        )
+
+
+def _shown(values: Tensor) -> str:
+    if values.device.type == "meta":
+        return "meta"
+    numbers = [f"{value:.4g}" for value in values.flatten().tolist()]
+    return numbers[0] if values.dim() == 0 else f"[{', '.join(numbers)}]"

@@ -1,0 +1,258 @@
+"""The losses in plain torch: dual focal loss, and the baselines of the papers."""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from focalkern.losses._base import Loss, Reduction, flag, in_dtype_of, number, rows_of
+from focalkern.ops.focal_loss import focal_loss
+from focalkern.reference import _weighted_sum, log_softmax_and_complement, modulating_factor
+
+
+class DualFocalLoss(Loss):
+    r"""Dual focal loss: the factor sees the strongest rival of the target class too.
+
+    .. math:: L = -(1 - p_y + p_j)^\gamma \log p_y
+
+    p_j is the largest probability strictly below p_y, 0 if there is none; the gradient goes through both.
+
+    Args:
+        gamma: a number, at least 0. 0 is cross-entropy.
+        weight, ignore_index, reduction: as in cross-entropy.
+        label_smoothing: e in [0, 1]. ``L = -sum_i w_i t_i (1 - p_i + p_j(i))^gamma log p_i`` then, with
+            t = (1 - e) onehot + e / C, as in the focal loss: each class has a next lower one, and a factor of its own.
+        detach_modulation: treat the factor before log p as a constant.
+
+    Targets are labels; class probabilities raise TypeError.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
+
+    Source: Tao, Dong & Xu, Dual Focal Loss for Calibration, ICML 2023.
+    """
+
+    def __init__(
+        self,
+        gamma: float = 5.0,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        detach_modulation: bool = False,
+    ) -> None:
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self.gamma = number("DualFocalLoss", "gamma", gamma, low=0.0)
+        self.detach_modulation = flag("DualFocalLoss", "detach_modulation", detach_modulation)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if isinstance(target, Tensor) and target.is_floating_point():
+            raise TypeError(f"DualFocalLoss: target must be labels, int64, int32 or uint8, got {target.dtype}")
+        rows = rows_of(self, input, target)
+        assert rows.index is not None
+        log_p, log_u = log_softmax_and_complement(rows.z)
+        if self.label_smoothing == 0:
+            label = rows.index.unsqueeze(-1)
+            is_below = rows.z < rows.z.gather(-1, label)
+            log_p_below = torch.where(is_below, log_p, -math.inf).amax(-1, keepdim=True)
+            loss = self._per_class(log_p.gather(-1, label), log_u.gather(-1, label), log_p_below).squeeze(-1)
+            return in_dtype_of(rows.reduce(loss, self.reduction), input)
+        # Every class has a share in the target, and a next lower class of its own.
+        ascending, order = rows.z.detach().contiguous().sort(dim=-1)
+        n_below = torch.searchsorted(ascending, rows.z.detach().contiguous())
+        log_p_below = F.pad(log_p.gather(-1, order), (1, 0), value=-math.inf).gather(-1, n_below)
+        share = rows.smoothed if self.weight is None else rows.smoothed * self.weight.to(rows.z.dtype)
+        loss = _weighted_sum(share, self._per_class(log_p, log_u, log_p_below))
+        return in_dtype_of(rows.reduce(loss, self.reduction, weighted=True), input)
+
+    def _per_class(self, log_p: Tensor, log_u: Tensor, log_p_below: Tensor) -> Tensor:
+        # log(1 - p + p_below); a class alone has neither, and logaddexp(-inf, -inf) no derivative.
+        alone = (log_u == -math.inf) & (log_p_below == -math.inf)
+        log_m = torch.where(alone, -math.inf, torch.logaddexp(torch.where(alone, 0.0, log_u), log_p_below))
+        factor = modulating_factor(log_p, log_m, log_p.new_full((), self.gamma))
+        return -(factor.detach() if self.detach_modulation else factor) * log_p
+
+    def _settings(self) -> dict[str, object]:
+        return {"gamma": self.gamma}
+
+
+class BrierLoss(Loss):
+    r"""Brier score of the softmax.
+
+    .. math:: L = w \sum_k (p_k - t_k)^2
+
+    with t the target after label smoothing and w the weight of the sample. Between 0 and 2, a sum over the classes as
+    in :func:`focalkern.metrics.brier_score` (``torch.nn.MSELoss`` would divide it by C).
+
+    Args:
+        weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
+
+    Source: Brier 1950; as a training loss in Mukhoti et al. 2020 (arXiv 2002.09437).
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        rows = rows_of(self, input, target)
+        log_p, log_u = log_softmax_and_complement(rows.z)
+        # p - t from the complements where p and t may both be near 1.
+        t = rows.smoothed
+        residual = torch.where(t > 0.5, (1.0 - t) - log_u.exp(), log_p.exp() - t)
+        return in_dtype_of(rows.reduce(residual.square().sum(-1), self.reduction), input)
+
+
+class MMCELoss(Loss):
+    r"""Cross-entropy plus the maximum mean calibration error of the batch.
+
+    .. math::
+        L = \text{CE} + \lambda \sqrt{\sum_{ij} a_i a_j e^{-|r_i - r_j| / h}}, \qquad a_i = (c_i - r_i) / m
+
+    over the m samples that are not ignored, with r the top-1 confidence and c = 1 where the top class is the target,
+    0 elsewhere (with class probabilities: the target's probability of the top class). ``weighted`` is the form that
+    balances correct and incorrect samples:
+
+    .. math:: a_i = c_i (1 - r_i) / m_{correct} - (1 - c_i) r_i / m_{incorrect}
+
+    It is 0 for a batch without either, as in the published code. Both cost O(N log N) time and O(N) memory, although
+    the sum has N^2 terms, and are summed in float64.
+
+    Args:
+        coefficient: lambda, at least 0.
+        weighted: use the balanced form.
+        bandwidth: h, at least 0.01.
+        weight, ignore_index, label_smoothing: as in cross-entropy. Class weights and label smoothing are in the
+            cross-entropy only.
+        reduction: "mean" or "sum". The sum is that of the cross-entropy plus m times the second term. There is no
+            "none": the error belongs to the batch.
+
+    The derivative of the root at 0 is taken as 0. Under ``torch.use_deterministic_algorithms`` CUDA refuses the prefix
+    sums in here.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
+
+    Source: Kumar, Sarawagi & Jain, Trainable Calibration Measures for Neural Networks from Kernel Mean Embeddings, ICML
+    2018. (The code of Mukhoti et al. leaves out the root in the plain form, and divides the weighted sums twice.)
+    """
+
+    def __init__(
+        self,
+        coefficient: float = 2.0,
+        *,
+        weighted: bool = False,
+        bandwidth: float = 0.4,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Literal["mean", "sum"] = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        if reduction == "none":  # type: ignore[comparison-overlap]
+            raise ValueError(
+                "MMCELoss: reduction must be 'mean' or 'sum', got 'none': a batch has one error, a sample none"
+            )
+        self.coefficient = number("MMCELoss", "coefficient", coefficient, low=0.0)
+        self.bandwidth = number("MMCELoss", "bandwidth", bandwidth, low=0.01)  # e^(1/h) stays far from overflow
+        self.weighted = flag("MMCELoss", "weighted", weighted)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        rows = rows_of(self, input, target)
+        cross_entropy = cross_entropy_of(self, input, target)
+        z = rows.z.reshape(-1, rows.z.shape[-1])
+        top = z.detach().argmax(-1, keepdim=True)
+        log_r, log_u = (values.gather(-1, top).squeeze(-1).double() for values in log_softmax_and_complement(z))
+        correct = rows.given.reshape(z.shape).gather(-1, top).squeeze(-1).double()
+        valid = rows.valid.reshape(-1)
+        # c - r without cancellation: what the correct part lacks and the incorrect part has too much.
+        lack = torch.where(valid, correct, 0.0) * log_u.exp()
+        excess = torch.where(valid, 1.0 - correct, 0.0) * log_r.exp()
+        count = valid.sum()
+        if self.weighted:
+            n_correct = torch.where(valid, correct, 0.0).sum()
+            both = (n_correct > 0) & (n_correct < count)
+            a = lack / torch.where(both, n_correct, math.inf) - excess / torch.where(both, count - n_correct, math.inf)
+        else:
+            a = (lack - excess) / torch.where(count > 0, count, 1)
+        squared = _laplacian_form(a, log_r.exp(), self.bandwidth)
+        # At 0 the root has no derivative; 0 is taken. Rounding may leave the square just below 0.
+        positive = squared > 0
+        mmce = torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
+        if self.reduction == "sum":
+            mmce = mmce * count
+        return cross_entropy + (self.coefficient * mmce).to(cross_entropy.dtype)
+
+    def _settings(self) -> dict[str, object]:
+        return {"coefficient": self.coefficient, "weighted": self.weighted, "bandwidth": self.bandwidth}
+
+
+def _laplacian_form(a: Tensor, r: Tensor, h: float) -> Tensor:
+    """sum_ij a_i a_j exp(-|r_i - r_j| / h) for r in [0, 1], float64, in O(N log N) and without an [N, N] matrix.
+
+    The kernel is a product of exponentials on either side of r_i, so that prefix sums over the sorted r give both
+    sides. Samples of equal r are a third part, to which r contributes no derivative, as for |r_i - r_j| at 0.
+    """
+    r, order = r.sort()
+    a = a[order]
+    sorted_r = r.detach().contiguous()
+    first, behind = torch.searchsorted(sorted_r, sorted_r), torch.searchsorted(sorted_r, sorted_r, right=True)
+    rise, fall = (r / h).exp(), (-r / h).exp()
+    below = F.pad((a * rise).cumsum(0), (1, 0))[first] * fall
+    above = F.pad((a * fall).flip(0).cumsum(0).flip(0), (0, 1))[behind] * rise
+    mass = F.pad(a.cumsum(0), (1, 0))
+    return (a * (below + (mass[behind] - mass[first]) + above)).sum()
+
+
+class LogitNormPenalty(Loss):
+    r"""Cross-entropy plus the L1 norm of the logits.
+
+    .. math:: L = \text{CE} + \alpha w \sum_k |z_k|
+
+    with w the weight of the sample.
+
+    Args:
+        coefficient: alpha, at least 0; the paper searches 0.001 to 0.1.
+        weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module. Label
+            smoothing is in the cross-entropy only.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
+
+    Source: Wang, Feng & Zhang, NeurIPS 2021.
+    """
+
+    def __init__(
+        self,
+        coefficient: float = 0.01,
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self.coefficient = number("LogitNormPenalty", "coefficient", coefficient, low=0.0)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        rows = rows_of(self, input, target)
+        cross_entropy = cross_entropy_of(self, input, target)
+        penalty = self.coefficient * rows.reduce(rows.z.abs().sum(-1), self.reduction)
+        return cross_entropy + penalty.to(cross_entropy.dtype)
+
+    def _settings(self) -> dict[str, object]:
+        return {"coefficient": self.coefficient}
+
+
+def cross_entropy_of(loss: Loss, input: Tensor, target: Tensor) -> Tensor:
+    return focal_loss(
+        input,
+        target,
+        0.0,
+        weight=loss.weight,
+        ignore_index=loss.ignore_index,
+        reduction=loss.reduction,
+        label_smoothing=loss.label_smoothing,
+    )
