@@ -253,18 +253,6 @@ def test_segmentation_models_binary_and_multilabel(gamma, alpha, pixels):
     )
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("gamma", GAMMAS)
-def test_segmentation_models_softmax_function(gamma, reduction, pixels):
-    functional = peer("segmentation_models_pytorch.losses._functional")
-    z, y, _ = pixels
-    assert_equal(
-        lambda z: functional.softmax_focal_loss_with_logits(z, y, gamma=gamma, reduction=reduction),
-        lambda z: fk.focal_loss(z, y, gamma, reduction=reduction),
-        z,
-    )
-
-
 # ---- Sources that were read, and cannot be installed here -----------------------------------------------------------
 
 
@@ -322,13 +310,33 @@ def test_formulas_of_copied_files(gamma):
         )
 
 
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_formula_of_the_published_flsd(gamma):
+    # FocalLossAdaptive of torrvision/focal_calibration: its gamma argument is the third step.
+    z, y = 3 * torch.randn(40, C, dtype=torch.float64), torch.randint(C, (40,))
+
+    def published(z):
+        log_p = z.log_softmax(1).gather(1, y.unsqueeze(1)).squeeze(1)
+        p = log_p.exp()
+        steps = torch.where(p >= 0.5, torch.full_like(p, gamma), torch.where(p < 0.2, 5.0, 3.0))
+        assert all(in_step.sum() > 3 for in_step in (p < 0.2, (p >= 0.2) & (p < 0.5), p >= 0.5))
+        return -((1 - p) ** steps * log_p).sum()
+
+    table = fk.GammaTable([0.0, 0.2, 0.5, 1.0], [5.0, 3.0, gamma])
+    assert_equal(published, lambda z: fk.focal_loss(z, y, table, reduction="sum"), z)
+    if gamma == 0:
+        flsd_53 = fk.GammaTable([0.0, 0.2, 0.5, 1.0], [5.0, 3.0, 3.0])
+        for ours in (fk.FLSDLoss(reduction="sum"), fk.FocalLoss(fk.FLSD_53, reduction="sum")):
+            assert torch.equal(ours(z, y), fk.focal_loss(z, y, flsd_53, reduction="sum"))
+
+
 # ---- Where a difference 1 - p is not enough -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("gap", [8.0, 20.0, 80.0])
 def test_ours_stays_exact_where_p_rounds_to_one(gap, gamma):
-    # At a gap of 20, 1 - p is 0 in float32: others' loss is 0, and for gamma < 1 their gradient NaN (README).
+    # From a gap of 18 on the difference 1 - p is 0 in float32: others' loss too, and for gamma < 1 their gradient NaN.
     y = torch.tensor([0])
     for ours in (
         lambda z: fk.focal_loss(z, y, gamma),

@@ -459,6 +459,7 @@ def test_lightning_with_a_loss_that_adapts(tmp_path):
     lightning = peer("lightning")
     x, y = samples()
     train, validation = (x[:32], y[:32]), (x[32:], y[32:])
+    sanity_checks = []
 
     class Classifier(lightning.LightningModule):
         def __init__(self):
@@ -475,7 +476,10 @@ def test_lightning_with_a_loss_that_adapts(tmp_path):
             self.criterion.accumulate(self.model(x), y)
 
         def on_validation_epoch_end(self):
-            if not self.trainer.sanity_checking:
+            if self.trainer.sanity_checking:
+                sanity_checks.append(self.criterion.n_accumulated)
+                self.criterion.reset()
+            else:
                 self.criterion.update()
 
         def configure_optimizers(self):
@@ -488,13 +492,13 @@ def test_lightning_with_a_loss_that_adapts(tmp_path):
     trainer = lightning.Trainer(
         max_epochs=3,
         accelerator="cpu",
-        num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
     )
     trainer.fit(module, loader(train), loader(validation))
+    assert sanity_checks == [16]  # before the first epoch, and forgotten
 
     expected, criterion = network(), fk.AdaFocalLoss(n_bins=5)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
