@@ -294,11 +294,9 @@ class AdaFocalLoss(FocalFamily):
         """The update rule. Everything was checked; statistics are float64 on the CPU, NaN in empty bins."""
         gamma = self.bin_gammas.detach().double().cpu()
         error = confidence - accuracy
-        positive = gamma > 0
-        change = (self.lam * torch.where(positive, error, -error)).exp()
-        updated = torch.where(gamma == 0, 0.0, gamma * change)
-        small = updated.abs() < self.switch
-        updated = torch.where(small, torch.where(positive, -self.switch, self.switch), updated)
+        sign = torch.where(gamma > 0, 1.0, -1.0).double()
+        updated = torch.where(gamma == 0, 0.0, gamma * (self.lam * sign * error).exp())
+        updated = torch.where(updated.abs() < self.switch, -sign * self.switch, updated)
         updated = updated.clamp(self.gamma_min, self.gamma_max)
         updated = torch.where(error.isnan(), gamma, updated)
         # In place: compiled and captured steps read the same memory.
@@ -347,7 +345,7 @@ def _gather(
 
 def _statistics(op: str, name: str, values: Any, length: int) -> Tensor:
     try:
-        vector = as_tensor(values).double().cpu()
+        vector = as_tensor(values).to("cpu", torch.float64, copy=True)  # the caller's array may change
     except (TypeError, ValueError) as error:
         raise TypeError(f"{op}: {name} must be a sequence of numbers, got {values!r}") from error
     if list(vector.shape) != [length]:

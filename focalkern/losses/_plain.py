@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focalkern.losses._base import Loss, Reduction, flag, in_dtype_of, number, rows_of
+from focalkern.losses._base import Loss, Reduction, Rows, flag, in_dtype_of, number, rows_of
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.reference import _weighted_sum, log_softmax_and_complement, modulating_factor
 
@@ -161,7 +161,7 @@ class MMCELoss(Loss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         rows = rows_of(self, input, target)
-        cross_entropy = cross_entropy_of(self, input, target)
+        cross_entropy = cross_entropy_of(self, rows, target)
         z = rows.z.reshape(-1, rows.z.shape[-1])
         top = z.detach().argmax(-1, keepdim=True)
         log_r, log_u = (values.gather(-1, top).squeeze(-1).double() for values in log_softmax_and_complement(z))
@@ -183,7 +183,7 @@ class MMCELoss(Loss):
         mmce = torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
         if self.reduction == "sum":
             mmce = mmce * count
-        return cross_entropy + (self.coefficient * mmce).to(cross_entropy.dtype)
+        return in_dtype_of(cross_entropy + self.coefficient * mmce.to(cross_entropy.dtype), input)
 
     def _settings(self) -> dict[str, object]:
         return {"coefficient": self.coefficient, "weighted": self.weighted, "bandwidth": self.bandwidth}
@@ -238,17 +238,18 @@ class LogitNormPenalty(Loss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         rows = rows_of(self, input, target)
-        cross_entropy = cross_entropy_of(self, input, target)
-        penalty = self.coefficient * rows.reduce(rows.z.abs().sum(-1), self.reduction)
-        return cross_entropy + penalty.to(cross_entropy.dtype)
+        cross_entropy = cross_entropy_of(self, rows, target)
+        penalty = rows.reduce(rows.z.abs().sum(-1), self.reduction)
+        return in_dtype_of(cross_entropy + self.coefficient * penalty, input)
 
     def _settings(self) -> dict[str, object]:
         return {"coefficient": self.coefficient}
 
 
-def cross_entropy_of(loss: Loss, input: Tensor, target: Tensor) -> Tensor:
+def cross_entropy_of(loss: Loss, rows: Rows, target: Tensor) -> Tensor:
+    # Of the float32 rows, not of half-precision logits: else two gradients are rounded before they are added.
     return focal_loss(
-        input,
+        rows.z.movedim(-1, min(rows.z.dim() - 1, 1)),
         target,
         0.0,
         weight=loss.weight,
