@@ -3,6 +3,7 @@
 //   calibration_grid -> tables [n_criteria, n_gammas, n_temperatures]    the whole grid, through the dispatcher
 //   CalibrationGridRun, and its method run(begin, end) per block of temperatures    the same in steps, for the eager
 //   caller: it shows progress and can be interrupted between two blocks
+//   CalibrationGridRun.add_to(sums...)    what the samples add to running sums, for grids computed batch by batch
 //
 // There is nothing to differentiate: a calibration error is a step function of its bins.
 
@@ -124,6 +125,20 @@ struct Samples {
             static_cast<int32_t*>(top.mutable_data_ptr()),
             static_cast<uint8_t*>(correct.mutable_data_ptr())};
   }
+
+  // Some of them, without a copy.
+  Samples slice(int64_t begin, int64_t end) const {
+    Samples part = *this;
+    if (kept.has_value()) {
+      part.kept = kept->slice(0, begin, end);
+    } else {
+      part.input = input.slice(0, begin, end);
+      part.target = target.slice(0, begin, end);
+    }
+    part.top = top.slice(0, begin, end);
+    part.correct = correct.slice(0, begin, end);
+    return part;
+  }
 };
 
 Samples prepare(const Tensor& input, const Tensor& target, bool input_is_probs, int64_t ignore_index) {
@@ -196,15 +211,68 @@ class Grid {
   int64_t n_temperatures() const { return temperatures_.numel(); }
   int64_t per_block() const { return per_block_; }
 
+  int64_t rows() const { return samples_.rows(); }
+
+  // Adds what the samples contribute: to the tables nll and brier [n_gammas, n_temperatures], where they are among the
+  // criteria, and to count, confidence and correct [n_gammas, n_temperatures, n_buckets], where ece or mce are. The
+  // buckets are those of the sketch, or else n_buckets equal bins. All in one call, so that nobody who interrupts
+  // Python finds half of it done.
+  void add_to(const std::optional<Tensor>& count, const std::optional<Tensor>& confidence,
+              const std::optional<Tensor>& correct, const std::optional<Tensor>& nll,
+              const std::optional<Tensor>& brier, bool sketch) {
+    const bool binned = (criteria_ & (kEce | kMce)) != 0;
+    const int64_t n_buckets = binned && count.has_value() ? count->size(-1) : 1;
+    const auto check_sum = [&](const char* name, const std::optional<Tensor>& sum, at::ScalarType dtype, bool wanted,
+                               bool buckets) {
+      std::vector<int64_t> shape{gammas_.numel(), n_temperatures()};
+      if (buckets) shape.push_back(n_buckets);
+      TORCH_CHECK_VALUE(sum.has_value() == wanted, kOp, ": ", name, " must be given where the criteria need it");
+      TORCH_CHECK_VALUE(!wanted || (sum->scalar_type() == dtype && sum->sizes() == shape && sum->is_contiguous() &&
+                                    sum->device() == samples_.input.device()),
+                        kOp, ": ", name, " must be contiguous ", dtype, " ", shape, " on the device of input");
+    };
+    check_sum("count", count, at::kLong, binned, true);
+    check_sum("confidence", confidence, at::kDouble, binned, true);
+    check_sum("correct", correct, at::kLong, binned, true);
+    check_sum("nll", nll, at::kDouble, (criteria_ & kNll) != 0, false);
+    check_sum("brier", brier, at::kDouble, (criteria_ & kBrier) != 0, false);
+
+    const c10::DeviceGuard guard(samples_.input.device());
+    const Samples all = samples_;
+    const int64_t means = criteria_ & (kNll | kBrier);
+    for (int64_t row = 0, row_step = rows_at_once(); row < all.rows(); row += row_step) {
+      samples_ = all.slice(row, std::min(row + row_step, all.rows()));
+      per_block_ = std::min(n_temperatures(), block_temperatures());
+      const auto rows = static_cast<double>(samples_.rows());
+      for (int64_t begin = 0; begin < n_temperatures(); begin += per_block_) {
+        const int64_t end = std::min(begin + per_block_, n_temperatures());
+        const Tensor tables = run_block(begin, end, means, /*keep_confidence=*/binned);
+        if (binned) add_buckets(begin, end, *count, *confidence, *correct, sketch);
+        int64_t table = 0;
+        for (const auto* sum : {&nll, &brier}) {
+          if (sum->has_value()) (*sum)->slice(1, begin, end).add_(tables.select(0, table++), rows);
+        }
+      }
+    }
+    samples_ = all;
+    per_block_ = std::min(n_temperatures(), block_temperatures());
+  }
+
   // [n_criteria, n_gammas, end - begin], on the device of the input.
   Tensor run(int64_t begin, int64_t end) {
     TORCH_CHECK_VALUE(0 <= begin && begin < end && end <= n_temperatures() && end - begin <= per_block_, kOp,
                       ": no such block of temperatures: [", begin, ", ", end, ")");
+    const c10::DeviceGuard guard(samples_.input.device());
+    return run_block(begin, end, criteria_, /*keep_confidence=*/false);
+  }
+
+ private:
+  // The tables of some criteria; with keep_confidence the confidences are at the start of confidence_ afterwards.
+  Tensor run_block(int64_t begin, int64_t end, int64_t criteria, bool keep_confidence) {
     const Tensor& input = samples_.input;
-    const c10::DeviceGuard guard(input.device());
     const int64_t n_gammas = gammas_.numel(), n_temperatures = end - begin;
     const Tensor tables =
-        at::empty({count_criteria(criteria_), n_gammas, n_temperatures}, input.options().dtype(at::kDouble));
+        at::empty({count_criteria(criteria), n_gammas, n_temperatures}, input.options().dtype(at::kDouble));
     dispatch_scalar(input.scalar_type(), [&](auto scalar) {
       using Scalar = decltype(scalar);
       CalibrationGridBlock<Scalar> block{};
@@ -216,10 +284,11 @@ class Grid {
       block.n_bins = n_bins_;
       block.estimator = estimator_;
       block.table_stride = n_temperatures;
+      block.keep_confidence = keep_confidence;
       double* table = tables.mutable_data_ptr<double>();
       const std::array<double**, 4> slots{&block.ece, &block.mce, &block.nll, &block.brier};
       for (size_t i = 0; i < slots.size(); ++i) {
-        if ((criteria_ & kCriteria[i]) == 0) continue;
+        if ((criteria & kCriteria[i]) == 0) continue;
         *slots[i] = table;
         table += n_gammas * n_temperatures;
       }
@@ -231,7 +300,43 @@ class Grid {
     return tables;
   }
 
- private:
+  void add_buckets(int64_t begin, int64_t end, const Tensor& count, const Tensor& confidence, const Tensor& correct,
+                   bool sketch) {
+    const Tensor& input = samples_.input;
+    const int64_t n_buckets = count.size(-1);
+    dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+      using Real = compute_t<decltype(scalar)>;
+      const CalibrationSums<Real> sums{samples_.rows(),
+                                       gammas_.numel(),
+                                       end - begin,
+                                       static_cast<const Real*>(confidence_.const_data_ptr()),
+                                       samples_.correct.const_data_ptr<uint8_t>(),
+                                       n_buckets,
+                                       sketch,
+                                       count.mutable_data_ptr<int64_t>() + begin * n_buckets,
+                                       confidence.mutable_data_ptr<double>() + begin * n_buckets,
+                                       correct.mutable_data_ptr<int64_t>() + begin * n_buckets,
+                                       n_temperatures()};
+      if (input.is_cpu()) {
+        at::parallel_for(0, sums.n_gammas * sums.n_temperatures, 1,
+                         [&](int64_t first, int64_t last) { cpu::calibration_sums(sums, first, last); });
+      }
+#ifdef FOCALKERN_WITH_CUDA
+      if (input.is_cuda()) {
+        C10_CUDA_CHECK(
+            static_cast<cudaError_t>(cuda::calibration_sums(sums, c10::cuda::getCurrentCUDAStream().stream())));
+      }
+#endif
+    });
+  }
+
+  // Rows whose confidences take about 32 MiB at the fewest temperatures of a block. From the shape alone, so that sums
+  // do not depend on the number of threads.
+  int64_t rows_at_once() const {
+    const int64_t rows = (int64_t{1} << 18) / gammas_.numel();
+    return std::clamp<int64_t>(rows, 256, kMaxCalibrationSumRows);
+  }
+
   int64_t block_temperatures() const {
     const Tensor& input = samples_.input;
     const int64_t real_size = input.scalar_type() == at::kDouble ? 8 : 4;
@@ -329,7 +434,9 @@ void register_calibration_grid(torch::Library& definitions, pybind11::module_& m
                           int64_t>(),
            release())
       .def_property_readonly("per_block", &Grid::per_block)
-      .def("run", &Grid::run, release());
+      .def_property_readonly("rows", &Grid::rows)
+      .def("run", &Grid::run, release())
+      .def("add_to", &Grid::add_to, release());
 }
 
 }  // namespace focalkern::bindings

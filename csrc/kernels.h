@@ -288,7 +288,31 @@ struct CalibrationGridBlock {
   double* nll;
   double* brier;
   int64_t table_stride;
+
+  // Whether the confidences are wanted although no table needs them.
+  bool keep_confidence;
 };
+
+// Running sums over samples, for grids that are computed batch by batch. What the cells of a block have added up to,
+// per bucket of their confidences.
+template <typename Real>
+struct CalibrationSums {
+  int64_t rows;
+  int64_t n_gammas;
+  int64_t n_temperatures;
+  const Real* confidence;  // [n_temperatures, n_gammas, rows]: what a block with keep_confidence leaves behind
+  const uint8_t* correct;  // [rows]
+  int64_t n_buckets;
+  bool sketch;  // buckets of sketch_bucket, or else of equal_width_bin
+
+  // Added to. Those of cell (g, t) begin at (g * cell_stride + t) * n_buckets.
+  int64_t* count;
+  double* confidence_sum;
+  int64_t* correct_sum;
+  int64_t cell_stride;
+};
+// Rows that one call takes at most.
+constexpr int64_t kMaxCalibrationSumRows = int64_t{1} << 22;
 
 namespace cpu {
 
@@ -329,6 +353,10 @@ template <typename Scalar>
 void calibration_grid_cells(const CalibrationGridBlock<Scalar>& block, const CalibrationGridScratch<Scalar>& scratch,
                             int64_t cell_begin, int64_t cell_end);
 
+// Cell = t * n_gammas + g.
+template <typename Real>
+void calibration_sums(const CalibrationSums<Real>& args, int64_t cell_begin, int64_t cell_end);
+
 }  // namespace cpu
 
 namespace cuda {
@@ -343,8 +371,12 @@ int64_t calibration_grid_block_temperatures(int64_t rows, int64_t classes, int64
 int64_t calibration_grid_workspace(int64_t rows, int64_t classes, int64_t n_gammas, int64_t n_temperatures,
                                    int64_t n_bins, int64_t real_size);
 
+// The confidences, if they are kept, are at the start of the workspace.
 template <typename Scalar>
 int calibration_grid_block(const CalibrationGridBlock<Scalar>& block, void* workspace, void* stream);
+
+template <typename Real>
+int calibration_sums(const CalibrationSums<Real>& args, void* stream);
 
 }  // namespace cuda
 

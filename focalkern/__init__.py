@@ -32,6 +32,7 @@ from focalkern.ops.inverse_calibration_map import (
     inverse_focal_calibration_map,
     properized_focal_loss,
 )
+from focalkern.streaming import CalibrationGridState
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "AdaFocalLoss",
     "BrierLoss",
     "CalibrationGrid",
+    "CalibrationGridState",
     "DualFocalLoss",
     "FLSDLoss",
     "FocalLoss",

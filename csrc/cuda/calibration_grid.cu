@@ -529,7 +529,7 @@ int calibration_grid_block(const CalibrationGridBlock<Scalar>& block, void* work
   const int64_t offset = confidence_bytes(rows, block.n_gammas, block.n_temperatures, sizeof(Real));
   auto* nll = reinterpret_cast<double*>(memory + offset);
   auto* brier = reinterpret_cast<double*>(memory + offset + sums_bytes(rows, block.n_gammas, block.n_temperatures));
-  const Scratch<Scalar> scratch = {binned ? reinterpret_cast<Real*>(memory) : nullptr,
+  const Scratch<Scalar> scratch = {binned || block.keep_confidence ? reinterpret_cast<Real*>(memory) : nullptr,
                                    block.nll != nullptr ? nll : nullptr, block.brier != nullptr ? brier : nullptr};
   void (*confidences)(CalibrationGridBlock<Scalar>, GridPlan, Scratch<Scalar>) =
       block.brier != nullptr ? calibration_grid_confidence_kernel<Scalar, true>

@@ -5,8 +5,12 @@
 //   equal_mass_interp   edges at the positions b * N / M of the sorted confidences, linearly interpolated, and bins
 //                       (lo, hi]: the lowest confidence is on the first edge and falls in no bin
 //
+// and for a stream of samples, whose order statistics are not known, the buckets of a sketch.
+//
 // Comparisons are made in the type of the confidence, sums over samples in double and int64_t.
 #pragma once
+
+#include <cmath>
 
 #include "math/portable.h"
 
@@ -56,6 +60,23 @@ FK_HOST_DEVICE Real equal_mass_interp_edge(Real lower, Real upper, double fracti
   const double lo = static_cast<double>(lower);
   const Real edge = static_cast<Real>((static_cast<double>(upper) - lo) * fraction + lo);
   return edge > upper ? upper : edge;  // rounding must not carry an edge past its neighbour
+}
+
+// Bucket of a confidence in a sketch, ascending with the confidence: with n buckets, n / 3 of them lie uniformly in
+// sqrt(c) below 1/2, and the others uniformly in the fourth root of 1 - c above it; the width is the same on both sides
+// of 1/2. Networks are sure of most of their answers, but it is the wrong ones among a bucket's samples that make a cut
+// inside it uncertain: the spacing follows the mass where it is dense, and still resolves the middle.
+template <typename Real>
+FK_HOST_DEVICE int32_t sketch_bucket(Real confidence, int64_t n_buckets) {
+  const Real n = static_cast<Real>(n_buckets);
+  const Real u = Real(1) - confidence;
+  const int32_t middle = static_cast<int32_t>(n_buckets / 3);  // rounding must not carry one half past the other
+  const int32_t last = static_cast<int32_t>(n_buckets - 1);
+  const int32_t low = static_cast<int32_t>(std::sqrt(confidence + confidence) * (n / Real(3)));
+  const int32_t high = static_cast<int32_t>(n - std::sqrt(std::sqrt(u + u)) * (n * Real(2) / Real(3)));
+  const int32_t below = low < middle ? low : middle;
+  const int32_t above = high < middle ? middle : high > last ? last : high;
+  return confidence <= Real(0.5) ? below : above;
 }
 
 // What a bin has to remember. |acc - conf| |B| is the modulus of the sum of conf - correct, so that neither the

@@ -83,6 +83,7 @@ int64_t size_of(const char* name, int is_double) {
   if (!strcmp(name, "BinaryCalibrationMapBackward")) return Size<BinaryCalibrationMapBackward>::of(is_double);
   if (!strcmp(name, "CalibrationGridSamples")) return Size<CalibrationGridSamples>::of(is_double);
   if (!strcmp(name, "CalibrationGridBlock")) return Size<CalibrationGridBlock>::of(is_double);
+  if (!strcmp(name, "CalibrationSums")) return Size<CalibrationSums>::of(is_double);
   return -1;
 }
 
@@ -124,6 +125,10 @@ int calibration_grid_block(int dtype, const void* block, void* workspace) {
     using Block = CalibrationGridBlock<decltype(scalar)>;
     return cuda::calibration_grid_block(*static_cast<const Block*>(block), workspace, nullptr);
   });
+}
+int calibration_sums(int dtype, const void* args) {
+  if (dtype == 1) return cuda::calibration_sums(*static_cast<const CalibrationSums<double>*>(args), nullptr);
+  return cuda::calibration_sums(*static_cast<const CalibrationSums<float>*>(args), nullptr);
 }
 
 // ---- launch geometry -----------------------------------------------------------------------------------------------

@@ -1,0 +1,104 @@
+"""Sums over samples behind the calibration criteria of a grid: what can be added up batch by batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from focalkern.ops._extension import _C
+from focalkern.ops.calibration_grid import _CRITERIA
+
+__all__ = ["CalibrationSums", "add_calibration_sums", "check_rows"]
+
+_NO_BINS = 1  # what stands for an estimator and its bins where the sums are all that is wanted
+_EQUAL_WIDTH = 0
+
+
+@dataclass
+class CalibrationSums:
+    """Sums over the samples seen so far, per cell of a grid; None where no criterion needs them.
+
+    Attributes:
+        count: [Gg, Gt, B] int64, samples per bucket of their confidence.
+        confidence: [Gg, Gt, B] float64, sum of these confidences.
+        correct: [Gg, Gt, B] int64, how many of them are correct.
+        nll: [Gg, Gt] float64, sum of -log p_target.
+        brier: [Gg, Gt] float64, sum over the samples of sum over the classes of (p_k - [k = target])^2.
+    """
+
+    count: Tensor | None = None
+    confidence: Tensor | None = None
+    correct: Tensor | None = None
+    nll: Tensor | None = None
+    brier: Tensor | None = None
+
+    @classmethod
+    def zeros(
+        cls, n_gammas: int, n_temperatures: int, n_buckets: int, criteria: Sequence[str], device: torch.device
+    ) -> "CalibrationSums":
+        """Those of no samples at all."""
+        sums = cls()
+        cells = (n_gammas, n_temperatures)
+        # Ordinary tensors, which may be added to later, also where this happens inside torch.inference_mode().
+        with torch.inference_mode(False):
+            if "ece" in criteria or "mce" in criteria:
+                sums.count = torch.zeros(*cells, n_buckets, dtype=torch.int64, device=device)
+                sums.confidence = torch.zeros(*cells, n_buckets, dtype=torch.float64, device=device)
+                sums.correct = torch.zeros(*cells, n_buckets, dtype=torch.int64, device=device)
+            if "nll" in criteria:
+                sums.nll = torch.zeros(*cells, dtype=torch.float64, device=device)
+            if "brier" in criteria:
+                sums.brier = torch.zeros(*cells, dtype=torch.float64, device=device)
+        return sums
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """Those that are there, by name."""
+        pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return [(name, tensor) for name, tensor in pairs if tensor is not None]
+
+
+def check_rows(
+    input: Tensor, target: Tensor, gammas: Tensor, temperatures: Tensor, *, is_probs: bool, ignore_index: int
+) -> int:
+    """The number of rows that count; raises what :func:`focalkern.calibration_grid` raises of a bad one."""
+    run = _C.CalibrationGridRun(
+        input, target, gammas, temperatures, _NO_BINS, _CRITERIA["nll"], _EQUAL_WIDTH, is_probs, ignore_index
+    )
+    return run.rows
+
+
+def add_calibration_sums(
+    sums: CalibrationSums,
+    input: Tensor,
+    target: Tensor,
+    gammas: Tensor,
+    temperatures: Tensor,
+    *,
+    criteria: Sequence[str],
+    sketch: bool,
+    is_probs: bool,
+    ignore_index: int,
+) -> int:
+    """Add the rows of a batch to ``sums``, all of them or, where one is bad, none.
+
+    Args:
+        sums: on the device of ``input``, changed in place.
+        input, target: as for :func:`focalkern.calibration_grid`.
+        gammas, temperatures: [Gg] and [Gt] float64 on the CPU.
+        criteria: those that ``sums`` was made for.
+        sketch: whether the buckets are those of the quantile sketch, or else equally wide.
+        is_probs, ignore_index: as there.
+
+    Returns:
+        The number of rows that count.
+
+    Raises:
+        TypeError, ValueError, IndexError, NotImplementedError: as :func:`focalkern.calibration_grid`.
+    """
+    codes = sum(_CRITERIA[name] for name in criteria)
+    run = _C.CalibrationGridRun(
+        input, target, gammas, temperatures, _NO_BINS, codes, _EQUAL_WIDTH, is_probs, ignore_index
+    )
+    run.add_to(sums.count, sums.confidence, sums.correct, sums.nll, sums.brier, sketch)
+    return run.rows
