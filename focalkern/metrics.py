@@ -161,8 +161,7 @@ def expected_calibration_error(
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 2; estimators as named at the top of this module.
     """
-    bins = _bins("expected_calibration_error", probs, target, confidence, correct, n_bins, estimator)
-    return _nan_if_empty((bins.weight * bins.gap.abs()).nansum(-1), bins)
+    return expected_error(_bins("expected_calibration_error", probs, target, confidence, correct, n_bins, estimator))
 
 
 def maximum_calibration_error(
@@ -184,8 +183,7 @@ def maximum_calibration_error(
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 2.
     """
-    bins = _bins("maximum_calibration_error", probs, target, confidence, correct, n_bins, estimator)
-    return _nan_if_empty(bins.gap.abs().nan_to_num(nan=0.0).amax(-1), bins)
+    return maximum_error(_bins("maximum_calibration_error", probs, target, confidence, correct, n_bins, estimator))
 
 
 def rms_calibration_error(
@@ -205,8 +203,7 @@ def rms_calibration_error(
 
     Source: Hendrycks, Mazeika, Dietterich 2019 (arXiv 1812.04606), section 5.
     """
-    bins = _bins("rms_calibration_error", probs, target, confidence, correct, n_bins, estimator)
-    return _nan_if_empty((bins.weight * bins.gap.square()).nansum(-1).sqrt(), bins)
+    return rms_error(_bins("rms_calibration_error", probs, target, confidence, correct, n_bins, estimator))
 
 
 def debiased_calibration_error(
@@ -246,17 +243,7 @@ def debiased_calibration_error(
     op = "debiased_calibration_error"
     if norm not in ("l1", "l2"):
         raise ValueError(f"{op}: norm must be one of l1, l2, got {norm!r}")
-    bins = _bins(op, probs, target, confidence, correct, n_bins, estimator)
-    gap, n = bins.gap.nan_to_num(nan=0.0), bins.count.to(torch.float64)
-    variance = (bins.accuracy * (1 - bins.accuracy)).nan_to_num(nan=0.0).clamp(min=0)
-    if norm == "l2":
-        square = torch.where(bins.count > 1, gap.square() - variance / (n - 1), 0.0)
-        return _nan_if_empty((bins.weight * square).sum(-1).clamp(min=0).sqrt(), bins)
-    deviation = (variance / n.clamp(min=1)).sqrt()
-    # E|N(g, s^2)| = s sqrt(2 / pi) exp(-g^2 / 2 s^2) + g erf(g / s sqrt(2)), which is |g| at s = 0.
-    ratio = torch.where(deviation > 0, gap / (deviation * math.sqrt(2)), torch.sign(gap) * math.inf).nan_to_num(nan=0.0)
-    folded = deviation * math.sqrt(2 / math.pi) * (-ratio.square()).exp() + gap * ratio.erf()
-    return _nan_if_empty((bins.weight * (2 * gap.abs() - folded)).sum(-1), bins)
+    return debiased_error(_bins(op, probs, target, confidence, correct, n_bins, estimator), norm)
 
 
 @torch.no_grad()
@@ -571,6 +558,34 @@ def reliability_bins(
     Source: Guo et al. 2017 (arXiv 1706.04599), section 2; estimators as named at the top of this module.
     """
     return _bins("reliability_bins", probs, target, confidence, correct, n_bins, estimator)
+
+
+# The errors as functions of the bins, for those who fill bins batch by batch.
+
+
+def expected_error(bins: ReliabilityBins) -> Tensor:
+    return _nan_if_empty((bins.weight * bins.gap.abs()).nansum(-1), bins)
+
+
+def maximum_error(bins: ReliabilityBins) -> Tensor:
+    return _nan_if_empty(bins.gap.abs().nan_to_num(nan=0.0).amax(-1), bins)
+
+
+def rms_error(bins: ReliabilityBins) -> Tensor:
+    return _nan_if_empty((bins.weight * bins.gap.square()).nansum(-1).sqrt(), bins)
+
+
+def debiased_error(bins: ReliabilityBins, norm: str = "l2") -> Tensor:
+    gap, n = bins.gap.nan_to_num(nan=0.0), bins.count.to(torch.float64)
+    variance = (bins.accuracy * (1 - bins.accuracy)).nan_to_num(nan=0.0).clamp(min=0)
+    if norm == "l2":
+        square = torch.where(bins.count > 1, gap.square() - variance / (n - 1), 0.0)
+        return _nan_if_empty((bins.weight * square).sum(-1).clamp(min=0).sqrt(), bins)
+    deviation = (variance / n.clamp(min=1)).sqrt()
+    # E|N(g, s^2)| = s sqrt(2 / pi) exp(-g^2 / 2 s^2) + g erf(g / s sqrt(2)), which is |g| at s = 0.
+    ratio = torch.where(deviation > 0, gap / (deviation * math.sqrt(2)), torch.sign(gap) * math.inf).nan_to_num(nan=0.0)
+    folded = deviation * math.sqrt(2 / math.pi) * (-ratio.square()).exp() + gap * ratio.erf()
+    return _nan_if_empty((bins.weight * (2 * gap.abs() - folded)).sum(-1), bins)
 
 
 def as_tensor(values: Any) -> Tensor:

@@ -1,0 +1,305 @@
+"""The calibration figures as ``torchmetrics.Metric``: updated batch by batch, synchronised between processes.
+
+They compute what :mod:`focalkern.metrics` does, on all batches together, and work where a Metric works: in a
+``MetricCollection``, under Lightning's ``self.log``, with ``torch.distributed``. Input is ``[N, C]`` or
+``[N, C, d1, ...]``, class scores in dimension 1, with targets ``[N]`` or ``[N, d1, ...]``; what the scores are,
+``input_kind`` says; it is never guessed. Sums are float64. A metric that has seen no row computes NaN.
+
+Memory: with ``equal_width`` bins only their sums are kept, however many rows there are. Equal-mass bins depend on all
+rows, so the confidences (for the classwise error, the probabilities) of all of them are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern import metrics
+
+try:
+    from torchmetrics import Metric
+    from torchmetrics.utilities import dim_zero_cat
+except ImportError as error:
+    raise ImportError(
+        f"focalkern.integrations.torchmetrics needs torchmetrics: pip install torchmetrics ({error})"
+    ) from error
+
+__all__ = ["BrierScore", "CalibrationError", "ClasswiseCalibrationError", "NegativeLogLikelihood"]
+
+_ERRORS: dict[str, Callable[[metrics.ReliabilityBins], Tensor]] = {
+    "expected": metrics.expected_error,
+    "maximum": metrics.maximum_error,
+    "rms": metrics.rms_error,
+    "debiased": metrics.debiased_error,
+}
+_INPUT_KINDS = ("probs", "logits")
+
+
+class _FocalkernMetric(Metric):
+    """What the four share: the checks, and rows out of any shape."""
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    plot_lower_bound = 0.0
+
+    def __init__(self, input_kind: str, ignore_index: int | None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._check("input_kind", input_kind, _INPUT_KINDS)
+        self.input_kind = input_kind
+        self.ignore_index = ignore_index
+
+    def _check(self, name: str, value: Any, options: Any) -> None:
+        if value not in options:
+            raise ValueError(f"{type(self).__name__}: {name} must be one of {', '.join(options)}, got {value!r}")
+
+    def _bins_of(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{type(self).__name__}: {name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{type(self).__name__}: {name} must be at least 1, got {value}")
+        return value
+
+    def _rows(self, preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores [rows, C] and targets [rows] without those that are ignored."""
+        op = type(self).__name__
+        if preds.dim() < 2:
+            raise ValueError(f"{op}: preds must be [N, C, ...], got shape {list(preds.shape)}")
+        expected = [preds.shape[0], *preds.shape[2:]]
+        if list(target.shape) != expected:
+            raise ValueError(f"{op}: target must be [N, ...] = {expected}, got {list(target.shape)}")
+        scores, target = preds.detach().movedim(1, -1).reshape(-1, preds.shape[1]), target.detach().reshape(-1)
+        if self.ignore_index is not None:
+            kept = target != self.ignore_index
+            scores, target = scores[kept], target[kept]
+        return metrics._probs_and_target(op, scores, target, log=self.input_kind == "logits")
+
+    def _log_probs(self, scores: Tensor) -> Tensor:
+        return scores.to(torch.float64).log_softmax(-1)
+
+    def _probs(self, scores: Tensor) -> Tensor:
+        """Probabilities: those that were given, or the softmax, in float32 at least."""
+        if self.input_kind == "probs":
+            return scores
+        return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+
+
+class CalibrationError(_FocalkernMetric):
+    """Calibration error of the top class; see :func:`focalkern.metrics.expected_calibration_error`.
+
+    Args:
+        n_bins: M, at least 1.
+        estimator: ``"equal_width"`` (constant memory), ``"equal_mass"`` or ``"equal_mass_interp"``.
+        error: ``"expected"``, ``"maximum"``, ``"rms"`` or ``"debiased"`` (l2).
+        input_kind: ``"probs"`` or ``"logits"``; the softmax is taken of the latter.
+        ignore_index: target of rows that are left out.
+        kwargs: of ``torchmetrics.Metric``.
+
+    ``compute`` returns a float64 0-dim tensor, a fraction; NaN without rows.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`focalkern.metrics.expected_calibration_error`.
+    """
+
+    plot_upper_bound = 1.0
+
+    count: Tensor
+    confidence_sum: Tensor
+    correct_sum: Tensor
+    confidence: list[Tensor]
+    correct: list[Tensor]
+
+    def __init__(
+        self,
+        n_bins: int = 15,
+        estimator: str = "equal_width",
+        error: str = "expected",
+        *,
+        input_kind: str = "probs",
+        ignore_index: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(input_kind, ignore_index, **kwargs)
+        self._check("estimator", estimator, metrics.ESTIMATORS)
+        self._check("error", error, _ERRORS)
+        self.n_bins = self._bins_of("n_bins", n_bins)
+        self.estimator = estimator
+        self.error = error
+        if estimator == "equal_width":
+            _add_bin_sums(self, (self.n_bins,))
+        else:
+            self.add_state("confidence", [], dist_reduce_fx="cat")
+            self.add_state("correct", [], dist_reduce_fx="cat")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Adds a batch: preds [N, C, ...], target [N, ...]."""
+        scores, target = self._rows(preds, target)
+        confidence, correct = self._probs(scores).amax(-1), scores.argmax(-1) == target
+        if self.estimator == "equal_width":
+            _add_to_bin_sums(self, confidence, correct)
+        else:
+            self.confidence.append(confidence)
+            self.correct.append(correct)
+
+    def bins(self) -> metrics.ReliabilityBins:
+        """The bins so far, for a reliability diagram; of this process only."""
+        if self.estimator == "equal_width":
+            return _bins_from_sums(self, int(self.count.sum()))
+        if not _parts(self.confidence):
+            empty = torch.empty(0, device=self.device)
+            return metrics.reliability_bins(
+                confidence=empty, correct=empty, n_bins=self.n_bins, estimator=self.estimator
+            )
+        return metrics.reliability_bins(
+            confidence=dim_zero_cat(self.confidence),
+            correct=dim_zero_cat(self.correct),
+            n_bins=self.n_bins,
+            estimator=self.estimator,
+        )
+
+    def compute(self) -> Tensor:
+        """The error over all batches, of all processes."""
+        return _ERRORS[self.error](self.bins())
+
+
+class ClasswiseCalibrationError(_FocalkernMetric):
+    """Classwise ECE; see :func:`focalkern.metrics.classwise_calibration_error`.
+
+    Args:
+        num_classes: C.
+        n_bins: bins per class, at least 1.
+        reduction: ``"mean"`` over the classes or ``"none"``.
+        input_kind, ignore_index, kwargs: as :class:`CalibrationError`.
+
+    The bins are ``equal_width``. ``compute`` returns a float64 tensor, 0-dim or with ``"none"`` [C]; NaN without rows.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`focalkern.metrics.classwise_calibration_error`; ValueError also
+            for another number of classes.
+    """
+
+    plot_upper_bound = 1.0
+
+    count: Tensor
+    confidence_sum: Tensor
+    correct_sum: Tensor
+
+    def __init__(
+        self,
+        num_classes: int,
+        n_bins: int = 15,
+        reduction: str = "mean",
+        *,
+        input_kind: str = "probs",
+        ignore_index: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(input_kind, ignore_index, **kwargs)
+        self._check("reduction", reduction, ("mean", "none"))
+        self.num_classes = self._bins_of("num_classes", num_classes)
+        self.n_bins = self._bins_of("n_bins", n_bins)
+        self.reduction = reduction
+        _add_bin_sums(self, (self.num_classes, self.n_bins))
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Adds a batch: preds [N, C, ...], target [N, ...]."""
+        scores, target = self._rows(preds, target)
+        if scores.shape[-1] != self.num_classes:
+            raise ValueError(
+                f"ClasswiseCalibrationError: preds must have num_classes = {self.num_classes} classes, "
+                f"got {scores.shape[-1]}"
+            )
+        classes = torch.arange(self.num_classes, device=target.device).unsqueeze(-1)
+        _add_to_bin_sums(self, self._probs(scores).T.contiguous(), target == classes)
+
+    def compute(self) -> Tensor:
+        """The error over all batches, of all processes."""
+        errors = metrics.expected_error(_bins_from_sums(self, int(self.count[0].sum())))
+        return errors.mean() if self.reduction == "mean" else errors
+
+
+class _Mean(_FocalkernMetric):
+    total: Tensor
+    n_samples: Tensor
+
+    def __init__(self, *, input_kind: str = "probs", ignore_index: int | None = None, **kwargs: Any) -> None:
+        super().__init__(input_kind, ignore_index, **kwargs)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("n_samples", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def _mean_of(self, scores: Tensor, target: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Adds a batch: preds [N, C, ...], target [N, ...]."""
+        scores, target = self._rows(preds, target)
+        if len(target):
+            self.total += self._mean_of(scores, target) * len(target)
+            self.n_samples += len(target)
+
+    def compute(self) -> Tensor:
+        """The mean over all rows, of all processes."""
+        return self.total / self.n_samples
+
+
+class NegativeLogLikelihood(_Mean):
+    """Mean negative log-likelihood; see :func:`focalkern.metrics.nll`.
+
+    Args:
+        input_kind, ignore_index, kwargs: as :class:`CalibrationError`.
+
+    ``compute`` returns a float64 0-dim tensor; infinite when a target has had probability 0, NaN without rows.
+    """
+
+    def _mean_of(self, scores: Tensor, target: Tensor) -> Tensor:
+        if self.input_kind == "logits":
+            return metrics.nll(self._log_probs(scores), target, log=True)
+        return metrics.nll(scores, target)
+
+
+class BrierScore(_Mean):
+    """Brier score, summed over the classes; see :func:`focalkern.metrics.brier_score`.
+
+    Args:
+        input_kind, ignore_index, kwargs: as :class:`CalibrationError`.
+
+    ``compute`` returns a float64 0-dim tensor, between 0 and 2; NaN without rows.
+    """
+
+    plot_upper_bound = 2.0
+
+    def _mean_of(self, scores: Tensor, target: Tensor) -> Tensor:
+        return metrics.brier_score(self._probs(scores), target)
+
+
+def _add_bin_sums(metric: Any, shape: tuple[int, ...]) -> None:
+    metric.add_state("count", torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
+    metric.add_state("confidence_sum", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+    metric.add_state("correct_sum", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+
+
+def _add_to_bin_sums(metric: Any, confidence: Tensor, correct: Tensor) -> None:
+    bins = metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=metric.n_bins)
+    metric.count += bins.count
+    metric.confidence_sum += (bins.confidence * bins.count).nan_to_num(nan=0.0)
+    metric.correct_sum += (bins.accuracy * bins.count).nan_to_num(nan=0.0)
+
+
+def _bins_from_sums(metric: Any, n_samples: int) -> metrics.ReliabilityBins:
+    weight = torch.where(metric.count > 0, metric.count, torch.nan).to(torch.float64)
+    edges = torch.arange(metric.n_bins + 1, dtype=torch.float64, device=weight.device) / metric.n_bins
+    return metrics.ReliabilityBins(
+        lower=edges[:-1].expand(weight.shape),
+        upper=edges[1:].expand(weight.shape),
+        count=metric.count,
+        confidence=metric.confidence_sum / weight,
+        accuracy=metric.correct_sum / weight,
+        n_samples=n_samples,
+        estimator="equal_width",
+    )
+
+
+def _parts(state: Any) -> int:
+    """Batches in a list state, which is one tensor once processes have been synchronised."""
+    return 1 if isinstance(state, Tensor) else len(state)

@@ -1,0 +1,255 @@
+"""The Metric classes against the functions they stand for: batch by batch, in a collection, and over two processes."""
+
+import multiprocessing
+import pickle
+import sys
+import traceback
+
+import pytest
+import torch
+from conftest import assert_close, peer
+
+from focalkern import metrics
+
+torchmetrics = peer("torchmetrics")
+ours = pytest.importorskip("focalkern.integrations.torchmetrics", exc_type=ImportError)
+
+FUNCTIONS = {
+    "expected": metrics.expected_calibration_error,
+    "maximum": metrics.maximum_calibration_error,
+    "rms": metrics.rms_calibration_error,
+    "debiased": metrics.debiased_calibration_error,
+}
+
+
+def sample(n=230, n_classes=4, device="cpu"):
+    logits = 3 * torch.randn(n, n_classes)
+    target = (logits + 2 * torch.randn(n, n_classes)).argmax(-1)
+    return logits.to(device), target.to(device)
+
+
+def fill(metric, scores, target, sizes=(100, 1, 129)):
+    for part, labels in zip(scores.split(sizes), target.split(sizes), strict=True):
+        metric.update(part, labels)
+    return metric
+
+
+@pytest.mark.parametrize("estimator", metrics.ESTIMATORS)
+@pytest.mark.parametrize("error", FUNCTIONS)
+def test_batches_give_the_error_of_all_rows(estimator, error, device):
+    logits, target = sample(device=device)
+    probs = logits.softmax(-1)
+    metric = fill(ours.CalibrationError(estimator=estimator, error=error).to(device), probs, target)
+    expected = FUNCTIONS[error](probs, target, estimator=estimator)
+    assert metric.compute().dtype == torch.float64
+    assert_close(metric.compute(), expected)
+    from_logits = fill(
+        ours.CalibrationError(estimator=estimator, error=error, input_kind="logits").to(device), logits, target
+    )
+    assert_close(from_logits.compute(), expected)
+    assert metric.bins().count.sum() == (230 if estimator != "equal_mass_interp" else 229)
+
+
+def test_the_others_give_the_figures_of_all_rows(device):
+    logits, target = sample(device=device)
+    probs = logits.softmax(-1)
+    for metric, expected in (
+        (ours.ClasswiseCalibrationError(4), metrics.classwise_calibration_error(probs, target)),
+        (
+            ours.ClasswiseCalibrationError(4, reduction="none"),
+            metrics.classwise_calibration_error(probs, target, reduction="none"),
+        ),
+        (ours.NegativeLogLikelihood(), metrics.nll(probs, target)),
+        (ours.BrierScore(), metrics.brier_score(probs, target)),
+    ):
+        assert_close(fill(metric.to(device), probs, target).compute(), expected)
+    log_probs = logits.double().log_softmax(-1)
+    metric = fill(ours.NegativeLogLikelihood(input_kind="logits").to(device), logits, target)
+    assert_close(metric.compute(), metrics.nll(log_probs, target, log=True))
+    metric = fill(ours.BrierScore(input_kind="logits").to(device), logits, target)
+    assert_close(metric.compute(), metrics.brier_score(probs, target))
+
+
+def test_memory_does_not_grow_with_equal_width():
+    logits, target = sample()
+    metric = ours.CalibrationError()
+    before = len(pickle.dumps(metric.metric_state))
+    for _ in range(20):
+        metric.update(logits.softmax(-1), target)
+    assert len(pickle.dumps(metric.metric_state)) == before
+    assert int(metric.count.sum()) == 20 * 230
+
+
+def test_pixels_are_rows_and_ignored_ones_are_none():
+    scores = torch.randn(2, 3, 4, 5)
+    target = torch.randint(3, (2, 4, 5))
+    target[0, :2] = 255
+    rows, labels = scores.movedim(1, -1).reshape(-1, 3).softmax(-1), target.reshape(-1)
+    kept = labels != 255
+    metric = ours.CalibrationError(input_kind="logits", ignore_index=255)
+    metric.update(scores, target)
+    assert_close(metric.compute(), metrics.expected_calibration_error(rows[kept], labels[kept]))
+    metric.update(scores[:1, :, :2], target[:1, :2])  # nothing but ignored ones
+    assert int(metric.count.sum()) == int(kept.sum())
+
+
+def test_forward_returns_the_batch_and_keeps_the_rest():
+    logits, target = sample()
+    probs = logits.softmax(-1)
+    for metric, function in (
+        (ours.CalibrationError(), metrics.expected_calibration_error),
+        (
+            ours.CalibrationError(estimator="equal_mass"),
+            lambda p, y: metrics.expected_calibration_error(p, y, estimator="equal_mass"),
+        ),
+        (ours.BrierScore(), metrics.brier_score),
+    ):
+        assert_close(metric(probs[:80], target[:80]), function(probs[:80], target[:80]))
+        assert_close(metric(probs[80:], target[80:]), function(probs[80:], target[80:]))
+        assert_close(metric.compute(), function(probs, target))
+        metric.reset()
+        metric.update(probs[:9], target[:9])
+        assert_close(metric.compute(), function(probs[:9], target[:9]))
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method:UserWarning")  # torchmetrics: before the first update
+def test_no_rows_are_nan():
+    for metric in (
+        *(ours.CalibrationError(estimator=estimator) for estimator in metrics.ESTIMATORS),
+        ours.ClasswiseCalibrationError(3),
+        ours.NegativeLogLikelihood(),
+        ours.BrierScore(),
+    ):
+        assert metric.compute().isnan()
+        metric.reset()
+        metric.update(torch.empty(0, 3), torch.empty(0, dtype=torch.int64))
+        assert metric.compute().isnan()
+
+
+def test_a_collection_and_its_state_dict():
+    logits, target = sample()
+    probs = logits.softmax(-1)
+
+    def collection():
+        made = torchmetrics.MetricCollection(
+            {
+                "ece": ours.CalibrationError(),
+                "mce": ours.CalibrationError(error="maximum"),
+                "ada": ours.CalibrationError(estimator="equal_mass"),
+                "classwise": ours.ClasswiseCalibrationError(4),
+                "brier": ours.BrierScore(),
+            }
+        )
+        made.persistent(True)
+        return made
+
+    first = collection()
+    first.update(probs[:100], target[:100])
+    second = collection()
+    second.load_state_dict(first.state_dict())
+    second.update(probs[100:], target[100:])
+    found = second.compute()
+    assert_close(found["ece"], metrics.expected_calibration_error(probs, target))
+    assert_close(found["mce"], metrics.maximum_calibration_error(probs, target))
+    assert_close(found["ada"], metrics.expected_calibration_error(probs, target, estimator="equal_mass"))
+    assert_close(found["classwise"], metrics.classwise_calibration_error(probs, target))
+    assert_close(found["brier"], metrics.brier_score(probs, target))
+    copy = pickle.loads(pickle.dumps(second))
+    assert copy.compute() == found
+
+
+def made():
+    return [
+        ours.CalibrationError(),
+        ours.CalibrationError(estimator="equal_mass"),
+        ours.ClasswiseCalibrationError(4),
+        ours.NegativeLogLikelihood(),
+    ]
+
+
+def work(rank, folder, results):
+    """One of two processes: the first has two batches, the second one of another size."""
+    try:
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        probs, target = torch.load(f"{folder}/rows.pt", weights_only=True)
+        found = []
+        for metric in made():
+            sizes = (60, 100, 70)
+            for batch in (0, 1) if rank == 0 else (2,):
+                metric.update(probs.split(sizes)[batch], target.split(sizes)[batch])
+            found.append(metric.compute().item())
+        torch.distributed.destroy_process_group()
+        results.put((rank, found))
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo over a file")
+def test_two_processes_compute_what_one_does(tmp_path):
+    logits, target = sample()
+    probs = logits.softmax(-1)
+    torch.save((probs, target), tmp_path / "rows.pt")
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=work, args=(rank, str(tmp_path), results), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        found = dict(results.get(timeout=120) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(20)
+            process.kill()
+    # Rows in the order of the processes: ties aside, the order does not matter.
+    expected = []
+    for metric in made():
+        metric.update(probs, target)
+        expected.append(metric.compute().item())
+    for rank in range(2):
+        assert found[rank] == pytest.approx(expected, rel=1e-12), found[rank]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: ours.CalibrationError(estimator="uniform"), ValueError, "estimator must be one of equal_width"),
+        (
+            lambda: ours.CalibrationError(error="l1"),
+            ValueError,
+            "error must be one of expected, maximum, rms, debiased",
+        ),
+        (lambda: ours.CalibrationError(n_bins=0), ValueError, "CalibrationError: n_bins must be at least 1, got 0"),
+        (lambda: ours.CalibrationError(n_bins=1.0), TypeError, "n_bins must be an int, got 1.0"),
+        (lambda: ours.BrierScore(input_kind="scores"), ValueError, "one of probs, logits, got 'scores'"),
+        (lambda: ours.ClasswiseCalibrationError(3, reduction="sum"), ValueError, "one of mean, none, got 'sum'"),
+        (
+            lambda: ours.CalibrationError().update(torch.randn(3, 2), torch.tensor([0, 1, 0])),
+            ValueError,
+            "are these logits?",
+        ),
+        (
+            lambda: ours.CalibrationError().update(torch.rand(3, 2, 4), torch.tensor([0, 1, 0])),
+            ValueError,
+            "CalibrationError: target must be [N, ...] = [3, 4], got [3]",
+        ),
+        (lambda: ours.CalibrationError().update(torch.rand(3), torch.tensor([0, 1, 0])), ValueError, "[N, C, ...]"),
+        (
+            lambda: ours.ClasswiseCalibrationError(3).update(torch.eye(2), torch.tensor([0, 1])),
+            ValueError,
+            "must have num_classes = 3 classes, got 2",
+        ),
+        (lambda: ours.BrierScore().update(torch.eye(2), torch.tensor([0, 2])), IndexError, "got 2 at row 1"),
+    ],
+)
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_without_torchmetrics_the_import_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    monkeypatch.delitem(sys.modules, "focalkern.integrations.torchmetrics")
+    with pytest.raises(ImportError, match="needs torchmetrics: pip install torchmetrics"):
+        __import__("focalkern.integrations.torchmetrics")
