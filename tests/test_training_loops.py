@@ -236,6 +236,24 @@ def test_grad_scaler_sees_an_overflow_and_skips_the_step():
     assert not torch.equal(model[0].weight, before[0].weight)  # and trained with it
 
 
+def test_one_logit_per_class_compiles_and_autocasts(dynamo):
+    model, criterion = network(), fk.SigmoidFocalLoss(1.5)
+    x, target = samples()[0], torch.randint(2, (48, 4))
+
+    def forward(x, target):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return criterion(model(x), target)
+
+    gradients = []
+    for function in (forward, torch.compile(forward, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        loss = function(x, target)
+        assert loss.dtype == torch.float32
+        loss.backward()
+        gradients.append(parameter_gradient(model))
+    assert_close(gradients[1], gradients[0], torch.bfloat16)
+
+
 # ---- Gradient accumulation ------------------------------------------------------------------------------------------
 
 
