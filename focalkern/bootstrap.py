@@ -67,6 +67,16 @@ FIGURES = (
 )
 """The figures that can be resampled. Of these, confidences alone (without probabilities) have accuracy and ECE."""
 
+_WORDS = {
+    "accuracy": "accuracy",
+    "nll": "NLL",
+    "brier": "Brier score",
+    "ece_equal_width": "ECE (equal_width)",
+    "ece_equal_mass": "ECE (equal_mass)",
+    "ece_equal_mass_interp": "ECE (equal_mass_interp)",
+    "classwise_ece_equal_width": "classwise ECE (equal_width)",
+}
+
 METHODS = ("symmetric", "basic", "percentile")
 
 _CLASSWISE = "classwise_ece_equal_width"
@@ -165,6 +175,32 @@ class PairedBootstrap:
         difference = self.difference(name, other, figure)
         return difference.low > 0 if figure in _HIGHER_IS_BETTER else difference.high < 0
 
+    def in_words(self, name: str, other: str, figure: str) -> str:
+        """One sentence on whether ``name`` and ``other`` differ in a figure, for the reader of a table.
+
+        Args:
+            name, other: of ``names``.
+            figure: of ``figures``.
+
+        Raises:
+            ValueError: an unknown name or figure.
+        """
+        difference = self.difference(name, other, figure)
+        words = _WORDS[figure]
+        if math.isnan(difference.low):
+            return f"{words} of {name} and {other} cannot be compared: it is not finite for both, or has no rows."
+        interval = f"{100 * self.level:g} % interval {difference.low:+.4f} to {difference.high:+.4f}"
+        if not difference.excludes_zero:
+            return (
+                f"{words} does not tell {name} and {other} apart: the difference is {difference.estimate:+.4f}, "
+                f"and its {interval} contains 0."
+            )
+        side = "better" if self.wins(name, other, figure) else "worse"
+        return (
+            f"{words} of {name} is {side} than that of {other} beyond chance: the difference is "
+            f"{difference.estimate:+.4f}, {interval}."
+        )
+
     def _interval(self, estimate: float, replicates: Tensor) -> Interval:
         if not math.isfinite(estimate) or not bool(replicates.isfinite().all()):
             return Interval(estimate, math.nan, math.nan)
@@ -216,6 +252,17 @@ class BiasFloor:
         if math.isnan(observed) or bool(self.samples.isnan().any()):
             return math.nan
         return (1 + int((self.samples >= observed).sum())) / (1 + len(self.samples))
+
+    def in_words(self, observed: float) -> str:
+        """One sentence on whether ``observed`` is more than noise, for the reader of a table."""
+        if math.isnan(self.p_value(observed)):
+            return f"{_WORDS[self.figure]}: there are no rows."
+        floor = (
+            f"a perfectly calibrated model with these confidences scores {self.mean:.4f} on average, and at most "
+            f"{self.quantile(0.95):.4f} on 95 of 100 sets of this size"
+        )
+        verdict = "more than noise" if self.p_value(observed) <= 0.05 else "not to be told from noise"
+        return f"{_WORDS[self.figure]} of {observed:.4f} is {verdict}: {floor}."
 
 
 def paired_bootstrap(
