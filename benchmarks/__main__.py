@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks import bench_calibration_grid, bench_calibration_map, bench_focal_loss
+from benchmarks import bench_calibration_grid, bench_calibration_map, bench_focal_loss, bench_losses
 from benchmarks.harness import RESULTS, Row, append_rows, recorded_medians
 
 BENCHMARKS = {
     "focal_loss": bench_focal_loss,
+    "losses": bench_losses,
     "calibration_map": bench_calibration_map,
     "calibration_grid": bench_calibration_grid,
 }

@@ -17,6 +17,7 @@ from conftest import assert_close
 import focalkern as fk
 
 NAN = float("nan")
+EDGES = [0.0, 0.25, 0.5, 1.0]
 
 
 def published_rule(gamma, error, *, lam=1.0, gamma_max=20.0, gamma_min=-2.0, switch=0.2):
@@ -300,6 +301,23 @@ def test_a_compiled_step_sees_the_update():
     assert_close(after, loss(logits, target))
 
 
+def test_the_history_is_drawn():
+    plots = pytest.importorskip("focalkern.plots", reason="matplotlib is not installed", exc_type=ImportError)
+    loss = fk.AdaFocalLoss(3)
+    with pytest.raises(ValueError, match=r"adafocal_history: history must have at least one update, got none"):
+        plots.adafocal_history(loss.history)
+    loss.update_bins(EDGES, [0.3, NAN, 0.8], [0.1, NAN, 0.9], [5, 0, 5])
+    loss.update_bins(EDGES, [0.3, 0.4, 0.8], [0.1, 0.5, 0.9])
+    figure = plots.adafocal_history(loss.history, title="three bins")
+    above, below, _ = figure.axes
+    assert above.get_title() == "three bins"
+    lines = [[line.get_ydata().tolist() for line in axes.lines[:3]] for axes in (above, below)]
+    assert lines[0][0] == pytest.approx([0.2, 0.2])
+    assert lines[0][1] == pytest.approx([NAN, -0.1], nan_ok=True)
+    assert lines[1] == torch.stack([record.bin_gammas for record in loss.history]).T.tolist()
+    figure.savefig(io.BytesIO(), format="png")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Saved state
 # ---------------------------------------------------------------------------------------------------------------------
@@ -406,8 +424,6 @@ def test_part_of_a_state_is_not_loaded_even_if_the_caller_is_not_strict():
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors leave the state as it was
 # ---------------------------------------------------------------------------------------------------------------------
-
-EDGES = [0.0, 0.25, 0.5, 1.0]
 
 
 @pytest.mark.parametrize(

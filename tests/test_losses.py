@@ -414,6 +414,15 @@ def test_extreme_logits_are_finite_in_every_dtype(name, dtype, device):
         assert gradient(found, input).isfinite().all()
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "norm"])
+@pytest.mark.parametrize("z", [[[3.0]], [[3.0, -torch.inf, -torch.inf]]])
+def test_a_class_without_rivals_is_certain(name, z):
+    input = torch.tensor(z, requires_grad=True)
+    found = LOSSES[name]()(input, torch.tensor([0]))
+    assert found == 0
+    assert gradient(found, input).count_nonzero() == 0
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_float32(name, dtype, device):

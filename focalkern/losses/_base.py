@@ -137,7 +137,7 @@ def number(op: str, name: str, value: object, *, low: float = -math.inf, high: f
 class Rows:
     """Logits and targets of a batch in the form that the plain losses compute with; "..." is N, d1, ..."""
 
-    z: Tensor  # [..., C], float32 or float64; zeros where ignored, so that what stands there cannot come through
+    z: Tensor  # [..., C], float32 or float64; 0 in ignored rows, whose values must not come through
     given: Tensor  # [..., C] target probabilities
     smoothed: Tensor  # [..., C] the same after label smoothing
     index: Tensor | None  # [...] labels, 0 where ignored
@@ -177,20 +177,22 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Rows:
             )
         given = target.to(z.dtype).movedim(class_dim, -1)
         sample_weight = None if weight is None else (weight * given).sum(-1)
-        smoothed = (1.0 - smoothing) * given + smoothing / n_classes
         every = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device)
-        return Rows(z, given, smoothed, None, sample_weight, every)
+        return Rows(z, given, _smoothed(given, smoothing), None, sample_weight, every)
     index = target.long()
     valid = index != loss.ignore_index
     if not torch.compiler.is_compiling() and (target.device.type == "cpu" or _validating()):
         check_range(op, target, n_classes, loss.ignore_index)
     # On CUDA nothing looks at the labels on the host: a row whose label is out of range becomes NaN, as in focal_loss.
-    inside = (index >= 0) & (index < n_classes)
-    z = torch.where((valid & ~inside).unsqueeze(-1), math.nan, torch.where(valid.unsqueeze(-1), z, 0.0))
-    index = torch.where(valid & inside, index, 0)
+    counts = valid & (index >= 0) & (index < n_classes)
+    z = torch.where(counts.unsqueeze(-1), z, torch.where(valid, math.nan, 0.0).to(z.dtype).unsqueeze(-1))
+    index = torch.where(counts, index, 0)
     given = (torch.arange(n_classes, device=z.device) == index.unsqueeze(-1)).to(z.dtype)
-    smoothed = (1.0 - smoothing) * given + smoothing / n_classes
-    return Rows(z, given, smoothed, index, None if weight is None else weight[index], valid)
+    return Rows(z, given, _smoothed(given, smoothing), index, None if weight is None else weight[index], valid)
+
+
+def _smoothed(target: Tensor, smoothing: float) -> Tensor:
+    return target if smoothing == 0 else (1.0 - smoothing) * target + smoothing / target.shape[-1]
 
 
 def check_pair(op: str, input: Tensor, target: Tensor) -> int:

@@ -9,7 +9,19 @@ from torch import Tensor
 
 from focalkern.losses._base import Loss, Reduction, Rows, flag, in_dtype_of, number, rows_of
 from focalkern.ops.focal_loss import focal_loss
-from focalkern.reference import _weighted_sum, log_softmax_and_complement, modulating_factor
+from focalkern.reference import _weighted_sum, log_softmax_and_complement
+
+# The logarithm of a probability that is 0, where -inf would meet itself.
+_NOTHING = -1e30
+
+
+def _against(z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """z_k - z_i of all classes [..., C], and the log-sum-exp of it over k != i, [...]: the log odds against class i.
+
+    With these odds s, p_i = sigmoid(-s) and 1 - p_i = sigmoid(s), and neither loses digits as the other goes to 1.
+    """
+    gap = z - z.gather(-1, index)
+    return gap, gap.scatter(-1, index, _NOTHING).logsumexp(-1)
 
 
 class DualFocalLoss(Loss):
@@ -53,13 +65,13 @@ class DualFocalLoss(Loss):
             raise TypeError(f"DualFocalLoss: target must be labels, int64, int32 or uint8, got {target.dtype}")
         rows = rows_of(self, input, target)
         assert rows.index is not None
-        log_p, log_u = log_softmax_and_complement(rows.z)
         if self.label_smoothing == 0:
-            label = rows.index.unsqueeze(-1)
-            is_below = rows.z < rows.z.gather(-1, label)
-            log_p_below = torch.where(is_below, log_p, -math.inf).amax(-1, keepdim=True)
-            loss = self._per_class(log_p.gather(-1, label), log_u.gather(-1, label), log_p_below).squeeze(-1)
+            gap, odds = _against(rows.z, rows.index.unsqueeze(-1))
+            log_p = F.logsigmoid(-odds)
+            log_p_below = log_p + torch.where(gap < 0, gap, _NOTHING).amax(-1)
+            loss = self._per_class(log_p, F.logsigmoid(odds), log_p_below)
             return in_dtype_of(rows.reduce(loss, self.reduction), input)
+        log_p, log_u = log_softmax_and_complement(rows.z)
         # Every class has a share in the target, and a next lower class of its own.
         ascending, order = rows.z.detach().contiguous().sort(dim=-1)
         n_below = torch.searchsorted(ascending, rows.z.detach().contiguous())
@@ -70,9 +82,8 @@ class DualFocalLoss(Loss):
 
     def _per_class(self, log_p: Tensor, log_u: Tensor, log_p_below: Tensor) -> Tensor:
         # log(1 - p + p_below); a class alone has neither, and logaddexp(-inf, -inf) no derivative.
-        alone = (log_u == -math.inf) & (log_p_below == -math.inf)
-        log_m = torch.where(alone, -math.inf, torch.logaddexp(torch.where(alone, 0.0, log_u), log_p_below))
-        factor = modulating_factor(log_p, log_m, log_p.new_full((), self.gamma))
+        log_m = torch.logaddexp(log_u.clamp(min=_NOTHING), log_p_below)
+        factor = (self.gamma * log_m).exp()
         return -(factor.detach() if self.detach_modulation else factor) * log_p
 
     def _settings(self) -> dict[str, object]:
@@ -98,10 +109,12 @@ class BrierLoss(Loss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         rows = rows_of(self, input, target)
-        log_p, log_u = log_softmax_and_complement(rows.z)
-        # p - t from the complements where p and t may both be near 1.
         t = rows.smoothed
-        residual = torch.where(t > 0.5, (1.0 - t) - log_u.exp(), log_p.exp() - t)
+        p = rows.z.softmax(-1)
+        # Where p and t may both be near 1, p - t is (1 - t) - (1 - p), and 1 - p the sum of the other classes.
+        label = rows.given.argmax(-1, keepdim=True)
+        others = p.scatter(-1, label, 0.0).sum(-1, keepdim=True)
+        residual = (p - t).scatter(-1, label, (1.0 - t.gather(-1, label)) - others)
         return in_dtype_of(rows.reduce(residual.square().sum(-1), self.reduction), input)
 
 
@@ -164,12 +177,13 @@ class MMCELoss(Loss):
         cross_entropy = cross_entropy_of(self, rows, target)
         z = rows.z.reshape(-1, rows.z.shape[-1])
         top = z.detach().argmax(-1, keepdim=True)
-        log_r, log_u = (values.gather(-1, top).squeeze(-1).double() for values in log_softmax_and_complement(z))
+        odds = _against(z, top)[1].double()
+        r, one_minus_r = odds.neg().sigmoid(), odds.sigmoid()
         correct = rows.given.reshape(z.shape).gather(-1, top).squeeze(-1).double()
         valid = rows.valid.reshape(-1)
         # c - r without cancellation: what the correct part lacks and the incorrect part has too much.
-        lack = torch.where(valid, correct, 0.0) * log_u.exp()
-        excess = torch.where(valid, 1.0 - correct, 0.0) * log_r.exp()
+        lack = torch.where(valid, correct, 0.0) * one_minus_r
+        excess = torch.where(valid, 1.0 - correct, 0.0) * r
         count = valid.sum()
         if self.weighted:
             n_correct = torch.where(valid, correct, 0.0).sum()
@@ -177,7 +191,7 @@ class MMCELoss(Loss):
             a = lack / torch.where(both, n_correct, math.inf) - excess / torch.where(both, count - n_correct, math.inf)
         else:
             a = (lack - excess) / torch.where(count > 0, count, 1)
-        squared = _laplacian_form(a, log_r.exp(), self.bandwidth)
+        squared = _laplacian_form(a, r, self.bandwidth)
         # At 0 the root has no derivative; 0 is taken. Rounding may leave the square just below 0.
         positive = squared > 0
         mmce = torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)

@@ -1,0 +1,119 @@
+"""The training losses beside the algorithms of their papers, written as published: forward and backward of one step.
+
+The published FLSD and AdaFocal choose gamma on the host, sample by sample, and fetch one number from the device for
+each; the note of a row counts the numbers that one step fetches. The published MMCE builds its N x N kernel.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import focalkern as fk
+from benchmarks.bench_focal_loss import check_gradient, forward_backward, published_adafocal, published_flsd
+from benchmarks.harness import Provider, Row, measure
+
+# A training batch of CIFAR and of ImageNet; many samples, as a step of segmentation has.
+SHAPES = [(128, 10), (256, 1000), (8192, 20)]
+
+
+class Fetches(TorchDispatchMode):
+    """Counts the numbers that Python takes out of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.count += operator is torch.ops.aten._local_scalar_dense.default
+        return operator(*arguments, **(options or {}))
+
+
+def fetched(run: Callable[[], object]) -> int:
+    with Fetches() as mode:
+        run()
+    return mode.count
+
+
+def published_dual(logits: Tensor, target: Tensor, gamma: float = 5.0) -> Tensor:
+    log_p = F.log_softmax(logits, dim=1)
+    p = log_p.exp()
+    log_p_y = log_p.gather(1, target.unsqueeze(1))
+    p_y = log_p_y.exp()
+    p_j = torch.topk(p * (p < p_y), 1)[0]
+    return (-((1 - p_y + p_j) ** gamma) * log_p_y).mean()
+
+
+def published_brier(logits: Tensor, target: Tensor) -> Tensor:
+    one_hot = torch.zeros_like(logits).scatter_(1, target.unsqueeze(1), 1)
+    return (logits.softmax(1) - one_hot).square().sum(1).mean()
+
+
+def published_mmce(logits: Tensor, target: Tensor) -> Tensor:
+    r, top = logits.softmax(1).max(1)
+    gap = (top == target).to(r) - r
+    kernel = (-(r.unsqueeze(0) - r.unsqueeze(1)).abs() / 0.4).exp()
+    squared = (gap.unsqueeze(0) * gap.unsqueeze(1) * kernel).sum() / len(target) ** 2
+    return F.cross_entropy(logits, target) + 2 * squared.sqrt()
+
+
+def check_beside(published: Callable[..., Tensor], logits: Tensor, target: Tensor) -> Callable[[object], None]:
+    """Compares a gradient with that of the published algorithm in float64."""
+    exact = logits.detach().double().requires_grad_()
+    expected = torch.autograd.grad(published(exact, target), exact)[0]
+
+    def check(gradient: object) -> None:
+        assert isinstance(gradient, Tensor)
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-5 * scale)
+
+    return check
+
+
+def cases(device: str) -> Iterator[tuple[str, Any, Callable[..., Tensor], Any]]:
+    """Name, module, published algorithm, and the gamma of both where the reference is a focal loss."""
+    adafocal = fk.AdaFocalLoss().to(device)
+    edges = torch.linspace(0.05, 0.95, 16) ** 2
+    error = torch.linspace(0.5, -0.5, 15)
+    for _ in range(4):  # gammas of both signs, as after some epochs
+        adafocal.update_bins(edges, 0.5 + error / 2, 0.5 - error / 2)
+    table = fk.GammaTable(adafocal.bin_edges, adafocal.bin_gammas)
+    yield "FLSD-53", fk.FLSDLoss().to(device), published_flsd, fk.FLSD_53
+    yield "AdaFocal", adafocal, lambda logits, target: published_adafocal(logits, target, table), table
+    yield "dual focal", fk.DualFocalLoss(5.0).to(device), published_dual, None
+    yield "Brier", fk.BrierLoss().to(device), published_brier, None
+    yield "MMCE", fk.MMCELoss().to(device), published_mmce, None
+
+
+def run(device: str = "cpu", quick: bool = False, seconds: float = 2.0) -> Iterator[list[Row]]:
+    for n, classes in SHAPES[:1] if quick else SHAPES:
+        for name, module, published, gamma in cases(device):
+            generator = torch.Generator(device).manual_seed(0)
+            logits = torch.randn(n, classes, generator=generator, device=device).mul_(3).requires_grad_()
+            target = torch.randint(classes, (n,), generator=generator, device=device)
+            check = (
+                check_beside(published, logits, target)
+                if gamma is None
+                else check_gradient(logits, target, gamma, tolerance=1e-5)
+            )
+            providers = [
+                Provider("focalkern", forward_backward(module, logits, target), check=check),
+                Provider("published algorithm", forward_backward(published, logits, target), check=check),
+                Provider("cross_entropy", forward_backward(F.cross_entropy, logits, target)),
+            ]
+            rows = measure(
+                op="losses",
+                case=f"{name} {n}x{classes}",
+                n=n,
+                classes=classes,
+                dtype=torch.float32,
+                providers=providers,
+                bytes_moved=3 * logits.numel() * logits.element_size(),
+                copy=None,
+                seconds=seconds,
+                device=device,
+            )
+            for row, provider in zip(rows, providers, strict=True):
+                row.note = f"{fetched(provider.run)} numbers fetched"
+            yield rows
