@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.train_study import objectives, records, tables
+from benchmarks.train_study import figures, objectives, records, tables
 from benchmarks.train_study.data import DataError
 from benchmarks.train_study.tables import Row
 
@@ -25,6 +25,7 @@ def _study(out: Path, folder: Path) -> str:
     if not runs:
         raise DataError(f"{out}: no complete run to report on")
     files = tables.write(runs, folder)
+    figures.write_study(files, runs, folder)
     return "\n\n".join(
         f"{heading}\n{tables.format_table(name, files[name])}\n" for name, (heading, *_) in tables.TABLES.items()
     )
@@ -32,18 +33,17 @@ def _study(out: Path, folder: Path) -> str:
 
 def _sweep(out: Path, folder: Path) -> str:
     sizes = sorted(int(path.parent.name.removeprefix("train-")) for path in out.glob("train-*/settings.json"))
-    rows = [
-        {"train_size": size, **row}
-        for size in sizes
-        for run in records.read_runs(out / f"train-{size}", rank=objectives.rank)
-        for row in tables.calibration_rows(run)
-    ]
+    runs = [(size, run) for size in sizes for run in records.read_runs(out / f"train-{size}", rank=objectives.rank)]
+    rows = [{"train_size": size, **row} for size, run in runs for row in tables.calibration_rows(run)]
     if not rows:
         raise DataError(f"{out}: no complete run to report on")
     table = coefficient_table(rows)
     folder.mkdir(parents=True, exist_ok=True)
+    temperatures = [row for size, run in runs if size == sizes[-1] for row in tables.temperature_rows(run)]
     records.write_csv(folder / "calibration.csv", rows)
+    records.write_csv(folder / "temperatures.csv", temperatures)
     records.write_csv(folder / "table_coefficients.csv", table)
+    figures.write_sweep(table, temperatures, folder)
     return f"ECE (equal_width) by size of the training part and coefficient\n{_format(table)}\n"
 
 
