@@ -65,8 +65,10 @@ def check_beside(published: Callable[..., Tensor], logits: Tensor, target: Tenso
 
     def check(gradient: object) -> None:
         assert isinstance(gradient, Tensor)
+        # Confidences that are equal in float32 may not be in float64, and MMCE has a kink where two are equal.
+        tolerance = 1e-3 if published is published_mmce else 1e-5
         scale = expected.abs().max().item()
-        torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-5 * scale)
+        torch.testing.assert_close(gradient.double(), expected, rtol=tolerance, atol=tolerance * scale)
 
     return check
 
