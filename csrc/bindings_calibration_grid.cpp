@@ -211,13 +211,11 @@ class Grid {
   int64_t n_temperatures() const { return temperatures_.numel(); }
   int64_t per_block() const { return per_block_; }
 
-  int64_t rows() const { return samples_.rows(); }
-
   // Adds what the samples contribute: to the tables nll and brier [n_gammas, n_temperatures], where they are among the
   // criteria, and to count, confidence and correct [n_gammas, n_temperatures, n_buckets], where ece or mce are. The
-  // buckets are those of the sketch, or else n_buckets equal bins. All in one call, so that nobody who interrupts
-  // Python finds half of it done.
-  void add_to(const std::optional<Tensor>& count, const std::optional<Tensor>& confidence,
+  // buckets are those of the sketch, or else n_buckets equal bins. The number of samples goes to rows, one int64 on the
+  // CPU. All in one call, so that nobody who interrupts Python finds half of it done.
+  void add_to(const Tensor& rows_seen, const std::optional<Tensor>& count, const std::optional<Tensor>& confidence,
               const std::optional<Tensor>& correct, const std::optional<Tensor>& nll,
               const std::optional<Tensor>& brier, bool sketch) {
     const bool binned = (criteria_ & (kEce | kMce)) != 0;
@@ -231,6 +229,8 @@ class Grid {
                                     sum->device() == samples_.input.device()),
                         kOp, ": ", name, " must be contiguous ", dtype, " ", shape, " on the device of input");
     };
+    TORCH_CHECK_VALUE(rows_seen.is_cpu() && rows_seen.scalar_type() == at::kLong && rows_seen.numel() == 1, kOp,
+                      ": rows must be one int64 on the CPU");
     check_sum("count", count, at::kLong, binned, true);
     check_sum("confidence", confidence, at::kDouble, binned, true);
     check_sum("correct", correct, at::kLong, binned, true);
@@ -256,6 +256,7 @@ class Grid {
     }
     samples_ = all;
     per_block_ = std::min(n_temperatures(), block_temperatures());
+    *rows_seen.mutable_data_ptr<int64_t>() += all.rows();
   }
 
   // [n_criteria, n_gammas, end - begin], on the device of the input.
@@ -434,7 +435,6 @@ void register_calibration_grid(torch::Library& definitions, pybind11::module_& m
                           int64_t>(),
            release())
       .def_property_readonly("per_block", &Grid::per_block)
-      .def_property_readonly("rows", &Grid::rows)
       .def("run", &Grid::run, release())
       .def("add_to", &Grid::add_to, release());
 }

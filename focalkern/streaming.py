@@ -102,7 +102,6 @@ class CalibrationGridState:
         self._sketched = estimator != "equal_width" and not {"ece", "mce"}.isdisjoint(self._criteria)
         self._exact = exact and self._sketched
         self._spill_dir = spill_dir
-        self._n_samples = 0
         self._n_classes: int | None = None
         self._sums: CalibrationSums | None = None
         self._rows: _Spill | None = None
@@ -112,7 +111,9 @@ class CalibrationGridState:
     @property
     def n_samples(self) -> int:
         """Rows seen so far, those with ``ignore_index`` left out."""
-        return self._n_samples
+        if self._rows is not None:
+            return self._rows.n_rows
+        return 0 if self._sums is None else int(self._sums.rows)
 
     @property
     def n_classes(self) -> int | None:
@@ -129,7 +130,7 @@ class CalibrationGridState:
     def __repr__(self) -> str:
         return (
             f"CalibrationGridState({len(self._gammas)} gammas x {len(self._temperatures)} temperatures, "
-            f"criteria={self._criteria}, estimator={self._estimator!r}, n_samples={self._n_samples})"
+            f"criteria={self._criteria}, estimator={self._estimator!r}, n_samples={self.n_samples})"
         )
 
     # ---- adding ----------------------------------------------------------------------------------------------------
@@ -173,19 +174,18 @@ class CalibrationGridState:
             axes = (self._gammas, self._temperatures)
             if self._exact:
                 check_rows(logits, target, *axes, **options)
-                rows = self._spill(logits, target)
+                self._spill(logits, target)
             else:
                 sums, there = self._sums, self.device
                 if sums is None or there != logits.device:
                     sums = self._zeros(logits.device)
-                rows = add_calibration_sums(
+                add_calibration_sums(
                     sums, logits, target, *axes, criteria=self._criteria, sketch=self._sketched, **options
                 )
                 if self._sums is None:
                     self._sums = sums
                 elif sums is not self._sums:
-                    self._add(sums)
-        self._n_samples += rows
+                    self._sums = _added(self._sums, sums)
         self._n_classes = logits.shape[1]
         return self
 
@@ -200,18 +200,12 @@ class CalibrationGridState:
         n_buckets = self._n_buckets if self._sketched else self._n_bins
         return CalibrationSums.zeros(len(self._gammas), len(self._temperatures), n_buckets, self._criteria, device)
 
-    def _add(self, sums: CalibrationSums) -> None:
-        assert self._sums is not None
-        for (_, mine), (_, other) in zip(self._sums.items(), sums.items(), strict=True):
-            mine += other.to(mine.device)
-
-    def _spill(self, logits: Tensor, target: Tensor) -> int:
+    def _spill(self, logits: Tensor, target: Tensor) -> None:
         target = target.to(torch.int64)
         kept = target != self._ignore_index
         rows = self._rows or _Spill(logits.shape[1], logits.dtype, self._spill_dir)
         rows.append(logits[kept].cpu(), target[kept].cpu())
         self._rows = rows
-        return int(kept.sum())
 
     def merge(self, other: "CalibrationGridState") -> Self:
         """Add what another state has seen, as if its rows had come after the rows of this one.
@@ -233,7 +227,7 @@ class CalibrationGridState:
                 f"CalibrationGridState.merge: other must be a CalibrationGridState, got {type(other).__name__}"
             )
         self._check_same("CalibrationGridState.merge: other", other._config(), other._n_classes)
-        if other._n_samples == 0:
+        if other.n_samples == 0:
             return self
         if other._rows is not None:
             input, target = other._rows.load()
@@ -244,8 +238,7 @@ class CalibrationGridState:
             self._sums = copy.deepcopy(other._sums)
         else:
             assert other._sums is not None
-            self._add(other._sums)
-        self._n_samples += other._n_samples
+            self._sums = _added(self._sums, other._sums)
         self._n_classes = other._n_classes
         return self
 
@@ -294,21 +287,20 @@ class CalibrationGridState:
                 )
             here = self.device or through
             mine = self._sums or self._zeros(here)
-            total = CalibrationSums()
+            rows = torch.tensor([self.n_samples], device=through)
+            wait(dist.all_reduce(rows, group=group, async_op=True))
+            total = CalibrationSums(rows.cpu())
             for name, tensor in mine.items():
                 moved = tensor.to(through, copy=True)
                 wait(dist.all_reduce(moved, group=group, async_op=True))
                 setattr(total, name, moved.to(here))
-            n_samples = torch.tensor(self._n_samples, device=through)
-            wait(dist.all_reduce(n_samples, group=group, async_op=True))
-            count = int(n_samples)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             raise RuntimeError(
                 f"{op}: another process has died or did not answer in time, and nothing was added: {reason}"
             ) from error
-        if count:
-            self._sums, self._n_samples, self._n_classes = total, count, int(classes[0])
+        if len(classes):
+            self._sums, self._n_classes = total, int(classes[0])
         return self
 
     # ---- results ---------------------------------------------------------------------------------------------------
@@ -338,7 +330,7 @@ class CalibrationGridState:
             )
         sums = self._sums
         assert sums is not None
-        tables = {name: tensor / self._n_samples for name, tensor in sums.items() if name in ("nll", "brier")}
+        tables = {name: tensor / self.n_samples for name, tensor in sums.items() if name in ("nll", "brier")}
         if sums.count is not None:
             parts = [bins.tables() for bins in self._bins(limits=False)]
             for name in ("ece", "mce"):
@@ -393,16 +385,16 @@ class CalibrationGridState:
                     count,
                     confidence,
                     correct,
-                    self._n_samples,
+                    self.n_samples,
                     self._n_bins,
                     interpolated=self._estimator == "equal_mass_interp",
                     limits=limits,
                 )
             else:
-                yield _Bins.of_bins(count, confidence, correct, self._n_samples)
+                yield _Bins.of_bins(count, confidence, correct, self.n_samples)
 
     def _check_not_empty(self, method: str) -> None:
-        if self._n_samples == 0:
+        if self.n_samples == 0:
             raise ValueError(f"CalibrationGridState.{method}: at least one row must have been seen, got none")
 
     # ---- saving ----------------------------------------------------------------------------------------------------
@@ -443,7 +435,7 @@ class CalibrationGridState:
         return {
             "format": _FORMAT,
             "config": self._config(),
-            "n_samples": self._n_samples,
+            "n_samples": self.n_samples,
             "n_classes": self._n_classes,
             "tensors": tensors,
         }
@@ -470,8 +462,9 @@ class CalibrationGridState:
         fresh.__dict__.update(self.__dict__)
         fresh._sums = fresh._rows = None
         wanted = {}
-        if n_samples and not self._exact:
+        if isinstance(n_samples, int) and n_samples > 0 and not self._exact:
             fresh._sums = self._zeros(torch.device("cpu"))
+            fresh._sums.rows.fill_(n_samples)
             wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in fresh._sums.items()}
         found = {
             name: (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else None
@@ -480,8 +473,8 @@ class CalibrationGridState:
         if not isinstance(n_samples, int) or n_samples < 0 or (not self._exact and found != wanted):
             raise ValueError(f"{subject} must have the tensors of this grid, got {_short(found)}")
         if fresh._sums is not None:
-            for name in wanted:
-                setattr(fresh._sums, name, tensors[name].clone())
+            for name, tensor in fresh._sums.items():
+                tensor.copy_(tensors[name])
         elif n_samples:
             if set(found) != {"input", "target"} or None in found.values():
                 raise ValueError(f"{subject} must have the rows of an exact state, got {_short(found)}")
@@ -497,7 +490,7 @@ class CalibrationGridState:
             fresh._rows = _Spill(input.shape[1], input.dtype, self._spill_dir)
             fresh._rows.append(input, target)
         self._sums, self._rows = fresh._sums, fresh._rows
-        self._n_samples, self._n_classes = n_samples, n_classes
+        self._n_classes = n_classes
         return self
 
     @classmethod
@@ -519,6 +512,15 @@ class CalibrationGridState:
                 f"CalibrationGridState.from_state_dict: state_dict has an unknown config: {error}"
             ) from None
         return state.load_state_dict(state_dict)
+
+
+def _added(sums: CalibrationSums, others: CalibrationSums) -> CalibrationSums:
+    """New sums, which take the place of the old ones in one step."""
+    with torch.inference_mode(False):  # as in CalibrationSums.zeros
+        total = CalibrationSums(sums.rows + others.rows)
+        for (name, mine), (_, other) in zip(sums.items(), others.items(), strict=True):
+            setattr(total, name, mine + other.to(mine.device))
+    return total
 
 
 # ---- bins out of sums ----------------------------------------------------------------------------------------------

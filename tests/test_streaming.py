@@ -379,9 +379,11 @@ def test_updates_within_and_without_inference_mode():
     state.update(*samples(10))
     with torch.inference_mode():
         state.update(*samples(10))
+        state.merge(copy.deepcopy(state))
+        state = fk.CalibrationGridState.from_state_dict(state.state_dict())
     logits, target = samples(10)
     state.update(logits.requires_grad_(), target)
-    assert state.n_samples == 40 and not state.compute().tables["ece"].requires_grad
+    assert state.n_samples == 70 and not state.compute().tables["ece"].requires_grad
 
 
 def test_rows_as_wide_as_a_vocabulary():

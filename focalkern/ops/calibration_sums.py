@@ -20,6 +20,7 @@ class CalibrationSums:
     """Sums over the samples seen so far, per cell of a grid; None where no criterion needs them.
 
     Attributes:
+        rows: [1] int64 on the CPU, the number of samples.
         count: [Gg, Gt, B] int64, samples per bucket of their confidence.
         confidence: [Gg, Gt, B] float64, sum of these confidences.
         correct: [Gg, Gt, B] int64, how many of them are correct.
@@ -27,6 +28,7 @@ class CalibrationSums:
         brier: [Gg, Gt] float64, sum over the samples of sum over the classes of (p_k - [k = target])^2.
     """
 
+    rows: Tensor
     count: Tensor | None = None
     confidence: Tensor | None = None
     correct: Tensor | None = None
@@ -38,10 +40,10 @@ class CalibrationSums:
         cls, n_gammas: int, n_temperatures: int, n_buckets: int, criteria: Sequence[str], device: torch.device
     ) -> "CalibrationSums":
         """Those of no samples at all."""
-        sums = cls()
         cells = (n_gammas, n_temperatures)
         # Ordinary tensors, which may be added to later, also where this happens inside torch.inference_mode().
         with torch.inference_mode(False):
+            sums = cls(torch.zeros(1, dtype=torch.int64))
             if "ece" in criteria or "mce" in criteria:
                 sums.count = torch.zeros(*cells, n_buckets, dtype=torch.int64, device=device)
                 sums.confidence = torch.zeros(*cells, n_buckets, dtype=torch.float64, device=device)
@@ -53,19 +55,18 @@ class CalibrationSums:
         return sums
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """Those that are there, by name."""
-        pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
+        """Those per cell that are there, by name."""
+        pairs = ((field.name, getattr(self, field.name)) for field in fields(self)[1:])
         return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
 
 def check_rows(
     input: Tensor, target: Tensor, gammas: Tensor, temperatures: Tensor, *, is_probs: bool, ignore_index: int
-) -> int:
-    """The number of rows that count; raises what :func:`focalkern.calibration_grid` raises of a bad one."""
-    run = _C.CalibrationGridRun(
+) -> None:
+    """Raises what :func:`focalkern.calibration_grid` raises of a bad row."""
+    _C.CalibrationGridRun(
         input, target, gammas, temperatures, _NO_BINS, _CRITERIA["nll"], _EQUAL_WIDTH, is_probs, ignore_index
     )
-    return run.rows
 
 
 def add_calibration_sums(
@@ -79,7 +80,7 @@ def add_calibration_sums(
     sketch: bool,
     is_probs: bool,
     ignore_index: int,
-) -> int:
+) -> None:
     """Add the rows of a batch to ``sums``, all of them or, where one is bad, none.
 
     Args:
@@ -90,9 +91,6 @@ def add_calibration_sums(
         sketch: whether the buckets are those of the quantile sketch, or else equally wide.
         is_probs, ignore_index: as there.
 
-    Returns:
-        The number of rows that count.
-
     Raises:
         TypeError, ValueError, IndexError, NotImplementedError: as :func:`focalkern.calibration_grid`.
     """
@@ -100,5 +98,4 @@ def add_calibration_sums(
     run = _C.CalibrationGridRun(
         input, target, gammas, temperatures, _NO_BINS, codes, _EQUAL_WIDTH, is_probs, ignore_index
     )
-    run.add_to(sums.count, sums.confidence, sums.correct, sums.nll, sums.brier, sketch)
-    return run.rows
+    run.add_to(sums.rows, sums.count, sums.confidence, sums.correct, sums.nll, sums.brier, sketch)
