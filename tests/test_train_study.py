@@ -27,6 +27,7 @@ training = pytest.importorskip("benchmarks.train_study.training", reason="the be
 
 from benchmarks.train_study import data, networks, objectives, records, sweep, tables  # noqa: E402
 from benchmarks.train_study.__main__ import main  # noqa: E402
+from benchmarks.train_study.errors import DataError, SettingsError, StudyError  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "train_study"
@@ -156,8 +157,18 @@ def test_a_run_that_another_process_has_is_left_to_it(digits, tmp_path):
 def test_other_settings_are_an_error(digits, tmp_path):
     settings(digits).claim(tmp_path)
     settings(digits).claim(tmp_path)
-    with pytest.raises(training.SettingsError, match=r"other settings \(lr 0.1, now 0.05\): choose another --out"):
+    with pytest.raises(SettingsError, match=r"other settings \(lr 0.1, now 0.05\): choose another --out"):
         settings(digits, lr=0.05).claim(tmp_path)
+
+
+def test_settings_are_checked(digits):
+    for name, value, what in (
+        ("epochs", 0, "at least 1"),
+        ("val_fraction", 1.0, "between 0 and 1"),
+        ("lr", math.nan, "above 0"),
+    ):
+        with pytest.raises(StudyError, match=f"{name} must be {what}, got {value}"):
+            settings(digits, **{name: value})
 
 
 def test_divergence_is_said(digits, tmp_path):
@@ -259,7 +270,7 @@ def test_the_split_is_seeded_and_does_not_depend_on_the_training_size(digits):
     prepared = whole.prepare(whole.train_inputs)
     assert float(prepared.mean()) == pytest.approx(0, abs=1e-4)
     assert float(prepared.std()) == pytest.approx(1, abs=1e-3)
-    with pytest.raises(data.DataError, match="train_size must be at most 898, what validation leaves, got 1000"):
+    with pytest.raises(DataError, match="train_size must be at most 898, what validation leaves, got 1000"):
         parts(0, 1000)
 
 
@@ -306,13 +317,13 @@ def test_idx_files(idx_folder):
 def test_idx_errors(idx_folder):
     path = idx_folder / "t10k-labels-idx1-ubyte"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(data.DataError, match=r"expected 11 bytes for shape \[3\], got 10"):
+    with pytest.raises(DataError, match=r"expected 11 bytes for shape \[3\], got 10"):
         data.load(str(idx_folder))
     path.write_bytes(b"no idx file")
-    with pytest.raises(data.DataError, match="not an IDX file of unsigned bytes"):
+    with pytest.raises(DataError, match="not an IDX file of unsigned bytes"):
         data.load(str(idx_folder))
     path.unlink()
-    with pytest.raises(data.DataError, match=r"t10k-labels-idx1-ubyte \(.gz or not\) is missing"):
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte \(.gz or not\) is missing"):
         data.load(str(idx_folder))
 
 
@@ -332,10 +343,10 @@ def test_npz_files(tmp_path):
     cut = data.load(str(path))
     assert (len(cut.train_labels), len(cut.test_labels)) == (16, 4)
     np.savez(path, images=x.astype(np.float32), labels=y)
-    with pytest.raises(data.DataError, match=r"images must be uint8 \[N, H, W\] or \[N, H, W, C\], got float32"):
+    with pytest.raises(DataError, match=r"images must be uint8 \[N, H, W\] or \[N, H, W, C\], got float32"):
         data.load(str(path))
     np.savez(path, something=x)
-    with pytest.raises(data.DataError, match=r"expected images and labels, .* found something"):
+    with pytest.raises(DataError, match=r"expected images and labels, .* found something"):
         data.load(str(path))
 
 
@@ -354,9 +365,9 @@ def test_trec_takes_its_vocabulary_from_the_training_file(tmp_path):
 
 
 def test_unknown_data(tmp_path):
-    with pytest.raises(data.DataError, match="no such data set"):
+    with pytest.raises(DataError, match="no such data set"):
         data.load(str(tmp_path / "nowhere"))
-    with pytest.raises(data.DataError, match="expected train-images-idx3-ubyte or TREC"):
+    with pytest.raises(DataError, match="expected train-images-idx3-ubyte or TREC"):
         data.load(str(tmp_path))
 
 
@@ -374,9 +385,9 @@ def test_networks_have_the_published_size(name, weights):
 
 
 def test_networks_and_data_must_fit(digits):
-    with pytest.raises(ValueError, match="text-cnn does not take images"):
+    with pytest.raises(StudyError, match="text-cnn does not take images"):
         networks.build("text-cnn", digits)
-    with pytest.raises(ValueError, match="expected one of small-cnn"):
+    with pytest.raises(StudyError, match="expected one of small-cnn"):
         networks.build("large-cnn", digits)
 
 
@@ -402,7 +413,7 @@ def test_names_of_losses():
         None,
     ]
     for wrong in ("focal-x", "brier-2", "hinge", "flsd-54"):
-        with pytest.raises(ValueError, match="loss: expected one of cross-entropy, focal-X"):
+        with pytest.raises(StudyError, match="loss: expected one of cross-entropy, focal-X"):
             objectives.build(wrong)
 
 

@@ -8,6 +8,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.train_study import data, networks, objectives, records, report, sweep, training
+from benchmarks.train_study.errors import StudyError
 
 # The options that go into training.Settings under the same name.
 _SETTINGS = (
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return _report(arguments) if arguments.command == "report" else _train(arguments)
-    except (data.DataError, training.SettingsError, ValueError) as error:
+    except StudyError as error:
         print(f"train_study: {error}", file=sys.stderr)
         return 2
 

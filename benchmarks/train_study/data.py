@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.train_study.errors import DataError
+
 _IMAGE_NAMES, _LABEL_NAMES = ("images", "x"), ("labels", "y")
 _TOKENS = 24  # of a question; longer ones are cut
 _PADDING, _UNKNOWN = 0, 1
-
-
-class DataError(ValueError):
-    """A data set that cannot be used, and why."""
 
 
 @dataclass
@@ -147,11 +145,14 @@ def out_of_distribution(dataset: Dataset, parts: Split, n: int = 2000) -> dict[s
 
 
 def augment(inputs: Tensor, generator: torch.Generator) -> Tensor:
-    """A random crop after padding by 4, and a random flip, as the papers do on CIFAR: uint8 [N, C, H, W]."""
+    """A random crop after padding by 4, and a random flip, as the papers do on CIFAR: uint8 [N, C, H, W].
+
+    The generator is on the device of the images, so that no step waits for the host.
+    """
     n, _, height, width = inputs.shape
     device = inputs.device
-    top, left = torch.randint(0, 9, (2, n, 1, 1), generator=generator).to(device)
-    flip = torch.randint(0, 2, (n, 1, 1), generator=generator, dtype=torch.bool).to(device)
+    top, left = torch.randint(0, 9, (2, n, 1, 1), generator=generator, device=device)
+    flip = torch.randint(0, 2, (n, 1, 1), generator=generator, device=device) == 1
     columns = torch.arange(width, device=device)[None, None, :]
     columns = torch.where(flip, width - 1 - columns, columns) + left
     rows = torch.arange(height, device=device)[None, :, None] + top

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.train_study.data import Dataset
+from benchmarks.train_study.errors import StudyError
 
 NAMES = ("small-cnn", "resnet-18", "resnet-50", "wrn-26-10", "text-cnn")
 
@@ -145,10 +146,10 @@ def build(name: str, dataset: Dataset, width: int = 16) -> nn.Module:
     """The network called ``name`` for the inputs and classes of ``dataset``; ``width`` is the small CNN's.
 
     Raises:
-        ValueError: an unknown name, or images for text and the other way round.
+        StudyError: an unknown name, or images for text and the other way round.
     """
     if (name == "text-cnn") != bool(dataset.n_tokens):
-        raise ValueError(f"network: {name} does not take {'tokens' if dataset.n_tokens else 'images'}")
+        raise StudyError(f"network: {name} does not take {'tokens' if dataset.n_tokens else 'images'}")
     n_classes = dataset.n_classes
     if name == "text-cnn":
         return TextCNN(dataset.n_tokens, n_classes)
@@ -162,10 +163,10 @@ def build(name: str, dataset: Dataset, width: int = 16) -> nn.Module:
     elif wide := re.fullmatch(r"wrn-(\d+)-(\d+)", name):
         depth, factor = int(wide[1]), int(wide[2])
         if depth < 8 or factor < 1:
-            raise ValueError(f"network: expected wrn-DEPTH-WIDTH with a depth of at least 8, got {name}")
+            raise StudyError(f"network: expected wrn-DEPTH-WIDTH with a depth of at least 8, got {name}")
         network = WideResNet(depth, factor, channels, n_classes)
     else:
-        raise ValueError(f"network: expected one of {', '.join(NAMES)} (or wrn-DEPTH-WIDTH), got {name!r}")
+        raise StudyError(f"network: expected one of {', '.join(NAMES)} (or wrn-DEPTH-WIDTH), got {name!r}")
     return network.to(memory_format=torch.channels_last)
 
 

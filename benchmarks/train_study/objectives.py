@@ -6,6 +6,7 @@ from collections.abc import Callable
 from torch import nn
 
 import focalkern as fk
+from benchmarks.train_study.errors import StudyError
 
 # Name of the family: what makes the loss of its coefficient, and the coefficient's default (None: it has none).
 _FAMILIES: dict[str, tuple[Callable[..., nn.Module], float | None]] = {
@@ -46,7 +47,7 @@ def parse(name: str) -> tuple[str, float | None]:
     """``focal-3`` is ("focal", 3.0); a family without a coefficient has None, one whose is left out its default.
 
     Raises:
-        ValueError: no such loss.
+        StudyError: no such loss.
     """
     if name in _FAMILIES:
         default = _FAMILIES[name][1]
@@ -55,7 +56,7 @@ def parse(name: str) -> tuple[str, float | None]:
     if found and found[1] in _FAMILIES and _FAMILIES[found[1]][1] is not None:
         return found[1], float(found[2])
     known = ", ".join(family if default is None else f"{family}-X" for family, (_, default) in _FAMILIES.items())
-    raise ValueError(f"loss: expected one of {known} (X is a number), got {name!r}")
+    raise StudyError(f"loss: expected one of {known} (X is a number), got {name!r}")
 
 
 def canonical(name: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.train_study import figures, objectives, records, tables
-from benchmarks.train_study.data import DataError
+from benchmarks.train_study.errors import DataError
 from benchmarks.train_study.tables import Row
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.train_study import objectives
-from benchmarks.train_study.data import DataError, Dataset, split
+from benchmarks.train_study.data import Dataset, split
+from benchmarks.train_study.errors import DataError
 from benchmarks.train_study.training import Settings
 
 FAMILIES = {

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import focalkern as fk
 from benchmarks.train_study import data, networks, objectives, records
+from benchmarks.train_study.errors import SettingsError, StudyError
 from focalkern._atomic import write_atomically
 
 # The learning rate is divided by 10 after 150 and after 250 of 350 epochs (Mukhoti et al. 2020, appendix), scaled.
@@ -31,10 +32,6 @@ _EVALUATION_BATCH = 1000
 
 class DivergedError(RuntimeError):
     """A run whose logits are not finite any more."""
-
-
-class SettingsError(ValueError):
-    """A folder that holds a study with other settings."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,19 @@ class Settings:
     train_size: int | None
     augment: bool
     device: str
+
+    def __post_init__(self) -> None:
+        for name, good, what in (
+            ("epochs", self.epochs >= 1, "at least 1"),
+            ("batch_size", self.batch_size >= 2, "at least 2"),
+            ("width", self.width >= 1, "at least 1"),
+            ("lr", self.lr > 0, "above 0"),
+            ("val_fraction", 0 < self.val_fraction < 1, "between 0 and 1"),
+            ("train_size", self.train_size is None or self.train_size >= 2, "at least 2"),
+            ("device", self.device != "cuda" or torch.cuda.is_available(), "one that torch finds"),
+        ):
+            if not good:
+                raise StudyError(f"{name} must be {what}, got {getattr(self, name)}")
 
     def learning_rate(self, epoch: int) -> float:
         """Of an epoch; the first is 1."""
@@ -154,8 +164,10 @@ class _Run:
         """Loss, NLL and error of the training samples as they were met: nothing is run twice for the record's sake."""
         parts, n = self.parts, len(self.parts.train_labels)
         # Dropout draws from torch's own generator. Both start anew with every epoch, so there is no state to restore.
-        torch.manual_seed(1_000_003 * (self.seed + 1) + epoch)
-        generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + epoch)
+        seed = 1_000_003 * (self.seed + 1) + epoch
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
+        augmenting = torch.Generator(self.device).manual_seed(seed)
         order = torch.randperm(n, generator=generator).to(self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate(epoch)
@@ -164,7 +176,7 @@ class _Run:
         for batch in order.split(self.settings.batch_size):
             inputs = parts.train_inputs[batch]
             if self.settings.augment:
-                inputs = data.augment(inputs, generator)
+                inputs = data.augment(inputs, augmenting)
             self.optimizer.zero_grad(set_to_none=True)
             logits = self.network(parts.prepare(inputs))
             loss = self.loss(logits, parts.train_labels[batch])
