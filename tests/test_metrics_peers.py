@@ -107,6 +107,15 @@ def test_scikit_learn_quantiles_are_other_cuts_where_bins_cannot_be_equal():
     assert np.abs(mean - bins.confidence.numpy()).max() > 0.01
 
 
+def test_scikit_learn_counts_one_of_two_classes_in_the_brier_score():
+    scores = peer("sklearn.metrics")
+    chance = torch.rand(50, dtype=torch.float64)
+    target = (torch.rand(50, dtype=torch.float64) < chance).long()
+    theirs = scores.brier_score_loss(target.numpy(), chance.numpy())
+    ours = metrics.brier_score(torch.stack([1 - chance, chance], -1), target)
+    assert float(ours) == pytest.approx(2 * theirs)
+
+
 def test_relplot_loses_half_of_the_rows_that_are_certain():
     """A bandwidth as wide as [0, 1] leaves |mean confidence - accuracy|, whatever the confidences."""
     relplot = peer("relplot")
