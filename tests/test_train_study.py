@@ -508,3 +508,44 @@ def test_means_marks_and_gains():
     assert math.isnan(plain["p_temperature"])
     gains = {row["method"]: row["gain"] for row in tables.selection_table(rows) if row["loss"] == "all losses"}
     assert gains == pytest.approx({"temperature": 1 - 0.02 / 0.025, "focal temperature": 1 - 0.03 / 0.024})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recorded study
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "focal-3"])
+def test_the_recorded_figures_come_from_the_recorded_logits(loss, tmp_path):
+    """tests/data holds the logits of seed 0; all that was recorded about them is found again."""
+    with np.load(ROOT / "tests" / "data" / f"fashion_mnist_{loss}.npz") as file:
+        logits = {key: torch.from_numpy(file[key]) for key in file.files}
+    assert [len(logits[f"{part}_labels"]) for part in ("val", "test")] == [6000, 10000]
+    recorded = [
+        row
+        for row in records.read_csv(RESULTS / "fashion_mnist" / "calibration.csv")
+        if (row["loss"], row["seed"]) == (loss, 0)
+    ]
+    run = records.Run(tmp_path, loss, 0, {key: recorded[0][key] for key in tables.ABOUT})
+    run.__dict__["logits"] = logits
+    computed = tables.calibration_rows(run)
+    assert len(computed) == len(recorded) == 7
+    for now, then in zip(computed, recorded, strict=True):
+        assert (now["method"], now["criterion"]) == (then["method"], then["criterion"])
+        for name in ("gamma", "temperature", *tables.FIGURES):
+            # Six digits are written.
+            assert now[name] == pytest.approx(then[name], rel=1e-5, nan_ok=True), (now["method"], name)
+
+
+def test_the_recorded_tables_come_from_the_recorded_rows():
+    folder = RESULTS / "fashion_mnist"
+    assert len({row["seed"] for row in records.read_csv(folder / "calibration.csv")}) == 3
+    for name, (_, source, make) in tables.TABLES.items():
+        rows = make(records.read_csv(folder / f"{source}.csv"))
+        recorded = records.read_csv(folder / f"{name}.csv")
+        assert len(rows) == len(recorded)
+        for now, then in zip(rows, recorded, strict=True):
+            numbers = {key: value for key, value in now.items() if isinstance(value, float)}
+            # A small standard deviation or difference of means keeps fewer digits than they have.
+            expected = pytest.approx(numbers, rel=1e-2, abs=2e-6, nan_ok=True)
+            assert {key: then[key] for key in numbers} == expected

@@ -23,9 +23,9 @@ from focalkern.calibrators import DEFAULT_GAMMAS
 Row = dict[str, Any]
 
 # Columns of every CSV that say what ran where.
-_ABOUT = ("device", "threads", "torch", "focalkern", "commit", "date")
+ABOUT = ("device", "threads", "torch", "focalkern", "commit", "date")
 
-_FIGURES = ("accuracy", "nll", "brier", "ece_equal_width", "ece_equal_mass", "ece_equal_mass_interp", "classwise_ece")
+FIGURES = ("accuracy", "nll", "brier", "ece_equal_width", "ece_equal_mass", "ece_equal_mass_interp", "classwise_ece")
 _SIGNIFICANT = 0.05
 
 
@@ -215,7 +215,7 @@ PER_RUN: dict[str, Callable[[Run], list[Row]]] = {
 
 
 def _about(run: Run) -> Row:
-    return {key: run.about[key] for key in _ABOUT}
+    return {key: run.about[key] for key in ABOUT}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,6 +361,7 @@ def format_table(name: str, rows: Sequence[Row], tablefmt: str = "simple") -> st
     """A table as it is printed: mean ± standard deviation."""
     shown = []
     for row in rows:
+        cells: dict[str, Any]
         if name == "table_focal_temperature":
             label = {"none": "", "temperature": " + TS", "focal temperature": " + FTS"}[row["method"]]
             chosen = ""
@@ -369,13 +370,14 @@ def format_table(name: str, rows: Sequence[Row], tablefmt: str = "simple") -> st
             gammas = row["gammas"] if row["method"] == "focal temperature" else ""
             cells = {
                 "loss": row["loss"] + label,
+                "seeds": row["seeds"],
                 "accuracy": _cell(row, "accuracy"),
                 "NLL": _cell(row, "nll"),
                 "ECE equal_mass (T)": _cell(row, "ece_equal_mass") + chosen,
                 "gamma of each seed": gammas,
             }
         elif name == "table_temperature":
-            cells = {"loss": row["loss"], "error": _cell(row, "error")}
+            cells = {"loss": row["loss"], "seeds": row["seeds"], "error": _cell(row, "error")}
             for key, heading in (
                 ("ece_equal_width", "ECE equal_width"),
                 ("ece_equal_mass_interp", "adaptive ECE"),
@@ -386,6 +388,7 @@ def format_table(name: str, rows: Sequence[Row], tablefmt: str = "simple") -> st
         elif name == "table_post_hoc":
             cells = {
                 "loss": row["loss"],
+                "seeds": row["seeds"],
                 "accuracy": _cell(row, "accuracy"),
                 "T": f"{row['temperature_mean']:.2f}",
                 "ECE": _cell(row, "ece_equal_width", "_uncalibrated"),
@@ -406,7 +409,7 @@ def format_table(name: str, rows: Sequence[Row], tablefmt: str = "simple") -> st
             }
         else:
             sets = sorted({key.split("_")[2] for key in row if key.startswith("auroc_mean")})
-            cells = {"loss": row["loss"]}
+            cells = {"loss": row["loss"], "seeds": row["seeds"]}
             for one in sets:
                 cells[one] = " -> ".join(_cell(row, "auroc", f"_{one}_{when}") for when in ("before", "after"))
         shown.append(cells)
