@@ -24,11 +24,14 @@ namespace {
 constexpr int64_t kTileRows = 64;        // rows whose scalars are finished together; also the width of a column tile
 constexpr int64_t kFewClasses = 32;      // up to here a transposed tile wastes less than padding a row to full vectors
 constexpr int64_t kBlock = 4096;         // logits of a row that are looked at twice while in the first-level cache
-constexpr int64_t kLanes = 16;           // rows are cut into whole groups of this many; the rest is padded
 constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
 
 template <typename Real>
 using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so that comparisons stay in one vector
+
+// Classes that a row is cut into: whole vectors of the widest kind, of Scalar and of what it is computed in.
+template <typename Scalar>
+constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
 
 constexpr int kNoTarget = -1;  // never equals a class: the label of an ignored row
 
@@ -45,23 +48,71 @@ struct Tile {
   Real log_p[kTileRows];
   Real log_u[kTileRows];
   Real loss[kTileRows];
-  Real scale[kTileRows];      // what multiplies p_j - [j = y] in the gradient
-  Real p_minus_1[kTileRows];  // p_y - 1, as -u
+  Real scale[kTileRows];         // what multiplies p_j - [j = y] in the gradient
+  Real factor[kTileRows];        // scale / S: what multiplies e^(z_j - m)
+  Real target_slope[kTileRows];  // scale * (p_y - 1)
   Real grad_gamma[kTileRows];
 };
 
 // ---- a row of adjacent classes -------------------------------------------------------------------------------------
+//
+// Groups of kLanes classes; if the last one is not full, it starts earlier and overlaps its neighbour. A row that has
+// fewer classes than one vector takes another road (kFewClasses).
+
+// Offsets of one row after another, without two divisions each.
+class RowCursor {
+ public:
+  FK_HOST_DEVICE RowCursor(const RowLayout& layout, int64_t row)
+      : layout_(layout), position_(row % layout.inner), offset_(layout.row_offset(row)) {}
+  FK_HOST_DEVICE int64_t offset() const { return offset_; }
+  FK_HOST_DEVICE void next() {
+    offset_ += layout_.inner_stride;
+    if (++position_ < layout_.inner) return;
+    offset_ += layout_.outer_stride - layout_.inner * layout_.inner_stride;
+    position_ = 0;
+  }
+
+ private:
+  RowLayout layout_;
+  int64_t position_, offset_;
+};
 
 template <typename Scalar>
 FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t n) {
   using Real = compute_t<Scalar>;
+  Real lanes[kLanes<Scalar>];
+#pragma omp simd
+  for (int64_t l = 0; l < kLanes<Scalar>; ++l) lanes[l] = load_as_compute(z[n - kLanes<Scalar> + l]);
+  for (int64_t j = 0; j + kLanes<Scalar> <= n; j += kLanes<Scalar>) {
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
+      const Real v = load_as_compute(z[j + l]);
+      lanes[l] = v > lanes[l] ? v : lanes[l];
+    }
+  }
   Real m = -std::numeric_limits<Real>::infinity();
 #pragma omp simd reduction(max : m)
-  for (int64_t j = 0; j < n; ++j) {
-    const Real v = load_as_compute(z[j]);
-    m = v > m ? v : m;
-  }
+  for (int64_t l = 0; l < kLanes<Scalar>; ++l) m = lanes[l] > m ? lanes[l] : m;
   return m;
+}
+
+// What is subtracted before exponentials: the maximum. Where no class has any probability, -inf - -inf would be NaN
+// where 0 is meant; log p_y becomes NaN all the same, from z_y - m.
+template <typename Real>
+FK_HOST_DEVICE Real finite_shift(Real max) {
+  return max == -std::numeric_limits<Real>::infinity() ? Real(0) : max;
+}
+
+// Added one after the other, the lanes would wait for each other longer than a short row takes.
+template <int64_t n, typename Real>
+FK_HOST_DEVICE Real sum_by_halves(Real* lanes /* [n], overwritten */) {
+  if constexpr (n == 1) {
+    return lanes[0];
+  } else {
+#pragma omp simd
+    for (int64_t l = 0; l < n / 2; ++l) lanes[l] += lanes[l + n / 2];
+    return sum_by_halves<n / 2>(lanes);
+  }
 }
 
 // Leaving the target out of the sum, rather than subtracting it afterwards, keeps 1 - p_y exact as p_y -> 1.
@@ -71,96 +122,118 @@ FK_HOST_DEVICE compute_t<Scalar> sum_exp_except(const Scalar* z, int64_t n, comp
   using Int = label_int<Real>;
   // Out of this block: any number that no index equals.
   const Int skipped = except >= 0 && except < n ? static_cast<Int>(except) : Int(kNoTarget);
-  const Int count = static_cast<Int>(n);
-  Real sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (Int j = 0; j < count; ++j) {
-    const Real e = exponential(load_as_compute(z[j]) - shift);
-    sum += j == skipped ? Real(0) : e;
+  const int64_t whole = n & -kLanes<Scalar>;
+  Real lanes[kLanes<Scalar>] = {};
+  Int index[kLanes<Scalar>];  // kept in a register beside `lanes`
+#pragma omp simd
+  for (int64_t l = 0; l < kLanes<Scalar>; ++l) index[l] = static_cast<Int>(l);
+  for (int64_t j = 0; j < whole; j += kLanes<Scalar>) {
+    const Scalar* group = z + j;
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
+      const Real e = bounded_exponential(load_as_compute(group[l]) - shift);
+      lanes[l] = index[l] == skipped ? lanes[l] : lanes[l] + e;
+      index[l] += Int(kLanes<Scalar>);
+    }
   }
-  return sum;
+  if (whole < n) {
+    const Scalar* group = z + n - kLanes<Scalar>;
+    const Int first = static_cast<Int>(whole), back = static_cast<Int>(whole - (n - kLanes<Scalar>));
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
+      const Real e = bounded_exponential(load_as_compute(group[l]) - shift);
+      // Not from l, on which the compiler would split the loop in two, and not by ||, which is a branch.
+      const Int position = index[l] - back;
+      const bool left_out = (position == skipped) | (position < first);
+      lanes[l] += left_out ? Real(0) : e;
+    }
+  }
+  return sum_by_halves<kLanes<Scalar>>(lanes);
 }
 
+// Largest logit and sum over the other classes of a row of several blocks, with a running maximum.
 template <typename Scalar>
-FK_HOST_DEVICE void pad_tail(const Scalar* z, int64_t n, compute_t<Scalar>* tail /* [kLanes] */) {
-  for (int64_t j = 0; j < kLanes; ++j) {
-    tail[j] = j < n ? load_as_compute(z[j]) : -std::numeric_limits<compute_t<Scalar>>::infinity();
-  }
-}
-
-// Largest logit and sum over the other classes, with a running maximum over blocks.
-template <typename Scalar>
-FK_HOST_DEVICE void row_sums(const Scalar* z, int64_t classes, int64_t target, compute_t<Scalar>* max,
-                             compute_t<Scalar>* rest) {
+FK_HOST_DEVICE void sums_of_long_row(const Scalar* z, int64_t classes, int64_t target, compute_t<Scalar>* max,
+                                     compute_t<Scalar>* rest) {
   using Real = compute_t<Scalar>;
   constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
   Real m = kMinusInfinity;
   double sum = 0;
-  for (int64_t begin = 0; begin < classes; begin += kBlock) {
-    const int64_t n = std::min(kBlock, classes - begin);
-    const int64_t whole = n - n % kLanes;
-    const Scalar* block = z + begin;
-    alignas(64) Real tail[kLanes];
-    pad_tail(block + whole, n - whole, tail);
-    const Real block_max = std::max(max_of(block, whole), max_of(tail, kLanes));
+  const int64_t blocks = classes / kBlock;  // the last one also takes what is left
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = block * kBlock;
+    const int64_t n = block + 1 < blocks ? kBlock : classes - begin;
+    const Real block_max = max_of(z + begin, n);
     if (block_max > m) {
       sum *= exponential(m - block_max);
       m = block_max;
     }
-    // Classes of probability zero so far: -inf - -inf would be NaN where 0 is meant. If no class is finite, log p_y
-    // becomes NaN all the same, from z_y - m.
-    const Real shift = m == kMinusInfinity ? Real(0) : m;
-    sum += sum_exp_except(block, whole, shift, target - begin);
-    sum += sum_exp_except(tail, kLanes, shift, target - begin - whole);
+    sum += sum_exp_except(z + begin, n, finite_shift(m), target - begin);
   }
   *max = m;
   *rest = static_cast<Real>(sum);
 }
 
+// grad_j = e^(z_j - m) * factor
 template <typename Scalar>
-FK_HOST_DEVICE void scaled_softmax(const Scalar* z, int64_t n, compute_t<Scalar> max, compute_t<Scalar> log_s,
-                                   compute_t<Scalar> scale, Scalar* grad) {
+FK_HOST_DEVICE void scaled_exp(const Scalar* z, int64_t n, compute_t<Scalar> max, compute_t<Scalar> factor,
+                               Scalar* grad) {
+  const int64_t last = n - kLanes<Scalar>;
+  for (int64_t j = 0; j < n; j += kLanes<Scalar>) {
+    const int64_t begin = j < last ? j : last;
 #pragma omp simd
-  for (int64_t j = 0; j < n; ++j) {
-    grad[j] = Store<Scalar>::from_compute(exponential((load_as_compute(z[j]) - max) - log_s) * scale);
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
+      const compute_t<Scalar> e = bounded_exponential(load_as_compute(z[begin + l]) - max);
+      grad[begin + l] = Store<Scalar>::from_compute(e * factor);
+    }
   }
 }
 
 template <typename Scalar>
 FK_VECTOR_CLONES void sums_of_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                                    Tile<compute_t<Scalar>>& tile) {
-  for (int64_t r = 0; r < n_rows; ++r) {
-    const Scalar* z = args.logits + args.layout.row_offset(row_begin + r);
-    const int64_t target = tile.label[r];
-    if (target == kNoTarget) {
-      tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
-      continue;
+  // As many rows together as stay in the first-level cache: one waits for the other neither for its maximum nor its
+  // sum.
+  const int64_t group = std::max<int64_t>(1, kBlock / args.classes);
+  RowCursor row(args.layout, row_begin);
+  for (int64_t begin = 0; begin < n_rows; begin += group) {
+    const int64_t end = std::min(n_rows, begin + group);
+    const RowCursor first = row;
+    for (int64_t r = begin; r < end; ++r, row.next()) {
+      const Scalar* z = args.logits + row.offset();
+      const int64_t target = tile.label[r];
+      if (target == kNoTarget) {
+        tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+      } else if (args.classes > kBlock) {
+        sums_of_long_row(z, args.classes, target, &tile.max[r], &tile.rest[r]);
+        tile.target_logit[r] = load_as_compute(z[target]);
+      } else {
+        tile.max[r] = max_of(z, args.classes);
+        tile.target_logit[r] = load_as_compute(z[target]);
+      }
     }
-    row_sums(z, args.classes, target, &tile.max[r], &tile.rest[r]);
-    tile.target_logit[r] = load_as_compute(z[target]);
+    if (args.classes > kBlock) continue;
+    row = first;
+    for (int64_t r = begin; r < end; ++r, row.next()) {
+      if (tile.label[r] == kNoTarget) continue;
+      tile.rest[r] = sum_exp_except(args.logits + row.offset(), args.classes, finite_shift(tile.max[r]), tile.label[r]);
+    }
   }
 }
 
 template <typename Scalar>
 FK_VECTOR_CLONES void grad_of_rows(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
                                    const Tile<compute_t<Scalar>>& tile) {
-  using Real = compute_t<Scalar>;
-  const int64_t whole = args.classes - args.classes % kLanes;
-  for (int64_t r = 0; r < n_rows; ++r) {
-    const Scalar* z = args.logits + args.layout.row_offset(row_begin + r);
-    Scalar* grad = args.grad_logits + args.grad_layout.row_offset(row_begin + r);
+  RowCursor row(args.layout, row_begin), grad_row(args.grad_layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next(), grad_row.next()) {
+    Scalar* grad = args.grad_logits + grad_row.offset();
     // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
-    if (tile.scale[r] == Real(0)) {
+    if (tile.scale[r] == 0) {
       std::fill(grad, grad + args.classes, Scalar{});
       continue;
     }
-    scaled_softmax(z, whole, tile.max[r], tile.log_s[r], tile.scale[r], grad);
-    alignas(64) Scalar tail[kLanes] = {};
-    alignas(64) Scalar grad_tail[kLanes];
-    std::copy(z + whole, z + args.classes, tail);
-    scaled_softmax(tail, kLanes, tile.max[r], tile.log_s[r], tile.scale[r], grad_tail);
-    std::copy(grad_tail, grad_tail + (args.classes - whole), grad + whole);
-    grad[tile.label[r]] = Store<Scalar>::from_compute(tile.p_minus_1[r] * tile.scale[r]);
+    scaled_exp(args.logits + row.offset(), args.classes, tile.max[r], tile.factor[r], grad);
+    grad[tile.label[r]] = Store<Scalar>::from_compute(tile.target_slope[r]);
   }
 }
 
@@ -189,7 +262,7 @@ FK_VECTOR_CLONES void sums_of_columns(const Scalar* z, int64_t class_stride, int
 #pragma omp simd
     for (int64_t r = 0; r < n_rows; ++r) {
       const Real v = load_as_compute(column[r]);
-      const Real e = exponential(v - tile.max[r]);
+      const Real e = bounded_exponential(v - tile.max[r]);
       const bool is_target = tile.label[r] == label;
       tile.rest[r] += is_target ? Real(0) : e;
       tile.target_logit[r] = is_target ? v : tile.target_logit[r];
@@ -208,8 +281,8 @@ FK_VECTOR_CLONES void grad_of_columns(const Scalar* z, int64_t class_stride, int
     const Int label = static_cast<Int>(c);
 #pragma omp simd
     for (int64_t r = 0; r < n_rows; ++r) {
-      const Real p = exponential((load_as_compute(column[r]) - tile.max[r]) - tile.log_s[r]);
-      const Real slope = (tile.label[r] == label ? tile.p_minus_1[r] : p) * tile.scale[r];
+      const Real e = bounded_exponential(load_as_compute(column[r]) - tile.max[r]);
+      const Real slope = tile.label[r] == label ? tile.target_slope[r] : e * tile.factor[r];
       grad_column[r] = Store<Scalar>::from_compute(tile.scale[r] == Real(0) ? Real(0) : slope);
     }
   }
@@ -275,7 +348,8 @@ FK_VECTOR_CLONES void finish_slope(int64_t n_rows, bool detach_modulation, Tile<
     const Real slope = upstream * (detached > Real(0) ? terms.factor : terms.coefficient);
     const bool ignored = tile.label[r] == kNoTarget;
     tile.scale[r] = ignored ? Real(0) : slope;
-    tile.p_minus_1[r] = -exponential(tile.log_u[r]);
+    tile.factor[r] = slope * exponential(-tile.log_s[r]);
+    tile.target_slope[r] = -exponential(tile.log_u[r]) * slope;  // p_y - 1 = -u
     tile.grad_gamma[r] = ignored ? Real(0) : upstream * terms.grad_gamma;
   }
 }
@@ -314,15 +388,17 @@ bool is_columns(const FocalLossArgs<Scalar>& args) {
 // [n_rows, classes] in any layout <-> [classes, kTileRows]
 template <typename Scalar>
 void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, Scalar* tile) {
-  for (int64_t r = 0; r < n_rows; ++r) {
-    const Scalar* z = args.logits + args.layout.row_offset(row_begin + r);
+  RowCursor row(args.layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+    const Scalar* z = args.logits + row.offset();
     for (int64_t c = 0; c < args.classes; ++c) tile[c * kTileRows + r] = z[c * args.layout.class_stride];
   }
 }
 template <typename Scalar>
 void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, const Scalar* tile) {
-  for (int64_t r = 0; r < n_rows; ++r) {
-    Scalar* grad = args.grad_logits + args.grad_layout.row_offset(row_begin + r);
+  RowCursor row(args.grad_layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+    Scalar* grad = args.grad_logits + row.offset();
     for (int64_t c = 0; c < args.classes; ++c) grad[c * args.grad_layout.class_stride] = tile[c * kTileRows + r];
   }
 }
@@ -383,9 +459,10 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);
     read_rows(args, row, n, tile);
-    for (int64_t r = 0; r < n; ++r) {
+    RowCursor cursor(args.layout, row);
+    for (int64_t r = 0; r < n; ++r, cursor.next()) {
       const int64_t target = std::max<int64_t>(tile.label[r], 0);
-      const Scalar* z = args.logits + args.layout.row_offset(row + r);
+      const Scalar* z = args.logits + cursor.offset();
       tile.max[r] = args.saved[row + r];
       tile.log_s[r] = args.saved[args.rows + row + r];
       tile.log_u[r] = args.saved[2 * args.rows + row + r];
@@ -418,15 +495,17 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
 template <typename Real>
 struct SoftRow {
   explicit SoftRow(int64_t classes)
-      : storage(new Real[6 * classes]),
+      : padded((classes + kLanes<Real> - 1) & -kLanes<Real>),
+        storage(new Real[padded + 5 * classes]),
         z(storage.get()),
-        log_q(z + classes),
+        log_q(z + padded),
         log_u(log_q + classes),
         gamma(log_u + classes),
         target(gamma + classes),
         slope(target + classes) {}
+  int64_t padded;  // classes, up to whole vectors
   std::unique_ptr<Real[]> storage;
-  Real* z;       // logits, then z - m
+  Real* z;       // [padded] logits, then the gradient
   Real* log_q;   // log-probabilities
   Real* log_u;   // log(1 - q)
   Real* gamma;   // gamma of each class (one table look-up each)
@@ -437,12 +516,12 @@ struct SoftRow {
 
 template <typename Real>
 FK_VECTOR_CLONES void soft_sums(int64_t classes, SoftRow<Real>& row, Real* max, Real* log_s, Real* log_u_top) {
-  const Real m = max_of(row.z, classes);
+  const Real m = max_of(row.z, row.padded);
   row.top = 0;
   while (row.top + 1 < classes && row.z[row.top] != m) ++row.top;
   double rest = 0;
-  for (int64_t begin = 0; begin < classes; begin += kBlock) {
-    rest += sum_exp_except(row.z + begin, std::min(kBlock, classes - begin), m, row.top - begin);
+  for (int64_t begin = 0; begin < row.padded; begin += kBlock) {
+    rest += sum_exp_except(row.z + begin, std::min(kBlock, row.padded - begin), m, row.top - begin);
   }
   *max = m;
   // m - m is NaN for an infinite m, which the sum over the other classes would not show.
@@ -524,6 +603,7 @@ double read_soft_row(const FocalLossArgs<Scalar>& args, int64_t index, SoftRow<c
   using Real = compute_t<Scalar>;
   const Scalar* z = args.logits + args.layout.row_offset(index);
   for (int64_t c = 0; c < args.classes; ++c) row.z[c] = load_as_compute(z[c * args.layout.class_stride]);
+  std::fill(row.z + args.classes, row.z + row.padded, -std::numeric_limits<Real>::infinity());
   const Real kept = Real(1) - args.label_smoothing;
   const Real spread = args.label_smoothing / static_cast<Real>(args.classes);
   double weight = 1;

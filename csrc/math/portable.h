@@ -87,7 +87,7 @@ struct Store<BFloat16> {
     // Round to nearest, ties to even; a NaN must not be carried into an infinity.
     const uint32_t bits = bit_cast<uint32_t>(x);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return BFloat16{static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
+    return BFloat16{static_cast<uint16_t>(x != x ? 0x7fc0u : rounded)};
 #endif
   }
 };
@@ -101,14 +101,13 @@ struct Store<Half> {
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
     // Normal results: rebias the exponent and round to nearest even in the integer; a carry runs into the exponent and,
-    // past the largest half, into infinity, as it should.
-    const uint32_t normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+    // past the largest half, into infinity, as it should. Everything above is infinity too.
+    const uint32_t rebiased = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+    const uint32_t normal = rebiased < 0x7c00u ? rebiased : 0x7c00u;
     // Denormal results: adding 0.5 makes the float adder round at half's smallest step, 2^-24.
     const uint32_t denormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
-    uint32_t result = magnitude < 0x38800000u ? denormal : normal;
-    result = magnitude >= 0x47800000u ? 0x7c00u : result;
-    result = magnitude > 0x7f800000u ? 0x7e00u : result;
-    return Half{static_cast<uint16_t>(result | sign)};
+    const uint32_t finite = magnitude < 0x38800000u ? denormal : normal;
+    return Half{static_cast<uint16_t>((x != x ? 0x7e00u : finite) | sign)};
 #endif
   }
 };
@@ -197,12 +196,18 @@ FK_HOST_DEVICE double log_tail(double w) {
   return q * w + 6.6666666666666697e-1;
 }
 
-// x = n ln 2 + r with |r| <= ln(2)/2 and n an integer; `scale` is 2^(n - 1), which stays a normal number over the
-// whole range of exp.
+// 2^n, for an n that makes it a normal number.
+template <typename Real>
+FK_HOST_DEVICE Real power_of_two(typename Format<Real>::Int n) {
+  using F = Format<Real>;
+  return bit_cast<Real>(static_cast<typename F::Int>((n + F::kBias) << F::kMantissaBits));
+}
+
+// x = n ln 2 + r with |r| <= ln(2)/2 and n an integer.
 template <typename Real>
 struct ReducedExponent {
   Real r;
-  Real half_scale;
+  typename Format<Real>::Int n;
 };
 template <typename Real>
 FK_HOST_DEVICE ReducedExponent<Real> reduce_exponent(Real x) {
@@ -211,8 +216,13 @@ FK_HOST_DEVICE ReducedExponent<Real> reduce_exponent(Real x) {
   const Real shifted = x * F::kLog2e + F::kRoundToInt;
   const Real n = shifted - F::kRoundToInt;
   const Real r = (x - n * F::kLn2Hi) - n * F::kLn2Lo;
-  const Int n_int = bit_cast<Int>(shifted) - bit_cast<Int>(F::kRoundToInt);
-  return {r, bit_cast<Real>(static_cast<Int>((n_int + (F::kBias - 1)) << F::kMantissaBits))};
+  return {r, static_cast<Int>(bit_cast<Int>(shifted) - bit_cast<Int>(F::kRoundToInt))};
+}
+
+// e^r for |r| <= ln(2)/2.
+template <typename Real>
+FK_HOST_DEVICE Real exp_of_reduced(Real r) {
+  return Real(1) + r * (Real(1) + r * exp_tail(r));
 }
 
 }  // namespace detail
@@ -224,14 +234,27 @@ FK_HOST_DEVICE Real exponential(Real x) {
   return exp(x);
 #else
   using F = detail::Format<Real>;
-  Real bounded = x < F::kExpMin ? F::kExpMin : x;
-  bounded = bounded > F::kExpMax ? F::kExpMax : bounded;
-  const auto reduced = detail::reduce_exponent(bounded);
-  const Real r = reduced.r;
-  const Real mantissa = Real(1) + (r + r * r * detail::exp_tail(r));
-  Real result = (mantissa + mantissa) * reduced.half_scale;
+  // Beyond the bounds the arithmetic yields any number whatever, which is not selected. No clamp: it would cost as much
+  // as the selection, again.
+  const auto reduced = detail::reduce_exponent(x);
+  const Real mantissa = detail::exp_of_reduced(reduced.r);
+  // In two factors: 2^n alone would overflow a little before e^x does.
+  Real result = (mantissa + mantissa) * detail::power_of_two<Real>(reduced.n - 1);
   result = x < F::kExpMin ? Real(0) : result;
   return x > F::kExpMax ? std::numeric_limits<Real>::infinity() : result;
+#endif
+}
+
+// The same in fewer operations, for x that cannot overflow: below 88, or NaN.
+template <typename Real>
+FK_HOST_DEVICE Real bounded_exponential(Real x) {
+#if defined(__CUDA_ARCH__)
+  return exp(x);
+#else
+  using F = detail::Format<Real>;
+  const auto reduced = detail::reduce_exponent(x);
+  const Real result = detail::exp_of_reduced(reduced.r) * detail::power_of_two<Real>(reduced.n);
+  return x < F::kExpMin ? Real(0) : result;
 #endif
 }
 
@@ -248,7 +271,8 @@ FK_HOST_DEVICE Real exponential_minus_one(Real x) {
   const Real r = reduced.r;
   // 2^n e^r - 1 = 2^n (e^r - 1) + (2^n - 1), with n = 0 for every x that could cancel.
   const Real fraction = r + r * r * detail::exp_tail(r);
-  const Real result = Real(2) * (fraction * reduced.half_scale + (reduced.half_scale - Real(0.5)));
+  const Real half_scale = detail::power_of_two<Real>(reduced.n - 1);
+  const Real result = Real(2) * (fraction * half_scale + (half_scale - Real(0.5)));
   return x > F::kExpMax ? std::numeric_limits<Real>::infinity() : result;
 #endif
 }
