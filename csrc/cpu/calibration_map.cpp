@@ -279,7 +279,7 @@ FK_VECTOR_CLONES void exponentials_of_rows(const Tile<Real>& tile) {
       Real block = 0;
 #pragma omp simd reduction(+ : block)
       for (int64_t c = begin; c < end; ++c) {
-        e[c] = exponential((x[c] - shift) * beta);
+        e[c] = bounded_exponential((x[c] - shift) * beta);
         block += e[c];
       }
       sum += block;
@@ -297,7 +297,7 @@ FK_VECTOR_CLONES void exponentials_of_columns(const Tile<Real>& tile) {
     Real* e = tile.e + c * kMaxTileRows;
 #pragma omp simd
     for (int64_t r = 0; r < kMaxTileRows; ++r) {
-      e[r] = exponential((x[r] - row.next_x[r]) * row.beta[r]);
+      e[r] = bounded_exponential((x[r] - row.next_x[r]) * row.beta[r]);
       row.rest[r] += e[r];
     }
   }
@@ -342,8 +342,8 @@ FK_HOST_DEVICE void fill_nan<BFloat16>(BFloat16* begin, int64_t n) {
 
 // ---- forward: passes 3 and 4 ---------------------------------------------------------------------------------------
 
-// log(p_k / p_t) into x, p_k / p_t into e. Both, because a choice in the loop would keep it from being vectorized.
-template <typename Real>
+// p_k / p_t into e, or where that is wanted its logarithm into x.
+template <bool log_output, typename Real>
 FK_VECTOR_CLONES void ratios_of_rows(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < tile.n_rows; ++r) {
@@ -357,11 +357,14 @@ FK_VECTOR_CLONES void ratios_of_rows(const Tile<Real>& tile) {
       Real block = 0;
 #pragma omp simd reduction(+ : block)
       for (int64_t c = begin; c < end; ++c) {
-        const Real log_ratio = map_log_ratio((x[c] - shift) * beta, e[c], gamma, q_scale, log_q_offset, ratio_offset);
-        const Real ratio = exponential(log_ratio);
-        x[c] = log_ratio;
-        e[c] = ratio;
-        block += ratio;
+        const Real y = (x[c] - shift) * beta;
+        if constexpr (log_output) {
+          x[c] = map_log_ratio(y, e[c], gamma, q_scale, log_q_offset, ratio_offset);
+          block += exponential(x[c]);
+        } else {
+          e[c] = map_ratio(y, e[c], gamma, q_scale, log_q_offset, ratio_offset);
+          block += e[c];
+        }
       }
       sum += block;
     }
@@ -369,7 +372,7 @@ FK_VECTOR_CLONES void ratios_of_rows(const Tile<Real>& tile) {
   }
 }
 
-template <typename Real>
+template <bool log_output, typename Real>
 FK_VECTOR_CLONES void ratios_of_columns(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < kMaxTileRows; ++r) row.ratio_sum[r] = 0;
@@ -378,14 +381,21 @@ FK_VECTOR_CLONES void ratios_of_columns(const Tile<Real>& tile) {
     Real* e = tile.e + c * kMaxTileRows;
 #pragma omp simd
     for (int64_t r = 0; r < kMaxTileRows; ++r) {
-      const Real log_ratio = map_log_ratio((x[r] - row.next_x[r]) * row.beta[r], e[r], row.gamma_real[r],
-                                           row.q_scale[r], row.log_q_offset[r], row.ratio_offset[r]);
-      const Real ratio = exponential(log_ratio);
-      x[r] = log_ratio;
-      e[r] = ratio;
-      row.ratio_sum[r] += ratio;
+      const Real y = (x[r] - row.next_x[r]) * row.beta[r];
+      if constexpr (log_output) {
+        x[r] = map_log_ratio(y, e[r], row.gamma_real[r], row.q_scale[r], row.log_q_offset[r], row.ratio_offset[r]);
+        row.ratio_sum[r] += exponential(x[r]);
+      } else {
+        e[r] = map_ratio(y, e[r], row.gamma_real[r], row.q_scale[r], row.log_q_offset[r], row.ratio_offset[r]);
+        row.ratio_sum[r] += e[r];
+      }
     }
   }
+}
+
+template <bool log_output, typename Real>
+void ratios(const Tile<Real>& tile) {
+  tile.column ? ratios_of_columns<log_output>(tile) : ratios_of_rows<log_output>(tile);
 }
 
 template <typename Out, typename Real>
@@ -418,7 +428,7 @@ FK_VECTOR_CLONES void forward_tile(const CalibrationMapForward<Scalar>& args, in
   read_tile(args, row_begin, tile);
   tile.column ? exponentials_of_columns(tile) : exponentials_of_rows(tile);
   finish_rows(tile);
-  tile.column ? ratios_of_columns(tile) : ratios_of_rows(tile);
+  args.log_output ? ratios<true>(tile) : ratios<false>(tile);
   const int64_t rows = round_up(tile.n_rows);
 #pragma omp simd
   for (int64_t r = 0; r < rows; ++r) {
@@ -485,7 +495,7 @@ FK_VECTOR_CLONES void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
 #pragma omp simd reduction(+ : r_sum, m_sum, hr_sum, hm_sum, cr_sum, cm_sum)
       for (int64_t c = begin; c < end; ++c) {
         const auto k = map_class((x[c] - shift) * beta, e[c], gamma, q_scale, log_q_offset, ratio_offset);
-        const Real ratio = exponential(k.log_ratio);
+        const Real ratio = k.ratio;
         const Real m = (g[c] - shared_grad) * (bias + factor * ratio);
         const Real hr = k.slope * ratio;
         const Real hm = k.slope * m;
@@ -530,7 +540,7 @@ FK_VECTOR_CLONES void slopes_of_columns(const Tile<Real>& tile, bool log_output)
     for (int64_t i = 0; i < kMaxTileRows; ++i) {
       const auto k = map_class((x[i] - row.next_x[i]) * row.beta[i], e[i], row.gamma_real[i], row.q_scale[i],
                                row.log_q_offset[i], row.ratio_offset[i]);
-      const Real ratio = exponential(k.log_ratio);
+      const Real ratio = k.ratio;
       const Real m = (g[i] - factor * row.grad_top[i]) * (bias + factor * ratio);
       const Real hr = k.slope * ratio;
       const Real hm = k.slope * m;

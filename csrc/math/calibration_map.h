@@ -117,7 +117,8 @@ FK_HOST_DEVICE MapRow<Real> map_row(Real gap, Real rest, double gamma_wide) {
 // A class other than the largest: q <= 1/2, so nothing cancels.
 template <typename Real>
 struct MapClass {
-  Real log_ratio;   // a_k - a_t = log(p_k / p_t)
+  Real ratio;       // p_k / p_t
+  Real log_ratio;   // a_k - a_t, its logarithm
   Real slope;       // h = da_k / dlog q_k
   Real grad_gamma;  // da_k / dgamma
 };
@@ -183,7 +184,7 @@ FK_HOST_DEVICE Real log_weighted(Real v) {
 // With s = -q log q and v = u + gamma s, that is 1 + gamma phi = v / u:
 //   log G = (gamma - 1) log u + log v
 //   h = 1 + gamma (q v - s + q u) / (u v),   c = -log u - s / v
-// which leaves one division to the derivatives and none to the value. Nothing here is undefined at probability zero
+// which leaves one division to the derivatives and none to the logarithm. Nothing here is undefined at probability zero
 // (y = -inf, e = 0): log_ratio = -inf, slope = 1, grad_gamma = 0.
 template <typename Real>
 FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset, Real ratio_offset) {
@@ -191,6 +192,16 @@ FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, Real gamma, Real q_scale, Real
   const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
   const Real v = (Real(1) - q) + gamma * s;
   return (y + ratio_offset) - ((gamma - Real(1)) * log_complement(q) + log_weighted(v));
+}
+
+// exp(map_log_ratio) where the logarithm itself is not wanted: e_k exp(...) / v takes none. Neither factor overflows:
+// the exponential is p_k v / (p_t e_k), which is far above 1 for no e_k.
+template <typename Real>
+FK_HOST_DEVICE Real map_ratio(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset, Real ratio_offset) {
+  const Real q = e * q_scale;
+  const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
+  const Real v = (Real(1) - q) + gamma * s;
+  return e * exponential(ratio_offset - (gamma - Real(1)) * log_complement(q)) / v;
 }
 
 template <typename Real>
@@ -203,6 +214,7 @@ FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, Real gamma, Real q_scale
   const Real log_u = log_complement(q);
   const Real inverse_uv = Real(1) / (u * v);
   MapClass<Real> c;
+  c.ratio = e * exponential(ratio_offset - (gamma - Real(1)) * log_u) * (u * inverse_uv);
   c.log_ratio = (y + ratio_offset) - ((gamma - Real(1)) * log_u + log_weighted(v));
   c.slope = Real(1) + gamma * (q * (u + v) - s) * inverse_uv;
   c.grad_gamma = -log_u - s * (u * inverse_uv);
