@@ -288,7 +288,7 @@ FK_VECTOR_CLONES void softmax_pieces(const Real* __restrict d /* [n] */, int64_t
       const Real d_k = d[k];
 #pragma omp simd
       for (int t = 0; t < kLanes; ++t) {
-        const Real e_k = exponential(scaled_gap(d_k, inverse_temperature[t]) - x_second[t]);
+        const Real e_k = bounded_exponential(scaled_gap(d_k, inverse_temperature[t]) - x_second[t]);
         e[k * kLanes + t] = e_k;
         run[t] += e_k;
       }
@@ -299,7 +299,7 @@ FK_VECTOR_CLONES void softmax_pieces(const Real* __restrict d /* [n] */, int64_t
 #pragma omp simd
   for (int t = 0; t < kLanes; ++t) {
     pieces->mean_weight[t] = Real(1) / sum[t];
-    const Real e_second = exponential(x_second[t]);
+    const Real e_second = bounded_exponential(x_second[t]);
     const Real odds = e_second * sum[t];
     const Real lse = log_one_plus(odds);
     pieces->lse[t] = lse;
@@ -470,7 +470,7 @@ FK_VECTOR_CLONES void label_pieces(Real d_label, const Real* __restrict inverse_
     const Real product = d_label * inverse_temperature[t];
     const Real x = product < -kFar<Real> ? -std::numeric_limits<Real>::infinity() : product;
     const Real log_q = x - pieces.lse[t];
-    const Real q = exponential(log_q);
+    const Real q = bounded_exponential(log_q);
     label->minus_x[t] = -x;
     label->log_u[t] = log_one_plus(-q);
     label->phi[t] = phi_of(q, log_q, Real(1) - q);
@@ -568,7 +568,8 @@ FK_VECTOR_CLONES void finish_cells(const SoftmaxPieces<Real>& pieces, const Labe
       // Rounding apart u_t <= u of the runner-up; where they tie, a large gamma would blow up the rounding.
       const Real gap = pieces.log_u[t] < log_u_second ? pieces.log_u[t] - log_u_second : Real(0);
       const Real relative = pieces.log_u[t] + pieces.lse[t] + gamma.value * gap;
-      const Real scale = exponential(gamma.value > Real(kMaxPlainGamma) ? relative : plain);
+      // At most the number of classes: R is a little more than rho times this.
+      const Real scale = bounded_exponential(gamma.value > Real(kMaxPlainGamma) ? relative : plain);
       odds[g][t] = rho * top_denominator(gamma, pieces.psi[t]) * scale;
       confidence[g][t] = Real(1) / (Real(1) + odds[g][t]);
     }
