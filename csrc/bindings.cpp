@@ -85,8 +85,9 @@ std::optional<RowLayout> row_layout(const Tensor& tensor, int64_t class_dim) {
 void prefer_huge_pages(const Tensor& fresh) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
-  // Smaller ones come from the heap, whose pages are often there already, and which the hint would cut into pieces.
-  constexpr size_t kOwnMapping = size_t{64} << 20;
+  // What malloc never takes from its heap. There the pages are often present already, and the hint would cut it into
+  // pieces.
+  constexpr size_t kOwnMapping = size_t{32} << 20;
   if (!fresh.is_cpu() || fresh.nbytes() < kOwnMapping) return;
   const auto begin = reinterpret_cast<uintptr_t>(fresh.mutable_data_ptr());
   const uintptr_t first = (begin + kHugePage - 1) & ~(kHugePage - 1);

@@ -336,7 +336,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad, const Tensor
     const int64_t chunk_rows = cpu::focal_loss_chunk_rows(args.rows, args.classes);
     const int64_t n_chunks = (args.rows + chunk_rows - 1) / chunk_rows;
     at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
+      // Backwards: what the forward pass read last may still be in the cache, and the gradient evicts the rest first.
+      for (int64_t i = end - 1; i >= begin; --i) {
         cpu::focal_loss_backward(args, i * chunk_rows, std::min(args.rows, (i + 1) * chunk_rows));
       }
     });
