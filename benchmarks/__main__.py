@@ -1,20 +1,24 @@
 """python -m benchmarks: checks and times every operator and appends the results to benchmarks/results."""
 
 import argparse
+import re
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
-from benchmarks import bench_calibration_grid, bench_calibration_map, bench_focal_loss, bench_losses
-from benchmarks.harness import RESULTS, Row, append_rows, recorded_medians
+from benchmarks import bench_calibration_grid, bench_calibration_map, bench_focal_loss, bench_losses, bench_package
+from benchmarks.harness import RESULTS, Row, append_rows, keep_freed_memory, recorded_medians
 
 BENCHMARKS = {
     "focal_loss": bench_focal_loss,
     "losses": bench_losses,
     "calibration_map": bench_calibration_map,
     "calibration_grid": bench_calibration_grid,
+    "package": bench_package,
 }
+# For cases that are timed a second time under another allocator.
+KEPT = ", memory kept"
 
 
 def table(rows: list[Row]) -> str:
@@ -36,15 +40,21 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(op: str, out: Path) -> str:
-    """A Markdown table of the recorded medians: focalkern's time, and how many times longer the others took."""
-    medians = recorded_medians(op, out)
-    providers = list(dict.fromkeys(name for case in medians.values() for name in case if name != "focalkern"))
+    """A Markdown table of the recorded medians: focalkern's time, its ratio to a copy of the input where one was timed,
+    and how many times longer the others took."""
+    medians, copies = recorded_medians(op, out), recorded_medians(op, out, "ratio_to_copy")
+    providers = list(dict.fromkeys(name for case in medians.values() for name in case))[1:]
     table = []
-    for (case, dtype), times in medians.items():
+    for key, times in medians.items():
         own = times["focalkern"]
+        copy = copies[key]["focalkern"]
         ratios = (f"{times[name] / own:.3g} x" if name in times else "" for name in providers)
-        table.append([case, dtype, f"{own:.3g} ms" if own < 1e3 else f"{own / 1e3:.3g} s", *ratios])
-    return tabulate(table, ["case", "dtype", "focalkern", *providers], tablefmt="github", disable_numparse=True)
+        time = f"{own:.3g} ms" if own < 1e3 else f"{own / 1e3:.3g} s"
+        table.append([*key, time, f"{copy:.3g}" if copy == copy else "", *ratios])
+    header = ["case", "dtype", "focalkern", "of a copy", *providers]
+    filled = [i for i in range(len(header)) if any(row[i] for row in table)]
+    table = [[row[i] for i in filled] for row in table]
+    return tabulate(table, [header[i] for i in filled], tablefmt="github", disable_numparse=True)
 
 
 def main() -> None:
@@ -55,17 +65,31 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     parser.add_argument("--seconds", type=float, help="time to spend on each case (default 2, quick 0.5)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--match", metavar="REGEX", help="only the cases whose 'NxC dtype' it is found in")
+    parser.add_argument("--keep-memory", action="store_true", help="let glibc keep freed memory: no page faults")
     parser.add_argument("--summary", action="store_true", help="time nothing: print the recorded medians")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="time nothing: draw the recorded medians")
     arguments = parser.parse_args()
     if arguments.summary:
         for name in arguments.only or BENCHMARKS:
             print(f"{summary(name, arguments.out)}\n")
         return
+    if arguments.plots:
+        from benchmarks.plots import draw  # matplotlib is wanted here only
+
+        print("\n".join(str(path) for path in draw(arguments.out, arguments.plots)))
+        return
     torch.set_num_threads(arguments.threads)
+    if arguments.keep_memory:
+        keep_freed_memory()
     seconds = arguments.seconds or (0.5 if arguments.quick else 2.0)
     written: set[Path] = set()
+    pattern = re.compile(arguments.match or "")
+    options = {"wanted": lambda case: pattern.search(case) is not None} if arguments.match else {}
     for name in arguments.only or BENCHMARKS:
-        for rows in BENCHMARKS[name].run(arguments.device, arguments.quick, seconds):
+        for rows in BENCHMARKS[name].run(arguments.device, arguments.quick, seconds, **options):
+            for row in rows if arguments.keep_memory else ():
+                row.case += KEPT
             print(f"\n{rows[0].op}, {rows[0].case}, {rows[0].dtype}, {rows[0].threads} threads")
             print(table(rows), flush=True)
             written.update(append_rows(rows, arguments.out))

@@ -1,7 +1,7 @@
 """The joint (gamma, T) grid beside one pass over the data per cell."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -40,10 +40,14 @@ def validation_set(n: int, classes: int) -> tuple[Tensor, Tensor]:
     return logits * 2, target
 
 
-def run(device: str = "cpu", quick: bool = False, seconds: float = 2.0) -> Iterator[list[Row]]:
-    shapes = [(10000, 10), (10000, 100), (10000, 1000), (50000, 1000)]
+def run(
+    device: str = "cpu", quick: bool = False, seconds: float = 2.0, wanted: Callable[[str], bool] = lambda case: True
+) -> Iterator[list[Row]]:
+    shapes = [(10000, 10), (10000, 100), (10000, 1000), (50000, 1000), (1000, 100), (3000, 100), (30000, 100)]
     gammas, temperatures = fk.PAPER_GAMMAS, fk.PAPER_TEMPERATURES
     for n, classes in shapes[:2] if quick else shapes:
+        if not wanted(f"{n}x{classes} float32"):
+            continue
         logits, target = validation_set(n, classes)
         logits, target = logits.to(device), target.to(device)
 

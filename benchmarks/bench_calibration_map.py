@@ -1,6 +1,6 @@
 """The fused focal calibration map beside the same formula in torch operations."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ import focalkern as fk
 from benchmarks.harness import Provider, Row, measure
 
 GAMMA, TEMPERATURE = 1.5, 2.0
-SHAPES = [(65536, 10), (10000, 100), (10000, 1000), (1024, 32000)]
+SHAPES = [(65536, 10), (10000, 100), (10000, 1000)]
+MORE_SHAPES = [(65536, 2), (65536, 3), (65536, 17), (1024, 32000), (100, 100), (1000, 100), (100000, 100)]
 
 
 def composite(logits: Tensor) -> Tensor:
@@ -24,9 +25,12 @@ def fused(logits: Tensor) -> Tensor:
     return fk.focal_calibration_map(logits, GAMMA, TEMPERATURE)
 
 
-def run(device: str = "cpu", quick: bool = False, seconds: float = 2.0) -> Iterator[list[Row]]:
-    for shape in SHAPES[:3] if quick else SHAPES:
-        yield from run_shape(shape, device, quick, seconds)
+def run(
+    device: str = "cpu", quick: bool = False, seconds: float = 2.0, wanted: Callable[[str], bool] = lambda case: True
+) -> Iterator[list[Row]]:
+    for shape in SHAPES if quick else SHAPES + MORE_SHAPES:
+        if wanted(f"{shape[0]}x{shape[1]} float32"):
+            yield from run_shape(shape, device, quick, seconds)
 
 
 def run_shape(shape: tuple[int, int], device: str, quick: bool, seconds: float) -> Iterator[list[Row]]:

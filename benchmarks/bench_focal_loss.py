@@ -1,6 +1,6 @@
 """The fused focal loss beside cross-entropy and the focal loss as one writes it in torch, eager and compiled."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ GAMMA = 2.0
 # The shapes of the performance targets: small and large class counts, a vocabulary, pixels; odd counts besides.
 SHAPES = [(65536, 10), (65536, 100), (8192, 1000), (1024, 32000)]
 ALL_CLASSES = [(65536, c) for c in (2, 3, 10, 17, 100)] + [(8192, 1000), (2048, 4097), (1024, 32000), (256, 128256)]
+ALL_ROWS = [(n, 100) for n in (64, 512, 4096, 262144)]
 PIXELS = (64, 19, 128, 128)
 TINY = (32, 10)
 
@@ -77,15 +78,19 @@ def compiled(function, quick: bool) -> tuple[object, str]:
 
 
 def cases(device: str, quick: bool) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    shapes = SHAPES if quick else ALL_CLASSES
+    shapes = SHAPES if quick else ALL_CLASSES + ALL_ROWS
     for shape in [TINY, *shapes, PIXELS]:
         yield "forward+backward", shape, torch.float32
     for shape in SHAPES:
         yield "forward+backward", shape, torch.bfloat16
 
 
-def run(device: str = "cpu", quick: bool = False, seconds: float = 2.0) -> Iterator[list[Row]]:
+def run(
+    device: str = "cpu", quick: bool = False, seconds: float = 2.0, wanted: Callable[[str], bool] = lambda case: True
+) -> Iterator[list[Row]]:
     for case, shape, dtype in cases(device, quick):
+        if not wanted(f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"):
+            continue
         generator = torch.Generator(device).manual_seed(0)
         logits = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(3).to(dtype)
         logits.requires_grad_()

@@ -10,6 +10,7 @@ import datetime
 import functools
 import gc
 import platform
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -74,20 +75,29 @@ def device_name(device: str = "cpu") -> str:
 
 @functools.cache
 def commit() -> str:
-    """The commit that is measured, with a mark if the tree differs from it."""
-    folder = Path(__file__).parents[1]
+    """The commit that is measured, with a mark if the tree differs from it by more than results."""
+
+    def git(*arguments: str) -> str:
+        folder = Path(__file__).parents[1]
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True).stdout.strip()
+
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=9"], cwd=folder, capture_output=True, text=True
-        )
+        found = git("describe", "--always", "--abbrev=9")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!README.md")
     except OSError:
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    return (found or "unknown") + ("-dirty" if changed else "")
 
 
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int = 60) -> dict[str, list[float]]:
@@ -126,6 +136,28 @@ def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int
         if enabled:
             gc.enable()
     return samples
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc's allocator keep what is freed, as others do, until the process ends.
+
+    By default it gives large tensors back to the system at once or in the next call, depending on what lies beside
+    them, and the page faults of the next ones can take longer than computing them.
+    """
+    m_trim_threshold, m_mmap_max = -1, -4
+    libc = ctypes.CDLL("libc.so.6")
+    if not (libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, 2**31 - 1)):
+        raise OSError("mallopt refused")
+
+
+def page_faults(run: Callable[[], object]) -> int:
+    """Pages that the system hands out during a call, the median of five."""
+    counts = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        run()
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return int(np.median(counts))
 
 
 def peak_extra_mib(run: Callable[[], object]) -> float:
@@ -167,8 +199,12 @@ def measure(
     copy: Provider | None,
     seconds: float,
     device: str = "cpu",
+    once: bool = False,
 ) -> list[Row]:
-    """Checks every provider, then times them in turns. The first provider is focalkern, which speed-ups refer to."""
+    """Checks every provider, then times them in turns. The first provider is focalkern, which speed-ups refer to.
+
+    ``once`` is for what takes a minute: one call each, and nothing but its time.
+    """
     label = str(dtype).removeprefix("torch.")
     shared = {"op": op, "case": case, "n": n, "classes": classes, "dtype": label, "device": device_name(device)}
     present = [provider for provider in providers if provider.run is not None]
@@ -176,7 +212,8 @@ def measure(
         if provider.check is not None:
             provider.check(provider.run())
     timed = present + ([copy] if copy is not None else [])
-    samples = time_in_turns(timed, seconds=seconds)
+    samples = {provider.name: [_seconds(provider.run) * 1e3] for provider in timed} if once else {}
+    samples = samples or time_in_turns(timed, seconds=seconds)
     medians = {name: float(np.median(values)) for name, values in samples.items()}
     rows = []
     for provider in providers:
@@ -185,6 +222,10 @@ def measure(
             continue
         values = samples[provider.name]
         median = medians[provider.name]
+        notes = [f"one call times {provider.scale:g}"] if provider.scale != 1 else []
+        faults = page_faults(provider.run) if median < 1e3 and provider.scale == 1 and not once else 0
+        if faults >= 100:
+            notes.append(f"{faults} page faults")
         rows.append(
             Row(
                 **shared,
@@ -196,25 +237,31 @@ def measure(
                 gb_per_s=bytes_moved / median / 1e6,
                 ratio_to_copy=median / medians[copy.name] if copy is not None else float("nan"),
                 speedup=median / medians[present[0].name],
-                peak_extra_mib=peak_extra_mib(provider.run),
-                note=f"one call times {provider.scale:g}" if provider.scale != 1 else "",
+                peak_extra_mib=float("nan") if once else peak_extra_mib(provider.run),
+                note=", ".join(notes),
             )
         )
     return rows
 
 
-def recorded_medians(op: str, out: Path = RESULTS) -> dict[tuple[str, str], dict[str, float]]:
-    """{(case, dtype): {provider: milliseconds}}: the median over the recorded runs of the commit measured last, so that
-    the luck of one run (which pages the allocator had at hand, who else used the machine) does not stand in a table."""
+def last_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
+    """The recorded rows of the commit measured last, without absent providers."""
     rows: list[dict[str, str]] = []
     for path in sorted(out.glob(f"*_{op}_*.csv"), key=lambda path: path.stem.rsplit("_", 1)[1]):
         with path.open(newline="") as file:
             rows.extend(csv.DictReader(file))
+    return [row for row in rows if row["commit"] == rows[-1]["commit"] and row["repeats"] != "0"]
+
+
+def recorded_medians(
+    op: str, out: Path = RESULTS, column: str = "median_ms"
+) -> dict[tuple[str, str], dict[str, float]]:
+    """{(case, dtype): {provider: milliseconds}}: the median over the recorded runs of the commit measured last, so that
+    the luck of one run (which pages the allocator had at hand, who else used the machine) does not stand in a table."""
     runs: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for row in rows:
-        if row["commit"] == rows[-1]["commit"] and row["repeats"] != "0":
-            providers = runs.setdefault((row["case"], row["dtype"]), {})
-            providers.setdefault(row["provider"], []).append(float(row["median_ms"]))
+    for row in last_rows(op, out):
+        providers = runs.setdefault((row["case"], row["dtype"]), {})
+        providers.setdefault(row["provider"], []).append(float(row[column]))
     return {
         case: {provider: float(np.median(values)) for provider, values in providers.items()}
         for case, providers in runs.items()

@@ -71,3 +71,61 @@ def test_recorded_medians_are_over_runs_of_the_last_commit(tmp_path):
     rows[0].commit = "another"
     harness.append_rows(rows, tmp_path)
     assert harness.recorded_medians("op", tmp_path) == {("case", "float32"): {"here": 2.0}}
+
+
+def test_what_takes_long_is_called_once():
+    calls = []
+    rows = harness.measure(
+        op="op",
+        case="case",
+        n=1,
+        classes=1,
+        dtype=torch.float32,
+        providers=[harness.Provider("slow", lambda: calls.append(1))],
+        bytes_moved=1,
+        copy=None,
+        seconds=0.0,
+        once=True,
+    )
+    assert len(calls) == rows[0].repeats == 1
+
+
+def test_page_faults_are_counted():
+    # The size is above what glibc ever takes from its heap: fresh pages at each call.
+    pages = 2**26 // 4096
+    assert harness.page_faults(lambda: torch.ones(2**26 // 4)) >= min(pages, 32)  # 32 huge pages at least
+
+
+def recorded(tmp_path, op, case, n, classes, times):
+    rows = []
+    for provider, time in times.items():
+        rows.append(harness.Row(op, case, n, classes, "float32", provider, median_ms=time, repeats=5))
+    harness.append_rows(rows, tmp_path)
+
+
+def test_summary_shows_what_was_recorded(tmp_path):
+    main = pytest.importorskip("benchmarks.__main__")
+    recorded(tmp_path, "op", "forward 4x2", 4, 2, {"focalkern": 2.0, "other": 5.0})
+    recorded(tmp_path, "op", "forward 8x2", 8, 2, {"focalkern": 1500.0})
+    lines = main.summary("op", tmp_path).splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["case", "dtype", "focalkern", "other"]
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == ["forward 4x2", "float32", "2 ms", "2.5 x"]
+    assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == ["forward 8x2", "float32", "1.5 s", ""]
+
+
+def test_plots_show_what_was_recorded(tmp_path):
+    plots = pytest.importorskip("benchmarks.plots", reason="matplotlib is not installed")
+    times = {"focalkern": 2.0, "cross_entropy": 6.0, "a variant without a style": 1.0}
+    for n, classes in ((65536, 10), (1000, 100), (4000, 100)):
+        recorded(tmp_path, "focal_loss", f"forward+backward {n}x{classes}", n, classes, times)
+        recorded(tmp_path, "calibration_map", f"forward+backward {n}x{classes}", n, classes, {"focalkern": 1.0})
+        recorded(tmp_path, "calibration_grid", f"4500 cells {n}x{classes}", n, classes, {"focalkern": 1.0})
+    recorded(tmp_path, "focal_loss", "forward+backward 2x3, memory kept", 2, 3, times)
+    found = plots.series("focal_loss", tmp_path, r"forward\+backward")
+    assert found == {
+        "focalkern": [(65536, 10, 2.0), (1000, 100, 2.0), (4000, 100, 2.0)],
+        "cross_entropy": [(65536, 10, 6.0), (1000, 100, 6.0), (4000, 100, 6.0)],
+    }
+    assert plots.largest_batches(found["focalkern"]) == [(10, 2e6 / 655360), (100, 2e6 / 400000)]
+    for path in plots.draw(tmp_path, tmp_path):
+        assert path.read_bytes().startswith(b"\x89PNG")

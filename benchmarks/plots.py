@@ -1,0 +1,85 @@
+"""Pictures of the recorded medians: time against the number of classes and of rows."""
+
+import re
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks.harness import recorded_medians
+
+# Line styles and markers differ besides colours, for print and for eyes that do not tell these apart.
+STYLES = {
+    "focalkern": ("C0", "-", "o"),
+    "cross_entropy": ("C1", "--", "s"),
+    "cross_entropy, compiled": ("C3", ":", "v"),
+    "composite": ("C2", "--", "^"),
+    "composite, compiled": ("C4", ":", "D"),
+    "per-cell loop": ("C1", "--", "s"),
+    "torchmetrics, ECE per cell": ("C2", "--", "^"),
+    "netcal, ECE per cell": ("C4", ":", "D"),
+}
+
+
+def series(op: str, out: Path, pattern: str) -> dict[str, list[tuple[int, int, float]]]:
+    """{provider: (rows, classes, milliseconds)} of the float32 cases whose name fits."""
+    found: dict[str, list[tuple[int, int, float]]] = {}
+    for (case, dtype), providers in recorded_medians(op, out).items():
+        match = re.fullmatch(pattern + r" (\d+)x(\d+)", case)
+        if match is None or dtype != "float32":
+            continue
+        for provider, time in providers.items():
+            if provider in STYLES:
+                found.setdefault(provider, []).append((int(match[1]), int(match[2]), time))
+    return found
+
+
+def panel(axis, lines: dict[str, list[tuple[float, float]]], x_label: str, y_label: str, title: str) -> None:
+    for provider, points in lines.items():
+        colour, line, marker = STYLES[provider]
+        points = sorted(points)
+        x, y = [point[0] for point in points], [point[1] for point in points]
+        axis.plot(x, y, color=colour, linestyle=line, marker=marker, markersize=4, label=provider)
+    axis.set(xscale="log", yscale="log", xlabel=x_label, ylabel=y_label)
+    axis.set_title(title, fontsize=10)
+    axis.grid(True, which="major", alpha=0.3)
+    axis.legend(fontsize=8)
+
+
+def draw(out: Path, folder: Path) -> list[Path]:
+    """Writes speed_by_classes.png and speed_by_rows.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    loss = series("focal_loss", out, r"forward\+backward")
+    mapped = series("calibration_map", out, r"forward\+backward")
+    grid = series("calibration_grid", out, "4500 cells")
+    written = []
+    titles = (
+        "focal_loss, forward + backward",
+        "focal_calibration_map, forward + backward",
+        "calibration_grid, 4500 cells",
+    )
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
+    for axis, lines, title in zip(axes, (loss, mapped), titles, strict=False):
+        # Batches get smaller as rows get longer: what compares is the time per logit.
+        points = {provider: largest_batches(cases) for provider, cases in lines.items()}
+        panel(axis, points, "classes", "nanoseconds per logit", title)
+    points = {provider: [(c, t) for n, c, t in cases if n == 10000] for provider, cases in grid.items()}
+    panel(axes[2], points, "classes", "milliseconds", f"{titles[2]}, 10000 rows")
+    written.append(folder / "speed_by_classes.png")
+    figure.savefig(written[-1], dpi=110)
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
+    for axis, lines, title in zip(axes, (loss, mapped, grid), titles, strict=True):
+        points = {provider: [(n, t) for n, c, t in cases if c == 100] for provider, cases in lines.items()}
+        panel(axis, points, "rows", "milliseconds", f"{title}, 100 classes")
+    written.append(folder / "speed_by_rows.png")
+    figure.savefig(written[-1], dpi=110)
+    plt.close("all")
+    return written
+
+
+def largest_batches(cases: list[tuple[int, int, float]]) -> list[tuple[float, float]]:
+    """(classes, nanoseconds per logit) of the largest batch of each number of classes."""
+    largest = {c: max(n for n, other, _ in cases if other == c) for _, c, _ in cases}
+    return [(c, t * 1e6 / (n * c)) for n, c, t in cases if n == largest[c]]
