@@ -448,6 +448,23 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(lambda z: loss(z, target), input)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, in jvp
+@pytest.mark.parametrize("name", ["dual", "brier", "norm", "mmce", "mmce, weighted"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_second_derivatives_and_function_transforms(name, smoothing):
+    """The fused losses have theirs in test_focal_loss.py."""
+    input, target = batch(6, 4)
+    loss = LOSSES[name](label_smoothing=smoothing)
+    assert torch.autograd.gradgradcheck(lambda z: loss(z, target), input)
+    inputs, targets = torch.randn(3, 6, 4, dtype=torch.float64), torch.randint(4, (3, 6))
+    found = torch.func.vmap(torch.func.grad(loss))(inputs, targets)
+    expected = [gradient(loss(z, y), z) for z, y in zip(inputs.requires_grad_(), targets, strict=True)]
+    assert_close(found, torch.stack(expected))
+    direction = torch.randn(6, 4, dtype=torch.float64)
+    _, slope = torch.func.jvp(lambda z: loss(z, targets[0]), (inputs[0].detach(),), (direction,))
+    assert_close(slope, (expected[0] * direction).sum())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # One logit per class
 # ---------------------------------------------------------------------------------------------------------------------

@@ -181,7 +181,8 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Rows:
         return Rows(z, given, _smoothed(given, smoothing), None, sample_weight, every)
     index = target.long()
     valid = index != loss.ignore_index
-    if not torch.compiler.is_compiling() and (target.device.type == "cpu" or _validating()):
+    values_are_there = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    if values_are_there and (target.device.type == "cpu" or _validating()):
         check_range(op, target, n_classes, loss.ignore_index)
     # On CUDA nothing looks at the labels on the host: a row whose label is out of range becomes NaN, as in focal_loss.
     counts = valid & (index >= 0) & (index < n_classes)

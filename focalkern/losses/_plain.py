@@ -75,14 +75,15 @@ class DualFocalLoss(Loss):
         # Every class has a share in the target, and a next lower class of its own.
         ascending, order = rows.z.detach().contiguous().sort(dim=-1)
         n_below = torch.searchsorted(ascending, rows.z.detach().contiguous())
-        log_p_below = F.pad(log_p.gather(-1, order), (1, 0), value=-math.inf).gather(-1, n_below)
+        log_p_below = F.pad(log_p.gather(-1, order), (1, 0), value=_NOTHING).gather(-1, n_below)
         share = rows.smoothed if self.weight is None else rows.smoothed * self.weight.to(rows.z.dtype)
         loss = _weighted_sum(share, self._per_class(log_p, log_u, log_p_below))
         return in_dtype_of(rows.reduce(loss, self.reduction, weighted=True), input)
 
     def _per_class(self, log_p: Tensor, log_u: Tensor, log_p_below: Tensor) -> Tensor:
-        # log(1 - p + p_below); a class alone has neither, and logaddexp(-inf, -inf) no derivative.
-        log_m = torch.logaddexp(log_u.clamp(min=_NOTHING), log_p_below)
+        # log(u + p_below), where p_below <= u = 1 - p. (logaddexp has no second derivative for p_below = 0.)
+        log_u = log_u.clamp(min=_NOTHING)
+        log_m = log_u - F.logsigmoid(log_u - log_p_below)
         factor = (self.gamma * log_m).exp()
         return -(factor.detach() if self.detach_modulation else factor) * log_p
 
