@@ -561,26 +561,23 @@ class _Classwise:
     """
 
     def __init__(self, probs: Tensor, residual: Tensor, n_bins: int) -> None:
-        n_samples, n_classes = probs.shape
+        n_classes = probs.shape[1]
         edges = metrics._equal_width_edges(probs, n_bins)
         row, of_class = (probs > edges[1]).nonzero(as_tuple=True)
         above = probs[row, of_class]
         index = (torch.searchsorted(edges, above) - 1).clamp_(0, n_bins - 1)
         self.residual = residual
         self.shape = (n_classes, n_bins)
-        self.tail = torch.sparse_coo_tensor(
-            torch.stack([of_class * n_bins + index, row]),
-            residual[row, of_class],
-            (n_classes * n_bins, n_samples),
-            check_invariants=False,  # said, because torch warns of it otherwise
-        ).coalesce()
+        self.row, self.bin, self.value = row, of_class * n_bins + index, residual[row, of_class].unsqueeze(1)
 
     @property
     def width(self) -> int:
-        return self.shape[0] * self.shape[1]
+        return max(self.shape[0] * self.shape[1], len(self.row))
 
     def error(self, weights: Tensor) -> Tensor:
-        bins = torch.sparse.mm(self.tail, weights.T).view(*self.shape, len(weights))
+        bins = weights.new_zeros(self.shape[0] * self.shape[1], len(weights))
+        bins.index_add_(0, self.bin, weights.T.contiguous()[self.row] * self.value)
+        bins = bins.view(*self.shape, len(weights))
         bins[:, 0] += (weights @ self.residual).T - bins.sum(1)
         result: Tensor = bins.abs_().sum((0, 1)) / (len(self.residual) * self.shape[0])
         return result
