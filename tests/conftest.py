@@ -1,8 +1,11 @@
 """The device fixture, the seed, and the one tolerance table."""
 
+import contextlib
 import importlib
 import importlib.util
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,32 @@ def cuda() -> torch.device:
     if (reason := cuda_skip_reason()) is not None:
         pytest.skip(reason)
     return torch.device("cuda")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: runs on CUDA (set by the fixtures of a test, never by hand)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """-m gpu takes the tests that run on CUDA, whatever their names are."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        fixtures = set(getattr(item, "fixturenames", ())) - set(parameters)
+        if "cuda" in fixtures or parameters.get("device") == "cuda":
+            item.add_marker("gpu")
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raises where something waits for the device. Copies between host and device do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def peer(name: str) -> Any:

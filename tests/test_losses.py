@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_close, peer
+from conftest import assert_close, no_waiting, peer
 from mpmath import mpf
 
 import focalkern as fk
@@ -563,11 +563,8 @@ def test_a_step_does_not_wait_for_the_device(name, cuda):
         target = F.one_hot(target, 7)
     loss(input, target).backward()  # loads kernels
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         loss(input, target).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_labels_out_of_range_on_cuda_are_nan(cuda, monkeypatch):
