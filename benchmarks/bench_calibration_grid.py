@@ -1,13 +1,12 @@
 """The joint (gamma, T) grid beside one pass over the data per cell."""
 
-import importlib.util
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.harness import Provider, Row, measure
+from benchmarks.harness import Provider, Row, measure, why_absent
 
 N_BINS = 15
 # Cells of the paper's grid that the per-cell providers are timed on; their time is multiplied up to all 4500.
@@ -25,7 +24,7 @@ def cell(logits: Tensor, target: Tensor, gamma: float, temperature: float) -> tu
     confidence, predicted = probs.max(dim=1)
     correct = (predicted == target).double()
     order = confidence.argsort()
-    ece = torch.zeros((), dtype=torch.float64)
+    ece = torch.zeros((), dtype=torch.float64, device=logits.device)
     for rows in order.tensor_split(N_BINS):
         ece += (confidence[rows].double().mean() - correct[rows].mean()).abs() * len(rows) / len(order)
     return ece.item(), nll.item()
@@ -73,24 +72,24 @@ def run(
             Provider("per-cell loop", per_cell, check=check, scale=4500 / len(SAMPLE)),
         ]
         probs = torch.softmax(logits, dim=1)
-        if importlib.util.find_spec("torchmetrics"):
+        try:
             from torchmetrics.functional.classification import multiclass_calibration_error
 
             def torchmetrics_cell(probs=probs, target=target, classes=classes):
                 return multiclass_calibration_error(probs, target, num_classes=classes, n_bins=N_BINS)
 
             providers.append(Provider("torchmetrics, ECE per cell", torchmetrics_cell, scale=4500))
-        else:
-            providers.append(Provider("torchmetrics, ECE per cell", None, absent="not installed"))
-        if importlib.util.find_spec("netcal"):
+        except (ImportError, RuntimeError) as error:
+            providers.append(Provider("torchmetrics, ECE per cell", None, absent=why_absent(error)))
+        try:
             from netcal.metrics import ECE
 
             arrays = probs.cpu().numpy(), target.cpu().numpy()
             providers.append(
                 Provider("netcal, ECE per cell", lambda arrays=arrays: ECE(N_BINS).measure(*arrays), scale=4500)
             )
-        else:
-            providers.append(Provider("netcal, ECE per cell", None, absent="not installed"))
+        except (ImportError, RuntimeError) as error:
+            providers.append(Provider("netcal, ECE per cell", None, absent=why_absent(error)))
         yield measure(
             op="calibration_grid",
             case=f"4500 cells {n}x{classes}",

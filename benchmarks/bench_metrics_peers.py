@@ -22,7 +22,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 import focalkern
-from benchmarks.harness import RESULTS, commit
+from benchmarks.harness import RESULTS, commit, why_absent
 from focalkern import metrics
 
 N_BINS = 15
@@ -408,8 +408,8 @@ def main() -> None:
                 versions[name] = importlib.metadata.version(distribution)
             else:
                 versions[name] = ""
-        except ImportError:
-            print(f"{name} is not installed: left out")
+        except (ImportError, RuntimeError) as error:
+            print(f"{name} is left out: {why_absent(error)}")
     header = ["set", "n", "classes", *(f.name for f in fields(Comparison)), "difference", "agrees", "version"]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")

@@ -89,6 +89,13 @@ def commit() -> str:
     return (found or "unknown") + ("-dirty" if changed else "")
 
 
+def why_absent(error: ImportError | RuntimeError) -> str:
+    """One line. A RuntimeError is that of a compiled part for another torch (torchvision's, which others import)."""
+    if isinstance(error, ModuleNotFoundError):
+        return "not installed"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
