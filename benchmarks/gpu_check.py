@@ -7,6 +7,7 @@ kernel_resources.csv and log.txt. The exit code is 0 if every stage passed, 1 if
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -16,15 +17,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_GPU = 3
 MIN_SECONDS = 5  # with less time left a stage is not begun
+MARGIN = 15  # a stage that ends by itself leaves this much of its time
+# pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors here.
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
 Result = dict[str, Any]
 
 
@@ -100,15 +105,21 @@ def resources(arguments: argparse.Namespace) -> Result:
 
 
 def tests(_: argparse.Namespace) -> Result:
-    # The device fixture names its tests by the device; the others need no GPU and run in continuous integration.
+    # Marked by tests/conftest.py. The others need no GPU and run in continuous integration.
     parallel = ["-n", "4"] if _has("xdist") else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda", "-rf", *parallel, "tests"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = [*PYTEST, "-m", "gpu", "-rfE", "--durations=10", "--continue-on-collection-errors", *parallel, "tests"]
+    settings = {**os.environ, "OMP_NUM_THREADS": "4"}
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
     print(done.stdout, done.stderr)
-    counts = _counts(done.stdout)
-    if done.returncode != 0 or counts.get("passed", 0) == 0:
-        raise StageError(_last_line(done.stdout) or f"pytest ended with {done.returncode}")
-    return {"summary": _last_line(done.stdout), **counts}
+    line = _pytest_line(done.stdout)
+    counts = {name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", line)}
+    passed = done.returncode == 0 and counts.get("passed", 0) > 0
+    return {
+        "status": "passed" if passed else "failed",
+        "summary": line or f"pytest ended with {done.returncode}",
+        "failures": re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE),
+        **counts,
+    }
 
 
 def determinism(_: argparse.Namespace) -> Result:
@@ -164,95 +175,131 @@ def graphs(_: argparse.Namespace) -> Result:
         calibrated = fk.focal_calibration_map(logits, 2.0)
         return loss, calibrated, *torch.autograd.grad(loss + calibrated.square().mean(), logits)
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")  # raises where something waits for the device
-    try:
+    def waits_for_nothing():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("error")  # raises where something waits for the device
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        logits.copy_(torch.randn_like(logits))
-    graph.replay()
-    torch.cuda.synchronize()
-    if not all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True)):
-        raise StageError("a replayed graph differs from the same step without it")
-
-    # Two streams at once, each with its own data.
-    expected = [fk.focal_loss(logits * k, target) for k in (1, 2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    results = [None, None]
-    for _ in range(50):
-        for k, stream in enumerate(streams):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                results[k] = fk.focal_loss(logits * (k + 1), target)
-    torch.cuda.synchronize()
-    if any(not torch.equal(a, b) for a, b in zip(expected, results, strict=True)):
-        raise StageError("two streams at once give another result than one after the other")
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        fk.focal_loss(logits, target)
+    def captured_and_replayed():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            logits.copy_(torch.randn_like(logits))
+        graph.replay()
         torch.cuda.synchronize()
-    launches = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        F.cross_entropy(logits, target)
+        if not all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True)):
+            raise StageError("a replayed graph differs from the same step without it")
+
+    def two_streams_at_once():
+        expected = [fk.focal_loss(logits * k, target) for k in (1, 2)]
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        results = [None, None]
+        for _ in range(50):
+            for k, stream in enumerate(streams):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    results[k] = fk.focal_loss(logits * (k + 1), target)
         torch.cuda.synchronize()
-    plain = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        if any(not torch.equal(a, b) for a, b in zip(expected, results, strict=True)):
+            raise StageError("two streams at once give another result than one after the other")
+
+    launches: dict[str, list[str]] = {"focal_loss": [], "cross_entropy": []}
+
+    def count_launches():
+        for function, names in zip((fk.focal_loss, F.cross_entropy), launches.values(), strict=True):
+            for _ in range(2):  # the first one starts the profiler
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                    function(logits, target)
+                    torch.cuda.synchronize()
+            names += [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+    failures = []
+    for check in (waits_for_nothing, captured_and_replayed, two_streams_at_once, count_launches):
+        try:
+            check()
+        except Exception as error:
+            traceback.print_exc()
+            failures.append(f"{check.__name__}: {error}".splitlines()[0])
+    own, plain = launches.values()
     return {
-        "summary": f"captured, replayed, no wait; {len(launches)} launches forward (cross_entropy {len(plain)})",
+        "status": "failed" if failures else "passed",
+        "summary": f"{'; '.join(failures) or 'captured, replayed, no wait'}; "
+        f"{len(own)} launches forward (cross_entropy {len(plain)})",
         "forward_launches": launches,
-        "cross_entropy_launches": plain,
     }
 
 
-def sanitizer(_: argparse.Namespace) -> Result:
+def sanitizer(arguments: argparse.Namespace) -> Result:
     program = shutil.which("compute-sanitizer")
     if program is None:
         return {"status": "skipped", "summary": "compute-sanitizer is not on PATH"}
-    found = {}
-    for tool in ("memcheck", "racecheck", "initcheck"):
-        # PyTorch's caching allocator would hide reads beyond an allocation inside a block that it keeps.
-        settings = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        command = [program, "--tool", tool, "--error-exitcode", "86", sys.executable, "-m", "pytest", "-q", "-x"]
-        command += ["-p", "no:cacheprovider", "tests/test_cuda_paths.py"]
-        done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
-        print(done.stdout, done.stderr)
-        found[tool] = (
-            re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", done.stdout) or [f"exit {done.returncode}"]
-        )[-1]
-        if done.returncode != 0:
-            raise StageError(f"{tool}: {found[tool]}; {_last_line(done.stdout)}")
+    # PyTorch's caching allocator would hide reads beyond an allocation inside a block that it keeps.
+    settings = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    # Of torch's kernels only the writes count, which initcheck has to see. A CUDA call that fails without harm is
+    # torch's matter too; those of this module are checked where they are made.
+    own = ["--kernel-name", "kernel_substring=focalkern"]
+    options = {"memcheck": [*own, "--report-api-errors", "no"], "racecheck": own, "initcheck": []}
+    running = {}
+    for number, (tool, chosen) in enumerate(options.items()):
+        command = [program, "--tool", tool, *chosen, "--error-exitcode", "86", "--port", str(49152 + 100 * number)]
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command += [*PYTEST, "-rs", "tests/test_cuda_paths.py"]
+        running[tool] = log, subprocess.Popen(command, cwd=ROOT, env=settings, stdout=log, stderr=subprocess.STDOUT)
+    end = time.monotonic() + arguments.stage_seconds - MARGIN
+    found, failed = {}, []
+    for tool, (log, process) in running.items():
+        try:
+            code = process.wait(max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None  # run_stage ends what is left of this stage
+        log.seek(0)
+        text = log.read()
+        print(f"---- {tool}\n{text}")
+        summaries = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", text)
+        counts = _pytest_line(text)
+        found[tool] = "not finished in time" if code is None else "; ".join([*summaries[-1:], counts or f"exit {code}"])
+        # Without a summary it has checked nothing, and without a test that passed there was nothing to check.
+        if code != 0 or not summaries or "passed" not in counts:
+            failed.append(tool)
+    if failed:
+        raise StageError("; ".join(f"{tool}: {found[tool]}" for tool in failed))
     return {"summary": "; ".join(f"{tool}: {text}" for tool, text in found.items()), **found}
 
 
 def benchmarks(arguments: argparse.Namespace) -> Result:
     from benchmarks import bench_gpu
 
-    rows = bench_gpu.run(arguments.out / "gpu_check.csv", deadline=time.monotonic() + arguments.benchmark_seconds)
+    seconds = min(arguments.benchmark_seconds, arguments.stage_seconds - 2 * MARGIN)
+    rows = bench_gpu.run(arguments.out / "gpu_check.csv", deadline=time.monotonic() + seconds)
     aimed = [row for row in rows if row.target]
     met = sum(row.met == "yes" for row in aimed)
-    return {"summary": f"{len(rows)} timings, {met} of {len(aimed)} targets met", "timings": len(rows)}
+    failures = [f"{row.op}, {row.case}: {row.note}" for row in rows if row.note.startswith("failed")]
+    return {
+        "status": "failed" if failures else "passed",
+        "summary": f"{len(rows)} rows, {met} of {len(aimed)} targets met, {len(failures)} cases failed",
+        "failures": failures,
+    }
 
 
-# (stage, seconds after which it is stopped)
-STAGES: dict[Callable[[argparse.Namespace], Result], int] = {
-    device: 60,
-    build: 240,
-    resources: 30,
-    tests: 240,
-    determinism: 60,
-    graphs: 60,
-    sanitizer: 180,
-    benchmarks: 200,
+# Seconds after which a stage is stopped, and those that the stages before it leave for it.
+STAGES: dict[Callable[[argparse.Namespace], Result], tuple[int, int]] = {
+    device: (60, 0),
+    build: (240, 0),
+    resources: (30, 10),
+    tests: (240, 100),
+    determinism: (60, 20),
+    graphs: (60, 20),
+    benchmarks: (200, 120),
+    sanitizer: (180, 60),
 }
 
 
@@ -284,19 +331,20 @@ def _last_line(text: str) -> str:
     return lines[-1].strip(" =") if lines else ""
 
 
-def _counts(text: str) -> dict[str, int]:
-    return {
-        name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", _last_line(text))
-    }
+def _pytest_line(text: str) -> str:
+    """The last line in which pytest counts: "3 passed, 1 skipped in 2.00s"."""
+    lines = [line for line in text.splitlines() if re.search(r"\b\d+ (passed|failed|skipped|errors?)\b.* in ", line)]
+    return lines[-1].strip(" =") if lines else ""
 
 
-def run_stage(name: str, arguments: argparse.Namespace, end: float) -> Result:
-    """A stage in a process of its own, whatever becomes of it; ``end`` is when the last stage has to be over."""
-    limit = min(next(seconds for s, seconds in STAGES.items() if s.__name__ == name), int(end - time.monotonic()))
+def run_stage(name: str, arguments: argparse.Namespace, end: float, later: Sequence[str] = ()) -> Result:
+    """A stage in a process of its own, whatever becomes of it; ``end`` is when the last of ``later`` must be over."""
+    limits = {stage.__name__: numbers for stage, numbers in STAGES.items()}
+    limit = min(limits[name][0], int(end - time.monotonic()) - sum(limits[stage][1] for stage in later))
     if limit < MIN_SECONDS:
         return {"stage": name, "seconds": 0, "status": "failed", "summary": "not run: no time left (--seconds)"}
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--stage", name, "--out", str(arguments.out)]
-    command += ["--benchmark-seconds", str(arguments.benchmark_seconds)]
+    command += ["--benchmark-seconds", str(arguments.benchmark_seconds), "--stage-seconds", str(limit)]
     if arguments.prebuilt is not None:
         command += ["--prebuilt", str(arguments.prebuilt)]
     file = arguments.out / f".{name}.json"
@@ -305,14 +353,15 @@ def run_stage(name: str, arguments: argparse.Namespace, end: float) -> Result:
     with (arguments.out / "log.txt").open("a") as log:
         log.write(f"\n==== {name}\n")
         log.flush()
+        # A session of its own, so that what the stage has started is stopped with it.
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            # A session of its own, so that what the stage has started is stopped with it.
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
             ended = f"ended with {process.wait(limit)}; see log.txt"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             ended = f"stopped after {limit} s; see log.txt"
+        with contextlib.suppress(ProcessLookupError):  # nothing is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if file.exists():
         result: Result = json.loads(file.read_text())
         file.unlink()
@@ -337,12 +386,17 @@ def summary(document: Result, out: Path) -> str:
     lines = [f"# GPU check, {document['date']}, commit {document['commit']}", ""]
     lines += ["| stage | result | seconds | |", "|---|---|---|---|"]
     for stage in document["stages"]:
-        lines.append(f"| {stage['stage']} | {stage['status']} | {stage['seconds']} | {stage['summary']} |")
+        text = " ".join(stage["summary"].split()).replace("|", "\\|")
+        lines.append(f"| {stage['stage']} | {stage['status']} | {stage['seconds']} | {text} |")
+    for stage in document["stages"]:
+        if failures := stage.get("failures"):
+            lines += ["", f"{stage['stage']}:", "", *(f"* `{failure[:200]}`" for failure in failures[:40])]
     csv_file = out / "gpu_check.csv"
     if csv_file.exists():
-        from benchmarks import bench_gpu
+        with contextlib.suppress(ImportError):  # without the module there are no new timings either
+            from benchmarks import bench_gpu
 
-        lines += ["", bench_gpu.markdown(csv_file)]
+            lines += ["", bench_gpu.markdown(csv_file)]
     return "\n".join(lines) + "\n"
 
 
@@ -359,9 +413,11 @@ def main() -> int:
     parser.add_argument("--benchmark-seconds", type=float, default=150, help="time for the benchmarks (default 150)")
     parser.add_argument("--seconds", type=float, default=570, help="time for everything together (default 570)")
     parser.add_argument("--stage", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--stage-seconds", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.stage:
         return stage_process(arguments.stage, arguments)
+    end = time.monotonic() + arguments.seconds  # importing torch takes its time too
 
     import torch
 
@@ -373,12 +429,14 @@ def main() -> int:
         return NO_GPU
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    chosen = [name for name in names if name in (arguments.only or names)]
     (arguments.out / "log.txt").unlink(missing_ok=True)
+    if "benchmarks" in chosen:
+        (arguments.out / "gpu_check.csv").unlink(missing_ok=True)
     stages = []
-    end = time.monotonic() + arguments.seconds
-    for name in arguments.only or names:
+    for number, name in enumerate(chosen, start=1):
         print(f"{name} ... ", end="", flush=True)
-        stages.append(run_stage(name, arguments, end))
+        stages.append(run_stage(name, arguments, end, later=chosen[number:]))
         print(f"{stages[-1]['status']} in {stages[-1]['seconds']} s: {stages[-1]['summary']}", flush=True)
         # Written after every stage: what is known is on disk, whatever comes.
         document = {"date": datetime.date.today().isoformat(), "commit": _commit(), "stages": stages}
