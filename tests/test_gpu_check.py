@@ -91,3 +91,32 @@ def test_the_summary_names_every_stage(arguments):
     text = gpu_check.summary({"date": "2026-01-01", "commit": "abc", "stages": stages}, arguments.out)
     assert "| device | passed | 1.5 | a GPU |" in text
     assert "| tests | failed | 2.5 | 1 failed |" in text
+
+
+def test_a_case_that_fails_is_a_row(tmp_path, monkeypatch):
+    pytest.importorskip("tabulate", reason="tabulate is not installed")
+    from benchmarks import bench_gpu
+
+    def broken():
+        yield bench_gpu.GpuRow("focal_loss", "forward", "float32", "focalkern", 2.0)
+        raise RuntimeError("another number\nthan expected")
+
+    def fine():
+        yield bench_gpu.GpuRow("calibration_map", "forward", "float32", "focalkern", 3.0)
+
+    monkeypatch.setattr(bench_gpu, "device_name", lambda _: "a GPU")
+    monkeypatch.setattr(bench_gpu, "copy_gb_per_s", lambda: 4000.0)
+    monkeypatch.setattr(bench_gpu, "cases", lambda _: [("focal_loss", "one", broken), ("calibration_map", "two", fine)])
+    rows = bench_gpu.run(tmp_path / "rows.csv", deadline=time.monotonic() + 100)
+    assert [(row.op, row.median_us) for row in rows if not row.note][1:] == [("focal_loss", 2), ("calibration_map", 3)]
+    assert [row.note for row in rows if row.note] == ["failed: RuntimeError: another number than expected"]
+    assert "another number" in bench_gpu.markdown(tmp_path / "rows.csv")
+    (late,) = bench_gpu.run(tmp_path / "late.csv", deadline=time.monotonic())[1:2]
+    assert late.note == "not run: out of time"
+
+
+def test_a_stage_leaves_time_for_those_after_it(arguments):
+    # 100 seconds are wanted by others: the tests do not begin, and the sanitizer after them could.
+    end = time.monotonic() + 100
+    result = gpu_check.run_stage("tests", arguments, end, later=["benchmarks", "sanitizer"])
+    assert "no time left" in result["summary"]
