@@ -138,11 +138,33 @@ class Rows:
     """Logits and targets of a batch in the form that the plain losses compute with; "..." is N, d1, ..."""
 
     z: Tensor  # [..., C], float32 or float64; 0 in ignored rows, whose values must not come through
-    given: Tensor  # [..., C] target probabilities
-    smoothed: Tensor  # [..., C] the same after label smoothing
     index: Tensor | None  # [...] labels, 0 where ignored
+    probabilities: Tensor | None  # [..., C] instead of labels
     weight: Tensor | None  # [...] weight of the sample: that of its label, or the mean over its class probabilities
     valid: Tensor  # [...] bool
+
+    def target(self, smoothing: float) -> Tensor:
+        """Target probabilities [..., C] after label smoothing."""
+        n_classes = self.z.shape[-1]
+        target = self.probabilities
+        if target is None:
+            assert self.index is not None
+            target = (torch.arange(n_classes, device=self.z.device) == self.index.unsqueeze(-1)).to(self.z.dtype)
+        return target if smoothing == 0 else (1.0 - smoothing) * target + smoothing / n_classes
+
+    def share_of(self, index: Tensor) -> Tensor:
+        """Probability [..., 1] that the target gives to the class ``index`` [..., 1], without smoothing."""
+        if self.index is not None:
+            return (self.index.unsqueeze(-1) == index).to(self.z.dtype)
+        assert self.probabilities is not None
+        return self.probabilities.gather(-1, index)
+
+    def label(self) -> Tensor:
+        """The class [..., 1] that has most of the target."""
+        if self.index is not None:
+            return self.index.unsqueeze(-1)
+        assert self.probabilities is not None
+        return self.probabilities.argmax(-1, keepdim=True)
 
     def reduce(self, loss: Tensor, reduction: Reduction, *, weighted: bool = False) -> Tensor:
         """Reduces a loss per sample [...] as cross-entropy does; ``weighted`` says that it has its weights."""
@@ -168,7 +190,6 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Rows:
     z = input.to(compute_dtype(input.dtype)).movedim(class_dim, -1)
     if weight is not None:
         weight = weight.to(z.dtype)
-    smoothing = loss.label_smoothing
     if target.is_floating_point():
         if loss.ignore_index >= 0:
             raise ValueError(
@@ -178,7 +199,7 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Rows:
         given = target.to(z.dtype).movedim(class_dim, -1)
         sample_weight = None if weight is None else (weight * given).sum(-1)
         every = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device)
-        return Rows(z, given, _smoothed(given, smoothing), None, sample_weight, every)
+        return Rows(z, None, given, sample_weight, every)
     index = target.long()
     valid = index != loss.ignore_index
     values_are_there = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
@@ -188,12 +209,7 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Rows:
     counts = valid & (index >= 0) & (index < n_classes)
     z = torch.where(counts.unsqueeze(-1), z, torch.where(valid, math.nan, 0.0).to(z.dtype).unsqueeze(-1))
     index = torch.where(counts, index, 0)
-    given = (torch.arange(n_classes, device=z.device) == index.unsqueeze(-1)).to(z.dtype)
-    return Rows(z, given, _smoothed(given, smoothing), index, None if weight is None else weight[index], valid)
-
-
-def _smoothed(target: Tensor, smoothing: float) -> Tensor:
-    return target if smoothing == 0 else (1.0 - smoothing) * target + smoothing / target.shape[-1]
+    return Rows(z, index, None, None if weight is None else weight[index], valid)
 
 
 def check_pair(op: str, input: Tensor, target: Tensor) -> int:

@@ -76,7 +76,9 @@ class DualFocalLoss(Loss):
         ascending, order = rows.z.detach().contiguous().sort(dim=-1)
         n_below = torch.searchsorted(ascending, rows.z.detach().contiguous())
         log_p_below = F.pad(log_p.gather(-1, order), (1, 0), value=_NOTHING).gather(-1, n_below)
-        share = rows.smoothed if self.weight is None else rows.smoothed * self.weight.to(rows.z.dtype)
+        share = rows.target(self.label_smoothing)
+        if self.weight is not None:
+            share = share * self.weight.to(share.dtype)
         loss = _weighted_sum(share, self._per_class(log_p, log_u, log_p_below))
         return in_dtype_of(rows.reduce(loss, self.reduction, weighted=True), input)
 
@@ -110,10 +112,10 @@ class BrierLoss(Loss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         rows = rows_of(self, input, target)
-        t = rows.smoothed
+        t = rows.target(self.label_smoothing)
         p = rows.z.softmax(-1)
         # Where p and t may both be near 1, p - t is (1 - t) - (1 - p), and 1 - p the sum of the other classes.
-        label = rows.given.argmax(-1, keepdim=True)
+        label = rows.label()
         others = p.scatter(-1, label, 0.0).sum(-1, keepdim=True)
         residual = (p - t).scatter(-1, label, (1.0 - t.gather(-1, label)) - others)
         return in_dtype_of(rows.reduce(residual.square().sum(-1), self.reduction), input)
@@ -176,11 +178,10 @@ class MMCELoss(Loss):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         rows = rows_of(self, input, target)
         cross_entropy = cross_entropy_of(self, rows, target)
-        z = rows.z.reshape(-1, rows.z.shape[-1])
-        top = z.detach().argmax(-1, keepdim=True)
-        odds = _against(z, top)[1].double()
+        top = rows.z.detach().argmax(-1, keepdim=True)
+        odds = _against(rows.z, top)[1].reshape(-1).double()
         r, one_minus_r = odds.neg().sigmoid(), odds.sigmoid()
-        correct = rows.given.reshape(z.shape).gather(-1, top).squeeze(-1).double()
+        correct = rows.share_of(top).reshape(-1).double()
         valid = rows.valid.reshape(-1)
         # c - r without cancellation: what the correct part lacks and the incorrect part has too much.
         lack = torch.where(valid, correct, 0.0) * one_minus_r
