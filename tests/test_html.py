@@ -65,7 +65,9 @@ def report(tmp_path, capsys):
         source = os.path.join(str(tmp_path), name)
         write_logits(source)
         folder = tmp_path / "report"
-        code = main(["calibrate", source, "--temperatures", "0.1:5:0.1", "--report", str(folder), *more])
+        code = main(
+            ["calibrate", source, "--temperatures", "0.1:5:0.1", "--bootstrap", "40", "--report", str(folder), *more]
+        )
         said = capsys.readouterr()
         assert code == 0, said.err
         return Page((folder / "report.html").read_bytes()), folder
@@ -96,8 +98,17 @@ def test_the_page_says_everything(report):
     for row in document["rows"]:
         for part in ("report", "selection"):
             for value in row[part].values():
-                assert f"{value:.4f}" in page.cells
+                # In the reported rows, the interval stands under the figure.
+                assert any(cell.partition("\u00b1")[0] == f"{value:.4f}" for cell in page.cells)
+    for row in document["rows"]:
+        low, high = row["intervals"]["nll"]
+        half = f"{max(high - row['report']['nll'], row['report']['nll'] - low):.4f}".removeprefix("0")
+        assert f"{row['report']['nll']:.4f}\u00b1{half}" in "\n".join(page.cells)
+        if row["difference"] is not None:
+            found = row["difference"]["figures"]["nll"]
+            assert f"{found['low']:+.4f}\u00a0to\u00a0{found['high']:+.4f}" in page.said
     chosen = document["rows"][document["chosen"]]
+    assert f"{chosen['bias_floor']['ece_equal_mass']['mean']:.4f}" in "\n".join(page.cells)
     assert f"gamma = {chosen['gamma']:g}, T = {chosen['temperature']:g}" in page.said
     assert document["remarks"]
     assert all(remark in page.said for remark in document["remarks"])

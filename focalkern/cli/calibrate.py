@@ -16,7 +16,7 @@ from focalkern.cli.files import FORMATS_HELP, InputError, LogitSet, read_sets
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 
-__all__ = ["add_input_arguments", "add_parser", "at_least_one", "seed"]
+__all__ = ["add_input_arguments", "add_parser", "at_least_one", "not_negative", "seed"]
 
 _EPILOG = f"""\
 Which rows choose and which report:
@@ -49,7 +49,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--test", metavar="TEST", help="a second file, whose rows report")
     parser.add_argument("--test-labels", metavar="FILE.npy", help="labels of a .npy TEST")
     parser.add_argument("--split", type=_share, metavar="F", help="choose on this share of the rows, 0 < F < 1")
-    parser.add_argument("--seed", type=seed, default=0, help="of the split (default 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the split and of the resamples (default 0)")
+    parser.add_argument(
+        "--bootstrap",
+        type=not_negative,
+        metavar="N",
+        help="resamples of the reported rows, for the intervals and marks of the table; 0 for none (default "
+        "200, where rows x classes are at most 20 million: a look; 1000 or more for a publication)",
+    )
     parser.add_argument(
         "--method",
         choices=("focal-temperature", "temperature"),
@@ -128,6 +135,8 @@ def _run(arguments: argparse.Namespace) -> int:
         criterion=arguments.criterion,
         estimator=arguments.estimator,
         n_bins=arguments.n_bins,
+        resamples=arguments.bootstrap,
+        seed=arguments.seed,
     )
     split = {"split": {"share": arguments.split, "seed": arguments.seed}} if arguments.split is not None else {}
     document = report.to_json(study, version=focalkern.__version__, more=split)
@@ -136,7 +145,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         print(report.describe(study))
         print()
-        print(report.format_table(study.choices, study.chosen))
+        print(report.format_table(study.choices, study.chosen, study.trust))
         print()
     # The remarks belong to the table; beside JSON they must not be in the way of whoever parses it.
     said = sys.stderr if arguments.json else sys.stdout
@@ -295,6 +304,16 @@ def seed(text: str) -> int:
         number = 2**63
     if not -(2**63) <= number < 2**63:
         raise argparse.ArgumentTypeError(f"expected a whole number of at most 64 bits, found {text!r}")
+    return number
+
+
+def not_negative(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, found {text!r}")
     return number
 
 

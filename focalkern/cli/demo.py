@@ -91,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
         report.write_report(study, folder, document)
         heading = f"{name} (gamma = {_LOSSES[name]:g})"
         print(f"{heading}\n{'=' * len(heading)}")
-        print(report.format_table(study.choices, study.chosen))
+        print(report.format_table(study.choices, study.chosen, study.trust))
         for remark in study.remarks:
             print(f"Note: {remark}")
         print()

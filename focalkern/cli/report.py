@@ -4,7 +4,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from focalkern import metrics
 from focalkern._atomic import write_atomically
+from focalkern.bootstrap import BiasFloor, Interval, PairedBootstrap, bias_floor, paired_bootstrap
 from focalkern.calibrators import DEFAULT_GAMMAS, Criterion, Estimator, FocalTemperatureScaling, TemperatureScaling
 from focalkern.cli import html
 from focalkern.cli.files import LogitSet
@@ -25,6 +27,8 @@ __all__ = [
     "FIGURES",
     "Choice",
     "Study",
+    "Trust",
+    "default_resamples",
     "describe",
     "figures",
     "finite_or_none",
@@ -48,6 +52,8 @@ FIGURES = {
     "classwise_ece_equal_width": "classwise\nECE equal_\nwidth",
 }
 """The figures of a table, by their name in CSV and JSON, with the heading they have in print."""
+
+_CALIBRATION_ERRORS = tuple(name for name in FIGURES if "ece_" in name)
 
 _IN_WORDS = {"temperature": "temperature", "focal-temperature": "focal temperature"}
 
@@ -79,6 +85,42 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Trust:
+    """How far to trust the figures on the reported rows.
+
+    Attributes:
+        names: the name in ``bootstrap`` of every choice; None for one without a cell. Equal cells share a name.
+        bootstrap: the paired resamples.
+        floors: by choice, the bias floor of each calibration error; None for one without a cell.
+        against: by choice, the index of the choice that it has to beat: nothing for the uncalibrated row, which
+            temperature scaling has to beat, which focal temperature scaling by the same criterion has to beat.
+    """
+
+    names: tuple[str | None, ...]
+    bootstrap: PairedBootstrap
+    floors: tuple[dict[str, BiasFloor] | None, ...]
+    against: tuple[int | None, ...]
+
+    def interval(self, index: int, figure: str) -> Interval | None:
+        name = self.names[index]
+        return None if name is None else self.bootstrap.interval(name, figure)
+
+    def difference(self, index: int, figure: str) -> Interval | None:
+        """Of this choice and the one that it has to beat; None where there is none."""
+        other = self.against[index]
+        if other is None or (name := self.names[index]) is None or (beaten := self.names[other]) is None:
+            return None
+        return self.bootstrap.difference(name, beaten, figure)
+
+    def mark(self, index: int, figure: str) -> str:
+        """``*`` for a win, ``!`` for a loss, nothing while the interval of the difference contains 0."""
+        difference = self.difference(index, figure)
+        if difference is None or not difference.excludes_zero:
+            return ""
+        return "*" if (difference.low > 0) == (figure == "accuracy") else "!"
+
+
+@dataclass(frozen=True)
 class Study:
     """Everything that ``calibrate`` says.
 
@@ -88,6 +130,7 @@ class Study:
         choices: the rows of the table; the first is uncalibrated.
         chosen: the row that was asked for, None when its criterion is finite nowhere.
         remarks: sentences that the reader of the table needs.
+        trust: intervals of the figures; None where they were not asked for.
     """
 
     selection: LogitSet
@@ -96,6 +139,7 @@ class Study:
     choices: tuple[Choice, ...]
     chosen: Choice | None
     remarks: tuple[str, ...]
+    trust: Trust | None = None
 
 
 def figures(rows: LogitSet, gamma: float, temperature: float, n_bins: int) -> dict[str, float]:
@@ -127,6 +171,8 @@ def run_study(
     criterion: Criterion = "ece",
     estimator: Estimator = "equal_mass",
     n_bins: int = 15,
+    resamples: int | None = None,
+    seed: int = 0,
 ) -> Study:
     """Search the grid on ``selection`` and compare the choices on ``report``.
 
@@ -139,6 +185,8 @@ def run_study(
         gammas, temperatures: the grid; of equal cells the first wins.
         method, criterion: which choice the user asked for.
         estimator, n_bins: of the ECE that chooses; ``n_bins`` also of those that report.
+        resamples: of the bootstrap on ``report``; 0 for none, :func:`default_resamples` when None.
+        seed: of the resamples.
     """
     searched = tuple(gammas) if 0.0 in gammas else (0.0, *gammas)
     # float64, whatever the file holds: a float32 confidence that lands on the other side of a cut moves an ECE cell,
@@ -190,13 +238,92 @@ def run_study(
             )
     asked = next(row for row in choices if (row.method, row.criterion) == (method, criterion))
     chosen = None if asked.calibrator is None else asked
+    wanted_resamples = default_resamples(report) if resamples is None else resamples
+    trust = _trust(choices, report, n_bins, wanted_resamples, seed) if wanted_resamples else None
     remarks = [
         *read_remarks(selection),
         *(read_remarks(report) if report is not selection else ()),
-        *_remarks(choices, selection, report, n_bins),
+        *_remarks(choices, selection, report, n_bins, trust),
+        *(
+            _doubts(choices, choices.index(chosen), estimator, trust)
+            if trust is not None and chosen is not None
+            else ()
+        ),
     ]
+    if resamples is None and trust is None:
+        remarks.append(
+            f"no intervals: on {_name_of(report)} of {report.n_classes} classes they would take longer than all the "
+            f"rest. Say --bootstrap {_DEFAULT_RESAMPLES} to have them, --bootstrap 0 not to be told."
+        )
     # Two halves of one file say the same of their file.
-    return Study(selection, report, grid, tuple(choices), chosen, tuple(dict.fromkeys(remarks)))
+    return Study(selection, report, grid, tuple(choices), chosen, tuple(dict.fromkeys(remarks)), trust)
+
+
+_DEFAULT_RESAMPLES = 200
+_MOST_FIGURES = 20_000_000
+
+
+def default_resamples(rows: LogitSet) -> int:
+    """200, whose cost is of the order of the search's; 0 where there are so many figures that it would be minutes."""
+    return _DEFAULT_RESAMPLES if rows.input.numel() <= _MOST_FIGURES else 0
+
+
+class _Calibrated(Mapping[str, Tensor]):
+    """Log-probabilities by name, computed when they are asked for: only one set is in memory at a time."""
+
+    def __init__(self, rows: LogitSet, cells: dict[str, tuple[float, float]]) -> None:
+        self._rows, self._cells = rows, cells
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _calibrated(self._rows, *self._cells[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+
+def _trust(choices: Sequence[Choice], rows: LogitSet, n_bins: int, resamples: int, seed: int) -> Trust:
+    cells: dict[str, tuple[float, float]] = {}
+    names: list[str | None] = []
+    for choice in choices:
+        if choice.gamma is None or choice.temperature is None:
+            names.append(None)
+            continue
+        name = f"gamma = {choice.gamma!r}, T = {choice.temperature!r}"
+        cells[name] = (choice.gamma, choice.temperature)
+        names.append(name)
+    calibrated = _Calibrated(rows, cells)
+    bootstrap = paired_bootstrap(
+        calibrated,
+        rows.labels,
+        log=True,
+        correct=rows.input.argmax(-1) == rows.labels,
+        figures=tuple(FIGURES),
+        n_bins=n_bins,
+        n_resamples=resamples,
+        # A seed of the command may be negative, numpy's may not.
+        seed=seed % 2**63,
+    )
+    floors = {
+        name: bias_floor(
+            calibrated[name].exp_(),
+            figures=_CALIBRATION_ERRORS,
+            n_bins=n_bins,
+            n_resamples=resamples,
+            seed=seed % 2**63,
+        )
+        for name in cells
+    }
+    plain = {choice.criterion: index for index, choice in enumerate(choices) if choice.method == "temperature"}
+    against = [{"none": None, "temperature": 0}.get(choice.method, plain.get(choice.criterion)) for choice in choices]
+    return Trust(
+        names=tuple(names),
+        bootstrap=bootstrap,
+        floors=tuple(None if name is None else floors[name] for name in names),
+        against=tuple(against),
+    )
 
 
 def _calibrated(rows: LogitSet, gamma: float, temperature: float) -> Tensor:
@@ -257,7 +384,9 @@ def read_remarks(rows: LogitSet) -> list[str]:
     return remarks
 
 
-def _remarks(choices: Sequence[Choice], selection: LogitSet, report: LogitSet, n_bins: int) -> list[str]:
+def _remarks(
+    choices: Sequence[Choice], selection: LogitSet, report: LogitSet, n_bins: int, trust: Trust | None
+) -> list[str]:
     remarks = []
     if report is selection:
         remarks.append(
@@ -268,6 +397,11 @@ def _remarks(choices: Sequence[Choice], selection: LogitSet, report: LogitSet, n
         remarks.append(
             f"{len(selection)} rows in {n_bins} bins are about {len(selection) / n_bins:.2g} per bin: an ECE of so few "
             "is mostly noise, and the ECE-optimal choice with it."
+        )
+    if report is not selection and len(report) < 20 * n_bins:
+        remarks.append(
+            f"{len(report)} reported rows in {n_bins} bins are about {len(report) / n_bins:.2g} per bin: their ECE is "
+            "mostly noise."
         )
     before = choices[0].report
     assert before is not None  # the uncalibrated row always has figures
@@ -305,11 +439,40 @@ def _remarks(choices: Sequence[Choice], selection: LogitSet, report: LogitSet, n
     ):
         name = f"ece_{focal.calibrator.estimator}"
         if focal.report[name] > plain.report[name]:
+            doubt = ""
+            if trust is not None:
+                excludes = trust.mark(choices.index(focal), name) == "!"
+                doubt = f" (the interval of the difference {'excludes' if excludes else 'contains'} 0)"
             remarks.append(
                 f"on the reported rows focal temperature scaling has the higher ECE ({focal.calibrator.estimator}), "
-                f"{focal.report[name]:.4f} against {plain.report[name]:.4f}: what it gained on the rows that chose "
-                "does not carry over."
+                f"{focal.report[name]:.4f} against {plain.report[name]:.4f}{doubt}: what it gained on the rows that "
+                "chose does not carry over."
             )
+    return remarks
+
+
+def _doubts(choices: Sequence[Choice], chosen: int, estimator: str, trust: Trust) -> list[str]:
+    """What the intervals say of the chosen row."""
+    remarks = []
+    choice, other = choices[chosen], trust.against[chosen]
+    assert choice.report is not None  # it has a cell
+    name = f"ece_{estimator}"
+    level = f"{100 * trust.bootstrap.level:g} %"
+    same_cell = other is not None and trust.names[chosen] == trust.names[other]
+    difference = trust.difference(chosen, name)
+    if other is not None and difference is not None and not same_cell and not difference.excludes_zero:
+        remarks.append(
+            f"{choice.label} and {choices[other].label} cannot be told apart by their ECE ({estimator}) on the "
+            f"reported rows: the difference is {difference.estimate:+.4f}, and its {level} interval, "
+            f"{difference.low:+.4f} to {difference.high:+.4f}, contains 0."
+        )
+    floors = trust.floors[chosen]
+    if floors is not None and floors[name].p_value(choice.report[name]) > 1 - trust.bootstrap.level:
+        remarks.append(
+            f"{choice.label}: its ECE ({estimator}) of {choice.report[name]:.4f} on the reported rows cannot be told "
+            f"from that of a perfectly calibrated model, which scores {floors[name].mean:.4f} on average with these "
+            f"confidences. A smaller ECE would prove nothing."
+        )
     return remarks
 
 
@@ -319,24 +482,48 @@ def _name_of(rows: LogitSet) -> str:
     return f"{len(rows)} {name}rows"
 
 
-def format_table(choices: Sequence[Choice], chosen: Choice | None = None) -> str:
-    """The table as text, four digits after the point; an arrow stands before the chosen row."""
+def format_table(choices: Sequence[Choice], chosen: Choice | None = None, trust: Trust | None = None) -> str:
+    """The table as text, four digits after the point; an arrow stands before the chosen row.
+
+    With ``trust``, every row has a second line, half the width of the interval and the mark; what they mean stands
+    below the table.
+    """
     from tabulate import tabulate  # an extra: not everybody who imports this package needs it
 
-    return tabulate(
-        [[("-> " if choice is chosen else "   ") + label, *cells] for choice, (label, *cells) in _cells(choices)],
+    body = [
+        [("-> " if choice is chosen else "   ") + label, *cells] for choice, (label, *cells) in _cells(choices, trust)
+    ]
+    if trust is not None:
+        label, *cells = _floor_cells(choices, chosen, trust)
+        body.append([f"   {label}", *cells])
+    table: str = tabulate(
+        body,
         headers=["", "gamma", "T", *FIGURES.values()],
         tablefmt="simple",
         disable_numparse=True,
         colalign=("left", *["right"] * (len(FIGURES) + 2)),
         preserve_whitespace=True,
     )
+    return table if trust is None else f"{table}\n\n{textwrap.fill(_legend(trust), 118)}"
 
 
-def _cells(choices: Sequence[Choice], attribute: str = "report") -> list[tuple[Choice, list[str]]]:
+def _legend(trust: Trust, plus_minus: str = "+-") -> str:
+    bootstrap = trust.bootstrap
+    return (
+        f"{plus_minus} half the {100 * bootstrap.level:g} % interval, of {bootstrap.n_resamples} resamples of the "
+        "reported rows. * better, ! worse: the interval of the paired difference excludes 0; temperature scaling is "
+        "compared with no calibration, focal temperature scaling with temperature scaling by the same criterion. Bias "
+        "floor: what a perfectly calibrated model with the same confidences would score; 95 % score less than the "
+        "second line."
+    )
+
+
+def _cells(
+    choices: Sequence[Choice], trust: Trust | None = None, attribute: str = "report", plus_minus: str = "+-"
+) -> list[tuple[Choice, list[str]]]:
     """Every choice with its label, gamma, T and figures in print."""
     rows = []
-    for choice in choices:
+    for index, choice in enumerate(choices):
         calibrated = choice.method != "none"
         values = getattr(choice, attribute)
         cells = [
@@ -345,8 +532,30 @@ def _cells(choices: Sequence[Choice], attribute: str = "report") -> list[tuple[C
             _parameter_in_print(choice.temperature) if calibrated else "",
             *("-" if values is None else _figure_in_print(values[name]) for name in FIGURES),
         ]
+        if trust is not None:
+            for column, name in enumerate(FIGURES, start=3):
+                interval = trust.interval(index, name)
+                if interval is not None and math.isfinite(interval.low):
+                    half = max(interval.high - interval.estimate, interval.estimate - interval.low)
+                    cells[column] += f"\n{plus_minus}{_half_in_print(half)}{trust.mark(index, name)}"
         rows.append((choice, cells))
     return rows
+
+
+def _floor_cells(choices: Sequence[Choice], chosen: Choice | None, trust: Trust) -> list[str]:
+    """The last row of the table: the bias floor of the chosen row, or of the uncalibrated one."""
+    floors = trust.floors[0 if chosen is None else choices.index(chosen)]
+    assert floors is not None
+    cells = [f"bias floor of {'the first row' if chosen is None else 'the row ->'}", "", ""]
+    for name in FIGURES:
+        floor = floors.get(name)
+        cells.append("" if floor is None else f"{floor.mean:.4f}\n<{_half_in_print(floor.quantile(0.95))}")
+    return cells
+
+
+def _half_in_print(value: float) -> str:
+    """As short as can be: it stands beside a mark."""
+    return f"{value:.4f}".removeprefix("0") if value < 1 else f"{value:.3g}"
 
 
 def _parameter_in_print(value: float | None) -> str:
@@ -386,7 +595,9 @@ def rows_in_words(rows: LogitSet) -> str:
 def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """The study for machines. A figure that is infinite is null; the remarks say why."""
 
-    def row(choice: Choice) -> dict[str, Any]:
+    trust = study.trust
+
+    def row(index: int, choice: Choice) -> dict[str, Any]:
         return {
             "method": choice.method,
             "criterion": choice.criterion,
@@ -396,6 +607,9 @@ def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -
             "at_border": list(choice.calibrator.at_border_) if choice.calibrator else [],
             "selection": finite_or_none(choice.selection),
             "report": finite_or_none(choice.report),
+            "intervals": None if trust is None else _intervals_to_json(trust, index),
+            "difference": None if trust is None else _difference_to_json(trust, index),
+            "bias_floor": None if trust is None else _floors_to_json(trust, index, choice),
         }
 
     def data(rows: LogitSet) -> dict[str, Any]:
@@ -421,9 +635,55 @@ def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -
             "estimator": study.grid.estimator,
             "n_bins": study.grid.n_bins,
         },
-        "rows": [row(choice) for choice in study.choices],
+        "bootstrap": None
+        if trust is None
+        else {
+            "resamples": trust.bootstrap.n_resamples,
+            "level": trust.bootstrap.level,
+            "method": trust.bootstrap.method,
+            "seed": trust.bootstrap.seed,
+        },
+        "rows": [row(index, choice) for index, choice in enumerate(study.choices)],
         "chosen": None if study.chosen is None else study.choices.index(study.chosen),
         "remarks": list(study.remarks),
+    }
+
+
+def _intervals_to_json(trust: Trust, index: int) -> dict[str, list[float] | None] | None:
+    """Lower and upper end by figure; null where the figure is infinite."""
+    if trust.names[index] is None:
+        return None
+    found = {name: trust.interval(index, name) for name in FIGURES}
+    return {name: [one.low, one.high] if one and math.isfinite(one.low) else None for name, one in found.items()}
+
+
+def _difference_to_json(trust: Trust, index: int) -> dict[str, Any] | None:
+    """What this row has over the one that it has to beat, by figure."""
+    if trust.against[index] is None:
+        return None
+    found = {name: trust.difference(index, name) for name in FIGURES}
+    figures = {
+        name: {
+            "estimate": one.estimate,
+            "low": one.low,
+            "high": one.high,
+            "verdict": {"*": "better", "!": "worse"}.get(trust.mark(index, name), "undecided"),
+        }
+        if one and math.isfinite(one.low)
+        else None
+        for name, one in found.items()
+    }
+    return {"against_row": trust.against[index], "figures": figures}
+
+
+def _floors_to_json(trust: Trust, index: int, choice: Choice) -> dict[str, dict[str, float]] | None:
+    """Mean and 95 % quantile of what a perfectly calibrated model scores, and how often it scores as much as this."""
+    floors = trust.floors[index]
+    if floors is None or choice.report is None:
+        return None
+    return {
+        name: {"mean": one.mean, "quantile_95": one.quantile(0.95), "p_value": one.p_value(choice.report[name])}
+        for name, one in floors.items()
     }
 
 
@@ -437,12 +697,18 @@ def finite_or_none(values: dict[str, float] | None) -> dict[str, float | None] |
 def _to_csv(study: Study) -> str:
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["rows", "method", "criterion", "gamma", "temperature", "chosen", *FIGURES])
+    trust = study.trust
+    ends = [f"{name}_{end}" for name in FIGURES for end in ("low", "high")] if trust is not None else []
+    writer.writerow(["rows", "method", "criterion", "gamma", "temperature", "chosen", *FIGURES, *ends])
     same = study.report is study.selection
     for rows, attribute in (("same", "report"),) if same else (("selection", "selection"), ("report", "report")):
-        for choice in study.choices:
+        for index, choice in enumerate(study.choices):
             values = getattr(choice, attribute)
             calibrated = choice.method != "none"
+            # The intervals are those of the reported rows.
+            found = (
+                [trust.interval(index, name) if attribute == "report" else None for name in FIGURES] if trust else []
+            )
             writer.writerow(
                 [
                     rows,
@@ -452,9 +718,14 @@ def _to_csv(study: Study) -> str:
                     choice.temperature if calibrated and choice.temperature is not None else "",
                     int(choice is study.chosen),
                     *("" if values is None else repr(values[name]) for name in FIGURES),
+                    *(repr(end) if one and math.isfinite(end) else "" for one in found for end in _ends(one)),
                 ]
             )
     return stream.getvalue()
+
+
+def _ends(interval: Interval | None) -> tuple[float, float]:
+    return (math.nan, math.nan) if interval is None else (interval.low, interval.high)
 
 
 def write_report(
@@ -551,11 +822,19 @@ def _page(
     head = ["", "gamma", "T", *names]
 
     def choices(attribute: str, caption: str) -> str:
-        rows = _cells(study.choices, attribute)
+        trust = study.trust if attribute == "report" else None
+        rows = _cells(study.choices, trust, attribute, plus_minus="\u00b1")
         marked = next((index for index, (choice, _) in enumerate(rows) if choice is study.chosen), None)
-        return html.table(head, [cells for _, cells in rows], caption=caption, marked=marked)
+        body = [cells for _, cells in rows]
+        if trust is not None:
+            label, *cells = _floor_cells(study.choices, study.chosen, trust)
+            body.append([label.replace("the row ->", "the chosen row"), *cells])
+        return html.table(head, body, caption=caption, marked=marked)
 
     tables = [choices("report", f"Figures {reported}. The row with the shade is the one chosen.")]
+    if study.trust is not None:
+        tables.append(html.paragraph(_legend(study.trust, plus_minus="\u00b1"), "quiet"))
+        tables.append(_difference_table(study, names))
     if not same:
         tables.append(choices("selection", f"Figures on the {_name_of(study.selection)}, which chose: too good."))
 
@@ -639,6 +918,30 @@ _GLOSSARY = (
     "They judge sharpness too, so they and the ECE may prefer different calibrators.",
     "gamma = 0 is temperature scaling alone. gamma > 0 raises a confidence where it is high, gamma < 0 lowers it.",
 )
+
+
+def _difference_table(study: Study, names: list[str]) -> str:
+    trust = study.trust
+    assert trust is not None
+    rows = []
+    for index, choice in enumerate(study.choices):
+        other = trust.against[index]
+        if other is None or trust.names[index] is None or trust.names[other] is None:
+            continue
+        cells = [f"{choice.label}\nminus {study.choices[other].label}"]
+        for name in FIGURES:
+            one = trust.difference(index, name)
+            if one is None or not math.isfinite(one.low):
+                cells.append("")
+                continue
+            ends = f"{one.low:+.4f} to {one.high:+.4f}".replace(" ", "\u00a0")
+            cells.append(f"{one.estimate:+.4f}{trust.mark(index, name)}\n{ends}")
+        rows.append(cells)
+    caption = (
+        f"Paired differences on the reported rows with their {100 * trust.bootstrap.level:g} % intervals, one pair and "
+        "one figure at a time. * and ! are differences whose interval excludes 0."
+    )
+    return html.table(["", *names], rows, caption=caption)
 
 
 def _on_which(study: Study) -> str:
