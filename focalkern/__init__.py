@@ -7,8 +7,10 @@ from focalkern import bootstrap, losses, metrics, reference
 from focalkern.calibrators import (
     FocalTemperatureScaling,
     HistogramBinning,
+    MultiLabelScaling,
     TemperatureScaling,
     load_calibrator,
+    per_class_report,
 )
 from focalkern.gamma import FLSD_53, GammaTable
 from focalkern.losses import (
@@ -53,6 +55,7 @@ __all__ = [
     "InverseFocalLoss",
     "LogitNormPenalty",
     "MMCELoss",
+    "MultiLabelScaling",
     "SigmoidFocalLoss",
     "TemperatureScaling",
     "binary_focal_calibration_map",
@@ -67,6 +70,7 @@ __all__ = [
     "load_calibrator",
     "losses",
     "metrics",
+    "per_class_report",
     "properized_focal_loss",
     "reference",
     "sigmoid_focal_loss",

@@ -53,7 +53,7 @@ def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:
 
     # A class alone in its row, all others -inf (or C = 1), has q = 1 whatever its logit: constants, no gradient.
     alone = (others == -torch.inf).all(-1, keepdim=True) & z_top.isfinite()
-    d = torch.where(alone, 0.0, others).logsumexp(-1, keepdim=True)
+    d = _logsumexp(torch.where(alone, 0.0, others))
     # d <= log(C - 1), so exp(d) never overflows.
     log1p_exp_d = d.exp().log1p()
     log_q_top = torch.where(alone, 0.0, -log1p_exp_d)
@@ -65,6 +65,12 @@ def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:
     log_u_below_half = torch.where(absent, 0.0, torch.log1p(-torch.where(is_top | absent, -1.0, log_q).exp()))
     log_u = torch.where(is_top, log_u_top + (z_top - z_top), log_u_below_half)
     return log_q, log_u
+
+
+def _logsumexp(z: Tensor) -> Tensor:
+    # Written out, because runtimes to which this exports (ONNX) have one that underflows.
+    largest = z.detach().amax(-1, keepdim=True)
+    return (z - largest).exp().sum(-1, keepdim=True).log() + largest
 
 
 def phi_of(log_q: Tensor, log_u: Tensor) -> Tensor:

@@ -9,12 +9,20 @@ from focalkern.calibrators._base import (
     load_calibrator,
 )
 from focalkern.calibrators._histogram import HistogramBinning
-from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs, HistogramLogProbs
+from focalkern.calibrators._modules import (
+    CalibratedLogits,
+    CalibratedLogProbs,
+    HistogramLogProbs,
+    MultiLabelLogits,
+)
+from focalkern.calibrators._multilabel import MultiLabelScaling
+from focalkern.calibrators._per_class import per_class_report
 from focalkern.calibrators._scaling import FocalTemperatureScaling, TemperatureScaling
-from focalkern.calibrators._search import DEFAULT_GAMMAS, TEMPERATURE_BOUNDS, Search, grid_border
+from focalkern.calibrators._search import DEFAULT_GAMMAS, GAMMA_BOUNDS, TEMPERATURE_BOUNDS, Search, grid_border
 
 __all__ = [
     "DEFAULT_GAMMAS",
+    "GAMMA_BOUNDS",
     "TEMPERATURE_BOUNDS",
     "CalibratedLogProbs",
     "CalibratedLogits",
@@ -25,9 +33,12 @@ __all__ = [
     "HistogramBinning",
     "HistogramLogProbs",
     "InputKind",
+    "MultiLabelLogits",
+    "MultiLabelScaling",
     "NotFittedError",
     "Search",
     "TemperatureScaling",
     "grid_border",
     "load_calibrator",
+    "per_class_report",
 ]

@@ -274,6 +274,25 @@ class Calibrator:
             name = type(self).__name__
             raise NotFittedError(f"{name}: not fitted yet; call fit(logits, target) or {name}.load(path) first")
 
+    def _nested_json(self) -> dict[str, Any]:
+        """The fitted calibrator as part of another one."""
+        document = self._to_json()
+        return {key: document[key] for key in document if key not in ("format", "format_version", "focalkern")}
+
+    def _check_scaling(self) -> None:
+        """A parameter ``scaling``, which may be None."""
+        name, scaling = type(self).__name__, self.get_params(deep=False)["scaling"]
+        if scaling is None:
+            return
+        if not isinstance(scaling, Calibrator) or scaling.method not in ("temperature", "focal-temperature"):
+            raise TypeError(
+                f"{name}: scaling must be a TemperatureScaling, a FocalTemperatureScaling or None, got "
+                f"{type(scaling).__name__}"
+            )
+        scaling._check_parameters()
+        if scaling.input_kind != self.input_kind:
+            raise ValueError(f"{name}: input_kind of scaling must be {self.input_kind!r}, got {scaling.input_kind!r}")
+
     def _to_json(self) -> dict[str, Any]:
         from focalkern import __version__  # which imports this module
 

@@ -114,18 +114,7 @@ class HistogramBinning(Calibrator):
             raise TypeError(f"{name}: n_bins must be an int, got {self.n_bins!r}")
         if self.n_bins < 1:
             raise ValueError(f"{name}: n_bins must be at least 1, got {self.n_bins}")
-        if self.scaling is None:
-            return
-        if not isinstance(self.scaling, Scaling):
-            raise TypeError(
-                f"{name}: scaling must be a TemperatureScaling, a FocalTemperatureScaling or None, got "
-                f"{type(self.scaling).__name__}"
-            )
-        self.scaling._check_parameters()
-        if self.scaling.input_kind != self.input_kind:
-            raise ValueError(
-                f"{name}: input_kind of scaling must be {self.input_kind!r}, got {self.scaling.input_kind!r}"
-            )
+        self._check_scaling()
 
     def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
         # One cell, for its checks of values and labels.
@@ -178,10 +167,7 @@ class HistogramBinning(Calibrator):
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         top = {"edges": self.edges_.tolist(), "values": self.values_.tolist()}
         if self.scaling_ is not None:
-            nested = self.scaling_._to_json()
-            top["scaling"] = {
-                key: nested[key] for key in nested if key not in ("format", "format_version", "focalkern")
-            }
+            top["scaling"] = self.scaling_._nested_json()
         return top, {"counts": self.counts_.tolist(), "n_changed": self.n_changed_}
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:

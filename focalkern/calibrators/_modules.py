@@ -10,7 +10,7 @@ from torch import Tensor
 from focalkern import reference
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 
-__all__ = ["CalibratedLogProbs", "CalibratedLogits", "HistogramLogProbs", "bin_top_class"]
+__all__ = ["CalibratedLogProbs", "CalibratedLogits", "HistogramLogProbs", "MultiLabelLogits", "bin_top_class"]
 
 InputKind = Literal["logits", "probs"]
 
@@ -71,7 +71,7 @@ class CalibratedLogProbs(_Constants):
         return focal_calibration_map(input, self.gamma, self.temperature, input_kind=self.input_kind, log=True)
 
 
-class CalibratedLogits(_Constants):
+class CalibratedLogits(CalibratedLogProbs):
     r"""One logit per sample to the calibrated logit, whose sigmoid is the calibrated probability of class 1.
 
     .. math::
@@ -84,13 +84,68 @@ class CalibratedLogits(_Constants):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [...], floating point -> calibrated logits [...]."""
-        logits = input.logit() if self.input_kind == "probs" else input
+        if self.input_kind == "probs":
+            # Both probabilities, so that 1 is as good as 0.
+            log_probs = super().forward(as_pairs(input, "probs"))
+            return log_probs[..., 1] - log_probs[..., 0]
         if self._plain():
-            return reference.binary_focal_calibration_map(logits, self.gamma, self.temperature, log_odds=True)
-        return binary_focal_calibration_map(logits, self.gamma, self.temperature, log_odds=True)
+            return reference.binary_focal_calibration_map(input, self.gamma, self.temperature, log_odds=True)
+        return binary_focal_calibration_map(input, self.gamma, self.temperature, log_odds=True)
 
 
-class HistogramLogProbs(torch.nn.Module):
+class _Exact(torch.nn.Module):
+    """float64 buffers that move with the module and are never rounded with it."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        exact = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in exact.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+
+class MultiLabelLogits(_Exact):
+    """Logits of L labels to calibrated logits, each label with a gamma and a temperature of its own.
+
+    Both are float64 buffers; ``module.half()`` does not round them.
+
+    Args:
+        gammas, temperatures: [L].
+        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        fused: as :class:`CalibratedLogProbs`.
+
+    Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 4, for each label.
+    """
+
+    gammas: Tensor
+    temperatures: Tensor
+
+    def __init__(
+        self,
+        gammas: Sequence[float],
+        temperatures: Sequence[float],
+        input_kind: InputKind = "logits",
+        *,
+        fused: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_kind = input_kind
+        self.fused = fused
+        self.register_buffer("gammas", torch.tensor(gammas, dtype=torch.float64))
+        self.register_buffer("temperatures", torch.tensor(temperatures, dtype=torch.float64))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., L], floating point -> calibrated logits [..., L]; their sigmoid are the probabilities."""
+        plain = not self.fused or torch.onnx.is_in_onnx_export()
+        if self.input_kind == "probs":
+            of_pairs = reference.focal_calibration_map if plain else focal_calibration_map
+            log_probs = of_pairs(as_pairs(input, "probs"), self.gammas, self.temperatures, input_kind="probs", log=True)
+            return log_probs[..., 1] - log_probs[..., 0]
+        of_logits = reference.binary_focal_calibration_map if plain else binary_focal_calibration_map
+        return of_logits(input, self.gammas, self.temperatures, log_odds=True)
+
+
+class HistogramLogProbs(_Exact):
     """Logits (or probabilities) to the log-probabilities of histogram binning on the top class.
 
     The edges and values are float64 buffers; ``module.half()`` does not round them.
@@ -124,13 +179,6 @@ class HistogramLogProbs(torch.nn.Module):
         log_probs = self.scaling(widened(pairs))
         binned = bin_top_class(log_probs, pairs.argmax(-1, keepdim=True), self.edges, self.values)
         return (binned[..., 1] - binned[..., 0] if self.one_logit else binned).to(input.dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        exact = self.edges, self.values
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Moved with the module, but never rounded with it.
-        self.edges, self.values = (buffer.to(self.edges.device) for buffer in exact)
-        return self
 
 
 def plain_map(input: Tensor, gamma: float, temperature: float, input_kind: str) -> Tensor:
@@ -173,7 +221,8 @@ def bin_top_class(log_probs: Tensor, top: Tensor, edges: Tensor, values: Tensor)
     nothing = largest == -math.inf
     others = torch.where(nothing, 0.0, others).masked_fill(is_top, -math.inf)
     # In logs: probabilities that would underflow keep their ratios.
-    rest = (-value).log1p()
-    result = torch.where(is_top, value.log(), others - others.logsumexp(-1, keepdim=True) + rest)
+    shares = others - torch.where(nothing, 0.0, largest)
+    shares = shares - shares.exp().sum(-1, keepdim=True).log()
+    result = torch.where(is_top, value.log(), shares + (-value).log1p())
     # NaN rows stay NaN: the comparison above has put them into the first bin.
     return torch.where(confidence.isnan(), torch.nan, result)

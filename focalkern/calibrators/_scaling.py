@@ -24,7 +24,10 @@ from focalkern.calibrators._search import (
     check_finite_nll,
     every_row_grid,
     from_grid,
+    nll_focal,
     nll_temperature,
+    search_line,
+    search_refine,
 )
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
@@ -152,22 +155,34 @@ class Scaling(Calibrator):
 
     def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
         search, criterion = self._search(), self._criterion()
-        if search == "grid":
-            grid = every_row_grid(
+
+        def grid(gammas: Any, temperatures: Any) -> CalibrationGrid:
+            return every_row_grid(
                 input,
                 target,
-                self._gammas(),
-                self._temperatures(),
+                gammas,
+                temperatures,
                 n_bins=self.n_bins,
                 criteria=(criterion,),
                 estimator=self.estimator,
                 input_kind=self.input_kind,
             )
-            return self._fitted(from_grid(grid, criterion), search, criterion)
-        # One cell, for its checks of values and labels.
-        every_row_grid(input, target, (0.0,), (1.0,), criteria=("nll",), input_kind=self.input_kind)
-        check_finite_nll(type(self).__name__, input, target, self.input_kind)
-        return self._fitted(self._search_nll(input, target), search, criterion)
+
+        def table(gammas: Any, temperatures: Any) -> Any:
+            return grid(gammas, temperatures).tables[criterion].cpu().numpy()
+
+        if search == "nll":
+            grid((0.0,), (1.0,))  # for its checks of rows and labels
+            check_finite_nll(type(self).__name__, input, target, self.input_kind)
+            found = self._search_nll(input, target)
+        elif search == "grid":
+            found = from_grid(grid(self._gammas(), self._temperatures()), criterion)
+        else:
+            axes = tuple(self._gammas()), tuple(self._temperatures())
+            # For its checks of the numbers: all of them, on one row.
+            every_row_grid(input[:1], target[:1], *axes, criteria=("nll",), input_kind=self.input_kind)
+            found = (search_line if search == "line" else search_refine)(table, *axes)
+        return self._fitted(found, search, criterion)
 
     def _search_nll(self, input: Tensor, target: Tensor) -> Found:
         raise NotImplementedError
@@ -221,7 +236,8 @@ class TemperatureScaling(Scaling):
 
     Args:
         search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"grid"``: every one of
-            ``temperatures``. None is ``"nll"`` for that criterion where no temperatures are given, else ``"grid"``.
+            ``temperatures``. ``"refine"``: from coarse to fine between the smallest and the largest of them. None is
+            ``"nll"`` for that criterion where no temperatures are given, else ``"grid"``.
         temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. Of equal optima the first is taken.
         criterion: ``"nll"``, or ``"ece"``, with ``estimator`` and ``n_bins``.
         estimator: ``"equal_mass"``, ``"equal_mass_interp"`` or ``"equal_width"``; see :mod:`focalkern.metrics`.
@@ -234,7 +250,7 @@ class TemperatureScaling(Scaling):
     """
 
     method = "temperature"
-    _searches = ("grid", "nll")
+    _searches = ("grid", "refine", "nll")
 
     def __init__(
         self,
@@ -277,14 +293,22 @@ class FocalTemperatureScaling(Scaling):
     gamma is put straight into the formula and is *not* the inverse focal loss of :func:`focalkern.focal_loss`.
 
     Args:
-        search: ``"grid"``: every pair of ``gammas`` and ``temperatures``.
+        search:
+            * ``"grid"``: every pair of ``gammas`` and ``temperatures``.
+            * ``"line"``: with m temperatures at most 3m cells: the best T at the first and at the last gamma, and m
+              points of the line through both, from the smallest gamma to the largest. gamma = 0 is the first by
+              default, so that plain scaling is among what is compared.
+            * ``"refine"``: from coarse to fine between the ends of both axes; some 600 cells.
+            * ``"nll"``: the optimum of the NLL in both parameters, by the derivatives of the map, for gamma from -0.99
+              to 100; no grid, and never worse than the NLL optimum of :class:`TemperatureScaling`.
         gammas: all > -1; :data:`DEFAULT_GAMMAS` when None: 0, and then the paper's nine values. As gamma = 0 is
             temperature scaling, on the data of ``fit`` the result is never worse by the criterion than a
             :class:`TemperatureScaling` of the same grid; and because 0 comes first and of equal optima the first is
             taken, it differs from it only where it is better. ``focalkern.PAPER_GAMMAS`` is the paper's own grid,
             without 0.
         temperatures: as :class:`TemperatureScaling`.
-        criterion: ``"ece"``, as in the paper, or ``"nll"``.
+        criterion: ``"ece"``, as in the paper, or ``"nll"``. None is ``"nll"`` for that search and ``"ece"`` for the
+            others.
         estimator: as :class:`TemperatureScaling`. The paper selects by ``"equal_mass"``, its published code by
             ``"equal_mass_interp"``.
         n_bins: as :class:`TemperatureScaling`.
@@ -294,7 +318,7 @@ class FocalTemperatureScaling(Scaling):
     """
 
     method = "focal-temperature"
-    _searches = ("grid",)
+    _searches = ("grid", "line", "refine", "nll")
     _parameter_names = ("search", "gammas", *Scaling._parameter_names[1:])
 
     gammas: Iterable[float] | Tensor | None
@@ -326,3 +350,6 @@ class FocalTemperatureScaling(Scaling):
 
     def _criterion(self) -> Criterion:
         return self.criterion or ("nll" if self._search() == "nll" else "ece")
+
+    def _search_nll(self, input: Tensor, target: Tensor) -> Found:
+        return nll_focal(input, target, self.input_kind)

@@ -1,0 +1,198 @@
+"""Calibration of every label of a multi-label head on its own."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._base import Calibrator, InputKind, as_count, calibrator_from_json
+from focalkern.calibrators._modules import MultiLabelLogits, as_pairs
+from focalkern.calibrators._scaling import Scaling, TemperatureScaling
+from focalkern.metrics import as_tensor
+from focalkern.ops.calibration_map import focal_calibration_map
+
+__all__ = ["MultiLabelScaling"]
+
+
+class MultiLabelScaling(Calibrator):
+    r"""One scaling per label, for heads whose labels are independent: logits [N, L], the probability of each its own
+    sigmoid.
+
+    .. math:: \hat p_l = \sigma(g_l(z_l))
+
+    with g of :func:`focalkern.binary_focal_calibration_map` at the gamma and temperature of label l. A label of which
+    ``fit`` saw no positive, or no negative, has nothing to be fitted to: it stays as it is (gamma = 0, T = 1), and
+    ``remarks_`` says so.
+
+    Args:
+        scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`, of which every label gets a copy;
+            ``TemperatureScaling()`` when None.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. That of ``scaling`` must be the same.
+
+    After ``fit`` there are ``gammas_`` [L], ``temperatures_`` [L], ``n_positive_`` [L], ``remarks_`` (in words: labels
+    without positives or negatives, optima at a border) and ``scalings_``, the fitted copies (None for a label that
+    stays as it is).
+
+    Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2, and Komisarenko & Kull 2024 (arXiv 2408.11598), section 5,
+    for each label as a problem of two classes.
+    """
+
+    method = "multi-label"
+    _parameter_names = ("scaling", "input_kind")
+
+    gammas_: np.ndarray[Any, np.dtype[np.float64]]
+    temperatures_: np.ndarray[Any, np.dtype[np.float64]]
+    n_positive_: np.ndarray[Any, np.dtype[np.int64]]
+    scalings_: tuple[Scaling | None, ...]
+    remarks_: tuple[str, ...]
+
+    def __init__(self, *, scaling: Scaling | None = None, input_kind: InputKind = "logits") -> None:
+        self.scaling = scaling
+        self.input_kind = input_kind
+
+    def fit(self, logits: Any, target: Any) -> Self:
+        """Fit every label on held-out data.
+
+        Args:
+            logits: [N, L] floating point, tensor or array; probabilities with ``input_kind="probs"``.
+            target: [N, L] of 0 and 1: integer, floating point or bool.
+
+        Returns:
+            The calibrator itself. When anything is raised, a calibrator that was fitted before stays as it was.
+
+        Raises:
+            TypeError: logits that are not floating point.
+            ValueError: shapes that do not fit; no rows; a target other than 0 and 1; NaN or infinite logits; what the
+                scaling raises, with the label in front.
+        """
+        name = type(self).__name__
+        self._check_parameters()
+        input, labels = as_tensor(logits), as_tensor(target)
+        self._check_labels(input)
+        if input.dim() != 2 or 0 in input.shape:
+            raise ValueError(f"{name}: logits must be [N, L] with at least one row, got shape {list(input.shape)}")
+        if labels.shape != input.shape:
+            raise ValueError(f"{name}: target must be [N, L] = {list(input.shape)}, got {list(labels.shape)}")
+        # Written so that NaN fails too.
+        good = (labels == 0) | (labels == 1)
+        if not bool(good.all()):
+            row, column = (~good).nonzero()[0].tolist()
+            raise ValueError(
+                f"{name}: target must be 0 or 1, got {labels[row, column].item()} at row {row}, label {column}"
+            )
+        labels = labels.to(input.device, torch.int64)
+        positive = labels.sum(0).tolist()
+        scalings: list[Scaling | None] = []
+        remarks = []
+        for label, count in enumerate(positive):
+            if count in (0, len(labels)):
+                what = "positive" if count == 0 else "negative"
+                remarks.append(f"label {label}: no {what} among {len(labels)} rows, it stays as it is")
+                scalings.append(None)
+                continue
+            template = TemperatureScaling(input_kind=self.input_kind) if self.scaling is None else self.scaling
+            scaling = type(template)(**template.get_params(deep=False))
+            try:
+                scaling.fit(input[:, label], labels[:, label])
+            except ValueError as error:
+                raise ValueError(f"{name}: label {label}: {error}") from error
+            remarks.extend(f"label {label}: {words}" for words in scaling.at_border_)
+            scalings.append(scaling)
+        fitted = self._of(scalings, positive, remarks)
+        self._become(fitted, classes=np.arange(input.shape[1]), n_samples=len(labels), one_logit=False)
+        return self
+
+    def predict_proba(self, logits: Any) -> Any:
+        """Calibrated probabilities of the labels.
+
+        Args:
+            logits: [..., L] floating point, with the labels of ``fit``.
+
+        Returns:
+            [..., L] probabilities that a label is 1: a tensor for a tensor, on its device; a NumPy array for anything
+            else.
+
+        Raises:
+            NotFittedError: neither ``fit`` nor ``load`` came before.
+            TypeError, ValueError: as ``fit``.
+        """
+        return super().predict_proba(logits)
+
+    def predict_log_proba(self, logits: Any) -> Any:
+        """Logarithms of :meth:`predict_proba`."""
+        return super().predict_log_proba(logits)
+
+    def predict(self, logits: Any) -> Any:
+        """[..., L] int64: 1 where the probability is above 1/2, before calibration as after it."""
+        return super().predict(logits)
+
+    def score(self, logits: Any, target: Any) -> float:
+        """The fraction of the rows of which all labels are right, scikit-learn's score of multi-label classifiers."""
+        right = np.asarray(self.predict(as_tensor(logits).cpu().numpy()) == as_tensor(target).cpu().numpy())
+        return float(right.all(-1).mean())
+
+    def as_module(self, *, fused: bool = True) -> MultiLabelLogits:
+        """The fitted maps as a module from logits [..., L] to calibrated logits, for a sigmoid or a loss with logits.
+
+        Args:
+            fused: as :class:`CalibratedLogProbs`.
+
+        Raises:
+            NotFittedError: neither ``fit`` nor ``load`` came before.
+        """
+        self._check_fitted()
+        return MultiLabelLogits(self.gammas_.tolist(), self.temperatures_.tolist(), self.input_kind, fused=fused)
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        self._check_scaling()
+
+    def _check_labels(self, input: Tensor) -> None:
+        if not input.is_floating_point():
+            raise TypeError(f"{type(self).__name__}: logits must be floating point, got {input.dtype}")
+
+    def _of(self, scalings: list[Scaling | None], positive: list[int], remarks: list[str]) -> dict[str, Any]:
+        return {
+            "gammas_": np.array([0.0 if scaling is None else scaling.gamma_ for scaling in scalings]),
+            "temperatures_": np.array([1.0 if scaling is None else scaling.temperature_ for scaling in scalings]),
+            "n_positive_": np.array(positive, dtype=np.int64),
+            "scalings_": tuple(scalings),
+            "remarks_": tuple(remarks),
+        }
+
+    def _input(self, logits: Any) -> Tensor:
+        self._check_fitted()
+        input = as_tensor(logits)
+        self._check_labels(input)
+        if input.dim() < 1 or input.shape[-1] != self.n_classes_:
+            raise ValueError(
+                f"{type(self).__name__}: logits must have the {self.n_classes_} labels of fit, "
+                f"got shape {list(input.shape)}"
+            )
+        return input
+
+    def _apply(self, input: Tensor, *, log: bool) -> Tensor:
+        gammas, temperatures = (torch.from_numpy(axis).to(input.device) for axis in (self.gammas_, self.temperatures_))
+        pairs = as_pairs(input, self.input_kind)
+        return focal_calibration_map(pairs, gammas, temperatures, input_kind=self.input_kind, log=log)[..., 1]
+
+    def _predicted(self, input: Tensor) -> Tensor:
+        return (input > (0.5 if self.input_kind == "probs" else 0)).to(torch.int64)
+
+    def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        nested = [None if scaling is None else scaling._nested_json() for scaling in self.scalings_]
+        return {"labels": nested}, {"n_positive": self.n_positive_.tolist(), "remarks": list(self.remarks_)}
+
+    def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+        scalings = [None if nested is None else calibrator_from_json(nested) for nested in document["labels"]]
+        for scaling in scalings:
+            if scaling is not None and not isinstance(scaling, Scaling):
+                raise ValueError(f"expected a scaling for every label, found {scaling.method!r}")
+        positive = [as_count(count, least=0) for count in fit["n_positive"]]
+        if not len(scalings) == len(positive) == as_count(fit["n_classes"]):
+            raise ValueError(f"expected {fit['n_classes']} labels, found {len(scalings)} and {len(positive)} counts")
+        return self._of(scalings, positive, [str(words) for words in fit["remarks"]])  # type: ignore[arg-type]

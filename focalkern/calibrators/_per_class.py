@@ -1,0 +1,123 @@
+"""Calibration class by class."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern.metrics import as_tensor, expected_calibration_error
+
+__all__ = ["per_class_report"]
+
+
+@torch.no_grad()
+def per_class_report(
+    probs: Any,
+    target: Any,
+    *,
+    calibrated: Any = None,
+    n_bins: int = 15,
+    estimator: str = "equal_width",
+    names: Sequence[Any] | None = None,
+) -> list[dict[str, Any]]:
+    r"""How well the probability of each class is calibrated, before and after.
+
+    Args:
+        probs: [N, C] probabilities, floating point; of the classes, or of independent labels.
+        target: [N] class indices; or [N, C] of 0 and 1, for independent labels.
+        calibrated: [N, C] probabilities after calibration; None for one set only.
+        n_bins: bins of each ECE.
+        estimator: as :func:`focalkern.metrics.expected_calibration_error`.
+        names: [C] of the classes; their indices when None.
+
+    Returns:
+        One dict per class, as ``tabulate(rows, headers="keys")`` and ``pandas.DataFrame(rows)`` take them:
+
+        * ``class``, ``n`` (its rows) and ``frequency`` = n / N;
+        * ``mean_prob``: the mean probability of the class over all N rows; calibrated, it is the frequency;
+        * ``ece``: of that probability against [target = class], over all N rows; the mean over the classes is the
+          classwise calibration error;
+        * ``nll``: mean of -log p over the n rows of the class; weighted by frequency it sums to the NLL of all rows.
+          For independent labels: the binary cross-entropy over all N rows;
+        * ``recall``: the fraction of the n rows that are predicted to be of the class (p > 1/2 for independent
+          labels). NaN, as ``nll``, where n = 0;
+        * the last four once more as ``mean_prob_after``, ..., where ``calibrated`` is given.
+
+    Raises:
+        TypeError: dtype of an argument.
+        ValueError: shape, value or option of an argument; no rows.
+        IndexError: a class index outside [0, C).
+    """
+    before = _as_probs("probs", probs)
+    n_rows, n_classes = before.shape
+    if n_rows == 0:
+        raise ValueError("per_class_report: expected at least one row, got none")
+    if names is not None and len(names) != n_classes:
+        raise ValueError(f"per_class_report: names must be [C] = [{n_classes}], got {len(names)}")
+    is_class, independent = _membership(as_tensor(target), before)
+    sets = {"": before}
+    if calibrated is not None:
+        after = _as_probs("calibrated", calibrated)
+        if after.shape != before.shape:
+            raise ValueError(f"per_class_report: calibrated must be {list(before.shape)}, got {list(after.shape)}")
+        sets["_after"] = after.to(before.device)
+
+    count = is_class.sum(0)
+    columns: dict[str, list[Any]] = {
+        "class": list(range(n_classes)) if names is None else list(names),
+        "n": count.tolist(),
+        "frequency": (count / n_rows).tolist(),
+    }
+    weight = torch.where(count > 0, count, math.nan).to(torch.float64)
+    for suffix, p in sets.items():
+        wide = p.to(torch.float64)
+        error = expected_calibration_error(
+            confidence=p.T.contiguous(), correct=is_class.T, n_bins=n_bins, estimator=estimator
+        )
+        if independent:
+            chosen = p > 0.5
+            nll = torch.where(is_class, -wide.log(), -(1 - wide).log()).mean(0)
+        else:
+            chosen = torch.nn.functional.one_hot(p.argmax(-1), n_classes) == 1
+            nll = torch.where(is_class, -wide.log(), 0.0).sum(0) / weight
+        columns[f"mean_prob{suffix}"] = wide.mean(0).tolist()
+        columns[f"ece{suffix}"] = error.tolist()
+        columns[f"nll{suffix}"] = (nll + 0.0).tolist()  # and not -0
+        columns[f"recall{suffix}"] = ((chosen & is_class).sum(0) / weight).tolist()
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _as_probs(name: str, values: Any) -> Tensor:
+    probs = as_tensor(values)
+    if not probs.is_floating_point():
+        raise TypeError(f"per_class_report: {name} must be floating point, got {probs.dtype}")
+    if probs.dim() != 2:
+        raise ValueError(f"per_class_report: {name} must be [N, C], got shape {list(probs.shape)}")
+    # Written so that NaN fails too.
+    if not bool(((probs >= 0) & (probs <= 1 + 1e-3)).all()):
+        raise ValueError(f"per_class_report: {name} must be in [0, 1]; are these logits?")
+    return probs
+
+
+def _membership(target: Tensor, probs: Tensor) -> tuple[Tensor, bool]:
+    """[N, C] bool, and whether the labels are independent."""
+    n_rows, n_classes = probs.shape
+    target = target.to(probs.device)
+    if target.shape == probs.shape:
+        if not bool(((target == 0) | (target == 1)).all()):
+            raise ValueError("per_class_report: target must be 0 or 1 where it is [N, C]")
+        return target == 1, True
+    if target.shape != (n_rows,):
+        raise ValueError(
+            f"per_class_report: target must be [N] = [{n_rows}] or [N, C] = [{n_rows}, {n_classes}], "
+            f"got {list(target.shape)}"
+        )
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"per_class_report: target must be integer class indices, got {target.dtype}")
+    outside = (target < 0) | (target >= n_classes)
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise IndexError(f"per_class_report: target must be in [0, {n_classes}), got {int(target[row])} at row {row}")
+    return torch.nn.functional.one_hot(target.to(torch.int64), n_classes) == 1, False

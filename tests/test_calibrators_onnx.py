@@ -1,0 +1,89 @@
+"""What torch.onnx.export makes of the modules, run by onnxruntime."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_close, peer
+
+from focalkern.calibrators import CalibratedLogits, CalibratedLogProbs, HistogramLogProbs, MultiLabelLogits
+
+
+def rows(n_classes):
+    """Ordinary, saturated, tied, and with classes that cannot occur."""
+    torch.manual_seed(3)
+    logits = torch.randn(40, n_classes) * torch.logspace(-3, 3, 40).unsqueeze(1)
+    logits[0] = 0
+    logits[1, 0], logits[1, 1:] = 1e4, -1e4
+    logits[2, 0] = 80
+    logits[3, 1:] = -torch.inf
+    logits[4, 0] = -torch.inf
+    return logits
+
+
+def compare(name, found, expected):
+    """exp and log of onnxruntime are its own, and log1p(x) becomes log(1 + x), which rounds near 0."""
+    infinite = np.isinf(expected)
+    assert np.array_equal(np.where(infinite, expected, 0), np.where(np.isinf(found), found, 0)), name
+    assert found[~infinite] == pytest.approx(expected[~infinite], rel=2e-6, abs=2e-6), name
+
+
+class Everything(torch.nn.Module):
+    """The modules in one export, which takes seconds."""
+
+    def __init__(self):
+        super().__init__()
+        binned = HistogramLogProbs(CalibratedLogProbs(-0.5, 0.3), [0.3, 0.55, 0.8, 0.9], [0.2, 0.5, 0.6, 0.97, 1.0])
+        labels = MultiLabelLogits([0.0, 1.0, -0.5, 3.0, 0.1, -0.9], [1.0, 2.0, 0.5, 0.01, 30.0, 1.0])
+        self.of_logits = torch.nn.ModuleDict(
+            {
+                "focal": CalibratedLogProbs(2.0, 1.7),
+                "histogram": binned,
+                "one_logit": CalibratedLogits(1.5, 0.6),
+                "labels": labels,
+            }
+        )
+        self.of_probs = torch.nn.ModuleDict({"focal": CalibratedLogProbs(1.0, 0.8, "probs")})
+
+    def forward(self, logits, probs):
+        return tuple(module(logits) for module in self.of_logits.values()) + tuple(
+            module(probs) for module in self.of_probs.values()
+        )
+
+
+def test_what_onnxruntime_computes_is_what_the_modules_compute(tmp_path):
+    peer("onnx"), peer("onnxscript")
+    runtime = peer("onnxruntime")
+    module = Everything().eval()
+    # A probability below the smallest normal number has lost its digits, here and there.
+    logits, probs = rows(6), rows(6).softmax(-1)
+    probs = torch.where(probs < torch.finfo(torch.float32).tiny, 0.0, probs)
+    dim = torch.export.Dim("rows")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own, of deprecated parts of torch
+        torch.onnx.export(
+            module,
+            (logits[:5], probs[:5]),
+            tmp_path / "everything.onnx",
+            dynamo=True,
+            verbose=False,
+            optimize=False,  # by far the longest step
+            dynamic_shapes=({0: dim}, {0: dim}),
+        )
+    session = runtime.InferenceSession(tmp_path / "everything.onnx", providers=["CPUExecutionProvider"])
+    found = session.run(
+        None, dict(zip([i.name for i in session.get_inputs()], [logits.numpy(), probs.numpy()], strict=True))
+    )
+    names = [*module.of_logits, *(f"{name} of probs" for name in module.of_probs)]
+    for name, ours, theirs in zip(names, module(logits, probs), found, strict=True):
+        compare(name, theirs, ours.numpy())
+
+
+@pytest.mark.parametrize("gamma", [0.0, 2.0, -0.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_the_plain_formula_is_the_operator(gamma, dtype):
+    logits = rows(6).to(dtype)
+    fused, plain = CalibratedLogProbs(gamma, 1.7), CalibratedLogProbs(gamma, 1.7, fused=False)
+    assert_close(plain(logits), fused(logits))
+    assert "fused=False" in repr(plain)

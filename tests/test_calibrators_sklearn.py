@@ -1,0 +1,105 @@
+"""Calibrators among scikit-learn's tools."""
+
+import numpy as np
+import pytest
+from conftest import peer
+
+from focalkern.calibrators import FocalTemperatureScaling, HistogramBinning, MultiLabelScaling, TemperatureScaling
+
+NAMES = np.array(["ape", "bee", "cat"])
+CALIBRATORS = [
+    TemperatureScaling(),
+    FocalTemperatureScaling(temperatures=[0.5, 1.0, 2.0, 4.0]),
+    FocalTemperatureScaling(search="nll"),
+    HistogramBinning(n_bins=5, scaling=TemperatureScaling()),
+]
+
+
+def sample(n=300, scale=3.0):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(n, 3)) * 2
+    probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    target = (probs.cumsum(1) < rng.random((n, 1))).sum(1)
+    return logits * scale, target
+
+
+@pytest.mark.parametrize("calibrator", CALIBRATORS)
+@pytest.mark.parametrize("named", [False, True])
+def test_cross_val_predict_and_a_pipeline(calibrator, named):
+    base, pipeline = peer("sklearn.base"), peer("sklearn.pipeline")
+    preprocessing, selection = peer("sklearn.preprocessing"), peer("sklearn.model_selection")
+    logits, target = sample()
+    y = NAMES[target] if named else target
+    assert base.is_classifier(calibrator)
+    probs = selection.cross_val_predict(calibrator, logits, y, cv=3, method="predict_proba")
+    assert probs.shape == (300, 3)
+    assert probs.sum(1) == pytest.approx(np.ones(300))
+    # Each row by the calibrator of the folds that it is not in.
+    train, test = next(iter(selection.StratifiedKFold(3).split(logits, y)))
+    alone = base.clone(calibrator).fit(logits[train], y[train])
+    assert np.array_equal(probs[test], alone.predict_proba(logits[test]))
+
+    # A step before the logits: here one that takes the over-confidence out again.
+    thirds = preprocessing.FunctionTransformer(lambda z: z / 3)
+    pipe = pipeline.make_pipeline(thirds, calibrator).fit(logits, y)
+    assert pipe.predict_proba(logits) == pytest.approx(alone.fit(logits / 3, y).predict_proba(logits / 3))
+    assert pipe.score(logits, y) == pytest.approx((pipe.predict(logits) == y).mean())
+    assert list(pipe.classes_) == (list(NAMES) if named else [0, 1, 2])
+    if named:
+        assert set(pipe.predict(logits)) <= set(NAMES)
+
+
+def test_a_grid_search_reaches_nested_parameters():
+    selection = peer("sklearn.model_selection")
+    logits, target = sample()
+    search = selection.GridSearchCV(
+        HistogramBinning(scaling=TemperatureScaling()),
+        {"n_bins": [1, 5], "scaling__criterion": ["nll", "ece"]},
+        scoring="neg_log_loss",
+        cv=2,
+    ).fit(logits, target)
+    assert set(search.best_params_) == {"n_bins", "scaling__criterion"}
+    assert len(search.cv_results_["params"]) == 4
+
+
+def test_independent_labels_are_cloned():
+    base = peer("sklearn.base")
+    calibrator = MultiLabelScaling(scaling=FocalTemperatureScaling(search="nll"))
+    copy = base.clone(calibrator)
+    assert copy.scaling is not calibrator.scaling
+    assert copy.get_params()["scaling__search"] == "nll"
+
+
+def test_names_of_classes(tmp_path):
+    logits, target = sample()
+    numbers = TemperatureScaling().fit(logits, target)
+    for names in (NAMES[target], NAMES[target].astype(object), list(NAMES[target])):
+        calibrator = TemperatureScaling().fit(logits, names)
+        assert calibrator.temperature_ == numbers.temperature_
+        assert calibrator.classes_.tolist() == ["ape", "bee", "cat"]
+        assert np.array_equal(calibrator.predict(logits), NAMES[logits.argmax(1)])
+        assert calibrator.score(logits, names) == numbers.score(logits, target)
+    calibrator.save(tmp_path / "calibrator.json")
+    loaded = TemperatureScaling.load(tmp_path / "calibrator.json")
+    assert np.array_equal(loaded.predict(logits), NAMES[logits.argmax(1)])
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "calibrator.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "words"),
+    [
+        (["ape", "bee"] * 150, ValueError, "must name each of the 3 classes of the logits, got 2 names"),
+        (["ape", "bee", "cat", "dog"] * 75, ValueError, "got 4 names"),
+        (
+            np.array(["ape", 1, "cat"] * 100, dtype=object),
+            TypeError,
+            "integer class indices or strings, got int and str",
+        ),
+        (["ape"] * 299, ValueError, "got 1 names"),
+    ],
+)
+def test_names_that_do_not_fit_the_logits(target, error, words):
+    with pytest.raises(error) as caught:
+        TemperatureScaling().fit(sample()[0], target)
+    assert words in str(caught.value)
