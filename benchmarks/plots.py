@@ -37,13 +37,15 @@ def series(op: str, out: Path, pattern: str) -> dict[str, list[tuple[int, int, f
 
 
 def panel(axis, lines: dict[str, list[tuple[float, float]]], x_label: str, y_label: str, title: str) -> None:
+    axis.set_title(title, fontsize=10)
+    if not any(lines.values()):
+        return  # nothing recorded: a logarithmic axis could not be drawn
     for provider, points in lines.items():
         colour, line, marker = STYLES[provider]
         points = sorted(points)
         x, y = [point[0] for point in points], [point[1] for point in points]
         axis.plot(x, y, color=colour, linestyle=line, marker=marker, markersize=4, label=provider)
     axis.set(xscale="log", yscale="log", xlabel=x_label, ylabel=y_label)
-    axis.set_title(title, fontsize=10)
     axis.grid(True, which="major", alpha=0.3)
     axis.legend(fontsize=8)
 
