@@ -90,7 +90,7 @@ def test_what_none_searches():
         TemperatureScaling(search="nll", criterion="ece").fit(logits, target)
     with pytest.raises(ValueError, match="temperatures must be None with search='nll'"):
         TemperatureScaling(search="nll", temperatures=[1.0]).fit(logits, target)
-    with pytest.raises(ValueError, match="search must be one of grid, nll, got 'newton'"):
+    with pytest.raises(ValueError, match="search must be one of grid, refine, nll, got 'newton'"):
         TemperatureScaling(search="newton").fit(logits, target)
 
 

@@ -163,7 +163,7 @@ def test_no_rows_are_nan_for_scores():
     assert metrics.brier_score(probs, target).isnan()
     assert metrics.accuracy(probs, target).isnan()
     assert metrics.auroc(torch.empty(0), torch.rand(3)).isnan()
-    assert metrics.auroc(torch.empty(2, 3), torch.empty(2, 0)).isnan().tolist() == [True, True]
+    assert metrics.auroc(torch.rand(2, 3), torch.empty(2, 0)).isnan().tolist() == [True, True]
     for function in UNBINNED:
         assert function(probs, target).isnan()
         assert function(confidence=torch.empty(2, 0), correct=torch.empty(2, 0)).isnan().tolist() == [True, True]
