@@ -438,15 +438,13 @@ def _remarks(
         and focal.calibrator is not None
     ):
         name = f"ece_{focal.calibrator.estimator}"
-        if focal.report[name] > plain.report[name]:
-            doubt = ""
-            if trust is not None:
-                excludes = trust.mark(choices.index(focal), name) == "!"
-                doubt = f" (the interval of the difference {'excludes' if excludes else 'contains'} 0)"
+        # Where the interval of the difference contains 0 there is nothing to say of which is higher; _doubts says that.
+        decided = trust is None or trust.mark(choices.index(focal), name) == "!"
+        if decided and focal.report[name] > plain.report[name]:
             remarks.append(
                 f"on the reported rows focal temperature scaling has the higher ECE ({focal.calibrator.estimator}), "
-                f"{focal.report[name]:.4f} against {plain.report[name]:.4f}{doubt}: what it gained on the rows that "
-                "chose does not carry over."
+                f"{focal.report[name]:.4f} against {plain.report[name]:.4f}: what it gained on the rows that chose "
+                "does not carry over."
             )
     return remarks
 
@@ -923,13 +921,14 @@ _GLOSSARY = (
 def _difference_table(study: Study, names: list[str]) -> str:
     trust = study.trust
     assert trust is not None
+    shown = {name: heading for name, heading in zip(FIGURES, names, strict=True) if name != "accuracy"}  # all the same
     rows = []
     for index, choice in enumerate(study.choices):
         other = trust.against[index]
         if other is None or trust.names[index] is None or trust.names[other] is None:
             continue
         cells = [f"{choice.label}\nminus {study.choices[other].label}"]
-        for name in FIGURES:
+        for name in shown:
             one = trust.difference(index, name)
             if one is None or not math.isfinite(one.low):
                 cells.append("")
@@ -941,7 +940,7 @@ def _difference_table(study: Study, names: list[str]) -> str:
         f"Paired differences on the reported rows with their {100 * trust.bootstrap.level:g} % intervals, one pair and "
         "one figure at a time. * and ! are differences whose interval excludes 0."
     )
-    return html.table(["", *names], rows, caption=caption)
+    return html.table(["", *shown.values()], rows, caption=caption)
 
 
 def _on_which(study: Study) -> str:
