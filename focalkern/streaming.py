@@ -573,16 +573,18 @@ class _Bins:
             mean = total / n.clamp(min=1)
             base = excess_up_to.gather(1, place) - excess.gather(1, place)
 
+            least_of, most_of = _bucket_limits(place, n_buckets)
+
             def upper(m: Tensor) -> Tensor:
                 return m * mean - (m + k - n).clamp(min=0)
 
             def lower(m: Tensor) -> Tensor:
-                of_lowest = torch.maximum(m * least_of[place], total - (n - m) * most_of[place])
+                of_lowest = torch.maximum(m * least_of, total - (n - m) * most_of)
                 return of_lowest - torch.minimum(m, k)
 
             # Concave and convex in m, with kinks: linear pieces end there or at the ends of the range.
             high = torch.stack([upper(m) for m in (least, most, (n - k).clamp(least, most))]).amax(0)
-            low = torch.stack([m * least_of[place] - torch.minimum(m, k) for m in (least, most, k.clamp(least, most))])
+            low = torch.stack([m * least_of - torch.minimum(m, k) for m in (least, most, k.clamp(least, most))])
             low = torch.where(least == most, lower(least), low.amin(0))
             return base + low, base + high
 
@@ -592,7 +594,6 @@ class _Bins:
         value = excess_up_to.gather(1, place) - rest * excess.gather(1, place)
         if not limits:
             return cls(rank, rank, value, value, value, n_samples)
-        least_of, most_of = (edge.to(count.device) for edge in _bucket_limits(n_buckets))
         if not interpolated:
             low, high = hull(place, inside, inside)
             return cls(rank, rank, value, low, high, n_samples)
@@ -670,11 +671,14 @@ def _cuts(n_samples: int, n_bins: int, interpolated: bool) -> tuple[Tensor, Tens
     return torch.tensor(ranks), torch.tensor([min(rank + 1, n_samples) for rank in ranks])
 
 
-def _bucket_limits(n_buckets: int) -> tuple[Tensor, Tensor]:
-    """[n_buckets] float64 twice: no confidence in a bucket of the sketch is below the first or above the second."""
-    x = torch.arange(n_buckets + 1, dtype=torch.float64) / n_buckets
-    edges = torch.where(x <= 1 / 3, (3 * x) ** 2 / 2, 1 - (1.5 * (1 - x)) ** 4 / 2)
-    return (edges[:-1] - _SLACK).clamp(min=0), (edges[1:] + _SLACK).clamp(max=1)
+def _bucket_limits(place: Tensor, n_buckets: int) -> tuple[Tensor, Tensor]:
+    """float64, in the shape of ``place``: no confidence in these buckets is below the first or above the second."""
+
+    def edge(index: Tensor) -> Tensor:
+        x = index.to(torch.float64) / n_buckets
+        return torch.where(x <= 1 / 3, (3 * x) ** 2 / 2, 1 - (1.5 * (1 - x)) ** 4 / 2)
+
+    return (edge(place) - _SLACK).clamp(min=0), (edge(place + 1) + _SLACK).clamp(max=1)
 
 
 # ---- rows on disk --------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_buckets_are_where_the_bound_takes_them_to_be(device):
     c = torch.cat([torch.linspace(0.5, 1, 200), 1 - torch.logspace(-8, -1, 50), torch.tensor([0.5, 1.0])]).sort().values
     c = torch.cat([c, torch.nextafter(torch.tensor([0.5]), torch.tensor([1.0]))])
     for n_buckets in (16, 1023, 1024):
-        low, high = _bucket_limits(n_buckets)
+        low, high = _bucket_limits(torch.arange(n_buckets), n_buckets)
         places = []
         for value in c.sort().values.tolist():
             probs = torch.tensor([[value, 1 - value]], dtype=torch.float64, device=device)

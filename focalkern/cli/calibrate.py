@@ -1,10 +1,12 @@
 """``focalkern calibrate``: choose a calibrator on validation logits, report it on others, save it."""
 
 import argparse
+import glob
 import json
 import math
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import torch
 
 import focalkern
 from focalkern.cli import report
-from focalkern.cli.files import FORMATS_HELP, InputError, LogitSet, read_sets
+from focalkern.cli.files import FORMATS_HELP, InputError, read_sets
+from focalkern.cli.report import Rows
+from focalkern.cli.shards import open_shards
+from focalkern.cli.stream import Processes, Progress, StreamedSet, wants_streaming
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 
@@ -26,12 +31,19 @@ Which rows choose and which report:
   none of these                the same rows do both, and the figures are too good; the output says so
 
 {FORMATS_HELP}
+Data larger than memory: patterns ('val_logits-*.npy'), --stream, --state, several processes, and files larger than an
+eighth of the memory are read a few rows at a time, as often as is needed: once to search, once for the figures. Memory
+does not depend on the rows, but for 9 bytes per row and line of the table. The search is in float32 then (in memory:
+float64), and an equal_mass ECE that chooses is known to the error that is printed.
+  torchrun --nproc-per-node 2 -m focalkern calibrate ...   shares the rows between processes, on one machine or more
+
 Output: a table on stdout (--json: one JSON object, in which an infinite figure is null); remarks on stderr with --json,
 else under the table. The exit code is 0, or 2 after one line on stderr.
 
 examples:
   focalkern calibrate logits.npz --out calibrator.json --report report/
   focalkern calibrate val_logits.npy --test test_logits.npy --criterion nll
+  focalkern calibrate 'val_logits-*.npy' --test 'test_logits-*.npy' --state calibrate.state
   focalkern calibrate probs.csv --input-kind probs --split 0.5 --gammas 0 paper --temperatures 0.5:3:0.05
 """
 
@@ -107,6 +119,23 @@ def add_parser(commands: Any) -> None:
         help="write report.html, which needs nothing but itself, its diagrams and maps, table.csv and report.json",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--stream", action="store_true", help="read a few rows at a time, also what fits into memory")
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="keep the progress of the search there, also on Ctrl-C: the same command goes on (implies --stream)",
+    )
+    parser.add_argument(
+        "--state-every", type=_seconds, default=60.0, metavar="SECONDS", help="how often that is (default 60)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=1800.0,
+        metavar="SECONDS",
+        help="how long a process of torchrun waits for the others (default 1800)",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -125,7 +154,8 @@ def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -
 def _run(arguments: argparse.Namespace) -> int:
     gammas = _gammas(arguments.gammas)
     _check_outputs(arguments)
-    selection, reported = _select(arguments)
+    processes = Processes(arguments.timeout)
+    selection, reported = _select(arguments, _reader(arguments, processes))
     study = report.run_study(
         selection,
         reported,
@@ -135,9 +165,12 @@ def _run(arguments: argparse.Namespace) -> int:
         criterion=arguments.criterion,
         estimator=arguments.estimator,
         n_bins=arguments.n_bins,
-        resamples=arguments.bootstrap,
+        resamples=arguments.bootstrap if processes.rank == 0 else 0,  # it has the results
         seed=arguments.seed,
     )
+    processes.close()
+    if processes.rank > 0:
+        return 0
     split = {"split": {"share": arguments.split, "seed": arguments.seed}} if arguments.split is not None else {}
     document = report.to_json(study, version=focalkern.__version__, more=split)
     if arguments.json:
@@ -178,10 +211,13 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             raise InputError(f"{arguments.out}: expected a file to write, found a folder")
         if not arguments.out.resolve().parent.is_dir():
             raise InputError(f"{arguments.out}: expected a file in an existing folder, found no such folder")
-        for source in (arguments.input, arguments.labels, arguments.test, arguments.test_labels):
-            there = source is not None and arguments.out.exists() and os.path.exists(source)
-            if there and os.path.samefile(arguments.out, source):
-                raise InputError(f"{arguments.out}: expected another file for --out, found one that is read")
+        _check_not_read(arguments, arguments.out, "--out")
+    if arguments.state is not None:
+        if arguments.state.is_dir() or not arguments.state.resolve().parent.is_dir():
+            raise InputError(f"{arguments.state}: expected a file in an existing folder for --state, found none")
+        _check_not_read(arguments, arguments.state, "--state")
+        if arguments.out is not None and arguments.state.resolve() == arguments.out.resolve():
+            raise InputError(f"{arguments.state}: expected different files for --state and --out, found the same")
     if arguments.report is not None:
         if arguments.report.exists() and not arguments.report.is_dir():
             raise InputError(f"{arguments.report}: expected a folder for --report, found a file")
@@ -190,10 +226,31 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         import tabulate  # noqa: F401
 
 
-def _select(arguments: argparse.Namespace) -> tuple[LogitSet, LogitSet]:
+def _check_not_read(arguments: argparse.Namespace, file: Path, option: str) -> None:
+    for source in (arguments.input, arguments.labels, arguments.test, arguments.test_labels):
+        for name in [source, *glob.glob(source)] if source is not None and file.exists() else []:
+            if os.path.exists(name) and os.path.samefile(file, name):
+                raise InputError(f"{file}: expected another file for {option}, found one that is read")
+
+
+def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[..., Mapping[str, Rows]]:
+    """``read_sets``, or what stands for it where rows are read a few at a time."""
+    paths = (arguments.input, arguments.labels, arguments.test, arguments.test_labels)
+    if not (arguments.stream or arguments.state is not None or processes.size > 1 or wants_streaming(paths)):
+        return read_sets
+    progress = Progress(arguments.state, arguments.state_every, processes)
+
+    def read(path: str, **options: Any) -> dict[str, Rows]:
+        sets = open_shards(path, **options)
+        return {prefix: StreamedSet(rows, processes, progress) for prefix, rows in sets.items()}
+
+    return read
+
+
+def _select(arguments: argparse.Namespace, read: Callable[..., Mapping[str, Rows]]) -> tuple[Rows, Rows]:
     """The rows that choose and the rows that report, the same object when nothing tells them apart."""
     source = arguments.input
-    sets = read_sets(source, labels=arguments.labels, input_kind=arguments.input_kind)
+    sets = read(source, labels=arguments.labels, input_kind=arguments.input_kind)
     if arguments.test is not None and arguments.split is not None:
         raise InputError(f"{source}: expected either --test or --split, found both")
     if arguments.test_labels is not None and arguments.test is None:
@@ -213,7 +270,7 @@ def _select(arguments: argparse.Namespace) -> tuple[LogitSet, LogitSet]:
         return rows.rows(order[:first], share), rows.rows(order[first:], "the other rows")
     if arguments.test is not None:
         selection = _one(source, sets, "val")
-        others = read_sets(
+        others = read(
             arguments.test,
             labels=arguments.test_labels,
             input_kind=arguments.input_kind,
@@ -239,7 +296,7 @@ def _select(arguments: argparse.Namespace) -> tuple[LogitSet, LogitSet]:
     return rows, rows
 
 
-def _one(source: str, sets: dict[str, LogitSet], wanted: str) -> LogitSet:
+def _one(source: str, sets: Mapping[str, Rows], wanted: str) -> Rows:
     if wanted in sets:
         return sets[wanted]
     if len(sets) > 1:
@@ -294,6 +351,16 @@ def _share(text: str) -> float:
     if not 0 < share < 1:
         raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, found {text!r}")
     return share
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds greater than 0, found {text!r}")
+    return seconds
 
 
 def seed(text: str) -> int:

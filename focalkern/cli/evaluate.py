@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import focalkern
@@ -10,6 +11,9 @@ from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling, l
 from focalkern.cli import report
 from focalkern.cli.calibrate import add_input_arguments, at_least_one
 from focalkern.cli.files import FORMATS_HELP, InputError, read_sets
+from focalkern.cli.report import Rows
+from focalkern.cli.shards import open_shards
+from focalkern.cli.stream import Processes, Progress, StreamedSet, wants_streaming
 
 __all__ = ["add_parser"]
 
@@ -34,7 +38,14 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         import tabulate  # noqa: F401  # an extra; its absence is said by main
     calibrator = None if arguments.calibrator is None else load_calibrator(arguments.calibrator)
-    sets = read_sets(arguments.input, labels=arguments.labels, input_kind=arguments.input_kind)
+    options = {"labels": arguments.labels, "input_kind": arguments.input_kind}
+    sets: Mapping[str, Rows]
+    if wants_streaming((arguments.input, arguments.labels)):
+        alone = Processes(0, alone=True)
+        opened = open_shards(arguments.input, **options)
+        sets = {name: StreamedSet(rows, alone, Progress(None, 0, alone)) for name, rows in opened.items()}
+    else:
+        sets = read_sets(arguments.input, **options)
     documents = []
     said = sys.stderr if arguments.json else sys.stdout
     for name, rows in sets.items():
@@ -55,6 +66,8 @@ def _run(arguments: argparse.Namespace) -> int:
                     f"found {rows.n_classes}"
                 )
             cells.append((calibrator.method, calibrator.gamma_, calibrator.temperature_))
+        if isinstance(rows, StreamedSet):
+            rows.measure([cell[1:] for cell in cells], arguments.n_bins)  # one pass for all
         table = [
             report.Choice(
                 method=method,

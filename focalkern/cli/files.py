@@ -18,7 +18,18 @@ from torch import Tensor
 
 from focalkern.calibrators import InputKind
 
-__all__ = ["FORMATS_HELP", "InputError", "LogitSet", "read_sets"]
+__all__ = [
+    "DAMAGE",
+    "FORMATS_HELP",
+    "KINDS",
+    "InputError",
+    "LogitSet",
+    "as_tensor",
+    "check_rows",
+    "damaged",
+    "find_sets",
+    "read_sets",
+]
 
 FORMATS_HELP = """\
 files:
@@ -28,12 +39,16 @@ files:
   .npy
       two files. For val_logits.npy the labels are looked for in val_labels.npy beside it (logits.npy: labels.npy;
       probs likewise); for any other name, or to take another file, say --labels FILE.npy (--test-labels for --test).
+  'val_logits-*.npy', 'val-*.safetensors', in quotes
+      all the files that match, read a few rows at a time, in the order of their names and numbers. The labels of
+      val_logits-3.npy are looked for in val_labels-3.npy, those of val-3.npy in val_labels-3.npy too, or say
+      --labels 'FILES' with as many files.
   .csv
       a header line; one column is called label, labels or target, all the others are the classes, in their order.
 Labels are class numbers, the first class is 0. Files with pickled objects are refused, never executed.
 """
 
-_KINDS: tuple[InputKind, ...] = ("logits", "probs")
+KINDS: tuple[InputKind, ...] = ("logits", "probs")
 _PREFIXES = ("", "val", "test")
 _LABEL_COLUMNS = ("label", "labels", "target")
 
@@ -119,10 +134,20 @@ def read_sets(
 
 
 def _sets(source: str, arrays: Mapping[str, Any], input_kind: InputKind | None) -> dict[str, LogitSet]:
+    return {
+        prefix: _checked(source, prefix, kind, input_name, arrays[input_name], label_name, arrays[label_name])
+        for prefix, (kind, input_name, label_name) in find_sets(source, arrays, input_kind).items()
+    }
+
+
+def find_sets(
+    source: str, arrays: Mapping[str, Any], input_kind: InputKind | None
+) -> dict[str, tuple[InputKind, str, str]]:
+    """By prefix, the kind of a set and the names of its arrays; at least one."""
     sets = {}
     for prefix in _PREFIXES:
-        names = {kind: f"{prefix}_{kind}" if prefix else kind for kind in _KINDS}
-        present = [kind for kind in _KINDS if names[kind] in arrays]
+        names = {kind: f"{prefix}_{kind}" if prefix else kind for kind in KINDS}
+        present = [kind for kind in KINDS if names[kind] in arrays]
         if not present:
             continue
         if input_kind is None and len(present) > 1:
@@ -135,7 +160,7 @@ def _sets(source: str, arrays: Mapping[str, Any], input_kind: InputKind | None) 
         label_name = f"{prefix}_labels" if prefix else "labels"
         if label_name not in arrays:
             raise InputError(f"{source}: expected {label_name} beside {names[kind]}, found {_listing(arrays)}")
-        sets[prefix] = _checked(source, prefix, kind, names[kind], arrays[names[kind]], label_name, arrays[label_name])
+        sets[prefix] = (kind, names[kind], label_name)
     if sets:
         return sets
     top_only = {"conf", "pred"} & {key.lower() for key in arrays}
@@ -149,7 +174,7 @@ def _sets(source: str, arrays: Mapping[str, Any], input_kind: InputKind | None) 
 def _checked(
     source: str, prefix: str, kind: InputKind, input_name: str, values: Any, label_name: str, labels: Any
 ) -> LogitSet:
-    input, target = _as_tensor(source, input_name, values), _as_tensor(source, label_name, labels)
+    input, target = as_tensor(source, input_name, values), as_tensor(source, label_name, labels)
     if not input.is_floating_point():
         raise InputError(f"{source}: {input_name}: expected floating point, found {_dtype(input)}")
     if input.dim() != 2 or input.shape[1] < 2:
@@ -165,12 +190,21 @@ def _checked(
         raise InputError(f"{source}: {input_name}: expected at least one row, found none")
     # A comparison with uint64 is not defined for every value; class numbers fit into int64 or are wrong anyway.
     target = target.to(torch.int64)
+    check_rows(source, kind, input_name, input, label_name, target)
+    return LogitSet(input.contiguous(), target, kind, prefix, source)
+
+
+def check_rows(
+    source: str, kind: InputKind, input_name: str, input: Tensor, label_name: str, target: Tensor, first_row: int = 0
+) -> None:
+    """Raises InputError for the first row that cannot be used; ``first_row`` is its number in the file."""
     _refuse_rows(
         source,
         label_name,
         (target < 0) | (target >= input.shape[1]),
         f"class numbers from 0 to {input.shape[1] - 1}",
         lambda row: f"{int(target[row])}",
+        first_row,
     )
     if kind == "logits":
         # -inf is a class that is ruled out; a row needs one that is not.
@@ -180,16 +214,15 @@ def _checked(
         total = input.sum(1, dtype=torch.float64)
         refused = ~((input >= 0).all(1) & ((total - 1).abs() <= 1e-3))
         expected = "probabilities that sum to 1 within 0.001"
-    _refuse_rows(source, input_name, refused, expected, lambda row: _describe_row(input[row]))
-    return LogitSet(input.contiguous(), target, kind, prefix, source)
+    _refuse_rows(source, input_name, refused, expected, lambda row: _describe_row(input[row]), first_row)
 
 
-def _refuse_rows(source: str, name: str, refused: Tensor, expected: str, describe: Any) -> None:
+def _refuse_rows(source: str, name: str, refused: Tensor, expected: str, describe: Any, first_row: int) -> None:
     if bool(refused.any()):
         row = int(refused.nonzero()[0])
         others = int(refused.sum()) - 1
         more = f" (and {others} more such row{'s' * (others > 1)})" if others else ""
-        raise InputError(f"{source}: {name}: expected {expected}, found {describe(row)} in row {row}{more}")
+        raise InputError(f"{source}: {name}: expected {expected}, found {describe(row)} in row {first_row + row}{more}")
 
 
 def _describe_row(row: Tensor) -> str:
@@ -201,7 +234,7 @@ def _describe_row(row: Tensor) -> str:
     return f"values from {float(row.min()):g} to {float(row.max()):g} that sum to {float(row.double().sum()):g}"
 
 
-def _as_tensor(source: str, name: str, values: Any) -> Tensor:
+def as_tensor(source: str, name: str, values: Any) -> Tensor:
     if isinstance(values, Tensor):
         if values.layout != torch.strided or values.is_quantized or values.is_nested:
             kind = "a quantized tensor" if values.is_quantized else f"a tensor of layout {values.layout}"
@@ -231,7 +264,7 @@ def _listing(arrays: Mapping[str, Any]) -> str:
 
 
 # What the readers below raise for files that are cut off, damaged or of another kind.
-_DAMAGE = (
+DAMAGE = (
     OSError,
     EOFError,
     ValueError,
@@ -245,7 +278,7 @@ _DAMAGE = (
 )
 
 
-def _damaged(source: str, expected: str, error: BaseException) -> InputError:
+def damaged(source: str, expected: str, error: BaseException) -> InputError:
     text = str(error).strip()
     # NumPy says this of pickles and of files that are no arrays at all; torch refuses a pickle in many words.
     if "allow_pickle" in text or "Object arrays" in text:
@@ -269,8 +302,8 @@ def _load_numpy(stream: BinaryIO, source: str, expected: str) -> Any:
     # A stream and not a path: NumPy leaves a file that it opened itself open when it is damaged.
     try:
         return np.load(stream, allow_pickle=False)
-    except _DAMAGE as error:
-        raise _damaged(source, expected, error) from error
+    except DAMAGE as error:
+        raise damaged(source, expected, error) from error
 
 
 def _read_npz(source: str) -> dict[str, Any]:
@@ -284,8 +317,8 @@ def _read_npz(source: str) -> dict[str, Any]:
             for key in archive.files:
                 try:
                     arrays[key] = archive[key]
-                except _DAMAGE as error:
-                    raise _damaged(source, f"an array in {key}", error) from error
+                except DAMAGE as error:
+                    raise damaged(source, f"an array in {key}", error) from error
     return arrays
 
 
@@ -293,7 +326,7 @@ def _read_npy_pair(
     source: str, labels: str | os.PathLike[str] | None, input_kind: InputKind | None, labels_option: str
 ) -> dict[str, Any]:
     path = Path(source)
-    said = next((kind for kind in _KINDS if path.stem == kind or path.stem.endswith(f"_{kind}")), None)
+    said = next((kind for kind in KINDS if path.stem == kind or path.stem.endswith(f"_{kind}")), None)
     if labels is None:
         if said is None:
             raise InputError(
@@ -326,8 +359,8 @@ def _read_pt(source: str) -> dict[str, Any]:
             # torch warns of pickles that it then refuses; the refusal is enough.
             warnings.simplefilter("ignore")
             loaded = torch.load(stream, map_location="cpu", weights_only=True)
-    except _DAMAGE as error:
-        raise _damaged(source, expected, error) from error
+    except DAMAGE as error:
+        raise damaged(source, expected, error) from error
     if not isinstance(loaded, dict):
         found = f"a tensor {list(loaded.shape)}" if isinstance(loaded, Tensor) else f"a {type(loaded).__name__}"
         raise InputError(f"{source}: expected {expected} with logits and labels, found {found}")
@@ -343,8 +376,8 @@ def _read_safetensors(source: str) -> dict[str, Any]:
     _open(source).close()
     try:
         return dict(load_file(source))
-    except (*_DAMAGE, safetensors.SafetensorError) as error:
-        raise _damaged(source, "a .safetensors file", error) from error
+    except (*DAMAGE, safetensors.SafetensorError) as error:
+        raise damaged(source, "a .safetensors file", error) from error
 
 
 def _read_csv(source: str, input_kind: InputKind | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from focalkern.bootstrap import BiasFloor, Interval, PairedBootstrap, bias_floor
 from focalkern.calibrators import DEFAULT_GAMMAS, Criterion, Estimator, FocalTemperatureScaling, TemperatureScaling
 from focalkern.cli import html
 from focalkern.cli.files import LogitSet
+from focalkern.cli.stream import StreamedSet
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_map import focal_calibration_map
 
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 Calibrator = TemperatureScaling | FocalTemperatureScaling
+Rows = LogitSet | StreamedSet
 
 FIGURES = {
     "accuracy": "accuracy",
@@ -103,12 +105,16 @@ class Trust:
 
     def interval(self, index: int, figure: str) -> Interval | None:
         name = self.names[index]
-        return None if name is None else self.bootstrap.interval(name, figure)
+        if name is None or figure not in self.bootstrap.figures:
+            return None
+        return self.bootstrap.interval(name, figure)
 
     def difference(self, index: int, figure: str) -> Interval | None:
         """Of this choice and the one that it has to beat; None where there is none."""
         other = self.against[index]
         if other is None or (name := self.names[index]) is None or (beaten := self.names[other]) is None:
+            return None
+        if figure not in self.bootstrap.figures:
             return None
         return self.bootstrap.difference(name, beaten, figure)
 
@@ -133,8 +139,8 @@ class Study:
         trust: intervals of the figures; None where they were not asked for.
     """
 
-    selection: LogitSet
-    report: LogitSet
+    selection: Rows
+    report: Rows
     grid: CalibrationGrid
     choices: tuple[Choice, ...]
     chosen: Choice | None
@@ -142,11 +148,14 @@ class Study:
     trust: Trust | None = None
 
 
-def figures(rows: LogitSet, gamma: float, temperature: float, n_bins: int) -> dict[str, float]:
+def figures(rows: Rows, gamma: float, temperature: float, n_bins: int) -> dict[str, float]:
     """The figures of one calibrator on one set, computed in float64; gamma = 0 and T = 1 is uncalibrated.
 
     Correct is what the largest *input* says: a calibrated row may saturate and tie, the input does not.
     """
+    if isinstance(rows, StreamedSet):
+        result = rows.figures(gamma, temperature, n_bins)
+        return {name: float(result[name]) for name in FIGURES}
     log_probs = _calibrated(rows, gamma, temperature)
     correct = rows.input.argmax(-1) == rows.labels
     result = {"accuracy": metrics.accuracy(correct=correct), "nll": metrics.nll(log_probs, rows.labels, log=True)}
@@ -162,8 +171,8 @@ def figures(rows: LogitSet, gamma: float, temperature: float, n_bins: int) -> di
 
 
 def run_study(
-    selection: LogitSet,
-    report: LogitSet,
+    selection: Rows,
+    report: Rows,
     *,
     gammas: Sequence[float],
     temperatures: Sequence[float],
@@ -189,23 +198,26 @@ def run_study(
         seed: of the resamples.
     """
     searched = tuple(gammas) if 0.0 in gammas else (0.0, *gammas)
-    # float64, whatever the file holds: a float32 confidence that lands on the other side of a cut moves an ECE cell,
-    # and with it the choice between near-equal cells.
-    grid = calibration_grid(
-        selection.input.to(torch.float64),
-        selection.labels,
-        searched,
-        tuple(temperatures),
-        n_bins=n_bins,
-        criteria=("ece", "nll"),
-        estimator=estimator,
-        input_kind=selection.kind,
-    )
-    choices = [_choice("none", None, None, 0.0, 1.0, selection, report, n_bins)]
+    if isinstance(selection, StreamedSet):
+        grid = selection.grid(searched, tuple(temperatures), n_bins=n_bins, estimator=estimator)
+    else:
+        # float64, whatever the file holds: a float32 confidence that lands on the other side of a cut moves an ECE
+        # cell, and with it the choice between near-equal cells.
+        grid = calibration_grid(
+            selection.input.to(torch.float64),
+            selection.labels,
+            searched,
+            tuple(temperatures),
+            n_bins=n_bins,
+            criteria=("ece", "nll"),
+            estimator=estimator,
+            input_kind=selection.kind,
+        )
     # A saved calibrator says that it was the default that was searched, rather than 500 numbers.
     axis = None if tuple(temperatures) == PAPER_TEMPERATURES else tuple(temperatures)
     focal_axis = None if tuple(gammas) == DEFAULT_GAMMAS else tuple(gammas)
     criteria: tuple[Criterion, ...] = ("ece", "nll")
+    fitted: list[tuple[Calibrator, Criterion, bool]] = []
     for wanted in criteria:
         options: Any = {
             "temperatures": axis,
@@ -220,22 +232,21 @@ def run_study(
         )
         for calibrator, part in candidates:
             searched_by_it = _rows_of(grid, part)
-            if not bool(searched_by_it.tables[wanted].isfinite().any()):
-                choices.append(Choice(calibrator.method, wanted, None, None, None, None, None))
-                continue
-            calibrator.choose(searched_by_it, n_samples=len(selection), n_classes=selection.n_classes)
-            choices.append(
-                _choice(
-                    calibrator.method,
-                    wanted,
-                    calibrator,
-                    calibrator.gamma_,
-                    calibrator.temperature_,
-                    selection,
-                    report,
-                    n_bins,
-                )
-            )
+            finite = bool(searched_by_it.tables[wanted].isfinite().any())
+            if finite:
+                calibrator.choose(searched_by_it, n_samples=len(selection), n_classes=selection.n_classes)
+            fitted.append((calibrator, wanted, finite))
+    cells = [(0.0, 1.0), *((one.gamma_, one.temperature_) for one, _, finite in fitted if finite)]
+    for rows in (selection, report):
+        if isinstance(rows, StreamedSet):
+            rows.measure(cells, n_bins)  # one pass for all
+    choices = [_choice("none", None, None, 0.0, 1.0, selection, report, n_bins)]
+    for calibrator, wanted, finite in fitted:
+        if not finite:
+            choices.append(Choice(calibrator.method, wanted, None, None, None, None, None))
+            continue
+        cell = (calibrator.gamma_, calibrator.temperature_)
+        choices.append(_choice(calibrator.method, wanted, calibrator, *cell, selection, report, n_bins))
     asked = next(row for row in choices if (row.method, row.criterion) == (method, criterion))
     chosen = None if asked.calibrator is None else asked
     wanted_resamples = default_resamples(report) if resamples is None else resamples
@@ -249,6 +260,7 @@ def run_study(
             if trust is not None and chosen is not None
             else ()
         ),
+        *_streaming_remarks(choices, selection, estimator),
     ]
     if resamples is None and trust is None:
         remarks.append(
@@ -263,9 +275,9 @@ _DEFAULT_RESAMPLES = 200
 _MOST_FIGURES = 20_000_000
 
 
-def default_resamples(rows: LogitSet) -> int:
+def default_resamples(rows: Rows) -> int:
     """200, whose cost is of the order of the search's; 0 where there are so many figures that it would be minutes."""
-    return _DEFAULT_RESAMPLES if rows.input.numel() <= _MOST_FIGURES else 0
+    return _DEFAULT_RESAMPLES if len(rows) * rows.n_classes <= _MOST_FIGURES else 0
 
 
 class _Calibrated(Mapping[str, Tensor]):
@@ -284,7 +296,8 @@ class _Calibrated(Mapping[str, Tensor]):
         return len(self._cells)
 
 
-def _trust(choices: Sequence[Choice], rows: LogitSet, n_bins: int, resamples: int, seed: int) -> Trust:
+def _trust(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int, seed: int) -> Trust:
+    """Of rows that are not in memory there are confidences, but no probabilities: accuracy and ECE have intervals."""
     cells: dict[str, tuple[float, float]] = {}
     names: list[str | None] = []
     for choice in choices:
@@ -294,28 +307,18 @@ def _trust(choices: Sequence[Choice], rows: LogitSet, n_bins: int, resamples: in
         name = f"gamma = {choice.gamma!r}, T = {choice.temperature!r}"
         cells[name] = (choice.gamma, choice.temperature)
         names.append(name)
-    calibrated = _Calibrated(rows, cells)
-    bootstrap = paired_bootstrap(
-        calibrated,
-        rows.labels,
-        log=True,
-        correct=rows.input.argmax(-1) == rows.labels,
-        figures=tuple(FIGURES),
-        n_bins=n_bins,
-        n_resamples=resamples,
-        # A seed of the command may be negative, numpy's may not.
-        seed=seed % 2**63,
-    )
-    floors = {
-        name: bias_floor(
-            calibrated[name].exp_(),
-            figures=_CALIBRATION_ERRORS,
-            n_bins=n_bins,
-            n_resamples=resamples,
-            seed=seed % 2**63,
+    # A seed of the command may be negative, numpy's may not.
+    options: dict[str, Any] = {"n_bins": n_bins, "n_resamples": resamples, "seed": seed % 2**63}
+    if isinstance(rows, StreamedSet):
+        confidence = {name: rows.confidence(*cell) for name, cell in cells.items()}
+        bootstrap = paired_bootstrap(confidence=confidence, correct=rows.correct, **options)
+        floors = {name: bias_floor(confidence=confidence[name], **options) for name in cells}
+    else:
+        calibrated = _Calibrated(rows, cells)
+        bootstrap = paired_bootstrap(
+            calibrated, rows.labels, log=True, correct=_correct(rows), figures=tuple(FIGURES), **options
         )
-        for name in cells
-    }
+        floors = {name: bias_floor(calibrated[name].exp_(), figures=_CALIBRATION_ERRORS, **options) for name in cells}
     plain = {choice.criterion: index for index, choice in enumerate(choices) if choice.method == "temperature"}
     against = [{"none": None, "temperature": 0}.get(choice.method, plain.get(choice.criterion)) for choice in choices]
     return Trust(
@@ -326,8 +329,36 @@ def _trust(choices: Sequence[Choice], rows: LogitSet, n_bins: int, resamples: in
     )
 
 
+def _streaming_remarks(choices: Sequence[Choice], selection: Rows, estimator: str) -> list[str]:
+    if not isinstance(selection, StreamedSet) or estimator == "equal_width":
+        return []
+    bounds = [
+        selection.bound_of(choice.gamma, choice.temperature)
+        for choice in choices
+        if choice.criterion == "ece" and choice.gamma is not None and choice.temperature is not None
+    ]
+    if not bounds:
+        return []
+    return [
+        f"the ECE ({estimator}) of the grid comes from counts of the confidences in buckets, finer for the cells that "
+        f"look best: for those chosen by it, it is exact to {max(bounds):.1g}. The table's figures need no buckets."
+    ]
+
+
 def _calibrated(rows: LogitSet, gamma: float, temperature: float) -> Tensor:
     return focal_calibration_map(rows.input.to(torch.float64), gamma, temperature, input_kind=rows.kind, log=True)
+
+
+def _confidence(rows: Rows, gamma: float, temperature: float) -> Tensor:
+    """[N] float64"""
+    if isinstance(rows, StreamedSet):
+        return rows.confidence(gamma, temperature)
+    return _calibrated(rows, gamma, temperature).amax(-1).exp()
+
+
+def _correct(rows: Rows) -> Tensor:
+    """[N] bool"""
+    return rows.correct if isinstance(rows, StreamedSet) else rows.input.argmax(-1) == rows.labels
 
 
 def _choice(
@@ -336,8 +367,8 @@ def _choice(
     calibrator: Calibrator | None,
     gamma: float,
     temperature: float,
-    selection: LogitSet,
-    report: LogitSet,
+    selection: Rows,
+    report: Rows,
     n_bins: int,
 ) -> Choice:
     on_selection = figures(selection, gamma, temperature, n_bins)
@@ -357,15 +388,18 @@ def _rows_of(grid: CalibrationGrid, gammas: Sequence[float]) -> CalibrationGrid:
     )
 
 
-def read_remarks(rows: LogitSet) -> list[str]:
+def read_remarks(rows: Rows) -> list[str]:
     """What has to be said of a set, whatever is done with it."""
     remarks = []
-    if rows.kind == "probs":
-        zeros = int((rows.input.gather(1, rows.labels.unsqueeze(1)) == 0).sum())
-        subject = "probability exactly 0"
+    subject = "a logit of -inf" if rows.kind == "logits" else "probability exactly 0"
+    if isinstance(rows, StreamedSet):
+        zeros, alike = rows.impossible_targets, rows.looks_like_probs
     else:
-        zeros = int((rows.input.gather(1, rows.labels.unsqueeze(1)) == -math.inf).sum())
-        subject = "a logit of -inf"
+        impossible = -math.inf if rows.kind == "logits" else 0.0
+        zeros = int((rows.input.gather(1, rows.labels.unsqueeze(1)) == impossible).sum())
+        alike = False
+        if rows.kind == "logits" and bool((rows.input >= 0).all()):
+            alike = bool(((rows.input.sum(1, dtype=torch.float64) - 1).abs() <= 1e-3).all())
     if zeros:
         where = f"({rows.part})" if rows.part else f"of {rows.source}"
         remarks.append(
@@ -374,19 +408,15 @@ def read_remarks(rows: LogitSet) -> list[str]:
             "because the map keeps an exact zero; the NLL has no optimum on these rows. The other figures are not "
             "affected."
         )
-    if rows.kind == "logits" and bool((rows.input >= 0).all()):
-        total = rows.input.sum(1, dtype=torch.float64)
-        if bool(((total - 1).abs() <= 1e-3).all()):
-            remarks.append(
-                f"the rows of {rows.source} were read as logits, but are all positive and sum to 1: if they are "
-                "probabilities, say --input-kind probs."
-            )
+    if alike:
+        remarks.append(
+            f"the rows of {rows.source} were read as logits, but are all positive and sum to 1: if they are "
+            "probabilities, say --input-kind probs."
+        )
     return remarks
 
 
-def _remarks(
-    choices: Sequence[Choice], selection: LogitSet, report: LogitSet, n_bins: int, trust: Trust | None
-) -> list[str]:
+def _remarks(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins: int, trust: Trust | None) -> list[str]:
     remarks = []
     if report is selection:
         remarks.append(
@@ -474,7 +504,7 @@ def _doubts(choices: Sequence[Choice], chosen: int, estimator: str, trust: Trust
     return remarks
 
 
-def _name_of(rows: LogitSet) -> str:
+def _name_of(rows: Rows) -> str:
     """``5000 validation rows``."""
     name = {"val": "validation ", "test": "test "}.get(rows.name, "")
     return f"{len(rows)} {name}rows"
@@ -585,7 +615,7 @@ def describe(study: Study) -> str:
     return "\n".join(lines)
 
 
-def rows_in_words(rows: LogitSet) -> str:
+def rows_in_words(rows: Rows) -> str:
     part = f" ({rows.part})" if rows.part else ""
     return f"{_name_of(rows)}{part} of {rows.n_classes} classes, {rows.kind}: {rows.source}"
 
@@ -610,7 +640,7 @@ def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -
             "bias_floor": None if trust is None else _floors_to_json(trust, index, choice),
         }
 
-    def data(rows: LogitSet) -> dict[str, Any]:
+    def data(rows: Rows) -> dict[str, Any]:
         return {
             "source": rows.source,
             "set": rows.name,
@@ -761,12 +791,12 @@ def write_report(
     write("report.json", (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
 
     rows = "on the rows that chose" if study.report is study.selection else "on rows that did not choose"
-    correct = study.report.input.argmax(-1) == study.report.labels
+    correct = _correct(study.report)
 
     def bins(choice: Choice) -> metrics.ReliabilityBins:
         assert choice.gamma is not None
         assert choice.temperature is not None
-        confidence = _calibrated(study.report, choice.gamma, choice.temperature).amax(-1).exp()
+        confidence = _confidence(study.report, choice.gamma, choice.temperature)
         return metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=study.grid.n_bins)
 
     before = {"uncalibrated": bins(study.choices[0])}
@@ -1005,10 +1035,13 @@ def _data_table(study: Study) -> str:
         sets["report"] = study.report
     rows = []
     for role, one in sets.items():
-        per_class = torch.bincount(one.labels, minlength=one.n_classes)
+        if isinstance(one, StreamedSet):
+            per_class = one.class_counts
+        else:
+            per_class = torch.bincount(one.labels, minlength=one.n_classes)
         absent = int((per_class == 0).sum())
-        hit = float((one.input.argmax(-1) == one.labels).double().mean())
-        confidence = float(_calibrated(one, 0.0, 1.0).amax(-1).exp().mean())
+        hit = float(_correct(one).double().mean())
+        confidence = float(_confidence(one, 0.0, 1.0).mean())
         rows.append(
             [
                 role,
