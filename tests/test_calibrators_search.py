@@ -177,6 +177,17 @@ def test_line_with_the_papers_temperatures_has_at_most_1500_cells():
     assert calibrator.best_value_ <= plain.best_value_
 
 
+def test_a_line_through_the_end_of_the_temperatures_is_said():
+    logits, target = sample(300, 4)
+    temperatures = [0.05 * index for index in range(1, 200)]
+    whole = FocalTemperatureScaling(search="line", temperatures=temperatures, criterion="nll").fit(logits, target)
+    assert not any("line" in words for words in whole.at_border_)
+    at_five = FocalTemperatureScaling(gammas=[5.0], temperatures=temperatures, criterion="nll").fit(logits, target)
+    short = [temperature for temperature in temperatures if temperature < at_five.temperature_ - 0.1]
+    cut = FocalTemperatureScaling(search="line", temperatures=short, criterion="nll").fit(logits, target)
+    assert f"the line goes through T = {max(short):g} at gamma = 5, the largest that was searched" in cut.at_border_
+
+
 def test_line_with_one_gamma_is_a_column():
     logits, target = sample(60, 3)
     line = FocalTemperatureScaling(search="line", gammas=[0.5], temperatures=[1.0, 2.0, 3.0]).fit(logits, target)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -139,7 +139,7 @@ def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[fl
 
     In the plane of gamma and T, where the best T per gamma form a nearly straight ridge; the line runs from the
     smallest gamma to the largest, and where it leaves the range of the temperatures there are no points: at most 3m
-    cells.
+    cells. A best T that is itself the end of that range bends the line away from the ridge, which is said.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.2, which proposes it and leaves it untested.
     """
@@ -148,6 +148,7 @@ def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[fl
     ends = []
     for gamma in (first, last) if first != last else (first,):
         ends.append(best.see(gamma, temperatures, table([gamma], temperatures)[0].tolist())[0])
+    bent = []
     if first != last:
         slope = (ends[1] - ends[0]) / (last - first)
         points = [
@@ -160,7 +161,15 @@ def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[fl
             cells = table([gamma for gamma, _ in few], [temperature for _, temperature in few])
             for (gamma, temperature), value in zip(few, cells.diagonal().tolist(), strict=True):
                 best.see(gamma, [temperature], [value])
-    return best.found(gammas, temperatures)
+        low, high = min(temperatures), max(temperatures)
+        bent = [
+            f"the line goes through T = {end:g} at gamma = {gamma:g}, the "
+            f"{'smallest' if end == low else 'largest'} that was searched"
+            for gamma, end in zip((first, last), ends, strict=True)
+            if low < high and end in (low, high)
+        ]
+    found = best.found(gammas, temperatures)
+    return replace(found, at_border=(*found.at_border, *bent))
 
 
 def search_refine(table: Table, gammas: Sequence[float], temperatures: Sequence[float]) -> Found:
