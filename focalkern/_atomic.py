@@ -8,7 +8,7 @@ from pathlib import Path
 __all__ = ["write_atomically"]
 
 
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+def write_atomically(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
     """Write ``data`` to ``path``, all of it or nothing.
 
     The bytes go to a new file in the same folder, are flushed to the disk, and take the place of ``path`` in one step

@@ -87,17 +87,13 @@ def assert_same(streamed, whole, digits=1e-12):
         for figures in ("selection", "report"):
             assert found[figures] == pytest.approx(expected[figures], abs=digits)
         if expected["criterion_value"] is not None:
-            assert found["criterion_value"] == pytest.approx(expected["criterion_value"], abs=1e-6)
+            assert found["criterion_value"] == pytest.approx(expected["criterion_value"], rel=1e-12)
         if expected["intervals"] is not None:
             for name, ends in expected["intervals"].items():
                 without = name in ("nll", "brier", "classwise_ece_equal_width")  # they need all probabilities
                 assert found["intervals"][name] == (None if without else pytest.approx(ends, abs=digits))
     assert streamed["chosen"] == whole["chosen"]
-    buckets = [remark for remark in streamed["remarks"] if "buckets" in remark]
-    assert [remark for remark in streamed["remarks"] if remark not in buckets] == [
-        remark.replace("logits.npy", "logits-*.npy") for remark in whole["remarks"]
-    ]
-    assert len(buckets) == (streamed["grid"]["estimator"] != "equal_width")
+    assert streamed["remarks"] == [remark.replace("logits.npy", "logits-*.npy") for remark in whole["remarks"]]
 
 
 @pytest.mark.parametrize("estimator", ["equal_width", "equal_mass", "equal_mass_interp"])
@@ -106,6 +102,25 @@ def test_shards_give_what_one_file_gives_in_memory(folder, run, estimator):
     streamed = result(run, "val_logits-*.npy", "--test", "test_logits-*.npy", "--estimator", estimator)
     assert_same(streamed, whole)
     assert streamed["data"]["selection"]["n_samples"] == 500
+
+
+@pytest.mark.parametrize("estimator", ["equal_width", "equal_mass", "equal_mass_interp"])
+def test_more_rows_than_confidences_are_kept_of(folder, run, monkeypatch, estimator):
+    files = (("val_logits.npy", "--test", "test_logits.npy"), ("val_logits-*.npy", "--test", "test_logits-*.npy"))
+    options = ("--estimator", estimator, "--bootstrap", "0")
+    whole = result(run, *files[0], *options)
+    monkeypatch.setattr(stream, "MOST_KEPT", 300)
+    streamed = result(run, *files[1], *options)
+    said = [float(remark.split("at most ")[1].split()[0]) for remark in streamed["remarks"] if "at most" in remark]
+    assert len(said) == (1 if estimator == "equal_width" else 2) and 0 < max(said) < 2e-2
+    for found, expected in zip(streamed["rows"], whole["rows"], strict=True):
+        assert (found["gamma"], found["temperature"]) == (expected["gamma"], expected["temperature"])
+        for name, value in expected["report"].items():
+            off = 1.05 * max(said) if "equal_mass" in name else 1e-12  # of what is said in one digit
+            assert found["report"][name] == pytest.approx(value, abs=off)
+    code, _, err = run("calibrate", *files[1], *GRID, "--bootstrap", "50")
+    assert code == 2 and "test_logits-*.npy: expected --bootstrap 0, or at most" in err
+    assert any("So many rows leave little to chance" in remark for remark in result(run, *files[1])["remarks"])
 
 
 def test_one_file_split_and_the_same_rows(folder, run):
@@ -139,7 +154,7 @@ def test_probabilities_with_zeros_on_the_target(folder, run):
     whole = result(run, "val_probs.npy")
     streamed = result(run, "val_probs.npy", "--stream")
     assert any("1 of the 120 rows" in remark for remark in whole["remarks"])
-    assert [text for text in streamed["remarks"] if "buckets" not in text] == whole["remarks"]
+    assert streamed["remarks"] == whole["remarks"]
     assert streamed["rows"][0]["report"] == pytest.approx(whole["rows"][0]["report"])
     np.save("val_logits.npy", probs.clamp(min=1e-9).numpy())
     assert any("say --input-kind probs" in remark for remark in result(run, "val_logits.npy", "--stream")["remarks"])
@@ -374,7 +389,7 @@ def test_two_processes_of_torchrun_give_what_one_gives(folder, run):
     process = launch(*torchrun, "calibrate", *files, *GRID, "--json", "--out", "c.json", "--state", "s.state")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert_same(json.loads(out), {**one, "remarks": [r for r in one["remarks"] if "buckets" not in r]})
+    assert_same(json.loads(out), one)
     assert json.loads((folder / "c.json").read_text())["fit"]["n_samples"] == 500
     assert sorted(path.name for path in folder.glob("s.state*")) == ["s.state.0-of-2", "s.state.1-of-2"]
     done = [torch.load(folder / f"s.state.{rank}-of-2", weights_only=True)["done"] for rank in (0, 1)]

@@ -1,6 +1,7 @@
 """``focalkern calibrate``: choose a calibrator on validation logits, report it on others, save it."""
 
 import argparse
+import functools
 import glob
 import json
 import math
@@ -16,8 +17,7 @@ import focalkern
 from focalkern.cli import report
 from focalkern.cli.files import FORMATS_HELP, InputError, read_sets
 from focalkern.cli.report import Rows
-from focalkern.cli.shards import open_shards
-from focalkern.cli.stream import Processes, Progress, StreamedSet, wants_streaming
+from focalkern.cli.stream import MOST_KEPT, Processes, Progress, StreamedSet, stream_sets, wants_streaming
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 
@@ -156,6 +156,11 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_outputs(arguments)
     processes = Processes(arguments.timeout)
     selection, reported = _select(arguments, _reader(arguments, processes))
+    if arguments.bootstrap and isinstance(reported, StreamedSet) and not reported.keeps_confidences:
+        raise InputError(
+            f"{reported.source}: expected --bootstrap 0, or at most {MOST_KEPT} reported rows where they are read in "
+            f"parts, found {len(reported)}"
+        )
     study = report.run_study(
         selection,
         reported,
@@ -239,12 +244,7 @@ def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[...
     if not (arguments.stream or arguments.state is not None or processes.size > 1 or wants_streaming(paths)):
         return read_sets
     progress = Progress(arguments.state, arguments.state_every, processes)
-
-    def read(path: str, **options: Any) -> dict[str, Rows]:
-        sets = open_shards(path, **options)
-        return {prefix: StreamedSet(rows, processes, progress) for prefix, rows in sets.items()}
-
-    return read
+    return functools.partial(stream_sets, processes=processes, progress=progress)
 
 
 def _select(arguments: argparse.Namespace, read: Callable[..., Mapping[str, Rows]]) -> tuple[Rows, Rows]:

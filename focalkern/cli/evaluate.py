@@ -12,8 +12,7 @@ from focalkern.cli import report
 from focalkern.cli.calibrate import add_input_arguments, at_least_one
 from focalkern.cli.files import FORMATS_HELP, InputError, read_sets
 from focalkern.cli.report import Rows
-from focalkern.cli.shards import open_shards
-from focalkern.cli.stream import Processes, Progress, StreamedSet, wants_streaming
+from focalkern.cli.stream import StreamedSet, stream_sets, wants_streaming
 
 __all__ = ["add_parser"]
 
@@ -41,9 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:
     options = {"labels": arguments.labels, "input_kind": arguments.input_kind}
     sets: Mapping[str, Rows]
     if wants_streaming((arguments.input, arguments.labels)):
-        alone = Processes(0, alone=True)
-        opened = open_shards(arguments.input, **options)
-        sets = {name: StreamedSet(rows, alone, Progress(None, 0, alone)) for name, rows in opened.items()}
+        sets = stream_sets(arguments.input, **options)
     else:
         sets = read_sets(arguments.input, **options)
     documents = []

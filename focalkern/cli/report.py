@@ -154,8 +154,9 @@ def figures(rows: Rows, gamma: float, temperature: float, n_bins: int) -> dict[s
     Correct is what the largest *input* says: a calibrated row may saturate and tie, the input does not.
     """
     if isinstance(rows, StreamedSet):
-        result = rows.figures(gamma, temperature, n_bins)
-        return {name: float(result[name]) for name in FIGURES}
+        rows.measure([(gamma, temperature)], n_bins)
+        found = rows.measured(gamma, temperature, n_bins).figures
+        return {name: found[name] for name in FIGURES}
     log_probs = _calibrated(rows, gamma, temperature)
     correct = rows.input.argmax(-1) == rows.labels
     result = {"accuracy": metrics.accuracy(correct=correct), "nll": metrics.nll(log_probs, rows.labels, log=True)}
@@ -260,12 +261,15 @@ def run_study(
             if trust is not None and chosen is not None
             else ()
         ),
-        *_streaming_remarks(choices, selection, estimator),
+        *_streaming_remarks(choices, selection, report, grid),
     ]
     if resamples is None and trust is None:
+        remedy = f"Say --bootstrap {_DEFAULT_RESAMPLES} to have them, --bootstrap 0 not to be told."
+        if isinstance(report, StreamedSet) and not report.keeps_confidences:
+            remedy = "So many rows leave little to chance."
         remarks.append(
             f"no intervals: on {_name_of(report)} of {report.n_classes} classes they would take longer than all the "
-            f"rest. Say --bootstrap {_DEFAULT_RESAMPLES} to have them, --bootstrap 0 not to be told."
+            f"rest. {remedy}"
         )
     # Two halves of one file say the same of their file.
     return Study(selection, report, grid, tuple(choices), chosen, tuple(dict.fromkeys(remarks)), trust)
@@ -277,7 +281,9 @@ _MOST_FIGURES = 20_000_000
 
 def default_resamples(rows: Rows) -> int:
     """200, whose cost is of the order of the search's; 0 where there are so many figures that it would be minutes."""
-    return _DEFAULT_RESAMPLES if len(rows) * rows.n_classes <= _MOST_FIGURES else 0
+    if isinstance(rows, StreamedSet):  # one confidence per row, whatever the classes, but it has to be sorted
+        return _DEFAULT_RESAMPLES if rows.keeps_confidences and len(rows) <= _MOST_FIGURES // 100 else 0
+    return _DEFAULT_RESAMPLES if rows.input.numel() <= _MOST_FIGURES else 0
 
 
 class _Calibrated(Mapping[str, Tensor]):
@@ -310,13 +316,18 @@ def _trust(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int, s
     # A seed of the command may be negative, numpy's may not.
     options: dict[str, Any] = {"n_bins": n_bins, "n_resamples": resamples, "seed": seed % 2**63}
     if isinstance(rows, StreamedSet):
-        confidence = {name: rows.confidence(*cell) for name, cell in cells.items()}
+        confidence = {name: rows.measured(*cell, n_bins).confidence for name, cell in cells.items()}
         bootstrap = paired_bootstrap(confidence=confidence, correct=rows.correct, **options)
         floors = {name: bias_floor(confidence=confidence[name], **options) for name in cells}
     else:
         calibrated = _Calibrated(rows, cells)
         bootstrap = paired_bootstrap(
-            calibrated, rows.labels, log=True, correct=_correct(rows), figures=tuple(FIGURES), **options
+            calibrated,
+            rows.labels,
+            log=True,
+            correct=rows.input.argmax(-1) == rows.labels,
+            figures=tuple(FIGURES),
+            **options,
         )
         floors = {name: bias_floor(calibrated[name].exp_(), figures=_CALIBRATION_ERRORS, **options) for name in cells}
     plain = {choice.criterion: index for index, choice in enumerate(choices) if choice.method == "temperature"}
@@ -329,36 +340,44 @@ def _trust(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int, s
     )
 
 
-def _streaming_remarks(choices: Sequence[Choice], selection: Rows, estimator: str) -> list[str]:
-    if not isinstance(selection, StreamedSet) or estimator == "equal_width":
-        return []
+def _streaming_remarks(choices: Sequence[Choice], selection: Rows, report: Rows, grid: CalibrationGrid) -> list[str]:
+    """What is known less well of rows that were read a few at a time."""
+    remarks = []
+    cells = [(one.criterion, one.gamma, one.temperature) for one in choices]
     bounds = [
-        selection.bound_of(choice.gamma, choice.temperature)
-        for choice in choices
-        if choice.criterion == "ece" and choice.gamma is not None and choice.temperature is not None
+        selection.bound_of(gamma, temperature)
+        for criterion, gamma, temperature in cells
+        if isinstance(selection, StreamedSet) and criterion == "ece" and gamma is not None and temperature is not None
     ]
-    if not bounds:
-        return []
-    return [
-        f"the ECE ({estimator}) of the grid comes from counts of the confidences in buckets, finer for the cells that "
-        f"look best: for those chosen by it, it is exact to {max(bounds):.1g}. The table's figures need no buckets."
-    ]
+    if any(bounds):
+        remarks.append(
+            f"the ECE ({grid.estimator}) that chose comes from counts of the confidences in buckets: for the chosen "
+            f"cells it is at most {max(bounds):.1g} off."
+        )
+    if isinstance(report, StreamedSet) and not report.keeps_confidences:
+        bound = max(
+            report.measured(gamma, temperature, grid.n_bins).bound
+            for _, gamma, temperature in cells
+            if gamma is not None and temperature is not None
+        )
+        remarks.append(
+            f"with so many rows the ECEs of equal mass in the table come from buckets too, and are at most {bound:.1g} "
+            "off."
+        )
+    return remarks
 
 
 def _calibrated(rows: LogitSet, gamma: float, temperature: float) -> Tensor:
     return focal_calibration_map(rows.input.to(torch.float64), gamma, temperature, input_kind=rows.kind, log=True)
 
 
-def _confidence(rows: Rows, gamma: float, temperature: float) -> Tensor:
-    """[N] float64"""
+def _reliability(rows: Rows, gamma: float, temperature: float, n_bins: int) -> metrics.ReliabilityBins:
+    """Bins of equal width."""
     if isinstance(rows, StreamedSet):
-        return rows.confidence(gamma, temperature)
-    return _calibrated(rows, gamma, temperature).amax(-1).exp()
-
-
-def _correct(rows: Rows) -> Tensor:
-    """[N] bool"""
-    return rows.correct if isinstance(rows, StreamedSet) else rows.input.argmax(-1) == rows.labels
+        return rows.measured(gamma, temperature, n_bins).bins
+    confidence = _calibrated(rows, gamma, temperature).amax(-1).exp()
+    correct = rows.input.argmax(-1) == rows.labels
+    return metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=n_bins)
 
 
 def _choice(
@@ -791,13 +810,11 @@ def write_report(
     write("report.json", (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
 
     rows = "on the rows that chose" if study.report is study.selection else "on rows that did not choose"
-    correct = _correct(study.report)
 
     def bins(choice: Choice) -> metrics.ReliabilityBins:
         assert choice.gamma is not None
         assert choice.temperature is not None
-        confidence = _confidence(study.report, choice.gamma, choice.temperature)
-        return metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=study.grid.n_bins)
+        return _reliability(study.report, choice.gamma, choice.temperature, study.grid.n_bins)
 
     before = {"uncalibrated": bins(study.choices[0])}
     after: dict[str, metrics.ReliabilityBins] = {}
@@ -1040,8 +1057,8 @@ def _data_table(study: Study) -> str:
         else:
             per_class = torch.bincount(one.labels, minlength=one.n_classes)
         absent = int((per_class == 0).sum())
-        hit = float(_correct(one).double().mean())
-        confidence = float(_confidence(one, 0.0, 1.0).mean())
+        bins = _reliability(one, 0.0, 1.0, study.grid.n_bins)
+        hit, confidence = (float((bins.weight * of_bin).nansum()) for of_bin in (bins.accuracy, bins.confidence))
         rows.append(
             [
                 role,

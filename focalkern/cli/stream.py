@@ -1,5 +1,6 @@
 """Sets of rows larger than memory: searched, measured, shared between processes, and resumed where they were left."""
 
+import atexit
 import contextlib
 import datetime
 import io
@@ -8,9 +9,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from focalkern import metrics
 from focalkern._atomic import write_atomically
-from focalkern.calibrators import InputKind
+from focalkern.calibrators import Estimator, InputKind
 from focalkern.cli.files import InputError
-from focalkern.cli.shards import ShardedRows, is_pattern
+from focalkern.cli.shards import ShardedRows, is_pattern, open_shards
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.streaming import CalibrationGridState
 
-__all__ = ["Processes", "Progress", "StreamedSet", "wants_streaming"]
+__all__ = ["MOST_KEPT", "Processes", "Progress", "StreamedSet", "stream_sets", "wants_streaming"]
 
 _INPUT_BYTES = 32 << 20  # of a batch, as it is in the file
 _FLOAT64_BYTES = 16 << 20  # of a batch in float64, of which the figures need several
@@ -34,12 +35,16 @@ _MOST_ROWS = 1 << 16
 _STATE_FORMAT = 1
 _NOTHING = torch.iinfo(torch.int64).min  # no label is ignored: every row counts
 
-# After the search the cells that look best are found more exactly: in another pass these few have many buckets each,
-# 100 MB together. A pass may bring down what looked best, and then there is another one.
+# After the search the cells with the lowest ECE are counted once more, in float64 and in many buckets, 100 MB together.
+# They may not be the lowest any more then, and there is another pass.
 _REFINEMENTS = 4
-_ENOUGH = 1e-6
 _REFINED_CELLS = 32  # of plain temperature scaling, and as many of the others
 _REFINED_BUCKETS = 1 << 16
+# The lowest of those are measured as what is reported is: from the confidences of all rows, 8 bytes each, or, where
+# there are more rows than this, from 6 MB of buckets.
+_MEASURED_CELLS = 4
+MOST_KEPT = 1 << 21
+_FIGURE_BUCKETS = 1 << 18
 
 # In memory there are several copies of the input, some of them in float64.
 _SHARE_OF_MEMORY = 8
@@ -51,15 +56,14 @@ class Processes:
     Every rank reads its share of the rows. Rank 0 gets all results, prints and writes.
 
     Args:
-        timeout: seconds that a process waits for the others.
-        alone: one, whatever torchrun has started.
+        timeout: seconds that a process waits for the others; None for one process, whatever torchrun has started.
     """
 
-    def __init__(self, timeout: float, *, alone: bool = False) -> None:
-        self.rank, self.size = 0, 1 if alone else int(os.environ.get("WORLD_SIZE", "1"))
-        self.timeout = timeout
-        if self.size == 1:
+    def __init__(self, timeout: float | None = None) -> None:
+        self.rank, self.size = 0, 1
+        if timeout is None or os.environ.get("WORLD_SIZE", "1") == "1":
             return
+        self.size, self.timeout = int(os.environ["WORLD_SIZE"]), timeout
         import torch.distributed as dist
 
         with self._clearly("start"):
@@ -71,10 +75,12 @@ class Processes:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
+            # A group whose other half is gone may abort the interpreter when both end together.
+            atexit.register(os._exit, 2)
+            reason = str(error.__cause__ or error).strip().partition("\n")[0].partition(". This is")[0]
             raise InputError(
                 f"rank {self.rank} of {self.size}: another process has died, or did not answer within "
-                f"{self.timeout:g} s ({what}); nothing was written: {reason}"
+                f"{self.timeout:g} s ({what}); no result was written: {reason}"
             ) from error
 
     def share(self, rows: int) -> tuple[int, int]:
@@ -139,10 +145,9 @@ class Progress:
     """
 
     def __init__(self, path: Path | None, every: float, processes: Processes) -> None:
-        self.path = path
         if path is not None and processes.size > 1:
-            self.path = path.with_name(f"{path.name}.{processes.rank}-of-{processes.size}")
-        self.every = every
+            path = path.with_name(f"{path.name}.{processes.rank}-of-{processes.size}")
+        self.path, self.every = path, every
         self._written = time.monotonic()
 
     def load(self, state: CalibrationGridState, task: dict[str, Any]) -> int:
@@ -180,7 +185,7 @@ class Progress:
             return
         stream = io.BytesIO()
         torch.save({"format": _STATE_FORMAT, "task": task, "done": done, "state": state.state_dict()}, stream)
-        write_atomically(self.path, stream.getvalue())
+        write_atomically(self.path, stream.getbuffer())
         self._written = time.monotonic()
 
 
@@ -191,14 +196,51 @@ def _first_difference(found: Any, expected: Any) -> str:
     return f"{shown[0]} in place of {shown[1]}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Measured:
-    """What one calibrator does to the rows of this process, and in the end of all of them."""
+    """What one calibrator does to the rows of all processes.
 
-    nll: float = 0.0
-    brier: float = 0.0
-    excess: Tensor = field(default_factory=lambda: torch.zeros(0))  # [C M]: probability - [target = class], per bin
-    confidence: Tensor = field(default_factory=lambda: torch.zeros(0))  # [N]
+    Attributes:
+        figures: those of a table.
+        bins: equal_width.
+        confidence: [N] float64 on rank 0; nothing where there are too many.
+        bound: how far the ECEs of equal mass can be off; that of equal width is exact.
+    """
+
+    figures: dict[str, float]
+    bins: metrics.ReliabilityBins
+    confidence: Tensor
+    bound: float
+
+
+class _Sums:
+    """What becomes a :class:`_Measured`, batch by batch."""
+
+    def __init__(self, n_classes: int, n_bins: int, sketch: CalibrationGridState | None) -> None:
+        self.edges = torch.tensor([k / n_bins for k in range(1, n_bins)], dtype=torch.float64)
+        self.offsets = torch.arange(n_classes) * n_bins
+        self.n_places = n_classes * n_bins
+        self.means = torch.zeros(2, dtype=torch.float64)  # times N: NLL and Brier score
+        self.bins = torch.zeros(3, n_bins, dtype=torch.float64)  # rows, their confidences, how many are correct
+        self.excess = torch.zeros(
+            self.n_places, dtype=torch.float64
+        )  # probability - [target = class], by class and bin
+        self.sketch = sketch
+        self.confidence: list[Tensor] = []
+
+    def add(self, log_probs: Tensor, target: Tensor, correct: Tensor) -> None:
+        nll = metrics.nll(log_probs, target, log=True)
+        probs = log_probs.exp_()
+        self.means += torch.stack([nll, metrics.brier_score(probs, target)]) * len(target)
+        place = torch.bucketize(probs, self.edges).add_(self.offsets)
+        self.excess += torch.bincount(place.view(-1), weights=probs.view(-1), minlength=self.n_places)
+        self.excess -= torch.bincount(place.gather(1, target.unsqueeze(1)).squeeze(1), minlength=self.n_places)
+        confidence = probs.amax(-1)
+        place = torch.bucketize(confidence, self.edges)
+        for sums, weights in zip(self.bins, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
+            sums += torch.bincount(place, weights=weights, minlength=len(sums))
+        if self.sketch is None:
+            self.confidence.append(confidence)
 
 
 class StreamedSet:
@@ -209,6 +251,12 @@ class StreamedSet:
         processes, progress: who shares the work, and where it is saved.
         kept: [len(rows)] bool, those that count; all of them when None.
         part: in words, which rows these are.
+
+    Attributes:
+        correct: [N] bool on rank 0, once something was measured; nothing where there are too many rows.
+        class_counts: [C] int64, rows per class, once something was measured.
+        impossible_targets: how many rows rule out their own class; likewise.
+        looks_like_probs: whether all logits are positive and sum to 1; likewise.
     """
 
     def __init__(
@@ -224,9 +272,8 @@ class StreamedSet:
         self.kind: InputKind = rows.kind
         self.name, self.source, self.part = rows.name, rows.source, part
         self.n_classes = rows.n_classes
-        self._bounds: CalibrationGrid | None = None
-        self._measured: dict[tuple[float, float], _Measured] = {}
-        self._n_bins = 0
+        self._searched: tuple[CalibrationGrid, Tensor] | None = None
+        self._measured: dict[tuple[float, float, int], _Measured] = {}
         self.correct = torch.zeros(0, dtype=torch.bool)
         self.class_counts = torch.zeros(0, dtype=torch.int64)
         self.impossible_targets = 0
@@ -234,6 +281,11 @@ class StreamedSet:
 
     def __len__(self) -> int:
         return len(self._rows) if self._kept is None else int(np.count_nonzero(self._kept))
+
+    @property
+    def keeps_confidences(self) -> bool:
+        """Whether there are few enough rows for that, which intervals need."""
+        return len(self) <= MOST_KEPT
 
     def rows(self, index: Tensor, part: str) -> "StreamedSet":
         """The rows of ``index``, called ``part``."""
@@ -271,18 +323,10 @@ class StreamedSet:
         temperatures: Sequence[float],
         *,
         n_bins: int,
-        estimator: Literal["equal_width", "equal_mass", "equal_mass_interp"],
+        estimator: Estimator,
     ) -> CalibrationGrid:
         """ECE and NLL of every cell; ``bound_of`` says how far the ECE can be off."""
-        state = CalibrationGridState(
-            gammas,
-            temperatures,
-            n_bins=n_bins,
-            criteria=("ece", "nll"),
-            estimator=estimator,
-            input_kind=self.kind,
-            ignore_index=_NOTHING,
-        )
+        state = self._state(gammas, temperatures, n_bins, estimator, criteria=("ece", "nll"))
         begin, end = self._processes.share(len(self._rows))
         task = {
             "data": [part for shard in self._rows.shards for part in (*shard.stamp(), shard.rows)],
@@ -307,131 +351,180 @@ class StreamedSet:
         self._processes.reduce(state)
         grid, bound = state.compute(), state.error_bound("ece")
         del state
-        for _ in range(_REFINEMENTS):
-            if not self._refine(grid, bound):
-                break
-        for table in grid.tables.values():
+        # What rank 0 has, so that all processes take the same cells into the same sums.
+        for table in (*grid.tables.values(), bound):
             self._processes.from_first(table)
-        self._bounds = CalibrationGrid(grid.gammas, grid.temperatures, {"ece": bound}, n_bins, estimator)
+        self._refine(grid, bound)
+        self._measure_lowest(grid, bound)
+        self._searched = grid, bound
         return grid
 
-    def _refine(self, grid: CalibrationGrid, bound: Tensor) -> bool:
-        """Another pass over the rows for the cells that look best; changes both in place, unless all is known well."""
+    def _refine(self, grid: CalibrationGrid, bound: Tensor) -> None:
+        """Puts better values in place of those of the lowest ECE, until the lowest of all are among them."""
         ece = grid.tables["ece"]
-        wanted = torch.zeros_like(ece, dtype=torch.bool)
-        known = True
-        plain = grid.gammas == 0
-        for group in (plain, ~plain):
-            if bool(group.any()):
-                cells = torch.where(group[:, None], ece, torch.inf).flatten()
-                first = cells.topk(min(_REFINED_CELLS, int(group.sum()) * ece.shape[1]), largest=False, sorted=True)
-                wanted.view(-1)[first.indices] = True
-                known = known and bool(bound.flatten()[first.indices[0]] <= _ENOUGH)
-        # From the first process, so that all of them take part in the same sums.
-        agreed = self._processes.from_first(torch.tensor([int(known)]))
-        wanted = self._processes.from_first((wanted & (bound > _ENOUGH)).to(torch.uint8)).bool()
-        if bool(agreed):
-            return False
-        states = [
-            CalibrationGridState(
-                grid.gammas[i : i + 1],
-                grid.temperatures[wanted[i]],
-                n_bins=grid.n_bins,
-                criteria=("ece",),
-                estimator=grid.estimator,  # type: ignore[arg-type]  # a str there
-                input_kind=self.kind,
-                ignore_index=_NOTHING,
-                n_buckets=_REFINED_BUCKETS,
-            )
-            if bool(wanted[i].any())
-            else None
-            for i in range(len(grid.gammas))
-        ]
-        for _, input, target in self._batches("refine", 4, _INPUT_BYTES):
-            for state in states:
-                if state is not None:
-                    state.update(input, target)
-        for i, state in enumerate(states):
-            if state is None:
-                continue
-            self._processes.reduce(state)
-            ece[i, wanted[i]] = state.compute().tables["ece"][0]
-            bound[i, wanted[i]] = state.error_bound("ece")[0]
-        return True
+        refined = torch.zeros_like(ece, dtype=torch.bool)
+        for _ in range(_REFINEMENTS):
+            lowest = _lowest(grid, "ece", _REFINED_CELLS)
+            if all(bool(refined.view(-1)[found[0]]) for found in lowest):
+                return
+            wanted = torch.zeros_like(refined)
+            wanted.view(-1)[torch.cat(lowest)] = True
+            wanted &= ~refined
+            states = {
+                i: self._state(
+                    grid.gammas[i : i + 1],
+                    grid.temperatures[wanted[i]],
+                    grid.n_bins,
+                    grid.estimator,
+                    n_buckets=_REFINED_BUCKETS,
+                )
+                for i in wanted.any(1).nonzero().flatten().tolist()
+            }
+            for _, input, target in self._batches("refine", 8, _FLOAT64_BYTES):
+                for state in states.values():
+                    state.update(input.to(torch.float64), target)
+            for i, state in states.items():
+                self._processes.reduce(state)
+                ece[i, wanted[i]] = state.compute().tables["ece"][0]
+                bound[i, wanted[i]] = state.error_bound("ece")[0]
+            self._processes.from_first(ece)
+            self._processes.from_first(bound)
+            refined |= wanted
+
+    def _measure_lowest(self, grid: CalibrationGrid, bound: Tensor) -> None:
+        """In one pass: the figures of all cells that may be chosen, and the ECE from them in place of the buckets'."""
+        lowest = [*_lowest(grid, "ece", _MEASURED_CELLS), *_lowest(grid, "nll", 1)]
+        n_temperatures = len(grid.temperatures)
+        places = [divmod(place, n_temperatures) for place in torch.cat(lowest).unique().tolist()]
+        cells = {(float(grid.gammas[i]), float(grid.temperatures[j])): (i, j) for i, j in places}
+        self.measure([(0.0, 1.0), *cells], grid.n_bins)
+        for cell, place in cells.items():
+            found = self.measured(*cell, grid.n_bins)
+            grid.tables["ece"][place] = found.figures[f"ece_{grid.estimator}"]
+            bound[place] = 0.0 if grid.estimator == "equal_width" else found.bound
+        self._processes.from_first(grid.tables["ece"])
+
+    def _state(
+        self,
+        gammas: Sequence[float] | Tensor,
+        temperatures: Sequence[float] | Tensor,
+        n_bins: int,
+        estimator: str,
+        *,
+        criteria: Sequence[str] = ("ece",),
+        n_buckets: int = 1024,
+    ) -> CalibrationGridState:
+        return CalibrationGridState(
+            gammas,
+            temperatures,
+            n_bins=n_bins,
+            criteria=criteria,
+            estimator=estimator,  # type: ignore[arg-type]  # a str in a grid
+            input_kind=self.kind,
+            ignore_index=_NOTHING,
+            n_buckets=n_buckets,
+        )
 
     def bound_of(self, gamma: float, temperature: float) -> float:
         """How far the ECE of that cell of the grid can be off."""
-        assert self._bounds is not None
-        i = self._bounds.gammas.tolist().index(gamma)
-        j = self._bounds.temperatures.tolist().index(temperature)
-        return float(self._bounds.tables["ece"][i, j])
+        assert self._searched is not None
+        grid, bound = self._searched
+        return float(bound[grid.gammas.tolist().index(gamma), grid.temperatures.tolist().index(temperature)])
 
     # ---- figures ---------------------------------------------------------------------------------------------------
 
     def measure(self, cells: Sequence[tuple[float, float]], n_bins: int) -> None:
         """One pass over the rows, in float64, for everything that is later asked of these (gamma, temperature)."""
-        wanted = [cell for cell in dict.fromkeys(cells) if cell not in self._measured or self._n_bins != n_bins]
+        wanted = [cell for cell in dict.fromkeys(cells) if (*cell, n_bins) not in self._measured]
         if not wanted:
             return
-        n_places = self.n_classes * n_bins
-        edges = torch.tensor([k / n_bins for k in range(1, n_bins)], dtype=torch.float64)
-        offsets = torch.arange(self.n_classes) * n_bins
-        found = {cell: _Measured(excess=torch.zeros(n_places, dtype=torch.float64)) for cell in wanted}
-        confidences: dict[tuple[float, float], list[Tensor]] = {cell: [] for cell in wanted}
+        found = {}
+        for gamma, temperature in wanted:
+            sketch = None
+            if not self.keeps_confidences:
+                sketch = self._state([gamma], [temperature], n_bins, "equal_mass", n_buckets=_FIGURE_BUCKETS)
+            found[gamma, temperature] = _Sums(self.n_classes, n_bins, sketch)
         correct = []
-        facts = torch.zeros(3, dtype=torch.int64)  # impossible targets, rows, rows that look like probabilities
+        facts = torch.zeros(2, dtype=torch.int64)  # rows that rule out their class, rows that look like probabilities
         per_class = torch.zeros(self.n_classes, dtype=torch.int64)
+        impossible = -torch.inf if self.kind == "logits" else 0.0
         for _, input, target in self._batches("measure", 8, _FLOAT64_BYTES):
             if not len(target):
                 continue
-            rows = torch.arange(len(target))
-            impossible = -torch.inf if self.kind == "logits" else 0.0
+            ruled_out = input.gather(1, target.unsqueeze(1)) == impossible
             alike = (input >= 0).all(1) & ((input.sum(1, dtype=torch.float64) - 1).abs() <= 1e-3)
-            facts += torch.tensor([int((input[rows, target] == impossible).sum()), len(target), int(alike.sum())])
+            facts += torch.stack([ruled_out.sum(), alike.sum()])
             per_class += torch.bincount(target, minlength=self.n_classes)
-            correct.append(input.argmax(-1) == target)
+            hit = input.argmax(-1) == target
+            if self.keeps_confidences:
+                correct.append(hit)
             input = input.to(torch.float64)
-            for (gamma, temperature), one in found.items():
+            for (gamma, temperature), sums in found.items():
                 log_probs = focal_calibration_map(input, gamma, temperature, input_kind=self.kind, log=True)
-                one.nll += float(metrics.nll(log_probs, target, log=True)) * len(target)
-                probs = log_probs.exp_()
-                one.brier += float(metrics.brier_score(probs, target)) * len(target)
-                confidences[gamma, temperature].append(probs.amax(-1))
-                place = torch.bucketize(probs, edges).add_(offsets)
-                one.excess += torch.bincount(place.view(-1), weights=probs.view(-1), minlength=n_places)
-                one.excess -= torch.bincount(place[rows, target], minlength=n_places)
-        add_up, to_first = self._processes.add_up, self._processes.to_first
-        for cell, one in found.items():
-            one.nll, one.brier = add_up(torch.tensor([one.nll, one.brier], dtype=torch.float64)).tolist()
-            add_up(one.excess)
-            one.confidence = to_first(_joined(confidences.pop(cell), torch.float64))
-        self.correct = to_first(_joined(correct, torch.bool).to(torch.uint8)).bool()
-        self.class_counts = add_up(per_class)
-        self.impossible_targets, rows_seen, alike_rows = add_up(facts).tolist()
-        self.looks_like_probs = self.kind == "logits" and rows_seen == alike_rows
-        self._measured.update(found)
-        self._n_bins = n_bins
+                sums.add(log_probs, target, hit)
+                if sums.sketch is not None:
+                    sums.sketch.update(input, target)
+        self.correct = self._processes.to_first(_joined(correct, torch.bool).to(torch.uint8)).bool()
+        self.class_counts = self._processes.add_up(per_class)
+        self.impossible_targets, alike_rows = self._processes.add_up(facts).tolist()
+        self.looks_like_probs = self.kind == "logits" and alike_rows == len(self)
+        for cell, sums in found.items():
+            self._measured[*cell, n_bins] = self._all_together(sums, n_bins)
 
-    def confidence(self, gamma: float, temperature: float) -> Tensor:
-        """[N] float64, of a measured cell."""
-        return self._measured[gamma, temperature].confidence
-
-    def figures(self, gamma: float, temperature: float, n_bins: int) -> dict[str, Any]:
-        """The figures of one calibrator, as :func:`focalkern.cli.report.figures`."""
-        self.measure([(gamma, temperature)], n_bins)
-        one = self._measured[gamma, temperature]
+    def _all_together(self, sums: _Sums, n_bins: int) -> _Measured:
         n = len(self)
-        result: dict[str, Any] = {
-            "accuracy": metrics.accuracy(correct=self.correct),
-            "nll": one.nll / n,
-            "brier": one.brier / n,
-            "classwise_ece_equal_width": one.excess.abs().sum() / (n * self.n_classes),
+        for tensor in (sums.means, sums.bins, sums.excess):
+            self._processes.add_up(tensor)
+        count, confidences, hits = sums.bins
+        edges = torch.arange(n_bins + 1, dtype=torch.float64) / n_bins
+        bins = metrics.ReliabilityBins(
+            lower=edges[:-1],
+            upper=edges[1:],
+            count=count.to(torch.int64),
+            confidence=confidences / count,
+            accuracy=hits / count,
+            n_samples=n,
+            estimator="equal_width",
+        )
+        figures = {
+            "accuracy": float(hits.sum()) / n,
+            "nll": float(sums.means[0]) / n,
+            "brier": float(sums.means[1]) / n,
+            "ece_equal_width": float(metrics.expected_error(bins)),
+            "classwise_ece_equal_width": float(sums.excess.abs().sum()) / (n * self.n_classes),
         }
-        for estimator in metrics.ESTIMATORS:
-            result[f"ece_{estimator}"] = metrics.expected_calibration_error(
-                confidence=one.confidence, correct=self.correct, n_bins=n_bins, estimator=estimator
-            )
-        return result
+        confidence = self._processes.to_first(_joined(sums.confidence, torch.float64))
+        bound = 0.0
+        if sums.sketch is not None:
+            self._processes.reduce(sums.sketch)
+        for estimator in ("equal_mass", "equal_mass_interp"):
+            if sums.sketch is None:
+                ece = metrics.expected_calibration_error(
+                    confidence=confidence, correct=self.correct, n_bins=n_bins, estimator=estimator
+                )
+            else:
+                # The same buckets, cut as this one cuts.
+                content = sums.sketch.state_dict()
+                content["config"]["estimator"] = estimator
+                state = CalibrationGridState.from_state_dict(content)
+                ece = state.compute().tables["ece"]
+                bound = max(bound, float(state.error_bound("ece")))
+            figures[f"ece_{estimator}"] = float(ece)
+        return _Measured(figures, bins, confidence, bound)
+
+    def measured(self, gamma: float, temperature: float, n_bins: int) -> _Measured:
+        """What :meth:`measure` has found."""
+        return self._measured[gamma, temperature, n_bins]
+
+
+def stream_sets(
+    path: str, *, processes: Processes | None = None, progress: Progress | None = None, **options: Any
+) -> dict[str, StreamedSet]:
+    """What stands for :func:`focalkern.cli.files.read_sets` where rows are read a few at a time; with its options."""
+    processes = processes or Processes()
+    progress = progress or Progress(None, 0, processes)
+    sets = open_shards(path, **options)
+    return {prefix: StreamedSet(rows, processes, progress) for prefix, rows in sets.items()}
 
 
 def wants_streaming(paths: Sequence[str | None]) -> bool:
@@ -446,6 +539,14 @@ def wants_streaming(paths: Sequence[str | None]) -> bool:
         if readable and os.path.isfile(path) and os.path.getsize(path) > memory / _SHARE_OF_MEMORY:
             return True
     return False
+
+
+def _lowest(grid: CalibrationGrid, criterion: str, n: int) -> list[Tensor]:
+    """Of plain temperature scaling, and of the others: where in the table the n lowest are, from the lowest on."""
+    table = grid.tables[criterion]
+    plain = (grid.gammas == 0)[:, None].expand_as(table)
+    found = [torch.where(group, table, torch.inf).flatten().sort(stable=True) for group in (plain, ~plain)]
+    return [index[: min(n, int(value.isfinite().sum()))] for value, index in found if bool(value[0].isfinite())]
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
