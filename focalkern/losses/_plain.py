@@ -15,13 +15,15 @@ from focalkern.reference import _weighted_sum, log_softmax_and_complement
 _NOTHING = -1e30
 
 
-def _against(z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """z_k - z_i of all classes [..., C], and the log-sum-exp of it over k != i, [...]: the log odds against class i.
+def _odds_against(z: Tensor, index: Tensor) -> Tensor:
+    """Log odds [...] against the class ``index`` [..., 1] for logits [..., C]: log-sum-exp of the others, minus z_i.
 
     With these odds s, p_i = sigmoid(-s) and 1 - p_i = sigmoid(s), and neither loses digits as the other goes to 1.
     """
-    gap = z - z.gather(-1, index)
-    return gap, gap.scatter(-1, index, _NOTHING).logsumexp(-1)
+    others = z.scatter(-1, index, _NOTHING)
+    # The difference of two logits, before any rounding of their size comes in.
+    top = others.detach().amax(-1, keepdim=True)
+    return (others - top).exp().sum(-1).log() + (top - z.gather(-1, index)).squeeze(-1)
 
 
 class DualFocalLoss(Loss):
@@ -66,9 +68,14 @@ class DualFocalLoss(Loss):
         rows = rows_of(self, input, target)
         assert rows.index is not None
         if self.label_smoothing == 0:
-            gap, odds = _against(rows.z, rows.index.unsqueeze(-1))
+            index = rows.index.unsqueeze(-1)
+            odds = _odds_against(rows.z, index)
             log_p = F.logsigmoid(-odds)
-            log_p_below = log_p + torch.where(gap < 0, gap, _NOTHING).amax(-1)
+            z, z_y = rows.z.detach(), rows.z.gather(-1, index)
+            rival = z.masked_fill(z >= z_y.detach(), -math.inf).argmax(-1, keepdim=True)
+            z_rival = rows.z.gather(-1, rival)
+            gap = torch.where(z_rival.detach() < z_y.detach(), z_rival - z_y, _NOTHING)
+            log_p_below = log_p + gap.squeeze(-1)
             loss = self._per_class(log_p, F.logsigmoid(odds), log_p_below)
             return in_dtype_of(rows.reduce(loss, self.reduction), input)
         log_p, log_u = log_softmax_and_complement(rows.z)
@@ -87,7 +94,11 @@ class DualFocalLoss(Loss):
         log_u = log_u.clamp(min=_NOTHING)
         log_m = log_u - F.logsigmoid(log_u - log_p_below)
         factor = (self.gamma * log_m).exp()
-        return -(factor.detach() if self.detach_modulation else factor) * log_p
+        if self.detach_modulation:
+            factor = factor.detach()
+        # At p = 0 the slope of the factor is 0, also times log p; computed, it would be 0 * inf.
+        factor = torch.where(log_p == -math.inf, 1.0, factor)
+        return -factor * log_p
 
     def _settings(self) -> dict[str, object]:
         return {"gamma": self.gamma}
@@ -179,7 +190,7 @@ class MMCELoss(Loss):
         rows = rows_of(self, input, target)
         cross_entropy = cross_entropy_of(self, rows, target)
         top = rows.z.detach().argmax(-1, keepdim=True)
-        odds = _against(rows.z, top)[1].reshape(-1).double()
+        odds = _odds_against(rows.z, top).reshape(-1).double()
         r, one_minus_r = odds.neg().sigmoid(), odds.sigmoid()
         correct = rows.share_of(top).reshape(-1).double()
         valid = rows.valid.reshape(-1)
@@ -227,7 +238,7 @@ class LogitNormPenalty(Loss):
 
     .. math:: L = \text{CE} + \alpha w \sum_k |z_k|
 
-    with w the weight of the sample.
+    with w the weight of the sample. A class masked by a logit of -inf makes it infinite: its norm is.
 
     Args:
         coefficient: alpha, at least 0; the paper searches 0.001 to 0.1.
