@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from focalkern.gamma import GammaTable
@@ -28,11 +29,26 @@ class FocalFamily(Loss):
     def _gamma(self) -> float | Tensor | GammaTable:
         raise NotImplementedError
 
+    def _table_beside(self, input: Tensor, table: GammaTable) -> GammaTable:
+        """The module's table on the device of the logits. It goes there by itself, since ``nn.CrossEntropyLoss()``,
+        in whose place the module stands, has nothing that its user would have moved."""
+        devices = (table.edges.device, input.device)
+        if devices[0] == devices[1] or any(device.type == "meta" for device in devices):
+            return table
+        if torch.compiler.is_compiling():  # no side effects in a graph
+            return GammaTable._unchecked(table.edges.to(input.device), table.gammas.to(input.device))
+        for name in self._exact_buffers:
+            self._buffers[name] = self.get_buffer(name).to(input.device)
+        return GammaTable._unchecked(*(self.get_buffer(name) for name in self._exact_buffers))
+
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        gamma = self._gamma()
+        if isinstance(gamma, GammaTable) and isinstance(input, Tensor):
+            gamma = self._table_beside(input, gamma)
         return focal_loss(
             input,
             target,
-            self._gamma(),
+            gamma,
             weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
@@ -52,8 +68,8 @@ class FocalLoss(FocalFamily):
     Args:
         gamma: a number; a floating-point tensor that broadcasts to the unreduced loss; or a
             :class:`focalkern.GammaTable`. A tensor becomes a buffer (a parameter, if it is one) and the table's copies
-            the buffers ``edges`` and ``gammas``: they move with the module, are saved with it, and new values written
-            into them count from the next step on.
+            the buffers ``edges`` and ``gammas``: they move with the module (a table's also by themselves, to the device
+            of the logits), are saved with it, and new values written into them count from the next step on.
         weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module.
         detach_modulation: treat the factor before log p as a constant.
 
@@ -61,7 +77,8 @@ class FocalLoss(FocalFamily):
         gamma: the number or tensor; None for a table.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind or value, here; of the wrong shape, in the call.
+        TypeError, ValueError: an argument of the wrong kind or value, here; of the wrong shape, in the call. Values of
+            tensors that are not on the CPU are not looked at, because that would wait for the device.
 
     Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437).
     """
@@ -93,6 +110,8 @@ class FocalLoss(FocalFamily):
         elif isinstance(gamma, Tensor):
             if not gamma.is_floating_point():
                 raise TypeError(f"{self._name}: gamma must be floating point, got {gamma.dtype}")
+            if gamma.device.type == "cpu" and not bool(gamma.isfinite().all()):  # elsewhere it would wait
+                raise ValueError(f"{self._name}: gamma must be finite, got {_shown(gamma.detach())}")
             if isinstance(gamma, nn.Parameter):
                 self.gamma = gamma
             else:
@@ -130,7 +149,7 @@ class InverseFocalLoss(FocalLoss):
         weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`.
 
     Raises:
-        TypeError, ValueError: as :class:`FocalLoss`; a number below 0.
+        TypeError, ValueError: as :class:`FocalLoss`; a gamma below 0.
 
     Source: Wang, Feng & Zhang, NeurIPS 2021.
     """
@@ -147,6 +166,8 @@ class InverseFocalLoss(FocalLoss):
     ) -> None:
         if not isinstance(gamma, Tensor):
             gamma = number("InverseFocalLoss", "gamma", gamma, low=0.0)
+        elif gamma.device.type == "cpu" and bool((gamma < 0).any()):
+            raise ValueError(f"InverseFocalLoss: gamma must be at least 0, got {_shown(gamma.detach())}")
         super().__init__(
             gamma,
             weight,
