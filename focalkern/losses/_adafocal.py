@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -77,7 +77,8 @@ class AdaFocalLoss(FocalFamily):
         n_accumulated: validation samples that wait for the next update.
 
     The state (``state_dict``) has the bins, the history and the samples that wait, so that training goes on from it at
-    any point. It is this process's: in distributed training, samples that wait on other ranks are in their states.
+    any point; the settings are those of the constructor. It is this process's: in distributed training, samples that
+    wait on other ranks are in their states. The buffers go to the device of the logits by themselves.
 
     Raises:
         TypeError, ValueError: as :class:`FocalLoss`; gamma_init outside [gamma_min, gamma_max].
@@ -277,7 +278,7 @@ class AdaFocalLoss(FocalFamily):
     def _validation_samples(self, method: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Top-1 confidence [K], float32 or float64, and correctness [K], bool, of the samples that are not ignored."""
         op = f"AdaFocalLoss.{method}"
-        class_dim = check_pair(op, logits, target)
+        class_dim = check_pair(op, logits, target, input_name="logits")
         if target.is_floating_point():
             raise TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}")
         check_range(op, target, logits.shape[class_dim], self.ignore_index)
@@ -325,10 +326,22 @@ class AdaFocalLoss(FocalFamily):
         extra = state["_extra_state"]
         if not isinstance(extra, dict) or extra.keys() != self.get_extra_state().keys():
             raise ValueError("AdaFocalLoss: _extra_state must hold history, confidence and correct")
-        if extra["confidence"].shape != extra["correct"].shape:
-            raise ValueError("AdaFocalLoss: _extra_state must hold one correctness per confidence")
-        for record in extra["history"]:
-            AdaFocalRecord(**record)
+        confidence, correct = extra["confidence"], extra["correct"]
+        if not (
+            isinstance(confidence, Tensor)
+            and isinstance(correct, Tensor)
+            and correct.dtype == torch.bool
+            and confidence.dim() == 1
+            and confidence.shape == correct.shape
+            and bool(((confidence >= 0) & (confidence <= 1 + 1e-3)).all())  # NaN fails too
+        ):
+            raise ValueError("AdaFocalLoss: _extra_state must hold one correctness per confidence, and these in [0, 1]")
+        names = {field.name for field in fields(AdaFocalRecord)}
+        records = extra["history"]
+        if not (
+            isinstance(records, list) and all(isinstance(record, dict) and record.keys() == names for record in records)
+        ):
+            raise ValueError(f"AdaFocalLoss: the history in _extra_state must be a list of dicts of {sorted(names)}")
 
 
 def _gather(
@@ -345,7 +358,10 @@ def _gather(
 
 def _statistics(op: str, name: str, values: Any, length: int) -> Tensor:
     try:
-        vector = as_tensor(values).to("cpu", torch.float64, copy=True)  # the caller's array may change
+        given = as_tensor(values)
+        if given.is_complex():
+            raise TypeError
+        vector = given.to("cpu", torch.float64, copy=True)  # the caller's array may change
     except (TypeError, ValueError) as error:
         raise TypeError(f"{op}: {name} must be a sequence of numbers, got {values!r}") from error
     if list(vector.shape) != [length]:

@@ -104,7 +104,11 @@ class Loss(nn.Module):
     def _check_state(self, state: dict[str, Any]) -> None:
         """Raises unless the state, which has the right names, can be loaded."""
         for name, current in self.state_dict().items():
-            if isinstance(current, Tensor) and state[name].shape != current.shape:
+            if not isinstance(current, Tensor):
+                continue
+            if not isinstance(state[name], Tensor):
+                raise TypeError(f"{self._name}: {name} must be a tensor, got {type(state[name]).__name__}")
+            if state[name].shape != current.shape:
                 raise ValueError(
                     f"{self._name}: {name} must have shape {list(current.shape)}, got {list(state[name].shape)}"
                 )
@@ -212,22 +216,22 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Rows:
     return Rows(z, index, None, None if weight is None else weight[index], valid)
 
 
-def check_pair(op: str, input: Tensor, target: Tensor) -> int:
+def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "input") -> int:
     """Checks kinds and shapes; returns the class axis."""
-    for name, value in (("input", input), ("target", target)):
+    for name, value in ((input_name, input), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
     if not input.is_floating_point():
-        raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
+        raise TypeError(f"{op}: {input_name} must be floating point, got {input.dtype}")
     if input.dim() < 1:
-        raise ValueError(f"{op}: input must be [C], [N, C] or [N, C, d1, ...], got a single number")
+        raise ValueError(f"{op}: {input_name} must be [C], [N, C] or [N, C, d1, ...], got a single number")
     class_dim = min(input.dim() - 1, 1)
     if input.shape[class_dim] < 1:
-        raise ValueError(f"{op}: input must have at least one class, got shape {list(input.shape)}")
+        raise ValueError(f"{op}: {input_name} must have at least one class, got shape {list(input.shape)}")
     if target.device != input.device:
-        raise ValueError(f"{op}: target must be on the device of input, {input.device}, got {target.device}")
+        raise ValueError(f"{op}: target must be on the device of {input_name}, {input.device}, got {target.device}")
     if target.is_floating_point():
-        expected, what = list(input.shape), "the shape of input"
+        expected, what = list(input.shape), f"the shape of {input_name}"
     elif target.dtype in _LABEL_DTYPES:
         expected = list(input.shape[:class_dim] + input.shape[class_dim + 1 :])
         what = "[N, d1, ...]" if input.dim() > 2 else "[N]" if input.dim() == 2 else "[]"

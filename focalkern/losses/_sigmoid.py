@@ -23,7 +23,8 @@ def sigmoid_focal_loss(
         p_t = p t + (1 - p)(1 - t)
 
     The value and gradient of ``torchvision.ops.sigmoid_focal_loss`` (whose positional order is alpha, gamma); but here
-    1 - p_t does not cancel, so that both stay finite and exact for logits of any size.
+    1 - p_t does not cancel, so that both stay finite and exact for finite logits of any size. The gradient at infinite
+    ones is NaN, as there.
 
     Args:
         input: logits of any shape, floating point.
