@@ -402,7 +402,12 @@ def without(name):
         (lambda: changed(bin_gammas=torch.ones(15).int()), r"gammas must be a floating-point tensor"),
         (lambda: changed(extra=[]), r"_extra_state must hold history, confidence and correct"),
         (lambda: changed(extra={"correct": torch.ones(3).bool()}), r"must hold one correctness per confidence"),
-        (lambda: changed(extra={"history": [{"gammas": 1}]}), r"unexpected keyword argument"),
+        (lambda: changed(extra={"confidence": [0.5]}), r"must hold one correctness per confidence"),
+        (lambda: changed(extra={"confidence": torch.full((200,), NAN)}), r"confidence, and these in \[0, 1\]"),
+        (lambda: changed(extra={"correct": torch.ones(200)}), r"must hold one correctness per confidence"),
+        (lambda: changed(extra={"history": [{"gammas": 1}]}), r"history in _extra_state must be a list of dicts of"),
+        (lambda: changed(extra={"history": 3}), r"history in _extra_state must be a list of dicts of"),
+        (lambda: changed(bin_gammas=[1.0] * 15), r"AdaFocalLoss: bin_gammas must be a tensor, got list"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_leaves_the_loss_as_it_was(state, message):
@@ -446,6 +451,7 @@ def test_part_of_a_state_is_not_loaded_even_if_the_caller_is_not_strict():
         ((EDGES, [0.5] * 3, [0.5] * 3, [1, 1.5, 2]), ValueError, r"counts must be whole numbers of at least 0"),
         ((EDGES, ["a", "b", "c"], [0.5] * 3), TypeError, r"mean_confidence must be a sequence of numbers"),
         ((EDGES, [0.5] * 3, None), TypeError, r"accuracy must be a sequence of numbers"),
+        ((EDGES, [0.5] * 3, [0.5j] * 3), TypeError, r"accuracy must be a sequence of numbers"),
     ],
 )
 def test_bad_statistics(arguments, error, message):
@@ -485,10 +491,10 @@ def test_bad_validation_batches(method, device):
         (infinite, target, ValueError, r"logits must not be NaN, \+inf or all -inf, as in valid row 9"),
         (logits, far, IndexError, r"target must be in \[0, 5\) or ignore_index, got 5 at row 3"),
         (logits, target[:9], ValueError, r"target must be \[N\] = \[200\], got \[9\]"),
-        (logits, target.double(), ValueError, r"target must be the shape of input = \[200, 5\], got \[200\]"),
+        (logits, target.double(), ValueError, r"target must be the shape of logits = \[200, 5\], got \[200\]"),
         (logits, logits.softmax(-1), TypeError, r"target must be labels, int64, int32 or uint8, got torch.float64"),
-        (logits.long(), target, TypeError, r"input must be floating point, got torch.int64"),
-        (logits.tolist(), target, TypeError, r"input must be a tensor, got list"),
+        (logits.long(), target, TypeError, r"logits must be floating point, got torch.int64"),
+        (logits.tolist(), target, TypeError, r"logits must be a tensor, got list"),
     ]
     for bad_logits, bad_target, error, message in cases:
         with pytest.raises(error, match=f"AdaFocalLoss.{method}: " + message):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_close, no_waiting, peer
 from mpmath import mpf
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import focalkern as fk
 
@@ -423,6 +424,22 @@ def test_a_class_without_rivals_is_certain(name, z):
     assert gradient(found, input).count_nonzero() == 0
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("norm", "brier", "mmce"))])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("z", [[1.0, -torch.inf, 0.0], [-torch.inf, -torch.inf, 0.0], [-torch.inf, 2.0, -torch.inf]])
+@pytest.mark.parametrize("y", [0, 1, 2])
+def test_masked_classes_have_a_gradient_also_as_the_target(name, z, y, smoothing):
+    """A target with p = 0 costs infinitely much, and pulls as hard as in cross-entropy; logits of -inf are no NaN."""
+    input = torch.tensor([z], requires_grad=True)
+    found = LOSSES[name](label_smoothing=smoothing)(input, torch.tensor([y]))
+    slope = gradient(found, input)
+    assert slope.isfinite().all()
+    if z[y] == -torch.inf or smoothing:
+        assert found == torch.inf
+    if z[y] == -torch.inf and not smoothing and name != "adafocal":  # whose first bin has another factor at p = 0
+        assert_close(slope, gradient(F.cross_entropy(input, torch.tensor([y])), input))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_float32(name, dtype, device):
@@ -662,6 +679,32 @@ def test_gammas_move_with_the_module_and_keep_their_precision(device):
         assert loss(*batch(device=device)).isfinite()
 
 
+@pytest.mark.parametrize("make", [fk.FLSDLoss, fk.AdaFocalLoss])
+def test_a_schedule_goes_to_the_device_of_the_logits(make, monkeypatch):
+    """As nn.CrossEntropyLoss() these take nothing from their user that would have to be moved."""
+    given = []
+    monkeypatch.setattr("focalkern.losses._focal.focal_loss", lambda input, target, gamma, **_: given.append(gamma))
+    loss = make(weight=torch.ones(3))
+    with FakeTensorMode(allow_non_fake_inputs=True):  # CUDA tensors without CUDA
+        loss(torch.zeros(4, 3, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda"))
+    assert given[0].edges.device.type == given[0].gammas.device.type == "cuda"
+    kept = {name: buffer for name, buffer in loss.named_buffers() if name != "weight"}
+    assert {(buffer.device.type, buffer.dtype) for buffer in kept.values()} == {("cuda", torch.float64)}
+    assert loss.weight.device.type == "cpu"  # the user's own, as in cross-entropy
+
+
+@pytest.mark.parametrize("make", [fk.FLSDLoss, fk.AdaFocalLoss])
+def test_a_schedule_that_was_not_moved_works_on_cuda(make, cuda):
+    loss, moved = make(), make().to(cuda)
+    input, target = batch(device=cuda)
+    for _ in range(2):
+        assert torch.equal(loss(input, target), moved(input, target))
+        if isinstance(loss, fk.AdaFocalLoss):
+            for module in (loss, moved):
+                module.update(input, target)
+    assert {buffer.device.type for buffer in loss.buffers()} == {"cuda"}
+
+
 def test_a_table_given_to_the_module_is_copied():
     table = fk.GammaTable(torch.tensor([0.0, 0.5, 1.0]), torch.tensor([1.0, 2.0]))
     loss = fk.FocalLoss(table)
@@ -739,6 +782,7 @@ NAN = float("nan")
         (lambda: fk.FocalLoss("2"), TypeError, r"FocalLoss: gamma must be a number, got str"),
         (lambda: fk.FocalLoss(NAN), ValueError, r"FocalLoss: gamma must be finite, got nan"),
         (lambda: fk.FocalLoss(torch.tensor(2)), TypeError, r"FocalLoss: gamma must be floating point, got torch.int64"),
+        (lambda: fk.FocalLoss(torch.tensor([2.0, NAN])), ValueError, r"gamma must be finite, got \[2, nan\]"),
         (lambda: fk.FocalLoss(2.0, [1.0]), TypeError, r"FocalLoss: weight must be a tensor, got list"),
         (lambda: fk.FocalLoss(2.0, torch.ones(2, 2)), ValueError, r"weight must be \[C\], got shape \[2, 2\]"),
         (lambda: fk.BrierLoss(torch.ones(2).int()), TypeError, r"BrierLoss: weight must be floating point"),
@@ -749,6 +793,7 @@ NAN = float("nan")
         (lambda: fk.FLSDLoss([0, 0.5, 0.2, 1], [1, 2, 3]), ValueError, r"edges must be ascending"),
         (lambda: fk.FLSDLoss([0, 1], [1, 2]), ValueError, r"edges must have len\(gammas\) \+ 1 = 3 entries, got 2"),
         (lambda: fk.InverseFocalLoss(-1.0), ValueError, r"InverseFocalLoss: gamma must be at least 0, got -1.0"),
+        (lambda: fk.InverseFocalLoss(torch.tensor(-1.0)), ValueError, r"gamma must be at least 0, got -1"),
         (lambda: fk.InverseFocalLoss(fk.FLSD_53), TypeError, r"InverseFocalLoss: gamma must be a number"),
         (lambda: fk.DualFocalLoss(-0.5), ValueError, r"DualFocalLoss: gamma must be at least 0, got -0.5"),
         (lambda: fk.DualFocalLoss(torch.ones(3)), TypeError, r"DualFocalLoss: gamma must be a number"),
