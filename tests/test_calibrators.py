@@ -429,7 +429,7 @@ def test_use_before_fit(cls, use):
         ({}, lambda z, y: (z, y.float()), TypeError, "integer class indices, got torch.float32"),
         ({}, lambda z, y: (z.long(), y), TypeError, "must be floating point, got torch.int64"),
         ({}, lambda z, y: (z, y + 1), IndexError, "5"),
-        ({}, lambda z, y: (z, y.index_fill(0, torch.tensor(7), -100)), IndexError, "-100"),
+        ({}, lambda z, y: (z, y.index_fill(0, torch.tensor(7), -100)), IndexError, "in [0, 5), got -100"),
         ({}, lambda z, y: (z.index_fill(0, torch.tensor(7), float("nan")), y), ValueError, "7"),
         ({}, lambda z, y: (z.index_fill(0, torch.tensor(7), -float("inf")), y), ValueError, "7"),
         ({"criterion": "brier"}, None, ValueError, "criterion must be one of ece, nll, got 'brier'"),

@@ -87,6 +87,7 @@ def test_nll_is_never_worse_than_temperature_scaling(seed):
     focal = FocalTemperatureScaling(search="nll").fit(logits, target)
     assert focal.best_value_ <= plain.best_value_
     assert focal.n_cells_ > plain.n_cells_
+    assert type(focal.best_value_) is float
 
 
 @pytest.mark.parametrize("labels", ["argmax", "argmin"])

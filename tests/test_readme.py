@@ -29,6 +29,7 @@ PEERS = {
     "onnx",
     "onnxruntime",
     "segmentation_models_pytorch",
+    "sklearn",
     "torchmetrics",
     "torchvision",
     "transformers",

@@ -92,7 +92,10 @@ def every_row_grid(
     input: Tensor, target: Tensor, gammas: object, temperatures: object, **options: object
 ) -> CalibrationGrid:
     """:func:`calibration_grid` in which no label means "leave this row out"."""
-    return calibration_grid(input, target, gammas, temperatures, ignore_index=_NO_LABEL, **options)  # type: ignore[arg-type]
+    try:
+        return calibration_grid(input, target, gammas, temperatures, ignore_index=_NO_LABEL, **options)  # type: ignore[arg-type]
+    except IndexError as error:
+        raise IndexError(str(error).replace(" or ignore_index", "")) from None
 
 
 # -- fewer cells than a grid -----------------------------------------------------------------------------------------
@@ -389,7 +392,7 @@ def nll_focal(input: Tensor, target: Tensor, input_kind: Literal["logits", "prob
         if value in bounds:
             end = math.expm1(value) if name == "gamma" else math.exp(value)
             words.append(f"{name} = {end:g} is the {'lower' if value == bounds[0] else 'upper'} bound of the search")
-    return Found(math.expm1(best_point[0]), math.exp(best_point[1]), best_value, n_cells, tuple(words))
+    return Found(math.expm1(best_point[0]), math.exp(best_point[1]), float(best_value), n_cells, tuple(words))
 
 
 def _newton(
