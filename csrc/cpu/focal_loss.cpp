@@ -12,7 +12,9 @@
 // Soft targets and label smoothing need every class's factor; they take a plainer path at the end of the file.
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
+#include <type_traits>
 
 #include "cpu/vector_clones.h"
 #include "kernels.h"
@@ -32,6 +34,8 @@ using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so th
 // Classes that a row is cut into: whole vectors of the widest kind, of Scalar and of what it is computed in.
 template <typename Scalar>
 constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
+
+constexpr int64_t kColumnLanes = 16;  // rows of a column tile whose sums are kept in registers
 
 constexpr int kNoTarget = -1;  // never equals a class: the label of an ignored row
 
@@ -151,10 +155,11 @@ FK_HOST_DEVICE compute_t<Scalar> sum_exp_except(const Scalar* z, int64_t n, comp
   return sum_by_halves<kLanes<Scalar>>(lanes);
 }
 
-// Largest logit and sum over the other classes of a row of several blocks, with a running maximum.
+// Largest logit and sum over the other classes of a row of several blocks, with a running maximum. A function of its
+// own: inlined beside the loop for short rows, it would take registers from it.
 template <typename Scalar>
-FK_HOST_DEVICE void sums_of_long_row(const Scalar* z, int64_t classes, int64_t target, compute_t<Scalar>* max,
-                                     compute_t<Scalar>* rest) {
+FK_VECTOR_CLONES void sums_of_long_row(const Scalar* z, int64_t classes, int64_t target, compute_t<Scalar>* max,
+                                       compute_t<Scalar>* rest) {
   using Real = compute_t<Scalar>;
   constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
   Real m = kMinusInfinity;
@@ -238,34 +243,88 @@ FK_VECTOR_CLONES void grad_of_rows(const FocalLossBackward<Scalar>& args, int64_
 }
 
 // ---- a tile of adjacent rows ---------------------------------------------------------------------------------------
+//
+// A vector of rows at a time, whose sums stay in registers from class to class. If the last one is not full, it starts
+// earlier and overlaps its neighbour; fewer rows than one vector go one by one.
+
+template <int64_t n, typename Scalar>
+FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t classes, int64_t row,
+                                  Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  using Int = label_int<Real>;
+  Real max[n], rest[n], target_logit[n];
+  Int label[n];
+#pragma omp simd
+  for (int64_t l = 0; l < n; ++l) {
+    max[l] = -std::numeric_limits<Real>::infinity();
+    rest[l] = target_logit[l] = 0;
+    label[l] = tile.label[row + l];
+  }
+  for (int64_t c = 0; c < classes; ++c) {
+    const Scalar* column = z + c * class_stride + row;
+#pragma omp simd
+    for (int64_t l = 0; l < n; ++l) {
+      const Real v = load_as_compute(column[l]);
+      max[l] = v > max[l] ? v : max[l];
+    }
+  }
+  for (int64_t c = 0; c < classes; ++c) {
+    const Scalar* column = z + c * class_stride + row;
+    const Int this_class = static_cast<Int>(c);
+#pragma omp simd
+    for (int64_t l = 0; l < n; ++l) {
+      const Real v = load_as_compute(column[l]);
+      const Real e = bounded_exponential(v - max[l]);
+      const bool is_target = label[l] == this_class;
+      rest[l] += is_target ? Real(0) : e;
+      target_logit[l] = is_target ? v : target_logit[l];
+    }
+  }
+#pragma omp simd
+  for (int64_t l = 0; l < n; ++l) {
+    tile.max[row + l] = max[l];
+    tile.rest[row + l] = rest[l];
+    tile.target_logit[row + l] = target_logit[l];
+  }
+}
 
 template <typename Scalar>
 FK_VECTOR_CLONES void sums_of_columns(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
                                       Tile<compute_t<Scalar>>& tile) {
+  constexpr int64_t n = kColumnLanes;
+  if (n_rows < n) {
+    for (int64_t r = 0; r < n_rows; ++r) sums_of_lanes<1>(z, class_stride, classes, r, tile);
+    return;
+  }
+  for (int64_t r = 0; r < n_rows; r += n) {
+    sums_of_lanes<n>(z, class_stride, classes, std::min(r, n_rows - n), tile);
+  }
+}
+
+template <int64_t n, typename Scalar>
+FK_HOST_DEVICE void grad_of_lanes(const Scalar* z, int64_t class_stride, int64_t classes, int64_t row,
+                                  const Tile<compute_t<Scalar>>& tile, Scalar* grad, int64_t grad_class_stride) {
   using Real = compute_t<Scalar>;
   using Int = label_int<Real>;
-  for (int64_t r = 0; r < n_rows; ++r) {
-    tile.max[r] = -std::numeric_limits<Real>::infinity();
-    tile.rest[r] = tile.target_logit[r] = 0;
+  Real max[n], factor[n], target_slope[n], scale[n];
+  Int label[n];
+#pragma omp simd
+  for (int64_t l = 0; l < n; ++l) {
+    max[l] = tile.max[row + l];
+    factor[l] = tile.factor[row + l];
+    target_slope[l] = tile.target_slope[row + l];
+    scale[l] = tile.scale[row + l];
+    label[l] = tile.label[row + l];
   }
   for (int64_t c = 0; c < classes; ++c) {
-    const Scalar* column = z + c * class_stride;
+    const Scalar* column = z + c * class_stride + row;
+    Scalar* grad_column = grad + c * grad_class_stride + row;
+    const Int this_class = static_cast<Int>(c);
 #pragma omp simd
-    for (int64_t r = 0; r < n_rows; ++r) {
-      const Real v = load_as_compute(column[r]);
-      tile.max[r] = v > tile.max[r] ? v : tile.max[r];
-    }
-  }
-  for (int64_t c = 0; c < classes; ++c) {
-    const Scalar* column = z + c * class_stride;
-    const Int label = static_cast<Int>(c);
-#pragma omp simd
-    for (int64_t r = 0; r < n_rows; ++r) {
-      const Real v = load_as_compute(column[r]);
-      const Real e = bounded_exponential(v - tile.max[r]);
-      const bool is_target = tile.label[r] == label;
-      tile.rest[r] += is_target ? Real(0) : e;
-      tile.target_logit[r] = is_target ? v : tile.target_logit[r];
+    for (int64_t l = 0; l < n; ++l) {
+      const Real e = bounded_exponential(load_as_compute(column[l]) - max[l]);
+      const Real slope = label[l] == this_class ? target_slope[l] : e * factor[l];
+      grad_column[l] = Store<Scalar>::from_compute(scale[l] == Real(0) ? Real(0) : slope);
     }
   }
 }
@@ -273,18 +332,15 @@ FK_VECTOR_CLONES void sums_of_columns(const Scalar* z, int64_t class_stride, int
 template <typename Scalar>
 FK_VECTOR_CLONES void grad_of_columns(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
                                       const Tile<compute_t<Scalar>>& tile, Scalar* grad, int64_t grad_class_stride) {
-  using Real = compute_t<Scalar>;
-  using Int = label_int<Real>;
-  for (int64_t c = 0; c < classes; ++c) {
-    const Scalar* column = z + c * class_stride;
-    Scalar* grad_column = grad + c * grad_class_stride;
-    const Int label = static_cast<Int>(c);
-#pragma omp simd
+  constexpr int64_t n = kColumnLanes;
+  if (n_rows < n) {
     for (int64_t r = 0; r < n_rows; ++r) {
-      const Real e = bounded_exponential(load_as_compute(column[r]) - tile.max[r]);
-      const Real slope = tile.label[r] == label ? tile.target_slope[r] : e * tile.factor[r];
-      grad_column[r] = Store<Scalar>::from_compute(tile.scale[r] == Real(0) ? Real(0) : slope);
+      grad_of_lanes<1>(z, class_stride, classes, r, tile, grad, grad_class_stride);
     }
+    return;
+  }
+  for (int64_t r = 0; r < n_rows; r += n) {
+    grad_of_lanes<n>(z, class_stride, classes, std::min(r, n_rows - n), tile, grad, grad_class_stride);
   }
 }
 
@@ -329,12 +385,22 @@ FK_VECTOR_CLONES void look_up_gamma(const Real* log_p, int64_t n, const Real* ed
 }
 
 template <typename Real>
-FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Tile<Real>& tile) {
-#pragma omp simd
+FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Tile<Real>& tile, Real* saved /* [3, rows], at this tile */,
+                                  int64_t rows, FocalLossSums* sums) {
+  double loss_sum = 0, weight_sum = 0;
+#pragma omp simd reduction(+ : loss_sum, weight_sum)
   for (int64_t r = 0; r < n_rows; ++r) {
+    const bool ignored = tile.label[r] == kNoTarget;
     const Real loss = focal_terms(tile.log_p[r], tile.log_u[r], tile.gamma[r]).loss * tile.weight[r];
-    tile.loss[r] = tile.label[r] == kNoTarget ? Real(0) : loss;
+    tile.loss[r] = ignored ? Real(0) : loss;
+    loss_sum += static_cast<double>(tile.loss[r]);
+    weight_sum += static_cast<double>(tile.weight[r]);
+    saved[r] = ignored ? Real(0) : tile.max[r];
+    saved[rows + r] = ignored ? Real(0) : tile.log_s[r];
+    saved[2 * rows + r] = ignored ? Real(0) : tile.log_u[r];
   }
+  sums->loss += loss_sum;
+  sums->weight += weight_sum;
 }
 
 // On entry `scale` holds the upstream gradient.
@@ -356,21 +422,35 @@ FK_VECTOR_CLONES void finish_slope(int64_t n_rows, bool detach_modulation, Tile<
 
 // Labels, class weights and gammas of a tile. Returns the first row whose label is out of range, or -1.
 template <typename Scalar>
-int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, Tile<compute_t<Scalar>>& tile) {
+FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                   Tile<compute_t<Scalar>>& tile) {
   using Real = compute_t<Scalar>;
-  int64_t invalid = -1;
+  const int64_t classes = args.classes, ignore_index = args.ignore_index;
+  int64_t label[kTileRows];
+  for (int64_t r = 0; r < n_rows; ++r) label[r] = args.labels[row_begin + r];
+  int64_t wrong = 0;
+#pragma omp simd reduction(| : wrong)
   for (int64_t r = 0; r < n_rows; ++r) {
-    const int64_t label = args.labels[row_begin + r];
-    const bool in_range = label >= 0 && label < args.classes;
-    const bool valid = in_range && label != args.ignore_index;
-    if (!in_range && label != args.ignore_index && invalid < 0) invalid = row_begin + r;
-    tile.label[r] = valid ? static_cast<label_int<Real>>(label) : label_int<Real>(kNoTarget);
-    tile.weight[r] = !valid ? Real(0) : args.class_weight ? args.class_weight[label] : Real(1);
-    tile.gamma[r] = args.edges   ? Real(0)
-                    : args.gamma ? args.gamma[(row_begin + r) * args.gamma_stride]
-                                 : args.gamma_value;
+    const bool in_range = (label[r] >= 0) & (label[r] < classes);
+    const bool kept = label[r] != ignore_index;
+    wrong |= !in_range & kept ? 1 : 0;
+    tile.label[r] = in_range & kept ? static_cast<label_int<Real>>(label[r]) : label_int<Real>(kNoTarget);
+    tile.weight[r] = in_range & kept ? Real(1) : Real(0);
   }
-  return invalid;
+  if (args.class_weight) {
+    for (int64_t r = 0; r < n_rows; ++r) {
+      if (tile.label[r] != kNoTarget) tile.weight[r] = args.class_weight[tile.label[r]];
+    }
+  }
+  if (args.gamma && !args.edges) {
+    for (int64_t r = 0; r < n_rows; ++r) tile.gamma[r] = args.gamma[(row_begin + r) * args.gamma_stride];
+  } else {
+    std::fill_n(tile.gamma, n_rows, args.gamma_value);
+  }
+  if (!wrong) return -1;
+  int64_t r = 0;
+  while ((label[r] >= 0 && label[r] < classes) || label[r] == ignore_index) ++r;
+  return row_begin + r;
 }
 
 // How many rows of a tile can be handled together: for columns, those that are adjacent in memory.
@@ -385,9 +465,49 @@ bool is_columns(const FocalLossArgs<Scalar>& args) {
   return args.layout.class_stride != 1 && args.classes > 1;
 }
 
+// in [n_rows, in_stride] -> out [n_columns, out_stride], by squares of four, which fit any vector unit; the last ones
+// overlap their neighbours. Needs at least four of each.
+template <typename Scalar>
+void transpose(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t n_columns, Scalar* out,
+               int64_t out_stride) {
+  using Int = std::conditional_t<sizeof(Scalar) == 2, int16_t, int32_t>;
+  using Four [[gnu::vector_size(4 * sizeof(Scalar))]] = Int;
+  using Pick = Four;
+  for (int64_t r = 0; r < n_rows; r += 4) {
+    const int64_t row = std::min(r, n_rows - 4);
+    for (int64_t c = 0; c < n_columns; c += 4) {
+      const int64_t column = std::min(c, n_columns - 4);
+      Four line[4];
+      for (int64_t i = 0; i < 4; ++i) std::memcpy(&line[i], in + (row + i) * in_stride + column, sizeof(Four));
+      const Four low01 = __builtin_shuffle(line[0], line[1], Pick{0, 4, 1, 5});
+      const Four high01 = __builtin_shuffle(line[0], line[1], Pick{2, 6, 3, 7});
+      const Four low23 = __builtin_shuffle(line[2], line[3], Pick{0, 4, 1, 5});
+      const Four high23 = __builtin_shuffle(line[2], line[3], Pick{2, 6, 3, 7});
+      const Four turned[4] = {
+          __builtin_shuffle(low01, low23, Pick{0, 1, 4, 5}), __builtin_shuffle(low01, low23, Pick{2, 3, 6, 7}),
+          __builtin_shuffle(high01, high23, Pick{0, 1, 4, 5}), __builtin_shuffle(high01, high23, Pick{2, 3, 6, 7})};
+      for (int64_t i = 0; i < 4; ++i) std::memcpy(out + (column + i) * out_stride + row, &turned[i], sizeof(Four));
+    }
+  }
+}
+
+// The distance between rows that `transpose` can turn, or 0 where it cannot.
+template <typename Scalar>
+int64_t matrix_stride(const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows) {
+  if (sizeof(Scalar) > sizeof(float) || layout.class_stride != 1 || classes < 4 || n_rows < 4) return 0;
+  if (layout.inner == 1) return layout.outer_stride;
+  return row_begin % layout.inner + n_rows <= layout.inner ? layout.inner_stride : 0;
+}
+
 // [n_rows, classes] in any layout <-> [classes, kTileRows]
 template <typename Scalar>
 void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, Scalar* tile) {
+  if constexpr (sizeof(Scalar) <= sizeof(float)) {
+    if (const int64_t stride = matrix_stride<Scalar>(args.layout, args.classes, row_begin, n_rows)) {
+      transpose(args.logits + args.layout.row_offset(row_begin), stride, n_rows, args.classes, tile, kTileRows);
+      return;
+    }
+  }
   RowCursor row(args.layout, row_begin);
   for (int64_t r = 0; r < n_rows; ++r, row.next()) {
     const Scalar* z = args.logits + row.offset();
@@ -396,6 +516,13 @@ void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n
 }
 template <typename Scalar>
 void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, const Scalar* tile) {
+  if constexpr (sizeof(Scalar) <= sizeof(float)) {
+    if (const int64_t stride = matrix_stride<Scalar>(args.grad_layout, args.classes, row_begin, n_rows)) {
+      transpose(tile, kTileRows, args.classes, n_rows, args.grad_logits + args.grad_layout.row_offset(row_begin),
+                stride);
+      return;
+    }
+  }
   RowCursor row(args.grad_layout, row_begin);
   for (int64_t r = 0; r < n_rows; ++r, row.next()) {
     Scalar* grad = args.grad_logits + row.offset();
@@ -428,18 +555,33 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
     }
     finish_sums(n, tile);
     if (args.edges) look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
-    finish_loss(n, tile);
-    for (int64_t r = 0; r < n; ++r) {
-      const bool ignored = tile.label[r] == kNoTarget;
-      args.saved[row + r] = ignored ? Real(0) : tile.max[r];
-      args.saved[args.rows + row + r] = ignored ? Real(0) : tile.log_s[r];
-      args.saved[2 * args.rows + row + r] = ignored ? Real(0) : tile.log_u[r];
-      sums.loss += tile.loss[r];
-      sums.weight += tile.weight[r];
-    }
+    finish_loss(n, tile, args.saved + row, args.rows, &sums);
     if (args.row_loss) std::copy(tile.loss, tile.loss + n, args.row_loss + row);
   }
   return sums;
+}
+
+// The numbers of a tile that the forward pass saved, and the upstream gradient into `scale`.
+template <typename Scalar>
+void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  const Real* saved = args.saved + row_begin;
+  std::copy(saved, saved + n_rows, tile.max);
+  std::copy(saved + args.rows, saved + args.rows + n_rows, tile.log_s);
+  std::copy(saved + 2 * args.rows, saved + 2 * args.rows + n_rows, tile.log_u);
+  RowCursor row(args.layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+    const int64_t target = std::max<int64_t>(tile.label[r], 0);
+    tile.target_logit[r] = load_as_compute(args.logits[row.offset() + target * args.layout.class_stride]);
+  }
+  const Real divisor = args.divisor ? *args.divisor : Real(1);
+  if (args.grad_stride == 0) {
+    std::fill_n(tile.scale, n_rows, args.grad_loss[0] / divisor);
+  } else {
+    for (int64_t r = 0; r < n_rows; ++r) tile.scale[r] = args.grad_loss[(row_begin + r) * args.grad_stride] / divisor;
+  }
+  for (int64_t r = 0; r < n_rows; ++r) tile.log_p[r] = (tile.target_logit[r] - tile.max[r]) - tile.log_s[r];
 }
 
 template <typename Scalar>
@@ -459,16 +601,7 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);
     read_rows(args, row, n, tile);
-    RowCursor cursor(args.layout, row);
-    for (int64_t r = 0; r < n; ++r, cursor.next()) {
-      const int64_t target = std::max<int64_t>(tile.label[r], 0);
-      const Scalar* z = args.logits + cursor.offset();
-      tile.max[r] = args.saved[row + r];
-      tile.log_s[r] = args.saved[args.rows + row + r];
-      tile.log_u[r] = args.saved[2 * args.rows + row + r];
-      tile.log_p[r] = (load_as_compute(z[target * args.layout.class_stride]) - tile.max[r]) - tile.log_s[r];
-      tile.scale[r] = args.grad_loss[(row + r) * args.grad_stride] / (args.divisor ? *args.divisor : Real(1));
-    }
+    read_saved(args, row, n, tile);
     if (args.edges) look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
     finish_slope(n, args.detach_modulation, tile);
     if (args.grad_gamma) std::copy(tile.grad_gamma, tile.grad_gamma + n, args.grad_gamma + row);
