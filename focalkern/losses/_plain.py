@@ -123,13 +123,16 @@ class BrierLoss(Loss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         rows = rows_of(self, input, target)
-        t = rows.target(self.label_smoothing)
-        p = rows.z.softmax(-1)
-        # Where p and t may both be near 1, p - t is (1 - t) - (1 - p), and 1 - p the sum of the other classes.
-        label = rows.label()
-        others = p.scatter(-1, label, 0.0).sum(-1, keepdim=True)
-        residual = (p - t).scatter(-1, label, (1.0 - t.gather(-1, label)) - others)
-        return in_dtype_of(rows.reduce(residual.square().sum(-1), self.reduction), input)
+        p, label = rows.z.softmax(-1), rows.label()
+        # Where p and t may both be near 1, p - t is (1 - t) - (1 - p), and both are sums over the other classes.
+        if rows.index is not None:
+            others = (p - self.label_smoothing / p.shape[-1] if self.label_smoothing else p).scatter(-1, label, 0.0)
+            loss = others.square().sum(-1) + others.sum(-1).square()
+        else:
+            t = rows.target(self.label_smoothing)
+            of_label = (1.0 - t.gather(-1, label)) - p.scatter(-1, label, 0.0).sum(-1, keepdim=True)
+            loss = (p - t).scatter(-1, label, of_label).square().sum(-1)
+        return in_dtype_of(rows.reduce(loss, self.reduction), input)
 
 
 class MMCELoss(Loss):
