@@ -23,6 +23,7 @@ _SETTINGS = (
     "augment",
     "device",
 )
+_SEEDS = 2**31
 _QUICK_LOSSES = ("cross-entropy", "focal-3")
 
 
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return _report(arguments) if arguments.command == "report" else _train(arguments)
-    except StudyError as error:
+    except (StudyError, OSError) as error:
         print(f"train_study: {error}", file=sys.stderr)
         return 2
 
@@ -63,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--losses",
         nargs="+",
-        default=list(objectives.ALL),
         metavar="LOSS",
         help=f"by default {' '.join(objectives.ALL)}; any coefficient can be written after the name",
     )
@@ -81,10 +81,10 @@ def _parser() -> argparse.ArgumentParser:
         default=21,
         help="the steps of the learning rate scale with it (default 21; the papers' 350)",
     )
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--weight-decay", type=float, default=5e-4)
+    parser.add_argument("--batch-size", type=int, default=128, help="default %(default)s")
+    parser.add_argument("--lr", type=float, default=0.1, help="default %(default)s")
+    parser.add_argument("--momentum", type=float, default=0.9, help="default %(default)s")
+    parser.add_argument("--weight-decay", type=float, default=5e-4, help="default %(default)s")
     parser.add_argument(
         "--val-fraction", type=float, default=0.1, help="of the training part, cut off for validation (default 0.1)"
     )
@@ -104,9 +104,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    if arguments.command == "sweep" and arguments.losses:
+        raise StudyError("losses: the sweep has its own, got --losses")
+    if arguments.command == "study" and arguments.sizes:
+        raise StudyError("sizes: they are the sweep's; a study has one, --train-size")
+    if arguments.threads < 1:
+        raise StudyError(f"threads must be at least 1, got {arguments.threads}")
+    for seed in arguments.seeds:
+        if not 0 <= seed < _SEEDS:
+            raise StudyError(f"seeds must be from 0 to {_SEEDS - 1}, got {seed}")
     if arguments.quick:
-        arguments.losses, arguments.seeds, arguments.epochs = list(_QUICK_LOSSES), [0], 2
-    losses = [objectives.canonical(name) for name in arguments.losses]
+        arguments.losses, arguments.seeds, arguments.epochs = arguments.losses or _QUICK_LOSSES, [0], 2
+    losses = list(dict.fromkeys(objectives.canonical(name) for name in arguments.losses or objectives.ALL))
+    seeds = list(dict.fromkeys(arguments.seeds))
     torch.set_num_threads(arguments.threads)
     dataset = data.load(arguments.data)
     settings = training.Settings(
@@ -114,7 +124,17 @@ def _train(arguments: argparse.Namespace) -> int:
         network=arguments.network or ("text-cnn" if dataset.n_tokens else "small-cnn"),
         **{name: getattr(arguments, name) for name in _SETTINGS},
     )
-    networks.build(settings.network, dataset, settings.width)  # what does not fit is said before anything is written
+    # What does not fit is said before anything is written.
+    networks.build(settings.network, dataset, settings.width)
+    data.split(
+        dataset,
+        seed=0,
+        val_fraction=settings.val_fraction,
+        train_size=settings.train_size,
+        device=torch.device("cpu"),
+    )
+    for name in losses:
+        objectives.build(name)
     if arguments.command == "sweep":
         plan = sweep.plan(dataset, settings, arguments.sizes)
         todo = [(one, sweep.folder_of(arguments.out, one), names) for one, names in plan.items()]
@@ -122,8 +142,16 @@ def _train(arguments: argparse.Namespace) -> int:
         todo = [(settings, arguments.out, losses)]
     for one, out, _ in todo:
         one.claim(out)
-    failed = sum(_train_all(dataset, one, names, arguments.seeds, out) for one, out, names in todo)
-    return _report(arguments) or min(failed, 1)
+    diverged, left = 0, []
+    for one, out, names in todo:
+        more, others = _train_all(dataset, one, names, seeds, out)
+        diverged, left = diverged + more, left + others
+    unfinished = [folder for folder in left if not records.is_complete(folder)]
+    if unfinished:
+        # A report of what there is could come after, and in the place of, the other's.
+        print(f"{len(unfinished)} runs are with another process, which writes the report when it has them all")
+        return min(diverged, 1)
+    return _report(arguments) or min(diverged, 1)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -135,13 +163,17 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _train_all(
     dataset: data.Dataset, settings: training.Settings, losses: list[str], seeds: list[int], out: Path
-) -> int:
-    """Seed by seed, so that a study that is cut off compares all losses on fewer seeds."""
+) -> tuple[int, list[Path]]:
+    """Seed by seed, so that a study that is cut off compares all losses on fewer seeds.
+
+    Returns how many runs diverged, and the folders of those that another process was at.
+    """
     wanted = [(loss, seed) for seed in seeds for loss in losses]
-    diverged = []
+    diverged, left = [], []
     with tqdm(total=len(wanted), unit="run", disable=None, position=0) as runs:
         for loss, seed in wanted:
             runs.set_description(f"{loss}, seed {seed}")
+            folder = records.folder_of(out, loss, seed)
             with tqdm(total=settings.epochs, unit="epoch", disable=None, position=1, leave=False) as epochs:
 
                 def on_epoch(epoch: int, row: dict[str, float], bar: tqdm = epochs) -> None:
@@ -150,16 +182,18 @@ def _train_all(
                     bar.set_postfix({name: f"{row[key]:.4f}" for name, key in shown.items()})
 
                 try:
-                    mine = training.run(dataset, settings, loss, seed, records.folder_of(out, loss, seed), on_epoch)
+                    mine = training.run(dataset, settings, loss, seed, folder, on_epoch)
                 except training.DivergedError as error:
                     diverged.append(f"{loss}, seed {seed}: {error}")
-                    mine = False
-            if mine and runs.disable:
-                print(f"finished {loss}, seed {seed}", flush=True)
+                else:
+                    if not mine:
+                        left.append(folder)
+                    elif runs.disable:
+                        print(f"finished {loss}, seed {seed}", flush=True)
             runs.update()
     for line in diverged:
         print(f"train_study: diverged: {line}", file=sys.stderr)
-    return len(diverged)
+    return len(diverged), left
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import gzip
 import re
+import zipfile
 import zlib
 from collections import Counter
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ def load(source: str) -> Dataset:
         dataset = _npz(path)
     else:
         raise DataError(f"{source}: expected digits, a folder or an .npz file")
+    if dataset.n_classes < 2:
+        raise DataError(f"{source}: expected labels of at least two classes, got only 0")
     return dataset
 
 
@@ -198,8 +201,11 @@ def _idx(folder: Path) -> Dataset:
 
 
 def _npz(path: Path) -> Dataset:
-    with np.load(path, allow_pickle=False) as file:
-        arrays = dict(file)
+    try:
+        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: not an .npz file of plain arrays: {error}") from error
 
     def pick(prefix: str) -> tuple[np.ndarray, np.ndarray] | None:
         for x, y in zip(_IMAGE_NAMES, _LABEL_NAMES, strict=True):
@@ -235,6 +241,9 @@ def _images(name: str, *parts: np.ndarray) -> Dataset:
             raise DataError(f"{name}: expected labels from 0 on, got {'none' if len(labels) == 0 else labels.min()}")
         images = images[:, None] if images.ndim == 3 else np.moveaxis(images, -1, 1)
         tensors += [torch.from_numpy(images.copy()), torch.from_numpy(labels.astype(np.int64))]
+    train, test = (list(images.shape[1:]) for images in tensors[::2])
+    if train != test:
+        raise DataError(f"{name}: training and test images must have the same shape, got {train} and {test}")
     return Dataset(name, *tensors)
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 import focalkern as fk
@@ -66,9 +67,18 @@ def canonical(name: str) -> str:
 
 
 def build(name: str) -> nn.Module:
-    """The loss called ``name``, from logits [N, C] and labels [N] to a mean."""
+    """The loss called ``name``, from logits [N, C] and labels [N] to a mean.
+
+    Raises:
+        StudyError: no such loss, or a coefficient that it does not take.
+    """
     family, coefficient = parse(name)
-    return _FAMILIES[family][0](*(() if coefficient is None else (coefficient,)))
+    try:
+        loss = _FAMILIES[family][0](*(() if coefficient is None else (coefficient,)))
+        loss(torch.zeros(2, 2), torch.tensor([0, 1]))  # torch's own look at their options only when they are called
+    except (ValueError, RuntimeError) as error:
+        raise StudyError(f"loss: {name}: {error}") from error
+    return loss
 
 
 def gamma(name: str) -> float | None:

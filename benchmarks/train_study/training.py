@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -56,7 +57,9 @@ class Settings:
             ("epochs", self.epochs >= 1, "at least 1"),
             ("batch_size", self.batch_size >= 2, "at least 2"),
             ("width", self.width >= 1, "at least 1"),
-            ("lr", self.lr > 0, "above 0"),
+            ("lr", 0 < self.lr < math.inf, "above 0 and finite"),
+            ("momentum", 0 <= self.momentum < 1, "at least 0 and below 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0 and finite"),
             ("val_fraction", 0 < self.val_fraction < 1, "between 0 and 1"),
             ("train_size", self.train_size is None or self.train_size >= 2, "at least 2"),
             ("device", self.device != "cuda" or torch.cuda.is_available(), "one that torch finds"),
@@ -267,7 +270,6 @@ class _Run:
         write_atomically(self.checkpoint, stream.getvalue())
 
     def _load(self) -> None:
-
         state: dict[str, Any] = torch.load(self.checkpoint, map_location=self.device)
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
