@@ -1,10 +1,11 @@
 """The figures of the papers, from the rows of the CSV files: lines are means over seeds, bands reach from the lowest to
-the highest seed.
+the highest seed, error bars are a standard deviation either way.
 
 [1] Komisarenko & Kull 2024, [2] Mukhoti et al. 2020, [3] Ghosh et al. 2022, [4] Wang et al. 2021. Losses differ in
-colour (from the set of Okabe & Ito, safe for colour-blind readers), in dashes and in lightness.
+colour (from the set of Okabe & Ito, safe for colour-blind readers, or along a scale of lightness) and in dashes.
 """
 
+import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,17 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
 from benchmarks.train_study import objectives, sweep
 from benchmarks.train_study.records import Run
 from benchmarks.train_study.tables import Row
-from focalkern import metrics, plots
+from focalkern import PAPER_TEMPERATURES, metrics, plots
+from focalkern._atomic import write_atomically
 
-_STYLES: dict[str, tuple[str, Any]] = {
+Styles = dict[str, tuple[Any, Any]]  # by loss: colour and dashes
+
+_STYLES: Styles = {
     "cross-entropy": ("#000000", "-"),
     "focal-3": ("#0072B2", "-"),
     "flsd-53": ("#56B4E9", (0, (5, 1.5))),
@@ -29,9 +34,12 @@ _STYLES: dict[str, tuple[str, Any]] = {
     "inverse-focal-2": ("#D55E00", "-"),
     "brier": ("#CC79A7", (0, (3, 1, 1, 1))),
 }
-"""The losses that are drawn, where a figure compares losses: more lines than six are not to be told apart."""
+"""The losses that are drawn, where a figure compares losses: more lines than six are not to be told apart. What is
+followed per epoch is drawn for the other losses as well, in figures of their own."""
 
+_FONTS = {"axes.titlesize": 10, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}
 _BLUE, _VERMILION, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
+_RELIABILITY = ("cross-entropy", "focal-3", "label-smoothing-0.05", "inverse-focal-2")
 _SHOWN_BINS = (0, 7, 14)  # those of [3]
 
 
@@ -40,8 +48,28 @@ _SHOWN_BINS = (0, 7, 14)  # those of [3]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def training_curves(rows: Sequence[Row]) -> Figure:
+def styles_by_gamma(losses: Iterable[str]) -> Styles:
+    """From the strongest focal loss over cross-entropy to inverse focal losses: dark to light, dashes in turns."""
+    gammas = {loss: gamma for loss in losses if (gamma := objectives.gamma(loss)) is not None}
+    colours = matplotlib.colormaps["cividis"](np.linspace(0, 0.95, max(len(gammas), 2)))
+    dashes = ("-", (0, (5, 1.5)))
+    order = sorted(gammas, key=lambda loss: -gammas[loss])
+    return {loss: (colours[i], dashes[i % 2]) for i, loss in enumerate(order)}
+
+
+def styles_of_others(losses: Iterable[str]) -> Styles:
+    """Cross-entropy, and what neither ``styles_by_gamma`` nor the figures of six losses have."""
+    found = [loss for loss in losses if loss not in _STYLES and objectives.gamma(loss) is None]
+    colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+    dashes = ("-", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+    styles = {loss: (colours[i % 6], dashes[i % 4]) for i, loss in enumerate(found)}
+    return {"cross-entropy": _STYLES["cross-entropy"], **styles} if styles else {}
+
+
+def training_curves(rows: Sequence[Row], styles: Styles = _STYLES) -> Figure | None:
     """[2] Figure 1: NLL and error of training and test, entropy and test ECE per epoch."""
+    if not _drawn(rows, styles):
+        return None
     figure, axes = _grid(2, 3)
     panels = (
         ("train_nll", "NLL, training"),
@@ -52,13 +80,15 @@ def training_curves(rows: Sequence[Row]) -> Figure:
         ("test_ece_equal_width", "ECE (equal_width), test"),
     )
     for ax, (column, title) in zip(axes, panels, strict=True):
-        _epoch_lines(ax, rows, column, title)
+        _epoch_lines(ax, rows, column, title, styles)
     _losses_below(figure, axes[0])
     return figure
 
 
-def correct_and_incorrect(rows: Sequence[Row]) -> Figure:
+def correct_and_incorrect(rows: Sequence[Row], styles: Styles = _STYLES) -> Figure | None:
     """[2] Figure 2: NLL and entropy of right and wrong test samples, and the last layer's weight norm, per epoch."""
+    if not _drawn(rows, styles):
+        return None
     figure, axes = _grid(2, 3)
     panels = (
         ("test_nll_correct", "NLL of correct test samples"),
@@ -69,13 +99,15 @@ def correct_and_incorrect(rows: Sequence[Row]) -> Figure:
         ("temperature_nll", "best temperature (validation NLL)"),
     )
     for ax, (column, title) in zip(axes, panels, strict=True):
-        _epoch_lines(ax, rows, column, title)
+        _epoch_lines(ax, rows, column, title, styles)
     _losses_below(figure, axes[0])
     return figure
 
 
-def scaled_ece(rows: Sequence[Row]) -> Figure:
+def scaled_ece(rows: Sequence[Row]) -> Figure | None:
     """[4] Figure 4: test ECE per epoch, as it is and at the temperature that validation finds best."""
+    if not _drawn(rows, _STYLES):
+        return None
     figure, axes = _grid(1, 3)
     panels = (
         ("test_ece_equal_width", "ECE (equal_width), test"),
@@ -108,7 +140,8 @@ def adafocal(epochs: Sequence[Row], bins: Sequence[Row]) -> Figure | None:
     mesh = ax.pcolormesh(*places, table, **colours)
     figure.colorbar(mesh, ax=ax, pad=0.02)
     ax.set(title="AdaFocal: gamma of each bin", ylabel="bin (by confidence)", xlabel="epoch")
-    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     for column, index in enumerate(_SHOWN_BINS, start=1):
         chosen = [row for row in bins if row["bin"] == index]
         _epoch_lines(axes[column], chosen, "calibration_error", f"bin {index}: confidence - accuracy")
@@ -125,47 +158,68 @@ def adafocal(epochs: Sequence[Row], bins: Sequence[Row]) -> Figure | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def validation_size(rows: Sequence[Row]) -> Figure:
+def validation_size(rows: Sequence[Row]) -> Figure | None:
     """[4] Figure 3: test ECE after calibration against the number of validation samples."""
+    if not _drawn(rows, _STYLES):
+        return None
     figure, axes = _grid(1, 2)
-    for ax, method in zip(axes, ("temperature", "histogram binning"), strict=True):
+    titles = {"temperature": "after temperature scaling", "histogram binning": "after histogram binning"}
+    for ax, (method, title) in zip(axes, titles.items(), strict=True):
         chosen = [row for row in rows if row["method"] == method]
         _lines(ax, chosen, "validation_samples", "ece_equal_width", marker="o")
-        ax.set(xscale="log", xlabel="validation samples", ylabel="test ECE (equal_width)", title=f"after {method}")
+        ax.set(xscale="log", xlabel="validation samples", ylabel="test ECE (equal_width)", title=title)
     _losses_below(figure, axes[0])
     return figure
 
 
-def learned(rows: Sequence[Row]) -> Figure:
+def learned(rows: Sequence[Row]) -> Figure | None:
     """[4] Figure 5: the largest logit after training, by the epoch in which a training sample was first right."""
+    if not _drawn(rows, _STYLES):
+        return None
     figure, axes = _grid(1, 2)
     right = [row for row in rows if row["learned_epoch"] > 0]
     _lines(axes[0], right, "learned_epoch", "top_logit", marker="o")
     _lines(axes[1], right, "learned_epoch", "samples", marker="o")
-    axes[0].set(xlabel="epoch in which the sample was first right", ylabel="mean largest logit", title="after training")
+    axes[0].set(xlabel="epoch in which the sample was first right", ylabel="mean largest logit")
     axes[1].set(xlabel="epoch in which the sample was first right", ylabel="training samples", yscale="log")
+    for ax in axes:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0].set_title("their logits after training")
     axes[1].set_title("how many they are")
     _losses_below(figure, axes[0])
     return figure
 
 
-def optimal_temperature(rows: Sequence[Row]) -> Figure:
+def optimal_temperature(rows: Sequence[Row]) -> Figure | None:
     """[1] Figure 8: the temperature of lowest validation ECE (equal_mass) against the gamma of the calibration map."""
-    figure, axes = _grid(1, 1, width=6.2)
-    trained = {loss: objectives.gamma(loss) for loss in dict.fromkeys(row["loss"] for row in rows)}
-    order = sorted((loss for loss, gamma in trained.items() if gamma is not None), key=lambda loss: -trained[loss])
-    colours = matplotlib.colormaps["cividis"](np.linspace(0, 0.95, max(len(order), 2)))
-    for loss, colour, marker in zip(order, colours, "os^vDPX*<>" * 3, strict=False):
+    styles = styles_by_gamma(row["loss"] for row in rows)
+    if not styles:
+        return None
+    figure, axes = _grid(1, 1, width=7.6)
+    for (loss, (colour, _)), marker in zip(styles.items(), "os^vDPX*<>" * 3, strict=False):
         x, middle, low, high = _summary(
             [row for row in rows if row["loss"] == loss], "gamma_evaluated", "temperature_ece"
         )
-        axes[0].plot(
-            x, middle, color=colour, marker=marker, markersize=4.5, linewidth=1.3, label=f"{trained[loss]:g} ({loss})"
-        )
+        axes[0].plot(x, middle, color=colour, marker=marker, markersize=4.5, linewidth=1.3, label=_with_gamma(loss))
         axes[0].fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes[0].set(xlabel="gamma of the calibration map", ylabel="best temperature")
-    axes[0].legend(title="gamma of the loss", frameon=False, fontsize=8, title_fontsize=8.5)
+    axes[0].set(xlabel="gamma of the calibration map", ylabel="best temperature (validation ECE)")
+    highest = PAPER_TEMPERATURES[-1]
+    if max(row["temperature_ece"] for row in rows) >= highest:
+        axes[0].axhline(highest, color=_GREY, linewidth=0.8, linestyle="--", zorder=1, label="highest searched")
+    # Beside the axes: up to a dozen lines leave no room between them.
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        title="gamma of the loss",
+        loc="outside right center",
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8.5,
+    )
     return figure
+
+
+def _with_gamma(loss: str) -> str:
+    return f"{objectives.gamma(loss):g} ({loss})"
 
 
 def from_focal_to_inverse(rows: Sequence[Row]) -> Figure | None:
@@ -175,14 +229,19 @@ def from_focal_to_inverse(rows: Sequence[Row]) -> Figure | None:
         return None
     figure, axes = _grid(1, 4)
     gammas = [row["gamma"] for row in chosen]
-    for ax, title, mean, std in (
-        (axes[0], "accuracy", "accuracy_mean", "accuracy_std"),
-        (axes[1], "best temperature", "temperature_mean", "temperature_std"),
-        (axes[2], "ECE with temperature scaling", "ece_mean_temperature", "ece_std_temperature"),
-        (axes[3], "ECE with histogram binning", "ece_mean_histogram", "ece_std_histogram"),
+    for ax, title, name in (
+        (axes[0], "accuracy, test", "accuracy_{}"),
+        (axes[1], "best temperature", "temperature_{}"),
+        (axes[2], "test ECE with temperature scaling", "ece_{}_temperature"),
+        (axes[3], "test ECE with histogram binning", "ece_{}_histogram"),
     ):
-        error = np.nan_to_num([row[std] for row in chosen])
-        ax.errorbar(gammas, [row[mean] for row in chosen], error, color=_BLUE, marker="o", capsize=3, linewidth=1.4)
+        mean, std = ([row[name.format(kind)] for row in chosen] for kind in ("mean", "std"))
+        ax.errorbar(gammas, mean, np.nan_to_num(std), color=_BLUE, marker="o", capsize=3, linewidth=1.4)
+        if name.format("floor") in chosen[0]:
+            floor = [row[name.format("floor")] for row in chosen]
+            ax.plot(gammas, floor, color=_VERMILION, linestyle=":", label="of perfect calibration")
+            ax.set_ylim(bottom=0)
+            ax.legend(frameon=False, fontsize=8, loc="lower left")
         ax.axvline(0, color=_GREY, linewidth=0.8, linestyle="--", zorder=1)
         ax.set(title=title, xlabel="gamma: focal > 0 > inverse focal")
         ax.invert_xaxis()
@@ -193,7 +252,8 @@ def from_focal_to_inverse(rows: Sequence[Row]) -> Figure | None:
 def roc_curves(runs: Sequence[Run], temperatures: Sequence[Row]) -> Figure | None:
     """[3]: how well confidence tells out-of-distribution inputs, before and after temperature scaling."""
     names = sorted({name for run in runs for name in run.out_of_distribution})
-    if not names:
+    drawn = [loss for loss in _STYLES if any(run.loss == loss for run in runs)]
+    if not names or not drawn:
         return None
     best = {
         (row["loss"], row["seed"], row["set"]): row["temperature"] for row in temperatures if row["scaled"] == "yes"
@@ -203,7 +263,7 @@ def roc_curves(runs: Sequence[Run], temperatures: Sequence[Row]) -> Figure | Non
     for row, name in enumerate(names):
         for column, scaled in enumerate((False, True)):
             ax = axes[2 * row + column]
-            for loss in _drawn(run.loss for run in runs):
+            for loss in drawn:
                 curves, areas = [], []
                 for run in runs:
                     if run.loss != loss:
@@ -220,7 +280,7 @@ def roc_curves(runs: Sequence[Run], temperatures: Sequence[Row]) -> Figure | Non
                 ax.plot(rates, np.mean(curves, 0), color=colour, linestyle=dashes, linewidth=1.4, label=label)
             ax.plot([0, 1], [0, 1], color=_GREY, linewidth=0.8)
             ax.set(title=f"{name}, {'after temperature scaling' if scaled else 'T = 1'}", xlim=(0, 1), ylim=(0, 1.005))
-            ax.set(xlabel="false alarms: in-distribution, below", ylabel="detected")
+            ax.set(xlabel="share of test samples rejected", ylabel="share of foreign inputs rejected")
             ax.legend(title="AUROC", frameon=False, fontsize=7.5, title_fontsize=8, loc="lower right")
     return figure
 
@@ -238,7 +298,7 @@ def reliability(runs: Sequence[Run], rows: Sequence[Row]) -> Figure | None:
     seed = min(run.seed for run in runs)
     panels = {}
     for run in runs:
-        if run.seed != seed or run.loss not in ("cross-entropy", "focal-3", "inverse-focal-2"):
+        if run.seed != seed or run.loss not in _RELIABILITY:
             continue
         temperature = next(
             row["temperature"]
@@ -326,11 +386,19 @@ def _family(table: Sequence[Row], family: str, size: int) -> list[tuple[float, R
 
 
 def write_study(files: dict[str, list[Row]], runs: Sequence[Run], folder: Path) -> None:
+    epochs, losses = files["epochs"], list(dict.fromkeys(run.loss for run in runs))
+    by_gamma, others = styles_by_gamma(losses), styles_of_others(losses)
+    if by_gamma.keys() <= _STYLES.keys():
+        by_gamma = {}  # the figures of six have them
     makers: dict[str, Callable[[], Figure | None]] = {
-        "training_curves": lambda: training_curves(files["epochs"]),
-        "correct_and_incorrect": lambda: correct_and_incorrect(files["epochs"]),
-        "scaled_ece": lambda: scaled_ece(files["epochs"]),
-        "adafocal": lambda: adafocal(files["epochs"], files["bins"]),
+        "training_curves": lambda: training_curves(epochs),
+        "training_curves_by_gamma": lambda: training_curves(epochs, by_gamma),
+        "training_curves_others": lambda: training_curves(epochs, others),
+        "correct_and_incorrect": lambda: correct_and_incorrect(epochs),
+        "correct_and_incorrect_by_gamma": lambda: correct_and_incorrect(epochs, by_gamma),
+        "correct_and_incorrect_others": lambda: correct_and_incorrect(epochs, others),
+        "scaled_ece": lambda: scaled_ece(epochs),
+        "adafocal": lambda: adafocal(epochs, files["bins"]),
         "validation_size": lambda: validation_size(files["validation_size"]),
         "learned": lambda: learned(files["learned"]),
         "optimal_temperature": lambda: optimal_temperature(files["temperatures"]),
@@ -355,14 +423,27 @@ def write_sweep(table: Sequence[Row], temperatures: Sequence[Row], folder: Path)
 
 def _write(makers: dict[str, Callable[[], Figure | None]], folder: Path) -> None:
     for name, make in makers.items():
-        figure = make()
-        if figure is not None:
-            figure.savefig(folder / f"{name}.png", dpi=110)
+        with matplotlib.rc_context(_FONTS):
+            figure = make()
+        path = folder / f"{name}.png"
+        if figure is None:
+            path.unlink(missing_ok=True)  # of an earlier report, which had other losses
+        else:
+            write_atomically(path, _png(figure))
 
 
-def _drawn(losses: Iterable[str]) -> list[str]:
-    present = list(losses)
-    return [loss for loss in _STYLES if loss in present]
+def _png(figure: Figure) -> bytes:
+    """A palette of 256 colours is enough for lines and bands, and makes a third of the bytes."""
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    picture = Image.open(drawn).convert("RGB")
+    picture.quantize(256, kmeans=1, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    return small.getvalue()
+
+
+def _drawn(rows: Iterable[Row], styles: Styles) -> list[str]:
+    present = {row["loss"] for row in rows}
+    return [loss for loss in styles if loss in present]
 
 
 def _grid(rows: int, columns: int, width: float = 3.4) -> tuple[Figure, list[Axes]]:
@@ -370,10 +451,6 @@ def _grid(rows: int, columns: int, width: float = 3.4) -> tuple[Figure, list[Axe
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax in axes:
-        ax.tick_params(labelsize=8)
-        ax.title.set_fontsize(9.5)
-        ax.xaxis.label.set_fontsize(9)
-        ax.yaxis.label.set_fontsize(9)
         for side in ("top", "right"):
             ax.spines[side].set_visible(False)
         ax.grid(color="#E8E8E8", linewidth=0.6)
@@ -381,15 +458,15 @@ def _grid(rows: int, columns: int, width: float = 3.4) -> tuple[Figure, list[Axe
     return figure, axes
 
 
-def _epoch_lines(ax: Axes, rows: Sequence[Row], column: str, title: str) -> None:
-    _lines(ax, rows, "epoch", column)
+def _epoch_lines(ax: Axes, rows: Sequence[Row], column: str, title: str, styles: Styles = _STYLES) -> None:
+    _lines(ax, rows, "epoch", column, styles=styles)
     ax.set(title=title, xlabel="epoch")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _lines(ax: Axes, rows: Sequence[Row], x: str, y: str, marker: str | None = None) -> None:
-    for loss in _drawn(row["loss"] for row in rows):
-        colour, dashes = _STYLES[loss]
+def _lines(ax: Axes, rows: Sequence[Row], x: str, y: str, marker: str | None = None, styles: Styles = _STYLES) -> None:
+    for loss in _drawn(rows, styles):
+        colour, dashes = styles[loss]
         places, middle, low, high = _summary([row for row in rows if row["loss"] == loss], x, y)
         ax.plot(
             places, middle, color=colour, linestyle=dashes, linewidth=1.5, label=loss, marker=marker, markersize=3.5
@@ -414,4 +491,6 @@ def _summary(rows: Sequence[Row], x: str, y: str) -> tuple[list[float], list[flo
 def _losses_below(figure: Figure, ax: Axes) -> None:
     handles, labels = ax.get_legend_handles_labels()
     columns = 6 if figure.get_figwidth() > 8 else 3
+    if len(labels) > columns:
+        columns = -(-len(labels) // 2)  # two full rows
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)

@@ -99,14 +99,16 @@ def test_ece(logits: Tensor, labels: Tensor, *, temperature: float, prefix: str)
     }
 
 
-def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], digits: int = 6) -> None:
     """Rows of the same keys; numbers with six digits, which is more than training repeats elsewhere."""
     rows = list(rows)
     stream = io.StringIO()
     writer = csv.DictWriter(stream, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
+        writer.writerow(
+            {key: f"{value:.{digits}g}" if isinstance(value, float) else value for key, value in row.items()}
+        )
     write_atomically(path, stream.getvalue().encode())
 
 

@@ -26,14 +26,14 @@ def _study(out: Path, folder: Path) -> str:
         raise DataError(f"{out}: no complete run to report on")
     files = tables.write(runs, folder)
     figures.write_study(files, runs, folder)
-    return "\n\n".join(
-        f"{heading}\n{tables.format_table(name, files[name])}\n" for name, (heading, *_) in tables.TABLES.items()
-    )
+    parts = [(heading, tables.format_table(name, files[name])) for name, (heading, *_) in tables.TABLES.items()]
+    parts.append(("In short: ECE (equal_mass) and NLL", tables.format_summary(files["table_focal_temperature"])))
+    return "\n\n".join(f"{heading}\n{table}\n" for heading, table in parts)
 
 
 def _sweep(out: Path, folder: Path) -> str:
     sizes = sorted(int(path.parent.name.removeprefix("train-")) for path in out.glob("train-*/settings.json"))
-    runs = [(size, run) for size in sizes for run in records.read_runs(out / f"train-{size}", rank=objectives.rank)]
+    runs = [(size, run) for size in sizes for run in records.read_runs(out / f"train-{size}", rank=objectives.parse)]
     rows = [{"train_size": size, **row} for size, run in runs for row in tables.calibration_rows(run)]
     if not rows:
         raise DataError(f"{out}: no complete run to report on")

@@ -18,6 +18,7 @@ from torch import Tensor
 import focalkern as fk
 from benchmarks.train_study import objectives, records
 from benchmarks.train_study.records import Run
+from focalkern.bootstrap import bias_floor
 from focalkern.calibrators import DEFAULT_GAMMAS
 
 Row = dict[str, Any]
@@ -26,6 +27,7 @@ Row = dict[str, Any]
 ABOUT = ("device", "threads", "torch", "focalkern", "commit", "date")
 
 FIGURES = ("accuracy", "nll", "brier", "ece_equal_width", "ece_equal_mass", "ece_equal_mass_interp", "classwise_ece")
+_FLOORS = ("ece_equal_width", "ece_equal_mass")
 _SIGNIFICANT = 0.05
 
 
@@ -81,6 +83,9 @@ def _figures(log_probs: Tensor, logits: Mapping[str, Tensor]) -> Row:
                 confidence=confidence, correct=predicted == labels, estimator=estimator
             )
         )
+    # What a perfectly calibrated classifier with these confidences would score on so many rows.
+    floors = bias_floor(confidence=confidence, figures=_FLOORS, n_resamples=500, progress=False)
+    figures.update({f"{name}_floor": floors[name].mean for name in _FLOORS})
     figures["classwise_ece"] = float(fk.metrics.classwise_calibration_error(probs, labels))
     return figures
 
@@ -274,17 +279,20 @@ def post_hoc_table(rows: Sequence[Row]) -> list[Row]:
         uncalibrated = _select(rows, loss, "none", "")
         row |= {"seeds": len(uncalibrated), **_mean_std(uncalibrated, "accuracy")}
         row.update({f"{key}_uncalibrated": value for key, value in _mean_std(uncalibrated, "ece_equal_width").items()})
-        row.update(_mean_std(_select(rows, loss, "temperature", "ece equal_width"), "temperature"))
+        scaled = _select(rows, loss, "temperature", "ece equal_width")
+        row.update(_mean_std(scaled, "temperature"))
         for short, method, criterion in (
             ("temperature", "temperature", "ece equal_width"),
             ("histogram", "histogram binning", ""),
         ):
-            chosen = {one["seed"]: one["ece_equal_width"] for one in _select(rows, loss, method, criterion)}
+            calibrated = _select(rows, loss, method, criterion)
+            chosen = {one["seed"]: one["ece_equal_width"] for one in calibrated}
             baseline = {
                 one["seed"]: one["ece_equal_width"] for one in _select(rows, "cross-entropy", method, criterion)
             }
             values = _mean_std([{"ece": value} for value in chosen.values()], "ece")
             row.update({f"{key}_{short}": value for key, value in values.items()})
+            row[f"ece_floor_{short}"] = _mean_std(calibrated, "ece_equal_width_floor")["ece_equal_width_floor_mean"]
             common = sorted(chosen.keys() & baseline.keys())
             row[f"p_{short}"] = math.nan
             if loss != "cross-entropy" and len(common) > 1:
@@ -295,20 +303,29 @@ def post_hoc_table(rows: Sequence[Row]) -> list[Row]:
 
 
 def selection_table(rows: Sequence[Row]) -> list[Row]:
-    """[1]: test ECE (equal_mass) of the parameters that validation ECE chooses, against those that NLL chooses."""
+    """[1]: test ECE (equal_mass) of the parameters that validation ECE chooses, against those that NLL chooses.
+
+    p is that of a paired two-sided t-test over runs.
+    """
+    from scipy.stats import ttest_rel
+
     table = []
     for loss in ("all losses", *_losses(rows)):
         for method in ("temperature", "focal temperature"):
             by_ece, by_nll = (
-                [row for row in rows if row["method"] == method and row["criterion"] == criterion]
+                {
+                    (row["loss"], row["seed"]): row["ece_equal_mass"]
+                    for row in rows
+                    if (row["method"], row["criterion"]) == (method, criterion) and loss in ("all losses", row["loss"])
+                }
                 for criterion in ("ece equal_mass", "nll")
             )
-            ece, nll = (
-                np.mean([row["ece_equal_mass"] for row in chosen if loss in ("all losses", row["loss"])])
-                for chosen in (by_ece, by_nll)
-            )
-            row = {"loss": loss, "method": method, "ece_chosen_by_ece": float(ece), "ece_chosen_by_nll": float(nll)}
-            table.append({**row, "gain": float(1 - ece / nll)})
+            pairs = np.array([[by_ece[run], by_nll[run]] for run in by_ece])
+            ece, nll = pairs.mean(0).tolist()
+            row = {"loss": loss, "method": method, "ece_chosen_by_ece": ece, "ece_chosen_by_nll": nll}
+            row |= {"gain": 1 - ece / nll, "runs": len(pairs), "runs_better": int((pairs[:, 0] < pairs[:, 1]).sum())}
+            differ = len(pairs) > 1 and bool(np.ptp(pairs[:, 0] - pairs[:, 1]) > 0)
+            table.append({**row, "p": float(ttest_rel(*pairs.T).pvalue) if differ else math.nan})
     return table
 
 
@@ -339,12 +356,14 @@ TABLES: dict[str, tuple[str, str, Callable[[Sequence[Row]], list[Row]]]] = {
     ),
     "table_post_hoc": (
         "ECE (equal_width) after temperature scaling and after histogram binning; + worse, - better than "
-        "cross-entropy with p < 0.05 (paired t-test over seeds)",
+        "cross-entropy with p < 0.05 (paired t-test over seeds); floor: what perfect calibration would score with the "
+        "confidences of either",
         "calibration",
         post_hoc_table,
     ),
     "table_selection": (
-        "Test ECE (equal_mass) of parameters chosen by validation ECE and by validation NLL",
+        "Test ECE (equal_mass) of parameters chosen by validation ECE and by validation NLL; in how many runs the "
+        "former is lower, and p of a paired t-test over them",
         "calibration",
         selection_table,
     ),
@@ -399,6 +418,7 @@ def format_table(name: str, rows: Sequence[Row], tablefmt: str = "simple") -> st
                 if reference is not None and row[f"p_{short}"] < _SIGNIFICANT:
                     mark = " +" if row[f"ece_mean_{short}"] > reference[f"ece_mean_{short}"] else " -"
                 cells[heading] = _cell(row, "ece", f"_{short}") + mark
+            cells["floor"] = " / ".join(f"{row[f'ece_floor_{short}']:.4f}" for short in ("temperature", "histogram"))
         elif name == "table_selection":
             cells = {
                 "loss": row["loss"],
@@ -406,12 +426,31 @@ def format_table(name: str, rows: Sequence[Row], tablefmt: str = "simple") -> st
                 "chosen by ECE": f"{row['ece_chosen_by_ece']:.4f}",
                 "chosen by NLL": f"{row['ece_chosen_by_nll']:.4f}",
                 "gain": f"{row['gain']:+.1%}",
+                "runs": f"{row['runs_better']:g} of {row['runs']:g}",
+                "p": "" if math.isnan(row["p"]) else f"{row['p']:.2g}",
             }
         else:
             sets = sorted({key.split("_")[2] for key in row if key.startswith("auroc_mean")})
             cells = {"loss": row["loss"], "seeds": row["seeds"]}
             for one in sets:
                 cells[one] = " -> ".join(_cell(row, "auroc", f"_{one}_{when}") for when in ("before", "after"))
+        shown.append(cells)
+    return tabulate(shown, headers="keys", tablefmt=tablefmt, disable_numparse=True)
+
+
+def format_summary(rows: Sequence[Row], tablefmt: str = "simple") -> str:
+    """``table_focal_temperature`` with a line per loss: means only, but for the accuracy and the ECE as trained."""
+    shown = []
+    for loss in _losses(rows):
+        none, scaled, focal = (
+            next(row for row in rows if (row["loss"], row["method"]) == (loss, method))
+            for method in ("none", "temperature", "focal temperature")
+        )
+        cells = {"loss": loss, "accuracy": _cell(none, "accuracy"), "ECE": _cell(none, "ece_equal_mass")}
+        for row, heading in ((scaled, "ECE with TS (T)"), (focal, "ECE with FTS (T)")):
+            cells[heading] = f"{row['ece_equal_mass_mean']:.4f} ({row['temperature_mean']:.2f})"
+        cells["NLL"] = f"{none['nll_mean']:.4f}"
+        cells["with TS"], cells["with FTS"] = (f"{row['nll_mean']:.4f}" for row in (scaled, focal))
         shown.append(cells)
     return tabulate(shown, headers="keys", tablefmt=tablefmt, disable_numparse=True)
 
@@ -458,5 +497,6 @@ def write(runs: Sequence[Run], folder: Path) -> dict[str, list[Row]]:
     for name, (_, source, make) in TABLES.items():
         files[name] = make(files[source])
     for name, rows in files.items():
-        records.write_csv(folder / f"{name}.csv", rows)
+        # Of a bin of some hundred samples no more than four digits mean anything, and there are many bins.
+        records.write_csv(folder / f"{name}.csv", rows, digits=4 if name == "bins" else 6)
     return files
