@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -154,6 +155,31 @@ def test_a_run_that_another_process_has_is_left_to_it(digits, tmp_path):
         training.run(digits, settings(digits), "focal-2", 0, tmp_path / "seed-0", inside)
 
 
+def test_only_the_process_that_sees_all_runs_complete_reports(digits, tmp_path, capsys, monkeypatch):
+    """Two processes share the runs. A report of some of them must not come after the report of all."""
+    arguments = ["--losses", "brier", "--seeds", "0", "--epochs", "1", "--width", "4", "--threads", "1", "--out"]
+
+    def busy(*_):
+        return False
+
+    with monkeypatch.context() as other:
+        other.setattr(training, "run", busy)
+        assert main([*arguments, str(tmp_path)]) == 0
+    assert "1 runs are with another process" in capsys.readouterr().out
+    assert not (tmp_path / "report").exists()
+
+    trained = training.run
+
+    def finished_meanwhile(*run):
+        trained(*run)
+        return False
+
+    monkeypatch.setattr(training, "run", finished_meanwhile)
+    monkeypatch.setattr("benchmarks.train_study.report.write", lambda out, folder: f"report of {out}")
+    assert main([*arguments, str(tmp_path)]) == 0
+    assert f"report of {tmp_path}" in capsys.readouterr().out
+
+
 def test_other_settings_are_an_error(digits, tmp_path):
     settings(digits).claim(tmp_path)
     settings(digits).claim(tmp_path)
@@ -165,7 +191,9 @@ def test_settings_are_checked(digits):
     for name, value, what in (
         ("epochs", 0, "at least 1"),
         ("val_fraction", 1.0, "between 0 and 1"),
-        ("lr", math.nan, "above 0"),
+        ("lr", math.nan, "above 0 and finite"),
+        ("momentum", 1.0, "at least 0 and below 1"),
+        ("weight_decay", -1.0, "at least 0 and finite"),
     ):
         with pytest.raises(StudyError, match=f"{name} must be {what}, got {value}"):
             settings(digits, **{name: value})
@@ -348,6 +376,19 @@ def test_npz_files(tmp_path):
     np.savez(path, something=x)
     with pytest.raises(DataError, match=r"expected images and labels, .* found something"):
         data.load(str(path))
+    np.savez(path, train_images=x, train_labels=y, test_images=x[:, :4], test_labels=y)
+    with pytest.raises(DataError, match=r"the same shape, got \[3, 8, 8\] and \[3, 4, 8\]"):
+        data.load(str(path))
+    np.savez(path, images=x, labels=0 * y)
+    with pytest.raises(DataError, match="at least two classes, got only 0"):
+        data.load(str(path))
+    np.savez(path, images=np.array([object()]), labels=y)
+    with pytest.raises(DataError, match=r"not an .npz file of plain arrays: Object arrays"):
+        data.load(str(path))
+    for broken in (b"no zip file", path.read_bytes()[:-30]):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match=r"not an .npz file of plain arrays: File is not a zip file"):
+            data.load(str(path))
 
 
 def test_trec_takes_its_vocabulary_from_the_training_file(tmp_path):
@@ -435,7 +476,7 @@ def test_quick_study(tmp_path, capsys):
     ):
         assert (out / "report" / f"{name}.csv").stat().st_size > 100
     pictures = {path.stem for path in (out / "report").glob("*.png")}
-    # Those that need AdaFocal, or three losses between focal and inverse focal, are left out.
+    # Those that need AdaFocal, three losses between focal and inverse focal, or other families are left out.
     assert pictures == {
         *("training_curves", "correct_and_incorrect", "scaled_ece", "validation_size", "learned"),
         *("optimal_temperature", "out_of_distribution", "reliability"),
@@ -444,8 +485,7 @@ def test_quick_study(tmp_path, capsys):
     from focalkern.cli import main as focalkern
 
     logits = out / "focal-3" / "seed-0" / "logits.npz"
-    report = tmp_path / "report"
-    assert focalkern(["calibrate", str(logits), "--out", str(tmp_path / "c.json"), "--report", str(report)]) == 0
+    assert focalkern(["calibrate", str(logits), "--out", str(tmp_path / "c.json")]) == 0
     found = json.loads((tmp_path / "c.json").read_text())
     (own,) = [
         row
@@ -472,10 +512,33 @@ def test_a_report_of_nothing_is_an_error(tmp_path, capsys):
     assert "no complete run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--losses hinge", "got 'hinge'"),
+        ("--losses label-smoothing-1.5", "label-smoothing-1.5: .*label_smoothing must be between 0.0 and 1.0"),
+        ("--val-fraction 0.0001", "leave none to train on or to validate with"),
+        ("--train-size 2000", "at most 1078, what validation leaves"),
+        ("--threads 0", "threads must be at least 1, got 0"),
+        ("--seeds 0 -1", "seeds must be from 0 to 2147483647, got -1"),
+        ("--sizes 50", "sizes: they are the sweep's"),
+        ("sweep --losses brier", "losses: the sweep has its own"),
+        ("--out file/out", "Not a directory"),
+    ],
+)
+def test_the_command_refuses_before_it_writes(arguments, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert main(arguments.split()) == 2
+    assert re.search(f"^train_study: .*{said}", capsys.readouterr().err)
+    assert os.listdir() == ["file"]
+
+
 def calibration_row(loss, seed, method, criterion, ece, temperature=1.0):
     figures = dict.fromkeys(("accuracy", "nll", "brier", "ece_equal_mass_interp", "classwise_ece"), 0.5)
     chosen = {"loss": loss, "seed": seed, "method": method, "criterion": criterion, "temperature": temperature}
-    return {**figures, **chosen, "gamma": 0.0, "ece_equal_width": ece, "ece_equal_mass": ece}
+    floor = {"ece_equal_width_floor": 0.005}
+    return {**figures, **chosen, **floor, "gamma": 0.0, "ece_equal_width": ece, "ece_equal_mass": ece}
 
 
 def test_means_marks_and_gains():
@@ -532,7 +595,7 @@ def test_the_recorded_figures_come_from_the_recorded_logits(loss, tmp_path):
     assert len(computed) == len(recorded) == 7
     for now, then in zip(computed, recorded, strict=True):
         assert (now["method"], now["criterion"]) == (then["method"], then["criterion"])
-        for name in ("gamma", "temperature", *tables.FIGURES):
+        for name in ("gamma", "temperature", "ece_equal_width_floor", *tables.FIGURES):
             # Six digits are written.
             assert now[name] == pytest.approx(then[name], rel=1e-5, nan_ok=True), (now["method"], name)
 
@@ -549,3 +612,107 @@ def test_the_recorded_tables_come_from_the_recorded_rows():
             # A small standard deviation or difference of means keeps fewer digits than they have.
             expected = pytest.approx(numbers, rel=1e-2, abs=2e-6, nan_ok=True)
             assert {key: then[key] for key in numbers} == expected
+
+
+def test_the_readme_says_what_was_recorded():
+    """Its table, and every figure in its sentences."""
+    folder = RESULTS / "fashion_mnist"
+    read = {path.stem: records.read_csv(path) for path in folder.glob("*.csv")}
+    pages = " ".join((ROOT / "README.md").read_text().split())
+    focal = read["table_focal_temperature"]
+    table = tables.format_summary(focal, tablefmt="github")
+    assert table in (ROOT / "README.md").read_text(), f"the table should be\n{table}"
+
+    def value(name, loss, column, **chosen):
+        (row,) = [row for row in read[name] if row["loss"] == loss and chosen.items() <= row.items()]
+        return row[column]
+
+    def curve(loss, column):
+        found = [[row[column] for row in read["epochs"] if (row["loss"], row["epoch"]) == (loss, e)] for e in (1, 14)]
+        return " to ".join(f"{np.mean(values):.2f}" for values in found)
+
+    def top(loss, epoch):
+        chosen = [row["top_logit"] for row in read["learned"] if (row["loss"], row["learned_epoch"]) == (loss, epoch)]
+        return f"{np.mean(chosen):.1f}"
+
+    def ece(loss, method="none"):
+        return f"{value('table_focal_temperature', loss, 'ece_equal_mass_mean', method=method):.4f}"
+
+    def nll(loss):
+        methods = ("temperature", "focal temperature")
+        both = [value("table_focal_temperature", loss, "nll_mean", method=method) for method in methods]
+        return f"{both[0]:.4f} to {both[1]:.4f}"
+
+    def scaled(loss):
+        return f"{value('table_post_hoc', loss, 'ece_mean_temperature'):.4f}"
+
+    def auroc(loss, when="before"):
+        return f"{value('table_out_of_distribution', loss, f'auroc_mean_digits_{when}'):.3f}"
+
+    def extremes(*columns):
+        values = [row[column] for row in read["table_post_hoc"] for column in columns]
+        return f"{min(values):.4f} and {max(values):.4f}"
+
+    gain, focal_gain = (
+        next(row for row in read["table_selection"] if (row["loss"], row["method"]) == ("all losses", method))
+        for method in ("temperature", "focal temperature")
+    )
+    p_values = [row[f"p_{short}"] for row in read["table_post_hoc"] for short in ("temperature", "histogram")]
+    p_values = [p for p in p_values if not math.isnan(p)]
+    chosen = {
+        (method, row["loss"], row["seed"]): row["ece_equal_mass"]
+        for row in read["calibration"]
+        if (method := row["method"]) in ("temperature", "focal temperature") and row["criterion"] == "ece equal_mass"
+    }
+    better = [ece < chosen["temperature", *run] for (method, *run), ece in chosen.items() if method != "temperature"]
+    gammas = [row["gamma"] for row in read["bins"] if (row["loss"], row["epoch"]) == ("adafocal", 14)]
+    temperatures = {row["loss"]: f"{row['temperature_mean']:.2f}" for row in read["table_post_hoc"]}
+    mass_floors = [row["ece_equal_mass_floor"] for row in read["calibration"] if row["method"] == "temperature"]
+    for said in (
+        f"would score an ECE of about {np.mean(mass_floors):.3f}",
+        f"({curve('cross-entropy', 'test_nll_incorrect')}, epoch 1 to 14)",
+        f"({curve('cross-entropy', 'head_weight_norm')}); under focal 3 they go",
+        f"from {curve('focal-3', 'test_nll_incorrect')} and from {curve('focal-3', 'head_weight_norm')}",
+        f"before any scaling, {ece('adafocal')},",
+        f"from {temperatures['focal-7']} for focal 7 over {temperatures['cross-entropy']} for cross-entropy to "
+        f"{temperatures['inverse-focal-3']} for",
+        f"{top('cross-entropy', 1)} for those first right in epoch 1 and {top('cross-entropy', 10)} for those first "
+        f"right in epoch 10, under focal 3 {top('focal-3', 1)} and {top('focal-3', 10)} (Wang",
+        f"is {gain['gain']:.0%} lower than that of one chosen by NLL",
+        f"and lower in {gain['runs_better']:g} of {gain['runs']:g} runs",
+        f"an ECE of {ece('focal-3')} and {ece('flsd-53')}, cross-entropy {ece('cross-entropy')}",
+        f"the best T of cross-entropy is {temperatures['cross-entropy']}",
+        f"an ECE (`equal_width`) of {', '.join(scaled(f'inverse-focal-{i}') for i in (1, 2))} and "
+        f"{scaled('inverse-focal-3')}, focal 3 {scaled('focal-3')}, L1 norm {scaled('l1-norm-0.01')}, "
+        f"cross-entropy {scaled('cross-entropy')}",
+        f"label smoothing with temperature scaling, {scaled('label-smoothing-0.05')},",
+        f"lie between {extremes('ece_mean_temperature')}; perfect calibration would score "
+        f"between {extremes('ece_floor_temperature')}",
+        f"lower in {sum(better)} of {len(better)} runs, "
+        f"{focal_gain['ece_chosen_by_ece']:.4f} against {gain['ece_chosen_by_ece']:.4f} on average",
+        f"from {nll('focal-3')} for focal 3 and from {nll('focal-5')} for focal 5",
+        f"choosing by ECE gains {focal_gain['gain']:.0%}, in {focal_gain['runs_better']:g} of {focal_gain['runs']:g} "
+        f"runs (p = {focal_gain['p']:.2f})",
+        f"is {auroc('adafocal')}, of cross-entropy {auroc('cross-entropy')}, Brier {auroc('brier')}, "
+        f"focal 7 {auroc('focal-7')}",
+        f"takes focal 3 from {auroc('focal-3')} to {auroc('focal-3', 'after')}",
+        f"went from 1 to between {min(gammas):.2f} and {max(gammas):.2f}",
+        f"Of {len(p_values)} paired t-tests",
+    ):
+        assert said in pages
+    assert sum(p < 0.05 for p in p_values) == 1
+    assert value("table_post_hoc", "label-smoothing-0.05", "p_temperature") < 0.05
+    assert min(ece(row["loss"]) for row in focal) == ece("adafocal")
+    for method in ("temperature", "focal temperature"):
+        assert value("table_selection", "cross-entropy", "gain", method=method) < 0
+
+    swept = records.read_csv(RESULTS / "digits_sweep" / "table_coefficients.csv")
+
+    def best(family, size):
+        rows = [row for row in swept if row["train_size"] == size and row["loss"].startswith((family, "cross-entropy"))]
+        return min(rows, key=lambda row: row["ece_equal_width_mean_uncalibrated"])["loss"]
+
+    families = ("label-smoothing", "l1-norm", "focal")
+    assert [best(family, 99) for family in families] == ["label-smoothing-0.03", "l1-norm-0.01", "focal-3"]
+    assert "from .03 (label smoothing), .01 (L1 norm) and 3 (focal) to 0" in pages
+    assert {best(family, 799) for family in families} == {"cross-entropy"}
