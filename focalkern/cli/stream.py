@@ -43,7 +43,7 @@ _REFINED_BUCKETS = 1 << 16
 # The lowest of those are measured as what is reported is: from the confidences of all rows, 8 bytes each, or, where
 # there are more rows than this, from 6 MB of buckets.
 _MEASURED_CELLS = 4
-MOST_KEPT = 1 << 21
+MOST_KEPT = 1 << 19
 _FIGURE_BUCKETS = 1 << 18
 
 # In memory there are several copies of the input, some of them in float64.
@@ -216,7 +216,7 @@ class _Measured:
 class _Sums:
     """What becomes a :class:`_Measured`, batch by batch."""
 
-    def __init__(self, n_classes: int, n_bins: int, sketch: CalibrationGridState | None) -> None:
+    def __init__(self, n_classes: int, n_bins: int, n_kept: int, sketch: CalibrationGridState | None) -> None:
         self.edges = torch.tensor([k / n_bins for k in range(1, n_bins)], dtype=torch.float64)
         self.offsets = torch.arange(n_classes) * n_bins
         self.n_places = n_classes * n_bins
@@ -226,21 +226,25 @@ class _Sums:
             self.n_places, dtype=torch.float64
         )  # probability - [target = class], by class and bin
         self.sketch = sketch
-        self.confidence: list[Tensor] = []
+        # Not a list of parts, each of which would keep the freed memory of its batch from being used again.
+        self.confidence = torch.zeros(n_kept, dtype=torch.float64)
 
-    def add(self, log_probs: Tensor, target: Tensor, correct: Tensor) -> None:
-        nll = metrics.nll(log_probs, target, log=True)
+    def add(self, first: int, log_probs: Tensor, target: Tensor, correct: Tensor) -> None:
+        """The rows from number ``first`` on."""
+        index = target.unsqueeze(1)
+        nll = -log_probs.gather(1, index).sum()
         probs = log_probs.exp_()
-        self.means += torch.stack([nll, metrics.brier_score(probs, target)]) * len(target)
+        brier = probs.square().sum() - 2 * probs.gather(1, index).sum() + len(target)
+        self.means += torch.stack([nll, brier])
         place = torch.bucketize(probs, self.edges).add_(self.offsets)
         self.excess += torch.bincount(place.view(-1), weights=probs.view(-1), minlength=self.n_places)
-        self.excess -= torch.bincount(place.gather(1, target.unsqueeze(1)).squeeze(1), minlength=self.n_places)
+        self.excess -= torch.bincount(place.gather(1, index).squeeze(1), minlength=self.n_places)
         confidence = probs.amax(-1)
         place = torch.bucketize(confidence, self.edges)
         for sums, weights in zip(self.bins, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
             sums += torch.bincount(place, weights=weights, minlength=len(sums))
         if self.sketch is None:
-            self.confidence.append(confidence)
+            self.confidence[first : first + len(target)] = confidence
 
 
 class StreamedSet:
@@ -438,13 +442,18 @@ class StreamedSet:
         wanted = [cell for cell in dict.fromkeys(cells) if (*cell, n_bins) not in self._measured]
         if not wanted:
             return
+        begin, end = self._processes.share(len(self._rows))
+        n_kept = 0
+        if self.keeps_confidences:
+            n_kept = end - begin if self._kept is None else int(np.count_nonzero(self._kept[begin:end]))
         found = {}
         for gamma, temperature in wanted:
             sketch = None
             if not self.keeps_confidences:
                 sketch = self._state([gamma], [temperature], n_bins, "equal_mass", n_buckets=_FIGURE_BUCKETS)
-            found[gamma, temperature] = _Sums(self.n_classes, n_bins, sketch)
-        correct = []
+            found[gamma, temperature] = _Sums(self.n_classes, n_bins, n_kept, sketch)
+        correct = torch.zeros(n_kept, dtype=torch.uint8)
+        done = 0
         facts = torch.zeros(2, dtype=torch.int64)  # rows that rule out their class, rows that look like probabilities
         per_class = torch.zeros(self.n_classes, dtype=torch.int64)
         impossible = -torch.inf if self.kind == "logits" else 0.0
@@ -457,14 +466,15 @@ class StreamedSet:
             per_class += torch.bincount(target, minlength=self.n_classes)
             hit = input.argmax(-1) == target
             if self.keeps_confidences:
-                correct.append(hit)
+                correct[done : done + len(hit)] = hit
             input = input.to(torch.float64)
             for (gamma, temperature), sums in found.items():
                 log_probs = focal_calibration_map(input, gamma, temperature, input_kind=self.kind, log=True)
-                sums.add(log_probs, target, hit)
+                sums.add(done, log_probs, target, hit)
                 if sums.sketch is not None:
                     sums.sketch.update(input, target)
-        self.correct = self._processes.to_first(_joined(correct, torch.bool).to(torch.uint8)).bool()
+            done += len(target)
+        self.correct = self._processes.to_first(correct).bool()
         self.class_counts = self._processes.add_up(per_class)
         self.impossible_targets, alike_rows = self._processes.add_up(facts).tolist()
         self.looks_like_probs = self.kind == "logits" and alike_rows == len(self)
@@ -493,7 +503,7 @@ class StreamedSet:
             "ece_equal_width": float(metrics.expected_error(bins)),
             "classwise_ece_equal_width": float(sums.excess.abs().sum()) / (n * self.n_classes),
         }
-        confidence = self._processes.to_first(_joined(sums.confidence, torch.float64))
+        confidence = self._processes.to_first(sums.confidence)
         bound = 0.0
         if sums.sketch is not None:
             self._processes.reduce(sums.sketch)
@@ -547,10 +557,6 @@ def _lowest(grid: CalibrationGrid, criterion: str, n: int) -> list[Tensor]:
     plain = (grid.gammas == 0)[:, None].expand_as(table)
     found = [torch.where(group, table, torch.inf).flatten().sort(stable=True) for group in (plain, ~plain)]
     return [index[: min(n, int(value.isfinite().sum()))] for value, index in found if bool(value[0].isfinite())]
-
-
-def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
 
 
 def _bar(what: str, total: int, done: int) -> Any:
