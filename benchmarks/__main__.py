@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from benchmarks import bench_calibration_grid, bench_calibration_map, bench_focal_loss, bench_losses, bench_package
 from benchmarks.harness import RESULTS, Row, append_rows, keep_freed_memory, recorded_medians
+from benchmarks.targets import target_lines
 
 BENCHMARKS = {
     "focal_loss": bench_focal_loss,
@@ -67,12 +68,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--match", metavar="REGEX", help="only the cases whose 'NxC dtype' it is found in")
     parser.add_argument("--keep-memory", action="store_true", help="let glibc keep freed memory: no page faults")
-    parser.add_argument("--summary", action="store_true", help="time nothing: print the recorded medians")
+    parser.add_argument("--summary", action="store_true", help="time nothing: print recorded medians and targets")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="time nothing: draw the recorded medians")
     arguments = parser.parse_args()
     if arguments.summary:
         for name in arguments.only or BENCHMARKS:
             print(f"{summary(name, arguments.out)}\n")
+        lines = [
+            (what, bound, found, "yes" if met else "no") for what, bound, found, met in target_lines(arguments.out)
+        ]
+        print(tabulate(lines, ["target", "wanted", "recorded", "met"], tablefmt="github", disable_numparse=True))
         return
     if arguments.plots:
         from benchmarks.plots import draw  # matplotlib is wanted here only

@@ -113,6 +113,32 @@ def test_summary_shows_what_was_recorded(tmp_path):
     assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == ["forward 8x2", "float32", "1.5 s", ""]
 
 
+def test_targets_stand_beside_what_was_recorded(tmp_path):
+    targets = pytest.importorskip("benchmarks.targets")
+
+    def loss(shape, dtype, own, copy=1.0, **others):
+        for provider, time in {"focalkern": own, **others}.items():
+            case = f"forward+backward {shape}"
+            row = harness.Row("focal_loss", case, 1, 1, dtype, provider, time, repeats=5, speedup=time / own)
+            row.ratio_to_copy = copy
+            harness.append_rows([row], tmp_path)
+
+    per_sample = {"focalkern, gamma per sample": 2.2}
+    loss("65536x10", "float32", 2.0, **per_sample, cross_entropy=10.0, composite=7.0)
+    loss("65536x10", "bfloat16", 1.0)
+    loss("8192x1000", "float32", 4.0, 1.9, cross_entropy=3.0)
+    loss("32x10", "float32", 1.0, cross_entropy=1.5, composite=0.5)
+    assert targets.target_lines(tmp_path) == [
+        ("focal_loss 65536x10, against composite, the fastest other", ">= 3 x", "3.5 x", True),
+        ("focal_loss 8192x1000, against cross_entropy, the fastest other", ">= 2.5 x", "0.75 x", False),
+        ("focal_loss, the least favourable of 2 shapes (8192x1000)", ">= 1 x", "0.75 x", False),
+        ("focal_loss 32x10, against cross_entropy", ">= 1 x", "1.5 x", True),
+        ("focal_loss, gamma per sample, worst of 1 shapes", "<= 1.05 of scalar", "1.1 of scalar", False),
+        ("focal_loss 65536x10, bfloat16 against float32", ">= 1.5 x", "2 x", True),
+        ("focal_loss 8192x1000", "<= 2 of a copy", "1.9 of a copy", True),
+    ]
+
+
 def test_plots_show_what_was_recorded(tmp_path):
     plots = pytest.importorskip("benchmarks.plots", reason="matplotlib is not installed")
     times = {"focalkern": 2.0, "cross_entropy": 6.0, "a variant without a style": 1.0}

@@ -1,0 +1,113 @@
+"""What the operators were meant to reach on two cores, beside what was recorded."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.harness import recorded_medians
+
+# (rows x classes, times faster than the fastest other provider)
+LOSS = (("65536x10", 3.0), ("65536x100", 2.5), ("8192x1000", 2.5), ("1024x32000", 2.0), ("64x19x128x128", 2.0))
+GRID = (("10000x10", 100.0), ("10000x100", 100.0), ("10000x1000", 200.0))
+MAP = (("forward", 4.0), ("forward+backward", 3.0))
+BF16_SPEEDUP, GAMMA_COST = 1.5, 1.05
+GRID_SECONDS, GRID_MIB, IMPORT_MS, BUILD_SECONDS = 20.0, 256.0, 150.0, 120.0
+
+# What is wanted, the bound in words, the figure in words, whether it is met.
+Line = tuple[str, str, str, bool]
+
+
+def at_least(what: str, found: float, bound: float) -> Line:
+    return what, f">= {bound:g} x", f"{found:.3g} x", found >= bound
+
+
+def at_most(what: str, found: float, bound: float, unit: str) -> Line:
+    return what, f"<= {bound:g} {unit}", f"{found:.3g} {unit}", found <= bound
+
+
+def others(ratios: dict[str, float]) -> dict[str, float]:
+    return {name: ratio for name, ratio in ratios.items() if not name.startswith("focalkern")}
+
+
+def loss_lines(out: Path) -> Iterator[Line]:
+    times, ratios = recorded_medians("focal_loss", out), recorded_medians("focal_loss", out, "speedup")
+    copies = recorded_medians("focal_loss", out, "ratio_to_copy")
+    for shape, bound in LOSS:
+        key = f"forward+backward {shape}", "float32"
+        if key in ratios and others(ratios[key]):
+            best = others(ratios[key])
+            name = min(best, key=lambda provider: best[provider])
+            yield at_least(f"focal_loss {shape}, against {name}, the fastest other", best[name], bound)
+    slowest = {
+        case: min(others(found).values())
+        for (case, dtype), found in ratios.items()
+        if dtype == "float32" and others(found)
+    }
+    tiny = "forward+backward 32x10"
+    large = {case: ratio for case, ratio in slowest.items() if case != tiny}
+    if large:
+        case = min(large, key=lambda case: large[case])
+        shape = case.removeprefix("forward+backward ")
+        yield at_least(f"focal_loss, the least favourable of {len(large)} shapes ({shape})", large[case], 1.0)
+    if "cross_entropy" in ratios.get((tiny, "float32"), {}):
+        yield at_least("focal_loss 32x10, against cross_entropy", ratios[tiny, "float32"]["cross_entropy"], 1.0)
+    for name in ("focalkern, gamma per sample", "focalkern, gamma table"):
+        recorded = (ratios.get((f"forward+backward {shape}", "float32"), {}) for shape, _ in LOSS)
+        costs = [found[name] for found in recorded if name in found]
+        if costs:
+            what = name.removeprefix("focalkern, ")
+            yield at_most(f"focal_loss, {what}, worst of {len(costs)} shapes", max(costs), GAMMA_COST, "of scalar")
+    for shape, _ in LOSS:
+        single, half = (times.get((f"forward+backward {shape}", dtype)) for dtype in ("float32", "bfloat16"))
+        if single and half:
+            ratio = single["focalkern"] / half["focalkern"]
+            yield at_least(f"focal_loss {shape}, bfloat16 against float32", ratio, BF16_SPEEDUP)
+    key = "forward+backward 8192x1000", "float32"
+    if key in copies:
+        yield at_most("focal_loss 8192x1000", copies[key]["focalkern"], 2.0, "of a copy")
+
+
+def map_lines(out: Path) -> Iterator[Line]:
+    ratios = recorded_medians("calibration_map", out, "speedup")
+    for direction, bound in MAP:
+        for provider in ("composite", "composite, compiled"):
+            found = {
+                case.removeprefix(f"{direction} "): ratio[provider]
+                for (case, _), ratio in ratios.items()
+                if case.startswith(f"{direction} ") and provider in ratio
+            }
+            for shape in ("65536x10", "10000x100", "10000x1000"):
+                if shape in found:
+                    yield at_least(f"calibration_map, {direction}, {shape}, against {provider}", found[shape], bound)
+
+
+def grid_lines(out: Path) -> Iterator[Line]:
+    times, ratios = recorded_medians("calibration_grid", out), recorded_medians("calibration_grid", out, "speedup")
+    memory = recorded_medians("calibration_grid", out, "peak_extra_mib")
+
+    def key(shape: str) -> tuple[str, str]:
+        return f"4500 cells {shape}", "float32"
+
+    for shape, bound in GRID:
+        if key(shape) in ratios:
+            yield at_least(f"calibration_grid {shape}, against the loop", ratios[key(shape)]["per-cell loop"], bound)
+    if key("3000x100") in times and key("30000x100") in times:
+        growth = times[key("30000x100")]["focalkern"] / times[key("3000x100")]["focalkern"]
+        yield at_most("calibration_grid, 30000 rows against 3000", growth, 11.0, "times the time")
+    large = key("50000x1000")
+    if large in times:
+        yield at_most("calibration_grid 50000x1000", times[large]["focalkern"] / 1e3, GRID_SECONDS, "s")
+        yield at_most("calibration_grid 50000x1000, extra memory", memory[large]["focalkern"], GRID_MIB, "MiB")
+
+
+def package_lines(out: Path) -> Iterator[Line]:
+    times = {case: found for (case, _), found in recorded_medians("package", out).items()}
+    if found := times.get("import, torch included"):
+        extra = found["focalkern"] - found["torch alone"]
+        yield at_most("import focalkern beyond import torch", extra, IMPORT_MS, "ms")
+    if found := times.get("build of the CPU extension"):
+        yield at_most("build of the CPU extension", found["focalkern"] / 1e3, BUILD_SECONDS, "s")
+
+
+def target_lines(out: Path) -> list[Line]:
+    """The targets whose cases were recorded."""
+    return [line for lines in (loss_lines, map_lines, grid_lines, package_lines) for line in lines(out)]
