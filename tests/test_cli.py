@@ -13,7 +13,13 @@ import torch
 
 import focalkern
 from focalkern import bootstrap, metrics
-from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling, load_calibrator
+from focalkern.calibrators import (
+    FocalTemperatureScaling,
+    HistogramBinning,
+    MultiLabelScaling,
+    TemperatureScaling,
+    load_calibrator,
+)
 from focalkern.cli import main, report
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 from focalkern.ops.calibration_map import focal_calibration_map
@@ -211,6 +217,103 @@ def test_what_is_saved_is_what_was_asked_for(method, criterion, both, run, tmp_p
     assert test["rows"][0]["report"] == pytest.approx(document["rows"][0]["report"])
 
 
+FEW = [index * 0.1 for index in range(1, 51)]
+BY_REFINE = FocalTemperatureScaling(search="refine", temperatures=FEW)
+
+
+# Every search, bins alone and after both kinds of search, a criterion that the search implies.
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--search refine", BY_REFINE),
+        ("--search line --criterion nll", FocalTemperatureScaling(search="line", temperatures=FEW, criterion="nll")),
+        ("--search nll", FocalTemperatureScaling(search="nll")),
+        ("--search nll --method temperature", TemperatureScaling()),
+        (
+            "--search refine --method temperature",
+            TemperatureScaling(search="refine", temperatures=FEW, criterion="ece"),
+        ),
+        ("--method histogram", HistogramBinning()),
+        ("--method histogram --binning equal_width --n-bins 7", HistogramBinning(n_bins=7, binning="equal_width")),
+        ("--search refine --binning equal_mass", HistogramBinning(scaling=BY_REFINE)),
+        (
+            "--binning equal_width --method temperature",
+            HistogramBinning(binning="equal_width", scaling=TemperatureScaling(temperatures=FEW, criterion="ece")),
+        ),
+    ],
+)
+def test_another_search_and_bins_are_rows_beside_the_grids(options, expected, both, run, tmp_path):
+    out = tmp_path / "calibrator.json"
+    document = run_json(run, "calibrate", both, *INTERVALS, *options.split(), "--out", out)
+    grid_only = run_json(run, "calibrate", both, *INTERVALS, *(("--n-bins", "7") if "7" in options else ()))
+    assert document["rows"][:5] == grid_only["rows"]
+    row = document["rows"][-1]
+    assert document["chosen"] == len(document["rows"]) - 1 == (6 if "refine --binning" in options else 5)
+
+    arrays = {name: torch.from_numpy(array) for name, array in np.load(both).items()}
+    logits, labels = arrays["test_logits"].double(), arrays["test_labels"]
+    expected.fit(arrays["val_logits"].double(), arrays["val_labels"])
+    loaded = load_calibrator(out)
+    assert type(loaded) is type(expected)
+    assert torch.equal(loaded.predict_proba(logits), expected.predict_proba(logits))
+    probs = expected.predict_proba(logits)
+    right = expected.predict(logits) == labels
+    assert row["report"]["accuracy"] == pytest.approx(float(right.double().mean()))
+    nll = float(metrics.nll(probs, labels))
+    assert row["report"]["nll"] == (pytest.approx(nll, rel=1e-6) if np.isfinite(nll) else None)
+    assert row["report"]["brier"] == pytest.approx(float(metrics.brier_score(probs, labels)))
+    n_bins = 7 if "7" in options else 15
+    ece = metrics.expected_calibration_error(confidence=probs.amax(-1), correct=right, n_bins=n_bins)
+    assert row["report"]["ece_equal_width"] == pytest.approx(float(ece))
+    low, high = row["intervals"]["ece_equal_width"]
+    assert low <= row["report"]["ece_equal_width"] <= high
+    # Bins are compared with what they follow, another scaling with temperature scaling, the rest with no calibration.
+    beaten = 0 if expected.method in ("temperature", "histogram") else {"ece": 1, "nll": 3}[row["criterion"]]
+    if isinstance(expected, HistogramBinning) and expected.scaling is not None:
+        beaten = {"focal-temperature": 5, "temperature": 1}[row["method"]]
+    assert row["difference"]["against_row"] == beaten
+    difference = row["difference"]["figures"]["brier"]["estimate"]
+    assert difference == pytest.approx(row["report"]["brier"] - document["rows"][beaten]["report"]["brier"])
+
+    evaluated = run_json(run, "evaluate", both, "--calibrator", out, "--n-bins", n_bins)
+    assert evaluated["sets"][1]["rows"][1]["report"] == pytest.approx(row["report"])
+
+
+def test_another_search_and_bins_are_said_in_print(both, run, tmp_path):
+    code, out, _ = run("calibrate", both, *INTERVALS, "--search", "refine", "--binning", "equal_mass")
+    assert code == 0
+    assert re.search(r"\n   focal temperature \(refine\), ECE-optimal +-?\d\.\d{4}  \d\.\d{4} ", out)
+    assert "\n-> focal temperature (refine) + bins, ECE-optimal " in out
+    assert "bins with what stands before them" in out
+    code, out, _ = run("calibrate", both, *GRID, "--method", "histogram", "--report", tmp_path / "report")
+    assert code == 0
+    assert "\nChosen (->): histogram binning\n" in out
+    assert "one of 15 of equal mass" in (tmp_path / "report" / "report.html").read_text()
+    with open(tmp_path / "report" / "table.csv", newline="") as stream:
+        last = list(csv.DictReader(stream))[-1]
+    assert (last["method"], last["binning"], last["search"], last["gamma"]) == ("histogram", "equal_mass", "", "")
+
+
+def test_what_bins_do_to_predictions_and_nll_is_said(tmp_path, run):
+    # In the lower half of the confidences class 0 is never right when it is on top; in the upper half it always is.
+    logits = np.tile([[1.0, 0.0, -1.0], [4.0, 0.0, -1.0]], (100, 1))
+    labels = np.tile([1, 0], 100)
+    later = labels.copy()
+    later[1] = 1
+    path = tmp_path / "bins.npz"
+    np.savez(path, val_logits=logits, val_labels=labels, test_logits=logits, test_labels=later)
+    options = ("--method", "histogram", "--n-bins", "2")
+    document = run_json(run, "calibrate", path, *GRID, *options, "--out", tmp_path / "c.json")
+    assert document["rows"][-1]["report"]["accuracy"] == pytest.approx(0.995)
+    assert document["rows"][-1]["report"]["nll"] is None
+    said = [remark for remark in document["remarks"] if remark.startswith("histogram binning: ")]
+    assert said[0] == "histogram binning: the bins change the predicted class of 100 of the 200 test rows."
+    assert "makes the NLL infinite" in said[1]
+    evaluated = run_json(run, "evaluate", path, "--calibrator", tmp_path / "c.json")
+    assert evaluated["sets"][1]["remarks"] == said[:2]
+    assert evaluated["sets"][0]["rows"][1]["report"]["nll"] is not None
+
+
 def test_the_same_rows_are_said(single, run):
     code, out, _ = run("calibrate", single, *GRID)
     assert code == 0
@@ -277,7 +380,10 @@ def test_probabilities_with_a_zero_on_the_true_class(tmp_path, run):
     assert code == 2
     assert "not written, because nothing was chosen" in err
     assert not out_file.exists()
-    assert run_json(run, "calibrate", path, *GRID, "--criterion", "nll")["chosen"] is None
+    for more in ((), ("--search", "refine"), ("--search", "nll"), ("--binning", "equal_mass")):
+        document = run_json(run, "calibrate", path, *GRID, "--criterion", "nll", *more)
+        assert document["chosen"] is None
+        assert document["rows"][-1]["gamma"] is None
 
 
 def test_logits_that_look_like_probabilities_are_said(tmp_path, run):
@@ -515,6 +621,30 @@ def one_line(code, out, err):
         (("calibrate", "SINGLE", "--test", "OTHER"), "expected the 5 classes of"),
         (("calibrate", "SINGLE", "--input-kind", "probs"), "expected probs (as --input-kind probs says)"),
         (("calibrate", "SINGLE", "--bootstrap", "-1"), "expected a whole number of at least 0, found '-1'"),
+        (("calibrate", "SINGLE", "--search", "all"), "argument --search: invalid choice: 'all'"),
+        (("calibrate", "SINGLE", "--binning", "quantile"), "argument --binning: invalid choice: 'quantile'"),
+        (("calibrate", "SINGLE", "--search", "nll", "--criterion", "ece"), "--search nll: expected --criterion nll"),
+        (
+            ("calibrate", "SINGLE", "--search", "line", "--method", "temperature"),
+            "--search line: expected --method focal-temperature, found temperature",
+        ),
+        (
+            ("calibrate", "SINGLE", "--search", "refine", "--method", "histogram"),
+            "--search refine: expected --method focal-temperature or temperature, found histogram",
+        ),
+        (
+            ("calibrate", "SOME.npy", "--labels", "LABELS", "--stream", "--search", "line"),
+            "expected rows in memory for --search line, found rows that are read in parts",
+        ),
+        (
+            ("calibrate", "SOME.npy", "--labels", "LABELS", "--stream", "--method", "histogram"),
+            "expected rows in memory for --binning or --method histogram",
+        ),
+        (
+            ("evaluate", "SINGLE", "--calibrator", "LABELED"),
+            "expected a (focal) temperature scaling or histogram binning",
+        ),
+        (("evaluate", "OTHER", "--calibrator", "BINARY"), "found bins of one logit per row"),
         (("calibrate", "SINGLE", "--n-bins", "0"), "expected a whole number of at least 1, found '0'"),
         (("calibrate", "SINGLE", "--estimator", "adaptive"), "invalid choice: 'adaptive'"),
         (("calibrate", "SINGLE", "--gammas", "-1"), "expected numbers > -1, found -1"),
@@ -546,9 +676,16 @@ def test_a_mistake_is_one_line(arguments, words, both, single, tmp_path, run):
         "OTHER": tmp_path / "other.npz",
         "PROBS": tmp_path / "probs.npz",
         "SAVED": tmp_path / "saved.json",
+        "LABELED": tmp_path / "labeled.json",
+        "BINARY": tmp_path / "binary.json",
+        "LABELS": tmp_path / "labels.npy",
         "SOME.npy": tmp_path / "some.npy",
     }
     np.save(names["SOME.npy"], logits)
+    np.save(names["LABELS"], labels)
+    one, zeros = np.linspace(-2.0, 2.0, 20), np.arange(20) % 2
+    MultiLabelScaling().fit(one[:, None], zeros[:, None]).save(names["LABELED"])
+    HistogramBinning(n_bins=2).fit(one, zeros).save(names["BINARY"])
     assert words in one_line(*run(*(names.get(argument, argument) for argument in arguments)))
 
 

@@ -8,7 +8,7 @@ from focalkern.calibrators._base import (
     NotFittedError,
     load_calibrator,
 )
-from focalkern.calibrators._histogram import HistogramBinning
+from focalkern.calibrators._histogram import Binning, HistogramBinning
 from focalkern.calibrators._modules import (
     CalibratedLogits,
     CalibratedLogProbs,
@@ -24,6 +24,7 @@ __all__ = [
     "DEFAULT_GAMMAS",
     "GAMMA_BOUNDS",
     "TEMPERATURE_BOUNDS",
+    "Binning",
     "CalibratedLogProbs",
     "CalibratedLogits",
     "Calibrator",

@@ -12,7 +12,7 @@ from focalkern.calibrators._modules import CalibratedLogProbs, HistogramLogProbs
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._search import every_row_grid
 
-__all__ = ["HistogramBinning"]
+__all__ = ["Binning", "HistogramBinning"]
 
 Binning = Literal["equal_width", "equal_mass"]
 _BINNINGS: tuple[Binning, ...] = get_args(Binning)

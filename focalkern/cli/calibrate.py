@@ -9,11 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 import focalkern
+from focalkern.calibrators import Binning, Criterion, Search
 from focalkern.cli import report
 from focalkern.cli.files import FORMATS_HELP, InputError, read_sets
 from focalkern.cli.report import Rows
@@ -43,6 +44,7 @@ else under the table. The exit code is 0, or 2 after one line on stderr.
 examples:
   focalkern calibrate logits.npz --out calibrator.json --report report/
   focalkern calibrate val_logits.npy --test test_logits.npy --criterion nll
+  focalkern calibrate logits.npz --search refine --binning equal_mass --out calibrator.json
   focalkern calibrate 'val_logits-*.npy' --test 'test_logits-*.npy' --state calibrate.state
   focalkern calibrate probs.csv --input-kind probs --split 0.5 --gammas 0 paper --temperatures 0.5:3:0.05
 """
@@ -71,15 +73,29 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--method",
-        choices=("focal-temperature", "temperature"),
+        choices=("focal-temperature", "temperature", "histogram"),
         default="focal-temperature",
-        help="the calibrator that --out saves (default focal-temperature); the table has both",
+        help="the calibrator that --out saves (default focal-temperature); the table has the first two in any case; "
+        "histogram bins the confidence of the top class",
     )
     parser.add_argument(
         "--criterion",
         choices=("ece", "nll"),
-        default="ece",
-        help="by which it is chosen (default ece); the table has both",
+        help="by which it is chosen (default ece; with --search nll: nll); the table has both",
+    )
+    parser.add_argument(
+        "--search",
+        choices=get_args(Search),
+        default="grid",
+        help="how gamma and T of the saved calibrator are found (default grid). refine: from coarse to fine between "
+        "the ends of the grid; line: along a line in it; nll: by the derivatives of the NLL, without a grid. Other "
+        "than grid they are one more row of the table, beside the grid's",
+    )
+    parser.add_argument(
+        "--binning",
+        choices=get_args(Binning),
+        help="histogram binning with --n-bins of these bins, after the scaling of --method, or alone with --method "
+        "histogram (there by default equal_mass): one more row of the table",
     )
     parser.add_argument(
         "--estimator",
@@ -89,7 +105,9 @@ def add_parser(commands: Any) -> None:
         help=f"of the ECE that chooses: {', '.join(ESTIMATORS)} (default equal_mass, the paper's; its "
         "published code has equal_mass_interp)",
     )
-    parser.add_argument("--n-bins", type=at_least_one, default=15, help="bins of every ECE (default 15)")
+    parser.add_argument(
+        "--n-bins", type=at_least_one, default=15, help="bins of every ECE and of --binning (default 15)"
+    )
     parser.add_argument(
         "--gammas",
         nargs="+",
@@ -153,6 +171,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -
 
 def _run(arguments: argparse.Namespace) -> int:
     gammas = _gammas(arguments.gammas)
+    binning, criterion = _method(arguments)
     _check_outputs(arguments)
     processes = Processes(arguments.timeout)
     selection, reported = _select(arguments, _reader(arguments, processes))
@@ -161,13 +180,18 @@ def _run(arguments: argparse.Namespace) -> int:
             f"{reported.source}: expected --bootstrap 0, or at most {MOST_KEPT} reported rows where they are read in "
             f"parts, found {len(reported)}"
         )
+    if isinstance(selection, StreamedSet) and (arguments.search != "grid" or binning is not None):
+        option = "--binning or --method histogram" if binning is not None else f"--search {arguments.search}"
+        raise InputError(f"{selection.source}: expected rows in memory for {option}, found rows that are read in parts")
     study = report.run_study(
         selection,
         reported,
         gammas=gammas,
         temperatures=arguments.temperatures,
         method=arguments.method,
-        criterion=arguments.criterion,
+        search=arguments.search,
+        binning=binning,
+        criterion=criterion,
         estimator=arguments.estimator,
         n_bins=arguments.n_bins,
         resamples=arguments.bootstrap if processes.rank == 0 else 0,  # it has the results
@@ -192,21 +216,35 @@ def _run(arguments: argparse.Namespace) -> int:
     if study.remarks:
         print(file=said)
 
-    if study.chosen is None or study.chosen.calibrator is None:
-        chosen_words = f"{arguments.criterion.upper()}-optimal {arguments.method}: no cell of the grid is finite"
+    if study.chosen is None:
+        chosen_words = f"{criterion.upper()}-optimal {arguments.method}: no cell of the grid is finite"
         print(f"Nothing chosen. {chosen_words}.", file=said)
     else:
-        words = f"{study.chosen.label}, gamma = {study.chosen.gamma:g}, T = {study.chosen.temperature:g}"
-        print(f"Chosen (->): {words}", file=said)
+        words = study.chosen.parameters
+        print(f"Chosen (->): {study.chosen.label}{', ' if words else ''}{words}", file=said)
     if arguments.report is not None:
         files = report.write_report(study, arguments.report, document)
         print(f"Report: {arguments.report}: {', '.join(file.name for file in files)}", file=said)
     if arguments.out is not None:
-        if study.chosen is None or study.chosen.calibrator is None:
+        if study.chosen is None or study.chosen.saved is None:
             raise InputError(f"{arguments.out}: not written, because nothing was chosen")
-        study.chosen.calibrator.save(arguments.out)
+        study.chosen.saved.save(arguments.out)
         print(f"Calibrator: {arguments.out}", file=said)
     return 0
+
+
+def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
+    """The bins and the criterion that were asked for, or that go with the other options."""
+    method, search = arguments.method, arguments.search
+    if search == "nll" and arguments.criterion == "ece":
+        raise InputError("--search nll: expected --criterion nll, or none, found --criterion ece")
+    if search != "grid" and method == "histogram":
+        raise InputError(f"--search {search}: expected --method focal-temperature or temperature, found {method}")
+    if search == "line" and method == "temperature":
+        raise InputError("--search line: expected --method focal-temperature, found temperature, which has one gamma")
+    binning: Binning | None = arguments.binning or ("equal_mass" if method == "histogram" else None)
+    criterion: Criterion = arguments.criterion or ("nll" if search == "nll" else "ece")
+    return binning, criterion
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

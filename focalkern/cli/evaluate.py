@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import focalkern
-from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling, load_calibrator
+from focalkern.calibrators import FocalTemperatureScaling, HistogramBinning, TemperatureScaling, load_calibrator
 from focalkern.cli import report
 from focalkern.cli.calibrate import add_input_arguments, at_least_one
 from focalkern.cli.files import FORMATS_HELP, InputError, read_sets
@@ -46,12 +46,17 @@ def _run(arguments: argparse.Namespace) -> int:
     documents = []
     said = sys.stderr if arguments.json else sys.stdout
     for name, rows in sets.items():
-        cells = [("none", 0.0, 1.0)]
+        cells: list[tuple[str, float, float]] = [("none", 0.0, 1.0)]
+        binning = calibrator if isinstance(calibrator, HistogramBinning) else None
         if calibrator is not None:
-            if not isinstance(calibrator, TemperatureScaling | FocalTemperatureScaling):
+            if not isinstance(calibrator, TemperatureScaling | FocalTemperatureScaling | HistogramBinning):
                 raise InputError(
-                    f"{arguments.calibrator}: expected a (focal) temperature scaling, found {calibrator.method!r}"
+                    f"{arguments.calibrator}: expected a (focal) temperature scaling or histogram binning, found "
+                    f"{calibrator.method!r}"
                 )
+            if binning is not None and (binning.one_logit_ or isinstance(rows, StreamedSet)):
+                found = "bins of one logit per row" if binning.one_logit_ else "bins, for which rows must be in memory"
+                raise InputError(f"{arguments.calibrator}: expected a scaling for {rows.source}, found {found}")
             if rows.kind != calibrator.input_kind:
                 raise InputError(
                     f"{rows.source}: expected {calibrator.input_kind}, for which {arguments.calibrator} was fitted, "
@@ -62,7 +67,9 @@ def _run(arguments: argparse.Namespace) -> int:
                     f"{rows.source}: expected the {calibrator.n_classes_} classes of {arguments.calibrator}, "
                     f"found {rows.n_classes}"
                 )
-            cells.append((calibrator.method, calibrator.gamma_, calibrator.temperature_))
+            scaling = calibrator.scaling_ if isinstance(calibrator, HistogramBinning) else calibrator
+            cell = (0.0, 1.0) if scaling is None else (scaling.gamma_, scaling.temperature_)
+            cells.append((calibrator.method if scaling is None else scaling.method, *cell))
         if isinstance(rows, StreamedSet):
             rows.measure([cell[1:] for cell in cells], arguments.n_bins)  # one pass for all
         table = [
@@ -73,11 +80,14 @@ def _run(arguments: argparse.Namespace) -> int:
                 temperature=temperature,
                 calibrator=None,
                 selection=None,
-                report=report.figures(rows, gamma, temperature, arguments.n_bins),
+                report=report.figures(rows, gamma, temperature, arguments.n_bins, bins),
+                binning=bins,
             )
-            for method, gamma, temperature in cells
+            for (method, gamma, temperature), bins in zip(cells, (None, binning), strict=False)
         ]
         remarks = report.read_remarks(rows)
+        if not isinstance(rows, StreamedSet):
+            remarks += report.bin_remarks(table[-1], rows)
         if arguments.json:
             documents.append(
                 {
@@ -89,6 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
                     "rows": [
                         {
                             "method": choice.method,
+                            "binning": choice.binning.binning if choice.binning else None,
                             "gamma": choice.gamma,
                             "temperature": choice.temperature,
                             "report": report.finite_or_none(choice.report),

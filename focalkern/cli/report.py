@@ -17,7 +17,16 @@ from torch import Tensor
 from focalkern import metrics
 from focalkern._atomic import write_atomically
 from focalkern.bootstrap import BiasFloor, Interval, PairedBootstrap, bias_floor, paired_bootstrap
-from focalkern.calibrators import DEFAULT_GAMMAS, Criterion, Estimator, FocalTemperatureScaling, TemperatureScaling
+from focalkern.calibrators import (
+    DEFAULT_GAMMAS,
+    Binning,
+    Criterion,
+    Estimator,
+    FocalTemperatureScaling,
+    HistogramBinning,
+    Search,
+    TemperatureScaling,
+)
 from focalkern.cli import html
 from focalkern.cli.files import LogitSet
 from focalkern.cli.stream import StreamedSet
@@ -29,6 +38,7 @@ __all__ = [
     "Choice",
     "Study",
     "Trust",
+    "bin_remarks",
     "default_resamples",
     "describe",
     "figures",
@@ -65,11 +75,14 @@ class Choice:
     """One row of the table.
 
     Attributes:
-        method: ``"none"``, ``"temperature"`` or ``"focal-temperature"``.
-        criterion: ``"ece"`` or ``"nll"``; None for the uncalibrated row and for a calibrator from a file.
-        gamma, temperature: the chosen cell; None where no cell of the grid had a finite criterion.
-        calibrator: None for the uncalibrated row, and where there is no cell.
+        method: ``"none"``, ``"temperature"``, ``"focal-temperature"`` or ``"histogram"``.
+        criterion: ``"ece"`` or ``"nll"``; None for the uncalibrated row, for histogram binning without a scaling, and
+            for a calibrator from a file.
+        gamma, temperature: the chosen cell, 0 and 1 without a scaling; None where no cell had a finite criterion.
+        calibrator: the scaling; None where there is none, and where there is no cell.
         selection, report: the figures on the rows that chose, and on the rows that report.
+        search: how the cell was found.
+        binning: histogram binning, after the scaling; None where there is none.
     """
 
     method: str
@@ -79,11 +92,27 @@ class Choice:
     calibrator: Calibrator | None
     selection: dict[str, float] | None
     report: dict[str, float] | None
+    search: Search = "grid"
+    binning: HistogramBinning | None = None
 
     @property
     def label(self) -> str:
-        name = _IN_WORDS.get(self.method, "uncalibrated")
+        name = _IN_WORDS.get(self.method, "histogram binning" if self.binning else "uncalibrated")
+        name += f" ({self.search})" if self.search != "grid" else ""
+        name += " + bins" if self.binning and self.method in _IN_WORDS else ""
         return f"{name}, {self.criterion.upper()}-optimal" if self.criterion else name
+
+    @property
+    def parameters(self) -> str:
+        """gamma and T in words; nothing without a scaling."""
+        if self.method not in _IN_WORDS or self.gamma is None or self.temperature is None:
+            return ""
+        gamma = f"gamma = {self.gamma:g}, " if self.method == "focal-temperature" else ""
+        return f"{gamma}T = {self.temperature:g}"
+
+    @property
+    def saved(self) -> Calibrator | HistogramBinning | None:
+        return self.binning or self.calibrator
 
 
 @dataclass(frozen=True)
@@ -95,13 +124,16 @@ class Trust:
         bootstrap: the paired resamples.
         floors: by choice, the bias floor of each calibration error; None for one without a cell.
         against: by choice, the index of the choice that it has to beat: nothing for the uncalibrated row, which
-            temperature scaling has to beat, which focal temperature scaling by the same criterion has to beat.
+            temperature scaling has to beat, which focal temperature scaling by the same criterion has to beat. Bins
+            have to beat what stands before them: the scaling, or nothing.
+        binned: whether there are bins among the choices.
     """
 
     names: tuple[str | None, ...]
     bootstrap: PairedBootstrap
     floors: tuple[dict[str, BiasFloor] | None, ...]
     against: tuple[int | None, ...]
+    binned: bool = False
 
     def interval(self, index: int, figure: str) -> Interval | None:
         name = self.names[index]
@@ -148,17 +180,20 @@ class Study:
     trust: Trust | None = None
 
 
-def figures(rows: Rows, gamma: float, temperature: float, n_bins: int) -> dict[str, float]:
+def figures(
+    rows: Rows, gamma: float, temperature: float, n_bins: int, binning: HistogramBinning | None = None
+) -> dict[str, float]:
     """The figures of one calibrator on one set, computed in float64; gamma = 0 and T = 1 is uncalibrated.
 
-    Correct is what the largest *input* says: a calibrated row may saturate and tie, the input does not.
+    Correct is what the largest *input* says: a calibrated row may saturate and tie, the input does not. Only bins
+    change the predicted class.
     """
     if isinstance(rows, StreamedSet):
         rows.measure([(gamma, temperature)], n_bins)
         found = rows.measured(gamma, temperature, n_bins).figures
         return {name: found[name] for name in FIGURES}
-    log_probs = _calibrated(rows, gamma, temperature)
-    correct = rows.input.argmax(-1) == rows.labels
+    log_probs = _calibrated(rows, gamma, temperature, binning)
+    correct = _correct(rows, binning)
     result = {"accuracy": metrics.accuracy(correct=correct), "nll": metrics.nll(log_probs, rows.labels, log=True)}
     probs = log_probs.exp_()
     result["brier"] = metrics.brier_score(probs, rows.labels)
@@ -178,6 +213,8 @@ def run_study(
     gammas: Sequence[float],
     temperatures: Sequence[float],
     method: str = "focal-temperature",
+    search: Search = "grid",
+    binning: Binning | None = None,
     criterion: Criterion = "ece",
     estimator: Estimator = "equal_mass",
     n_bins: int = 15,
@@ -187,14 +224,17 @@ def run_study(
     """Search the grid on ``selection`` and compare the choices on ``report``.
 
     Plain temperature scaling is the row gamma = 0 of the same grid, searched whether or not 0 is among ``gammas``;
-    focal temperature scaling is chosen among ``gammas`` only.
+    focal temperature scaling is chosen among ``gammas`` only. What was asked for beyond the grid, another search or
+    bins, are rows after those of the grid; for them both sets must be in memory.
 
     Args:
         selection: rows that choose.
         report: rows that report; ``selection`` itself when there are no others.
         gammas, temperatures: the grid; of equal cells the first wins.
         method, criterion: which choice the user asked for.
-        estimator, n_bins: of the ECE that chooses; ``n_bins`` also of those that report.
+        search: how its gamma and T are found.
+        binning: the bins after it, or those of the method ``"histogram"``; None for none.
+        estimator, n_bins: of the ECE that chooses; ``n_bins`` also of those that report, and of ``binning``.
         resamples: of the bootstrap on ``report``; 0 for none, :func:`default_resamples` when None.
         seed: of the resamples.
     """
@@ -248,8 +288,23 @@ def run_study(
             continue
         cell = (calibrator.gamma_, calibrator.temperature_)
         choices.append(_choice(calibrator.method, wanted, calibrator, *cell, selection, report, n_bins))
-    asked = next(row for row in choices if (row.method, row.criterion) == (method, criterion))
-    chosen = None if asked.calibrator is None else asked
+    more = _beyond_the_grid(
+        selection,
+        report,
+        gammas=focal_axis,
+        temperatures=axis,
+        method=method,
+        search=search,
+        binning=binning,
+        criterion=criterion,
+        estimator=estimator,
+        n_bins=n_bins,
+    )
+    asked = next((row for row in choices if (row.method, row.criterion) == (method, criterion)), None)
+    if search != "grid" or binning is not None:
+        asked = more[-1] if more else None
+    choices.extend(more)
+    chosen = None if asked is None or asked.saved is None else asked
     wanted_resamples = default_resamples(report) if resamples is None else resamples
     trust = _trust(choices, report, n_bins, wanted_resamples, seed) if wanted_resamples else None
     remarks = [
@@ -275,6 +330,61 @@ def run_study(
     return Study(selection, report, grid, tuple(choices), chosen, tuple(dict.fromkeys(remarks)), trust)
 
 
+def _beyond_the_grid(
+    selection: Rows,
+    report: Rows,
+    *,
+    gammas: Sequence[float] | None,
+    temperatures: Sequence[float] | None,
+    method: str,
+    search: Search,
+    binning: Binning | None,
+    criterion: Criterion,
+    estimator: Estimator,
+    n_bins: int,
+) -> list[Choice]:
+    """The rows of another search than the grid, and of bins; the last one is what was asked for."""
+    if search == "grid" and binning is None:
+        return []
+    assert isinstance(selection, LogitSet)
+    assert isinstance(report, LogitSet)
+    input = selection.input.to(torch.float64)
+    scaling: Calibrator | None = None
+    if method != "histogram":
+        axes: Any = {} if search == "nll" else {"temperatures": temperatures}
+        options: Any = {"search": search, "criterion": criterion, "estimator": estimator, "n_bins": n_bins, **axes}
+        options["input_kind"] = selection.kind
+        if method == "temperature":
+            scaling = TemperatureScaling(**options)
+        else:
+            scaling = FocalTemperatureScaling(gammas=None if search == "nll" else gammas, **options)
+    wanted = None if scaling is None else criterion
+    if scaling is not None and not _can_be_fitted(scaling, input, selection.labels):
+        return [Choice(method, wanted, None, None, None, None, None, search)] if search != "grid" else []
+    found: list[Calibrator | HistogramBinning] = []
+    if search != "grid" and scaling is not None:
+        found.append(scaling)
+    if binning is not None:
+        found.append(HistogramBinning(n_bins=n_bins, binning=binning, scaling=scaling, input_kind=selection.kind))
+    rows = []
+    for one in found:
+        one.fit(input, selection.labels)
+        bins = one if isinstance(one, HistogramBinning) else None
+        fitted = one.scaling_ if isinstance(one, HistogramBinning) else one
+        assert fitted is None or isinstance(fitted, TemperatureScaling | FocalTemperatureScaling)
+        cell = (0.0, 1.0) if fitted is None else (fitted.gamma_, fitted.temperature_)
+        on_selection = figures(selection, *cell, n_bins, bins)
+        on_report = on_selection if report is selection else figures(report, *cell, n_bins, bins)
+        rows.append(Choice(method, wanted, *cell, fitted, on_selection, on_report, search, bins))
+    return rows
+
+
+def _can_be_fitted(scaling: Calibrator, input: Tensor, labels: Tensor) -> bool:
+    """Whether its criterion is finite anywhere: the NLL is not where a true class cannot occur."""
+    impossible = 0.0 if scaling.input_kind == "probs" else -math.inf
+    return scaling.criterion != "nll" or not bool((input.gather(1, labels.unsqueeze(1)) == impossible).any())
+
+
 _DEFAULT_RESAMPLES = 200
 _MOST_FIGURES = 20_000_000
 
@@ -289,7 +399,7 @@ def default_resamples(rows: Rows) -> int:
 class _Calibrated(Mapping[str, Tensor]):
     """Log-probabilities by name, computed when they are asked for: only one set is in memory at a time."""
 
-    def __init__(self, rows: LogitSet, cells: dict[str, tuple[float, float]]) -> None:
+    def __init__(self, rows: LogitSet, cells: dict[str, tuple[float, float, HistogramBinning | None]]) -> None:
         self._rows, self._cells = rows, cells
 
     def __getitem__(self, name: str) -> Tensor:
@@ -304,19 +414,19 @@ class _Calibrated(Mapping[str, Tensor]):
 
 def _trust(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int, seed: int) -> Trust:
     """Of rows that are not in memory there are confidences, but no probabilities: accuracy and ECE have intervals."""
-    cells: dict[str, tuple[float, float]] = {}
+    cells: dict[str, tuple[float, float, HistogramBinning | None]] = {}
     names: list[str | None] = []
     for choice in choices:
         if choice.gamma is None or choice.temperature is None:
             names.append(None)
             continue
-        name = f"gamma = {choice.gamma!r}, T = {choice.temperature!r}"
-        cells[name] = (choice.gamma, choice.temperature)
+        name = f"gamma = {choice.gamma!r}, T = {choice.temperature!r}{' + bins' if choice.binning else ''}"
+        cells[name] = (choice.gamma, choice.temperature, choice.binning)
         names.append(name)
     # A seed of the command may be negative, numpy's may not.
     options: dict[str, Any] = {"n_bins": n_bins, "n_resamples": resamples, "seed": seed % 2**63}
     if isinstance(rows, StreamedSet):
-        confidence = {name: rows.measured(*cell, n_bins).confidence for name, cell in cells.items()}
+        confidence = {name: rows.measured(*cell[:2], n_bins).confidence for name, cell in cells.items()}
         bootstrap = paired_bootstrap(confidence=confidence, correct=rows.correct, **options)
         floors = {name: bias_floor(confidence=confidence[name], **options) for name in cells}
     else:
@@ -325,18 +435,25 @@ def _trust(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int, s
             calibrated,
             rows.labels,
             log=True,
-            correct=rows.input.argmax(-1) == rows.labels,
+            correct={name: _correct(rows, binning) for name, (_, _, binning) in cells.items()},
             figures=tuple(FIGURES),
             **options,
         )
         floors = {name: bias_floor(calibrated[name].exp_(), figures=_CALIBRATION_ERRORS, **options) for name in cells}
-    plain = {choice.criterion: index for index, choice in enumerate(choices) if choice.method == "temperature"}
-    against = [{"none": None, "temperature": 0}.get(choice.method, plain.get(choice.criterion)) for choice in choices]
+    place = {(row.method, row.criterion, row.search, row.binning is None): i for i, row in enumerate(choices)}
+
+    def has_to_beat(choice: Choice) -> int | None:
+        if choice.binning is not None and choice.calibrator is not None:
+            return place[choice.method, choice.criterion, choice.search, True]
+        beaten = {"none": None, "temperature": 0, "histogram": 0}
+        return beaten.get(choice.method, place.get(("temperature", choice.criterion, "grid", True)))
+
     return Trust(
         names=tuple(names),
         bootstrap=bootstrap,
         floors=tuple(None if name is None else floors[name] for name in names),
-        against=tuple(against),
+        against=tuple(map(has_to_beat, choices)),
+        binned=any(choice.binning for choice in choices),
     )
 
 
@@ -367,16 +484,27 @@ def _streaming_remarks(choices: Sequence[Choice], selection: Rows, report: Rows,
     return remarks
 
 
-def _calibrated(rows: LogitSet, gamma: float, temperature: float) -> Tensor:
+def _calibrated(rows: LogitSet, gamma: float, temperature: float, binning: HistogramBinning | None = None) -> Tensor:
+    """Log-probabilities [N, C]; gamma and temperature are those of the scaling before the bins."""
+    if binning is not None:
+        log_probs: Tensor = binning.predict_log_proba(rows.input.to(torch.float64))
+        return log_probs
     return focal_calibration_map(rows.input.to(torch.float64), gamma, temperature, input_kind=rows.kind, log=True)
 
 
-def _reliability(rows: Rows, gamma: float, temperature: float, n_bins: int) -> metrics.ReliabilityBins:
+def _correct(rows: LogitSet, binning: HistogramBinning | None = None) -> Tensor:
+    predicted = rows.input.argmax(-1) if binning is None else binning.predict(rows.input.to(torch.float64))
+    return predicted == rows.labels
+
+
+def _reliability(
+    rows: Rows, gamma: float, temperature: float, n_bins: int, binning: HistogramBinning | None = None
+) -> metrics.ReliabilityBins:
     """Bins of equal width."""
     if isinstance(rows, StreamedSet):
         return rows.measured(gamma, temperature, n_bins).bins
-    confidence = _calibrated(rows, gamma, temperature).amax(-1).exp()
-    correct = rows.input.argmax(-1) == rows.labels
+    confidence = _calibrated(rows, gamma, temperature, binning).amax(-1).exp()
+    correct = _correct(rows, binning)
     return metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=n_bins)
 
 
@@ -454,7 +582,8 @@ def _remarks(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins: i
         )
     before = choices[0].report
     assert before is not None  # the uncalibrated row always has figures
-    by_key = {(choice.method, choice.criterion): choice for choice in choices}
+    on_grid = [choice for choice in choices if choice.search == "grid" and choice.binning is None]
+    by_key = {(choice.method, choice.criterion): choice for choice in on_grid}
     for method, words in _IN_WORDS.items():
         ece, nll = by_key[method, "ece"], by_key[method, "nll"]
         for choice in (ece, nll):
@@ -479,6 +608,11 @@ def _remarks(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins: i
                 f"{words}: ECE and NLL disagree. The ECE-optimal choice leaves the NLL at {with_ece:.4f}, where the "
                 f"NLL-optimal one gets {with_nll:.4f} (uncalibrated {was:.4f})."
             )
+    for choice in choices:
+        if choice.search != "grid" and choice.saved is choice.calibrator is not None and choice.calibrator.at_border_:
+            remarks.append(f"{choice.label}: {' and '.join(choice.calibrator.at_border_)}.")
+        if isinstance(report, LogitSet):
+            remarks.extend(bin_remarks(choice, report))
     plain, focal = by_key["temperature", "ece"], by_key["focal-temperature", "ece"]
     if (
         report is not selection
@@ -495,6 +629,22 @@ def _remarks(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins: i
                 f"{focal.report[name]:.4f} against {plain.report[name]:.4f}: what it gained on the rows that chose "
                 "does not carry over."
             )
+    return remarks
+
+
+def bin_remarks(choice: Choice, rows: LogitSet) -> list[str]:
+    """What the bins of a choice do to the rows that it is reported on; nothing without bins."""
+    if choice.binning is None or choice.report is None:
+        return []
+    remarks = []
+    changed = int(choice.binning.changed(rows.input.to(torch.float64)).sum())
+    if changed:
+        remarks.append(f"{choice.label}: the bins change the predicted class of {changed} of the {_name_of(rows)}.")
+    if math.isinf(choice.report["nll"]) and bool((choice.binning.values_ % 1 == 0).any()):
+        remarks.append(
+            f"{choice.label}: a bin in which all rows that chose were right (or all wrong) leaves a probability of 0, "
+            "and a row that contradicts it makes the NLL infinite. Fewer bins (--n-bins) may mend it."
+        )
     return remarks
 
 
@@ -559,7 +709,8 @@ def _legend(trust: Trust, plus_minus: str = "+-") -> str:
     return (
         f"{plus_minus} half the {100 * bootstrap.level:g} % interval, of {bootstrap.n_resamples} resamples of the "
         "reported rows. * better, ! worse: the interval of the paired difference excludes 0; temperature scaling is "
-        "compared with no calibration, focal temperature scaling with temperature scaling by the same criterion. Bias "
+        "compared with no calibration, focal temperature scaling with temperature scaling by the same criterion"
+        f"{', bins with what stands before them' if trust.binned else ''}. Bias "
         "floor: what a perfectly calibrated model with the same confidences would score; 95 % score less than the "
         "second line."
     )
@@ -571,12 +722,12 @@ def _cells(
     """Every choice with its label, gamma, T and figures in print."""
     rows = []
     for index, choice in enumerate(choices):
-        calibrated = choice.method != "none"
+        scaled = choice.method in _IN_WORDS
         values = getattr(choice, attribute)
         cells = [
             choice.label,
-            _parameter_in_print(choice.gamma) if calibrated else "",
-            _parameter_in_print(choice.temperature) if calibrated else "",
+            _parameter_in_print(choice.gamma, choice.search) if scaled else "",
+            _parameter_in_print(choice.temperature, choice.search) if scaled else "",
             *("-" if values is None else _figure_in_print(values[name]) for name in FIGURES),
         ]
         if trust is not None:
@@ -605,10 +756,12 @@ def _half_in_print(value: float) -> str:
     return f"{value:.4f}".removeprefix("0") if value < 1 else f"{value:.3g}"
 
 
-def _parameter_in_print(value: float | None) -> str:
-    """At least two digits, more where the grid is finer."""
+def _parameter_in_print(value: float | None, search: Search) -> str:
+    """At least two digits, more where the grid is finer; four of what is on no grid."""
     if value is None:
         return "-"
+    if search != "grid":
+        return f"{value:.4f}"
     text = f"{value:.10g}"
     return text if len(text.partition(".")[2]) > 1 else f"{value:.2f}"
 
@@ -648,8 +801,11 @@ def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -
         return {
             "method": choice.method,
             "criterion": choice.criterion,
+            "search": choice.search if choice.method in _IN_WORDS else None,
+            "binning": choice.binning.binning if choice.binning else None,
             "gamma": choice.gamma,
             "temperature": choice.temperature,
+            "n_cells": choice.calibrator.n_cells_ if choice.calibrator else None,
             "criterion_value": choice.calibrator.best_value_ if choice.calibrator else None,
             "at_border": list(choice.calibrator.at_border_) if choice.calibrator else [],
             "selection": finite_or_none(choice.selection),
@@ -746,12 +902,14 @@ def _to_csv(study: Study) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     trust = study.trust
     ends = [f"{name}_{end}" for name in FIGURES for end in ("low", "high")] if trust is not None else []
-    writer.writerow(["rows", "method", "criterion", "gamma", "temperature", "chosen", *FIGURES, *ends])
+    writer.writerow(
+        ["rows", "method", "criterion", "search", "binning", "gamma", "temperature", "chosen", *FIGURES, *ends]
+    )
     same = study.report is study.selection
     for rows, attribute in (("same", "report"),) if same else (("selection", "selection"), ("report", "report")):
         for index, choice in enumerate(study.choices):
             values = getattr(choice, attribute)
-            calibrated = choice.method != "none"
+            scaled = choice.method in _IN_WORDS
             # The intervals are those of the reported rows.
             found = (
                 [trust.interval(index, name) if attribute == "report" else None for name in FIGURES] if trust else []
@@ -761,8 +919,10 @@ def _to_csv(study: Study) -> str:
                     rows,
                     choice.method,
                     choice.criterion or "",
-                    choice.gamma if calibrated and choice.gamma is not None else "",
-                    choice.temperature if calibrated and choice.temperature is not None else "",
+                    choice.search if scaled else "",
+                    choice.binning.binning if choice.binning else "",
+                    choice.gamma if scaled and choice.gamma is not None else "",
+                    choice.temperature if scaled and choice.temperature is not None else "",
                     int(choice is study.chosen),
                     *("" if values is None else repr(values[name]) for name in FIGURES),
                     *(repr(end) if one and math.isfinite(end) else "" for one in found for end in _ends(one)),
@@ -814,7 +974,7 @@ def write_report(
     def bins(choice: Choice) -> metrics.ReliabilityBins:
         assert choice.gamma is not None
         assert choice.temperature is not None
-        return _reliability(study.report, choice.gamma, choice.temperature, study.grid.n_bins)
+        return _reliability(study.report, choice.gamma, choice.temperature, study.grid.n_bins, choice.binning)
 
     before = {"uncalibrated": bins(study.choices[0])}
     after: dict[str, metrics.ReliabilityBins] = {}
@@ -822,7 +982,7 @@ def write_report(
     if study.chosen is not None:
         after = {_short_name(study.chosen): bins(study.chosen)}
         draw("reliability_after.png", plots.reliability_diagram(after, title=f"After calibration, {rows}"))
-        beside = [row for row in study.choices if row.criterion == study.chosen.criterion and row.calibrator]
+        beside = [row for row in study.choices if row.criterion == study.chosen.criterion and row.saved]
         panels = {**before, **{_short_name(row): bins(row) for row in beside}}
         title_of_all = f"{study.chosen.criterion.upper() if study.chosen.criterion else ''}-optimal choices, {rows}"
         draw("reliability_compared.png", plots.reliability_diagram(panels, title=title_of_all))
@@ -838,8 +998,8 @@ def write_report(
 def _short_name(choice: Choice) -> str:
     if choice.method == "none":
         return "uncalibrated"
-    gamma = f"gamma = {choice.gamma:g}, " if choice.method == "focal-temperature" else ""
-    return f"{_IN_WORDS[choice.method]}, {gamma}T = {choice.temperature:g}"
+    name = choice.label.partition(", ")[0]
+    return f"{name}, {choice.parameters}" if choice.parameters else name
 
 
 def _page(
@@ -998,10 +1158,20 @@ def _search_in_words(study: Study) -> str:
     grid = study.grid
     gammas = ", ".join(f"{gamma:g}" for gamma in grid.gammas.tolist())
     low, high = float(grid.temperatures.min()), float(grid.temperatures.max())
+    beyond = []
+    for choice in study.choices:
+        if choice.binning is not None:
+            beyond.append(
+                f"{choice.label}: the confidence of the top class becomes the accuracy of its bin, one of "
+                f"{len(choice.binning.values_)} of {choice.binning.binning.replace('_', ' ')}."
+            )
+        elif choice.search != "grid" and choice.calibrator is not None:
+            beyond.append(f"{choice.label}: {choice.calibrator.n_cells_} cells, which need not be of the grid.")
     return (
         f"{len(grid.gammas)} gammas ({gammas}) x {len(grid.temperatures)} temperatures from {low:g} to {high:g}, "
         f"{len(grid.gammas) * len(grid.temperatures)} cells, each with its ECE ({grid.estimator}, {grid.n_bins} bins) "
         f"and NLL {_on_which(study)}. Temperature scaling is the row gamma = 0."
+        f"{''.join(f' {words}' for words in beyond)}"
     )
 
 
