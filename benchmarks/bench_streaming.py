@@ -25,9 +25,9 @@ from benchmarks.harness import RESULTS, commit, device_name
 SHARD_BYTES = 64 << 20
 # name: (classes, dtype, rows, options of the search, whether it is done in memory too)
 CASES = {
-    "10 classes": (10, "float32", (1 << 17, 1 << 19, 1 << 21, 1 << 23), "1 1:2:1", True),
-    "1000 classes": (1000, "float32", (1 << 14, 1 << 16, 1 << 18), "1 1:2:1", True),
-    "128256 classes": (128_256, "bfloat16", (512, 1024, 2048, 4096), "1 1:2:1", False),
+    "10 classes": (10, "float32", (1 << 17, 1 << 19, 1 << 21), "1 1:2:1", True),
+    "1000 classes": (1000, "float32", (1 << 14, 1 << 16, 1 << 17), "1 1:2:1", True),
+    "128256 classes": (128_256, "bfloat16", (512, 2048), "1 1:2:1", False),
     "10 classes, all 5000 cells": (10, "float32", (5_000, 20_000, 80_000), "", True),
 }
 # The process tells what it has needed: its parent would count the parent's own memory, before the start, as well.
@@ -67,6 +67,7 @@ def calibrate(files: str, search: str) -> tuple[float, float]:
     if search:
         gammas, temperatures = search.split()
         options += [f"--gammas={gammas}", "--temperatures", temperatures]
+    commit()  # as it is now, whatever is edited in the meantime
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", CHILD, "calibrate", files, *options], capture_output=True, text=True)
     if done.returncode:
@@ -110,6 +111,16 @@ def measure(name: str, rows: int) -> list[dict[str, object]]:
     return found
 
 
+def write(found: list[dict[str, object]], path: Path) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as stream:
+        writer = csv.DictWriter(stream, found[0], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        for one in found:
+            writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in one.items()})
+
+
 def summary(out: Path = RESULTS) -> str:
     """A Markdown table of the last records."""
     files = sorted(out.glob("streaming_memory_*.csv"))
@@ -145,15 +156,10 @@ def main() -> None:
     if arguments.summary:
         print(summary(arguments.out))
         return
-    found = [one for name in arguments.case or CASES for rows in CASES[name][2] for one in measure(name, rows)]
     path = arguments.out / f"streaming_memory_{datetime.date.today().isoformat()}.csv"
-    new = not path.exists()
-    with path.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, found[0], lineterminator="\n")
-        if new:
-            writer.writeheader()
-        for one in found:
-            writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in one.items()})
+    for name in arguments.case or CASES:
+        for rows in CASES[name][2]:
+            write(measure(name, rows), path)
     print(f"written to {path}")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import harness
 from focalkern.cli import main, stream
 from focalkern.cli.shards import open_shards
 from focalkern.streaming import CalibrationGridState
@@ -44,8 +45,8 @@ def folder(tmp_path, monkeypatch):
     write_shards(tmp_path, "test", 400, 1, 2)
     monkeypatch.chdir(tmp_path)
     # Batches of 30 and of 20 rows.
-    monkeypatch.setattr(stream, "_INPUT_BYTES", 30 * 4 * 5)
-    monkeypatch.setattr(stream, "_FLOAT64_BYTES", 20 * 8 * 5)
+    monkeypatch.setattr(stream, "_SEARCH_BATCH", 30 * 5)
+    monkeypatch.setattr(stream, "_FLOAT64_BATCH", 20 * 5)
     return tmp_path
 
 
@@ -180,6 +181,16 @@ def test_files_that_are_large_for_the_memory_are_streamed(folder, monkeypatch, r
     monkeypatch.setattr(stream, "_SHARE_OF_MEMORY", 1 << 60)
     assert stream.wants_streaming([None, "val_logits.npy"])
     assert not stream.wants_streaming(["nothing.npy"])
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
+    """Batches of 8 MiB in float64; each calibrator would keep one of every batch if its memory were not used again."""
+    monkeypatch.setattr(stream, "_FLOAT64_BATCH", 1 << 20)
+    np.save(tmp_path / "logits.npy", np.zeros((512, 32768), np.float32))
+    np.save(tmp_path / "labels.npy", np.arange(512))
+    (rows,) = stream.stream_sets(str(tmp_path / "logits.npy"), labels=None, input_kind=None).values()
+    extra = harness.peak_extra_mib(lambda: rows.measure([(0.0, 1.0), (1.0, 2.0)], 15))
+    assert extra < 120  # 8 of them are in use at a time, and 4 MiB for each class and bin; of 16 batches
 
 
 # ---- stopping and going on -----------------------------------------------------------------------------------------

@@ -33,9 +33,10 @@ Which rows choose and which report:
 
 {FORMATS_HELP}
 Data larger than memory: patterns ('val_logits-*.npy'), --stream, --state, several processes, and files larger than an
-eighth of the memory are read a few rows at a time, as often as is needed: once to search, once for the figures. Memory
-does not depend on the rows, but for 9 bytes per row and line of the table. The search is in float32 then (in memory:
-float64), and an equal_mass ECE that chooses is known to the error that is printed.
+eighth of the memory are read a few rows at a time, as often as is needed: to search, to look closer at the lowest ECEs,
+for the figures. Memory does not grow with the rows (but for what --split draws). The search is in float32 then,
+the choice among the lowest ECEs and all figures in float64, as in memory; above 524288 rows the ECEs of equal mass are
+known to the error that a note says.
   torchrun --nproc-per-node 2 -m focalkern calibrate ...   shares the rows between processes, on one machine or more
 
 Output: a table on stdout (--json: one JSON object, in which an infinite figure is null); remarks on stderr with --json,

@@ -28,8 +28,9 @@ from focalkern.streaming import CalibrationGridState
 
 __all__ = ["MOST_KEPT", "Processes", "Progress", "StreamedSet", "stream_sets", "wants_streaming"]
 
-_INPUT_BYTES = 32 << 20  # of a batch, as it is in the file
-_FLOAT64_BYTES = 16 << 20  # of a batch in float64, of which the figures need several
+# Numbers in a batch: of the search, and of what is done in float64 and needs several copies.
+_SEARCH_BATCH = 1 << 23
+_FLOAT64_BATCH = 1 << 21
 _MOST_ROWS = 1 << 16
 
 _STATE_FORMAT = 1
@@ -222,9 +223,7 @@ class _Sums:
         self.n_places = n_classes * n_bins
         self.means = torch.zeros(2, dtype=torch.float64)  # times N: NLL and Brier score
         self.bins = torch.zeros(3, n_bins, dtype=torch.float64)  # rows, their confidences, how many are correct
-        self.excess = torch.zeros(
-            self.n_places, dtype=torch.float64
-        )  # probability - [target = class], by class and bin
+        self.excess = torch.zeros(self.n_places, dtype=torch.float64)  # probability - [target = class], per class's bin
         self.sketch = sketch
         # Not a list of parts, each of which would keep the freed memory of its batch from being used again.
         self.confidence = torch.zeros(n_kept, dtype=torch.float64)
@@ -299,12 +298,10 @@ class StreamedSet:
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def _batches(
-        self, what: str, bytes_per_class: int, most_bytes: int, done: int = 0
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _batches(self, what: str, numbers: int, done: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(rows of the share that are over after it, input, labels) of the batches after the first ``done`` rows."""
         begin, end = self._processes.share(len(self._rows))
-        at_once = max(1, min(_MOST_ROWS, most_bytes // (bytes_per_class * self.n_classes)))
+        at_once = max(1, min(_MOST_ROWS, numbers // self.n_classes))
         bar = _bar(f"{what} {self.name or self.source}", end - begin, done) if self._processes.rank == 0 else None
         try:
             for first, input, target in self._rows.batches(begin + done, end, at_once):
@@ -341,7 +338,7 @@ class StreamedSet:
         if done and self._processes.rank == 0:
             print(f"resumed from {self._progress.path}: {done} of {end - begin} rows are done", file=sys.stderr)
         with _stopping_between_batches(self._progress.path is not None) as asked_to_stop:
-            for over, input, target in self._batches("fit", 4, _INPUT_BYTES, done):
+            for over, input, target in self._batches("fit", _SEARCH_BATCH, done):
                 state.update(input, target)
                 done = over
                 stop = asked_to_stop()
@@ -384,7 +381,7 @@ class StreamedSet:
                 )
                 for i in wanted.any(1).nonzero().flatten().tolist()
             }
-            for _, input, target in self._batches("refine", 8, _FLOAT64_BYTES):
+            for _, input, target in self._batches("refine", _FLOAT64_BATCH):
                 for state in states.values():
                     state.update(input.to(torch.float64), target)
             for i, state in states.items():
@@ -457,7 +454,7 @@ class StreamedSet:
         facts = torch.zeros(2, dtype=torch.int64)  # rows that rule out their class, rows that look like probabilities
         per_class = torch.zeros(self.n_classes, dtype=torch.int64)
         impossible = -torch.inf if self.kind == "logits" else 0.0
-        for _, input, target in self._batches("measure", 8, _FLOAT64_BYTES):
+        for _, input, target in self._batches("measure", _FLOAT64_BATCH):
             if not len(target):
                 continue
             ruled_out = input.gather(1, target.unsqueeze(1)) == impossible
