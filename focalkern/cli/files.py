@@ -289,7 +289,8 @@ def damaged(source: str, expected: str, error: BaseException) -> InputError:
         reason = text.splitlines()[0].partition(". ")[0] if text else type(error).__name__
         found = f"a damaged or truncated file, or another format ({reason})"
         if isinstance(error, MemoryError):
-            found = f"a damaged file, or one too large for the memory: --stream reads .npy and .safetensors in parts ({text})"
+            remedy = "--stream reads .npy and .safetensors in parts"
+            found = f"a damaged file, or one too large for the memory: {remedy} ({reason})"
     return InputError(f"{source}: expected {expected}, found {found}")
 
 
