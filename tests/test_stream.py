@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import harness
+from benchmarks import bench_streaming, harness
 from focalkern.cli import main, stream
 from focalkern.cli.shards import open_shards
 from focalkern.streaming import CalibrationGridState
@@ -191,6 +192,12 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
     (rows,) = stream.stream_sets(str(tmp_path / "logits.npy"), labels=None, input_kind=None).values()
     extra = harness.peak_extra_mib(lambda: rows.measure([(0.0, 1.0), (1.0, 2.0)], 15))
     assert extra < 120  # 8 of them are in use at a time, and 4 MiB for each class and bin; of 16 batches
+
+
+def test_the_table_of_the_readme_was_recorded():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    table = bench_streaming.summary()
+    assert table.count("\n") > 6 and table in readme
 
 
 # ---- stopping and going on -----------------------------------------------------------------------------------------
