@@ -547,12 +547,13 @@ def test_no_intervals_where_they_are_not_wanted(both, run):
 
 
 def test_no_intervals_by_default_where_they_would_take_minutes(both, run, monkeypatch):
-    monkeypatch.setattr(report, "_MOST_FIGURES", 2000)  # the file reports 500 rows of 5 classes
-    document = run_json(run, "calibrate", both, *GRID[:2])
-    assert document["bootstrap"] is None
-    assert any("Say --bootstrap 200 to have them" in remark for remark in document["remarks"])
-    assert run_json(run, "calibrate", both, *INTERVALS)["bootstrap"]["resamples"] == 40
-    monkeypatch.setattr(report, "_MOST_FIGURES", 2500)
+    for name, limit in (("_MOST_FIGURES", 2500), ("_MOST_RESAMPLED_ROWS", 500)):  # 500 rows of 5 classes report
+        monkeypatch.setattr(report, name, limit - 1)
+        document = run_json(run, "calibrate", both, *GRID[:2])
+        assert document["bootstrap"] is None
+        assert any("Say --bootstrap 200 to have them" in remark for remark in document["remarks"])
+        assert run_json(run, "calibrate", both, *INTERVALS)["bootstrap"]["resamples"] == 40
+        monkeypatch.setattr(report, name, limit)
     assert run_json(run, "calibrate", both, *GRID[:2])["bootstrap"]["resamples"] == 200
 
 

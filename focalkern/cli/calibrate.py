@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
         type=not_negative,
         metavar="N",
         help="resamples of the reported rows, for the intervals and marks of the table; 0 for none (default "
-        "200, where rows x classes are at most 20 million: a look; 1000 or more for a publication)",
+        "200, up to 200,000 rows and 20 million rows x classes: a look; 1000 or more for a publication)",
     )
     parser.add_argument(
         "--method",

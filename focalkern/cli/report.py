@@ -386,14 +386,15 @@ def _can_be_fitted(scaling: Calibrator, input: Tensor, labels: Tensor) -> bool:
 
 
 _DEFAULT_RESAMPLES = 200
+_MOST_RESAMPLED_ROWS = 200_000
 _MOST_FIGURES = 20_000_000
 
 
 def default_resamples(rows: Rows) -> int:
-    """200, whose cost is of the order of the search's; 0 where there are so many figures that it would be minutes."""
-    if isinstance(rows, StreamedSet):  # one confidence per row, whatever the classes, but it has to be sorted
-        return _DEFAULT_RESAMPLES if rows.keeps_confidences and len(rows) <= _MOST_FIGURES // 100 else 0
-    return _DEFAULT_RESAMPLES if rows.input.numel() <= _MOST_FIGURES else 0
+    """200, whose cost is of the order of the search's; 0 where it would take minutes."""
+    # Rows that are streamed have one confidence each, whatever the number of classes.
+    figures = 0 if isinstance(rows, StreamedSet) else rows.input.numel()
+    return _DEFAULT_RESAMPLES if len(rows) <= _MOST_RESAMPLED_ROWS and figures <= _MOST_FIGURES else 0
 
 
 class _Calibrated(Mapping[str, Tensor]):
