@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +117,29 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     torch.testing.assert_close(
         actual.detach().cpu().double(), expected.detach().cpu().double(), rtol=rtol, atol=atol, equal_nan=True
     )
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """Run the command in this process: (exit code, stdout, stderr)."""
+    from focalkern.cli import main
+
+    def call(*arguments: Any) -> tuple[Any, str, str]:
+        code: Any
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For what is too small to wake a second thread, or has the same bits only with the same number of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -20,7 +20,7 @@ from focalkern.calibrators import (
     TemperatureScaling,
     load_calibrator,
 )
-from focalkern.cli import main, report
+from focalkern.cli import report
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 from focalkern.ops.calibration_map import focal_calibration_map
 
@@ -64,21 +64,6 @@ def single(tmp_path):
     path = tmp_path / "single.npz"
     np.savez(path, logits=logits, labels=labels)
     return path
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
 
 
 def run_json(run, *arguments):

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from benchmarks import bench_streaming, harness
-from focalkern.cli import main, stream
+from focalkern.cli import stream
 from focalkern.cli.shards import open_shards
 from focalkern.streaming import CalibrationGridState
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -49,28 +51,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "_SEARCH_BATCH", 30 * 5)
     monkeypatch.setattr(stream, "_FLOAT64_BATCH", 20 * 5)
     return tmp_path
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Batches as small as these are not worth waking a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
 
 
 def result(run, *arguments):

@@ -33,14 +33,7 @@ from benchmarks.train_study.errors import DataError, SettingsError, StudyError  
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "train_study"
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Resumed runs have the same bits with the same number of threads; one is also the fastest here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -392,9 +392,9 @@ _MOST_FIGURES = 20_000_000
 
 def default_resamples(rows: Rows) -> int:
     """200, whose cost is of the order of the search's; 0 where it would take minutes."""
-    # Rows that are streamed have one confidence each, whatever the number of classes.
-    figures = 0 if isinstance(rows, StreamedSet) else rows.input.numel()
-    return _DEFAULT_RESAMPLES if len(rows) <= _MOST_RESAMPLED_ROWS and figures <= _MOST_FIGURES else 0
+    # Streamed rows have one confidence each, whatever the number of classes.
+    possible = rows.keeps_confidences if isinstance(rows, StreamedSet) else rows.input.numel() <= _MOST_FIGURES
+    return _DEFAULT_RESAMPLES if possible and len(rows) <= _MOST_RESAMPLED_ROWS else 0
 
 
 class _Calibrated(Mapping[str, Tensor]):
