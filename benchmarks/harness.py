@@ -10,6 +10,7 @@ import datetime
 import functools
 import gc
 import platform
+import random
 import resource
 import subprocess
 import time
@@ -110,8 +111,9 @@ def _seconds(run: Callable[[], object]) -> float:
 def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int = 60) -> dict[str, list[float]]:
     """Milliseconds per call of each provider, which take turns until ``seconds`` are spent.
 
-    A sample is as many calls as fill half a millisecond, so that the clock does not show. At least five samples each,
-    or three where a turn takes more than five seconds.
+    Each round has another order, by a fixed seed: what a provider finds of memory, caches and threads depends on the
+    one before it. A sample is as many calls as fill half a millisecond, so that the clock does not show. At least five
+    samples each, or three where a turn takes more than five seconds.
     """
     calls = {}
     turn = 0.0
@@ -125,6 +127,7 @@ def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int
         turn += once
         calls[provider.name] = max(1, int(5e-4 / max(once, 1e-7)))
     samples: dict[str, list[float]] = {provider.name: [] for provider in providers}
+    order, shuffled = list(providers), random.Random(0)
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -132,7 +135,8 @@ def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int
         for repeat in range(max_repeats):
             if repeat >= (5 if turn < 5 else 3) and time.perf_counter() - begin > seconds:
                 break
-            for provider in providers:
+            shuffled.shuffle(order)
+            for provider in order:
                 n = calls[provider.name]
                 # Untimed: the provider before may have left memory that must be faulted in anew, or that the caches
                 # do not hold, and in a loop of its own this one would not meet it: its third call settles. Beside
