@@ -12,8 +12,10 @@ namespace {
 constexpr int kBucketsAtOnce = 1024;
 constexpr double kUnit = 0x1p-40;  // kMaxCalibrationSumRows confidences fit 63 bits
 
+// Four blocks at once: left alone, the compiler aims at five and spills.
 template <typename Real>
-__global__ __launch_bounds__(kBlock) void calibration_sums_kernel(const __grid_constant__ CalibrationSums<Real> args) {
+__global__ __launch_bounds__(kBlock,
+                             4) void calibration_sums_kernel(const __grid_constant__ CalibrationSums<Real> args) {
   __shared__ unsigned long long confidence_sum[kBucketsAtOnce];
   __shared__ unsigned int count[kBucketsAtOnce];
   __shared__ unsigned int correct_sum[kBucketsAtOnce];
