@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench_streaming, harness
 from focalkern.cli import stream
 from focalkern.cli.shards import open_shards
 from focalkern.streaming import CalibrationGridState
@@ -21,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
+IN_SOURCE_TREE = "the benchmarks are in the source tree only"
 GRID = ("--temperatures", "0.5:4:0.5", "--gammas=0,0.5,1")
 
 
@@ -166,6 +166,7 @@ def test_files_that_are_large_for_the_memory_are_streamed(folder, monkeypatch, r
 
 def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
     """Batches of 8 MiB in float64; each calibrator would keep one of every batch if its memory were not used again."""
+    harness = pytest.importorskip("benchmarks.harness", reason=IN_SOURCE_TREE)
     monkeypatch.setattr(stream, "_FLOAT64_BATCH", 1 << 20)
     np.save(tmp_path / "logits.npy", np.zeros((512, 32768), np.float32))
     np.save(tmp_path / "labels.npy", np.arange(512))
@@ -175,6 +176,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
 
 
 def test_the_table_of_the_readme_was_recorded():
+    bench_streaming = pytest.importorskip("benchmarks.bench_streaming", reason=IN_SOURCE_TREE)
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     table = bench_streaming.summary()
     assert table.count("\n") > 6 and table in readme
