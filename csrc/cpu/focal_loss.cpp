@@ -27,6 +27,7 @@ constexpr int64_t kTileRows = 64;        // rows whose scalars are finished toge
 constexpr int64_t kFewClasses = 32;      // up to here a transposed tile wastes less than padding a row to full vectors
 constexpr int64_t kBlock = 4096;         // logits of a row that are looked at twice while in the first-level cache
 constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
+constexpr int64_t kAhead = 1024;         // how many logits ahead a prefetch reaches along a row
 
 template <typename Real>
 using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so that comparisons stay in one vector
@@ -57,6 +58,10 @@ struct Tile {
   Real target_slope[kTileRows];  // scale * (p_y - 1)
   Real grad_gamma[kTileRows];
 };
+
+// The processor foresees a run of addresses, but not beyond a page, and not the many runs of a tile of columns. The
+// address may lie outside the tensor: a prefetch never faults.
+FK_HOST_DEVICE void prefetch(const void* address) { __builtin_prefetch(address); }
 
 // ---- a row of adjacent classes -------------------------------------------------------------------------------------
 //
@@ -133,6 +138,7 @@ FK_HOST_DEVICE compute_t<Scalar> sum_exp_except(const Scalar* z, int64_t n, comp
   for (int64_t l = 0; l < kLanes<Scalar>; ++l) index[l] = static_cast<Int>(l);
   for (int64_t j = 0; j < whole; j += kLanes<Scalar>) {
     const Scalar* group = z + j;
+    prefetch(group + kBlock);  // for the next max_of, which has little to do but wait for memory
 #pragma omp simd
     for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
       const Real e = bounded_exponential(load_as_compute(group[l]) - shift);
@@ -186,6 +192,8 @@ FK_HOST_DEVICE void scaled_exp(const Scalar* z, int64_t n, compute_t<Scalar> max
   const int64_t last = n - kLanes<Scalar>;
   for (int64_t j = 0; j < n; j += kLanes<Scalar>) {
     const int64_t begin = j < last ? j : last;
+    prefetch(z + j + kAhead);
+    prefetch(grad + j + kAhead);
 #pragma omp simd
     for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
       const compute_t<Scalar> e = bounded_exponential(load_as_compute(z[begin + l]) - max);
@@ -270,6 +278,7 @@ FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t
   }
   for (int64_t c = 0; c < classes; ++c) {
     const Scalar* column = z + c * class_stride + row;
+    prefetch(column + kTileRows);  // the same class of the next tile
     const Int this_class = static_cast<Int>(c);
 #pragma omp simd
     for (int64_t l = 0; l < n; ++l) {
@@ -319,6 +328,8 @@ FK_HOST_DEVICE void grad_of_lanes(const Scalar* z, int64_t class_stride, int64_t
   for (int64_t c = 0; c < classes; ++c) {
     const Scalar* column = z + c * class_stride + row;
     Scalar* grad_column = grad + c * grad_class_stride + row;
+    prefetch(column + kTileRows);
+    prefetch(grad_column + kTileRows);
     const Int this_class = static_cast<Int>(c);
 #pragma omp simd
     for (int64_t l = 0; l < n; ++l) {
@@ -354,12 +365,13 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
     // If the target is the largest class its own term is exactly 1, and the sum is 1 + rest without rounding.
     const Real log_s = log_one_plus(tile.rest[r] + (exponential(z_minus_max) - Real(1)));
     const Real log_p = z_minus_max - log_s;
-    // The target's u = rest / S; as p -> 0 it approaches 1, and only log1p keeps its digits.
-    const Real log_u_of_top = logarithm(tile.rest[r]) - log_s;
-    const Real log_u_of_other = log_one_plus(-exponential(log_p));
+    // The target's u = rest / S; as p -> 0 it approaches 1, and only log(1 - p) keeps its digits.
+    const bool is_top = z_minus_max == Real(0);
+    const Real p = exponential(log_p);
+    const Real log_rest_or_u = log_of_sum(is_top ? tile.rest[r] : Real(1), is_top ? Real(0) : -p);
     tile.log_s[r] = log_s;
     tile.log_p[r] = log_p;
-    tile.log_u[r] = z_minus_max == Real(0) ? log_u_of_top : log_u_of_other;
+    tile.log_u[r] = log_rest_or_u - (is_top ? log_s : Real(0));
   }
 }
 
@@ -384,14 +396,23 @@ FK_VECTOR_CLONES void look_up_gamma(const Real* log_p, int64_t n, const Real* ed
   }
 }
 
+// Whether any row of a tile needs the formula of the inverse focal loss, which would otherwise be computed in vain.
 template <typename Real>
-FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Tile<Real>& tile, Real* saved /* [3, rows], at this tile */,
-                                  int64_t rows, FocalLossSums* sums) {
+FK_HOST_DEVICE bool any_inverse(int64_t n_rows, const Tile<Real>& tile) {
+  label_int<Real> any = 0;
+#pragma omp simd reduction(| : any)
+  for (int64_t r = 0; r < n_rows; ++r) any |= tile.gamma[r] < Real(0) ? 1 : 0;
+  return any != 0;
+}
+
+template <bool kEverInverse, typename Real>
+FK_HOST_DEVICE void finish_loss_of(int64_t n_rows, Tile<Real>& tile, Real* saved /* [3, rows], at this tile */,
+                                   int64_t rows, FocalLossSums* sums) {
   double loss_sum = 0, weight_sum = 0;
 #pragma omp simd reduction(+ : loss_sum, weight_sum)
   for (int64_t r = 0; r < n_rows; ++r) {
     const bool ignored = tile.label[r] == kNoTarget;
-    const Real loss = focal_terms(tile.log_p[r], tile.log_u[r], tile.gamma[r]).loss * tile.weight[r];
+    const Real loss = focal_terms<kEverInverse>(tile.log_p[r], tile.log_u[r], tile.gamma[r]).loss * tile.weight[r];
     tile.loss[r] = ignored ? Real(0) : loss;
     loss_sum += static_cast<double>(tile.loss[r]);
     weight_sum += static_cast<double>(tile.weight[r]);
@@ -403,13 +424,22 @@ FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Tile<Real>& tile, Real* saved 
   sums->weight += weight_sum;
 }
 
-// On entry `scale` holds the upstream gradient.
 template <typename Real>
-FK_VECTOR_CLONES void finish_slope(int64_t n_rows, bool detach_modulation, Tile<Real>& tile) {
+FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Tile<Real>& tile, Real* saved, int64_t rows, FocalLossSums* sums) {
+  if (any_inverse(n_rows, tile)) {
+    finish_loss_of<true>(n_rows, tile, saved, rows, sums);
+  } else {
+    finish_loss_of<false>(n_rows, tile, saved, rows, sums);
+  }
+}
+
+// On entry `scale` holds the upstream gradient.
+template <bool kEverInverse, typename Real>
+FK_HOST_DEVICE void finish_slope_of(int64_t n_rows, bool detach_modulation, Tile<Real>& tile) {
   const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    const FocalTerms<Real> terms = focal_terms(tile.log_p[r], tile.log_u[r], tile.gamma[r]);
+    const FocalTerms<Real> terms = focal_terms<kEverInverse>(tile.log_p[r], tile.log_u[r], tile.gamma[r]);
     const Real upstream = tile.scale[r] * tile.weight[r];
     const Real slope = upstream * (detached > Real(0) ? terms.factor : terms.coefficient);
     const bool ignored = tile.label[r] == kNoTarget;
@@ -417,6 +447,15 @@ FK_VECTOR_CLONES void finish_slope(int64_t n_rows, bool detach_modulation, Tile<
     tile.factor[r] = slope * exponential(-tile.log_s[r]);
     tile.target_slope[r] = -exponential(tile.log_u[r]) * slope;  // p_y - 1 = -u
     tile.grad_gamma[r] = ignored ? Real(0) : upstream * terms.grad_gamma;
+  }
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void finish_slope(int64_t n_rows, bool detach_modulation, Tile<Real>& tile) {
+  if (any_inverse(n_rows, tile)) {
+    finish_slope_of<true>(n_rows, detach_modulation, tile);
+  } else {
+    finish_slope_of<false>(n_rows, detach_modulation, tile);
   }
 }
 
@@ -468,8 +507,8 @@ bool is_columns(const FocalLossArgs<Scalar>& args) {
 // in [n_rows, in_stride] -> out [n_columns, out_stride], by squares of four, which fit any vector unit; the last ones
 // overlap their neighbours. Needs at least four of each.
 template <typename Scalar>
-void transpose(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t n_columns, Scalar* out,
-               int64_t out_stride) {
+FK_HOST_DEVICE void transpose(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t n_columns, Scalar* out,
+                              int64_t out_stride) {
   using Int = std::conditional_t<sizeof(Scalar) == 2, int16_t, int32_t>;
   using Four [[gnu::vector_size(4 * sizeof(Scalar))]] = Int;
   using Pick = Four;
@@ -501,7 +540,7 @@ int64_t matrix_stride(const RowLayout& layout, int64_t classes, int64_t row_begi
 
 // [n_rows, classes] in any layout <-> [classes, kTileRows]
 template <typename Scalar>
-void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, Scalar* tile) {
+FK_VECTOR_CLONES void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, Scalar* tile) {
   if constexpr (sizeof(Scalar) <= sizeof(float)) {
     if (const int64_t stride = matrix_stride<Scalar>(args.layout, args.classes, row_begin, n_rows)) {
       transpose(args.logits + args.layout.row_offset(row_begin), stride, n_rows, args.classes, tile, kTileRows);
@@ -515,7 +554,8 @@ void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n
   }
 }
 template <typename Scalar>
-void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, const Scalar* tile) {
+FK_VECTOR_CLONES void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                   const Scalar* tile) {
   if constexpr (sizeof(Scalar) <= sizeof(float)) {
     if (const int64_t stride = matrix_stride<Scalar>(args.grad_layout, args.classes, row_begin, n_rows)) {
       transpose(tile, kTileRows, args.classes, n_rows, args.grad_logits + args.grad_layout.row_offset(row_begin),
@@ -561,9 +601,10 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
   return sums;
 }
 
-// The numbers of a tile that the forward pass saved, and the upstream gradient into `scale`.
+// The numbers of a tile that the forward pass saved, and the upstream gradient into `scale`. The target's logit comes
+// from `transposed`, if the logits were brought there.
 template <typename Scalar>
-void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, const Scalar* transposed,
                 Tile<compute_t<Scalar>>& tile) {
   using Real = compute_t<Scalar>;
   const Real* saved = args.saved + row_begin;
@@ -573,7 +614,9 @@ void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_
   RowCursor row(args.layout, row_begin);
   for (int64_t r = 0; r < n_rows; ++r, row.next()) {
     const int64_t target = std::max<int64_t>(tile.label[r], 0);
-    tile.target_logit[r] = load_as_compute(args.logits[row.offset() + target * args.layout.class_stride]);
+    const Scalar* z = transposed ? transposed + target * kTileRows + r
+                                 : args.logits + row.offset() + target * args.layout.class_stride;
+    tile.target_logit[r] = load_as_compute(*z);
   }
   const Real divisor = args.divisor ? *args.divisor : Real(1);
   if (args.grad_stride == 0) {
@@ -601,7 +644,9 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);
     read_rows(args, row, n, tile);
-    read_saved(args, row, n, tile);
+    const bool through_tile = args.grad_logits && !columns && !rows;
+    if (through_tile) gather_tile(args, row, n, transposed);
+    read_saved(args, row, n, through_tile ? transposed : nullptr, tile);
     if (args.edges) look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
     finish_slope(n, args.detach_modulation, tile);
     if (args.grad_gamma) std::copy(tile.grad_gamma, tile.grad_gamma + n, args.grad_gamma + row);
@@ -612,7 +657,6 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
     } else if (rows) {
       grad_of_rows(args, row, n, tile);
     } else {
-      gather_tile(args, row, n, transposed);
       grad_of_columns(transposed, kTileRows, args.classes, n, tile, grad_transposed, kTileRows);
       scatter_tile(args, row, n, grad_transposed);
     }

@@ -43,11 +43,12 @@ struct FocalTerms {
   Real grad_gamma;   // dL/dgamma; at gamma = 0 the derivative from the right
 };
 
-template <typename Real>
+// kEverInverse = false is for a caller that knows gamma not to be negative, and saves it the other formula.
+template <bool kEverInverse = true, typename Real>
 FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) {
   const Real p = exponential(log_p);
   const Real u = exponential(log_u);
-  const bool inverse = gamma < Real(0);
+  const bool inverse = kEverInverse && gamma < Real(0);
   const Real magnitude = inverse ? -gamma : gamma;
   const Real log_base = inverse ? log_one_plus(p) : log_u;
   const Real factor = exponential(scaled_log(magnitude, log_base));
@@ -62,7 +63,7 @@ FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) 
   // -inf * 0 at p = 1 and 0 * -inf at p = 0: the product vanishes at both ends.
   const Real finite_log_p = p == Real(0) ? Real(0) : log_p;
   const Real slope = finite_log_p == Real(0) ? Real(0) : factor * (log_base * finite_log_p);
-  terms.grad_gamma = gamma < Real(0) ? slope : -slope;
+  terms.grad_gamma = inverse ? slope : -slope;
   return terms;
 }
 

@@ -299,6 +299,17 @@ FK_HOST_DEVICE Real log_of_normal(Real x, Real correction) {
   return n * F::kLn2Hi + (f - (half_square - tail));
 }
 
+// log(sum + lost), where `lost` is what rounding took from the sum. -inf at 0, NaN below.
+template <typename Real>
+FK_HOST_DEVICE Real log_of_rounded(Real sum, Real lost) {
+  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  Real result = log_of_normal(sum, lost / sum);
+  result = sum == Real(0) ? -kInfinity : result;
+  result = sum < Real(0) ? std::numeric_limits<Real>::quiet_NaN() : result;
+  result = sum == kInfinity ? kInfinity : result;
+  return sum != sum ? sum : result;
+}
+
 }  // namespace detail
 
 // log x. log 0 = -inf, log of a negative number = NaN; denormal numbers count as 0.
@@ -322,17 +333,20 @@ FK_HOST_DEVICE Real log_one_plus(Real x) {
 #if defined(__CUDA_ARCH__)
   return log1p(x);
 #else
-  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   const Real sum = Real(1) + x;
-  // What rounding took from the sum, in units of the sum: the larger of the two terms is subtracted first, so that
-  // both differences are exact.
-  const Real lost = x < Real(1) ? x - (sum - Real(1)) : Real(1) - (sum - x);
-  Real result = detail::log_of_normal(sum, lost / sum);
-  result = sum == Real(0) ? -kInfinity : result;
-  result = sum < Real(0) ? std::numeric_limits<Real>::quiet_NaN() : result;
-  result = x == kInfinity ? kInfinity : result;
-  return x != x ? x : result;
+  // The larger of the two terms is subtracted first, so that both differences are exact.
+  return detail::log_of_rounded(sum, x < Real(1) ? x - (sum - Real(1)) : Real(1) - (sum - x));
 #endif
 }
+
+#if !defined(__CUDA_ARCH__)
+// log(large + small) for |large| >= |small|, with what rounding takes from the sum put back: one call that is log in
+// some lanes and log1p in others. Denormal sums are not expected.
+template <typename Real>
+FK_HOST_DEVICE Real log_of_sum(Real large, Real small) {
+  const Real sum = large + small;
+  return detail::log_of_rounded(sum, small - (sum - large));
+}
+#endif
 
 }  // namespace focalkern
