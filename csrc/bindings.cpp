@@ -5,10 +5,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/version.h>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <cstdlib>
 #include <vector>
 
@@ -82,21 +78,6 @@ std::optional<RowLayout> row_layout(const Tensor& tensor, int64_t class_dim) {
   return adjacent ? std::optional<RowLayout>(layout) : std::nullopt;
 }
 
-void prefer_huge_pages(const Tensor& fresh) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
-  // What malloc never takes from its heap. There the pages are often present already, and the hint would cut it into
-  // pieces.
-  constexpr size_t kOwnMapping = size_t{32} << 20;
-  if (!fresh.is_cpu() || fresh.nbytes() < kOwnMapping) return;
-  const auto begin = reinterpret_cast<uintptr_t>(fresh.mutable_data_ptr());
-  const uintptr_t first = (begin + kHugePage - 1) & ~(kHugePage - 1);
-  const uintptr_t last = (begin + fresh.nbytes()) & ~(kHugePage - 1);
-  // A hint: where it is refused, the memory is what it was.
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
-}
-
 Labels labels_of(const Tensor& target) {
   const auto type = target.scalar_type() == at::kLong  ? Labels::Type::kInt64
                     : target.scalar_type() == at::kInt ? Labels::Type::kInt32
@@ -127,6 +108,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   static torch::Library definitions(torch::Library::DEF, "focalkern", std::nullopt, __FILE__, __LINE__);
 
   module.def("build_info", &focalkern::bindings::build_info);
+  focalkern::bindings::register_memory(module);
   focalkern::bindings::register_focal_loss(definitions, module);
   focalkern::bindings::register_calibration_grid(definitions, module);
   focalkern::bindings::register_calibration_map(definitions, module);

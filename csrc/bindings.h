@@ -19,6 +19,7 @@ using at::Tensor;
 void register_focal_loss(torch::Library& definitions, pybind11::module_& module);
 void register_calibration_grid(torch::Library& definitions, pybind11::module_& module);
 void register_calibration_map(torch::Library& definitions, pybind11::module_& module);
+void register_memory(pybind11::module_& module);
 
 // Raises NotImplementedError for a device that has no kernel in this build, TypeError for a tensor that is not dense.
 void check_device(const char* op, const Tensor& input);
@@ -67,9 +68,9 @@ inline double sum_tolerance(at::ScalarType dtype) {
   return tolerance;
 }
 
-// Asks for huge pages behind a large tensor on the CPU that is about to be written for the first time: with ordinary
-// ones, the page faults of a fresh gradient take longer than computing it.
-void prefer_huge_pages(const Tensor& fresh);
+// at::empty_like for a result as large as the input. On the CPU its memory, once freed, is kept for the next such
+// result, up to FOCALKERN_CACHE_MIB in all.
+Tensor empty_result_like(const Tensor& tensor, at::ScalarType dtype);
 
 // The handle of an operator that was registered above, found once.
 template <typename Signature>

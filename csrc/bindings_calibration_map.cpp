@@ -243,10 +243,7 @@ Gradients launch_backward(const Tensor& grad, const Tensor& input, const Tensor&
   const Parameter temperature_parameter = prepare_parameter(temperature, input, options.kind);
   const auto rows = C10_AS_INTARRAYREF_SLOW(leading_shape(input, options.kind));
   Gradients grads;
-  if (needed[0]) {
-    grads.input = at::empty_like(input);
-    prefer_huge_pages(grads.input);
-  }
+  if (needed[0]) grads.input = empty_result_like(input, input.scalar_type());
   if (needed[1]) grads.gamma = at::empty(rows, input.options().dtype(at::kDouble));
   if (needed[2]) grads.temperature = at::empty(rows, input.options().dtype(at::kDouble));
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
@@ -354,8 +351,7 @@ Tensor forward_cpu(const Tensor& input_as_given, const Tensor& gamma, const Tens
                    bool log_output, bool wide, bool validate) {
   check_arguments(input_as_given, gamma, temperature, kind);
   const Tensor input = input_as_given.contiguous();
-  const Tensor output = at::empty(input.sizes(), input.options().dtype(output_dtype(input, wide)));
-  prefer_huge_pages(output);
+  const Tensor output = empty_result_like(input, output_dtype(input, wide));
   std::atomic<int64_t> first_invalid{std::numeric_limits<int64_t>::max()};
   launch_forward(input, gamma, temperature, {kind, log_output, wide}, output, [&](const auto& args) {
     for_each_chunk(args, [&](int64_t begin, int64_t end) {

@@ -288,9 +288,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
     // Where the kernel writes; not the gradient itself if that has strides which no RowLayout describes.
     Tensor input_buffer, target_buffer;
     if (needed[0]) {
-      grad_input = at::empty_like(input);
-      input_buffer = row_layout(grad_input, class_dim) ? grad_input : at::empty_like(prepared.input);
-      prefer_huge_pages(input_buffer);
+      grad_input = empty_result_like(input, input.scalar_type());
+      input_buffer =
+          row_layout(grad_input, class_dim) ? grad_input : empty_result_like(prepared.input, input.scalar_type());
       args.grad_logits = static_cast<Scalar*>(input_buffer.mutable_data_ptr());
     }
     if (needed[1]) {

@@ -34,6 +34,7 @@ from focalkern.ops.inverse_calibration_map import (
     inverse_focal_calibration_map,
     properized_focal_loss,
 )
+from focalkern.ops.memory import empty_cache
 from focalkern.streaming import CalibrationGridState
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ __all__ = [
     "build_info",
     "calibration_grid",
     "check_labels",
+    "empty_cache",
     "focal_calibration_map",
     "focal_loss",
     "inverse_focal_calibration_map",

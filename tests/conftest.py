@@ -25,6 +25,9 @@ TOLERANCE = {
 }
 
 
+os.environ.pop("FOCALKERN_CACHE_MIB", None)  # read once in a process; the tests are written for its default
+
+
 def cuda_skip_reason() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
