@@ -58,6 +58,12 @@ def summary(op: str, out: Path) -> str:
     return tabulate(table, [header[i] for i in filled], tablefmt="github", disable_numparse=True)
 
 
+def targets_summary(out: Path) -> str:
+    """A Markdown table of the targets beside what was recorded."""
+    lines = [(what, bound, found, "yes" if met else "no") for what, bound, found, met in target_lines(out)]
+    return tabulate(lines, ["target", "wanted", "recorded", "met"], tablefmt="github", disable_numparse=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer shapes, nothing compiled: under two minutes")
@@ -74,10 +80,7 @@ def main() -> None:
     if arguments.summary:
         for name in arguments.only or BENCHMARKS:
             print(f"{summary(name, arguments.out)}\n")
-        lines = [
-            (what, bound, found, "yes" if met else "no") for what, bound, found, met in target_lines(arguments.out)
-        ]
-        print(tabulate(lines, ["target", "wanted", "recorded", "met"], tablefmt="github", disable_numparse=True))
+        print(targets_summary(arguments.out))
         return
     if arguments.plots:
         from benchmarks.plots import draw  # matplotlib is wanted here only

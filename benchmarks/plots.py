@@ -47,7 +47,7 @@ def panel(axis, lines: dict[str, list[tuple[float, float]]], x_label: str, y_lab
         axis.plot(x, y, color=colour, linestyle=line, marker=marker, markersize=4, label=provider)
     axis.set(xscale="log", yscale="log", xlabel=x_label, ylabel=y_label)
     axis.grid(True, which="major", alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncol=2)  # below: it hides no line
 
 
 def draw(out: Path, folder: Path) -> list[Path]:
@@ -62,7 +62,7 @@ def draw(out: Path, folder: Path) -> list[Path]:
         "focal_calibration_map, forward + backward",
         "calibration_grid, 4500 cells",
     )
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.6), layout="constrained")
     for axis, lines, title in zip(axes, (loss, mapped), titles, strict=False):
         # Batches get smaller as rows get longer: what compares is the time per logit.
         points = {provider: largest_batches(cases) for provider, cases in lines.items()}
@@ -71,7 +71,7 @@ def draw(out: Path, folder: Path) -> list[Path]:
     panel(axes[2], points, "classes", "milliseconds", f"{titles[2]}, 10000 rows")
     written.append(folder / "speed_by_classes.png")
     figure.savefig(written[-1], dpi=110)
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.6), layout="constrained")
     for axis, lines, title in zip(axes, (loss, mapped, grid), titles, strict=True):
         points = {provider: [(n, t) for n, c, t in cases if c == 100] for provider, cases in lines.items()}
         panel(axis, points, "rows", "milliseconds", f"{title}, 100 classes")

@@ -1,6 +1,7 @@
 """The benchmark harness: what it refuses to time, and what it writes. No clock is tested."""
 
 import csv
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +112,16 @@ def test_summary_shows_what_was_recorded(tmp_path):
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["case", "dtype", "focalkern", "other"]
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == ["forward 4x2", "float32", "2 ms", "2.5 x"]
     assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == ["forward 8x2", "float32", "1.5 s", ""]
+
+
+def test_readme_shows_what_was_recorded():
+    main = pytest.importorskip("benchmarks.__main__")
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for table in (
+        *(main.summary(op, harness.RESULTS) for op in ("focal_loss", "calibration_map", "calibration_grid")),
+        main.targets_summary(harness.RESULTS),
+    ):
+        assert table.count("\n") > 5 and table in readme
 
 
 def test_targets_stand_beside_what_was_recorded(tmp_path):
