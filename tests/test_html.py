@@ -125,6 +125,12 @@ def test_the_page_says_everything(report):
         assert words in page.said, words
 
 
+def test_differences_of_accuracy_are_shown_where_bins_make_any(report):
+    scaled, binned = report()[0], report("logits.npz", "--method", "histogram")[0]
+    headings = [[cell.split()[:1] == ["accuracy"] for cell in page.cells].count(True) for page in (scaled, binned)]
+    assert headings[1] == headings[0] + 1
+
+
 def test_the_bins_of_the_page_are_those_of_the_metrics(report, tmp_path):
     page, folder = report()
     document = json.loads((folder / "report.json").read_text())

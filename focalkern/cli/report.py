@@ -1114,7 +1114,8 @@ def _page(
 
 
 _GLOSSARY = (
-    "All figures are fractions, never percent. Lower is better, but for accuracy, which no calibrator here changes.",
+    "All figures are fractions, never percent. Lower is better, but for accuracy, which scaling never changes and "
+    "histogram binning may.",
     "ECE: the gap between accuracy and mean confidence, averaged over bins of the confidence. Its value depends on "
     "the bins: equal_width (15 ranges of the same width, the common one), equal_mass (the same number of samples in "
     "each), equal_mass_interp (interpolated quantiles, as in published code). Compare like with like.",
@@ -1129,7 +1130,9 @@ _GLOSSARY = (
 def _difference_table(study: Study, names: list[str]) -> str:
     trust = study.trust
     assert trust is not None
-    shown = {name: heading for name, heading in zip(FIGURES, names, strict=True) if name != "accuracy"}  # all the same
+    shown = dict(zip(FIGURES, names, strict=True))
+    if all(choice.binning is None for choice in study.choices):
+        del shown["accuracy"]  # all the same
     rows = []
     for index, choice in enumerate(study.choices):
         other = trust.against[index]
