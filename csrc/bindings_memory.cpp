@@ -60,7 +60,7 @@ size_t limit_from_environment() {
   char* end = nullptr;
   const long long mib = std::strtoll(value, &end, 10);
   TORCH_CHECK_VALUE(*end == '\0' && mib >= 0 && mib <= (int64_t{1} << 32),
-                    "FOCALKERN_CACHE_MIB must be a number of MiB, 0 or more, got ", value);
+                    "FOCALKERN_CACHE_MIB must be a whole number of MiB, 0 to 4294967296, got ", value);
   return static_cast<size_t>(mib) * kMiB;
 }
 

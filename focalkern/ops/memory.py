@@ -11,9 +11,9 @@ def empty_cache() -> None:
     Results of 256 KiB or more, once freed, leave their memory to the next result of about that size, because fresh
     pages cost more time than what is written to them. Four blocks are kept at most, and no more in all than the
     environment variable FOCALKERN_CACHE_MIB says, in MiB: 256 by default, 0 for none. It is read once, when the first
-    such result is computed. Tensors in use are never touched.
+    such result is computed; a larger result is never kept. Tensors in use are never touched.
 
     Raises:
-        ValueError: FOCALKERN_CACHE_MIB is no number of MiB; so does the first such result.
+        ValueError: FOCALKERN_CACHE_MIB is no whole number of MiB; so does the first such result.
     """
     _C.empty_cache()
