@@ -42,14 +42,15 @@ def table(rows: list[Row]) -> str:
 
 def summary(op: str, out: Path) -> str:
     """A Markdown table of the recorded medians: focalkern's time, its ratio to a copy of the input where one was timed,
-    and how many times longer the others took."""
+    and how many times longer the others took, each the median over the runs."""
     medians, copies = recorded_medians(op, out), recorded_medians(op, out, "ratio_to_copy")
+    slower = recorded_medians(op, out, "speedup")
     providers = list(dict.fromkeys(name for case in medians.values() for name in case))[1:]
     table = []
     for key, times in medians.items():
         own = times["focalkern"]
         copy = copies[key]["focalkern"]
-        ratios = (f"{times[name] / own:.3g} x" if name in times else "" for name in providers)
+        ratios = (f"{slower[key][name]:.3g} x" if name in times else "" for name in providers)
         time = f"{own:.3g} ms" if own < 1e3 else f"{own / 1e3:.3g} s"
         table.append([*key, time, f"{copy:.3g}" if copy == copy else "", *ratios])
     header = ["case", "dtype", "focalkern", "of a copy", *providers]

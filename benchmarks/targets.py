@@ -51,11 +51,12 @@ def loss_lines(out: Path) -> Iterator[Line]:
     if "cross_entropy" in ratios.get((tiny, "float32"), {}):
         yield at_least("focal_loss 32x10, against cross_entropy", ratios[tiny, "float32"]["cross_entropy"], 1.0)
     for name in ("focalkern, gamma per sample", "focalkern, gamma table"):
-        recorded = (ratios.get((f"forward+backward {shape}", "float32"), {}) for shape, _ in LOSS)
-        costs = [found[name] for found in recorded if name in found]
+        recorded = {shape: ratios.get((f"forward+backward {shape}", "float32"), {}) for shape, _ in LOSS}
+        costs = {shape: found[name] for shape, found in recorded.items() if name in found}
         if costs:
-            what = name.removeprefix("focalkern, ")
-            yield at_most(f"focal_loss, {what}, worst of {len(costs)} shapes", max(costs), GAMMA_COST, "of scalar")
+            shape = max(costs, key=lambda shape: costs[shape])
+            what = f"focal_loss, {name.removeprefix('focalkern, ')}, worst of {len(costs)} shapes ({shape})"
+            yield at_most(what, costs[shape], GAMMA_COST, "of scalar")
     for shape, _ in LOSS:
         single, half = (times.get((f"forward+backward {shape}", dtype)) for dtype in ("float32", "bfloat16"))
         if single and half:
