@@ -1,6 +1,7 @@
 """AdaFocal: bins and gammas against the published algorithm, sample by sample; saved state; two processes."""
 
 import copy
+import dataclasses
 import datetime
 import io
 import itertools
@@ -251,15 +252,15 @@ def test_only_confidence_and_correctness_are_kept():
     loss = fk.AdaFocalLoss()
     logits, target = validation(1000, 50, dtype=torch.float32)
     loss.accumulate(logits.requires_grad_(), target)
-    extra = loss.get_extra_state()
-    assert extra["confidence"].dtype == torch.float32
-    assert extra["correct"].dtype == torch.bool
-    assert extra["confidence"].untyped_storage().nbytes() == 4000
-    assert extra["correct"].untyped_storage().nbytes() == 1000
-    assert not extra["confidence"].requires_grad
+    (confidence,), (correct,) = loss._confidence, loss._correct
+    assert confidence.dtype == torch.float32
+    assert correct.dtype == torch.bool
+    assert confidence.untyped_storage().nbytes() == 4000
+    assert correct.untyped_storage().nbytes() == 1000
+    assert not confidence.requires_grad
     half = fk.AdaFocalLoss()
     half.accumulate(logits.bfloat16(), target)
-    assert half.get_extra_state()["confidence"].dtype == torch.float32
+    assert half._confidence[0].dtype == torch.float32
 
 
 def test_reset_forgets_samples_only():
@@ -364,7 +365,47 @@ def test_a_copy_has_a_history_of_its_own():
     assert loss.n_accumulated == 200
     state = loss.state_dict()
     loss.update()
-    assert state["_extra_state"]["history"] == []
+    assert extra_of(state)["history"] == []
+
+
+def extra_of(state):
+    """The history and the waiting samples of a state in the form that version 0.1 saved them in."""
+    loss = fk.AdaFocalLoss()
+    loss.set_extra_state(state["_extra_state"])
+    return {
+        "history": [dataclasses.asdict(record) for record in loss.history],
+        "confidence": torch.cat(loss._confidence),
+        "correct": torch.cat(loss._correct),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_state_is_tensors_and_that_of_version_0_1_loads(dtype):
+    loss = fk.AdaFocalLoss()
+    loss.update(*validation(dtype=dtype))
+    loss.update_bins(torch.linspace(0, 1, 16), torch.full((15,), 0.5), torch.full((15,), 0.4))
+    loss.accumulate(*validation(dtype=dtype))
+    state = loss.state_dict()
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    old = {**state, "_extra_state": extra_of(state)}
+    assert [record["count"] is None for record in old["_extra_state"]["history"]] == [False, True]
+    assert old["_extra_state"]["confidence"].dtype == dtype
+    resumed = fk.AdaFocalLoss()
+    resumed.load_state_dict(through_a_file(old))
+    assert snapshot(resumed) == snapshot(loss)
+    # As bytes they survive what a cast of a state does to floating-point tensors.
+    assert state["_extra_state"].dtype == torch.uint8
+
+
+def test_a_state_outside_the_range_of_the_loss_is_refused():
+    wide = fk.AdaFocalLoss(gamma_init=15.0)
+    loss = fk.AdaFocalLoss(gamma_max=10.0)
+    before = snapshot(loss)
+    with pytest.raises(RuntimeError, match=r"from 15 to 15, outside of \[gamma_min, gamma_max\] = \[-2, 10\]"):
+        loss.load_state_dict(wide.state_dict())
+    assert snapshot(loss) == before
+    edge = fk.AdaFocalLoss(gamma_max=0.3, gamma_init=0.3)
+    edge.load_state_dict(edge.state_dict() | {"bin_gammas": edge.bin_gammas.bfloat16()})  # rounded up
 
 
 def trained():
@@ -379,7 +420,7 @@ def changed(**entries):
     extra = entries.pop("extra", {})
     state.update(entries)
     if isinstance(extra, dict):
-        state["_extra_state"] = {**state["_extra_state"], **extra}
+        state["_extra_state"] = {**extra_of(state), **extra}
     else:
         state["_extra_state"] = extra
     return state
@@ -392,15 +433,20 @@ def without(name):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (lambda: fk.FLSDLoss().state_dict(), r"Missing key\(s\).*bin_edges(?s:.*)Unexpected key\(s\).*edges"),
-        (lambda: fk.FocalLoss().state_dict(), r"Missing key\(s\) in state_dict: \"bin_edges\", \"bin_gammas\""),
+        (lambda: fk.FLSDLoss().state_dict(), r"AdaFocalLoss: the checkpoint has another loss, FLSDLoss"),
+        (dict, r"Missing key\(s\) in state_dict: \"bin_edges\", \"bin_gammas\""),
         (lambda: fk.AdaFocalLoss(10).state_dict(), r"AdaFocalLoss: bin_edges must have shape \[16\], got \[11\]"),
         (lambda: without("_extra_state"), r"Missing key\(s\).*_extra_state"),
         (lambda: changed(weight=torch.ones(5)), r"Unexpected key\(s\).*weight"),
         (lambda: changed(bin_edges=torch.linspace(1, 0, 16)), r"edges must be ascending"),
         (lambda: changed(bin_gammas=torch.full((15,), NAN)), r"gammas must be finite"),
         (lambda: changed(bin_gammas=torch.ones(15).int()), r"gammas must be a floating-point tensor"),
-        (lambda: changed(extra=[]), r"_extra_state must hold history, confidence and correct"),
+        (lambda: changed(extra={"more": 1}), r"_extra_state must hold history, confidence and correct"),
+        (lambda: changed(extra=[]), r"_extra_state must be the bytes that were saved"),
+        (lambda: changed(extra=torch.zeros(8)), r"_extra_state must be the bytes that were saved"),
+        (lambda: changed(extra=torch.zeros(0, dtype=torch.uint8)), r"_extra_state must be the bytes"),
+        (lambda: changed(extra=trained().get_extra_state()[:-8]), r"_extra_state must be the bytes"),
+        (lambda: changed(extra=fk.AdaFocalLoss(10).get_extra_state()), r"of as many bins and whole"),
         (lambda: changed(extra={"correct": torch.ones(3).bool()}), r"must hold one correctness per confidence"),
         (lambda: changed(extra={"confidence": [0.5]}), r"must hold one correctness per confidence"),
         (lambda: changed(extra={"confidence": torch.full((200,), NAN)}), r"confidence, and these in \[0, 1\]"),
@@ -616,7 +662,7 @@ def ranks(tmp_path_factory):
 def assert_state(state, loss):
     for name in ("bin_edges", "bin_gammas"):
         assert_close(state[name], getattr(loss, name))
-    assert len(state["_extra_state"]["history"]) == 1
+    assert len(extra_of(state)["history"]) == 1
 
 
 @pytest.mark.parametrize("case", ["uneven", "one rank empty"])
@@ -626,8 +672,9 @@ def test_every_rank_ends_as_one_process_with_all_samples(ranks, case):
     assert len(one.bin_gammas.unique()) > 5
     for rank in ranks:
         assert_state(rank[case], one)
-        assert rank[case]["_extra_state"]["history"][0]["count"].sum() == 199  # all but the lowest
-        assert len(rank[case]["_extra_state"]["confidence"]) == 0
+        extra = extra_of(rank[case])
+        assert extra["history"][0]["count"].sum() == 199  # all but the lowest
+        assert len(extra["confidence"]) == 0
     assert torch.equal(ranks[0][case]["bin_gammas"], ranks[1][case]["bin_gammas"])
     assert torch.equal(ranks[0][case]["bin_edges"], ranks[1][case]["bin_edges"])
 

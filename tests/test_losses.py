@@ -254,7 +254,7 @@ def test_the_focal_family_is_focal_loss():
     for detach in (False, True):
         for loss, gamma in [
             (fk.FocalLoss, 2.0),
-            (fk.FocalLoss, torch.rand(60)),
+            (fk.FocalLoss, torch.nn.Parameter(torch.rand(60))),
             (fk.FocalLoss, fk.FLSD_53),
             (fk.InverseFocalLoss, 1.5),
             (fk.InverseFocalLoss, torch.tensor(1.5)),
@@ -647,7 +647,10 @@ def test_copies_pickles_and_checkpoints(name):
 def test_settings_are_shown():
     shown = [
         (fk.FocalLoss(1.5), "FocalLoss(gamma=1.5)"),
-        (fk.FocalLoss(torch.tensor([0.5, 2.0]), reduction="sum"), "FocalLoss(gamma=[0.5, 2], reduction=sum)"),
+        (
+            fk.FocalLoss(torch.nn.Parameter(torch.tensor([0.5, 2.0])), reduction="sum"),
+            "FocalLoss(gamma=[0.5, 2], reduction=sum)",
+        ),
         (fk.InverseFocalLoss(2), "InverseFocalLoss(gamma=2.0)"),
         (fk.FLSDLoss(ignore_index=255), "FLSDLoss(edges=[0, 0.2, 1], gammas=[5, 3], ignore_index=255)"),
         (
@@ -723,6 +726,10 @@ def test_a_learned_gamma_is_a_parameter():
     assert list(fk.FocalLoss(gamma.detach()).parameters()) == []
 
 
+def table_loss(edges=(0, 0.2, 0.5, 1), gammas=(5, 3, 2)):
+    return fk.FocalLoss(fk.GammaTable(edges, gammas))
+
+
 def snapshot(loss):
     return {name: value.tolist() for name, value in loss.state_dict().items()}
 
@@ -730,10 +737,13 @@ def snapshot(loss):
 @pytest.mark.parametrize(
     ("loss", "other", "message"),
     [
-        (fk.FLSDLoss(), fk.AdaFocalLoss(), r"Missing key.*\"edges\", \"gammas\"(?s:.*)Unexpected key.*\"bin_edges\""),
-        (fk.FLSDLoss(), fk.FocalLoss(), r"Missing key.*\"edges\""),
-        (fk.FocalLoss(), fk.FLSDLoss(), r"Unexpected key.*\"edges\""),
-        (fk.FLSDLoss(), fk.FLSDLoss([0, 0.2, 0.5, 1], [5, 3, 2]), r"FLSDLoss: edges must have shape \[3\], got \[4\]"),
+        (fk.FLSDLoss(), fk.AdaFocalLoss(), r"FLSDLoss: the checkpoint has another loss, AdaFocalLoss; strict=False"),
+        (fk.FLSDLoss(), fk.FocalLoss(), r"FLSDLoss: the checkpoint has another loss, FocalLoss"),
+        (fk.FocalLoss(), fk.DualFocalLoss(), r"FocalLoss: the checkpoint has another loss, DualFocalLoss"),
+        (fk.InverseFocalLoss(torch.tensor(1.0)), fk.FocalLoss(torch.tensor(2.0)), r"has another loss, FocalLoss"),
+        (fk.FocalLoss(fk.FLSD_53), fk.FocalLoss(), r"Missing key.*\"edges\", \"gammas\""),
+        (fk.FocalLoss(), fk.FocalLoss(fk.FLSD_53), r"Unexpected key.*\"edges\""),
+        (table_loss(), table_loss([0, 0.5, 1], [5, 3]), r"FocalLoss: edges must have shape \[4\], got \[3\]"),
         (fk.BrierLoss(torch.ones(3)), fk.BrierLoss(torch.ones(4)), r"weight must have shape \[3\], got \[4\]"),
     ],
 )
@@ -745,7 +755,7 @@ def test_a_state_that_does_not_fit_leaves_the_module_as_it_was(loss, other, mess
 
 
 def test_a_schedule_from_a_checkpoint_is_checked():
-    loss = fk.FLSDLoss()
+    loss = fk.FocalLoss(fk.FLSD_53)
     before = snapshot(loss)
     state = loss.state_dict()
     state["gammas"] = torch.tensor([7.0, 8.0])
@@ -757,7 +767,7 @@ def test_a_schedule_from_a_checkpoint_is_checked():
 
 def test_a_loss_inside_a_model_loads_with_it():
     def model():
-        return torch.nn.ModuleDict({"net": torch.nn.Linear(2, 2), "criterion": fk.FLSDLoss([0, 0.4, 1], [3, 2])})
+        return torch.nn.ModuleDict({"net": torch.nn.Linear(2, 2), "criterion": table_loss()})
 
     one, two = model(), model()
     one["criterion"].gammas[0] = 4.0
@@ -767,6 +777,80 @@ def test_a_loss_inside_a_model_loads_with_it():
     result = two.load_state_dict({"net.weight": torch.ones(2, 2), "net.bias": torch.ones(2)}, strict=False)
     assert result.missing_keys == ["criterion.edges", "criterion.gammas"]
     assert two["criterion"].gammas[0] == 4.0
+
+
+def model_with(loss):
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({"net": torch.nn.Linear(2, 2), "criterion": loss})
+
+
+def test_a_checkpoint_of_another_loss_is_loaded_without_it_on_demand():
+    one, two = model_with(fk.FocalLoss(torch.tensor(2.0))), model_with(fk.InverseFocalLoss(torch.tensor(1.0)))
+    with torch.no_grad():
+        one["net"].weight.fill_(3.0)
+    with pytest.raises(RuntimeError, match=r"criterion\.InverseFocalLoss: the checkpoint has another loss, FocalLoss"):
+        two.load_state_dict(through_a_file(one.state_dict()))
+    result = two.load_state_dict(through_a_file(one.state_dict()), strict=False)
+    assert result.missing_keys == result.unexpected_keys[:-1] == ["criterion.gamma"]
+    assert result.unexpected_keys[-1].startswith("criterion.InverseFocalLoss: the checkpoint has another loss")
+    assert (two["criterion"].gamma, two["net"].weight[0, 0]) == (1, 3)
+    # A class of the user's own is the loss that it is derived from.
+    derived = model_with(type("Own", (fk.FocalLoss,), {})(torch.tensor(5.0)))
+    derived.load_state_dict(one.state_dict())
+    assert derived["criterion"].gamma == 2
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_the_table_of_flsd_is_no_part_of_a_state():
+    """So that cross-entropy's checkpoints load strictly; those of version 0.1, which had it, still do."""
+    model = model_with(fk.FLSDLoss())
+    model.load_state_dict(model_with(torch.nn.CrossEntropyLoss()).state_dict())
+    assert model["criterion"].state_dict() == {}
+    old = model.state_dict() | {
+        "criterion.edges": torch.tensor([0.0, 0.2, 1.0], dtype=torch.float64),
+        "criterion.gammas": torch.tensor([5.0, 3.0], dtype=torch.float64),
+    }
+    model.load_state_dict(old)
+    model.load_state_dict({name: value.half() for name, value in old.items()})
+    before = model["criterion"].gammas.clone()
+    for found, message in [
+        (torch.tensor([5.0, 2.0]), r"has the gammas \[5, 2\], and this loss was made with \[5, 3\]"),
+        (torch.tensor([5.0, 3.0, 2.0]), r"has the gammas \[5, 3, 2\]"),
+        ([5.0, 3.0], r"gammas must be a tensor, got list"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"FLSDLoss: (the checkpoint )?{message}"):
+            model.load_state_dict(old | {"criterion.gammas": found})
+    assert torch.equal(model["criterion"].gammas, before)
+
+
+def test_an_inverse_focal_loss_takes_no_negative_gamma_from_a_state():
+    loss = fk.InverseFocalLoss(torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="InverseFocalLoss: gamma must be at least 0, got -2"):
+        loss.load_state_dict({"gamma": torch.tensor(-2.0)})
+    assert loss.gamma == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_safetensors_saves_and_loads_a_model_with_the_loss(name, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    loss = LOSSES[name](weight=torch.rand(7))
+    input, target = batch(dtype=torch.float32)
+    if isinstance(loss, fk.AdaFocalLoss):
+        loss.update(input, target)
+        loss.accumulate(input, target)
+    safetensors.save_model(model_with(loss), str(tmp_path / "model.safetensors"))
+    again = model_with(LOSSES[name](weight=torch.ones(7)))
+    safetensors.load_model(again, str(tmp_path / "model.safetensors"))
+    assert torch.equal(again["criterion"](input, target), loss(input, target))
+    if isinstance(loss, fk.AdaFocalLoss):
+        assert again["criterion"].n_accumulated == loss.n_accumulated > 0
+        assert len(again["criterion"].history) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -782,7 +866,17 @@ NAN = float("nan")
         (lambda: fk.FocalLoss("2"), TypeError, r"FocalLoss: gamma must be a number, got str"),
         (lambda: fk.FocalLoss(NAN), ValueError, r"FocalLoss: gamma must be finite, got nan"),
         (lambda: fk.FocalLoss(torch.tensor(2)), TypeError, r"FocalLoss: gamma must be floating point, got torch.int64"),
-        (lambda: fk.FocalLoss(torch.tensor([2.0, NAN])), ValueError, r"gamma must be finite, got \[2, nan\]"),
+        (lambda: fk.FocalLoss(torch.nn.Parameter(torch.tensor([2.0, NAN]))), ValueError, r"finite, got \[2, nan\]"),
+        (
+            lambda: fk.FocalLoss(torch.ones(5)),
+            ValueError,
+            r"got a tensor of shape \[5\]; class weights are weight=; gam",
+        ),
+        (lambda: fk.InverseFocalLoss(torch.ones(5)), ValueError, r"InverseFocalLoss: gamma.*class weights are weight="),
+        (lambda: fk.FLSDLoss(torch.ones(3)), ValueError, r"FLSDLoss: gammas must be given.*class weights are weight="),
+        (lambda: fk.AdaFocalLoss(torch.ones(5)), TypeError, r"n_bins must be an int, got.*class weights are weight="),
+        (lambda: fk.MMCELoss(torch.ones(5)), TypeError, r"coefficient must be a number, got.*weights are weight="),
+        (lambda: fk.FocalLoss(alpha=0.25), TypeError, r"FocalLoss: alpha is no setting.*Migrating from another focal"),
         (lambda: fk.FocalLoss(2.0, [1.0]), TypeError, r"FocalLoss: weight must be a tensor, got list"),
         (lambda: fk.FocalLoss(2.0, torch.ones(2, 2)), ValueError, r"weight must be \[C\], got shape \[2, 2\]"),
         (lambda: fk.BrierLoss(torch.ones(2).int()), TypeError, r"BrierLoss: weight must be floating point"),

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from focalkern.gamma import GammaTable
-from focalkern.losses._base import Reduction, check_pair, check_range, compute_dtype, number
+from focalkern.losses._base import Reduction, check_pair, check_range, compute_dtype, described, number
 from focalkern.losses._focal import FocalFamily
 from focalkern.metrics import as_tensor, reliability_bins
 
@@ -77,8 +77,10 @@ class AdaFocalLoss(FocalFamily):
         n_accumulated: validation samples that wait for the next update.
 
     The state (``state_dict``) has the bins, the history and the samples that wait, so that training goes on from it at
-    any point; the settings are those of the constructor. It is this process's: in distributed training, samples that
-    wait on other ranks are in their states. The buffers go to the device of the logits by themselves.
+    any point; the settings are those of the constructor, and gammas outside of its [gamma_min, gamma_max] are refused.
+    It is three tensors, of which ``_extra_state`` are the bytes of history and samples, and its length changes with
+    them. It is this process's: in distributed training, samples that wait on other ranks are in their states. The
+    buffers go to the device of the logits by themselves.
 
     Raises:
         TypeError, ValueError: as :class:`FocalLoss`; gamma_init outside [gamma_min, gamma_max].
@@ -114,6 +116,8 @@ class AdaFocalLoss(FocalFamily):
             label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
         )
+        if isinstance(n_bins, Tensor):  # type: ignore[unreachable]
+            raise TypeError(f"AdaFocalLoss: n_bins must be an int, got {described(n_bins)}")
         if isinstance(n_bins, bool) or not hasattr(type(n_bins), "__index__"):
             raise TypeError(f"AdaFocalLoss: n_bins must be an int, got {n_bins!r}")
         if n_bins < 1:
@@ -309,39 +313,100 @@ class AdaFocalLoss(FocalFamily):
 
     # -- saved state ---------------------------------------------------------------------------------------------------
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return {
-            "history": [asdict(record) for record in self.history],
-            "confidence": torch.cat([torch.empty(0), *self._confidence]),
-            "correct": torch.cat([torch.empty(0, dtype=torch.bool), *self._correct]),
-        }
+    def get_extra_state(self) -> Tensor:
+        return _packed(self.n_bins, self.history, self._confidence, self._correct)
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.history = [AdaFocalRecord(**record) for record in state["history"]]
-        self._confidence, self._correct = [state["confidence"]], [state["correct"]]
+    def set_extra_state(self, state: Any) -> None:
+        self.history, confidence, correct = _unpacked(self.n_bins, state)
+        self._confidence, self._correct = [confidence], [correct]
 
     def _check_state(self, state: dict[str, Any]) -> None:
         super()._check_state(state)
-        GammaTable(state["bin_edges"], state["bin_gammas"])
-        extra = state["_extra_state"]
-        if not isinstance(extra, dict) or extra.keys() != self.get_extra_state().keys():
-            raise ValueError("AdaFocalLoss: _extra_state must hold history, confidence and correct")
-        confidence, correct = extra["confidence"], extra["correct"]
-        if not (
-            isinstance(confidence, Tensor)
-            and isinstance(correct, Tensor)
-            and correct.dtype == torch.bool
-            and confidence.dim() == 1
-            and confidence.shape == correct.shape
-            and bool(((confidence >= 0) & (confidence <= 1 + 1e-3)).all())  # NaN fails too
-        ):
-            raise ValueError("AdaFocalLoss: _extra_state must hold one correctness per confidence, and these in [0, 1]")
-        names = {field.name for field in fields(AdaFocalRecord)}
-        records = extra["history"]
-        if not (
-            isinstance(records, list) and all(isinstance(record, dict) and record.keys() == names for record in records)
-        ):
-            raise ValueError(f"AdaFocalLoss: the history in _extra_state must be a list of dicts of {sorted(names)}")
+        gammas = GammaTable(state["bin_edges"], state["bin_gammas"]).gammas
+        # A state that was cast to half precision has its ends rounded.
+        slack = torch.finfo(gammas.dtype).eps * max(-self.gamma_min, self.gamma_max)
+        if bool(((gammas < self.gamma_min - slack) | (gammas > self.gamma_max + slack)).any()):
+            raise ValueError(
+                f"AdaFocalLoss: the bin_gammas of the checkpoint are from {gammas.min():.4g} to {gammas.max():.4g}, "
+                f"outside of [gamma_min, gamma_max] = [{self.gamma_min:g}, {self.gamma_max:g}] of this loss; give the "
+                "constructor the range that the checkpoint was made with"
+            )
+        _unpacked(self.n_bins, state["_extra_state"])
+
+
+# History and waiting samples as one tensor of bytes: a state of tensors alone is what safetensors takes, and bytes are
+# what casts and averages of floating-point states leave alone. Inside are float64 numbers, which hold the float32
+# confidences and the counts exactly: _FORMAT, n_bins, updates, waiting samples, 1 if their confidences are float64;
+# edges, confidence, accuracy, count (-1 for None) and gammas of each update; the confidences; the correctness of each.
+_FORMAT, _HEADER = 1, 5
+
+
+def _packed(n_bins: int, history: list[AdaFocalRecord], confidence: list[Tensor], correct: list[Tensor]) -> Tensor:
+    waiting = torch.cat([torch.empty(0), *confidence])
+    header = (_FORMAT, n_bins, len(history), len(waiting), waiting.dtype == torch.float64)
+    parts = [torch.tensor(header)]
+    for record in history:
+        count = torch.full((n_bins,), -1) if record.count is None else record.count
+        parts += [record.bin_edges, record.confidence, record.accuracy, count, record.bin_gammas]
+    parts += [waiting, *correct]
+    return torch.cat([part.to(torch.float64) for part in parts]).view(torch.uint8)
+
+
+def _unpacked(n_bins: int, state: Any) -> tuple[list[AdaFocalRecord], Tensor, Tensor]:
+    """The history, and confidence and correctness of the samples that wait; raises for anything else."""
+    if isinstance(state, dict):  # as versions before 0.2 saved it
+        return _from_dict(state)
+    damaged = ValueError("AdaFocalLoss: _extra_state must be the bytes that were saved, of as many bins and whole")
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1 or len(state) % 8:
+        raise damaged
+    # A copy: bytes out of a file may lie at any address.
+    numbers = state.cpu().clone().view(torch.float64)
+    if len(numbers) < _HEADER or not bool((numbers[:_HEADER] >= 0).all()):  # NaN fails too
+        raise damaged
+    updates, waiting = float(numbers[2]), float(numbers[3])
+    width = 5 * n_bins + 1
+    if (
+        numbers[:2].tolist() != [_FORMAT, n_bins]
+        or numbers[4] > 1
+        or not updates.is_integer()
+        or len(numbers) != _HEADER + updates * width + 2 * waiting
+    ):
+        raise damaged
+    history, rest = [], numbers[_HEADER:]
+    for row in rest[: int(updates) * width].view(int(updates), width):
+        edges, *statistics, gammas = row.split([n_bins + 1, n_bins, n_bins, n_bins, n_bins])
+        confidence, accuracy, count = statistics
+        counts = None if bool((count < 0).all()) else count.long()
+        history.append(AdaFocalRecord(edges.clone(), confidence.clone(), accuracy.clone(), counts, gammas.clone()))
+    confidence, correct = rest[int(updates) * width :].split([int(waiting)] * 2)
+    if numbers[4] == 0:
+        confidence = confidence.float()
+    return history, *_samples(confidence.clone(), correct.bool())
+
+
+def _from_dict(state: dict[str, Any]) -> tuple[list[AdaFocalRecord], Tensor, Tensor]:
+    if state.keys() != {"history", "confidence", "correct"}:
+        raise ValueError("AdaFocalLoss: _extra_state must hold history, confidence and correct")
+    names = {field.name for field in fields(AdaFocalRecord)}
+    records = state["history"]
+    if not (
+        isinstance(records, list) and all(isinstance(record, dict) and record.keys() == names for record in records)
+    ):
+        raise ValueError(f"AdaFocalLoss: the history in _extra_state must be a list of dicts of {sorted(names)}")
+    return [AdaFocalRecord(**record) for record in records], *_samples(state["confidence"], state["correct"])
+
+
+def _samples(confidence: Any, correct: Any) -> tuple[Tensor, Tensor]:
+    if not (
+        isinstance(confidence, Tensor)
+        and isinstance(correct, Tensor)
+        and correct.dtype == torch.bool
+        and confidence.dim() == 1
+        and confidence.shape == correct.shape
+        and bool(((confidence >= 0) & (confidence <= 1 + 1e-3)).all())  # NaN fails too
+    ):
+        raise ValueError("AdaFocalLoss: _extra_state must hold one correctness per confidence, and these in [0, 1]")
+    return confidence, correct
 
 
 def _gather(

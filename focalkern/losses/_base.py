@@ -23,6 +23,8 @@ class Loss(nn.Module):
 
     # Buffers that keep their dtype when a model is cast to half precision with the loss inside.
     _exact_buffers: tuple[str, ...] = ()
+    # What the states of earlier versions have, and those of this one have not.
+    _optional_state: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -74,6 +76,12 @@ class Loss(nn.Module):
                 self._buffers[name] = kept.to(moved.device)
         return self
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if metadata is not None:
+            metadata[_KIND] = _kind_of(self)
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -87,7 +95,19 @@ class Loss(nn.Module):
         # torch copies what fits and complains about the rest afterwards; half a schedule would be worse than none.
         own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         current = self.state_dict()
-        missing, unexpected = current.keys() - own.keys(), own.keys() - current.keys()
+        expected = current.keys() | (own.keys() & self._optional_state)
+        # Losses whose gamma is a number have states without names, and others have names in common. What says nothing
+        # of its kind, such as a checkpoint of cross-entropy or a .safetensors file, is taken by its names.
+        kind = local_metadata.get(_KIND, _kind_of(self))
+        if kind != _kind_of(self):
+            # Among the keys, the only errors that strict=False lets pass.
+            missing_keys += [prefix + name for name in current]
+            unexpected_keys += [prefix + name for name in own]
+            unexpected_keys.append(
+                f"{prefix}{self._name}: the checkpoint has another loss, {kind}; strict=False loads all but the loss"
+            )
+            return
+        missing, unexpected = expected - own.keys(), own.keys() - expected
         if missing or unexpected:
             missing_keys += [prefix + name for name in current if name in missing]
             unexpected_keys += [prefix + name for name in own if name in unexpected]
@@ -97,6 +117,7 @@ class Loss(nn.Module):
         except (TypeError, ValueError) as error:
             error_msgs.append(str(error))
             return
+        state_dict = {prefix + name: own[name] for name in current}
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -104,7 +125,7 @@ class Loss(nn.Module):
     def _check_state(self, state: dict[str, Any]) -> None:
         """Raises unless the state, which has the right names, can be loaded."""
         for name, current in self.state_dict().items():
-            if not isinstance(current, Tensor):
+            if name == "_extra_state":
                 continue
             if not isinstance(state[name], Tensor):
                 raise TypeError(f"{self._name}: {name} must be a tensor, got {type(state[name]).__name__}")
@@ -112,6 +133,15 @@ class Loss(nn.Module):
                 raise ValueError(
                     f"{self._name}: {name} must have shape {list(current.shape)}, got {list(state[name].shape)}"
                 )
+
+
+# In the metadata of a state, which torch.save keeps beside the tensors and model code never sees.
+_KIND = "focalkern_loss"
+
+
+def _kind_of(loss: Loss) -> str:
+    """The loss of this library that a class is, or is derived from."""
+    return next(kind.__name__ for kind in type(loss).__mro__ if kind.__module__.startswith("focalkern."))
 
 
 def check_reduction(op: str, reduction: object) -> None:
@@ -125,11 +155,19 @@ def flag(op: str, name: str, value: object) -> bool:
     return value
 
 
+def described(value: object) -> str:
+    """What was given in the place of a setting; class weights, cross-entropy's first argument, are told apart."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    weights = "; class weights are weight=" if value.dim() == 1 else ""
+    return f"a tensor of shape {list(value.shape)}{weights}"
+
+
 def number(op: str, name: str, value: object, *, low: float = -math.inf, high: float = math.inf) -> float:
     # float() would also read strings, and tensors, whose values it would have to fetch.
     is_number = hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
     if isinstance(value, bool | Tensor) or not is_number:
-        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+        raise TypeError(f"{op}: {name} must be a number, got {described(value)}")
     number = float(value)  # type: ignore[arg-type]
     if not (math.isfinite(number) and low <= number <= high):  # NaN fails too
         bounds = "finite" if math.isinf(low) else f"at least {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"

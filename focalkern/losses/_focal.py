@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from focalkern.gamma import GammaTable
-from focalkern.losses._base import Loss, Reduction, flag, number
+from focalkern.losses._base import Loss, Reduction, described, flag, number
 from focalkern.ops.focal_loss import focal_loss
+
+_FLSD_53_GAMMAS = (5.0, 3.0)
 
 
 class FocalFamily(Loss):
@@ -66,12 +68,16 @@ class FocalLoss(FocalFamily):
     .. math:: L = -(1 - p)^\gamma \log p \;\; (\gamma \ge 0), \qquad L = -(1 + p)^{|\gamma|} \log p \;\; (\gamma < 0)
 
     Args:
-        gamma: a number; a floating-point tensor that broadcasts to the unreduced loss; or a
-            :class:`focalkern.GammaTable`. A tensor becomes a buffer (a parameter, if it is one) and the table's copies
-            the buffers ``edges`` and ``gammas``: they move with the module (a table's also by themselves, to the device
-            of the logits), are saved with it, and new values written into them count from the next step on.
+        gamma: a number; a floating-point tensor without dimensions; an ``nn.Parameter`` that broadcasts to the
+            unreduced loss; or a :class:`focalkern.GammaTable`. A tensor becomes a buffer (a parameter, if it is one)
+            and the table's copies the buffers ``edges`` and ``gammas``: they move with the module (a table's also by
+            themselves, to the device of the logits), are saved with it, and new values written into them count from
+            the next step on. A gamma per sample is for the function: a module takes no other tensor, because class
+            weights, cross-entropy's first argument, would be taken for it.
         weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module.
         detach_modulation: treat the factor before log p as a constant.
+        alpha: no setting of this loss. Other libraries have it in several meanings; "Migrating from another focal loss"
+            in the README says what each of them is here.
 
     Attributes:
         gamma: the number or tensor; None for a table.
@@ -83,6 +89,8 @@ class FocalLoss(FocalFamily):
     Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437).
     """
 
+    _table_in_state = True
+
     def __init__(
         self,
         gamma: float | Tensor | GammaTable = 2.0,
@@ -92,6 +100,7 @@ class FocalLoss(FocalFamily):
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         detach_modulation: bool = False,
+        alpha: None = None,
     ) -> None:
         super().__init__(
             weight,
@@ -100,14 +109,24 @@ class FocalLoss(FocalFamily):
             label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
         )
+        if alpha is not None:
+            raise TypeError(
+                f"{self._name}: alpha is no setting of this loss: class weights are weight=, and what the alpha of "
+                'another library is here is in the README, "Migrating from another focal loss"'
+            )
         self.gamma: float | Tensor | None
         if isinstance(gamma, GammaTable):
             self.gamma = None
             self._exact_buffers = ("edges", "gammas")
             # Copies: the module's schedule is its own, and .to() must not move that of another.
-            self.register_buffer("edges", gamma.edges.clone())
-            self.register_buffer("gammas", gamma.gammas.clone())
+            self.register_buffer("edges", gamma.edges.clone(), persistent=self._table_in_state)
+            self.register_buffer("gammas", gamma.gammas.clone(), persistent=self._table_in_state)
         elif isinstance(gamma, Tensor):
+            if gamma.dim() > 0 and not isinstance(gamma, nn.Parameter):
+                raise ValueError(
+                    f"{self._name}: gamma must be a number, a GammaTable, a tensor without dimensions or an "
+                    f"nn.Parameter, got {described(gamma)}; gammas of samples are passed to focal_loss"
+                )
             if not gamma.is_floating_point():
                 raise TypeError(f"{self._name}: gamma must be floating point, got {gamma.dtype}")
             if gamma.device.type == "cpu" and not bool(gamma.isfinite().all()):  # elsewhere it would wait
@@ -126,7 +145,7 @@ class FocalLoss(FocalFamily):
 
     def _check_state(self, state: dict[str, Any]) -> None:
         super()._check_state(state)
-        if self.gamma is None:
+        if self.gamma is None and self._table_in_state:
             GammaTable(state["edges"], state["gammas"])
 
     def _settings(self) -> dict[str, object]:
@@ -181,6 +200,12 @@ class InverseFocalLoss(FocalLoss):
         assert self.gamma is not None
         return -self.gamma
 
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        gamma = state.get("gamma")
+        if gamma is not None and gamma.device.type == "cpu" and not bool((gamma >= 0).all()):
+            raise ValueError(f"{self._name}: gamma must be at least 0, got {_shown(gamma)}")
+
     def _settings(self) -> dict[str, object]:
         return {"gamma": _shown(self.gamma) if isinstance(self.gamma, Tensor) else self.gamma}
 
@@ -200,16 +225,22 @@ class FLSDLoss(FocalLoss):
         weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`. With label
             smoothing or class probabilities gamma is looked up at the probability of each class.
 
+    The table is a setting of the constructor and not in the state, so that a checkpoint of cross-entropy loads
+    strictly. ``FocalLoss(GammaTable(edges, gammas))`` is the same loss with the table in its state.
+
     Raises:
         TypeError, ValueError: as :class:`focalkern.GammaTable` and :class:`FocalLoss`.
 
     Source: Mukhoti et al. 2020 (arXiv 2002.09437), section 4.
     """
 
+    _table_in_state = False
+    _optional_state = frozenset(("edges", "gammas"))
+
     def __init__(
         self,
         edges: Tensor | Sequence[float] = (0.0, 0.2, 1.0),
-        gammas: Tensor | Sequence[float] = (5.0, 3.0),
+        gammas: Tensor | Sequence[float] = _FLSD_53_GAMMAS,
         *,
         weight: Tensor | None = None,
         ignore_index: int = -100,
@@ -217,6 +248,8 @@ class FLSDLoss(FocalLoss):
         label_smoothing: float = 0.0,
         detach_modulation: bool = False,
     ) -> None:
+        if isinstance(edges, Tensor) and gammas is _FLSD_53_GAMMAS:
+            raise ValueError(f"{self._name}: gammas must be given with edges, got edges alone: {described(edges)}")
         super().__init__(
             GammaTable(edges, gammas),
             weight,
@@ -225,6 +258,19 @@ class FLSDLoss(FocalLoss):
             label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
         )
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        # Earlier versions kept the table in the state. Of another table it would be another loss.
+        for name in self._optional_state & state.keys():
+            own, found = self.get_buffer(name), state[name]
+            if not isinstance(found, Tensor):
+                raise TypeError(f"{self._name}: {name} must be a tensor, got {type(found).__name__}")
+            if not torch.equal(own.to(found), found):
+                raise ValueError(
+                    f"{self._name}: the checkpoint has the {name} {_shown(found)}, and this loss was made with "
+                    f"{_shown(own)}; give them to the constructor"
+                )
 
 
 def _shown(values: Tensor) -> str:
