@@ -33,7 +33,7 @@ import focalkern as fk
 from benchmarks.harness import RESULTS, commit, device_name
 from focalkern.bootstrap import paired_bootstrap
 from focalkern.calibrators import Calibrator
-from focalkern.cli.files import InputError, LogitSet, read_sets
+from focalkern.files import InputError, LogitSet, read_sets
 
 NEAR_LINE = {"search": "line", "gammas": (0.0, -0.5, 5.0, 1.0)}  # through the best T at the first and at the last
 SEARCHES: list[tuple[str, type[Calibrator], dict[str, Any]]] = [

@@ -20,9 +20,9 @@ from focalkern.calibrators import (
     TemperatureScaling,
     load_calibrator,
 )
-from focalkern.cli import report
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 from focalkern.ops.calibration_map import focal_calibration_map
+from focalkern.study import trust as report
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 

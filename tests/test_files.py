@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from focalkern.cli.files import InputError, read_sets
+from focalkern.files import InputError, read_sets
 
 LOGITS = np.array([[1.0, 2.0, 0.5], [0.25, -1.0, 3.0], [2.0, 0.0, 1.0], [-4.0, 0.5, 0.25]], dtype=np.float32)
 LABELS = np.array([1, 2, 0, 1])

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import focalkern
-from focalkern.cli import html, main
+from focalkern.cli import main
+from focalkern.study import html
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from focalkern.cli import stream
-from focalkern.cli.shards import open_shards
+from focalkern.files.shards import open_shards
 from focalkern.streaming import CalibrationGridState
+from focalkern.study import streamed as stream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -401,8 +401,8 @@ def test_a_process_that_dies_is_told_by_the_other_and_nothing_is_written(folder)
     """As torchrun starts them, but without torchrun, which would end the other one too."""
     store = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 10_000)}
     dies = (
-        "import os, sys; from focalkern.cli import main, stream\n"
-        "stream.Processes.reduce = lambda *_: os.kill(os.getpid(), 9)\n"
+        "import os, sys; from focalkern.cli import main; from focalkern.study import Processes\n"
+        "Processes.reduce = lambda *_: os.kill(os.getpid(), 9)\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     command = ("calibrate", "val_logits-*.npy", *GRID, "--out", "c.json", "--report", "r", "--timeout", 60)

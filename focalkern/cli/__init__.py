@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from focalkern.cli import calibrate, demo, evaluate, info
-from focalkern.cli.files import InputError
+from focalkern.files import InputError
 
 __all__ = ["main"]
 

@@ -14,13 +14,12 @@ from typing import Any, get_args
 import torch
 
 import focalkern
+from focalkern import study as report
 from focalkern.calibrators import Binning, Criterion, Search
-from focalkern.cli import report
-from focalkern.cli.files import FORMATS_HELP, InputError, read_sets
-from focalkern.cli.report import Rows
-from focalkern.cli.stream import MOST_KEPT, Processes, Progress, StreamedSet, stream_sets, wants_streaming
+from focalkern.files import FORMATS_HELP, InputError, read_sets
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
+from focalkern.study import MOST_KEPT, Processes, Progress, Rows, StreamedSet, stream_sets, wants_streaming
 
 __all__ = ["add_input_arguments", "add_parser", "at_least_one", "not_negative", "seed"]
 
@@ -282,7 +281,9 @@ def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[...
     paths = (arguments.input, arguments.labels, arguments.test, arguments.test_labels)
     if not (arguments.stream or arguments.state is not None or processes.size > 1 or wants_streaming(paths)):
         return read_sets
-    progress = Progress(arguments.state, arguments.state_every, processes)
+    progress = Progress(
+        arguments.state, arguments.state_every, processes, say=lambda text: print(text, file=sys.stderr)
+    )
     return functools.partial(stream_sets, processes=processes, progress=progress)
 
 

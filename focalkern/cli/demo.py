@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import focalkern
+from focalkern import study as report
 from focalkern._atomic import write_atomically
 from focalkern.calibrators import DEFAULT_GAMMAS
-from focalkern.cli import report
 from focalkern.cli.calibrate import seed as seed_of
-from focalkern.cli.files import InputError, LogitSet
+from focalkern.files import InputError, LogitSet
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
 from focalkern.ops.focal_loss import focal_loss
 

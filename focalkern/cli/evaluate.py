@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import focalkern
+from focalkern import study as report
 from focalkern.calibrators import FocalTemperatureScaling, HistogramBinning, TemperatureScaling, load_calibrator
-from focalkern.cli import report
 from focalkern.cli.calibrate import add_input_arguments, at_least_one
-from focalkern.cli.files import FORMATS_HELP, InputError, read_sets
-from focalkern.cli.report import Rows
-from focalkern.cli.stream import StreamedSet, stream_sets, wants_streaming
+from focalkern.files import FORMATS_HELP, InputError, read_sets
+from focalkern.study import Rows, StreamedSet, stream_sets, wants_streaming
 
 __all__ = ["add_parser"]
 

@@ -1,12 +1,9 @@
-"""The calibration grid over data that comes in batches, from files larger than memory or from several processes."""
+"""The state of a grid that grows batch by batch."""
 
 import copy
 import datetime
 import hashlib
 import json
-import math
-import tempfile
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -18,19 +15,18 @@ from focalkern.ops.calibration_grid import (
     _ESTIMATORS,
     _INPUT_KINDS,
     CalibrationGrid,
-    _axis,
     _check_option,
     _criteria,
     calibration_grid,
 )
 from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums, check_rows
+from focalkern.streaming._bins import Bins
+from focalkern.streaming._checks import as_ours, checked_axis, checked_int, short
+from focalkern.streaming._spill import Spill
 
 __all__ = ["CalibrationGridState"]
 
 _FORMAT = 1
-
-# How far a bucket's ends may be from where a confidence of float32, rounded on its way to the bucket, puts them.
-_SLACK = 1e-6
 
 
 class CalibrationGridState:
@@ -86,15 +82,15 @@ class CalibrationGridState:
         exact: bool = False,
         spill_dir: str | None = None,
     ) -> None:
-        with _as_ours("CalibrationGridState"):
-            self._gammas = _checked_axis("gammas", gammas, -1)
-            self._temperatures = _checked_axis("temperatures", temperatures, 0)
+        with as_ours("CalibrationGridState"):
+            self._gammas = checked_axis("gammas", gammas, -1)
+            self._temperatures = checked_axis("temperatures", temperatures, 0)
             self._criteria = _criteria(criteria)
             _check_option("estimator", estimator, _ESTIMATORS)
             _check_option("input_kind", input_kind, _INPUT_KINDS)
-        self._n_bins = _checked_int("n_bins", n_bins, 1)
-        self._n_buckets = _checked_int("n_buckets", n_buckets, 16)
-        self._ignore_index = _checked_int("ignore_index", ignore_index, None)
+        self._n_bins = checked_int("n_bins", n_bins, 1)
+        self._n_buckets = checked_int("n_buckets", n_buckets, 16)
+        self._ignore_index = checked_int("ignore_index", ignore_index, None)
         self._estimator = estimator
         self._input_kind = input_kind
         if not isinstance(exact, bool):
@@ -104,7 +100,7 @@ class CalibrationGridState:
         self._spill_dir = spill_dir
         self._n_classes: int | None = None
         self._sums: CalibrationSums | None = None
-        self._rows: _Spill | None = None
+        self._rows: Spill | None = None
 
     # ---- what is known ---------------------------------------------------------------------------------------------
 
@@ -155,7 +151,7 @@ class CalibrationGridState:
             TypeError, ValueError, IndexError, NotImplementedError: as :func:`focalkern.calibration_grid`, with the
                 row counted from the start of the batch; another number of classes than before.
         """
-        with _as_ours("CalibrationGridState.update"):
+        with as_ours("CalibrationGridState.update"):
             for name, value in (("logits", logits), ("target", target)):
                 if not isinstance(value, Tensor):
                     raise TypeError(f"calibration_grid: {name} must be a tensor, got {type(value).__name__}")
@@ -203,7 +199,7 @@ class CalibrationGridState:
     def _spill(self, logits: Tensor, target: Tensor) -> None:
         target = target.to(torch.int64)
         kept = target != self._ignore_index
-        rows = self._rows or _Spill(logits.shape[1], logits.dtype, self._spill_dir)
+        rows = self._rows or Spill(logits.shape[1], logits.dtype, self._spill_dir)
         rows.append(logits[kept].cpu(), target[kept].cpu())
         self._rows = rows
 
@@ -231,7 +227,7 @@ class CalibrationGridState:
             return self
         if other._rows is not None:
             input, target = other._rows.load()
-            rows = self._rows or _Spill(input.shape[1], input.dtype, self._spill_dir)
+            rows = self._rows or Spill(input.shape[1], input.dtype, self._spill_dir)
             rows.append(input, target)
             self._rows = rows
         elif self._sums is None:
@@ -369,7 +365,7 @@ class CalibrationGridState:
         parts = [bins.bounds()[criterion] for bins in self._bins(limits=True)]
         return torch.cat(parts).view(len(self._gammas), -1)
 
-    def _bins(self, *, limits: bool) -> Iterator["_Bins"]:
+    def _bins(self, *, limits: bool) -> Iterator["Bins"]:
         """A few cells at a time: the cumulated sums of all would take as much memory as the state."""
         sums = self._sums
         assert sums is not None
@@ -381,7 +377,7 @@ class CalibrationGridState:
         for begin in range(0, len(flat[0]), at_once):
             count, confidence, correct = (tensor[begin : begin + at_once] for tensor in flat)
             if self._sketched:
-                yield _Bins.of_sketch(
+                yield Bins.of_sketch(
                     count,
                     confidence,
                     correct,
@@ -391,7 +387,7 @@ class CalibrationGridState:
                     limits=limits,
                 )
             else:
-                yield _Bins.of_bins(count, confidence, correct, self.n_samples)
+                yield Bins.of_bins(count, confidence, correct, self.n_samples)
 
     def _check_not_empty(self, method: str) -> None:
         if self.n_samples == 0:
@@ -420,7 +416,7 @@ class CalibrationGridState:
     def _check_same(self, subject: str, config: Mapping[str, Any], n_classes: int | None) -> None:
         for name, value in self._config().items():
             if config.get(name) != value:
-                raise ValueError(f"{subject} must have {name} = {_short(value)}, got {_short(config.get(name))}")
+                raise ValueError(f"{subject} must have {name} = {short(value)}, got {short(config.get(name))}")
         if None not in (n_classes, self._n_classes) and n_classes != self._n_classes:
             raise ValueError(f"{subject} must have {self._n_classes} classes, got {n_classes}")
 
@@ -452,9 +448,9 @@ class CalibrationGridState:
         """
         subject = "CalibrationGridState.load_state_dict: state_dict"
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("config"), Mapping):
-            raise ValueError(f"{subject} must be what state_dict() returns, got {_short(state_dict)}")
+            raise ValueError(f"{subject} must be what state_dict() returns, got {short(state_dict)}")
         if state_dict.get("format") != _FORMAT:
-            raise ValueError(f"{subject} must have format {_FORMAT}, got {_short(state_dict.get('format'))}")
+            raise ValueError(f"{subject} must have format {_FORMAT}, got {short(state_dict.get('format'))}")
         self._check_same(subject, state_dict["config"], None)
         tensors: Any = state_dict.get("tensors")
         n_samples, n_classes = state_dict.get("n_samples"), state_dict.get("n_classes")
@@ -471,13 +467,13 @@ class CalibrationGridState:
             for name, tensor in (tensors.items() if isinstance(tensors, Mapping) else ())
         }
         if not isinstance(n_samples, int) or n_samples < 0 or (not self._exact and found != wanted):
-            raise ValueError(f"{subject} must have the tensors of this grid, got {_short(found)}")
+            raise ValueError(f"{subject} must have the tensors of this grid, got {short(found)}")
         if fresh._sums is not None:
             for name, tensor in fresh._sums.items():
                 tensor.copy_(tensors[name])
         elif n_samples:
             if set(found) != {"input", "target"} or None in found.values():
-                raise ValueError(f"{subject} must have the rows of an exact state, got {_short(found)}")
+                raise ValueError(f"{subject} must have the rows of an exact state, got {short(found)}")
             input, target = tensors["input"].cpu(), tensors["target"].cpu()
             check_rows(
                 input,
@@ -487,7 +483,7 @@ class CalibrationGridState:
                 is_probs=_INPUT_KINDS[self._input_kind],
                 ignore_index=self._ignore_index,
             )
-            fresh._rows = _Spill(input.shape[1], input.dtype, self._spill_dir)
+            fresh._rows = Spill(input.shape[1], input.dtype, self._spill_dir)
             fresh._rows.append(input, target)
         self._sums, self._rows = fresh._sums, fresh._rows
         self._n_classes = n_classes
@@ -503,7 +499,7 @@ class CalibrationGridState:
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("config"), Mapping):
             raise ValueError(
                 "CalibrationGridState.from_state_dict: state_dict must be what state_dict() returns, got "
-                f"{_short(state_dict)}"
+                f"{short(state_dict)}"
             )
         try:
             state = cls(**state_dict["config"])
@@ -521,256 +517,3 @@ def _added(sums: CalibrationSums, others: CalibrationSums) -> CalibrationSums:
         for (name, mine), (_, other) in zip(sums.items(), others.items(), strict=True):
             setattr(total, name, mine + other.to(mine.device))
     return total
-
-
-# ---- bins out of sums ----------------------------------------------------------------------------------------------
-
-
-class _Bins:
-    """The bins of some cells, by their M + 1 cuts: how many samples lie below, and their sum of confidence - correct.
-
-    Both are known within limits where a cut falls into a bucket of the sketch.
-    """
-
-    def __init__(self, rank: Tensor, most: Tensor, value: Tensor, low: Tensor, high: Tensor, n_samples: int) -> None:
-        self.rank, self.most = rank, most  # [cells, M + 1] int64: the rank in use, and the largest it can be
-        self.value, self.low, self.high = value, low, high  # [cells, M + 1] float64
-        self.n_samples = n_samples
-
-    @classmethod
-    def of_bins(cls, count: Tensor, confidence: Tensor, correct: Tensor, n_samples: int) -> "_Bins":
-        """``count`` and the others [cells, M] are the bins themselves."""
-        rank, value = (torch.nn.functional.pad(x.cumsum(1), (1, 0)) for x in (count, confidence - correct))
-        return cls(rank, rank, value, value, value, n_samples)
-
-    @classmethod
-    def of_sketch(
-        cls,
-        count: Tensor,
-        confidence: Tensor,
-        correct: Tensor,
-        n_samples: int,
-        n_bins: int,
-        *,
-        interpolated: bool,
-        limits: bool,
-    ) -> "_Bins":
-        """``count`` and the others [cells, n_buckets] are buckets of the sketch; without ``limits`` no ``bounds``."""
-        cells, n_buckets = count.shape
-        ranks, following = _cuts(n_samples, n_bins, interpolated)
-        excess = confidence - correct
-        up_to, excess_up_to = count.cumsum(1), excess.cumsum(1)
-        rank = ranks.to(count.device).expand(cells, -1).contiguous()
-
-        def bucket_of(samples: Tensor) -> Tensor:
-            """The bucket with the last of the ``samples`` lowest, [cells, M + 1]."""
-            return torch.searchsorted(up_to, samples.contiguous()).clamp_(max=n_buckets - 1)
-
-        def hull(place: Tensor, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-            """Limits of the excess of the m lowest of a bucket's n samples, over m in [least, most]."""
-            n, k = count.gather(1, place), correct.gather(1, place)
-            total = confidence.gather(1, place)
-            mean = total / n.clamp(min=1)
-            base = excess_up_to.gather(1, place) - excess.gather(1, place)
-
-            least_of, most_of = _bucket_limits(place, n_buckets)
-
-            def upper(m: Tensor) -> Tensor:
-                return m * mean - (m + k - n).clamp(min=0)
-
-            def lower(m: Tensor) -> Tensor:
-                of_lowest = torch.maximum(m * least_of, total - (n - m) * most_of)
-                return of_lowest - torch.minimum(m, k)
-
-            # Concave and convex in m, with kinks: linear pieces end there or at the ends of the range.
-            high = torch.stack([upper(m) for m in (least, most, (n - k).clamp(least, most))]).amax(0)
-            low = torch.stack([m * least_of - torch.minimum(m, k) for m in (least, most, k.clamp(least, most))])
-            low = torch.where(least == most, lower(least), low.amin(0))
-            return base + low, base + high
-
-        place = bucket_of(rank)
-        inside = rank - up_to.gather(1, place) + count.gather(1, place)
-        rest = 1 - inside / count.gather(1, place).clamp(min=1)
-        value = excess_up_to.gather(1, place) - rest * excess.gather(1, place)
-        if not limits:
-            return cls(rank, rank, value, value, value, n_samples)
-        if not interpolated:
-            low, high = hull(place, inside, inside)
-            return cls(rank, rank, value, low, high, n_samples)
-        # An edge takes all samples that tie with it; with an edge that rounds up to the next sample, also those that
-        # tie with that one.
-        low, high = hull(place, inside, count.gather(1, place))
-        after = bucket_of(following.to(count.device).expand(cells, -1))
-        next_low, next_high = hull(after, torch.zeros_like(inside), count.gather(1, after))
-        apart = after != place
-        low = torch.where(apart, torch.minimum(low, next_low), low)
-        high = torch.where(apart, torch.maximum(high, next_high), high)
-        return cls(rank, up_to.gather(1, after), value, low, high, n_samples)
-
-    def tables(self) -> dict[str, Tensor]:
-        """{criterion: [cells]}"""
-        gap = self.value.diff(dim=1).abs()
-        size = self.rank.diff(dim=1)
-        return {
-            "ece": gap.sum(1) / self.n_samples,
-            "mce": torch.where(size > 0, gap / size.clamp(min=1), 0.0).amax(1),
-        }
-
-    def bounds(self) -> dict[str, Tensor]:
-        """{criterion: [cells]}, the largest possible error of ``tables``."""
-        tables = self.tables()
-        least, most = (total / self.n_samples for total in self._total_gap())
-        ece = torch.maximum(most - tables["ece"], tables["ece"] - least)
-        # The excess of a bin lies in [from_low, from_high], its size in [smallest, largest].
-        from_low, from_high = self.low[:, 1:] - self.high[:, :-1], self.high[:, 1:] - self.low[:, :-1]
-        smallest = (self.rank[:, 1:] - self.most[:, :-1]).clamp(min=0)
-        largest = self.most[:, 1:] - self.rank[:, :-1]
-        widest = torch.maximum(from_low.abs(), from_high.abs()) / smallest
-        narrowest = torch.maximum(from_low, -from_high).clamp(min=0) / largest.clamp(min=1)
-        highest = torch.where(largest > 0, widest.nan_to_num(nan=1.0).clamp(max=1.0), 0.0).amax(1)
-        lowest = torch.where(largest > 0, narrowest, 0.0).amax(1)
-        mce = torch.maximum(highest - tables["mce"], tables["mce"] - lowest)
-        return {"ece": ece.clamp(min=0), "mce": mce.clamp(min=0)}
-
-    def _total_gap(self) -> tuple[Tensor, Tensor]:
-        """The least and the largest sum of |x_(b+1) - x_b| over all x_b in [low_b, high_b]."""
-        low, high = self.low.unbind(1), self.high.unbind(1)
-        # No sample's confidence - correct exceeds 1, so neither does that of a bin its size.
-        sizes = (self.most[:, 1:] - self.rank[:, :-1]).double().unbind(1)
-        # The largest is at ends of the intervals: keep the best for either end of the last one.
-        at_low = at_high = torch.zeros_like(low[0])
-        # The least: the x that it costs least to be at are an interval, and moving out of it costs the distance.
-        cost, left, right = torch.zeros_like(low[0]), low[0], high[0]
-        for b in range(1, len(low)):
-            at_low, at_high = (
-                torch.maximum(
-                    at_low + torch.minimum((end - low[b - 1]).abs(), sizes[b - 1]),
-                    at_high + torch.minimum((end - high[b - 1]).abs(), sizes[b - 1]),
-                )
-                for end in (low[b], high[b])
-            )
-            up, down = (low[b] - right).clamp(min=0), (left - high[b]).clamp(min=0)
-            cost = cost + up + down
-            new_left = torch.where(down > 0, high[b], torch.maximum(left, low[b]))
-            right = torch.where(up > 0, low[b], torch.minimum(right, high[b]))
-            left = new_left
-        return cost, torch.maximum(at_low, at_high).clamp(max=self.n_samples)
-
-
-def _cuts(n_samples: int, n_bins: int, interpolated: bool) -> tuple[Tensor, Tensor]:
-    """How many samples lie below each of the M + 1 cuts, [M + 1] each: at least, and one that may tie with it."""
-    bins = range(n_bins + 1)
-    if not interpolated:
-        size, larger = divmod(n_samples, n_bins)
-        ranks = [bin * size + min(bin, larger) for bin in bins]
-        return torch.tensor(ranks), torch.tensor(ranks)
-    # Positions in the sorted samples, as numpy.interp has them; samples up to the position lie below the cut.
-    positions = [n_samples if bin == n_bins else bin * (n_samples / n_bins) for bin in bins]
-    at_end = [position >= n_samples - 1 for position in positions]
-    ranks = [n_samples if end else math.floor(position) + 1 for position, end in zip(positions, at_end, strict=True)]
-    return torch.tensor(ranks), torch.tensor([min(rank + 1, n_samples) for rank in ranks])
-
-
-def _bucket_limits(place: Tensor, n_buckets: int) -> tuple[Tensor, Tensor]:
-    """float64, in the shape of ``place``: no confidence in these buckets is below the first or above the second."""
-
-    def edge(index: Tensor) -> Tensor:
-        x = index.to(torch.float64) / n_buckets
-        return torch.where(x <= 1 / 3, (3 * x) ** 2 / 2, 1 - (1.5 * (1 - x)) ** 4 / 2)
-
-    return (edge(place) - _SLACK).clamp(min=0), (edge(place + 1) + _SLACK).clamp(max=1)
-
-
-# ---- rows on disk --------------------------------------------------------------------------------------------------
-
-
-class _Spill:
-    """Rows in two unnamed temporary files, which the system removes with the process."""
-
-    def __init__(self, n_classes: int, dtype: torch.dtype, folder: str | None) -> None:
-        self.n_classes, self.dtype, self.folder = n_classes, dtype, folder
-        self.n_rows = 0
-        self.input, self.target = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # noqa: SIM115
-        for stream in (self.input, self.target):
-            weakref.finalize(self, stream.close)
-
-    def append(self, input: Tensor, target: Tensor) -> None:
-        """Add rows; when that fails, for want of disk space, those before them are still there."""
-        if input.dtype != self.dtype:
-            raise TypeError(
-                f"calibration_grid: logits must be {self.dtype} as in the batches before with exact=True, "
-                f"got {input.dtype}"
-            )
-        for stream, tensor in ((self.input, input), (self.target, target)):
-            size = tensor.element_size() * (self.n_classes if tensor is input else 1)
-            stream.seek(self.n_rows * size)
-            stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            stream.flush()
-        self.n_rows += len(target)
-
-    def load(self) -> tuple[Tensor, Tensor]:
-        """[N, C] and [N], mapped."""
-        mapped = []
-        for stream, dtype, width in ((self.input, self.dtype, self.n_classes), (self.target, torch.int64, 1)):
-            data = np.memmap(stream, dtype=np.uint8, mode="r+", shape=(self.n_rows * width * dtype.itemsize,))
-            mapped.append(torch.from_numpy(data).view(dtype))
-        return mapped[0].view(self.n_rows, self.n_classes), mapped[1]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Spill":
-        other = _Spill(self.n_classes, self.dtype, self.folder)
-        if self.n_rows:
-            other.append(*self.load())
-        return other
-
-    def __reduce__(self) -> Any:
-        raise TypeError("CalibrationGridState: a state with exact=True cannot be pickled; save its state_dict()")
-
-
-# ---- checks --------------------------------------------------------------------------------------------------------
-
-
-class _as_ours:  # noqa: N801  # reads as a statement
-    """Puts the name of the state's method in front of errors in place of the operator's."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        text = str(error)
-        if isinstance(error, TypeError | ValueError | IndexError | NotImplementedError) and text.startswith(
-            "calibration_grid: "
-        ):
-            text = text.removeprefix("calibration_grid: ")
-            if text.startswith("input "):
-                text = "logits " + text.removeprefix("input ")
-            raise type(error)(f"{self.name}: {text}") from None
-
-
-def _checked_axis(name: str, values: Any, above: float) -> Tensor:
-    axis = _axis(name, values)
-    if len(axis) == 0:
-        raise ValueError(f"calibration_grid: {name} must have at least one value, got none")
-    good = axis.isfinite() & (axis > above)
-    if not bool(good.all()):
-        index = int((~good).nonzero()[0])
-        raise ValueError(
-            f"calibration_grid: {name} must be finite and greater than {above}, got {float(axis[index]):g} at index "
-            f"{index}"
-        )
-    return axis.clone()
-
-
-def _checked_int(name: str, value: Any, least: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"CalibrationGridState: {name} must be an int, got {type(value).__name__}")
-    if least is not None and value < least:
-        raise ValueError(f"CalibrationGridState: {name} must be at least {least}, got {value}")
-    return int(value)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

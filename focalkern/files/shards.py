@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators import InputKind
-from focalkern.cli.files import DAMAGE, KINDS, InputError, as_tensor, check_rows, damaged, find_sets
+from focalkern.files.checks import KINDS, InputError, as_tensor, check_rows, find_sets
+from focalkern.files.read import DAMAGE, damaged
 
 __all__ = ["Shard", "ShardedRows", "is_pattern", "open_shards"]
 

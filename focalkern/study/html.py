@@ -1,7 +1,7 @@
 """The parts of a page of HTML that needs nothing but itself: no script, no link to fetch, images inside.
 
 Every function takes plain text and escapes it, and returns markup; :func:`page` puts markup together. What the page
-says is decided in :mod:`focalkern.cli.report`.
+says is decided in :mod:`focalkern.study.page`.
 """
 
 import base64

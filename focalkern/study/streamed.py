@@ -1,16 +1,8 @@
 """Sets of rows larger than memory: searched, measured, shared between processes, and resumed where they were left."""
 
-import atexit
-import contextlib
-import datetime
-import io
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,24 +10,21 @@ import torch
 from torch import Tensor
 
 from focalkern import metrics
-from focalkern._atomic import write_atomically
 from focalkern.calibrators import Estimator, InputKind
-from focalkern.cli.files import InputError
-from focalkern.cli.shards import ShardedRows, is_pattern, open_shards
+from focalkern.files import ShardedRows, is_pattern, open_shards
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.streaming import CalibrationGridState
+from focalkern.study.processes import Processes, Progress, stopping_between_batches
+from focalkern.study.sums import Measured, Sums
 
-__all__ = ["MOST_KEPT", "Processes", "Progress", "StreamedSet", "stream_sets", "wants_streaming"]
+__all__ = ["MOST_KEPT", "StreamedSet", "stream_sets", "wants_streaming"]
 
 # Numbers in a batch: of the search, and of what is done in float64 and needs several copies.
 _SEARCH_BATCH = 1 << 23
 _FLOAT64_BATCH = 1 << 21
 _MOST_ROWS = 1 << 16
-
-_STATE_FORMAT = 1
 _NOTHING = torch.iinfo(torch.int64).min  # no label is ignored: every row counts
-
 # After the search the cells with the lowest ECE are counted once more, in float64 and in many buckets, 100 MB together.
 # They may not be the lowest any more then, and there is another pass.
 _REFINEMENTS = 4
@@ -46,208 +35,12 @@ _REFINED_BUCKETS = 1 << 16
 _MEASURED_CELLS = 4
 MOST_KEPT = 1 << 19
 _FIGURE_BUCKETS = 1 << 18
-
 # In memory there are several copies of the input, some of them in float64.
 _SHARE_OF_MEMORY = 8
 
 
-class Processes:
-    """The processes that share the work, as torchrun starts them; one where it did not.
-
-    Every rank reads its share of the rows. Rank 0 gets all results, prints and writes.
-
-    Args:
-        timeout: seconds that a process waits for the others; None for one process, whatever torchrun has started.
-    """
-
-    def __init__(self, timeout: float | None = None) -> None:
-        self.rank, self.size = 0, 1
-        if timeout is None or os.environ.get("WORLD_SIZE", "1") == "1":
-            return
-        self.size, self.timeout = int(os.environ["WORLD_SIZE"]), timeout
-        import torch.distributed as dist
-
-        with self._clearly("start"):
-            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
-        self.rank = dist.get_rank()
-
-    @contextlib.contextmanager
-    def _clearly(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            # A group whose other half is gone may abort the interpreter when both end together.
-            atexit.register(os._exit, 2)
-            reason = str(error.__cause__ or error).strip().partition("\n")[0].partition(". This is")[0]
-            raise InputError(
-                f"rank {self.rank} of {self.size}: another process has died, or did not answer within "
-                f"{self.timeout:g} s ({what}); no result was written: {reason}"
-            ) from error
-
-    def share(self, rows: int) -> tuple[int, int]:
-        """The rows [begin, end) of this process."""
-        return rows * self.rank // self.size, rows * (self.rank + 1) // self.size
-
-    def reduce(self, state: CalibrationGridState) -> None:
-        if self.size > 1:
-            with self._clearly("sums of the grid"):
-                state.all_reduce()
-
-    def add_up(self, tensor: Tensor) -> Tensor:
-        """The sum over the processes, on each of them."""
-        if self.size > 1:
-            import torch.distributed as dist
-
-            with self._clearly("sums of the figures"):
-                dist.all_reduce(tensor)
-        return tensor
-
-    def from_first(self, tensor: Tensor) -> Tensor:
-        """What rank 0 has, to the bit, on each of them."""
-        if self.size > 1:
-            import torch.distributed as dist
-
-            with self._clearly("the tables"):
-                dist.broadcast(tensor, 0)
-        return tensor
-
-    def to_first(self, tensor: Tensor) -> Tensor:
-        """[n_i] of every process in the order of the ranks, on rank 0; nothing on the others."""
-        if self.size == 1:
-            return tensor
-        import torch.distributed as dist
-
-        with self._clearly("confidences"):
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(tensor)]))
-            longest = max(int(length) for length in lengths)
-            padded = torch.nn.functional.pad(tensor, (0, longest - len(tensor)))
-            parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
-            dist.gather(padded, parts)
-        if parts is None:
-            return tensor[:0]
-        return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
-
-    def close(self) -> None:
-        if self.size > 1:
-            import torch.distributed as dist
-
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-
-class Progress:
-    """A state file that is written now and then, so that the same command can go on where it was stopped.
-
-    Args:
-        path: the file, or None for none. With several processes each has its own, FILE.0-of-2 and FILE.1-of-2.
-        every: seconds between two writes.
-        processes: who shares the work.
-    """
-
-    def __init__(self, path: Path | None, every: float, processes: Processes) -> None:
-        if path is not None and processes.size > 1:
-            path = path.with_name(f"{path.name}.{processes.rank}-of-{processes.size}")
-        self.path, self.every = path, every
-        self._written = time.monotonic()
-
-    def load(self, state: CalibrationGridState, task: dict[str, Any]) -> int:
-        """Puts what the file has into ``state``; returns how many rows of the task that is, 0 without a file."""
-        if self.path is None or not self.path.exists():
-            return 0
-        try:
-            found = torch.load(io.BytesIO(self.path.read_bytes()), weights_only=True)
-            if found["format"] != _STATE_FORMAT:
-                raise InputError(f"{self.path}: expected format {_STATE_FORMAT} of a state, found {found['format']!r}")
-            known, content, done = found["task"], found["state"], int(found["done"])
-        except InputError:
-            raise
-        except Exception as error:  # whatever torch.load says of a file of another kind
-            raise InputError(
-                f"{self.path}: expected a state that this command has written, found something else"
-            ) from error
-        for name, value in task.items():
-            if known.get(name) != value:
-                raise InputError(
-                    f"{self.path}: expected the state of this command, found one of other {name}, "
-                    f"{_first_difference(known.get(name), value)}; delete it, or name another file"
-                )
-        try:
-            state.load_state_dict(content)
-        except ValueError as error:
-            reason = str(error).partition("state_dict ")[2]
-            raise InputError(
-                f"{self.path}: expected the state of this grid: it {reason}; delete it, or name another file"
-            ) from error
-        return done
-
-    def save(self, state: CalibrationGridState, task: dict[str, Any], done: int, *, now: bool) -> None:
-        if self.path is None or not (now or time.monotonic() - self._written >= self.every):
-            return
-        stream = io.BytesIO()
-        torch.save({"format": _STATE_FORMAT, "task": task, "done": done, "state": state.state_dict()}, stream)
-        write_atomically(self.path, stream.getbuffer())
-        self._written = time.monotonic()
-
-
-def _first_difference(found: Any, expected: Any) -> str:
-    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
-        found, expected = next(pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1])
-    shown = [text if len(text) <= 60 else f"{text[:57]}..." for text in (repr(found), repr(expected))]
-    return f"{shown[0]} in place of {shown[1]}"
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """What one calibrator does to the rows of all processes.
-
-    Attributes:
-        figures: those of a table.
-        bins: equal_width.
-        confidence: [N] float64 on rank 0; nothing where there are too many.
-        bound: how far the ECEs of equal mass can be off; that of equal width is exact.
-    """
-
-    figures: dict[str, float]
-    bins: metrics.ReliabilityBins
-    confidence: Tensor
-    bound: float
-
-
-class _Sums:
-    """What becomes a :class:`_Measured`, batch by batch."""
-
-    def __init__(self, n_classes: int, n_bins: int, n_kept: int, sketch: CalibrationGridState | None) -> None:
-        self.edges = torch.tensor([k / n_bins for k in range(1, n_bins)], dtype=torch.float64)
-        self.offsets = torch.arange(n_classes) * n_bins
-        self.n_places = n_classes * n_bins
-        self.means = torch.zeros(2, dtype=torch.float64)  # times N: NLL and Brier score
-        self.bins = torch.zeros(3, n_bins, dtype=torch.float64)  # rows, their confidences, how many are correct
-        self.excess = torch.zeros(self.n_places, dtype=torch.float64)  # probability - [target = class], per class's bin
-        self.sketch = sketch
-        # Not a list of parts, each of which would keep the freed memory of its batch from being used again.
-        self.confidence = torch.zeros(n_kept, dtype=torch.float64)
-
-    def add(self, first: int, log_probs: Tensor, target: Tensor, correct: Tensor) -> None:
-        """The rows from number ``first`` on."""
-        index = target.unsqueeze(1)
-        nll = -log_probs.gather(1, index).sum()
-        probs = log_probs.exp_()
-        brier = probs.square().sum() - 2 * probs.gather(1, index).sum() + len(target)
-        self.means += torch.stack([nll, brier])
-        place = torch.bucketize(probs, self.edges).add_(self.offsets)
-        self.excess += torch.bincount(place.view(-1), weights=probs.view(-1), minlength=self.n_places)
-        self.excess -= torch.bincount(place.gather(1, index).squeeze(1), minlength=self.n_places)
-        confidence = probs.amax(-1)
-        place = torch.bucketize(confidence, self.edges)
-        for sums, weights in zip(self.bins, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
-            sums += torch.bincount(place, weights=weights, minlength=len(sums))
-        if self.sketch is None:
-            self.confidence[first : first + len(target)] = confidence
-
-
 class StreamedSet:
-    """As :class:`focalkern.cli.files.LogitSet`, with rows that are read when they are needed, and then forgotten.
+    """As :class:`focalkern.files.LogitSet`, with rows that are read when they are needed, and then forgotten.
 
     Args:
         rows: where they are.
@@ -276,7 +69,7 @@ class StreamedSet:
         self.name, self.source, self.part = rows.name, rows.source, part
         self.n_classes = rows.n_classes
         self._searched: tuple[CalibrationGrid, Tensor] | None = None
-        self._measured: dict[tuple[float, float, int], _Measured] = {}
+        self._measured: dict[tuple[float, float, int], Measured] = {}
         self.correct = torch.zeros(0, dtype=torch.bool)
         self.class_counts = torch.zeros(0, dtype=torch.int64)
         self.impossible_targets = 0
@@ -336,17 +129,16 @@ class StreamedSet:
         }
         done = self._progress.load(state, task)
         if done and self._processes.rank == 0:
-            print(f"resumed from {self._progress.path}: {done} of {end - begin} rows are done", file=sys.stderr)
-        with _stopping_between_batches(self._progress.path is not None) as asked_to_stop:
+            self._progress.say(f"resumed from {self._progress.path}: {done} of {end - begin} rows are done")
+        with stopping_between_batches(self._progress.path is not None) as asked_to_stop:
             for over, input, target in self._batches("fit", _SEARCH_BATCH, done):
                 state.update(input, target)
                 done = over
                 stop = asked_to_stop()
                 self._progress.save(state, task, done, now=stop or done == end - begin)
                 if stop:
-                    print(
-                        f"{self._progress.path}: {done} of {end - begin} rows are done; the same command goes on",
-                        file=sys.stderr,
+                    self._progress.say(
+                        f"{self._progress.path}: {done} of {end - begin} rows are done; the same command goes on"
                     )
                     raise KeyboardInterrupt
         self._processes.reduce(state)
@@ -448,7 +240,7 @@ class StreamedSet:
             sketch = None
             if not self.keeps_confidences:
                 sketch = self._state([gamma], [temperature], n_bins, "equal_mass", n_buckets=_FIGURE_BUCKETS)
-            found[gamma, temperature] = _Sums(self.n_classes, n_bins, n_kept, sketch)
+            found[gamma, temperature] = Sums(self.n_classes, n_bins, n_kept, sketch)
         correct = torch.zeros(n_kept, dtype=torch.uint8)
         done = 0
         facts = torch.zeros(2, dtype=torch.int64)  # rows that rule out their class, rows that look like probabilities
@@ -478,7 +270,7 @@ class StreamedSet:
         for cell, sums in found.items():
             self._measured[*cell, n_bins] = self._all_together(sums, n_bins)
 
-    def _all_together(self, sums: _Sums, n_bins: int) -> _Measured:
+    def _all_together(self, sums: Sums, n_bins: int) -> Measured:
         n = len(self)
         for tensor in (sums.means, sums.bins, sums.excess):
             self._processes.add_up(tensor)
@@ -517,9 +309,9 @@ class StreamedSet:
                 ece = state.compute().tables["ece"]
                 bound = max(bound, float(state.error_bound("ece")))
             figures[f"ece_{estimator}"] = float(ece)
-        return _Measured(figures, bins, confidence, bound)
+        return Measured(figures, bins, confidence, bound)
 
-    def measured(self, gamma: float, temperature: float, n_bins: int) -> _Measured:
+    def measured(self, gamma: float, temperature: float, n_bins: int) -> Measured:
         """What :meth:`measure` has found."""
         return self._measured[gamma, temperature, n_bins]
 
@@ -527,7 +319,7 @@ class StreamedSet:
 def stream_sets(
     path: str, *, processes: Processes | None = None, progress: Progress | None = None, **options: Any
 ) -> dict[str, StreamedSet]:
-    """What stands for :func:`focalkern.cli.files.read_sets` where rows are read a few at a time; with its options."""
+    """What stands for :func:`focalkern.files.read_sets` where rows are read a few at a time; with its options."""
     processes = processes or Processes()
     progress = progress or Progress(None, 0, processes)
     sets = open_shards(path, **options)
@@ -565,24 +357,3 @@ def _bar(what: str, total: int, done: int) -> Any:
     except ImportError:
         return None
     return tqdm(desc=what, total=total, initial=done, unit="row", unit_scale=True, leave=False)
-
-
-@contextlib.contextmanager
-def _stopping_between_batches(resumable: bool) -> Iterator[Callable[[], bool]]:
-    """Takes the first Ctrl-C or SIGTERM as a wish to save and stop; a second one stops at once."""
-    asked: list[int] = []
-    if not resumable:
-        yield lambda: False
-        return
-
-    def ask(number: int, _frame: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,7 @@
+"""Rows in files: logits or probabilities with their labels, read at once or a few at a time."""
+
+from focalkern.files.checks import InputError, LogitSet
+from focalkern.files.read import FORMATS_HELP, read_sets
+from focalkern.files.shards import ShardedRows, is_pattern, open_shards
+
+__all__ = ["FORMATS_HELP", "InputError", "LogitSet", "ShardedRows", "is_pattern", "open_shards", "read_sets"]

@@ -1,0 +1,5 @@
+"""The calibration grid over data that comes in batches, from files larger than memory or from several processes."""
+
+from focalkern.streaming._state import CalibrationGridState
+
+__all__ = ["CalibrationGridState"]

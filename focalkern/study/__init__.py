@@ -1,0 +1,38 @@
+"""The study behind the command: search the grid, compare the choices, say what was found, in words and in pictures."""
+
+from focalkern.study.candidates import Choice
+from focalkern.study.comparison import run_study
+from focalkern.study.page import write_report
+from focalkern.study.processes import Processes, Progress
+from focalkern.study.record import finite_or_none, to_json
+from focalkern.study.result import Study
+from focalkern.study.rows import FIGURES, Rows, figures
+from focalkern.study.streamed import MOST_KEPT, StreamedSet, stream_sets, wants_streaming
+from focalkern.study.table import format_table
+from focalkern.study.trust import Trust, default_resamples
+from focalkern.study.words import bin_remarks, describe, read_remarks, rows_in_words
+
+__all__ = [
+    "FIGURES",
+    "MOST_KEPT",
+    "Choice",
+    "Processes",
+    "Progress",
+    "Rows",
+    "StreamedSet",
+    "Study",
+    "Trust",
+    "bin_remarks",
+    "default_resamples",
+    "describe",
+    "figures",
+    "finite_or_none",
+    "format_table",
+    "read_remarks",
+    "rows_in_words",
+    "run_study",
+    "stream_sets",
+    "to_json",
+    "wants_streaming",
+    "write_report",
+]

@@ -1,0 +1,105 @@
+"""The table of a study as text, and the cells that its page shares with it."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from focalkern.calibrators import Search
+from focalkern.study.candidates import IN_WORDS, Choice
+from focalkern.study.rows import FIGURES
+from focalkern.study.trust import Trust
+
+__all__ = ["figure_in_print", "floor_cells", "format_table", "legend", "table_cells"]
+
+
+def format_table(choices: Sequence[Choice], chosen: Choice | None = None, trust: Trust | None = None) -> str:
+    """The table as text, four digits after the point; an arrow stands before the chosen row.
+
+    With ``trust``, every row has a second line, half the width of the interval and the mark; what they mean stands
+    below the table.
+    """
+    from tabulate import tabulate  # an extra: not everybody who imports this package needs it
+
+    body = [
+        [("-> " if choice is chosen else "   ") + label, *cells]
+        for choice, (label, *cells) in table_cells(choices, trust)
+    ]
+    if trust is not None:
+        label, *cells = floor_cells(choices, chosen, trust)
+        body.append([f"   {label}", *cells])
+    table: str = tabulate(
+        body,
+        headers=["", "gamma", "T", *FIGURES.values()],
+        tablefmt="simple",
+        disable_numparse=True,
+        colalign=("left", *["right"] * (len(FIGURES) + 2)),
+        preserve_whitespace=True,
+    )
+    return table if trust is None else f"{table}\n\n{textwrap.fill(legend(trust), 118)}"
+
+
+def legend(trust: Trust, plus_minus: str = "+-") -> str:
+    bootstrap = trust.bootstrap
+    return (
+        f"{plus_minus} half the {100 * bootstrap.level:g} % interval, of {bootstrap.n_resamples} resamples of the "
+        "reported rows. * better, ! worse: the interval of the paired difference excludes 0; temperature scaling is "
+        "compared with no calibration, focal temperature scaling with temperature scaling by the same criterion"
+        f"{', bins with what stands before them' if trust.binned else ''}. Bias "
+        "floor: what a perfectly calibrated model with the same confidences would score; 95 % score less than the "
+        "second line."
+    )
+
+
+def table_cells(
+    choices: Sequence[Choice], trust: Trust | None = None, attribute: str = "report", plus_minus: str = "+-"
+) -> list[tuple[Choice, list[str]]]:
+    """Every choice with its label, gamma, T and figures in print."""
+    rows = []
+    for index, choice in enumerate(choices):
+        scaled = choice.method in IN_WORDS
+        values = getattr(choice, attribute)
+        cells = [
+            choice.label,
+            parameter_in_print(choice.gamma, choice.search) if scaled else "",
+            parameter_in_print(choice.temperature, choice.search) if scaled else "",
+            *("-" if values is None else figure_in_print(values[name]) for name in FIGURES),
+        ]
+        if trust is not None:
+            for column, name in enumerate(FIGURES, start=3):
+                interval = trust.interval(index, name)
+                if interval is not None and math.isfinite(interval.low):
+                    half = max(interval.high - interval.estimate, interval.estimate - interval.low)
+                    cells[column] += f"\n{plus_minus}{_half_in_print(half)}{trust.mark(index, name)}"
+        rows.append((choice, cells))
+    return rows
+
+
+def floor_cells(choices: Sequence[Choice], chosen: Choice | None, trust: Trust) -> list[str]:
+    """The last row of the table: the bias floor of the chosen row, or of the uncalibrated one."""
+    floors = trust.floors[0 if chosen is None else choices.index(chosen)]
+    assert floors is not None
+    cells = [f"bias floor of {'the first row' if chosen is None else 'the row ->'}", "", ""]
+    for name in FIGURES:
+        floor = floors.get(name)
+        cells.append("" if floor is None else f"{floor.mean:.4f}\n<{_half_in_print(floor.quantile(0.95))}")
+    return cells
+
+
+def _half_in_print(value: float) -> str:
+    """As short as can be: it stands beside a mark."""
+    return f"{value:.4f}".removeprefix("0") if value < 1 else f"{value:.3g}"
+
+
+def parameter_in_print(value: float | None, search: Search) -> str:
+    """At least two digits, more where the grid is finer; four of what is on no grid."""
+    if value is None:
+        return "-"
+    if search != "grid":
+        return f"{value:.4f}"
+    text = f"{value:.10g}"
+    return text if len(text.partition(".")[2]) > 1 else f"{value:.2f}"
+
+
+def figure_in_print(value: float) -> str:
+    """Absurd temperatures and logits have an NLL of hundreds of digits."""
+    return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"
