@@ -25,6 +25,8 @@ TOLERANCE = {
 }
 
 
+pytest.register_assert_rewrite("cuda_cases")
+
 os.environ.pop("FOCALKERN_CACHE_MIB", None)  # read once in a process; the tests are written for its default
 
 

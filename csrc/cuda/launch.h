@@ -12,7 +12,11 @@ constexpr int kWarpsPerBlock = kBlock / kWarp;
 
 // Work is cut into tiles, and block b takes tiles b, b + grid, ... . More blocks than the largest chip holds at once,
 // so that it stays full; few enough that the last one sums all their partial results in a moment.
+#ifdef FOCALKERN_TEST_GRID
+inline int64_t kMaxGrid = 2048;  // tests choose it, so that a block has a second and a third tile
+#else
 constexpr int64_t kMaxGrid = 2048;
+#endif
 
 // Blocks it takes to keep two of them on every multiprocessor of a large chip: with less work than this, tiles shrink.
 constexpr int64_t kEnoughBlocks = 264;

@@ -1,4 +1,6 @@
-// The launchers as plain C functions, one dtype argument each; and invariants of the launch geometry, over all sizes.
+// The launchers as plain C functions, with the dtype as one more argument; and memory that knows its bounds. A new
+// launcher needs two lines: the size of its arguments in size_of, so that the ctypes structure is compared with the C++
+// one, and FK_ENTRY.
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -6,10 +8,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <vector>
 
+#include <cuda_runtime.h>
 #include "cuda/launch.h"
-#include "cuda_runtime.h"
 #include "kernels.h"
 
 asm(R"(
@@ -26,8 +27,6 @@ shim_switch:
 using namespace focalkern;
 
 namespace {
-
-char message[256];
 
 template <template <typename> class Args>
 struct Size {
@@ -49,41 +48,70 @@ int with_scalar(int dtype, Function f) {
   }
 }
 
+struct Guarded {
+  int64_t page;
+  int64_t body;      // bytes between the two pages
+  int64_t from_end;  // of them, from the memory's first byte on
+};
+
+Guarded guarded_layout(int64_t bytes, int64_t byte_of_vector) {
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  const int64_t from_end = (bytes + byte_of_vector + 15) / 16 * 16 - byte_of_vector;
+  return {page, (from_end + page - 1) / page * page, from_end};
+}
+
 }  // namespace
 
 extern "C" {
 
 void set_seed(uint64_t seed) { shim::machine.seed = seed; }
+void set_max_grid(int64_t blocks) { cuda::kMaxGrid = blocks; }
+int64_t max_grid() { return cuda::kMaxGrid; }
 
-// Memory between two pages that nobody may touch, ending at the second: a read or write outside is a crash.
-void* guarded(int64_t bytes) {
-  const int64_t page = sysconf(_SC_PAGESIZE);
-  const int64_t body = (bytes + page - 1) / page * page;
-  char* base =
-      static_cast<char*>(mmap(nullptr, body + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+// Memory between two pages that nobody may touch, on a certain byte of a 16-byte vector, as close to the second page as
+// that allows: a read or write outside is a crash, or shows in the bytes left over, which unguard looks at.
+void* guarded(int64_t bytes, int64_t byte_of_vector) {
+  const Guarded g = guarded_layout(bytes, byte_of_vector);
+  char* base = static_cast<char*>(
+      mmap(nullptr, g.body + 2 * g.page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   if (base == MAP_FAILED) abort();
-  mprotect(base, page, PROT_NONE);
-  mprotect(base + page + body, page, PROT_NONE);
-  memset(base + page, 0xff, body);
-  return base + page + body - bytes;
+  mprotect(base, g.page, PROT_NONE);
+  mprotect(base + g.page + g.body, g.page, PROT_NONE);
+  memset(base + g.page, 0xff, g.body);
+  void* memory = base + g.page + g.body - g.from_end;
+  shim::memory_made(memory, bytes);
+  return memory;
 }
 
-void unguard(void* memory, int64_t bytes) {
-  const int64_t page = sysconf(_SC_PAGESIZE);
-  const int64_t body = (bytes + page - 1) / page * page;
-  munmap(static_cast<char*>(memory) + bytes - body - page, body + 2 * page);
+// Whether nothing was written beside the memory.
+int unguard(void* memory, int64_t bytes, int64_t byte_of_vector) {
+  const Guarded g = guarded_layout(bytes, byte_of_vector);
+  const char* end = static_cast<char*>(memory) + g.from_end;
+  const char* body = end - g.body;
+  bool clean = true;
+  for (const char* at = body; at < memory; ++at) clean &= *at == static_cast<char>(0xff);
+  for (const char* at = static_cast<char*>(memory) + bytes; at < end; ++at) clean &= *at == static_cast<char>(0xff);
+  shim::memory_gone(memory);
+  munmap(const_cast<char*>(body) - g.page, g.body + 2 * g.page);
+  return clean;
 }
+
+// From here on these bytes count as never written, where the machine follows that.
+void mark_undefined(void* memory, int64_t bytes) { shim::memory_undefined(memory, bytes); }
 
 int64_t size_of(const char* name, int is_double) {
-  if (!strcmp(name, "FocalLossForward")) return Size<FocalLossForward>::of(is_double);
-  if (!strcmp(name, "FocalLossBackward")) return Size<FocalLossBackward>::of(is_double);
-  if (!strcmp(name, "CalibrationMapForward")) return Size<CalibrationMapForward>::of(is_double);
-  if (!strcmp(name, "CalibrationMapBackward")) return Size<CalibrationMapBackward>::of(is_double);
-  if (!strcmp(name, "BinaryCalibrationMapForward")) return Size<BinaryCalibrationMapForward>::of(is_double);
-  if (!strcmp(name, "BinaryCalibrationMapBackward")) return Size<BinaryCalibrationMapBackward>::of(is_double);
-  if (!strcmp(name, "CalibrationGridSamples")) return Size<CalibrationGridSamples>::of(is_double);
-  if (!strcmp(name, "CalibrationGridBlock")) return Size<CalibrationGridBlock>::of(is_double);
-  if (!strcmp(name, "CalibrationSums")) return Size<CalibrationSums>::of(is_double);
+#define FK_SIZE(Args) \
+  if (!strcmp(name, #Args)) return Size<Args>::of(is_double)
+  FK_SIZE(FocalLossForward);
+  FK_SIZE(FocalLossBackward);
+  FK_SIZE(CalibrationMapForward);
+  FK_SIZE(CalibrationMapBackward);
+  FK_SIZE(BinaryCalibrationMapForward);
+  FK_SIZE(BinaryCalibrationMapBackward);
+  FK_SIZE(CalibrationGridSamples);
+  FK_SIZE(CalibrationGridBlock);
+  FK_SIZE(CalibrationSums);
+#undef FK_SIZE
   return -1;
 }
 
@@ -129,142 +157,6 @@ int calibration_grid_block(int dtype, const void* block, void* workspace) {
 int calibration_sums(int dtype, const void* args) {
   if (dtype == 1) return cuda::calibration_sums(*static_cast<const CalibrationSums<double>*>(args), nullptr);
   return cuda::calibration_sums(*static_cast<const CalibrationSums<float>*>(args), nullptr);
-}
-
-// ---- launch geometry -----------------------------------------------------------------------------------------------
-
-#define FK_REQUIRE(condition)                                                                                \
-  if (!(condition)) {                                                                                        \
-    snprintf(message, sizeof(message), "%s for %lld rows of %lld", #condition, static_cast<long long>(rows), \
-             static_cast<long long>(classes));                                                               \
-    return message;                                                                                          \
-  }
-
-// With so few elements every row is counted, as the kernels walk them; with more, the ends of the tiles have to meet.
-constexpr int64_t kEnumerated = int64_t{1} << 20;
-
-// Runs of rows_at_once rows, block b taking the runs b, b + grid, ... : whether every row is taken exactly once.
-bool takes_each_row_once(int64_t rows, int64_t rows_at_once, int64_t grid) {
-  std::vector<unsigned char> taken(static_cast<size_t>(rows));
-  for (int64_t block = 0; block < grid; ++block) {
-    for (int64_t first = block * rows_at_once; first < rows; first += grid * rows_at_once) {
-      for (int64_t row = first; row < rows && row < first + rows_at_once; ++row) {
-        if (taken[static_cast<size_t>(row)]++ != 0) return false;
-      }
-    }
-  }
-  for (const unsigned char count : taken) {
-    if (count != 1) return false;
-  }
-  return true;
-}
-
-// Every row in exactly one tile, tiles and partial results within what a block has, and few enough blocks. Returns
-// what is broken, or null.
-const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_end, int class_outermost) {
-  using namespace cuda;
-  const RowPlan plan = plan_rows(rows, classes, bytes, end_to_end != 0, class_outermost != 0);
-  FK_REQUIRE(plan.rows_per_tile >= 1 && plan.rows_per_tile <= kBlock);
-  FK_REQUIRE(plan.parts >= 1 && plan.rows_per_tile * plan.parts <= kBlock);
-  FK_REQUIRE(plan.grid >= 1 && plan.grid <= kMaxGrid && (plan.grid <= plan.tiles || rows == 0));
-  FK_REQUIRE(plan.tiles == rows / plan.rows_per_tile + (rows % plan.rows_per_tile != 0));
-  if (rows <= kEnumerated / classes) {
-    FK_REQUIRE(takes_each_row_once(rows, plan.rows_per_tile, plan.grid));
-  }
-  // Tiles end to end: the last one begins inside the rows and reaches their end, so none is left out or taken twice.
-  FK_REQUIRE(rows == 0 || ((plan.tiles - 1) * plan.rows_per_tile < rows && rows <= plan.tiles * plan.rows_per_tile));
-  FK_REQUIRE((plan.lanes & (plan.lanes - 1)) == 0 && plan.lanes <= kBlock);
-  FK_REQUIRE(plan.lanes <= kWarp || plan.lanes == kBlock);
-  FK_REQUIRE(!fits_one_block(rows, classes) || plan.grid == 1);
-  if (plan.path == RowPath::kTile) {
-    FK_REQUIRE(end_to_end && plan.rows_per_tile * classes * bytes <= kTileBytes);
-    FK_REQUIRE(plan.rows_per_tile * classes * bytes % kVectorBytes == 0);
-    FK_REQUIRE(plan.lanes * kValuesPerLane >= classes && plan.lanes <= kWarp);
-  } else if (plan.path == RowPath::kPixels) {
-    FK_REQUIRE(class_outermost && plan.rows_per_tile * plan.parts == kBlock && plan.rows_per_tile % kWarp == 0);
-  } else {
-    FK_REQUIRE(plan.parts == (plan.lanes > kWarp ? plan.lanes / kWarp : 1));
-    FK_REQUIRE(plan.lanes > kWarp || plan.rows_per_tile % (kBlock / plan.lanes) == 0);
-  }
-  return nullptr;
-}
-
-const char* check_map_plan(int64_t rows, int64_t classes, int values_per_lane) {
-  using namespace cuda;
-  const MapPlan plan = plan_map(rows, classes, values_per_lane);
-  FK_REQUIRE((plan.lanes & (plan.lanes - 1)) == 0 && (plan.lanes <= kWarp || plan.lanes == kBlock));
-  FK_REQUIRE(plan.grid >= (rows > 0) && plan.grid <= 8 * kMaxGrid);
-  if (rows <= kEnumerated / classes) {
-    FK_REQUIRE(takes_each_row_once(rows, kBlock / plan.lanes, plan.grid));
-  }
-  FK_REQUIRE(plan.in_registers == (classes <= int64_t{values_per_lane} * plan.lanes));
-  FK_REQUIRE(plan.in_registers || plan.lanes == kBlock);
-  return nullptr;
-}
-
-const char* check_grid_plan(int64_t rows, int64_t n_temperatures, int64_t n_gammas) {
-  using namespace cuda;
-  const int64_t classes = n_temperatures;  // for the message
-  const GridPlan plan = plan_grid(rows, n_temperatures, n_gammas);
-  FK_REQUIRE((plan.lanes & (plan.lanes - 1)) == 0 && plan.lanes <= kWarp);
-  FK_REQUIRE(plan.rows_per_tile % (kBlock / plan.lanes) == 0);
-  FK_REQUIRE(plan.row_tiles * plan.rows_per_tile >= rows && (plan.row_tiles - 1) * plan.rows_per_tile < rows);
-  FK_REQUIRE(plan.temperature_tiles * plan.lanes >= n_temperatures);
-  FK_REQUIRE(plan.gamma_tiles * kGammasAtOnce >= n_gammas);
-  FK_REQUIRE(plan.blocks() <= INT32_MAX);
-  if (rows <= kEnumerated / (n_temperatures * n_gammas) && plan.blocks() <= 4096) {
-    FK_REQUIRE(takes_each_row_once(rows, plan.rows_per_tile, plan.row_tiles));
-    FK_REQUIRE(takes_each_row_once(n_temperatures, plan.lanes, plan.temperature_tiles));
-    FK_REQUIRE(takes_each_row_once(n_gammas, kGammasAtOnce, plan.gamma_tiles));
-  }
-  return nullptr;
-}
-
-const char* check_all_row_plans(int64_t most_classes) {
-  const int64_t sizes[] = {0,
-                           1,
-                           2,
-                           15,
-                           16,
-                           17,
-                           31,
-                           32,
-                           33,
-                           255,
-                           256,
-                           257,
-                           1000,
-                           4097,
-                           8448,
-                           8449,
-                           1 << 20,
-                           INT32_MAX,
-                           int64_t{1} << 31,
-                           int64_t{1} << 40};
-  for (int64_t classes = 1; classes <= most_classes; ++classes) {
-    for (const int64_t rows : sizes) {
-      for (const int bytes : {2, 4, 8}) {
-        for (const int layout : {0, 1, 2}) {
-          const char* broken = check_row_plan(rows, classes, bytes, layout == 0, layout == 2);
-          if (broken != nullptr) return broken;
-        }
-        const int capacity = bytes == 8 ? 8 : 16;
-        for (const int values : {capacity, capacity / 2}) {
-          const char* broken = check_map_plan(rows, classes, values);
-          if (broken != nullptr) return broken;
-        }
-      }
-    }
-  }
-  for (const int64_t rows : sizes) {
-    for (int64_t n_temperatures = 1; rows > 0 && rows < INT32_MAX && n_temperatures <= 600; ++n_temperatures) {
-      for (const int64_t n_gammas : {1, 4, 5, 6, 9, 10, 100}) {
-        const char* broken = check_grid_plan(rows, n_temperatures, n_gammas);
-        if (broken != nullptr) return broken;
-      }
-    }
-  }
-  return nullptr;
 }
 
 }  // extern "C"

@@ -1,0 +1,154 @@
+"""Builds the CUDA launchers and kernels of csrc/cuda as a library that runs on the CPU: their source on the host shim,
+the PTX that nvcc makes of them on ptxrun, or machine code on sassrun.
+"""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterable
+from ctypes import c_char_p, c_double, c_int64, c_void_p
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+CSRC = TESTS.parent / "csrc"
+# As setup.py and torch compile them: without implicit conversions of half types.
+NVCC_FLAGS = [
+    "-O3", "-std=c++17", "-w", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fno-gnu-unique", "--no-compress",
+    "-DFOCALKERN_TEST_GRID", "-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__",
+    "-D__CUDA_NO_BFLOAT16_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__",
+]  # fmt: skip
+# Several of these libraries may live in one process, each with its own state: hence no-gnu-unique.
+HOST_FLAGS = ["-std=c++17", "-fPIC", "-fno-gnu-unique"]
+EXACT = ["-O3", "-march=native", "-fno-strict-aliasing", "-ffp-contract=off"]
+
+
+class ToolMissingError(Exception):
+    """What is not there, and where it is looked for."""
+
+
+def tool(name: str) -> str:
+    """A program: on PATH, of a CUDA toolkit, or as pip or Triton bring it."""
+    places = [Path(found)] if (found := shutil.which(name)) else []
+    places += [Path(os.environ[key], name) for key in ("CUDA_TOOLS",) if os.environ.get(key)]
+    places += [Path(os.environ[key], "bin", name) for key in ("CUDA_HOME",) if os.environ.get(key)]
+    site = Path(sysconfig.get_path("purelib"))
+    places += [*site.glob(f"nvidia/*/bin/{name}"), site / "triton/backends/nvidia/bin" / name]
+    for place in places:
+        if place.is_file():
+            return str(place)
+    raise ToolMissingError(f"{name} is neither on PATH nor in CUDA_HOME, CUDA_TOOLS or the Python environment")
+
+
+def compiler() -> str:
+    if platform.machine() != "x86_64" or not CSRC.is_dir():
+        raise ToolMissingError("needs x86-64 and the sources")
+    return tool("g++")
+
+
+def run_all(commands: Iterable[list[str]]) -> None:
+    """As many at a time as there are processors; the first that fails raises."""
+    waiting, running, at_once = list(commands), [], max(1, os.cpu_count() or 1)
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            command = waiting.pop(0)
+            running.append((command, subprocess.Popen(command)))
+        command, job = running.pop(0)
+        if job.wait() != 0:
+            for _, other in running:
+                other.wait()
+            raise RuntimeError(f"failed: {' '.join(command)}")
+
+
+def kernels(csrc: Path = CSRC) -> list[Path]:
+    return sorted((csrc / "cuda").glob("*.cu"))
+
+
+def link(folder: Path) -> Path:
+    """Everything that was compiled into the folder."""
+    library = folder / "kernels.so"
+    subprocess.run([compiler(), "-shared", *sorted(map(str, folder.glob("*.o"))), "-o", str(library)], check=True)
+    return library
+
+
+def host_commands(folder: Path, csrc: Path, shim: Path, flags: list[str]) -> list[list[str]]:
+    harness = str(TESTS / "cuda_shim/harness.cpp")
+    include = [f"-I{shim}", f"-I{csrc}", "-DFOCALKERN_TEST_GRID"]
+    return [[compiler(), *HOST_FLAGS, *flags, *include, "-c", harness, "-o", str(folder / "harness.o")]]
+
+
+def build_shim(folder: Path, csrc: Path = CSRC) -> Path:
+    """The source of the kernels, compiled by g++: a fiber for each thread (cuda_shim/cuda_runtime.h)."""
+    shim, flags = TESTS / "cuda_shim", ["-O1", "-fno-trapping-math"]
+    include = [f"-I{shim}", f"-I{csrc}", "-DFOCALKERN_TEST_GRID", "-x", "c++"]
+    run_all(
+        [
+            [compiler(), *HOST_FLAGS, *flags, *include, "-c", str(k), "-o", str(folder / f"{k.stem}.o")]
+            for k in kernels(csrc)
+        ]
+        + host_commands(folder, csrc, shim, flags)
+    )
+    return link(folder)
+
+
+def nvcc_command(source: Path, folder: Path, csrc: Path, code: str) -> list[str]:
+    return [tool("nvcc"), *NVCC_FLAGS, f"-gencode={code}", f"-I{csrc}", "-c", str(source), "-o",
+            str(folder / f"{source.stem}.o")]  # fmt: skip
+
+
+def interpreter_commands(folder: Path, csrc: Path = CSRC, sass: bool = False) -> list[list[str]]:
+    sources = ["ptxrun/runtime.cpp", *(["sassrun/sassrun.cpp", "sassrun/simulate.cpp"] if sass else [])]
+    return host_commands(folder, csrc, TESTS / "ptxrun/stub", ["-O1"]) + [
+        [compiler(), *HOST_FLAGS, *EXACT, f"-I{TESTS}", "-c", str(TESTS / source), "-o",
+         str(folder / f"{Path(source).stem}.o")]
+        for source in sources
+    ]  # fmt: skip
+
+
+def build_ptx(folder: Path, arch: str = "90", csrc: Path = CSRC) -> Path:
+    """What nvcc makes of the launchers, and the PTX that it embeds in them, on ptxrun."""
+    code = f"arch=compute_{arch},code=compute_{arch}"
+    run_all([nvcc_command(k, folder, csrc, code) for k in kernels(csrc)] + interpreter_commands(folder, csrc))
+    return link(folder)
+
+
+def build_machine_code(folder: Path, csrc: Path = CSRC) -> tuple[Path, Path]:
+    """The same with machine code for sm_90 beside the PTX: the library, and the code as text for sassrun_load."""
+    from sassrun.extract import extract
+
+    objdump, _ = tool("cuobjdump"), tool("nvdisasm")
+    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(tool("nvdisasm")).parent), os.environ["PATH"]])}
+    code = "arch=compute_90,code=[compute_90,sm_90]"
+    run_all(
+        [nvcc_command(k, folder, csrc, code) for k in kernels(csrc)] + interpreter_commands(folder, csrc, sass=True)
+    )
+    for k in kernels(csrc):
+        target = folder / f"{k.stem}.o"
+        with (folder / f"{k.stem}.sass").open("w") as file:
+            subprocess.run([objdump, "-sass", str(target)], stdout=file, env=environment, check=True)
+        cubins = folder / f"{k.stem}.cubins"
+        cubins.mkdir(exist_ok=True)
+        subprocess.run(
+            [objdump, "-xelf", "all", str(target)], cwd=cubins, env=environment, check=True, stdout=subprocess.DEVNULL
+        )
+    extract(folder, folder / "code.txt")
+    return link(folder), folder / "code.txt"
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library, with blocks that take several tiles each."""
+    library = ctypes.CDLL(str(path))
+    library.guarded.restype = c_void_p
+    for name in ("focal_loss_workspace", "calibration_grid_workspace", "size_of", "max_grid"):
+        getattr(library, name).restype = c_int64
+    if hasattr(library, "ptxrun_error_count"):
+        library.ptxrun_error_count.restype = c_int64
+        library.ptxrun_error.restype = c_char_p
+        assert library.ptxrun_parse_all() == 0
+    if hasattr(library, "sassrun_simulate"):
+        library.sassrun_simulate.restype = c_double
+    library.set_seed(c_int64(20260121))
+    library.set_max_grid(c_int64(3))
+    return library

@@ -1,0 +1,125 @@
+"""The focal calibration map and its binary form, forward and backward."""
+
+import ctypes
+from ctypes import c_bool, c_double, c_int64, c_void_p
+
+import pytest
+import torch
+
+from cuda_cases.common import DTYPES, NAN, Memory, assert_near, nan_like, real_of, structure
+from focalkern import reference
+
+PARAMETERS = [
+    ("gamma", c_void_p), ("gamma_stride", c_int64), ("gamma_value", c_double),
+    ("temperature", c_void_p), ("temperature_stride", c_int64), ("temperature_value", c_double),
+]  # fmt: skip
+MAP = [
+    ("rows", c_int64), ("classes", c_int64), ("input", c_void_p), ("input_is_probs", c_bool), ("log_output", c_bool),
+    *PARAMETERS,
+]  # fmt: skip
+BINARY_MAP = [("size", c_int64), ("input", c_void_p), ("log_output", c_bool), *PARAMETERS]
+OUTPUTS = [("output", c_void_p), ("output_wide", c_void_p)]
+GRADIENTS = [(n, c_void_p) for n in ("grad_output", "grad_output_wide", "grad_input", "grad_gamma", "grad_temperature")]
+
+
+def run_map(library, values, gamma, temperature, grad, *, kind="logits", log=False, wide=False):
+    dtype = values.dtype
+    binary = kind == "binary"
+    rows = values.numel() if binary else len(values)
+    names = ("BinaryCalibrationMap" if binary else "CalibrationMap") + "%s"
+    common = BINARY_MAP if binary else MAP
+    with Memory(library) as memory:
+        forward = structure(library, names % "Forward", dtype, common + OUTPUTS)
+        backward = structure(library, names % "Backward", dtype, common + GRADIENTS)
+        output = nan_like(values, real_of(dtype) if wide else dtype)
+        row_numbers = torch.full((rows,), NAN, dtype=torch.float64)
+        for args in (forward, backward):
+            if binary:
+                args.size = rows
+            else:
+                args.rows, args.classes, args.input_is_probs = rows, values.shape[1], kind == "probs"
+            args.input, args.log_output = memory.put(values), log
+            for name, value in (("gamma", gamma), ("temperature", temperature)):
+                if isinstance(value, torch.Tensor):
+                    setattr(args, name, memory.put(value))
+                    setattr(args, name + "_stride", 1)
+                else:
+                    setattr(args, name + "_value", value)
+        setattr(forward, "output_wide" if wide else "output", memory.out(output))
+        setattr(backward, "grad_output_wide" if wide else "grad_output", memory.put(grad.to(output.dtype)))
+        backward.grad_input = memory.out(nan_like(values))
+        backward.grad_gamma, backward.grad_temperature = memory.out(row_numbers), memory.out(row_numbers)
+        prefix = "binary_calibration_map_" if binary else "calibration_map_"
+        for direction, args in (("forward", forward), ("backward", backward)):
+            assert getattr(library, prefix + direction)(DTYPES.index(dtype), ctypes.byref(args)) == 0
+        return (
+            memory.get(forward.output_wide if wide else forward.output, output),
+            memory.get(backward.grad_input, values),
+            memory.get(backward.grad_gamma, row_numbers),
+            memory.get(backward.grad_temperature, row_numbers),
+        )
+
+
+def check_map(library, values, gamma, temperature, *, kind="logits", log=False, wide=False):
+    dtype, real = values.dtype, real_of(values.dtype)
+    grad = torch.randn(values.shape).to(real if wide else dtype)
+    output, *gradients = run_map(library, values, gamma, temperature, grad, kind=kind, log=log, wide=wide)
+    inputs = [values.double().requires_grad_()]
+    parameters = [
+        (
+            p if isinstance(p, torch.Tensor) else torch.full((len(gradients[1]),), p, dtype=torch.float64)
+        ).requires_grad_()
+        for p in (gamma, temperature)
+    ]
+    if kind == "binary":
+        expected = reference.binary_focal_calibration_map(inputs[0], *parameters, log_odds=log)
+    else:
+        expected = reference.focal_calibration_map(inputs[0], *parameters, input_kind=kind, log=log)
+    exact = torch.autograd.grad(expected, inputs + parameters, torch.where(expected.isfinite(), grad.double(), 0.0))
+    assert_near(output, expected.detach(), output.dtype, 4 if output.dtype == real else 1)
+    # A sum over the classes of terms of either sign: what rounds is the largest of them.
+    scale = max(1.0, float(exact[0].abs().max()))
+    assert_near(gradients[0] / scale, exact[0] / scale, dtype, 20 if dtype == real else 2)
+    for actual, wanted in zip(gradients[1:], exact[1:], strict=True):
+        scale = max(1.0, float(wanted.abs().max()))
+        assert_near(actual / scale, wanted / scale, real, 50)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "classes"), [(1, 2), (300, 3), (65, 10), (33, 17), (9, 129), (5, 513), (3, 2049), (2, 4097)]
+)
+def test_map_rows(library, dtype, rows, classes):
+    logits = (3 * torch.randn(rows, classes)).to(dtype)
+    logits[0, 1 : classes // 2] = -torch.inf
+    check_map(library, logits, 1.0, 1.5, log=True)
+    check_map(library, logits, 4 * torch.rand(rows).double() - 0.9, 0.3 + torch.rand(rows).double(), wide=True)
+
+
+@pytest.mark.parametrize("classes", [2, 40, 5000])
+def test_map_of_probabilities(library, classes):
+    probs = torch.randn(3, classes).softmax(1)
+    for log in (False, True):
+        check_map(library, probs, 0.5, 2.0, kind="probs", log=log)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_binary_map(library, dtype):
+    values = (5 * torch.randn(1000)).to(dtype)
+    for log in (False, True):
+        check_map(library, values, torch.rand(1000).double(), 0.7, kind="binary", log=log)
+
+
+@pytest.mark.parametrize("classes", [3, 5000])
+def test_map_rows_without_an_answer(library, classes):
+    logits = torch.randn(20, classes)
+    gamma, temperature = torch.ones(20).double(), torch.ones(20).double()
+    logits[1, 2] = NAN
+    logits[2, 0] = torch.inf
+    logits[3] = -torch.inf
+    gamma[4] = -1
+    temperature[5] = 0
+    for result in run_map(library, logits, gamma, temperature, torch.ones(20, classes)):
+        bad = result.reshape(20, -1).isnan()
+        assert bad.any(1).nonzero().reshape(-1).tolist() == [1, 2, 3, 4, 5]
+        assert bad[1:6].all()

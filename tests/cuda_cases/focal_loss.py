@@ -1,0 +1,248 @@
+"""Focal loss, forward and backward."""
+
+import ctypes
+from ctypes import c_bool, c_int64, c_void_p
+
+import pytest
+import torch
+
+from cuda_cases.common import DTYPES, LABELS, NAN, Labels, Layout, Memory, assert_near, nan_like, real_of, structure
+from focalkern import GammaTable, reference
+
+FOCAL_LOSS = [
+    ("rows", c_int64), ("classes", c_int64), ("logits", c_void_p), ("layout", Layout), ("labels", Labels),
+    ("ignore_index", c_int64), ("target_probs", c_void_p), ("target_layout", Layout), ("label_smoothing", "real"),
+    ("class_weight", c_void_p), ("detach_modulation", c_bool), ("gamma", c_void_p), ("gamma_stride", c_int64),
+    ("gamma_value", "real"), ("edges", c_void_p), ("n_bins", c_int64), ("saved", c_void_p),
+]  # fmt: skip
+FOCAL_LOSS_FORWARD = [*FOCAL_LOSS, ("row_loss", c_void_p)]
+FOCAL_LOSS_BACKWARD = [
+    *FOCAL_LOSS, ("grad_loss", c_void_p), ("grad_stride", c_int64), ("divisor", c_void_p), ("grad_logits", c_void_p),
+    ("grad_layout", Layout), ("grad_target", c_void_p), ("grad_gamma", c_void_p),
+]  # fmt: skip
+
+
+def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_index=-100, reduction="mean",
+                   label_smoothing=0.0, detach_modulation=False, grad_like=None, gradients=True):  # fmt: skip
+    """Everything that the two kernels write, by name; without `gradients`, that for gamma alone."""
+    dtype, real = logits.dtype, real_of(logits.dtype)
+    classes = logits.shape[1]
+    rows = logits.numel() // classes
+    soft = target.is_floating_point()
+    with Memory(library) as memory:
+        forward = structure(library, "FocalLossForward", dtype, FOCAL_LOSS_FORWARD)
+        forward.rows, forward.classes = rows, classes
+        forward.logits, forward.layout = memory.put(logits), Layout.of(logits)
+        if soft:
+            forward.target_probs, forward.target_layout = memory.put(target), Layout.of(target)
+        else:
+            forward.labels = Labels(memory.put(target.contiguous()), LABELS.index(target.dtype))
+        forward.ignore_index, forward.label_smoothing = ignore_index, label_smoothing
+        forward.detach_modulation = detach_modulation
+        forward.class_weight = None if weight is None else memory.put(weight.to(real))
+        if isinstance(gamma, GammaTable):
+            forward.gamma, forward.n_bins = memory.put(gamma.gammas.to(real)), len(gamma.gammas)
+            forward.edges = memory.put(gamma.edges.to(real))
+        elif isinstance(gamma, torch.Tensor):
+            forward.gamma, forward.gamma_stride = memory.put(gamma.to(real)), int(gamma.dim() > 0)
+        else:
+            forward.gamma_value = gamma
+        numbers = torch.full((3 * rows,), NAN, dtype=real)
+        row_numbers, one = numbers[:rows].clone(), torch.full((1,), NAN, dtype=real)
+        forward.saved = memory.out(numbers)
+        divisor, loss, row_loss = memory.out(one), memory.out(one), memory.out(row_numbers)
+        forward.row_loss = row_loss if reduction == "none" else None
+        scratch = library.focal_loss_workspace(c_int64(rows), c_int64(classes))
+        status = library.focal_loss_forward(
+            DTYPES.index(dtype), ctypes.byref(forward), int(reduction == "mean"),
+            c_void_p(None if reduction == "none" else loss), c_void_p(divisor),
+            c_void_p(memory.scratch(scratch) if scratch else None),
+        )  # fmt: skip
+        assert status == 0
+
+        backward = structure(library, "FocalLossBackward", dtype, FOCAL_LOSS_BACKWARD)
+        for name, _ in FOCAL_LOSS:
+            setattr(backward, name, getattr(forward, name))
+        backward.grad_loss, backward.grad_stride = memory.put(grad), int(reduction == "none")
+        backward.divisor = divisor if reduction == "mean" else None
+        grad_like = logits if grad_like is None else grad_like
+        backward.grad_layout = Layout.of(grad_like)
+        if gradients:
+            backward.grad_logits = memory.out(nan_like(grad_like))
+            backward.grad_target = memory.out(nan_like(target)) if soft else None
+        backward.grad_gamma = memory.out(row_numbers)
+        assert library.focal_loss_backward(DTYPES.index(dtype), ctypes.byref(backward)) == 0
+        return {
+            "saved": memory.get(forward.saved, numbers),
+            "loss": memory.get(row_loss, row_numbers) if reduction == "none" else memory.get(loss, one),
+            "divisor": memory.get(divisor, one),
+            "grad_logits": memory.get(backward.grad_logits, grad_like) if gradients else None,
+            "grad_target": memory.get(backward.grad_target, target) if soft and gradients else None,
+            "grad_gamma": memory.get(backward.grad_gamma, row_numbers),
+        }
+
+
+def check_focal_loss(library, logits, target, gamma, *, reduction="mean", **options):
+    grad_like = options.pop("grad_like", None)
+    dtype, real = logits.dtype, real_of(logits.dtype)
+    classes = logits.shape[1]
+    rows = logits.numel() // classes
+    grad = torch.randn(rows if reduction == "none" else 1, dtype=real)
+    actual = run_focal_loss(library, logits, target, gamma, grad, reduction=reduction, grad_like=grad_like, **options)
+    z = logits.double().requires_grad_()
+    soft = target.is_floating_point()
+    t = target.double().requires_grad_() if soft else target.long()
+    differentiable = isinstance(gamma, torch.Tensor) and not options.get("detach_modulation", False)
+    g = gamma.double().requires_grad_() if differentiable else gamma
+    # Out of range: NaN for that row, and the others as if it were ignored.
+    ignore_index = options.pop("ignore_index", -100)
+    outside = torch.zeros(rows, dtype=torch.bool)
+    if not soft:
+        outside = ((t < 0) | (t >= classes)) & (t != ignore_index)
+        t = torch.where(outside, ignore_index, t)
+        outside = outside.reshape(-1)
+    if options.get("weight") is not None:
+        options["weight"] = options["weight"].double()
+    expected = reference.focal_loss(z, t, g, reduction=reduction, ignore_index=ignore_index, **options)
+    inputs = [z, *([t] if soft else []), *([g] if differentiable else [])]
+    upstream = grad.double().reshape(expected.shape)
+    gradients = list(torch.autograd.grad(expected, inputs, upstream, allow_unused=True))
+    factor = 100 if logits.abs().nan_to_num(posinf=0, neginf=0).max() > 100 else 20
+    if outside.any():
+        expected = (
+            torch.where(outside.reshape(expected.shape), NAN, expected) if reduction == "none" else expected * NAN
+        )
+    assert_near(actual["loss"], expected, real, factor)
+    if reduction != "mean":
+        assert actual["divisor"].item() == 1
+    z_grad = gradients[0].movedim(1, -1).reshape(rows, classes)
+    z_grad = torch.where(outside.unsqueeze(-1), NAN, z_grad)
+    assert_near(
+        actual["grad_logits"].movedim(1, -1).reshape(rows, classes), z_grad, dtype, factor if dtype == real else 2
+    )
+    if soft:
+        assert_near(actual["grad_target"], gradients[1], real, factor)
+    if differentiable:
+        of_rows = actual["grad_gamma"] if gamma.dim() > 0 else actual["grad_gamma"].sum()
+        assert_near(of_rows, torch.where(outside, NAN, gradients[-1].reshape(-1)) if gamma.dim() else gradients[-1],
+                    real, factor)  # fmt: skip
+    return actual
+
+
+def labels_for(logits: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    shape = logits.shape[:1] + logits.shape[2:]
+    return torch.randint(min(logits.shape[1], 200), shape).to(dtype)
+
+
+# Classes around each border between the ways of reading a row: one vector, one tile, a warp, the block; and their
+# remainders. Rows around a tile.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "classes"),
+    [(1, 1), (33, 3), (257, 10), (300, 17), (40, 129), (17, 512), (9, 513), (5, 1023), (3, 4099), (2, 9001)],
+)
+def test_focal_loss_rows(library, dtype, rows, classes):
+    logits = (3 * torch.randn(rows, classes)).to(dtype)
+    check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="mean")
+    check_focal_loss(library, logits, labels_for(logits, torch.int32), torch.rand(rows), reduction="none")
+
+
+# Every remainder of a vector and of a warp, at each way of reading a row: an element that no thread takes stays
+# NaN in the gradient, one that is taken twice shows in the sums.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [1, 65, 129, 257, 481, 513, 2030, 4090])
+def test_focal_loss_takes_each_element_once(library, dtype, first):
+    for classes in range(first, first + (64 if first < 1000 else 40), 1 if first < 1000 else 3):
+        for skip in (0, 1):  # rows from a boundary on, and off it
+            logits = torch.randn(3 * classes + skip).to(dtype)[skip:].reshape(3, classes)
+            check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [5, 300, 2100])
+def test_focal_loss_layouts(library, dtype, classes):
+    n = 11 if classes < 1000 else 3
+    sources = [
+        torch.randn(2, classes, 37 if classes < 1000 else 5),  # a row is a column of memory
+        torch.randn(n, classes, 3),
+        torch.randn(n, 2, classes).transpose(1, 2),  # channels last
+        torch.randn(classes, n).t(),
+        torch.randn(n * classes + 1)[1:].reshape(n, classes),  # not on a 16-byte boundary
+        torch.randn(n, classes + 3)[:, :classes],  # with gaps
+    ]
+    for source in sources:
+        logits = torch.empty_strided(source.shape, source.stride(), dtype=dtype).copy_(source)
+        for grad_like in (logits, torch.empty(logits.shape, dtype=dtype)):
+            check_focal_loss(library, logits, labels_for(logits), 1.5, grad_like=grad_like)
+        soft = torch.empty_like(logits, dtype=torch.float32).copy_(torch.randn(logits.shape).softmax(1))
+        check_focal_loss(library, logits, soft, 2.0, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("classes", [4, 100, 1500])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_focal_loss_options(library, classes, reduction):
+    logits = 3 * torch.randn(20, classes)
+    target = labels_for(logits)
+    target[::5] = -100
+    table = GammaTable([0.0, 0.013, 0.27, 1.0], [5.0, -1.5, 3.0])
+    for gamma in (0.0, 0.5, -2.0, torch.tensor(1.5), 4 * torch.rand(20) - 1, table):
+        for smoothing in (0.0, 0.2):
+            options = {"label_smoothing": smoothing, "detach_modulation": smoothing > 0 and gamma is table}
+            check_focal_loss(library, logits, target, gamma, reduction=reduction, weight=torch.rand(classes), **options)
+
+
+@pytest.mark.parametrize("classes", [3, 200, 2500])
+@pytest.mark.parametrize("label_type", LABELS)
+def test_focal_loss_never_follows_a_label_out_of_range(library, classes, label_type):
+    logits = torch.randn(12, classes)
+    target = labels_for(logits, label_type)
+    target[3] = 1
+    if classes < 256 or label_type != torch.uint8:
+        target[7] = classes if classes < 256 else 2**31 - 1
+    if label_type != torch.uint8:
+        target[11] = -1
+    for smoothing in (0.0, 0.1):
+        check_focal_loss(library, logits, target, 2.0, ignore_index=1, reduction="none", label_smoothing=smoothing)
+        check_focal_loss(library, logits[:9], target[:9], 2.0, ignore_index=1, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("classes", [3, 100, 2500])
+def test_focal_loss_edges(library, classes):
+    logits = torch.randn(9, classes)
+    target = torch.zeros(9, dtype=torch.int64)
+    logits[0, 0] = 1e4  # certain and right
+    logits[1, 1] = 1e4  # certain and wrong
+    logits[2, 0] = 80
+    logits[3, 1:] = -torch.inf
+    logits[4, 1] = -torch.inf
+    target[5] = -100
+    check_focal_loss(library, logits, target, 0.5, reduction="none")
+    logits[5] = NAN  # ignored, so never read
+    for value in (NAN, torch.inf):
+        logits[6, classes - 1] = value
+        actual = run_focal_loss(library, logits, target, 2.0, torch.ones(9), reduction="none")
+        assert actual["loss"].isnan().nonzero().tolist() == [[6]]
+        assert actual["grad_logits"].isnan().any(1).nonzero().tolist() == [[6]]
+        assert (actual["grad_logits"][5] == 0).all()
+    logits[7] = -torch.inf
+    assert run_focal_loss(library, logits, target, 2.0, torch.ones(9), reduction="none")["loss"][7].isnan()
+
+
+def test_focal_loss_of_nothing(library):
+    for rows in (0, 40):
+        logits = torch.randn(rows, 5)
+        target = torch.full((rows,), -100)
+        actual = run_focal_loss(library, logits, target, 2.0, torch.ones(1))
+        assert actual["loss"].isnan().all()
+        assert (actual["grad_logits"] == 0).all()
+        assert run_focal_loss(library, logits, target, 2.0, torch.ones(1), reduction="sum")["loss"] == 0
+
+
+def test_focal_loss_is_deterministic(library):
+    """Blocks and threads run in another order each time."""
+    logits = torch.randn(1000, 100).bfloat16()
+    target = labels_for(logits)
+    first, *others = [run_focal_loss(library, logits, target, 2.0, torch.ones(1)) for _ in range(3)]
+    for other in others:
+        for name in ("loss", "divisor", "grad_logits", "saved"):
+            assert torch.equal(first[name], other[name])
