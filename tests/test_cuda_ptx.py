@@ -1,0 +1,61 @@
+"""The compiled CUDA kernels on the CPU: the PTX that nvcc embeds in the objects, run by tests/ptxrun, or machine code,
+run by tests/sassrun; through the real launchers. The cases are those of test_cuda_shim, which runs the source instead.
+
+Beyond their results, every access is checked: bounds, alignment, races, and values that were never written.
+
+Other ways of running them (benchmarks/cuda_proof.py tries them all), by FOCALKERN_PTX="name=value,...":
+    arch          75, 80, 90 (the default), or machine_code for that of sm_90
+    library       one that was built before, and code, the text of its machine code
+    cases         modules of cuda_cases, joined by "+"
+    seconds       for the random cases
+    random_lanes, resident, approx_error, global_races: see Settings in ptxrun/basics.h
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from ctypes import c_int64
+from pathlib import Path
+
+import cuda_build
+import cuda_cases
+import pytest
+
+SETTINGS = dict(item.split("=") for item in os.environ.get("FOCALKERN_PTX", "").split(",") if item)
+
+
+def built(folder: Path) -> tuple[Path, Path | None]:
+    """The library, and the machine code that it shall run."""
+    if "library" in SETTINGS:
+        return Path(SETTINGS["library"]), Path(SETTINGS["code"]) if "code" in SETTINGS else None
+    if SETTINGS.get("arch") == "machine_code":
+        return cuda_build.build_machine_code(folder)
+    return cuda_build.build_ptx(folder, SETTINGS.get("arch", "90")), None
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    try:
+        path, code = built(tmp_path_factory.mktemp("cuda_ptx"))
+    except cuda_build.ToolMissingError as problem:
+        if os.environ.get("FOCALKERN_REQUIRE_NVCC") == "1":
+            raise
+        pytest.skip(str(problem))
+    loaded = cuda_build.load(path)
+    if code is not None:
+        assert loaded.sassrun_load(str(code).encode()) > 0
+    for name in ("random_lanes", "resident", "approx_error", "global_races"):
+        if name in SETTINGS:
+            loaded.ptxrun_set(name.encode(), c_int64(int(SETTINGS[name])))
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_report(library: ctypes.CDLL) -> Iterator[None]:
+    """No launch may leave a report behind."""
+    library.ptxrun_clear_errors()
+    yield
+    assert library.ptxrun_error_count() == 0, library.ptxrun_error(c_int64(0)).decode()
+
+
+globals().update(cuda_cases.collect(*(SETTINGS["cases"].split("+") if "cases" in SETTINGS else ())))
