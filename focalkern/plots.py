@@ -45,6 +45,7 @@ __all__ = [
 _BLUE, _VERMILION, _GREY, _INK = "#0072B2", "#D55E00", "#8C8C8C", "#222222"
 _PALE_BLUE = "#9CC9E6"  # of bars, so that what is drawn over them can be read
 _BAND = to_rgba(_INK, 0.2)
+_ENOUGH = 20  # samples of a bin whose gap is worth a word
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ def reliability_diagram(
     A bar stands over the range of an equal-width bin and is as high as its accuracy; the hatched part runs from there
     to the bin's mean confidence, so its height is the gap. Bins of equal mass, most of them narrower than a line, are
     points at (mean confidence, accuracy) with their gap as a stroke. Above each panel stand its figures, as
-    fractions, computed from the bins given; in the histogram below, the samples of each bin.
+    fractions, computed from the bins given; the largest gap is that of the bins with at least 20 samples, because a bin
+    of one sample can have any. In the histogram below, the samples of each bin.
 
     The shaded band is where the accuracies of a perfectly calibrated classifier with these confidences would fall; a
     bin outside of it is miscalibrated beyond chance. The whisker is the bootstrap interval of the bin's accuracy; a
@@ -153,7 +155,7 @@ def reliability_diagram(
 
     Args:
         bins: what :func:`focalkern.metrics.reliability_bins` returns, or several by panel title, drawn side by side
-            on common axes. Equal-width bins make the familiar picture.
+            on common axes, at most three in a row. Equal-width bins make the familiar picture.
         title: heading of the whole figure.
         level: of band and whiskers; None draws neither.
 
@@ -171,16 +173,22 @@ def reliability_diagram(
         raise ValueError("reliability_diagram: expected at least one set of bins, got none")
     for one in panels.values():
         _check_bins("reliability_diagram", one)
-    figure = _figure(width=0.5 + 4.1 * len(panels), height=6.1)
-    axes = figure.subplots(
-        2, len(panels), sharex=True, sharey="row", squeeze=False, gridspec_kw={"height_ratios": [3.4, 1]}
-    )
+    across = _across(len(panels))
+    down = -(-len(panels) // across)
+    figure = _figure(width=0.5 + 4.1 * across, height=0.7 + 5.5 * down)
+    axes = figure.subplots(2 * down, across, squeeze=False, gridspec_kw={"height_ratios": [3.4, 1] * down})
     tallest = max(float(one.weight.max()) for one in panels.values()) or 1.0
     by_bar = all(one.estimator == "equal_width" for one in panels.values())
-    for column, (name, one) in enumerate(panels.items()):
+    for index, (name, one) in enumerate(panels.items()):
+        row, column = divmod(index, across)
+        top, bottom = axes[2 * row : 2 * row + 2, column]
         bands = None if level is None else reliability_bands(one, level=level)
-        _reliability_panel(axes[0, column], axes[1, column], one, bands, name, first=column == 0)
-        axes[1, column].set_ylim(0, tallest * 1.22)
+        _reliability_panel(top, bottom, one, bands, name, first=column == 0)
+        bottom.set_ylim(0, tallest * 1.22)
+    for index in range(len(panels), across * down):
+        row, column = divmod(index, across)
+        for unused in axes[2 * row : 2 * row + 2, column]:
+            unused.remove()
     figure.legend(
         handles=[
             *(
@@ -214,7 +222,7 @@ def reliability_diagram(
             ),
         ],
         loc="outside lower center",
-        ncols=3 if len(panels) > 1 else 2,
+        ncols=3 if across > 1 else 2,
         frameon=False,
         fontsize=9,
     )
@@ -295,38 +303,55 @@ def _reliability_panel(
     top.plot([0, 1], [0, 1], color=_INK, linestyle="--", linewidth=1, zorder=5)
     # Not N: equal_mass_interp leaves samples out. Not 0 either, when it leaves all out.
     samples = weight.sum() or np.nan
-    first_line = (
-        f"ECE {float((weight * gap).sum()):.4f} ({bins.estimator}), largest gap {float(gap.max(initial=0.0)):.4f}"
-    )
-    second_line = (
+    lines = [
+        f"ECE {float((weight * gap).sum()):.4f} ({bins.estimator}, {bins.n_bins} bins)",
+        _largest_gap(gap, count),
         f"accuracy {float((weight * accuracy).sum() / samples):.4f}, "
-        f"mean confidence {float((weight * confidence).sum() / samples):.4f}, {bins.n_samples:,} samples"
-    )
+        f"mean confidence {float((weight * confidence).sum() / samples):.4f}, {bins.n_samples:,} samples",
+    ]
     top.text(
         0.5,
         1.015,
-        f"{first_line}\n{second_line}",
+        "\n".join(lines),
         transform=top.transAxes,
         ha="center",
         va="bottom",
-        fontsize=7.5,
+        fontsize=8,
         linespacing=1.3,
         color="#444444",
     )
-    top.set_title(name, fontsize=10.5, pad=27)
+    top.set_title(name, fontsize=10.5, pad=42)
     top.set(xlim=(0, 1), ylim=(0, 1))
-    bottom.set_xlabel("confidence (probability of the top class)")
+    bottom.set(xlim=(0, 1), xlabel="confidence (probability of the top class)")
     ticks = np.linspace(0, 1, 6)
-    top.set_xticks(ticks)
+    bottom.set_xticks(ticks)
+    top.set_xticks(ticks, [""] * len(ticks))
     top.set_yticks(ticks)
     bottom.yaxis.set_major_locator(MaxNLocator(3))
     if first:
         top.set_ylabel("accuracy")
         bottom.set_ylabel("share of samples")
+    else:
+        for axes in (top, bottom):
+            axes.tick_params(labelleft=False)
     for axes in (top, bottom):
         _plain(axes)
         axes.grid(axis="y", color="#E4E4E4", linewidth=0.7, zorder=0)
         axes.set_axisbelow(True)
+
+
+def _across(n_panels: int) -> int:
+    """Panels in a row: more than three beside each other are too small to read."""
+    return {1: 1, 2: 2, 4: 2}.get(n_panels, 3)
+
+
+def _largest_gap(gap: np.ndarray[Any, Any], count: np.ndarray[Any, Any]) -> str:
+    """In words, over the bins that hold enough samples for their gap to say something."""
+    enough = count >= _ENOUGH
+    if not enough.any():
+        return f"no bin has {_ENOUGH} samples"
+    at = int(np.where(enough, gap, -1).argmax())
+    return f"largest gap {gap[at]:.4f}, of {count[at]:,} samples"
 
 
 def _check_bins(op: str, bins: ReliabilityBins) -> None:
@@ -423,7 +448,7 @@ def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
     ridges = {name: fit_ridge(grid, name) for name, table in grid.tables.items() if bool(table.isfinite().any())}
     if not ridges:
         raise ValueError("ridge_diagram: grid must have a finite cell, got none")
-    figure = _figure(width=7.2, height=4.2)
+    figure = _figure(width=7.2, height=4.0 + 0.4 * len(ridges))
     axes = figure.subplots()
     # Each criterion differs from the others in colour, lightness, marker, size and dashes.
     styles = [(_BLUE, "o", 9, "-"), (_VERMILION, "s", 5.5, "--"), (_INK, "^", 5, ":"), (_GREY, "D", 4, "-.")]
@@ -476,7 +501,8 @@ def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
     _plain(axes)
     axes.grid(color="#E4E4E4", linewidth=0.7)
     axes.set_axisbelow(True)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
+    # One below the other: two beside each other are wider than the figure.
+    figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=8.5)
     axes.set_title(title or "Best temperature of each gamma", fontsize=12)
     return figure
 
@@ -527,14 +553,7 @@ def grid_heatmap(
     axes = figure.subplots()
     rows = [row for row in range(len(gammas)) if np.isfinite(table[row]).any()]
     best_columns = [int(np.nanargmin(table[row])) for row in rows]
-    optima = table[rows, best_columns]
-    # A perfect zero has no logarithm: it gets the colour of the smallest value that has one.
-    positive = table[np.isfinite(table) & (table > 0)]
-    low, top = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
-    # Far above the minimum every cell is equally useless; keep the colours for the others, the optimum of each gamma
-    # included. A proper score has a floor that no calibrator gets under, so its useful range is a small multiple.
-    far, beyond = (40, 4) if criterion in ("ece", "mce") else (2, 1.2)
-    high = max(min(top, max(low * far, float(optima.max()) * beyond)), low * 1.02)
+    low, high, top = colour_range(table, criterion)
     mesh = axes.pcolormesh(
         _cell_edges(temperatures),
         np.arange(len(gammas) + 1) - 0.5,
@@ -615,6 +634,20 @@ def grid_heatmap(
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     axes.set_title(title or f"{_criterion_name(grid, criterion)} over gamma and T", fontsize=12)
     return figure
+
+
+def colour_range(table: np.ndarray[Any, Any], criterion: str) -> tuple[float, float, float]:
+    """Where the colours of a map begin and end, and its largest value; ``table`` is [Gg, Gt] with a finite cell."""
+    # A perfect zero has no logarithm: it gets the colour of the smallest value that has one.
+    positive = table[np.isfinite(table) & (table > 0)]
+    low, top = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
+    # Far above the minimum every cell is equally useless; keep the colours for the others, the optimum of each gamma
+    # included. A proper score has a floor that no calibrator gets under, so its useful range is a small multiple.
+    finite = np.where(np.isfinite(table), table, np.inf)
+    optima = finite.min(1)
+    far, beyond = (40, 4) if criterion in ("ece", "mce") else (2, 1.2)
+    high = max(min(top, max(low * far, float(optima[np.isfinite(optima)].max()) * beyond)), low * 1.02)
+    return low, high, top
 
 
 def adafocal_history(history: Sequence[AdaFocalRecord], *, title: str | None = None) -> Figure:

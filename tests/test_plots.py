@@ -58,7 +58,7 @@ def test_a_diagram_shows_the_figures_of_its_bins(estimator):
     bins = some_bins(estimator)
     written = texts(plots.reliability_diagram(bins, title="A heading"))
     ece = float((bins.weight * bins.gap.abs()).nansum())
-    assert f"ECE {ece:.4f} ({estimator})" in written
+    assert f"ECE {ece:.4f} ({estimator}, {bins.n_bins} bins)" in written
     assert "500 samples" in written
     assert "A heading" in written
     assert "perfect calibration" in written
@@ -83,6 +83,25 @@ def test_several_panels_share_their_axes():
     assert "before" in written
     assert "after" in written
     assert len({axes.get_xlim() for axes in figure.axes}) == 1
+
+
+def test_many_panels_are_wrapped_and_none_is_left_empty():
+    figure = plots.reliability_diagram({str(index): some_bins() for index in range(5)})
+    assert len(figure.axes) == 10
+    width, height = figure.get_size_inches()
+    assert width < 13
+    assert height > width / 2
+    tops = [axes for axes in figure.axes if axes.get_title()]
+    assert {axes.get_ylim() for axes in tops} == {(0.0, 1.0)}
+
+
+def test_the_largest_gap_is_not_that_of_a_single_sample():
+    confidence = torch.cat([torch.full((1,), 0.1), torch.full((25,), 0.95)])
+    correct = torch.ones(26)
+    written = texts(plots.reliability_diagram(metrics.reliability_bins(confidence=confidence, correct=correct)))
+    assert "largest gap 0.0500, of 25 samples" in written
+    few = metrics.reliability_bins(confidence=confidence[:3], correct=correct[:3])
+    assert "no bin has 20 samples" in texts(plots.reliability_diagram(few))
 
 
 # One sample; everything at 1; more bins than samples.
@@ -192,6 +211,22 @@ def test_the_ridge_and_its_line():
     written = texts(plots.ridge_diagram(grid))
     assert "T = 0.5 gamma + 1, R\u00b2 = 1.000" in written
     assert "at the border of the grid: not in the fit" in written
+
+
+def test_nothing_that_is_written_is_cut_at_the_edge():
+    # Long equations and a long estimator, as every map of the paper's size has.
+    ridges = some_grid(TABLE)
+    grid = CalibrationGrid(
+        ridges.gammas, ridges.temperatures, dict.fromkeys(("ece", "nll", "brier"), ridges.tables["ece"]), 15,
+        "equal_mass_interp",
+    )  # fmt: skip
+    for figure in (plots.ridge_diagram(grid), plots.grid_heatmap(grid), plots.reliability_diagram(some_bins())):
+        png(figure)
+        page = figure.get_window_extent()
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            assert page.x0 <= box.x0 < box.x1 <= page.x1
+            assert page.y0 <= box.y0 < box.y1 <= page.y1
 
 
 def test_a_noisy_ridge_is_fitted_as_polyfit_does():
