@@ -20,6 +20,9 @@ from focalkern.losses import (
     FLSDLoss,
     FocalLoss,
     InverseFocalLoss,
+    LinearAdaFocalLoss,
+    LinearFLSDLoss,
+    LinearFocalLoss,
     LogitNormPenalty,
     MMCELoss,
     SigmoidFocalLoss,
@@ -34,6 +37,7 @@ from focalkern.ops.inverse_calibration_map import (
     inverse_focal_calibration_map,
     properized_focal_loss,
 )
+from focalkern.ops.linear_focal_loss import linear_focal_loss
 from focalkern.ops.memory import empty_cache
 from focalkern.streaming import CalibrationGridState
 
@@ -54,6 +58,9 @@ __all__ = [
     "GammaTable",
     "HistogramBinning",
     "InverseFocalLoss",
+    "LinearAdaFocalLoss",
+    "LinearFLSDLoss",
+    "LinearFocalLoss",
     "LogitNormPenalty",
     "MMCELoss",
     "MultiLabelScaling",
@@ -69,6 +76,7 @@ __all__ = [
     "focal_calibration_map",
     "focal_loss",
     "inverse_focal_calibration_map",
+    "linear_focal_loss",
     "load_calibrator",
     "losses",
     "metrics",

@@ -24,6 +24,7 @@ A module's state loads whole or not at all: what does not fit leaves it as it wa
 
 from focalkern.losses._adafocal import AdaFocalLoss, AdaFocalRecord
 from focalkern.losses._focal import FLSDLoss, FocalLoss, InverseFocalLoss
+from focalkern.losses._linear import LinearAdaFocalLoss, LinearFLSDLoss, LinearFocalLoss
 from focalkern.losses._plain import BrierLoss, DualFocalLoss, LogitNormPenalty, MMCELoss
 from focalkern.losses._sigmoid import SigmoidFocalLoss, sigmoid_focal_loss
 
@@ -35,6 +36,9 @@ __all__ = [
     "FLSDLoss",
     "FocalLoss",
     "InverseFocalLoss",
+    "LinearAdaFocalLoss",
+    "LinearFLSDLoss",
+    "LinearFocalLoss",
     "LogitNormPenalty",
     "MMCELoss",
     "SigmoidFocalLoss",

@@ -1,0 +1,245 @@
+"""A linear layer and its focal loss in one module, as ``torch.nn.LinearCrossEntropyLoss``."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from focalkern.gamma import GammaTable
+from focalkern.losses._adafocal import AdaFocalLoss
+from focalkern.losses._base import Reduction, number
+from focalkern.losses._focal import FLSDLoss, FocalFamily, FocalLoss
+from focalkern.ops._linear_chunks import default_chunk_rows
+from focalkern.ops.linear_focal_loss import linear_focal_loss
+
+
+def _positive_int(op: str, name: str, value: object) -> int:
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+    if int(value) < 1:  # type: ignore[call-overload]
+        raise ValueError(f"{op}: {name} must be at least 1, got {value}")
+    return int(value)  # type: ignore[call-overload]
+
+
+class _Head(FocalFamily):
+    """What turns a loss of logits into one of the features that a linear layer makes logits of."""
+
+    linear: nn.Linear
+
+    def _add_head(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: Sequence[int],
+        bias: bool,
+        chunk_rows: int | None,
+        softcap: float | None,
+        device: Any,
+        dtype: Any,
+    ) -> None:
+        self.in_features = _positive_int(self._name, "in_features", in_features)
+        self.num_classes = _positive_int(self._name, "num_classes", num_classes)
+        self.out_features = tuple(_positive_int(self._name, "out_features", size) for size in out_features)
+        self.chunk_rows = None if chunk_rows is None else _positive_int(self._name, "chunk_rows", chunk_rows)
+        self.softcap = None if softcap is None else number(self._name, "softcap", softcap)
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"{self._name}: softcap must be positive, got {self.softcap}")
+        if self.weight is not None and len(self.weight) != self.num_classes:
+            raise ValueError(f"{self._name}: weight must be [C] = [{self.num_classes}], got {list(self.weight.shape)}")
+        outputs = self.num_classes * math.prod(self.out_features)
+        self.linear = nn.Linear(self.in_features, outputs, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        gamma = self._gamma()
+        if isinstance(gamma, GammaTable) and isinstance(input, Tensor):
+            gamma = self._table_beside(input, gamma)
+        weight: Tensor = self.linear.weight
+        bias: Tensor | None = self.linear.bias
+        if self.out_features:
+            weight = weight.reshape(self.num_classes, *self.out_features, self.in_features)
+            bias = None if bias is None else bias.reshape(self.num_classes, *self.out_features)
+        return linear_focal_loss(
+            input,
+            weight,
+            target,
+            gamma,
+            linear_bias=bias,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            detach_modulation=self.detach_modulation,
+            chunk_rows=self.chunk_rows,
+            softcap=self.softcap,
+        )
+
+    def logits(self, input: Tensor) -> Tensor:
+        """The logits of inference: [..., C], or [N, C, d1, ...] of a K-dimensional head, capped if the loss caps."""
+        z: Tensor = self.linear(input)
+        if self.out_features:
+            z = z.reshape(*input.shape[:-1], self.num_classes, *self.out_features)
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+    def _settings(self) -> dict[str, object]:
+        shown: dict[str, object] = {}
+        if self.out_features:
+            shown["out_features"] = self.out_features
+        for name in ("chunk_rows", "softcap"):
+            if getattr(self, name) is not None:
+                shown[name] = getattr(self, name)
+        return {**super()._settings(), **shown}
+
+
+class LinearFocalLoss(_Head, FocalLoss):
+    r"""The module form of :func:`focalkern.linear_focal_loss`: a linear layer and its focal loss in one.
+
+    .. math:: L = \mathrm{focal\_loss}(x W^\top + b, \mathrm{target}, \gamma)
+
+    The layer is the attribute ``linear``, an ``nn.Linear``, named as in ``torch.nn.LinearCrossEntropyLoss``, whose
+    checkpoints load. To tie it to an embedding: ``criterion.linear.weight = embedding.weight``. :meth:`logits` is what
+    inference wants.
+
+    Args:
+        in_features: D, the features of a row.
+        num_classes: C.
+        gamma: as in :class:`FocalLoss`.
+        bias: whether the layer has one.
+        out_features: (d1, ...), for a K-dimensional head, whose logits are computed all at once.
+        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`.
+        chunk_rows, softcap: as in :func:`focalkern.linear_focal_loss`.
+        device, dtype: of the layer.
+
+    Called with (input, target): [D], [N, D] or [B, S, D], and labels of the leading shape or class probabilities.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind or value, here; of the wrong shape, in the call.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        gamma: float | Tensor | GammaTable = 2.0,
+        *,
+        bias: bool = False,
+        out_features: Sequence[int] = (),
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        detach_modulation: bool = False,
+        chunk_rows: int | None = None,
+        softcap: float | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        FocalLoss.__init__(
+            self,
+            gamma,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            detach_modulation=detach_modulation,
+        )
+        self._add_head(
+            in_features,
+            num_classes,
+            out_features=out_features,
+            bias=bias,
+            chunk_rows=chunk_rows,
+            softcap=softcap,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class LinearFLSDLoss(_Head, FLSDLoss):
+    """:class:`FLSDLoss` over a linear layer: gamma is a step function of the probability of the target class.
+
+    Args:
+        in_features, num_classes, bias, chunk_rows, softcap, device, dtype: as in :class:`LinearFocalLoss`.
+        edges, gammas and the rest: as in :class:`FLSDLoss`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        edges: Tensor | Sequence[float] = (0.0, 0.2, 1.0),
+        gammas: Tensor | Sequence[float] = (5.0, 3.0),
+        *,
+        bias: bool = False,
+        chunk_rows: int | None = None,
+        softcap: float | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
+        FLSDLoss.__init__(self, edges, gammas, **options)
+        self._add_head(
+            in_features,
+            num_classes,
+            out_features=(),
+            bias=bias,
+            chunk_rows=chunk_rows,
+            softcap=softcap,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class LinearAdaFocalLoss(_Head, AdaFocalLoss):
+    """:class:`AdaFocalLoss` over a linear layer: one gamma per bin of confidence, which follows validation.
+
+    ``accumulate`` and ``update`` take the features that the loss takes, [D], [N, D] or [B, S, D], where those of
+    :class:`AdaFocalLoss` take logits; the logits of validation too exist a chunk at a time.
+
+    Args:
+        in_features, num_classes, bias, chunk_rows, softcap, device, dtype: as in :class:`LinearFocalLoss`.
+        options: n_bins, lam and the rest of :class:`AdaFocalLoss`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        chunk_rows: int | None = None,
+        softcap: float | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,
+    ) -> None:
+        AdaFocalLoss.__init__(self, **options)
+        self._add_head(
+            in_features,
+            num_classes,
+            out_features=(),
+            bias=bias,
+            chunk_rows=chunk_rows,
+            softcap=softcap,
+            device=device,
+            dtype=dtype,
+        )
+
+    def _validation_samples(self, method: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        op, input = f"{self._name}.{method}", logits
+        for name, value in (("input", input), ("target", target)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+        if input.dim() < 1 or input.shape[-1] != self.in_features:
+            raise ValueError(f"{op}: input must be [..., D] with D = {self.in_features}, got {list(input.shape)}")
+        if target.shape != input.shape[:-1]:
+            raise ValueError(f"{op}: target must be {list(input.shape[:-1])}, got {list(target.shape)}")
+        rows, labels = input.reshape(-1, self.in_features), target.reshape(-1)
+        size = default_chunk_rows(len(rows), self.in_features, self.num_classes, rows.element_size())
+        parts = [
+            super(LinearAdaFocalLoss, self)._validation_samples(method, self.logits(x), y)
+            for x, y in zip(rows.split(self.chunk_rows or size), labels.split(self.chunk_rows or size), strict=True)
+        ]
+        return torch.cat([confidence for confidence, _ in parts]), torch.cat([correct for _, correct in parts])

@@ -1,0 +1,164 @@
+"""A linear layer with its logits a chunk of rows at a time: what :mod:`focalkern.ops.linear_focal_loss` and the loss
+over a split vocabulary share.
+
+    for rows, z in head.chunks():        z [rows, C] = input[rows] W^T + bias, in the one buffer there is
+        ...                              the caller overwrites z with dL/dz
+        head.accumulate(rows, z)         input's, W's and bias's gradients take it up
+
+The buffer is walked in blocks that stay in the cache (:func:`blocks`): a block's loss, its gradient and the copy of
+the gradient over the logits follow each other, so that beside the buffer only one block's gradient exists.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["Head", "blocks", "default_chunk_rows", "is_plain"]
+
+_CHUNK_BYTES = 256 * 2**20
+# What one block of logits takes: on the CPU it stays in the second-level cache, elsewhere it bounds the extra memory.
+_BLOCK_BYTES = {"cpu": 2**20}
+_OTHER_BLOCK_BYTES = 32 * 2**20
+# A half-precision weight's gradient is formed in pieces of this size before it is added in float32.
+_PIECE_BYTES = 16 * 2**20
+# float16 has no digits left for the probabilities of a large vocabulary: gradients of logits are kept at this scale.
+FLOAT16_SCALE = 32.0
+
+_HALF = (torch.float16, torch.bfloat16)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor's values can be looked at without waiting for a device: on the CPU, no subclass."""
+    return tensor.device.type == "cpu" and type(tensor) in _PLAIN
+
+
+def default_chunk_rows(rows: int, features: int, classes: int, item_size: int) -> int:
+    """Rows whose logits take as much memory as the input or as half of the weight, whichever is more, and at most 256
+    MiB; the chunks are of about one size. Fewer rows would read and write the weight's gradient more often than their
+    products are worth: at 512 features and 32000 classes, 32 rows at a time take twice as long as 256."""
+    elements = min(max(rows * features, classes * features // 2), _CHUNK_BYTES // item_size)
+    largest = max(1, elements // max(1, classes))
+    if largest >= rows:
+        return max(1, rows)
+    n_chunks = -(-rows // largest)
+    chunk = -(-rows // n_chunks)
+    return min(largest, -(-chunk // 16) * 16)
+
+
+def blocks(z: Tensor) -> Iterator[slice]:
+    """Runs of rows of a chunk that are looked at together."""
+    rows, classes = z.shape
+    limit = _BLOCK_BYTES.get(z.device.type, _OTHER_BLOCK_BYTES)
+    step = max(1, limit // max(1, classes * z.element_size()))
+    if z.device.type == "cpu":
+        step = max(step, min(rows, torch.get_num_threads()))
+    for begin in range(0, rows, step):
+        yield slice(begin, min(rows, begin + step))
+
+
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the matrix products run: that of the input, but float32 for half-precision tensors on a
+    processor that has no instructions for them and would take ten times as long."""
+    if device.type != "cpu" or dtype not in _HALF:
+        return dtype
+    if not torch.backends.mkldnn.is_available():
+        return torch.float32
+    mkldnn = torch.ops.mkldnn
+    supported = mkldnn._is_mkldnn_bf16_supported if dtype == torch.bfloat16 else mkldnn._is_mkldnn_fp16_supported
+    return dtype if supported() else torch.float32
+
+
+@dataclass
+class Head:
+    """Products of [N, D] rows with a weight [C, D]. ``kept`` names the rows that count; the others take no part."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype  # of the products
+    chunk_rows: int
+    needed: tuple[bool, bool, bool]  # gradients of input, weight and bias
+    kept: Tensor | None = None
+    scale: float = 1.0  # what the gradients of the logits are multiplied with, taken out of the results again
+
+    rows: int = field(init=False)
+    grad_input: Tensor | None = field(init=False, default=None)
+    grad_weight: Tensor | None = field(init=False, default=None)
+    grad_bias: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.rows = self.input.shape[0] if self.kept is None else len(self.kept)
+        self._weight = self.weight.to(self.dtype)
+        self._bias = None if self.bias is None else self.bias.to(self.dtype)
+        accumulate = torch.float32 if self.dtype in _HALF else self.dtype
+        if self.needed[0]:
+            # Every row is written, unless some of them are left out.
+            make = torch.empty_like if self.kept is None else torch.zeros_like
+            self.grad_input = make(self.input, memory_format=torch.contiguous_format)
+        if self.needed[1]:
+            self.grad_weight = torch.zeros(self.weight.shape, dtype=accumulate, device=self.weight.device)
+        if self.needed[2]:
+            self.grad_bias = torch.zeros(self.weight.shape[:1], dtype=accumulate, device=self.weight.device)
+
+    def rows_of(self, rows: slice) -> slice | Tensor:
+        """Where the rows of a chunk lie in the input, the target and everything else that has N rows."""
+        return rows if self.kept is None else self.kept[rows]
+
+    def _input(self, rows: slice) -> Tensor:
+        return self.input[self.rows_of(rows)].to(self.dtype)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        classes = self.weight.shape[0]
+        size = min(self.chunk_rows, max(1, self.rows))
+        buffer = torch.empty((size, classes), dtype=self.dtype, device=self.input.device)
+        for begin in range(0, self.rows, size):
+            rows = slice(begin, min(self.rows, begin + size))
+            z = buffer[: rows.stop - rows.start]
+            if self._bias is None:
+                torch.mm(self._input(rows), self._weight.t(), out=z)
+            else:
+                torch.addmm(self._bias, self._input(rows), self._weight.t(), out=z)
+            yield rows, z
+
+    def accumulate(self, rows: slice, grad: Tensor) -> None:
+        """Takes up the gradient of a chunk's logits."""
+        if self.grad_input is not None:
+            same = self.kept is None and self.grad_input.dtype == self.dtype and self.scale == 1
+            if same:
+                torch.mm(grad, self._weight, out=self.grad_input[rows])
+            else:
+                product = torch.mm(grad, self._weight)
+                if self.scale != 1:
+                    product.div_(self.scale)
+                self.grad_input[self.rows_of(rows)] = product.to(self.grad_input.dtype)
+        if self.grad_weight is not None:
+            if self.grad_weight.dtype == self.dtype:
+                self.grad_weight.addmm_(grad.t(), self._input(rows))
+            else:
+                self._accumulate_half(rows, grad)
+        if self.grad_bias is not None:
+            self.grad_bias.add_(grad.sum(0, dtype=self.grad_bias.dtype))
+
+    def _accumulate_half(self, rows: slice, grad: Tensor) -> None:
+        """Products of half-precision factors, added in float32."""
+        assert self.grad_weight is not None
+        x = self._input(rows)
+        step = max(1, _PIECE_BYTES // (x.shape[1] * self.grad_weight.element_size()))
+        for begin in range(0, grad.shape[1], step):
+            piece = slice(begin, begin + step)
+            if grad.is_cuda:
+                product = torch.mm(grad[:, piece].t(), x, out_dtype=torch.float32)
+            else:
+                product = torch.mm(grad[:, piece].t(), x)
+            self.grad_weight[piece].add_(product)
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients: the input's in its dtype, the others in the dtype that they were summed in."""
+        if self.scale != 1:
+            for total in (self.grad_weight, self.grad_bias):
+                if total is not None:
+                    total.div_(self.scale)
+        return self.grad_input, self.grad_weight, self.grad_bias

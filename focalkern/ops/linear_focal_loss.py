@@ -1,0 +1,315 @@
+"""The focal loss of a linear layer, whose logits never exist all at once."""
+
+import math
+import warnings
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from focalkern.gamma import GammaTable
+from focalkern.ops._linear_autograd import MEAN, NONE, SUM, Options, capped, loss_of
+from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
+from focalkern.ops.focal_loss import focal_loss
+
+__all__ = ["linear_focal_loss"]
+
+_OP = "linear_focal_loss"
+_REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HALF = (torch.float16, torch.bfloat16)
+_LABELS = (torch.int64, torch.int32, torch.uint8)
+# Below it the slope of the inverse focal loss changes sign; see focal_loss.
+_STEEPEST_INVERSE_GAMMA = -3.591
+
+
+def linear_focal_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = 2.0,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["none", "mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+    detach_modulation: bool = False,
+    chunk_rows: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    r"""The focal loss of a linear layer's logits, without ever holding all of them.
+
+    .. math:: L = \mathrm{focal\_loss}(z, \mathrm{target}, \gamma), \qquad z = x W^\top + b, \quad
+        \text{with softcap } s\colon z = s \tanh((x W^\top + b) / s)
+
+    to rounding, and so with gamma = 0 :func:`torch.nn.functional.linear_cross_entropy`, option by option. The rows go
+    through in chunks, whose logits share one buffer that their gradient overwrites; beyond the gradients and this
+    buffer nothing grows with N * C. For "mean" and "sum" the gradients are made in the forward pass, by three matrix
+    products in all (only those that are needed; one under ``no_grad``), and the first backward pass scales them in
+    place. A second one (``retain_graph``), every one of "none", those that are differentiated again and those under
+    ``torch.func`` compute the logits anew, chunk by chunk.
+
+    On the CPU rows with ``ignore_index`` are left out of the products, and cost nothing. On CUDA their number is known
+    to nobody without waiting for the device; there they go through the products as zeros. Where most rows are ignored,
+    hand over the others only: ``input[keep], target[keep]``, with ``keep`` made where the batch is.
+
+    Args:
+        input: [D], [N, D] or [B, S, D], float16, bfloat16, float32 or float64.
+        linear_weight: [C, D], in the dtype of ``input`` (under autocast in any). A weight [C, d1, ..., D], for a
+            K-dimensional head over an input [N, D], goes through :func:`focal_loss` with all its logits at once.
+        target: labels of the shape of ``input`` without D (K-dimensional: [N, d1, ...]), int64, int32 or uint8; or
+            class probabilities [C], [N, C] or [B, S, C] (K-dimensional: [N, C, d1, ...]), floating point.
+        gamma: a number, a tensor broadcastable to the unreduced loss, or a :class:`GammaTable`, as in
+            :func:`focal_loss`. Tensors are differentiable.
+        linear_bias: [C], or [C, d1, ...].
+        weight: [C] class weights; not differentiable.
+        ignore_index: label whose rows count neither in the loss nor in the mean. Label targets only.
+        reduction: "none", "mean" or "sum", as in :func:`focal_loss`.
+        label_smoothing: e in [0, 1].
+        detach_modulation: treat the factor of log p as a constant.
+        chunk_rows: rows per chunk. By default the logits of a chunk take as much memory as ``input`` or half of
+            ``linear_weight``, whichever is more, and at most 256 MiB.
+        softcap: s > 0: caps the logits at s in magnitude.
+
+    Returns:
+        The loss, scalar or of the leading shape of ``input``, in the dtype that ``focal_loss(F.linear(...))`` has:
+        that of ``input``, float32 for half-precision products under autocast. Products run in the dtype of ``input``
+        (under autocast, in its); on a processor without instructions for a half type, in float32, with a copy of the
+        weight in it. The gradient of a half-precision weight is summed in float32 over the chunks. Differentiable in
+        ``input``, ``linear_weight``, ``linear_bias``, ``gamma`` and class probabilities, to any order: the second
+        derivative too goes chunk by chunk. Under ``torch.compile`` it is one operator of the graph. Forward-mode
+        derivatives are an error: use ``focal_loss(F.linear(...))``.
+
+    Raises:
+        TypeError: dtype or kind of an argument.
+        ValueError: shape, value or device of an argument.
+        IndexError: a label outside [0, C) that is not ``ignore_index``, on the CPU; elsewhere as :func:`focal_loss`.
+
+    Source: the chunks of torch.nn.functional.linear_cross_entropy and Liger-Kernel (Hsu et al. 2024, arXiv
+    2410.10989); the loss of :func:`focal_loss`.
+    """
+    code = _REDUCTIONS.get(reduction)
+    if code is None:
+        raise ValueError(f"{_OP}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    _check_numbers(ignore_index, label_smoothing, detach_modulation, chunk_rows, softcap)
+    _check_tensors(input, linear_weight, target, linear_bias, weight)
+    classes, leading = linear_weight.shape[0], input.shape[:-1]
+    edges, gamma = _gamma_of(gamma, input)
+    if linear_weight.dim() > 2 or (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
+        return _unfused(
+            input,
+            linear_weight,
+            target,
+            gamma if edges is None else GammaTable._unchecked(edges, gamma),
+            linear_bias,
+            softcap,
+            weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            detach_modulation=detach_modulation,
+        )
+    _check_target(target, leading, classes, ignore_index)
+    _check_gamma_shape(gamma, edges, leading)
+    dtype = input.dtype
+    autocast = dtype != torch.float64 and torch.is_autocast_enabled(input.device.type)
+    if autocast:
+        dtype = torch.get_autocast_dtype(input.device.type)
+    elif linear_weight.dtype != dtype or (linear_bias is not None and linear_bias.dtype != dtype):
+        other = linear_bias.dtype if linear_bias is not None and linear_weight.dtype == dtype else linear_weight.dtype
+        name = "linear_bias" if linear_weight.dtype == dtype else "linear_weight"
+        raise TypeError(f"{_OP}: {name} must have the dtype of input, {dtype}, got {other}")
+    loss_dtype = torch.float32 if autocast and dtype in _HALF else dtype
+    if target.is_floating_point():
+        loss_dtype = torch.promote_types(loss_dtype, target.dtype)
+
+    rows = input.reshape(-1, input.shape[-1])
+    soft = target.is_floating_point()
+    targets = target.reshape(-1, classes) if soft else target.reshape(-1)
+    if edges is None and gamma.dim() > 0:
+        gamma = gamma.expand(leading).reshape(-1)
+    used = product_dtype(input.device, dtype)
+    options = Options(
+        reduction=code,
+        ignore_index=int(ignore_index),
+        label_smoothing=float(label_smoothing),
+        detach_modulation=detach_modulation,
+        softcap=0.0 if softcap is None else float(softcap),
+        dtype=used,
+        wide=loss_dtype == torch.float64,
+        chunk_rows=default_chunk_rows(rows.shape[0], rows.shape[1], classes, used.itemsize)
+        if chunk_rows is None
+        else int(chunk_rows),
+    )
+    loss = loss_of((rows, linear_weight, linear_bias, targets, gamma, edges, weight), options)
+    if code == NONE:
+        loss = loss.reshape(leading)
+    return loss.to(loss_dtype)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool | Tensor) and (
+        hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
+    )
+
+
+def _check_numbers(
+    ignore_index: object, label_smoothing: Any, detach_modulation: object, chunk_rows: Any, softcap: Any
+) -> None:
+    if not hasattr(type(ignore_index), "__index__"):
+        raise TypeError(f"{_OP}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    if not _is_number(label_smoothing):
+        raise TypeError(f"{_OP}: label_smoothing must be a number, got {type(label_smoothing).__name__}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{_OP}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    if not isinstance(detach_modulation, bool):
+        raise TypeError(f"{_OP}: detach_modulation must be a bool, got {type(detach_modulation).__name__}")
+    if chunk_rows is not None:
+        if isinstance(chunk_rows, bool) or not hasattr(type(chunk_rows), "__index__"):
+            raise TypeError(f"{_OP}: chunk_rows must be an int or None, got {type(chunk_rows).__name__}")
+        if chunk_rows < 1:
+            raise ValueError(f"{_OP}: chunk_rows must be at least 1, got {chunk_rows}")
+    if softcap is not None:
+        if not _is_number(softcap):
+            raise TypeError(f"{_OP}: softcap must be a number or None, got {type(softcap).__name__}")
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"{_OP}: softcap must be positive and finite, got {softcap}")
+
+
+def _check_tensors(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None
+) -> None:
+    for name, value, optional in (
+        ("input", input, False),
+        ("linear_weight", linear_weight, False),
+        ("target", target, False),
+        ("linear_bias", linear_bias, True),
+        ("weight", weight, True),
+    ):
+        if value is None and optional:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{_OP}: {name} must be a tensor, got {type(value).__name__}")
+        if name != "target" and value.dtype not in _FLOATS:
+            raise TypeError(f"{_OP}: {name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
+        if value.device != input.device:
+            raise ValueError(f"{_OP}: {name} must be on the device of input, {input.device}, got {value.device}")
+    if hasattr(linear_weight, "device_mesh") or hasattr(input, "device_mesh"):
+        raise TypeError(
+            f"{_OP}: input and linear_weight must be tensors of this process, got a DTensor. A weight that FSDP has "
+            "split is whole in the forward pass of its module; call the loss there"
+        )
+    if not 1 <= input.dim() <= 3:
+        raise ValueError(f"{_OP}: input must be [D], [N, D] or [B, S, D], got shape {list(input.shape)}")
+    if linear_weight.dim() < 2:
+        raise ValueError(f"{_OP}: linear_weight must be [C, D], got shape {list(linear_weight.shape)}")
+    if linear_weight.dim() > 2 and input.dim() != 2:
+        raise ValueError(
+            f"{_OP}: input must be [N, D] for a K-dimensional linear_weight [C, d1, ..., D], got shape "
+            f"{list(input.shape)}"
+        )
+    features, head = linear_weight.shape[-1], linear_weight.shape[:-1]
+    if input.shape[-1] != features:
+        raise ValueError(
+            f"{_OP}: input and linear_weight must have the same last dimension D, got {input.shape[-1]} and {features}"
+        )
+    if head.numel() < 1:
+        raise ValueError(f"{_OP}: linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
+    if linear_bias is not None and linear_bias.shape != head:
+        names = "[C]" if len(head) == 1 else "[C, d1, ...]"
+        raise ValueError(f"{_OP}: linear_bias must be {names} = {list(head)}, got {list(linear_bias.shape)}")
+    if weight is not None:
+        if weight.shape != head[:1]:
+            raise ValueError(f"{_OP}: weight must be [C] = [{head[0]}], got {list(weight.shape)}")
+        if weight.requires_grad:
+            raise ValueError(f"{_OP}: weight must not require grad: it is a constant of the loss")
+
+
+def _check_target(target: Tensor, leading: torch.Size, classes: int, ignore_index: int) -> None:
+    if target.is_floating_point():
+        if target.dtype not in _FLOATS:
+            raise TypeError(f"{_OP}: target must be float16, bfloat16, float32 or float64, got {target.dtype}")
+        expected, what = [*leading, classes], "class probabilities"
+        names = ("[C]", "[N, C]", "[B, S, C]")
+        if ignore_index >= 0:
+            raise ValueError(
+                f"{_OP}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
+            )
+    elif target.dtype in _LABELS:
+        expected, what = [*leading], "labels"
+        names = ("[]", "[N]", "[B, S]")
+    else:
+        raise TypeError(
+            f"{_OP}: target must be int64, int32 or uint8 labels or floating-point class probabilities, got "
+            f"{target.dtype}"
+        )
+    if list(target.shape) != expected:
+        name = names[len(leading)]
+        raise ValueError(f"{_OP}: target of {what} must be {name} = {expected}, got {list(target.shape)}")
+
+
+def _gamma_of(gamma: float | Tensor | GammaTable, input: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Edges and gammas of a table, or None and a tensor: numbers become one, so that a graph does not hold them."""
+    if isinstance(gamma, GammaTable):
+        return gamma.edges, gamma.gammas.detach()
+    if isinstance(gamma, Tensor):
+        if not gamma.is_floating_point():
+            raise TypeError(
+                f"{_OP}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of {gamma.dtype}"
+            )
+        if gamma.device != input.device and not (gamma.dim() == 0 and gamma.device.type == "cpu"):
+            raise ValueError(f"{_OP}: gamma must be on the device of input, {input.device}, got {gamma.device}")
+        return None, gamma
+    if torch.compiler.is_compiling():
+        return None, torch.zeros((), dtype=torch.float64) + gamma
+    if not (hasattr(type(gamma), "__float__") or hasattr(type(gamma), "__index__")):
+        raise TypeError(f"{_OP}: gamma must be a number, a tensor or a GammaTable, got {type(gamma).__name__}")
+    number = float(gamma)
+    if not math.isfinite(number):
+        raise ValueError(f"{_OP}: gamma must be finite, got {number}")
+    if number < _STEEPEST_INVERSE_GAMMA:
+        warnings.warn(
+            f"{_OP}: gamma = {number} is below {_STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal loss "
+            "changes sign near p = 0.28",
+            stacklevel=3,
+        )
+    return None, torch.tensor(number, dtype=torch.float64)
+
+
+def _check_gamma_shape(gamma: Tensor, edges: Tensor | None, leading: torch.Size) -> None:
+    if edges is not None:
+        return
+    pairs = zip(reversed(gamma.shape), reversed(leading), strict=False)
+    if gamma.dim() > len(leading) or not all(size in (1, wanted) for size, wanted in pairs):
+        raise ValueError(
+            f"{_OP}: gamma must be broadcastable to the unreduced loss {list(leading)}, got {list(gamma.shape)}"
+        )
+
+
+def _unfused(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    gamma: Tensor | GammaTable,
+    linear_bias: Tensor | None,
+    softcap: float | None,
+    **options: Any,
+) -> Tensor:
+    """All logits at once, classes last unless the head is K-dimensional."""
+    features, head = linear_weight.shape[-1], linear_weight.shape[:-1]
+    bias = None if linear_bias is None else linear_bias.reshape(-1)
+    z = capped(F.linear(input, linear_weight.reshape(-1, features), bias), softcap)
+    if len(head) > 1:
+        return focal_loss(z.reshape(-1, *head), target, gamma, **options)
+    leading = input.shape[:-1]
+    if isinstance(gamma, Tensor) and gamma.dim() > 0:
+        gamma = gamma.expand(leading).reshape(-1)
+    soft = target.is_floating_point()
+    rows = target.reshape(-1, head[0]) if soft else target.reshape(-1)
+    loss = focal_loss(z.reshape(-1, head[0]), rows, gamma, **options)
+    return loss.reshape(leading) if options["reduction"] == "none" else loss
