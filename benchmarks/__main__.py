@@ -7,12 +7,20 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks import bench_calibration_grid, bench_calibration_map, bench_focal_loss, bench_losses, bench_package
+from benchmarks import (
+    bench_calibration_grid,
+    bench_calibration_map,
+    bench_focal_loss,
+    bench_linear_focal_loss,
+    bench_losses,
+    bench_package,
+)
 from benchmarks.harness import RESULTS, Row, append_rows, keep_freed_memory, recorded_medians
 from benchmarks.targets import target_lines
 
 BENCHMARKS = {
     "focal_loss": bench_focal_loss,
+    "linear_focal_loss": bench_linear_focal_loss,
     "losses": bench_losses,
     "calibration_map": bench_calibration_map,
     "calibration_grid": bench_calibration_grid,

@@ -1,0 +1,99 @@
+"""Head and loss in one beside the pair, and beside what torch has: forward and backward of one step.
+
+A case is N x D x C: rows, features, classes. The gradients of input and weight are wanted; the memory is what a step
+needs beyond them and everything else that is there before, results included.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import focalkern as fk
+from benchmarks.harness import Provider, Row, measure
+
+# (rows, features, classes, dtype, share of ignored rows)
+CASES = [
+    (2048, 512, 32000, torch.float32, 0.0),
+    (1024, 256, 128256, torch.float32, 0.0),
+    (2048, 512, 32000, torch.float32, 0.9),
+    (2048, 512, 32000, torch.bfloat16, 0.0),
+]
+QUICK = [(256, 64, 4000, torch.float32, 0.0)]
+GAMMA = 2.0
+
+
+def name_of(rows: int, features: int, classes: int, ignored: float) -> str:
+    shape = f"forward+backward {rows}x{features}x{classes}"
+    return f"{shape}, {ignored:.0%} ignored" if ignored else shape
+
+
+def gradients(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], input: Tensor, weight: Tensor, target: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: torch.autograd.grad(loss(input, weight, target), (input, weight))
+
+
+def check(loss: Callable[[Tensor, Tensor, Tensor], Tensor], input: Tensor, weight: Tensor, target: Tensor) -> None:
+    """Compares the gradients of a few rows with those in float64."""
+    rows = (target != -100).nonzero().squeeze(1)[:64]
+    exact = [input.detach()[rows].double().requires_grad_(), weight.detach().double().requires_grad_()]
+    found = [input.detach()[rows].clone().requires_grad_(), weight.detach().clone().requires_grad_()]
+    expected = torch.autograd.grad(loss(*exact, target[rows]), exact)
+    actual = torch.autograd.grad(loss(*found, target[rows]), found)
+    tolerance = 1e-4 if input.dtype == torch.float32 else 0.05
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=tolerance, atol=tolerance * e.abs().max().item())
+
+
+def run(
+    device: str = "cpu", quick: bool = False, seconds: float = 2.0, wanted: Callable[[str], bool] = lambda case: True
+) -> Iterator[list[Row]]:
+    for rows, features, classes, dtype, ignored in QUICK if quick else CASES:
+        case = name_of(rows, features, classes, ignored)
+        if not wanted(f"{case} {str(dtype).removeprefix('torch.')}"):
+            continue
+        generator = torch.Generator(device).manual_seed(0)
+        input = torch.randn(rows, features, generator=generator, device=device)
+        weight = torch.randn(classes, features, generator=generator, device=device) / features**0.5 * 3
+        target = torch.randint(classes, (rows,), generator=generator, device=device)
+        target[: int(ignored * rows)] = -100
+        target = target[torch.randperm(rows, generator=generator, device=device)]
+        x, w = (t.to(dtype).requires_grad_() for t in (input, weight))
+        providers = []
+        for name, loss in losses().items():
+            if loss is None:
+                providers.append(Provider(name, None, absent="this torch has no linear_cross_entropy"))
+                continue
+            check(loss, x, w, target)
+            providers.append(Provider(name, gradients(loss, x, w, target)))
+        yield measure(
+            op="linear_focal_loss",
+            case=case,
+            n=rows,
+            classes=classes,
+            dtype=dtype,
+            providers=providers,
+            # What any of them must move: input, weight, and the gradients of both.
+            bytes_moved=2 * (x.numel() + w.numel()) * x.element_size(),
+            copy=None,
+            seconds=seconds,
+            device=device,
+        )
+
+
+def losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor] | None]:
+    chunked = None
+    if hasattr(F, "linear_cross_entropy"):
+        options = torch.nn.LinearCrossEntropyOptions()
+
+        def chunked(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+            return F.linear_cross_entropy(x, w, y, options=options)
+
+    return {
+        "focalkern": lambda x, w, y: fk.linear_focal_loss(x, w, y, GAMMA),
+        "focal_loss of linear": lambda x, w, y: fk.focal_loss(F.linear(x, w), y, GAMMA),
+        "cross_entropy of linear": lambda x, w, y: F.cross_entropy(F.linear(x, w), y),
+        "torch, chunked": chunked,
+    }
