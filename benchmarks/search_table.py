@@ -91,7 +91,7 @@ def fits(selection: LogitSet, repeats: int) -> tuple[dict[str, Calibrator], dict
             calibrator = cls(**options, input_kind=selection.kind)
             begin = time.perf_counter()
             try:
-                calibrator.fit(selection.input, selection.labels)
+                calibrator.fit_quietly(selection.input, selection.labels)
             except ValueError as error:  # no finite NLL; the row in the table stays empty
                 if repeat == 0:
                     print(f"{name}: {error}")

@@ -5,6 +5,7 @@ from types import ModuleType
 
 from focalkern import bootstrap, losses, metrics, reference
 from focalkern.calibrators import (
+    CalibrationWarning,
     FocalTemperatureScaling,
     HistogramBinning,
     MultiLabelScaling,
@@ -51,6 +52,7 @@ __all__ = [
     "BrierLoss",
     "CalibrationGrid",
     "CalibrationGridState",
+    "CalibrationWarning",
     "DualFocalLoss",
     "FLSDLoss",
     "FocalLoss",

@@ -21,6 +21,9 @@ from focalkern.calibrators import (
 )
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, calibration_grid
 
+# The data are small or odd, and many fits doubtful: what is said of them is test_calibrators_doubts.py's subject.
+pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+
 BOTH = [TemperatureScaling, FocalTemperatureScaling]
 # 0.05 to 4: wide enough that no optimum of the data below lies at its end.
 COARSE = [index * 0.05 for index in range(1, 81)]
@@ -74,7 +77,7 @@ def test_plain_temperature_scaling_wins_ties():
     """Saturated rows keep the confidence 1 for every gamma and T."""
     logits, target = torch.zeros(20, 4), torch.arange(20) % 4
     logits[:, 0] = 1e4
-    calibrator = FocalTemperatureScaling(temperatures=[0.5, 1.0]).fit(logits, target)
+    calibrator = FocalTemperatureScaling(temperatures=[0.5, 1.0], criterion="ece").fit(logits, target)
     assert (calibrator.gamma_, calibrator.temperature_) == (0.0, 0.5)
     assert (0.0, *PAPER_GAMMAS) == DEFAULT_GAMMAS
 
@@ -180,8 +183,8 @@ def test_the_border_is_said_and_only_the_border():
 def test_choose_takes_the_optimum_of_a_grid_that_is_there():
     logits, target = sample(100)
     grid = calibration_grid(logits, target, DEFAULT_GAMMAS, COARSE)
-    chosen = FocalTemperatureScaling(temperatures=COARSE).choose(grid, n_samples=100, n_classes=5)
-    fitted = FocalTemperatureScaling(temperatures=COARSE).fit(logits, target)
+    chosen = FocalTemperatureScaling(temperatures=COARSE, criterion="ece").choose(grid, n_samples=100, n_classes=5)
+    fitted = FocalTemperatureScaling(temperatures=COARSE, criterion="ece").fit(logits, target)
     assert (chosen.gamma_, chosen.temperature_, chosen.best_value_) == grid.best("ece")
     assert (chosen.gamma_, chosen.temperature_) == (fitted.gamma_, fitted.temperature_)
     only_ece = calibration_grid(logits, target, [0.0], COARSE, criteria=("ece",))
@@ -338,7 +341,7 @@ def test_files_of_version_1_load(criterion, tmp_path):
     assert focal.n_cells_ == 6
     assert_close(focal.predict_proba(logits), logits.softmax(-1))
     focal.save(path)
-    assert json.loads(path.read_text())["format_version"] == 2
+    assert json.loads(path.read_text())["format_version"] == 3
     assert_close(load_calibrator(path).predict_proba(logits), logits.softmax(-1))
 
 
@@ -366,7 +369,7 @@ def change(**changes):
         (lambda document: pickle.dumps(document), "expected a calibrator in JSON"),
         (lambda document: b"[1, 2]", "found other JSON"),
         (change(format="other"), "found other JSON"),
-        (change(format_version=99), "format version 1 to 2, found 99"),
+        (change(format_version=99), "format version 1 to 3, found 99"),
         (change(format_version="1"), "found '1'"),
         (change(method="isotonic"), "found 'isotonic'"),
         (change(temperature=None), "'temperature' is missing"),
@@ -375,7 +378,7 @@ def change(**changes):
         (change(gamma=-1), "expected gamma > -1"),
         (change(temperature="2"), "temperature must be a finite number, found '2'"),
         (change(parameters="none"), "not a valid calibrator"),
-        (change(parameters__criterion="mce"), "criterion must be one of ece, nll, got 'mce'"),
+        (change(parameters__criterion="mce"), "criterion must be one of nll, brier, ece, got 'mce'"),
         (change(fit__n_samples=0), "expected a count of at least 1, found 0"),
         (change(fit__best_value=float("nan")), "best_value must be a finite number"),
     ],
@@ -432,7 +435,7 @@ def test_use_before_fit(cls, use):
         ({}, lambda z, y: (z, y.index_fill(0, torch.tensor(7), -100)), IndexError, "in [0, 5), got -100"),
         ({}, lambda z, y: (z.index_fill(0, torch.tensor(7), float("nan")), y), ValueError, "7"),
         ({}, lambda z, y: (z.index_fill(0, torch.tensor(7), -float("inf")), y), ValueError, "7"),
-        ({"criterion": "brier"}, None, ValueError, "criterion must be one of ece, nll, got 'brier'"),
+        ({"criterion": "mce"}, None, ValueError, "criterion must be one of nll, brier, ece, got 'mce'"),
         ({"estimator": "adaptive"}, None, ValueError, "estimator must be one of"),
         ({"input_kind": "auto"}, None, ValueError, "input_kind must be one of logits, probs, got 'auto'"),
         ({"input_kind": "probs"}, None, ValueError, "row"),

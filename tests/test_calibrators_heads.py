@@ -20,6 +20,9 @@ from focalkern.calibrators import (
     per_class_report,
 )
 
+# The data are small or odd, and many fits doubtful: what is said of them is test_calibrators_doubts.py's subject.
+pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+
 
 def margins(n=400, scale=2.0, seed=0, dtype=torch.float64):
     """Logits of class 1, ``scale`` times too large for their labels."""

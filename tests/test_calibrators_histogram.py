@@ -18,6 +18,9 @@ from focalkern.calibrators import (
     load_calibrator,
 )
 
+# The data are small or odd, and many fits doubtful: what is said of them is test_calibrators_doubts.py's subject.
+pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+
 
 def sample(n=400, n_classes=5, scale=2.0, seed=0, dtype=torch.float64):
     """Logits that are ``scale`` times too large for their labels."""

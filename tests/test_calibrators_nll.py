@@ -10,6 +10,9 @@ from conftest import peer
 
 from focalkern.calibrators import TEMPERATURE_BOUNDS, TemperatureScaling
 
+# The data are small or odd, and many fits doubtful: what is said of them is test_calibrators_doubts.py's subject.
+pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+
 LOW, HIGH = TEMPERATURE_BOUNDS
 
 
@@ -90,14 +93,14 @@ def test_what_none_searches():
         TemperatureScaling(search="nll", criterion="ece").fit(logits, target)
     with pytest.raises(ValueError, match="temperatures must be None with search='nll'"):
         TemperatureScaling(search="nll", temperatures=[1.0]).fit(logits, target)
-    with pytest.raises(ValueError, match="search must be one of grid, refine, nll, got 'newton'"):
+    with pytest.raises(ValueError, match="search must be one of grid, refine, nll, brier, got 'newton'"):
         TemperatureScaling(search="newton").fit(logits, target)
 
 
 def test_rows_are_looked_at_in_blocks(monkeypatch):
     logits, target = sample(103, 7)
     whole = TemperatureScaling().fit(logits, target)
-    monkeypatch.setattr("focalkern.calibrators._search._BLOCK", 70)
+    monkeypatch.setattr("focalkern.calibrators._derivatives._BLOCK", 70)
     parts = TemperatureScaling().fit(logits, target)
     assert parts.temperature_ == pytest.approx(whole.temperature_, rel=1e-12)
     assert parts.best_value_ == pytest.approx(whole.best_value_, rel=1e-12)
@@ -197,7 +200,7 @@ def test_classes_that_cannot_occur_are_left_out():
 def test_an_impossible_target_is_counted(kind):
     probs = torch.tensor([[0.4, 0.6], [0.0, 1.0], [0.3, 0.7], [1.0, 0.0]])
     input = probs if kind == "probs" else probs.log()
-    words = r"2 of 4 rows \(the first is 1\) give their target (probability 0|a logit of -inf); criterion='ece'"
+    words = r"2 of 4 rows \(the first is 1\) give their target (probability 0|a logit of -inf); criterion='brier' and"
     with pytest.raises(ValueError, match=words):
         TemperatureScaling(input_kind=kind).fit(input, torch.tensor([0, 0, 1, 1]))
 

@@ -17,7 +17,10 @@ from focalkern.calibrators import (
 )
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 
-SEARCHES = ["grid", "line", "refine", "nll"]
+# The data are small or odd, and many fits doubtful: what is said of them is test_calibrators_doubts.py's subject.
+pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+
+SEARCHES = ["grid", "line", "refine", "nll", "brier"]
 
 
 def sample(n=400, n_classes=5, gamma=0.0, temperature=2.0, seed=0, dtype=torch.float64):
@@ -36,7 +39,9 @@ def nll(logits, target, gamma, temperature):
 
 def few(search):
     """Axes that do not take long, where the search has any."""
-    return {} if search == "nll" else {"temperatures": [0.5 * index for index in range(1, 10)]}
+    if search in ("nll", "brier"):
+        return {"criterion": search}
+    return {"temperatures": [0.5 * index for index in range(1, 10)]}
 
 
 # -- nll -------------------------------------------------------------------------------------------------------------
@@ -110,10 +115,12 @@ def test_nll_where_gamma_says_nothing_keeps_zero():
 @pytest.mark.parametrize(("gamma", "bound", "words"), [(3.0, 0.5, "upper"), (-0.7, -0.3, "lower")])
 def test_a_bound_of_gamma_is_said(gamma, bound, words, monkeypatch):
     logits, target = sample(5000, 4, gamma=gamma, temperature=1.0)
-    monkeypatch.setattr("focalkern.calibrators._search.GAMMA_BOUNDS", (-0.3, 0.5))
+    monkeypatch.setattr("focalkern.calibrators._derivatives.GAMMA_BOUNDS", (-0.3, 0.5))
     calibrator = FocalTemperatureScaling(search="nll").fit(logits, target)
     assert calibrator.gamma_ == pytest.approx(bound, abs=1e-12)
-    assert calibrator.at_border_ == (f"gamma = {bound:g} is the {words} bound of the search",)
+    assert calibrator.at_border_ == (
+        f"gamma = {bound:g} is the {words} bound of the search: the NLL falls all the way to it",
+    )
     # With gamma held there, T is the best.
     best = calibrator.best_value_
     for factor in (0.999, 1.001):
@@ -137,6 +144,64 @@ def test_nll_of_probabilities_with_zeros():
     assert from_probs.best_value_ == pytest.approx(from_logits.best_value_, rel=1e-10)
     with pytest.raises(ValueError, match=r"1 of 300 rows .* give their target a logit of -inf"):
         FocalTemperatureScaling(search="nll").fit(logits, target.index_copy(0, torch.tensor([0]), (target[:1] + 1) % 5))
+
+
+# -- brier -----------------------------------------------------------------------------------------------------------
+
+
+def brier(logits, target, gamma, temperature):
+    probs = reference.focal_calibration_map(logits.double(), gamma, temperature)
+    return float((probs - torch.nn.functional.one_hot(target, logits.shape[1])).square().sum(-1).mean())
+
+
+@pytest.mark.parametrize(("n_classes", "seed"), [(2, 0), (3, 1), (10, 1)])
+@pytest.mark.parametrize("focal", [False, True])
+def test_brier_is_the_minimum_of_the_reference(n_classes, seed, focal):
+    optimize = pytest.importorskip("scipy.optimize", reason="scipy is not installed")
+    logits, target = sample(200, n_classes, gamma=1.0 - seed, temperature=1.5, seed=seed)
+    cls = FocalTemperatureScaling if focal else TemperatureScaling
+    calibrator = cls(criterion="brier").fit(logits, target)
+    assert (calibrator.search_, calibrator.criterion_, calibrator.at_border_) == ("brier", "brier", ())
+    assert calibrator.best_value_ == pytest.approx(brier(logits, target, calibrator.gamma_, calibrator.temperature_))
+    gammas = np.expm1(np.linspace(-3, 4, 12)).tolist() if focal else [0.0]
+    temperatures = (calibrator.temperature_ * np.geomspace(0.02, 50, 30)).tolist()
+    table = reference.calibration_grid(logits, target, gammas, temperatures, criteria=("brier",))["brier"]
+    assert calibrator.best_value_ <= float(table.min())
+    row, column = divmod(int(table.argmin()), len(temperatures))
+
+    def value(x):
+        return brier(logits, target, math.expm1(x[1]) if focal else 0.0, math.exp(x[0]))
+
+    start = [math.log(temperatures[column]), *([math.log1p(gammas[row])] if focal else [])]
+    box = [np.log(TEMPERATURE_BOUNDS), np.log1p(GAMMA_BOUNDS)][: len(start)]
+    other = optimize.minimize(value, start, method="Nelder-Mead", bounds=box, options={"xatol": 1e-7, "fatol": 1e-13})
+    assert calibrator.best_value_ <= other.fun + 1e-12
+    # Of a proper loss a grid finds no less.
+    grid = cls(criterion="brier", search="grid").fit_quietly(logits, target)
+    assert calibrator.best_value_ <= grid.best_value_ + 1e-12
+
+
+@pytest.mark.parametrize(("labels", "bound"), [("argmax", 0), ("argmin", 1)])
+def test_brier_without_an_optimum_ends_at_a_bound(labels, bound):
+    logits, _ = sample(100)
+    for cls in (TemperatureScaling, FocalTemperatureScaling):
+        calibrator = cls(criterion="brier").fit(logits, getattr(logits, labels)(-1))
+        assert (calibrator.gamma_, calibrator.temperature_) == (0.0, TEMPERATURE_BOUNDS[bound])
+        assert "the Brier score falls all the way to it" in calibrator.at_border_[0]
+
+
+def test_brier_of_logits_that_say_nothing_keeps_the_temperature():
+    calibrator = FocalTemperatureScaling(criterion="brier").fit(torch.full((20, 4), 3.0), torch.arange(20) % 4)
+    assert (calibrator.gamma_, calibrator.temperature_) == (0.0, 1.0)
+    assert calibrator.best_value_ == pytest.approx(0.75)
+    assert calibrator.at_border_[0].startswith("every temperature is as good as another")
+
+
+def test_brier_takes_impossible_targets():
+    logits, target = sample(300)
+    logits[torch.arange(5), target[:5]] = -math.inf
+    calibrator = FocalTemperatureScaling(criterion="brier").fit(logits, target)
+    assert calibrator.best_value_ == pytest.approx(brier(logits, target, calibrator.gamma_, calibrator.temperature_))
 
 
 # -- line ------------------------------------------------------------------------------------------------------------
@@ -172,7 +237,7 @@ def test_line_is_the_best_of_its_own_cells(criterion):
 
 def test_line_with_the_papers_temperatures_has_at_most_1500_cells():
     logits, target = sample(60, 3)
-    calibrator = FocalTemperatureScaling(search="line").fit(logits, target)
+    calibrator = FocalTemperatureScaling(search="line", criterion="ece").fit(logits, target)
     assert 1000 < calibrator.n_cells_ <= 1500
     plain = TemperatureScaling(criterion="ece").fit(logits, target)
     assert calibrator.best_value_ <= plain.best_value_
@@ -257,7 +322,7 @@ def test_saturated_rows(search):
 def test_every_device(search, device):
     logits, target = (tensor.to(device) for tensor in sample(100))
     found, on_cpu = (
-        FocalTemperatureScaling(search=search, criterion="nll", **few(search)).fit(z, y)
+        FocalTemperatureScaling(search=search, **few(search)).fit(z, y)
         for z, y in ((logits, target), (logits.cpu(), target.cpu()))
     )
     assert found.best_value_ == pytest.approx(on_cpu.best_value_, rel=1e-6)
@@ -283,8 +348,9 @@ def test_one_logit_per_row_is_two_classes(search):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"search": "newton"}, ValueError, "search must be one of grid, line, refine, nll, got 'newton'"),
+        ({"search": "newton"}, ValueError, "search must be one of grid, line, refine, nll, brier, got 'newton'"),
         ({"search": "nll", "criterion": "ece"}, ValueError, "criterion must be 'nll' with search='nll', got 'ece'"),
+        ({"search": "brier"}, ValueError, "criterion must be 'brier' with search='brier', got 'nll'"),
         ({"search": "nll", "gammas": [0.0]}, ValueError, "gammas must be None with search='nll'"),
         ({"search": "line", "temperatures": [1.0, -1.0]}, ValueError, "temperatures"),
         ({"search": "refine", "temperatures": []}, ValueError, "temperatures"),
@@ -304,10 +370,10 @@ def test_bad_options_are_named_and_leave_the_fitted_calibrator(options, error, w
     assert {name: value for name, value in vars(calibrator).items() if name.endswith("_")} == fitted
 
 
-@pytest.mark.parametrize("search", ["line", "refine", "nll"])
+@pytest.mark.parametrize("search", ["line", "refine", "nll", "brier"])
 def test_bad_rows_are_named_by_every_search(search):
     logits, target = sample(50)
-    calibrator = FocalTemperatureScaling(search=search)
+    calibrator = FocalTemperatureScaling(search=search, criterion="brier" if search == "brier" else "nll")
     with pytest.raises(ValueError, match="7"):
         calibrator.fit(logits.index_fill(0, torch.tensor(7), math.nan), target)
     with pytest.raises(IndexError, match="5"):
@@ -317,5 +383,5 @@ def test_bad_rows_are_named_by_every_search(search):
 def test_the_paper_axes_are_the_default():
     assert (0.0, *PAPER_GAMMAS) == DEFAULT_GAMMAS
     assert PAPER_TEMPERATURES[0] == 0.01
-    calibrator = FocalTemperatureScaling().fit(*sample(40, 3))
+    calibrator = FocalTemperatureScaling(criterion="ece").fit(*sample(40, 3))
     assert (calibrator.search_, calibrator.criterion_, calibrator.n_cells_) == ("grid", "ece", 5000)

@@ -203,7 +203,7 @@ def test_what_is_saved_is_what_was_asked_for(method, criterion, both, run, tmp_p
 
 
 FEW = [index * 0.1 for index in range(1, 51)]
-BY_REFINE = FocalTemperatureScaling(search="refine", temperatures=FEW)
+BY_REFINE = FocalTemperatureScaling(search="refine", temperatures=FEW, criterion="ece")
 
 
 # Every search, bins alone and after both kinds of search, a criterion that the search implies.
@@ -237,7 +237,7 @@ def test_another_search_and_bins_are_rows_beside_the_grids(options, expected, bo
 
     arrays = {name: torch.from_numpy(array) for name, array in np.load(both).items()}
     logits, labels = arrays["test_logits"].double(), arrays["test_labels"]
-    expected.fit(arrays["val_logits"].double(), arrays["val_labels"])
+    expected.fit_quietly(arrays["val_logits"].double(), arrays["val_labels"])
     loaded = load_calibrator(out)
     assert type(loaded) is type(expected)
     assert torch.equal(loaded.predict_proba(logits), expected.predict_proba(logits))
@@ -657,7 +657,7 @@ def test_a_mistake_is_one_line(arguments, words, both, single, tmp_path, run):
     logits, labels = sample(30, 0, n_classes=3)
     np.savez(tmp_path / "other.npz", logits=logits, labels=labels)
     np.savez(tmp_path / "probs.npz", probs=np.full((4, 5), 0.2), labels=np.arange(4))
-    TemperatureScaling(temperatures=[1.0, 2.0]).fit(*sample(50, 0)).save(tmp_path / "saved.json")
+    TemperatureScaling(temperatures=[1.0, 2.0]).fit_quietly(*sample(50, 0)).save(tmp_path / "saved.json")
     names = {
         "BOTH": both,
         "SINGLE": single,
@@ -673,7 +673,7 @@ def test_a_mistake_is_one_line(arguments, words, both, single, tmp_path, run):
     np.save(names["LABELS"], labels)
     one, zeros = np.linspace(-2.0, 2.0, 20), np.arange(20) % 2
     MultiLabelScaling().fit(one[:, None], zeros[:, None]).save(names["LABELED"])
-    HistogramBinning(n_bins=2).fit(one, zeros).save(names["BINARY"])
+    HistogramBinning(n_bins=2).fit_quietly(one, zeros).save(names["BINARY"])
     assert words in one_line(*run(*(names.get(argument, argument) for argument in arguments)))
 
 

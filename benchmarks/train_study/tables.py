@@ -53,7 +53,7 @@ def calibration_rows(run: Run) -> list[Row]:
         log_probs = fk.focal_calibration_map(logits["test_logits"].double(), gamma, temperature, log=True)
         chosen = {"gamma": gamma, "temperature": temperature}
         rows.append({"method": method, "criterion": criterion, **chosen, **_figures(log_probs, logits)})
-    binning = fk.HistogramBinning().fit(val.double(), val_labels)
+    binning = fk.HistogramBinning().fit_quietly(val.double(), val_labels)
     probs = binning.predict_proba(logits["test_logits"].double())
     chosen = {"gamma": math.nan, "temperature": math.nan}
     rows.append({"method": "histogram binning", "criterion": "", **chosen, **_figures(probs.log(), logits)})
@@ -124,7 +124,7 @@ def validation_size_rows(run: Run, repeats: int = 5) -> list[Row]:
             val, labels = logits["val_logits"][order], logits["val_labels"][order]
             grid = fk.calibration_grid(val, labels, [0.0], fk.PAPER_TEMPERATURES, estimator="equal_width")
             temperature = grid.best("ece")[1]
-            binning = fk.HistogramBinning().fit(val.double(), labels)
+            binning = fk.HistogramBinning().fit_quietly(val.double(), labels)
             for method, probs in (
                 ("temperature", (logits["test_logits"].double() / temperature).softmax(-1)),
                 ("histogram binning", binning.predict_proba(logits["test_logits"].double())),

@@ -19,6 +19,7 @@ from focalkern.calibrators._multilabel import MultiLabelScaling
 from focalkern.calibrators._per_class import per_class_report
 from focalkern.calibrators._scaling import FocalTemperatureScaling, TemperatureScaling
 from focalkern.calibrators._search import DEFAULT_GAMMAS, GAMMA_BOUNDS, TEMPERATURE_BOUNDS, Search, grid_border
+from focalkern.calibrators._warnings import CalibrationWarning
 
 __all__ = [
     "DEFAULT_GAMMAS",
@@ -27,6 +28,7 @@ __all__ = [
     "Binning",
     "CalibratedLogProbs",
     "CalibratedLogits",
+    "CalibrationWarning",
     "Calibrator",
     "Criterion",
     "Estimator",

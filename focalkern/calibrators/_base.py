@@ -12,11 +12,12 @@ from torch import Tensor
 
 from focalkern._atomic import write_atomically
 from focalkern.calibrators._modules import as_pairs
+from focalkern.calibrators._warnings import warn
 from focalkern.metrics import ESTIMATORS, as_tensor
 
 __all__ = ["Calibrator", "Criterion", "Estimator", "InputKind", "NotFittedError", "load_calibrator"]
 
-Criterion = Literal["ece", "nll"]
+Criterion = Literal["nll", "brier", "ece"]
 Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]
 InputKind = Literal["logits", "probs"]
 
@@ -25,8 +26,9 @@ INPUT_KINDS: tuple[InputKind, ...] = get_args(InputKind)
 
 _FORMAT = "focalkern-calibrator"
 # 1: gamma, temperature, parameters and fit of the two scalings. 2 adds methods, nested calibrators, the classes, the
-# version of the library, and in "fit" which search it was and how many cells it looked at.
-_FORMAT_VERSION = 2
+# version of the library, and in "fit" which search it was and how many cells it looked at. 3 adds methods, the Brier
+# score as a criterion and the doubts, and has no criterion that depends on the search.
+_FORMAT_VERSION = 3
 
 BY_METHOD: dict[str, type["Calibrator"]] = {}
 
@@ -53,6 +55,7 @@ class Calibrator:
     n_classes_: int
     n_samples_: int
     one_logit_: bool
+    doubts_: tuple[str, ...]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -70,8 +73,12 @@ class Calibrator:
                 alphabetical order they are the columns, and all of them must occur.
 
         Returns:
-            The calibrator itself, with ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_``, and what the
-            class says. When anything is raised, a calibrator that was fitted before stays as it was.
+            The calibrator itself, with ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_``, ``doubts_``, and
+            what the class says. When anything is raised, a calibrator that was fitted before stays as it was.
+
+        Warns:
+            CalibrationWarning: what was fitted is doubtful: once, in words that name the remedy, which ``doubts_`` has
+                as well.
 
         Raises:
             TypeError: logits that are not floating point, a target that is neither integer nor strings.
@@ -79,6 +86,12 @@ class Calibrator:
                 its domain; more or fewer strings than classes.
             IndexError: an integer target outside [0, C).
         """
+        self.fit_quietly(logits, target)
+        warn(type(self).__name__, self.doubts_)
+        return self
+
+    def fit_quietly(self, logits: Any, target: Any) -> Self:
+        """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves."""
         name = type(self).__name__
         self._check_parameters()
         input = as_tensor(logits)
@@ -90,6 +103,7 @@ class Calibrator:
         labels, classes = _as_target(name, target, input)
         fitted = self._fit(input, labels)
         self._become(fitted, classes=classes, n_samples=input.shape[0], one_logit=one_logit)
+        self.doubts_ = tuple(self._doubts(input, labels))
         return self
 
     def predict_proba(self, logits: Any) -> Any:
@@ -216,6 +230,10 @@ class Calibrator:
         """The fitted attributes for input [N, C], N >= 1, and target [N] int64 (both may still hold bad values)."""
         raise NotImplementedError
 
+    def _doubts(self, input: Tensor, target: Tensor) -> Iterable[str]:
+        """What is doubtful about what was fitted to these rows, each with its remedy."""
+        return ()
+
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         """[..., C] to calibrated (log-)probabilities [..., C]."""
         raise NotImplementedError
@@ -240,6 +258,7 @@ class Calibrator:
             delattr(self, name)
         vars(self).update(fitted)
         self.classes_, self.n_classes_, self.n_samples_, self.one_logit_ = classes, len(classes), n_samples, one_logit
+        self.doubts_ = ()
 
     def _pairs(self, input: Tensor) -> Tensor:
         """[...] of class 1 to [..., 2]."""
@@ -303,6 +322,8 @@ class Calibrator:
             data["classes"] = self.classes_.tolist()
         if self.one_logit_:
             data["one_logit"] = True
+        if self.doubts_:
+            data["doubts"] = list(self.doubts_)
         return {
             "format": _FORMAT,
             "format_version": _FORMAT_VERSION,
@@ -341,8 +362,11 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Calibrator:
     for key, value in parameters.items():
         if isinstance(value, dict):
             parameters[key] = calibrator_from_json(value)
+    search, given = parameters.get("search"), parameters.get("criterion")
     if document.get("format_version") == 1:
         parameters["search"] = "grid"  # the only one there was
+    elif document.get("format_version", 2) == 2 and cls.method == "focal-temperature" and given is None:
+        parameters["criterion"] = "nll" if search == "nll" else "ece"  # what None meant
     calibrator = cls(**parameters)
     calibrator._check_parameters()
     if "fit" not in document and "format" not in document:
@@ -354,6 +378,7 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Calibrator:
         raise ValueError(f"expected {n_classes} classes with names, found {fit['classes']!r}")
     fitted = calibrator._fitted_from_json(document, fit)
     calibrator._become(fitted, classes=classes, n_samples=n_samples, one_logit=fit.get("one_logit") is True)
+    calibrator.doubts_ = tuple(str(words) for words in fit.get("doubts", ()))
     return calibrator
 
 
@@ -395,13 +420,13 @@ def _check_input(name: str, input: Tensor, *, any_rank: bool = False) -> None:
         raise ValueError(f"{name}: logits must have at least 2 classes, got shape {list(input.shape)}{hint}")
 
 
-def as_numbers(name: str, values: Iterable[float] | Tensor) -> tuple[float, ...]:
+def as_numbers(calibrator: str, name: str, values: Iterable[float] | Tensor) -> tuple[float, ...]:
     if isinstance(values, Tensor):
         values = values.tolist()
     try:
         return tuple(float(value) for value in values)
     except TypeError:
-        raise TypeError(f"fit: {name} must be a sequence of numbers, got {values!r}") from None
+        raise TypeError(f"{calibrator}: {name} must be a sequence of numbers, got {values!r}") from None
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -412,7 +437,9 @@ def _plain(name: str, value: Any) -> Any:
             "parameters": {key: _plain(key, nested) for key, nested in value.get_params(deep=False).items()},
         }
     if name in ("gammas", "temperatures") and value is not None:
-        return list(as_numbers(name, value))
+        return list(as_numbers("save", name, value))
+    if name == "criterion" and value is None:
+        return "nll"  # None meant something else before version 3
     return int(value) if name == "n_bins" else value
 
 

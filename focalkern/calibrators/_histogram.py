@@ -1,5 +1,6 @@
 """Histogram binning on the top class, alone or after a scaling."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -11,10 +12,12 @@ from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_numb
 from focalkern.calibrators._modules import CalibratedLogProbs, HistogramLogProbs, bin_top_class, widened
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._search import every_row_grid
+from focalkern.calibrators._warnings import judged
 
 __all__ = ["Binning", "HistogramBinning"]
 
 Binning = Literal["equal_width", "equal_mass"]
+_PROPER = ("nll", "brier")
 _BINNINGS: tuple[Binning, ...] = get_args(Binning)
 
 
@@ -118,10 +121,12 @@ class HistogramBinning(Calibrator):
 
     def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
         # One cell, for its checks of values and labels.
-        every_row_grid(input, target, (0.0,), (1.0,), criteria=("nll",), input_kind=self.input_kind)
+        every_row_grid(
+            type(self).__name__, input, target, (0.0,), (1.0,), criteria=("nll",), input_kind=self.input_kind
+        )
         scaling = None
         if self.scaling is not None:
-            scaling = type(self.scaling)(**self.scaling.get_params(deep=False)).fit(input, target)
+            scaling = type(self.scaling)(**self.scaling.get_params(deep=False)).fit_quietly(input, target)
         log_probs = self._scaling_module(scaling)(widened(input))
         top = input.argmax(-1, keepdim=True)
         confidence = log_probs.gather(-1, top).exp().squeeze(-1)
@@ -152,6 +157,21 @@ class HistogramBinning(Calibrator):
             "n_changed_": int(_beaten(binned, top).sum()),
             "scaling_": scaling,
         }
+
+    def _doubts(self, input: Tensor, target: Tensor) -> list[str]:
+        doubts = []
+        certain = int(((self.values_ == 1) & (self.counts_ > 0)).sum())
+        if certain:
+            doubts.append(
+                f"{certain} of {len(self.values_)} bins are always right, so that one mistake in them makes the NLL "
+                "infinite (fewer bins, n_bins, or a scaling alone)"
+            )
+        if self.scaling_ is not None and self.scaling_.at_border_:
+            words = ", and ".join(self.scaling_.at_border_)
+            doubts.append(f"of the scaling, {words} (its temperatures and gammas should go further)")
+        remedy = "fewer bins, n_bins, or a scaling alone"
+        apply = functools.partial(self._apply, log=True)
+        return [*doubts, *judged(input, target, apply, by=_PROPER, input_kind=self.input_kind, remedy=remedy)]
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         cuts, values = (torch.from_numpy(numbers).to(input.device) for numbers in (self.edges_[1:-1], self.values_))

@@ -10,10 +10,13 @@ from torch import Tensor
 from focalkern.calibrators._base import Calibrator, InputKind, as_count, calibrator_from_json
 from focalkern.calibrators._modules import MultiLabelLogits, as_pairs
 from focalkern.calibrators._scaling import Scaling, TemperatureScaling
+from focalkern.calibrators._warnings import warn
 from focalkern.metrics import as_tensor
 from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["MultiLabelScaling"]
+
+_SAID = 3  # doubts that the warning repeats; there may be one for every label
 
 
 class MultiLabelScaling(Calibrator):
@@ -67,6 +70,13 @@ class MultiLabelScaling(Calibrator):
             ValueError: shapes that do not fit; no rows; a target other than 0 and 1; NaN or infinite logits; what the
                 scaling raises, with the label in front.
         """
+        self.fit_quietly(logits, target)
+        first = self.doubts_[:_SAID]
+        more = len(self.doubts_) - len(first)
+        warn(type(self).__name__, (*first, f"{more} more in doubts_") if more else first)
+        return self
+
+    def fit_quietly(self, logits: Any, target: Any) -> Self:
         name = type(self).__name__
         self._check_parameters()
         input, labels = as_tensor(logits), as_tensor(target)
@@ -86,6 +96,7 @@ class MultiLabelScaling(Calibrator):
         positive = labels.sum(0).tolist()
         scalings: list[Scaling | None] = []
         remarks = []
+        doubts: list[str] = []
         for label, count in enumerate(positive):
             if count in (0, len(labels)):
                 what = "positive" if count == 0 else "negative"
@@ -95,13 +106,15 @@ class MultiLabelScaling(Calibrator):
             template = TemperatureScaling(input_kind=self.input_kind) if self.scaling is None else self.scaling
             scaling = type(template)(**template.get_params(deep=False))
             try:
-                scaling.fit(input[:, label], labels[:, label])
+                scaling.fit_quietly(input[:, label], labels[:, label])
             except ValueError as error:
                 raise ValueError(f"{name}: label {label}: {error}") from error
             remarks.extend(f"label {label}: {words}" for words in scaling.at_border_)
+            doubts.extend(f"label {label}: {words}" for words in scaling.doubts_)
             scalings.append(scaling)
         fitted = self._of(scalings, positive, remarks)
         self._become(fitted, classes=np.arange(input.shape[1]), n_samples=len(labels), one_logit=False)
+        self.doubts_ = tuple(doubts)
         return self
 
     def predict_proba(self, logits: Any) -> Any:

@@ -1,7 +1,8 @@
 """Temperature scaling and focal temperature scaling."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self, get_args
 
 import numpy as np
 from torch import Tensor
@@ -16,23 +17,34 @@ from focalkern.calibrators._base import (
     as_number,
     as_numbers,
 )
+from focalkern.calibrators._derivatives import (
+    Smooth,
+    brier_temperature,
+    check_finite_nll,
+    nll_temperature,
+    smooth_focal,
+)
 from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
 from focalkern.calibrators._search import (
     DEFAULT_GAMMAS,
+    TEMPERATURE_BOUNDS,
+    WIDENINGS,
     Found,
     Search,
-    check_finite_nll,
+    beyond,
     every_row_grid,
+    extended,
     from_grid,
-    nll_focal,
-    nll_temperature,
     search_line,
     search_refine,
 )
+from focalkern.calibrators._warnings import judged
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["FocalTemperatureScaling", "Scaling", "TemperatureScaling"]
+
+_SMOOTH: tuple[Smooth, ...] = get_args(Smooth)  # the searches by derivatives, called as their criteria are
 
 
 class Scaling(Calibrator):
@@ -44,6 +56,7 @@ class Scaling(Calibrator):
         "criterion",
         "estimator",
         "n_bins",
+        "widen",
         "input_kind",
     )
 
@@ -54,6 +67,7 @@ class Scaling(Calibrator):
     criterion: Criterion | None
     estimator: Estimator
     n_bins: int
+    widen: bool
     input_kind: InputKind
 
     # Set by fit and load.
@@ -84,6 +98,12 @@ class Scaling(Calibrator):
             after a search on a grid, ``grid_``, the whole :class:`focalkern.CalibrationGrid`. When anything is raised,
             a calibrator that was fitted before stays as it was.
 
+        Warns:
+            CalibrationWarning: the optimum lies at an end of the search, a target has probability 0, or no calibration
+                at all would be better: once, in words that name the remedy, which ``doubts_`` has as well. Better
+                means a mean loss lower by more than a standard error: NLL or Brier score for the criterion ``"ece"``,
+                else the criterion.
+
         Raises:
             TypeError: logits that are not floating point, a target that is neither integer nor strings.
             ValueError: no rows; one class; shapes that do not fit; NaN or +inf logits; a temperature <= 0, a gamma
@@ -108,7 +128,7 @@ class Scaling(Calibrator):
             ValueError: the criterion is not in the grid, or no cell of it is finite.
         """
         criterion = self._criterion()
-        found = self._fitted(from_grid(grid, criterion), "grid", criterion)
+        found = self._fitted(from_grid(type(self).__name__, grid, criterion), "grid", criterion)
         self._become(found, classes=np.arange(n_classes), n_samples=n_samples, one_logit=False)
         return self
 
@@ -132,13 +152,19 @@ class Scaling(Calibrator):
         raise NotImplementedError
 
     def _search(self) -> Search:
-        raise NotImplementedError
+        if self.search is not None:
+            return self.search
+        given = self.temperatures is not None or getattr(self, "gammas", None) is not None
+        criterion = self._criterion()
+        return "grid" if given or criterion == "ece" else criterion
 
     def _criterion(self) -> Criterion:
-        raise NotImplementedError
+        return self.criterion or "nll"
 
     def _temperatures(self) -> Any:
-        return PAPER_TEMPERATURES if self.temperatures is None else as_numbers("temperatures", self.temperatures)
+        if self.temperatures is None:
+            return PAPER_TEMPERATURES
+        return as_numbers(type(self).__name__, "temperatures", self.temperatures)
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
@@ -146,18 +172,20 @@ class Scaling(Calibrator):
         self._check_option("search", (None, *self._searches))
         self._check_option("criterion", (None, *CRITERIA))
         self._check_estimator()
-        if self._search() == "nll":
-            if self._criterion() != "nll":
-                raise ValueError(f"{name}: criterion must be 'nll' with search='nll', got {self.criterion!r}")
+        search = self._search()
+        if search in _SMOOTH:
+            if self._criterion() != search:
+                raise ValueError(f"{name}: criterion must be {search!r} with search={search!r}, got {self.criterion!r}")
             for axis in ("gammas", "temperatures"):
                 if getattr(self, axis, None) is not None:
-                    raise ValueError(f"{name}: {axis} must be None with search='nll', which has no grid")
+                    raise ValueError(f"{name}: {axis} must be None with search={search!r}, which has no grid")
 
     def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
-        search, criterion = self._search(), self._criterion()
+        name, search, criterion = type(self).__name__, self._search(), self._criterion()
 
         def grid(gammas: Any, temperatures: Any) -> CalibrationGrid:
             return every_row_grid(
+                name,
                 input,
                 target,
                 gammas,
@@ -171,21 +199,65 @@ class Scaling(Calibrator):
         def table(gammas: Any, temperatures: Any) -> Any:
             return grid(gammas, temperatures).tables[criterion].cpu().numpy()
 
-        if search == "nll":
+        if search in _SMOOTH:
             grid((0.0,), (1.0,))  # for its checks of rows and labels
-            check_finite_nll(type(self).__name__, input, target, self.input_kind)
-            found = self._search_nll(input, target)
-        elif search == "grid":
-            found = from_grid(grid(self._gammas(), self._temperatures()), criterion)
-        else:
-            axes = tuple(self._gammas()), tuple(self._temperatures())
+            if criterion == "nll":
+                check_finite_nll(name, input, target, self.input_kind)
+            return self._fitted(self._search_smooth(input, target, search), search, criterion)
+
+        gammas, temperatures = tuple(self._gammas()), tuple(self._temperatures())
+        if search != "grid":
             # For its checks of the numbers: all of them, on one row.
-            every_row_grid(input[:1], target[:1], *axes, criteria=("nll",), input_kind=self.input_kind)
-            found = (search_line if search == "line" else search_refine)(table, *axes)
+            every_row_grid(
+                name, input[:1], target[:1], gammas, temperatures, criteria=("nll",), input_kind=self.input_kind
+            )
+        cells = grid(gammas, temperatures) if search == "grid" else None
+        spent = 0
+        for widening in range(1 + WIDENINGS):
+            if cells is not None:
+                found = from_grid(name, cells, criterion)
+            else:
+                try:
+                    found = (search_line if search == "line" else search_refine)(table, gammas, temperatures)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+                spent += found.n_cells
+                found = replace(found, n_cells=spent)
+            more = beyond(found, gammas, temperatures)
+            if not self.widen or widening == WIDENINGS or not any(more):
+                break
+            if cells is not None:
+                cells = extended(cells, *more, grid)
+            # The first and the last gamma are the ends of the line.
+            gammas, temperatures = _with(gammas, more[0]), (*temperatures, *more[1])
         return self._fitted(found, search, criterion)
 
-    def _search_nll(self, input: Tensor, target: Tensor) -> Found:
+    def _search_smooth(self, input: Tensor, target: Tensor, criterion: Smooth) -> Found:
         raise NotImplementedError
+
+    def _doubts(self, input: Tensor, target: Tensor) -> list[str]:
+        doubts = []
+        if self.at_border_:
+            if self.search_ in _SMOOTH and self.temperature_ in TEMPERATURE_BOUNDS:
+                remedy = "fit on rows that are neither all right nor no better than chance"
+            elif self.search_ in _SMOOTH:
+                remedy = "TemperatureScaling is nearly as good, or more rows are needed"
+            elif self.widen:
+                remedy = "no search goes further; criterion='nll' has its optimum elsewhere"
+            else:
+                remedy = "widen=True searches on"
+            doubts.append(f"{', and '.join(self.at_border_)} ({remedy})")
+        if self.search_ in _SMOOTH:
+            by, remedy = [], ""  # never worse than none by their own criterion
+        elif self.criterion_ == "ece":
+            by, remedy = ["nll", "brier"], "an ECE can fall while the probabilities get worse; criterion='nll' does not"
+        else:
+            by, remedy = [self.criterion_], "gamma = 0 and temperature = 1 belong into the search"
+        worse = judged(input, target, self._log_probs, by=by, input_kind=self.input_kind, remedy=remedy)
+        return [*doubts, *worse]
+
+    def _log_probs(self, input: Tensor) -> Tensor:
+        return self._apply(input, log=True)
 
     def _fitted(self, found: Found, search: Search, criterion: Criterion) -> dict[str, Any]:
         fitted = {
@@ -235,13 +307,17 @@ class TemperatureScaling(Scaling):
     logit, or no better than chance), T is one of ``TEMPERATURE_BOUNDS``, and ``at_border_`` says which and why.
 
     Args:
-        search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"grid"``: every one of
-            ``temperatures``. ``"refine"``: from coarse to fine between the smallest and the largest of them. None is
-            ``"nll"`` for that criterion where no temperatures are given, else ``"grid"``.
+        search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"brier"``: Newton steps in
+            log T from the valleys of a coarse grid. ``"grid"``: every one of ``temperatures``. ``"refine"``: from
+            coarse to fine between the smallest and the largest of them. None is ``"nll"`` or ``"brier"`` for that
+            criterion where no temperatures are given, else ``"grid"``.
         temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. Of equal optima the first is taken.
-        criterion: ``"nll"``, or ``"ece"``, with ``estimator`` and ``n_bins``.
+        criterion: ``"nll"``, ``"brier"``, or ``"ece"``, with ``estimator`` and ``n_bins``.
         estimator: ``"equal_mass"``, ``"equal_mass_interp"`` or ``"equal_width"``; see :mod:`focalkern.metrics`.
         n_bins: bins of the ECE.
+        widen: where the optimum of a grid, line or refinement is an end of an axis, search on beyond it, up to
+            ``GAMMA_BOUNDS`` and ``TEMPERATURE_BOUNDS``. Cells that were searched first win ties. ``fit`` warns where
+            the optimum stays at an end.
         input_kind: ``"logits"`` or ``"probs"``; never guessed. Exact zeros among probabilities stay zero, and make the
             NLL infinite where they are the target's: ``fit`` says so.
 
@@ -250,7 +326,7 @@ class TemperatureScaling(Scaling):
     """
 
     method = "temperature"
-    _searches = ("grid", "refine", "nll")
+    _searches = ("grid", "refine", *_SMOOTH)
 
     def __init__(
         self,
@@ -260,28 +336,22 @@ class TemperatureScaling(Scaling):
         criterion: Criterion = "nll",
         estimator: Estimator = "equal_mass",
         n_bins: int = 15,
+        widen: bool = False,
         input_kind: InputKind = "logits",
     ) -> None:
         self.search = search
-        self.temperatures = temperatures
+        self.temperatures = _kept(temperatures)
         self.criterion = criterion
         self.estimator = estimator
         self.n_bins = n_bins
+        self.widen = widen
         self.input_kind = input_kind
 
     def _gammas(self) -> Any:
         return (0.0,)
 
-    def _search(self) -> Search:
-        if self.search is not None:
-            return self.search
-        return "nll" if self._criterion() == "nll" and self.temperatures is None else "grid"
-
-    def _criterion(self) -> Criterion:
-        return self.criterion or "nll"
-
-    def _search_nll(self, input: Tensor, target: Tensor) -> Found:
-        return nll_temperature(input, target, self.input_kind)
+    def _search_smooth(self, input: Tensor, target: Tensor, criterion: Smooth) -> Found:
+        return (nll_temperature if criterion == "nll" else brier_temperature)(input, target, self.input_kind)
 
 
 class FocalTemperatureScaling(Scaling):
@@ -294,6 +364,8 @@ class FocalTemperatureScaling(Scaling):
 
     Args:
         search:
+            * ``"nll"``, ``"brier"``: the optimum of that criterion in both parameters, by the derivatives of the map,
+              for gamma from -0.99 to 100; no grid, and never worse than :class:`TemperatureScaling` by the same.
             * ``"grid"``: every pair of ``gammas`` and ``temperatures``.
             * ``"line"``: with m temperatures at most 3m cells: the best T at the first and at the last gamma, and m
               points of the line through both, from the smallest gamma to the largest. gamma = 0 is the first by
@@ -301,26 +373,27 @@ class FocalTemperatureScaling(Scaling):
               softmax of a temperature among its gammas, which a line cannot.
             * ``"refine"``: from coarse to fine between the ends of both axes; some 600 cells. On the networks of
               Mukhoti et al. it finds what the grid finds, or better, in half the time or less.
-            * ``"nll"``: the optimum of the NLL in both parameters, by the derivatives of the map, for gamma from -0.99
-              to 100; no grid, and never worse than the NLL optimum of :class:`TemperatureScaling`.
+
+            None is the search by derivatives for ``"nll"`` and ``"brier"`` where no axis is given, else ``"grid"``.
         gammas: all > -1; :data:`DEFAULT_GAMMAS` when None: 0, and then the paper's nine values. As gamma = 0 is
             temperature scaling, on the data of ``fit`` the result is never worse by the criterion than a
             :class:`TemperatureScaling` of the same grid; and because 0 comes first and of equal optima the first is
             taken, it differs from it only where it is better. ``focalkern.PAPER_GAMMAS`` is the paper's own grid,
             without 0.
         temperatures: as :class:`TemperatureScaling`.
-        criterion: ``"ece"``, as in the paper, or ``"nll"``. None is ``"nll"`` for that search and ``"ece"`` for the
-            others.
+        criterion: what is minimised: ``"nll"``, ``"brier"``, or ``"ece"``, the paper's. The first two judge all
+            probabilities of a row. The ECE judges its confidence alone, and the optimum by it is often worse than no
+            calibration by both of the others; ``fit`` warns where it is.
         estimator: as :class:`TemperatureScaling`. The paper selects by ``"equal_mass"``, its published code by
             ``"equal_mass_interp"``.
-        n_bins: as :class:`TemperatureScaling`.
+        n_bins, widen: as :class:`TemperatureScaling`.
         input_kind: as :class:`TemperatureScaling`.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.
     """
 
     method = "focal-temperature"
-    _searches = ("grid", "line", "refine", "nll")
+    _searches = ("grid", "line", "refine", *_SMOOTH)
     _parameter_names = ("search", "gammas", *Scaling._parameter_names[1:])
 
     gammas: Iterable[float] | Tensor | None
@@ -328,30 +401,54 @@ class FocalTemperatureScaling(Scaling):
     def __init__(
         self,
         *,
-        search: Search = "grid",
+        search: Search | None = None,
         gammas: Iterable[float] | Tensor | None = None,
         temperatures: Iterable[float] | Tensor | None = None,
-        criterion: Criterion | None = None,
+        criterion: Criterion = "nll",
         estimator: Estimator = "equal_mass",
         n_bins: int = 15,
+        widen: bool = False,
         input_kind: InputKind = "logits",
     ) -> None:
         self.search = search
-        self.gammas = gammas
-        self.temperatures = temperatures
+        self.gammas = _kept(gammas)
+        self.temperatures = _kept(temperatures)
         self.criterion = criterion
         self.estimator = estimator
         self.n_bins = n_bins
+        self.widen = widen
         self.input_kind = input_kind
 
     def _gammas(self) -> Any:
-        return DEFAULT_GAMMAS if self.gammas is None else as_numbers("gammas", self.gammas)
+        return DEFAULT_GAMMAS if self.gammas is None else as_numbers(type(self).__name__, "gammas", self.gammas)
 
-    def _search(self) -> Search:
-        return self.search or "grid"
+    def _search_smooth(self, input: Tensor, target: Tensor, criterion: Smooth) -> Found:
+        return smooth_focal(input, target, self.input_kind, criterion, near=self._near)
 
-    def _criterion(self) -> Criterion:
-        return self.criterion or ("nll" if self._search() == "nll" else "ece")
+    # Where a search by derivatives starts, in place of a coarse grid: set by fit_quietly for the time of a fit.
+    _near: tuple[float, float] | None = None
 
-    def _search_nll(self, input: Tensor, target: Tensor) -> Found:
-        return nll_focal(input, target, self.input_kind)
+    def fit_quietly(self, logits: Any, target: Any, *, near: tuple[float, float] | None = None) -> Self:
+        """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves.
+
+        Args:
+            near: (gamma, T) where a search by derivatives starts, in place of a coarse grid: the optimum of nearly the
+                same rows, as cross-validation has it.
+        """
+        self._near = near
+        try:
+            return super().fit_quietly(logits, target)
+        finally:
+            del self._near
+
+
+def _kept(axis: Any) -> Any:
+    """An axis as it was given, but for an iterator, which the first use would empty."""
+    return tuple(axis) if isinstance(axis, Iterator) else axis
+
+
+def _with(axis: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
+    """The axis with more values, on the side of the end that they go beyond."""
+    up = not more or more[-1] > axis[0]
+    first_is_low = axis[0] <= axis[-1]
+    return (*axis, *more) if up == first_is_low else (*reversed(more), *axis)

@@ -1,7 +1,7 @@
-"""Searches for (gamma, T): on a grid, along a line, from coarse to fine, and by the derivatives of the NLL."""
+"""Searches for (gamma, T) that evaluate the criterion: on a grid, along a line, from coarse to fine."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, CalibrationGrid, calibration_grid
-from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = [
     "DEFAULT_GAMMAS",
@@ -19,13 +18,11 @@ __all__ = [
     "Found",
     "Search",
     "grid_border",
-    "nll_focal",
-    "nll_temperature",
     "search_line",
     "search_refine",
 ]
 
-Search = Literal["grid", "line", "refine", "nll"]
+Search = Literal["grid", "line", "refine", "nll", "brier"]
 
 DEFAULT_GAMMAS: tuple[float, ...] = (0.0, *PAPER_GAMMAS)
 """What :class:`FocalTemperatureScaling` searches: the paper's nine values, and before them 0, plain temperature
@@ -37,9 +34,6 @@ TEMPERATURE_BOUNDS: tuple[float, float] = (1e-4, 1e4)
 GAMMA_BOUNDS: tuple[float, float] = (-0.99, 100.0)
 """Where the search by derivatives looks for gamma. The map is defined for gamma > -1; for gamma towards infinity, with
 the temperature that fits, it becomes temperature scaling again."""
-
-# Rows are converted to float64 so many numbers at a time.
-_BLOCK = 1 << 22
 
 _NO_LABEL = torch.iinfo(torch.int64).min
 
@@ -53,6 +47,7 @@ class Found:
         n_cells: evaluations of the criterion.
         at_border: in words, each parameter that lies where the search ended.
         grid: all cells, where they are a grid.
+        bent: temperatures at which an end of the line lies where the temperatures end.
     """
 
     gamma: float
@@ -61,6 +56,7 @@ class Found:
     n_cells: int
     at_border: tuple[str, ...] = ()
     grid: CalibrationGrid | None = None
+    bent: tuple[float, ...] = ()
 
 
 def grid_border(grid: CalibrationGrid, gamma: float, temperature: float) -> tuple[str, ...]:
@@ -82,20 +78,79 @@ def grid_border(grid: CalibrationGrid, gamma: float, temperature: float) -> tupl
     return tuple(words)
 
 
-def from_grid(grid: CalibrationGrid, criterion: str) -> Found:
-    gamma, temperature, value = grid.best(criterion)
+def from_grid(name: str, grid: CalibrationGrid, criterion: str) -> Found:
+    try:
+        gamma, temperature, value = grid.best(criterion)
+    except ValueError as error:
+        raise ValueError(str(error).replace("CalibrationGrid.best", name)) from None
     border = grid_border(grid, gamma, temperature)
     return Found(gamma, temperature, value, grid.tables[criterion].numel(), border, grid)
 
 
 def every_row_grid(
-    input: Tensor, target: Tensor, gammas: object, temperatures: object, **options: object
+    name: str, input: Tensor, target: Tensor, gammas: object, temperatures: object, **options: object
 ) -> CalibrationGrid:
-    """:func:`calibration_grid` in which no label means "leave this row out"."""
+    """:func:`calibration_grid` in which no label means "leave this row out" and errors name the calibrator."""
     try:
         return calibration_grid(input, target, gammas, temperatures, ignore_index=_NO_LABEL, **options)  # type: ignore[arg-type]
-    except IndexError as error:
-        raise IndexError(str(error).replace(" or ignore_index", "")) from None
+    except (TypeError, ValueError, IndexError) as error:
+        words = str(error).replace(" or ignore_index", "")
+        raise type(error)(
+            words.replace("calibration_grid: ", f"{name}: ").replace("input must", "logits must")
+        ) from None
+
+
+# -- beyond the border -----------------------------------------------------------------------------------------------
+
+# So often an axis whose end was chosen is extended, and so far each time.
+WIDENINGS = 8
+_GAMMA_STEPS, _GAMMA_FACTOR = 3, 1.5  # of 1 + gamma
+_TEMPERATURE_STEPS, _TEMPERATURE_FACTOR = 50, 2 ** (1 / 50)
+
+
+def beyond(found: Found, gammas: Sequence[float], temperatures: Sequence[float]) -> tuple[list[float], list[float]]:
+    """What to search besides, where the best cell lies at an end of an axis: new gammas and new temperatures."""
+    ends = {found.temperature, *found.bent}
+    # The best T grows with gamma: another gamma is of no use without the temperatures that go with it.
+    if len(set(gammas)) > 1 and found.gamma in (min(gammas), max(gammas)):
+        ends.add(max(temperatures) if found.gamma == max(gammas) else min(temperatures))
+    shifted = [1 + gamma for gamma in gammas]
+    shifted_bounds = 1 + GAMMA_BOUNDS[0], 1 + GAMMA_BOUNDS[1]
+    more_gammas = _beyond(shifted, {1 + found.gamma}, _GAMMA_STEPS, _GAMMA_FACTOR, shifted_bounds)
+    more_temperatures = _beyond(temperatures, ends, _TEMPERATURE_STEPS, _TEMPERATURE_FACTOR, TEMPERATURE_BOUNDS)
+    return [value - 1 for value in more_gammas], more_temperatures
+
+
+def _beyond(
+    axis: Sequence[float], ends: set[float], steps: int, factor: float, bounds: tuple[float, float]
+) -> list[float]:
+    low, high = min(axis), max(axis)
+    if low == high:
+        return []
+    up = [min(high * factor**step, bounds[1]) for step in range(1, steps + 1)] if high in ends else []
+    down = [max(low / factor**step, bounds[0]) for step in range(1, steps + 1)] if low in ends else []
+    return [new for new in dict.fromkeys([*down, *up]) if not low <= new <= high]
+
+
+def extended(
+    grid: CalibrationGrid,
+    more_gammas: Sequence[float],
+    more_temperatures: Sequence[float],
+    compute: Callable[[Sequence[float], Sequence[float]], CalibrationGrid],
+) -> CalibrationGrid:
+    """The grid with more rows and columns after those it has, so that of equal cells an old one is the first."""
+    if more_temperatures:
+        grid = _joined(grid, compute(grid.gammas.tolist(), more_temperatures), dim=1)
+    if more_gammas:
+        grid = _joined(grid, compute(more_gammas, grid.temperatures.tolist()), dim=0)
+    return grid
+
+
+def _joined(grid: CalibrationGrid, more: CalibrationGrid, dim: int) -> CalibrationGrid:
+    tables = {name: torch.cat([table, more.tables[name]], dim) for name, table in grid.tables.items()}
+    if dim == 0:
+        return replace(grid, gammas=torch.cat([grid.gammas, more.gammas]), tables=tables)
+    return replace(grid, temperatures=torch.cat([grid.temperatures, more.temperatures]), tables=tables)
 
 
 # -- fewer cells than a grid -----------------------------------------------------------------------------------------
@@ -133,7 +188,7 @@ class _Best:
             if low < high and value in (low, high):
                 words.append(f"{name} = {value:g} is the {'smallest' if value == low else 'largest'} that was searched")
         if not math.isfinite(self.value):
-            raise ValueError("fit: the criterion must be finite in some cell, got none")
+            raise ValueError("the criterion must be finite in some cell, got none")
         return Found(self.gamma, self.temperature, self.value, self.n_cells, tuple(words))
 
 
@@ -148,10 +203,10 @@ def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[fl
     """
     best = _Best()
     first, last = gammas[0], gammas[-1]
-    ends = []
+    ends: list[float] = []
+    bent: list[tuple[float, float]] = []
     for gamma in (first, last) if first != last else (first,):
         ends.append(best.see(gamma, temperatures, table([gamma], temperatures)[0].tolist())[0])
-    bent = []
     if first != last:
         slope = (ends[1] - ends[0]) / (last - first)
         points = [
@@ -166,13 +221,15 @@ def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[fl
                 best.see(gamma, [temperature], [value])
         low, high = min(temperatures), max(temperatures)
         bent = [
-            f"the line goes through T = {end:g} at gamma = {gamma:g}, the "
-            f"{'smallest' if end == low else 'largest'} that was searched"
-            for gamma, end in zip((first, last), ends, strict=True)
-            if low < high and end in (low, high)
+            (gamma, end) for gamma, end in zip((first, last), ends, strict=True) if low < high and end in (low, high)
         ]
+    words = [
+        f"the line goes through T = {end:g} at gamma = {gamma:g}, the "
+        f"{'smallest' if end == min(temperatures) else 'largest'} that was searched"
+        for gamma, end in bent
+    ]
     found = best.found(gammas, temperatures)
-    return replace(found, at_border=(*found.at_border, *bent))
+    return replace(found, at_border=(*found.at_border, *words), bent=tuple(end for _, end in bent))
 
 
 def search_refine(table: Table, gammas: Sequence[float], temperatures: Sequence[float]) -> Found:
@@ -209,226 +266,3 @@ def search_refine(table: Table, gammas: Sequence[float], temperatures: Sequence[
                 suggested = (ridge[axis[place]] + ridge[other]) / 2
                 ridge[middle] = around(middle, suggested, 1.1, 2) if low < high else low
     return best.found(gammas, temperatures)
-
-
-# -- NLL by its derivatives ------------------------------------------------------------------------------------------
-
-
-def _scores(input: Tensor, target: Tensor, input_kind: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of (logits minus the largest of their row, float64, -inf where a class cannot occur; target [n, 1])."""
-    rows = max(1, _BLOCK // input.shape[1])
-    for block, labels in zip(input.split(rows), target.split(rows), strict=True):
-        scores = block.to(torch.float64)
-        scores = scores.log() if input_kind == "probs" else scores
-        yield scores - scores.amax(-1, keepdim=True), labels.unsqueeze(-1)
-
-
-def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str) -> None:
-    """Raises where no temperature has a finite NLL; the values of ``input`` must have been checked."""
-    of_target = input.gather(1, target.unsqueeze(1)).squeeze(1)
-    impossible = of_target == (0 if input_kind == "probs" else -math.inf)
-    if bool(impossible.any()):
-        what = "probability 0" if input_kind == "probs" else "a logit of -inf"
-        raise ValueError(
-            f"{name}: the NLL must be finite for some temperature, but {int(impossible.sum())} of {len(input)} rows "
-            f"(the first is {int(impossible.nonzero()[0])}) give their target {what}; criterion='ece' can be fitted"
-        )
-
-
-def nll_temperature(input: Tensor, target: Tensor, input_kind: str) -> Found:
-    r"""The temperature with the smallest mean NLL of softmax(z / T).
-
-    In beta = 1/T the NLL is convex: with q = softmax(beta z),
-
-    .. math:: f'(\beta) = \overline{E_q[z] - z_y}, \qquad f''(\beta) = \overline{\mathrm{Var}_q[z]}
-
-    The root of f' is found by Newton steps inside a bracket that every step narrows; a step that leaves it, or that
-    halves neither it nor the derivative, is replaced by the bracket's geometric mean. Whether there is a root at all is
-    read from the limits of f' at 0 and infinity, which need no search.
-
-    Args:
-        input: [N, C] of ``input_kind``, checked; no target impossible.
-        target: [N] int64.
-    """
-
-    def derivatives(beta: float) -> tuple[float, float, float]:
-        sums = torch.zeros(3, dtype=torch.float64, device=input.device)
-        for scores, labels in _scores(input, target, input_kind):
-            q = (beta * scores).exp()
-            total = q.sum(-1, keepdim=True)
-            q /= total
-            finite = scores.masked_fill(scores == -math.inf, 0.0)
-            mean = (q * finite).sum(-1, keepdim=True)
-            of_target = finite.gather(1, labels)
-            value = total.log() - beta * of_target
-            sums += torch.stack([value.sum(), (mean - of_target).sum(), (q * (finite - mean).square()).sum()])
-        value, first, second = (sums / len(input)).tolist()
-        return value, first, second
-
-    at_zero, at_infinity, spread = 0.0, 0.0, 0.0
-    for scores, labels in _scores(input, target, input_kind):
-        possible = scores > -math.inf
-        finite = scores.masked_fill(~possible, 0.0)
-        of_target = finite.gather(1, labels).squeeze(1)
-        at_zero += float((finite.sum(-1) / possible.sum(-1) - of_target).sum())
-        at_infinity -= float(of_target.sum())
-        spread -= float(finite.sum())
-
-    low, high = 1 / TEMPERATURE_BOUNDS[1], 1 / TEMPERATURE_BOUNDS[0]
-    if spread == 0:
-        words = "every temperature is as good as another: all classes of a row that can occur have the same logit"
-        return Found(0.0, 1.0, derivatives(1.0)[0], 1, (words,))
-    if at_infinity == 0:
-        words = "the target has the largest logit of every row, and the NLL falls all the way to temperature 0"
-        return _at_bound(derivatives, high, 0, words)
-    if at_zero >= 0:
-        words = (
-            "the targets have no higher logits than the other classes on average, and the NLL falls all the way to an "
-            "infinite temperature"
-        )
-        return _at_bound(derivatives, low, 0, words)
-
-    beyond = "the optimum lies beyond it"
-    if derivatives(high)[1] <= 0:
-        return _at_bound(derivatives, high, 1, beyond)
-    if derivatives(low)[1] >= 0:
-        return _at_bound(derivatives, low, 2, beyond)
-    beta, n_cells = 1.0, 2
-    previous = math.inf
-    for _ in range(200):
-        value, first, second = derivatives(beta)
-        n_cells += 1
-        low, high = (low, beta) if first > 0 else (beta, high)
-        newton = beta - first / second if second > 0 else math.nan
-        if abs(newton - beta) <= 1e-9 * beta:
-            # Quadratic convergence: this step leaves a relative error of about 1e-18.
-            beta = newton
-            value = derivatives(beta)[0]
-            n_cells += 1
-            break
-        useful = low < newton < high and abs(first) <= 0.5 * previous
-        previous = abs(first)
-        beta = newton if useful else math.sqrt(low * high)
-        if not low < beta < high:  # nothing is left between
-            break
-    return Found(0.0, 1 / beta, value, n_cells)
-
-
-def _at_bound(derivatives: Callable[[float], tuple[float, float, float]], beta: float, spent: int, why: str) -> Found:
-    temperature = TEMPERATURE_BOUNDS[1] if beta < 1 else TEMPERATURE_BOUNDS[0]
-    words = f"temperature = {temperature:g} is the {'upper' if beta < 1 else 'lower'} bound of the search: {why}"
-    return Found(0.0, temperature, derivatives(beta)[0], spent + 1, (words,))
-
-
-# Where the Newton steps of nll_focal may start: NLL over gamma, each with its best T, has valleys on both sides of a
-# ridge, so that one start would not do.
-_START_GAMMAS = (-0.95, -0.8, -0.6, -0.4, -0.2, 0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-_START_FACTORS: tuple[float, ...] = tuple(0.2 * 1.17**index for index in range(32))  # of T at gamma = 0: 0.2 to 26
-
-
-def nll_focal(input: Tensor, target: Tensor, input_kind: Literal["logits", "probs"]) -> Found:
-    r"""gamma and T with the smallest mean NLL of the focal calibration map.
-
-    The NLL is smooth in both but not convex. A coarse grid around the optimum of plain temperature scaling finds the
-    valleys; in each, Newton steps in (log(1 + gamma), log T) follow the map's own derivatives to the bottom, a step
-    is shortened until it lowers the NLL, and the smallest bottom wins. gamma = 0 wins where nothing is better.
-
-    Args: as :func:`nll_temperature`.
-    """
-    plain = nll_temperature(input, target, input_kind)
-    if plain.at_border:
-        # No optimum in T: then none for any gamma.
-        return plain
-    of_target = target.unsqueeze(1)
-    n_cells = plain.n_cells
-
-    def gradient(point: np.ndarray) -> tuple[float, np.ndarray]:
-        """The NLL and its derivatives at (log(1 + gamma), log T)."""
-        nonlocal n_cells
-        n_cells += 1
-        gamma, temperature = (
-            torch.tensor(value, dtype=torch.float64, device=input.device, requires_grad=True)
-            for value in (math.expm1(point[0]), math.exp(point[1]))
-        )
-        total = np.zeros(3)
-        rows = max(1, _BLOCK // input.shape[1])
-        for block, labels in zip(input.split(rows), of_target.split(rows), strict=True):
-            with torch.enable_grad():
-                log_probs = focal_calibration_map(
-                    block.to(torch.float64), gamma, temperature, input_kind=input_kind, log=True
-                )
-                value = -log_probs.gather(1, labels).sum()
-            slopes = torch.autograd.grad(value, (gamma, temperature))
-            total += [value.item(), *(slope.item() for slope in slopes)]
-        total /= len(input)
-        return total[0], total[1:] * [1 + gamma.item(), temperature.item()]
-
-    low = np.array([math.log1p(GAMMA_BOUNDS[0]), math.log(TEMPERATURE_BOUNDS[0])])
-    high = np.array([math.log1p(GAMMA_BOUNDS[1]), math.log(TEMPERATURE_BOUNDS[1])])
-
-    axis = [factor * plain.temperature for factor in _START_FACTORS]
-    axis = [temperature for temperature in axis if TEMPERATURE_BOUNDS[0] <= temperature <= TEMPERATURE_BOUNDS[1]]
-    cells = every_row_grid(input, target, _START_GAMMAS, axis, criteria=("nll",), input_kind=input_kind).tables["nll"]
-    n_cells += cells.numel()
-    valley = cells.amin(1).cpu().numpy()
-    columns = cells.argmin(1).cpu().numpy()
-    padded = np.concatenate([[np.inf], valley, [np.inf]])
-    bottoms = np.flatnonzero((valley <= padded[:-2]) & (valley <= padded[2:]))
-    starts = [(_START_GAMMAS[i], axis[columns[i]]) for i in sorted(bottoms, key=valley.__getitem__)[:3]]
-    starts.append((0.0, plain.temperature))
-
-    best_point, best_value = np.array([0.0, math.log(plain.temperature)]), plain.value
-    for gamma, temperature in starts:
-        start = np.clip([math.log1p(gamma), math.log(temperature)], low, high)
-        point, value = _newton(gradient, start, low, high)
-        # More than rounding: where gamma says nothing (two equal classes, say), 0 stays.
-        if value < best_value - 1e-12 * abs(best_value):
-            best_point, best_value = point, value
-    words = []
-    for name, value, bounds in (
-        ("gamma", best_point[0], (low[0], high[0])),
-        ("temperature", best_point[1], (low[1], high[1])),
-    ):
-        if value in bounds:
-            end = math.expm1(value) if name == "gamma" else math.exp(value)
-            words.append(f"{name} = {end:g} is the {'lower' if value == bounds[0] else 'upper'} bound of the search")
-    return Found(math.expm1(best_point[0]), math.exp(best_point[1]), float(best_value), n_cells, tuple(words))
-
-
-def _newton(
-    gradient: Callable[[np.ndarray], tuple[float, np.ndarray]], point: np.ndarray, low: np.ndarray, high: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """A minimum of a smooth function of a few variables between bounds; from its gradient, never uphill."""
-    value, slope = gradient(point)
-    for _ in range(60):
-        # A variable at a bound that it would cross takes no part.
-        free = ~(((point <= low) & (slope > 0)) | ((point >= high) & (slope < 0)))
-        if not free.any():
-            break
-        # Second derivatives as differences of the exact first ones.
-        width = 1e-5
-        columns = []
-        for i in np.flatnonzero(free):
-            moved = point.copy()
-            moved[i] += width if point[i] + width <= high[i] else -width
-            columns.append((gradient(moved)[1][free] - slope[free]) / (moved[i] - point[i]))
-        curvature = np.stack(columns)
-        sizes, directions = np.linalg.eigh((curvature + curvature.T) / 2)
-        # Downhill along every axis of the quadratic form, also where it bends down.
-        sizes = np.maximum(np.abs(sizes), 1e-8 * max(1e-300, float(np.abs(sizes).max())))
-        step = np.zeros_like(point)
-        step[free] = -directions @ ((directions.T @ slope[free]) / sizes)
-        step /= max(1.0, float(np.abs(step).max()))
-        for _ in range(30):
-            moved = np.clip(point + step, low, high)
-            trial, trial_slope = gradient(moved)
-            if trial <= value:
-                break
-            step /= 2
-        else:
-            break
-        travelled = float(np.abs(moved - point).max())
-        point, value, slope = moved, trial, trial_slope
-        if travelled <= 1e-9:
-            break
-    return point, value

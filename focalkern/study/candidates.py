@@ -125,7 +125,7 @@ def beyond_the_grid(
         found.append(HistogramBinning(n_bins=n_bins, binning=binning, scaling=scaling, input_kind=selection.kind))
     rows = []
     for one in found:
-        one.fit(input, selection.labels)
+        one.fit_quietly(input, selection.labels)
         bins = one if isinstance(one, HistogramBinning) else None
         fitted = one.scaling_ if isinstance(one, HistogramBinning) else one
         assert fitted is None or isinstance(fitted, TemperatureScaling | FocalTemperatureScaling)

@@ -1,0 +1,98 @@
+"""What ``fit`` says of a choice that is doubtful, and the one warning that says it."""
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["CalibrationWarning", "judged", "warn"]
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+# Numbers of a block of rows that are measured together.
+_BLOCK = 1 << 22
+
+
+class CalibrationWarning(UserWarning):
+    """What ``fit`` found is doubtful: its optimum lies at the border of the search, the NLL of its rows is infinite, or
+    no calibration at all would be better. The words, each with its remedy, are in ``doubts_`` as well."""
+
+
+def warn(name: str, doubts: Sequence[str]) -> None:
+    """One warning for all doubts, which points to the first line outside this package."""
+    if not doubts:
+        return
+    depth, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(f"{name}: {', and '.join(doubts)}", CalibrationWarning, stacklevel=depth)
+
+
+def judged(
+    input: Tensor,
+    target: Tensor,
+    apply: Callable[[Tensor], Tensor],
+    *,
+    by: Sequence[str],
+    input_kind: str,
+    remedy: str,
+    weight: Tensor | None = None,
+) -> list[str]:
+    """Whether calibrated rows are worse than the same rows without calibration.
+
+    Worse is a mean loss that is higher by more than one standard error of the paired difference.
+
+    Args:
+        input: [N, C] of ``input_kind``, checked.
+        target: [N] int64.
+        apply: [n, C] to calibrated log-probabilities.
+        by: the losses to look at, out of ``"nll"`` and ``"brier"``.
+        remedy: what to do where one is worse.
+        weight: [N] float64.
+
+    Returns:
+        No, one or two doubts, in words.
+    """
+    rows = max(1, _BLOCK // input.shape[1])
+    parts: list[tuple[Tensor, Tensor]] = []
+    for block, labels in zip(input.split(rows), target.split(rows), strict=True):
+        wide = block.to(torch.float64)
+        none = (wide / wide.sum(-1, keepdim=True)).log() if input_kind == "probs" else wide.log_softmax(-1)
+        parts.append((_losses(none, labels), _losses(apply(block).to(torch.float64), labels)))
+    before, after = (torch.cat(list(side), 1) for side in zip(*parts, strict=True))
+    share = torch.ones_like(before[0]) if weight is None else weight.to(before)
+    share = share / share.sum()
+
+    doubts = []
+    impossible = (after[0] == math.inf) & (share > 0)
+    if bool(impossible.any()):
+        doubts.append(
+            f"the NLL is infinite because {int(impossible.sum())} of {len(input)} rows (the first is "
+            f"{int(impossible.nonzero()[0])}) give their target probability 0 (replace zeros by a small probability "
+            "such as 1e-7 before fit)"
+        )
+    risen = []
+    for loss in by:
+        old, new = (side[0 if loss == "nll" else 1] for side in (before, after))
+        difference = new - old
+        if len(input) < 2 or not bool(difference.isfinite().all()):
+            continue
+        mean = (share * difference).sum()
+        error = (share.square() * (difference - mean).square()).sum().sqrt()
+        if float(mean) > float(error):
+            words = {"nll": "NLL", "brier": "Brier score"}[loss]
+            risen.append(f"the {words} rises from {float((share * old).sum()):.4f} to {float((share * new).sum()):.4f}")
+    if risen:
+        doubts.append(f"on the rows of fit {' and '.join(risen)} ({remedy})")
+    return doubts
+
+
+def _losses(log_probs: Tensor, target: Tensor) -> Tensor:
+    """[2, n]: NLL and Brier score of every row."""
+    of_target = log_probs.gather(1, target.unsqueeze(1)).squeeze(1)
+    brier = log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
+    return torch.stack([-of_target, brier])

@@ -1,0 +1,194 @@
+"""What is said of a doubtful fit: when, in which words, once, and that the remedy it names is one."""
+
+import math
+import pathlib
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_close
+
+import focalkern as fk
+from focalkern import metrics
+from focalkern.calibrators import GAMMA_BOUNDS, FocalTemperatureScaling, HistogramBinning, TemperatureScaling
+
+DATA = pathlib.Path(__file__).parent / "data"
+COARSE = [index * 0.05 for index in range(1, 81)]
+
+
+def sample(n=2000, n_classes=5, gamma=0.0, temperature=2.0, seed=0):
+    """Logits whose labels are drawn from their focal calibration map with these parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, n_classes, generator=generator, dtype=torch.float64) * 2 * temperature
+    probs = fk.focal_calibration_map(logits, gamma, temperature)
+    return logits, torch.multinomial(probs, 1, generator=generator).squeeze(1)
+
+
+def mean_losses(logits, target, gamma=0.0, temperature=1.0):
+    probs = fk.focal_calibration_map(logits, gamma, temperature)
+    return float(metrics.nll(probs, target)), float(metrics.brier_score(probs, target))
+
+
+def said(calibrator, *rows):
+    """The words of the one warning of a fit."""
+    with pytest.warns(fk.CalibrationWarning) as caught:
+        calibrator.fit(*rows)
+    (one,) = caught
+    assert one.filename == __file__
+    text = str(one.message)
+    assert text == f"{type(calibrator).__name__}: {', and '.join(calibrator.doubts_)}"
+    return text
+
+
+@pytest.mark.parametrize("cls", [TemperatureScaling, FocalTemperatureScaling])
+@pytest.mark.parametrize("criterion", ["nll", "brier"])
+@pytest.mark.parametrize("search", [None, "grid", "refine"])
+def test_nothing_is_said_of_a_good_fit(cls, criterion, search):
+    axes = {} if search is None else {"temperatures": COARSE}
+    assert cls(criterion=criterion, search=search, **axes).fit(*sample()).doubts_ == ()
+
+
+@pytest.mark.parametrize("search", ["grid", "line", "refine"])
+def test_the_border_is_said_and_widening_leaves_it(search):
+    # The optimum lies at gamma = 2 and T = 3.
+    rows = sample(20_000, gamma=2.0, temperature=3.0)
+    options = {"gammas": [0.0, 0.5, 1.0], "temperatures": [0.1 * index for index in range(5, 26)], "search": search}
+    narrow = FocalTemperatureScaling(**options)
+    words = said(narrow, *rows)
+    assert "gamma = 1 is the largest that was searched" in words
+    assert words.endswith("(widen=True searches on)")
+    wide = FocalTemperatureScaling(**options, widen=True).fit(*rows)
+    assert (wide.doubts_, wide.at_border_) == ((), ())
+    assert wide.gamma_ == pytest.approx(2, abs=0.8)
+    assert wide.temperature_ == pytest.approx(3, abs=0.6)
+    assert wide.best_value_ < narrow.best_value_
+    assert wide.n_cells_ > narrow.n_cells_
+
+
+def test_a_wider_grid_holds_the_cells_it_began_with():
+    rows = sample(temperature=3.0)
+    narrow = TemperatureScaling(temperatures=[1.0, 2.0])
+    said(narrow, *rows)
+    wide = TemperatureScaling(temperatures=[1.0, 2.0], widen=True).fit(*rows)
+    table, temperatures = wide.grid_.tables["nll"][0], wide.grid_.temperatures
+    assert temperatures[:2].tolist() == [1.0, 2.0]
+    assert_close(table[:2], narrow.grid_.tables["nll"][0])
+    assert len(temperatures) == len(table) == len(set(temperatures.tolist())) == wide.n_cells_
+    assert wide.best_value_ == float(table.min())
+    # Downwards too, and only as far as needed.
+    low = TemperatureScaling(temperatures=[4.0, 5.0], widen=True).fit(*rows)
+    assert low.temperature_ == pytest.approx(wide.temperature_, rel=0.02)
+    assert float(low.grid_.temperatures.min()) == pytest.approx(2.0)
+
+
+def test_widening_ends_where_there_is_no_optimum():
+    logits, _ = sample(200)
+    calibrator = FocalTemperatureScaling(criterion="nll", gammas=[0.0, 1.0], temperatures=[0.5, 1.0], widen=True)
+    words = said(calibrator, logits, logits.argmax(-1))
+    assert "that was searched" in words
+    assert "widen=True" not in words
+    assert GAMMA_BOUNDS[0] <= calibrator.gamma_ <= GAMMA_BOUNDS[1]
+
+
+@pytest.mark.parametrize(("network", "worse"), [("cross-entropy", False), ("focal-3", True)])
+def test_an_ece_that_costs_nll_and_brier(network, worse):
+    """What is worse than no calibration on a network of Fashion-MNIST is said with its figures."""
+    with np.load(DATA / f"fashion_mnist_{network}.npz") as data:
+        logits, labels = (torch.from_numpy(data[f"val_{name}"]) for name in ("logits", "labels"))
+    calibrator = FocalTemperatureScaling(criterion="ece")
+    calibrator.fit_quietly(logits, labels)
+    none = mean_losses(logits.double(), labels)
+    found = mean_losses(logits.double(), labels, calibrator.gamma_, calibrator.temperature_)
+    text = " ".join(calibrator.doubts_)
+    for words, old, new in zip(("NLL", "Brier score"), none, found, strict=True):
+        assert (f"the {words} rises from {old:.4f} to {new:.4f}" in text) == (worse and new > old)
+    assert FocalTemperatureScaling().fit(logits, labels).doubts_ == ()
+
+
+def test_worse_than_none_is_said_with_figures_and_remedy():
+    logits, target = sample(temperature=1.0)
+    calibrator = FocalTemperatureScaling(gammas=[5.0], temperatures=[1.0], criterion="ece")
+    words = said(calibrator, logits, target)
+    (old_nll, old_brier), (new_nll, new_brier) = mean_losses(logits, target), mean_losses(logits, target, 5.0)
+    assert f"the NLL rises from {old_nll:.4f} to {new_nll:.4f}" in words
+    assert f"the Brier score rises from {old_brier:.4f} to {new_brier:.4f}" in words
+    assert "criterion='nll' does not" in words
+    # Judged by its own criterion, where that is proper.
+    words = said(calibrator.set_params(criterion="brier"), logits, target)
+    assert "NLL" not in words and "gamma = 0 and temperature = 1 belong into the search" in words
+
+
+def test_less_than_the_noise_is_not_said():
+    """One step of the grid away from the optimum is worse, but not by a standard error."""
+    logits, target = sample(300, temperature=1.0)
+    best = TemperatureScaling().fit(logits, target).temperature_
+    calibrator = TemperatureScaling(temperatures=[best * 1.05], search="grid")
+    near_best = logits / best
+    assert TemperatureScaling(temperatures=[1.05]).fit(near_best, target).doubts_ == ()
+    assert mean_losses(near_best, target, 0.0, 1.05)[0] > mean_losses(near_best, target)[0]
+    assert calibrator.fit_quietly(logits, target) is calibrator
+
+
+@pytest.mark.parametrize("criterion", ["ece", "brier"])
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_an_impossible_target_is_said(criterion, kind):
+    logits, target = sample(500)
+    logits[[3, 8], target[[3, 8]]] = -math.inf
+    input = logits if kind == "logits" else logits.softmax(-1)
+    calibrator = FocalTemperatureScaling(criterion=criterion, input_kind=kind, temperatures=COARSE)
+    words = said(calibrator, input, target)
+    assert "the NLL is infinite because 2 of 500 rows (the first is 3) give their target probability 0" in words
+    if kind == "probs":
+        assert "infinite" not in " ".join(calibrator.fit_quietly(input.clip(1e-7), target).doubts_)
+
+
+def test_bins_that_are_always_right_are_said():
+    logits, target = sample(2000, temperature=1.0)
+    logits, target = torch.cat([logits, torch.eye(5, dtype=torch.float64)[target] * 50]), torch.cat([target, target])
+    words = said(HistogramBinning(n_bins=4), logits, target)
+    assert "1 of 4 bins are always right, so that one mistake in them makes the NLL infinite (fewer bins" in words
+    assert HistogramBinning(n_bins=1).fit(*sample(2000, n_classes=2, temperature=0.1)).doubts_ == ()
+
+
+def test_bins_after_a_scaling_at_its_border_are_said_once():
+    scaling = TemperatureScaling(temperatures=[0.5, 1.0])
+    words = said(HistogramBinning(n_bins=1, scaling=scaling), *sample(temperature=3.0))
+    assert words.startswith("HistogramBinning: of the scaling, temperature = 1 is the largest that was searched")
+
+
+def test_many_labels_are_one_warning():
+    logits, _ = sample(50, n_classes=7)
+    calibrator = fk.MultiLabelScaling()
+    with pytest.warns(fk.CalibrationWarning) as caught:
+        calibrator.fit(logits, logits > 0)
+    assert len(caught) == 1
+    assert len(calibrator.doubts_) == 7
+    assert str(caught[0].message).startswith("MultiLabelScaling: label 0: temperature = 0.0001 is the lower bound")
+    assert str(caught[0].message).endswith("and 4 more in doubts_")
+
+
+def test_quietly_is_the_same_fit_without_a_word(tmp_path):
+    logits, _ = sample(100)
+    rows = logits, logits.argmax(-1)
+    calibrator = TemperatureScaling()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrator.fit_quietly(*rows)
+    aloud = TemperatureScaling()
+    words = said(aloud, *rows)
+    assert (aloud.temperature_, aloud.doubts_) == (calibrator.temperature_, calibrator.doubts_)
+    assert "the target has the largest logit of every row" in words
+    assert "fit on rows that are neither all right nor no better than chance" in words
+    aloud.save(tmp_path / "calibrator.json")
+    assert fk.load_calibrator(tmp_path / "calibrator.json").doubts_ == aloud.doubts_
+    assert aloud.fit(*sample()).doubts_ == ()
+
+
+def test_a_start_near_the_optimum_finds_it_sooner():
+    rows = sample(gamma=1.0)
+    whole = FocalTemperatureScaling().fit(*rows)
+    near = FocalTemperatureScaling().fit_quietly(*rows, near=(whole.gamma_ + 0.1, whole.temperature_ * 1.1))
+    assert near.best_value_ == pytest.approx(whole.best_value_, rel=1e-12)
+    assert near.n_cells_ < whole.n_cells_ / 5
+    assert "near" not in " ".join(vars(near))
