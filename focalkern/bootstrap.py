@@ -621,8 +621,9 @@ def _top_floor(
     # The bins are those of the confidences, whatever the labels are: runs of the sorted rows.
     cuts = []
     for figure in figures:
+        estimator: Any = figure.removeprefix("ece_")
         count = metrics.reliability_bins(
-            confidence=confidence, correct=chance, n_bins=n_bins, estimator=figure.removeprefix("ece_")
+            confidence=confidence, correct=chance, n_bins=n_bins, estimator=estimator
         ).count
         # Rows in no bin are the lowest.
         cuts.append(torch.nn.functional.pad(count.cumsum(0), (1, 0)) + (n_samples - count.sum()))

@@ -83,6 +83,17 @@ class GammaTable:
         """The same table with both tensors on ``device``."""
         return GammaTable(self.edges.to(device), self.gammas.to(device))
 
+    def __eq__(self, other: object) -> bool:
+        """Whether edges and gammas are the same numbers, in whatever dtype; it looks at values on every device."""
+        if not isinstance(other, GammaTable):
+            return NotImplemented
+        pairs = ((self.edges, other.edges), (self.gammas, other.gammas))
+        return all(torch.equal(one.double().cpu(), two.double().cpu()) for one, two in pairs)
+
+    def __hash__(self) -> int:
+        # Values may be written into the tensors; their number stays.
+        return hash((GammaTable, len(self.gammas)))
+
     def __len__(self) -> int:
         return len(self.gammas)
 

@@ -42,21 +42,26 @@ scikit-learn ``log_loss``, ``brier_score_loss``          ``nll`` (which does not
                                                          ``brier_score`` for two classes
 =======================================================  =============================================================
 
-Inputs are tensors (CPU or CUDA, any floating dtype) or anything that NumPy makes an array of. Sums run in float64. The
-rows are the last dimension but one of ``probs`` and the last of everything else; dimensions before that are a batch
-of independent sets (bootstrap replicates, say), and results have the batch's shape. Nothing here is differentiable.
+Inputs are tensors (CPU or CUDA, any floating dtype) or anything that NumPy makes an array of. Where none is a tensor,
+the results are NumPy's too: arrays, and ``numpy.float64`` for a single figure. Sums run in float64. The rows are the
+last dimension but one of ``probs`` and the last of everything else; dimensions before that are a batch of independent
+sets (bootstrap replicates, say), and results have the batch's shape. Nothing here is differentiable.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._arrays import arrays_for_arrays
+from focalkern._arrays import as_tensor as as_tensor
+
 __all__ = [
     "ESTIMATORS",
+    "Estimator",
     "ReliabilityBins",
     "accuracy",
     "aurc",
@@ -72,7 +77,8 @@ __all__ = [
     "smooth_calibration_error",
 ]
 
-ESTIMATORS = ("equal_width", "equal_mass", "equal_mass_interp")
+Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
 # Rows of probabilities are taken as normalised within this much everywhere in the library, so one entry may be above
 # 1 by as much; it counts as 1 for the choice of its bin.
@@ -107,7 +113,7 @@ class ReliabilityBins:
     confidence: Tensor
     accuracy: Tensor
     n_samples: int
-    estimator: str
+    estimator: Estimator
 
     @property
     def n_bins(self) -> int:
@@ -121,15 +127,17 @@ class ReliabilityBins:
     @property
     def weight(self) -> Tensor:
         """count / N, float64 [..., M]; NaN for N = 0."""
-        return self.count.to(torch.float64) / (self.n_samples or math.nan)
+        count: Any = self.count  # an array for arrays
+        return (count.to(torch.float64) if isinstance(count, Tensor) else count) / (self.n_samples or math.nan)
 
 
+@arrays_for_arrays
 def expected_calibration_error(
     probs: Any = None,
     target: Any = None,
     *,
     n_bins: int = 15,
-    estimator: str = "equal_width",
+    estimator: Estimator = "equal_width",
     confidence: Any = None,
     correct: Any = None,
 ) -> Tensor:
@@ -164,12 +172,13 @@ def expected_calibration_error(
     return expected_error(_bins("expected_calibration_error", probs, target, confidence, correct, n_bins, estimator))
 
 
+@arrays_for_arrays
 def maximum_calibration_error(
     probs: Any = None,
     target: Any = None,
     *,
     n_bins: int = 15,
-    estimator: str = "equal_width",
+    estimator: Estimator = "equal_width",
     confidence: Any = None,
     correct: Any = None,
 ) -> Tensor:
@@ -186,12 +195,13 @@ def maximum_calibration_error(
     return maximum_error(_bins("maximum_calibration_error", probs, target, confidence, correct, n_bins, estimator))
 
 
+@arrays_for_arrays
 def rms_calibration_error(
     probs: Any = None,
     target: Any = None,
     *,
     n_bins: int = 15,
-    estimator: str = "equal_width",
+    estimator: Estimator = "equal_width",
     confidence: Any = None,
     correct: Any = None,
 ) -> Tensor:
@@ -206,13 +216,14 @@ def rms_calibration_error(
     return rms_error(_bins("rms_calibration_error", probs, target, confidence, correct, n_bins, estimator))
 
 
+@arrays_for_arrays
 def debiased_calibration_error(
     probs: Any = None,
     target: Any = None,
     *,
     n_bins: int = 15,
-    estimator: str = "equal_width",
-    norm: str = "l2",
+    estimator: Estimator = "equal_width",
+    norm: Literal["l1", "l2"] = "l2",
     confidence: Any = None,
     correct: Any = None,
 ) -> Tensor:
@@ -246,6 +257,7 @@ def debiased_calibration_error(
     return debiased_error(_bins(op, probs, target, confidence, correct, n_bins, estimator), norm)
 
 
+@arrays_for_arrays
 @torch.no_grad()
 def smooth_calibration_error(
     probs: Any = None,
@@ -325,9 +337,15 @@ def _smooth_errors(confidence: Tensor, correct: Tensor, bandwidth: float | None)
     return torch.where(low > 0, 0.5 * (low + high), 0.0)
 
 
+@arrays_for_arrays
 @torch.no_grad()
 def classwise_calibration_error(
-    probs: Any, target: Any, *, n_bins: int = 15, estimator: str = "equal_width", reduction: str = "mean"
+    probs: Any,
+    target: Any,
+    *,
+    n_bins: int = 15,
+    estimator: Estimator = "equal_width",
+    reduction: Literal["mean", "none"] = "mean",
 ) -> Tensor:
     r"""Mean over the classes of the calibration error of that class's probability against [target = class].
 
@@ -364,6 +382,7 @@ def classwise_calibration_error(
     return errors.mean(-1) if reduction == "mean" else errors
 
 
+@arrays_for_arrays
 @torch.no_grad()
 def nll(probs: Any, target: Any, *, log: bool = False) -> Tensor:
     r"""Mean negative log-likelihood of the target class, natural logarithm.
@@ -388,6 +407,7 @@ def nll(probs: Any, target: Any, *, log: bool = False) -> Tensor:
     return torch.sub(0.0, log_probs).mean(-1)
 
 
+@arrays_for_arrays
 @torch.no_grad()
 def brier_score(probs: Any, target: Any) -> Tensor:
     r"""Mean squared distance between the probabilities and the one-hot target, summed over the classes.
@@ -415,6 +435,7 @@ def brier_score(probs: Any, target: Any) -> Tensor:
     return result
 
 
+@arrays_for_arrays
 @torch.no_grad()
 def accuracy(probs: Any = None, target: Any = None, *, correct: Any = None) -> Tensor:
     """Fraction of the rows whose largest entry is the target's; the first of several largest counts.
@@ -437,9 +458,10 @@ def accuracy(probs: Any = None, target: Any = None, *, correct: Any = None) -> T
         return result
     if probs is not None or target is not None:
         raise ValueError("accuracy: correct replaces probs and target, got both")
-    return as_tensor(correct).to(torch.float64).mean(-1)
+    return as_tensor(correct, "accuracy: correct").to(torch.float64).mean(-1)
 
 
+@arrays_for_arrays
 @torch.no_grad()
 def aurc(
     probs: Any = None,
@@ -486,6 +508,7 @@ def aurc(
     return area
 
 
+@arrays_for_arrays
 @torch.no_grad()
 def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
     r"""Area under the ROC curve of confidence as a detector of out-of-distribution inputs.
@@ -510,7 +533,7 @@ def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
     """
     sets = []
     for name, values in (("confidence_in", confidence_in), ("confidence_out", confidence_out)):
-        values = as_tensor(values)
+        values = as_tensor(values, f"auroc: {name}")
         if not values.is_floating_point():
             raise TypeError(f"auroc: {name} must be floating point, got {values.dtype}")
         if values.dim() < 1:
@@ -539,12 +562,13 @@ def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
     return (below + not_above).to(torch.float64) / (2 * inside.shape[-1] * outside.shape[-1])
 
 
+@arrays_for_arrays
 def reliability_bins(
     probs: Any = None,
     target: Any = None,
     *,
     n_bins: int = 15,
-    estimator: str = "equal_width",
+    estimator: Estimator = "equal_width",
     confidence: Any = None,
     correct: Any = None,
 ) -> ReliabilityBins:
@@ -575,7 +599,7 @@ def rms_error(bins: ReliabilityBins) -> Tensor:
     return _nan_if_empty((bins.weight * bins.gap.square()).nansum(-1).sqrt(), bins)
 
 
-def debiased_error(bins: ReliabilityBins, norm: str = "l2") -> Tensor:
+def debiased_error(bins: ReliabilityBins, norm: Literal["l1", "l2"] = "l2") -> Tensor:
     gap, n = bins.gap.nan_to_num(nan=0.0), bins.count.to(torch.float64)
     variance = (bins.accuracy * (1 - bins.accuracy)).nan_to_num(nan=0.0).clamp(min=0)
     if norm == "l2":
@@ -588,20 +612,9 @@ def debiased_error(bins: ReliabilityBins, norm: str = "l2") -> Tensor:
     return _nan_if_empty((bins.weight * (2 * gap.abs() - folded)).sum(-1), bins)
 
 
-def as_tensor(values: Any) -> Tensor:
-    """A tensor as it is, detached; anything else through NumPy, without a copy where that is safe."""
-    if isinstance(values, Tensor):
-        return values.detach()
-    array = np.ascontiguousarray(values)
-    # torch has no other byte order than the machine's.
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    # torch warns about memory that it could write to and must not.
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
 @torch.no_grad()
 def _bins(
-    op: str, probs: Any, target: Any, confidence: Any, correct: Any, n_bins: int, estimator: str
+    op: str, probs: Any, target: Any, confidence: Any, correct: Any, n_bins: int, estimator: Estimator
 ) -> ReliabilityBins:
     if estimator not in ESTIMATORS:
         raise ValueError(f"{op}: estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
@@ -695,12 +708,12 @@ def _confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, c
         confidence = probs.amax(-1)
     elif target is not None:
         raise ValueError(f"{op}: confidence goes with correct, got target")
-    confidence = as_tensor(confidence)
+    confidence = as_tensor(confidence, f"{op}: confidence")
     if not confidence.is_floating_point():
         raise TypeError(f"{op}: confidence must be floating point, got {confidence.dtype}")
     if confidence.dim() < 1:
         raise ValueError(f"{op}: confidence must be [N], got a single number")
-    correct = as_tensor(correct)
+    correct = as_tensor(correct, f"{op}: correct")
     if correct.shape != confidence.shape:
         raise ValueError(f"{op}: correct must be [N] = {list(confidence.shape)}, got {list(correct.shape)}")
     if correct.device != confidence.device:
@@ -719,7 +732,7 @@ def _confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, c
 
 
 def _as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
-    probs = as_tensor(probs)
+    probs = as_tensor(probs, f"{op}: probs")
     if not probs.is_floating_point():
         raise TypeError(f"{op}: probs must be floating point, got {probs.dtype}")
     if probs.dim() < 2 or probs.shape[-1] < 1:
@@ -740,7 +753,7 @@ def _as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
 
 def _probs_and_target(op: str, probs: Any, target: Any, *, log: bool = False) -> tuple[Tensor, Tensor]:
     probs = _as_probs(op, probs, log=log)
-    target = as_tensor(target)
+    target = as_tensor(target, f"{op}: target")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"{op}: target must be integer, got {target.dtype}")
     if target.shape != probs.shape[:-1]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._arrays import with_tensors
 from focalkern.losses import AdaFocalRecord
 from focalkern.metrics import ReliabilityBins
 from focalkern.ops.calibration_grid import CalibrationGrid
@@ -67,7 +68,7 @@ class ReliabilityBands:
 
     def inside(self, bins: ReliabilityBins) -> Tensor:
         """bool [M]: the accuracy is one that a perfectly calibrated classifier would show. False for an empty bin."""
-        accuracy = bins.accuracy.cpu()
+        accuracy = with_tensors(bins).accuracy.cpu()
         return (self.calibrated_lower <= accuracy) & (accuracy <= self.calibrated_upper)
 
 
@@ -102,7 +103,7 @@ def reliability_bands(
     Source: Efron & Tibshirani 1993, *An Introduction to the Bootstrap*, chapter 13 (the interval); Bröcker & Smith
     2007, "Increasing the reliability of reliability diagrams" (the band).
     """
-    _check_bins("reliability_bands", bins)
+    bins = _checked_bins("reliability_bands", bins)
     if not 0 < level < 1:
         raise ValueError(f"reliability_bands: level must be between 0 and 1, got {level!r}")
     if replicates < 1:
@@ -171,8 +172,7 @@ def reliability_diagram(
     panels = dict(bins) if isinstance(bins, Mapping) else {"": bins}
     if not panels:
         raise ValueError("reliability_diagram: expected at least one set of bins, got none")
-    for one in panels.values():
-        _check_bins("reliability_diagram", one)
+    panels = {name: _checked_bins("reliability_diagram", one) for name, one in panels.items()}
     across = _across(len(panels))
     down = -(-len(panels) // across)
     figure = _figure(width=0.5 + 4.1 * across, height=0.7 + 5.5 * down)
@@ -354,11 +354,13 @@ def _largest_gap(gap: np.ndarray[Any, Any], count: np.ndarray[Any, Any]) -> str:
     return f"largest gap {gap[at]:.4f}, of {count[at]:,} samples"
 
 
-def _check_bins(op: str, bins: ReliabilityBins) -> None:
+def _checked_bins(op: str, bins: ReliabilityBins) -> ReliabilityBins:
+    bins = with_tensors(bins)
     if bins.count.dim() != 1:
         raise ValueError(f"{op}: bins must be [n_bins], got shape {list(bins.count.shape)}")
     if bins.n_samples == 0:
         raise ValueError(f"{op}: bins must hold at least one sample, got none")
+    return bins
 
 
 @dataclass(frozen=True)
@@ -407,6 +409,7 @@ def fit_ridge(grid: CalibrationGrid, criterion: str = "ece") -> Ridge:
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.2 and figure 8.
     """
+    grid = with_tensors(grid)
     if criterion not in grid.tables:
         raise ValueError(f"fit_ridge: criterion must be one of {', '.join(grid.tables)}, got {criterion!r}")
     gammas, order = grid.gammas.cpu().to(torch.float64).sort(stable=True)
@@ -445,6 +448,7 @@ def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), figure 8.
     """
+    grid = with_tensors(grid)
     ridges = {name: fit_ridge(grid, name) for name, table in grid.tables.items() if bool(table.isfinite().any())}
     if not ridges:
         raise ValueError("ridge_diagram: grid must have a finite cell, got none")
@@ -541,6 +545,7 @@ def grid_heatmap(
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), figure 8.
     """
+    grid = with_tensors(grid)
     best = grid.best(criterion) if best is None else best
     order = np.argsort(grid.gammas.cpu().numpy(), kind="stable")
     gammas = grid.gammas.cpu().numpy()[order]

@@ -74,3 +74,17 @@ def test_to_moves_both_tensors(device):
 def test_bad_tables_name_argument_and_value(edges, gammas, error, message):
     with pytest.raises(error, match="GammaTable: .*" + message):
         fk.GammaTable(edges, gammas)
+
+
+def test_tables_of_the_same_numbers_are_equal():
+    table = fk.GammaTable([0.0, 0.2, 1.0], [5.0, 3.0])
+    assert table == fk.FLSD_53
+    assert {fk.FLSD_53: "found"}[table] == "found"
+    assert table == fk.GammaTable(table.edges.clone(), table.gammas.float())  # 5 and 3 are the same in every dtype
+    for other in ([0.0, 0.2, 1.0], [5.0, 2.0]), ([0.0, 0.3, 1.0], [5.0, 3.0]), ([0.0, 0.2, 0.5, 1.0], [5.0, 3.0, 3.0]):
+        assert table != fk.GammaTable(*other)
+    assert table != 3
+    changed = fk.GammaTable(torch.tensor([0.0, 0.2, 1.0]), torch.tensor([5.0, 3.0]))
+    before = hash(changed)
+    changed.gammas[0] = 4.0
+    assert hash(changed) == before and changed != table

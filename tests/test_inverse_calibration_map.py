@@ -273,3 +273,36 @@ def test_digits_of_the_definition_suffice() -> None:
         weights = [v / oracle.g(v, mpf(3)) for v in q]
         for weight, p in zip(weights, oracle.softmax([mpf(v) for v in row]), strict=True):
             assert abs(weight / mpmath.fsum(weights) / p - 1) < 1e-20
+
+
+@pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script:DeprecationWarning")  # torch's own, in jvp
+def test_forward_mode_and_torch_func() -> None:
+    """Every road gives the derivatives of ordinary autograd."""
+    from torch.func import grad, hessian, jacfwd, jacrev, vmap
+
+    torch.manual_seed(0)
+    z, gamma = torch.randn(3, 4, dtype=torch.float64), torch.rand(3, dtype=torch.float64) * 3
+    for f, x in [
+        (fk.inverse_focal_calibration_map, z),
+        (lambda s, g: fk.binary_inverse_focal_calibration_map(s, g, log_odds=True), z[:, 0]),
+        (lambda z, g: fk.properized_focal_loss(z, torch.tensor([0, 3, 1]), g), z),
+    ]:
+        leaves = (x.clone().requires_grad_(), gamma.clone().requires_grad_())
+        assert torch.autograd.gradcheck(f, leaves, check_forward_ad=True)
+        forwards, backwards = jacfwd(f, argnums=(0, 1))(x, gamma), jacrev(f, argnums=(0, 1))(x, gamma)
+        expected = torch.autograd.functional.jacobian(f, (x, gamma))
+        for found in (*forwards, *backwards):
+            assert found.isfinite().all()
+        torch.testing.assert_close(forwards, expected)
+        torch.testing.assert_close(backwards, expected)
+
+        def of_x(x, f=f):
+            return f(x, gamma).square().sum()
+
+        torch.testing.assert_close(hessian(of_x)(x), torch.autograd.functional.hessian(of_x, x))
+    rows = vmap(fk.inverse_focal_calibration_map)(z, gamma)
+    torch.testing.assert_close(rows, fk.inverse_focal_calibration_map(z, gamma))
+    one = vmap(fk.inverse_focal_calibration_map, in_dims=(0, None))(z, gamma[0])
+    torch.testing.assert_close(one, fk.inverse_focal_calibration_map(z, gamma[0]))
+    per_sample = vmap(grad(lambda z, g: fk.inverse_focal_calibration_map(z, g)[0]))(z, gamma)
+    assert per_sample.shape == z.shape and per_sample.isfinite().all()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern.metrics import as_tensor, expected_calibration_error
+from focalkern.metrics import Estimator, as_tensor, expected_calibration_error
 
 __all__ = ["per_class_report"]
 
@@ -19,7 +19,7 @@ def per_class_report(
     *,
     calibrated: Any = None,
     n_bins: int = 15,
-    estimator: str = "equal_width",
+    estimator: Estimator = "equal_width",
     names: Sequence[Any] | None = None,
 ) -> list[dict[str, Any]]:
     r"""How well the probability of each class is calibrated, before and after.

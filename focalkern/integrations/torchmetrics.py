@@ -113,7 +113,7 @@ class CalibrationError(_FocalkernMetric):
     def __init__(
         self,
         n_bins: int = 15,
-        estimator: str = "equal_width",
+        estimator: metrics.Estimator = "equal_width",
         error: str = "expected",
         *,
         input_kind: str = "probs",

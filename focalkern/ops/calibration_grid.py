@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._arrays import as_array, as_tensor
 from focalkern.ops._extension import _C
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
@@ -30,7 +31,7 @@ class CalibrationGrid:
     """What :func:`calibration_grid` found.
 
     Attributes:
-        gammas: [Gg] float64, on the device of ``input``, like every tensor here.
+        gammas: [Gg] float64, on the device of ``input``, like every tensor here. For arrays they are all arrays.
         temperatures: [Gt] float64.
         tables: {criterion: [Gg, Gt] float64}, as fractions (``nll`` in nats per sample).
         n_bins: number of bins behind ``ece`` and ``mce``.
@@ -59,7 +60,7 @@ class CalibrationGrid:
             raise ValueError(
                 f"CalibrationGrid.best: criterion must be one of {', '.join(self.tables)}, got {criterion!r}"
             )
-        table = self.tables[criterion].detach().cpu().numpy()
+        table: np.ndarray[Any, Any] = as_array(as_tensor(self.tables[criterion]))
         finite = np.isfinite(table)
         if not finite.any():
             raise ValueError(f"CalibrationGrid.best: {criterion} must be finite in some cell, got none")
@@ -68,8 +69,8 @@ class CalibrationGrid:
 
 
 def calibration_grid(
-    input: Tensor,
-    target: Tensor,
+    input: Tensor | np.ndarray[Any, Any],
+    target: Tensor | np.ndarray[Any, Any],
     gammas: Sequence[float] | np.ndarray[Any, Any] | Tensor,
     temperatures: Sequence[float] | np.ndarray[Any, Any] | Tensor,
     *,
@@ -101,9 +102,9 @@ def calibration_grid(
     A progress bar shows after two seconds where stderr is a terminal and tqdm is installed.
 
     Args:
-        input: [N, C] logits or probabilities, C >= 2, float16, bfloat16, float32 or float64. Half precision is
-            computed in float32. A logit of -inf, or a probability of 0, is a class that cannot occur. Probability rows
-            must sum to 1 within 1e-3, and are renormalised.
+        input: [N, C] logits or probabilities, C >= 2, float16, bfloat16, float32 or float64. Half precision is computed
+            in float32. A tensor, or an array with an array as target. A logit of -inf, or a probability of 0, is a
+            class that cannot occur. Probability rows must sum to 1 within 1e-3, and are renormalised.
         target: [N] labels, int64, int32 or uint8.
         gammas: [Gg] numbers, finite and greater than -1.
         temperatures: [Gt] numbers, finite and greater than 0.
@@ -118,7 +119,7 @@ def calibration_grid(
         ignore_index: label of rows that are left out.
 
     Returns:
-        A :class:`CalibrationGrid`, whose tables are in the order of ``criteria``.
+        A :class:`CalibrationGrid`, whose tables are in the order of ``criteria``; of arrays, for arrays.
 
     Raises:
         TypeError: dtype or kind of an argument.
@@ -130,8 +131,23 @@ def calibration_grid(
     Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598), section 5; estimators of Guo et al. 2017 (arXiv
     1706.04599) and Mukhoti et al. 2020 (arXiv 2002.09437).
     """
+    if not isinstance(input, Tensor) and not isinstance(target, Tensor):
+        of_tensors = calibration_grid(
+            as_tensor(input, "calibration_grid: input"),
+            as_tensor(target, "calibration_grid: target"),
+            gammas,
+            temperatures,
+            n_bins=n_bins,
+            criteria=criteria,
+            estimator=estimator,
+            input_kind=input_kind,
+            ignore_index=ignore_index,
+        )
+        arrays: CalibrationGrid = as_array(of_tensors)
+        return arrays
     _check_tensor("input", input)
     _check_tensor("target", target)
+    assert isinstance(input, Tensor) and isinstance(target, Tensor)
     names = _criteria(criteria)
     _check_option("estimator", estimator, _ESTIMATORS)
     _check_option("input_kind", input_kind, _INPUT_KINDS)

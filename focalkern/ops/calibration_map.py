@@ -1,12 +1,14 @@
 """The focal calibration map, for rows of classes and for one logit."""
 
 import math
-from typing import Literal
+from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from focalkern._arrays import as_array, as_tensor
 from focalkern.ops._extension import _C
 
 __all__ = ["binary_focal_calibration_map", "focal_calibration_map"]
@@ -15,15 +17,35 @@ _LOGITS, _PROBS, _BINARY = 0, 1, 2
 _KINDS = {"logits": _LOGITS, "probs": _PROBS}
 _PLAIN = (Tensor, torch.nn.Parameter)
 
+Array = np.ndarray[Any, Any]
 
+
+@overload
 def focal_calibration_map(
     input: Tensor,
-    gamma: float | Tensor,
-    temperature: float | Tensor = 1.0,
+    gamma: float | Tensor | Array,
+    temperature: float | Tensor | Array = 1.0,
     *,
     input_kind: Literal["logits", "probs"] = "logits",
     log: bool = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def focal_calibration_map(
+    input: Array,
+    gamma: float | Tensor | Array,
+    temperature: float | Tensor | Array = 1.0,
+    *,
+    input_kind: Literal["logits", "probs"] = "logits",
+    log: bool = False,
+) -> Array: ...
+def focal_calibration_map(
+    input: Tensor | Array,
+    gamma: float | Tensor | Array,
+    temperature: float | Tensor | Array = 1.0,
+    *,
+    input_kind: Literal["logits", "probs"] = "logits",
+    log: bool = False,
+) -> Tensor | Array:
     r"""Focal calibration with temperature: what a focal loss of parameter gamma makes of properly calibrated scores.
 
     With q = softmax(z / T), u = 1 - q, phi = -q log q / u and G(q) = u^gamma (1 + gamma phi):
@@ -40,10 +62,10 @@ def focal_calibration_map(
     run, and on the CPU for every number of threads.
 
     Args:
-        input: [..., C] logits, or probabilities with ``input_kind="probs"``; float16, bfloat16, float32 or float64,
-            C >= 2. A logit of -inf, or a probability of 0, is a class that cannot occur: its result is 0 (-inf with
-            ``log``), it takes part in nothing else and its gradient is 0. At a probability of 0 that gradient is not
-            the derivative, which is not supported.
+        input: [..., C] logits, or probabilities with ``input_kind="probs"``; float16, bfloat16, float32 or float64, C
+            >= 2; a tensor, or an array. A logit of -inf, or a probability of 0, is a class that cannot occur: its
+            result is 0 (-inf with ``log``), it takes part in nothing else and its gradient is 0. At a probability of 0
+            that gradient is not the derivative, which is not supported.
         gamma: a number, or a floating-point tensor broadcastable to [...]; finite and > -1.
         temperature: a number, or a floating-point tensor broadcastable to [...]; finite and > 0.
         input_kind: ``"logits"`` or ``"probs"``; it is never guessed. Rows of probabilities must sum to 1 within 1e-3
@@ -51,9 +73,9 @@ def focal_calibration_map(
         log: return log-probabilities.
 
     Returns:
-        [..., C] probabilities or log-probabilities in the dtype of ``input``; under autocast in float32 for a
-        half-precision input, as :func:`torch.softmax` does. Differentiable to any order in ``input``, gamma and
-        temperature.
+        [..., C] probabilities or log-probabilities in the dtype of ``input``, an array for an array; under autocast in
+        float32 for a half-precision input, as :func:`torch.softmax` does. Differentiable to any order in ``input``,
+        gamma and temperature.
 
     Raises:
         TypeError: dtype or kind of an argument.
@@ -73,13 +95,29 @@ def focal_calibration_map(
     return _map("focal_calibration_map", "input", input, gamma, temperature, kind, log)
 
 
+@overload
 def binary_focal_calibration_map(
     logits: Tensor,
-    gamma: float | Tensor,
-    temperature: float | Tensor = 1.0,
+    gamma: float | Tensor | Array,
+    temperature: float | Tensor | Array = 1.0,
     *,
     log_odds: bool = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def binary_focal_calibration_map(
+    logits: Array,
+    gamma: float | Tensor | Array,
+    temperature: float | Tensor | Array = 1.0,
+    *,
+    log_odds: bool = False,
+) -> Array: ...
+def binary_focal_calibration_map(
+    logits: Tensor | Array,
+    gamma: float | Tensor | Array,
+    temperature: float | Tensor | Array = 1.0,
+    *,
+    log_odds: bool = False,
+) -> Tensor | Array:
     r"""The focal calibration map of two classes, on one logit each: :func:`focal_calibration_map` of [0, logit].
 
     With s = logit / T, sigma the logistic function and phi(q) = -q log q / (1 - q):
@@ -90,15 +128,15 @@ def binary_focal_calibration_map(
     stand for the inverse focal loss.
 
     Args:
-        logits: any shape, the logit of class 1 against class 0; float16, bfloat16, float32 or float64. -inf is a class
-            1 that cannot occur.
+        logits: any shape, the logit of class 1 against class 0; float16, bfloat16, float32 or float64; a tensor, or an
+            array. -inf is a class 1 that cannot occur.
         gamma: a number, or a floating-point tensor broadcastable to the shape of ``logits``; finite and > -1.
         temperature: likewise; finite and > 0.
         log_odds: return g(s) instead of the probability of class 1, sigma(g(s)).
 
     Returns:
-        The shape and dtype of ``logits``; under autocast float32 for half-precision logits. Differentiable to any
-        order in ``logits``, gamma and temperature.
+        The shape and dtype of ``logits``, an array for an array; under autocast float32 for half-precision logits.
+        Differentiable to any order in ``logits``, gamma and temperature.
 
     Raises:
         TypeError: dtype or kind of an argument.
@@ -113,10 +151,21 @@ def binary_focal_calibration_map(
 
 
 def _map(
-    op: str, name: str, input: Tensor, gamma: float | Tensor, temperature: float | Tensor, kind: int, log: bool
-) -> Tensor:
+    op: str,
+    name: str,
+    input: Tensor | Array,
+    gamma: float | Tensor | Array,
+    temperature: float | Tensor | Array,
+    kind: int,
+    log: bool,
+) -> Any:
     if not isinstance(input, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(input).__name__}")
+        of_array = _map(op, name, as_tensor(input, f"{op}: {name}"), gamma, temperature, kind, log)
+        return as_array(of_array)
+    if isinstance(gamma, np.ndarray):
+        gamma = as_tensor(gamma, f"{op}: gamma").to(input.device)
+    if isinstance(temperature, np.ndarray):
+        temperature = as_tensor(temperature, f"{op}: temperature").to(input.device)
     if not isinstance(gamma, Tensor):
         gamma = _check_number(op, "gamma", gamma, -1.0, "greater than -1")
     if not isinstance(temperature, Tensor):

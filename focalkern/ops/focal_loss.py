@@ -2,12 +2,14 @@
 
 import math
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from focalkern._arrays import as_tensor
 from focalkern.gamma import GammaTable
 from focalkern.ops._extension import _C
 
@@ -109,13 +111,13 @@ def focal_loss(
         raise
 
 
-def check_labels(target: Tensor, n_classes: int, *, ignore_index: int = -100) -> None:
+def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignore_index: int = -100) -> None:
     """Raises unless every label is in [0, n_classes) or equal to ``ignore_index``.
 
     For CUDA targets, whose labels :func:`focal_loss` does not look at on the host: this waits for the device.
 
     Args:
-        target: labels of any shape, int64, int32 or uint8.
+        target: labels of any shape, int64, int32 or uint8; a tensor, or an array.
         n_classes: number of classes, at least 1.
         ignore_index: the label that stands for no class.
 
@@ -124,9 +126,9 @@ def check_labels(target: Tensor, n_classes: int, *, ignore_index: int = -100) ->
         ValueError: ``n_classes`` < 1.
         IndexError: names the first label out of range and its row (the index into the flattened target).
     """
-    if not isinstance(target, Tensor) or target.dtype not in _LABEL_DTYPES:
-        found = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise TypeError(f"check_labels: target must be an int64, int32 or uint8 tensor, got {found}")
+    target = as_tensor(target, "check_labels: target")
+    if target.dtype not in _LABEL_DTYPES:
+        raise TypeError(f"check_labels: target must be int64, int32 or uint8, got {target.dtype}")
     if n_classes < 1:
         raise ValueError(f"check_labels: n_classes must be at least 1, got {n_classes}")
     labels = target.reshape(-1).to(torch.int64)

@@ -9,12 +9,14 @@ safeguarded Newton iteration needs a handful of steps for any gamma.
 """
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focalkern._arrays import as_array, as_tensor
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import focal_loss
 
@@ -25,9 +27,32 @@ __all__ = ["binary_inverse_focal_calibration_map", "inverse_focal_calibration_ma
 _OUTER_STEPS, _INNER_STEPS = 16, 10
 
 
+Array = np.ndarray[Any, Any]
+
+
+@overload
 def inverse_focal_calibration_map(
-    input: Tensor, gamma: float | Tensor, *, input_kind: Literal["logits", "probs"] = "logits", log: bool = False
-) -> Tensor:
+    input: Tensor,
+    gamma: float | Tensor | Array,
+    *,
+    input_kind: Literal["logits", "probs"] = "logits",
+    log: bool = False,
+) -> Tensor: ...
+@overload
+def inverse_focal_calibration_map(
+    input: Array,
+    gamma: float | Tensor | Array,
+    *,
+    input_kind: Literal["logits", "probs"] = "logits",
+    log: bool = False,
+) -> Array: ...
+def inverse_focal_calibration_map(
+    input: Tensor | Array,
+    gamma: float | Tensor | Array,
+    *,
+    input_kind: Literal["logits", "probs"] = "logits",
+    log: bool = False,
+) -> Tensor | Array:
     r"""The probabilities that the focal calibration map turns into the given ones.
 
     With G(q) = u^gamma (1 + gamma phi), u = 1 - q and phi = -q log q / u, the result q solves
@@ -39,7 +64,7 @@ def inverse_focal_calibration_map(
 
     Args:
         input: [..., C] logits of p, or p itself with ``input_kind="probs"``; float16, bfloat16, float32 or float64,
-            C >= 2. Classes with p = 0 have q = 0.
+            C >= 2; a tensor, or an array. Classes with p = 0 have q = 0.
         gamma: a number or a floating-point tensor broadcastable to [...]; finite and >= 0. (Below 0 the map of a
             single class, q / G(q), is not monotone, and is not inverted here.)
         input_kind: ``"logits"`` or ``"probs"``; never guessed. Rows of probabilities must sum to 1 within 1e-3 and are
@@ -47,8 +72,9 @@ def inverse_focal_calibration_map(
         log: return log q.
 
     Returns:
-        [..., C] q or log q in the dtype of ``input``; under autocast in float32 for a half-precision input. Half types
-        are computed in float32. Differentiable in ``input`` and gamma, twice.
+        [..., C] q or log q in the dtype of ``input``, an array for an array; under autocast in float32 for a
+        half-precision input. Half types are computed in float32. Differentiable in ``input`` and gamma, twice, also
+        under torch.func and in forward mode.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`focal_calibration_map`; also ValueError for a gamma < 0.
@@ -58,12 +84,27 @@ def inverse_focal_calibration_map(
     (arXiv 2408.11598).
     """
     op = "inverse_focal_calibration_map"
+    if not isinstance(input, Tensor):
+        of_array: Array = as_array(
+            inverse_focal_calibration_map(as_tensor(input, f"{op}: input"), gamma, input_kind=input_kind, log=log)
+        )
+        return of_array
     log_p, gamma = _log_probabilities(op, input, gamma, input_kind)
-    log_q = torch.ops.focalkern.inverse_calibration_map(log_p, gamma.expand(log_p.shape[:-1]))
+    log_q = _inverse_rows(log_p, gamma.expand(log_p.shape[:-1]))
     return _as_input(log_q if log else log_q.exp(), input)
 
 
-def binary_inverse_focal_calibration_map(logits: Tensor, gamma: float | Tensor, *, log_odds: bool = False) -> Tensor:
+@overload
+def binary_inverse_focal_calibration_map(
+    logits: Tensor, gamma: float | Tensor | Array, *, log_odds: bool = False
+) -> Tensor: ...
+@overload
+def binary_inverse_focal_calibration_map(
+    logits: Array, gamma: float | Tensor | Array, *, log_odds: bool = False
+) -> Array: ...
+def binary_inverse_focal_calibration_map(
+    logits: Tensor | Array, gamma: float | Tensor | Array, *, log_odds: bool = False
+) -> Tensor | Array:
     r"""The inverse map of two classes, on one logit each: :func:`inverse_focal_calibration_map` of [0, logit].
 
     The result s solves
@@ -73,13 +114,14 @@ def binary_inverse_focal_calibration_map(logits: Tensor, gamma: float | Tensor, 
     for the logit t, elementwise; s is odd and strictly increasing in t.
 
     Args:
-        logits: any shape, t, the logit of class 1 against class 0; float16, bfloat16, float32 or float64.
+        logits: any shape, t, the logit of class 1 against class 0; float16, bfloat16, float32 or float64; a tensor, or
+            an array.
         gamma: a number or a floating-point tensor broadcastable to the shape of ``logits``; finite and >= 0.
         log_odds: return s instead of the probability of class 1, sigma(s).
 
     Returns:
-        The shape and dtype of ``logits``; under autocast float32 for half-precision logits. Differentiable in
-        ``logits`` and gamma, twice.
+        The shape and dtype of ``logits``, an array for an array; under autocast float32 for half-precision logits.
+        Differentiable in ``logits`` and gamma, twice, also under torch.func and in forward mode.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`binary_focal_calibration_map`; also ValueError for a
@@ -88,12 +130,17 @@ def binary_inverse_focal_calibration_map(logits: Tensor, gamma: float | Tensor, 
     Source: as :func:`inverse_focal_calibration_map`.
     """
     op = "binary_inverse_focal_calibration_map"
+    if not isinstance(logits, Tensor):
+        of_array: Array = as_array(
+            binary_inverse_focal_calibration_map(as_tensor(logits, f"{op}: logits"), gamma, log_odds=log_odds)
+        )
+        return of_array
     # gamma = 0 and T = 1 leave the logit as it is: this only checks it.
     t = _renamed(op, binary_focal_calibration_map, _widened(logits), 0.0, log_odds=True)
     gamma = _gamma_tensor(op, gamma, t)
     if not _broadcasts(gamma, t.shape):
         raise ValueError(f"{op}: gamma must broadcast to the shape of logits, {list(t.shape)}, got {list(gamma.shape)}")
-    s = torch.ops.focalkern.inverse_calibration_map_binary(t, gamma.expand(t.shape))
+    s = _inverse_logits(t, gamma.expand(t.shape))
     return _as_input(s if log_odds else s.sigmoid(), logits)
 
 
@@ -134,7 +181,7 @@ def properized_focal_loss(
     if not isinstance(input, Tensor) or input.dim() == 0:
         raise TypeError(f"{op}: input must be a tensor (C), (N, C) or (N, C, d1, ...), got {_kind(input)}")
     log_p, gamma = _log_probabilities(op, input.movedim(class_dim, -1), gamma, "logits")
-    log_q = torch.ops.focalkern.inverse_calibration_map(log_p, gamma.expand(log_p.shape[:-1]))
+    log_q = _inverse_rows(log_p, gamma.expand(log_p.shape[:-1]))
     loss = _renamed(
         op,
         focal_loss,
@@ -152,7 +199,7 @@ def properized_focal_loss(
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _log_probabilities(op: str, input: Tensor, gamma: float | Tensor, input_kind: Any) -> tuple[Tensor, Tensor]:
+def _log_probabilities(op: str, input: Tensor, gamma: float | Tensor | Array, input_kind: Any) -> tuple[Tensor, Tensor]:
     """Log-probabilities and gammas in the dtype of the computation, both checked."""
     # The forward map with gamma = 0 is log_softmax, with all its checks.
     log_p = _renamed(op, focal_calibration_map, _widened(input), 0.0, input_kind=input_kind, log=True)
@@ -163,7 +210,9 @@ def _log_probabilities(op: str, input: Tensor, gamma: float | Tensor, input_kind
     return log_p, gamma
 
 
-def _gamma_tensor(op: str, gamma: float | Tensor, like: Tensor) -> Tensor:
+def _gamma_tensor(op: str, gamma: float | Tensor | Array, like: Tensor) -> Tensor:
+    if isinstance(gamma, np.ndarray):
+        gamma = as_tensor(gamma, f"{op}: gamma").to(like.device)
     if not isinstance(gamma, Tensor):
         if isinstance(gamma, bool) or not (hasattr(type(gamma), "__float__") or hasattr(type(gamma), "__index__")):
             raise TypeError(f"{op}: gamma must be a number or a tensor, got {_kind(gamma)}")
@@ -175,7 +224,8 @@ def _gamma_tensor(op: str, gamma: float | Tensor, like: Tensor) -> Tensor:
         raise TypeError(f"{op}: gamma must be floating point, got {gamma.dtype}")
     if gamma.device != like.device and gamma.dim() > 0:
         raise ValueError(f"{op}: gamma must be on the device of input, {like.device}, got {gamma.device}")
-    if gamma.device.type == "cpu" and not torch.compiler.is_compiling():
+    values_are_there = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    if gamma.device.type == "cpu" and values_are_there:
         outside = ~((gamma >= 0) & gamma.isfinite())
         if bool(outside.any()):
             raise ValueError(f"{op}: gamma must be finite and at least 0, got {float(gamma[outside].reshape(-1)[0])}")
@@ -302,11 +352,13 @@ def _inverse_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(output, inputs[1])
 
 
-def _inverse_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    # a_j = log p_j + c with c such that sum q = 1, and da = h d(log q) + (da/dgamma) dgamma. So, with e = d(log p) -
-    # (da/dgamma) dgamma: d(log q) = (e + c) / h and sum(q d(log q)) = 0. Written in differentiable operators of the
-    # saved result, for second derivatives.
-    log_q, gamma = ctx.saved_tensors
+def _inverse_slopes(log_q: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Which classes depend on nothing; 1 / h of the others, the shares (q / h) / sum(q / h), and da/dgamma.
+
+    a_j = log p_j + c with c such that sum q = 1, and da = h d(log q) + (da/dgamma) dgamma. So, with e = d(log p) -
+    (da/dgamma) dgamma: d(log q) = (e + c) / h and sum(q d(log q)) = 0. Written in differentiable operators of the
+    result, for second derivatives.
+    """
     g = gamma.unsqueeze(-1)
     absent = log_q == -math.inf
     # log-odds of every class; 1 - q_top is the sum of the others.
@@ -320,17 +372,59 @@ def _inverse_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
     phi, q = _phi(x), finite.exp()
     slope = log_u.exp() + g * (q - (phi - q) / (1 + g * phi))
     inverse_h = log_u.exp() / slope
-    share = torch.where(absent, -math.inf, finite + log_u - slope.log()).softmax(-1)  # (q / h) / sum(q / h)
-    kept = torch.where(absent | certain, 0.0, grad) * inverse_h
-    grad_log_p = torch.where(absent | certain, 0.0, kept - share * kept.sum(-1, keepdim=True))
+    share = torch.where(absent, -math.inf, finite + log_u - slope.log()).softmax(-1)
+    return absent | certain, inverse_h, share, -log_u - phi / (1 + g * phi)
+
+
+def _inverse_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    fixed, inverse_h, share, da_dgamma = _inverse_slopes(*ctx.saved_tensors)
+    kept = torch.where(fixed, 0.0, grad) * inverse_h
+    grad_log_p = torch.where(fixed, 0.0, kept - share * kept.sum(-1, keepdim=True))
     grad_gamma = None
     if ctx.needs_input_grad[1]:
-        da_dgamma = -log_u - phi / (1 + g * phi)
-        grad_gamma = -torch.where(absent | certain, 0.0, grad_log_p * da_dgamma).sum(-1)
+        grad_gamma = -torch.where(fixed, 0.0, grad_log_p * da_dgamma).sum(-1)
     return grad_log_p, grad_gamma
 
 
 _inverse.register_autograd(_inverse_backward, setup_context=_inverse_setup)
+
+
+class _InverseRows(torch.autograd.Function):
+    """The same for eager callers, with what an operator in Python has not: forward mode and torch.func."""
+
+    @staticmethod
+    def forward(log_p: Tensor, gamma: Tensor) -> Tensor:
+        return torch.ops.focalkern.inverse_calibration_map(log_p, gamma)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(output, inputs[1])
+        ctx.save_for_forward(output, inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return _inverse_backward(ctx, grad)
+
+    @staticmethod
+    def jvp(ctx: Any, d_log_p: Tensor, d_gamma: Tensor) -> Tensor:
+        fixed, inverse_h, share, da_dgamma = _inverse_slopes(*ctx.saved_tensors)
+        e = torch.where(fixed, 0.0, d_log_p - da_dgamma * d_gamma.unsqueeze(-1))
+        return torch.where(fixed, 0.0, (e - (share * e).sum(-1, keepdim=True)) * inverse_h)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, int | None], log_p: Tensor, gamma: Tensor) -> tuple[Tensor, int]:
+        # It takes any leading dimensions as they are.
+        return _InverseRows.apply(_batch_first(log_p, in_dims[0], info), _batch_first(gamma, in_dims[1], info)), 0  # type: ignore[no-untyped-call]
+
+
+def _batch_first(values: Tensor, dim: int | None, info: Any) -> Tensor:
+    return values.expand(info.batch_size, *values.shape) if dim is None else values.movedim(dim, 0)
+
+
+def _inverse_rows(log_p: Tensor, gamma: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.ops.focalkern.inverse_calibration_map(log_p, gamma)
+    return _InverseRows.apply(log_p, gamma)  # type: ignore[no-untyped-call]
 
 
 # -- two classes, one logit -------------------------------------------------------------------------------------------
@@ -363,6 +457,11 @@ def _binary_slope(s: Tensor, gamma: Tensor) -> Tensor:
     return _share(s, gamma)[1] + _share(-s, gamma)[1]
 
 
+def _binary_slope_in_gamma(s: Tensor, gamma: Tensor) -> Tensor:
+    plus, minus = _phi(s), _phi(-s)
+    return s - plus / (1 + gamma * plus) + minus / (1 + gamma * minus)
+
+
 @_inverse_binary.register_fake
 def _(t: Tensor, gamma: Tensor) -> Tensor:
     return torch.empty_like(t)
@@ -377,9 +476,40 @@ def _inverse_binary_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | N
     grad_t = grad / _binary_slope(s, gamma)
     grad_gamma = None
     if ctx.needs_input_grad[1]:
-        plus, minus = _phi(s), _phi(-s)
-        grad_gamma = -grad_t * (s - plus / (1 + gamma * plus) + minus / (1 + gamma * minus))
+        grad_gamma = -grad_t * _binary_slope_in_gamma(s, gamma)
     return grad_t, grad_gamma
 
 
 _inverse_binary.register_autograd(_inverse_binary_backward, setup_context=_inverse_binary_setup)
+
+
+class _InverseLogits(torch.autograd.Function):
+    """As _InverseRows."""
+
+    @staticmethod
+    def forward(t: Tensor, gamma: Tensor) -> Tensor:
+        return torch.ops.focalkern.inverse_calibration_map_binary(t, gamma)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(output, inputs[1])
+        ctx.save_for_forward(output, inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _inverse_binary_backward(ctx, grad)
+
+    @staticmethod
+    def jvp(ctx: Any, d_t: Tensor, d_gamma: Tensor) -> Tensor:
+        s, gamma = ctx.saved_tensors
+        return (d_t - _binary_slope_in_gamma(s, gamma) * d_gamma) / _binary_slope(s, gamma)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, int | None], t: Tensor, gamma: Tensor) -> tuple[Tensor, int]:
+        return _InverseLogits.apply(_batch_first(t, in_dims[0], info), _batch_first(gamma, in_dims[1], info)), 0  # type: ignore[no-untyped-call]
+
+
+def _inverse_logits(t: Tensor, gamma: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.ops.focalkern.inverse_calibration_map_binary(t, gamma)
+    return _InverseLogits.apply(t, gamma)  # type: ignore[no-untyped-call]

@@ -1,0 +1,75 @@
+"""Arrays in the place of tensors: what is no tensor goes in through NumPy, and the results come out as NumPy arrays."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["arrays_for_arrays", "as_array", "as_tensor", "with_tensors"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def as_tensor(values: Any, what: str = "an argument") -> Tensor:
+    """A tensor as it is, detached; anything else through NumPy, without a copy where that is safe.
+
+    Raises:
+        TypeError: nothing that NumPy makes an array of numbers of; ``what`` says which argument of which operator.
+    """
+    if isinstance(values, Tensor):
+        return values.detach()
+    try:
+        array = np.asarray(values, order="C")
+        # torch has no other byte order than the machine's.
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        # torch warns about memory that it could write to and must not.
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError) as error:  # objects, text, dates; rows of several lengths
+        found = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
+        raise TypeError(f"{what} must be a tensor or an array of numbers, got {found}") from error
+
+
+def as_array(result: Any) -> Any:
+    """A tensor as an array, or as a NumPy number if it has no dimensions; a dataclass with such entries likewise."""
+    if isinstance(result, Tensor):
+        array = result.detach().cpu().numpy()
+        return array if array.ndim else array[()]
+    if isinstance(result, dict):
+        return {key: as_array(value) for key, value in result.items()}
+    if is_dataclass(result) and not isinstance(result, type):
+        return replace(result, **{field.name: as_array(getattr(result, field.name)) for field in fields(result)})
+    return result
+
+
+def with_tensors(result: R) -> R:
+    """The way back, for those who compute with a dataclass of results."""
+    if isinstance(result, np.ndarray):
+        converted: Any = torch.from_numpy(result)
+    elif isinstance(result, dict):
+        converted = {key: with_tensors(value) for key, value in result.items()}
+    elif is_dataclass(result) and not isinstance(result, type):
+        converted = replace(
+            result, **{field.name: with_tensors(getattr(result, field.name)) for field in fields(result)}
+        )
+    else:
+        converted = result
+    return converted
+
+
+def arrays_for_arrays(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, whose tensors become arrays where no argument was a tensor."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
+        result = function(*arguments, **options)
+        if any(isinstance(value, Tensor) for value in (*arguments, *options.values())):
+            return result
+        converted: R = as_array(result)
+        return converted
+
+    return call
