@@ -17,6 +17,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
@@ -452,13 +453,16 @@ std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& /*grad*/, const T
 
 // ---- the same map in differentiable torch operations ---------------------------------------------------------------
 
-// phi of a class with the odds 1 : t, q = 1 / (1 + t): log(1 + t) / t, which is 1 in the limit t -> 0.
-Tensor phi_of_odds(const Tensor& t) {
-  const double threshold = t.scalar_type() == at::kDouble ? 1e-6 : 1e-3;
-  const Tensor small = t < threshold;
-  const Tensor t_small = at::where(small, t, 0);
+// 1 - phi of a class with the odds 1 : t and u = 1 - q: 1 - log(1 + t) / t, as in map_row. As gamma -> -1 it is all
+// that is left of 1 + gamma phi, so it must not be had by subtracting.
+Tensor one_minus_phi_of_odds(const Tensor& t, const Tensor& u) {
+  const Tensor small = u < 0.125;
+  const Tensor u_small = at::where(small, u, 0);
   const Tensor t_large = at::where(small, 1, t);
-  return at::where(small, 1 - t_small * (0.5 - t_small * (1.0 / 3.0 - t_small * 0.25)), t_large.log1p() / t_large);
+  const int terms = t.scalar_type() == at::kDouble ? 17 : 8;
+  Tensor sum = at::full_like(u, 1.0 / (terms * (terms + 1)));
+  for (int k = terms - 1; k >= 1; --k) sum = sum * u_small + 1.0 / (k * (k + 1));
+  return at::where(small, sum * u_small, 1 - t_large.log1p() / t_large);
 }
 
 // A number may be on the host beside rows on a device, as long as it stays without dimensions: torch then takes it as a
@@ -478,9 +482,14 @@ Tensor composite_binary(const Tensor& logits, const Tensor& gamma, const Tensor&
   const Tensor sign = at::where(x < 0, at::scalar_tensor(-1, s.options()), at::scalar_tensor(1, s.options()));
   const Tensor a = sign * x;
   const Tensor t = (-a).exp();
-  const Tensor phi = phi_of_odds(t);
-  const Tensor other_phi = t * (t.log1p() + a);
-  const Tensor log_odds = sign * (one_plus_g * a - (one_plus_g - g * (1 - phi)).log() + (g * other_phi).log1p());
+  const Tensor q = (1 + t).reciprocal();
+  const Tensor u = t * q;
+  const Tensor one_minus_phi = one_minus_phi_of_odds(t, u);
+  // As in binary_map: phi of the other class minus phi of this one, which tend to each other as a -> 0.
+  const Tensor tanh_half = -(-a).expm1() * q;
+  const Tensor difference = t * a - tanh_half * (1 - one_minus_phi) / (q * q);
+  const Tensor denominator = one_plus_g - g * one_minus_phi;
+  const Tensor log_odds = sign * (one_plus_g * a + (g * difference / denominator).log1p());
 
   const Tensor valid = (gamma > -1).logical_and(gamma < kInfinity);
   const Tensor valid_t = (temperature > 0).logical_and(temperature < kInfinity);
@@ -520,8 +529,8 @@ Tensor composite_rows(const Tensor& input, const Tensor& gamma, const Tensor& te
   const Tensor odds = rest * exp_gap;
   const Tensor minus_log_q = odds.log1p();
   const Tensor q_top = (1 + odds).reciprocal();
-  const Tensor phi_top = phi_of_odds(odds);
-  const Tensor ratio_offset = one_plus_g * gap + g * (log_rest - minus_log_q) + (one_plus_g - g * (1 - phi_top)).log();
+  const Tensor denominator = one_plus_g - g * one_minus_phi_of_odds(odds, odds * q_top);
+  const Tensor ratio_offset = one_plus_g * gap + (g * (log_rest - minus_log_q) + denominator.log());
 
   const Tensor q = e * (exp_gap * q_top);
   const Tensor phi = -q * (y + (gap - minus_log_q)) / (1 - q);

@@ -413,6 +413,21 @@ def test_gradient_where_only_some_inputs_need_it(device):
         assert_close(fk.focal_calibration_map(*values), fk.focal_calibration_map(*everything))
 
 
+@pytest.mark.parametrize("gamma", [-0.5, -0.99, -0.9999, -0.999999])
+def test_torch_func_keeps_the_digits_of_float32_as_gamma_approaches_minus_one(gamma):
+    z = torch.randn(100, 10) * 8
+    s = torch.linspace(-20, 20, 101)
+    of_rows, of_logits = fk.focal_calibration_map, fk.binary_focal_calibration_map
+    for found, expected in [
+        (torch.func.vmap(lambda z: of_rows(z, gamma, log=True))(z), of_rows(z.double(), gamma, log=True)),
+        (
+            torch.func.vmap(lambda s: of_logits(s, gamma, log_odds=True))(s),
+            of_logits(s.double(), gamma, log_odds=True),
+        ),
+    ]:
+        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=1e-9)
+
+
 @torch_jit_warns
 def test_torch_func_is_never_silently_wrong(device):
     from torch.func import grad, hessian, jacrev, jvp, vmap
