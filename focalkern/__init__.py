@@ -41,6 +41,7 @@ from focalkern.ops.inverse_calibration_map import (
 from focalkern.ops.linear_focal_loss import linear_focal_loss
 from focalkern.ops.memory import empty_cache
 from focalkern.streaming import CalibrationGridState
+from focalkern.study import AutoCalibrator, Study, Verdict, compare_calibrators
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "PAPER_GAMMAS",
     "PAPER_TEMPERATURES",
     "AdaFocalLoss",
+    "AutoCalibrator",
     "BrierLoss",
     "CalibrationGrid",
     "CalibrationGridState",
@@ -67,13 +69,16 @@ __all__ = [
     "MMCELoss",
     "MultiLabelScaling",
     "SigmoidFocalLoss",
+    "Study",
     "TemperatureScaling",
+    "Verdict",
     "binary_focal_calibration_map",
     "binary_inverse_focal_calibration_map",
     "bootstrap",
     "build_info",
     "calibration_grid",
     "check_labels",
+    "compare_calibrators",
     "empty_cache",
     "focal_calibration_map",
     "focal_loss",

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
 IN_SOURCE_TREE = "the benchmarks are in the source tree only"
-GRID = ("--temperatures", "0.5:4:0.5", "--gammas=0,0.5,1")
+AXES = ("--temperatures", "0.5:4:0.5", "--gammas=0,0.5,1")
+GRID = ("--method", "focal-temperature", "--criterion", "ece", *AXES)  # the paper's choice; the verdict is below
 
 
 def sample(n, seed, n_classes=5):
@@ -213,10 +214,7 @@ def test_the_same_command_goes_on(stopped, run, monkeypatch):
     assert code == 0
     assert err.startswith("resumed from s.state: 84 of 500 rows are done\n")
     assert json.loads(out)["rows"] == expected["rows"]  # to the bit
-    # Now it is complete, and read once more without a batch.
-    code, again, err = run("calibrate", "val_logits-*.npy", *GRID, "--state", "s.state", "--json")
-    assert err.startswith("resumed from s.state: 500 of 500 rows are done\n")
-    assert again == out
+    assert not stopped.exists()  # it is of no use any more
 
 
 def change_a_file(folder):
@@ -391,9 +389,7 @@ def test_two_processes_of_torchrun_give_what_one_gives(folder, run):
     assert process.returncode == 0, err
     assert_same(json.loads(out), one)
     assert json.loads((folder / "c.json").read_text())["fit"]["n_samples"] == 500
-    assert sorted(path.name for path in folder.glob("s.state*")) == ["s.state.0-of-2", "s.state.1-of-2"]
-    done = [torch.load(folder / f"s.state.{rank}-of-2", weights_only=True)["done"] for rank in (0, 1)]
-    assert done == [250, 250]
+    assert not list(folder.glob("s.state*"))
 
 
 @needs_distributed
@@ -420,3 +416,43 @@ def test_a_process_that_dies_is_told_by_the_other_and_nothing_is_written(folder)
     assert "focalkern calibrate: rank 0 of 2: another process has died, or did not answer within 60 s" in err
     assert not (folder / "c.json").exists() and not (folder / "r").exists()
     assert [path for path in folder.iterdir() if path.name.endswith(".part")] == []
+
+
+# ---- the cross-validation ------------------------------------------------------------------------------------------
+
+
+def verdict_of(run, *arguments):
+    code, out, err = run("calibrate", *arguments, *AXES, "--json", "--bootstrap", "0")
+    assert code == 0, err
+    document = json.loads(out)
+    return document["verdict"], document["cross_validation"]
+
+
+def test_the_verdict_of_shards_is_that_of_one_file(folder, run):
+    one = verdict_of(run, "val_logits.npy", "--test", "test_logits.npy", "--stream")
+    shards = verdict_of(run, "val_logits-*.npy", "--test", "test_logits-*.npy")
+    assert shards[0] == one[0]
+    for found, expected in zip(shards[1]["candidates"], one[1]["candidates"], strict=True):
+        assert (found["name"], found["chosen"]) == (expected["name"], expected["chosen"])
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+    assert one[0]["use"].startswith("temperature scaling, T = 2")
+
+
+def test_a_search_that_was_stopped_has_the_same_verdict(folder, run, monkeypatch):
+    expected = verdict_of(run, "val_logits-*.npy")
+    update = CalibrationGridState.update
+    calls = []
+
+    def interrupted(self, *batch):
+        calls.append(1)
+        if len(calls) == 17:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(self, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CalibrationGridState, "update", interrupted)
+        code, _, err = run("calibrate", "val_logits-*.npy", *AXES, "--state", "s.state")
+    assert code == 130 and "84 of 500 rows are done" in err
+    code, _, err = run("calibrate", "val_logits-*.npy", *GRID, "--state", "s.state")
+    assert code == 2 and "other folds" in err  # the sums of another command
+    assert verdict_of(run, "val_logits-*.npy", "--state", "s.state") == expected

@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import torch
 
-import focalkern
 from focalkern import study as report
 from focalkern.calibrators import Binning, Criterion, Search
 from focalkern.files import FORMATS_HELP, InputError, read_sets
@@ -73,15 +72,16 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--method",
-        choices=("focal-temperature", "temperature", "histogram"),
-        default="focal-temperature",
-        help="the calibrator that --out saves (default focal-temperature); the table has the first two in any case; "
-        "histogram bins the confidence of the top class",
+        choices=("auto", "focal-temperature", "temperature", "histogram"),
+        help="what --out saves. auto, the default: of no calibration, temperature and focal temperature scaling the "
+        "simplest whose cross-validated loss is within one standard error of the best. focal-temperature is the "
+        "default with --search or --binning; histogram bins the confidence of the top class",
     )
     parser.add_argument(
         "--criterion",
-        choices=("ece", "nll"),
-        help="by which it is chosen (default ece; with --search nll: nll); the table has both",
+        choices=get_args(Criterion),
+        help="by which it is chosen (default nll; with --search nll or brier, that). ece is the paper's: the best ECE "
+        "of its grid, whatever it does to the NLL; the table has it in any case",
     )
     parser.add_argument(
         "--search",
@@ -100,10 +100,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--estimator",
         choices=ESTIMATORS,
-        default="equal_mass",
         metavar="NAME",
-        help=f"of the ECE that chooses: {', '.join(ESTIMATORS)} (default equal_mass, the paper's; its "
-        "published code has equal_mass_interp)",
+        help=f"of the ECE that chooses and that is shown: {', '.join(ESTIMATORS)} (default: equal_mass, the paper's, "
+        "chooses; equal_width, everybody's, is shown)",
     )
     parser.add_argument(
         "--n-bins", type=at_least_one, default=15, help="bins of every ECE and of --binning (default 15)"
@@ -136,6 +135,7 @@ def add_parser(commands: Any) -> None:
         metavar="DIR",
         help="write report.html, which needs nothing but itself, its diagrams and maps, table.csv and report.json",
     )
+    parser.add_argument("--all", action="store_true", help="every estimator in the table, however wide it gets")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--stream", action="store_true", help="read a few rows at a time, also what fits into memory")
     parser.add_argument(
@@ -192,33 +192,39 @@ def _run(arguments: argparse.Namespace) -> int:
         search=arguments.search,
         binning=binning,
         criterion=criterion,
-        estimator=arguments.estimator,
+        estimator=arguments.estimator or "equal_mass",
+        shown=arguments.estimator or "equal_width",
         n_bins=arguments.n_bins,
         resamples=arguments.bootstrap if processes.rank == 0 else 0,  # it has the results
         seed=arguments.seed,
     )
     processes.close()
     if processes.rank > 0:
+        _remove_progress(selection)
         return 0
     split = {"split": {"share": arguments.split, "seed": arguments.seed}} if arguments.split is not None else {}
-    document = report.to_json(study, version=focalkern.__version__, more=split)
+    document = report.to_json(study, more=split)
     if arguments.json:
         print(json.dumps(document, indent=2, allow_nan=False))
     else:
-        print(report.describe(study))
+        print(study.verdict)
         print()
-        print(report.format_table(study.choices, study.chosen, study.trust))
+        print(study.table(all=arguments.all))
+        print()
+        print(report.describe(study))
         print()
     # The remarks belong to the table; beside JSON they must not be in the way of whoever parses it.
     said = sys.stderr if arguments.json else sys.stdout
-    for remark in study.remarks:
+    if arguments.json:
+        print(study.verdict, file=said)
+    for remark in (*map(report.as_sentence, study.verdict.doubts), *study.remarks):
         print(f"Note: {remark}", file=said)
     if study.remarks:
         print(file=said)
 
     if study.chosen is None:
-        chosen_words = f"{criterion.upper()}-optimal {arguments.method}: no cell of the grid is finite"
-        print(f"Nothing chosen. {chosen_words}.", file=said)
+        words = f"{criterion.upper()}-optimal {arguments.method}: the criterion is finite nowhere"
+        print(f"Nothing chosen. {words}.", file=said)
     else:
         words = study.chosen.parameters
         print(f"Chosen (->): {study.chosen.label}{', ' if words else ''}{words}", file=said)
@@ -230,20 +236,33 @@ def _run(arguments: argparse.Namespace) -> int:
             raise InputError(f"{arguments.out}: not written, because nothing was chosen")
         study.chosen.saved.save(arguments.out)
         print(f"Calibrator: {arguments.out}", file=said)
+    _remove_progress(selection)
     return 0
+
+
+def _remove_progress(selection: Rows) -> None:
+    """Of a search that is over, and whose results have been written."""
+    if isinstance(selection, StreamedSet):
+        selection.remove_progress()
 
 
 def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
     """The bins and the criterion that were asked for, or that go with the other options."""
-    method, search = arguments.method, arguments.search
-    if search == "nll" and arguments.criterion == "ece":
-        raise InputError("--search nll: expected --criterion nll, or none, found --criterion ece")
+    search = arguments.search
+    if arguments.method is None:
+        arguments.method = "auto" if search == "grid" and arguments.binning is None else "focal-temperature"
+    method = arguments.method
+    if search in ("nll", "brier") and arguments.criterion not in (None, search):
+        raise InputError(f"--search {search}: expected --criterion {search}, or none, found {arguments.criterion}")
+    if method == "auto" and (search != "grid" or arguments.binning is not None):
+        option = f"--search {search}" if search != "grid" else f"--binning {arguments.binning}"
+        raise InputError(f"{option}: expected --method focal-temperature or temperature beside it, found auto")
     if search != "grid" and method == "histogram":
         raise InputError(f"--search {search}: expected --method focal-temperature or temperature, found {method}")
     if search == "line" and method == "temperature":
         raise InputError("--search line: expected --method focal-temperature, found temperature, which has one gamma")
     binning: Binning | None = arguments.binning or ("equal_mass" if method == "histogram" else None)
-    criterion: Criterion = arguments.criterion or ("nll" if search == "nll" else "ece")
+    criterion: Criterion = arguments.criterion or ("brier" if search == "brier" else "nll")
     return binning, criterion
 
 

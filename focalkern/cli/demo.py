@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import focalkern
 from focalkern import study as report
 from focalkern._atomic import write_atomically
 from focalkern.calibrators import DEFAULT_GAMMAS
@@ -87,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
             test_labels=labels[test].numpy(),
         )
         write_atomically(source, arrays.getvalue())
-        document = report.to_json(study, version=focalkern.__version__, more={"loss": name, "seed": arguments.seed})
+        document = report.to_json(study, more={"loss": name, "seed": arguments.seed})
         report.write_report(study, folder, document)
         heading = f"{name} (gamma = {_LOSSES[name]:g})"
         print(f"{heading}\n{'=' * len(heading)}")

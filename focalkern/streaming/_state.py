@@ -340,6 +340,26 @@ class CalibrationGridState:
             estimator=self._estimator,
         )
 
+    def total(self, criterion: Literal["nll", "brier"]) -> Tensor:
+        """The sum of a criterion over the rows seen so far, where :meth:`compute` has the mean.
+
+        Args:
+            criterion: ``"nll"`` or ``"brier"``, out of ``criteria``.
+
+        Returns:
+            [Gg, Gt] float64, a copy; zeros before the first row.
+
+        Raises:
+            ValueError: another criterion, or a state with ``exact=True``, which has rows and no sums.
+        """
+        if criterion not in ("nll", "brier") or criterion not in self._criteria or self._exact:
+            raise ValueError(
+                f"CalibrationGridState.total: criterion must be one of nll and brier that is summed, got {criterion!r}"
+            )
+        if self._sums is None:
+            return torch.zeros(len(self._gammas), len(self._temperatures), dtype=torch.float64)
+        return dict(self._sums.items())[criterion].clone()
+
     def error_bound(self, criterion: str) -> Tensor:
         """How far :meth:`compute` can be from what all rows at once would give, apart from rounding.
 

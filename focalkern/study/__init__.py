@@ -1,7 +1,10 @@
 """The study behind the command: search the grid, compare the choices, say what was found, in words and in pictures."""
 
+from focalkern.study.auto import AutoCalibrator
 from focalkern.study.candidates import Choice
+from focalkern.study.compare import compare_calibrators
 from focalkern.study.comparison import run_study
+from focalkern.study.contest import CANDIDATES
 from focalkern.study.page import write_report
 from focalkern.study.processes import Processes, Progress
 from focalkern.study.record import finite_or_none, to_json
@@ -10,11 +13,14 @@ from focalkern.study.rows import FIGURES, Rows, figures
 from focalkern.study.streamed import MOST_KEPT, StreamedSet, stream_sets, wants_streaming
 from focalkern.study.table import format_table
 from focalkern.study.trust import Trust, default_resamples
+from focalkern.study.verdict import Verdict, as_sentence
 from focalkern.study.words import bin_remarks, describe, read_remarks, rows_in_words
 
 __all__ = [
+    "CANDIDATES",
     "FIGURES",
     "MOST_KEPT",
+    "AutoCalibrator",
     "Choice",
     "Processes",
     "Progress",
@@ -22,7 +28,10 @@ __all__ = [
     "StreamedSet",
     "Study",
     "Trust",
+    "Verdict",
+    "as_sentence",
     "bin_remarks",
+    "compare_calibrators",
     "default_resamples",
     "describe",
     "figures",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from focalkern.calibrators import (
 )
 from focalkern.files import LogitSet
 from focalkern.ops.calibration_grid import CalibrationGrid
+from focalkern.study.contest import PROPER, Contest
 from focalkern.study.rows import Rows, figures
 
-__all__ = ["IN_WORDS", "Calibrator", "Choice", "beyond_the_grid", "choice_of", "part_of_grid"]
+__all__ = ["IN_WORDS", "Calibrator", "Choice", "beyond_the_grid", "measured", "of_contest", "of_grid", "part_of_grid"]
 
 Calibrator = TemperatureScaling | FocalTemperatureScaling
 IN_WORDS = {"temperature": "temperature", "focal-temperature": "focal temperature"}
@@ -32,14 +33,16 @@ class Choice:
     """One row of the table.
 
     Attributes:
-        method: ``"none"``, ``"temperature"``, ``"focal-temperature"`` or ``"histogram"``.
-        criterion: ``"ece"`` or ``"nll"``; None for the uncalibrated row, for histogram binning without a scaling, and
-            for a calibrator from a file.
+        method: ``"none"``, ``"temperature"``, ``"focal-temperature"``, ``"histogram"``, or the name of a candidate.
+        criterion: ``"ece"``, ``"nll"`` or ``"brier"``; None for the uncalibrated row, for histogram binning without a
+            scaling, for a candidate of another class than the two scalings, and for a calibrator from a file.
         gamma, temperature: the chosen cell, 0 and 1 without a scaling; None where no cell had a finite criterion.
         calibrator: the scaling; None where there is none, and where there is no cell.
         selection, report: the figures on the rows that chose, and on the rows that report.
         search: how the cell was found.
         binning: histogram binning, after the scaling; None where there is none.
+        other: a fitted candidate that is no scaling; None where there is none.
+        contested: whether it took part in the cross-validation.
     """
 
     method: str
@@ -51,11 +54,15 @@ class Choice:
     report: dict[str, float] | None
     search: Search = "grid"
     binning: HistogramBinning | None = None
+    other: Any = None
+    contested: bool = False
 
     @property
     def label(self) -> str:
-        name = IN_WORDS.get(self.method, "histogram binning" if self.binning else "uncalibrated")
-        name += f" ({self.search})" if self.search != "grid" else ""
+        name = IN_WORDS.get(self.method, "histogram binning" if self.binning else self.method)
+        if self.method == "none":
+            name = "uncalibrated"
+        name += f" ({self.search})" if self.search != "grid" and not self.contested else ""
         name += " + bins" if self.binning and self.method in IN_WORDS else ""
         return f"{name}, {self.criterion.upper()}-optimal" if self.criterion else name
 
@@ -68,28 +75,85 @@ class Choice:
         return f"{gamma}T = {self.temperature:g}"
 
     @property
-    def saved(self) -> Calibrator | HistogramBinning | None:
-        return self.binning or self.calibrator
+    def applied(self) -> Any:
+        """What gives the probabilities where gamma and T do not."""
+        return self.other if self.binning is None else self.binning
+
+    @property
+    def saved(self) -> Any:
+        return self.calibrator if self.applied is None else self.applied
 
 
-def choice_of(
-    method: str,
-    criterion: str | None,
-    calibrator: Calibrator | None,
-    gamma: float,
-    temperature: float,
-    selection: Rows,
-    report: Rows,
-    n_bins: int,
-) -> Choice:
-    on_selection = figures(selection, gamma, temperature, n_bins)
-    on_report = on_selection if report is selection else figures(report, gamma, temperature, n_bins)
-    return Choice(method, criterion, gamma, temperature, calibrator, on_selection, on_report)
+def measured(choice: Choice, selection: Rows, report: Rows, n_bins: int) -> Choice:
+    """The row with its figures; one without a cell has none."""
+    if choice.gamma is None and choice.applied is None:
+        return choice
+    what = (choice.gamma, choice.temperature, n_bins, choice.applied)
+    on_selection = figures(selection, *what)
+    return replace(
+        choice, selection=on_selection, report=on_selection if report is selection else figures(report, *what)
+    )
+
+
+def of_scaling(scaling: Calibrator, method: str, criterion: str, **more: Any) -> Choice:
+    """The row of a fitted scaling, without figures yet."""
+    return Choice(method, criterion, scaling.gamma_, scaling.temperature_, scaling, None, None, **more)
+
+
+def of_grid(
+    grid: CalibrationGrid,
+    gammas: Sequence[float],
+    criteria: Sequence[Criterion],
+    *,
+    rows: Rows,
+    default_gammas: bool,
+    default_temperatures: bool,
+) -> list[Choice]:
+    """By each of the criteria, the best cell of temperature scaling and the best one of focal temperature scaling."""
+    # A saved calibrator says that it was the default that was searched, rather than 500 numbers.
+    found = []
+    for wanted in criteria:
+        options: Any = {
+            "search": "grid",
+            "temperatures": None if default_temperatures else tuple(grid.temperatures.tolist()),
+            "criterion": wanted,
+            "estimator": grid.estimator,
+            "n_bins": grid.n_bins,
+            "input_kind": rows.kind,
+        }
+        candidates: tuple[tuple[Calibrator, Sequence[float]], ...] = (
+            (TemperatureScaling(**options), (0.0,)),
+            (FocalTemperatureScaling(gammas=None if default_gammas else tuple(gammas), **options), gammas),
+        )
+        for calibrator, part in candidates:
+            searched = part_of_grid(grid, part)
+            if bool(searched.tables[wanted].isfinite().any()):
+                calibrator.choose(searched, n_samples=len(rows), n_classes=rows.n_classes)
+                found.append(of_scaling(calibrator, calibrator.method, wanted))
+            else:
+                found.append(Choice(calibrator.method, wanted, None, None, None, None, None))
+    return found
+
+
+def of_contest(contest: Contest) -> list[Choice]:
+    """The rows of the candidates, the uncalibrated one first."""
+    rows = []
+    for entry in contest.entries:
+        fitted = entry.calibrator
+        if entry.name == "none":
+            rows.append(Choice("none", None, 0.0, 1.0, fitted, None, None, contested=True))
+        elif isinstance(fitted, TemperatureScaling | FocalTemperatureScaling):
+            search: Any = fitted.search_ if hasattr(fitted, "search_") else "grid"
+            rows.append(of_scaling(fitted, entry.name, fitted.criterion_, search=search, contested=True))
+        elif fitted is not None:
+            rows.append(Choice(entry.name, None, None, None, None, None, None, other=fitted, contested=True))
+        else:
+            rows.append(Choice(entry.name, None, None, None, None, None, None, contested=True))
+    return rows
 
 
 def beyond_the_grid(
     selection: Rows,
-    report: Rows,
     *,
     gammas: Sequence[float] | None,
     temperatures: Sequence[float] | None,
@@ -104,17 +168,17 @@ def beyond_the_grid(
     if search == "grid" and binning is None:
         return []
     assert isinstance(selection, LogitSet)
-    assert isinstance(report, LogitSet)
     input = selection.input.to(torch.float64)
     scaling: Calibrator | None = None
     if method != "histogram":
-        axes: Any = {} if search == "nll" else {"temperatures": temperatures}
+        smooth = search in PROPER  # by derivatives, without a grid
+        axes: Any = {} if smooth else {"temperatures": temperatures}
         options: Any = {"search": search, "criterion": criterion, "estimator": estimator, "n_bins": n_bins, **axes}
         options["input_kind"] = selection.kind
         if method == "temperature":
             scaling = TemperatureScaling(**options)
         else:
-            scaling = FocalTemperatureScaling(gammas=None if search == "nll" else gammas, **options)
+            scaling = FocalTemperatureScaling(gammas=None if smooth else gammas, **options)
     wanted = None if scaling is None else criterion
     if scaling is not None and not _can_be_fitted(scaling, input, selection.labels):
         return [Choice(method, wanted, None, None, None, None, None, search)] if search != "grid" else []
@@ -130,9 +194,7 @@ def beyond_the_grid(
         fitted = one.scaling_ if isinstance(one, HistogramBinning) else one
         assert fitted is None or isinstance(fitted, TemperatureScaling | FocalTemperatureScaling)
         cell = (0.0, 1.0) if fitted is None else (fitted.gamma_, fitted.temperature_)
-        on_selection = figures(selection, *cell, n_bins, bins)
-        on_report = on_selection if report is selection else figures(report, *cell, n_bins, bins)
-        rows.append(Choice(method, wanted, *cell, fitted, on_selection, on_report, search, bins))
+        rows.append(Choice(method, wanted, *cell, fitted, None, None, search, bins))
     return rows
 
 

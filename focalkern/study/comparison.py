@@ -1,26 +1,21 @@
-"""The comparison: search the grid on the rows that choose, and report the choices on others."""
+"""The comparison: cross-validate the candidates, search the paper's grid, and report the choices on other rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from focalkern.calibrators import (
-    DEFAULT_GAMMAS,
-    Binning,
-    Criterion,
-    Estimator,
-    FocalTemperatureScaling,
-    Search,
-    TemperatureScaling,
-)
-from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, calibration_grid
-from focalkern.study.candidates import Calibrator, Choice, beyond_the_grid, choice_of, part_of_grid
+from focalkern.calibrators import DEFAULT_GAMMAS, Binning, Criterion, Estimator, Search
+from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
+from focalkern.study.candidates import Choice, beyond_the_grid, measured, of_contest, of_grid
+from focalkern.study.contest import Contest, Proper, as_candidates, hold_contest
 from focalkern.study.result import Study
 from focalkern.study.rows import Rows
 from focalkern.study.streamed import StreamedSet
+from focalkern.study.streamed_contest import hold_streamed_contest
 from focalkern.study.trust import DEFAULT_RESAMPLES, default_resamples, trust_in
-from focalkern.study.words import doubts, name_of, read_remarks, remarks_of, streaming_remarks
+from focalkern.study.verdict import judge, name_of
+from focalkern.study.words import doubts, read_remarks, remarks_of, streaming_remarks
 
 __all__ = ["run_study"]
 
@@ -29,108 +24,106 @@ def run_study(
     selection: Rows,
     report: Rows,
     *,
-    gammas: Sequence[float],
-    temperatures: Sequence[float],
-    method: str = "focal-temperature",
+    gammas: Sequence[float] = DEFAULT_GAMMAS,
+    temperatures: Sequence[float] = PAPER_TEMPERATURES,
+    method: str = "auto",
+    candidates: Sequence[str] | Mapping[str, Any] | None = None,
+    folds: int = 5,
     search: Search = "grid",
     binning: Binning | None = None,
-    criterion: Criterion = "ece",
+    criterion: Criterion = "nll",
     estimator: Estimator = "equal_mass",
+    shown: Estimator = "equal_width",
     n_bins: int = 15,
     resamples: int | None = None,
     seed: int = 0,
 ) -> Study:
-    """Search the grid on ``selection`` and compare the choices on ``report``.
+    """Compare calibrators on ``report`` that were chosen and fitted on ``selection``.
 
-    Plain temperature scaling is the row gamma = 0 of the same grid, searched whether or not 0 is among ``gammas``;
-    focal temperature scaling is chosen among ``gammas`` only. What was asked for beyond the grid, another search or
-    bins, are rows after those of the grid; for them both sets must be in memory.
+    The table has no calibration, the paper's two rows (temperature scaling and focal temperature scaling by the ECE,
+    from one grid, of which plain temperature scaling is the row gamma = 0, whether or not 0 is among ``gammas``), and,
+    with ``method="auto"``, every candidate. Otherwise it has both scalings by a proper loss from the same grid, and
+    then what was asked for beyond the grid, another search or bins; for these both sets must be in memory.
 
     Args:
         selection: rows that choose.
         report: rows that report; ``selection`` itself when there are no others.
         gammas, temperatures: the grid; of equal cells the first wins.
-        method, criterion: which choice the user asked for.
-        search: how its gamma and T are found.
+        method: ``"auto"``, or which choice the user asked for.
+        candidates, folds: of the cross-validation of ``"auto"``; see :func:`focalkern.compare_calibrators`.
+        criterion: by which is chosen.
+        search: how gamma and T of a named method are found.
         binning: the bins after it, or those of the method ``"histogram"``; None for none.
         estimator, n_bins: of the ECE that chooses; ``n_bins`` also of those that report, and of ``binning``.
+        shown: estimator of the ECE in the words.
         resamples: of the bootstrap on ``report``; 0 for none, :func:`default_resamples` when None.
-        seed: of the resamples.
+        seed: of the folds and of the resamples.
     """
+    proper: Proper = "brier" if criterion == "brier" else "nll"
+    auto = method == "auto"
     searched = tuple(gammas) if 0.0 in gammas else (0.0, *gammas)
-    if isinstance(selection, StreamedSet):
-        grid = selection.grid(searched, tuple(temperatures), n_bins=n_bins, estimator=estimator)
+    grid = _grid(selection, searched, tuple(temperatures), proper, estimator, n_bins, folds if auto else 0)
+    of_paper = of_grid(
+        grid,
+        gammas,
+        ("ece",) if auto else ("ece", proper),
+        rows=selection,
+        default_gammas=tuple(gammas) == DEFAULT_GAMMAS,
+        default_temperatures=tuple(temperatures) == PAPER_TEMPERATURES,
+    )
+    contest = None
+    if auto:
+        contest = _contest(selection, candidates, proper, folds, seed, grid, gammas)
+        none, *others = of_contest(contest)
+        choices = [none, *others, *of_paper]
+        wanted = none if criterion == "ece" else choices[contest.chosen]
+        if criterion == "ece":
+            wanted = next(row for row in of_paper if row.method == "focal-temperature")
     else:
-        # float64, whatever the file holds: a float32 confidence that lands on the other side of a cut moves an ECE
-        # cell, and with it the choice between near-equal cells.
-        grid = calibration_grid(
-            selection.input.to(torch.float64),
-            selection.labels,
-            searched,
-            tuple(temperatures),
-            n_bins=n_bins,
-            criteria=("ece", "nll"),
+        choices = [Choice("none", None, 0.0, 1.0, None, None, None), *of_paper]
+        more = beyond_the_grid(
+            selection,
+            gammas=None if tuple(gammas) == DEFAULT_GAMMAS else tuple(gammas),
+            temperatures=None if tuple(temperatures) == PAPER_TEMPERATURES else tuple(temperatures),
+            method=method,
+            search=search,
+            binning=binning,
+            criterion=criterion,
             estimator=estimator,
-            input_kind=selection.kind,
+            n_bins=n_bins,
         )
-    # A saved calibrator says that it was the default that was searched, rather than 500 numbers.
-    axis = None if tuple(temperatures) == PAPER_TEMPERATURES else tuple(temperatures)
-    focal_axis = None if tuple(gammas) == DEFAULT_GAMMAS else tuple(gammas)
-    criteria: tuple[Criterion, ...] = ("ece", "nll")
-    fitted: list[tuple[Calibrator, Criterion, bool]] = []
-    for wanted in criteria:
-        options: Any = {
-            "temperatures": axis,
-            "criterion": wanted,
-            "estimator": estimator,
-            "n_bins": n_bins,
-            "input_kind": selection.kind,
-        }
-        candidates: tuple[tuple[Calibrator, Sequence[float]], ...] = (
-            (TemperatureScaling(**options), (0.0,)),
-            (FocalTemperatureScaling(gammas=focal_axis, **options), gammas),
-        )
-        for calibrator, part in candidates:
-            searched_by_it = part_of_grid(grid, part)
-            finite = bool(searched_by_it.tables[wanted].isfinite().any())
-            if finite:
-                calibrator.choose(searched_by_it, n_samples=len(selection), n_classes=selection.n_classes)
-            fitted.append((calibrator, wanted, finite))
-    cells = [(0.0, 1.0), *((one.gamma_, one.temperature_) for one, _, finite in fitted if finite)]
+        choices += more
+        wanted = next((row for row in choices if (row.method, row.criterion) == (method, criterion)), choices[0])
+        if search != "grid" or binning is not None:
+            wanted = more[-1] if more else choices[0]
+    place = choices.index(wanted)
+    cells = [(row.gamma, row.temperature) for row in choices if row.gamma is not None and row.temperature is not None]
     for rows in (selection, report):
         if isinstance(rows, StreamedSet):
             rows.measure(cells, n_bins)  # one pass for all
-    choices = [choice_of("none", None, None, 0.0, 1.0, selection, report, n_bins)]
-    for calibrator, wanted, finite in fitted:
-        if not finite:
-            choices.append(Choice(calibrator.method, wanted, None, None, None, None, None))
-            continue
-        cell = (calibrator.gamma_, calibrator.temperature_)
-        choices.append(choice_of(calibrator.method, wanted, calibrator, *cell, selection, report, n_bins))
-    more = beyond_the_grid(
-        selection,
-        report,
-        gammas=focal_axis,
-        temperatures=axis,
-        method=method,
-        search=search,
-        binning=binning,
-        criterion=criterion,
-        estimator=estimator,
-        n_bins=n_bins,
-    )
-    asked = next((row for row in choices if (row.method, row.criterion) == (method, criterion)), None)
-    if search != "grid" or binning is not None:
-        asked = more[-1] if more else None
-    choices.extend(more)
-    chosen = None if asked is None or asked.saved is None else asked
+    choices = [measured(choice, selection, report, n_bins) for choice in choices]
+    chosen = choices[place] if choices[place].saved is not None else None
     wanted_resamples = default_resamples(report) if resamples is None else resamples
     trust = trust_in(choices, report, n_bins, wanted_resamples, seed) if wanted_resamples else None
+    verdict = judge(
+        choices,
+        chosen,
+        contest=contest,
+        trust=trust,
+        criterion=criterion,
+        estimator=shown,
+        report=report,
+        same_rows=report is selection,
+    )
     remarks = [
         *read_remarks(selection),
         *(read_remarks(report) if report is not selection else ()),
         *remarks_of(choices, selection, report, n_bins, trust),
-        *(doubts(choices, choices.index(chosen), estimator, trust) if trust is not None and chosen is not None else ()),
+        *(
+            doubts(choices, place, estimator if criterion == "ece" else shown, trust)
+            if trust is not None and chosen is not None
+            else ()
+        ),
         *streaming_remarks(choices, selection, report, grid),
     ]
     if resamples is None and trust is None:
@@ -141,5 +134,61 @@ def run_study(
             f"no intervals: on {name_of(report)} of {report.n_classes} classes they would take longer than all the "
             f"rest. {remedy}"
         )
-    # Two halves of one file say the same of their file.
-    return Study(selection, report, grid, tuple(choices), chosen, tuple(dict.fromkeys(remarks)), trust)
+    return Study(
+        selection=selection,
+        report=report,
+        grid=grid,
+        choices=tuple(choices),
+        chosen=chosen,
+        # Two halves of one file say the same of their file.
+        remarks=tuple(dict.fromkeys(remarks)),
+        trust=trust,
+        verdict=verdict,
+        contest=contest,
+        estimator=shown,
+        criterion=criterion,
+    )
+
+
+def _grid(
+    rows: Rows,
+    gammas: tuple[float, ...],
+    temperatures: tuple[float, ...],
+    criterion: Proper,
+    estimator: Estimator,
+    n_bins: int,
+    folds: int,
+) -> CalibrationGrid:
+    if isinstance(rows, StreamedSet):
+        return rows.grid(
+            gammas, temperatures, n_bins=n_bins, estimator=estimator, criterion=criterion, folds=min(folds, len(rows))
+        )
+    # float64, whatever the file holds: a float32 confidence that lands on the other side of a cut moves an ECE cell,
+    # and with it the choice between near-equal cells.
+    return calibration_grid(
+        rows.input.to(torch.float64),
+        rows.labels,
+        gammas,
+        temperatures,
+        n_bins=n_bins,
+        criteria=("ece", "nll") if criterion == "nll" else ("ece", "nll", criterion),
+        estimator=estimator,
+        input_kind=rows.kind,
+    )
+
+
+def _contest(
+    rows: Rows,
+    candidates: Sequence[str] | Mapping[str, Any] | None,
+    criterion: Proper,
+    folds: int,
+    seed: int,
+    grid: CalibrationGrid,
+    gammas: Sequence[float],
+) -> Contest:
+    made = as_candidates(candidates, criterion, rows.kind)
+    if not isinstance(rows, StreamedSet):
+        return hold_contest(
+            rows.input.to(torch.float64), rows.labels, made, criterion=criterion, folds=folds, seed=seed
+        )
+    return hold_streamed_contest(rows, made, grid, gammas, criterion=criterion)

@@ -17,7 +17,8 @@ from focalkern.study.result import Study
 from focalkern.study.rows import FIGURES, reliability
 from focalkern.study.streamed import StreamedSet
 from focalkern.study.table import figure_in_print, floor_cells, legend, table_cells
-from focalkern.study.words import name_of, on_which, search_in_words, short_name
+from focalkern.study.verdict import name_of
+from focalkern.study.words import on_which, search_in_words, short_name
 
 __all__ = ["write_report"]
 

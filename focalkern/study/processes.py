@@ -20,7 +20,7 @@ from focalkern.streaming import CalibrationGridState
 
 __all__ = ["Processes", "Progress", "stopping_between_batches"]
 
-_STATE_FORMAT = 1
+_STATE_FORMAT = 2
 
 
 class Processes:
@@ -126,8 +126,9 @@ class Progress:
         self.path, self.every, self.say = path, every, say
         self._written = time.monotonic()
 
-    def load(self, state: CalibrationGridState, task: dict[str, Any]) -> int:
-        """Puts what the file has into ``state``; returns how many rows of the task that is, 0 without a file."""
+    def load(self, state: CalibrationGridState, task: dict[str, Any], totals: Tensor) -> int:
+        """Puts what the file has into ``state`` and ``totals``; returns how many rows of the task that is, 0 without a
+        file."""
         if self.path is None or not self.path.exists():
             return 0
         try:
@@ -135,6 +136,7 @@ class Progress:
             if found["format"] != _STATE_FORMAT:
                 raise InputError(f"{self.path}: expected format {_STATE_FORMAT} of a state, found {found['format']!r}")
             known, content, done = found["task"], found["state"], int(found["done"])
+            kept = found["totals"]
         except InputError:
             raise
         except Exception as error:  # whatever torch.load says of a file of another kind
@@ -154,15 +156,22 @@ class Progress:
             raise InputError(
                 f"{self.path}: expected the state of this grid: it {reason}; delete it, or name another file"
             ) from error
+        totals.copy_(kept)
         return done
 
-    def save(self, state: CalibrationGridState, task: dict[str, Any], done: int, *, now: bool) -> None:
+    def save(self, state: CalibrationGridState, task: dict[str, Any], done: int, totals: Tensor, *, now: bool) -> None:
         if self.path is None or not (now or time.monotonic() - self._written >= self.every):
             return
         stream = io.BytesIO()
-        torch.save({"format": _STATE_FORMAT, "task": task, "done": done, "state": state.state_dict()}, stream)
+        content = {"task": task, "done": done, "totals": totals, "state": state.state_dict()}
+        torch.save({"format": _STATE_FORMAT, **content}, stream)
         write_atomically(self.path, stream.getbuffer())
         self._written = time.monotonic()
+
+    def remove(self) -> None:
+        """The file is no longer needed: the result has been written."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def _first_difference(found: Any, expected: Any) -> str:

@@ -11,15 +11,17 @@ from focalkern.study.result import Study
 from focalkern.study.rows import FIGURES, Rows
 from focalkern.study.trust import Trust
 
-__all__ = ["finite_or_none", "to_csv", "to_json"]
+__all__ = ["finite_or_none", "to_csv", "to_json", "to_records"]
 
 
-def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+def to_json(study: Study, *, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """The study for machines. A figure that is infinite is null; the remarks say why."""
+    from focalkern import __version__  # which imports this module
 
     trust = study.trust
 
     def row(index: int, choice: Choice) -> dict[str, Any]:
+        scaling = choice.calibrator if choice.method in IN_WORDS else None
         return {
             "method": choice.method,
             "criterion": choice.criterion,
@@ -27,9 +29,9 @@ def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -
             "binning": choice.binning.binning if choice.binning else None,
             "gamma": choice.gamma,
             "temperature": choice.temperature,
-            "n_cells": choice.calibrator.n_cells_ if choice.calibrator else None,
-            "criterion_value": choice.calibrator.best_value_ if choice.calibrator else None,
-            "at_border": list(choice.calibrator.at_border_) if choice.calibrator else [],
+            "n_cells": scaling.n_cells_ if scaling else None,
+            "criterion_value": scaling.best_value_ if scaling else None,
+            "at_border": list(scaling.at_border_) if scaling else [],
             "selection": finite_or_none(choice.selection),
             "report": finite_or_none(choice.report),
             "intervals": None if trust is None else _intervals_to_json(trust, index),
@@ -47,7 +49,7 @@ def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -
         }
 
     return {
-        "focalkern": version,
+        "focalkern": __version__,
         **(more or {}),
         "data": {
             "selection": data(study.selection),
@@ -70,8 +72,45 @@ def to_json(study: Study, *, version: str, more: dict[str, Any] | None = None) -
         },
         "rows": [row(index, choice) for index, choice in enumerate(study.choices)],
         "chosen": None if study.chosen is None else study.choices.index(study.chosen),
+        "criterion": study.criterion,
+        "estimator": study.estimator,
+        "verdict": {
+            "use": study.verdict.use,
+            "because": study.verdict.because,
+            "costs": study.verdict.costs,
+            "doubts": list(study.verdict.doubts),
+        },
+        "cross_validation": None
+        if study.contest is None
+        else {
+            "criterion": study.contest.criterion,
+            "folds": study.contest.folds,
+            "n_samples": study.contest.n_samples,
+            "candidates": study.contest.table(),
+            "left_out": list(study.contest.left_out),
+        },
         "remarks": list(study.remarks),
     }
+
+
+def to_records(study: Study) -> list[dict[str, Any]]:
+    """One dictionary per choice, with the figures on the reported rows and the ends of their intervals."""
+    records = []
+    for index, choice in enumerate(study.choices):
+        record: dict[str, Any] = {
+            "method": choice.method,
+            "criterion": choice.criterion,
+            "gamma": choice.gamma if choice.method in IN_WORDS else None,
+            "temperature": choice.temperature if choice.method in IN_WORDS else None,
+            "chosen": choice is study.chosen,
+        }
+        record |= {name: math.nan if choice.report is None else choice.report[name] for name in FIGURES}
+        if study.trust is not None:
+            for name in FIGURES:
+                low, high = _ends(study.trust.interval(index, name))
+                record |= {f"{name}_low": low, f"{name}_high": high}
+        records.append(record)
+    return records
 
 
 def _intervals_to_json(trust: Trust, index: int) -> dict[str, list[float] | None] | None:

@@ -1,26 +1,36 @@
 """What a study has found."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from focalkern.calibrators import Criterion, Estimator
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.candidates import Choice
+from focalkern.study.contest import Contest
 from focalkern.study.rows import Rows
 from focalkern.study.trust import Trust
+from focalkern.study.verdict import Verdict
 
 __all__ = ["Study"]
 
 
 @dataclass(frozen=True)
 class Study:
-    """Everything that ``calibrate`` says.
+    """What :func:`focalkern.compare_calibrators` has found, and everything that ``calibrate`` says.
 
     Attributes:
         selection, report: the rows that chose and the rows that report; the same object when they are the same.
-        grid: all gammas that were searched by either method.
+        grid: all gammas that were searched by either method of the paper.
         choices: the rows of the table; the first is uncalibrated.
-        chosen: the row that was asked for, None when its criterion is finite nowhere.
+        chosen: the row to use, None when its criterion is finite nowhere.
         remarks: sentences that the reader of the table needs.
         trust: intervals of the figures; None where they were not asked for.
+        verdict: what to use, why, and what it costs.
+        contest: the cross-validation of the candidates; None where a method was asked for by name.
+        estimator: of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the ECE that chose.
+        criterion: by which was chosen.
     """
 
     selection: Rows
@@ -29,4 +39,80 @@ class Study:
     choices: tuple[Choice, ...]
     chosen: Choice | None
     remarks: tuple[str, ...]
-    trust: Trust | None = None
+    trust: Trust | None
+    verdict: Verdict
+    contest: Contest | None
+    estimator: Estimator
+    criterion: Criterion
+
+    # The methods are doors to the rooms below, which import this one.
+
+    @property
+    def calibrator(self) -> Any:
+        """The fitted calibrator to use.
+
+        Raises:
+            ValueError: nothing was chosen.
+        """
+        if self.chosen is None:
+            raise ValueError("Study: nothing was chosen: the criterion is finite nowhere")
+        return self.chosen.saved
+
+    def table(self, *, all: bool = False) -> str:
+        """The table as text, of at most 100 columns; with ``all`` every estimator, as wide as it gets.
+
+        Raises:
+            ImportError: tabulate is not installed.
+        """
+        from focalkern.study.table import format_table, headline
+
+        return format_table(self.choices, self.chosen, self.trust, names=None if all else headline(self.estimator))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as ``json.dumps`` takes it. A figure that is infinite is None; the remarks say why."""
+        from focalkern.study.record import to_json
+
+        return to_json(self)
+
+    def to_dataframe(self) -> Any:
+        """A pandas.DataFrame, one row per choice: method, criterion, gamma, temperature, chosen, and the figures on the
+        reported rows with the ends of their intervals.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas  # not needed for anything else
+
+        from focalkern.study.record import to_records
+
+        return pandas.DataFrame(to_records(self))
+
+    def write_report(self, folder: str | os.PathLike[str], *, title: str = "Calibration report") -> list[Path]:
+        """Write ``report.html``, which needs nothing but itself, its pictures, ``table.csv`` and ``report.json``.
+
+        Args:
+            folder: created if it is not there; files of the same names are replaced, each in one step.
+            title: heading of the page.
+
+        Returns:
+            The files, the page last.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            OSError: a file cannot be written.
+        """
+        from focalkern.study.page import write_report
+
+        return write_report(self, Path(folder), self.to_dict(), title=title)
+
+    def __str__(self) -> str:
+        return str(self.verdict)
+
+    def __repr__(self) -> str:
+        use = "nothing" if self.chosen is None else self.chosen.label
+        return f"Study({len(self.choices)} choices on {len(self.report)} rows, use {use})"
+
+    def _repr_html_(self) -> str:
+        from focalkern.study.table import table_in_html
+
+        return table_in_html(self)

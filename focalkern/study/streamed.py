@@ -15,6 +15,7 @@ from focalkern.files import ShardedRows, is_pattern, open_shards
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.streaming import CalibrationGridState
+from focalkern.study.contest import Proper, losses_of
 from focalkern.study.processes import Processes, Progress, stopping_between_batches
 from focalkern.study.sums import Measured, Sums
 
@@ -69,6 +70,7 @@ class StreamedSet:
         self.name, self.source, self.part = rows.name, rows.source, part
         self.n_classes = rows.n_classes
         self._searched: tuple[CalibrationGrid, Tensor] | None = None
+        self._totals: Tensor | None = None
         self._measured: dict[tuple[float, float, int], Measured] = {}
         self.correct = torch.zeros(0, dtype=torch.bool)
         self.class_counts = torch.zeros(0, dtype=torch.int64)
@@ -91,18 +93,20 @@ class StreamedSet:
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def _batches(self, what: str, numbers: int, done: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(rows of the share that are over after it, input, labels) of the batches after the first ``done`` rows."""
+    def _batches(self, what: str, numbers: int, done: int = 0) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """(rows of the share that are over after it, input, labels, numbers of the rows) of the batches after the first
+        ``done`` rows."""
         begin, end = self._processes.share(len(self._rows))
         at_once = max(1, min(_MOST_ROWS, numbers // self.n_classes))
         bar = _bar(f"{what} {self.name or self.source}", end - begin, done) if self._processes.rank == 0 else None
         try:
             for first, input, target in self._rows.batches(begin + done, end, at_once):
                 after = first + len(target)
+                number = torch.arange(first, after)
                 if self._kept is not None:
                     kept = torch.from_numpy(self._kept[first:after])
-                    input, target = input[kept], target[kept]
-                yield after - begin, input, target
+                    input, target, number = input[kept], target[kept], number[kept]
+                yield after - begin, input, target, number
                 if bar is not None:
                     bar.update(after - begin - bar.n)
         finally:
@@ -118,30 +122,44 @@ class StreamedSet:
         *,
         n_bins: int,
         estimator: Estimator,
+        criterion: Proper = "nll",
+        folds: int = 0,
     ) -> CalibrationGrid:
-        """ECE and NLL of every cell; ``bound_of`` says how far the ECE can be off."""
-        state = self._state(gammas, temperatures, n_bins, estimator, criteria=("ece", "nll"))
+        """ECE and NLL of every cell, and its Brier score where that is the ``criterion``; ``bound_of`` says how far the
+        ECE can be off. With ``folds``, what :meth:`fold_totals` needs besides, in the same pass."""
+        criteria = ("ece", "nll") if criterion == "nll" else ("ece", "nll", criterion)
+        state = self._state(gammas, temperatures, n_bins, estimator, criteria=criteria)
+        totals = torch.zeros(folds, len(gammas), len(temperatures), dtype=torch.float64)
         begin, end = self._processes.share(len(self._rows))
         task = {
             "data": [part for shard in self._rows.shards for part in (*shard.stamp(), shard.rows)],
             "classes": [self.n_classes, self.kind],
             "rows": [begin, end, self.part],
+            "folds": [folds, criterion],
         }
-        done = self._progress.load(state, task)
+        done = self._progress.load(state, task, totals)
         if done and self._processes.rank == 0:
             self._progress.say(f"resumed from {self._progress.path}: {done} of {end - begin} rows are done")
         with stopping_between_batches(self._progress.path is not None) as asked_to_stop:
-            for over, input, target in self._batches("fit", _SEARCH_BATCH, done):
-                state.update(input, target)
+            for over, input, target, number in self._batches("fit", _SEARCH_BATCH, done):
+                before = state.total(criterion) if folds else None
+                for fold in range(folds or 1):
+                    part = number % folds == fold if folds else slice(None)
+                    state.update(input[part], target[part])
+                    if before is not None:
+                        after = state.total(criterion)
+                        totals[fold] += after - before
+                        before = after
                 done = over
                 stop = asked_to_stop()
-                self._progress.save(state, task, done, now=stop or done == end - begin)
+                self._progress.save(state, task, done, totals, now=stop or done == end - begin)
                 if stop:
                     self._progress.say(
                         f"{self._progress.path}: {done} of {end - begin} rows are done; the same command goes on"
                     )
                     raise KeyboardInterrupt
         self._processes.reduce(state)
+        self._totals = self._processes.add_up(totals) if folds else None
         grid, bound = state.compute(), state.error_bound("ece")
         del state
         # What rank 0 has, so that all processes take the same cells into the same sums.
@@ -173,7 +191,7 @@ class StreamedSet:
                 )
                 for i in wanted.any(1).nonzero().flatten().tolist()
             }
-            for _, input, target in self._batches("refine", _FLOAT64_BATCH):
+            for _, input, target, _ in self._batches("refine", _FLOAT64_BATCH):
                 for state in states.values():
                     state.update(input.to(torch.float64), target)
             for i, state in states.items():
@@ -224,6 +242,49 @@ class StreamedSet:
         grid, bound = self._searched
         return float(bound[grid.gammas.tolist().index(gamma), grid.temperatures.tolist().index(temperature)])
 
+    # ---- cross-validation ------------------------------------------------------------------------------------------
+
+    def fold_totals(self) -> Tensor:
+        """[folds, Gg, Gt] float64: the sums of the criterion over the rows of each fold, from the last :meth:`grid`.
+
+        The fold of a row is its number modulo ``folds``.
+        """
+        assert self._totals is not None
+        return self._totals
+
+    def held_out(self, cells: Sequence[Sequence[tuple[float, float]]], criterion: Proper) -> tuple[Tensor, Tensor]:
+        """In one pass, the losses of every row under cells that depend on its fold.
+
+        Args:
+            cells: [folds][candidates] (gamma, temperature).
+            criterion: the loss.
+
+        Returns:
+            [candidates + 1] and [candidates, candidates] float64: the sums over the rows of the losses minus those of
+            no calibration and, last, of the losses of no calibration; and the sums of the products of the former.
+        """
+        n = len(cells[0])
+        sums = torch.zeros(n + 1, dtype=torch.float64)
+        products = torch.zeros(n, n, dtype=torch.float64)
+        for _, input, target, number in self._batches("cross-validate", _FLOAT64_BATCH):
+            for fold, of_fold in enumerate(cells):
+                part = number % len(cells) == fold
+                rows, labels = input[part].to(torch.float64), target[part]
+                losses = torch.stack(
+                    [
+                        losses_of(focal_calibration_map(rows, *cell, input_kind=self.kind, log=True), labels, criterion)
+                        for cell in ((0.0, 1.0), *of_fold)
+                    ]
+                )
+                differences = losses[1:] - losses[0]
+                sums += torch.cat([differences, losses[:1]]).sum(1)
+                products += differences @ differences.T
+        return self._processes.add_up(sums), self._processes.add_up(products)
+
+    def remove_progress(self) -> None:
+        """The state file is of no use any more."""
+        self._progress.remove()
+
     # ---- figures ---------------------------------------------------------------------------------------------------
 
     def measure(self, cells: Sequence[tuple[float, float]], n_bins: int) -> None:
@@ -246,7 +307,7 @@ class StreamedSet:
         facts = torch.zeros(2, dtype=torch.int64)  # rows that rule out their class, rows that look like probabilities
         per_class = torch.zeros(self.n_classes, dtype=torch.int64)
         impossible = -torch.inf if self.kind == "logits" else 0.0
-        for _, input, target in self._batches("measure", _FLOAT64_BATCH):
+        for _, input, target, _ in self._batches("measure", _FLOAT64_BATCH):
             if not len(target):
                 continue
             ruled_out = input.gather(1, target.unsqueeze(1)) == impossible

@@ -5,37 +5,58 @@ import textwrap
 from collections.abc import Sequence
 
 from focalkern.calibrators import Search
+from focalkern.study import html
 from focalkern.study.candidates import IN_WORDS, Choice
+from focalkern.study.result import Study
 from focalkern.study.rows import FIGURES
 from focalkern.study.trust import Trust
+from focalkern.study.verdict import name_of
 
-__all__ = ["figure_in_print", "floor_cells", "format_table", "legend", "table_cells"]
+__all__ = ["figure_in_print", "floor_cells", "format_table", "headline", "legend", "table_cells", "table_in_html"]
 
 
-def format_table(choices: Sequence[Choice], chosen: Choice | None = None, trust: Trust | None = None) -> str:
-    """The table as text, four digits after the point; an arrow stands before the chosen row.
+def headline(estimator: str) -> tuple[str, ...]:
+    """The figures of a table of at most 100 columns, with the ECE of one estimator."""
+    return ("accuracy", "nll", "brier", f"ece_{estimator}")
+
+
+def format_table(
+    choices: Sequence[Choice],
+    chosen: Choice | None = None,
+    trust: Trust | None = None,
+    *,
+    names: Sequence[str] | None = None,
+) -> str:
+    """The table as text, four digits after the point; an arrow stands before the chosen row. ``names`` are those of its
+    figures, all when None.
 
     With ``trust``, every row has a second line, half the width of the interval and the mark; what they mean stands
     below the table.
     """
+    shown = tuple(FIGURES) if names is None else tuple(names)
     from tabulate import tabulate  # an extra: not everybody who imports this package needs it
 
     body = [
         [("-> " if choice is chosen else "   ") + label, *cells]
-        for choice, (label, *cells) in table_cells(choices, trust)
+        for choice, (label, *cells) in table_cells(choices, trust, names=shown)
     ]
     if trust is not None:
-        label, *cells = floor_cells(choices, chosen, trust)
+        label, *cells = floor_cells(choices, chosen, trust, names=shown)
         body.append([f"   {label}", *cells])
     table: str = tabulate(
         body,
-        headers=["", "gamma", "T", *FIGURES.values()],
+        headers=["", "gamma", "T", *(_heading(name, names) for name in shown)],
         tablefmt="simple",
         disable_numparse=True,
-        colalign=("left", *["right"] * (len(FIGURES) + 2)),
+        colalign=("left", *["right"] * (len(shown) + 2)),
         preserve_whitespace=True,
     )
-    return table if trust is None else f"{table}\n\n{textwrap.fill(legend(trust), 118)}"
+    return table if trust is None else f"{table}\n\n{textwrap.fill(legend(trust), 118 if names is None else 100)}"
+
+
+def _heading(name: str, names: Sequence[str] | None) -> str:
+    """Where there is room, a name in one line or two."""
+    return FIGURES[name] if names is None else FIGURES[name].replace("_\n", "_")
 
 
 def legend(trust: Trust, plus_minus: str = "+-") -> str:
@@ -51,7 +72,11 @@ def legend(trust: Trust, plus_minus: str = "+-") -> str:
 
 
 def table_cells(
-    choices: Sequence[Choice], trust: Trust | None = None, attribute: str = "report", plus_minus: str = "+-"
+    choices: Sequence[Choice],
+    trust: Trust | None = None,
+    attribute: str = "report",
+    plus_minus: str = "+-",
+    names: Sequence[str] = tuple(FIGURES),
 ) -> list[tuple[Choice, list[str]]]:
     """Every choice with its label, gamma, T and figures in print."""
     rows = []
@@ -62,10 +87,10 @@ def table_cells(
             choice.label,
             parameter_in_print(choice.gamma, choice.search) if scaled else "",
             parameter_in_print(choice.temperature, choice.search) if scaled else "",
-            *("-" if values is None else figure_in_print(values[name]) for name in FIGURES),
+            *("-" if values is None else figure_in_print(values[name]) for name in names),
         ]
         if trust is not None:
-            for column, name in enumerate(FIGURES, start=3):
+            for column, name in enumerate(names, start=3):
                 interval = trust.interval(index, name)
                 if interval is not None and math.isfinite(interval.low):
                     half = max(interval.high - interval.estimate, interval.estimate - interval.low)
@@ -74,12 +99,14 @@ def table_cells(
     return rows
 
 
-def floor_cells(choices: Sequence[Choice], chosen: Choice | None, trust: Trust) -> list[str]:
+def floor_cells(
+    choices: Sequence[Choice], chosen: Choice | None, trust: Trust, *, names: Sequence[str] = tuple(FIGURES)
+) -> list[str]:
     """The last row of the table: the bias floor of the chosen row, or of the uncalibrated one."""
     floors = trust.floors[0 if chosen is None else choices.index(chosen)]
     assert floors is not None
     cells = [f"bias floor of {'the first row' if chosen is None else 'the row ->'}", "", ""]
-    for name in FIGURES:
+    for name in names:
         floor = floors.get(name)
         cells.append("" if floor is None else f"{floor.mean:.4f}\n<{_half_in_print(floor.quantile(0.95))}")
     return cells
@@ -103,3 +130,17 @@ def parameter_in_print(value: float | None, search: Search) -> str:
 def figure_in_print(value: float) -> str:
     """Absurd temperatures and logits have an NLL of hundreds of digits."""
     return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"
+
+
+def table_in_html(study: Study) -> str:
+    """The verdict and the table, for a notebook."""
+    names = headline(study.estimator)
+    rows = table_cells(study.choices, study.trust, plus_minus="\u00b1", names=names)
+    head = ["", "gamma", "T", *(FIGURES[name].replace("_\n", "_").replace("\n", " ") for name in names)]
+    marked = next((place for place, (choice, _) in enumerate(rows) if choice is study.chosen), None)
+    return "\n".join(
+        [
+            *(html.paragraph(line) for line in str(study.verdict).splitlines()),
+            html.table(head, [cells for _, cells in rows], marked=marked, caption=f"On {name_of(study.report)}."),
+        ]
+    )

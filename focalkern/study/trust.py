@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from focalkern.bootstrap import BiasFloor, Interval, PairedBootstrap, bias_floor, paired_bootstrap
-from focalkern.calibrators import HistogramBinning
 from focalkern.files import LogitSet
 from focalkern.study.candidates import Choice
 from focalkern.study.rows import FIGURES, Rows, calibrated, is_correct
@@ -50,9 +49,12 @@ class Trust:
     def difference(self, index: int, figure: str) -> Interval | None:
         """Of this choice and the one that it has to beat; None where there is none."""
         other = self.against[index]
-        if other is None or (name := self.names[index]) is None or (beaten := self.names[other]) is None:
-            return None
-        if figure not in self.bootstrap.figures:
+        return None if other is None else self.between(index, other, figure)
+
+    def between(self, index: int, other: int, figure: str) -> Interval | None:
+        """The paired difference of two choices; None where there is none."""
+        name, beaten = self.names[index], self.names[other]
+        if name is None or beaten is None or figure not in self.bootstrap.figures:
             return None
         return self.bootstrap.difference(name, beaten, figure)
 
@@ -74,7 +76,7 @@ def default_resamples(rows: Rows) -> int:
 class _Calibrated(Mapping[str, Tensor]):
     """Log-probabilities by name, computed when they are asked for: only one set is in memory at a time."""
 
-    def __init__(self, rows: LogitSet, cells: dict[str, tuple[float, float, HistogramBinning | None]]) -> None:
+    def __init__(self, rows: LogitSet, cells: dict[str, tuple[float | None, float | None, Any]]) -> None:
         self._rows, self._cells = rows, cells
 
     def __getitem__(self, name: str) -> Tensor:
@@ -89,19 +91,25 @@ class _Calibrated(Mapping[str, Tensor]):
 
 def trust_in(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int, seed: int) -> Trust:
     """Of rows that are not in memory there are confidences, but no probabilities: accuracy and ECE have intervals."""
-    cells: dict[str, tuple[float, float, HistogramBinning | None]] = {}
+    cells: dict[str, tuple[float | None, float | None, Any]] = {}
     names: list[str | None] = []
     for choice in choices:
-        if choice.gamma is None or choice.temperature is None:
+        if choice.report is None:
             names.append(None)
             continue
         name = f"gamma = {choice.gamma!r}, T = {choice.temperature!r}{' + bins' if choice.binning else ''}"
-        cells[name] = (choice.gamma, choice.temperature, choice.binning)
+        if choice.other is not None:
+            name = f"candidate {choice.method}"
+        cells[name] = (choice.gamma, choice.temperature, choice.applied)
         names.append(name)
     # A seed of the command may be negative, numpy's may not.
     options: dict[str, Any] = {"n_bins": n_bins, "n_resamples": resamples, "seed": seed % 2**63}
     if isinstance(rows, StreamedSet):
-        confidence = {name: rows.measured(*cell[:2], n_bins).confidence for name, cell in cells.items()}
+        confidence = {
+            name: rows.measured(gamma, temperature, n_bins).confidence
+            for name, (gamma, temperature, _) in cells.items()
+            if gamma is not None and temperature is not None
+        }
         bootstrap = paired_bootstrap(confidence=confidence, correct=rows.correct, **options)
         floors = {name: bias_floor(confidence=confidence[name], **options) for name in cells}
     else:
@@ -110,18 +118,24 @@ def trust_in(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int,
             calibrated,
             rows.labels,
             log=True,
-            correct={name: is_correct(rows, binning) for name, (_, _, binning) in cells.items()},
+            correct={name: is_correct(rows, other) for name, (_, _, other) in cells.items()},
             figures=tuple(FIGURES),
             **options,
         )
         floors = {name: bias_floor(calibrated[name].exp_(), figures=CALIBRATION_ERRORS, **options) for name in cells}
     place = {(row.method, row.criterion, row.search, row.binning is None): i for i, row in enumerate(choices)}
+    plain: dict[str | None, int] = {}
+    for i, row in enumerate(choices):
+        if row.method == "temperature" and row.binning is None:
+            plain.setdefault(row.criterion, i)
+            if row.contested:
+                plain[None] = i  # candidates of another class have no criterion
 
     def has_to_beat(choice: Choice) -> int | None:
         if choice.binning is not None and choice.calibrator is not None:
             return place[choice.method, choice.criterion, choice.search, True]
         beaten = {"none": None, "temperature": 0, "histogram": 0}
-        return beaten.get(choice.method, place.get(("temperature", choice.criterion, "grid", True)))
+        return beaten.get(choice.method, plain.get(choice.criterion))
 
     return Trust(
         names=tuple(names),

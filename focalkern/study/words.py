@@ -12,12 +12,12 @@ from focalkern.study.result import Study
 from focalkern.study.rows import Rows
 from focalkern.study.streamed import StreamedSet
 from focalkern.study.trust import Trust
+from focalkern.study.verdict import name_of
 
 __all__ = [
     "bin_remarks",
     "describe",
     "doubts",
-    "name_of",
     "on_which",
     "read_remarks",
     "remarks_of",
@@ -102,17 +102,17 @@ def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins:
         )
     before = choices[0].report
     assert before is not None  # the uncalibrated row always has figures
-    on_grid = [choice for choice in choices if choice.search == "grid" and choice.binning is None]
-    by_key = {(choice.method, choice.criterion): choice for choice in on_grid}
+    plain_rows = [choice for choice in choices if (choice.search == "grid" or choice.contested) and not choice.applied]
+    by_key = {(choice.method, choice.criterion): choice for choice in plain_rows}
     for method, words in IN_WORDS.items():
-        ece, nll = by_key[method, "ece"], by_key[method, "nll"]
+        ece, nll = by_key.get((method, "ece")), by_key.get((method, "nll"))
         for choice in (ece, nll):
-            if choice.calibrator is not None and choice.calibrator.at_border_:
+            if choice is not None and choice.calibrator is not None and choice.calibrator.at_border_:
                 remarks.append(
                     f"{choice.label}: {' and '.join(choice.calibrator.at_border_)}; the optimum may lie beyond the "
                     "border of the grid."
                 )
-        if ece.report is None or nll.report is None:
+        if ece is None or nll is None or ece.report is None or nll.report is None:
             continue
         was, with_ece, with_nll = before["nll"], ece.report["nll"], nll.report["nll"]
         if not all(map(math.isfinite, (was, with_ece, with_nll))):
@@ -129,7 +129,12 @@ def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins:
                 f"NLL-optimal one gets {with_nll:.4f} (uncalibrated {was:.4f})."
             )
     for choice in choices:
-        if choice.search != "grid" and choice.saved is choice.calibrator is not None and choice.calibrator.at_border_:
+        if (
+            choice.search != "grid"
+            and not choice.contested
+            and choice.saved is choice.calibrator is not None
+            and choice.calibrator.at_border_
+        ):
             remarks.append(f"{choice.label}: {' and '.join(choice.calibrator.at_border_)}.")
         if isinstance(report, LogitSet):
             remarks.extend(bin_remarks(choice, report))
@@ -191,12 +196,6 @@ def doubts(choices: Sequence[Choice], chosen: int, estimator: str, trust: Trust)
             f"confidences. A smaller ECE would prove nothing."
         )
     return remarks
-
-
-def name_of(rows: Rows) -> str:
-    """``5000 validation rows``."""
-    name = {"val": "validation ", "test": "test "}.get(rows.name, "")
-    return f"{len(rows)} {name}rows"
 
 
 def describe(study: Study) -> str:

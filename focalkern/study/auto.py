@@ -1,0 +1,134 @@
+"""The calibrator that chooses one of several by cross-validation, in the shape of scikit-learn."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern.calibrators import Calibrator, InputKind
+from focalkern.study.contest import PROPER, Proper, as_candidates, hold_contest, log_proba
+from focalkern.study.verdict import Verdict, doubts_of, evidence_in_words, method_in_words
+
+__all__ = ["AutoCalibrator"]
+
+
+class AutoCalibrator(Calibrator):
+    r"""The simplest calibrator that is as good as the best, by cross-validation on the rows of ``fit``.
+
+    .. math:: \overline{l - b} \le \text{sd}(l - b) / \sqrt{N}
+
+    with the losses l of the candidate and b of the best one, each on rows that its fit did not see. Never chosen are a
+    candidate whose mean loss is higher than that of no calibration, one whose optimum lies where its search ended, and
+    one whose loss is infinite on a row.
+
+    Args:
+        candidates: as :func:`focalkern.compare_calibrators`.
+        criterion: ``"nll"`` or ``"brier"``, by which the candidates are fitted and compared.
+        folds: of the cross-validation, at least 2.
+        seed: of the folds.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed.
+
+    After ``fit`` there are ``chosen_`` (a name), ``calibrator_`` (fitted on all rows), ``table_`` (a list with a
+    dictionary per candidate: ``name``, ``loss``, ``difference`` from the best one, its ``standard_error``, ``excluded``
+    and ``chosen``) and ``verdict_``, a :class:`focalkern.Verdict`. ``save`` writes ``calibrator_``, with the table and
+    the verdict as ``"evidence"`` in the summary of its fit: ``load_calibrator`` gives that one.
+
+    Source: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3.
+    """
+
+    method = "auto"
+    _parameter_names = ("candidates", "criterion", "folds", "seed", "input_kind")
+
+    chosen_: str
+    calibrator_: Any
+    table_: list[dict[str, Any]]
+    verdict_: Verdict
+
+    def __init__(
+        self,
+        candidates: Sequence[str] | Mapping[str, Any] | None = None,
+        criterion: Proper = "nll",
+        folds: int = 5,
+        seed: int = 0,
+        input_kind: InputKind = "logits",
+    ) -> None:
+        self.candidates = candidates
+        self.criterion = criterion
+        self.folds = folds
+        self.seed = seed
+        self.input_kind = input_kind
+
+    def as_module(self) -> torch.nn.Module:
+        """The module of the calibrator that was chosen.
+
+        Raises:
+            NotFittedError: ``fit`` did not come before.
+            TypeError: it is not one of this library's.
+        """
+        return self._own("as_module").as_module()
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _own(self, what: str) -> Calibrator:
+        self._check_fitted()
+        if not isinstance(self.calibrator_, Calibrator):
+            raise TypeError(
+                f"AutoCalibrator: {what} needs a calibrator of this library, but {self.chosen_} was chosen, a "
+                f"{type(self.calibrator_).__name__}"
+            )
+        return self.calibrator_
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        self._check_option("criterion", PROPER)
+        if isinstance(self.folds, bool) or not isinstance(self.folds, int) or self.folds < 2:
+            raise ValueError(f"AutoCalibrator: folds must be an int of at least 2, got {self.folds!r}")
+        as_candidates(self.candidates, self.criterion, self.input_kind)
+
+    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+        candidates = as_candidates(self.candidates, self.criterion, self.input_kind)
+        contest = hold_contest(input, target, candidates, criterion=self.criterion, folds=self.folds, seed=self.seed)
+        winner = contest.winner
+        use = method_in_words(winner.name)
+        values = ((symbol, getattr(winner.calibrator, name, None)) for symbol, name in _SYMBOLS)
+        words = [f"{symbol} = {value:.4g}" for symbol, value in values if value]
+        if winner.name != "none" and words:
+            use = f"{use}, {', '.join(words)}"
+        return {
+            "chosen_": winner.name,
+            "calibrator_": winner.calibrator,
+            "table_": contest.table(),
+            "verdict_": Verdict(use, evidence_in_words(contest), "", tuple(doubts_of(contest))),
+        }
+
+    def _apply(self, input: Tensor, *, log: bool) -> Tensor:
+        if isinstance(self.calibrator_, Calibrator):
+            result = self.calibrator_.predict_log_proba(input) if log else self.calibrator_.predict_proba(input)
+            return torch.as_tensor(result)
+        flat = log_proba(self.calibrator_, input.reshape(-1, input.shape[-1])).reshape(input.shape)
+        return flat if log else flat.exp()
+
+    def _predicted(self, input: Tensor) -> Tensor:
+        if isinstance(self.calibrator_, Calibrator):
+            return torch.as_tensor(self.calibrator_.predict(input))
+        return self._apply(input, log=True).argmax(-1)
+
+    def _to_json(self) -> dict[str, Any]:
+        document = self._own("save")._to_json()
+        document["fit"]["evidence"] = {
+            "candidates": self.table_,
+            "criterion": self.criterion,
+            "folds": self.folds,
+            "seed": self.seed,
+            "because": self.verdict_.because,
+            "doubts": list(self.verdict_.doubts),
+        }
+        if self.classes_.dtype.kind not in "iu":
+            document["fit"]["classes"] = self.classes_.tolist()
+        if self.one_logit_:
+            document["fit"]["one_logit"] = True
+        return document
+
+
+_SYMBOLS = (("gamma", "gamma_"), ("T", "temperature_"))

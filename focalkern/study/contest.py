@@ -1,0 +1,299 @@
+"""Which candidate to use: cross-validation on a proper loss, and the rule that prefers the simple ones.
+
+Every candidate is fitted on all folds but one and judged on that one; all of them on the same folds. Used is the
+simplest whose mean loss lies within one standard error of the best one's, the standard error being that of the paired
+difference (Breiman et al. 1984, section 3.4.3).
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern.calibrators import Calibrator, FocalTemperatureScaling, InputKind, TemperatureScaling
+
+__all__ = [
+    "CANDIDATES",
+    "DEFAULT_CANDIDATES",
+    "LOSS_NAMES",
+    "PROPER",
+    "Contest",
+    "Entry",
+    "Proper",
+    "as_candidates",
+    "decide",
+    "decide_from_sums",
+    "fit_one",
+    "hold_contest",
+    "identity",
+    "log_proba",
+    "losses_of",
+    "stratified_folds",
+]
+
+Proper = Literal["nll", "brier"]
+PROPER: tuple[Proper, ...] = get_args(Proper)
+LOSS_NAMES: dict[str, str] = {"nll": "NLL", "brier": "Brier score"}
+
+_SMALLEST = torch.finfo(torch.float64).tiny
+
+CANDIDATES: dict[str, Callable[[Proper, InputKind], Any]] = {
+    "none": lambda criterion, kind: identity(kind),
+    "temperature": lambda criterion, kind: TemperatureScaling(criterion=criterion, input_kind=kind),
+    "focal-temperature": lambda criterion, kind: FocalTemperatureScaling(criterion=criterion, input_kind=kind),
+}
+"""Candidates by name, from the simplest to the richest: what makes one for a criterion and a kind of input."""
+
+DEFAULT_CANDIDATES = ("none", "temperature", "focal-temperature")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one candidate.
+
+    Attributes:
+        name: as it was given.
+        calibrator: fitted on all rows; None where that failed, or rows are streamed and no calibrator is needed yet.
+        loss: mean loss of the rows, each judged by a fit that did not see it; NaN where that failed.
+        difference, error: the mean paired difference from the best candidate, and its standard error.
+        excluded: why it cannot be chosen, as the end of a sentence that begins with its name; nothing where it can.
+    """
+
+    name: str
+    calibrator: Any
+    loss: float
+    difference: float = math.nan
+    error: float = math.nan
+    excluded: str = ""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The outcome of a cross-validation.
+
+    Attributes:
+        criterion: the loss.
+        entries: one per candidate, from the simplest to the richest; the first is no calibration.
+        chosen, best: the places of the one to use, and of the one with the lowest mean loss that can be used.
+        folds: how many there were; 0 where there were too few rows for any.
+        n_samples: rows.
+        left_out: names of candidates that could not take part, with the reason.
+    """
+
+    criterion: Proper
+    entries: tuple[Entry, ...]
+    chosen: int
+    best: int
+    folds: int
+    n_samples: int
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def winner(self) -> Entry:
+        return self.entries[self.chosen]
+
+    def table(self) -> list[dict[str, Any]]:
+        """One dictionary per candidate, for JSON: an infinite number is null."""
+
+        def plain(value: float) -> float | None:
+            return value if math.isfinite(value) else None
+
+        return [
+            {
+                "name": entry.name,
+                "loss": plain(entry.loss),
+                "difference": plain(entry.difference),
+                "standard_error": plain(entry.error),
+                "excluded": entry.excluded or None,
+                "chosen": place == self.chosen,
+            }
+            for place, entry in enumerate(self.entries)
+        ]
+
+
+def identity(input_kind: InputKind) -> TemperatureScaling:
+    """No calibration, as a calibrator that can be saved: a temperature that is searched at 1 only.
+
+    By the Brier score, which is finite on whatever rows.
+    """
+    return TemperatureScaling(search="grid", temperatures=(1.0,), criterion="brier", input_kind=input_kind)
+
+
+def as_candidates(
+    candidates: Sequence[str] | Mapping[str, Any] | None, criterion: Proper, input_kind: InputKind
+) -> dict[str, Any]:
+    """Unfitted calibrators by name, ``"none"`` first.
+
+    Args:
+        candidates: names out of :data:`CANDIDATES`, which are put into their order; or anything with ``fit`` and
+            ``predict_proba`` by name, from the simplest to the richest; None for :data:`DEFAULT_CANDIDATES`.
+
+    Raises:
+        ValueError: an unknown name; a candidate called "none" that is not None.
+        TypeError: a candidate without ``fit`` or ``predict_proba``.
+    """
+    if isinstance(candidates, str):
+        candidates = (candidates,)
+    made: dict[str, Any] = {"none": identity(input_kind)}
+    if isinstance(candidates, Mapping):
+        for name, candidate in candidates.items():
+            if candidate is None and name == "none":
+                continue
+            if not isinstance(name, str) or name == "none":
+                raise ValueError(f"candidates: names must be strings other than 'none', got {name!r}")
+            if not (hasattr(candidate, "fit") and hasattr(candidate, "predict_proba")):
+                raise TypeError(f"candidates: {name} must have fit and predict_proba, got {type(candidate).__name__}")
+            made[name] = candidate
+        return made
+    names = DEFAULT_CANDIDATES if candidates is None else tuple(candidates)
+    for name in names:
+        if name not in CANDIDATES:
+            raise ValueError(f"candidates: expected names out of {', '.join(CANDIDATES)}, got {name!r}")
+    for name, make in CANDIDATES.items():
+        if name in names and name != "none":
+            made[name] = make(criterion, input_kind)
+    return made
+
+
+def stratified_folds(labels: Tensor, folds: int, seed: int) -> Tensor:
+    """[N] int64: the fold of every row. Sizes differ by at most one, and so do those of every class."""
+    rows = len(labels)
+    random = np.random.default_rng(seed % 2**63).random(rows)
+    order = torch.from_numpy(np.lexsort((random, labels.cpu().numpy())))
+    fold = torch.empty(rows, dtype=torch.int64)
+    fold[order] = torch.arange(rows) % folds
+    return fold
+
+
+def fit_one(candidate: Any, input: Tensor, labels: Tensor, near: Any = None) -> Any:
+    """A fitted copy, without warnings: what is doubtful, the verdict says. What is not one of ours gets NumPy arrays.
+
+    ``near`` is a copy that was fitted on nearly the same rows: the search begins where that one ended.
+    """
+    fresh = copy.deepcopy(candidate)
+    if isinstance(fresh, FocalTemperatureScaling) and near is not None:
+        fresh.fit_quietly(input, labels, near=(near.gamma_, near.temperature_))
+    elif isinstance(fresh, Calibrator):
+        fresh.fit_quietly(input, labels)
+    else:
+        fresh.fit(input.cpu().numpy(), labels.cpu().numpy())
+    return fresh
+
+
+def log_proba(calibrator: Any, input: Tensor) -> Tensor:
+    """[N, C] float64 calibrated log-probabilities."""
+    if isinstance(calibrator, Calibrator):
+        return torch.as_tensor(calibrator.predict_log_proba(input.to(torch.float64)))
+    probs = torch.as_tensor(np.asarray(calibrator.predict_proba(input.cpu().numpy())), dtype=torch.float64)
+    if probs.shape != input.shape:
+        raise ValueError(f"predict_proba must give {list(input.shape)}, got {list(probs.shape)}")
+    return (probs / probs.sum(-1, keepdim=True)).log()
+
+
+def losses_of(log_probs: Tensor, labels: Tensor, criterion: Proper) -> Tensor:
+    """[N] float64."""
+    of_target = log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
+    if criterion == "nll":
+        return -of_target
+    return log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
+
+
+def hold_contest(
+    input: Tensor,
+    labels: Tensor,
+    candidates: Mapping[str, Any],
+    *,
+    criterion: Proper,
+    folds: int,
+    seed: int,
+) -> Contest:
+    """Cross-validate the candidates on rows in memory.
+
+    Args:
+        input: [N, C].
+        labels: [N] int64.
+        candidates: what :func:`as_candidates` returns.
+    """
+    rows = len(labels)
+    folds = min(folds, rows)
+    fold = stratified_folds(labels, folds, seed)
+    entries, losses = [], []
+    for name, candidate in candidates.items():
+        loss = torch.full((rows,), math.nan, dtype=torch.float64)
+        excluded, fitted = "", None
+        try:
+            fitted = fit_one(candidate, input, labels)
+            for k in range(folds if folds > 1 else 0):
+                held_out = fold == k
+                # No calibration has nothing to fit: the same as any other, at no cost.
+                part = fitted if name == "none" else fit_one(candidate, input[~held_out], labels[~held_out], fitted)
+                log_probs = log_proba(part, input[held_out])
+                loss[held_out] = losses_of(log_probs, labels[held_out], criterion).cpu()
+        except Exception as error:  # whatever a candidate from elsewhere raises: the others go on, and this is told
+            if name == "none":
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            excluded = f"could not be fitted: {reason.removeprefix(f'{type(candidate).__name__}: ')}"
+        border = getattr(fitted, "at_border_", ())
+        if border and name != "none":
+            excluded = excluded or f"has its optimum at the end of the search: {' and '.join(border)}"
+        entries.append(Entry(name, fitted, float(loss.mean()), excluded=excluded))
+        losses.append(loss)
+    return decide(entries, torch.stack(losses), criterion=criterion, folds=folds if folds > 1 else 0)
+
+
+def decide(entries: Sequence[Entry], losses: Tensor, *, criterion: Proper, folds: int) -> Contest:
+    """Apply the rule to ``losses`` [candidates, N]; NaN where there is none."""
+    rows = losses.shape[1]
+    differences = losses - losses[0]
+    return decide_from_sums(
+        entries,
+        rows,
+        differences.sum(1),
+        differences @ differences.T,
+        criterion=criterion,
+        folds=folds,
+    )
+
+
+def decide_from_sums(
+    entries: Sequence[Entry],
+    rows: int,
+    sums: Tensor,
+    products: Tensor,
+    *,
+    criterion: Proper,
+    folds: int,
+    left_out: Sequence[str] = (),
+) -> Contest:
+    """The rule.
+
+    Args:
+        entries: the first is no calibration.
+        rows: N.
+        sums, products: [candidates] and [candidates, candidates] float64, of the losses minus those of no calibration.
+    """
+    entries = list(entries)
+    base = entries[0].loss
+    for place, entry in enumerate(entries[1:], start=1):
+        if entry.excluded or folds == 0:
+            continue
+        if not math.isfinite(entry.loss):
+            entries[place] = replace(entry, excluded=f"has an infinite {LOSS_NAMES[criterion]} in a fold")
+        elif entry.loss > base:
+            entries[place] = replace(entry, excluded="is worse than no calibration")
+    able = [0] if folds == 0 else [place for place, entry in enumerate(entries) if not entry.excluded]
+    best = min(able, key=lambda place: (entries[place].loss if math.isfinite(entries[place].loss) else math.inf, place))
+    for place, entry in enumerate(entries):
+        mean = float(sums[place] - sums[best]) / rows
+        square = float(products[place, place] + products[best, best] - 2 * products[place, best]) / rows
+        variance = max(0.0, square - mean**2) * rows / max(1, rows - 1)
+        entries[place] = replace(entry, difference=mean, error=math.sqrt(variance / rows))
+    # Not a number where a loss is infinite: then the comparison is false, and the best remains.
+    chosen = next((place for place in able if entries[place].difference <= entries[place].error), best)
+    return Contest(criterion, tuple(entries), chosen, best, folds, rows, tuple(left_out))

@@ -1,0 +1,249 @@
+"""The verdict: what to use, why, what it costs, and what speaks against trusting that."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from focalkern.bootstrap import Interval
+from focalkern.study.candidates import Choice
+from focalkern.study.contest import LOSS_NAMES, Contest, Entry
+from focalkern.study.rows import Rows
+from focalkern.study.trust import Trust
+
+__all__ = ["Verdict", "as_sentence", "evidence_in_words", "judge", "method_in_words", "name_of", "rows_of_the_report"]
+
+_METHODS = {
+    "none": "no calibration",
+    "temperature": "temperature scaling",
+    "focal-temperature": "focal temperature scaling",
+    "histogram": "histogram binning",
+}
+
+# Fewer rows than this, and a standard error says little itself.
+_FEW_ROWS = 100
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a study comes to. ``str()`` has at most three lines.
+
+    Attributes:
+        use: what to use, with its parameters, and what it does to the figures.
+        because: the evidence of the cross-validation.
+        costs: what it costs, or what another choice would gain and cost; empty where there is nothing to say.
+        doubts: what speaks against trusting all this, a sentence each.
+    """
+
+    use: str
+    because: str
+    costs: str
+    doubts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        third = self.costs or (as_sentence(self.doubts[0]) if self.doubts else "")
+        return "\n".join(line for line in (f"Use {self.use}.", self.because, third) if line)
+
+
+def judge(
+    choices: Sequence[Choice],
+    chosen: Choice | None,
+    *,
+    contest: Contest | None,
+    trust: Trust | None,
+    criterion: str,
+    estimator: str,
+    report: Rows,
+    same_rows: bool,
+) -> Verdict:
+    """The verdict on the choices of a study.
+
+    Args:
+        choices: the rows of the table; the first is uncalibrated.
+        chosen: the one to use.
+        contest: the cross-validation; None where a method was asked for by name.
+        trust: intervals of the reported rows.
+        criterion: by which was chosen.
+        estimator: of the ECE in the words.
+        report, same_rows: the rows of the figures, and whether they have chosen as well.
+    """
+    if chosen is None or chosen.report is None:
+        name = LOSS_NAMES.get(criterion, "ECE")
+        return Verdict("no calibration", f"The {name} of what was asked for is finite nowhere.", "")
+    ece = f"ece_{estimator}"
+    before, now = choices[0].report, chosen.report
+    assert before is not None
+    where = rows_of_the_report(report, same_rows)
+    use = method_with_parameters(chosen)
+    if chosen.method == "none":
+        use += f": NLL {_print(now['nll'])}, ECE ({estimator}) {_print(now[ece])} {where}"
+    else:
+        changed = [f"{words} {_print(before[name])} -> {_print(now[name])}" for words, name in _shown(criterion, ece)]
+        use += f": {', '.join(changed)} {where}"
+    doubts = []
+    if same_rows:
+        doubts.append("the same rows choose and report: the figures after calibration are too good")
+    if contest is not None and criterion != "ece":
+        because = evidence_in_words(contest)
+        doubts += doubts_of(contest)
+        costs = _alternative(choices, chosen, ece, estimator)
+    else:
+        asked = "the ECE was asked for" if criterion == "ece" else "it was asked for"
+        because = f"It is used because {asked}, not because it is the best."
+        if contest is not None:
+            because += f" By {LOSS_NAMES[contest.criterion]}, cross-validation takes {_name(contest.winner)}."
+        costs = _price(choices, chosen, trust)
+        border = getattr(chosen.calibrator, "at_border_", ())
+        if border:
+            doubts.append(f"{' and '.join(border)}; the optimum may lie beyond it")
+        if now["nll"] > before["nll"]:
+            doubts.append(f"its NLL, {_print(now['nll'])}, is higher than without calibration, {_print(before['nll'])}")
+    return Verdict(use, because, costs, tuple(doubts))
+
+
+def method_in_words(method: str) -> str:
+    return _METHODS.get(method, method)
+
+
+def method_with_parameters(choice: Choice) -> str:
+    name = method_in_words(choice.method)
+    if choice.binning is not None and choice.method != "histogram":
+        name += " and bins"
+    if choice.method == "none" or choice.temperature is None or choice.gamma is None or choice.calibrator is None:
+        return name
+    gamma = f"gamma = {choice.gamma:.4g}, " if choice.method == "focal-temperature" else ""
+    return f"{name}, {gamma}T = {choice.temperature:.4g}"
+
+
+def name_of(rows: Rows) -> str:
+    """``5000 validation rows``."""
+    name = {"val": "validation ", "test": "test "}.get(rows.name, "")
+    return f"{len(rows)} {name}rows"
+
+
+def rows_of_the_report(report: Rows, same_rows: bool) -> str:
+    return "on the rows that chose" if same_rows else f"on {name_of(report)}"
+
+
+def evidence_in_words(contest: Contest) -> str:
+    """One sentence on why the winner of a cross-validation is used."""
+    loss = LOSS_NAMES[contest.criterion]
+    if contest.folds == 0:
+        return f"{contest.n_samples} row is too few to compare anything: the simplest is used."
+    if not math.isfinite(contest.winner.loss):
+        return (
+            f"The {loss} is infinite with and without calibration: a row gives its true class probability 0. "
+            "Choose by brier, or replace zeros by a small probability."
+        )
+    how = f"{contest.folds}-fold cross-validation on {contest.n_samples} rows"
+    best = contest.entries[contest.best]
+    if contest.chosen != contest.best:
+        winner = contest.winner
+        return (
+            f"In {how} the {loss} of {_name(best)} is lower by only {winner.difference:.4f} +- {winner.error:.4f}: "
+            "within one standard error the simpler one is used."
+        )
+    simpler = [entry for entry in contest.entries[: contest.best] if not entry.excluded]
+    if simpler:
+        nearest = min(simpler, key=lambda entry: entry.difference)
+        return (
+            f"In {how} its {loss} is the lowest, {best.loss:.4f}: {nearest.difference:.4f} +- {nearest.error:.4f} "
+            f"below that of {_name(nearest)}."
+        )
+    return f"In {how} no candidate has a lower {loss} than {best.loss:.4f}."
+
+
+def doubts_of(contest: Contest) -> list[str]:
+    """What the cross-validation could not tell, and who could not take part."""
+    loss = LOSS_NAMES[contest.criterion]
+    doubts = []
+    if contest.folds > 0 and contest.chosen != contest.best and math.isfinite(contest.winner.loss):
+        best = contest.entries[contest.best]
+        doubts.append(f"{contest.n_samples} rows are too few to tell {_name(contest.winner)} from {_name(best)}")
+    elif contest.n_samples < _FEW_ROWS:
+        doubts.append(f"{contest.n_samples} rows are few: another sample of them may choose otherwise")
+    for entry in contest.entries[1:]:
+        if entry.excluded and not entry.excluded.startswith("is worse"):
+            doubts.append(f"{_name(entry)} {entry.excluded}, and is not chosen")
+    worse = [entry for entry in contest.entries if entry.excluded.startswith("is worse")]
+    if worse:
+        names = " and ".join(map(_name, worse))
+        doubts.append(f"{names}: the cross-validated {loss} is higher than that of no calibration")
+    doubts += [f"left out: {words}" for words in contest.left_out]
+    return doubts
+
+
+def as_sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+def _shown(criterion: str, ece: str) -> list[tuple[str, str]]:
+    """Headings and names of the figures that the first line has."""
+    first = [("Brier score", "brier")] if criterion == "brier" else [("NLL", "nll")]
+    if criterion not in ("nll", "brier"):
+        first.append(("Brier score", "brier"))
+    return [*first, (f"ECE ({ece.removeprefix('ece_')})", ece)]
+
+
+def _alternative(choices: Sequence[Choice], chosen: Choice, ece: str, estimator: str) -> str:
+    """What the paper's choice, focal temperature scaling by the ECE, would gain and cost."""
+    paper = next((row for row in choices if (row.method, row.criterion) == ("focal-temperature", "ece")), None)
+    assert chosen.report is not None
+    if paper is None or paper.report is None or paper is chosen:
+        return ""
+    now, other = chosen.report, paper.report
+    what = f"Focal scaling by ECE ({paper.parameters})"
+    lower_ece, lower_nll = other[ece] < now[ece], other["nll"] < now["nll"]
+    eces = f"the ECE from {_print(now[ece])} to {_print(other[ece])}"
+    if lower_ece and not lower_nll:
+        return (
+            f"{what} would cut {eces} but raise the NLL to {_print(other['nll'])}: "
+            "not worth it unless only the ECE counts (criterion ece)."
+        )
+    if lower_ece:
+        return f"{what} would cut {eces}, and the NLL to {_print(other['nll'])}, on these rows (criterion ece)."
+    gained = "lower" if lower_nll else "raise"
+    return (
+        f"{what} would not even cut the ECE ({_print(now[ece])} to {_print(other[ece])}), and {gained} the NLL to "
+        f"{_print(other['nll'])}."
+    )
+
+
+def _price(choices: Sequence[Choice], chosen: Choice, trust: Trust | None) -> str:
+    """Against no calibration, and against temperature scaling by a proper loss: NLL and Brier, with intervals."""
+    place = choices.index(chosen)
+    plain = next(
+        (
+            i
+            for i, row in enumerate(choices)
+            if row.method == "temperature" and row.criterion in LOSS_NAMES and row.binning is None and row.report
+        ),
+        None,
+    )
+    parts = []
+    for words, other in (("no calibration", 0), ("temperature scaling", plain)):
+        if other is None or other == place:
+            continue
+        changes = []
+        for name, figure in (("NLL", "nll"), ("Brier score", "brier")):
+            interval = None if trust is None else trust.between(place, other, figure)
+            changes.append(f"{name} {_difference(choices[place], choices[other], figure, interval)}")
+        parts.append(f"against {words}: {', '.join(changes)}")
+    return as_sentence("; ".join(parts)) if parts else ""
+
+
+def _difference(choice: Choice, other: Choice, figure: str, interval: Interval | None) -> str:
+    assert choice.report is not None
+    assert other.report is not None
+    difference = choice.report[figure] - other.report[figure]
+    if not math.isfinite(difference):
+        return "infinite"
+    ends = f" ({interval.low:+.4f} to {interval.high:+.4f})" if interval and math.isfinite(interval.low) else ""
+    return f"{difference:+.4f}{ends}"
+
+
+def _name(entry: Entry) -> str:
+    return method_in_words(entry.name)
+
+
+def _print(value: float) -> str:
+    return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"

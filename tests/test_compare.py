@@ -1,0 +1,276 @@
+"""The comparison as a function, its verdict, and the calibrator that chooses."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import focalkern as fk
+from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling
+from focalkern.study import stream_sets, streamed
+
+pytest.importorskip("tabulate", reason="tabulate is not installed")
+
+FAST = {"resamples": 0, "folds": 3}
+
+
+def sample(n, seed, temperature=2.0, n_classes=4):
+    """Logits whose labels follow softmax(z / temperature)."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).squeeze(1)
+    return logits, labels
+
+
+@pytest.fixture(scope="module")
+def study():
+    return fk.compare_calibrators(sample(400, 0), sample(500, 1), resamples=40, folds=3)
+
+
+def test_the_verdict_of_over_confident_rows_is_temperature_scaling(study):
+    fitted = TemperatureScaling().fit(*sample(400, 0))
+    assert isinstance(study.calibrator, TemperatureScaling)
+    assert study.calibrator.temperature_ == pytest.approx(fitted.temperature_, rel=1e-6)
+    lines = str(study.verdict).splitlines()
+    assert 1 <= len(lines) <= 3
+    assert lines[0].startswith(f"Use temperature scaling, T = {fitted.temperature_:.4g}: NLL ")
+    assert "on 500 test rows" in lines[0]
+    assert lines[1].startswith("In 3-fold cross-validation on 400 rows")
+    assert str(study) == str(study.verdict)
+    before, after = study.choices[0].report["nll"], study.chosen.report["nll"]
+    assert f"NLL {before:.4f} -> {after:.4f}" in lines[0]
+
+
+def test_the_table_keeps_the_papers_rows(study):
+    rows = [(row.method, row.criterion, row.search) for row in study.choices]
+    assert [row[:2] for row in rows] == [
+        ("none", None),
+        ("temperature", "nll"),
+        ("focal-temperature", "nll"),
+        ("temperature", "ece"),
+        ("focal-temperature", "ece"),
+    ]
+    paper = FocalTemperatureScaling(search="grid", criterion="ece", estimator="equal_mass").fit(*sample(400, 0))
+    assert (study.choices[-1].gamma, study.choices[-1].temperature) == (paper.gamma_, paper.temperature_)
+    text = study.table()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "equal_width" in text and "equal_mass" not in text
+    assert "classwise" in study.table(all=True)
+
+
+def test_a_study_for_machines_and_for_notebooks(study, tmp_path):
+    document = json.loads(json.dumps(study.to_dict(), allow_nan=False))
+    assert document["verdict"]["use"] == study.verdict.use
+    assert document["rows"][document["chosen"]]["method"] == "temperature"
+    candidates = document["cross_validation"]["candidates"]
+    assert [one["name"] for one in candidates] == ["none", "temperature", "focal-temperature"]
+    assert [one["chosen"] for one in candidates] == [False, True, False]
+    assert candidates[0]["excluded"] is None
+    html = study._repr_html_()
+    assert "Use temperature scaling" in html and "<table" in html and html.count("<tr") == 6
+
+
+def test_a_data_frame(study):
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = study.to_dataframe()
+    assert isinstance(frame, pandas.DataFrame) and len(frame) == 5
+    assert frame.loc[frame.chosen, "method"].tolist() == ["temperature"]
+    low, high = frame.loc[1, ["nll_low", "nll_high"]]
+    assert low < frame.loc[1, "nll"] < high
+
+
+def test_the_report_is_written(study, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    files = study.write_report(tmp_path / "report", title="A title")
+    assert {"report.html", "report.json", "table.csv"} <= {file.name for file in files}
+    assert json.loads((tmp_path / "report" / "report.json").read_text()) == study.to_dict()
+
+
+def test_calibrated_rows_are_left_as_they_are():
+    study = fk.compare_calibrators(sample(300, 0, temperature=1.0), sample(300, 1, temperature=1.0), **FAST)
+    assert study.chosen.method == "none"
+    assert str(study.verdict).startswith("Use no calibration: NLL ")
+    logits, _ = sample(5, 2)
+    assert torch.allclose(study.calibrator.predict_proba(logits), logits.softmax(-1))
+
+
+def test_test_rows_never_choose():
+    validation = sample(300, 0)
+    studies = [fk.compare_calibrators(validation, sample(200, 1, temperature=t), **FAST) for t in (0.5, 2.0)]
+    assert studies[0].chosen.method == studies[1].chosen.method == "temperature"
+    assert studies[0].calibrator.temperature_ == studies[1].calibrator.temperature_
+    assert studies[0].contest.table() == studies[1].contest.table()
+
+
+def test_ece_is_the_papers_choice_with_its_price():
+    study = fk.compare_calibrators(sample(300, 0), sample(300, 1), criterion="ece", resamples=30, folds=3)
+    assert (study.chosen.method, study.chosen.criterion, study.chosen.search) == ("focal-temperature", "ece", "grid")
+    assert "because the ECE was asked for" in study.verdict.because
+    costs = study.verdict.costs
+    assert costs.startswith("Against no calibration: NLL ") and "; against temperature scaling: NLL " in costs
+    plain, place = study.choices[1], study.choices.index(study.chosen)
+    interval = study.trust.between(place, 1, "nll")
+    difference = study.chosen.report["nll"] - plain.report["nll"]
+    assert f"NLL {difference:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})" in costs
+
+
+def test_brier_is_a_criterion():
+    study = fk.compare_calibrators(sample(300, 0), sample(300, 1), criterion="brier", **FAST)
+    assert study.chosen.criterion == "brier" and study.contest.criterion == "brier"
+    assert "Brier score" in study.verdict.use
+
+
+def test_few_rows_are_said_and_the_simplest_is_taken():
+    study = fk.compare_calibrators(sample(12, 3, temperature=1.3), sample(300, 1), **FAST)
+    assert any("rows are few" in doubt or "too few" in doubt for doubt in study.verdict.doubts)
+    calibrated = fk.compare_calibrators(sample(40, 5, temperature=1.0), sample(300, 1), **FAST)
+    assert calibrated.chosen.method == "none"
+    alone = fk.compare_calibrators((np.array([[1.0, 0.0]]), np.array([0])), **FAST)
+    assert alone.chosen.method == "none" and "too few to compare anything" in alone.verdict.because
+
+
+def test_an_impossible_row_leaves_no_calibration():
+    logits, labels = sample(100, 0)
+    logits[3, labels[3]] = -math.inf
+    study = fk.compare_calibrators((logits, labels), **FAST)
+    assert study.chosen.method == "none"
+    assert "infinite with and without calibration" in study.verdict.because
+    json.dumps(study.to_dict(), allow_nan=False)
+    assert "The same rows choose" in str(study.verdict) or study.verdict.doubts
+
+
+class Half:
+    def fit(self, logits, labels):
+        return self
+
+    def predict_proba(self, logits):
+        return torch.from_numpy(logits / 2).softmax(-1).numpy()
+
+
+def test_a_candidate_from_elsewhere():
+    study = fk.compare_calibrators(sample(300, 0), sample(300, 1), candidates={"half": Half()}, **FAST)
+    assert isinstance(study.calibrator, Half)
+    assert study.verdict.use.startswith("half: NLL ")
+    assert [row.method for row in study.choices] == ["none", "half", "temperature", "focal-temperature"]
+    logits, labels = sample(300, 1)
+    assert study.chosen.report["nll"] == pytest.approx(float(fk.metrics.nll((logits / 2).softmax(-1), labels)))
+    study.table()
+    json.dumps(study.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"validation": 3}, TypeError, "validation must be a pair"),
+        ({"criterion": "mce"}, ValueError, "criterion must be one of nll, brier, ece"),
+        ({"estimator": "guo"}, ValueError, "estimator must be one of"),
+        ({"folds": 1}, ValueError, "folds must be an int of at least 2, got 1"),
+        ({"candidates": ("platt",)}, ValueError, "got 'platt'"),
+        ({"candidates": {"platt": 3}}, TypeError, "platt must have fit and predict_proba"),
+        ({"test": (np.zeros((2, 7)), np.zeros(2, int))}, ValueError, "test must have logits of 4 classes"),
+        ({"validation": (np.zeros((2, 4)), np.array([0, 4]))}, ValueError, "class numbers from 0 to 3"),
+    ],
+)
+def test_mistakes(arguments, error, words):
+    options = {"validation": sample(20, 0), **FAST, **arguments}
+    with pytest.raises(error, match=words):
+        fk.compare_calibrators(options.pop("validation"), **options)
+
+
+# -- streamed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    logits, labels = sample(300, 0)
+    for part, rows in enumerate(np.array_split(np.arange(300), 3)):
+        np.save(tmp_path / f"val_logits-{part}.npy", logits[rows].numpy())
+        np.save(tmp_path / f"val_labels-{part}.npy", labels[rows].numpy())
+    monkeypatch.setattr(streamed, "_SEARCH_BATCH", 4 * 70)
+    monkeypatch.setattr(streamed, "_FLOAT64_BATCH", 4 * 40)
+    return str(tmp_path / "val_logits-*.npy")
+
+
+def test_streamed_folds_are_those_of_the_row_numbers(shards):
+    (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
+    temperatures = [index * 0.25 for index in range(1, 21)]
+    gammas = (0.0, -0.25, 0.5, 1.0)
+    grid = rows.grid(gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
+    logits, labels = sample(300, 0)
+    fold = torch.arange(300) % 3
+    totals = rows.fold_totals()
+    for k in range(3):
+        expected = fk.calibration_grid(logits[fold == k], labels[fold == k], gammas, temperatures, criteria="nll")
+        torch.testing.assert_close(totals[k], expected.tables["nll"] * 100, rtol=1e-12, atol=0)
+    from focalkern.study.contest import as_candidates
+    from focalkern.study.streamed_contest import hold_streamed_contest
+
+    contest = hold_streamed_contest(rows, as_candidates(None, "nll", "logits"), grid, gammas, criterion="nll")
+    losses = torch.zeros(2, 300, dtype=torch.float64)
+    for k in range(3):
+        part = TemperatureScaling(temperatures=temperatures).fit(logits[fold != k], labels[fold != k])
+        for place, temperature in enumerate((1.0, part.temperature_)):
+            log_probs = (logits[fold == k] / temperature).log_softmax(-1)
+            losses[place, fold == k] = -log_probs.gather(1, labels[fold == k, None]).squeeze(1)
+    assert [entry.loss for entry in contest.entries[:2]] == pytest.approx(losses.mean(1).tolist(), rel=1e-12)
+    difference = losses[0] - losses[1]
+    first, second = contest.entries[:2]
+    assert first.difference - second.difference == pytest.approx(float(difference.mean()), rel=1e-9)
+    if contest.best == 1:
+        assert first.error == pytest.approx(float(difference.std()) / math.sqrt(300), rel=1e-9)
+    assert contest.winner.name == "temperature"
+
+
+def test_streamed_rows_leave_out_what_needs_them_all(shards):
+    study = fk.compare_calibrators(shards, candidates={"half": Half(), "temperature": TemperatureScaling()}, **FAST)
+    assert study.chosen.method == "temperature"
+    assert "left out: half, which needs all rows in memory" in study.verdict.doubts
+    assert study.calibrator.n_samples_ == 300
+
+
+# -- AutoCalibrator --------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_the_calibrator_it_chose(tmp_path):
+    logits, labels = sample(300, 0)
+    auto = fk.AutoCalibrator(folds=3).fit(logits, labels)
+    assert auto.chosen_ == "temperature"
+    same = TemperatureScaling().fit(logits, labels)
+    assert torch.equal(auto.predict_proba(logits), same.predict_proba(logits))
+    assert torch.equal(auto.predict(logits), logits.argmax(-1))
+    assert [row["name"] for row in auto.table_] == ["none", "temperature", "focal-temperature"]
+    assert auto.verdict_.use == f"temperature scaling, T = {same.temperature_:.4g}"
+    auto.save(tmp_path / "auto.json")
+    loaded = fk.load_calibrator(tmp_path / "auto.json")
+    assert isinstance(loaded, TemperatureScaling) and loaded.temperature_ == auto.calibrator_.temperature_
+    evidence = json.loads((tmp_path / "auto.json").read_text())["fit"]["evidence"]
+    assert evidence["candidates"] == auto.table_ and evidence["because"] == auto.verdict_.because
+    assert torch.equal(auto.as_module()(logits), same.as_module()(logits))
+
+
+def test_auto_in_numpy_with_names_and_with_one_logit():
+    logits, labels = sample(200, 0, n_classes=2)
+    names = np.array(["cat", "dog"])[labels.numpy()]
+    auto = fk.AutoCalibrator(("temperature",), folds=2).fit(logits.numpy(), names)
+    assert set(auto.predict(logits.numpy())) <= {"cat", "dog"}
+    assert isinstance(auto.predict_proba(logits.numpy()), np.ndarray)
+    one = fk.AutoCalibrator(folds=2).fit(logits[:, 1] - logits[:, 0], labels)
+    assert one.predict_proba(logits[:5, 1] - logits[:5, 0]).shape == (5, 2)
+
+
+def test_auto_checks_its_parameters_and_saves_only_ours(tmp_path):
+    logits, labels = sample(100, 0)
+    with pytest.raises(ValueError, match="folds must be an int of at least 2"):
+        fk.AutoCalibrator(folds=1).fit(logits, labels)
+    with pytest.raises(ValueError, match="criterion must be one of nll, brier"):
+        fk.AutoCalibrator(criterion="ece").fit(logits, labels)
+    with pytest.raises(ValueError, match="got 'platt'"):
+        fk.AutoCalibrator(("platt",)).fit(logits, labels)
+    auto = fk.AutoCalibrator({"half": Half()}, folds=2).fit(logits, labels)
+    assert auto.chosen_ == "half"
+    assert torch.allclose(auto.predict_proba(logits), (logits / 2).softmax(-1))
+    with pytest.raises(TypeError, match="save needs a calibrator of this library, but half was chosen"):
+        auto.save(tmp_path / "no.json")
+    assert fk.AutoCalibrator(seed=3).get_params()["seed"] == 3
