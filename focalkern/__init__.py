@@ -16,6 +16,7 @@ from focalkern.calibrators import (
 from focalkern.gamma import FLSD_53, GammaTable
 from focalkern.losses import (
     AdaFocalLoss,
+    AsymmetricLoss,
     BrierLoss,
     DualFocalLoss,
     FLSDLoss,
@@ -26,8 +27,8 @@ from focalkern.losses import (
     LinearFocalLoss,
     LogitNormPenalty,
     MMCELoss,
+    QualityFocalLoss,
     SigmoidFocalLoss,
-    sigmoid_focal_loss,
 )
 from focalkern.ops._extension import build_info
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
@@ -40,6 +41,7 @@ from focalkern.ops.inverse_calibration_map import (
 )
 from focalkern.ops.linear_focal_loss import linear_focal_loss
 from focalkern.ops.memory import empty_cache
+from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 from focalkern.streaming import CalibrationGridState
 from focalkern.study import AutoCalibrator, Study, Verdict, compare_calibrators
 
@@ -50,6 +52,7 @@ __all__ = [
     "PAPER_GAMMAS",
     "PAPER_TEMPERATURES",
     "AdaFocalLoss",
+    "AsymmetricLoss",
     "AutoCalibrator",
     "BrierLoss",
     "CalibrationGrid",
@@ -68,10 +71,12 @@ __all__ = [
     "LogitNormPenalty",
     "MMCELoss",
     "MultiLabelScaling",
+    "QualityFocalLoss",
     "SigmoidFocalLoss",
     "Study",
     "TemperatureScaling",
     "Verdict",
+    "asymmetric_loss",
     "binary_focal_calibration_map",
     "binary_inverse_focal_calibration_map",
     "bootstrap",
@@ -89,6 +94,7 @@ __all__ = [
     "metrics",
     "per_class_report",
     "properized_focal_loss",
+    "quality_focal_loss",
     "reference",
     "sigmoid_focal_loss",
 ]

@@ -104,3 +104,33 @@ def hessian_product(function, arguments: Sequence[float], direction: Sequence[fl
     plus = gradient(function, [a + step * mpf(v) for a, v in zip(x, direction, strict=True)])
     minus = gradient(function, [a - step * mpf(v) for a, v in zip(x, direction, strict=True)])
     return [(a - b) / (2 * step) for a, b in zip(plus, minus, strict=True)]
+
+
+def _shares_of_logit(x: float) -> tuple[mpf, mpf]:
+    """p and 1 - p: at 300 digits the second could be a subtraction, but not at a logit of 1000."""
+    return 1 / (1 + mpmath.exp(-mpf(x))), 1 / (1 + mpmath.exp(mpf(x)))
+
+
+def _binary_cross_entropy(p: mpf, q: mpf, t: mpf) -> mpf:
+    return -(t * mpmath.log(p) if t else mpf(0)) - ((1 - t) * mpmath.log(q) if t != 1 else mpf(0))
+
+
+def sigmoid_focal(x: float, t: float, gamma: float, alpha: float | None = None) -> mpf:
+    (p, q), t = _shares_of_logit(x), mpf(t)
+    a = 1 if alpha is None else mpf(alpha) * t + (1 - mpf(alpha)) * (1 - t)
+    return a * (t * q + (1 - t) * p) ** mpf(gamma) * _binary_cross_entropy(p, q, t)
+
+
+def asymmetric(x: float, t: float, gamma_negative: float, gamma_positive: float, margin: float) -> mpf:
+    (p, q), t = _shares_of_logit(x), mpf(t)
+    v = max(p - mpf(margin), mpf(0))
+    positive = -(q ** mpf(gamma_positive)) * mpmath.log(p) if t else mpf(0)
+    rest = q if margin == 0 else 1 - v
+    negative = -(v ** mpf(gamma_negative)) * mpmath.log(rest) if t != 1 and v > 0 else mpf(0)
+    return t * positive + (1 - t) * negative
+
+
+def quality(x: float, t: float, beta: float) -> mpf:
+    (p, q), t = _shares_of_logit(x), mpf(t)
+    gap = q - (1 - t) if p > q else t - p
+    return abs(gap) ** mpf(beta) * _binary_cross_entropy(p, q, t)

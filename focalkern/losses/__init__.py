@@ -26,11 +26,13 @@ from focalkern.losses._adafocal import AdaFocalLoss, AdaFocalRecord
 from focalkern.losses._focal import FLSDLoss, FocalLoss, InverseFocalLoss
 from focalkern.losses._linear import LinearAdaFocalLoss, LinearFLSDLoss, LinearFocalLoss
 from focalkern.losses._plain import BrierLoss, DualFocalLoss, LogitNormPenalty, MMCELoss
-from focalkern.losses._sigmoid import SigmoidFocalLoss, sigmoid_focal_loss
+from focalkern.losses._sigmoid import AsymmetricLoss, QualityFocalLoss, SigmoidFocalLoss
+from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 
 __all__ = [
     "AdaFocalLoss",
     "AdaFocalRecord",
+    "AsymmetricLoss",
     "BrierLoss",
     "DualFocalLoss",
     "FLSDLoss",
@@ -41,6 +43,9 @@ __all__ = [
     "LinearFocalLoss",
     "LogitNormPenalty",
     "MMCELoss",
+    "QualityFocalLoss",
     "SigmoidFocalLoss",
+    "asymmetric_loss",
+    "quality_focal_loss",
     "sigmoid_focal_loss",
 ]

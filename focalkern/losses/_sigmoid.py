@@ -1,97 +1,179 @@
-"""The focal loss of independent logits."""
+"""The losses of independent logits as modules."""
 
-import torch
-import torch.nn.functional as F
+import math
+
 from torch import Tensor, nn
 
-from focalkern.losses._base import Reduction, check_reduction, compute_dtype, in_dtype_of, number
+from focalkern.losses._base import Loss, Reduction, number
+from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 
 
-def sigmoid_focal_loss(
-    input: Tensor,
-    target: Tensor,
-    gamma: float = 2.0,
-    alpha: float | None = 0.25,
-    reduction: Reduction = "none",
-) -> Tensor:
-    r"""Focal loss of independent logits, for one-logit and multi-label heads.
+class ElementLoss(Loss):
+    """Losses of each element by itself: parameters and weights are tensors that broadcast to the logits."""
 
-    Elementwise, with p = sigmoid(input), t the target and BCE the binary cross-entropy:
+    def __init__(self, reduction: Reduction, weight: Tensor | None, ignore_index: int) -> None:
+        super().__init__(None, ignore_index=ignore_index, reduction=reduction)
+        if weight is not None:
+            self._check_tensor("weight", weight)
+            self.register_buffer("weight", weight)
 
-    .. math::
-        L = (\alpha t + (1 - \alpha)(1 - t)) \; (1 - p_t)^\gamma \; \text{BCE}(p, t), \qquad
-        p_t = p t + (1 - p)(1 - t)
+    def _keep(self, name: str, value: object, high: float = math.inf) -> None:
+        """A number becomes an attribute, a tensor a buffer, a parameter a parameter."""
+        if not isinstance(value, Tensor):
+            setattr(self, name, number(self._name, name, value, low=0.0, high=high))
+            return
+        self._check_tensor(name, value)
+        if value.device.type == "cpu" and not bool(((value >= 0) & (value <= high) & value.isfinite()).all()):
+            bounds = "at least 0" if math.isinf(high) else f"in [0, {high:g}]"
+            raise ValueError(f"{self._name}: {name} must be finite and {bounds}")
+        if isinstance(value, nn.Parameter):
+            setattr(self, name, value)
+        else:
+            self.register_buffer(name, value)
 
-    The value and gradient of ``torchvision.ops.sigmoid_focal_loss`` (whose positional order is alpha, gamma); but here
-    1 - p_t does not cancel, so that both stay finite and exact for finite logits of any size. The gradient at infinite
-    ones is NaN, as there.
+    def _check_tensor(self, name: str, value: object) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{self._name}: {name} must be a tensor, got {type(value).__name__}")
+        if not value.is_floating_point():
+            raise TypeError(f"{self._name}: {name} must be floating point, got {value.dtype}")
+
+    def _shown(self, *names: str) -> str:
+        shown = {name: getattr(self, name) for name in names}
+        shown["reduction"] = self.reduction
+        if self.weight is not None:
+            shown["weight"] = self.weight
+        if self.ignore_index != -100:
+            shown["ignore_index"] = self.ignore_index
+        return ", ".join(
+            f"{name}={list(value.shape) if isinstance(value, Tensor) else value}" for name, value in shown.items()
+        )
+
+
+class SigmoidFocalLoss(ElementLoss):
+    """The module form of :func:`focalkern.sigmoid_focal_loss`, with the mean as default reduction.
 
     Args:
-        input: logits of any shape, floating point.
-        target: the same shape, in [0, 1]: 0 and 1, or soft targets. Outside of [0, 1] the loss is NaN.
-        gamma: a number, at least 0.
-        alpha: weight of t = 1 against 1 - alpha of t = 0, in [0, 1]; None (or -1, as in torchvision) for neither.
-        reduction: "none", "mean" (over all elements) or "sum".
-
-    Returns:
-        The loss, scalar or of the shape of ``input``, in its dtype (float32 for half-precision logits under autocast).
+        gamma: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
+            ``nn.Parameter``.
+        alpha: a number in [0, 1], such a tensor, or None (or -1, as in torchvision).
+        reduction, weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind, value, shape or device.
-
-    Source: Lin et al. 2017 (arXiv 1708.02002), equation 5.
-    """
-    op = "sigmoid_focal_loss"
-    for name, value in (("input", input), ("target", target)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-    if not input.is_floating_point():
-        raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
-    if target.shape != input.shape:
-        raise ValueError(f"{op}: target must be the shape of input = {list(input.shape)}, got {list(target.shape)}")
-    if target.device != input.device:
-        raise ValueError(f"{op}: target must be on the device of input, {input.device}, got {target.device}")
-    check_reduction(op, reduction)
-    gamma = number(op, "gamma", gamma, low=0.0)
-    alpha = _alpha(op, alpha)
-    x = input.to(compute_dtype(input.dtype))
-    t = target.to(x.dtype)
-    log_p, log_not_p = F.logsigmoid(x), F.logsigmoid(-x)
-    # 1 - p_t = t (1 - p) + (1 - t) p: a sum of two numbers that are not negative, one of them 0 for hard targets. In
-    # logarithms it does not underflow; its derivative in a hard target needs the sum itself.
-    if t.requires_grad:
-        factor = (t * log_not_p.exp() + (1.0 - t) * log_p.exp()).pow(gamma)
-    else:
-        factor = (gamma * torch.logaddexp(t.log() + log_not_p, torch.log1p(-t) + log_p)).exp()
-    # Not binary_cross_entropy_with_logits, whose gradient p - t rounds to 0 for x > 17 in float32.
-    loss = factor * -(t * log_p + (1.0 - t) * log_not_p)
-    if alpha is not None:
-        loss = loss * (alpha * t + (1.0 - alpha) * (1.0 - t))
-    if reduction != "none":
-        loss = loss.sum() if reduction == "sum" else loss.mean()
-    return in_dtype_of(loss, input)
-
-
-def _alpha(op: str, alpha: float | None) -> float | None:
-    # torchvision says -1 for none.
-    return None if alpha is None or alpha == -1 else number(op, "alpha", alpha, low=0.0, high=1.0)
-
-
-class SigmoidFocalLoss(nn.Module):
-    """The module form of :func:`sigmoid_focal_loss`, with the mean as default reduction.
-
-    Args, Raises: as :func:`sigmoid_focal_loss`.
+        TypeError, ValueError, IndexError: as :func:`focalkern.sigmoid_focal_loss`.
     """
 
-    def __init__(self, gamma: float = 2.0, alpha: float | None = 0.25, reduction: Reduction = "mean") -> None:
-        super().__init__()
-        check_reduction("SigmoidFocalLoss", reduction)
-        self.gamma = number("SigmoidFocalLoss", "gamma", gamma, low=0.0)
-        self.alpha = _alpha("SigmoidFocalLoss", alpha)
-        self.reduction: Reduction = reduction
+    gamma: float | Tensor
+    alpha: float | Tensor | None
+
+    def __init__(
+        self,
+        gamma: float | Tensor = 2.0,
+        alpha: float | Tensor | None = 0.25,
+        reduction: Reduction = "mean",
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__(reduction, weight, ignore_index)
+        self._keep("gamma", gamma)
+        if alpha is None or (not isinstance(alpha, Tensor) and alpha == -1):
+            self.alpha = None
+        else:
+            self._keep("alpha", alpha, high=1.0)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return sigmoid_focal_loss(input, target, self.gamma, self.alpha, self.reduction)
+        return sigmoid_focal_loss(
+            input,
+            target,
+            self.gamma,
+            self.alpha,
+            self.reduction,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+        )
 
     def extra_repr(self) -> str:
-        return f"gamma={self.gamma}, alpha={self.alpha}, reduction={self.reduction}"
+        return self._shown("gamma", "alpha")
+
+
+class AsymmetricLoss(ElementLoss):
+    """The module form of :func:`focalkern.asymmetric_loss`, with the mean as default reduction.
+
+    Args:
+        gamma_negative, gamma_positive: numbers, at least 0, or floating-point tensors that broadcast to the logits:
+            buffers, or ``nn.Parameter`` s.
+        margin: a number in [0, 1).
+        reduction, weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`focalkern.asymmetric_loss`.
+    """
+
+    gamma_negative: float | Tensor
+    gamma_positive: float | Tensor
+
+    def __init__(
+        self,
+        gamma_negative: float | Tensor = 4.0,
+        gamma_positive: float | Tensor = 1.0,
+        margin: float = 0.05,
+        reduction: Reduction = "mean",
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__(reduction, weight, ignore_index)
+        self._keep("gamma_negative", gamma_negative)
+        self._keep("gamma_positive", gamma_positive)
+        self.margin = number("AsymmetricLoss", "margin", margin, low=0.0, high=1.0)
+        if self.margin == 1.0:
+            raise ValueError("AsymmetricLoss: margin must be below 1, got 1.0")
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return asymmetric_loss(
+            input,
+            target,
+            self.gamma_negative,
+            self.gamma_positive,
+            self.margin,
+            self.reduction,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+        )
+
+    def extra_repr(self) -> str:
+        return self._shown("gamma_negative", "gamma_positive", "margin")
+
+
+class QualityFocalLoss(ElementLoss):
+    """The module form of :func:`focalkern.quality_focal_loss`, with the mean as default reduction.
+
+    Args:
+        beta: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
+            ``nn.Parameter``.
+        reduction, weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`focalkern.quality_focal_loss`.
+    """
+
+    beta: float | Tensor
+
+    def __init__(
+        self,
+        beta: float | Tensor = 2.0,
+        reduction: Reduction = "mean",
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__(reduction, weight, ignore_index)
+        self._keep("beta", beta)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return quality_focal_loss(
+            input, target, self.beta, self.reduction, weight=self.weight, ignore_index=self.ignore_index
+        )
+
+    def extra_repr(self) -> str:
+        return self._shown("beta")

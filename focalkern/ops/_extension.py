@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["_C", "build_info"]
+__all__ = ["_C", "build_info", "has_kernels", "kernels_for"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -83,3 +83,13 @@ def build_info() -> dict[str, Any]:
         for key in ("CPU", "CUDA")
     }
     return {"torch": _built_for.TORCH, "cuda": _built_for.CUDA, "arch_list": _built_for.ARCH_LIST, **kernels}
+
+
+def kernels_for(tensor: torch.Tensor) -> Any:
+    """The module whose functions compute on this tensor's device."""
+    return _C
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether the compiled module computes on this tensor's device."""
+    return True

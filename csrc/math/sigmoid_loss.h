@@ -1,0 +1,279 @@
+// The losses of one logit: sigmoid focal, asymmetric and quality focal loss, for a target t in [0, 1].
+//
+//   p = sigmoid(x),  b = -(t log p + (1 - t) log(1 - p))
+//   focal       a u^gamma b,  u = t (1 - p) + (1 - t) p,  a = positive t + negative (1 - t)
+//   quality     |t - p|^gamma b
+//   asymmetric  t (1 - p)^gamma_positive (-log p) + (1 - t) v^gamma (-log(1 - v)),  v = max(p - margin, 0)
+//
+// All of it comes from e = exp(-|x|), which neither overflows nor cancels: the larger of p and 1 - p is r = 1 / (1 +
+// e), the smaller one e r, and their logarithms are -log(1 + e) and -log(1 + e) - |x|. With A the share of the target
+// on the side that the logit speaks against (1 - t for x > 0, t otherwise) and B = 1 - A:
+//
+//   u = r (A + B e),  b = A |x| + log(1 + e),  p - t = +-(A - e r)
+//
+// For a hard target A is 0 or 1, which spares a logarithm or a division: every formula is there for kHard too.
+#pragma once
+
+#include "math/portable.h"
+
+namespace focalkern {
+
+// ---- powers --------------------------------------------------------------------------------------------------------
+
+// base^n for n = 0 ... 7 without a branch: each factor is a power of the base or 1. 0^0 = 1.
+template <typename Real>
+struct SmallPower {
+  Real slope1, offset1, slope2, offset2, slope4, offset4;
+  Real exponent;
+
+  static FK_HOST_DEVICE bool covers(Real exponent) {
+    return exponent >= Real(0) && exponent <= Real(7) && exponent == static_cast<Real>(static_cast<int>(exponent));
+  }
+  explicit FK_HOST_DEVICE SmallPower(Real n) : exponent(n) {
+    const int bits = static_cast<int>(n);
+    slope1 = (bits & 1) ? Real(1) : Real(0);
+    slope2 = (bits & 2) ? Real(1) : Real(0);
+    slope4 = (bits & 4) ? Real(1) : Real(0);
+    offset1 = Real(1) - slope1;
+    offset2 = Real(1) - slope2;
+    offset4 = Real(1) - slope4;
+  }
+  FK_HOST_DEVICE Real operator()(Real base, Real /* log_base */) const {
+    const Real square = base * base;
+    return (base * slope1 + offset1) * (square * slope2 + offset2) * (square * square * slope4 + offset4);
+  }
+};
+
+// base^exponent for any exponent, from the logarithm of the base. 0^0 = 1.
+template <typename Real>
+struct AnyPower {
+  Real exponent;
+  FK_HOST_DEVICE Real operator()(Real /* base */, Real log_base) const {
+    return exponential(exponent == Real(0) ? Real(0) : exponent * log_base);
+  }
+};
+
+// ---- pieces --------------------------------------------------------------------------------------------------------
+
+// log(1 + e) for e in [0, 1]: a loop of these is half as long as one of log_one_plus.
+template <typename Real>
+FK_HOST_DEVICE Real log_one_plus_fraction(Real e) {
+#if defined(__CUDA_ARCH__)
+  return log1p(e);
+#else
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    // log(1 + e) / e, to 5e-9
+    float q = -3.2440375e-3f;
+    q = q * e + 1.9851530e-2f;
+    q = q * e - 5.6959692e-2f;
+    q = q * e + 1.06036745e-1f;
+    q = q * e - 1.53056070e-1f;
+    q = q * e + 1.96759450e-1f;
+    q = q * e - 2.49541360e-1f;
+    q = q * e + 3.33299640e-1f;
+    q = q * e - 4.99999020e-1f;
+    q = q * e + 1.0f;
+    return q * e;
+  } else {
+    return log_one_plus(e);
+  }
+#endif
+}
+
+template <typename Real>
+struct LogitPieces {
+  Real size;      // |x|
+  Real e;         // exp(-|x|)
+  Real r;         // 1 / (1 + e), the larger of p and 1 - p
+  Real log1p_e;   // log(1 + e)
+  Real sign;      // of x: 1 or -1
+  bool positive;  // x > 0
+};
+
+template <typename Real>
+FK_HOST_DEVICE LogitPieces<Real> logit_pieces(Real x) {
+  LogitPieces<Real> z;
+  z.positive = x > Real(0);
+  z.size = z.positive ? x : -x;
+  z.sign = z.positive ? Real(1) : Real(-1);
+  z.e = bounded_exponential(-z.size);
+  z.r = Real(1) / (Real(1) + z.e);
+  z.log1p_e = log_one_plus_fraction(z.e);
+  return z;
+}
+
+// What one element has, all of it from the same exponential. A caller pays for what it uses.
+template <typename Real>
+struct SigmoidTerms {
+  Real loss;
+  Real slope;           // dL/dx
+  Real slope_target;    // dL/dt, not of a kHard formula
+  Real slope_gamma;     // dL/dgamma
+  Real slope_positive;  // dL/dgamma_positive
+};
+
+// The numbers beside logit and target. Focal: `positive` and `negative` are the weights of t and 1 - t (alpha and
+// 1 - alpha). Asymmetric: `margin`, and the second power.
+template <typename Real, typename Power>
+struct SigmoidParameters {
+  const Power& gamma;
+  const Power& gamma_positive;
+  Real positive;
+  Real negative;
+  Real margin;
+};
+
+// A target outside of [0, 1] has no loss: NaN spreads to everything.
+template <typename Real>
+FK_HOST_DEVICE Real checked_share(Real t) {
+  const bool is_share = (t >= Real(0)) & (t <= Real(1));
+  return is_share ? t : std::numeric_limits<Real>::quiet_NaN();
+}
+
+// share * value, 0 without a share, whatever the value is.
+template <typename Real>
+FK_HOST_DEVICE Real share_of(Real share, Real value) {
+  return share == Real(0) ? Real(0) : share * value;
+}
+
+// x log y where 0 * -inf is 0: the derivative of y^gamma x in gamma.
+template <typename Real>
+FK_HOST_DEVICE Real times_log(Real x, Real log_y) {
+  return x == Real(0) ? Real(0) : x * log_y;
+}
+
+// ---- the losses ----------------------------------------------------------------------------------------------------
+
+struct FocalElement {
+  template <bool kHard, typename Real, typename Power>
+  static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
+    const Real t = kHard ? share : checked_share(share);
+    const LogitPieces<Real> z = logit_pieces(x);
+    const Real against = z.positive ? Real(1) - t : t;  // A
+    const Real in_favour = z.positive ? t : Real(1) - t;
+    const bool agrees = against == Real(0);
+    const Real a =
+        kHard ? (t > Real(0) ? with.positive : with.negative) : with.positive * t + with.negative * (Real(1) - t);
+    // u = r v. Where the logit agrees with a hard target, v = e may underflow; its logarithm does not.
+    const Real v = kHard ? (agrees ? z.e : Real(1)) : against + in_favour * z.e;
+    const Real log_v = agrees ? -z.size : kHard ? Real(0) : logarithm(agrees ? Real(1) : v);
+    const Real log_u = log_v - z.log1p_e;
+    const Real u = z.r * v;
+    const Real b = (kHard ? (agrees ? Real(0) : z.size) : share_of(against, z.size)) + z.log1p_e;
+    const Real factor = a * with.gamma(u, log_u);
+
+    SigmoidTerms<Real> terms;
+    terms.loss = factor * b;
+    // (p - t) + gamma p (1 - p) (1 - 2 t) b / u, divided by the sign of x; e / v is 1 where v = e.
+    const Real e_over_v = kHard ? (agrees ? Real(1) : z.e) : (agrees ? Real(1) : z.e / v);
+    const Real distance = kHard ? (agrees ? -z.e * z.r : z.r) : against - z.e * z.r;
+    const Real tilt = kHard ? (agrees ? Real(-1) : Real(1)) : against - in_favour;
+    terms.slope = z.sign * factor * (distance + with.gamma.exponent * z.r * b * tilt * e_over_v);
+    // du/dt = 1 - 2 p, db/dt = -x; b / v is log(1 + e) / e where v = e.
+    const Real b_over_v = agrees ? (z.e == Real(0) ? Real(1) : z.log1p_e / z.e) : b / v;
+    const Real power = with.gamma(u, log_u);
+    terms.slope_target = (with.positive - with.negative) * power * b +
+                         factor * (with.gamma.exponent * -z.sign * (Real(1) - z.e) * b_over_v - x);
+    terms.slope_gamma = times_log(terms.loss, log_u);
+    terms.slope_positive = Real(0);
+    return terms;
+  }
+};
+
+// For hard targets it is the focal loss without alpha.
+struct QualityElement {
+  template <bool kHard, typename Real, typename Power>
+  static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
+    if constexpr (kHard) {
+      return FocalElement::terms<true>(
+          x, share, SigmoidParameters<Real, Power>{with.gamma, with.gamma, Real(1), Real(1), Real(0)});
+    }
+    const Real t = checked_share(share);
+    const LogitPieces<Real> z = logit_pieces(x);
+    const Real against = z.positive ? Real(1) - t : t;
+    const bool agrees = against == Real(0);
+    const Real b = share_of(against, z.size) + z.log1p_e;
+    // p - t, divided by the sign of x.
+    const Real gap = against - z.e * z.r;
+    const Real size = gap < Real(0) ? -gap : gap;
+    const bool meets = size == Real(0) && !agrees;
+    const Real log_size = agrees ? -z.size - z.log1p_e : logarithm(size);
+    const Real factor = with.gamma(size, log_size);
+
+    SigmoidTerms<Real> terms;
+    terms.loss = factor * b;
+    // p (1 - p) / (p - t) is -r where p - t = -e r. At p = t the slope is 0.
+    const Real ratio = agrees ? -z.r : z.e * z.r * z.r / gap;
+    terms.slope = meets ? Real(0) : z.sign * factor * (gap + with.gamma.exponent * ratio * b);
+    const Real b_over_gap = agrees ? -(z.e == Real(0) ? Real(1) : z.log1p_e / z.e) / z.r : b / gap;
+    terms.slope_target = (meets ? Real(0) : -z.sign * with.gamma.exponent * factor * b_over_gap) - factor * x;
+    terms.slope_gamma = times_log(terms.loss, log_size);
+    terms.slope_positive = Real(0);
+    return terms;
+  }
+};
+
+struct AsymmetricElement {
+  template <bool kHard, typename Real, typename Power>
+  static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
+    const Real t = kHard ? share : checked_share(share);
+    const LogitPieces<Real> z = logit_pieces(x);
+    const Real small = z.e * z.r;
+    const Real p = z.positive ? z.r : small, q = z.positive ? small : z.r;
+    // t: (1 - p)^gamma_positive (-log p)
+    const Real minus_log_p = (z.positive ? Real(0) : z.size) + z.log1p_e;
+    const Real minus_log_q = (z.positive ? z.size : Real(0)) + z.log1p_e;
+    const Real positive_factor = with.gamma_positive(q, -minus_log_q);
+    const Real positive_loss = positive_factor * minus_log_p;
+    const Real positive_slope = -positive_factor * (q + with.gamma_positive.exponent * (p * minus_log_p));
+    // 1 - t: v^gamma (-log(1 - v)), where 1 - v = q + margin. Without a margin it is the mirror image of the other.
+    const bool shifted = with.margin > Real(0);
+    const Real v = p - with.margin;
+    const bool counts = v > (shifted ? Real(0) : Real(-1));
+    const Real one_minus_v = q + with.margin;
+    const Real log_of_rest = log_of_complement(v, q, with.margin);
+    const Real w = shifted ? -log_of_rest : minus_log_q;
+    const Real log_of_shifted = logarithm(counts ? v : Real(1));
+    const Real log_v = shifted ? log_of_shifted : -minus_log_p;
+    const Real factor = with.gamma(v, log_v);
+    const Real nothing = v - v;  // 0, but NaN for NaN
+    const Real negative_loss = counts ? factor * w : nothing;
+    const Real p_over_v = p / v, q_over_rest = q / one_minus_v;
+    const Real inner =
+        with.gamma.exponent * (q * w) * (shifted ? p_over_v : Real(1)) + p * (shifted ? q_over_rest : Real(1));
+    const Real negative_slope = counts ? factor * inner : nothing;
+
+    SigmoidTerms<Real> terms;
+    if (kHard) {
+      const bool is_positive = t > Real(0);
+      terms.loss = is_positive ? positive_loss : negative_loss;
+      terms.slope = is_positive ? positive_slope : negative_slope;
+      terms.slope_gamma = Real(0);  // of the general formula
+      terms.slope_positive = Real(0);
+      terms.slope_target = Real(0);
+      return terms;
+    }
+    const Real rest = Real(1) - t;
+    // A side without a share adds nothing, also where it is infinite.
+    terms.loss = share_of(t, positive_loss) + share_of(rest, negative_loss);
+    terms.slope = share_of(t, positive_slope) + share_of(rest, negative_slope);
+    terms.slope_target = (positive_loss - negative_loss) + (t - t);
+    terms.slope_gamma = share_of(rest, times_log(negative_loss, log_v));
+    terms.slope_positive = share_of(t, times_log(positive_loss, -minus_log_q));
+    return terms;
+  }
+
+  // log(1 - v) = log(q + margin): from v where that is small, from the two others where v is near 1.
+  template <typename Real>
+  static FK_HOST_DEVICE Real log_of_complement(Real v, Real q, Real margin) {
+    const bool near_zero = v < Real(0.5);
+#if defined(__CUDA_ARCH__)
+    return near_zero ? log1p(-v) : log(q + margin);
+#else
+    const Real large = q > margin ? q : margin, small = q > margin ? margin : q;
+    return log_of_sum(near_zero ? Real(1) : large, near_zero ? -v : small);
+#endif
+  }
+};
+
+}  // namespace focalkern

@@ -1,0 +1,231 @@
+"""The fused losses of independent logits: sigmoid focal, asymmetric and quality focal loss."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from focalkern.ops._extension import has_kernels, kernels_for
+
+__all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_FOCAL, _ASYMMETRIC, _QUALITY = 0, 1, 2  # the codes of the compiled module
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+def sigmoid_focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor = 2.0,
+    alpha: float | Tensor | None = 0.25,
+    reduction: Reduction = "none",
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    r"""Focal loss of independent logits, for one-logit and multi-label heads.
+
+    Elementwise, with p = sigmoid(input), t the target and BCE the binary cross-entropy:
+
+    .. math::
+        L = (\alpha t + (1 - \alpha)(1 - t)) \; (1 - p_t)^\gamma \; \text{BCE}(p, t), \qquad
+        1 - p_t = t (1 - p) + (1 - t) p
+
+    The value and gradient of ``torchvision.ops.sigmoid_focal_loss`` (whose positional order is alpha, gamma); but here
+    1 - p_t does not cancel, so that both are finite and exact for finite logits of any size. (The gradient at infinite
+    ones that speak against the target is NaN.) One pass over memory each way, and nothing of the size of ``input`` is
+    kept between them.
+
+    Args:
+        input: logits of any shape [N, C, d1, ...], floating point, in any memory format.
+        target: of the shape of ``input``, in [0, 1]: hard or soft, floating point, bool or integer (outside of [0, 1]
+            the loss is NaN). Or integer labels without the class dimension, [N, d1, ...] for [N, C, d1, ...] and [] for
+            [C]: the class that is 1 where all others are 0; label C is the background, a row of zeros.
+        gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
+        alpha: weight of t = 1 against 1 - alpha of t = 0: a number in [0, 1], or a floating-point tensor broadcastable
+            to ``input``, a constant; None (or -1, as in torchvision) for neither.
+        reduction: "none", "mean" (over all elements that are not ignored) or "sum".
+        weight: floating point, broadcastable to ``input``; multiplies the loss of each element, and is a constant. It
+            does not count in the mean.
+        ignore_index: label whose elements count neither in the loss nor in the mean. Label targets only.
+
+    Returns:
+        The loss, scalar or of the shape of ``input``, in its dtype (float32 for half-precision logits under autocast).
+        Differentiable to any order in ``input``, tensor ``gamma`` and floating-point ``target``. (Second derivatives in
+        a ``target`` that requires grad may be NaN where 1 - p_t underflows.)
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, value, shape or device.
+        IndexError: a label outside [0, C] that is not ``ignore_index``, with its row. On CUDA such a row is NaN, unless
+            FOCALKERN_VALIDATE=1.
+
+    Source: Lin et al. 2017 (arXiv 1708.02002), equation 5.
+    """
+    op = "sigmoid_focal_loss"
+    second = None
+    if alpha is not None and not (type(alpha) in (float, int) and alpha == -1):  # torchvision says -1 for none
+        second = _parameter(op, "alpha", alpha, high=1.0)
+    gamma = _parameter(op, "gamma", gamma)
+    return _sigmoid_loss(op, _FOCAL, input, target, gamma, second, 0.0, reduction, weight, ignore_index)
+
+
+def asymmetric_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma_negative: float | Tensor = 4.0,
+    gamma_positive: float | Tensor = 1.0,
+    margin: float = 0.05,
+    reduction: Reduction = "none",
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    r"""Asymmetric loss, for multi-label heads with few positives: a focal loss whose easy negatives do not count.
+
+    .. math::
+        L = -t\,(1 - p)^{\gamma_+} \log p - (1 - t)\,v^{\gamma_-} \log(1 - v), \qquad v = \max(p - \text{margin}, 0)
+
+    with p = sigmoid(input) and t the target. The gradient goes through v, and is 0 where p <= margin.
+
+    Args:
+        input, target: as in :func:`sigmoid_focal_loss`.
+        gamma_negative, gamma_positive: numbers, at least 0, or floating-point tensors broadcastable to ``input``,
+            which are differentiable.
+        margin: a number in [0, 1).
+        reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.
+
+    Returns, Raises: as :func:`sigmoid_focal_loss`.
+
+    Source: Ridnik et al., Asymmetric Loss for Multi-Label Classification, ICCV 2021. (Its code adds 1e-8 within the
+    logarithms; its optional ``disable_torch_grad_focal_loss`` has no counterpart.)
+    """
+    op = "asymmetric_loss"
+    if type(margin) is not float or not 0.0 <= margin < 1.0:
+        margin = _number(op, "margin", margin)
+        if not 0.0 <= margin < 1.0:
+            raise ValueError(f"{op}: margin must be in [0, 1), got {margin}")
+    gamma_negative = _parameter(op, "gamma_negative", gamma_negative)
+    gamma_positive = _parameter(op, "gamma_positive", gamma_positive)
+    return _sigmoid_loss(
+        op, _ASYMMETRIC, input, target, gamma_negative, gamma_positive, margin, reduction, weight, ignore_index
+    )
+
+
+def quality_focal_loss(
+    input: Tensor,
+    target: Tensor,
+    beta: float | Tensor = 2.0,
+    reduction: Reduction = "none",
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    r"""Quality focal loss, for detection heads whose targets are qualities (overlaps) between 0 and 1.
+
+    .. math:: L = |t - p|^\beta \; \text{BCE}(p, t)
+
+    with p = sigmoid(input) and t the target; for hard targets it is the focal loss without alpha.
+
+    Args:
+        input, target: as in :func:`sigmoid_focal_loss`.
+        beta: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
+        reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.
+
+    Returns, Raises: as :func:`sigmoid_focal_loss`. The gradient at p = t is 0.
+
+    Source: Li et al., Generalized Focal Loss, NeurIPS 2020.
+    """
+    op = "quality_focal_loss"
+    beta = _parameter(op, "beta", beta)
+    return _sigmoid_loss(op, _QUALITY, input, target, beta, None, 0.0, reduction, weight, ignore_index)
+
+
+def _number(op: str, name: str, value: object) -> float:
+    # float() would also read strings.
+    if isinstance(value, bool) or not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):
+        raise TypeError(f"{op}: {name} must be a number or a tensor, got {type(value).__name__}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _parameter(op: str, name: str, value: object, high: float = math.inf) -> float | Tensor:
+    """A number that is at least 0, or a tensor, whose values are not looked at."""
+    if isinstance(value, Tensor):
+        return value
+    if torch.compiler.is_compiling() and type(value) is float:
+        return value  # a compiled graph must not depend on the value
+    number = _number(op, name, value)
+    if not (0.0 <= number <= high and number < math.inf):  # NaN fails too
+        bounds = "in [0, 1]" if high == 1.0 else "at least 0"
+        raise ValueError(f"{op}: {name} must be {bounds if math.isfinite(number) else 'finite'}, got {number}")
+    return number
+
+
+def _sigmoid_loss(
+    op: str,
+    kind: int,
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    second: float | Tensor | None,
+    margin: float,
+    reduction: str,
+    weight: Tensor | None,
+    ignore_index: int,
+) -> Tensor:
+    code = _REDUCTIONS.get(reduction)
+    if code is None:
+        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    if isinstance(input, Tensor) and not input.is_floating_point():
+        raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
+    if torch.compiler.is_compiling():
+        through = _traced
+    elif type(input) in _PLAIN and type(target) in _PLAIN:
+        through = kernels_for(input).sigmoid_loss
+    else:
+        for name, value in (("input", input), ("target", target)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+        through = _traced if has_torch_function((input, target)) else kernels_for(input).sigmoid_loss
+    try:
+        return through(input, target, gamma, second, weight, kind, margin, code, ignore_index)
+    except TypeError:
+        if weight is not None and not isinstance(weight, Tensor):
+            raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}") from None
+        if isinstance(ignore_index, bool) or not hasattr(type(ignore_index), "__index__"):
+            raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}") from None
+        raise
+
+
+def _traced(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    second: float | Tensor | None,
+    weight: Tensor | None,
+    kind: int,
+    margin: float,
+    reduction: int,
+    ignore_index: int,
+) -> Tensor:
+    """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
+    if not has_kernels(input):
+        return kernels_for(input).sigmoid_loss(
+            input, target, gamma, second, weight, kind, margin, reduction, ignore_index
+        )
+    # Tensors, and not constants of the graph: another value must not compile again.
+    if not isinstance(gamma, Tensor):
+        gamma = torch.zeros((), dtype=torch.float64) + gamma
+    if second is not None and not isinstance(second, Tensor):
+        second = torch.zeros((), dtype=torch.float64) + second
+    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    float32_loss = is_half and torch.is_autocast_enabled(input.device.type)
+    options = (kind, margin, reduction, ignore_index, float32_loss)
+    if torch._C._are_functorch_transforms_active():
+        return torch.ops.focalkern.sigmoid_loss_composite(input, target, gamma, second, weight, *options)
+    loss, _ = torch.ops.focalkern.sigmoid_loss_forward(input, target, gamma, second, weight, *options)
+    return loss
