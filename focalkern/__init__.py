@@ -34,6 +34,7 @@ from focalkern.ops._extension import build_info
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import check_labels, focal_loss
+from focalkern.ops.focal_loss_vocab_parallel import focal_loss_vocab_parallel
 from focalkern.ops.inverse_calibration_map import (
     binary_inverse_focal_calibration_map,
     inverse_focal_calibration_map,
@@ -87,6 +88,7 @@ __all__ = [
     "empty_cache",
     "focal_calibration_map",
     "focal_loss",
+    "focal_loss_vocab_parallel",
     "inverse_focal_calibration_map",
     "linear_focal_loss",
     "load_calibrator",
