@@ -110,7 +110,9 @@ def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
     # for gamma > 0 and 1 for gamma = 0.
     absent = log_p == -torch.inf
     certain = log_u == -torch.inf
-    gamma_focal, gamma_inverse = gamma.clamp(min=0), (-gamma).clamp(min=0)
+    # Not clamp: the derivative in gamma at 0 is the one from the right, which torch's own convention there need not be.
+    zero = torch.zeros_like(gamma)
+    gamma_focal, gamma_inverse = torch.where(gamma >= 0, gamma, zero), torch.where(gamma < 0, -gamma, zero)
     focal = torch.where(certain, (gamma == 0).to(log_u.dtype), (gamma_focal * torch.where(certain, 0.0, log_u)).exp())
     inverse = (gamma_inverse * torch.where(absent, 0.0, log_p).exp().log1p()).exp()
     # Written so that a NaN gamma comes out.

@@ -465,7 +465,7 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(lambda z: loss(z, target), input)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, in jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, in jvp
 @pytest.mark.parametrize("name", ["dual", "brier", "norm", "mmce", "mmce, weighted"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_second_derivatives_and_function_transforms(name, smoothing):

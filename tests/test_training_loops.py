@@ -121,7 +121,7 @@ def test_compiled_step_is_one_graph_and_stays_it(name, dynamo):
 
 
 # torch's own optimizers and decompositions still use torch.jit.script, whose deprecation is torch's matter.
-@pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script")
 def test_compiled_loop_breaks_where_that_of_cross_entropy_does(dynamo):
     # backward() and an optimizer end a graph by themselves; the loss must add nothing.
     x, y = samples()
