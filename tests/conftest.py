@@ -57,17 +57,23 @@ def cuda() -> torch.device:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kernels: about the compiled module; skipped where plain torch is taken")
     config.addinivalue_line("markers", "gpu: runs on CUDA (set by the fixtures of a test, never by hand)")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """-m gpu takes the tests that run on CUDA, whatever their names are."""
+    """-m gpu takes the tests that run on CUDA, whatever their names are; those of the kernels need them."""
+    import focalkern
+
+    compiled = focalkern.build_info()["kernels"] == "compiled"
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         fixtures = set(getattr(item, "fixturenames", ())) - set(parameters)
         if "cuda" in fixtures or parameters.get("device") == "cuda":
             item.add_marker("gpu")
+        if not compiled and item.get_closest_marker("kernels"):
+            item.add_marker(pytest.mark.skip(reason="focalkern computes with plain torch"))
 
 
 @contextlib.contextmanager

@@ -423,6 +423,7 @@ def test_nothing_is_printed_where_nobody_watches(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.kernels
 def test_opcheck(device):
     z, target = samples(40, 5, torch.float32, device)
     axes = (torch.tensor(GAMMAS, dtype=torch.float64), torch.tensor(TEMPERATURES, dtype=torch.float64))

@@ -19,7 +19,7 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # -0.99 is the edge of the domain, -0.5 and 5 the ends of the paper's grid, 0 plain temperature scaling.
 GAMMAS = [5.0, 1.0, 0.25, 0.0, -0.5, -0.99]
 # torch's own decompositions and inductor still use torch.jit.script, whose deprecation is torch's matter.
-torch_jit_warns = pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script:DeprecationWarning")
+torch_jit_warns = pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script")
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60, database=None)
 
 
@@ -607,6 +607,7 @@ def test_meta_tensors_give_shapes():
     assert fk.binary_focal_calibration_map(z, 1.0).shape == z.shape
 
 
+@pytest.mark.kernels
 def test_opcheck(device):
     z = torch.randn(3, 2, 5, device=device, requires_grad=True)
     gamma = torch.rand(3, 2, device=device, requires_grad=True)

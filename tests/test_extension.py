@@ -1,4 +1,4 @@
-"""The compiled module: what it says of itself, and what an import says when the module does not fit."""
+"""The compiled module: what it says of itself, and what is done and said where it does not fit."""
 
 import os
 import shutil
@@ -12,6 +12,7 @@ import torch
 import focalkern as fk
 
 PACKAGE = Path(fk.__file__).parent
+pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def copy(tmp_path):
     return tmp_path / "focalkern"
 
 
-def run(code, *folders):
+def run(code, *folders, kernels="auto"):
     """Runs code in a new process, where the folders come first on the path."""
     path = os.pathsep.join(map(str, folders))
     # -P: the current folder must not hide the copy.
@@ -29,12 +30,13 @@ def run(code, *folders):
         [sys.executable, "-P", "-c", code],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "FOCALKERN_KERNELS": kernels},
     )
 
 
 def last_line_of_failed_import(package):
-    done = run("import focalkern", package.parent)
+    """What an import ends with where the compiled module is required; otherwise the same text is a warning."""
+    done = run("import focalkern", package.parent, kernels="require")
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stderr.strip().splitlines()[-1]
 
@@ -53,6 +55,8 @@ def test_build_info_names_the_torch_of_the_build():
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert info["cuda"] is None or info["cuda"] == torch.version.cuda
     assert bool(info["arch_list"]) == (info["cuda"] is not None)
+    assert info["kernels"] == "compiled"
+    assert info["why"].endswith(f" fits torch {torch.__version__}")
 
 
 def test_build_info_lists_the_kernels():
@@ -98,6 +102,55 @@ def test_never_built(copy):
         f"ImportError: focalkern's compiled module has not been built in {copy}. To build it, run in the "
         "source folder of focalkern: pip install --no-build-isolation ."
     )
+
+
+SMALL_STEP = (
+    "import torch, focalkern\n"
+    "z, y = torch.tensor([[1.0, 2.0], [0.5, 0.0]]), torch.tensor([1, 0])\n"
+    "print(round(float(focalkern.focal_loss(z, y)), 4), round(float(focalkern.focal_loss(z, y)), 4))\n"
+    "info = focalkern.build_info()\n"
+    "print(info['kernels'], '-', info['why'])\n"
+)
+
+
+def test_without_a_module_plain_torch_computes_and_one_warning_names_the_command(copy):
+    compiled_module(copy).unlink()
+    done = run(SMALL_STEP, copy.parent)
+    assert done.returncode == 0, done.stderr
+    numbers, road = done.stdout.splitlines()
+    assert numbers == "0.0451 0.0451"
+    assert road.startswith("plain torch - focalkern has no compiled module for Python")
+    assert done.stderr.count("Warning") == 1
+    assert "focalkern computes with plain torch, which is slower: focalkern has no compiled module" in done.stderr
+    assert "pip install --no-build-isolation ." in done.stderr
+
+
+def test_kernels_0_is_silent(copy):
+    done = run(SMALL_STEP, copy.parent, kernels="0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "0.0451 0.0451\nplain torch - FOCALKERN_KERNELS=0 asks for plain torch\n"
+
+
+def test_a_setting_that_is_none(copy):
+    done = run("import focalkern", copy.parent, kernels="no")
+    assert done.stderr.splitlines()[-1] == "ImportError: FOCALKERN_KERNELS must be auto, 0 or require, got 'no'"
+
+
+def test_required_kernels_and_a_device_without_them(copy):
+    """Stands in for a device like MPS: one whose type the module is said not to serve."""
+    code = (
+        "import torch, focalkern\n"
+        "from focalkern.ops import _extension\n"
+        "_extension._DEVICES = ('cuda',)\n"
+        "print(float(focalkern.focal_calibration_map(torch.zeros(2), 1.0)[0]))\n"
+    )
+    done = run(code, copy.parent, kernels="require")
+    assert done.stderr.splitlines()[-1].startswith(
+        "NotImplementedError: FOCALKERN_KERNELS=require, but focalkern has no kernel for device cpu"
+    )
+    done = run(code, copy.parent)
+    assert done.stdout == "0.5\n", done.stderr
+    assert "focalkern has no kernel for device cpu" in done.stderr
 
 
 def test_source_tree_names_the_in_place_build(copy):

@@ -21,7 +21,7 @@ from focalkern import reference
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TABLE = fk.GammaTable([0.0, 0.1, 0.2, 0.2, 0.6, 1.0], [5.0, -1.0, 9.0, 0.5, 2.0])
 # torch's own decompositions and inductor still use torch.jit.script, whose deprecation is torch's matter.
-torch_jit_warns = pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script:DeprecationWarning")
+torch_jit_warns = pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script")
 # Deterministic: a failure does not depend on luck. The loss costs microseconds, so the examples are many enough.
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60, database=None)
 
@@ -573,6 +573,7 @@ def test_gradients_accumulate_and_parameters_train(device):
     assert fk.focal_loss(z, target).item() < before
 
 
+@pytest.mark.kernels
 def test_backward_twice_and_a_changed_input_are_refused(device):
     z = torch.randn(3, 4, device=device, requires_grad=True)
     target = torch.tensor([0, 1, 2], device=device)
@@ -781,6 +782,7 @@ def test_compiles_with_inductor(device, dynamo):
     assert_close(*grads)
 
 
+@pytest.mark.kernels
 def test_exports(device):
     class Loss(torch.nn.Module):
         def forward(self, z, target):
@@ -823,6 +825,7 @@ def test_meta_tensors_give_shapes():
     assert grad.shape == z.shape
 
 
+@pytest.mark.kernels
 def test_opcheck(device):
     z = torch.randn(6, 5, 2, device=device, requires_grad=True)
     target = torch.randint(5, (6, 2), device=device)
@@ -920,6 +923,7 @@ def allocated_bytes(function):
     return sum(a for a in allocations if a > 0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "make",
     [
@@ -1190,6 +1194,7 @@ def test_layouts_without_elements_in_memory_are_refused():
             fk.focal_loss(z, T)
 
 
+@pytest.mark.kernels
 def test_opcheck_of_a_layout_that_is_copied(device):
     # The gradient of the fake kernel and of the real one must have the same strides.
     z = torch.randn(2, 5, 6, device=device).permute(2, 1, 0)
@@ -1229,6 +1234,7 @@ def test_empty_batch_of_any_strides(device):
     assert torch.autograd.grad(loss.sum(), z)[0].shape == z.shape
 
 
+@pytest.mark.kernels
 def test_backward_operator_takes_only_what_the_forward_pass_saved():
     z, target, number = torch.randn(4, 3), torch.tensor([0, 1, 2, 0]), torch.tensor(2.0, dtype=torch.float64)
     _, saved = torch.ops.focalkern.focal_loss_forward(z, target, number, None, None, 1, -100, 0.0, False, False)

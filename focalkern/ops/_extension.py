@@ -1,17 +1,33 @@
-"""Imports the compiled module, or says what is wrong with it and which command mends that."""
+"""Chooses between the compiled module and plain torch, and says why and which command mends that.
+
+The compiled module is used where one fits the torch, the Python and the device at hand; everywhere else
+:mod:`focalkern.plain` computes the same. FOCALKERN_KERNELS=0 takes plain torch always, FOCALKERN_KERNELS=require makes
+its use an error.
+"""
 
 import importlib
+import os
 import sys
+import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-__all__ = ["_C", "build_info", "has_kernels", "kernels_for"]
+__all__ = ["build_info", "kernels_for"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_ANOTHER_COPY = (
+    "focalkern cannot be loaded: another copy of it is loaded in this process. Start a new one; if both copies are "
+    "found there too, remove the installed one: pip uninstall focalkern"
+)
+
+
+class _DoesNotFitError(Exception):
+    """No compiled module for this torch, this Python or this system; the text says which, and what mends it."""
 
 
 def _rebuild() -> str:
@@ -21,75 +37,139 @@ def _rebuild() -> str:
     return "To build it, run in the source folder of focalkern: pip install --no-build-isolation ."
 
 
+def _setting() -> str:
+    value = os.environ.get("FOCALKERN_KERNELS") or "auto"
+    if value not in ("auto", "0", "require"):
+        raise ImportError(f"FOCALKERN_KERNELS must be auto, 0 or require, got {value!r}")
+    return value
+
+
 def _check(built_for: ModuleType) -> None:
     """Compares torch with the one of the build, because the loader's own error would be an undefined symbol."""
     here = str(torch.__version__)
     if here.split(".")[:2] != built_for.TORCH.split(".")[:2]:
-        raise ImportError(
+        raise _DoesNotFitError(
             f"focalkern was built for torch {built_for.TORCH}, but torch {here} is imported. {_rebuild()}"
         )
     if built_for.CUDA is not None and torch.version.cuda != built_for.CUDA:
         found = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        raise ImportError(
+        raise _DoesNotFitError(
             f"focalkern was built for CUDA {built_for.CUDA}, but torch {here} was built {found}. {_rebuild()}"
         )
 
 
 def _load() -> tuple[ModuleType, ModuleType]:
-    another_copy = (
-        "focalkern cannot be loaded: another copy of it is loaded in this process. Start a new one; if both copies are "
-        "found there too, remove the installed one: pip uninstall focalkern"
-    )
     # Looked for in this folder, because the finder of an editable installation would also find those of another copy.
     if not (_PACKAGE / "_build_info.py").is_file():
-        raise ImportError(f"focalkern's compiled module has not been built in {_PACKAGE}. {_rebuild()}")
+        raise _DoesNotFitError(f"focalkern's compiled module has not been built in {_PACKAGE}. {_rebuild()}")
     built_for = importlib.import_module("focalkern._build_info")
     _check(built_for)
     if not any((_PACKAGE / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
         python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-        raise ImportError(f"focalkern has no compiled module for {python} in {_PACKAGE}. {_rebuild()}")
+        raise _DoesNotFitError(f"focalkern has no compiled module for {python} in {_PACKAGE}. {_rebuild()}")
     try:
         module = importlib.import_module("focalkern._C")
     except ImportError as error:
         if "single TORCH_LIBRARY" in str(error):
-            raise ImportError(another_copy) from error
-        raise ImportError(
+            raise ImportError(_ANOTHER_COPY) from error
+        raise _DoesNotFitError(
             f"focalkern's compiled module does not fit torch {torch.__version__}: {error}. {_rebuild()}"
         ) from error
     # pybind11 hands out a module that was once loaded under this name, whatever file is asked for.
     if Path(str(module.__file__)).resolve().parent != _PACKAGE:
-        raise ImportError(another_copy)
+        raise ImportError(_ANOTHER_COPY)
     return built_for, module
 
 
-_built_for, _module = _load()
-_C: Any = _module
+def _choose() -> tuple[ModuleType | None, ModuleType | None, str]:
+    """What the module was built for, the module, and why it is there or is not."""
+    if _SETTING == "0":
+        return None, None, "FOCALKERN_KERNELS=0 asks for plain torch"
+    try:
+        built_for, module = _load()
+    except _DoesNotFitError as problem:
+        if _SETTING == "require":
+            raise ImportError(str(problem)) from problem.__cause__
+        return None, None, str(problem)
+    return built_for, module, f"{Path(str(module.__file__)).name} fits torch {torch.__version__}"
+
+
+_SETTING = _setting()
+_built_for, _module, _why = _choose()
+# The compiled module has kernels for these; on the meta device it computes shapes.
+_DEVICES = () if _built_for is None else ("cpu", "cuda", "meta") if _built_for.CUDA else ("cpu", "meta")
+_warned = False
+# Not before the compiled module, which owns the name under which operators are registered.
+plain = importlib.import_module("focalkern.plain")
+
+
+def kernels_for(tensor: Tensor) -> Any:
+    """The module whose functions compute on this tensor's device: the compiled one, or :mod:`focalkern.plain`.
+
+    An operator takes its function from here, ``kernels_for(input).focal_loss(...)``; the names, arguments and errors of
+    both modules are the same. Under torch.compile an operator with kernels goes through torch.ops instead, and
+    ``has_kernels`` tells; the plain functions are traced as they are.
+    """
+    return _module if has_kernels(tensor) else plain
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """Whether the compiled module computes on this tensor's device."""
+    return tensor.device.type in _DEVICES or _say_why(tensor.device.type)
+
+
+def module_or_plain() -> Any:
+    """For what needs no device."""
+    return _module or plain
+
+
+def _say_why(device_type: str) -> Literal[False]:
+    """Says once why plain torch is taken; raises if FOCALKERN_KERNELS=require."""
+    global _warned
+    if _module is None:
+        reason = _why
+    elif device_type == "cuda":
+        reason = "focalkern was built without CUDA kernels; rebuild it with FOCALKERN_CUDA=1"
+    else:
+        reason = f"focalkern has no kernel for device {device_type}; move the tensors to the CPU to use those it has"
+    if _SETTING == "require":
+        raise NotImplementedError(f"FOCALKERN_KERNELS=require, but {reason}")
+    if _SETTING != "0" and not _warned:
+        _warned = True
+        warnings.warn(
+            f"focalkern computes with plain torch, which is slower: {reason} (FOCALKERN_KERNELS=0 silences this)",
+            stacklevel=4,
+        )
+    return False
+
+
+# What torch.compiler.assume_constant_result does, which imports all of torch.compile: a graph calls it while traced.
+_say_why._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def build_info() -> dict[str, Any]:
-    """What the compiled module was built with, and what it brought.
+    """Which road is taken, why, and what the compiled module was built with and brought.
 
     Returns:
-        ``torch`` (str), ``cuda`` (str, or None without CUDA kernels), ``arch_list`` (the GPU architectures, as in
-        TORCH_CUDA_ARCH_LIST), ``cpu_kernels`` and ``cuda_kernels`` (the names under which torch's dispatcher has
-        kernels of this module).
+        ``kernels`` (``"compiled"``, or ``"plain torch"`` where no compiled module fits or FOCALKERN_KERNELS=0), ``why``
+        (str), ``torch`` (str, the torch of the build; None without a compiled module), ``cuda`` (str, or None without
+        CUDA kernels), ``arch_list`` (the GPU architectures, as in TORCH_CUDA_ARCH_LIST), ``cpu_kernels`` and
+        ``cuda_kernels`` (the names under which torch's dispatcher has kernels of this module). A device without kernels
+        is computed on with plain torch.
     """
     kernels = {
         f"{key.lower()}_kernels": sorted(
             name.removeprefix("focalkern::")
             for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
-            if name.startswith("focalkern::")
+            if name.startswith("focalkern::") and _module is not None
         )
         for key in ("CPU", "CUDA")
     }
-    return {"torch": _built_for.TORCH, "cuda": _built_for.CUDA, "arch_list": _built_for.ARCH_LIST, **kernels}
-
-
-def kernels_for(tensor: torch.Tensor) -> Any:
-    """The module whose functions compute on this tensor's device."""
-    return _C
-
-
-def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether the compiled module computes on this tensor's device."""
-    return True
+    return {
+        "kernels": "plain torch" if _module is None else "compiled",
+        "why": _why,
+        "torch": _built_for.TORCH if _built_for else None,
+        "cuda": _built_for.CUDA if _built_for else None,
+        "arch_list": _built_for.ARCH_LIST if _built_for else [],
+        **kernels,
+    }

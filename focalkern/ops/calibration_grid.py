@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_array, as_tensor
-from focalkern.ops._extension import _C
+from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
 
@@ -163,9 +163,10 @@ def calibration_grid(
     options = (n_bins, sum(_CRITERIA[name] for name in names), _ESTIMATORS[estimator])
     kind = (_INPUT_KINDS[input_kind], ignore_index)
     if torch.compiler.is_compiling():
-        tables = torch.ops.focalkern.calibration_grid(input, target, gamma_axis, temperature_axis, *options, *kind)
+        through = torch.ops.focalkern.calibration_grid if has_kernels(input) else kernels_for(input).calibration_grid
+        tables = through(input, target, gamma_axis, temperature_axis, *options, *kind)
     else:
-        run = _C.CalibrationGridRun(input, target, gamma_axis, temperature_axis, *options, *kind)
+        run = kernels_for(input).CalibrationGridRun(input, target, gamma_axis, temperature_axis, *options, *kind)
         n_temperatures = len(temperature_axis)
         blocks = [
             (begin, min(begin + run.per_block, n_temperatures)) for begin in range(0, n_temperatures, run.per_block)
@@ -173,8 +174,8 @@ def calibration_grid(
         tables = torch.cat([run.run(*block) for block in _with_progress(blocks, len(gamma_axis))], dim=2)
     by_name = dict(zip(present, tables.unbind(0), strict=True))
     return CalibrationGrid(
-        gammas=gamma_axis.to(input.device),
-        temperatures=temperature_axis.to(input.device),
+        gammas=gamma_axis.to(tables.device),
+        temperatures=temperature_axis.to(tables.device),
         tables={name: by_name[name] for name in names},
         n_bins=n_bins,
         estimator=estimator,

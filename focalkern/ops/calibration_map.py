@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_array, as_tensor
-from focalkern.ops._extension import _C
+from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["binary_focal_calibration_map", "focal_calibration_map"]
 
@@ -172,11 +172,13 @@ def _map(
         temperature = _check_number(op, "temperature", temperature, 0.0, "positive")
     compiling = torch.compiler.is_compiling()
     tensors = [t for t in (input, gamma, temperature) if isinstance(t, Tensor)]
-    if compiling or (any(type(t) not in _PLAIN for t in tensors) and has_torch_function(tensors)):
+    overridden = any(type(t) not in _PLAIN for t in tensors) and has_torch_function(tensors)
+    if (compiling or overridden) and has_kernels(input):
         return _through_dispatcher(input, _as_tensor(gamma), _as_tensor(temperature), kind, log, not compiling)
-    if isinstance(gamma, Tensor) or isinstance(temperature, Tensor):
-        return _C.calibration_map(input, _as_tensor(gamma), _as_tensor(temperature), kind, log)
-    return _C.calibration_map_scalar(input, gamma, temperature, kind, log)
+    kernels = kernels_for(input)
+    if isinstance(gamma, Tensor) or isinstance(temperature, Tensor) or compiling:
+        return kernels.calibration_map(input, _as_tensor(gamma), _as_tensor(temperature), kind, log)
+    return kernels.calibration_map_scalar(input, gamma, temperature, kind, log)
 
 
 def _check_number(op: str, name: str, value: object, bound: float, domain: str) -> float:

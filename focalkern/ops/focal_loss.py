@@ -11,7 +11,7 @@ from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_tensor
 from focalkern.gamma import GammaTable
-from focalkern.ops._extension import _C
+from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["check_labels", "focal_loss"]
 
@@ -91,14 +91,13 @@ def focal_loss(
     if code is None:
         raise ValueError(f"focal_loss: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
     compiling = torch.compiler.is_compiling()
-    if compiling:
-        through = _through_dispatcher
-    elif type(input) in _PLAIN and type(target) in _PLAIN:
-        through = _C.focal_loss
+    if not compiling and type(input) in _PLAIN and type(target) in _PLAIN:
+        through = kernels_for(input).focal_loss
     else:
         _check_tensor("input", input)
         _check_tensor("target", target)
-        through = _through_dispatcher if has_torch_function((input, target)) else _C.focal_loss
+        dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
+        through = _through_dispatcher if dispatched else kernels_for(input).focal_loss
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()

@@ -1,6 +1,6 @@
 """The memory of large results on the CPU."""
 
-from focalkern.ops._extension import _C
+from focalkern.ops._extension import module_or_plain
 
 __all__ = ["empty_cache"]
 
@@ -16,4 +16,4 @@ def empty_cache() -> None:
     Raises:
         ValueError: FOCALKERN_CACHE_MIB is no whole number of MiB; so does the first such result.
     """
-    _C.empty_cache()
+    module_or_plain().empty_cache()

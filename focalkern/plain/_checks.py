@@ -1,0 +1,83 @@
+"""What the plain operators check, in the words of the compiled ones."""
+
+import os
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LABELS = (torch.int64, torch.int32, torch.uint8)
+
+
+def scalar_name(dtype: torch.dtype) -> str:
+    """As the compiled module prints a dtype."""
+    return _SCALAR_NAMES.get(dtype, str(dtype))
+
+
+_SCALAR_NAMES = {
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
+
+
+def check_dense(op: str, input: Tensor) -> None:
+    if input.layout != torch.strided:
+        layout = str(input.layout).removeprefix("torch.").replace("_", " ").title().replace(" ", "")
+        raise TypeError(f"{op}: input must be a dense (strided) tensor, got layout {layout}")
+
+
+def check_floating(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in FLOATS:
+        found = scalar_name(tensor.dtype)
+        raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {found}")
+
+
+def check_same_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
+    if tensor.device != input.device:
+        raise ValueError(f"{op}: {name} must be on the device of input, {input.device}, got {tensor.device}")
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widest_dtype(tensor: Tensor) -> torch.dtype:
+    """What parameters are formed in: float64, where the device has it."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def autocasts(input: Tensor) -> bool:
+    """Whether a half-precision input has a float32 result."""
+    return input.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(input.device.type)
+
+
+def values_may_be_read(tensor: Tensor) -> bool:
+    """Whether a bad value raises: on the CPU, and with FOCALKERN_VALIDATE=1 on other devices too.
+
+    Never where there are no values to read: in compiled graphs, under torch.func, on the meta device.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or tensor.device.type == "meta":
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("FOCALKERN_VALIDATE", "").startswith("1")
+
+
+def fits(parameter: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether the parameter broadcasts to the shape without widening it."""
+    pairs = zip(reversed(parameter.shape), reversed(shape), strict=False)
+    return parameter.dim() <= len(shape) and all(size in (1, wanted) for size, wanted in pairs)
+
+
+def sum_tolerance(dtype: torch.dtype) -> float:
+    """How far rows of probabilities of this dtype may be from 1 in sum."""
+    return 1e-3 + {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}.get(dtype, 0.0)

@@ -1,0 +1,268 @@
+"""The focal and inverse focal loss in plain torch.
+
+Label targets without smoothing need one number per row: with d the log-sum-exp of the other classes' logits minus the
+target's, log p = -softplus(d) and log(1 - p) = -softplus(-d), in which nothing cancels whichever class is the target.
+Probability targets and label smoothing weigh every class, and are :func:`focalkern.reference.focal_loss`.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from focalkern import reference
+from focalkern.gamma import GammaTable
+from focalkern.plain._checks import (
+    LABELS,
+    autocasts,
+    check_dense,
+    check_floating,
+    check_same_device,
+    compute_dtype,
+    fits,
+    scalar_name,
+    values_may_be_read,
+)
+
+__all__ = ["focal_loss"]
+
+_OP = "focal_loss"
+_REDUCTIONS = ("none", "mean", "sum")  # the codes of the compiled module
+
+
+def focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    edges: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> Tensor:
+    """As the compiled module's focal_loss. ``edges``: gamma is the table's gammas [n_bins]."""
+    _check_arguments(input, target, gamma, edges, weight, ignore_index, label_smoothing)
+    dtype = torch.float32 if autocasts(input) else input.dtype
+    if target.is_floating_point() and target.dtype != input.dtype:
+        # The loss has the dtype that logits and target probabilities promote to, as in torch.
+        dtype = torch.promote_types(input.dtype, target.dtype)
+        input = input.to(torch.float64) if dtype == torch.float64 else input
+    z = input.to(compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
+    gammas = _gammas(gamma, edges, z)
+    divisor: Tensor | float
+    if target.is_floating_point():
+        loss, divisor = _of_probabilities(z, target, gammas, weight, label_smoothing, detach_modulation)
+    else:
+        loss, divisor = _of_labels(z, target, gammas, weight, ignore_index, label_smoothing, detach_modulation)
+    if reduction:
+        loss = loss.sum()
+    if _REDUCTIONS[reduction] == "mean":
+        loss = loss / divisor
+    return loss.to(dtype)
+
+
+def _of_labels(
+    z: Tensor,
+    target: Tensor,
+    gamma: Tensor | GammaTable,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> tuple[Tensor, Tensor]:
+    """The loss per row, and what its mean is divided by. A label out of range makes its row NaN where it cannot raise:
+    nobody may have to wait for a device."""
+    classes = z.shape[-1]
+    labels = target.long()
+    valid = labels != ignore_index
+    in_range = (labels >= 0) & (labels < classes)
+    if values_may_be_read(target):
+        invalid = (valid & ~in_range).reshape(-1).nonzero()
+        if len(invalid):
+            row = int(invalid[0])
+            raise IndexError(
+                f"{_OP}: target must be in [0, {classes}) or ignore_index, got {int(labels.reshape(-1)[row])} at row "
+                f"{row}"
+            )
+    index = torch.where(in_range, labels, 0)
+    row_weight = torch.ones_like(z[..., 0]) if weight is None else weight.to(z.dtype)[index]
+    divisor = torch.where(valid, row_weight, 0.0).sum()
+    # Rows that do not count leave before anything is computed of them, so that a NaN in them stays there.
+    z = torch.where(valid.unsqueeze(-1), z, 0.0)
+    if label_smoothing > 0:
+        loss = reference.focal_loss(
+            *_classes_second(z, index, None),
+            gamma,
+            weight=weight,
+            ignore_index=-1,
+            reduction="none",
+            label_smoothing=label_smoothing,
+            detach_modulation=detach_modulation,
+        ).reshape(labels.shape)
+    else:
+        log_p, log_u = _log_probability_of(z, index)
+        if isinstance(gamma, GammaTable):
+            gamma = reference._gamma_tensor(gamma, log_p.unsqueeze(-1).exp()).squeeze(-1)
+        factor = reference.modulating_factor(log_p, log_u, gamma)
+        if detach_modulation:
+            factor = factor.detach()
+        loss = -row_weight * factor * log_p
+        if weight is not None:  # no weight, no loss, however improbable the class is
+            loss = torch.where((row_weight == 0) & (log_p == -math.inf), 0.0, loss)
+    loss = torch.where(in_range, loss, math.nan)
+    return torch.where(valid, loss, 0.0), divisor
+
+
+def _log_probability_of(z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """log p and log(1 - p) of one class per row."""
+    index = index.unsqueeze(-1)
+    z_target = z.gather(-1, index).squeeze(-1)
+    is_target = torch.arange(z.shape[-1], device=z.device) == index
+    # The shift is a constant of the row. An infinite one would leave inf - inf, and the row is then NaN anyway.
+    others = torch.where(is_target, -math.inf, z)
+    largest = others.detach().amax(-1)
+    # A class alone in its row has p = 1, whatever its logit.
+    alone = (largest == -math.inf) & z_target.isfinite()
+    shift = torch.where(alone, 0.0, largest)
+    total = (torch.where(is_target, -math.inf, z - shift.unsqueeze(-1))).exp().sum(-1)
+    d = torch.where(alone, 1.0, total).log() + (shift - torch.where(alone, 0.0, z_target))
+    # A target at +inf has no softmax, as one beside it has none.
+    d = torch.where(z_target == math.inf, math.nan, d)
+    # At p = 0 the slope of log(1 - p) is 0, and log(1 - p) too.
+    absent = d == math.inf
+    log_p = torch.where(alone, 0.0, F.logsigmoid(-d))
+    log_u = torch.where(alone, -math.inf, torch.where(absent, 0.0, F.logsigmoid(torch.where(absent, 0.0, d))))
+    return log_p, log_u
+
+
+def _of_probabilities(
+    z: Tensor,
+    target: Tensor,
+    gamma: Tensor | GammaTable,
+    weight: Tensor | None,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> tuple[Tensor, Tensor | float]:
+    class_dim = 0 if target.dim() == 1 else 1
+    probabilities = target.to(z.dtype).movedim(class_dim, -1)
+    loss = reference.focal_loss(
+        *_classes_second(z, None, probabilities),
+        gamma,
+        weight=weight,
+        reduction="none",
+        label_smoothing=label_smoothing,
+        detach_modulation=detach_modulation,
+    )
+    return loss.reshape(z.shape[:-1]), math.prod(z.shape[:-1])
+
+
+def _classes_second(z: Tensor, labels: Tensor | None, probabilities: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As focal_loss wants them: [C] or [N, C, d1, ...]."""
+    target = labels if labels is not None else probabilities
+    assert target is not None
+    if z.dim() == 1:
+        return z, target
+    return z.movedim(-1, 1), target if labels is not None else target.movedim(-1, 1)
+
+
+def _gammas(gamma: float | Tensor, edges: Tensor | None, z: Tensor) -> Tensor | GammaTable:
+    """A table, or one gamma per row or for all rows, on the device of the logits."""
+    if edges is not None:
+        assert isinstance(gamma, Tensor)
+        return GammaTable._unchecked(edges, gamma.detach())
+    if isinstance(gamma, Tensor):
+        return gamma.to(z)
+    if torch.compiler.is_compiling():
+        # Not a constant of the graph: another value must not compile again.
+        return torch.zeros((), dtype=z.dtype, device=z.device) + gamma
+    return torch.full((), gamma, dtype=z.dtype, device=z.device)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    edges: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> None:
+    _check_kinds(weight, ignore_index, label_smoothing)
+    check_dense(_OP, input)
+    check_floating(_OP, "input", input)
+    if input.dim() < 1:
+        raise ValueError(f"{_OP}: input must be [C], [N, C] or [N, C, d1, ...], got a scalar")
+    class_dim = 0 if input.dim() == 1 else 1
+    classes = input.shape[class_dim]
+    if classes < 1:
+        raise ValueError(f"{_OP}: input must have at least one class, got shape {list(input.shape)}")
+    check_same_device(_OP, "target", target, input)
+    rows = (*input.shape[:class_dim], *input.shape[class_dim + 1 :])
+    _check_target(input, target, rows, ignore_index)
+    if isinstance(gamma, Tensor):
+        _check_gamma(input, gamma, edges, rows)
+    if weight is not None:
+        check_floating(_OP, "weight", weight)
+        if weight.dim() != 1 or len(weight) != classes:
+            raise ValueError(f"{_OP}: weight must be [C] = [{classes}], got {list(weight.shape)}")
+        check_same_device(_OP, "weight", weight, input)
+        if weight.requires_grad:
+            raise ValueError(f"{_OP}: weight must not require grad: it is a constant of the loss")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{_OP}: label_smoothing must be in [0, 1], got {label_smoothing:g}")
+
+
+def _check_kinds(weight: object, ignore_index: object, label_smoothing: object) -> None:
+    """What pybind11 refuses at the border of the compiled module; the operator then says which argument it was."""
+    integer, number = hasattr(type(ignore_index), "__index__"), hasattr(type(label_smoothing), "__float__")
+    if not (weight is None or isinstance(weight, Tensor)) or not integer:
+        raise TypeError(f"{_OP}: incompatible arguments")
+    if not number and not hasattr(type(label_smoothing), "__index__"):
+        raise TypeError(f"{_OP}: incompatible arguments")
+
+
+def _check_target(input: Tensor, target: Tensor, rows: tuple[int, ...], ignore_index: int) -> None:
+    if target.is_floating_point():
+        check_floating(_OP, "target", target)
+        if target.shape != input.shape:
+            raise ValueError(
+                f"{_OP}: target of class probabilities must have the shape of input, {list(input.shape)}, got "
+                f"{list(target.shape)}"
+            )
+        if ignore_index >= 0:
+            raise ValueError(
+                f"{_OP}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
+            )
+        return
+    if target.dtype not in LABELS:
+        raise TypeError(
+            f"{_OP}: target must be int64, int32 or uint8 labels or floating-point class probabilities, got "
+            f"{scalar_name(target.dtype)}"
+        )
+    if tuple(target.shape) != rows:
+        names = "[]" if input.dim() == 1 else "[N]" if input.dim() == 2 else "[N, d1, ...]"
+        raise ValueError(f"{_OP}: target must be {names} = {list(rows)}, got {list(target.shape)}")
+
+
+def _check_gamma(input: Tensor, gamma: Tensor, edges: Tensor | None, rows: tuple[int, ...]) -> None:
+    if not gamma.is_floating_point():
+        raise TypeError(
+            f"{_OP}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of "
+            f"{scalar_name(gamma.dtype)}"
+        )
+    if edges is not None:
+        check_same_device(_OP, "gamma.edges", edges, input)
+        check_same_device(_OP, "gamma.gammas", gamma, input)
+        return
+    if gamma.dim() == 0 and gamma.device.type == "cpu":  # one number may stay on the host
+        return
+    check_same_device(_OP, "gamma", gamma, input)
+    if not fits(gamma, rows):
+        raise ValueError(
+            f"{_OP}: gamma must be broadcastable to the unreduced loss {list(rows)}, got {list(gamma.shape)}"
+        )
