@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._columns import ColumnsError, class_columns
+
 __all__ = ["arrays_for_arrays", "as_array", "as_tensor", "with_tensors"]
 
 P = ParamSpec("P")
@@ -20,9 +22,16 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
 
     Raises:
         TypeError: nothing that NumPy makes an array of numbers of; ``what`` says which argument of which operator.
+        ValueError: a frame with columns that may be no classes.
     """
     if isinstance(values, Tensor):
         return values.detach()
+    if hasattr(values, "columns") and hasattr(values, "to_numpy"):  # a frame, whose columns may be in any order
+        try:
+            places = class_columns([str(name) for name in values.columns]).places
+        except ColumnsError as error:
+            raise ValueError(f"{what}: {error}; pass the array of the classes: .to_numpy()") from error
+        values = values.to_numpy()[:, places]
     try:
         array = np.asarray(values, order="C")
         # torch has no other byte order than the machine's.

@@ -159,8 +159,16 @@ def add_parser(commands: Any) -> None:
 
 def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -> None:
     """The positional file and the options that say how to read it; ``evaluate`` has the same."""
-    parser.add_argument("input", metavar=name, help=f"{what}: .npz, .npy, .pt, .safetensors or .csv (see below)")
+    parser.add_argument(
+        "input", metavar=name, help=f"{what}: .npz, .npy, .pt, .safetensors, .csv, .parquet or .feather (see below)"
+    )
     parser.add_argument("--labels", metavar="FILE.npy", help=f"labels of a .npy {name}")
+    parser.add_argument(
+        "--logits-key",
+        metavar="NAME",
+        help="the array of the logits or probabilities; of tables, a pattern for the columns of the classes: 'p_*'",
+    )
+    parser.add_argument("--labels-key", metavar="NAME", help="the array, or the column, of the labels")
     parser.add_argument(
         "--input-kind",
         choices=("logits", "probs"),
@@ -309,7 +317,8 @@ def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[...
 def _select(arguments: argparse.Namespace, read: Callable[..., Mapping[str, Rows]]) -> tuple[Rows, Rows]:
     """The rows that choose and the rows that report, the same object when nothing tells them apart."""
     source = arguments.input
-    sets = read(source, labels=arguments.labels, input_kind=arguments.input_kind)
+    keys = {"logits_key": arguments.logits_key, "labels_key": arguments.labels_key}
+    sets = read(source, labels=arguments.labels, input_kind=arguments.input_kind, **keys)
     if arguments.test is not None and arguments.split is not None:
         raise InputError(f"{source}: expected either --test or --split, found both")
     if arguments.test_labels is not None and arguments.test is None:
@@ -334,6 +343,7 @@ def _select(arguments: argparse.Namespace, read: Callable[..., Mapping[str, Rows
             labels=arguments.test_labels,
             input_kind=arguments.input_kind,
             labels_option="--test-labels",
+            **keys,
         )
         reported = _one(arguments.test, others, "test")
         if reported.n_classes != selection.n_classes:

@@ -36,7 +36,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         import tabulate  # noqa: F401  # an extra; its absence is said by main
     calibrator = None if arguments.calibrator is None else load_calibrator(arguments.calibrator)
-    options = {"labels": arguments.labels, "input_kind": arguments.input_kind}
+    options = {
+        "labels": arguments.labels,
+        "input_kind": arguments.input_kind,
+        "logits_key": arguments.logits_key,
+        "labels_key": arguments.labels_key,
+    }
     sets: Mapping[str, Rows]
     if wants_streaming((arguments.input, arguments.labels)):
         sets = stream_sets(arguments.input, **options)

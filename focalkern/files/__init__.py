@@ -3,5 +3,15 @@
 from focalkern.files.checks import InputError, LogitSet
 from focalkern.files.read import FORMATS_HELP, read_sets
 from focalkern.files.shards import ShardedRows, is_pattern, open_shards
+from focalkern.files.tables import from_frame
 
-__all__ = ["FORMATS_HELP", "InputError", "LogitSet", "ShardedRows", "is_pattern", "open_shards", "read_sets"]
+__all__ = [
+    "FORMATS_HELP",
+    "InputError",
+    "LogitSet",
+    "ShardedRows",
+    "from_frame",
+    "is_pattern",
+    "open_shards",
+    "read_sets",
+]

@@ -1,7 +1,8 @@
 """Rows of logits or probabilities with their labels, and what is checked of them before they are used."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,17 @@ from torch import Tensor
 
 from focalkern.calibrators import InputKind
 
-__all__ = ["KINDS", "InputError", "LogitSet", "as_tensor", "check_rows", "checked_set", "find_sets"]
+__all__ = [
+    "KINDS",
+    "InputError",
+    "LogitSet",
+    "as_tensor",
+    "check_rows",
+    "checked_set",
+    "find_sets",
+    "label_numbers",
+    "said_kind",
+]
 
 KINDS: tuple[InputKind, ...] = ("logits", "probs")
 _PREFIXES = ("", "val", "test")
@@ -53,11 +64,29 @@ class LogitSet:
         return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source, part)
 
 
+def said_kind(name: str) -> InputKind | None:
+    """What the name of an array or of columns says that they hold."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    if words & {"logit", "logits"}:
+        return "logits"
+    return "probs" if words & {"prob", "probs", "proba", "probability", "probabilities"} else None
+
+
 def find_sets(
-    source: str, arrays: Mapping[str, Any], input_kind: InputKind | None
+    source: str,
+    arrays: Mapping[str, Any],
+    input_kind: InputKind | None,
+    logits_key: str | None = None,
+    labels_key: str | None = None,
 ) -> dict[str, tuple[InputKind, str, str]]:
-    """By prefix, the kind of a set and the names of its arrays; at least one."""
-    sets = {}
+    """By prefix, the kind of a set and the names of its arrays; at least one. With keys, of the one that they name."""
+    sets: dict[str, tuple[InputKind, str, str]] = {}
+    if logits_key is not None:
+        labels_key = labels_key or "labels"
+        for option, key in (("--logits-key", logits_key), ("--labels-key", labels_key)):
+            if key not in arrays:
+                raise InputError(f"{source}: expected {key} (as {option} says), found {_listing(arrays)}")
+        return {"": (input_kind or said_kind(logits_key) or "logits", logits_key, labels_key)}
     for prefix in _PREFIXES:
         names = {kind: f"{prefix}_{kind}" if prefix else kind for kind in KINDS}
         present = [kind for kind in KINDS if names[kind] in arrays]
@@ -70,16 +99,19 @@ def find_sets(
             raise InputError(
                 f"{source}: expected {names[kind]} (as --input-kind {kind} says), found {_listing(arrays)}"
             )
-        label_name = f"{prefix}_labels" if prefix else "labels"
+        label_name = labels_key or (f"{prefix}_labels" if prefix else "labels")
         if label_name not in arrays:
-            raise InputError(f"{source}: expected {label_name} beside {names[kind]}, found {_listing(arrays)}")
+            remedy = "" if labels_key else "; say --labels-key NAME"
+            raise InputError(f"{source}: expected {label_name} beside {names[kind]}, found {_listing(arrays)}{remedy}")
         sets[prefix] = (kind, names[kind], label_name)
+    if labels_key is not None and len(sets) > 1:
+        raise InputError(f"{source}: expected --logits-key beside --labels-key, found sets called {', '.join(sets)}")
     if sets:
         return sets
     top_only = {"conf", "pred"} & {key.lower() for key in arrays}
     raise InputError(
         f"{source}: expected logits and labels (or probs and labels, or either with val_ or test_ in front), "
-        f"found {_listing(arrays)}"
+        f"found {_listing(arrays)}; say --logits-key NAME --labels-key NAME"
         + ("; the logits or probabilities of all classes are needed, not those of the top class" if top_only else "")
     )
 
@@ -87,11 +119,17 @@ def find_sets(
 def checked_set(
     source: str, prefix: str, kind: InputKind, input_name: str, values: Any, label_name: str, labels: Any
 ) -> LogitSet:
-    input, target = as_tensor(source, input_name, values), as_tensor(source, label_name, labels)
+    input = as_tensor(source, input_name, values)
+    if not isinstance(labels, Tensor):
+        n_classes = input.shape[1] if input.dim() == 2 else 0
+        labels = label_numbers(source, label_name, np.asarray(labels), n_classes)
+    target = as_tensor(source, label_name, labels)
     if not input.is_floating_point():
         raise InputError(f"{source}: {input_name}: expected floating point, found {_dtype(input)}")
     if input.dim() != 2 or input.shape[1] < 2:
         raise InputError(f"{source}: {input_name}: expected [N, C] with C >= 2 classes, found {list(input.shape)}")
+    if target.is_floating_point() and bool((target == target.floor()).all()) and bool((target.abs() < 2**53).all()):
+        target = target.to(torch.int64)
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise InputError(f"{source}: {label_name}: expected integer class numbers, found {_dtype(target)}")
     if target.dim() != 1 or len(target) != len(input):
@@ -105,6 +143,81 @@ def checked_set(
     target = target.to(torch.int64)
     check_rows(source, kind, input_name, input, label_name, target)
     return LogitSet(input.contiguous(), target, kind, prefix, source)
+
+
+def label_numbers(
+    source: str,
+    label_name: str,
+    labels: np.ndarray[Any, Any],
+    n_classes: int,
+    *,
+    names: Sequence[str] | None = None,
+    first: int = 0,
+) -> np.ndarray[Any, Any]:
+    """Labels as class numbers, from class numbers (also floats and their text) or names.
+
+    Args:
+        names: of the classes, if they have any. Without them names are the classes in alphabetical order, as
+            scikit-learn has it, and all of them must occur.
+        first: the number that class 0 is called.
+    """
+    if labels.ndim != 1 or labels.dtype.kind not in "OUSfiu":
+        return labels
+    numbers = labels
+    if labels.dtype.kind in "OUS":
+        words = [word.decode(errors="replace") if isinstance(word, bytes) else word for word in labels.tolist()]
+        odd = sorted({type(word).__name__ for word in words if not isinstance(word, str | int | float | np.number)})
+        if odd:
+            raise InputError(f"{source}: {label_name}: expected class numbers or names, found {' and '.join(odd)}")
+        text = [str(word).strip() for word in words]
+        for row, word in enumerate(text):
+            if not word or word.lower() == "nan":
+                raise InputError(f"{source}: {label_name}: expected a label in every row, found none in row {row}")
+        try:
+            numbers = np.array([float(word) for word in text])
+        except ValueError:
+            return _named_labels(source, label_name, text, n_classes, names)
+    if numbers.dtype.kind == "f":
+        # A comparison of what is no number is false.
+        odd_rows = ~((numbers == np.floor(numbers)) & (np.abs(numbers) < 2**53))
+        if odd_rows.any():
+            row = int(odd_rows.argmax())
+            raise InputError(
+                f"{source}: {label_name}: expected class numbers or names, found {labels[row]} in row {row}"
+            )
+    if numbers.dtype == np.uint64:
+        numbers = np.minimum(numbers, 2**62)  # class numbers fit into int64 or are wrong anyway
+    numbers = numbers.astype(np.int64)
+    if first:
+        odd_rows = (numbers < first) | (numbers >= first + n_classes)
+        if odd_rows.any():
+            row = int(odd_rows.argmax())
+            raise InputError(
+                f"{source}: {label_name}: expected {first} to {first + n_classes - 1}, as the columns are numbered, "
+                f"found {numbers[row]} in row {row}"
+            )
+    return numbers - first
+
+
+def _named_labels(
+    source: str, label_name: str, text: Sequence[str], n_classes: int, names: Sequence[str] | None
+) -> np.ndarray[Any, Any]:
+    if names is None:
+        names = sorted(set(text))
+        if len(names) != n_classes:
+            shown = ", ".join(repr(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
+            raise InputError(
+                f"{source}: {label_name}: expected class numbers, or the names of all {n_classes} classes, found "
+                f"{len(names)}: {shown}"
+            )
+    place = {name.strip(): number for number, name in enumerate(names)}
+    for row, word in enumerate(text):
+        if word not in place:
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise InputError(
+                f"{source}: {label_name}: expected one of the columns {shown}, found {word!r} in row {row}"
+            )
+    return np.array([place[word] for word in text], dtype=np.int64)
 
 
 def check_rows(

@@ -1,6 +1,5 @@
 """Reading logits with their labels, or probabilities with theirs, from the formats that people keep them in."""
 
-import csv
 import os
 import pickle
 import warnings
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from focalkern.calibrators import InputKind
 from focalkern.files.checks import KINDS, InputError, LogitSet, checked_set, find_sets
+from focalkern.files.tables import read_arrow, read_csv
 
 __all__ = ["DAMAGE", "FORMATS_HELP", "damaged", "read_sets"]
 
@@ -31,11 +31,14 @@ files:
       all the files that match, read a few rows at a time, in the order of their names and numbers. The labels of
       val_logits-3.npy are looked for in val_labels-3.npy, those of val-3.npy in val_labels-3.npy too, or say
       --labels 'FILES' with as many files.
-  .csv
-      a header line; one column is called label, labels or target, all the others are the classes, in their order.
-Labels are class numbers, the first class is 0. Files with pickled objects are refused, never executed.
+  .csv .parquet .feather
+      a column of labels (label, labels, target or --labels-key NAME) and one per class: numbered (0, 1, ... or logit_0,
+      logit_1, ...), in the order of the numbers, or named. Other columns, such as an index, an id or a prediction, are
+      an error: say which are the classes, --logits-key 'logit_*'. (.parquet, .feather: also a column of lists.)
+In other files --logits-key NAME and --labels-key NAME are the names of the arrays. Labels are class numbers, the first
+class is 0 (or as the columns are numbered); or names: those of the columns, or else all of the classes in alphabetical
+order. Files with pickled objects are refused, never executed.
 """
-_LABEL_COLUMNS = ("label", "labels", "target")
 
 
 def read_sets(
@@ -44,15 +47,19 @@ def read_sets(
     labels: str | os.PathLike[str] | None = None,
     input_kind: InputKind | None = None,
     labels_option: str = "--labels",
+    logits_key: str | None = None,
+    labels_key: str | None = None,
 ) -> dict[str, LogitSet]:
     """Read every set of a file.
 
     Args:
-        path: .npz, .npy, .pt, .pth, .safetensors or .csv.
+        path: .npz, .npy, .pt, .pth, .safetensors, .csv, .parquet or .feather.
         labels: the .npy file with the labels, for a .npy ``path`` only.
         input_kind: ``"logits"`` or ``"probs"``. None takes what the name of the array (or of the .npy file) says, and
             logits where it says nothing. It is never guessed from the values.
         labels_option: what ``labels`` is called on the command line, for the errors.
+        logits_key, labels_key: the names of the arrays; of tables, a pattern for the columns of the classes (``"p_*"``)
+            and the column of the labels.
 
     Returns:
         By prefix, ``""``, ``"val"`` or ``"test"``, at least one :class:`LogitSet`.
@@ -68,24 +75,31 @@ def read_sets(
         ".pth": _read_pt,
         ".safetensors": _read_safetensors,
         ".npy": lambda p: _read_npy_pair(p, labels, input_kind, labels_option),
-        ".csv": lambda p: _read_csv(p, input_kind),
     }
-    if suffix not in readers:
-        raise InputError(f"{source}: expected {', '.join(readers)}, found {suffix or 'no suffix'!r}")
+    tables = {".csv": read_csv, ".parquet": read_arrow, ".feather": read_arrow}
+    if suffix not in readers and suffix not in tables:
+        known = ", ".join([*readers, *tables])
+        raise InputError(f"{source}: expected {known}, found {suffix or 'no suffix'!r}")
     if labels is not None and suffix != ".npy":
         raise InputError(f"{source}: {labels_option} goes with a .npy file; in {suffix} files the labels are in it")
     if not os.path.exists(source):
         raise InputError(f"{source}: expected a file, found nothing there")
     if os.path.isdir(source):
         raise InputError(f"{source}: expected a file, found a folder")
-    arrays = readers[suffix](source)
-    return _sets(source, arrays, input_kind)
-
-
-def _sets(source: str, arrays: Mapping[str, Any], input_kind: InputKind | None) -> dict[str, LogitSet]:
+    if suffix == ".npy" and (logits_key or labels_key):
+        raise InputError(f"{source}: --logits-key and --labels-key go with arrays or columns of a name, found .npy")
+    arrays: Mapping[str, Any] | LogitSet
+    if suffix in tables:
+        arrays = tables[suffix](source, logits_key=logits_key, labels_key=labels_key, input_kind=input_kind)
+        if isinstance(arrays, LogitSet):
+            return {"": arrays}
+    else:
+        arrays = readers[suffix](source)
     return {
         prefix: checked_set(source, prefix, kind, input_name, arrays[input_name], label_name, arrays[label_name])
-        for prefix, (kind, input_name, label_name) in find_sets(source, arrays, input_kind).items()
+        for prefix, (kind, input_name, label_name) in find_sets(
+            source, arrays, input_kind, logits_key, labels_key
+        ).items()
     }
 
 
@@ -207,42 +221,3 @@ def _read_safetensors(source: str) -> dict[str, Any]:
         return dict(load_file(source))
     except (*DAMAGE, safetensors.SafetensorError) as error:
         raise damaged(source, "a .safetensors file", error) from error
-
-
-def _read_csv(source: str, input_kind: InputKind | None) -> dict[str, Any]:
-    try:
-        with open(source, newline="", encoding="utf-8-sig") as stream:
-            reader = csv.reader(stream)
-            header = [name.strip() for name in next(reader, [])]
-            columns = [i for i, name in enumerate(header) if name.lower() in _LABEL_COLUMNS]
-            if len(columns) != 1:
-                shown = ", ".join(header[:8]) + (", ..." if len(header) > 8 else "")
-                raise InputError(
-                    f"{source}: expected a header line with one column called {', '.join(_LABEL_COLUMNS[:-1])} or "
-                    f"{_LABEL_COLUMNS[-1]}, found {'several' if columns else 'none'} in: {shown or 'an empty file'}"
-                )
-            place = columns[0]
-            inputs: list[list[float]] = []
-            labels: list[int] = []
-            for row in reader:
-                if not row:
-                    continue
-                if len(row) != len(header):
-                    raise InputError(
-                        f"{source}: line {reader.line_num}: expected {len(header)} columns as in the header, "
-                        f"found {len(row)}"
-                    )
-                try:
-                    labels.append(int(row.pop(place)))
-                    inputs.append([float(cell) for cell in row])
-                except ValueError as error:
-                    raise InputError(
-                        f"{source}: line {reader.line_num}: expected an integer label and numbers, found: {error}"
-                    ) from error
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{source}: expected a text file with comma-separated values, found: {error}") from error
-    width = len(header) - 1
-    return {
-        input_kind or "logits": np.array(inputs, dtype=np.float64).reshape(len(inputs), width),
-        "labels": np.array(labels, dtype=np.int64),
-    }

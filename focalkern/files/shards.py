@@ -108,7 +108,13 @@ def is_pattern(path: str) -> bool:
 
 
 def open_shards(
-    path: str, *, labels: str | None, input_kind: InputKind | None, labels_option: str = "--labels"
+    path: str,
+    *,
+    labels: str | None,
+    input_kind: InputKind | None,
+    labels_option: str = "--labels",
+    logits_key: str | None = None,
+    labels_key: str | None = None,
 ) -> dict[str, ShardedRows]:
     """The sets of a file or of the files of a pattern, by prefix as from ``read_sets``; only shapes are read.
 
@@ -122,8 +128,10 @@ def open_shards(
             raise InputError(
                 f"{path}: {labels_option} goes with .npy files; in .safetensors files the labels are in it"
             )
-        found = [_safetensors_shards(name, input_kind) for name in names]
+        found = [_safetensors_shards(name, input_kind, logits_key, labels_key) for name in names]
     elif suffixes == {".npy"}:
+        if logits_key or labels_key:
+            raise InputError(f"{path}: --logits-key and --labels-key go with arrays of a name, found .npy")
         found = [{"": shard} for shard in _npy_shards(path, names, labels, input_kind, labels_option)]
     else:
         raise InputError(
@@ -266,7 +274,9 @@ def _safe_open(name: str) -> Any:
     return safe_open(name, framework="pt")
 
 
-def _safetensors_shards(name: str, input_kind: InputKind | None) -> dict[str, Shard]:
+def _safetensors_shards(
+    name: str, input_kind: InputKind | None, logits_key: str | None, labels_key: str | None
+) -> dict[str, Shard]:
     try:
         with _safe_open(name) as stream:
             arrays = {}
@@ -278,7 +288,7 @@ def _safetensors_shards(name: str, input_kind: InputKind | None) -> dict[str, Sh
     except Exception as error:  # safetensors has an error of its own for damaged files, and OSError for others
         raise damaged(name, "a .safetensors file", error) from error
     shards = {}
-    for prefix, (kind, input_name, label_name) in find_sets(name, arrays, input_kind).items():
+    for prefix, (kind, input_name, label_name) in find_sets(name, arrays, input_kind, logits_key, labels_key).items():
         input, target = arrays[input_name], arrays[label_name]
         if input.dtype not in _SAFETENSORS_FLOATS:
             raise InputError(f"{name}: {input_name}: expected floating point, found {input.dtype}")

@@ -1,0 +1,111 @@
+"""Which columns of a table are the classes, and in which order; nothing is taken for a class that may be none."""
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["ClassColumns", "ColumnsError", "class_columns"]
+
+# What other programs write beside the classes. Among numbered columns every other one is refused, whatever its name.
+_NO_CLASS = re.compile(
+    r"|unnamed:.*|__index_level_\d+__|index|idx|(.*[_ ])?id|uuid|row|fold|split|epoch|(sample_)?weights?|file_?name|"
+    r"path|pred|preds|predicted|predictions?|predicted[_ ].*|y_?(pred|hat)|top_?1|argmax|conf|confidences?|correct|"
+    r"labels?|targets?|y|y_?true|true_label|gt|ground_?truth",
+    re.IGNORECASE,
+)
+_NUMBERED = re.compile(r"(.*?)(\d+)(?:\.0+)?")
+
+
+class ColumnsError(ValueError):
+    """Columns that cannot be told apart: one line that names them."""
+
+
+@dataclass(frozen=True)
+class ClassColumns:
+    """The columns that are the classes.
+
+    Attributes:
+        places: of class 0, 1, ... among all columns.
+        names: of these.
+        numbers: what their names end in, consecutive from 0 or 1; None where they are not numbered.
+        prefix: what is in front of the numbers.
+    """
+
+    places: list[int]
+    names: list[str]
+    numbers: list[int] | None = None
+    prefix: str = ""
+
+
+def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColumns:
+    """The classes among the columns, which are not those of labels.
+
+    Columns that are numbers, or share a prefix and end in a number, are the classes in the order of the numbers; others
+    in the order of the table, and then none may have a name that classes do not have, such as ``id`` or ``pred``.
+
+    Args:
+        names: of all columns but that of the labels.
+        pattern: names of the classes, with ``*`` and ``?``. It decides which they are, and not in which order.
+
+    Raises:
+        ColumnsError: columns beside the numbered ones, or that are called what no class is; gaps in the numbers; names
+            that occur twice; a pattern that matches none.
+    """
+    places = list(range(len(names)))
+    if pattern is not None:
+        places = [place for place in places if fnmatch.fnmatchcase(names[place], pattern)]
+        if not places:
+            raise ColumnsError(f"expected columns that match {pattern!r}, found {_listed(names)}")
+    found = [names[place] for place in places]
+    twice = sorted({name for name in found if found.count(name) > 1})
+    if twice:
+        raise ColumnsError(f"expected every column once, found several called {_listed(twice)}")
+    groups: dict[str, list[int]] = {}
+    for place in places:
+        match = _NUMBERED.fullmatch(names[place].strip())
+        if match is not None:
+            groups.setdefault(match[1], []).append(place)
+    groups = {prefix: group for prefix, group in groups.items() if len(group) > 1}
+    if len(groups) == 1:
+        ((prefix, group),) = groups.items()
+        others = [names[place] for place in places if place not in set(group)]
+        if not others:
+            return _in_order(names, prefix, group)
+        if pattern is None:
+            ends = f"{names[group[0]]!r} to {names[group[-1]]!r}"
+            raise ColumnsError(f"expected classes alone beside the labels, found {_listed(others)} beside {ends}")
+    elif groups and pattern is None:
+        shown = " and ".join(f"{prefix}*" for prefix in groups)
+        raise ColumnsError(f"expected one group of numbered columns, found {len(groups)}: {shown}")
+    if pattern is None:
+        odd = [name for name in found if _NO_CLASS.fullmatch(name.strip())]
+        if odd:
+            raise ColumnsError(f"expected classes alone beside the labels, found {_listed(odd)}")
+    return ClassColumns(places, found)
+
+
+def _in_order(names: Sequence[str], prefix: str, group: list[int]) -> ClassColumns:
+    numbers = {}
+    for place in group:
+        match = _NUMBERED.fullmatch(names[place].strip())
+        assert match is not None
+        if int(match[2]) in numbers:
+            raise ColumnsError(f"expected every number once, found {prefix}{int(match[2])} several times")
+        numbers[int(match[2])] = place
+    ordered = sorted(numbers)
+    first = min(ordered[0], 1)
+    # Only what is missing between the first and the last: a file may have any number for its last.
+    missing = sorted(set(range(first, ordered[-1] + 1)) - set(ordered)) if ordered[-1] < 10**6 else ordered[-1:]
+    if missing:
+        raise ColumnsError(
+            f"expected classes numbered without gaps, found {prefix}{ordered[0]} to {prefix}{ordered[-1]} without "
+            f"{_listed([f'{prefix}{number}' for number in missing])}"
+        )
+    places = [numbers[number] for number in ordered]
+    return ClassColumns(places, [names[place] for place in places], ordered, prefix)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) if name.strip() else f"{name!r} (no name)" for name in names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"

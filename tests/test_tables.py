@@ -1,0 +1,180 @@
+"""Tables of logits: .csv, .parquet, .feather and frames. No column is taken for a class that may be none."""
+
+import numpy as np
+import pytest
+import torch
+
+import focalkern as fk
+from focalkern.files import InputError, from_frame, read_sets
+
+pd = pytest.importorskip("pandas")
+
+rng = np.random.default_rng(0)
+LOGITS = rng.normal(size=(60, 4)) * 3
+LABELS = rng.integers(4, size=60)
+FRAME = pd.DataFrame(LOGITS)
+NAMED = FRAME.set_axis(["dog", "bird", "cat", "ant"], axis=1)
+WORDS = np.array(NAMED.columns)[LABELS]
+
+
+def csv(frame, folder, index=False):
+    frame.to_csv(folder / "a.csv", index=index)
+    return folder / "a.csv"
+
+
+def parquet(frame, folder):
+    pytest.importorskip("pyarrow")
+    frame.rename(columns=str).to_parquet(folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def feather(frame, folder):
+    pytest.importorskip("pyarrow")
+    frame.rename(columns=str).to_feather(folder / "a.feather")
+    return folder / "a.feather"
+
+
+def read(form, frame, folder, **options):
+    if form == "frame":
+        return from_frame(frame, **options)
+    return read_sets({"csv": csv, "parquet": parquet, "feather": feather}[form](frame, folder), **options)[""]
+
+
+FORMS = ["csv", "parquet", "feather", "frame"]
+
+
+def same(rows, kind="logits", logits=LOGITS, labels=LABELS):
+    assert rows.kind == kind
+    np.testing.assert_allclose(rows.input.numpy(), logits, rtol=1e-12)
+    assert rows.labels.tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("frame", "options"),
+    [
+        (FRAME.assign(label=LABELS), {}),
+        (FRAME[[1, 0, 3, 2]].assign(label=LABELS), {}),  # in the order of the numbers
+        (FRAME.add_prefix("logit_")[["logit_3", "logit_0", "logit_1", "logit_2"]].assign(label=LABELS), {}),
+        (FRAME.rename(columns=lambda c: f"class{c + 1}").assign(target=LABELS + 1), {}),  # as the columns are numbered
+        (FRAME.assign(label=LABELS.astype(float)), {}),
+        (NAMED.assign(label=WORDS), {}),
+        (NAMED.assign(label=LABELS), {}),
+        (FRAME.assign(label=np.array(list("abcd"))[LABELS]), {}),  # in alphabetical order, as scikit-learn has it
+        (FRAME.add_prefix("p_").assign(label=[f"p_{label}" for label in LABELS]), {}),
+        (FRAME.add_prefix("p_").assign(y=LABELS, id="x", p=1), {"logits_key": "p_*", "labels_key": "y"}),
+        (NAMED.assign(y=LABELS), {"labels_key": "y"}),
+    ],
+)
+def test_columns_and_labels(form, frame, options, tmp_path):
+    same(read(form, frame, tmp_path, **options))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (FRAME.assign(label=LABELS, id=range(60)), "found 'id' beside '0' to '3'; say which are the classes:"),
+        (FRAME.add_prefix("p_").assign(label=LABELS, pred=LABELS), "found 'pred' beside 'p_0' to 'p_3'"),
+        (FRAME.assign(label=LABELS, anything=LABELS), "found 'anything' beside"),
+        (NAMED.assign(label=WORDS, prediction=LOGITS.argmax(1)), "found 'prediction'; say which"),
+        (NAMED.assign(label=WORDS, sample_id=0.5), "found 'sample_id'"),
+        (
+            NAMED.assign(label=WORDS, other=LOGITS.argmax(1)),
+            "found whole numbers only, as predicted classes are, in",
+        ),
+        (NAMED.assign(label=WORDS, other=range(7, 67)), "found the numbers of the rows in 'other'"),
+        (FRAME.rename(columns={3: 6}).assign(label=LABELS), "found 0 to 6 without '3', '4', '5'"),
+        (FRAME.rename(columns=lambda c: c + 2).assign(label=LABELS), "found 2 to 5 without '1'"),
+        (
+            FRAME.add_prefix("logit_").join(FRAME.add_prefix("prob_")).assign(label=LABELS),
+            "expected one group of numbered columns, found 2: logit_* and prob_*",
+        ),
+        (FRAME.rename(columns=lambda c: c + 1).assign(label=LABELS), "expected 1 to 4, as the columns are numbered, f"),
+        (FRAME.assign(label=LABELS, target=LABELS), "found several in"),
+        (FRAME.assign(class_of=LABELS), "found none in"),
+        (FRAME.assign(label=LABELS + 0.5), "label: expected class numbers or names, found"),
+        (FRAME.assign(label="cow"), "expected class numbers, or the names of all 4 classes, found 1: 'cow'"),
+        (NAMED.assign(label="cow"), "expected one of the columns dog, bird, cat, ant, found 'cow' in row 0"),
+        (FRAME.assign(label=[None, *LABELS[1:]]), "row"),
+        (FRAME.assign(label=LABELS, **{"4": "text"}).rename(columns={"4": 4}), "number"),
+    ],
+)
+def test_what_may_be_no_class_is_named(form, frame, words, tmp_path):
+    with pytest.raises(InputError) as caught:
+        read(form, frame, tmp_path)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    if "say which" in words:
+        assert ("logits_key '" if form == "frame" else "--logits-key '") in str(caught.value)
+
+
+def test_the_index_of_a_frame_is_no_class(tmp_path):
+    for frame in (FRAME.assign(label=LABELS), NAMED.assign(label=WORDS)):
+        with pytest.raises(InputError, match=r"found '' \(no name\)"):
+            read_sets(csv(frame, tmp_path, index=True))
+        again = pd.read_csv(tmp_path / "a.csv")
+        with pytest.raises(InputError, match="found 'Unnamed: 0'"):
+            from_frame(again)
+    same(read_sets(csv(FRAME.assign(label=LABELS), tmp_path, index=True), logits_key="[0-9]*")[""])
+
+
+def test_the_prefix_says_what_the_columns_hold(tmp_path):
+    probs = torch.from_numpy(LOGITS).softmax(-1).numpy()
+    frame = pd.DataFrame(probs).add_prefix("prob_").assign(label=LABELS)
+    for form in FORMS:
+        same(read(form, frame, tmp_path), "probs", probs)
+        same(read(form, frame, tmp_path, input_kind="logits"), "logits", probs)
+
+
+@pytest.mark.parametrize("form", ["parquet", "feather"])
+def test_columns_of_lists(form, tmp_path):
+    frame = pd.DataFrame({"out": list(LOGITS), "y": LABELS})
+    same(read(form, frame, tmp_path, logits_key="out", labels_key="y"))
+    same(read(form, frame.rename(columns={"out": "logits", "y": "labels"}), tmp_path))
+    ragged = pd.DataFrame({"logits": [[1.0, 2.0], [1.0]], "labels": [0, 1]})
+    with pytest.raises(InputError, match="logits: expected lists of one length, found 1 to 2"):
+        read(form, ragged, tmp_path)
+    with pytest.raises(InputError, match=r"found out \[60, 4\], y \[60\]; say --logits-key NAME --labels-key NAME"):
+        read(form, frame, tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".feather"])
+def test_damaged_tables(suffix, tmp_path):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / f"a{suffix}"
+    FRAME.rename(columns=str).assign(label=LABELS).to_parquet(path)
+    for data in (b"", b"PAR1", bytes(range(256)), path.read_bytes()[:-20]):
+        path.write_bytes(data)
+        with pytest.raises(InputError, match="expected a table of Arrow"):
+            read_sets(path)
+
+
+def test_keys_of_arrays(tmp_path):
+    np.savez(tmp_path / "a.npz", outputs=LOGITS, y=LABELS.astype(float), words=np.array(list("abcd"))[LABELS])
+    same(read_sets(tmp_path / "a.npz", logits_key="outputs", labels_key="y")[""])
+    same(read_sets(tmp_path / "a.npz", logits_key="outputs", labels_key="words")[""])
+    with pytest.raises(InputError, match=r"expected labels \(as --labels-key says\), found outputs"):
+        read_sets(tmp_path / "a.npz", logits_key="outputs")
+    np.savez(tmp_path / "b.npz", logits=LOGITS, y=LABELS)
+    same(read_sets(tmp_path / "b.npz", labels_key="y")[""])
+    with pytest.raises(InputError, match=r"expected labels beside logits.*say --labels-key NAME"):
+        read_sets(tmp_path / "b.npz")
+    np.save(tmp_path / "logits.npy", LOGITS)
+    np.save(tmp_path / "labels.npy", LABELS)
+    with pytest.raises(InputError, match="--logits-key and --labels-key go with arrays or columns of a name"):
+        read_sets(tmp_path / "logits.npy", logits_key="a")
+
+
+def test_frames_are_read_by_their_columns_everywhere():
+    """In the place of an array, too: the order of numbered columns counts, and none may be anything else."""
+    expected = fk.focal_calibration_map(LOGITS, 1.0)
+    np.testing.assert_array_equal(fk.focal_calibration_map(FRAME[[2, 0, 1, 3]], 1.0), expected)
+    np.testing.assert_array_equal(fk.focal_calibration_map(NAMED, 1.0), expected)
+    probs = FRAME.set_axis([f"p{c}" for c in range(4)], axis=1)
+    labels = np.where(np.arange(60) % 3 == 0, LABELS, LOGITS.argmax(1))
+    fitted = fk.TemperatureScaling().fit(LOGITS, labels)
+    again = fk.TemperatureScaling().fit(probs[["p1", "p0", "p2", "p3"]], labels)
+    assert again.temperature_ == fitted.temperature_
+    for frame in (FRAME.assign(id=1.0), FRAME.reset_index(), NAMED.assign(pred=1.0)):
+        with pytest.raises(ValueError, match="focal_calibration_map: input: expected classes alone"):
+            fk.focal_calibration_map(frame, 1.0)
