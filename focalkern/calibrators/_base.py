@@ -146,6 +146,21 @@ class Calibrator:
             raise ValueError(f"{type(self).__name__}: target must be {list(found.shape)}, got {list(wanted.shape)}")
         return float((found == wanted).mean())
 
+    def changed(self, logits: Any) -> Any:
+        """The rows whose predicted class is another one than before calibration.
+
+        Args:
+            logits: as :meth:`predict_proba`.
+
+        Returns:
+            [...] bool: a tensor for a tensor, a NumPy array for anything else.
+
+        Raises: as :meth:`predict_proba`.
+        """
+        input = self._input(logits)
+        result = self._predicted(input) != input.argmax(-1)
+        return result if isinstance(logits, Tensor) else result.numpy()
+
     def as_module(self) -> torch.nn.Module:
         raise NotImplementedError
 

@@ -74,21 +74,6 @@ class HistogramBinning(Calibrator):
         self.scaling = scaling
         self.input_kind = input_kind
 
-    def changed(self, logits: Any) -> Any:
-        """The rows whose predicted class is another one than before calibration.
-
-        Args:
-            logits: as :meth:`predict_proba`.
-
-        Returns:
-            [...] bool: a tensor for a tensor, a NumPy array for anything else.
-
-        Raises: as :meth:`predict_proba`.
-        """
-        input = self._input(logits)
-        result = self._predicted(input) != input.argmax(-1)
-        return result if isinstance(logits, Tensor) else result.numpy()
-
     def as_module(self, *, fused: bool = True) -> HistogramLogProbs:
         """Scaling and bins as a module from logits [..., C] to calibrated log-probabilities, or, fitted on one logit
         per row, from logits [...] to calibrated logits.

@@ -10,7 +10,15 @@ from torch import Tensor
 from focalkern import reference
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 
-__all__ = ["CalibratedLogProbs", "CalibratedLogits", "HistogramLogProbs", "MultiLabelLogits", "bin_top_class"]
+__all__ = [
+    "CalibratedLogProbs",
+    "CalibratedLogits",
+    "HistogramLogProbs",
+    "IsotonicLogProbs",
+    "MultiLabelLogits",
+    "StructuredLogProbs",
+    "bin_top_class",
+]
 
 InputKind = Literal["logits", "probs"]
 
@@ -179,6 +187,159 @@ class HistogramLogProbs(_Exact):
         log_probs = self.scaling(widened(pairs))
         binned = bin_top_class(log_probs, pairs.argmax(-1, keepdim=True), self.edges, self.values)
         return (binned[..., 1] - binned[..., 0] if self.one_logit else binned).to(input.dtype)
+
+
+class StructuredLogProbs(_Exact):
+    r"""Logits (or probabilities) to the log-probabilities of structured scaling, with the numbers of a fitted one.
+
+    .. math::
+        \hat p = \text{softmax}(W x + b), \qquad x = \log\big((1 - \epsilon)\, \text{softmax}(z / T) + \epsilon / C\big)
+
+    and, where there is one, the focal calibration map of W x + b in place of the softmax. The weight and the bias are
+    float64 buffers; ``module.half()`` does not round them.
+
+    Args:
+        temperature: T > 0.
+        floor: epsilon, between 0 and 1.
+        weight: W [C, C], or its diagonal [C].
+        bias: b [C].
+        focal: gamma and temperature of the focal map; (0, 1) is none.
+        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
+        fused: as :class:`CalibratedLogProbs`.
+
+    Source: Berta et al., AISTATS 2026 (arXiv 2511.03685).
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(
+        self,
+        temperature: float,
+        floor: float,
+        weight: Tensor,
+        bias: Tensor,
+        focal: tuple[float, float],
+        input_kind: InputKind = "logits",
+        *,
+        one_logit: bool = False,
+        fused: bool = True,
+    ) -> None:
+        super().__init__()
+        self.temperature = float(temperature)
+        self.floor = float(floor)
+        self.focal = focal
+        self.input_kind = input_kind
+        self.one_logit = one_logit
+        self.fused = fused
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.temperature, self.floor, *self.focal], dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.temperature, self.floor, *focal = state.tolist()
+        self.focal = (focal[0], focal[1])
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
+        pairs = widened(as_pairs(input, self.input_kind) if self.one_logit else input)
+        log_probs = self.finished(self.scores(self.features(pairs)))
+        return (log_probs[..., 1] - log_probs[..., 0] if self.one_logit else log_probs).to(input.dtype)
+
+    def features(self, input: Tensor) -> Tensor:
+        """x."""
+        scores = input.log() if self.input_kind == "probs" else input
+        probs = (scores / self.temperature).softmax(-1)
+        return ((1 - self.floor) * probs + self.floor / input.shape[-1]).log()
+
+    def scores(self, features: Tensor) -> Tensor:
+        """W x + b."""
+        weight, bias = self.weight.to(features.dtype), self.bias.to(features.dtype)
+        return (features * weight if weight.dim() == 1 else features @ weight.T) + bias
+
+    def finished(self, scores: Tensor) -> Tensor:
+        """Log-probabilities of W x + b."""
+        gamma, temperature = self.focal
+        if (gamma, temperature) == (0.0, 1.0):
+            return scores.log_softmax(-1)
+        if not self.fused or torch.onnx.is_in_onnx_export():
+            return plain_map(scores, gamma, temperature, "logits")
+        return focal_calibration_map(scores, gamma, temperature, log=True)
+
+    def extra_repr(self) -> str:
+        return (
+            f"temperature={self.temperature}, floor={self.floor}, weight={list(self.weight.shape)}, "
+            f"focal={self.focal}, input_kind={self.input_kind!r}"
+        )
+
+
+class IsotonicLogProbs(_Exact):
+    """Logits (or probabilities) to the log-probabilities of isotonic regression, class by class.
+
+    The points of the regressions are float64 buffers; ``module.half()`` does not round them.
+
+    Args:
+        steps: [C] pairs of arrays: points, ascending, and the values there.
+        floor: epsilon of :class:`IsotonicCalibration`, between 0 and 1.
+        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
+
+    Source: Zadrozny & Elkan, KDD 2002.
+    """
+
+    points: Tensor
+    values: Tensor
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[Any, Any]],
+        floor: float,
+        input_kind: InputKind = "logits",
+        *,
+        one_logit: bool = False,
+    ) -> None:
+        super().__init__()
+        self.floor = float(floor)
+        self.input_kind = input_kind
+        self.one_logit = one_logit
+        # As long as the longest, and no shorter than two: behind the last point its value stays.
+        longest = max(2, *(len(x) for x, _ in steps))
+        points = torch.full((len(steps), longest), math.inf, dtype=torch.float64)
+        values = torch.zeros_like(points)
+        for k, (x, y) in enumerate(steps):
+            points[k, : len(x)] = torch.as_tensor(x)
+            values[k, : len(y)] = torch.as_tensor(y)
+            values[k, len(y) :] = float(y[-1])
+        self.register_buffer("points", points)
+        self.register_buffer("values", values)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.floor], dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        (self.floor,) = state.tolist()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
+        pairs = (as_pairs(input, self.input_kind) if self.one_logit else input).to(torch.float64)
+        possible = pairs > (0 if self.input_kind == "probs" else -math.inf)
+        probs = pairs / pairs.sum(-1, keepdim=True) if self.input_kind == "probs" else pairs.softmax(-1)
+        columns = probs.movedim(-1, 0).reshape(probs.shape[-1], -1).contiguous()
+        last = torch.where(self.points.isfinite(), self.points, -math.inf).amax(-1, keepdim=True)
+        inside = columns.clamp(min=self.points[:, :1], max=last)
+        after = torch.searchsorted(self.points, inside).clamp(min=1, max=self.points.shape[1] - 1)
+        low, high = self.points.gather(1, after - 1), self.points.gather(1, after)
+        first, second = self.values.gather(1, after - 1), self.values.gather(1, after)
+        regressed = first + (inside - low) / (high - low) * (second - first)
+        regressed = regressed.reshape(probs.shape[-1], *probs.shape[:-1]).movedim(0, -1)
+        mixed = (1 - self.floor) * regressed + self.floor / probs.shape[-1]
+        mixed = torch.where(possible, mixed, 0.0)
+        # NaN rows stay NaN: the search has put them into the last step.
+        log_probs = torch.where(probs.isnan(), math.nan, (mixed / mixed.sum(-1, keepdim=True)).log())
+        return (log_probs[..., 1] - log_probs[..., 0] if self.one_logit else log_probs).to(input.dtype)
 
 
 def plain_map(input: Tensor, gamma: float, temperature: float, input_kind: str) -> Tensor:

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern.calibrators import Calibrator, FocalTemperatureScaling, InputKind, TemperatureScaling
+from focalkern.calibrators import (
+    Calibrator,
+    FocalTemperatureScaling,
+    InputKind,
+    IsotonicCalibration,
+    StructuredScaling,
+    TemperatureScaling,
+)
 
 __all__ = [
     "CANDIDATES",
@@ -46,6 +53,10 @@ CANDIDATES: dict[str, Callable[[Proper, InputKind], Any]] = {
     "none": lambda criterion, kind: identity(kind),
     "temperature": lambda criterion, kind: TemperatureScaling(criterion=criterion, input_kind=kind),
     "focal-temperature": lambda criterion, kind: FocalTemperatureScaling(criterion=criterion, input_kind=kind),
+    "structured-vector": lambda criterion, kind: StructuredScaling(kind="vector", input_kind=kind),
+    "structured-matrix": lambda criterion, kind: StructuredScaling(kind="matrix", input_kind=kind),
+    "structured-focal": lambda criterion, kind: StructuredScaling(kind="matrix", focal=True, input_kind=kind),
+    "isotonic": lambda criterion, kind: IsotonicCalibration(input_kind=kind),
 }
 """Candidates by name, from the simplest to the richest: what makes one for a criterion and a kind of input."""
 

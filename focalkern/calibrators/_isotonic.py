@@ -1,0 +1,126 @@
+"""Isotonic regression of every class against the rest."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number
+from focalkern.calibrators._modules import IsotonicLogProbs
+from focalkern.calibrators._search import every_row_grid
+from focalkern.calibrators._warnings import judged
+
+__all__ = ["IsotonicCalibration"]
+
+Steps = tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.float64]]]
+
+
+class IsotonicCalibration(Calibrator):
+    r"""Isotonic regression: the probability of each class becomes a non-decreasing function of itself, and a row is
+    divided by its sum.
+
+    .. math::
+        \hat p_k \propto (1 - \epsilon) f_k(p_k) + \epsilon / C, \qquad
+        f_k = \text{argmin}_{f \text{ non-decreasing}} \sum_i (f(p_{ik}) - [y_i = k])^2
+
+    f_k is fitted by scikit-learn (needed for ``fit`` only) and interpolated between its points, constant beyond them.
+    epsilon = 1 / (N + 1) keeps a class that can occur from probability 0, and the NLL finite; a class whose
+    probability is exactly 0 because it cannot occur (a logit of -inf, a probability of 0) keeps it.
+
+    It has no parameters to choose and as many steps as the rows support: with few rows of a class it follows their
+    noise, and the order of the classes may change.
+
+    Args:
+        input_kind: ``"logits"`` or ``"probs"``; never guessed.
+
+    After ``fit`` there are ``steps_``, for each class the arrays (p, f_k(p)); ``floor_`` (epsilon); ``best_value_``,
+    the NLL of the rows of ``fit``; and ``n_changed_``: rows of ``fit`` whose predicted class changed.
+
+    Source: Zadrozny & Elkan, KDD 2002.
+    """
+
+    method = "isotonic"
+    _parameter_names = ("input_kind",)
+
+    steps_: tuple[Steps, ...]
+    floor_: float
+    best_value_: float
+    n_changed_: int
+
+    def __init__(self, *, input_kind: InputKind = "logits") -> None:
+        self.input_kind = input_kind
+
+    def as_module(self) -> IsotonicLogProbs:
+        """The fitted map as a module from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per
+        row, from logits [...] to calibrated logits.
+
+        Raises:
+            NotFittedError: neither ``fit`` nor ``load`` came before.
+        """
+        self._check_fitted()
+        return IsotonicLogProbs(self.steps_, self.floor_, self.input_kind, one_logit=self.one_logit_)
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+        name = type(self).__name__
+        try:
+            from sklearn.isotonic import IsotonicRegression
+        except ImportError as error:
+            raise ImportError(f"{name}: fit needs scikit-learn; pip install scikit-learn") from error
+        # One cell, for its checks of values and labels.
+        every_row_grid(name, input, target, (0.0,), (1.0,), criteria=("ece",), input_kind=self.input_kind)
+        wide = input.to(torch.float64)
+        probs = wide / wide.sum(-1, keepdim=True) if self.input_kind == "probs" else wide.softmax(-1)
+        columns, labels = probs.cpu().numpy().T, target.cpu().numpy()
+        steps = []
+        for k, column in enumerate(columns):
+            regression = IsotonicRegression(out_of_bounds="clip", y_min=0.0, y_max=1.0)
+            regression.fit(column, (labels == k).astype(np.float64))
+            steps.append((regression.X_thresholds_.astype(np.float64), regression.y_thresholds_.astype(np.float64)))
+        floor = 1 / (len(input) + 1)
+        log_probs = IsotonicLogProbs(steps, floor, self.input_kind).to(input.device)(wide)
+        nll = -log_probs.gather(1, target.unsqueeze(1)).mean()
+        return {
+            "steps_": tuple(steps),
+            "floor_": floor,
+            "best_value_": float(nll),
+            "n_changed_": int((log_probs.argmax(-1) != input.argmax(-1)).sum()),
+        }
+
+    def _doubts(self, input: Tensor, target: Tensor) -> list[str]:
+        remedy = "more rows, or TemperatureScaling"
+        return judged(input, target, self._log_probs, by=("nll",), input_kind=self.input_kind, remedy=remedy)
+
+    def _log_probs(self, input: Tensor) -> Tensor:
+        return self._apply(input, log=True)
+
+    def _apply(self, input: Tensor, *, log: bool) -> Tensor:
+        module = IsotonicLogProbs(self.steps_, self.floor_, self.input_kind).to(input.device)
+        log_probs: Tensor = module(input)
+        return log_probs if log else log_probs.exp()
+
+    def _predicted(self, input: Tensor) -> Tensor:
+        return self._apply(input, log=True).argmax(-1)
+
+    def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        steps = [{"from": x.tolist(), "to": y.tolist()} for x, y in self.steps_]
+        return {"floor": self.floor_, "steps": steps}, {"best_value": self.best_value_, "n_changed": self.n_changed_}
+
+    def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+        steps = [(np.array(one["from"], np.float64), np.array(one["to"], np.float64)) for one in document["steps"]]
+        if len(steps) != as_count(fit["n_classes"]):
+            raise ValueError(f"expected steps of {fit['n_classes']} classes, found {len(steps)}")
+        for x, y in steps:
+            # Written so that NaN fails too.
+            rising = bool((np.diff(x) > 0).all() and (np.diff(y) >= 0).all())
+            inside = bool(((x >= 0) & (x <= 1 + 1e-6)).all() and ((y >= 0) & (y <= 1)).all())
+            if x.shape != y.shape or x.ndim != 1 or not len(x) or not rising or not inside:
+                raise ValueError("expected steps that rise within [0, 1], found others")
+        floor = as_number("floor", document["floor"])
+        if not 0 < floor < 1:
+            raise ValueError(f"expected a floor between 0 and 1, found {floor}")
+        value, changed = as_number("best_value", fit["best_value"]), as_count(fit["n_changed"], least=0)
+        return {"steps_": tuple(steps), "floor_": floor, "best_value_": value, "n_changed_": changed}
