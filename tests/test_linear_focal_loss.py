@@ -461,6 +461,7 @@ def test_forward_mode_is_an_error_that_says_what_to_use():
             fk.linear_focal_loss(dual, w, target)
 
 
+@pytest.mark.kernels  # without them a graph holds the pair
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_it_compiles_into_one_graph(reduction):
     torch._dynamo.reset()
@@ -485,6 +486,7 @@ def test_it_compiles_into_one_graph(reduction):
     assert not any("linear." in name or "mm." in name for name in names)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_opcheck(reduction):
     x, w, b, target = problem(torch.float32)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
+from focalkern.ops._loss_rows import gradients_of_rows, losses_of_rows
 from focalkern.ops.focal_loss import focal_loss
 
 __all__ = ["MEAN", "NONE", "SUM", "Options", "capped", "loss_of"]
@@ -129,15 +130,14 @@ def _run(tensors: _Tensors, options: Options, upstream: Tensor | None, needed: _
             part = z[block]
             _cap_(part, options.softcap)
             logits = part.to(real) if options.wide else part
-            arguments = (logits, target[where], gamma_rows[where] if per_row else gamma, edges, weight)
+            here = (logits, target[where], gamma_rows[where] if per_row else gamma, edges, weight)
             settings = (options.ignore_index, options.label_smoothing, options.detach_modulation)
-            loss, saved = torch.ops.focalkern.focal_loss_forward(*arguments, NONE, *settings, True)
-            losses[where] = loss
+            losses[where], saved = losses_of_rows(here, settings)
             if not any_needed:
                 continue
             assert upstream is not None
-            grad, of_target, of_gamma = torch.ops.focalkern.focal_loss_backward(
-                upstream[where], *arguments, saved, NONE, *settings, [any(needed[:3]), needed[3], needed[4]]
+            grad, of_target, of_gamma = gradients_of_rows(
+                upstream[where], here, settings, saved, (any(needed[:3]), needed[3], needed[4])
             )
             if any(needed[:3]):
                 _uncap_(grad, part, options.softcap)

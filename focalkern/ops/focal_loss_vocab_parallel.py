@@ -22,6 +22,7 @@ from torch import Tensor
 
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
+from focalkern.ops._loss_rows import slice_gradient, slice_statistics
 from focalkern.ops.focal_loss import focal_loss
 
 __all__ = ["focal_loss_vocab_parallel"]
@@ -231,11 +232,6 @@ class Rows:
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("top", "lse", "margin")))
 
 
-def _zero(z: Tensor) -> Tensor:
-    """gamma = 0, on the host: cross-entropy."""
-    return torch.zeros((), dtype=torch.float64)
-
-
 def statistics(z: Tensor, split: Split) -> Rows:
     """The two reductions, over the rows [n, C_r] of a chunk."""
     tops, rests, targets = [], [], []
@@ -244,10 +240,7 @@ def statistics(z: Tensor, split: Split) -> Rows:
         tops, rests, targets = [nothing], [nothing], [nothing]
     for block in blocks(z) if z.shape[1] else ():
         part, label, owned = z[block], split.label[block], split.owned[block]
-        saved = torch.ops.focalkern.focal_loss_forward(part, label, _zero(z), None, None, 0, -100, 0.0, False, True)[
-            1
-        ].double()
-        top, log_sum, log_u = saved[:-1].view(3, -1)
+        top, log_sum, log_u = slice_statistics(part, label)
         # The target is among the classes of the sum only where it lies in the slice; log u takes it out of there.
         rest = top + torch.where(owned, log_sum + log_u, log_sum)
         own = part.gather(1, label.unsqueeze(1)).squeeze(1).double()
@@ -293,7 +286,6 @@ def gradients(z: Tensor, split: Split, rows: Rows, slope: Tensor) -> Iterator[tu
     """The slice's gradients, block by block, for dL/dd = ``slope`` [n]."""
     if z.shape[1] == 0:
         return
-    real = torch.float64 if z.dtype == torch.float64 else torch.float32
     log_u = -torch.nn.functional.softplus(-rows.margin)
     u = log_u.exp()
     # c = dL/dd / u; where u vanishes, so does every p_j.
@@ -302,10 +294,7 @@ def gradients(z: Tensor, split: Split, rows: Rows, slope: Tensor) -> Iterator[tu
     for block in blocks(z):
         part, label, owned = z[block], split.label[block], split.owned[block]
         at = [values[block] for values in (top, rows.lse, log_u, scale)]
-        saved = torch.cat([at[0], at[1] - at[0], at[2], at[0].new_ones(1)]).to(real)
-        grad = torch.ops.focalkern.focal_loss_backward(
-            at[3].to(real), part, label, _zero(z), None, None, saved, 0, -100, 0.0, False, [True, False, False]
-        )[0]
+        grad = slice_gradient(at[3], part, label, at[0], at[1] - at[0], at[2])
         # Rows without a target here were told class 0.
         own = grad[:, 0].double()
         without = torch.where(at[3] == 0, 0.0, at[3] * (part[:, 0].double() - at[1]).exp())

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focalkern.gamma import GammaTable
+from focalkern.ops._extension import has_kernels
 from focalkern.ops._linear_autograd import MEAN, NONE, SUM, Options, capped, loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
 from focalkern.ops.focal_loss import focal_loss
@@ -133,7 +134,10 @@ def linear_focal_loss(
         return loss.to(loss_dtype)
     classes, leading = linear_weight.shape[0], input.shape[:-1]
     edges, gamma = _gamma_of(gamma, input)
-    if linear_weight.dim() > 2 or (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
+    # A graph that has no kernels, or is transformed, holds the pair, of which the compiler may make what it can.
+    compiling = torch.compiler.is_compiling()
+    transformed = compiling and torch._C._are_functorch_transforms_active()
+    if linear_weight.dim() > 2 or transformed or (compiling and not has_kernels(input)):
         return _unfused(
             input,
             linear_weight,

@@ -1,0 +1,115 @@
+"""Losses and gradients of a block of rows outside of autograd: by the kernels of focal_loss, or by plain torch.
+
+Logits are [n, C], labels [n], everything that has one number per row [n]; results are in float32, in float64 for
+float64 logits.
+"""
+
+import torch
+from torch import Tensor
+
+from focalkern.gamma import GammaTable
+from focalkern.ops._extension import has_kernels
+from focalkern.ops.focal_loss import focal_loss
+
+__all__ = ["gradients_of_rows", "losses_of_rows", "slice_gradient", "slice_statistics"]
+
+# logits, target (labels, or probabilities [n, C]), gamma ([], [n] or the table's), edges, weight
+Block = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+# ignore_index, label_smoothing, detach_modulation
+Settings = tuple[int, float, bool]
+_NO_REDUCTION = 0
+
+
+def losses_of_rows(block: Block, settings: Settings) -> tuple[Tensor, Tensor | None]:
+    """The losses [n], and what :func:`gradients_of_rows` wants to know of them."""
+    if has_kernels(block[0]):
+        losses, saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, *settings, True)
+        return losses, saved
+    return _plain_losses(block, settings), None
+
+
+def gradients_of_rows(
+    upstream: Tensor, block: Block, settings: Settings, saved: Tensor | None, needed: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of sum(upstream * losses) by logits, target and gamma; what is not needed means nothing."""
+    if saved is not None:
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.focalkern.focal_loss_backward(
+            upstream, *block, saved, _NO_REDUCTION, *settings, list(needed)
+        )
+        return found
+    with torch.enable_grad():
+        logits, target, gamma, edges, weight = block
+        variables = [
+            tensor.detach().to(_real(logits)).requires_grad_() if need else tensor
+            for tensor, need in zip((logits, target, gamma), needed, strict=True)
+        ]
+        losses = _plain_losses((variables[0], variables[1], variables[2], edges, weight), settings)
+        wanted = [variable for variable, need in zip(variables, needed, strict=True) if need]
+        gradients = iter(torch.autograd.grad(losses, wanted, upstream))
+    nothing = upstream.new_empty(0)
+    of_logits, of_target, of_gamma = (next(gradients) if need else nothing for need in needed)
+    return of_logits, of_target, of_gamma
+
+
+def _real(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _plain_losses(block: Block, settings: Settings) -> Tensor:
+    logits, target, gamma, edges, weight = block
+    return focal_loss(
+        logits.to(_real(logits)),
+        target.to(_real(logits)) if target.is_floating_point() else target,
+        gamma if edges is None else GammaTable._unchecked(edges, gamma),
+        weight=weight,
+        ignore_index=settings[0],
+        reduction="none",
+        label_smoothing=settings[1],
+        detach_modulation=settings[2],
+    )
+
+
+# ---- cross-entropy of a slice of the classes -------------------------------------------------------------------------
+
+
+def _cross_entropy(logits: Tensor, label: Tensor) -> Block:
+    return logits, label, torch.zeros((), dtype=torch.float64), None, None
+
+
+def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row in float64: the largest logit, log sum_j exp(z_j - largest), and log(1 - p) of the label."""
+    if has_kernels(logits):
+        block = _cross_entropy(logits, label)
+        saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, -100, 0.0, False, True)[1].double()
+        top, log_sum, log_u = saved[:-1].view(3, -1)
+        return top, log_sum, log_u
+    z = logits.double()
+    top = z.amax(1)
+    shifted = z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(1)
+    is_label = torch.arange(z.shape[1], device=z.device) == label.unsqueeze(1)
+    log_sum = shifted.logsumexp(1)
+    rest = torch.where(is_label, -torch.inf, shifted).logsumexp(1)
+    return top, log_sum, rest - log_sum
+
+
+def slice_gradient(scale: Tensor, logits: Tensor, label: Tensor, top: Tensor, log_sum: Tensor, log_u: Tensor) -> Tensor:
+    """scale * (p_j - [j = label]) with p_j = exp(z_j - top - log_sum), and -scale * exp(log_u) at the label; 0 where
+    scale is 0, whatever the logits are. All float64 but the logits, whose dtype the result has or exceeds."""
+    real = _real(logits)
+    if has_kernels(logits):
+        saved = torch.cat([top, log_sum, log_u, top.new_ones(1)]).to(real)
+        gradient: Tensor = torch.ops.focalkern.focal_loss_backward(
+            scale.to(real),
+            *_cross_entropy(logits, label),
+            saved,
+            _NO_REDUCTION,
+            -100,
+            0.0,
+            False,
+            [True, False, False],
+        )[0]
+        return gradient
+    p = (logits.double() - (top + log_sum).unsqueeze(1)).exp()
+    is_label = torch.arange(logits.shape[1], device=logits.device) == label.unsqueeze(1)
+    gradient = scale.unsqueeze(1) * torch.where(is_label, -log_u.exp().unsqueeze(1), p)
+    return torch.where(scale.unsqueeze(1) == 0, 0.0, gradient).to(real)
