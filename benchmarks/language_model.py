@@ -1,0 +1,309 @@
+"""python -m benchmarks.language_model: linear_focal_loss in use, in a small causal language model.
+
+The text is what every Python ships: the topics of ``help()`` and the docstrings of the standard library. Its 8191 most
+frequent words and marks are the vocabulary; a transformer of a few million parameters, whose head is its embedding,
+learns the next one. For cross-entropy, focal loss and inverse focal loss it is trained twice from the same start, with
+``focal_loss`` of all logits and with ``linear_focal_loss``: the curves must be the same to rounding. Then the next
+token's calibration error on text that no training saw, before and after focal temperature scaling, whose gamma and
+temperature the streaming grid chooses by NLL on other such text.
+
+Writes curves.csv, calibration.csv, speed.csv and language_model.png. ``--speed`` only measures the steps anew, and
+``--plot`` only draws.
+"""
+
+import argparse
+import ast
+import csv
+import pydoc_data.topics
+import random
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import focalkern as fk
+from benchmarks.harness import RESULTS, Provider, commit, device_name, peak_extra_mib, time_in_turns
+
+GAMMAS = {"cross-entropy": 0.0, "focal 1": 1.0, "focal 2": 2.0, "inverse focal 1": -1.0}
+GRID_GAMMAS = [0.0, 0.25, 0.5, 1.0, 2.0, 3.0, -0.25, -0.5]
+GRID_TEMPERATURES = [k / 20 for k in range(8, 41)]  # 0.4 to 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    vocabulary: int = 8192
+    features: int = 256
+    layers: int = 2
+    heads: int = 4
+    length: int = 64
+    batch: int = 16
+    steps: int = 160
+    learning_rate: float = 2e-3
+    held_out: int = 8192  # tokens that choose the scaling, and as many that report
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def documents() -> list[str]:
+    """In an order that depends on nothing but the texts."""
+    found = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+        found.append("\n".join(text for text in texts if text))
+    found = [text for text in found if text]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def split_text(settings: Settings, texts: list[str]) -> tuple[Tensor, Tensor]:
+    """Tokens of the training text and of the held-out text; 0 stands for every word that is not in the vocabulary."""
+    words = [re.findall(r"\w+|[^\w\s]", text.lower()) for text in texts]
+    n_held_out = 2 * settings.held_out + 1
+    count, first = 0, 0
+    while first < n_held_out:
+        first += len(words[count])
+        count += 1
+    training = [word for document in words[count:] for word in document]
+    index = {word: i for i, (word, _) in enumerate(Counter(training).most_common(settings.vocabulary - 1), start=1)}
+    held_out = [word for document in words[:count] for word in document][:n_held_out]
+    return tuple(torch.tensor([index.get(word, 0) for word in part]) for part in (training, held_out))
+
+
+def rows(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """[n, length] inputs and the tokens that follow them."""
+    n = (len(tokens) - 1) // length
+    return tokens[: n * length].view(n, length), tokens[1 : n * length + 1].view(n, length)
+
+
+# ---- model -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, features: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.after = nn.LayerNorm(features), nn.LayerNorm(features)
+        self.qkv, self.out = nn.Linear(features, 3 * features), nn.Linear(features, features)
+        self.mlp = nn.Sequential(nn.Linear(features, 4 * features), nn.GELU(), nn.Linear(4 * features, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.after(x))
+
+
+class Model(nn.Module):
+    """Features of the next token; the head is the embedding."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(settings.vocabulary, settings.features)
+        self.position = nn.Parameter(torch.randn(settings.length, settings.features) * 0.02)
+        self.blocks = nn.Sequential(*(Block(settings.features, settings.heads) for _ in range(settings.layers)))
+        self.norm = nn.LayerNorm(settings.features)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(self.blocks(self.embedding(tokens) + self.position[: tokens.shape[1]]))
+
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def fused(gamma: float) -> Loss:
+    return lambda hidden, head, target: fk.linear_focal_loss(hidden, head, target, gamma)
+
+
+def unfused(gamma: float) -> Loss:
+    return lambda hidden, head, target: fk.focal_loss(F.linear(hidden, head).flatten(0, 1), target.flatten(), gamma)
+
+
+def train(settings: Settings, tokens: Tensor, loss: Loss) -> tuple[Model, list[float]]:
+    torch.manual_seed(0)
+    model = Model(settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, settings.steps, pct_start=0.1)
+    x, y = rows(tokens, settings.length)
+    generator = torch.Generator().manual_seed(1)
+    curve = []
+    for _ in range(settings.steps):
+        batch = torch.randint(len(x), (settings.batch,), generator=generator)
+        value = loss(model(x[batch]), model.embedding.weight, y[batch])
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        curve.append(value.item())
+    return model, curve
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def logits_of(model: Model, tokens: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """A few rows at a time: the logits of all of them never exist together."""
+    x, y = rows(tokens, length)
+    for batch in torch.arange(len(x)).split(8):
+        yield F.linear(model(x[batch]), model.embedding.weight).flatten(0, 1), y[batch].flatten()
+
+
+def grid_of(
+    model: Model, tokens: Tensor, length: int, gammas: list[float], temperatures: list[float]
+) -> fk.CalibrationGrid:
+    state = fk.CalibrationGridState(gammas, temperatures, criteria=("ece", "nll"))
+    for logits, target in logits_of(model, tokens, length):
+        state.update(logits, target)
+    return state.compute()
+
+
+def calibration(settings: Settings, model: Model, held_out: Tensor) -> dict[str, float]:
+    choose, report = held_out[: settings.held_out + 1], held_out[settings.held_out :]
+    best = grid_of(model, choose, settings.length, GRID_GAMMAS, GRID_TEMPERATURES).best("nll")
+    plain = grid_of(model, choose, settings.length, [0.0], GRID_TEMPERATURES).best("nll")
+    right = [(logits.argmax(-1) == target).float() for logits, target in logits_of(model, report, settings.length)]
+    figures = {"accuracy": torch.cat(right).mean().item()}
+    for name, gamma, temperature in (
+        ("uncalibrated", 0.0, 1.0),
+        ("temperature", *plain[:2]),
+        ("focal temperature", *best[:2]),
+    ):
+        tables = grid_of(model, report, settings.length, [gamma], [temperature]).tables
+        figures[f"{name}: gamma"], figures[f"{name}: T"] = gamma, temperature
+        figures[f"{name}: nll"], figures[f"{name}: ece"] = tables["nll"].item(), tables["ece"].item()
+    return figures
+
+
+# ---- speed and memory of a step --------------------------------------------------------------------------------------
+
+
+def speed(settings: Settings, seconds: float) -> list[dict[str, object]]:
+    """One step's forward and backward pass, fused and not, in turns."""
+    torch.manual_seed(0)
+    model = Model(settings)
+    tokens = torch.randint(settings.vocabulary, (settings.batch, settings.length + 1))
+
+    def step(loss: Loss) -> Callable[[], object]:
+        def run() -> None:
+            loss(model(tokens[:, :-1]), model.embedding.weight, tokens[:, 1:]).backward()
+            model.zero_grad()
+
+        return run
+
+    providers = [Provider("fused", step(fused(2.0))), Provider("unfused", step(unfused(2.0)))]
+    samples = time_in_turns(providers, seconds=seconds)
+    return [
+        {
+            "loss": provider.name,
+            "tokens": settings.batch * settings.length,
+            "vocabulary": settings.vocabulary,
+            "median_ms": sorted(samples[provider.name])[len(samples[provider.name]) // 2],
+            "peak_extra_mib": peak_extra_mib(provider.run),
+            "repeats": len(samples[provider.name]),
+            "device": device_name(),
+            "threads": torch.get_num_threads(),
+            "commit": commit(),
+        }
+        for provider in providers
+    ]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, table: list[dict[str, object]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in table:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def draw(out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves, table = read(out / "curves.csv"), read(out / "calibration.csv")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    for color, name in enumerate(row["loss"] for row in table):
+        steps = [row for row in curves if row["loss"] == name]
+        x = [int(row["step"]) for row in steps]
+        left.plot(x, [float(row["fused"]) for row in steps], color=f"C{color}", lw=1, label=name)
+        every = max(1, len(steps) // 15)
+        left.plot(
+            x[::every], [float(row["unfused"]) for row in steps][::every], "o", color=f"C{color}", ms=4, mfc="none"
+        )
+    left.set(xlabel="step", ylabel="training loss", title="lines: fused, circles: all logits at once")
+    left.legend()
+    kinds = ("uncalibrated", "temperature", "focal temperature")
+    for place, kind in enumerate(kinds):
+        positions = [i + 0.27 * (place - 1) for i in range(len(table))]
+        right.bar(
+            positions,
+            [float(row[f"{kind}: ece"]) for row in table],
+            width=0.25,
+            label=kind,
+            hatch=("", "//", "..")[place],
+        )
+    right.set_xticks(range(len(table)), [row["loss"] for row in table])
+    right.set(ylabel="ECE of the next token (equal mass, 15 bins)", title="held-out text")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(out / "language_model.png", dpi=110)
+    plt.close(figure)
+
+
+def study(settings: Settings, texts: list[str], out: Path) -> None:
+    tokens, held_out = split_text(settings, texts)
+    parameters = sum(p.numel() for p in Model(settings).parameters())
+    print(f"{len(tokens)} tokens to train, {len(held_out)} held out, {parameters / 1e6:.1f} million parameters")
+    curves: list[dict[str, object]] = []
+    table: list[dict[str, object]] = []
+    for name, gamma in GAMMAS.items():
+        model, with_fused = train(settings, tokens, fused(gamma))
+        figures = calibration(settings, model, held_out)
+        _, with_all = train(settings, tokens, unfused(gamma))
+        difference = max(abs(a - b) / abs(b) for a, b in zip(with_fused, with_all, strict=True))
+        pairs = zip(with_fused, with_all, strict=True)
+        curves += [{"loss": name, "step": i, "fused": a, "unfused": b} for i, (a, b) in enumerate(pairs)]
+        table.append({"loss": name, "last": with_fused[-1], "largest relative difference": difference, **figures})
+        print(table[-1], flush=True)
+        write(out / "curves.csv", curves)
+        write(out / "calibration.csv", table)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.language_model", description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS / "language_model")
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--speed", action="store_true", help="only measure the steps")
+    parser.add_argument("--plot", action="store_true", help="only draw what is recorded")
+    arguments = parser.parse_args(argv)
+    settings = replace(Settings(), steps=arguments.steps)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if not arguments.speed and not arguments.plot:
+        study(settings, documents(), arguments.out)
+    if not arguments.plot:
+        write(arguments.out / "speed.csv", speed(replace(settings, batch=32), seconds=20.0))
+    draw(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

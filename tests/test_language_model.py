@@ -1,0 +1,48 @@
+"""The study of a small language model: its parts at toy size."""
+
+import pytest
+import torch
+
+language_model = pytest.importorskip(
+    "benchmarks.language_model", reason="the benchmarks are in the source tree only", exc_type=ImportError
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TINY = language_model.Settings(
+    vocabulary=50, features=8, layers=1, heads=2, length=8, batch=2, steps=3, learning_rate=1e-2, held_out=64
+)
+TEXTS = ["The cat sat on the mat . " * 40, "A dog ran to the cat . " * 100]
+
+
+def test_held_out_words_are_not_in_the_vocabulary():
+    training, held_out = language_model.split_text(TINY, TEXTS)
+    assert len(held_out) == 2 * 64 + 1
+    assert len(training) == 7 * 100 and training.min() == 1 and training.max() == 7
+    assert int((held_out == 0).sum()) == 3 * 18 + 1  # sat, on, mat; 18 sentences and three words more
+
+
+def test_targets_are_the_next_tokens():
+    x, y = language_model.rows(torch.arange(10), 3)
+    assert x.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert torch.equal(y, x + 1)
+
+
+def test_the_text_is_in_every_python():
+    texts = language_model.documents()
+    assert len(texts) > 100
+    assert texts == language_model.documents()
+
+
+def test_the_study_writes_its_tables_and_picture(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(language_model, "GRID_TEMPERATURES", [1.0, 2.0])
+    monkeypatch.setattr(language_model, "GRID_GAMMAS", [0.0, 1.0])
+    language_model.study(TINY, TEXTS, tmp_path)
+    rows = language_model.read(tmp_path / "calibration.csv")
+    assert [row["loss"] for row in rows] == list(language_model.GAMMAS)
+    assert all(float(row["largest relative difference"]) < 1e-4 for row in rows)
+    assert len(language_model.read(tmp_path / "curves.csv")) == 4 * TINY.steps
+    language_model.draw(tmp_path)
+    assert (tmp_path / "language_model.png").stat().st_size > 1000
+    assert "held out" in capsys.readouterr().out
