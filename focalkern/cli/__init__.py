@@ -1,4 +1,4 @@
-"""The command ``focalkern``: calibrate logits from a file, evaluate them, try it out, say what is installed."""
+"""The command ``focalkern``: calibrate logits, evaluate them, apply what was saved, sweep over many networks."""
 
 import argparse
 import os
@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from focalkern.cli import calibrate, demo, evaluate, info
+import focalkern
+from focalkern.cli import apply, calibrate, demo, evaluate, info, sweep
 from focalkern.files import InputError
 
 __all__ = ["main"]
 
-_COMMANDS = (calibrate, evaluate, demo, info)
+_COMMANDS = (calibrate, evaluate, apply, sweep, demo, info)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,10 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="focalkern", description="Calibrate classifiers by focal temperature scaling, and see how well it works."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    parser.add_argument("--version", action="version", version=f"focalkern {focalkern.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for module in _COMMANDS:
         module.add_parser(commands)
     parsed = parser.parse_args(arguments)
+    if parsed.command is None:
+        parser.print_help()
+        return 0
     try:
         code: int = parsed.run(parsed)
         # There is no stdout when the shell has closed it (>&-); print puts up with that.

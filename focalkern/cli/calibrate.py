@@ -15,12 +15,12 @@ import torch
 
 from focalkern import study as report
 from focalkern.calibrators import Binning, Criterion, Search
-from focalkern.files import FORMATS_HELP, InputError, read_sets
+from focalkern.files import FORMATS_HELP, InputError, NamedFiles, read_sets
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 from focalkern.study import MOST_KEPT, Processes, Progress, Rows, StreamedSet, stream_sets, wants_streaming
 
-__all__ = ["add_input_arguments", "add_parser", "at_least_one", "not_negative", "seed"]
+__all__ = ["OneOrMany", "add_input_arguments", "add_parser", "at_least_one", "not_negative", "seed"]
 
 _EPILOG = f"""\
 Which rows choose and which report:
@@ -59,8 +59,12 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_input_arguments(parser, "VAL", "the file whose rows choose")
-    parser.add_argument("--test", metavar="TEST", help="a second file, whose rows report")
-    parser.add_argument("--test-labels", metavar="FILE.npy", help="labels of a .npy TEST")
+    parser.add_argument(
+        "--test", metavar="TEST", nargs="+", action=OneOrMany, help="a second file, or several, whose rows report"
+    )
+    parser.add_argument(
+        "--test-labels", metavar="FILE.npy", nargs="+", action=OneOrMany, help="labels of a .npy TEST, or of several"
+    )
     parser.add_argument("--split", type=_share, metavar="F", help="choose on this share of the rows, 0 < F < 1")
     parser.add_argument("--seed", type=seed, default=0, help="of the split and of the resamples (default 0)")
     parser.add_argument(
@@ -157,12 +161,26 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
+class OneOrMany(argparse.Action):
+    """A file, or the files that a shell has put in the place of a pattern without quotes."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else NamedFiles(values))
+
+
 def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -> None:
     """The positional file and the options that say how to read it; ``evaluate`` has the same."""
     parser.add_argument(
-        "input", metavar=name, help=f"{what}: .npz, .npy, .pt, .safetensors, .csv, .parquet or .feather (see below)"
+        "input",
+        metavar=name,
+        nargs="+",
+        action=OneOrMany,
+        help=f"{what}: .npz, .npy, .pt, .safetensors, .csv, .parquet or .feather (see below); or several .npy or "
+        ".safetensors, which are read in parts",
     )
-    parser.add_argument("--labels", metavar="FILE.npy", help=f"labels of a .npy {name}")
+    parser.add_argument(
+        "--labels", metavar="FILE.npy", nargs="+", action=OneOrMany, help=f"labels of a .npy {name}, or of several"
+    )
     parser.add_argument(
         "--logits-key",
         metavar="NAME",
@@ -298,7 +316,8 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 def _check_not_read(arguments: argparse.Namespace, file: Path, option: str) -> None:
     for source in (arguments.input, arguments.labels, arguments.test, arguments.test_labels):
-        for name in [source, *glob.glob(source)] if source is not None and file.exists() else []:
+        named = () if source is None or not file.exists() else getattr(source, "names", (source, *glob.glob(source)))
+        for name in named:
             if os.path.exists(name) and os.path.samefile(file, name):
                 raise InputError(f"{file}: expected another file for {option}, found one that is read")
 

@@ -17,7 +17,7 @@ from focalkern.calibrators import InputKind
 from focalkern.files.checks import KINDS, InputError, LogitSet, checked_set, find_sets
 from focalkern.files.tables import read_arrow, read_csv
 
-__all__ = ["DAMAGE", "FORMATS_HELP", "damaged", "read_sets"]
+__all__ = ["ARCHIVES", "DAMAGE", "FORMATS_HELP", "damaged", "read_sets"]
 
 FORMATS_HELP = """\
 files:
@@ -70,9 +70,7 @@ def read_sets(
     source = os.fspath(path)
     suffix = Path(source).suffix.lower()
     readers: dict[str, Callable[[str], dict[str, Any]]] = {
-        ".npz": _read_npz,
-        ".pt": _read_pt,
-        ".pth": _read_pt,
+        **ARCHIVES,
         ".safetensors": _read_safetensors,
         ".npy": lambda p: _read_npy_pair(p, labels, input_kind, labels_option),
     }
@@ -221,3 +219,7 @@ def _read_safetensors(source: str) -> dict[str, Any]:
         return dict(load_file(source))
     except (*DAMAGE, safetensors.SafetensorError) as error:
         raise damaged(source, "a .safetensors file", error) from error
+
+
+# By suffix, what reads all arrays of a file.
+ARCHIVES: dict[str, Callable[[str], dict[str, Any]]] = {".npz": _read_npz, ".pt": _read_pt, ".pth": _read_pt}

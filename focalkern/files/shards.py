@@ -17,7 +17,18 @@ from focalkern.calibrators import InputKind
 from focalkern.files.checks import KINDS, InputError, as_tensor, check_rows, find_sets
 from focalkern.files.read import DAMAGE, damaged
 
-__all__ = ["Shard", "ShardedRows", "is_pattern", "open_shards"]
+__all__ = [
+    "NamedFiles",
+    "Shard",
+    "ShardedRows",
+    "is_pattern",
+    "map_npy",
+    "matches",
+    "npy_header",
+    "open_shards",
+    "safe_open",
+    "safetensors_arrays",
+]
 
 _SAFETENSORS_FLOATS = ("F16", "BF16", "F32", "F64")
 _SAFETENSORS_INTEGERS = ("I8", "I16", "I32", "I64", "U8")
@@ -48,10 +59,10 @@ class Shard:
         try:
             if self.source.lower().endswith(".npy"):
                 # Mapped anew each time: what was read before leaves the memory with the mapping.
-                input = as_tensor(self.source, self.input_name, _map(self.source)[begin:end].copy())
-                target = as_tensor(self.label_source, self.label_name, _map(self.label_source)[begin:end].copy())
+                input = as_tensor(self.source, self.input_name, map_npy(self.source)[begin:end].copy())
+                target = as_tensor(self.label_source, self.label_name, map_npy(self.label_source)[begin:end].copy())
             else:
-                with _safe_open(self.source) as stream:
+                with safe_open(self.source) as stream:
                     input = stream.get_slice(self.input_name)[begin:end]
                     target = stream.get_slice(self.label_name)[begin:end]
         except DAMAGE as error:
@@ -102,9 +113,24 @@ class ShardedRows:
             first += shard.rows
 
 
+class NamedFiles(str):
+    """Several files in the place of a pattern: those that a shell has made of one. As text, the first and the last.
+
+    Attributes:
+        names: all of them.
+    """
+
+    names: tuple[str, ...]
+
+    def __new__(cls, names: Sequence[str]) -> "NamedFiles":
+        made = super().__new__(cls, f"{names[0]} ... {names[-1]} ({len(names)} files)")
+        made.names = tuple(names)
+        return made
+
+
 def is_pattern(path: str) -> bool:
     """Whether it stands for the files that it matches, rather than for one."""
-    return glob.has_magic(path) and not os.path.exists(path)
+    return isinstance(path, NamedFiles) or (glob.has_magic(path) and not os.path.exists(path))
 
 
 def open_shards(
@@ -121,7 +147,7 @@ def open_shards(
     Raises:
         InputError: anything at all that is wrong with names and shapes.
     """
-    names = _matches(path)
+    names = matches(path)
     suffixes = {Path(name).suffix.lower() for name in names}
     if suffixes == {".safetensors"}:
         if labels is not None:
@@ -156,7 +182,7 @@ def open_shards(
     return sets
 
 
-def _matches(path: str) -> list[str]:
+def matches(path: str) -> list[str]:
     if not is_pattern(path):
         if not os.path.exists(path):
             raise InputError(f"{path}: expected a file, found nothing there")
@@ -165,9 +191,13 @@ def _matches(path: str) -> list[str]:
                 f"{path}: expected a file or a pattern of files ('{path.rstrip('/')}/*.npy'), found a folder"
             )
         return [path]
+    found = path.names if isinstance(path, NamedFiles) else glob.glob(path)
+    missing = next((name for name in found if not os.path.exists(name)), None)
+    if missing is not None:
+        raise InputError(f"{missing}: expected a file, found nothing there")
     # Numbers in the order that they count in: val-10 comes after val-9.
     names = sorted(
-        (name for name in glob.glob(path) if not os.path.isdir(name)),
+        (name for name in found if not os.path.isdir(name)),
         key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)],
     )
     if not names:
@@ -182,7 +212,7 @@ def _npy_shards(
     path: str, names: Sequence[str], labels: str | None, input_kind: InputKind | None, labels_option: str
 ) -> list[Shard]:
     if labels is not None:
-        label_names = _matches(labels)
+        label_names = matches(labels)
         names = [name for name in names if name not in label_names]
         if len(label_names) != len(names):
             raise InputError(f"{labels}: expected as many files as {path} has, {len(names)}, found {len(label_names)}")
@@ -204,8 +234,8 @@ def _npy_shards(
                 f"{name}: expected {input_kind} (as --input-kind says), found a file that is called {said}"
             )
         kind = said or input_kind or "logits"
-        shape, dtype = _npy_header(name)
-        label_shape, label_dtype = _npy_header(label_name)
+        shape, dtype = npy_header(name)
+        label_shape, label_dtype = npy_header(label_name)
         if dtype.kind != "f":
             raise InputError(f"{name}: expected floating point, found {dtype}")
         _check_shapes(name, kind, shape, label_name, "labels", label_shape)
@@ -238,7 +268,7 @@ def _labels_of(name: str, labels_option: str) -> str:
     return str(path.with_name(f"{stem}{path.suffix}"))
 
 
-def _npy_header(name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def npy_header(name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype of an array, whose bytes are all there."""
     try:
         with open(name, "rb") as stream:
@@ -258,7 +288,7 @@ def _npy_header(name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return shape, dtype
 
 
-def _map(name: str) -> np.ndarray[Any, Any]:
+def map_npy(name: str) -> np.ndarray[Any, Any]:
     array: np.ndarray[Any, Any] = np.load(name, mmap_mode="r", allow_pickle=False)
     return array
 
@@ -266,7 +296,7 @@ def _map(name: str) -> np.ndarray[Any, Any]:
 # ---- .safetensors --------------------------------------------------------------------------------------------------
 
 
-def _safe_open(name: str) -> Any:
+def safe_open(name: str) -> Any:
     try:
         from safetensors import safe_open
     except ImportError as error:
@@ -274,19 +304,25 @@ def _safe_open(name: str) -> Any:
     return safe_open(name, framework="pt")
 
 
-def _safetensors_shards(
-    name: str, input_kind: InputKind | None, logits_key: str | None, labels_key: str | None
-) -> dict[str, Shard]:
+def safetensors_arrays(name: str) -> dict[str, Any]:
+    """By name, ``shape`` and ``dtype`` of what a file has."""
     try:
-        with _safe_open(name) as stream:
+        with safe_open(name) as stream:
             arrays = {}
             for key in stream.keys():  # noqa: SIM118  # no mapping
                 part = stream.get_slice(key)
                 arrays[key] = SimpleNamespace(shape=tuple(part.get_shape()), dtype=part.get_dtype())
+            return arrays
     except InputError:
         raise
     except Exception as error:  # safetensors has an error of its own for damaged files, and OSError for others
         raise damaged(name, "a .safetensors file", error) from error
+
+
+def _safetensors_shards(
+    name: str, input_kind: InputKind | None, logits_key: str | None, labels_key: str | None
+) -> dict[str, Shard]:
+    arrays = safetensors_arrays(name)
     shards = {}
     for prefix, (kind, input_name, label_name) in find_sets(name, arrays, input_kind, logits_key, labels_key).items():
         input, target = arrays[input_name], arrays[label_name]

@@ -1,5 +1,6 @@
 """The study behind the command: search the grid, compare the choices, say what was found, in words and in pictures."""
 
+from focalkern.study.apply import apply_calibrator
 from focalkern.study.auto import AutoCalibrator
 from focalkern.study.candidates import Choice
 from focalkern.study.compare import compare_calibrators
@@ -11,6 +12,7 @@ from focalkern.study.record import finite_or_none, to_json
 from focalkern.study.result import Study
 from focalkern.study.rows import FIGURES, Rows, figures
 from focalkern.study.streamed import MOST_KEPT, StreamedSet, stream_sets, wants_streaming
+from focalkern.study.sweep import Sweep
 from focalkern.study.table import format_table
 from focalkern.study.trust import Trust, default_resamples
 from focalkern.study.verdict import Verdict, as_sentence
@@ -27,8 +29,10 @@ __all__ = [
     "Rows",
     "StreamedSet",
     "Study",
+    "Sweep",
     "Trust",
     "Verdict",
+    "apply_calibrator",
     "as_sentence",
     "bin_remarks",
     "compare_calibrators",

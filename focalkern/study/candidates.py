@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators import (
+    DEFAULT_GAMMAS,
     Binning,
     Criterion,
     Estimator,
@@ -18,7 +19,7 @@ from focalkern.calibrators import (
     TemperatureScaling,
 )
 from focalkern.files import LogitSet
-from focalkern.ops.calibration_grid import CalibrationGrid
+from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
 from focalkern.study.contest import PROPER, Contest
 from focalkern.study.rows import Rows, figures
 
@@ -104,18 +105,16 @@ def of_grid(
     grid: CalibrationGrid,
     gammas: Sequence[float],
     criteria: Sequence[Criterion],
-    *,
     rows: Rows,
-    default_gammas: bool,
-    default_temperatures: bool,
 ) -> list[Choice]:
     """By each of the criteria, the best cell of temperature scaling and the best one of focal temperature scaling."""
     # A saved calibrator says that it was the default that was searched, rather than 500 numbers.
     found = []
+    temperatures = tuple(grid.temperatures.tolist())
     for wanted in criteria:
         options: Any = {
             "search": "grid",
-            "temperatures": None if default_temperatures else tuple(grid.temperatures.tolist()),
+            "temperatures": None if temperatures == PAPER_TEMPERATURES else temperatures,
             "criterion": wanted,
             "estimator": grid.estimator,
             "n_bins": grid.n_bins,
@@ -123,7 +122,10 @@ def of_grid(
         }
         candidates: tuple[tuple[Calibrator, Sequence[float]], ...] = (
             (TemperatureScaling(**options), (0.0,)),
-            (FocalTemperatureScaling(gammas=None if default_gammas else tuple(gammas), **options), gammas),
+            (
+                FocalTemperatureScaling(gammas=None if tuple(gammas) == DEFAULT_GAMMAS else tuple(gammas), **options),
+                gammas,
+            ),
         )
         for calibrator, part in candidates:
             searched = part_of_grid(grid, part)

@@ -63,14 +63,7 @@ def run_study(
     auto = method == "auto"
     searched = tuple(gammas) if 0.0 in gammas else (0.0, *gammas)
     grid = _grid(selection, searched, tuple(temperatures), proper, estimator, n_bins, folds if auto else 0)
-    of_paper = of_grid(
-        grid,
-        gammas,
-        ("ece",) if auto else ("ece", proper),
-        rows=selection,
-        default_gammas=tuple(gammas) == DEFAULT_GAMMAS,
-        default_temperatures=tuple(temperatures) == PAPER_TEMPERATURES,
-    )
+    of_paper = of_grid(grid, gammas, ("ece",) if auto else ("ece", proper), selection)
     contest = None
     if auto:
         contest = _contest(selection, candidates, proper, folds, seed, grid, gammas)

@@ -38,10 +38,7 @@ def hold_streamed_contest(
     totals = rows.fold_totals()
     folds, n_rows = len(totals), len(rows)
     others = totals.sum(0) - totals  # of the rows outside of each fold
-    own = {
-        row.method: row.calibrator
-        for row in of_grid(grid, gammas, (criterion,), rows=rows, default_gammas=False, default_temperatures=False)
-    }
+    own = {row.method: row.calibrator for row in of_grid(grid, gammas, (criterion,), rows)}
     known = grid.gammas.tolist()
     parts = {"temperature": [known.index(0.0)], "focal-temperature": [known.index(gamma) for gamma in gammas]}
     names, left_out = [], []

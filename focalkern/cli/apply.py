@@ -1,0 +1,67 @@
+"""``focalkern apply``: calibrated probabilities for rows without labels."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from focalkern.cli.calibrate import OneOrMany
+from focalkern.files import InputError
+from focalkern.study.apply import OUTPUTS, apply_calibrator
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "apply",
+        help="write the calibrated probabilities of rows without labels",
+        description="Applies what focalkern calibrate --out has saved. Labels are not needed, and not read where they "
+        "are there. .npy and .safetensors are read a few rows at a time; a .npy is written so too.",
+        epilog="examples:\n"
+        "  focalkern apply calibrator.json new_logits.npy --out new_probs.npy\n"
+        "  focalkern apply calibrator.json 'new_logits-*.npy' --out new_probs.npy\n"
+        "  focalkern apply calibrator.json new.csv --out calibrated.csv\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("calibrator", metavar="CALIBRATOR", help="the .json file that calibrate has saved")
+    parser.add_argument(
+        "input",
+        metavar="LOGITS",
+        nargs="+",
+        action=OneOrMany,
+        help=".npz, .npy, .pt, .safetensors, .csv, .parquet or .feather; a pattern or several of .npy or .safetensors, "
+        "put together in their order",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        help=f"{', '.join(OUTPUTS)}; an existing file is replaced only when the new one is complete",
+    )
+    parser.add_argument(
+        "--input-kind", choices=("logits", "probs"), help="what LOGITS holds; by default what its names say"
+    )
+    parser.add_argument(
+        "--logits-key", metavar="NAME", help="the array of the logits; of tables, a pattern for the columns: 'p_*'"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.out.is_dir() or not arguments.out.resolve().parent.is_dir():
+        raise InputError(f"{arguments.out}: expected a file in an existing folder for --out, found none")
+    for name in [arguments.calibrator, *getattr(arguments.input, "names", (arguments.input,))]:
+        if arguments.out.exists() and os.path.exists(name) and os.path.samefile(arguments.out, name):
+            raise InputError(f"{arguments.out}: expected another file for --out, found one that is read")
+    written = apply_calibrator(
+        arguments.calibrator,
+        arguments.input,
+        arguments.out,
+        input_kind=arguments.input_kind,
+        logits_key=arguments.logits_key,
+    )
+    for name, (rows, classes) in written.items():
+        print(f"{arguments.out}: {name}, {rows} rows of {classes} classes")
+    return 0

@@ -1,0 +1,137 @@
+"""A saved calibrator on rows without labels: calibrated probabilities, file to file."""
+
+import csv
+import io
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern._atomic import write_atomically
+from focalkern.calibrators import Calibrator, InputKind, load_calibrator
+from focalkern.files import InputError
+from focalkern.files.unlabelled import UnlabelledRows, open_unlabelled
+
+__all__ = ["OUTPUTS", "apply_calibrator"]
+
+OUTPUTS = (".npy", ".npz", ".safetensors", ".pt", ".csv")
+
+# Numbers in a batch.
+_BATCH = 1 << 22
+
+
+def apply_calibrator(
+    calibrator: str | os.PathLike[str] | Calibrator,
+    source: str,
+    out: str | os.PathLike[str],
+    *,
+    input_kind: InputKind | None = None,
+    logits_key: str | None = None,
+) -> dict[str, tuple[int, int]]:
+    """Calibrated probabilities of the rows of ``source``, whose labels, if there are any, are not read.
+
+    Args:
+        calibrator: fitted, or the file that ``save`` has written.
+        source: .npz, .npy, .pt, .safetensors, .csv, .parquet or .feather, or a pattern of .npy or .safetensors files,
+            which are read in the order of their names and numbers. ``.npy`` and ``.safetensors`` are read a few rows at
+            a time.
+        out: ``.npy`` (written a few rows at a time), ``.npz``, ``.safetensors`` or ``.pt`` with an array ``probs`` (or
+            ``val_probs``, ``test_probs``, as the array in ``source`` is called), or ``.csv`` with the header of the
+            source, or ``0, 1, ...``. float64 where the source is, else float32. An existing file is replaced only when
+            the new one is complete.
+        input_kind: ``"logits"`` or ``"probs"``: what ``source`` holds; None takes what its names say.
+        logits_key: the array of the logits, or a pattern for the columns of the classes.
+
+    Returns:
+        By the name of every array that was written, its shape.
+
+    Raises:
+        InputError: files that cannot be used, or that do not fit the calibrator.
+        ValueError: ``calibrator`` is none.
+    """
+    target = Path(out)
+    suffix = target.suffix.lower()
+    if suffix not in OUTPUTS:
+        raise InputError(f"{out}: expected a name that ends in {', '.join(OUTPUTS)}, found {suffix or 'no suffix'!r}")
+    where = calibrator if not isinstance(calibrator, Calibrator) else "the calibrator"
+    fitted = calibrator if isinstance(calibrator, Calibrator) else load_calibrator(calibrator)
+    kind = getattr(fitted, "input_kind", "logits")
+    sets = open_unlabelled(source, input_kind, logits_key)
+    if fitted.one_logit_:
+        raise InputError(f"{where}: expected a calibrator of [N, C] logits, found one of one logit per row")
+    for rows in sets.values():
+        if rows.kind != kind:
+            raise InputError(f"{source}: expected {kind}, for which {where} was fitted, found {rows.kind}")
+        if rows.n_classes != fitted.n_classes_:
+            raise InputError(f"{source}: expected the {fitted.n_classes_} classes of {where}, found {rows.n_classes}")
+    if suffix in (".npy", ".csv") and len(sets) > 1:
+        raise InputError(f"{out}: expected .npz, .safetensors or .pt for {' and '.join(sets)}, found {suffix}")
+    named = {f"{prefix}_probs" if prefix else "probs": rows for prefix, rows in sets.items()}
+    if suffix == ".npy":
+        (rows,) = named.values()
+        _stream(fitted, rows, target)
+    else:
+        arrays = {name: _together(fitted, rows) for name, rows in named.items()}
+        (columns, *_) = (rows.columns for rows in named.values())
+        write_atomically(target, _encoded(suffix, arrays, columns))
+    return {name: (rows.n_rows, rows.n_classes) for name, rows in named.items()}
+
+
+def _batches(fitted: Calibrator, rows: UnlabelledRows) -> Any:
+    for input in rows.batches(max(1, _BATCH // rows.n_classes)):
+        yield torch.as_tensor(fitted.predict_proba(input))
+
+
+def _together(fitted: Calibrator, rows: UnlabelledRows) -> Tensor:
+    parts = list(_batches(fitted, rows))
+    return torch.cat(parts) if parts else torch.zeros(0, rows.n_classes)
+
+
+def _stream(fitted: Calibrator, rows: UnlabelledRows, out: Path) -> None:
+    """To a new file beside ``out``, which takes its place when it is complete."""
+    final = Path(os.path.realpath(out))
+    partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}.part")
+    try:
+        done, mapped = 0, None
+        for probs in _batches(fitted, rows):
+            if mapped is None:
+                mapped = np.lib.format.open_memmap(
+                    partial, mode="w+", dtype=probs.numpy().dtype, shape=(rows.n_rows, rows.n_classes)
+                )
+            mapped[done : done + len(probs)] = probs.numpy()
+            done += len(probs)
+        if mapped is None:
+            np.save(partial.open("xb"), np.zeros((0, rows.n_classes), np.float32))
+        else:
+            mapped.flush()
+        os.replace(partial, final)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _encoded(suffix: str, arrays: dict[str, Tensor], columns: tuple[str, ...]) -> bytes:
+    if suffix == ".csv":
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        (table,) = arrays.values()
+        text_of = repr if table.dtype == torch.float64 else "{:.9g}".format  # so many digits tell float32 apart
+        writer.writerow(columns or range(table.shape[1]))
+        writer.writerows([[text_of(value) for value in row] for row in table.tolist()])
+        return text.getvalue().encode()
+    stream = io.BytesIO()
+    if suffix == ".npz":
+        np.savez(stream, **{name: tensor.numpy() for name, tensor in arrays.items()})  # type: ignore[arg-type]
+    elif suffix == ".pt":
+        torch.save(arrays, stream)
+    else:
+        try:
+            from safetensors.torch import save
+        except ImportError as error:
+            raise InputError("safetensors is needed to write it: pip install safetensors") from error
+        return bytes(save(arrays))
+    return stream.getvalue()

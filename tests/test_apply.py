@@ -1,0 +1,127 @@
+"""A saved calibrator on rows without labels, file to file."""
+
+import csv
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import focalkern as fk
+from focalkern.study import apply, apply_calibrator
+
+LOGITS = 3 * torch.randn(50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(apply, "_BATCH", 4 * 7)  # batches of 7 rows
+    fk.TemperatureScaling().fit(LOGITS, LOGITS.argmax(-1).roll(1)).save("c.json")
+    return tmp_path
+
+
+def expected(logits):
+    return fk.load_calibrator("c.json").predict_proba(logits)
+
+
+def written(name):
+    if name.endswith(".npy"):
+        return {"probs": torch.from_numpy(np.load(name))}
+    if name.endswith(".npz"):
+        with np.load(name) as arrays:
+            return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+    if name.endswith(".pt"):
+        return torch.load(name, weights_only=True)
+    if name.endswith(".csv"):
+        with open(name, newline="") as stream:
+            rows = list(csv.reader(stream))
+        return {"probs": torch.tensor([[float(cell) for cell in row] for row in rows[1:]], dtype=torch.float64)}
+    return pytest.importorskip("safetensors.torch").load_file(name)
+
+
+# Every format, in and out, in both dtypes that results have.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".pt", ".csv", ".safetensors"])
+def test_every_format(folder, run, suffix, dtype):
+    logits = LOGITS.to(dtype)
+    if suffix == ".npy":
+        np.save("x_logits.npy", logits.numpy())
+    elif suffix == ".npz":
+        np.savez("x_logits.npz", logits=logits.numpy())
+    elif suffix == ".pt":
+        torch.save({"logits": logits, "epoch": 3}, "x_logits.pt")
+    elif suffix == ".csv":
+        lines = [",".join(map(repr, row)) for row in LOGITS.tolist()]
+        (folder / "x_logits.csv").write_text("\n".join(["ant,bee,cat,dog", *lines]))
+        logits = LOGITS
+    else:
+        pytest.importorskip("safetensors.torch").save_file({"logits": logits}, "x_logits.safetensors")
+    code, out, err = run("apply", "c.json", f"x_logits{suffix}", "--out", f"p{suffix}")
+    assert (code, err) == (0, "")
+    assert out == f"p{suffix}: probs, 50 rows of 4 classes\n"
+    (probs,) = written(f"p{suffix}").values()
+    assert probs.dtype == logits.dtype
+    assert torch.equal(probs, expected(logits))
+    if suffix == ".csv":
+        assert (folder / "p.csv").read_text().startswith("ant,bee,cat,dog\n")
+
+
+def test_several_sets_and_labels_that_are_there(folder):
+    np.savez("both.npz", val_logits=LOGITS[:20], val_labels=np.zeros(20, int), test_logits=LOGITS[20:])
+    assert apply_calibrator("c.json", "both.npz", "p.npz") == {"val_probs": (20, 4), "test_probs": (30, 4)}
+    probs = written("p.npz")
+    assert torch.equal(probs["test_probs"], expected(LOGITS)[20:])
+    with pytest.raises(Exception, match=r"p.npy: expected .npz, .safetensors or .pt for val and test, found .npy"):
+        apply_calibrator("c.json", "both.npz", "p.npy")
+    lines = [f"{row[0]},{row[1]},{row[2]},{row[3]},2" for row in LOGITS.tolist()]
+    (folder / "labelled.csv").write_text("\n".join(["0,1,2,3,label", *lines]))
+    apply_calibrator("c.json", "labelled.csv", "p.csv")
+    assert torch.equal(written("p.csv")["probs"], expected(LOGITS))
+
+
+def test_shards_in_the_order_of_their_numbers_without_quotes(folder, run):
+    for part, rows in enumerate(np.array_split(np.arange(50), 12)):
+        np.save(f"x_logits-{part}.npy", LOGITS[rows].half().numpy())
+    names = sorted(name for name in os.listdir() if name.startswith("x_logits-"))
+    for files in (names, ["x_logits-*.npy"]):
+        code, _, err = run("apply", "c.json", *files, "--out", "p.npy")
+        assert code == 0, err
+        assert torch.equal(written("p.npy")["probs"], expected(LOGITS.half().float()))
+
+
+def test_an_array_by_name_and_half_precision(folder, run):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    save_file({"outputs": LOGITS.bfloat16()}, "x.safetensors")
+    code, _, err = run("apply", "c.json", "x.safetensors", "--out", "p.pt")
+    assert code == 2 and "x.safetensors: expected an array called logits or probs, found outputs" in err
+    code, _, err = run("apply", "c.json", "x.safetensors", "--out", "p.pt", "--logits-key", "outputs")
+    assert code == 0, err
+    assert torch.equal(written("p.pt")["probs"], expected(LOGITS.bfloat16().float()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("c.json", "x_logits.npy", "--out", "p.txt"), "p.txt: expected a name that ends in .npy"),
+        (("c.json", "x_logits.npy", "--out", "no/p.npy"), "expected a file in an existing folder"),
+        (("c.json", "x_logits.npy", "--out", "x_logits.npy"), "expected another file for --out"),
+        (("c.json", "nothing.npy", "--out", "p.npy"), "nothing.npy: expected a file, found nothing there"),
+        (("c.json", "five_logits.npy", "--out", "p.npy"), "expected the 4 classes of c.json, found 5"),
+        (("c.json", "x_probs.npy", "--out", "p.npy"), "expected logits, for which c.json was fitted, found probs"),
+        (("c.json", "nan_logits.npy", "--out", "p.npy"), "found NaN in row 33"),
+        (("x_logits.npy", "x_logits.npy", "--out", "p.npy"), "expected a calibrator in JSON"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(folder, run, arguments, words):
+    np.save("x_logits.npy", LOGITS.numpy())
+    np.save("five_logits.npy", np.zeros((3, 5)))
+    np.save("x_probs.npy", LOGITS.softmax(-1).numpy())
+    broken = LOGITS.clone()
+    broken[33, 1] = torch.nan
+    np.save("nan_logits.npy", broken.numpy())
+    before = sorted(os.listdir())
+    code, out, err = run("apply", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+    assert sorted(os.listdir()) == before

@@ -1,0 +1,112 @@
+"""Many networks in one go."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from focalkern.study import compare_calibrators
+from focalkern.study.sweep import FIGURES, METHODS, Sweep, sweep
+
+pytest.importorskip("tabulate", reason="tabulate is not installed")
+
+
+@pytest.fixture
+def files(tmp_path):
+    names = []
+    for place, temperature in enumerate((0.7, 1.0, 2.0)):
+        generator = torch.Generator().manual_seed(place)
+        logits = 3 * torch.randn(240, 3, generator=generator)
+        labels = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).squeeze(1)
+        name = tmp_path / f"network{place}.npz"
+        np.savez(
+            name,
+            val_logits=logits[:120].numpy(),
+            val_labels=labels[:120].numpy(),
+            test_logits=logits[120:].numpy(),
+            test_labels=labels[120:].numpy(),
+        )
+        names.append(str(name))
+    return names
+
+
+def test_every_network_is_what_a_comparison_finds(files, run, tmp_path):
+    code, out, err = run("sweep", *files, "--report", tmp_path / "r", "--jobs", "1")
+    assert code == 0, err
+    assert err.splitlines() == [f"{place + 1} of 3: {name}" for place, name in enumerate(files)]
+    document = json.loads((tmp_path / "r" / "sweep.json").read_text())
+    with np.load(files[2]) as arrays:
+        study = compare_calibrators(
+            (arrays["val_logits"], arrays["val_labels"]), (arrays["test_logits"], arrays["test_labels"]), resamples=0
+        )
+    network = document["networks"][2]
+    assert (network["name"], network["chosen"], network["n_test"]) == ("network2", study.chosen.method, 120)
+    for method, row in zip(METHODS, (study.chosen, *study.choices), strict=True):
+        assert network["figures"][method] == pytest.approx({name: row.report[name] for name in FIGURES})
+    assert f"network2: {study.verdict.use}" in out
+    with open(tmp_path / "r" / "sweep.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 3 * len(METHODS)
+    assert float(rows[-1]["nll"]) == network["figures"]["focal, ECE"]["nll"]
+    page = (tmp_path / "r" / "sweep.html").read_text()
+    assert "network0" in page and "mean rank" in page and "<script" not in page
+
+    # Again: nothing is computed, everything is the same.
+    code, again, err = run("sweep", *files, "--report", tmp_path / "r", "--jobs", "1")
+    assert (code, again) == (0, out)
+    assert all(line.endswith("(known)") for line in err.splitlines())
+    # Another criterion is another task.
+    fresh = []
+    sweep(files[:1], folder=tmp_path / "r", criterion="brier", done=lambda name, new: fresh.append(new))
+    assert fresh == [True]
+
+
+def test_a_file_that_cannot_be_used_is_no_reason_to_stop(files, run, tmp_path):
+    (tmp_path / "bad.npz").write_bytes(b"no")
+    code, out, err = run("sweep", tmp_path / "bad.npz", files[0], "nothing.npz", "--jobs", "1")
+    assert code == 2
+    assert "network0" in out
+    assert f"focalkern sweep: {tmp_path / 'bad.npz'}: expected an .npz file" in err
+    assert "focalkern sweep: nothing.npz: expected a file, found nothing there" in err
+
+
+def test_several_processes_find_the_same(files, tmp_path):
+    one = sweep(files[:2])
+    two = sweep(files[:2], jobs=2)
+    for first, second in zip(one.networks, two.networks, strict=True):
+        assert first["use"] == second["use"]
+        for method in METHODS:
+            assert first["figures"][method] == pytest.approx(second["figures"][method], rel=1e-9)
+
+
+def test_one_set_is_halved(files, tmp_path):
+    with np.load(files[0]) as arrays:
+        np.savez(tmp_path / "one.npz", logits=arrays["val_logits"], labels=arrays["val_labels"])
+    (network,) = sweep([str(tmp_path / "one.npz")]).networks
+    assert network["split"] and (network["n_validation"], network["n_test"]) == (60, 60)
+
+
+def test_ranks_and_wins_by_hand():
+    def network(*values):
+        figures = [None if value is None else {"nll": value} for value in values]
+        return {"name": "a", "figures": dict(zip(METHODS, figures, strict=True))}
+
+    found = Sweep((network(1.0, 2.0, 1.0, 3.0, 4.0, 5.0), network(1.0, 2.0, 3.0, 4.0, None, 6.0)), {}, "nll")
+    assert found.ranks("nll") == pytest.approx(
+        {
+            "auto": (1.5 + 1) / 2,
+            "none": (3 + 2) / 2,
+            "temperature": (1.5 + 3) / 2,
+            "focal": 4.0,
+            "temperature, ECE": (5 + 6) / 2,
+            "focal, ECE": (6 + 5) / 2,
+        }
+    )
+    assert found.wins("nll")["auto"]["none"] == 2 and found.wins("nll")["temperature"]["none"] == 1
+    assert math.isnan(found.value(found.networks[1], "temperature, ECE", "nll"))
+    table = {row[0]: row[1:] for row in found.table("nll")}
+    assert table["lower than none"] == ["2 of 2", "", "1 of 2", "0 of 2", "0 of 2", "0 of 2"]
+    assert table["mean of the 1 that are finite"][0] == "1.0000"
