@@ -189,6 +189,21 @@ LabelCount read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels,
   };
   int64_t first = 0;
   if (args.class_dim == last) std::fill_n(share, end - begin, Real(0));
+  if (args.class_dim == last && args.space.dims <= 2) {
+    // Rows of classes, by far the most frequent case.
+    const int64_t classes = args.space.sizes[last], row_stride = last > 0 ? args.target.strides[0] : 0;
+    const Label* label = labels + begin / classes * row_stride;
+    for (int64_t row = -(begin % classes), n = end - begin; row < n; row += classes, label += row_stride) {
+      const int64_t at = row + static_cast<int64_t>(*label);
+      const int64_t from = std::max<int64_t>(row, 0), to = std::min(row + classes, n);
+      if (static_cast<int64_t>(*label) == args.ignore_index || *label < 0 || *label >= classes) {
+        leave_out(*label, from, to - from);
+      } else if (at >= from && at < to) {
+        share[at] = Real(1);
+      }
+    }
+    return count;
+  }
   for (Runs runs(args.space, begin, end); runs.more(); first += runs.length(), runs.next()) {
     const Label* label = labels + runs.offset(args.target);
     const int64_t n = runs.length();
@@ -219,14 +234,17 @@ FK_VECTOR_CLONES void one_minus(const Real* from, int64_t n, Real* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = Real(1) - from[i];
 }
 
-// A scale of 0 stays 0: where every element is ignored, the divisor is 0 too.
 template <typename Real>
-FK_VECTOR_CLONES void multiply(const Real* by, Real divisor, int64_t n, Real* scale) {
+FK_VECTOR_CLONES void multiply(Real by, int64_t n, Real* product) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    const Real product = scale[i] * (by[i] / divisor);
-    scale[i] = scale[i] == Real(0) ? Real(0) : product;
-  }
+  for (int64_t i = 0; i < n; ++i) product[i] *= by;
+}
+
+// A scale of 0 stays 0, whatever comes from upstream.
+template <typename Real>
+FK_VECTOR_CLONES void multiply(const Real* by, int64_t n, Real* scale) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) scale[i] = scale[i] == Real(0) ? Real(0) : scale[i] * by[i];
 }
 
 // ---- a tile of parameters ------------------------------------------------------------------------------------------
@@ -237,7 +255,7 @@ class TileReader {
   using Real = compute_t<Scalar>;
 
   // What is one number for all elements is written once.
-  explicit TileReader(const SigmoidLossArgs<Scalar>& args) : args_(args) {
+  TileReader(const SigmoidLossArgs<Scalar>& args, Real factor) : args_(args), factor_(factor) {
     fill_number(args.gamma, gamma_);
     if (args.loss_kind == SigmoidLoss::kAsymmetric) fill_number(args.second, second_);
     has_alpha_ = args.loss_kind == SigmoidLoss::kFocal && (args.second.data || args.second.value >= 0);
@@ -248,7 +266,7 @@ class TileReader {
       std::fill_n(second_, kTile, Real(1));
       std::fill_n(negative_, kTile, Real(1));
     }
-    fill_number(args.weight, scale_);
+    if (!args.weight.data) std::fill_n(scale_, kTile, factor * static_cast<Real>(args.weight.value));
   }
 
   // Both gammas are the same small whole number everywhere.
@@ -266,7 +284,11 @@ class TileReader {
     view.second = read_or_number(args_.second, begin, end, second_);
     view.negative = negative_;
     if (has_alpha_ && args_.second.data) one_minus(view.second, n, negative_);
-    view.scale = read_or_number(args_.weight, begin, end, scale_);
+    view.scale = scale_;
+    if (args_.weight.data) {
+      view.scale = own_scale(read(args_.weight, args_.space, begin, end, scale_), n);
+      multiply(factor_, n, own_scale_);
+    }
     if (!args_.target_is_labels) {
       view.target = read(args_.target, args_.space, begin, end, target_);
       view.hard = all_hard(view.target, n);
@@ -304,6 +326,7 @@ class TileReader {
   }
 
   const SigmoidLossArgs<Scalar>& args_;
+  Real factor_;  // of every scale
   bool has_alpha_;
   alignas(64) Scalar input_[kTile];
   alignas(64) Real target_[kTile];
@@ -440,7 +463,7 @@ FK_VECTOR_CLONES void store_loss(const compute_t<Scalar>* loss, int64_t n, Scala
 template <typename Scalar>
 SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int64_t begin, int64_t end) {
   using Real = compute_t<Scalar>;
-  TileReader<Scalar> reader(args);
+  TileReader<Scalar> reader(args, Real(1));
   const bool small = reader.small_powers();
   alignas(64) Real buffer[kTile];
   SigmoidLossSums sums{0, end - begin, true, 0};
@@ -461,21 +484,21 @@ SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int
 template <typename Scalar>
 void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begin, int64_t end) {
   using Real = compute_t<Scalar>;
-  TileReader<Scalar> reader(args);
+  const Real upstream = args.grad_loss.data ? Real(1) : static_cast<Real>(args.grad_loss.value);
+  TileReader<Scalar> reader(args, upstream / (args.divisor ? *args.divisor : Real(1)));
   const bool small = reader.small_powers();
-  const Real divisor = args.divisor ? *args.divisor : Real(1);
   const bool everything = args.grad_target || args.grad_gamma || args.grad_second;
-  alignas(64) Real upstream[kTile];
+  alignas(64) Real buffer[kTile];
   Slopes<Real> slopes;
-  if (!args.grad_loss.data) std::fill_n(upstream, kTile, static_cast<Real>(args.grad_loss.value));
   for (int64_t first = begin, last; first < end; first = last) {
     last = std::min(end, first + kTile);
     const int64_t n = last - first;
     TileView<Scalar> view = reader.view(first, last);
-    Real* scale = reader.own_scale(view.scale, n);
-    const Real* grad = args.grad_loss.data ? read(args.grad_loss, args.space, first, last, upstream) : upstream;
-    multiply(grad, divisor, n, scale);
-    view.scale = scale;
+    if (args.grad_loss.data) {
+      Real* scale = reader.own_scale(view.scale, n);
+      multiply(read(args.grad_loss, args.space, first, last, buffer), n, scale);
+      view.scale = scale;
+    }
     if (args.grad_input) backward_tile(args.loss_kind, view, small, args.margin, n, args.grad_input + first);
     if (!everything) continue;
     with_loss(args.loss_kind, false,

@@ -32,7 +32,7 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const Scalar* address) {
   if constexpr (sizeof(Pack<Scalar>) == sizeof(uint4)) {
     return bit_cast<Pack<Scalar>>(*reinterpret_cast<const uint4*>(address));
   } else {
-    return bit_cast<Pack<Scalar>>(*reinterpret_cast<const uint2*>(address));
+    return bit_cast<Pack<Scalar>>(*reinterpret_cast<const unsigned long long*>(address));
   }
 }
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_pack(Scalar* address, const Pack<Scalar>& 
   if constexpr (sizeof(Pack<Scalar>) == sizeof(uint4)) {
     __stcg(reinterpret_cast<uint4*>(address), bit_cast<uint4>(pack));
   } else {
-    __stcg(reinterpret_cast<uint2*>(address), bit_cast<uint2>(pack));
+    __stcg(reinterpret_cast<unsigned long long*>(address), bit_cast<unsigned long long>(pack));
   }
 }
 

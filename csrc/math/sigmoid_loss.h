@@ -11,7 +11,8 @@
 //
 //   u = r (A + B e),  b = A |x| + log(1 + e),  p - t = +-(A - e r)
 //
-// For a hard target A is 0 or 1, which spares a logarithm or a division: every formula is there for kHard too.
+// A hard target needs less: one exponential instead of two, or a division less (kHard; without the slopes in target and
+// gamma, which only the general formulas have).
 #pragma once
 
 #include "math/portable.h"
@@ -94,7 +95,7 @@ template <typename Real>
 FK_HOST_DEVICE LogitPieces<Real> logit_pieces(Real x) {
   LogitPieces<Real> z;
   z.positive = x > Real(0);
-  z.size = z.positive ? x : -x;
+  z.size = fabs(x);
   z.sign = z.positive ? Real(1) : Real(-1);
   z.e = bounded_exponential(-z.size);
   z.r = Real(1) / (Real(1) + z.e);
@@ -147,31 +148,55 @@ FK_HOST_DEVICE Real times_log(Real x, Real log_y) {
 struct FocalElement {
   template <bool kHard, typename Real, typename Power>
   static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
-    const Real t = kHard ? share : checked_share(share);
+    if constexpr (kHard) {
+      return hard_terms(x, share, with);
+    } else {
+      return soft_terms(x, checked_share(share), with);
+    }
+  }
+
+  // With s = x against a target of 0 and -x against 1: u = sigmoid(s), b = softplus(s), dL/ds = u^gamma (u + gamma
+  // (1 - u) b).
+  template <typename Real, typename Power>
+  static FK_HOST_DEVICE SigmoidTerms<Real> hard_terms(Real x, Real t, const SigmoidParameters<Real, Power>& with) {
+    const bool is_one = t > Real(0);
+    const Real s = is_one ? -x : x;
+    const LogitPieces<Real> z = logit_pieces(s);
+    // Where the logit agrees with the target, u = e r may underflow; its logarithm does not.
+    const Real excess = s > Real(0) ? s : s - s;  // 0, but NaN for NaN
+    const Real u = z.r * (z.positive ? Real(1) : z.e), p = z.r * (z.positive ? z.e : Real(1));
+    const Real log_u = (z.positive ? Real(0) : s) - z.log1p_e;
+    const Real b = excess + z.log1p_e;
+    const Real factor = (is_one ? with.positive : with.negative) * with.gamma(u, log_u);
+    const Real slope = factor * (u + with.gamma.exponent * p * b);
+    return {factor * b, is_one ? -slope : slope, Real(0), Real(0), Real(0)};
+  }
+
+  template <typename Real, typename Power>
+  static FK_HOST_DEVICE SigmoidTerms<Real> soft_terms(Real x, Real t, const SigmoidParameters<Real, Power>& with) {
     const LogitPieces<Real> z = logit_pieces(x);
     const Real against = z.positive ? Real(1) - t : t;  // A
     const Real in_favour = z.positive ? t : Real(1) - t;
     const bool agrees = against == Real(0);
-    const Real a =
-        kHard ? (t > Real(0) ? with.positive : with.negative) : with.positive * t + with.negative * (Real(1) - t);
+    const Real a = with.positive * t + with.negative * (Real(1) - t);
     // u = r v. Where the logit agrees with a hard target, v = e may underflow; its logarithm does not.
-    const Real v = kHard ? (agrees ? z.e : Real(1)) : against + in_favour * z.e;
-    const Real log_v = agrees ? -z.size : kHard ? Real(0) : logarithm(agrees ? Real(1) : v);
+    const Real v = against + in_favour * z.e;
+    const Real log_v = agrees ? -z.size : logarithm(agrees ? Real(1) : v);
     const Real log_u = log_v - z.log1p_e;
     const Real u = z.r * v;
-    const Real b = (kHard ? (agrees ? Real(0) : z.size) : share_of(against, z.size)) + z.log1p_e;
-    const Real factor = a * with.gamma(u, log_u);
+    const Real b = share_of(against, z.size) + z.log1p_e;
+    const Real power = with.gamma(u, log_u);
+    const Real factor = a * power;
 
     SigmoidTerms<Real> terms;
     terms.loss = factor * b;
     // (p - t) + gamma p (1 - p) (1 - 2 t) b / u, divided by the sign of x; e / v is 1 where v = e.
-    const Real e_over_v = kHard ? (agrees ? Real(1) : z.e) : (agrees ? Real(1) : z.e / v);
-    const Real distance = kHard ? (agrees ? -z.e * z.r : z.r) : against - z.e * z.r;
-    const Real tilt = kHard ? (agrees ? Real(-1) : Real(1)) : against - in_favour;
+    const Real e_over_v = agrees ? Real(1) : z.e / v;
+    const Real distance = against - z.e * z.r;
+    const Real tilt = against - in_favour;
     terms.slope = z.sign * factor * (distance + with.gamma.exponent * z.r * b * tilt * e_over_v);
     // du/dt = 1 - 2 p, db/dt = -x; b / v is log(1 + e) / e where v = e.
     const Real b_over_v = agrees ? (z.e == Real(0) ? Real(1) : z.log1p_e / z.e) : b / v;
-    const Real power = with.gamma(u, log_u);
     terms.slope_target = (with.positive - with.negative) * power * b +
                          factor * (with.gamma.exponent * -z.sign * (Real(1) - z.e) * b_over_v - x);
     terms.slope_gamma = times_log(terms.loss, log_u);
@@ -196,7 +221,7 @@ struct QualityElement {
     // p - t, divided by the sign of x.
     const Real gap = against - z.e * z.r;
     const Real size = gap < Real(0) ? -gap : gap;
-    const bool meets = size == Real(0) && !agrees;
+    const bool meets = (size == Real(0)) & (against != Real(0));
     const Real log_size = agrees ? -z.size - z.log1p_e : logarithm(size);
     const Real factor = with.gamma(size, log_size);
 
