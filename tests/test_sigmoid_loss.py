@@ -466,6 +466,7 @@ def test_compiles_with_dynamic_shapes(device, dynamo):
             assert x.grad.isfinite().all()
 
 
+@pytest.mark.kernels
 def test_opcheck(device):
     x = torch.randn(6, 5, 2, device=device, requires_grad=True)
     soft = torch.rand(6, 5, 2, device=device, requires_grad=True)

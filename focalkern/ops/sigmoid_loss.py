@@ -191,14 +191,11 @@ def _sigmoid_loss(
             if not isinstance(value, Tensor):
                 raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
         through = _traced if has_torch_function((input, target)) else kernels_for(input).sigmoid_loss
-    try:
-        return through(input, target, gamma, second, weight, kind, margin, code, ignore_index)
-    except TypeError:
-        if weight is not None and not isinstance(weight, Tensor):
-            raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}") from None
-        if isinstance(ignore_index, bool) or not hasattr(type(ignore_index), "__index__"):
-            raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}") from None
-        raise
+    if weight is not None and not isinstance(weight, Tensor):
+        raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
+    if type(ignore_index) is not int and not hasattr(type(ignore_index), "__index__"):
+        raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    return through(input, target, gamma, second, weight, kind, margin, code, ignore_index)
 
 
 def _traced(
