@@ -104,6 +104,8 @@ int64_t size_of(const char* name, int is_double) {
   if (!strcmp(name, #Args)) return Size<Args>::of(is_double)
   FK_SIZE(FocalLossForward);
   FK_SIZE(FocalLossBackward);
+  FK_SIZE(SigmoidLossForward);
+  FK_SIZE(SigmoidLossBackward);
   FK_SIZE(CalibrationMapForward);
   FK_SIZE(CalibrationMapBackward);
   FK_SIZE(BinaryCalibrationMapForward);
@@ -126,12 +128,24 @@ int focal_loss_forward(int dtype, const void* args, int mean, void* loss, void* 
   });
 }
 
+int64_t sigmoid_loss_workspace(int64_t size) { return cuda::sigmoid_loss_workspace(size); }
+
+int sigmoid_loss_forward(int dtype, const void* args, int mean, void* total, void* divisor, void* workspace) {
+  return with_scalar(dtype, [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    using Real = compute_t<Scalar>;
+    return cuda::sigmoid_loss_forward(*static_cast<const SigmoidLossForward<Scalar>*>(args), mean != 0,
+                                      static_cast<Real*>(total), static_cast<Real*>(divisor), workspace, nullptr);
+  });
+}
+
 #define FK_ENTRY(name, Args)                                                                                         \
   int name(int dtype, const void* args) {                                                                            \
     return with_scalar(                                                                                              \
         dtype, [&](auto scalar) { return cuda::name(*static_cast<const Args<decltype(scalar)>*>(args), nullptr); }); \
   }
 FK_ENTRY(focal_loss_backward, FocalLossBackward)
+FK_ENTRY(sigmoid_loss_backward, SigmoidLossBackward)
 FK_ENTRY(calibration_map_forward, CalibrationMapForward)
 FK_ENTRY(calibration_map_backward, CalibrationMapBackward)
 FK_ENTRY(binary_calibration_map_forward, BinaryCalibrationMapForward)

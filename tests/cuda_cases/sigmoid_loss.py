@@ -1,0 +1,208 @@
+"""The losses of one logit, forward and backward."""
+
+import ctypes
+from ctypes import c_bool, c_double, c_int, c_int32, c_int64, c_void_p
+
+import pytest
+import torch
+
+from cuda_cases.common import DTYPES, NAN, Memory, assert_near, real_of, structure
+from focalkern import reference
+
+MAX_DIMS = 10
+FOCAL, ASYMMETRIC, QUALITY = range(3)
+TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64]
+
+
+class Space(ctypes.Structure):
+    _fields_ = [("size", c_int64), ("dims", c_int), ("sizes", c_int64 * MAX_DIMS)]
+
+
+class Operand(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p), ("type", c_int32), ("dense", c_bool), ("strides", c_int64 * MAX_DIMS), ("value", c_double),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, memory, value, shape):
+        """A number, or a tensor that broadcasts to the shape of the contiguous results."""
+        if not isinstance(value, torch.Tensor):
+            return cls(value=value)
+        wide = value.expand(shape)
+        strides = [stride if size > 1 else 0 for size, stride in zip(shape, wide.stride(), strict=True)]
+        kind = torch.uint8 if value.dtype == torch.bool else value.dtype
+        dense = wide.is_contiguous()
+        return cls(memory.put(value), TYPES.index(kind), dense, (c_int64 * MAX_DIMS)(*strides), 0.0)
+
+
+ARGS = [
+    ("loss_kind", c_int32), ("space", Space), ("input", Operand), ("target", Operand), ("target_is_labels", c_bool),
+    ("class_dim", c_int), ("classes", c_int64), ("ignore_index", c_int64), ("gamma", Operand), ("second", Operand),
+    ("weight", Operand), ("margin", "real"),
+]  # fmt: skip
+FORWARD = [*ARGS, ("loss", c_void_p), ("loss_wide", c_void_p)]
+BACKWARD = [
+    *ARGS, ("grad_loss", Operand), ("divisor", c_void_p), ("grad_input", c_void_p), ("grad_target", c_void_p),
+    ("grad_gamma", c_void_p), ("grad_second", c_void_p),
+]  # fmt: skip
+
+
+def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.0, margin=0.0, ignore_index=-100,
+                     reduction="mean", wide=True):  # fmt: skip
+    """Everything that the two kernels write, by name."""
+    dtype, real, shape = x.dtype, real_of(x.dtype), x.shape
+    labels = target.dim() < x.dim()
+    in_real = [v.to(real) if isinstance(v, torch.Tensor) else v for v in (gamma, second, weight)]
+    with Memory(library) as memory:
+        forward = structure(library, "SigmoidLossForward", dtype, FORWARD)
+        forward.loss_kind = kind
+        forward.space = Space(x.numel(), x.dim(), (c_int64 * MAX_DIMS)(*shape))
+        forward.input = Operand.of(memory, x, shape)
+        forward.target = Operand.of(memory, target.unsqueeze(1) if labels else target, shape)
+        forward.target_is_labels, forward.class_dim = labels, 1 if labels else -1
+        forward.classes, forward.ignore_index, forward.margin = shape[1], ignore_index, margin
+        forward.gamma, forward.second, forward.weight = (Operand.of(memory, v, shape) for v in in_real)
+        one, all_real = torch.full((1,), NAN, dtype=real), torch.full(shape, NAN, dtype=real)
+        unreduced = all_real if wide else all_real.to(dtype)
+        total, divisor, loss = memory.out(one), memory.out(one), memory.out(unreduced)
+        if reduction == "none":
+            forward.loss, forward.loss_wide = (None, loss) if wide else (loss, None)
+        size = library.sigmoid_loss_workspace(c_int64(x.numel()))
+        status = library.sigmoid_loss_forward(
+            DTYPES.index(dtype), ctypes.byref(forward), int(reduction == "mean"),
+            c_void_p(None if reduction == "none" else total), c_void_p(divisor), c_void_p(memory.scratch(size)),
+        )  # fmt: skip
+        assert status == 0
+        backward = structure(library, "SigmoidLossBackward", dtype, BACKWARD)
+        for name, _ in ARGS:
+            setattr(backward, name, getattr(forward, name))
+        backward.grad_loss = Operand.of(memory, grad.to(real), shape)
+        backward.divisor = divisor if reduction == "mean" else None
+        narrow = torch.full(shape, NAN, dtype=dtype)
+        backward.grad_input = memory.out(narrow)
+        backward.grad_target, backward.grad_gamma, backward.grad_second = (memory.out(all_real) for _ in range(3))
+        assert library.sigmoid_loss_backward(DTYPES.index(dtype), ctypes.byref(backward)) == 0
+        return {
+            "loss": memory.get(loss, unreduced) if reduction == "none" else memory.get(total, one),
+            "divisor": memory.get(divisor, one),
+            "grad_input": memory.get(backward.grad_input, narrow),
+            "grad_target": memory.get(backward.grad_target, all_real),
+            "grad_gamma": memory.get(backward.grad_gamma, all_real),
+            "grad_second": memory.get(backward.grad_second, all_real),
+        }
+
+
+def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, reduction="mean", **options):
+    dtype, real = x.dtype, real_of(x.dtype)
+    if second is None:
+        second = -1.0 if kind == FOCAL else 1.0
+    grad = torch.randn(x.shape if reduction == "none" else (1,) * x.dim(), dtype=real)
+    actual = run_sigmoid_loss(library, kind, x, target, gamma, second, grad, reduction=reduction, **options)
+    wide = options.pop("wide", True)
+    margin = options.pop("margin", 0.0)
+    if isinstance(options.get("weight"), torch.Tensor):
+        options["weight"] = options["weight"].double()
+    labels = target.dim() < x.dim()
+    z = x.double().requires_grad_()
+    t = target if labels else target.double().requires_grad_()
+    gammas = [
+        (v.double() if isinstance(v, torch.Tensor) else torch.tensor(v, dtype=torch.float64))
+        .expand(x.shape).clone().requires_grad_()
+        for v in (gamma, second)
+    ]  # fmt: skip
+    if kind == ASYMMETRIC:
+        expected = reference.asymmetric_loss(z, t, *gammas, margin, reduction, **options)
+    elif kind == QUALITY:
+        expected = reference.quality_focal_loss(z, t, gammas[0], reduction, **options)
+    else:
+        alpha = gammas[1].detach() if isinstance(second, torch.Tensor) or second >= 0 else None
+        expected = reference.sigmoid_focal_loss(z, t, gammas[0], alpha, reduction, **options)
+    inputs = [z, gammas[0], *([] if labels else [t]), *([gammas[1]] if kind == ASYMMETRIC else [])]
+    upstream = grad.double().reshape(expected.shape)
+    found = torch.autograd.grad(expected, inputs, upstream)
+    assert_near(actual["loss"], expected, real if wide or reduction != "none" else dtype, 20)
+    if reduction != "mean":
+        assert actual["divisor"].item() == 1
+    assert_near(actual["grad_input"], found[0], dtype, 20 if dtype == real else 2)
+    assert_near(actual["grad_gamma"], found[1], real, 20)
+    if not labels:
+        assert_near(actual["grad_target"], found[2], real, 20)
+    if kind == ASYMMETRIC:
+        assert_near(actual["grad_second"], found[-1], real, 20)
+    return actual
+
+
+# One element, a pack, around a block of packs, and several rounds of the small grid.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (13, 79), (40, 80)])
+@pytest.mark.parametrize("kind", [FOCAL, ASYMMETRIC, QUALITY])
+def test_sigmoid_loss_of_dense_targets(library, dtype, shape, kind):
+    x, t = (torch.randn(shape) * 4).to(dtype), torch.rand(shape).to(dtype)
+    for reduction, gamma in (("mean", 2.0), ("none", 1.5)):
+        check_sigmoid_loss(
+            library, kind, x, t, gamma, reduction=reduction, margin=0.0625 if kind == ASYMMETRIC else 0.0
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 5), (3, 4, 9), (30, 80)])
+def test_sigmoid_loss_of_labels(library, dtype, shape):
+    x = (torch.randn(shape) * 4).to(dtype)
+    labels = torch.randint(shape[1] + 1, (shape[0], *shape[2:]))
+    labels.view(-1)[::5] = -100
+    labels.view(-1)[3] = shape[1] + 7 if reduction_may_be_nan(shape) else 0
+    for kind in (FOCAL, ASYMMETRIC, QUALITY):
+        for reduction in ("none", "sum", "mean"):
+            check_sigmoid_loss(library, kind, x, labels, reduction=reduction)
+    check_sigmoid_loss(library, FOCAL, x, labels.int(), reduction="none", wide=False)
+
+
+def reduction_may_be_nan(shape):
+    """One shape has a label out of range, whose row is NaN."""
+    return shape == (7, 5)
+
+
+@pytest.mark.parametrize("target", [torch.uint8, torch.int64, torch.float16, torch.float64])
+def test_sigmoid_loss_of_targets_of_other_types(library, target):
+    x = torch.randn(6, 33)
+    check_sigmoid_loss(library, FOCAL, x, torch.randint(2, (6, 33)).to(target), second=0.25, reduction="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sigmoid_loss_with_strides_and_broadcast_parameters(library, dtype):
+    x = (torch.randn(5, 9, 6) * 3).to(dtype).transpose(0, 2).contiguous().transpose(0, 2)
+    t = torch.rand(5, 1, 6).expand(5, 9, 6)
+    for kind in (FOCAL, ASYMMETRIC, QUALITY):
+        check_sigmoid_loss(library, kind, x, t, torch.rand(9, 1) * 3, torch.rand(6), weight=torch.rand(5, 1, 1),
+                           reduction="none")  # fmt: skip
+    # Off the boundary of a pack, input and target alike or not.
+    flat, soft = torch.randn(200).to(dtype), torch.rand(200).to(dtype)
+    check_sigmoid_loss(library, FOCAL, flat[1:127].view(2, 63), soft[1:127].view(2, 63))
+    check_sigmoid_loss(library, FOCAL, flat[:126].view(2, 63), soft[3:129].view(2, 63))
+
+
+def test_sigmoid_loss_at_extreme_logits(library):
+    x = torch.tensor([[-1000.0, -90.0, -17.0, 0.0, 17.0, 90.0, 1000.0]]).expand(3, 7).contiguous()
+    t = torch.tensor([[0.0], [1.0], [0.5]]).expand(3, 7).contiguous()
+    for kind in (FOCAL, ASYMMETRIC, QUALITY):
+        for gamma in (0.0, 0.3, 2.0):
+            # The slope in the target has no reference where 1 - p underflows.
+            grad = torch.ones(3, 7)
+            found = run_sigmoid_loss(library, kind, x, t, gamma, 1.0, grad, reduction="none")
+            z = x.double().requires_grad_()
+            function = (reference.sigmoid_focal_loss, reference.asymmetric_loss, reference.quality_focal_loss)[kind]
+            options = {FOCAL: {"alpha": 1.0}, ASYMMETRIC: {"gamma_positive": 1.0, "margin": 0.0}, QUALITY: {}}[kind]
+            expected = function(z, t.double(), gamma, **options)
+            assert_near(found["loss"], expected, torch.float32)
+            assert_near(found["grad_input"], torch.autograd.grad(expected.sum(), z)[0], torch.float32)
+            assert found["grad_gamma"].isfinite().all()
+
+
+def test_sigmoid_loss_of_nothing_and_of_ignored_rows(library):
+    found = run_sigmoid_loss(
+        library, FOCAL, torch.full((4, 6), NAN), torch.full((4,), -100), 2.0, 0.25, torch.ones(1, 1), reduction="mean"
+    )
+    assert found["loss"].isnan()
+    assert (found["grad_input"] == 0).all()
+    empty = run_sigmoid_loss(library, FOCAL, torch.ones(0, 6), torch.ones(0, 6), 2.0, 0.25, torch.ones(1, 1))
+    assert empty["loss"].isnan()
