@@ -175,7 +175,7 @@ def reliability_diagram(
     panels = {name: _checked_bins("reliability_diagram", one) for name, one in panels.items()}
     across = _across(len(panels))
     down = -(-len(panels) // across)
-    figure = _figure(width=0.5 + 4.1 * across, height=0.7 + 5.5 * down)
+    figure = _figure(width=0.5 + 3.6 * across + 0.4 * (across == 1), height=0.7 + 5.2 * down)
     axes = figure.subplots(2 * down, across, squeeze=False, gridspec_kw={"height_ratios": [3.4, 1] * down})
     tallest = max(float(one.weight.max()) for one in panels.values()) or 1.0
     by_bar = all(one.estimator == "equal_width" for one in panels.values())
@@ -305,9 +305,9 @@ def _reliability_panel(
     samples = weight.sum() or np.nan
     lines = [
         f"ECE {float((weight * gap).sum()):.4f} ({bins.estimator}, {bins.n_bins} bins)",
-        _largest_gap(gap, count),
         f"accuracy {float((weight * accuracy).sum() / samples):.4f}, "
-        f"mean confidence {float((weight * confidence).sum() / samples):.4f}, {bins.n_samples:,} samples",
+        f"mean confidence {float((weight * confidence).sum() / samples):.4f}",
+        f"{bins.n_samples:,} samples; {_largest_gap(gap, count)}",
     ]
     top.text(
         0.5,
@@ -349,9 +349,9 @@ def _largest_gap(gap: np.ndarray[Any, Any], count: np.ndarray[Any, Any]) -> str:
     """In words, over the bins that hold enough samples for their gap to say something."""
     enough = count >= _ENOUGH
     if not enough.any():
-        return f"no bin has {_ENOUGH} samples"
+        return f"no bin has {_ENOUGH}"
     at = int(np.where(enough, gap, -1).argmax())
-    return f"largest gap {gap[at]:.4f}, of {count[at]:,} samples"
+    return f"largest gap {gap[at]:.4f}, in a bin of {count[at]:,}"
 
 
 def _checked_bins(op: str, bins: ReliabilityBins) -> ReliabilityBins:

@@ -224,6 +224,7 @@ def _run(arguments: argparse.Namespace) -> int:
         resamples=arguments.bootstrap if processes.rank == 0 else 0,  # it has the results
         seed=arguments.seed,
     )
+    cells = None if arguments.report is None else report.cells_of(study)  # all processes have a share in them
     processes.close()
     if processes.rank > 0:
         _remove_progress(selection)
@@ -255,7 +256,7 @@ def _run(arguments: argparse.Namespace) -> int:
         words = study.chosen.parameters
         print(f"Chosen (->): {study.chosen.label}{', ' if words else ''}{words}", file=said)
     if arguments.report is not None:
-        files = report.write_report(study, arguments.report, document)
+        files = report.write_report(study, arguments.report, document, cells=cells)
         print(f"Report: {arguments.report}: {', '.join(file.name for file in files)}", file=said)
     if arguments.out is not None:
         if study.chosen is None or study.chosen.saved is None:

@@ -6,7 +6,7 @@ from focalkern.study.candidates import Choice
 from focalkern.study.compare import compare_calibrators
 from focalkern.study.comparison import run_study
 from focalkern.study.contest import CANDIDATES
-from focalkern.study.page import write_report
+from focalkern.study.page import cells_of, write_report
 from focalkern.study.processes import Processes, Progress
 from focalkern.study.record import finite_or_none, to_json
 from focalkern.study.result import Study
@@ -35,6 +35,7 @@ __all__ = [
     "apply_calibrator",
     "as_sentence",
     "bin_remarks",
+    "cells_of",
     "compare_calibrators",
     "default_resamples",
     "describe",

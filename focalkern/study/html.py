@@ -1,15 +1,17 @@
-"""The parts of a page of HTML that needs nothing but itself: no script, no link to fetch, images inside.
+"""The parts of a page of HTML that needs nothing but itself: no link to fetch, style, script and images inside.
 
 Every function takes plain text and escapes it, and returns markup; :func:`page` puts markup together. What the page
-says is decided in :mod:`focalkern.study.page`.
+says is decided in :mod:`focalkern.study.page`; how it looks, in ``page.css``; and what it does with script, where there
+is script, in ``explorer.js``.
 """
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from importlib import resources
 from string import Template
 
-__all__ = ["figure", "figures", "page", "paragraph", "section", "table", "unordered"]
+__all__ = ["contents", "explorer", "figure", "figures", "lead", "page", "paragraph", "section", "table", "unordered"]
 
 _PAGE = Template("""\
 <!DOCTYPE html>
@@ -20,53 +22,15 @@ _PAGE = Template("""\
 <meta name="generator" content="$generator">
 <title>$title</title>
 <style>
-:root { color-scheme: light; }
-body { margin: 0 auto; max-width: 72rem; padding: 1rem 1.25rem 3rem; color: #1a1a1a; background: #fff;
-  font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.75rem; line-height: 1.2; margin: .5rem 0 .25rem; }
-h2 { font-size: 1.25rem; margin: 2.25rem 0 .5rem; padding-top: .5rem; border-top: 1px solid #ccc; }
-p { margin: .5rem 0; max-width: 52rem; }
-.quiet { color: #555; font-size: .875rem; }
-.lead { border-left: .3rem solid #0072b2; padding: .25rem 0 .25rem 1rem; margin: 1rem 0; }
-ul { max-width: 52rem; padding-left: 1.25rem; }
-li { margin: .4rem 0; }
-.wide { overflow-x: auto; margin: .75rem 0; }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-caption { text-align: left; color: #555; padding-bottom: .35rem; }
-th, td { padding: .3rem .6rem; text-align: right; vertical-align: top; border-bottom: 1px solid #ddd; }
-th { font-weight: 600; vertical-align: bottom; border-bottom: 2px solid #888; }
-th:first-child, td:first-child { text-align: left; }
-tr.marked td { font-weight: 700; background: #eef5fb; border-bottom-color: #0072b2; }
-td small { display: block; color: #555; font-weight: 400; white-space: nowrap; }
-.text td { text-align: left; overflow-wrap: anywhere; }
-.figures { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
-figure { margin: .75rem 0; break-inside: avoid; }
-figure img { display: block; max-width: 100%; height: auto; }
-@media screen and (max-width: 40rem) { .wide figure img { max-width: none; width: 44rem; } }
-figcaption { color: #555; font-size: .875rem; max-width: 52rem; }
-footer { margin-top: 3rem; border-top: 1px solid #ccc; }
-@page { margin: 14mm; }
-@media print {
-  body { font-size: 10pt; max-width: none; padding: 0; }
-  .wide { overflow: visible; }
-  table { font-size: 7.5pt; }
-  th, td { padding: .2rem .35rem; }
-  .wide, tr { break-inside: avoid; }
-  h2 { break-after: avoid; }
-  .figures { grid-template-columns: 1fr 1fr; gap: .5rem; }
-  .wide figure { margin: .3rem 0; }
-  .wide figure img { max-height: 92mm; }
-  footer { margin-top: 1rem; }
-  tr.marked td, .lead { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-}
-</style>
+$style</style>
 </head>
 <body>
+<a class="skip" href="#main">Skip to the figures</a>
 <header>
 <h1>$title</h1>
 $lead
 </header>
-<main>
+<main id="main">
 $body
 </main>
 <footer class="quiet">
@@ -76,23 +40,88 @@ $foot
 </html>
 """)
 
+_EXPLORER = Template("""\
+<noscript><p>With script, this section has a map whose cells can be chosen. The maps and diagrams below need none.</p>
+</noscript>
+<div id="explorer" class="explorer" hidden>
+<p class="all quiet">$introduction</p>
+<div class="all buttons" id="explorer-choices" role="group" aria-label="Rows of the table"></div>
+<div>
+<div class="buttons">
+<label>Colours: <select id="explorer-which-map"></select></label>
+<button type="button" id="explorer-lowest">Go to the lowest</button>
+</div>
+<div><canvas id="explorer-map" tabindex="0" role="application" aria-roledescription="map"
+ aria-label="Map over gamma and T. Left and right arrow change T, up and down gamma."></canvas></div>
+<div class="scale" aria-hidden="true"><span id="explorer-low"></span><i></i><span id="explorer-high"></span></div>
+<p class="quiet"><span id="explorer-colours"></span> Star: the row to use. Dots: the other rows of the table. Ring: the
+ cell shown. The gammas are not to scale.</p>
+<label class="slide">gamma<input type="range" id="explorer-gamma" min="0" step="1"></label>
+<label class="slide">temperature T<input type="range" id="explorer-temperature" min="0" step="1"></label>
+</div>
+<div>
+<h3 id="explorer-title"></h3>
+<p class="quiet" id="explorer-which"></p>
+<table>
+<tbody>
+$figures
+<tr><th scope="row">mean confidence</th><td id="explorer-confidence"></td></tr>
+<tr><th scope="row">accuracy</th><td id="explorer-accuracy"></td></tr>
+</tbody>
+</table>
+<svg id="explorer-diagram" role="img"></svg>
+<p class="quiet" id="explorer-gap"></p>
+<details>
+<summary>Its $n_bins bins as a table</summary>
+<div class="wide"><table class="cards" role="table">
+<thead role="rowgroup"><tr role="row"><th scope="col" role="columnheader">confidence</th>
+<th scope="col" role="columnheader">samples</th><th scope="col" role="columnheader">mean confidence</th>
+<th scope="col" role="columnheader">accuracy</th><th scope="col" role="columnheader">gap</th></tr></thead>
+<tbody role="rowgroup" id="explorer-bins"></tbody>
+</table></div>
+</details>
+</div>
+<p id="explorer-live" class="unseen" role="status" aria-live="polite"></p>
+</div>
+<script type="application/json" id="explorer-data">$data</script>
+<script>
+$script</script>""")
+
 
 def page(title: str, *, lead: str, sections: Iterable[str], foot: str, generator: str) -> bytes:
     """The whole page. ``title`` and ``generator`` are text; the others are markup made by the functions below."""
     text = _PAGE.substitute(
-        title=escape(title), lead=lead, body="\n".join(sections), foot=foot, generator=escape(generator)
+        title=escape(title),
+        style=_asset("page.css"),
+        lead=lead,
+        body="\n".join(sections),
+        foot=foot,
+        generator=escape(generator),
     )
     # A file name may hold bytes that no encoding knows (Python keeps them as lone surrogates).
     return text.encode("utf-8", errors="replace")
 
 
-def section(heading: str, *parts: str) -> str:
-    return f"<section>\n<h2>{escape(heading)}</h2>\n" + "\n".join(parts) + "\n</section>"
+def section(heading: str, *parts: str, anchor: str = "") -> str:
+    """``anchor`` is what :func:`contents` leads to."""
+    opening = f'<section id="{escape(anchor)}">' if anchor else "<section>"
+    return f"{opening}\n<h2>{escape(heading)}</h2>\n" + "\n".join(parts) + "\n</section>"
+
+
+def contents(headings: Mapping[str, str]) -> str:
+    """A list of links to the sections, by their anchors."""
+    links = [f'<li><a href="#{escape(anchor)}">{escape(heading)}</a></li>' for anchor, heading in headings.items()]
+    return '<nav aria-label="Contents">\n<ul>\n' + "\n".join(links) + "\n</ul>\n</nav>"
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """``kind``: ``"quiet"`` or ``"lead"``."""
+    """``kind``: ``"quiet"`` or nothing."""
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def lead(lines: Iterable[str]) -> str:
+    """What the reader is to read first."""
+    return '<div class="lead">\n' + "\n".join(paragraph(line) for line in lines) + "\n</div>"
 
 
 def unordered(items: Iterable[str]) -> str:
@@ -107,33 +136,67 @@ def table(
     marked: int | None = None,
     text: bool = False,
 ) -> str:
-    """A table. The second line of a cell is set small; the row of index ``marked`` stands out; ``text`` aligns left."""
-    lines = ['<div class="wide"><table class="text">' if text else '<div class="wide"><table>']
+    """A table, whose first column names the rows; on a narrow screen, each of them a card. The second line of a cell is
+    set small; the row of index ``marked`` stands out; ``text`` aligns left.
+    """
+    name = f' role="region" tabindex="0" aria-label="{escape(caption.partition(".")[0])}"' if caption else ""
+    # The roles say what a browser forgets when a narrow screen makes cards of the rows.
+    lines = [f'<div class="wide"{name}><table role="table" class="{"cards text" if text else "cards"}">']
     if caption:
         lines.append(f"<caption>{escape(caption)}</caption>")
-    if head:
-        # A name in snake case may break where it has its underscores.
-        names = (escape(name).replace("_", "_<wbr>") for name in head)
-        lines.append("<thead><tr>" + "".join(f'<th scope="col">{name}</th>' for name in names) + "</tr></thead>")
-    lines.append("<tbody>")
+    # A name in snake case may break where it has its underscores.
+    names = (escape(name).replace("_", "_<wbr>") for name in head)
+    headings = "".join(f'<th scope="col" role="columnheader">{name}</th>' for name in names)
+    lines.append(f'<thead role="rowgroup"><tr role="row">{headings}</tr></thead>')
+    lines.append('<tbody role="rowgroup">')
     for index, row in enumerate(rows):
-        cells = []
-        for cell in row:
+        cells: list[str] = []
+        for cell, heading in zip(row, head, strict=True):
             first, _, second = cell.partition("\n")
             small = f"<small>{escape(second)}</small>" if second else ""
-            cells.append(f"<td>{escape(first)}{small}</td>")
-        lines.append(('<tr class="marked">' if index == marked else "<tr>") + "".join(cells) + "</tr>")
+            if cells:
+                cells.append(f'<td role="cell" data-name="{escape(heading)}">{escape(first)}{small}</td>')
+            else:
+                cells.append(f'<th scope="row" role="rowheader">{escape(first)}{small}</th>')
+        kind = ' class="marked"' if index == marked else ""
+        lines.append(f'<tr role="row"{kind}>{"".join(cells)}</tr>')
     lines.append("</tbody></table></div>")
     return "\n".join(lines)
 
 
-def figure(png: bytes, *, alt: str, caption: str, wide: bool = True) -> str:
-    """An image inside the page; ``alt`` is for those who do not see it. A wide one scrolls on a narrow screen."""
+def figure(png: bytes, *, alt: str, caption: str, wide: bool = True, tall: bool = False) -> str:
+    """An image inside the page; ``alt`` is for those who do not see it. Only a ``tall`` one may fill a sheet."""
     source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
-    image = f'<figure><img src="{source}" alt="{escape(alt)}"><figcaption>{escape(caption)}</figcaption></figure>'
-    return f'<div class="wide">{image}</div>' if wide else image
+    kind = ' class="tall"' if tall else ' class="wide"' if wide else ""
+    image = f'<img src="{source}" alt="{escape(alt)}">'
+    return f"<figure{kind}>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def figures(*parts: str) -> str:
     """Figures beside each other where there is room."""
     return '<div class="figures">\n' + "\n".join(parts) + "\n</div>"
+
+
+def explorer(data: str, *, introduction: str, figures: Mapping[str, str], n_bins: int) -> str:
+    """The map that answers, at most once in a page.
+
+    Args:
+        data: JSON, as ``explorer.js`` reads it.
+        introduction: what the map has, and how it is used.
+        figures: names of what is shown of a cell, by key.
+        n_bins: of the diagram.
+    """
+    rows = [
+        f'<tr><th scope="row">{escape(name)}</th><td id="explorer-{key}"></td></tr>' for key, name in figures.items()
+    ]
+    return _EXPLORER.substitute(
+        introduction=escape(introduction),
+        figures="\n".join(rows),
+        n_bins=n_bins,
+        data=data.replace("<", "\\u003c"),  # nothing in a script ends it
+        script=_asset("explorer.js"),
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("focalkern.study").joinpath(name).read_text("utf-8")

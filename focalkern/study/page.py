@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,27 @@ import torch
 from focalkern import metrics
 from focalkern._atomic import write_atomically
 from focalkern.study import html
+from focalkern.study.cells import Cells, cells_on, thinned
+from focalkern.study.explorer import make_explorer
 from focalkern.study.pictures import draw_all, shown_bins
 from focalkern.study.record import to_csv
 from focalkern.study.result import Study
 from focalkern.study.rows import FIGURES, reliability
 from focalkern.study.streamed import StreamedSet
-from focalkern.study.table import figure_in_print, floor_cells, legend, table_cells
-from focalkern.study.verdict import name_of
-from focalkern.study.words import on_which, search_in_words, short_name
+from focalkern.study.table import floor_cells, legend, table_cells
+from focalkern.study.verdict import as_sentence, name_of
+from focalkern.study.words import on_which, search_in_words
 
-__all__ = ["write_report"]
+__all__ = ["cells_of", "write_report"]
 
 
 def write_report(
-    study: Study, folder: Path, document: dict[str, Any], *, title: str = "Calibration report"
+    study: Study,
+    folder: Path,
+    document: dict[str, Any],
+    *,
+    title: str = "Calibration report",
+    cells: Cells | None = None,
 ) -> list[Path]:
     """A page with everything, and its diagrams, maps and tables one by one.
 
@@ -33,132 +41,159 @@ def write_report(
         folder: created if it is not there; files of the same names are replaced, each in one step.
         document: what goes into ``report.json``.
         title: heading of the page.
+        cells: what :func:`cells_of` returned, which several processes have to call together; here it is called when
+            None.
 
     Returns:
         The files, in the order in which they were written; the page is ``report.html``.
     """
     bins = shown_bins(study)
     images = draw_all(study, bins)
+    map_that_answers = make_explorer(study, cells or cells_of(study))
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "table.csv": to_csv(study).encode(),
         "report.json": (json.dumps(document, indent=2, allow_nan=False) + "\n").encode(),
         **images,
-        "report.html": make_page(study, title, str(document["focalkern"]), images, bins),
+        "report.html": make_page(study, title, str(document["focalkern"]), images, bins, map_that_answers),
     }
     for name, data in files.items():
         write_atomically(folder / name, data)
     return [folder / name for name in files]
 
 
+def cells_of(study: Study) -> Cells:
+    """The figures and bins of every cell of the map on the reported rows. Where several processes share the rows, each
+    of them calls this.
+    """
+    kept = [one.temperature for one in study.choices if one.temperature is not None]
+    n_bins = study.grid.n_bins
+    gammas, temperatures, every = thinned(study.grid, study.report, n_bins, kept)
+    return cells_on(study.report, gammas, temperatures, n_bins, every)
+
+
 def make_page(
-    study: Study, title: str, version: str, images: dict[str, bytes], bins: dict[str, metrics.ReliabilityBins]
+    study: Study,
+    title: str,
+    version: str,
+    images: dict[str, bytes],
+    bins: dict[str, metrics.ReliabilityBins],
+    map_that_answers: str,
 ) -> bytes:
     """The study as a page of HTML with the images inside."""
     same = study.report is study.selection
     reported = "on the rows that chose" if same else f"on the {name_of(study.report)}, which did not choose"
-    grid = study.grid
-    estimator = f"{grid.estimator}, {grid.n_bins} bins"
-
-    if study.chosen is None or study.chosen.report is None:
-        lead = "Nothing was chosen: the criterion is finite nowhere on the grid."
-    else:
-        was, now = study.choices[0].report, study.chosen.report
-        assert was is not None
-        ece = f"ece_{grid.estimator}"
-        changes = ", ".join(
-            f"{words} {figure_in_print(was[name])} \u2192 {figure_in_print(now[name])}"
-            for words, name in ((f"ECE ({grid.estimator})", ece), ("NLL", "nll"), ("Brier score", "brier"))
-        )
-        lead = f"Chosen: {short_name(study.chosen)} ({study.chosen.label}). {changes}, {reported}."
-
-    names = [heading.replace("_\n", "_").replace("\n", " ") for heading in FIGURES.values()]
-    head = ["", "gamma", "T", *names]
-
-    def choices(attribute: str, caption: str) -> str:
-        trust = study.trust if attribute == "report" else None
-        rows = table_cells(study.choices, trust, attribute, plus_minus="\u00b1")
-        marked = next((index for index, (choice, _) in enumerate(rows) if choice is study.chosen), None)
-        body = [cells for _, cells in rows]
-        if trust is not None:
-            label, *cells = floor_cells(study.choices, study.chosen, trust)
-            body.append([label.replace("the row ->", "the chosen row"), *cells])
-        return html.table(head, body, caption=caption, marked=marked)
-
-    tables = [choices("report", f"Figures {reported}. The row with the shade is the one chosen.")]
+    headline = ("accuracy", "nll", "brier", f"ece_{study.estimator}")
+    made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    first = [_choices(study, "report", f"Figures {reported}. The row with the shade is the one to use.", headline)]
     if study.trust is not None:
-        tables.append(html.paragraph(legend(study.trust, plus_minus="\u00b1"), "quiet"))
-        tables.append(_difference_table(study, names))
+        first.append(html.paragraph(legend(study.trust, plus_minus="\u00b1"), "quiet"))
+        first.append(_difference_table(study, headline))
+    every = [_choices(study, "report", f"All figures {reported}.", tuple(FIGURES))]
+    if study.trust is not None:
+        every.append(_difference_table(study, tuple(FIGURES)))
     if not same:
-        tables.append(choices("selection", f"Figures on the {name_of(study.selection)}, which chose: too good."))
+        caption = f"Figures on the {name_of(study.selection)}, which chose: too good."
+        every.append(_choices(study, "selection", caption, tuple(FIGURES)))
+    remarks = [*map(as_sentence, study.verdict.doubts), *study.remarks]
+    known = html.unordered(dict.fromkeys(remarks)) if remarks else html.paragraph("Nothing stood out.")
+    parts: dict[str, tuple[str, list[str]]] = {
+        "choices": ("Choices", first),
+        "trust": ("What to know before trusting this", [known]),
+        "explore": ("Explore the map", [map_that_answers]),
+        "reliability": ("Reliability", _diagrams(images)),
+        "search": ("Search", [html.paragraph(search_in_words(study)), *_maps(study, images)]),
+        "bins": ("Bins", [_bin_table(name, one) for name, one in bins.items()]),
+        "figures": ("All figures", every),
+        "data": ("Data", [_data_table(study)]),
+        "glossary": ("How to read the figures", [html.unordered(_GLOSSARY)]),
+    }
+    foot = html.paragraph(
+        f"Made by focalkern {version}, torch {torch.__version__} on {made}. table.csv and report.json beside this page "
+        "have every figure in full. Methods: Guo et al. 2017 (arXiv 1706.04599), temperature scaling; Komisarenko & "
+        "Kull 2024 (arXiv 2408.11598), focal temperature scaling."
+    )
+    sources = " and ".join(dict.fromkeys((study.selection.source, study.report.source)))
+    header = "\n".join(
+        (
+            html.paragraph(f"{sources}; {made}; focalkern {version}", "quiet"),
+            html.lead(str(study.verdict).replace(" -> ", " \u2192 ").replace("+-", "\u00b1").splitlines()),
+            html.contents({anchor: heading for anchor, (heading, _) in parts.items()}),
+        )
+    )
+    sections = [html.section(heading, *inside, anchor=anchor) for anchor, (heading, inside) in parts.items()]
+    return html.page(title, lead=header, sections=sections, foot=foot, generator=f"focalkern {version}")
 
-    def image(name: str, alt: str, caption: str, *, wide: bool = True) -> list[str]:
-        return [html.figure(images[name], alt=alt, caption=caption, wide=wide)] if name in images else []
 
+def _choices(study: Study, attribute: str, caption: str, names: Sequence[str]) -> str:
+    """The table of the choices; ``names`` are those of its figures."""
+    trust = study.trust if attribute == "report" else None
+    rows = table_cells(study.choices, trust, attribute, plus_minus="\u00b1", names=names)
+    marked = next((index for index, (choice, _) in enumerate(rows) if choice is study.chosen), None)
+    body = [cells for _, cells in rows]
+    if trust is not None:
+        label, *cells = floor_cells(study.choices, study.chosen, trust, names=names)
+        body.append([label.replace("the row ->", "the chosen row"), *cells])
+    return html.table(["row", "gamma", "T", *map(_heading, names)], body, caption=caption, marked=marked)
+
+
+def _heading(name: str) -> str:
+    return FIGURES[name].replace("_\n", "_").replace("\n", " ")
+
+
+def _diagrams(images: dict[str, bytes]) -> list[str]:
     reading = (
         "The height of a bar is the accuracy of the samples in the bin; the hatched part is the gap to their mean "
         "confidence. The grey band is where 95 % of perfectly calibrated classifiers with these confidences would "
         "have their accuracy: a bin outside of it is miscalibrated beyond chance (one in twenty is outside by "
         "chance). The whisker is the 95 % bootstrap interval of the accuracy."
     )
-    diagrams = [
-        html.paragraph(reading),
-        html.figures(
-            *image(
-                "reliability_before.png",
-                "Reliability diagram before calibration; its numbers are in the table of bins below.",
-                "Before calibration.",
-                wide=False,
-            ),
-            *image(
-                "reliability_after.png",
-                "Reliability diagram after calibration; its numbers are in the table of bins below.",
-                "After calibration.",
-                wide=False,
-            ),
-        ),
-        *image(
-            "reliability_compared.png",
-            "Reliability diagrams of no calibration, temperature scaling and focal temperature scaling, side by side.",
-            "The same, beside temperature scaling alone.",
-        ),
-    ]
-    maps = [
-        part
-        for criterion in grid.tables
-        for part in image(
-            f"grid_{criterion}.png",
-            f"Map of the {criterion.upper()} over gamma and T, with the best T of each gamma and the fitted line.",
-            f"{'NLL' if criterion == 'nll' else f'ECE ({estimator})'} {on_which(study)}, by gamma and T. "
-            "The line is fitted to the best T of each gamma (dots).",
+    pair = [
+        html.figure(
+            images[f"reliability_{when}.png"],
+            alt=f"Reliability diagram {when} calibration; its numbers are in the table of bins below.",
+            caption=f"{when.capitalize()} calibration.",
+            wide=False,
         )
+        for when in ("before", "after")
+        if f"reliability_{when}.png" in images
     ]
-    maps += image(
-        "ridge.png",
-        "Best temperature of each gamma against gamma, with fitted lines; the equations are in the legend.",
-        "The ridge to scale: the best T of each gamma against gamma, by both criteria.",
-    )
-    sections = [
-        html.section("Choices", *tables),
-        html.section("What to know before trusting this", html.unordered(study.remarks))
-        if study.remarks
-        else html.section("What to know before trusting this", html.paragraph("Nothing stood out.")),
-        html.section("Reliability", *diagrams),
-        html.section("Search", html.paragraph(search_in_words(study)), *maps),
-        html.section("Bins", *(_bin_table(name, one) for name, one in bins.items())),
-        html.section("Data", _data_table(study)),
-        html.section("How to read the figures", html.unordered(_GLOSSARY)),
-    ]
-    made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    software = f"focalkern {version}, torch {torch.__version__}"
-    foot = html.paragraph(
-        f"Made by {software} on {made}. table.csv and report.json beside this page have every figure in full. Methods: "
-        "Guo et al. 2017 (arXiv 1706.04599), temperature scaling; Komisarenko & Kull 2024 (arXiv 2408.11598), focal "
-        "temperature scaling."
-    )
-    sources = " and ".join(dict.fromkeys((study.selection.source, study.report.source)))
-    header = html.paragraph(f"{sources}; {made}; focalkern {version}", "quiet") + html.paragraph(lead, "lead")
-    return html.page(title, lead=header, sections=sections, foot=foot, generator=f"focalkern {version}")
+    parts = [html.paragraph(reading), html.figures(*pair)]
+    if "reliability_compared.png" in images:
+        parts.append(
+            html.figure(
+                images["reliability_compared.png"],
+                alt="Reliability diagrams of no calibration and of the rows of the table, side by side.",
+                caption="The rows of the table, one by one.",
+                tall=True,
+            )
+        )
+    return parts
+
+
+def _maps(study: Study, images: dict[str, bytes]) -> list[str]:
+    grid = study.grid
+    parts = []
+    for criterion in grid.tables:
+        words = {"ece": f"ECE ({grid.estimator}, {grid.n_bins} bins)", "nll": "NLL", "brier": "Brier score"}[criterion]
+        if f"grid_{criterion}.png" in images:
+            parts.append(
+                html.figure(
+                    images[f"grid_{criterion}.png"],
+                    alt=f"Map of the {words} over gamma and T, with the best T of each gamma and the fitted line.",
+                    caption=f"{words} {on_which(study)}, by gamma and T. The line is fitted to the best T of each "
+                    "gamma (dots).",
+                )
+            )
+    if "ridge.png" in images:
+        parts.append(
+            html.figure(
+                images["ridge.png"],
+                alt="Best temperature of each gamma against gamma, with fitted lines; the equations are in the legend.",
+                caption="The ridge to scale: the best T of each gamma against gamma, by each criterion.",
+            )
+        )
+    return parts
 
 
 _GLOSSARY = (
@@ -175,11 +210,11 @@ _GLOSSARY = (
 )
 
 
-def _difference_table(study: Study, names: list[str]) -> str:
+def _difference_table(study: Study, names: Sequence[str]) -> str:
     trust = study.trust
     assert trust is not None
-    shown = dict(zip(FIGURES, names, strict=True))
-    if all(choice.binning is None for choice in study.choices):
+    shown = {name: _heading(name) for name in names}
+    if all(choice.applied is None for choice in study.choices):
         del shown["accuracy"]  # all the same
     rows = []
     for index, choice in enumerate(study.choices):
@@ -199,7 +234,7 @@ def _difference_table(study: Study, names: list[str]) -> str:
         f"Paired differences on the reported rows with their {100 * trust.bootstrap.level:g} % intervals, one pair and "
         "one figure at a time. * and ! are differences whose interval excludes 0."
     )
-    return html.table(["", *shown.values()], rows, caption=caption)
+    return html.table(["row", *shown.values()], rows, caption=caption)
 
 
 def _bin_table(name: str, bins: metrics.ReliabilityBins) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 from focalkern import metrics
 from focalkern.study.candidates import Choice
 from focalkern.study.result import Study
-from focalkern.study.rows import reliability
+from focalkern.study.rows import calibrated, is_correct, reliability
+from focalkern.study.streamed import StreamedSet
 from focalkern.study.words import short_name
 
 __all__ = ["draw_all", "shown_bins"]
@@ -33,13 +34,11 @@ def draw_all(study: Study, bins: dict[str, metrics.ReliabilityBins]) -> dict[str
     names = list(bins)
     before = {names[0]: bins[names[0]]}
     draw("reliability_before.png", plots.reliability_diagram(before, title=f"Before calibration, {rows}"))
-    if study.chosen is not None:
+    if study.chosen is not None and study.chosen is not study.choices[0]:
         after = {names[-1]: bins[names[-1]]}
         draw("reliability_after.png", plots.reliability_diagram(after, title=f"After calibration, {rows}"))
-        beside = [row for row in study.choices if row.criterion == study.chosen.criterion and row.saved]
-        panels = {**before, **{short_name(row): _bins(study, row) for row in beside}}
-        title_of_all = f"{study.chosen.criterion.upper() if study.chosen.criterion else ''}-optimal choices, {rows}"
-        draw("reliability_compared.png", plots.reliability_diagram(panels, title=title_of_all))
+        panels = {row.label: _bins(study, row) for row in study.choices if row.report is not None}
+        draw("reliability_compared.png", plots.reliability_diagram(panels, title=f"Every choice, {rows}"))
     finite = [name for name, table in study.grid.tables.items() if bool(table.isfinite().any())]
     for criterion in finite:
         draw(f"grid_{criterion}.png", plots.grid_heatmap(study.grid, criterion))
@@ -49,6 +48,15 @@ def draw_all(study: Study, bins: dict[str, metrics.ReliabilityBins]) -> dict[str
 
 
 def _bins(study: Study, choice: Choice) -> metrics.ReliabilityBins:
-    assert choice.gamma is not None
-    assert choice.temperature is not None
-    return reliability(study.report, choice.gamma, choice.temperature, study.grid.n_bins, choice.binning)
+    """By the one estimator of everything that is shown; of rows that are too many to keep, of equal width."""
+    rows, n_bins, estimator = study.report, study.grid.n_bins, study.estimator
+    if estimator == "equal_width" or (isinstance(rows, StreamedSet) and not rows.keeps_confidences):
+        return reliability(rows, choice.gamma, choice.temperature, n_bins, choice.applied)
+    if isinstance(rows, StreamedSet):
+        assert choice.gamma is not None
+        assert choice.temperature is not None
+        confidence, correct = rows.measured(choice.gamma, choice.temperature, n_bins).confidence, rows.correct
+    else:
+        confidence = calibrated(rows, choice.gamma, choice.temperature, choice.applied).amax(-1).exp()
+        correct = is_correct(rows, choice.applied)
+    return metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=n_bins, estimator=estimator)

@@ -14,6 +14,7 @@ from focalkern.calibrators import Estimator, InputKind
 from focalkern.files import ShardedRows, is_pattern, open_shards
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
+from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums
 from focalkern.streaming import CalibrationGridState
 from focalkern.study.contest import Proper, losses_of
 from focalkern.study.processes import Processes, Progress, stopping_between_batches
@@ -284,6 +285,27 @@ class StreamedSet:
     def remove_progress(self) -> None:
         """The state file is of no use any more."""
         self._progress.remove()
+
+    def cell_sums(self, gammas: Tensor, temperatures: Tensor, n_bins: int) -> CalibrationSums:
+        """In one pass, in float64: what the map of the report needs of every cell. On every process."""
+        criteria = ("ece", "nll", "brier")
+        sums = CalibrationSums.zeros(len(gammas), len(temperatures), n_bins, criteria, torch.device("cpu"))
+        for _, input, target, _ in self._batches("map", _FLOAT64_BATCH):
+            if len(target):
+                add_calibration_sums(
+                    sums,
+                    input.to(torch.float64),
+                    target,
+                    gammas,
+                    temperatures,
+                    criteria=criteria,
+                    sketch=False,
+                    is_probs=self.kind == "probs",
+                    ignore_index=_NOTHING,
+                )
+        for _, tensor in sums.items():
+            self._processes.add_up(tensor)
+        return sums
 
     # ---- figures ---------------------------------------------------------------------------------------------------
 

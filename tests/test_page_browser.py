@@ -1,0 +1,248 @@
+"""The page of the report in a browser, headless Chromium: a cell is chosen, and what appears is what the table says.
+
+Needs Debian's chromium and chromium-driver, and selenium from PyPI. Without them the tests are skipped, unless
+FOCALKERN_REQUIRE_PEERS=1 (continuous integration) says that they have to be there.
+"""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import peer
+
+from focalkern import metrics
+from focalkern.cli import main
+from focalkern.ops.calibration_map import focal_calibration_map
+
+peer("selenium")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+pytest.importorskip("tabulate", reason="tabulate is not installed")
+
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService, Keys  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+if CHROMIUM is None or DRIVER is None:
+    missing = "chromium and chromedriver are not installed: apt-get install chromium chromium-driver"
+    if os.environ.get("FOCALKERN_REQUIRE_PEERS") == "1":
+        raise RuntimeError(missing)
+    pytest.skip(missing, allow_module_level=True)
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1280,900",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A report of 300 rows and 5 classes, and the rows."""
+    folder = tmp_path_factory.mktemp("report")
+    generator = torch.Generator().manual_seed(3)
+    arrays = {}
+    for part in ("val", "test"):
+        logits = torch.randn(300, 5, generator=generator) * 2
+        arrays[f"{part}_labels"] = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1).numpy()
+        arrays[f"{part}_logits"] = (logits * 2).numpy()
+    np.savez(folder / "logits.npz", **arrays)
+    command = ["calibrate", str(folder / "logits.npz"), "--temperatures", "0.1:5:0.1", "--bootstrap", "20"]
+    assert main([*command, "--report", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    options = ChromeOptions()
+    options.binary_location = CHROMIUM
+    for option in (*OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = Chrome(options=options, service=ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(chromium, folder):
+    """The page, freshly loaded at the size of a desk."""
+    resize(chromium, 1280)
+    chromium.get((folder / "report.html").as_uri())
+    yield chromium
+    assert chromium.get_log("browser") == []
+
+
+def resize(chromium, width, mode="light"):
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = {"features": [{"name": "prefers-color-scheme", "value": mode}]}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+
+def find(page, name):
+    return page.find_element(By.ID, f"explorer-{name}")
+
+
+def shown(page):
+    """What stands beside the map."""
+    return {name: find(page, name).text for name in ("title", "nll", "brier", "ece", "accuracy")}
+
+
+def table_row(page, label):
+    """The cells of a row of the first table, by the heading of their column, without their intervals."""
+    table = page.find_element(By.CSS_SELECTOR, "#choices table")
+    heads = [one.text for one in table.find_elements(By.CSS_SELECTOR, "thead th")]
+    for row in table.find_elements(By.CSS_SELECTOR, "tbody tr"):
+        cells = [one.text.partition("\n")[0] for one in row.find_elements(By.CSS_SELECTOR, "th, td")]
+        if cells[0] == label:
+            return dict(zip(heads, cells, strict=True))
+    raise AssertionError(f"no row {label!r}")
+
+
+def same_figures(page, label):
+    row = table_row(page, label)
+    now = shown(page)
+    assert now["nll"] == row["NLL"]
+    assert now["brier"] == row["Brier"]
+    assert now["ece"] == row["ECE equal_width"]
+    assert now["accuracy"] == row["accuracy"]
+
+
+def rows_of(folder):
+    return json.loads((folder / "report.json").read_text())["rows"]
+
+
+def cell_by_hand(folder, gamma, temperature):
+    """Figures in print and the lines of the table of bins, from the file itself."""
+    with np.load(folder / "logits.npz") as arrays:
+        logits = torch.from_numpy(arrays["test_logits"]).double()
+        labels = torch.from_numpy(arrays["test_labels"])
+    log_probs = focal_calibration_map(logits, gamma, temperature, log=True)
+    bins = metrics.reliability_bins(confidence=log_probs.amax(-1).exp(), correct=logits.argmax(-1) == labels, n_bins=15)
+    figures = {
+        "nll": f"{float(metrics.nll(log_probs, labels, log=True)):.4f}",
+        "brier": f"{float(metrics.brier_score(log_probs.exp(), labels)):.4f}",
+        "ece": f"{float(metrics.expected_error(bins)):.4f}",
+        "accuracy": f"{float((logits.argmax(-1) == labels).double().mean()):.4f}",
+    }
+    return figures, bins
+
+
+def test_the_cells_of_the_table_are_one_click_away(page, folder):
+    buttons = find(page, "choices").find_elements(By.TAG_NAME, "button")
+    labels = [one.text for one in page.find_elements(By.CSS_SELECTOR, "#choices table:first-of-type tbody th")]
+    assert len(buttons) == len(rows_of(folder))
+    for button in buttons:
+        button.click()
+        assert button.get_attribute("aria-pressed") == "true"
+        same_figures(page, button.text.partition(":")[0].removesuffix(" (chosen)"))
+    assert {button.text.partition(":")[0].removesuffix(" (chosen)") for button in buttons} <= set(labels)
+
+
+def test_the_arrow_keys_choose_the_cell_beside(page, folder):
+    row = next(row for row in rows_of(folder) if (row["method"], row["criterion"]) == ("focal-temperature", "ece"))
+    for button in find(page, "choices").find_elements(By.TAG_NAME, "button"):
+        if button.text.startswith("focal temperature, ECE-optimal"):
+            button.click()
+    figures, _ = cell_by_hand(folder, row["gamma"], row["temperature"])
+    assert {name: shown(page)[name] for name in figures} == figures
+    canvas = find(page, "map")
+    canvas.send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    temperature = round(row["temperature"] - 0.2, 1)
+    assert shown(page)["title"] == f"gamma = {row['gamma']:g}, T = {temperature:g}"
+    figures, bins = cell_by_hand(folder, row["gamma"], temperature)
+    assert {name: shown(page)[name] for name in figures} == figures
+    # The table behind the diagram, and the diagram.
+    lines = page.execute_script(
+        "return [...document.querySelectorAll('#explorer-bins tr')].map(row => [...row.cells].map(c => c.textContent))"
+    )
+    for index, (line, count) in enumerate(zip(lines, bins.count.tolist(), strict=True)):
+        assert line[1] == str(count)
+        if count:
+            expected = float(bins.confidence[index]), float(bins.accuracy[index]), float(bins.gap[index])
+            assert [float(value) for value in line[2:4]] == pytest.approx(expected[:2], abs=1.01e-4)
+    filled = int((bins.count > 0).sum())
+    assert len(page.find_elements(By.CSS_SELECTOR, "#explorer-diagram .bin")) == filled
+    assert shown(page)["title"] in find(page, "diagram").get_attribute("aria-label")
+
+
+def test_pointer_and_sliders_choose_a_cell(page, folder):
+    page.execute_script("document.getElementById('explorer-map').scrollIntoView({block: 'center'})")
+    canvas = find(page, "map")
+    before = shown(page)["title"]
+    ActionChains(page).move_to_element_with_offset(canvas, 60, -60).click().perform()
+    after = shown(page)
+    assert after["title"] != before
+    gamma, temperature = (float(part.rpartition("= ")[2]) for part in after["title"].split(", "))
+    figures, _ = cell_by_hand(folder, gamma, temperature)
+    assert {name: after[name] for name in figures} == figures
+    find(page, "gamma").send_keys(Keys.HOME)
+    find(page, "temperature").send_keys(Keys.HOME)
+    assert shown(page)["title"] == "gamma = -0.5, T = 0.1"
+    figures, _ = cell_by_hand(folder, -0.5, 0.1)
+    assert {name: shown(page)[name] for name in figures} == figures
+
+
+def test_the_lowest_cell_of_a_map_is_found(page, folder):
+    for index in range(len(find(page, "which-map").find_elements(By.TAG_NAME, "option"))):
+        find(page, "which-map").find_elements(By.TAG_NAME, "option")[index].click()
+        find(page, "lowest").click()
+    row = next(row for row in rows_of(folder) if (row["method"], row["criterion"]) == ("focal-temperature", "ece"))
+    find(page, "which-map").find_elements(By.TAG_NAME, "option")[3].click()  # by which the ECE-optimal row was chosen
+    assert "ECE (equal_mass) on the 300 validation rows" in find(page, "colours").text
+    find(page, "lowest").click()
+    assert shown(page)["title"] == f"gamma = {row['gamma']:g}, T = {row['temperature']:g}"
+
+
+def test_the_chosen_cell_is_announced(page):
+    find(page, "map").send_keys(Keys.ARROW_UP)
+    page.implicitly_wait(10)
+    said = page.find_element(By.XPATH, "//*[@id='explorer-live'][contains(text(), 'NLL')]")
+    assert said.get_attribute("textContent").startswith(f"{shown(page)['title']}: NLL {shown(page)['nll']}, Brier")
+    assert said.get_attribute("aria-live") == "polite"
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 768, 1280])
+def test_nothing_is_cut(page, width, mode):
+    resize(page, width, mode)
+    page.refresh()
+    beyond = page.execute_script(
+        """
+        const width = document.documentElement.clientWidth;
+        return [...document.querySelectorAll("body *")]
+          .filter((one) => !one.matches(".skip, .unseen") && !one.closest("thead, div.wide, svg"))
+          .filter((one) => one.getBoundingClientRect().right > width + 0.5)
+          .map((one) => one.outerHTML.slice(0, 80));
+        """
+    )
+    assert beyond == []
+    overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.execute_script(f"return {overflow}") == 0
+    if width == 320:  # no table scrolls either
+        hidden = "return arguments[0].scrollWidth - arguments[0].clientWidth"
+        assert {page.execute_script(hidden, one) for one in page.find_elements(By.CSS_SELECTOR, "div.wide")} == {0}
+    # Dark on light, or light on dark.
+    luminance = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
+    assert (max(page.execute_script(f"return {luminance}")) < 64) == (mode == "dark")
+
+
+def test_without_script_everything_but_the_map_is_there(chromium, folder):
+    chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        chromium.get((folder / "report.html").as_uri())
+        text = chromium.find_element(By.TAG_NAME, "body").text
+        assert "With script, this section has a map" in text
+        assert "Choices" in text
+        assert not find(chromium, "title").is_displayed()
+        assert all(image.is_displayed() for image in chromium.find_elements(By.TAG_NAME, "img"))
+    finally:
+        chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

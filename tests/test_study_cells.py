@@ -1,0 +1,89 @@
+"""The cells of the report's map: each is what the calibrator of its gamma and T does to the reported rows."""
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+
+from focalkern import metrics
+from focalkern.files import LogitSet
+from focalkern.ops.calibration_grid import CalibrationGrid
+from focalkern.ops.calibration_map import focal_calibration_map
+from focalkern.study import cells as module
+from focalkern.study.cells import cells_on, thinned
+from focalkern.study.streamed import stream_sets
+
+GAMMAS = torch.tensor([-0.5, 0.0, 2.0], dtype=torch.float64)
+TEMPERATURES = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64)
+
+
+def some_rows(n=300, n_classes=5, kind="logits"):
+    logits = torch.randn(n, n_classes) * 3
+    labels = torch.multinomial(logits.softmax(-1), 1).squeeze(1)
+    return LogitSet(logits if kind == "logits" else logits.softmax(-1), labels, kind, "test", "rows.npz")
+
+
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_a_cell_is_what_its_calibrator_does(kind):
+    rows = some_rows(kind=kind)
+    cells = cells_on(rows, GAMMAS, TEMPERATURES, 15)
+    for i, gamma in enumerate(GAMMAS):
+        for j, temperature in enumerate(TEMPERATURES):
+            log_probs = focal_calibration_map(rows.input.double(), gamma, temperature, input_kind=kind, log=True)
+            bins = metrics.reliability_bins(
+                confidence=log_probs.amax(-1).exp(), correct=rows.input.argmax(-1) == rows.labels, n_bins=15
+            )
+            assert cells.count[i, j].tolist() == bins.count.tolist()
+            assert cells.correct[i, j].tolist() == (bins.accuracy * bins.count).nan_to_num().round().tolist()
+            torch.testing.assert_close(cells.confidence[i, j], (bins.confidence * bins.count).nan_to_num())
+            assert float(cells.tables["ece"][i, j]) == pytest.approx(float(metrics.expected_error(bins)))
+            assert float(cells.tables["nll"][i, j]) == pytest.approx(
+                float(metrics.nll(log_probs, rows.labels, log=True))
+            )
+            brier = metrics.brier_score(log_probs.exp(), rows.labels)
+            assert float(cells.tables["brier"][i, j]) == pytest.approx(float(brier))
+
+
+def test_streamed_rows_have_the_same_cells(tmp_path):
+    rows = some_rows()
+    for index, (logits, labels) in enumerate(zip(rows.input.split(70), rows.labels.split(70), strict=True)):
+        np.save(tmp_path / f"logits-{index}.npy", logits.numpy())
+        np.save(tmp_path / f"labels-{index}.npy", labels.numpy())
+    (streamed,) = stream_sets(str(tmp_path / "logits-*.npy"), labels=None, input_kind=None).values()
+    expected, found = (cells_on(one, GAMMAS, TEMPERATURES, 10) for one in (rows, streamed))
+    assert found.count.tolist() == expected.count.tolist()
+    assert found.correct.tolist() == expected.correct.tolist()
+    for name, table in expected.tables.items():
+        torch.testing.assert_close(found.tables[name], table)
+
+
+def a_grid(n_temperatures):
+    temperatures = torch.arange(1, n_temperatures + 1, dtype=torch.float64) / 100
+    table = torch.zeros(2, n_temperatures, dtype=torch.float64)
+    return CalibrationGrid(
+        torch.tensor([1.0, 0.0], dtype=torch.float64), temperatures, {"ece": table}, 15, "equal_mass"
+    )
+
+
+def test_a_map_has_every_cell_where_that_costs_little():
+    gammas, temperatures, every = thinned(a_grid(500), some_rows(), 15, [])
+    assert (gammas.tolist(), len(temperatures), every) == ([0.0, 1.0], 500, 1)
+
+
+def test_a_map_that_would_cost_much_is_thinned_but_keeps_what_was_chosen(monkeypatch):
+    monkeypatch.setattr(module, "_NUMBERS", 300 * 5 * 100)  # a hundred cells
+    _, temperatures, every = thinned(a_grid(500), some_rows(), 15, [0.01, 3.33, 7.77])
+    assert every == 10
+    assert {0.01, 3.33} <= set(temperatures.tolist())
+    assert 50 <= len(temperatures) <= 52
+    # Never fewer than a sixteenth of the search, however large the rows are.
+    monkeypatch.setattr(module, "_NUMBERS", 1)
+    assert thinned(a_grid(512), some_rows(), 15, [])[2] == 16
+
+
+def test_a_map_is_never_larger_than_its_page_may_be():
+    _, temperatures, every = thinned(a_grid(100_000), some_rows(n=2), 15, [])
+    cells = 2 * len(temperatures)
+    assert every > 1
+    assert len(base64.b64encode(bytes(cells * (36 + 10 * 15)))) < 2_000_000
