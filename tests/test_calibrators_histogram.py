@@ -315,7 +315,7 @@ def test_bad_data_are_named_and_leave_the_fitted_bins():
         (logits, target + 1, IndexError),
         (logits, target - 100, IndexError),
         (logits[:0], target[:0], ValueError),
-        (logits, target.double(), TypeError),
+        (logits, target + 0.5, ValueError),
     ]:
         with pytest.raises(error):
             calibrator.fit(z, y)

@@ -13,6 +13,7 @@ from focalkern.calibrators._isotonic import IsotonicCalibration
 from focalkern.calibrators._modules import (
     CalibratedLogits,
     CalibratedLogProbs,
+    ClassAxis,
     HistogramLogProbs,
     IsotonicLogProbs,
     MultiLabelLogits,
@@ -34,6 +35,7 @@ __all__ = [
     "CalibratedLogits",
     "CalibrationWarning",
     "Calibrator",
+    "ClassAxis",
     "Criterion",
     "Estimator",
     "FocalTemperatureScaling",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from focalkern._atomic import write_atomically
-from focalkern.calibrators._modules import as_pairs
+from focalkern.calibrators._modules import ClassAxis, as_pairs
+from focalkern.calibrators._rows import Rows, as_floating, as_rows, check_input
 from focalkern.calibrators._warnings import warn
 from focalkern.metrics import ESTIMATORS, as_tensor
 
@@ -55,6 +56,7 @@ class Calibrator:
     n_classes_: int
     n_samples_: int
     one_logit_: bool
+    dense_: bool
     doubts_: tuple[str, ...]
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -62,15 +64,18 @@ class Calibrator:
         if "method" in vars(cls):
             BY_METHOD[cls.method] = cls
 
-    def fit(self, logits: Any, target: Any) -> Self:
+    def fit(self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None) -> Self:
         """Fit on held-out data.
 
         Args:
             logits: [N, C] floating point, tensor or array; probabilities with ``input_kind="probs"``. Or [N], one
                 logit (or probability) per row, that of class 1 of two: the same as [N, 2] with a logit of 0 for class
-                0.
-            target: [N]. Integers are class indices, columns of ``logits``. Strings are taken as scikit-learn does: in
-                alphabetical order they are the columns, and all of them must occur.
+                0. Or [N, C, d1, ...] with the classes where torch's losses have them: every place is a row, and what
+                is fitted so takes and gives this layout.
+            target: [N], or [N, d1, ...]. Integers, bools and whole floats are class indices, columns of ``logits``.
+                Strings are taken as scikit-learn does: in alphabetical order they are the columns, and all must occur.
+            sample_weight: [N], or of the shape of ``target``: how often a row counts; None is once.
+            ignore_index: label of rows that are left out; None is no label.
 
         Returns:
             The calibrator itself, with ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_``, ``doubts_``, and
@@ -86,24 +91,23 @@ class Calibrator:
                 its domain; more or fewer strings than classes.
             IndexError: an integer target outside [0, C).
         """
-        self.fit_quietly(logits, target)
+        self.fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
         warn(type(self).__name__, self.doubts_)
         return self
 
-    def fit_quietly(self, logits: Any, target: Any) -> Self:
+    def fit_quietly(
+        self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None
+    ) -> Self:
         """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves."""
         name = type(self).__name__
         self._check_parameters()
-        input = as_tensor(logits)
+        input = self._as_tensor(logits)
         one_logit = input.dim() == 1
         input = self._pairs(input) if one_logit else input
-        _check_input(name, input)
-        if input.shape[0] == 0:
-            raise ValueError(f"{name}: fit needs at least one row, got none")
-        labels, classes = _as_target(name, target, input)
-        fitted = self._fit(input, labels)
-        self._become(fitted, classes=classes, n_samples=input.shape[0], one_logit=one_logit)
-        self.doubts_ = tuple(self._doubts(input, labels))
+        rows = as_rows(name, input, target, sample_weight, ignore_index, one_logit=one_logit)
+        fitted = self._fit(rows)
+        self._become(fitted, classes=rows.classes, n_samples=len(rows.input), one_logit=one_logit, dense=rows.dense)
+        self.doubts_ = tuple(self._doubts(rows))
         return self
 
     def predict_proba(self, logits: Any) -> Any:
@@ -111,21 +115,21 @@ class Calibrator:
 
         Args:
             logits: [..., C] floating point, with the number of classes of ``fit``; [...] where ``fit`` had one logit
-                per row.
+                per row; [N, C, d1, ...] where ``fit`` had such.
 
         Returns:
-            [..., C] probabilities ([..., 2] for one logit): a tensor for a tensor, on its device; a NumPy array for
-            anything else.
+            Probabilities of the same shape ([..., 2] for one logit): a tensor for a tensor, on its device; a NumPy
+            array for anything else.
 
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.
             TypeError, ValueError: as ``fit``.
         """
-        return _like(logits, self._apply(self._input(logits), log=False))
+        return self._laid_out(logits, self._apply(self._input(logits), log=False))
 
     def predict_log_proba(self, logits: Any) -> Any:
         """Calibrated log-probabilities; as :meth:`predict_proba`."""
-        return _like(logits, self._apply(self._input(logits), log=True))
+        return self._laid_out(logits, self._apply(self._input(logits), log=True))
 
     def predict(self, logits: Any) -> Any:
         """The most probable class [...]: its index, int64, or its name (a NumPy array) where ``fit`` had strings.
@@ -137,14 +141,14 @@ class Calibrator:
             return _like(logits, index)
         return self.classes_[index.cpu().numpy()]
 
-    def score(self, logits: Any, target: Any) -> float:
+    def score(self, logits: Any, target: Any, sample_weight: Any = None) -> float:
         """Accuracy of :meth:`predict`, a fraction: what scikit-learn calls the score of a classifier."""
         found = self.predict(logits)
         found = found.cpu().numpy() if isinstance(found, Tensor) else found
         wanted = target.cpu().numpy() if isinstance(target, Tensor) else np.asarray(target)
         if wanted.shape != found.shape:
             raise ValueError(f"{type(self).__name__}: target must be {list(found.shape)}, got {list(wanted.shape)}")
-        return float((found == wanted).mean())
+        return float(np.average(found == wanted, weights=sample_weight))
 
     def changed(self, logits: Any) -> Any:
         """The rows whose predicted class is another one than before calibration.
@@ -163,6 +167,10 @@ class Calibrator:
 
     def as_module(self) -> torch.nn.Module:
         raise NotImplementedError
+
+    def _placed(self, module: torch.nn.Module) -> torch.nn.Module:
+        """A module of [..., C] for the layout of fit."""
+        return ClassAxis(module) if self.dense_ else module
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The arguments of the constructor, by name; with ``deep`` those of a nested calibrator besides, as
@@ -241,11 +249,11 @@ class Calibrator:
     def _check_parameters(self) -> None:
         self._check_option("input_kind", INPUT_KINDS)
 
-    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
-        """The fitted attributes for input [N, C], N >= 1, and target [N] int64 (both may still hold bad values)."""
+    def _fit(self, rows: Rows) -> dict[str, Any]:
+        """The fitted attributes (``rows.input`` may still hold bad values)."""
         raise NotImplementedError
 
-    def _doubts(self, input: Tensor, target: Tensor) -> Iterable[str]:
+    def _doubts(self, rows: Rows) -> Iterable[str]:
         """What is doubtful about what was fitted to these rows, each with its remedy."""
         return ()
 
@@ -267,27 +275,43 @@ class Calibrator:
 
     # -- private ------------------------------------------------------------------------------------------------
 
-    def _become(self, fitted: Mapping[str, Any], *, classes: Any, n_samples: int, one_logit: bool) -> None:
+    def _become(
+        self, fitted: Mapping[str, Any], *, classes: Any, n_samples: int, one_logit: bool, dense: bool = False
+    ) -> None:
         """Replace everything that an earlier fit has left."""
         for name in [name for name in vars(self) if name.endswith("_") and not name.startswith("_")]:
             delattr(self, name)
         vars(self).update(fitted)
         self.classes_, self.n_classes_, self.n_samples_, self.one_logit_ = classes, len(classes), n_samples, one_logit
+        self.dense_ = dense
         self.doubts_ = ()
 
     def _pairs(self, input: Tensor) -> Tensor:
         """[...] of class 1 to [..., 2]."""
-        if not input.is_floating_point():
-            raise TypeError(f"{type(self).__name__}: logits must be floating point, got {input.dtype}")
-        return as_pairs(input, self.input_kind)
+        return as_pairs(as_floating(type(self).__name__, input), self.input_kind)
+
+    def _as_tensor(self, logits: Any) -> Tensor:
+        try:
+            return as_tensor(logits)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{type(self).__name__}: logits must be a tensor or an array of numbers, got {type(logits).__name__} "
+                f"({error})"
+            ) from error
+
+    def _laid_out(self, given: Any, result: Tensor) -> Any:
+        """[..., C] as it was given: a tensor or an array, and the classes where they were."""
+        return _like(given, result.movedim(-1, 1) if self.dense_ and result.dim() > 2 else result)
 
     def _input(self, logits: Any) -> Tensor:
         self._check_fitted()
         name = type(self).__name__
-        input = as_tensor(logits)
+        input = self._as_tensor(logits)
         if self.one_logit_:
             return self._pairs(input)
-        _check_input(name, input, any_rank=True)
+        if self.dense_ and input.dim() > 2:
+            input = input.movedim(1, -1)
+        check_input(name, input, any_rank=True)
         if input.shape[-1] != self.n_classes_:
             raise ValueError(
                 f"{name}: logits must have the {self.n_classes_} classes of fit, got shape {list(input.shape)}"
@@ -337,6 +361,8 @@ class Calibrator:
             data["classes"] = self.classes_.tolist()
         if self.one_logit_:
             data["one_logit"] = True
+        if self.dense_:
+            data["dense"] = True
         if self.doubts_:
             data["doubts"] = list(self.doubts_)
         return {
@@ -392,47 +418,14 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Calibrator:
     if classes.shape != (n_classes,) or ("classes" in fit and classes.dtype.kind != "U"):
         raise ValueError(f"expected {n_classes} classes with names, found {fit['classes']!r}")
     fitted = calibrator._fitted_from_json(document, fit)
-    calibrator._become(fitted, classes=classes, n_samples=n_samples, one_logit=fit.get("one_logit") is True)
+    layout = {name: fit.get(name) is True for name in ("one_logit", "dense")}
+    calibrator._become(fitted, classes=classes, n_samples=n_samples, **layout)
     calibrator.doubts_ = tuple(str(words) for words in fit.get("doubts", ()))
     return calibrator
 
 
-def _as_target(name: str, values: Any, input: Tensor) -> tuple[Tensor, np.ndarray[Any, Any]]:
-    """target [N] int64 on the device of ``input``, and the classes."""
-    n_rows, n_classes = input.shape
-    classes = np.arange(n_classes)
-    array = None if isinstance(values, Tensor) else np.asarray(values)
-    if array is not None and array.dtype.kind in "USO":
-        if not all(isinstance(value, str) for value in array.flat):
-            found = sorted({type(value).__name__ for value in array.flat})
-            raise TypeError(f"{name}: target must be integer class indices or strings, got {' and '.join(found)}")
-        classes, array = np.unique(array.astype(str), return_inverse=True)
-        if len(classes) != n_classes:
-            raise ValueError(
-                f"{name}: target must name each of the {n_classes} classes of the logits, got {len(classes)} names; "
-                "integers 0 to C - 1 may leave classes out"
-            )
-        values = array
-    target = as_tensor(values)
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise TypeError(f"{name}: target must be integer class indices, got {target.dtype}")
-    if target.dim() != 1 or target.shape[0] != n_rows:
-        raise ValueError(f"{name}: target must be [N] = [{n_rows}], got {list(target.shape)}")
-    return target.to(torch.int64), classes
-
-
 def _like(given: Any, result: Tensor) -> Any:
     return result if isinstance(given, Tensor) else result.numpy()
-
-
-def _check_input(name: str, input: Tensor, *, any_rank: bool = False) -> None:
-    if not input.is_floating_point():
-        raise TypeError(f"{name}: logits must be floating point, got {input.dtype}")
-    if input.dim() < 1 or (not any_rank and input.dim() != 2):
-        raise ValueError(f"{name}: logits must be [N, C], or [N] for one logit per row, got shape {list(input.shape)}")
-    if input.shape[-1] < 2:
-        hint = "; one logit per row is [N]" if input.shape[-1] == 1 else ""
-        raise ValueError(f"{name}: logits must have at least 2 classes, got shape {list(input.shape)}{hint}")
 
 
 def as_numbers(calibrator: str, name: str, values: Iterable[float] | Tensor) -> tuple[float, ...]:

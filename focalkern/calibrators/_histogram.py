@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number, calibrator_from_json
 from focalkern.calibrators._modules import CalibratedLogProbs, HistogramLogProbs, bin_top_class, widened
+from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._search import every_row_grid
 from focalkern.calibrators._warnings import judged
@@ -74,7 +75,7 @@ class HistogramBinning(Calibrator):
         self.scaling = scaling
         self.input_kind = input_kind
 
-    def as_module(self, *, fused: bool = True) -> HistogramLogProbs:
+    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
         """Scaling and bins as a module from logits [..., C] to calibrated log-probabilities, or, fitted on one logit
         per row, from logits [...] to calibrated logits.
 
@@ -86,7 +87,8 @@ class HistogramBinning(Calibrator):
         """
         self._check_fitted()
         cuts, values = self.edges_[1:-1].tolist(), self.values_.tolist()
-        return HistogramLogProbs(self._scaling_module(self.scaling_, fused), cuts, values, one_logit=self.one_logit_)
+        scaling = self._scaling_module(self.scaling_, fused)
+        return self._placed(HistogramLogProbs(scaling, cuts, values, one_logit=self.one_logit_))
 
     # -- private ------------------------------------------------------------------------------------------------
 
@@ -104,14 +106,15 @@ class HistogramBinning(Calibrator):
             raise ValueError(f"{name}: n_bins must be at least 1, got {self.n_bins}")
         self._check_scaling()
 
-    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+    def _fit(self, rows: Rows) -> dict[str, Any]:
+        input, target = rows.input, rows.target
         # One cell, for its checks of values and labels.
         every_row_grid(
             type(self).__name__, input, target, (0.0,), (1.0,), criteria=("nll",), input_kind=self.input_kind
         )
         scaling = None
         if self.scaling is not None:
-            scaling = type(self.scaling)(**self.scaling.get_params(deep=False)).fit_quietly(input, target)
+            scaling = type(self.scaling)(**self.scaling.get_params(deep=False)).fit_quietly(input, target, rows.weight)
         log_probs = self._scaling_module(scaling)(widened(input))
         top = input.argmax(-1, keepdim=True)
         confidence = log_probs.gather(-1, top).exp().squeeze(-1)
@@ -120,19 +123,26 @@ class HistogramBinning(Calibrator):
         if self.binning == "equal_width":
             cuts = torch.arange(1, n_bins, dtype=torch.float64) / n_bins
         else:
-            ordered = confidence.to(torch.float64).sort().values.cpu()
-            sizes = torch.full((n_bins,), len(ordered) // n_bins)
-            sizes[: len(ordered) % n_bins] += 1
-            after = sizes.cumsum(0)[:-1]
+            ordered, order = (part.cpu() for part in confidence.to(torch.float64).sort(stable=True))
+            if rows.weight is None:
+                sizes = torch.full((n_bins,), len(ordered) // n_bins)
+                sizes[: len(ordered) % n_bins] += 1
+                after = sizes.cumsum(0)[:-1]
+            else:  # the row in which a share of the weight is reached ends its bin
+                reached = rows.weight.cpu()[order].cumsum(0)
+                shares = torch.arange(1, n_bins, dtype=torch.float64) / n_bins * reached[-1]
+                after = (torch.searchsorted(reached, shares * (1 - 1e-12)) + 1).clamp(max=len(ordered))
             # More bins than rows: the last ones are empty, from the largest confidence to 1.
             cuts = (ordered[after - 1] + ordered[after.clamp(max=len(ordered) - 1)]) / 2
         index = (confidence.unsqueeze(-1) > cuts.to(confidence)).sum(-1).cpu()
         correct = (top.squeeze(-1) == target).to(torch.float64).cpu()
+        weight = torch.ones_like(correct) if rows.weight is None else rows.weight.cpu()
         counts = torch.zeros(n_bins, dtype=torch.int64).scatter_add_(0, index, torch.ones_like(index))
-        right = torch.zeros(n_bins, dtype=torch.float64).scatter_add_(0, index, correct)
+        mass = torch.zeros(n_bins, dtype=torch.float64).scatter_add_(0, index, weight)
+        right = torch.zeros(n_bins, dtype=torch.float64).scatter_add_(0, index, weight * correct)
         edges = torch.cat([torch.zeros(1, dtype=torch.float64), cuts, torch.ones(1, dtype=torch.float64)])
         centres = (edges[1:] + edges[:-1]) / 2
-        values = torch.where(counts > 0, right / counts.clamp(min=1), centres)
+        values = torch.where(counts > 0, right / torch.where(counts > 0, mass, 1.0), centres)
         device = log_probs.device
         binned = bin_top_class(log_probs, top, cuts.to(device), values.to(device))
         return {
@@ -143,7 +153,7 @@ class HistogramBinning(Calibrator):
             "scaling_": scaling,
         }
 
-    def _doubts(self, input: Tensor, target: Tensor) -> list[str]:
+    def _doubts(self, rows: Rows) -> list[str]:
         doubts = []
         certain = int(((self.values_ == 1) & (self.counts_ > 0)).sum())
         if certain:
@@ -156,7 +166,7 @@ class HistogramBinning(Calibrator):
             doubts.append(f"of the scaling, {words} (its temperatures and gammas should go further)")
         remedy = "fewer bins, n_bins, or a scaling alone"
         apply = functools.partial(self._apply, log=True)
-        return [*doubts, *judged(input, target, apply, by=_PROPER, input_kind=self.input_kind, remedy=remedy)]
+        return [*doubts, *judged(rows, apply, by=_PROPER, input_kind=self.input_kind, remedy=remedy)]
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         cuts, values = (torch.from_numpy(numbers).to(input.device) for numbers in (self.edges_[1:-1], self.values_))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number
 from focalkern.calibrators._modules import IsotonicLogProbs
+from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._search import every_row_grid
 from focalkern.calibrators._warnings import judged
 
@@ -52,7 +53,7 @@ class IsotonicCalibration(Calibrator):
     def __init__(self, *, input_kind: InputKind = "logits") -> None:
         self.input_kind = input_kind
 
-    def as_module(self) -> IsotonicLogProbs:
+    def as_module(self) -> torch.nn.Module:
         """The fitted map as a module from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per
         row, from logits [...] to calibrated logits.
 
@@ -60,11 +61,12 @@ class IsotonicCalibration(Calibrator):
             NotFittedError: neither ``fit`` nor ``load`` came before.
         """
         self._check_fitted()
-        return IsotonicLogProbs(self.steps_, self.floor_, self.input_kind, one_logit=self.one_logit_)
+        return self._placed(IsotonicLogProbs(self.steps_, self.floor_, self.input_kind, one_logit=self.one_logit_))
 
     # -- private ------------------------------------------------------------------------------------------------
 
-    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+    def _fit(self, rows: Rows) -> dict[str, Any]:
+        input, target = rows.input, rows.target
         name = type(self).__name__
         try:
             from sklearn.isotonic import IsotonicRegression
@@ -75,14 +77,18 @@ class IsotonicCalibration(Calibrator):
         wide = input.to(torch.float64)
         probs = wide / wide.sum(-1, keepdim=True) if self.input_kind == "probs" else wide.softmax(-1)
         columns, labels = probs.cpu().numpy().T, target.cpu().numpy()
+        share = torch.full_like(target, 1 / len(target), dtype=torch.float64)
+        weight = None
+        if rows.weight is not None:
+            share, weight = rows.weight / rows.weight.sum(), rows.weight.cpu().numpy()
         steps = []
         for k, column in enumerate(columns):
             regression = IsotonicRegression(out_of_bounds="clip", y_min=0.0, y_max=1.0)
-            regression.fit(column, (labels == k).astype(np.float64))
+            regression.fit(column, (labels == k).astype(np.float64), weight)
             steps.append((regression.X_thresholds_.astype(np.float64), regression.y_thresholds_.astype(np.float64)))
-        floor = 1 / (len(input) + 1)
+        floor = 1 / (float(len(input) if weight is None else weight.sum()) + 1)
         log_probs = IsotonicLogProbs(steps, floor, self.input_kind).to(input.device)(wide)
-        nll = -log_probs.gather(1, target.unsqueeze(1)).mean()
+        nll = -(log_probs.gather(1, target.unsqueeze(1)).squeeze(1) @ share)
         return {
             "steps_": tuple(steps),
             "floor_": floor,
@@ -90,9 +96,9 @@ class IsotonicCalibration(Calibrator):
             "n_changed_": int((log_probs.argmax(-1) != input.argmax(-1)).sum()),
         }
 
-    def _doubts(self, input: Tensor, target: Tensor) -> list[str]:
+    def _doubts(self, rows: Rows) -> list[str]:
         remedy = "more rows, or TemperatureScaling"
-        return judged(input, target, self._log_probs, by=("nll",), input_kind=self.input_kind, remedy=remedy)
+        return judged(rows, self._log_probs, by=("nll",), input_kind=self.input_kind, remedy=remedy)
 
     def _log_probs(self, input: Tensor) -> Tensor:
         return self._apply(input, log=True)

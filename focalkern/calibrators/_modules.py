@@ -13,6 +13,7 @@ from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_ca
 __all__ = [
     "CalibratedLogProbs",
     "CalibratedLogits",
+    "ClassAxis",
     "HistogramLogProbs",
     "IsotonicLogProbs",
     "MultiLabelLogits",
@@ -99,6 +100,18 @@ class CalibratedLogits(CalibratedLogProbs):
         if self._plain():
             return reference.binary_focal_calibration_map(input, self.gamma, self.temperature, log_odds=True)
         return binary_focal_calibration_map(input, self.gamma, self.temperature, log_odds=True)
+
+
+class ClassAxis(torch.nn.Module):
+    """[N, C, d1, ...] to log-probabilities of the same shape, by a module of [..., C]; [N, C] as they are."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, input: Tensor) -> Tensor:
+        result: Tensor = self.module(input.movedim(1, -1)).movedim(-1, 1)
+        return result
 
 
 class _Exact(torch.nn.Module):

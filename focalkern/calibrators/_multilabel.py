@@ -55,12 +55,14 @@ class MultiLabelScaling(Calibrator):
         self.scaling = scaling
         self.input_kind = input_kind
 
-    def fit(self, logits: Any, target: Any) -> Self:
+    def fit(self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None) -> Self:
         """Fit every label on held-out data.
 
         Args:
             logits: [N, L] floating point, tensor or array; probabilities with ``input_kind="probs"``.
             target: [N, L] of 0 and 1: integer, floating point or bool.
+            sample_weight: [N], how often a row counts; None is once.
+            ignore_index: what stands in ``target`` where a label of a row is left out; None is nothing.
 
         Returns:
             The calibrator itself. When anything is raised, a calibrator that was fitted before stays as it was.
@@ -70,16 +72,18 @@ class MultiLabelScaling(Calibrator):
             ValueError: shapes that do not fit; no rows; a target other than 0 and 1; NaN or infinite logits; what the
                 scaling raises, with the label in front.
         """
-        self.fit_quietly(logits, target)
+        self.fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
         first = self.doubts_[:_SAID]
         more = len(self.doubts_) - len(first)
         warn(type(self).__name__, (*first, f"{more} more in doubts_") if more else first)
         return self
 
-    def fit_quietly(self, logits: Any, target: Any) -> Self:
+    def fit_quietly(
+        self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None
+    ) -> Self:
         name = type(self).__name__
         self._check_parameters()
-        input, labels = as_tensor(logits), as_tensor(target)
+        input, labels = self._as_tensor(logits), as_tensor(target)
         self._check_labels(input)
         if input.dim() != 2 or 0 in input.shape:
             raise ValueError(f"{name}: logits must be [N, L] with at least one row, got shape {list(input.shape)}")
@@ -87,26 +91,34 @@ class MultiLabelScaling(Calibrator):
             raise ValueError(f"{name}: target must be [N, L] = {list(input.shape)}, got {list(labels.shape)}")
         # Written so that NaN fails too.
         good = (labels == 0) | (labels == 1)
+        known = torch.ones_like(good) if ignore_index is None else labels != ignore_index
+        good |= ~known
         if not bool(good.all()):
             row, column = (~good).nonzero()[0].tolist()
             raise ValueError(
                 f"{name}: target must be 0 or 1, got {labels[row, column].item()} at row {row}, label {column}"
             )
         labels = labels.to(input.device, torch.int64)
-        positive = labels.sum(0).tolist()
+        known = known.to(input.device)
+        weight = None if sample_weight is None else as_tensor(sample_weight).to(input.device)
+        if weight is not None and weight.shape != input.shape[:1]:
+            raise ValueError(f"{name}: sample_weight must be [N] = [{len(input)}], got {list(weight.shape)}")
+        positive = (labels * known).sum(0).tolist()
         scalings: list[Scaling | None] = []
         remarks = []
         doubts: list[str] = []
         for label, count in enumerate(positive):
-            if count in (0, len(labels)):
+            rows = known[:, label]
+            n_rows = int(rows.sum())
+            if count in (0, n_rows):
                 what = "positive" if count == 0 else "negative"
-                remarks.append(f"label {label}: no {what} among {len(labels)} rows, it stays as it is")
+                remarks.append(f"label {label}: no {what} among {n_rows} rows, it stays as it is")
                 scalings.append(None)
                 continue
             template = TemperatureScaling(input_kind=self.input_kind) if self.scaling is None else self.scaling
             scaling = type(template)(**template.get_params(deep=False))
             try:
-                scaling.fit_quietly(input[:, label], labels[:, label])
+                scaling.fit_quietly(input[rows, label], labels[rows, label], None if weight is None else weight[rows])
             except ValueError as error:
                 raise ValueError(f"{name}: label {label}: {error}") from error
             remarks.extend(f"label {label}: {words}" for words in scaling.at_border_)
@@ -141,10 +153,10 @@ class MultiLabelScaling(Calibrator):
         """[..., L] int64: 1 where the probability is above 1/2, before calibration as after it."""
         return super().predict(logits)
 
-    def score(self, logits: Any, target: Any) -> float:
+    def score(self, logits: Any, target: Any, sample_weight: Any = None) -> float:
         """The fraction of the rows of which all labels are right, scikit-learn's score of multi-label classifiers."""
         right = np.asarray(self.predict(as_tensor(logits).cpu().numpy()) == as_tensor(target).cpu().numpy())
-        return float(right.all(-1).mean())
+        return float(np.average(right.all(-1), weights=sample_weight))
 
     def as_module(self, *, fused: bool = True) -> MultiLabelLogits:
         """The fitted maps as a module from logits [..., L] to calibrated logits, for a sigmoid or a loss with logits.
@@ -179,7 +191,7 @@ class MultiLabelScaling(Calibrator):
 
     def _input(self, logits: Any) -> Tensor:
         self._check_fitted()
-        input = as_tensor(logits)
+        input = self._as_tensor(logits)
         self._check_labels(input)
         if input.dim() < 1 or input.shape[-1] != self.n_classes_:
             raise ValueError(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from focalkern.calibrators._base import (
@@ -25,6 +26,7 @@ from focalkern.calibrators._derivatives import (
     smooth_focal,
 )
 from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
+from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._search import (
     DEFAULT_GAMMAS,
     TEMPERATURE_BOUNDS,
@@ -39,6 +41,7 @@ from focalkern.calibrators._search import (
     search_refine,
 )
 from focalkern.calibrators._warnings import judged
+from focalkern.calibrators._weighted import weighted_grid
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 
@@ -80,15 +83,19 @@ class Scaling(Calibrator):
     at_border_: tuple[str, ...]
     grid_: CalibrationGrid
 
-    def fit(self, logits: Any, target: Any) -> Self:
+    def fit(self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None) -> Self:
         """Search for the optimum on held-out data.
 
         Args:
             logits: [N, C] floating point, tensor or array; probabilities with ``input_kind="probs"``. Or [N], one
                 logit (or probability) per row, that of class 1 of two: the same as [N, 2] with a logit of 0 for class
-                0.
-            target: [N]. Integers are class indices, columns of ``logits``. Strings are taken as scikit-learn does: in
-                alphabetical order they are the columns, and all of them must occur.
+                0. Or [N, C, d1, ...] with the classes where torch's losses have them: every place is a row, and what
+                is fitted so takes and gives this layout.
+            target: [N], or [N, d1, ...]. Integers, bools and whole floats are class indices, columns of ``logits``.
+                Strings are taken as scikit-learn does: in alphabetical order they are the columns, and all must occur.
+            sample_weight: [N], or of the shape of ``target``: how often a row counts; None is once. A search that is
+                not by derivatives takes ten times longer with it, and ``"equal_mass_interp"`` is not defined.
+            ignore_index: label of rows that are left out; None is no label.
 
         Returns:
             The calibrator itself, with ``temperature_``, ``gamma_`` (0 for :class:`TemperatureScaling`),
@@ -111,7 +118,7 @@ class Scaling(Calibrator):
                 criterion that is finite nowhere; more or fewer strings than classes.
             IndexError: an integer target outside [0, C).
         """
-        return super().fit(logits, target)
+        return super().fit(logits, target, sample_weight, ignore_index=ignore_index)
 
     def choose(self, grid: CalibrationGrid, *, n_samples: int, n_classes: int) -> Self:
         """Take the optimum of a grid that is there already, in place of ``fit``, which would search it again.
@@ -132,7 +139,7 @@ class Scaling(Calibrator):
         self._become(found, classes=np.arange(n_classes), n_samples=n_samples, one_logit=False)
         return self
 
-    def as_module(self, *, fused: bool = True) -> CalibratedLogProbs | CalibratedLogits:
+    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
         """The fitted map as a module, to append to a network: from logits [..., C] to calibrated log-probabilities,
         or, fitted on one logit per row, from logits [...] to calibrated logits.
 
@@ -144,7 +151,7 @@ class Scaling(Calibrator):
         """
         self._check_fitted()
         module = CalibratedLogits if self.one_logit_ else CalibratedLogProbs
-        return module(self.gamma_, self.temperature_, self.input_kind, fused=fused)
+        return self._placed(module(self.gamma_, self.temperature_, self.input_kind, fused=fused))
 
     # -- private ------------------------------------------------------------------------------------------------
 
@@ -180,33 +187,34 @@ class Scaling(Calibrator):
                 if getattr(self, axis, None) is not None:
                     raise ValueError(f"{name}: {axis} must be None with search={search!r}, which has no grid")
 
-    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+    def _fit(self, rows: Rows) -> dict[str, Any]:
+        input, target, weight = rows.input, rows.target, rows.weight
         name, search, criterion = type(self).__name__, self._search(), self._criterion()
 
-        def grid(gammas: Any, temperatures: Any) -> CalibrationGrid:
-            return every_row_grid(
-                name,
-                input,
-                target,
-                gammas,
-                temperatures,
-                n_bins=self.n_bins,
-                criteria=(criterion,),
-                estimator=self.estimator,
-                input_kind=self.input_kind,
-            )
+        def grid(gammas: Any, temperatures: Any, weight: Tensor | None = weight) -> CalibrationGrid:
+            options: Any = {
+                "n_bins": self.n_bins,
+                "criteria": (criterion,),
+                "estimator": self.estimator,
+                "input_kind": self.input_kind,
+            }
+            if weight is None:
+                return every_row_grid(name, input, target, gammas, temperatures, **options)
+            return weighted_grid(name, input, target, weight, gammas, temperatures, **options)
 
         def table(gammas: Any, temperatures: Any) -> Any:
             return grid(gammas, temperatures).tables[criterion].cpu().numpy()
 
         if search in _SMOOTH:
-            grid((0.0,), (1.0,))  # for its checks of rows and labels
+            grid((0.0,), (1.0,), None)  # for its checks of rows
             if criterion == "nll":
                 check_finite_nll(name, input, target, self.input_kind)
-            return self._fitted(self._search_smooth(input, target, search), search, criterion)
+            return self._fitted(self._search_smooth(rows, search), search, criterion)
 
         gammas, temperatures = tuple(self._gammas()), tuple(self._temperatures())
-        if search != "grid":
+        if weight is not None:
+            grid((0.0,), (1.0,), None)  # for its checks of rows
+        if search != "grid" or weight is not None:
             # For its checks of the numbers: all of them, on one row.
             every_row_grid(
                 name, input[:1], target[:1], gammas, temperatures, criteria=("nll",), input_kind=self.input_kind
@@ -232,10 +240,10 @@ class Scaling(Calibrator):
             gammas, temperatures = _with(gammas, more[0]), (*temperatures, *more[1])
         return self._fitted(found, search, criterion)
 
-    def _search_smooth(self, input: Tensor, target: Tensor, criterion: Smooth) -> Found:
+    def _search_smooth(self, rows: Rows, criterion: Smooth) -> Found:
         raise NotImplementedError
 
-    def _doubts(self, input: Tensor, target: Tensor) -> list[str]:
+    def _doubts(self, rows: Rows) -> list[str]:
         doubts = []
         if self.at_border_:
             if self.search_ in _SMOOTH and self.temperature_ in TEMPERATURE_BOUNDS:
@@ -253,7 +261,7 @@ class Scaling(Calibrator):
             by, remedy = ["nll", "brier"], "an ECE can fall while the probabilities get worse; criterion='nll' does not"
         else:
             by, remedy = [self.criterion_], "gamma = 0 and temperature = 1 belong into the search"
-        worse = judged(input, target, self._log_probs, by=by, input_kind=self.input_kind, remedy=remedy)
+        worse = judged(rows, self._log_probs, by=by, input_kind=self.input_kind, remedy=remedy)
         return [*doubts, *worse]
 
     def _log_probs(self, input: Tensor) -> Tensor:
@@ -350,8 +358,9 @@ class TemperatureScaling(Scaling):
     def _gammas(self) -> Any:
         return (0.0,)
 
-    def _search_smooth(self, input: Tensor, target: Tensor, criterion: Smooth) -> Found:
-        return (nll_temperature if criterion == "nll" else brier_temperature)(input, target, self.input_kind)
+    def _search_smooth(self, rows: Rows, criterion: Smooth) -> Found:
+        search = nll_temperature if criterion == "nll" else brier_temperature
+        return search(rows.input, rows.target, self.input_kind, rows.weight)
 
 
 class FocalTemperatureScaling(Scaling):
@@ -422,13 +431,21 @@ class FocalTemperatureScaling(Scaling):
     def _gammas(self) -> Any:
         return DEFAULT_GAMMAS if self.gammas is None else as_numbers(type(self).__name__, "gammas", self.gammas)
 
-    def _search_smooth(self, input: Tensor, target: Tensor, criterion: Smooth) -> Found:
-        return smooth_focal(input, target, self.input_kind, criterion, near=self._near)
+    def _search_smooth(self, rows: Rows, criterion: Smooth) -> Found:
+        return smooth_focal(rows.input, rows.target, self.input_kind, criterion, rows.weight, self._near)
 
     # Where a search by derivatives starts, in place of a coarse grid: set by fit_quietly for the time of a fit.
     _near: tuple[float, float] | None = None
 
-    def fit_quietly(self, logits: Any, target: Any, *, near: tuple[float, float] | None = None) -> Self:
+    def fit_quietly(
+        self,
+        logits: Any,
+        target: Any,
+        sample_weight: Any = None,
+        *,
+        ignore_index: int | None = None,
+        near: tuple[float, float] | None = None,
+    ) -> Self:
         """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves.
 
         Args:
@@ -437,7 +454,7 @@ class FocalTemperatureScaling(Scaling):
         """
         self._near = near
         try:
-            return super().fit_quietly(logits, target)
+            return super().fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
         finally:
             del self._near
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number
 from focalkern.calibrators._derivatives import nll_temperature, smooth_focal
 from focalkern.calibrators._modules import StructuredLogProbs
+from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._search import every_row_grid
 from focalkern.calibrators._warnings import judged
 
@@ -79,7 +80,7 @@ class StructuredScaling(Calibrator):
         self.penalty = penalty
         self.input_kind = input_kind
 
-    def as_module(self, *, fused: bool = True) -> StructuredLogProbs:
+    def as_module(self, *, fused: bool = True) -> torch.nn.Module:
         """The fitted map as a module from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per
         row, from logits [...] to calibrated logits.
 
@@ -90,7 +91,7 @@ class StructuredScaling(Calibrator):
             NotFittedError: neither ``fit`` nor ``load`` came before.
         """
         self._check_fitted()
-        return self._module(fused, one_logit=self.one_logit_)
+        return self._placed(self._module(fused, one_logit=self.one_logit_))
 
     # -- private ------------------------------------------------------------------------------------------------
 
@@ -114,17 +115,22 @@ class StructuredScaling(Calibrator):
             fused=fused,
         )
 
-    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+    def _fit(self, rows: Rows) -> dict[str, Any]:
+        input, target, weight = rows.input, rows.target, rows.weight
         # One cell, for its checks of values and labels.
         every_row_grid(
             type(self).__name__, input, target, (0.0,), (1.0,), criteria=("ece",), input_kind=self.input_kind
         )
-        n_rows, n_classes = input.shape
+        n_classes = input.shape[1]
+        n_rows = float(len(input) if weight is None else weight.sum())
+        share = torch.full_like(target, 1 / n_rows, dtype=torch.float64) if weight is None else weight / n_rows
         fitted: dict[str, Any] = {"focal_gamma_": 0.0, "focal_temperature_": 1.0, "floor_": 1 / (n_rows + 1)}
         possible = self._possible(input, target)
         fitted["temperature_"] = 1.0
         if len(possible):
-            fitted["temperature_"] = nll_temperature(input[possible], target[possible], self.input_kind).temperature
+            part = None if weight is None else weight[possible]
+            found = nll_temperature(input[possible], target[possible], self.input_kind, part)
+            fitted["temperature_"] = found.temperature
         shape = (n_classes,) if self.kind == "vector" else (n_classes, n_classes)
         ones = torch.ones(n_classes, dtype=torch.float64, device=input.device)
         identity = ones if self.kind == "vector" else torch.diag(ones)
@@ -138,19 +144,18 @@ class StructuredScaling(Calibrator):
             penalties.fill_(strength)
         else:
             penalties.fill_diagonal_(strength)
-        weight, bias = _regularised(features, target, identity, penalties, strength)
-        module.weight, module.bias = weight, bias
+        module.weight, module.bias = _regularised(features, target, share, identity, penalties, strength)
         scores = module.scores(features)
         if self.focal:
-            found = smooth_focal(scores, target, "logits", "nll")
+            found = smooth_focal(scores, target, "logits", "nll", weight)
             fitted["focal_gamma_"], fitted["focal_temperature_"] = found.gamma, found.temperature
             module.focal = (found.gamma, found.temperature)
         log_probs = module.finished(scores)
         return {
             **fitted,
-            "weight_": weight.cpu().numpy(),
-            "bias_": bias.cpu().numpy(),
-            "best_value_": float(-log_probs.gather(1, target.unsqueeze(1)).mean()),
+            "weight_": module.weight.cpu().numpy(),
+            "bias_": module.bias.cpu().numpy(),
+            "best_value_": -float(log_probs.gather(1, target.unsqueeze(1)).squeeze(1) @ share),
             "n_changed_": int((log_probs.argmax(-1) != input.argmax(-1)).sum()),
         }
 
@@ -159,9 +164,9 @@ class StructuredScaling(Calibrator):
         of_target = input.gather(1, target.unsqueeze(1)).squeeze(1)
         return (of_target > (0 if self.input_kind == "probs" else -torch.inf)).nonzero().squeeze(1)
 
-    def _doubts(self, input: Tensor, target: Tensor) -> list[str]:
+    def _doubts(self, rows: Rows) -> list[str]:
         remedy = "a larger penalty, or TemperatureScaling"
-        return judged(input, target, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy)
+        return judged(rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy)
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         log_probs: Tensor = self._module().to(input.device)(input)
@@ -199,16 +204,17 @@ class StructuredScaling(Calibrator):
 
 
 def _regularised(
-    features: Tensor, target: Tensor, identity: Tensor, penalties: Tensor, of_bias: float
+    features: Tensor, target: Tensor, share: Tensor, identity: Tensor, penalties: Tensor, of_bias: float
 ) -> tuple[Tensor, Tensor]:
     """Weight and bias with the smallest mean NLL plus penalties * (weight - identity)^2 + of_bias * bias^2.
 
     Args:
         features: [N, C] float64.
         target: [N] int64.
+        share: [N] float64, of the mean; it sums to 1.
         identity, penalties: [C, C], or [C] for a diagonal.
     """
-    n_rows, n_classes = features.shape
+    n_classes = features.shape[1]
     rows = max(1, _BLOCK // n_classes)
     vector = identity.dim() == 1
     change = torch.zeros_like(identity, requires_grad=True)
@@ -219,14 +225,14 @@ def _regularised(
         weight = identity + change
         value = (penalties * change.square()).sum() + of_bias * bias.square().sum()
         of_weight, of_intercept = 2 * penalties * change, 2 * of_bias * bias
-        for x, labels in zip(features.split(rows), target.split(rows), strict=True):
+        for x, labels, part in zip(features.split(rows), target.split(rows), share.split(rows), strict=True):
             scores = (x * weight if vector else x @ weight.T) + bias
             log_probs = scores.log_softmax(-1)
-            value = value - log_probs.gather(1, labels.unsqueeze(1)).sum() / n_rows
+            value = value - log_probs.gather(1, labels.unsqueeze(1)).squeeze(1) @ part
             # Softmax minus one-hot, of which everything else is a sum.
             slope = log_probs.exp_()
             slope.scatter_add_(1, labels.unsqueeze(1), slope.new_full((len(labels), 1), -1.0))
-            slope /= n_rows
+            slope *= part.unsqueeze(1)
             of_weight += (slope * x).sum(0) if vector else slope.T @ x
             of_intercept += slope.sum(0)
         change.grad, bias.grad = of_weight, of_intercept

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from focalkern.calibrators._rows import Rows
+
 __all__ = ["CalibrationWarning", "judged", "warn"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -33,30 +35,22 @@ def warn(name: str, doubts: Sequence[str]) -> None:
 
 
 def judged(
-    input: Tensor,
-    target: Tensor,
-    apply: Callable[[Tensor], Tensor],
-    *,
-    by: Sequence[str],
-    input_kind: str,
-    remedy: str,
-    weight: Tensor | None = None,
+    of: Rows, apply: Callable[[Tensor], Tensor], *, by: Sequence[str], input_kind: str, remedy: str
 ) -> list[str]:
     """Whether calibrated rows are worse than the same rows without calibration.
 
     Worse is a mean loss that is higher by more than one standard error of the paired difference.
 
     Args:
-        input: [N, C] of ``input_kind``, checked.
-        target: [N] int64.
+        of: the rows of fit.
         apply: [n, C] to calibrated log-probabilities.
         by: the losses to look at, out of ``"nll"`` and ``"brier"``.
         remedy: what to do where one is worse.
-        weight: [N] float64.
 
     Returns:
         No, one or two doubts, in words.
     """
+    input, target, weight = of.input, of.target, of.weight
     rows = max(1, _BLOCK // input.shape[1])
     parts: list[tuple[Tensor, Tensor]] = []
     for block, labels in zip(input.split(rows), target.split(rows), strict=True):

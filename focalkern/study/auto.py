@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators import Calibrator, InputKind
+from focalkern.calibrators._rows import Rows
 from focalkern.study.contest import PROPER, Proper, as_candidates, hold_contest, log_proba
 from focalkern.study.verdict import Verdict, doubts_of, evidence_in_words, method_in_words
 
@@ -66,7 +67,7 @@ class AutoCalibrator(Calibrator):
             NotFittedError: ``fit`` did not come before.
             TypeError: it is not one of this library's.
         """
-        return self._own("as_module").as_module()
+        return self._placed(self._own("as_module").as_module())
 
     # -- private ------------------------------------------------------------------------------------------------
 
@@ -86,7 +87,12 @@ class AutoCalibrator(Calibrator):
             raise ValueError(f"AutoCalibrator: folds must be an int of at least 2, got {self.folds!r}")
         as_candidates(self.candidates, self.criterion, self.input_kind)
 
-    def _fit(self, input: Tensor, target: Tensor) -> dict[str, Any]:
+    def _fit(self, rows: Rows) -> dict[str, Any]:
+        if rows.weight is not None:
+            raise ValueError(
+                "AutoCalibrator: sample_weight has no folds; fit the calibrator of your choice with it instead"
+            )
+        input, target = rows.input, rows.target
         candidates = as_candidates(self.candidates, self.criterion, self.input_kind)
         contest = hold_contest(input, target, candidates, criterion=self.criterion, folds=self.folds, seed=self.seed)
         winner = contest.winner
@@ -128,6 +134,8 @@ class AutoCalibrator(Calibrator):
             document["fit"]["classes"] = self.classes_.tolist()
         if self.one_logit_:
             document["fit"]["one_logit"] = True
+        if self.dense_:
+            document["fit"]["dense"] = True
         return document
 
 

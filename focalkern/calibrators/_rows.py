@@ -1,0 +1,136 @@
+"""What ``fit`` is given, as rows: [N, C] of logits or probabilities, labels and weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern.metrics import as_tensor
+
+__all__ = ["Rows", "as_floating", "as_rows", "check_input"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that count, checked but for the values of ``input``.
+
+    Attributes:
+        input: [N, C], N >= 1.
+        target: [N] int64 in [0, C).
+        weight: [N] float64 > 0; None where every row counts once.
+        classes: [C], what the columns are called.
+        one_logit: given as one logit per row.
+        dense: given as [N, C, d1, ...].
+    """
+
+    input: Tensor
+    target: Tensor
+    weight: Tensor | None
+    classes: np.ndarray[Any, Any]
+    one_logit: bool = False
+    dense: bool = False
+
+
+def as_rows(
+    name: str, input: Tensor, target: Any, sample_weight: Any, ignore_index: int | None, *, one_logit: bool
+) -> Rows:
+    """Rows of :meth:`Calibrator.fit`; ``name`` is the calibrator's, ``input`` [N, C] or [N, C, d1, ...]."""
+    check_input(name, input, any_rank=input.dim() > 2, class_axis=1 if input.dim() > 2 else -1)
+    n_classes = input.shape[1]
+    expected = (input.shape[0], *input.shape[2:])
+    labels, classes = _as_target(name, target, expected, n_classes)
+    labels = labels.to(input.device)
+    weight = None if sample_weight is None else _as_weight(name, sample_weight, expected).to(input.device)
+    dense = input.dim() > 2
+    if dense:
+        input, labels = input.movedim(1, -1).reshape(-1, n_classes), labels.reshape(-1)
+        weight = None if weight is None else weight.reshape(-1)
+    if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int | np.integer)):
+        raise TypeError(f"{name}: ignore_index must be an int or None, got {ignore_index!r}")
+
+    counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    outside = counts & ((labels < 0) | (labels >= n_classes))
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise IndexError(f"{name}: target must be in [0, {n_classes}), got {int(labels[row])} at row {row}")
+    if weight is not None:
+        counts &= weight > 0
+    if not bool(counts.all()):
+        input, labels = input[counts], labels[counts]
+        weight = None if weight is None else weight[counts]
+    if len(input) == 0:
+        raise ValueError(f"{name}: fit needs at least one row, got none")
+    if weight is not None and bool((weight == 1).all()):
+        weight = None
+    return Rows(input, labels, weight, classes, one_logit, dense)
+
+
+def check_input(name: str, input: Tensor, *, any_rank: bool = False, class_axis: int = -1) -> None:
+    as_floating(name, input)
+    if input.dim() < 1 or (not any_rank and input.dim() != 2):
+        raise ValueError(
+            f"{name}: logits must be [N, C], [N, C, d1, ...], or [N] for one logit per row, got shape "
+            f"{list(input.shape)}"
+        )
+    if input.shape[class_axis] < 2:
+        hint = "; one logit per row is [N]" if input.shape[class_axis] == 1 else ""
+        raise ValueError(f"{name}: logits must have at least 2 classes, got shape {list(input.shape)}{hint}")
+
+
+def as_floating(name: str, input: Tensor) -> Tensor:
+    if not input.is_floating_point():
+        raise TypeError(f"{name}: logits must be floating point, got {input.dtype}")
+    return input
+
+
+def _as_target(
+    name: str, values: Any, expected: tuple[int, ...], n_classes: int
+) -> tuple[Tensor, np.ndarray[Any, Any]]:
+    """Labels of shape ``expected``, int64, and the classes."""
+    classes = np.arange(n_classes)
+    array = None if isinstance(values, Tensor) else np.asarray(values)
+    if array is not None and array.dtype.kind in "USO":
+        kinds = {type(value) for value in array.flat}
+        if all(issubclass(kind, str) for kind in kinds):
+            classes, array = np.unique(array.astype(str), return_inverse=True)
+            if len(classes) != n_classes:
+                raise ValueError(
+                    f"{name}: target must name each of the {n_classes} classes of the logits, got {len(classes)} "
+                    "names; integers 0 to C - 1 may leave classes out"
+                )
+        elif all(issubclass(kind, int | float | np.integer | np.floating | np.bool_) for kind in kinds):
+            array = np.array(array.tolist())
+        else:
+            found = " and ".join(sorted(kind.__name__ for kind in kinds))
+            raise TypeError(f"{name}: target must be integer class indices or strings, got {found}")
+        values = array
+    target = as_tensor(values)
+    if tuple(target.shape) != expected:
+        letters = ", ".join(["N", *(f"d{i}" for i in range(1, len(expected)))])
+        raise ValueError(f"{name}: target must be [{letters}] = {list(expected)}, got {list(target.shape)}")
+    if target.is_complex():
+        raise TypeError(f"{name}: target must be integer class indices, got {target.dtype}")
+    if target.is_floating_point():
+        # Written so that NaN and infinity fail too.
+        odd = ~(target == target.round()) | ~target.isfinite()
+        if bool(odd.any()):
+            value = target[odd][0].item()
+            raise ValueError(f"{name}: target must be whole numbers where it is {target.dtype}, got {value}")
+    return target.to(torch.int64), classes
+
+
+def _as_weight(name: str, values: Any, expected: tuple[int, ...]) -> Tensor:
+    try:
+        weight = as_tensor(values).to(torch.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: sample_weight must be numbers, got {type(values).__name__}") from error
+    if tuple(weight.shape) == expected[:1]:
+        weight = weight.reshape(-1, *[1] * (len(expected) - 1)).expand(expected)
+    if tuple(weight.shape) != expected:
+        raise ValueError(f"{name}: sample_weight must be {list(expected)}, got {list(weight.shape)}")
+    bad = ~((weight >= 0) & weight.isfinite())
+    if bool(bad.any()):
+        raise ValueError(f"{name}: sample_weight must be at least 0 and finite, got {weight[bad][0].item()}")
+    return weight

@@ -1,0 +1,221 @@
+"""What fit takes: weights that are repeated rows, labels of every kind, rows left out, and dense predictions."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_close, peer
+
+import focalkern as fk
+from focalkern.calibrators import (
+    FocalTemperatureScaling,
+    HistogramBinning,
+    IsotonicCalibration,
+    MultiLabelScaling,
+    StructuredScaling,
+    TemperatureScaling,
+    load_calibrator,
+)
+from focalkern.calibrators._weighted import weighted_ece
+
+pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+
+FEW = [0.5, 1.0, 1.5, 2.0, 3.0]
+CALIBRATORS = [
+    TemperatureScaling(),
+    TemperatureScaling(criterion="brier"),
+    FocalTemperatureScaling(),
+    FocalTemperatureScaling(criterion="brier"),
+    *(
+        FocalTemperatureScaling(search=search, criterion=criterion, temperatures=FEW, estimator="equal_width")
+        for search, criterion in itertools.product(("grid", "line", "refine"), ("nll", "brier", "ece"))
+    ),
+    HistogramBinning(n_bins=4, binning="equal_width", scaling=TemperatureScaling()),
+    HistogramBinning(n_bins=3),
+    StructuredScaling(kind="vector"),
+    StructuredScaling(kind="matrix", focal=True),
+    IsotonicCalibration(),
+]
+
+
+def sample(n=150, n_classes=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, n_classes, generator=generator, dtype=torch.float64) * 2
+    target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    return logits * 2, target
+
+
+def copy(calibrator):
+    peer("sklearn") if isinstance(calibrator, IsotonicCalibration) else None
+    return type(calibrator)(**calibrator.get_params(deep=False))
+
+
+@pytest.mark.parametrize("calibrator", CALIBRATORS, ids=repr)
+def test_weights_are_repeated_rows(calibrator):
+    logits, target = sample()
+    times = torch.arange(150) % 4
+    repeated = copy(calibrator).fit(logits.repeat_interleave(times, 0), target.repeat_interleave(times))
+    weighted = copy(calibrator).fit(logits, target, times.numpy())
+    # Bins of equal mass are cut between rows, and a row that is repeated may lie on both sides.
+    close = 0.1 if calibrator.method == "histogram" and calibrator.binning == "equal_mass" else 2e-5
+    found, expected = weighted.predict_proba(logits), repeated.predict_proba(logits)
+    assert found.numpy() == pytest.approx(expected.numpy(), abs=close)
+    # No weight is a row that is not there, and ones are none.
+    assert weighted.n_samples_ == int((times > 0).sum())
+    ones = copy(calibrator).fit(logits, target, np.ones(150))
+    assert torch.equal(ones.predict_proba(logits), copy(calibrator).fit(logits, target).predict_proba(logits))
+
+
+@pytest.mark.parametrize("estimator", ["equal_width", "equal_mass"])
+def test_the_weighted_ece_is_that_of_repeated_rows(estimator):
+    rng = np.random.default_rng(0)
+    confidence, correct = rng.random(60), rng.random(60) < 0.6
+    times = rng.integers(1, 5, 60)
+    times[0] += -times.sum() % 6  # sizes of equal-mass bins do not differ
+    share = torch.from_numpy(times / times.sum())
+    found = weighted_ece(torch.from_numpy(confidence), torch.from_numpy(correct.astype(float)), share, 6, estimator)
+    expected = fk.metrics.expected_calibration_error(
+        confidence=np.repeat(confidence, times), correct=np.repeat(correct, times), n_bins=6, estimator=estimator
+    )
+    assert found == pytest.approx(float(expected), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "words"),
+    [
+        (torch.ones(149), ValueError, "sample_weight must be [150], got [149]"),
+        (-torch.ones(150), ValueError, "sample_weight must be at least 0 and finite, got -1.0"),
+        (torch.full((150,), torch.nan), ValueError, "at least 0 and finite, got nan"),
+        (torch.zeros(150), ValueError, "fit needs at least one row, got none"),
+        (["a"] * 150, TypeError, "sample_weight must be numbers, got list"),
+    ],
+)
+def test_bad_weights_are_named(weight, error, words):
+    with pytest.raises(error) as caught:
+        TemperatureScaling().fit(*sample(), weight)
+    assert "TemperatureScaling: " in str(caught.value) and words in str(caught.value)
+    scaling = FocalTemperatureScaling(criterion="ece", estimator="equal_mass_interp", temperatures=FEW)
+    with pytest.raises(ValueError, match="'equal_mass' or 'equal_width' with sample_weight"):
+        scaling.fit(*sample(), torch.arange(150))
+
+
+def test_a_score_is_weighted():
+    logits, target = sample()
+    calibrator = TemperatureScaling().fit(logits, target)
+    right = (logits.argmax(-1) == target).numpy()
+    weight = np.arange(150.0)
+    assert calibrator.score(logits, target, weight) == pytest.approx((right * weight).sum() / weight.sum())
+
+
+@pytest.mark.parametrize("kind", [bool, np.uint8, np.int16, np.float32, np.float64, object, "bool tensor", "list"])
+def test_labels_of_every_kind(kind):
+    logits, target = sample(n_classes=2)
+    expected = TemperatureScaling().fit(logits, target)
+    if kind == "bool tensor":
+        labels = target.bool()
+    elif kind == "list":
+        labels = target.tolist()
+    else:
+        labels = target.numpy().astype(kind)
+    found = TemperatureScaling().fit(logits, labels)
+    assert (found.temperature_, found.classes_.tolist()) == (expected.temperature_, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "words"),
+    [
+        (np.array([0.5] * 150), ValueError, "target must be whole numbers where it is torch.float64, got 0.5"),
+        (np.array([np.nan] * 150), ValueError, "got nan"),
+        (np.array([None] * 150), TypeError, "integer class indices or strings, got NoneType"),
+        (np.array(["a", 1.5] * 75, dtype=object), TypeError, "got float and str"),
+        (np.array([3.0] * 150), IndexError, "target must be in [0, 3), got 3 at row 0"),
+    ],
+)
+def test_bad_labels_are_named(target, error, words):
+    with pytest.raises(error) as caught:
+        TemperatureScaling().fit(sample()[0], target)
+    assert "TemperatureScaling: " in str(caught.value) and words in str(caught.value)
+
+
+@pytest.mark.parametrize("logits", [np.array([["a", "b"]], dtype=object), [[0.1, None]], [[0.1], [0.2, 0.3]], None])
+def test_logits_that_are_no_numbers_are_named(logits):
+    with pytest.raises(TypeError, match="TemperatureScaling: logits must be"):
+        TemperatureScaling().fit(logits, [0])
+    with pytest.raises(TypeError, match="TemperatureScaling: logits must be"):
+        TemperatureScaling().fit(*sample()).predict_proba(logits)
+
+
+def test_rows_are_left_out():
+    logits, target = sample()
+    out = torch.arange(150) % 5 == 0
+    expected = TemperatureScaling().fit(logits[~out], target[~out])
+    for label in (-100, 255, 1_000_000):
+        marked = target.masked_fill(out, label)
+        found = TemperatureScaling().fit(logits, marked, ignore_index=label)
+        assert (found.temperature_, found.n_samples_) == (expected.temperature_, 120)
+        with pytest.raises(IndexError, match=rf"in \[0, 3\), got {label} at row 0"):
+            TemperatureScaling().fit(logits, marked)
+    with pytest.raises(ValueError, match="at least one row, got none"):
+        TemperatureScaling().fit(logits, target * 0 - 1, ignore_index=-1)
+    with pytest.raises(TypeError, match="ignore_index must be an int or None, got 'void'"):
+        TemperatureScaling().fit(logits, target, ignore_index="void")
+
+
+@pytest.mark.parametrize(
+    "calibrator",
+    [TemperatureScaling(), FocalTemperatureScaling(), HistogramBinning(n_bins=3), StructuredScaling()],
+    ids=repr,
+)
+def test_segmentation_maps(calibrator, tmp_path):
+    logits, target = sample(2 * 4 * 5)
+    dense = logits.reshape(2, 4, 5, 3).movedim(-1, 1)  # [N, C, H, W]
+    maps = target.reshape(2, 4, 5).clone()
+    maps[0, 0] = 255
+    flat = copy(calibrator).fit(logits[5:], target[5:])
+    found = copy(calibrator).fit(dense, maps, ignore_index=255)
+    assert found.n_samples_ == 35
+    expected = flat.predict_proba(logits).reshape(2, 4, 5, 3).movedim(-1, 1)
+    assert_close(found.predict_proba(dense), expected)
+    assert np.array_equal(found.predict_proba(dense.numpy()), found.predict_proba(dense).numpy())
+    assert_close(found.predict_log_proba(dense).exp(), expected)
+    assert torch.equal(found.predict(dense), flat.predict(logits).reshape(2, 4, 5))
+    assert found.score(dense, target.reshape(2, 4, 5)) == flat.score(logits, target)
+    assert_close(found.predict_proba(logits), flat.predict_proba(logits))  # [N, C] stays what it is
+    module = found.as_module()
+    assert_close(module(dense).exp(), expected)
+    assert_close(torch.export.export(module, (dense,)).module()(dense), module(dense))
+    found.save(tmp_path / "calibrator.json")
+    assert json.loads((tmp_path / "calibrator.json").read_text())["fit"]["dense"] is True
+    assert_close(load_calibrator(tmp_path / "calibrator.json").predict_proba(dense), expected)
+    # A weight for every image, or for every place.
+    by_image, by_place = torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0]).reshape(2, 1, 1).expand(2, 4, 5)
+    one, other = (copy(calibrator).fit(dense, maps, weight, ignore_index=255) for weight in (by_image, by_place))
+    assert torch.equal(one.predict_proba(dense), other.predict_proba(dense))
+
+
+def test_a_map_of_other_classes_is_refused():
+    logits, target = sample(40)
+    calibrator = TemperatureScaling().fit(logits.reshape(2, 20, 3).movedim(-1, 1), target.reshape(2, 20))
+    with pytest.raises(ValueError, match="must have the 3 classes of fit"):
+        calibrator.predict_proba(torch.zeros(2, 4, 5))
+    with pytest.raises(ValueError, match=r"target must be \[N, d1\] = \[2, 20\], got \[2, 19\]"):
+        calibrator.fit(torch.zeros(2, 3, 20), torch.zeros(2, 19, dtype=torch.int64))
+
+
+def test_labels_of_a_row_are_left_out():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, 2, generator=generator, dtype=torch.float64) * 3
+    target = torch.bernoulli((logits / 2).sigmoid(), generator=generator)
+    out = torch.zeros(300, 2, dtype=torch.bool)
+    out[:50, 0] = out[250:, 1] = True
+    found = MultiLabelScaling().fit(logits, target.masked_fill(out, -1), ignore_index=-1)
+    for label in range(2):
+        rows = ~out[:, label]
+        alone = TemperatureScaling().fit(logits[rows, label], target[rows, label])
+        assert found.temperatures_[label] == pytest.approx(alone.temperature_)
+    times = torch.arange(300) % 3
+    weighted = MultiLabelScaling().fit(logits, target, times)
+    repeated = MultiLabelScaling().fit(logits.repeat_interleave(times, 0), target.repeat_interleave(times, 0))
+    assert weighted.temperatures_ == pytest.approx(repeated.temperatures_)
