@@ -593,7 +593,6 @@ def one_line(code, out, err):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "the following arguments are required: COMMAND"),
         (("train",), "invalid choice"),
         (("calibrate",), "the following arguments are required: VAL"),
         (("calibrate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
@@ -632,9 +631,9 @@ def one_line(code, out, err):
         ),
         (
             ("evaluate", "SINGLE", "--calibrator", "LABELED"),
-            "expected a (focal) temperature scaling or histogram binning",
+            "expected a calibrator of one label per row",
         ),
-        (("evaluate", "OTHER", "--calibrator", "BINARY"), "found bins of one logit per row"),
+        (("evaluate", "OTHER", "--calibrator", "BINARY"), "found one of one logit per row"),
         (("calibrate", "SINGLE", "--n-bins", "0"), "expected a whole number of at least 1, found '0'"),
         (("calibrate", "SINGLE", "--estimator", "adaptive"), "invalid choice: 'adaptive'"),
         (("calibrate", "SINGLE", "--gammas", "-1"), "expected numbers > -1, found -1"),
@@ -777,6 +776,43 @@ def test_help_names_every_command_and_format(run):
     assert code == 0
     for words in (".npz", ".npy", ".pt", ".safetensors", ".csv", "val_labels.npy", "--split", "equal_mass_interp"):
         assert words in out
+
+
+def test_without_a_command_there_is_help_and_the_version_is_told(run):
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: focalkern") and "sweep" in out
+    assert run("--version") == (0, f"focalkern {focalkern.__version__}\n", "")
+
+
+# -- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_is_said_first_and_what_is_saved_does_no_harm(both, run, tmp_path):
+    out_file = tmp_path / "c.json"
+    code, out, err = run("calibrate", both, "--bootstrap", "0", "--out", out_file)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("Use temperature scaling, T = ") and "on 500 test rows" in lines[0]
+    assert lines[1].startswith("In 5-fold cross-validation on 400 rows")
+    assert lines[3] == ""
+    table = lines[4 : lines.index("", 4)]
+    assert max(map(len, table)) <= 100
+    document = run_json(run, "calibrate", both, "--bootstrap", "0")
+    assert document["verdict"]["use"] in lines[0]
+    before, after = (document["rows"][place]["report"]["nll"] for place in (0, document["chosen"]))
+    assert after < before
+    assert load_calibrator(out_file).temperature_ == document["rows"][document["chosen"]]["temperature"]
+    assert [(row["method"], row["criterion"]) for row in document["rows"][-2:]] == [
+        ("temperature", "ece"),
+        ("focal-temperature", "ece"),
+    ]
+
+
+def test_the_papers_choice_has_its_price_in_the_verdict(both, run):
+    document = run_json(run, "calibrate", both, *INTERVALS)
+    assert document["verdict"]["costs"].startswith("Against no calibration: NLL ")
+    assert "; against temperature scaling: NLL " in document["verdict"]["costs"]
 
 
 def test_the_demo(run, tmp_path, monkeypatch):

@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-
 from focalkern import study as report
 from focalkern.calibrators import Binning, Criterion, Search
 from focalkern.files import FORMATS_HELP, InputError, NamedFiles, read_sets
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 from focalkern.study import MOST_KEPT, Processes, Progress, Rows, StreamedSet, stream_sets, wants_streaming
+from focalkern.study.sets import select_rows
 
 __all__ = ["OneOrMany", "add_input_arguments", "add_parser", "at_least_one", "not_negative", "seed"]
 
@@ -200,7 +199,18 @@ def _run(arguments: argparse.Namespace) -> int:
     binning, criterion = _method(arguments)
     _check_outputs(arguments)
     processes = Processes(arguments.timeout)
-    selection, reported = _select(arguments, _reader(arguments, processes))
+    selection, reported = select_rows(
+        _reader(arguments, processes),
+        arguments.input,
+        labels=arguments.labels,
+        test=arguments.test,
+        test_labels=arguments.test_labels,
+        split=arguments.split,
+        seed=arguments.seed,
+        input_kind=arguments.input_kind,
+        logits_key=arguments.logits_key,
+        labels_key=arguments.labels_key,
+    )
     if arguments.bootstrap and isinstance(reported, StreamedSet) and not reported.keeps_confidences:
         raise InputError(
             f"{reported.source}: expected --bootstrap 0, or at most {MOST_KEPT} reported rows where they are read in "
@@ -332,70 +342,6 @@ def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[...
         arguments.state, arguments.state_every, processes, say=lambda text: print(text, file=sys.stderr)
     )
     return functools.partial(stream_sets, processes=processes, progress=progress)
-
-
-def _select(arguments: argparse.Namespace, read: Callable[..., Mapping[str, Rows]]) -> tuple[Rows, Rows]:
-    """The rows that choose and the rows that report, the same object when nothing tells them apart."""
-    source = arguments.input
-    keys = {"logits_key": arguments.logits_key, "labels_key": arguments.labels_key}
-    sets = read(source, labels=arguments.labels, input_kind=arguments.input_kind, **keys)
-    if arguments.test is not None and arguments.split is not None:
-        raise InputError(f"{source}: expected either --test or --split, found both")
-    if arguments.test_labels is not None and arguments.test is None:
-        raise InputError(f"{arguments.test_labels}: --test-labels goes with --test")
-    if arguments.split is not None:
-        if len(sets) > 1:
-            raise InputError(f"{source}: expected one set for --split, found {' and '.join(map(_named, sets))}")
-        (rows,) = sets.values()
-        first = round(arguments.split * len(rows))
-        if not 0 < first < len(rows):
-            raise InputError(
-                f"{source}: expected enough rows for --split {arguments.split:g} to leave some on both sides, "
-                f"found {len(rows)}"
-            )
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(arguments.seed))
-        share = f"a random share of {arguments.split:g}, seed {arguments.seed}"
-        return rows.rows(order[:first], share), rows.rows(order[first:], "the other rows")
-    if arguments.test is not None:
-        selection = _one(source, sets, "val")
-        others = read(
-            arguments.test,
-            labels=arguments.test_labels,
-            input_kind=arguments.input_kind,
-            labels_option="--test-labels",
-            **keys,
-        )
-        reported = _one(arguments.test, others, "test")
-        if reported.n_classes != selection.n_classes:
-            raise InputError(
-                f"{arguments.test}: expected the {selection.n_classes} classes of {source}, found {reported.n_classes}"
-            )
-        if reported.kind != selection.kind:
-            raise InputError(f"{arguments.test}: expected {selection.kind} as in {source}, found {reported.kind}")
-        return selection, reported
-    if "val" in sets and "test" in sets:
-        selection, reported = sets["val"], sets["test"]
-        if (reported.n_classes, reported.kind) != (selection.n_classes, selection.kind):
-            raise InputError(
-                f"{source}: expected val and test to be alike, found {selection.kind} of {selection.n_classes} classes "
-                f"and {reported.kind} of {reported.n_classes}"
-            )
-        return selection, reported
-    rows = _one(source, sets, "val")
-    return rows, rows
-
-
-def _one(source: str, sets: Mapping[str, Rows], wanted: str) -> Rows:
-    if wanted in sets:
-        return sets[wanted]
-    if len(sets) > 1:
-        raise InputError(f"{source}: expected {wanted}_* or a single set, found {' and '.join(map(_named, sets))}")
-    (rows,) = sets.values()
-    return rows
-
-
-def _named(prefix: str) -> str:
-    return f"{prefix}_*" if prefix else "logits and labels without a prefix"
 
 
 def _gammas(words: list[str]) -> tuple[float, ...]:

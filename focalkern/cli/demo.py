@@ -34,8 +34,8 @@ def add_parser(commands: Any) -> None:
         help="train, calibrate and report on images that scikit-learn ships, in under two minutes",
         description="Trains a small network on scikit-learn's digits images three times, with cross-entropy, with the "
         "focal loss (gamma = 3) and with the inverse focal loss (gamma = -2), all through focalkern.focal_loss; "
-        "calibrates each with the paper's grid of gamma and T on a validation split; prints the tables and writes "
-        "diagrams, maps and the logits. Nothing is downloaded.",
+        "calibrates each on validation rows, by cross-validation and with the paper's grid of gamma and T; prints what "
+        "to use and the tables, and writes diagrams, maps and the logits. Nothing is downloaded.",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("demo-report"), metavar="DIR", help="where to write (default ./demo-report)"
@@ -63,8 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(arguments.seed))
     train, val, test = order.tensor_split(3)
     print(
-        f"digits: {len(labels)} images of 8 x 8; {len(train)} to train, {len(val)} to choose (gamma, T), "
-        f"{len(test)} to report\n"
+        f"digits: {len(labels)} images of 8 x 8; {len(train)} training, {len(val)} validation, {len(test)} test rows\n"
     )
     logits = _train_all(images, labels, train, arguments.seed)
     for name, all_logits in logits.items():
@@ -90,14 +89,17 @@ def _run(arguments: argparse.Namespace) -> int:
         report.write_report(study, folder, document)
         heading = f"{name} (gamma = {_LOSSES[name]:g})"
         print(f"{heading}\n{'=' * len(heading)}")
-        print(report.format_table(study.choices, study.chosen, study.trust))
-        for remark in study.remarks:
+        print(study.verdict)
+        print()
+        print(study.table())
+        print()
+        for remark in (*map(report.as_sentence, study.verdict.doubts), *study.remarks):
             print(f"Note: {remark}")
         print()
     print(
-        f"Chosen on {len(val)} validation images, reported on {len(test)} test images; ECE of 15 bins, the choice by\n"
-        f"equal_mass over {len(DEFAULT_GAMMAS)} gammas x {len(PAPER_TEMPERATURES)} temperatures. -> is what "
-        f"focalkern calibrate would save.\n"
+        f"Chosen on the {len(val)} validation rows, reported on the {len(test)} test rows. -> is what focalkern "
+        f"calibrate\nwould save; the ECE-optimal rows are the paper's, from {len(DEFAULT_GAMMAS)} gammas x "
+        f"{len(PAPER_TEMPERATURES)} temperatures.\n"
         f"Diagrams, maps, tables and logits: {arguments.out}\n"
         f"Next: focalkern calibrate {arguments.out / 'cross_entropy' / 'logits.npz'} --out calibrator.json"
     )

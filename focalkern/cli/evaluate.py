@@ -4,11 +4,19 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import focalkern
 from focalkern import study as report
-from focalkern.calibrators import FocalTemperatureScaling, HistogramBinning, TemperatureScaling, load_calibrator
+from focalkern.calibrators import (
+    Calibrator,
+    FocalTemperatureScaling,
+    HistogramBinning,
+    MultiLabelScaling,
+    TemperatureScaling,
+    load_calibrator,
+)
 from focalkern.cli.calibrate import add_input_arguments, at_least_one
 from focalkern.files import FORMATS_HELP, InputError, read_sets
 from focalkern.study import Rows, StreamedSet, stream_sets, wants_streaming
@@ -50,44 +58,24 @@ def _run(arguments: argparse.Namespace) -> int:
     documents = []
     said = sys.stderr if arguments.json else sys.stdout
     for name, rows in sets.items():
-        cells: list[tuple[str, float, float]] = [("none", 0.0, 1.0)]
-        binning = calibrator if isinstance(calibrator, HistogramBinning) else None
         if calibrator is not None:
-            if not isinstance(calibrator, TemperatureScaling | FocalTemperatureScaling | HistogramBinning):
-                raise InputError(
-                    f"{arguments.calibrator}: expected a (focal) temperature scaling or histogram binning, found "
-                    f"{calibrator.method!r}"
-                )
-            if binning is not None and (binning.one_logit_ or isinstance(rows, StreamedSet)):
-                found = "bins of one logit per row" if binning.one_logit_ else "bins, for which rows must be in memory"
-                raise InputError(f"{arguments.calibrator}: expected a scaling for {rows.source}, found {found}")
-            if rows.kind != calibrator.input_kind:
-                raise InputError(
-                    f"{rows.source}: expected {calibrator.input_kind}, for which {arguments.calibrator} was fitted, "
-                    f"found {rows.kind}"
-                )
-            if rows.n_classes != calibrator.n_classes_:
-                raise InputError(
-                    f"{rows.source}: expected the {calibrator.n_classes_} classes of {arguments.calibrator}, "
-                    f"found {rows.n_classes}"
-                )
-            scaling = calibrator.scaling_ if isinstance(calibrator, HistogramBinning) else calibrator
-            cell = (0.0, 1.0) if scaling is None else (scaling.gamma_, scaling.temperature_)
-            cells.append((calibrator.method if scaling is None else scaling.method, *cell))
+            _check(arguments.calibrator, calibrator, rows)
+        table = [report.Choice("none", None, 0.0, 1.0, None, None, None)]
+        binning = calibrator if isinstance(calibrator, HistogramBinning) else None
+        scaling = calibrator if binning is None else binning.scaling_
+        if isinstance(scaling, TemperatureScaling | FocalTemperatureScaling):
+            cell = (scaling.gamma_, scaling.temperature_)
+            table.append(report.Choice(scaling.method, None, *cell, None, None, None, binning=binning))
+        elif binning is not None:
+            table.append(report.Choice(binning.method, None, 0.0, 1.0, None, None, None, binning=binning))
+        elif calibrator is not None:
+            table.append(report.Choice(calibrator.method, None, None, None, None, None, None, other=calibrator))
         if isinstance(rows, StreamedSet):
-            rows.measure([cell[1:] for cell in cells], arguments.n_bins)  # one pass for all
+            cells = [(row.gamma, row.temperature) for row in table]
+            rows.measure(cells, arguments.n_bins)  # type: ignore[arg-type]  # scalings only; one pass for all
         table = [
-            report.Choice(
-                method=method,
-                criterion=None,
-                gamma=gamma,
-                temperature=temperature,
-                calibrator=None,
-                selection=None,
-                report=report.figures(rows, gamma, temperature, arguments.n_bins, bins),
-                binning=bins,
-            )
-            for (method, gamma, temperature), bins in zip(cells, (None, binning), strict=False)
+            replace(row, report=report.figures(rows, row.gamma, row.temperature, arguments.n_bins, row.applied))
+            for row in table
         ]
         remarks = report.read_remarks(rows)
         if not isinstance(rows, StreamedSet):
@@ -128,3 +116,22 @@ def _run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(document, indent=2, allow_nan=False))
     return 0
+
+
+def _check(name: str, calibrator: Calibrator, rows: Rows) -> None:
+    """Raises InputError where the calibrator cannot be applied to the rows."""
+    if isinstance(calibrator, MultiLabelScaling):
+        raise InputError(f"{name}: expected a calibrator of one label per row, found {calibrator.method!r}")
+    if calibrator.one_logit_:
+        raise InputError(f"{name}: expected a scaling for {rows.source}, found one of one logit per row")
+    if isinstance(rows, StreamedSet) and not isinstance(calibrator, TemperatureScaling | FocalTemperatureScaling):
+        raise InputError(
+            f"{name}: expected a scaling for {rows.source}, which is read in parts, found {calibrator.method!r}"
+        )
+    kind = getattr(calibrator, "input_kind", rows.kind)
+    if rows.kind != kind:
+        raise InputError(f"{rows.source}: expected {kind}, for which {name} was fitted, found {rows.kind}")
+    if rows.n_classes != calibrator.n_classes_:
+        raise InputError(
+            f"{rows.source}: expected the {calibrator.n_classes_} classes of {name}, found {rows.n_classes}"
+        )

@@ -121,7 +121,7 @@ def parameter_in_print(value: float | None, search: Search) -> str:
     """At least two digits, more where the grid is finer; four of what is on no grid."""
     if value is None:
         return "-"
-    if search != "grid":
+    if search != "grid" and value != 0:
         return f"{value:.4f}"
     text = f"{value:.10g}"
     return text if len(text.partition(".")[2]) > 1 else f"{value:.2f}"

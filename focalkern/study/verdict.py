@@ -139,14 +139,14 @@ def evidence_in_words(contest: Contest) -> str:
     if contest.chosen != contest.best:
         winner = contest.winner
         return (
-            f"In {how} the {loss} of {_name(best)} is lower by only {winner.difference:.4f} +- {winner.error:.4f}: "
+            f"In {how} the {loss} of {_name(best)} is lower by only {winner.difference:.5f} +- {winner.error:.5f}: "
             "within one standard error the simpler one is used."
         )
     simpler = [entry for entry in contest.entries[: contest.best] if not entry.excluded]
     if simpler:
         nearest = min(simpler, key=lambda entry: entry.difference)
         return (
-            f"In {how} its {loss} is the lowest, {best.loss:.4f}: {nearest.difference:.4f} +- {nearest.error:.4f} "
+            f"In {how} its {loss} is the lowest, {best.loss:.4f}: {nearest.difference:.5f} +- {nearest.error:.5f} "
             f"below that of {_name(nearest)}."
         )
     return f"In {how} no candidate has a lower {loss} than {best.loss:.4f}."
