@@ -2,6 +2,7 @@
 # make test    the tests           make demo    the demo
 # make lint    the linters         make bench   the benchmarks (BENCH_ARGS=--quick: under two minutes)
 # make gpu-check  proves and measures the CUDA kernels on the GPU at hand, with the python3 that has a CUDA build of torch
+# make wheel   one wheel with modules for every supported torch, and one that computes with plain torch, in dist
 # make clean   removes what the build made, but not .venv
 #
 # EXTRAS=dev,peers also installs the libraries that some tests compare with (kornia, netcal, transformers, ...).
@@ -24,7 +25,7 @@ TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
 INSTALL_STAMP := $(VENV)/.stamp-install-$(subst $(comma),-,$(EXTRAS))
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
 
-.PHONY: build test demo lint bench gpu-check clean
+.PHONY: build test demo lint bench wheel gpu-check clean
 .DELETE_ON_ERROR:
 
 build: $(BUILD_STAMP)
@@ -38,6 +39,10 @@ demo: build
 bench: build
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
+# For this Python; WHEEL_ARGS="--no-cuda --torch 2.13.0" for a part.
+wheel: build
+	$(BIN)/python -m tools.wheel $(WHEEL_ARGS)
+
 # Not in .venv: a machine with a GPU has its own torch, and often no network.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_ARGS)
@@ -49,7 +54,7 @@ lint: build
 	$(BIN)/mypy
 
 clean:
-	rm -rf build dist *.egg-info focalkern/_C.*.so focalkern/_build_info.py $(VENV)/.stamp-install-* $(VENV)/.stamp-build-*
+	rm -rf build dist *.egg-info focalkern/_C*.so focalkern/libfocalkern_*.so focalkern/_build_info.py $(VENV)/.stamp-install-* $(VENV)/.stamp-build-*
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "focalkern needs Python 3.11 or newer: make PYTHON=...")'

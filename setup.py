@@ -1,51 +1,31 @@
 """Builds focalkern._C. Everything that is not compilation is declared in pyproject.toml.
 
-Environment: FOCALKERN_CUDA=auto|0|1 (auto builds the CUDA kernels where torch is a CUDA build and nvcc is found; no GPU
-is needed), TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS.
+It compiles for the one torch at hand. Environment: FOCALKERN_CUDA=auto|0|1 (auto builds the CUDA kernels where torch is
+a CUDA build and nvcc is found; no GPU is needed), TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS. FOCALKERN_NATIVE=none
+compiles nothing, and plain torch computes; FOCALKERN_NATIVE=folder takes what tools/wheel.py compiled for several
+releases of torch.
 """
 
 import os
-import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Command, Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.dist_info import dist_info
 
-CPP_FLAGS = ["-O3", "-g0", "-fvisibility=hidden"]
-# -fopenmp: at::parallel_for is silently serial without it. It is not a link flag: the OpenMP calls must bind to the
-# runtime that torch has loaded, or torch.set_num_threads would not reach these kernels.
-# -fno-trapping-math: the loops over classes vectorize only with it. It changes no result.
-HOST_FLAGS = [*CPP_FLAGS, "-fopenmp", "-fno-trapping-math"]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from tools.toolchain import HOST_FLAGS, fail, toolkit_folder, toolkit_version
+
 DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
 INSTALL = "pip install --no-build-isolation ."
-
-
-def fail(message: str) -> None:
-    sys.exit(f"focalkern: {message}")
-
-
-def toolkit_folder() -> Path | None:
-    """The folder that holds bin/nvcc. nvcc is asked, because the one on PATH may be a wrapper script elsewhere."""
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = Path(named, "bin", "nvcc") if named else shutil.which("nvcc")
-    if nvcc is None or not Path(nvcc).is_file():
-        return None
-    if named:
-        return Path(named)
-    dry_run = subprocess.run([nvcc, "-v", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True)
-    top = re.search(r"^#\$ TOP=(.+)$", dry_run.stdout + dry_run.stderr, re.MULTILINE)
-    return (Path(top[1].strip()) if top else Path(nvcc).resolve().parent.parent).resolve()
-
-
-def toolkit_version(toolkit: Path) -> str:
-    answer = subprocess.run([toolkit / "bin" / "nvcc", "--version"], capture_output=True, text=True)
-    found = re.search(r"release (\d+\.\d+)", answer.stdout)
-    return found[1] if found else "unknown"
+NO_TORCH = f"building needs the torch it will run with, and sees none: install torch, then run: {INSTALL}"
+PLAIN = f"or, to compute with plain torch: FOCALKERN_NATIVE=none {INSTALL}"
 
 
 def cuda_toolkit(torch_cuda: str | None) -> Path | None:
@@ -117,8 +97,43 @@ def extension() -> tuple[Extension, type[build_ext]]:
 
 class BuildWithoutTorch(build_ext):
     def run(self) -> None:
-        fail(f"building needs the torch it will run with: install torch, then run: {INSTALL}")
+        fail(NO_TORCH)
 
 
-module, build_command = extension()
-setup(license="MIT", ext_modules=[module], cmdclass={"build_ext": build_command})
+class CheckedDistInfo(dist_info):
+    """The first step of every installation from source, before pip collects what the package depends on."""
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        if not (find_spec("setuptools.command.bdist_wheel") or find_spec("wheel")):
+            fail(f"building needs the package wheel: pip install wheel, then run: {INSTALL}")
+        if native is None and find_spec("torch") is None:
+            fail(NO_TORCH)
+        compilers = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+        if native is None and not any(map(shutil.which, compilers)):
+            fail(f"building needs a C++ compiler ({' or '.join(compilers)}): install one, then run: {INSTALL}; {PLAIN}")
+
+
+class PrebuiltFiles(build_py):
+    """Takes the compiled files of tools/wheel.py along."""
+
+    def run(self) -> None:
+        super().run()
+        for file in Path(str(native)).iterdir():
+            shutil.copy(file, Path(self.build_lib, "focalkern", file.name))
+
+
+class PlatformWheel(Distribution):
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+native = os.environ.get("FOCALKERN_NATIVE") or None
+commands: dict[str, type[Command]] = {"dist_info": CheckedDistInfo}
+if native == "none":
+    setup(license="MIT", cmdclass=commands)
+elif native:
+    setup(license="MIT", cmdclass=commands | {"build_py": PrebuiltFiles}, distclass=PlatformWheel)
+else:
+    module, build_command = extension()
+    setup(license="MIT", ext_modules=[module], cmdclass=commands | {"build_ext": build_command})

@@ -48,7 +48,7 @@ from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigm
 from focalkern.streaming import CalibrationGridState
 from focalkern.study import AutoCalibrator, Study, Verdict, compare_calibrators
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FLSD_53",
@@ -104,6 +104,10 @@ __all__ = [
     "reference",
     "sigmoid_focal_loss",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", "plots"])
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -141,7 +141,7 @@ def test_build_without_torch(tmp_path):
     done = setup_py(tmp_path, "-q", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path))
     assert done.returncode == 1
     assert done.stderr.endswith(
-        "focalkern: building needs the torch it will run with: install torch, then run: "
+        "focalkern: building needs the torch it will run with, and sees none: install torch, then run: "
         "pip install --no-build-isolation .\n"
     )
 

