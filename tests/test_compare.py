@@ -6,10 +6,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import peer
 
 import focalkern as fk
 from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling
 from focalkern.study import stream_sets, streamed
+from focalkern.study.contest import as_candidates
+from focalkern.study.streamed_contest import hold_streamed_contest
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -204,9 +207,6 @@ def test_streamed_folds_are_those_of_the_row_numbers(shards):
     for k in range(3):
         expected = fk.calibration_grid(logits[fold == k], labels[fold == k], gammas, temperatures, criteria="nll")
         torch.testing.assert_close(totals[k], expected.tables["nll"] * 100, rtol=1e-12, atol=0)
-    from focalkern.study.contest import as_candidates
-    from focalkern.study.streamed_contest import hold_streamed_contest
-
     contest = hold_streamed_contest(rows, as_candidates(None, "nll", "logits"), grid, gammas, criterion="nll")
     losses = torch.zeros(2, 300, dtype=torch.float64)
     for k in range(3):
@@ -228,6 +228,18 @@ def test_streamed_rows_leave_out_what_needs_them_all(shards):
     assert study.chosen.method == "temperature"
     assert "left out: half, which needs all rows in memory" in study.verdict.doubts
     assert study.calibrator.n_samples_ == 300
+
+
+def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):
+    (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
+    gammas, temperatures = (0.0, 0.25), (0.5, 0.75, 1.0)
+    grid = rows.grid(gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
+    contest = hold_streamed_contest(rows, as_candidates(None, "nll", "logits"), grid, gammas, criterion="nll")
+    plain = contest.entries[1]
+    assert not plain.excluded and plain.calibrator.at_border_ == ()
+    exact = TemperatureScaling().fit(*sample(300, 0)).temperature_
+    assert 1.5 < plain.calibrator.temperature_ < 2.5 and 1.5 < exact < 2.5
+    assert contest.winner.name == "temperature"
 
 
 # -- AutoCalibrator --------------------------------------------------------------------------------------------------
@@ -274,3 +286,32 @@ def test_auto_checks_its_parameters_and_saves_only_ours(tmp_path):
     with pytest.raises(TypeError, match="save needs a calibrator of this library, but half was chosen"):
         auto.save(tmp_path / "no.json")
     assert fk.AutoCalibrator(seed=3).get_params()["seed"] == 3
+
+
+# -- candidates of other libraries -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_candidates_of_netcal_probmetrics_and_scikit_learn():
+    """They take probabilities, and so does the comparison then; none of them needs an adapter."""
+    scaling = peer("netcal.scaling")
+    calibrators = peer("probmetrics.calibrators")
+    linear_model = peer("sklearn.linear_model")
+    (logits, labels), (test_logits, test_labels) = sample(200, 0), sample(200, 1)
+    study = fk.compare_calibrators(
+        (logits.softmax(-1), labels),
+        (test_logits.softmax(-1), test_labels),
+        input_kind="probs",
+        candidates={
+            "temperature": TemperatureScaling(input_kind="probs"),
+            "netcal": scaling.TemperatureScaling(),
+            "probmetrics": calibrators.SVSCalibrator(),
+            "regression": linear_model.LogisticRegression(),
+        },
+        **FAST,
+    )
+    assert [row.method for row in study.choices[:5]] == ["none", "temperature", "netcal", "probmetrics", "regression"]
+    assert all(entry.excluded in ("", "is worse than no calibration") for entry in study.contest.entries)
+    ours, theirs = study.choices[1].report, study.choices[2].report
+    assert theirs["nll"] == pytest.approx(ours["nll"], rel=1e-2)
+    assert study.chosen.method in ("temperature", "netcal")  # the same map, to the last digits

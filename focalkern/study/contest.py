@@ -142,7 +142,8 @@ def as_candidates(
 
     Args:
         candidates: names out of :data:`CANDIDATES`, which are put into their order; or anything with ``fit`` and
-            ``predict_proba`` by name, from the simplest to the richest; None for :data:`DEFAULT_CANDIDATES`.
+            ``predict_proba`` (or ``transform``) by name, from the simplest to the richest; None for
+            :data:`DEFAULT_CANDIDATES`.
 
     Raises:
         ValueError: an unknown name; a candidate called "none" that is not None.
@@ -157,7 +158,9 @@ def as_candidates(
                 continue
             if not isinstance(name, str) or name == "none":
                 raise ValueError(f"candidates: names must be strings other than 'none', got {name!r}")
-            if not (hasattr(candidate, "fit") and hasattr(candidate, "predict_proba")):
+            if not (
+                hasattr(candidate, "fit") and (hasattr(candidate, "predict_proba") or hasattr(candidate, "transform"))
+            ):
                 raise TypeError(f"candidates: {name} must have fit and predict_proba, got {type(candidate).__name__}")
             made[name] = candidate
         return made
@@ -200,7 +203,9 @@ def log_proba(calibrator: Any, input: Tensor) -> Tensor:
     """[N, C] float64 calibrated log-probabilities."""
     if isinstance(calibrator, Calibrator):
         return torch.as_tensor(calibrator.predict_log_proba(input.to(torch.float64)))
-    probs = torch.as_tensor(np.asarray(calibrator.predict_proba(input.cpu().numpy())), dtype=torch.float64)
+    # netcal's classes call it transform.
+    predict = calibrator.predict_proba if hasattr(calibrator, "predict_proba") else calibrator.transform
+    probs = torch.as_tensor(np.asarray(predict(input.cpu().numpy())), dtype=torch.float64)
     if probs.shape != input.shape:
         raise ValueError(f"predict_proba must give {list(input.shape)}, got {list(probs.shape)}")
     return (probs / probs.sum(-1, keepdim=True)).log()

@@ -143,14 +143,7 @@ class StreamedSet:
             self._progress.say(f"resumed from {self._progress.path}: {done} of {end - begin} rows are done")
         with stopping_between_batches(self._progress.path is not None) as asked_to_stop:
             for over, input, target, number in self._batches("fit", _SEARCH_BATCH, done):
-                before = state.total(criterion) if folds else None
-                for fold in range(folds or 1):
-                    part = number % folds == fold if folds else slice(None)
-                    state.update(input[part], target[part])
-                    if before is not None:
-                        after = state.total(criterion)
-                        totals[fold] += after - before
-                        before = after
+                self._add(state, totals, input, target, number, criterion)
                 done = over
                 stop = asked_to_stop()
                 self._progress.save(state, task, done, totals, now=stop or done == end - begin)
@@ -252,6 +245,34 @@ class StreamedSet:
         """
         assert self._totals is not None
         return self._totals
+
+    def wider(
+        self, gammas: Sequence[float], temperatures: Sequence[float], like: CalibrationGrid, criterion: Proper
+    ) -> CalibrationGrid:
+        """One more pass, for the criterion alone, on other axes than those of :meth:`grid`, whose folds it keeps."""
+        state = self._state(gammas, temperatures, like.n_bins, "equal_width", criteria=(criterion,))
+        totals = torch.zeros(len(self.fold_totals()), len(gammas), len(temperatures), dtype=torch.float64)
+        for _, input, target, number in self._batches("widen", _SEARCH_BATCH):
+            self._add(state, totals, input, target, number, criterion)
+        self._processes.reduce(state)
+        self._totals = self._processes.add_up(totals)
+        tables = {criterion: self._processes.from_first(state.compute().tables[criterion])}
+        first, second = (torch.tensor(axis, dtype=torch.float64) for axis in (gammas, temperatures))
+        return CalibrationGrid(first, second, tables, n_bins=like.n_bins, estimator=like.estimator)
+
+    @staticmethod
+    def _add(
+        state: CalibrationGridState, totals: Tensor, input: Tensor, target: Tensor, number: Tensor, criterion: Proper
+    ) -> None:
+        """A batch, fold by fold, to the state, and what it adds to the criterion to the totals."""
+        before = state.total(criterion) if len(totals) else None
+        for fold in range(len(totals) or 1):
+            part = number % len(totals) == fold if len(totals) else slice(None)
+            state.update(input[part], target[part])
+            if before is not None:
+                after = state.total(criterion)
+                totals[fold] += after - before
+                before = after
 
     def held_out(self, cells: Sequence[Sequence[tuple[float, float]]], criterion: Proper) -> tuple[Tensor, Tensor]:
         """In one pass, the losses of every row under cells that depend on its fold.

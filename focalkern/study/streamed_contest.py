@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling
+from focalkern.calibrators._search import Found, beyond
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.candidates import of_grid
 from focalkern.study.contest import Contest, Entry, Proper, decide_from_sums, identity
 from focalkern.study.streamed import StreamedSet
 
 __all__ = ["hold_streamed_contest"]
+
+# Each is a pass over the rows.
+_WIDENINGS = 3
 
 
 def hold_streamed_contest(
@@ -35,10 +39,10 @@ def hold_streamed_contest(
         grid: what that returned.
         gammas: those of focal temperature scaling; of the grid's others, temperature scaling has 0.
     """
+    own, grid, gammas = _inside(rows, grid, tuple(gammas), criterion)
     totals = rows.fold_totals()
     folds, n_rows = len(totals), len(rows)
     others = totals.sum(0) - totals  # of the rows outside of each fold
-    own = {row.method: row.calibrator for row in of_grid(grid, gammas, (criterion,), rows)}
     known = grid.gammas.tolist()
     parts = {"temperature": [known.index(0.0)], "focal-temperature": [known.index(gamma) for gamma in gammas]}
     names, left_out = [], []
@@ -80,6 +84,34 @@ def hold_streamed_contest(
         folds=folds if folds > 1 else 0,
         left_out=left_out,
     )
+
+
+def _inside(
+    rows: StreamedSet, grid: CalibrationGrid, gammas: tuple[float, ...], criterion: Proper
+) -> tuple[dict[str, Any], CalibrationGrid, tuple[float, ...]]:
+    """The scalings by method, with the grid and the gammas of focal scaling that they are the best of: wider ones than
+    were given while the best cell lies at an end, each for one more pass."""
+    for widening in range(_WIDENINGS + 1):
+        own = {row.method: row.calibrator for row in of_grid(grid, gammas, (criterion,), rows)}
+        temperatures = grid.temperatures.tolist()
+        more_gammas: list[float] = []
+        more_temperatures: list[float] = []
+        for scaling in own.values():
+            if scaling is None:
+                continue
+            found = Found(scaling.gamma_, scaling.temperature_, scaling.best_value_, 0, scaling.at_border_)
+            axis = gammas if scaling.method == "focal-temperature" else (0.0,)
+            new_gammas, new_temperatures = beyond(found, axis, temperatures)
+            more_gammas += new_gammas
+            more_temperatures += new_temperatures
+        if widening == _WIDENINGS or not (more_gammas or more_temperatures):
+            break
+        gammas = (*gammas, *dict.fromkeys(more_gammas))
+        # In ascending order, so that the first of equal cells is what it was.
+        temperatures = sorted({*temperatures, *more_temperatures})
+        searched = gammas if 0.0 in gammas else (0.0, *gammas)
+        grid = rows.wider(searched, temperatures, grid, criterion)
+    return own, grid, gammas
 
 
 def _lowest(sums: Tensor, grid: CalibrationGrid, rows: Sequence[int]) -> tuple[float, float] | None:
