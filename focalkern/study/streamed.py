@@ -256,7 +256,7 @@ class StreamedSet:
             self._add(state, totals, input, target, number, criterion)
         self._processes.reduce(state)
         self._totals = self._processes.add_up(totals)
-        tables = {criterion: self._processes.from_first(state.compute().tables[criterion])}
+        tables: dict[str, Tensor] = {criterion: self._processes.from_first(state.compute().tables[criterion])}
         first, second = (torch.tensor(axis, dtype=torch.float64) for axis in (gammas, temperatures))
         return CalibrationGrid(first, second, tables, n_bins=like.n_bins, estimator=like.estimator)
 
