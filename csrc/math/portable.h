@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>
@@ -200,7 +201,8 @@ FK_HOST_DEVICE double log_tail(double w) {
 template <typename Real>
 FK_HOST_DEVICE Real power_of_two(typename Format<Real>::Int n) {
   using F = Format<Real>;
-  return bit_cast<Real>(static_cast<typename F::Int>((n + F::kBias) << F::kMantissaBits));
+  using Bits = std::make_unsigned_t<typename F::Int>;  // any other n yields any number, but has to be defined
+  return bit_cast<Real>(static_cast<Bits>((static_cast<Bits>(n) + Bits(F::kBias)) << F::kMantissaBits));
 }
 
 // x = n ln 2 + r with |r| <= ln(2)/2 and n an integer.
@@ -216,7 +218,8 @@ FK_HOST_DEVICE ReducedExponent<Real> reduce_exponent(Real x) {
   const Real shifted = x * F::kLog2e + F::kRoundToInt;
   const Real n = shifted - F::kRoundToInt;
   const Real r = (x - n * F::kLn2Hi) - n * F::kLn2Lo;
-  return {r, static_cast<Int>(bit_cast<Int>(shifted) - bit_cast<Int>(F::kRoundToInt))};
+  using Bits = std::make_unsigned_t<Int>;
+  return {r, static_cast<Int>(bit_cast<Bits>(shifted) - bit_cast<Bits>(F::kRoundToInt))};
 }
 
 // e^r for |r| <= ln(2)/2.
@@ -284,10 +287,10 @@ template <typename Real>
 FK_HOST_DEVICE Real log_of_normal(Real x, Real correction) {
   using F = Format<Real>;
   using Int = typename F::Int;
-  constexpr Int kSqrtHalf = sizeof(Real) == 4 ? Int(0x3f3504f3) : Int(0x3fe6a09e667f3bcd);
-  const Int offset = bit_cast<Int>(x) - kSqrtHalf;
-  const Int exponent = offset >> F::kMantissaBits;
-  const Real m = bit_cast<Real>(static_cast<Int>(bit_cast<Int>(x) - (exponent << F::kMantissaBits)));
+  using Bits = std::make_unsigned_t<Int>;  // whose differences and shifts wrap
+  constexpr Bits kSqrtHalf = sizeof(Real) == 4 ? Bits(0x3f3504f3) : Bits(0x3fe6a09e667f3bcd);
+  const Int exponent = static_cast<Int>(bit_cast<Bits>(x) - kSqrtHalf) >> F::kMantissaBits;
+  const Real m = bit_cast<Real>(bit_cast<Bits>(x) - (static_cast<Bits>(exponent) << F::kMantissaBits));
   // int64 has no vector conversion to double below AVX-512: add the bits of 1.5 * 2^52 instead, as exp does backwards.
   const Real n = bit_cast<Real>(static_cast<Int>(exponent + bit_cast<Int>(F::kRoundToInt))) - F::kRoundToInt;
   const Real f = m - Real(1);

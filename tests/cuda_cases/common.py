@@ -4,6 +4,7 @@ import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from types import TracebackType
 
+import pytest
 import torch
 from conftest import TOLERANCE
 
@@ -110,6 +111,8 @@ class Labels(ctypes.Structure):
 
 def structure(library: ctypes.CDLL, name: str, dtype: torch.dtype, fields: list[tuple[str, object]]) -> object:
     """An empty struct; "real" stands for the compute type. Its size is compared with that of the C++ struct."""
+    if not library.has_dtype(DTYPES.index(dtype)):
+        pytest.skip(f"built without {dtype}")
     real = c_double if dtype == torch.float64 else c_float
     members = [(field, real if kind == "real" else kind) for field, kind in fields]
     kind = type(name, (ctypes.Structure,), {"_fields_": members})

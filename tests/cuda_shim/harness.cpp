@@ -39,12 +39,16 @@ int with_scalar(int dtype, Function f) {
   switch (dtype) {
     case 0:
       return f(float{});
-    case 1:
-      return f(double{});
     case 2:
       return f(BFloat16{});
-    default:
+#ifndef FOCALKERN_FEW_DTYPES
+    case 1:
+      return f(double{});
+    case 3:
       return f(Half{});
+#endif
+    default:
+      return -1;
   }
 }
 
@@ -65,6 +69,9 @@ Guarded guarded_layout(int64_t bytes, int64_t byte_of_vector) {
 extern "C" {
 
 void set_seed(uint64_t seed) { shim::machine.seed = seed; }
+int has_dtype(int dtype) {
+  return with_scalar(dtype, [](auto) { return 1; }) == 1;
+}
 void set_max_grid(int64_t blocks) { cuda::kMaxGrid = blocks; }
 int64_t max_grid() { return cuda::kMaxGrid; }
 

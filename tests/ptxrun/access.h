@@ -23,9 +23,9 @@ struct Access : Threads {
       if (c.writer == 0 || c.writer == me || (atomic && c.atomic)) return true;
       const u32 other = c.writer - 1;
       if (global && other / 1024 != b->index) {
-        const u32 released =
-            released_by.empty() ? 0 : released_by[other / 1024 * static_cast<u32>(threads) + other % 1024];
-        return released > c.write_clock && b->acquired >= released;
+        if (released_by.empty()) return false;
+        const Release& released = released_by[other / 1024 * static_cast<u32>(threads) + other % 1024];
+        return released.fence > c.write_clock && b->acquired >= released.atomic;
       }
       if (c.write_barrier != barrier) return true;
       return other / kLanes == warp_of_me && c.write_warp_sync != sync;
@@ -227,9 +227,9 @@ struct Access : Threads {
       if (in.d[0] >= 0) put(in.d[0], l, result);
       if (in.space != SHARED) {
         const u32 thread = static_cast<u32>(w->index * kLanes + l);
-        b->acquired = ++clock;
+        b->atomic = ++clock;
         if (b->fenced[thread] != 0 && !released_by.empty())
-          released_by[b->index * static_cast<u32>(threads) + thread] = clock;
+          released_by[b->index * static_cast<u32>(threads) + thread] = {b->fenced[thread], clock};
       }
     }
     if (in.d[0] >= 0) set_def(in.d[0], mask, dm);

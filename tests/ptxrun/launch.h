@@ -186,6 +186,7 @@ struct Launch : Execute {
         case MEMBAR:
           for (int l = 0; l < kLanes; ++l)
             if (m >> l & 1) b->fenced[static_cast<size_t>(w->index * kLanes + l)] = clock;
+          b->acquired = b->atomic;
           ++pc;
           continue;
         default:
@@ -205,7 +206,7 @@ struct Launch : Execute {
     slot.index = index;
     slot.live = true;
     slot.barriers = 0;
-    slot.acquired = 0;
+    slot.atomic = slot.acquired = 0;
     std::fill(slot.shared.begin(), slot.shared.end(), 0xcd);
     std::fill(slot.shared_undefined.begin(), slot.shared_undefined.end(), 1);
     std::fill(slot.cells.begin(), slot.cells.end(), Cell{});
@@ -272,7 +273,7 @@ struct Launch : Execute {
         }
       }
     }
-    if (settings.global_races != 0) released_by.assign(blocks * static_cast<u64>(threads), 0);
+    if (settings.global_races != 0) released_by.assign(blocks * static_cast<u64>(threads), Release{});
     size_t next = 0;
     size_t finished = 0;
     std::vector<int> ready;

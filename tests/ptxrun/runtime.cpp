@@ -12,7 +12,7 @@
 //   - a global access outside memory made known by ptxrun_register, or off its natural alignment
 //   - a shared access outside the variables, or off its alignment (red zones lie between variables)
 //   - two threads at one byte of shared or global memory, one of them writing, without a barrier (or, for shared memory
-//     within a warp, a bar.warp.sync; between blocks, fence + atomic on both sides) between them
+//     within a warp, a bar.warp.sync; between blocks, fence, then atomic, and there atomic, then fence) between them
 //   - a branch, an address or a global store that depends on a register or memory never written
 //   - shfl.sync from a lane that does not take part, a barrier that not all threads reach, an endless wait
 //   - an instruction this interpreter does not know

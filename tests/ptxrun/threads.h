@@ -26,8 +26,9 @@ struct Block {
   std::vector<u8> shared_valid;
   std::vector<Cell> cells;
   u32 barriers = 0;
-  u32 acquired = 0;                   // clock of the last global atomic
-  std::vector<u32> fenced, released;  // per thread: clock of the last fence; of the last atomic after it
+  u32 atomic = 0;           // clock of the last global atomic
+  u32 acquired = 0;         // the same, of those that a fence has followed
+  std::vector<u32> fenced;  // per thread: clock of the last fence
   bool live = false;
 };
 
@@ -38,7 +39,11 @@ struct Threads {
   int threads, warps;
   std::vector<u8> params;
   std::vector<Block> slots;
-  std::vector<u32> released_by;  // [grid * threads], only with global races
+  // What a thread wrote before `fence` is there for a block that has acquired `atomic`.
+  struct Release {
+    u32 fence, atomic;
+  };
+  std::vector<Release> released_by;  // [grid * threads], only with global races
   Threads(Kernel& kernel, const u32 (&g)[3], const u32 (&c)[3])
       : k(kernel),
         grid{g[0], g[1], g[2]},

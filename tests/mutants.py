@@ -1,0 +1,385 @@
+"""Planted faults: what the cases of cuda_cases have to see, proven one fault at a time.
+
+    python tests/mutants.py [--out FOLDER] [--csv FILE] [WORD ...]    only the faults whose name holds a WORD
+
+Every barrier, fence and atomic of csrc/cuda is a fault by itself (``synchronization``): it is deleted, or made a plain
+read and write. ``FAULTS`` are the others: tails, strides, counts. A fault is text to replace; where the source has
+moved on, test_mutants.py says so. Each is compiled to PTX, for float and bfloat16, and has to fail its cases on the
+emulator, unless ``REDUNDANT`` says in a line why nothing can depend on it.
+"""
+
+import argparse
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+CUDA = TESTS.parent / "csrc/cuda"
+
+# The cases that run a file's kernels; of a header, those of all.
+CASES = {
+    "focal_loss.cu": "focal_loss+blind_spots",
+    "calibration_map.cu": "calibration_map+blind_spots",
+    "calibration_grid.cu": "calibration_grid+blind_spots",
+    "calibration_sums.cu": "calibration_sums",
+}
+# Where a file's cases are among others: pytest -k.
+CHOICE = {
+    "focal_loss.cu": "not (map or grid)",
+    "calibration_map.cu": "map",
+    "calibration_grid.cu": "grid",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    file: str  # in csrc/cuda
+    old: str  # occurs once, or the `nth` is meant
+    new: str
+    nth: int = 0
+
+    def plant(self, text: str) -> str:
+        at = -1
+        for _ in range(self.nth + 1):
+            at = text.index(self.old, at + 1)
+        return text[:at] + self.new + text[at + len(self.old) :]
+
+
+FAULTS = [
+    # ---- tiles and strides of the grid
+    Fault(
+        "forward: only the first tile of a block",
+        "focal_loss.cu",
+        "t < plan.tiles; t += gridDim.x",
+        "t < plan.tiles; t += plan.tiles",
+    ),
+    Fault(
+        "backward: only the first tile of a block",
+        "focal_loss.cu",
+        "t < plan.tiles; t += gridDim.x",
+        "t < plan.tiles; t += plan.tiles",
+        1,
+    ),
+    Fault(
+        "general forward: only the first tile",
+        "focal_loss.cu",
+        "t < plan.tiles; t += gridDim.x",
+        "t < plan.tiles; t += plan.tiles",
+        2,
+    ),
+    Fault(
+        "general backward: only the first tile",
+        "focal_loss.cu",
+        "t < plan.tiles; t += gridDim.x",
+        "t < plan.tiles; t += plan.tiles",
+        3,
+    ),
+    Fault(
+        "forward: a block takes its neighbour's tiles",
+        "focal_loss.cu",
+        "t < plan.tiles; t += gridDim.x",
+        "t < plan.tiles; t += gridDim.x - 1",
+    ),
+    Fault(
+        "the last block adds up 256 blocks at most",
+        "focal_loss.cu",
+        "block < gridDim.x; block += kBlock",
+        "block < gridDim.x; block += gridDim.x",
+    ),
+    Fault(
+        "the map stops after the first rows",
+        "calibration_map.cu",
+        "first += static_cast<int64_t>(gridDim.x) * rows_at_once",
+        "first += args.rows",
+    ),
+    Fault(
+        "the gradient of the map stops after the first rows",
+        "calibration_map.cu",
+        "first += static_cast<int64_t>(gridDim.x) * rows_at_once",
+        "first += args.rows",
+        1,
+    ),
+    Fault(
+        "samples beyond the first run are not checked",
+        "calibration_grid.cu",
+        "row += static_cast<int64_t>(gridDim.x) * kWarpsPerBlock",
+        "row += samples.rows",
+    ),
+    # ---- tails
+    Fault("the tile's tail is not staged", "focal_loss.cu", "if (rest < count) tile[rest] = source[rest];", ""),
+    Fault(
+        "the tile's tail gets no gradient",
+        "focal_loss.cu",
+        "  if (rest < count) {\n    const int r = rest / classes;",
+        "  if (rest < 0) {\n    const int r = rest / classes;",
+    ),
+    Fault(
+        "NaN in the gradient's tail",
+        "focal_loss.cu",
+        "const Real z = load_as_compute(logits[rest]);",
+        "const Real z = kNaN<Real>;",
+    ),
+    Fault(
+        "loose elements are read one too far",
+        "focal_loss.cu",
+        "loose < classes && loose != target && (index",
+        "loose <= classes && loose != target && (index",
+    ),
+    Fault(
+        "loose elements before the vectors are left out",
+        "focal_loss.cu",
+        "(index < head || loose >= tail)) {\n    const Real values",
+        "loose >= tail) {\n    const Real values",
+    ),
+    Fault(
+        "loose gradients after the vectors are left out",
+        "focal_loss.cu",
+        "if (loose < classes && (index < head || loose >= tail)) {",
+        "if (loose < classes && index < head) {",
+    ),
+    Fault(
+        "values beyond the row are used",
+        "focal_loss.cu",
+        "vector < vectors ? load_as_compute(elements.at[e]) : -kInfinity<Real>;",
+        "load_as_compute(elements.at[e]);",
+    ),
+    Fault(
+        "vector loads without regard to the boundary",
+        "common.cuh",
+        "return static_cast<int>(((0u - low) & (kVectorBytes - 1)) / sizeof(Scalar));",
+        "return 0;",
+    ),
+    Fault(
+        "vector stores without regard to the gradient's boundary",
+        "focal_loss.cu",
+        " || head_of_row != elements_to_boundary(grad)",
+        "",
+    ),
+    Fault("the last row of a tile lends its neighbour's gradient", "focal_loss.cu", "r += r + 1 < rows;", "r += 1;"),
+    # ---- sizes
+    Fault(
+        "the tile of shared memory is one vector short",
+        "focal_loss.cu",
+        "path == RowPath::kTile ? kTileBytes : 16]",
+        "path == RowPath::kTile ? kTileBytes - 16 : 16]",
+    ),
+    Fault(
+        "the counter of finished blocks is not cleared",
+        "focal_loss.cu",
+        "cudaMemsetAsync(workspace, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));",
+        "cudaSuccess;",
+    ),
+    Fault("one block fewer counts as all", "focal_loss.cu", "== gridDim.x - 1;", "== gridDim.x - 2;"),
+    # ---- divergence
+    Fault(
+        "a shuffle after divergence",
+        "focal_loss.cu",
+        "          share = group_exp_sum(share, warp_lanes);\n        }",
+        "          if (is_live) share = group_exp_sum(share, warp_lanes);\n        }",
+    ),
+    Fault(
+        "a barrier that rows beyond the end leave out",
+        "focal_loss.cu",
+        "      row_sum = group.sum(row_sum);\n",
+        "      if (r >= rows) continue;\n      row_sum = group.sum(row_sum);\n",
+    ),
+    # ---- what only some callers want
+    Fault(
+        "NLL is wrong without the Brier score",
+        "calibration_grid.cu",
+        "nll[g] += static_cast<double>(log_norm - log_ratio);",
+        "nll[g] += static_cast<double>(with_brier ? log_norm - log_ratio : log_norm);",
+    ),
+    Fault(
+        "a warp's lanes beyond the temperatures write",
+        "calibration_grid.cu",
+        "if (thread >= plan.lanes || !has_temperature || gamma >= block.n_gammas) return;",
+        "if (thread >= plan.lanes || gamma >= block.n_gammas) return;",
+    ),
+    Fault(
+        "gradients are written where none are wanted",
+        "focal_loss.cu",
+        "    if (args.grad_logits == nullptr) continue;\n",
+        "",
+    ),
+    Fault(
+        "the row's digits end one too early",
+        "calibration_grid.cu",
+        "while (row_digits < 4 && ",
+        "while (row_digits < 1 && ",
+    ),
+    Fault(
+        "an ignored row is read",
+        "focal_loss.cu",
+        "if (r < rows && labels[r] >= 0) {\n        shares",
+        "if (r < rows && labels[r] != kOutOfRange) {\n        shares",
+    ),
+]
+
+# By the name of the fault: why no result can depend on it.
+REDUNDANT = {
+    "calibration_grid.cu: __syncthreads 6": "the barriers of block_sum lie between reading the cuts and replacing them",
+    "calibration_grid.cu: __syncthreads 7": "select_cuts has a barrier before it reads the cuts",
+    "calibration_sums.cu: __syncthreads 3": "a thread clears no bucket but those that it has written out itself",
+}
+
+
+def synchronization() -> Iterator[Fault]:
+    """A fault for every barrier and fence, which is deleted, and every atomic, which is made a plain update."""
+    for path in sorted([*CUDA.glob("*.cu"), *CUDA.glob("*.cuh")]):
+        text = path.read_text()
+        seen: dict[str, int] = {}
+        for match in re.finditer(r"__sync(?:threads|warp)\(\);|__threadfence\(\);|atomicAdd\(|atomicMin\(", text):
+            what = match[0].rstrip("();")
+            nth = seen[what] = seen.get(what, -1) + 1
+            new = "" if what.startswith("__") else f"mutant::{what}("
+            yield Fault(f"{path.name}: {what} {nth + 1}", path.name, match[0], new, nth)
+
+
+def all_faults() -> list[Fault]:
+    return [*synchronization(), *FAULTS]
+
+
+# What an atomic becomes.
+PLAIN = """namespace mutant {
+template <typename T, typename U>
+__device__ inline T atomicAdd(T* at, U value) {
+  const T old = *at;
+  *at = old + static_cast<T>(value);
+  return old;
+}
+template <typename T>
+__device__ inline T atomicMin(T* at, T value) {
+  const T old = *at;
+  *at = value < old ? value : old;
+  return old;
+}
+}  // namespace mutant
+"""
+
+
+class Workshop:
+    """A copy of the sources, their objects without a fault, and the library of one fault at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        import cuda_build
+
+        self.build, self.folder, self.csrc, self.base = cuda_build, folder, folder / "csrc", folder / "base"
+        shutil.copytree(CUDA.parent, self.csrc)
+        for kernel in self.build.kernels(self.csrc):
+            text = kernel.read_text()
+            # Half and double differ in no barrier, tail or stride.
+            text = re.sub(r"^FK_INSTANTIATE\((Half|double)\)\n", "", text, flags=re.MULTILINE)
+            include = text.index("namespace focalkern")
+            kernel.write_text(text[:include] + PLAIN + text[include:])
+        self.base.mkdir()
+        self.compile(self.build.kernels(self.csrc), self.base, self.build.interpreter_commands(self.base, self.csrc))
+
+    def compile(self, kernels: list[Path], folder: Path, others: list[list[str]] = []) -> Path:  # noqa: B006
+        code = "arch=compute_90,code=compute_90"
+        few = "-DFOCALKERN_FEW_DTYPES"
+        others = [[*command, few] if "harness.cpp" in " ".join(command) else command for command in others]
+        self.build.run_all([self.build.nvcc_command(k, folder, self.csrc, code) for k in kernels] + others)
+        return self.build.link(folder)
+
+    def library(self, fault: Fault) -> Path:
+        file = self.csrc / "cuda" / fault.file
+        text = file.read_text()
+        mutant = self.folder / "mutant"
+        shutil.rmtree(mutant, ignore_errors=True)
+        shutil.copytree(self.base, mutant)
+        file.write_text(fault.plant(text))
+        try:
+            return self.compile([file] if file.suffix == ".cu" else self.build.kernels(self.csrc), mutant)
+        finally:
+            file.write_text(text)
+
+    def run(self, library: Path, cases: str | None, choice: str | None, settings: str = "") -> tuple[bool, str]:
+        """Whether all of the cases pass; and the first report, or the last line."""
+        chosen = f",cases={cases}" if cases else ""
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-x", "--tb=line",
+             "tests/test_cuda_ptx.py", *(["-k", choice] if choice else [])],
+            cwd=TESTS.parent,
+            env={**os.environ, "FOCALKERN_PTX": f"library={library}{chosen}{settings}"},
+            capture_output=True,
+            text=True,
+        )  # fmt: skip
+        output = done.stdout + done.stderr
+        if done.returncode not in (0, 1):  # neither passed nor failed: a crash, or nothing was collected
+            return False, f"pytest ended with {done.returncode}: {output.strip()[-200:]}"
+        report = re.search(r"ptxrun: \S+?: (block.*)", output) or re.search(r"^E +(.*)", output, re.MULTILINE)
+        return done.returncode == 0, report[1][:120] if report else output.strip().splitlines()[-1]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    fault: str
+    result: str  # caught, redundant, or MISSED; also REDUNDANT BUT CAUGHT
+    report: str
+    seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.result in ("caught", "redundant")
+
+
+def verdicts(folder: Path, faults: list[Fault]) -> Iterator[Verdict]:
+    workshop = Workshop(folder)
+    began = time.monotonic()
+    passed, report = workshop.run(workshop.build.link(workshop.base), None, None)
+    if not passed:
+        yield Verdict("no fault", "MISSED", f"the cases fail without one: {report}", time.monotonic() - began)
+        return
+    for fault in faults:
+        began = time.monotonic()
+        library = workshop.library(fault)
+        cases, choice = CASES.get(fault.file), CHOICE.get(fault.file)
+        passed, report = workshop.run(library, cases, choice)
+        if passed:
+            passed, report = workshop.run(library, cases, choice, ",random_lanes=1")
+        reason = REDUNDANT.get(fault.name)
+        result = (
+            ("MISSED" if reason is None else "redundant")
+            if passed
+            else "caught"
+            if reason is None
+            else "REDUNDANT BUT CAUGHT"
+        )
+        yield Verdict(fault.name, result, reason if passed and reason else report, time.monotonic() - began)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python tests/mutants.py", description=__doc__)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--out", type=Path, help="keep what is built in this folder, which does not exist yet")
+    parser.add_argument("--csv", type=Path)
+    arguments = parser.parse_args()
+    faults = [f for f in all_faults() if not arguments.words or any(word in f.name for word in arguments.words)]
+    found = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.out or Path(temporary, "mutants")
+        for verdict in verdicts(folder, faults):
+            found.append(verdict)
+            print(f"{verdict.result:9} {verdict.fault}: {verdict.report} ({verdict.seconds:.0f} s)", flush=True)
+    if arguments.csv:
+        with arguments.csv.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["fault", "result", "report"])
+            writer.writerows([v.fault, v.result, v.report] for v in found)
+    wrong = [v for v in found if not v.is_right]
+    print(f"{len(found) - len(wrong)} of {len(found)} faults caught or redundant")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
