@@ -66,31 +66,37 @@ def kernels(csrc: Path = CSRC) -> list[Path]:
     return sorted((csrc / "cuda").glob("*.cu"))
 
 
-def link(folder: Path) -> Path:
+def link(folder: Path, flags: tuple[str, ...] = (), executable: bool = False) -> Path:
     """Everything that was compiled into the folder."""
-    library = folder / "kernels.so"
-    subprocess.run([compiler(), "-shared", *sorted(map(str, folder.glob("*.o"))), "-o", str(library)], check=True)
-    return library
+    target = folder / ("run" if executable else "kernels.so")
+    kind = [] if executable else ["-shared"]
+    subprocess.run([compiler(), *kind, *flags, *sorted(map(str, folder.glob("*.o"))), "-o", str(target)], check=True)
+    return target
 
 
-def host_commands(folder: Path, csrc: Path, shim: Path, flags: list[str]) -> list[list[str]]:
+def harness_command(folder: Path, csrc: Path) -> list[str]:
+    """The launchers as C functions, for ptxrun."""
+    include = [f"-I{TESTS / 'ptxrun/stub'}", f"-I{csrc}", "-DFOCALKERN_TEST_GRID"]
     harness = str(TESTS / "cuda_shim/harness.cpp")
-    include = [f"-I{shim}", f"-I{csrc}", "-DFOCALKERN_TEST_GRID"]
-    return [[compiler(), *HOST_FLAGS, *flags, *include, "-c", harness, "-o", str(folder / "harness.o")]]
+    return [compiler(), *HOST_FLAGS, "-O1", *include, "-c", harness, "-o", str(folder / "harness.o")]
 
 
-def build_shim(folder: Path, csrc: Path = CSRC) -> Path:
-    """The source of the kernels, compiled by g++: a fiber for each thread (cuda_shim/cuda_runtime.h)."""
-    shim, flags = TESTS / "cuda_shim", ["-O1", "-fno-trapping-math"]
-    include = [f"-I{shim}", f"-I{csrc}", "-DFOCALKERN_TEST_GRID", "-x", "c++"]
+def build_shim(folder: Path, csrc: Path = CSRC, flags: tuple[str, ...] = (), program: str | None = None) -> Path:
+    """The source of the kernels, compiled by g++: a fiber for each thread (cuda_shim/cuda_runtime.h). With `program`, a
+    source beside the harness, an executable instead of a library.
+    """
+    shim, objcopy = TESTS / "cuda_shim", tool("objcopy")
+    options = [*HOST_FLAGS, "-O1", "-fno-trapping-math", *flags, f"-I{shim}", f"-I{csrc}", "-DFOCALKERN_TEST_GRID"]
+    sources = [*kernels(csrc), shim / "machine.cpp", shim / (program or "harness.cpp")]
     run_all(
-        [
-            [compiler(), *HOST_FLAGS, *flags, *include, "-c", str(k), "-o", str(folder / f"{k.stem}.o")]
-            for k in kernels(csrc)
-        ]
-        + host_commands(folder, csrc, shim, flags)
+        [compiler(), *options, "-x", "c++", "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+        for source in sources
     )
-    return link(folder)
+    for kernel in kernels(csrc):
+        # Zeroed statics are the shared memory: into one section, which is filled with poison at the start of a block.
+        section = ["--set-section-flags", ".bss=alloc,load,data,contents", "--rename-section", ".bss=shim_shared"]
+        subprocess.run([objcopy, *section, str(folder / f"{kernel.stem}.o")], check=True)
+    return link(folder, flags, executable=program is not None)
 
 
 def nvcc_command(source: Path, folder: Path, csrc: Path, code: str) -> list[str]:
@@ -100,7 +106,7 @@ def nvcc_command(source: Path, folder: Path, csrc: Path, code: str) -> list[str]
 
 def interpreter_commands(folder: Path, csrc: Path = CSRC, sass: bool = False) -> list[list[str]]:
     sources = ["ptxrun/runtime.cpp", *(["sassrun/sassrun.cpp", "sassrun/simulate.cpp"] if sass else [])]
-    return host_commands(folder, csrc, TESTS / "ptxrun/stub", ["-O1"]) + [
+    return [harness_command(folder, csrc)] + [
         [compiler(), *HOST_FLAGS, *EXACT, f"-I{TESTS}", "-c", str(TESTS / source), "-o",
          str(folder / f"{Path(source).stem}.o")]
         for source in sources
