@@ -5,7 +5,8 @@
 //   1. t, and the largest of the others      2. sum of exp over the others
 //   3. log(p_k / p_t), and sums              4. normalise and write
 // Memory: the inputs are read once and the outputs written once as long as each thread's part of a row fits registers
-// (4096 classes forward, 2048 backward, half of that in double); longer rows are read again by each pass.
+// (4096 classes forward, 2048 backward, half of that in double); longer rows are read again by each pass. Backward, a
+// warp that has a row of many classes keeps its inputs, and computes twice what passes 3 and 4 have in common.
 
 #include "cuda/common.cuh"
 #include "kernels.h"
@@ -51,6 +52,13 @@ struct RowPart {
     }
   }
 };
+
+template <typename Scalar>
+constexpr int kForwardSmall = sizeof(Scalar) == sizeof(double) ? 8 : 16;
+template <typename Scalar>
+constexpr int kBackwardSmall = sizeof(Scalar) == sizeof(double) ? 4 : 8;
+template <typename Scalar>
+constexpr int kLarge = sizeof(Scalar) == sizeof(double) ? 16 : 32;
 
 // Terms in double only where there may be many of them.
 template <typename Real, bool few>
@@ -161,13 +169,24 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_map_forward_kernel(
                            start.map.ratio_offset);
     };
 
+    // Without the logarithm, where the logarithm itself is not wanted.
+    const auto ratio_of = [&](Real logit) {
+      const Real y = (logit - start.shift) * start.beta;
+      return map_ratio(y, exponential(y), start.map.gamma, start.map.q_scale, start.map.log_q_offset,
+                       start.map.ratio_offset);
+    };
+
     // What is written, before it is normalised.
     Sum sum = 0;
     x.each(load, [&](int j, int, Real& value) {
-      const Real log_ratio = log_ratio_of(value);
-      const Real ratio = exponential(log_ratio);
+      Real ratio;
+      if (log_output) {
+        value = log_ratio_of(value);
+        ratio = exponential(value);
+      } else {
+        value = ratio = ratio_of(value);
+      }
       if (j != start.top) sum += ratio;
-      value = log_output ? log_ratio : ratio;
     });
     const auto ratio_sum = static_cast<Real>(group.sum(sum));
     const Real offset = Real(0) - log_one_plus(ratio_sum);  // log p_t; 0, not -0
@@ -175,8 +194,7 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_map_forward_kernel(
     x.each(load, [&](int j, int, Real& value) {
       Real result = value;
       if constexpr (capacity == 0) {
-        result = log_ratio_of(value);
-        if (!log_output) result = exponential(result);
+        result = log_output ? log_ratio_of(value) : ratio_of(value);
       }
       result = log_output ? result + offset : result * scale;
       if (j == start.top) result = log_output ? offset : scale;
@@ -192,7 +210,7 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_map_forward_kernel(
 }
 
 template <typename Scalar, int capacity>
-__global__ __launch_bounds__(kBlock, 2) void calibration_map_backward_kernel(
+__global__ __launch_bounds__(kBlock, capacity == kLarge<Scalar> ? 1 : 2) void calibration_map_backward_kernel(
     const __grid_constant__ CalibrationMapBackward<Scalar> args, int lanes) {
   using Real = compute_t<Scalar>;
   using Sum = SumOf<Real, capacity != 0>;
@@ -232,7 +250,7 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_map_backward_kernel(
       const MapClass<Real> c = map_class(y, s.e, map.gamma, map.q_scale, map.log_q_offset, map.ratio_offset);
       // A class that cannot occur takes no part.
       const Real grad = logit == -kInfinity<Real> ? Real(0) : grad_output(j);
-      s.r = exponential(c.log_ratio);
+      s.r = c.ratio;
       s.m = log_output ? grad : (logit == -kInfinity<Real> ? Real(0) : s.r * (grad - grad_top));
       s.hr = c.slope * s.r;
       s.hm = c.slope * s.m;
@@ -240,12 +258,13 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_map_backward_kernel(
       return s;
     };
 
-    Real kept_hr[capacity > 0 ? capacity : 1];
-    Real kept_hm[capacity > 0 ? capacity : 1];
+    constexpr bool kKept = capacity == kBackwardSmall<Scalar>;
+    Real kept_hr[kKept ? capacity : 1];
+    Real kept_hm[kKept ? capacity : 1];
     Sum r = 0, m = 0, hr = 0, hm = 0, cr = 0, cm = 0;
     x.each(load, [&](int j, int k, Real& value) {
       const Slopes s = slopes_of(j, value);
-      if constexpr (capacity > 0) {
+      if constexpr (kKept) {
         kept_hr[k] = s.hr;
         kept_hm[k] = s.hm;
       }
@@ -265,7 +284,7 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_map_backward_kernel(
     Sum beta_sum = 0;
     x.each(load, [&](int j, int k, Real& value) {
       Real of_hr, of_hm;
-      if constexpr (capacity > 0) {
+      if constexpr (kKept) {
         of_hr = kept_hr[k];
         of_hm = kept_hm[k];
       } else {
@@ -352,11 +371,6 @@ __global__ __launch_bounds__(kBlock) void binary_calibration_map_backward_kernel
 // ---- launchers -----------------------------------------------------------------------------------------------------
 
 template <typename Scalar>
-constexpr int kForwardCapacity = sizeof(Scalar) == sizeof(double) ? 8 : 16;
-template <typename Scalar>
-constexpr int kBackwardCapacity = sizeof(Scalar) == sizeof(double) ? 4 : 8;
-
-template <typename Scalar>
 bool sizes_are_valid(const CalibrationMapArgs<Scalar>& args) {
   return args.rows >= 0 && args.classes >= 1 && args.classes <= INT32_MAX - 64 * kBlock;
 }
@@ -372,10 +386,11 @@ template <typename Scalar>
 int calibration_map_forward(const CalibrationMapForward<Scalar>& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
   if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
-  const MapPlan plan = plan_map(args.rows, args.classes, kForwardCapacity<Scalar>);
+  const MapPlan plan = plan_map(args.rows, args.classes, kForwardSmall<Scalar>, kLarge<Scalar>);
   void (*kernel)(CalibrationMapForward<Scalar>, int) =
-      plan.in_registers ? calibration_map_forward_kernel<Scalar, kForwardCapacity<Scalar>>
-                        : calibration_map_forward_kernel<Scalar, 0>;
+      plan.capacity == 0                ? calibration_map_forward_kernel<Scalar, 0>
+      : plan.capacity == kLarge<Scalar> ? calibration_map_forward_kernel<Scalar, kLarge<Scalar>>
+                                        : calibration_map_forward_kernel<Scalar, kForwardSmall<Scalar>>;
   return launch(kernel, plan.grid, kBlock, stream, args, plan.lanes);
 }
 
@@ -383,10 +398,11 @@ template <typename Scalar>
 int calibration_map_backward(const CalibrationMapBackward<Scalar>& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
   if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
-  const MapPlan plan = plan_map(args.rows, args.classes, kBackwardCapacity<Scalar>);
+  const MapPlan plan = plan_map(args.rows, args.classes, kBackwardSmall<Scalar>, kLarge<Scalar>);
   void (*kernel)(CalibrationMapBackward<Scalar>, int) =
-      plan.in_registers ? calibration_map_backward_kernel<Scalar, kBackwardCapacity<Scalar>>
-                        : calibration_map_backward_kernel<Scalar, 0>;
+      plan.capacity == 0                ? calibration_map_backward_kernel<Scalar, 0>
+      : plan.capacity == kLarge<Scalar> ? calibration_map_backward_kernel<Scalar, kLarge<Scalar>>
+                                        : calibration_map_backward_kernel<Scalar, kBackwardSmall<Scalar>>;
   return launch(kernel, plan.grid, kBlock, stream, args, plan.lanes);
 }
 

@@ -34,8 +34,9 @@ enum class RowPath : int {
 struct RowPlan {
   RowPath path;
   int rows_per_tile;
-  int lanes;  // threads on one row, a power of two up to a warp, or the block
-  int parts;  // partial results of one row: one per warp that works on it; rows_per_tile * parts <= kBlock
+  int lanes;      // threads on one row, a power of two up to a warp, or the block
+  int lane_bits;  // its logarithm: the kernels divide by shifting
+  int parts;      // partial results of one row: one per warp that works on it; rows_per_tile * parts <= kBlock
   int64_t tiles;
   int64_t grid;
 };
@@ -56,6 +57,8 @@ inline int rows_per_tile(int64_t rows, int most, int least) {
 }
 
 inline RowPlan finish_row_plan(RowPlan plan, int64_t rows) {
+  plan.lane_bits = 0;
+  while (1 << plan.lane_bits < plan.lanes) ++plan.lane_bits;
   plan.tiles = divide_up(rows, plan.rows_per_tile);
   // A block for no rows at all, too: it writes the sum of nothing.
   plan.grid = plan.tiles < 1 ? 1 : plan.tiles < kMaxGrid ? plan.tiles : kMaxGrid;
@@ -109,16 +112,25 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
 
 // Groups of threads share rows that lie end to end, and go on to further rows in strides of the grid.
 struct MapPlan {
-  int lanes;          // a power of two up to a warp, or the block
-  bool in_registers;  // a thread's part of a row fits the registers set aside for it
+  int lanes;     // a power of two up to a warp, or the block
+  int capacity;  // registers set aside for a thread's part of a row; 0: it does not fit, and is read again by each pass
   int64_t grid;
 };
 
-inline MapPlan plan_map(int64_t rows, int64_t classes, int values_per_lane) {
+// Two sizes of parts: most rows take the small one; the large one lets a warp have a row for which it would otherwise
+// take the block, whose reductions cost more than the row.
+inline MapPlan plan_map(int64_t rows, int64_t classes, int small, int large) {
   MapPlan plan = {};
-  plan.lanes =
-      classes > values_per_lane * kWarp ? kBlock : power_of_two_at_least(divide_up(classes, values_per_lane), kWarp);
-  plan.in_registers = classes <= int64_t{values_per_lane} * plan.lanes;
+  if (classes <= int64_t{small} * kWarp) {
+    plan.lanes = power_of_two_at_least(divide_up(classes, small), kWarp);
+    plan.capacity = small;
+  } else if (classes <= int64_t{large} * kWarp) {
+    plan.lanes = kWarp;
+    plan.capacity = large;
+  } else {
+    plan.lanes = kBlock;
+    plan.capacity = classes <= int64_t{small} * kBlock ? small : 0;
+  }
   const int64_t blocks = divide_up(rows, kBlock / plan.lanes);
   plan.grid = blocks < 8 * kMaxGrid ? blocks : 8 * kMaxGrid;
   return plan;

@@ -23,8 +23,9 @@ extern "C" {
     return message;                                                                                          \
   }
 
-// With so few elements every row is counted, as the kernels walk them; with more, the ends of the tiles have to meet.
-constexpr int64_t kEnumerated = int64_t{1} << 20;
+// With so few elements every row is counted, as the kernels walk them, for some sizes; otherwise the ends of the tiles
+// have to meet.
+constexpr int64_t kEnumerated = 20000;
 
 // Runs of rows_at_once rows, block b taking the runs b, b + grid, ... : whether every row is taken exactly once.
 bool takes_each_row_once(int64_t rows, int64_t rows_at_once, int64_t grid) {
@@ -51,7 +52,7 @@ const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_
   FK_REQUIRE(plan.parts >= 1 && plan.rows_per_tile * plan.parts <= kBlock);
   FK_REQUIRE(plan.grid >= 1 && plan.grid <= kMaxGrid && (plan.grid <= plan.tiles || rows == 0));
   FK_REQUIRE(plan.tiles == rows / plan.rows_per_tile + (rows % plan.rows_per_tile != 0));
-  if (rows <= kEnumerated / classes) {
+  if (rows <= kEnumerated / classes && rows % 61 == 1) {
     FK_REQUIRE(takes_each_row_once(rows, plan.rows_per_tile, plan.grid));
   }
   // Tiles end to end: the last one begins inside the rows and reaches their end, so none is left out or taken twice.
@@ -72,16 +73,16 @@ const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_
   return nullptr;
 }
 
-const char* check_map_plan(int64_t rows, int64_t classes, int values_per_lane) {
+const char* check_map_plan(int64_t rows, int64_t classes, int small, int large) {
   using namespace cuda;
-  const MapPlan plan = plan_map(rows, classes, values_per_lane);
+  const MapPlan plan = plan_map(rows, classes, small, large);
   FK_REQUIRE((plan.lanes & (plan.lanes - 1)) == 0 && (plan.lanes <= kWarp || plan.lanes == kBlock));
   FK_REQUIRE(plan.grid >= (rows > 0) && plan.grid <= 8 * kMaxGrid);
   if (rows <= kEnumerated / classes) {
     FK_REQUIRE(takes_each_row_once(rows, kBlock / plan.lanes, plan.grid));
   }
-  FK_REQUIRE(plan.in_registers == (classes <= int64_t{values_per_lane} * plan.lanes));
-  FK_REQUIRE(plan.in_registers || plan.lanes == kBlock);
+  FK_REQUIRE(plan.capacity == 0 || plan.capacity == small || (plan.capacity == large && plan.lanes == kWarp));
+  FK_REQUIRE(plan.capacity > 0 ? classes <= int64_t{plan.capacity} * plan.lanes : plan.lanes == kBlock);
   return nullptr;
 }
 
@@ -95,7 +96,7 @@ const char* check_grid_plan(int64_t rows, int64_t n_temperatures, int64_t n_gamm
   FK_REQUIRE(plan.temperature_tiles * plan.lanes >= n_temperatures);
   FK_REQUIRE(plan.gamma_tiles * kGammasAtOnce >= n_gammas);
   FK_REQUIRE(plan.blocks() <= INT32_MAX);
-  if (rows <= kEnumerated / (n_temperatures * n_gammas) && plan.blocks() <= 4096) {
+  if (rows <= kEnumerated / (n_temperatures * n_gammas) && rows % 61 == 1 && plan.blocks() <= 4096) {
     FK_REQUIRE(takes_each_row_once(rows, plan.rows_per_tile, plan.row_tiles));
     FK_REQUIRE(takes_each_row_once(n_temperatures, plan.lanes, plan.temperature_tiles));
     FK_REQUIRE(takes_each_row_once(n_gammas, kGammasAtOnce, plan.gamma_tiles));
@@ -103,49 +104,118 @@ const char* check_grid_plan(int64_t rows, int64_t n_temperatures, int64_t n_gamm
   return nullptr;
 }
 
+// ---- all sizes -----------------------------------------------------------------------------------------------------
+// A plan is a function of rows and classes with few values: thresholds split either axis into runs. Rows matter up to
+// kMostRows alone, where the last threshold lies; tiles and grid, which go on to grow, are quotients. So: every number
+// of classes up to a limit, at rows around each threshold, tells the runs of classes; and at both ends of each run,
+// every number of rows up to kMostRows is checked, and powers of two and their neighbours beyond.
+
+constexpr int64_t kMostRows = cuda::kEnoughBlocks * cuda::kBlock * 2 + 2;
+
+std::vector<int64_t> rows_at_thresholds() {
+  std::vector<int64_t> rows;
+  for (int64_t n = 0; n <= 33; ++n) rows.push_back(n);  // fits_one_block
+  for (int64_t count = 1; count <= 2 * cuda::kBlock; count *= 2) {
+    for (int64_t by = -1; by <= 1; ++by) {
+      rows.push_back(count * cuda::kEnoughBlocks + by);
+      rows.push_back(count + by);
+    }
+  }
+  rows.push_back(int64_t{1} << 40);
+  return rows;
+}
+
+std::vector<int64_t> rows_beyond() {
+  std::vector<int64_t> rows;
+  for (int bits = 18; bits <= 40; ++bits) {
+    for (int64_t by = -1; by <= 1; ++by) rows.push_back((int64_t{1} << bits) + by);
+  }
+  return rows;
+}
+
+bool same_choice(const cuda::RowPlan& a, const cuda::RowPlan& b) {
+  return a.path == b.path && a.rows_per_tile == b.rows_per_tile && a.lanes == b.lanes && a.parts == b.parts;
+}
+
+const char* check_rows_of(int64_t classes, int bytes, int end_to_end, int class_outermost) {
+  for (int64_t rows = 0; rows <= kMostRows; ++rows) {
+    const char* broken = check_row_plan(rows, classes, bytes, end_to_end, class_outermost);
+    if (broken != nullptr) return broken;
+  }
+  const auto last = cuda::plan_rows(kMostRows, classes, bytes, end_to_end != 0, class_outermost != 0);
+  for (const int64_t rows : rows_beyond()) {
+    const char* broken = check_row_plan(rows, classes, bytes, end_to_end, class_outermost);
+    if (broken != nullptr) return broken;
+    FK_REQUIRE(same_choice(cuda::plan_rows(rows, classes, bytes, end_to_end != 0, class_outermost != 0), last));
+  }
+  return nullptr;
+}
+
+const char* check_layout(int64_t most_classes, int bytes, int end_to_end, int class_outermost) {
+  const std::vector<int64_t> thresholds = rows_at_thresholds();
+  std::vector<cuda::RowPlan> run(thresholds.size()), next(thresholds.size());
+  for (int64_t classes = 1; classes <= most_classes + 1; ++classes) {
+    bool same = classes > 1 && classes <= most_classes;
+    for (size_t i = 0; i < thresholds.size(); ++i) {
+      next[i] = cuda::plan_rows(thresholds[i], classes, bytes, end_to_end != 0, class_outermost != 0);
+      same = same && same_choice(next[i], run[i]);
+    }
+    if (same) continue;
+    const char* broken = nullptr;
+    if (classes > 1) broken = check_rows_of(classes - 1, bytes, end_to_end, class_outermost);
+    if (broken == nullptr && classes <= most_classes) {
+      broken = check_rows_of(classes, bytes, end_to_end, class_outermost);
+    }
+    if (broken != nullptr) return broken;
+    run = next;
+  }
+  return nullptr;
+}
+
 const char* check_all_row_plans(int64_t most_classes) {
-  const int64_t sizes[] = {0,
-                           1,
-                           2,
-                           15,
-                           16,
-                           17,
-                           31,
-                           32,
-                           33,
-                           255,
-                           256,
-                           257,
-                           1000,
-                           4097,
-                           8448,
-                           8449,
-                           1 << 20,
-                           INT32_MAX,
-                           int64_t{1} << 31,
-                           int64_t{1} << 40};
+  for (const int bytes : {2, 4, 8}) {
+    for (const int layout : {0, 1, 2}) {
+      const char* broken = check_layout(most_classes, bytes, layout == 0, layout == 2);
+      if (broken != nullptr) return broken;
+    }
+  }
+  return nullptr;
+}
+
+const char* check_all_map_plans(int64_t most_classes) {
   for (int64_t classes = 1; classes <= most_classes; ++classes) {
-    for (const int64_t rows : sizes) {
-      for (const int bytes : {2, 4, 8}) {
-        for (const int layout : {0, 1, 2}) {
-          const char* broken = check_row_plan(rows, classes, bytes, layout == 0, layout == 2);
-          if (broken != nullptr) return broken;
-        }
-        const int capacity = bytes == 8 ? 8 : 16;
-        for (const int values : {capacity, capacity / 2}) {
-          const char* broken = check_map_plan(rows, classes, values);
-          if (broken != nullptr) return broken;
-        }
+    for (const int64_t rows : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{8}, int64_t{9}, int64_t{255}, int64_t{256},
+                               int64_t{257}, int64_t{4097}, int64_t{1} << 20, int64_t{1} << 40}) {
+      for (const int small : {4, 8, 16}) {
+        const char* broken = check_map_plan(rows, classes, small, small == 4 ? 16 : 32);
+        if (broken != nullptr) return broken;
       }
     }
   }
-  for (const int64_t rows : sizes) {
-    for (int64_t n_temperatures = 1; rows > 0 && rows < INT32_MAX && n_temperatures <= 600; ++n_temperatures) {
-      for (const int64_t n_gammas : {1, 4, 5, 6, 9, 10, 100}) {
+  return nullptr;
+}
+
+const char* check_all_grid_plans(int64_t most_rows) {
+  const auto check = [](int64_t rows) -> const char* {
+    for (const int64_t n_gammas : {1, 4, 5, 6, 9, 10, 100}) {
+      for (int64_t n_temperatures = 1; n_temperatures <= 34; ++n_temperatures) {
+        const char* broken = check_grid_plan(rows, n_temperatures, n_gammas);
+        if (broken != nullptr) return broken;
+      }
+      for (const int64_t n_temperatures : {64, 65, 512, 600}) {
         const char* broken = check_grid_plan(rows, n_temperatures, n_gammas);
         if (broken != nullptr) return broken;
       }
     }
+    return nullptr;
+  };
+  for (int64_t rows = 1; rows <= most_rows; ++rows) {
+    const char* broken = check(rows);
+    if (broken != nullptr) return broken;
+  }
+  for (const int64_t rows : rows_beyond()) {
+    const char* broken = rows < INT32_MAX ? check(rows) : nullptr;
+    if (broken != nullptr) return broken;
   }
   return nullptr;
 }
