@@ -152,6 +152,19 @@ __device__ __forceinline__ Real exp_base(Real max) {
   return max == -kInfinity<Real> ? Real(0) : max;
 }
 
+// e^x for an x of at most 0, to be added to a sum of at least 1. Rounding x log2(e) and the unit for powers of two cost
+// it a relative |x| 2^-24 + 2^-22; as the summand is e^x, that is less than the sum has to lose.
+__device__ __forceinline__ double summand(double x) { return exponential(x); }
+__device__ __forceinline__ float summand(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
+  return result;
+#else
+  return exponential(x);
+#endif
+}
+
 // One rescaling for `count` numbers.
 template <int count, typename Real>
 __device__ __forceinline__ void add_to_exp_sum(ExpSum<Real>& total, const Real (&values)[count]) {
@@ -162,7 +175,7 @@ __device__ __forceinline__ void add_to_exp_sum(ExpSum<Real>& total, const Real (
   // Summed apart first: a long row would otherwise round once per class against the whole sum.
   Real sum = 0;
 #pragma unroll
-  for (int k = 0; k < count; ++k) sum += exponential(values[k] - base);
+  for (int k = 0; k < count; ++k) sum += summand(values[k] - base);
   total = {max, total.sum * exponential(total.max - base) + sum};
 }
 

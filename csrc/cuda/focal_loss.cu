@@ -71,9 +71,22 @@ struct RowOffset {
   }
 };
 
+// n / classes for the places of a tile, by multiplication: exact for as many as 2^31 / classes^2.
+struct ClassDivider {
+  uint32_t reciprocal;
+
+  explicit ClassDivider(int64_t classes)
+      : reciprocal(classes > 0 ? static_cast<uint32_t>(divide_up(int64_t{1} << 31, classes)) : 0) {}
+
+  __device__ __forceinline__ int operator()(int n) const {
+    return static_cast<int>(static_cast<uint64_t>(n) * reciprocal >> 31);
+  }
+};
+
 // How a launch divides its work, and where its rows are.
 struct Geometry {
   RowPlan plan;
+  ClassDivider classes;
   RowOffset logits;
   RowOffset target_probs;
   RowOffset grad_logits;
@@ -166,12 +179,14 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scala
   using Real = compute_t<Scalar>;
   ExpSum<Real> total = empty_exp_sum<Real>();
   constexpr int kUnroll = 8;
+  const int64_t step = threads * class_stride;
+  const Scalar* at = row + index * class_stride;
   for (int first = index; first < classes; first += kUnroll * threads) {
     Real values[kUnroll];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      const int64_t j = first + static_cast<int64_t>(k) * threads;
-      values[k] = j < classes && j != target ? load_as_compute(row[j * class_stride]) : -kInfinity<Real>;
+    for (int k = 0; k < kUnroll; ++k, at += step) {
+      const int j = first + k * threads;
+      values[k] = j < classes && j != target ? load_as_compute(*at) : -kInfinity<Real>;
     }
     add_to_exp_sum(total, values);
   }
@@ -211,6 +226,7 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* r
     constexpr int kTogether = 2;
 #pragma unroll
     for (int k0 = 0; k0 < kUnroll; k0 += kTogether) {
+      if (k0 > 0 && first + k0 * threads >= vectors) break;  // a row just beyond a step has few vectors in the next
       Real values[kTogether * kSize];
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
@@ -234,45 +250,80 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* r
   return total;
 }
 
-// Copies `count` elements into shared memory; both ends start on a 16-byte boundary.
+// A tile on its way to shared memory: all of a thread's loads are issued before the first is waited for. Both ends
+// start on a 16-byte boundary.
 template <typename Scalar>
-__device__ __forceinline__ void stage_tile(Scalar* tile, const Scalar* source, int count) {
-  constexpr int kSize = kVectorSize<Scalar>;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int vectors = count / kSize;
-#pragma unroll 4
-  for (int vector = thread; vector < vectors; vector += kBlock) {
-    *reinterpret_cast<uint4*>(tile + vector * kSize) = load_vector(source + vector * kSize);
-  }
-  const int rest = vectors * kSize + thread;
-  if (rest < count) tile[rest] = source[rest];
-}
+struct TileLoad {
+  static constexpr int kVectors = kTileBytes / kVectorBytes / kBlock;
+  uint4 loaded[kVectors];
+  Scalar rest;
 
-// A group's share of a short row in shared memory: all of it is held in registers between the maximum and the sum.
-template <typename Scalar>
+  __device__ __forceinline__ void start(const Scalar* source, int count) {
+    constexpr int kSize = kVectorSize<Scalar>;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int vectors = count / kSize;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int vector = thread + k * kBlock;
+      if (vector < vectors) loaded[k] = load_vector(source + vector * kSize);
+    }
+    const int at = vectors * kSize + thread;
+    if (at < count) rest = source[at];
+  }
+
+  __device__ __forceinline__ void finish(Scalar* tile, int count) const {
+    constexpr int kSize = kVectorSize<Scalar>;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int vectors = count / kSize;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int vector = thread + k * kBlock;
+      if (vector < vectors) *reinterpret_cast<uint4*>(tile + vector * kSize) = loaded[k];
+    }
+    const int at = vectors * kSize + thread;
+    if (at < count) tile[at] = rest;
+  }
+};
+
+// A group's share of a short row in shared memory, in `steps` of at most kSlots: all of it is held in registers between
+// the maximum and the sum.
+template <int kSlots, typename Scalar>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const Scalar* row, bool is_live, int classes,
-                                                                  int row_in_tile, int index, int lanes) {
+                                                                  int steps, int row_in_tile, int index, int lanes) {
   using Real = compute_t<Scalar>;
-  const int steps = (classes + lanes - 1) / lanes;
-  // Rows begin a step apart from each other: at row lengths of many 2s their lanes would meet in one bank.
-  const int rotation = row_in_tile % steps;
-  Real values[kValuesPerLane];
+  const int end = steps * lanes;
+  const int limit = is_live ? classes : 0;
+  // Rows begin a step apart from each other, as far as a power of two allows: at row lengths of many 2s their lanes
+  // would meet in one bank.
+  int j = index + (row_in_tile & ((1 << (31 - __clz(steps))) - 1)) * lanes;
+  Real values[kSlots];
   Real max = -kInfinity<Real>;
 #pragma unroll
-  for (int k = 0; k < kValuesPerLane; ++k) {
-    const int step = k + rotation < steps ? k + rotation : k + rotation - steps;
-    const int j = index + step * lanes;
-    values[k] = is_live && k < steps && j < classes ? load_as_compute(row[j]) : -kInfinity<Real>;
+  for (int k = 0; k < kSlots; ++k) {
+    const bool inside = k < steps && j < limit;
+    const Real value = load_as_compute(row[inside ? j : 0]);
+    values[k] = inside ? value : -kInfinity<Real>;
+    j += lanes;
+    j -= j >= end ? end : 0;
     max = fmax(max, values[k]);
   }
   max = group_max(max, lanes);
   const Real base = exp_base(max);
   Real sum = 0;
 #pragma unroll
-  for (int k = 0; k < kValuesPerLane; ++k) {
-    if (k < steps) sum += exponential(values[k] - base);
-  }
+  for (int k = 0; k < kSlots; ++k) sum += summand(values[k] - base);
   return {max, group_sum(sum, lanes)};
+}
+
+// Slots beyond the steps cost as much as others: of four numbers of them, the least that will do.
+template <typename Scalar>
+__device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const Scalar* row, bool is_live, int classes,
+                                                                  int steps, int row_in_tile, int index, int lanes) {
+  static_assert(kValuesPerLane == 16, "as many slots as there may be steps");
+  if (steps <= 4) return tile_exp_sum<4>(row, is_live, classes, steps, row_in_tile, index, lanes);
+  if (steps <= 8) return tile_exp_sum<8>(row, is_live, classes, steps, row_in_tile, index, lanes);
+  if (steps <= 12) return tile_exp_sum<12>(row, is_live, classes, steps, row_in_tile, index, lanes);
+  return tile_exp_sum<16>(row, is_live, classes, steps, row_in_tile, index, lanes);
 }
 
 template <typename Scalar, RowPath path>
@@ -295,6 +346,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     const int64_t left = args.rows - first;
     const int rows = left < plan.rows_per_tile ? static_cast<int>(left) : plan.rows_per_tile;
 
+    [[maybe_unused]] TileLoad<Scalar> load;
+    if constexpr (path == RowPath::kTile) load.start(args.logits + first * classes, rows * classes);
     // A thread for each row finds its label and the target's logit.
     int label = kIgnored;
     Real z_target = 0;
@@ -306,7 +359,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
       }
     }
     if constexpr (path == RowPath::kTile) {
-      stage_tile(tile, args.logits + first * classes, rows * classes);
+      load.finish(tile, rows * classes);
       __syncthreads();
       if (label >= 0) {
         z_target = load_as_compute(tile[thread * classes + label]);
@@ -326,24 +379,26 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
       }
     } else {
       const int lanes = plan.lanes;
-      const int rows_at_once = kBlock / lanes;
+      const int rows_at_once = kBlock >> plan.lane_bits;
       const int warp_lanes = lanes < kWarp ? lanes : kWarp;
+      const int index = thread & (lanes - 1);
+      const int steps = (classes + lanes - 1) >> plan.lane_bits;
       for (int r0 = 0; r0 < rows; r0 += rows_at_once) {
-        const int r = r0 + thread / lanes;
+        const int r = r0 + (thread >> plan.lane_bits);
         const bool is_live = r < rows && labels[r < rows ? r : 0] >= 0;
         ExpSum<Real> share;
         if constexpr (path == RowPath::kTile) {
-          share = tile_exp_sum(tile + (is_live ? r : 0) * classes, is_live, classes, r, thread % lanes, lanes);
+          share = tile_exp_sum(tile + (is_live ? r : 0) * classes, is_live, classes, steps, r, index, lanes);
         } else {
           share = empty_exp_sum<Real>();
           if (is_live) {
             share = row_exp_sum(args.logits + geometry.logits(first + r), args.layout.class_stride, classes, labels[r],
-                                thread % lanes, lanes);
+                                index, lanes);
           }
           share = group_exp_sum(share, warp_lanes);
         }
         const int part = plan.parts == 1 ? 0 : thread / kWarp;
-        if (thread % warp_lanes == 0 && is_live) shares[r * plan.parts + part] = share;
+        if ((thread & (warp_lanes - 1)) == 0 && is_live) shares[r * plan.parts + part] = share;
       }
     }
     __syncthreads();
@@ -382,13 +437,14 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
 
 // ---- index targets: backward ---------------------------------------------------------------------------------------
 
-// dL/dz_j = scale * exp(z_j - max), but `at_target` for the target.
+// dL/dz_j = scale * exp(z_j - max), but `at_target` for the target. The target's value is written over the other one,
+// by the same thread or after a barrier: to choose between the two costs every element a branch.
 template <typename Real>
 struct RowGradient {
   Real max;
-  Real scale;
+  Real scale;  // 0 in a row that is ignored
   Real at_target;
-  int target;  // or kIgnored: every element is 0
+  int target;  // or kIgnored, kOutOfRange
 };
 
 // What d(reduced loss)/d(loss of the row) is.
@@ -429,11 +485,12 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Foc
   return result;
 }
 
-// One element. A NaN in the logits reaches the rest of the row through the saved numbers.
+// One element, the target's aside. No logit is above the maximum, and a NaN reaches the whole row through the saved
+// numbers: the minimum is for rows that are ignored, where anything may lie, and where it takes care of infinity and
+// NaN.
 template <typename Real>
-__device__ __forceinline__ Real gradient_at(const RowGradient<Real>& row, int j, Real z) {
-  const Real other = row.scale * exponential(z - row.max);
-  return j == row.target ? row.at_target : row.target == kIgnored ? Real(0) : other;
+__device__ __forceinline__ Real gradient_at(const RowGradient<Real>& row, Real z) {
+  return row.scale * exponential(fmin(z - row.max, Real(0)));
 }
 
 template <typename Scalar>
@@ -443,20 +500,24 @@ __device__ __forceinline__ void write_strided_gradient(Scalar* grad, int64_t gra
                                                        int threads) {
   using Real = compute_t<Scalar>;
   constexpr int kUnroll = 4;
+  const int64_t step = threads * class_stride;
+  const int64_t grad_step = threads * grad_stride;
+  const Scalar* at = row + index * class_stride;
+  Scalar* grad_at = grad + index * grad_stride;
   for (int first = index; first < classes; first += kUnroll * threads) {
     Real values[kUnroll];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      const int64_t j = first + static_cast<int64_t>(k) * threads;
-      values[k] = j < classes ? load_as_compute(row[j * class_stride]) : Real(0);
+    for (int k = 0; k < kUnroll; ++k, at += step) {
+      values[k] = first + k * threads < classes ? load_as_compute(*at) : Real(0);
     }
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      const int64_t j = first + static_cast<int64_t>(k) * threads;
-      if (j < classes) {
-        grad[j * grad_stride] = Store<Scalar>::from_compute(gradient_at(gradient, static_cast<int>(j), values[k]));
-      }
+    for (int k = 0; k < kUnroll; ++k, grad_at += grad_step) {
+      if (first + k * threads < classes) *grad_at = Store<Scalar>::from_compute(gradient_at(gradient, values[k]));
     }
+  }
+  const int target = gradient.target;
+  if (target >= 0 && (target & (threads - 1)) == index) {
+    grad[target * grad_stride] = Store<Scalar>::from_compute(gradient.at_target);
   }
 }
 
@@ -479,7 +540,7 @@ __device__ __forceinline__ void write_row_gradient(Scalar* grad, int64_t grad_st
   const int tail = head + vectors * kSize;
   const int loose = index < head ? index : tail + (index - head);
   if (loose < classes && (index < head || loose >= tail)) {
-    grad[loose] = Store<Scalar>::from_compute(gradient_at(gradient, loose, load_as_compute(row[loose])));
+    grad[loose] = Store<Scalar>::from_compute(gradient_at(gradient, load_as_compute(row[loose])));
   }
   const Scalar* body = row + head;
   Scalar* grad_body = grad + head;
@@ -496,20 +557,26 @@ __device__ __forceinline__ void write_row_gradient(Scalar* grad, int64_t grad_st
       if (vector < vectors) {
         const auto elements = bit_cast<Elements<Scalar>>(loaded[k]);
         Elements<Scalar> result;
-        const int j = head + vector * kSize;
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
-          result.at[e] = Store<Scalar>::from_compute(gradient_at(gradient, j + e, load_as_compute(elements.at[e])));
+          result.at[e] = Store<Scalar>::from_compute(gradient_at(gradient, load_as_compute(elements.at[e])));
         }
         store_vector(grad_body + static_cast<int64_t>(vector) * kSize, bit_cast<uint4>(result));
       }
     }
   }
+  const int target = gradient.target;
+  const int writer = target < head    ? target
+                     : target >= tail ? head + (target - tail)
+                                      : ((target - head) / kSize) & (threads - 1);
+  if (target >= 0 && index == writer) grad[target] = Store<Scalar>::from_compute(gradient.at_target);
 }
 
-// A tile of short rows as one run of vectors: a vector may hold parts of two rows, or several rows.
+// A tile of short rows as one run of vectors: a vector may hold parts of two rows, or several rows. Every thread of the
+// block calls it.
 template <typename Scalar>
 __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* logits, int rows, int classes,
+                                                    const ClassDivider& divide,
                                                     const RowGradient<compute_t<Scalar>>* gradients) {
   using Real = compute_t<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>;
@@ -530,12 +597,12 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
       if (vector < vectors) {
         const auto elements = bit_cast<Elements<Scalar>>(loaded[k]);
         Elements<Scalar> result;
-        int r = vector * kSize / classes;
+        int r = divide(vector * kSize);
         int j = vector * kSize - r * classes;
         RowGradient<Real> gradient = gradients[r];
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
-          result.at[e] = Store<Scalar>::from_compute(gradient_at(gradient, j, load_as_compute(elements.at[e])));
+          result.at[e] = Store<Scalar>::from_compute(gradient_at(gradient, load_as_compute(elements.at[e])));
           if (++j == classes) {
             j = 0;
             r += r + 1 < rows;  // past the last row nothing is left to compute
@@ -548,9 +615,12 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
   }
   const int rest = vectors * kSize + thread;
   if (rest < count) {
-    const int r = rest / classes;
     const Real z = load_as_compute(logits[rest]);
-    grad[rest] = Store<Scalar>::from_compute(gradient_at(gradients[r], rest - r * classes, z));
+    grad[rest] = Store<Scalar>::from_compute(gradient_at(gradients[divide(rest)], z));
+  }
+  __syncthreads();  // the targets' elements have their other values
+  if (thread < rows && gradients[thread].target >= 0) {
+    grad[thread * classes + gradients[thread].target] = Store<Scalar>::from_compute(gradients[thread].at_target);
   }
 }
 
@@ -573,14 +643,15 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
     __syncthreads();
 
     if constexpr (path == RowPath::kTile) {
-      write_tile_gradient(args.grad_logits + first * classes, args.logits + first * classes, rows, classes, gradients);
+      write_tile_gradient(args.grad_logits + first * classes, args.logits + first * classes, rows, classes,
+                          geometry.classes, gradients);
     } else {
       constexpr bool kPixels = path == RowPath::kPixels;
       const int warp = thread / kWarp;
       const int threads = kPixels ? plan.parts : plan.lanes;
-      const int index = kPixels ? warp % plan.parts : thread % plan.lanes;
-      const int rows_at_once = kPixels ? plan.rows_per_tile : kBlock / plan.lanes;
-      const int r_first = kPixels ? warp / plan.parts * kWarp + thread % kWarp : thread / plan.lanes;
+      const int index = kPixels ? warp % plan.parts : thread & (plan.lanes - 1);
+      const int rows_at_once = kPixels ? plan.rows_per_tile : kBlock >> plan.lane_bits;
+      const int r_first = kPixels ? warp / plan.parts * kWarp + thread % kWarp : thread >> plan.lane_bits;
       for (int r = r_first; r < rows; r += rows_at_once) {
         Scalar* grad = args.grad_logits + geometry.grad_logits(first + r);
         const Scalar* row = args.logits + geometry.logits(first + r);
@@ -890,7 +961,8 @@ int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_
       return error;
     }
   }
-  const Geometry geometry = {plan, RowOffset(args.layout), RowOffset(args.target_layout), RowOffset(args.layout)};
+  const Geometry geometry = {plan, ClassDivider(args.classes), RowOffset(args.layout), RowOffset(args.target_layout),
+                             RowOffset(args.layout)};
   void (*kernel)(FocalLossForward<Scalar>, Geometry, Reduction<compute_t<Scalar>>) =
       is_general(args)                ? focal_loss_general_forward_kernel<Scalar>
       : plan.path == RowPath::kTile   ? focal_loss_forward_kernel<Scalar, RowPath::kTile>
@@ -908,7 +980,8 @@ int focal_loss_backward(const FocalLossBackward<Scalar>& args, void* stream) {
                           args.grad_logits != nullptr && has_no_gaps(args.grad_layout, args.rows, args.classes) &&
                           on_boundary(args.grad_logits);
   const RowPlan plan = plan_for(args, end_to_end);
-  const Geometry geometry = {plan, RowOffset(args.layout), RowOffset(args.target_layout), RowOffset(args.grad_layout)};
+  const Geometry geometry = {plan, ClassDivider(args.classes), RowOffset(args.layout), RowOffset(args.target_layout),
+                             RowOffset(args.grad_layout)};
   void (*kernel)(FocalLossBackward<Scalar>, Geometry) =
       is_general(args)                ? focal_loss_general_backward_kernel<Scalar>
       : plan.path == RowPath::kTile   ? focal_loss_backward_kernel<Scalar, RowPath::kTile>
