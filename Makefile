@@ -1,6 +1,7 @@
 # make build   .venv with torch, the tools and the compiled module
 # make test    the tests           make demo    the demo
 # make lint    the linters         make bench   the benchmarks (BENCH_ARGS=--quick: under two minutes)
+# make cuda-proof  executes and checks the CUDA kernels without a GPU: the long form, which needs nvcc
 # make gpu-check  proves and measures the CUDA kernels on the GPU at hand, with the python3 that has a CUDA build of torch
 # make wheel   one wheel with modules for every supported torch, and one that computes with plain torch, in dist
 # make clean   removes what the build made, but not .venv
@@ -25,7 +26,7 @@ TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
 INSTALL_STAMP := $(VENV)/.stamp-install-$(subst $(comma),-,$(EXTRAS))
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
 
-.PHONY: build test demo lint bench wheel gpu-check clean
+.PHONY: build test demo lint bench wheel cuda-proof gpu-check clean
 .DELETE_ON_ERROR:
 
 build: $(BUILD_STAMP)
@@ -42,6 +43,10 @@ bench: build
 # For this Python; WHEEL_ARGS="--no-cuda --torch 2.13.0" for a part.
 wheel: build
 	$(BIN)/python -m tools.wheel $(WHEEL_ARGS)
+
+# Needs nvcc; machine code is a part where cuobjdump and nvdisasm are (see benchmarks/kernel_counts.py).
+cuda-proof: build
+	$(BIN)/python -m benchmarks.cuda_proof --out benchmarks/results/cuda_proof.md $(CUDA_PROOF_ARGS)
 
 # Not in .venv: a machine with a GPU has its own torch, and often no network.
 gpu-check:

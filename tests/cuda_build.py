@@ -147,7 +147,7 @@ def load(path: Path) -> ctypes.CDLL:
     """The library, with blocks that take several tiles each."""
     library = ctypes.CDLL(str(path))
     library.guarded.restype = c_void_p
-    for name in ("focal_loss_workspace", "calibration_grid_workspace", "size_of", "max_grid"):
+    for name in ("focal_loss_workspace", "calibration_grid_workspace", "size_of", "max_grid", "rows_of_a_tile"):
         getattr(library, name).restype = c_int64
     if hasattr(library, "ptxrun_error_count"):
         library.ptxrun_error_count.restype = c_int64

@@ -115,12 +115,12 @@ FAULTS = [
         "row += samples.rows",
     ),
     # ---- tails
-    Fault("the tile's tail is not staged", "focal_loss.cu", "if (rest < count) tile[rest] = source[rest];", ""),
+    Fault("the tile's tail is not staged", "focal_loss.cu", "if (at < count) tile[at] = rest;", ""),
     Fault(
         "the tile's tail gets no gradient",
         "focal_loss.cu",
-        "  if (rest < count) {\n    const int r = rest / classes;",
-        "  if (rest < 0) {\n    const int r = rest / classes;",
+        "  if (rest < count) {\n    const Real z",
+        "  if (rest < 0) {\n    const Real z",
     ),
     Fault(
         "NaN in the gradient's tail",
@@ -165,6 +165,15 @@ FAULTS = [
         "",
     ),
     Fault("the last row of a tile lends its neighbour's gradient", "focal_loss.cu", "r += r + 1 < rows;", "r += 1;"),
+    # ---- the target's gradient, which goes over another value
+    Fault("any thread writes the target's gradient", "focal_loss.cu", "index == writer", "index == 0"),
+    Fault(
+        "any thread writes the target's gradient, strided",
+        "focal_loss.cu",
+        "(target & (threads - 1)) == index",
+        "index == 0",
+    ),
+    Fault("too few slots for a short row", "focal_loss.cu", "if (steps <= 12)", "if (steps <= 16)"),
     # ---- sizes
     Fault(
         "the tile of shared memory is one vector short",

@@ -7,7 +7,7 @@ Other ways of running them (benchmarks/cuda_proof.py tries them all), by FOCALKE
     arch          75, 80, 90 (the default), or machine_code for that of sm_90
     library       one that was built before, and code, the text of its machine code
     cases         modules of cuda_cases, joined by "+"
-    seconds       for the random cases
+    report        a file that takes how much was executed: launches, blocks, instructions of warps and of threads
     random_lanes, resident, approx_error, global_races: see Settings in ptxrun/basics.h
 """
 
@@ -34,7 +34,7 @@ def built(folder: Path) -> tuple[Path, Path | None]:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     try:
         path, code = built(tmp_path_factory.mktemp("cuda_ptx"))
     except cuda_build.ToolMissingError as problem:
@@ -47,7 +47,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for name in ("random_lanes", "resident", "approx_error", "global_races"):
         if name in SETTINGS:
             loaded.ptxrun_set(name.encode(), c_int64(int(SETTINGS[name])))
-    return loaded
+    yield loaded
+    if "report" in SETTINGS:
+        totals = (c_int64 * 4)()
+        (loaded.ptxrun_totals if code is None else loaded.sassrun_totals)(totals)
+        Path(SETTINGS["report"]).write_text(" ".join(map(str, totals)))
 
 
 @pytest.fixture(autouse=True)

@@ -63,6 +63,9 @@ int has_dtype(int dtype) {
 }
 void set_max_grid(int64_t blocks) { cuda::kMaxGrid = blocks; }
 int64_t max_grid() { return cuda::kMaxGrid; }
+int64_t rows_of_a_tile(int64_t rows, int64_t classes, int64_t bytes, int64_t end_to_end, int64_t class_outermost) {
+  return cuda::plan_rows(rows, classes, static_cast<int>(bytes), end_to_end != 0, class_outermost != 0).rows_per_tile;
+}
 
 // Memory between two pages that nobody may touch, on a certain byte of a 16-byte vector, as close to the second page as
 // that allows: a read or write outside is a crash, or shows in the bytes left over, which unguard looks at.

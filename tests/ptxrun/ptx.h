@@ -146,6 +146,14 @@ struct Kernel {
   u64 mixed_barriers = 0, mixed_shuffles = 0;
 };
 
+// Adds launches, blocks, and instructions of warps and of threads.
+inline void add_totals(const Kernel& k, int64_t* totals) {
+  totals[0] += static_cast<int64_t>(k.launches);
+  totals[1] += static_cast<int64_t>(k.blocks);
+  for (const u64 count : k.warp_count) totals[2] += static_cast<int64_t>(count);
+  for (const u64 count : k.lane_count) totals[3] += static_cast<int64_t>(count);
+}
+
 [[noreturn]] inline void bad_ptx(const Kernel& k, int line, const std::string& what) {
   std::string message = "ptxrun: " + k.name + ", PTX line " + std::to_string(line) + ": " + what;
   fprintf(stderr, "%s\n", message.c_str());

@@ -239,6 +239,12 @@ void ptxrun_write_counts(const char* path) {
   }
   fclose(file);
 }
+// Launches, blocks, and instructions of warps and of threads, of all kernels.
+void ptxrun_totals(int64_t* totals) {
+  for (auto& module : modules()) {
+    for (auto& [name, k] : module->kernels) add_totals(k, totals);
+  }
+}
 // Decodes every kernel of every module; the number of those with something unknown in them.
 int ptxrun_parse_all() {
   int bad = 0;

@@ -212,9 +212,12 @@ struct SassExecute : SassOperands {
         setp(o[1], l, combine(in.boolean, !r, with));
         return;
       }
-      case s_DSETPMAX: {
+      case s_DSETPMAX:
+      case s_DSETPMIN: {  // whether the first is the result, and whether both are NaN
         const double a = f64(o[2], l), b2 = f64(o[3], l);
-        setp(o[0], l, a == a && (b2 != b2 || a > b2 || (a == b2 && !std::signbit(a))));
+        const bool beyond =
+            in.op == s_DSETPMAX ? a > b2 || (a == b2 && !std::signbit(a)) : a < b2 || (a == b2 && std::signbit(a));
+        setp(o[0], l, a == a && (b2 != b2 || beyond));
         setp(o[1], l, a != a && b2 != b2);
         return;
       }

@@ -33,6 +33,7 @@ inline void set_timing(SInstr& in) {
     case s_DFMA:
     case s_DSETP:
     case s_DSETPMAX:
+    case s_DSETPMIN:
       in.pipe = 5;
       in.busy = 2;
       in.latency = 16;

@@ -34,6 +34,7 @@ enum SOp : u8 {
   s_FSETP,
   s_DSETP,
   s_DSETPMAX,
+  s_DSETPMIN,
   s_FCHK,
   s_MUFU,
   s_F2I,
@@ -254,7 +255,7 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
   in.ex = has("EX");
   in.width = has("128") ? 16 : has("64") ? 8 : has("U16") || has("S16") ? 2 : has("U8") || has("S8") ? 1 : 4;
   in.boolean = has("OR") ? 2 : has("XOR") ? 3 : 1;
-  if (base.size() > 3 && base.find("SETP") != std::string::npos && !has("MAX")) {
+  if (base.size() > 3 && base.find("SETP") != std::string::npos && !has("MAX") && !has("MIN")) {
     auto it = cmps.find(in.mod[0]);
     if (it == cmps.end()) bad_sass(text);
     in.cmp = it->second;
@@ -354,7 +355,7 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
     in.op = s_FSETP;
     all();
   } else if (base == "DSETP") {
-    in.op = has("MAX") ? s_DSETPMAX : s_DSETP;
+    in.op = has("MAX") ? s_DSETPMAX : has("MIN") ? s_DSETPMIN : s_DSETP;
     all();
   } else if (base == "FCHK") {
     in.op = s_FCHK;

@@ -1,0 +1,333 @@
+"""Machine instructions per element of the CUDA kernels, counted while they run: python -m benchmarks.kernel_counts
+
+The machine code of sm_90 is executed by tests/sassrun, block by block as a GPU would get them; no GPU is needed, but
+nvcc, cuobjdump and nvdisasm are (on PATH, in CUDA_HOME, or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`).
+
+Per case and kernel, warp instructions x 32 per element: all of them; those in double precision; branch regions (a
+divergent `if`); special functions. Then the part of the loaded and stored bytes that moves 16 bytes a thread, and
+`pipes`, the time that the busiest pipe of an H100 needs at full rate over the time that its memory takes at 3.35 TB/s:
+below 1, memory is the bound. --cycles adds a rough simulation of one multiprocessor.
+"""
+
+import argparse
+import contextlib
+import csv
+import ctypes
+import io
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from ctypes import c_double, c_int64
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+CLOCK, MULTIPROCESSORS, MEMORY = 1.755e9, 132, 3.35e12  # of the H100 SXM: Hz, count, bytes per second
+MEMORY_LATENCY = 650  # cycles
+BYTES_PER_CYCLE = 0.93 * MEMORY / MULTIPROCESSORS / CLOCK  # what a copy reaches of the memory's rate
+TABLE = Path(__file__).parent / "results" / "kernel_counts.csv"
+MORE = 1.03  # how many times the table's instructions a kernel may take before --check fails
+
+PIPES = {
+    "fma": "FADD FMUL FFMA HADD2 HFMA2",
+    "imad": "IMAD",
+    "fp64": "DADD DMUL DFMA DSETP",
+    "special": "MUFU I2F F2I F2F FRND POPC FCHK",
+    "memory": "LDG STG LDS STS ATOMS ATOMG REDG SHFL LDC",
+    "control": "BRA BSSY BSYNC EXIT CALL RET BAR WARPSYNC NOP BREAK YIELD MEMBAR BRXU ERRBAR CCTL CGAERRBAR "
+    "ENDCOLLECTIVE",
+}
+PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
+
+# (dtype, shape, blocks that fit one multiprocessor for --cycles). As many rows as fill an H100 with whole tiles; the
+# first blocks alone are run.
+FOCAL_LOSS = [
+    ("float32", (16896, 1000), 4), ("bfloat16", (16896, 1000), 4), ("float32", (1056, 32000), 4),
+    ("bfloat16", (1056, 32000), 4), ("float32", (2112, 4097), 4), ("bfloat16", (2112, 4097), 4),
+    ("float32", (135168, 10), 5), ("bfloat16", (135168, 10), 4), ("float32", (16896, 100), 5),
+    ("bfloat16", (16896, 100), 4), ("float32", (2, 19, 67584), 5), ("bfloat16", (2, 19, 67584), 5),
+    ("float64", (16896, 1000), 2),
+]  # fmt: skip
+MAP = [("float32", (64, 1000)), ("float32", (4, 32000)), ("bfloat16", (64, 1000)), ("float32", (4000, 10))]
+
+
+@dataclass(frozen=True)
+class Count:
+    case: str
+    kernel: str
+    instructions: float  # per element; the next three likewise
+    float64: float
+    regions: float
+    special: float
+    wide: float  # part of the bytes
+    bound: str
+    pipes: float
+    cycles: float | None = None  # per element and multiprocessor
+    tb_per_s: float | None = None  # of the simulated chip
+
+
+class CountsUnavailableError(Exception):
+    """Why nothing can be counted here."""
+
+
+def load(folder: Path) -> ctypes.CDLL:
+    """The library that runs machine code. What was built in the folder before is taken as it is."""
+    tests = Path(__file__).parents[1] / "tests"
+    if not (tests / "sassrun").is_dir():
+        raise CountsUnavailableError("the interpreter of machine code is in the source tree only")
+    if str(tests) not in sys.path:
+        sys.path.insert(0, str(tests))
+    import cuda_build
+
+    try:
+        path, code = folder / "kernels.so", folder / "code.txt"
+        if not (path.is_file() and code.is_file()):
+            folder.mkdir(parents=True, exist_ok=True)
+            path, code = cuda_build.build_machine_code(folder)
+    except cuda_build.ToolMissingError as problem:
+        raise CountsUnavailableError(str(problem)) from None
+    library = cuda_build.load(path)
+    if library.sassrun_load(str(code).encode()) <= 0:
+        raise CountsUnavailableError("the machine code holds what the interpreter does not know")
+    library.ptxrun_set(b"global_races", c_int64(0))
+    library.set_max_grid(c_int64(2048))
+    return library
+
+
+def pipe(instruction: str) -> str:
+    name = re.sub(r"^@!?U?P\w+ +", "", instruction).split()[0].split(".")[0]
+    if name in PIPE_OF:
+        return PIPE_OF[name]
+    return "uniform" if name.startswith("U") or name in ("R2UR", "S2UR") else "alu"
+
+
+def executed(library: ctypes.CDLL) -> dict[str, list[tuple[int, int, str]]]:
+    """By kernel: how many warps and lanes ran each instruction, and its text. Forgets them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "counts")
+        library.sassrun_write_counts(str(path).encode())
+        lines = path.read_text().splitlines() if path.exists() else []
+    library.sassrun_clear_counts()
+    found: dict[str, list[tuple[int, int, str]]] = {}
+    for line in lines:
+        kind, *rest = line.split("\t")
+        if kind == "K":
+            found[rest[0]] = code = []
+        else:
+            code.append((int(rest[1]), int(rest[2]), rest[4]))
+    return dict(sorted(found.items()))
+
+
+def short(name: str) -> str:
+    """focal_loss_forward tile, of a mangled name."""
+    found = re.search(r"\d((?:[a-z]+_)+)kernel(?:I|E|$)", name)
+    path = re.search(r"RowPathE(\d)", name)
+    return (found[1].strip("_") if found else name[-30:]) + (
+        f" {('tile', 'rows', 'pixels')[int(path[1])]}" if path else ""
+    )
+
+
+def count(code: list[tuple[int, int, str]], elements: float, moved: float) -> dict[str, float | str]:
+    warps = dict.fromkeys([*PIPES, "uniform", "alu"], 0)
+    memory_cycles = wide = narrow = 0
+    for times, lanes, text in code:
+        kind, mnemonic = pipe(text), re.sub(r"^@!?U?P\w+ +", "", text).split()[0]
+        warps[kind] += times
+        parts = mnemonic.split(".")
+        size = 16 if "128" in parts else 8 if "64" in parts else 2 if "U16" in parts or "S16" in parts else 4
+        if kind == "memory":
+            memory_cycles += times * max(1, size // 4)
+        if parts[0] in ("LDG", "STG"):
+            wide += lanes * size if size == 16 else 0
+            narrow += lanes * size if size < 16 else 0
+    cycles = {
+        "issue": sum(warps.values()) / 4,
+        "alu": 2 * warps["alu"] / 4,
+        "fma": max(2 * warps["imad"], warps["imad"] + warps["fma"]) / 4,
+        "special": 8 * warps["special"] / 4,
+        "float64": 2 * warps["fp64"] / 4,
+        "memory": memory_cycles,
+    }
+    bound = max(cycles, key=lambda name: cycles[name])
+
+    def each(times: float) -> float:
+        return round(32 * times / elements, 2)
+
+    return {
+        "instructions": each(sum(warps.values())),
+        "float64": each(warps["fp64"]),
+        "regions": each(sum(times for times, _, text in code if "BSSY" in text)),
+        "special": each(warps["special"]),
+        "wide": round(wide / (wide + narrow), 2) if wide + narrow else 0.0,
+        "bound": bound,
+        "pipes": round(cycles[bound] / MULTIPROCESSORS / CLOCK / (moved / MEMORY), 2),
+    }
+
+
+def simulate(library: ctypes.CDLL, resident: int, elements: float) -> dict[str, float]:
+    """Of the launch that was traced last."""
+    issued, moved, idle = c_double(), c_double(), c_double()
+    cycles = library.sassrun_simulate(
+        resident, c_double(BYTES_PER_CYCLE), MEMORY_LATENCY, *map(ctypes.byref, (issued, moved, idle))
+    )
+    rate = moved.value / cycles * MULTIPROCESSORS * CLOCK / 1e12
+    return {"cycles": round(cycles / elements, 3), "tb_per_s": round(rate, 2)}
+
+
+class ForwardOnly:
+    """The library, but the backward launches nothing: the trace is that of the last launch."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def __getattr__(self, name: str) -> object:
+        return (lambda *_: 0) if name.endswith("backward") else getattr(self._library, name)
+
+
+def focal_loss(library: ctypes.CDLL, cycles: bool, wanted: Callable[[str], bool]) -> Iterator[Count]:
+    import torch
+    from cuda_cases.common import real_of
+    from cuda_cases.focal_loss import run_focal_loss
+
+    for kind, shape, resident in FOCAL_LOSS:
+        case = f"{kind} {'x'.join(map(str, shape))}"
+        if not wanted(case):
+            continue
+        dtype = getattr(torch, kind)
+        logits = (3 * torch.randn(min(shape[0], 64), *shape[1:])).to(dtype)
+        logits = logits.repeat(-(-shape[0] // len(logits)), *[1] * (len(shape) - 1))[: shape[0]]
+        target = torch.randint(shape[1], (shape[0], *shape[2:]))
+        rows = logits.numel() // shape[1]
+        blocks = 3 * resident * (2 if shape[1] < 200 else 1) if cycles else 6
+        tile = library.rows_of_a_tile(*map(c_int64, (rows, shape[1], dtype.itemsize, len(shape) == 2, len(shape) == 3)))
+        some = blocks * tile
+        library.ptxrun_set(b"only_blocks", c_int64(blocks))
+        library.sassrun_trace(c_int64(blocks if cycles else 0))
+        for direction in ("forward", "backward") if cycles else ("ward",):
+            runner = ForwardOnly(library) if direction == "forward" else library
+            run_focal_loss(runner, logits, target, 2.0, torch.ones(1, dtype=real_of(dtype)))
+            for name, code in executed(library).items():
+                if direction in name:
+                    moved = some * (shape[1] * dtype.itemsize * (2 if "backward" in name else 1) + 20)
+                    more = simulate(library, resident, some * shape[1]) if cycles else {}
+                    yield Count(case, short(name), **count(code, some * shape[1], moved), **more)
+        library.ptxrun_set(b"only_blocks", c_int64(0))
+        library.sassrun_trace(c_int64(0))
+
+
+def calibration(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:
+    import torch
+    from cuda_cases.calibration_grid import run_grid
+    from cuda_cases.calibration_map import run_map
+
+    for kind, shape in MAP:
+        case = f"map {kind} {'x'.join(map(str, shape))}"
+        if wanted(case):
+            logits = (3 * torch.randn(shape)).to(getattr(torch, kind))
+            run_map(library, logits, 1.0, 1.5, torch.randn(shape), log=False)
+            for name, code in executed(library).items():
+                moved = logits.numel() * logits.element_size() * (3 if "backward" in name else 2)
+                yield Count(case, short(name), **count(code, logits.numel(), moved))
+    gammas = [0.0, 1.0, 2.0, 3.0, 5.0]
+    for estimator, rows, temperatures, kernel in (
+        ("equal_width", 64, 32, "calibration_grid_confidence"),
+        ("equal_width", 512, 1, "calibration_grid_bins"),
+        ("equal_mass", 2048, 1, "calibration_grid_bins"),
+    ):
+        classes = 100 if kernel.endswith("confidence") else 3
+        case = f"grid {estimator} {rows}x{classes}"
+        if not wanted(case):
+            continue
+        logits, target = 3 * torch.randn(rows, classes), torch.randint(classes, (rows,))
+        span = [0.5 + 0.1 * i for i in range(temperatures)]
+        run_grid(library, logits, target, gammas, span, n_bins=15, estimator=estimator)
+        cells = rows * len(gammas) * temperatures  # a confidence each; in the first stage, times the classes
+        for name, code in executed(library).items():
+            if short(name) == kernel:
+                yield Count(case, kernel, **count(code, cells * (classes if classes == 100 else 1), cells * 4))
+
+
+def counts(folder: Path, *, cycles: bool = False, words: list[str] = []) -> Iterator[Count]:  # noqa: B006
+    """Raises CountsUnavailableError where a tool is missing."""
+    import torch
+
+    library = load(folder)
+    executed(library)
+
+    def wanted(case: str) -> bool:
+        torch.manual_seed(0)
+        return not words or any(word in case for word in words)
+
+    yield from focal_loss(library, cycles, wanted)
+    if not cycles:
+        yield from calibration(library, wanted)
+
+
+def problems(found: list[Count], table: list[Count]) -> list[str]:
+    """What got worse than the table, and what no kernel for float32 or narrower may hold."""
+    before = {(row.case, row.kernel): row for row in table}
+    wrong = [f"{row.case}, {row.kernel}: not in the table" for row in found if (row.case, row.kernel) not in before]
+    for row in found:
+        old = before.get((row.case, row.kernel))
+        if old is not None and row.instructions > MORE * old.instructions:
+            wrong.append(f"{row.case}, {row.kernel}: {row.instructions} instructions, were {old.instructions}")
+        if old is not None and row.wide < old.wide - 0.02:
+            wrong.append(f"{row.case}, {row.kernel}: {row.wide} of the bytes move 16 at a time, were {old.wide}")
+        # A row's own arithmetic may be in double precision, and may branch, and so may a vector: per element little is
+        # left of it.
+        is_long = row.kernel.startswith("focal_loss") and row.kernel.endswith("rows") and "float64" not in row.case
+        if is_long and row.float64 > 0.3:
+            wrong.append(f"{row.case}, {row.kernel}: {row.float64} operations in double precision per element")
+        if is_long and row.regions > 0.7:
+            wrong.append(f"{row.case}, {row.kernel}: {row.regions} branch regions per element")
+    return wrong
+
+
+def read(path: Path) -> list[Count]:
+    text = ("case", "kernel", "bound")
+    with path.open() as file:
+        return [
+            Count(**{key: value if key in text else float(value) if value else None for key, value in row.items()})
+            for row in csv.DictReader(file)
+        ]
+
+
+def as_csv(rows: list[Count]) -> str:
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, [field.name for field in fields(Count)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return stream.getvalue()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_counts", description=__doc__)
+    parser.add_argument("words", nargs="*", help="only cases whose name holds one of them")
+    parser.add_argument("--out", type=Path, help="write the table to this CSV file; default: standard output")
+    parser.add_argument("--build", type=Path, help="a folder for the library; what is there is taken as it is")
+    parser.add_argument("--cycles", action="store_true", help="simulate cycles of the focal loss, too")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 if a kernel got worse than {TABLE.name}")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = arguments.build or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        try:
+            rows = []
+            for row in counts(folder, cycles=arguments.cycles, words=arguments.words):
+                rows.append(row)
+                print(f"{row.case:24} {row.kernel:30} {row.instructions:8.2f} {row.pipes:6.2f}", file=sys.stderr)
+        except CountsUnavailableError as problem:
+            print(f"kernel_counts: {problem}", file=sys.stderr)
+            return 2
+    if arguments.out:
+        arguments.out.write_text(as_csv(rows))
+    elif not arguments.check:
+        print(as_csv(rows), end="")
+    if arguments.check:
+        for problem in (wrong := problems(rows, read(TABLE))):
+            print(f"kernel_counts: {problem}", file=sys.stderr)
+        return int(bool(wrong))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Counting machine instructions: the reader of what was executed, and the committed table."""
+
+import pytest
+
+counts = pytest.importorskip("benchmarks.kernel_counts", reason="the benchmarks are in the source tree only")
+
+CODE = [  # warps, lanes, text
+    (8, 256, "LDG.E.128 R4, desc[UR4][R2.64]"),
+    (8, 256, "FADD R4, R4, R5"),
+    (8, 128, "@P0 MUFU.EX2 R4, R4"),
+    (8, 256, "BSSY B0, 0x120"),
+    (4, 128, "@!P1 DADD R6, R6, R8"),
+    (4, 128, "STG.E desc[UR4][R2.64], R4"),
+]
+
+
+def test_counts_by_element():
+    found = counts.count(CODE, elements=256, moved=1024)
+    assert found["instructions"] == 40 * 32 / 256
+    assert (found["float64"], found["regions"], found["special"]) == (0.5, 1, 1)
+    assert found["wide"] == round(256 * 16 / (256 * 16 + 128 * 4), 2)
+    assert found["bound"] == "memory"  # 8 loads of four quarters each, and 4 stores
+
+
+def test_names_of_kernels():
+    name = "_ZN9focalkern4cuda46_GLOBAL__N__25focal_loss_forward_kernelINS_8BFloat16ELNS0_7RowPathE1EEEvNS"
+    assert counts.short(name) == "focal_loss_forward rows"
+    assert counts.pipe("@P0 IMAD.WIDE R2, R3, 0x4, R4") == "imad"
+    assert counts.pipe("UIADD3 UR4, UR4, 0x1, URZ") == "uniform"
+
+
+def test_table_is_whole_and_passes_its_own_check():
+    table = counts.read(counts.TABLE)
+    assert counts.problems(table, table) == []
+    cases = {row.case for row in table}
+    assert {f"{kind} {'x'.join(map(str, shape))}" for kind, shape, _ in counts.FOCAL_LOSS} <= cases
+    assert counts.TABLE.read_text() == counts.as_csv(table)
+
+
+def test_more_instructions_are_a_problem():
+    (row, *_) = counts.read(counts.TABLE)
+    worse = counts.Count(**{**vars(row), "instructions": 1.1 * row.instructions, "wide": 0.1})
+    assert len(counts.problems([worse], [row])) == 2
+    assert len(counts.problems([row], [])) == 1
