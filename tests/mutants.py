@@ -30,6 +30,7 @@ CASES = {
     "calibration_map.cu": "calibration_map+blind_spots",
     "calibration_grid.cu": "calibration_grid+blind_spots",
     "calibration_sums.cu": "calibration_sums",
+    "sigmoid_loss.cu": "sigmoid_loss",
 }
 # Where a file's cases are among others: pytest -k.
 CHOICE = {
