@@ -1,5 +1,7 @@
 """The study of a small language model: its parts at toy size."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,16 +12,27 @@ language_model = pytest.importorskip(
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = language_model.Settings(
-    vocabulary=50, features=8, layers=1, heads=2, length=8, batch=2, steps=3, learning_rate=1e-2, held_out=64
+    vocabulary=50,
+    features=8,
+    layers=1,
+    heads=2,
+    length=8,
+    batch=2,
+    steps=3,
+    compared_steps=2,
+    learning_rate=1e-2,
+    held_out=64,
 )
 TEXTS = ["The cat sat on the mat . " * 40, "A dog ran to the cat . " * 100]
 
 
-def test_held_out_words_are_not_in_the_vocabulary():
-    training, held_out = language_model.split_text(TINY, TEXTS)
-    assert len(held_out) == 2 * 64 + 1
-    assert len(training) == 7 * 100 and training.min() == 1 and training.max() == 7
-    assert int((held_out == 0).sum()) == 3 * 18 + 1  # sat, on, mat; 18 sentences and three words more
+def test_every_few_pieces_are_held_out():
+    texts = [" ".join(f"w{i}" for i in range(1280))]  # ten pieces, no word twice
+    training, held_out = language_model.split_text(replace(TINY, held_out=128, vocabulary=2000), texts)
+    assert len(held_out) == 2 * 128 + 1
+    assert torch.equal(training, torch.arange(1, len(training) + 1))
+    assert not held_out.any()  # none of them is in the vocabulary
+    assert len(training) == 1280 - 4 * language_model.PIECE
 
 
 def test_targets_are_the_next_tokens():
@@ -41,7 +54,7 @@ def test_the_study_writes_its_tables_and_picture(tmp_path, monkeypatch, capsys):
     language_model.study(TINY, TEXTS, tmp_path)
     rows = language_model.read(tmp_path / "calibration.csv")
     assert [row["loss"] for row in rows] == list(language_model.GAMMAS)
-    assert all(float(row["largest relative difference"]) < 1e-4 for row in rows)
+    assert all(float(row["difference in all compared"]) < 1e-4 for row in rows)
     assert len(language_model.read(tmp_path / "curves.csv")) == 4 * TINY.steps
     language_model.draw(tmp_path)
     assert (tmp_path / "language_model.png").stat().st_size > 1000
