@@ -1,7 +1,7 @@
 """Fused focal losses and focal calibration for PyTorch."""
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 from focalkern import bootstrap, losses, metrics, reference
 from focalkern.calibrators import (
@@ -107,11 +107,13 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "plots"])
+    return sorted([*__all__, "CalibratedClassifier", "__version__", "plots"])
 
 
-def __getattr__(name: str) -> ModuleType:
-    """``focalkern.plots`` on first use, because it needs matplotlib."""
+def __getattr__(name: str) -> Any:
+    """On first use what needs packages that may be missing: matplotlib, scikit-learn."""
     if name == "plots":
         return importlib.import_module("focalkern.plots")
+    if name == "CalibratedClassifier":
+        return importlib.import_module("focalkern.integrations.sklearn").CalibratedClassifier
     raise AttributeError(f"module 'focalkern' has no attribute {name!r}")

@@ -1,0 +1,242 @@
+"""A classifier and its calibrator as one scikit-learn classifier."""
+
+import inspect
+import warnings
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, clone
+from sklearn.model_selection import check_cv
+from sklearn.utils import column_or_1d, get_tags, indexable
+from sklearn.utils._indexing import _safe_indexing
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import (
+    _check_feature_names,
+    _check_n_features,
+    _check_sample_weight,
+    _num_samples,
+    check_is_fitted,
+    has_fit_parameter,
+)
+
+from focalkern.calibrators import Calibrator, TemperatureScaling
+from focalkern.calibrators._warnings import warn
+
+__all__ = ["CalibratedClassifier"]
+
+# What classifiers give, in the order in which it is asked for. Logarithms of probabilities are logits.
+_RESPONSES = ("decision_function", "predict_log_proba", "predict_proba")
+
+
+class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
+    """A classifier whose probabilities are calibrated on rows that it was not fitted on: scikit-learn's
+    ``CalibratedClassifierCV`` for the calibrators of this library.
+
+    ``fit`` takes the logits of every row from a copy of the classifier that was fitted on the other folds, fits the
+    calibrator to them, and the classifier to all rows. Logits are the decision function, or else the logarithms of the
+    probabilities.
+
+    Args:
+        estimator: a classifier with ``decision_function``, ``predict_log_proba`` or ``predict_proba``. In a
+            ``sklearn.frozen.FrozenEstimator`` it stays as it is, and all rows calibrate it.
+        calibrator: anything with ``fit(logits, labels)`` and ``predict_proba(logits)``: labels are indices of classes,
+            logits [N, C], or [N], of the second class, where the decision function of two classes is one number. With
+            ``input_kind="probs"`` it is given ``predict_proba``. None is :class:`focalkern.TemperatureScaling`.
+        cv: folds: a number, a splitter, or an iterable of pairs of indices, as scikit-learn takes it.
+        ensemble: keep the classifiers of the folds, each with a calibrator of its own, and average their probabilities,
+            in place of one classifier and one calibrator.
+
+    After ``fit`` there are ``classes_``, ``calibrated_`` (pairs of a classifier and its calibrator), without
+    ``ensemble`` also ``estimator_`` and ``calibrator_``, and ``n_features_in_`` where the classifier has it.
+
+    Source: Platt 1999; Niculescu-Mizil & Caruana, ICML 2005; the interface is scikit-learn's.
+    """
+
+    def __init__(self, estimator: Any, calibrator: Any = None, *, cv: Any = 5, ensemble: bool = False) -> None:
+        self.estimator = estimator
+        self.calibrator = calibrator
+        self.cv = cv
+        self.ensemble = ensemble
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, **fit_params: Any) -> Self:
+        """Fit the classifier and its calibrator.
+
+        Args:
+            X: rows, as the classifier takes them.
+            y: [N] labels.
+            sample_weight: [N], for the classifier and the calibrator, or for that of the two that takes it.
+            fit_params: for the classifier.
+
+        Warns:
+            CalibrationWarning: as the calibrator's ``fit``.
+
+        Raises:
+            ValueError: one class only; fewer rows of a class than folds; what the classifier and the calibrator raise.
+        """
+        name = type(self).__name__
+        if y is None:
+            raise ValueError(f"{name}: requires y to be passed, but the target y is None")
+        X, y = indexable(X, y)
+        y = column_or_1d(y, warn=True)
+        check_classification_targets(y)
+        if _num_samples(X) == 0:
+            raise ValueError(f"{name}: expected at least one sample, found array with 0 sample(s)")
+        classes, labels, counts = np.unique(y, return_inverse=True, return_counts=True)
+        if len(classes) < 2:
+            raise ValueError(f"{name}: y must have at least 2 classes, got 1 class")
+        folds = self.cv if isinstance(self.cv, int) else getattr(self.cv, "n_splits", None)
+        if isinstance(folds, int) and not _frozen(self.estimator) and counts.min() < folds:
+            raise ValueError(
+                f"{name}: every class needs at least as many rows as there are folds, {folds}, but "
+                f"{classes[counts.argmin()]!r} has {counts.min()}; a smaller cv, or more rows"
+            )
+        weight = None if sample_weight is None else _check_sample_weight(sample_weight, X)
+        calibrator = TemperatureScaling() if self.calibrator is None else self.calibrator
+        if weight is not None and not _takes_weights(self.estimator):
+            warnings.warn(
+                f"{name}: {type(self.estimator).__name__} takes no sample_weight, which only the calibrator gets",
+                stacklevel=2,
+            )
+
+        def fitted(rows: Any = None) -> Any:
+            """A copy of the classifier, fitted on some rows."""
+            copy = clone(self.estimator)
+            given = dict(fit_params)
+            if weight is not None and _takes_weights(copy):
+                given["sample_weight"] = weight if rows is None else weight[rows]
+            part = (X, y) if rows is None else (_safe_indexing(X, rows), y[rows])
+            return copy.fit(*part, **given)
+
+        response = _response(self.estimator, calibrator)
+        pairs: list[tuple[Any, Any]] = []
+        doubts: list[str] = []
+        if _frozen(self.estimator):
+            classifier = clone(self.estimator).fit(X, y)
+            pairs.append(
+                (classifier, _calibrated(calibrator, _logits(classifier, X, response, classes), labels, weight))
+            )
+        else:
+            held_out: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+            for train, test in check_cv(self.cv, y, classifier=True).split(X, y):
+                classifier = fitted(train)
+                logits = _logits(classifier, _safe_indexing(X, test), response, classes)
+                if self.ensemble:
+                    part = None if weight is None else weight[test]
+                    pairs.append((classifier, _calibrated(calibrator, logits, labels[test], part)))
+                else:
+                    held_out.append((test, logits))
+            if not self.ensemble:
+                rows = np.concatenate([test for test, _ in held_out])
+                logits = np.concatenate([part for _, part in held_out])
+                part = None if weight is None else weight[rows]
+                pairs.append((fitted(), _calibrated(calibrator, logits, labels[rows], part)))
+        for _, one in pairs:
+            doubts.extend(getattr(one, "doubts_", ()))
+
+        self.classes_ = classes
+        self.calibrated_ = pairs
+        self.response_ = response
+        for attribute in ("estimator_", "calibrator_"):
+            if hasattr(self, attribute):
+                delattr(self, attribute)
+        if len(pairs) == 1:
+            self.estimator_, self.calibrator_ = pairs[0]
+        if hasattr(pairs[0][0], "n_features_in_"):
+            _check_n_features(self, X, reset=True)
+            _check_feature_names(self, X, reset=True)
+        warn(name, tuple(dict.fromkeys(doubts)))
+        return self
+
+    def predict_proba(self, X: Any) -> Any:
+        """[N, C] calibrated probabilities, in the order of ``classes_``."""
+        check_is_fitted(self)
+        if hasattr(self, "n_features_in_"):
+            _check_feature_names(self, X, reset=False)
+        parts = (
+            _as_array(calibrator.predict_proba(_logits(classifier, X, self.response_, self.classes_)))
+            for classifier, calibrator in self.calibrated_
+        )
+        return sum(parts) / len(self.calibrated_)
+
+    def predict_log_proba(self, X: Any) -> Any:
+        """The logarithms of :meth:`predict_proba`."""
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
+
+    def predict(self, X: Any) -> Any:
+        """[N] the most probable class."""
+        index = self.predict_proba(X).argmax(1)  # first, for its check that there was a fit
+        return self.classes_[index]
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "calibrated_")
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        of_classifier = get_tags(self.estimator)
+        tags.input_tags.sparse = of_classifier.input_tags.sparse
+        tags.input_tags.allow_nan = of_classifier.input_tags.allow_nan
+        tags.input_tags.pairwise = of_classifier.input_tags.pairwise
+        return tags
+
+
+def _frozen(estimator: Any) -> bool:
+    return type(estimator).__name__ == "FrozenEstimator"
+
+
+def _takes_weights(estimator: Any) -> bool:
+    return bool(has_fit_parameter(estimator, "sample_weight"))
+
+
+def _response(estimator: Any, calibrator: Any) -> str:
+    wanted = ("predict_proba",) if getattr(calibrator, "input_kind", "logits") == "probs" else _RESPONSES
+    for name in wanted:
+        if hasattr(estimator, name):
+            return name
+    raise ValueError(
+        f"CalibratedClassifier: estimator must have {' or '.join(wanted)}, {type(estimator).__name__} has not"
+    )
+
+
+def _logits(classifier: Any, X: Any, response: str, classes: Any) -> np.ndarray[Any, Any]:
+    """[N, C], or [N], in the order of all classes; those that the classifier has not seen are the least probable."""
+    with np.errstate(divide="ignore"):  # of probabilities of 0
+        found = np.asarray(getattr(classifier, response)(X))
+    if not np.issubdtype(found.dtype, np.floating):
+        found = found.astype(np.float64)
+    # A probability of 0 becomes a little, so that a mistake is not infinitely bad.
+    little = np.finfo(found.dtype).eps
+    if response == "predict_log_proba":
+        found = np.logaddexp(found, np.log(little))
+    elif response == "predict_proba":
+        found = (found + little) / (1 + found.shape[-1] * little)
+    if found.ndim == 1 and len(classes) == 2 and len(classifier.classes_) == 2:
+        return found
+    seen = np.searchsorted(classes, classifier.classes_)
+    if found.ndim != 2 or found.shape[1] != len(seen):
+        raise ValueError(
+            f"CalibratedClassifier: {response} of {type(classifier).__name__} must be [N, {len(seen)}], got "
+            f"{list(found.shape)}"
+        )
+    if len(seen) == len(classes):
+        return found
+    least = float(little) if response == "predict_proba" else float(found.min()) - 10.0
+    whole = np.full((len(found), len(classes)), least, found.dtype)
+    whole[:, seen] = found
+    return whole
+
+
+def _calibrated(calibrator: Any, logits: Any, labels: Any, weight: Any) -> Any:
+    """A fitted copy of the calibrator."""
+    copy = clone(calibrator)
+    weights = {} if weight is None else {"sample_weight": weight}
+    if isinstance(copy, Calibrator):
+        return copy.fit_quietly(logits, labels, **weights)
+    if weights and "sample_weight" not in inspect.signature(copy.fit).parameters:
+        raise ValueError(f"CalibratedClassifier: calibrator {type(copy).__name__} takes no sample_weight")
+    return copy.fit(logits, labels, **weights)
+
+
+def _as_array(values: Any) -> np.ndarray[Any, Any]:
+    return values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)

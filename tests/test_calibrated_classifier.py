@@ -1,0 +1,194 @@
+"""CalibratedClassifier: scikit-learn's own checks, CalibratedClassifierCV's results, and what may calibrate."""
+
+import pickle
+
+import numpy as np
+import pytest
+from conftest import peer
+
+import focalkern as fk
+from focalkern.calibrators import FocalTemperatureScaling, IsotonicCalibration, StructuredScaling, TemperatureScaling
+
+sklearn = pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+
+from sklearn.base import BaseEstimator, ClassifierMixin  # noqa: E402
+from sklearn.calibration import CalibratedClassifierCV  # noqa: E402
+from sklearn.datasets import make_classification  # noqa: E402
+from sklearn.frozen import FrozenEstimator  # noqa: E402
+from sklearn.linear_model import LogisticRegression  # noqa: E402
+from sklearn.metrics import log_loss  # noqa: E402
+from sklearn.naive_bayes import GaussianNB  # noqa: E402
+from sklearn.neighbors import KNeighborsClassifier  # noqa: E402
+from sklearn.svm import LinearSVC  # noqa: E402
+from sklearn.tree import DecisionTreeClassifier  # noqa: E402
+from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
+
+
+def sample(n=400, n_classes=3, seed=0):
+    return make_classification(
+        n, n_features=6, n_informative=4, n_redundant=2, n_classes=n_classes, flip_y=0.2, random_state=seed
+    )
+
+
+# scikit-learn's checks fit what is far too small to calibrate, and warn of it themselves.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ensemble", [False, True])
+def test_scikit_learns_checks(ensemble):
+    results = check_estimator(fk.CalibratedClassifier(GaussianNB(), cv=2, ensemble=ensemble), on_skip=None)
+    assert {result["status"] for result in results} <= {"passed", "skipped"}
+    assert sum(result["status"] == "passed" for result in results) > 50
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize("ensemble", [False, True])
+def test_temperature_scaling_is_calibrated_classifier_cvs(n_classes, ensemble):
+    X, y = sample(n_classes=n_classes)
+    estimator = LogisticRegression(C=1e3)
+    ours = fk.CalibratedClassifier(estimator, TemperatureScaling(), cv=4, ensemble=ensemble).fit(X, y)
+    theirs = CalibratedClassifierCV(estimator, method="temperature", cv=4, ensemble=ensemble).fit(X, y)
+    # They stop at a step of 1e-4 or so, and take two classes for a pair of opposite logits, twice the margin.
+    assert ours.predict_proba(X) == pytest.approx(theirs.predict_proba(X), abs=2e-3)
+    assert len(ours.calibrated_) == (4 if ensemble else 1)
+    assert hasattr(ours, "estimator_") != ensemble
+
+
+@pytest.mark.parametrize(
+    ("estimator", "response"),
+    [
+        (LinearSVC(), "decision_function"),
+        (GaussianNB(), "predict_log_proba"),
+        (DecisionTreeClassifier(max_depth=6, random_state=0), "predict_log_proba"),
+        (KNeighborsClassifier(), "predict_proba"),
+    ],
+)
+@pytest.mark.parametrize("names", [False, True])
+def test_every_kind_of_response(estimator, response, names):
+    X, y = sample()
+    y = np.array(["ape", "bee", "cat"])[y] if names else y
+    calibrator = TemperatureScaling(input_kind="probs", criterion="brier") if response == "predict_proba" else None
+    classifier = fk.CalibratedClassifier(estimator, calibrator, cv=3).fit(X[:300], y[:300])
+    assert classifier.response_ == response
+    probs = classifier.predict_proba(X[300:])
+    assert probs.sum(1) == pytest.approx(np.ones(100))
+    assert np.array_equal(classifier.predict(X[300:]), classifier.classes_[probs.argmax(1)])
+    assert np.exp(classifier.predict_log_proba(X[300:])) == pytest.approx(probs)
+    assert classifier.n_features_in_ == 6
+    if response == "predict_log_proba":
+        plain = estimator.fit(X[:300], y[:300]).predict_proba(X[300:])
+        assert log_loss(y[300:], probs) < log_loss(y[300:], plain)
+
+
+@pytest.mark.parametrize(
+    "calibrator", [FocalTemperatureScaling(), StructuredScaling(kind="vector"), IsotonicCalibration()], ids=repr
+)
+def test_every_calibrator(calibrator):
+    X, y = sample()
+    classifier = fk.CalibratedClassifier(LogisticRegression(), calibrator, cv=3).fit(X, y, np.arange(400) % 3)
+    assert classifier.score(X, y) > 0.6
+    assert classifier.calibrator_ is not calibrator
+    again = pickle.loads(pickle.dumps(classifier))
+    assert np.array_equal(again.predict_proba(X), classifier.predict_proba(X))
+    copy = sklearn.base.clone(classifier).set_params(estimator__C=0.1)
+    assert copy.get_params()["estimator__C"] == 0.1
+
+
+class Shrink(BaseEstimator):
+    """Anything that is shaped like a calibrator."""
+
+    def fit(self, logits, labels):
+        self.seen_ = logits.shape, sorted(set(labels.tolist()))
+        return self
+
+    def predict_proba(self, logits):
+        return np.exp(logits / 2) / np.exp(logits / 2).sum(1, keepdims=True)
+
+
+def test_anything_of_this_shape_calibrates():
+    X, y = sample()
+    classifier = fk.CalibratedClassifier(LogisticRegression(), Shrink(), cv=3).fit(X, np.array(["a", "b", "c"])[y])
+    assert classifier.calibrator_.seen_ == ((400, 3), [0, 1, 2])
+    with pytest.raises(ValueError, match="calibrator Shrink takes no sample_weight"):
+        classifier.fit(X, y, np.ones(400) * 2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_probmetrics_and_netcals_calibrate():
+    peer("numba")
+    probmetrics, netcal = peer("probmetrics.calibrators"), peer("netcal.scaling")
+    X, y = sample()
+
+    class OfNetcal(BaseEstimator):
+        input_kind = "probs"
+
+        def fit(self, probs, labels):
+            self.scaling_ = netcal.TemperatureScaling()
+            self.scaling_.fit(probs, labels)
+            return self
+
+        def predict_proba(self, probs):
+            return self.scaling_.transform(probs)
+
+    class OfProbmetrics(BaseEstimator):
+        input_kind = "probs"
+
+        def fit(self, probs, labels):
+            self.scaling_ = probmetrics.SVSCalibrator().fit(probs, labels)
+            return self
+
+        def predict_proba(self, probs):
+            return self.scaling_.predict_proba(probs)
+
+    for calibrator in (OfNetcal(), OfProbmetrics()):
+        classifier = fk.CalibratedClassifier(LogisticRegression(), calibrator, cv=3).fit(X, y)
+        assert classifier.response_ == "predict_proba"
+        assert classifier.predict_proba(X).sum(1) == pytest.approx(np.ones(400), abs=1e-5)
+
+
+def test_a_frozen_classifier_stays():
+    X, y = sample()
+    fitted = LogisticRegression().fit(X[:200], y[:200])
+    classifier = fk.CalibratedClassifier(FrozenEstimator(fitted)).fit(X[200:], y[200:])
+    assert np.array_equal(classifier.estimator_.decision_function(X), fitted.decision_function(X))
+    expected = TemperatureScaling().fit(fitted.decision_function(X[200:]), y[200:])
+    assert classifier.calibrator_.temperature_ == expected.temperature_
+
+
+def test_doubts_are_one_warning_in_the_callers_line():
+    X, y = sample()
+    calibrator = TemperatureScaling(temperatures=[5.0, 6.0])
+    with pytest.warns(fk.CalibrationWarning, match="temperature = 5 is the smallest") as caught:
+        fk.CalibratedClassifier(LogisticRegression(), calibrator, cv=2, ensemble=True).fit(X, y)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+class NoResponse(ClassifierMixin, BaseEstimator):
+    def fit(self, X, y):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("options", "y", "error", "words"),
+    [
+        ({}, np.zeros(400), ValueError, "y must have at least 2 classes, got 1 class"),
+        ({}, np.arange(400) == 7, ValueError, "every class needs at least as many rows as there are folds, 5, but"),
+        ({}, None, ValueError, "requires y to be passed"),
+        (
+            {"estimator": NoResponse()},
+            np.arange(400) % 2,
+            ValueError,
+            "must have decision_function or predict_log_proba",
+        ),
+        ({"calibrator": TemperatureScaling(n_bins=0, criterion="ece")}, np.arange(400) % 2, ValueError, "n_bins"),
+    ],
+)
+def test_mistakes_are_named(options, y, error, words):
+    with pytest.raises(error) as caught:
+        fk.CalibratedClassifier(**{"estimator": LogisticRegression(), **options}).fit(sample()[0], y)
+    assert words in str(caught.value)
+
+
+def test_weights_that_the_classifier_does_not_take():
+    X, y = sample()
+    with pytest.warns(UserWarning, match="KNeighborsClassifier takes no sample_weight, which only the calibrator gets"):
+        fk.CalibratedClassifier(KNeighborsClassifier(50), cv=3).fit(X, y, np.arange(400) % 3)
