@@ -247,6 +247,9 @@ FK_VECTOR_CLONES void multiply(const Real* by, int64_t n, Real* scale) {
   for (int64_t i = 0; i < n; ++i) scale[i] = scale[i] == Real(0) ? Real(0) : scale[i] * by[i];
 }
 
+// What is known of the gammas, and spares the loop a logarithm and an exponential, or a handful of products.
+enum class Powers { kAny, kSmall, kSquare };
+
 // ---- a tile of parameters ------------------------------------------------------------------------------------------
 
 template <typename Scalar>
@@ -269,11 +272,13 @@ class TileReader {
     if (!args.weight.data) std::fill_n(scale_, kTile, factor * static_cast<Real>(args.weight.value));
   }
 
-  // Both gammas are the same small whole number everywhere.
-  bool small_powers() const {
-    const bool second = args_.loss_kind != SigmoidLoss::kAsymmetric ||
-                        (!args_.second.data && SmallPower<Real>::covers(static_cast<Real>(args_.second.value)));
-    return second && !args_.gamma.data && SmallPower<Real>::covers(static_cast<Real>(args_.gamma.value));
+  Powers powers() const {
+    const auto is_small = [](const Operand& operand) {
+      return !operand.data && SmallPower<Real>::covers(static_cast<Real>(operand.value));
+    };
+    if (!is_small(args_.gamma)) return Powers::kAny;
+    if (args_.loss_kind == SigmoidLoss::kAsymmetric) return is_small(args_.second) ? Powers::kSmall : Powers::kAny;
+    return args_.gamma.value == 2 ? Powers::kSquare : Powers::kSmall;
   }
 
   TileView<Scalar> view(int64_t begin, int64_t end) {
@@ -339,14 +344,19 @@ class TileReader {
 
 // ---- the loops -----------------------------------------------------------------------------------------------------
 
-template <typename Loss, bool kHard, bool kSmall, typename Scalar>
+template <typename Loss, bool kHard, Powers kPowers, typename Scalar>
 FK_HOST_DEVICE SigmoidTerms<compute_t<Scalar>> terms_at(const TileView<Scalar>& view, int64_t i,
                                                         const SmallPower<compute_t<Scalar>>& gamma,
                                                         const SmallPower<compute_t<Scalar>>& gamma_positive,
                                                         compute_t<Scalar> margin) {
   using Real = compute_t<Scalar>;
   const Real x = load_as_compute(view.input[i]);
-  if constexpr (kSmall) {
+  if constexpr (kPowers == Powers::kSquare) {
+    const Square<Real> square;
+    return Loss::template terms<kHard>(
+        x, view.target[i],
+        SigmoidParameters<Real, Square<Real>>{square, square, view.second[i], view.negative[i], margin});
+  } else if constexpr (kPowers == Powers::kSmall) {
     return Loss::template terms<kHard>(
         x, view.target[i],
         SigmoidParameters<Real, SmallPower<Real>>{gamma, gamma_positive, view.second[i], view.negative[i], margin});
@@ -359,15 +369,16 @@ FK_HOST_DEVICE SigmoidTerms<compute_t<Scalar>> terms_at(const TileView<Scalar>& 
 }
 
 // Numbers of one width in one loop: the sum in double is another.
-template <typename Loss, bool kHard, bool kSmall, typename Scalar>
+template <typename Loss, bool kHard, Powers kPowers, typename Scalar>
 FK_VECTOR_CLONES void forward_loop(const TileView<Scalar>& tile, compute_t<Scalar> margin, int64_t n,
                                    compute_t<Scalar>* loss) {
   using Real = compute_t<Scalar>;
   const TileView<Scalar> view = tile;
+  constexpr bool kSmall = kPowers == Powers::kSmall;
   const SmallPower<Real> gamma(kSmall ? view.gamma[0] : Real(0)), gamma_positive(kSmall ? view.second[0] : Real(0));
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    loss[i] = terms_at<Loss, kHard, kSmall>(view, i, gamma, gamma_positive, margin).loss * view.scale[i];
+    loss[i] = terms_at<Loss, kHard, kPowers>(view, i, gamma, gamma_positive, margin).loss * view.scale[i];
   }
 }
 
@@ -379,15 +390,16 @@ FK_VECTOR_CLONES double sum_of(const Real* loss, int64_t n) {
   return sum;
 }
 
-template <typename Loss, bool kHard, bool kSmall, typename Scalar>
+template <typename Loss, bool kHard, Powers kPowers, typename Scalar>
 FK_VECTOR_CLONES void backward_loop(const TileView<Scalar>& tile, compute_t<Scalar> margin, int64_t n,
                                     Scalar* grad_input) {
   using Real = compute_t<Scalar>;
   const TileView<Scalar> view = tile;
+  constexpr bool kSmall = kPowers == Powers::kSmall;
   const SmallPower<Real> gamma(kSmall ? view.gamma[0] : Real(0)), gamma_positive(kSmall ? view.second[0] : Real(0));
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const Real slope = terms_at<Loss, kHard, kSmall>(view, i, gamma, gamma_positive, margin).slope * view.scale[i];
+    const Real slope = terms_at<Loss, kHard, kPowers>(view, i, gamma, gamma_positive, margin).slope * view.scale[i];
     grad_input[i] = Store<Scalar>::from_compute(slope);
   }
 }
@@ -408,7 +420,7 @@ FK_VECTOR_CLONES void slopes_loop(const TileView<Scalar>& tile, compute_t<Scalar
   const SmallPower<Real> unused{Real(0)};
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const SigmoidTerms<Real> terms = terms_at<Loss, false, false>(view, i, unused, unused, margin);
+    const SigmoidTerms<Real> terms = terms_at<Loss, false, Powers::kAny>(view, i, unused, unused, margin);
     const Real scale = view.scale[i];
     slopes.target[i] = scale == Real(0) ? Real(0) : terms.slope_target * scale;
     slopes.gamma[i] = scale == Real(0) ? Real(0) : terms.slope_gamma * scale;
@@ -424,31 +436,41 @@ auto with_loss(SigmoidLoss loss, bool hard, Function f) {
   return f(FocalElement{});
 }
 
+// Calls f<hard, powers>, of those that there are for the formula.
+template <typename Loss, typename Function>
+void with_variant(bool hard, Powers powers, Function f) {
+  const auto with_powers = [&](auto is_hard) {
+    if constexpr (!std::is_same_v<Loss, AsymmetricElement>) {
+      if (powers == Powers::kSquare) return f(is_hard, std::integral_constant<Powers, Powers::kSquare>{});
+    }
+    if (powers == Powers::kAny) return f(is_hard, std::integral_constant<Powers, Powers::kAny>{});
+    return f(is_hard, std::integral_constant<Powers, Powers::kSmall>{});
+  };
+  if constexpr (!std::is_same_v<Loss, QualityElement>) {
+    if (hard) return with_powers(std::true_type{});
+  }
+  with_powers(std::false_type{});
+}
+
 template <typename Scalar>
-void forward_tile(SigmoidLoss loss, const TileView<Scalar>& view, bool small, compute_t<Scalar> margin, int64_t n,
+void forward_tile(SigmoidLoss loss, const TileView<Scalar>& view, Powers powers, compute_t<Scalar> margin, int64_t n,
                   compute_t<Scalar>* to) {
   with_loss(loss, view.hard, [&](auto formula) {
     using Loss = decltype(formula);
-    if constexpr (!std::is_same_v<Loss, QualityElement>) {
-      if (view.hard && small) return forward_loop<Loss, true, true>(view, margin, n, to);
-      if (view.hard) return forward_loop<Loss, true, false>(view, margin, n, to);
-    }
-    if (small) return forward_loop<Loss, false, true>(view, margin, n, to);
-    return forward_loop<Loss, false, false>(view, margin, n, to);
+    with_variant<Loss>(view.hard, powers, [&](auto hard, auto known) {
+      forward_loop<Loss, decltype(hard)::value, decltype(known)::value>(view, margin, n, to);
+    });
   });
 }
 
 template <typename Scalar>
-void backward_tile(SigmoidLoss loss, const TileView<Scalar>& view, bool small, compute_t<Scalar> margin, int64_t n,
+void backward_tile(SigmoidLoss loss, const TileView<Scalar>& view, Powers powers, compute_t<Scalar> margin, int64_t n,
                    Scalar* to) {
   with_loss(loss, view.hard, [&](auto formula) {
     using Loss = decltype(formula);
-    if constexpr (!std::is_same_v<Loss, QualityElement>) {
-      if (view.hard && small) return backward_loop<Loss, true, true>(view, margin, n, to);
-      if (view.hard) return backward_loop<Loss, true, false>(view, margin, n, to);
-    }
-    if (small) return backward_loop<Loss, false, true>(view, margin, n, to);
-    return backward_loop<Loss, false, false>(view, margin, n, to);
+    with_variant<Loss>(view.hard, powers, [&](auto hard, auto known) {
+      backward_loop<Loss, decltype(hard)::value, decltype(known)::value>(view, margin, n, to);
+    });
   });
 }
 
@@ -464,7 +486,7 @@ template <typename Scalar>
 SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int64_t begin, int64_t end) {
   using Real = compute_t<Scalar>;
   TileReader<Scalar> reader(args, Real(1));
-  const bool small = reader.small_powers();
+  const Powers powers = reader.powers();
   alignas(64) Real buffer[kTile];
   SigmoidLossSums sums{0, end - begin, true, 0};
   for (int64_t first = begin, last; first < end; first = last) {
@@ -474,7 +496,7 @@ SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int
     if (!view.labels.is_valid) return {0, 0, false, view.labels.invalid_label};
     sums.count -= view.labels.ignored;
     Real* to = args.loss_wide ? args.loss_wide + first : buffer;
-    forward_tile(args.loss_kind, view, small, args.margin, n, to);
+    forward_tile(args.loss_kind, view, powers, args.margin, n, to);
     sums.loss += sum_of(to, n);
     if (args.loss) store_loss(to, n, args.loss + first);
   }
@@ -486,7 +508,7 @@ void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begi
   using Real = compute_t<Scalar>;
   const Real upstream = args.grad_loss.data ? Real(1) : static_cast<Real>(args.grad_loss.value);
   TileReader<Scalar> reader(args, upstream / (args.divisor ? *args.divisor : Real(1)));
-  const bool small = reader.small_powers();
+  const Powers powers = reader.powers();
   const bool everything = args.grad_target || args.grad_gamma || args.grad_second;
   alignas(64) Real buffer[kTile];
   Slopes<Real> slopes;
@@ -499,7 +521,7 @@ void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begi
       multiply(read(args.grad_loss, args.space, first, last, buffer), n, scale);
       view.scale = scale;
     }
-    if (args.grad_input) backward_tile(args.loss_kind, view, small, args.margin, n, args.grad_input + first);
+    if (args.grad_input) backward_tile(args.loss_kind, view, powers, args.margin, n, args.grad_input + first);
     if (!everything) continue;
     with_loss(args.loss_kind, false,
               [&](auto formula) { slopes_loop<decltype(formula)>(view, args.margin, n, slopes); });

@@ -45,6 +45,13 @@ struct SmallPower {
   }
 };
 
+// base^2, by far the most frequent of them.
+template <typename Real>
+struct Square {
+  static constexpr Real exponent = Real(2);
+  FK_HOST_DEVICE Real operator()(Real base, Real /* log_base */) const { return base * base; }
+};
+
 // base^exponent for any exponent, from the logarithm of the base. 0^0 = 1.
 template <typename Real>
 struct AnyPower {
@@ -81,6 +88,19 @@ FK_HOST_DEVICE Real log_one_plus_fraction(Real e) {
 #endif
 }
 
+// e^-x for x >= 0. Where that is below the smallest normal number, it is about that number: as small beside anything
+// that it is added to, and cheaper than 0 would be.
+template <typename Real>
+FK_HOST_DEVICE Real exponential_of_minus(Real x) {
+#if defined(__CUDA_ARCH__)
+  return exp(-x);
+#else
+  constexpr Real kMost = -detail::Format<Real>::kExpMin;
+  const auto reduced = detail::reduce_exponent(-(kMost < x ? kMost : x));  // NaN stays NaN
+  return detail::exp_of_reduced(reduced.r) * detail::power_of_two<Real>(reduced.n);
+#endif
+}
+
 template <typename Real>
 struct LogitPieces {
   Real size;      // |x|
@@ -97,7 +117,7 @@ FK_HOST_DEVICE LogitPieces<Real> logit_pieces(Real x) {
   z.positive = x > Real(0);
   z.size = fabs(x);
   z.sign = z.positive ? Real(1) : Real(-1);
-  z.e = bounded_exponential(-z.size);
+  z.e = exponential_of_minus(z.size);
   z.r = Real(1) / (Real(1) + z.e);
   z.log1p_e = log_one_plus_fraction(z.e);
   return z;
@@ -232,7 +252,7 @@ struct QualityElement {
     terms.slope = meets ? Real(0) : z.sign * factor * (gap + with.gamma.exponent * ratio * b);
     const Real b_over_gap = agrees ? -(z.e == Real(0) ? Real(1) : z.log1p_e / z.e) / z.r : b / gap;
     terms.slope_target = (meets ? Real(0) : -z.sign * with.gamma.exponent * factor * b_over_gap) - factor * x;
-    terms.slope_gamma = times_log(terms.loss, log_size);
+    terms.slope_gamma = meets ? Real(0) : times_log(terms.loss, log_size);
     terms.slope_positive = Real(0);
     return terms;
   }
