@@ -14,6 +14,7 @@ from benchmarks import (
     bench_linear_focal_loss,
     bench_losses,
     bench_package,
+    bench_sigmoid_loss,
 )
 from benchmarks.harness import RESULTS, Row, append_rows, keep_freed_memory, recorded_medians
 from benchmarks.targets import target_lines
@@ -22,6 +23,7 @@ BENCHMARKS = {
     "focal_loss": bench_focal_loss,
     "linear_focal_loss": bench_linear_focal_loss,
     "losses": bench_losses,
+    "sigmoid_loss": bench_sigmoid_loss,
     "calibration_map": bench_calibration_map,
     "calibration_grid": bench_calibration_grid,
     "package": bench_package,

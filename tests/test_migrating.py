@@ -337,6 +337,62 @@ def test_formula_of_the_published_flsd(gamma):
             assert torch.equal(ours(z, y), fk.focal_loss(z, y, flsd_53, reduction="sum"))
 
 
+# ---- transformers, timm, mmdet --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [-1, 0.3])
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_transformers_detectors(gamma, alpha):
+    theirs = peer("transformers.loss.loss_for_object_detection").sigmoid_focal_loss
+    z, boxes = torch.randn(2, 6, C, dtype=torch.float64), 5
+    for target in (torch.randint(2, (2, 6, C)).double(), torch.rand(2, 6, C, dtype=torch.float64)):
+        assert_equal(
+            lambda z, t=target: theirs(z, t, boxes, alpha=alpha, gamma=gamma),
+            lambda z, t=target: fk.sigmoid_focal_loss(z, t, gamma, alpha, "sum") / z.shape[1] / boxes,
+            z,
+        )
+
+
+@pytest.mark.parametrize("gammas", [(4.0, 1.0), (2.0, 0.0)])
+@pytest.mark.parametrize("clip", [0.05, 0.0])
+def test_timm_asymmetric_loss(gammas, clip):
+    module = peer("timm.loss").AsymmetricLossMultiLabel
+    z, t = torch.randn(6, C, dtype=torch.float32), torch.randint(2, (6, C)).float()
+    theirs = module(*gammas, clip)
+    for z_, t_ in ((z, t), (3 * z, 1 - t)):
+        x, y = leaf(z_), leaf(z_)
+        expected, found = theirs(x, t_), fk.asymmetric_loss(y, t_, *gammas, clip, "sum") / len(z)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # it computes in float32, with an epsilon
+        slopes = [torch.autograd.grad(v, w)[0] for v, w in ((found, y), (expected, x))]
+        torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-5)
+
+
+def test_mmdet_with_avg_factor_and_quality_focal_loss():
+    # Its formulas, from mmdet/models/losses: the classes of label C are background.
+    z, y = torch.randn(9, C, dtype=torch.float64), torch.randint(C + 1, (9,))
+    t = F.one_hot(y, C + 1)[:, :C].double()
+
+    def focal(z, gamma=1.5, alpha=0.3, avg_factor=4.0):
+        p = z.sigmoid()
+        p_t = (1 - p) * t + p * (1 - t)
+        weight = (alpha * t + (1 - alpha) * (1 - t)) * p_t.pow(gamma)
+        return (F.binary_cross_entropy_with_logits(z, t, reduction="none") * weight).sum() / avg_factor
+
+    assert_equal(focal, lambda z: fk.sigmoid_focal_loss(z, y, 1.5, 0.3, "sum") / 4.0, z)
+    score = torch.rand(9, dtype=torch.float64)
+
+    def quality(z, beta=2.0, avg_factor=4.0):
+        p = z.sigmoid()
+        loss = F.binary_cross_entropy_with_logits(z, torch.zeros_like(z), reduction="none") * p.pow(beta)
+        rows = (y < C).nonzero().squeeze(1)
+        at = z[rows, y[rows]]
+        scale = (score[rows] - at.sigmoid()).abs().pow(beta)
+        loss[rows, y[rows]] = F.binary_cross_entropy_with_logits(at, score[rows], reduction="none") * scale
+        return loss.sum(1).sum() / avg_factor
+
+    assert_equal(quality, lambda z: fk.quality_focal_loss(z, t * score.unsqueeze(1), 2.0, "sum") / 4.0, z)
+
+
 # ---- Where a difference 1 - p is not enough -------------------------------------------------------------------------
 
 
