@@ -31,6 +31,7 @@ from focalkern.losses import (
     MMCELoss,
     QualityFocalLoss,
     SigmoidFocalLoss,
+    class_balanced_weight,
 )
 from focalkern.ops._extension import build_info
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
@@ -88,6 +89,7 @@ __all__ = [
     "build_info",
     "calibration_grid",
     "check_labels",
+    "class_balanced_weight",
     "compare_calibrators",
     "empty_cache",
     "focal_calibration_map",

@@ -27,6 +27,7 @@ from focalkern.losses._focal import FLSDLoss, FocalLoss, InverseFocalLoss
 from focalkern.losses._linear import LinearAdaFocalLoss, LinearFLSDLoss, LinearFocalLoss
 from focalkern.losses._plain import BrierLoss, DualFocalLoss, LogitNormPenalty, MMCELoss
 from focalkern.losses._sigmoid import AsymmetricLoss, QualityFocalLoss, SigmoidFocalLoss
+from focalkern.losses._weights import class_balanced_weight
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "QualityFocalLoss",
     "SigmoidFocalLoss",
     "asymmetric_loss",
+    "class_balanced_weight",
     "quality_focal_loss",
     "sigmoid_focal_loss",
 ]

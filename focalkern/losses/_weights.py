@@ -1,0 +1,57 @@
+"""Class weights from class counts."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def class_balanced_weight(counts: Tensor | Sequence[float], beta: float = 0.999) -> Tensor:
+    r"""Class weights by the effective number of samples, for the ``weight`` of a loss.
+
+    .. math:: w_c \propto \frac{1 - \beta}{1 - \beta^{n_c}}
+
+    scaled to a mean of 1 over the classes that occur. beta = 0 weighs all of them alike; as beta approaches 1, the
+    weights approach the inverse frequencies 1 / n_c, which beta = 1 gives.
+
+    Args:
+        counts: [C], how many samples each class has, at least 0. A class without samples has weight 0.
+        beta: in [0, 1]; the paper uses 0.9 to 0.9999.
+
+    Returns:
+        [C] float32 weights on the device of ``counts``, a constant. (float64 for float64 counts.)
+
+    Raises:
+        TypeError: ``counts`` is no vector of numbers, ``beta`` no number.
+        ValueError: a shape other than [C], a count that is negative or not finite, no count above 0, beta outside of
+            [0, 1]. Counts are looked at, which waits for their device.
+
+    Source: Cui et al., Class-Balanced Loss Based on Effective Number of Samples, CVPR 2019.
+    """
+    op = "class_balanced_weight"
+    if isinstance(beta, bool | Tensor) or not hasattr(type(beta), "__float__"):
+        raise TypeError(f"{op}: beta must be a number, got {type(beta).__name__}")
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"{op}: beta must be in [0, 1], got {beta}")
+    given = counts.detach() if isinstance(counts, Tensor) else torch.as_tensor(counts)
+    if given.dtype == torch.bool or given.is_complex():
+        raise TypeError(f"{op}: counts must be numbers, got {given.dtype}")
+    if given.dim() != 1:
+        raise ValueError(f"{op}: counts must be [C], got {list(given.shape)}")
+    n = given.double()
+    if not bool(((n >= 0) & n.isfinite()).all()):
+        raise ValueError(f"{op}: counts must be finite and at least 0, got {given.tolist()}")
+    occurs = n > 0
+    if not bool(occurs.any()):
+        raise ValueError(f"{op}: at least one class must have samples")
+    n = torch.where(occurs, n, 1.0)
+    if beta == 1.0:
+        weight = 1.0 / n
+    else:
+        # 1 - beta^n = -expm1(n log beta): the difference itself has no digits left for beta near 1. The factor
+        # 1 - beta is in the scale.
+        log_beta = torch.tensor(beta, dtype=torch.float64).log().to(n.device)
+        weight = -1.0 / torch.expm1(n * log_beta)
+    weight = torch.where(occurs, weight, 0.0)
+    weight = weight * (occurs.sum() / weight.sum())
+    return weight if given.dtype == torch.float64 else weight.float()
