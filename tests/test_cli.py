@@ -510,7 +510,7 @@ def test_the_printed_intervals_and_marks_are_the_json(both, run):
     errors = [name for name in FIGURES if "ece" in name]
     assert lines[floor].split()[-4:] == [f"{chosen[name]['mean']:.4f}" for name in errors]
     assert lines[floor + 1].split() == ["<" + f"{chosen[name]['quantile_95']:.4f}"[1:] for name in errors]
-    assert "40 resamples of the reported rows" in " ".join(out.split())
+    assert "40 resamples of the test rows" in " ".join(out.split())
     first = next(index for index, line in enumerate(lines) if line.startswith("   uncalibrated"))
     assert max(map(len, lines[first:floor])) <= 130
 

@@ -22,26 +22,27 @@ from focalkern.study.sets import select_rows
 __all__ = ["OneOrMany", "add_input_arguments", "add_parser", "at_least_one", "not_negative", "seed"]
 
 _EPILOG = f"""\
-Which rows choose and which report:
-  VAL holds val_* and test_*   val chooses, test reports
-  --test TEST                  VAL (its val_*, or its only set) chooses, TEST (its test_*, or its only set) reports
-  --split F                    a random share F of the only set of VAL chooses, the others report
+Validation rows choose, test rows say what that is worth:
+  VAL holds val_* and test_*   those
+  --test TEST                  validation: val_* or the only set of VAL; test: test_* or the only set of TEST
+  --split F                    validation: a random share F of the only set of VAL; test: the others
   none of these                the same rows do both, and the figures are too good; the output says so
 
 {FORMATS_HELP}
-Data larger than memory: patterns ('val_logits-*.npy'), --stream, --state, several processes, and files larger than an
-eighth of the memory are read a few rows at a time, as often as is needed: to search, to look closer at the lowest ECEs,
-for the figures. Memory does not grow with the rows (but for what --split draws). The search is in float32 then,
-the choice among the lowest ECEs and all figures in float64, as in memory; above 524288 rows the ECEs of equal mass are
-known to the error that a note says.
+Data larger than memory: patterns (val_logits-*.npy, in quotes or not), --stream, --state, several processes, and
+files larger than an eighth of the memory are read a few rows at a time, as often as is needed: to search, to look
+closer at the lowest ECEs, for the figures. Memory does not grow with the rows (but for what --split draws). The search
+is in float32 then, the choice among the lowest ECEs and all figures in float64, as in memory; above 524288 rows the
+ECEs of equal mass are known to the error that a note says.
   torchrun --nproc-per-node 2 -m focalkern calibrate ...   shares the rows between processes, on one machine or more
 
-Output: a table on stdout (--json: one JSON object, in which an infinite figure is null); remarks on stderr with --json,
-else under the table. The exit code is 0, or 2 after one line on stderr.
+Output: the verdict in three lines, a table and notes on stdout (--json: one JSON object, in which an infinite figure
+is null, with verdict and notes on stderr). The exit code is 0, or 2 after one line on stderr.
 
 examples:
   focalkern calibrate logits.npz --out calibrator.json --report report/
-  focalkern calibrate val_logits.npy --test test_logits.npy --criterion nll
+  focalkern calibrate val_logits.npy --test test_logits.npy --criterion brier
+  focalkern calibrate logits.npz --method focal-temperature --criterion ece --out papers.json
   focalkern calibrate logits.npz --search refine --binning equal_mass --out calibrator.json
   focalkern calibrate 'val_logits-*.npy' --test 'test_logits-*.npy' --state calibrate.state
   focalkern calibrate probs.csv --input-kind probs --split 0.5 --gammas 0 paper --temperatures 0.5:3:0.05
@@ -51,26 +52,29 @@ examples:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
-        help="choose a calibrator on validation logits and report it on test logits",
-        description="Fit temperature scaling and focal temperature scaling on a grid and print both, before and after: "
-        "accuracy, NLL, Brier score and calibration errors, for the ECE-optimal and for the NLL-optimal choice.",
+        help="say which calibrator to use, and what it costs; save it",
+        description="Compares no calibration, temperature scaling and focal temperature scaling by cross-validation\n"
+        "on validation rows, says which to use, and prints all of them on test rows, beside the paper's\n"
+        "choices: the lowest ECE of a grid of gamma and T.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_input_arguments(parser, "VAL", "the file whose rows choose")
+    add_input_arguments(parser, "VAL", "the file of the validation rows")
     parser.add_argument(
-        "--test", metavar="TEST", nargs="+", action=OneOrMany, help="a second file, or several, whose rows report"
+        "--test", metavar="TEST", nargs="+", action=OneOrMany, help="the file of the test rows, or several"
     )
     parser.add_argument(
         "--test-labels", metavar="FILE.npy", nargs="+", action=OneOrMany, help="labels of a .npy TEST, or of several"
     )
-    parser.add_argument("--split", type=_share, metavar="F", help="choose on this share of the rows, 0 < F < 1")
-    parser.add_argument("--seed", type=seed, default=0, help="of the split and of the resamples (default 0)")
+    parser.add_argument(
+        "--split", type=_share, metavar="F", help="this share of the rows is validation rows, 0 < F < 1"
+    )
+    parser.add_argument("--seed", type=seed, default=0, help="of the split, the folds and the resamples (default 0)")
     parser.add_argument(
         "--bootstrap",
         type=not_negative,
         metavar="N",
-        help="resamples of the reported rows, for the intervals and marks of the table; 0 for none (default "
+        help="resamples of the test rows, for the intervals and marks of the table; 0 for none (default "
         "200, up to 200,000 rows and 20 million rows x classes: a look; 1000 or more for a publication)",
     )
     parser.add_argument(

@@ -27,10 +27,10 @@ files:
   .npy
       two files. For val_logits.npy the labels are looked for in val_labels.npy beside it (logits.npy: labels.npy;
       probs likewise); for any other name, or to take another file, say --labels FILE.npy (--test-labels for --test).
-  'val_logits-*.npy', 'val-*.safetensors', in quotes
-      all the files that match, read a few rows at a time, in the order of their names and numbers. The labels of
-      val_logits-3.npy are looked for in val_labels-3.npy, those of val-3.npy in val_labels-3.npy too, or say
-      --labels 'FILES' with as many files.
+  val_logits-*.npy, val-*.safetensors
+      all the files that match (in quotes or not), read a few rows at a time, in the order of their names and numbers.
+      The labels of val_logits-3.npy are looked for in val_labels-3.npy, those of val-3.npy in val_labels-3.npy too, or
+      say --labels FILES with as many files.
   .csv .parquet .feather
       a column of labels (label, labels, target or --labels-key NAME) and one per class: numbered (0, 1, ... or logit_0,
       logit_1, ...), in the order of the numbers, or named. Other columns, such as an index, an id or a prediction, are

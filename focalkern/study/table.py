@@ -63,7 +63,7 @@ def legend(trust: Trust, plus_minus: str = "+-") -> str:
     bootstrap = trust.bootstrap
     return (
         f"{plus_minus} half the {100 * bootstrap.level:g} % interval, of {bootstrap.n_resamples} resamples of the "
-        "reported rows. * better, ! worse: the interval of the paired difference excludes 0; temperature scaling is "
+        "test rows. * better, ! worse: the interval of the paired difference excludes 0; temperature scaling is "
         "compared with no calibration, focal temperature scaling with temperature scaling by the same criterion"
         f"{', bins with what stands before them' if trust.binned else ''}. Bias "
         "floor: what a perfectly calibrated model with the same confidences would score; 95 % score less than the "

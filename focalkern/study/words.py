@@ -97,7 +97,7 @@ def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins:
         )
     if report is not selection and len(report) < 20 * n_bins:
         remarks.append(
-            f"{len(report)} reported rows in {n_bins} bins are about {len(report) / n_bins:.2g} per bin: their ECE is "
+            f"{len(report)} test rows in {n_bins} bins are about {len(report) / n_bins:.2g} per bin: their ECE is "
             "mostly noise."
         )
     before = choices[0].report
@@ -150,7 +150,7 @@ def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins:
         decided = trust is None or trust.mark(choices.index(focal), name) == "!"
         if decided and focal.report[name] > plain.report[name]:
             remarks.append(
-                f"on the reported rows focal temperature scaling has the higher ECE ({focal.calibrator.estimator}), "
+                f"on the test rows focal temperature scaling has the higher ECE ({focal.calibrator.estimator}), "
                 f"{focal.report[name]:.4f} against {plain.report[name]:.4f}: what it gained on the rows that chose "
                 "does not carry over."
             )
@@ -185,13 +185,13 @@ def doubts(choices: Sequence[Choice], chosen: int, estimator: str, trust: Trust)
     if other is not None and difference is not None and not same_cell and not difference.excludes_zero:
         remarks.append(
             f"{choice.label} and {choices[other].label} cannot be told apart by their ECE ({estimator}) on the "
-            f"reported rows: the difference is {difference.estimate:+.4f}, and its {level} interval, "
+            f"test rows: the difference is {difference.estimate:+.4f}, and its {level} interval, "
             f"{difference.low:+.4f} to {difference.high:+.4f}, contains 0."
         )
     floors = trust.floors[chosen]
     if floors is not None and floors[name].p_value(choice.report[name]) > 1 - trust.bootstrap.level:
         remarks.append(
-            f"{choice.label}: its ECE ({estimator}) of {choice.report[name]:.4f} on the reported rows cannot be told "
+            f"{choice.label}: its ECE ({estimator}) of {choice.report[name]:.4f} on the test rows cannot be told "
             f"from that of a perfectly calibrated model, which scores {floors[name].mean:.4f} on average with these "
             f"confidences. A smaller ECE would prove nothing."
         )
