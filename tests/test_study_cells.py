@@ -1,6 +1,8 @@
 """The cells of the report's map: each is what the calibrator of its gamma and T does to the reported rows."""
 
 import base64
+import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from focalkern.files import LogitSet
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.study import cells as module
-from focalkern.study.cells import cells_on, thinned
+from focalkern.study.cells import Cells, cells_on, thinned
+from focalkern.study.explorer import payload
 from focalkern.study.streamed import stream_sets
 
 GAMMAS = torch.tensor([-0.5, 0.0, 2.0], dtype=torch.float64)
@@ -87,3 +90,30 @@ def test_a_map_is_never_larger_than_its_page_may_be():
     cells = 2 * len(temperatures)
     assert every > 1
     assert len(base64.b64encode(bytes(cells * (36 + 10 * 15)))) < 2_000_000
+
+
+@pytest.mark.parametrize(("n", "dtype"), [(1000, np.uint16), (100_000, np.uint32)])
+def test_the_page_keeps_the_counts_and_stays_small(n, dtype):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    grid, rows = a_grid(2500), some_rows(n=2)
+    shape = (2, 2500, 15)
+    count = torch.randint(n, shape)
+    correct = (count * torch.rand(shape)).long()
+    mean = (torch.arange(15) + torch.rand(shape, dtype=torch.float64)) / 15
+    tables = {name: torch.rand(2, 2500, dtype=torch.float64) for name in module.CRITERIA}
+    gammas = grid.gammas.sort().values
+    cells = Cells(gammas, grid.temperatures, count, correct, count * mean, tables, n, 1)
+    study = SimpleNamespace(choices=(), chosen=None, grid=grid, selection=some_rows(n=3), report=rows)
+    found = payload(study, cells)
+    assert len(json.dumps(found)) < 1_500_000  # 5000 cells; the pictures of the page have another megabyte
+
+    def unpacked(name, dtype):
+        return torch.from_numpy(np.frombuffer(base64.b64decode(found[name]), dtype).astype(np.float64))
+
+    assert unpacked("count", dtype).tolist() == count.flatten().tolist()
+    assert unpacked("correct", dtype).tolist() == correct.flatten().tolist()
+    bins = torch.arange(15).expand(shape).flatten()
+    seen = (count > 0).flatten()
+    confidence = (bins + unpacked("confidence", np.uint16) / 65535) / 15
+    torch.testing.assert_close(confidence[seen], mean.flatten()[seen], rtol=0, atol=1e-6)
+    assert unpacked("nll", np.float64).tolist() == tables["nll"].flatten().tolist()

@@ -79,7 +79,8 @@
     find("title").textContent = nameOf(cell);
     const same = choices.filter((choice) => isSame(choice, cell)).map((choice) => choice.label);
     const words = same.length ? same.join("; ") : "not one of the rows of the table";
-    find("which").textContent = cell.gamma !== null && !isOnMap(cell) ? `${words} (beyond the map)` : words;
+    const off = cell.gamma === null ? "no scaling, so it has no place on the map" : isOnMap(cell) ? "" : "beyond the map";
+    find("which").textContent = cell.gamma === null ? off : off ? `${words} (${off})` : words;
     for (const button of find("choices").children) {
       button.setAttribute("aria-pressed", String(isSame(choices[button.dataset.choice], cell)));
     }
