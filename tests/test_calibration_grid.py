@@ -335,7 +335,7 @@ def test_targets_and_layouts(device):
 def test_paper_grid():
     assert fk.PAPER_GAMMAS == (-0.5, -0.25, 0.05, 0.25, 0.37, 0.5, 0.75, 1.0, 5.0)
     # index * step, never accumulated.
-    assert tuple(i * 0.01 for i in range(1, 501)) == fk.PAPER_TEMPERATURES
+    assert tuple(i / 100 for i in range(1, 501)) == fk.PAPER_TEMPERATURES
     z, target = samples(30, 3)
     grid = fk.calibration_grid(z, target, fk.PAPER_GAMMAS, fk.PAPER_TEMPERATURES)
     assert grid.tables["ece"].shape == (9, 500)

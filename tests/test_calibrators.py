@@ -369,7 +369,7 @@ def change(**changes):
         (lambda document: pickle.dumps(document), "expected a calibrator in JSON"),
         (lambda document: b"[1, 2]", "found other JSON"),
         (change(format="other"), "found other JSON"),
-        (change(format_version=99), "format version 1 to 3, found 99"),
+        (change(format_version=99), "upgrade focalkern"),
         (change(format_version="1"), "found '1'"),
         (change(method="spline"), "found 'spline'"),
         (change(temperature=None), "'temperature' is missing"),
@@ -463,3 +463,58 @@ def test_module_state_travels_with_a_checkpoint(tmp_path):
     other = torch.nn.Sequential(torch.nn.Linear(4, 3), CalibratedLogProbs(0.0, 1.0))
     other.load_state_dict(torch.load(tmp_path / "network.pt", weights_only=True))
     assert (other[1].gamma, other[1].temperature) == (0.37, 1.3)
+
+
+# -- what was misread ------------------------------------------------------------------------------------------------
+
+
+def test_temperatures_of_the_paper_are_hundredths():
+    assert PAPER_TEMPERATURES[34] == 0.35
+    assert all(float(f"{value:.2f}") == value for value in PAPER_TEMPERATURES)
+
+
+def test_an_axis_that_is_given_as_a_generator_is_kept(tmp_path):
+    logits, target = sample(100)
+    calibrator = TemperatureScaling(temperatures=(value for value in COARSE))
+    first = calibrator.fit(logits, target).temperature_
+    assert calibrator.fit(logits, target).temperature_ == first
+    calibrator.save(tmp_path / "calibrator.json")
+    assert TemperatureScaling.load(tmp_path / "calibrator.json").temperatures == COARSE
+    focal = FocalTemperatureScaling(gammas=iter([0.0, 1.0]), temperatures=iter(COARSE)).fit(logits, target)
+    assert focal.gammas == (0.0, 1.0)
+
+
+def test_use_before_fit_is_scikit_learns_error_too():
+    exceptions = pytest.importorskip("sklearn.exceptions", reason="scikit-learn is not installed")
+    for error in (NotFittedError, exceptions.NotFittedError):
+        with pytest.raises(error, match="TemperatureScaling: not fitted yet"):
+            TemperatureScaling().predict(torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_errors_of_fit_name_the_calibrator(cls):
+    logits, target = sample(50)
+    for options, rows in [
+        ({"temperatures": [0.0]}, (logits, target)),
+        ({"n_bins": 0, "criterion": "ece"}, (logits, target)),
+        ({}, (logits.index_fill(0, torch.tensor(3), float("nan")), target)),
+        ({}, (logits, target + 1)),
+    ]:
+        with pytest.raises((ValueError, IndexError), match=f"^{cls.__name__}: "):
+            cls(**options).fit(*rows)
+
+
+def test_pickles_carry_a_version():
+    calibrator = fitted()
+    again = pickle.loads(pickle.dumps(calibrator))
+    assert torch.equal(again.predict_proba(sample(5)[0]), calibrator.predict_proba(sample(5)[0]))
+    assert vars(again).keys() == vars(calibrator).keys()
+    newer = TemperatureScaling()
+    with pytest.raises(ValueError, match=r"TemperatureScaling: expected a pickle .* found 99; upgrade focalkern"):
+        newer.__setstate__({**calibrator.__getstate__(), "_format_version": 99})
+    # As 0.1 pickled them: no version, no criterion, and nothing of what came later.
+    old = {name: value for name, value in vars(calibrator).items() if name not in ("widen", "doubts_", "dense_")}
+    focal = FocalTemperatureScaling.__new__(FocalTemperatureScaling)
+    focal.__setstate__({**old, "gammas": None, "search": "grid", "criterion": None})
+    assert (focal.criterion, focal.widen, focal.doubts_) == ("ece", False, ())
+    assert torch.equal(focal.predict_proba(sample(5)[0]), calibrator.predict_proba(sample(5)[0]))

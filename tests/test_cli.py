@@ -178,7 +178,7 @@ def test_the_estimator_that_chooses(estimator, both, run):
 
 def test_temperatures_are_multiples_of_the_step(single, run):
     document = run_json(run, "calibrate", single, "--temperatures", "0.05:5:0.01", "--gammas", "0")
-    assert document["grid"]["temperatures"] == [index * 0.01 for index in range(5, 501)]
+    assert document["grid"]["temperatures"] == [index / 100 for index in range(5, 501)]
 
 
 @pytest.mark.parametrize("method", ["temperature", "focal-temperature"])

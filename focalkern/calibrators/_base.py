@@ -3,8 +3,9 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal, Self, get_args
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self, get_args, overload
 
 import numpy as np
 import torch
@@ -35,7 +36,16 @@ BY_METHOD: dict[str, type["Calibrator"]] = {}
 
 
 class NotFittedError(ValueError, AttributeError):
-    """A calibrator was used before ``fit`` or ``load``."""
+    """A calibrator was used before ``fit`` or ``load``. Where scikit-learn is in use, what is raised is its
+    ``NotFittedError`` as well."""
+
+
+def _not_fitted(words: str) -> NotFittedError:
+    theirs = sys.modules.get("sklearn.exceptions")
+    if theirs is None:  # nobody can expect it
+        return NotFittedError(words)
+    both: type[NotFittedError] = type("NotFittedError", (NotFittedError, theirs.NotFittedError), {})
+    return both(words)
 
 
 class Calibrator:
@@ -110,6 +120,10 @@ class Calibrator:
         self.doubts_ = tuple(self._doubts(rows))
         return self
 
+    @overload
+    def predict_proba(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def predict_proba(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict_proba(self, logits: Any) -> Any:
         """Calibrated probabilities.
 
@@ -127,6 +141,10 @@ class Calibrator:
         """
         return self._laid_out(logits, self._apply(self._input(logits), log=False))
 
+    @overload
+    def predict_log_proba(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def predict_log_proba(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict_log_proba(self, logits: Any) -> Any:
         """Calibrated log-probabilities; as :meth:`predict_proba`."""
         return self._laid_out(logits, self._apply(self._input(logits), log=True))
@@ -230,6 +248,27 @@ class Calibrator:
         params = self.get_params(deep=False)
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in params.items())})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_format_version": _FORMAT_VERSION}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        version = state.pop("_format_version", 2)  # the last that did not say so
+        if version > _FORMAT_VERSION:
+            raise ValueError(
+                f"{type(self).__name__}: expected a pickle of format version {_FORMAT_VERSION} or older, found "
+                f"{version}; upgrade focalkern"
+            )
+        if version == 2:
+            # What None meant, and what there was not.
+            if self.method == "focal-temperature" and state.get("criterion", "") is None:
+                state["criterion"] = "nll" if state.get("search") == "nll" else "ece"
+            if self.method in ("temperature", "focal-temperature"):
+                state.setdefault("widen", False)
+            if "n_classes_" in state:
+                state = {"dense_": False, "doubts_": (), **state}
+        vars(self).update(state)
+
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "n_classes_")
 
@@ -330,7 +369,7 @@ class Calibrator:
     def _check_fitted(self) -> None:
         if not hasattr(self, "n_classes_"):
             name = type(self).__name__
-            raise NotFittedError(f"{name}: not fitted yet; call fit(logits, target) or {name}.load(path) first")
+            raise _not_fitted(f"{name}: not fitted yet; call fit(logits, target) or {name}.load(path) first")
 
     def _nested_json(self) -> dict[str, Any]:
         """The fitted calibrator as part of another one."""
@@ -476,7 +515,12 @@ def _read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ValueError(f'{path}: expected a calibrator with "format": "{_FORMAT}", found other JSON')
     version = document.get("format_version")
-    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= _FORMAT_VERSION:
+    if isinstance(version, int) and version > _FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: expected a calibrator of format version 1 to {_FORMAT_VERSION}, found {version}, written by "
+            f"focalkern {document.get('focalkern', 'of a later version')}; upgrade focalkern"
+        )
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ValueError(f"{path}: expected a calibrator of format version 1 to {_FORMAT_VERSION}, found {version!r}")
     if document.get("method") not in tuple(BY_METHOD):
         raise ValueError(f"{path}: expected a method out of {', '.join(BY_METHOD)}, found {document.get('method')!r}")

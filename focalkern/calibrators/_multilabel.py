@@ -1,7 +1,7 @@
 """Calibration of every label of a multi-label head on its own."""
 
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, overload
 
 import numpy as np
 import torch
@@ -129,6 +129,10 @@ class MultiLabelScaling(Calibrator):
         self.doubts_ = tuple(doubts)
         return self
 
+    @overload
+    def predict_proba(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def predict_proba(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict_proba(self, logits: Any) -> Any:
         """Calibrated probabilities of the labels.
 
@@ -145,6 +149,10 @@ class MultiLabelScaling(Calibrator):
         """
         return super().predict_proba(logits)
 
+    @overload
+    def predict_log_proba(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def predict_log_proba(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict_log_proba(self, logits: Any) -> Any:
         """Logarithms of :meth:`predict_proba`."""
         return super().predict_log_proba(logits)

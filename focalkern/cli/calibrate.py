@@ -379,6 +379,10 @@ def _range(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(f"expected LO to be a multiple of STEP, found {text!r}")
     if last - first >= 1_000_000:
         raise argparse.ArgumentTypeError(f"expected at most a million temperatures, found {last - first + 1}")
+    # Hundredths are index / 100: index * 0.01 would print as 2.7600000000000002.
+    parts = round(1 / step)
+    if parts and abs(parts * step - 1) < 1e-12:
+        return tuple(index / parts for index in range(first, last + 1))
     return tuple(index * step for index in range(first, last + 1))
 
 

@@ -14,9 +14,9 @@ from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
 
-# Komisarenko & Kull, section 5. Temperatures are index * step, so that 0.35 is 0.35 and not the end of a long sum.
+# Komisarenko & Kull, section 5. Temperatures are index / 100, so that 0.35 is 0.35 and not the end of a long sum.
 PAPER_GAMMAS: tuple[float, ...] = (-0.5, -0.25, 0.05, 0.25, 0.37, 0.5, 0.75, 1.0, 5.0)
-PAPER_TEMPERATURES: tuple[float, ...] = tuple(index * 0.01 for index in range(1, 501))
+PAPER_TEMPERATURES: tuple[float, ...] = tuple(index / 100 for index in range(1, 501))
 
 # The codes of the compiled module.
 _CRITERIA = {"ece": 1, "mce": 2, "nll": 4, "brier": 8}
