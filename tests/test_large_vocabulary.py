@@ -68,6 +68,20 @@ def test_the_table_of_the_study_is_the_recorded_one():
             assert "| " + " | ".join(cells) + " |" in TEXT
 
 
+def test_the_table_of_times_is_the_recorded_one():
+    last = {}
+    for path in sorted((PAGE.parents[1] / "benchmarks" / "results").glob("*_linear_focal_loss_*.csv")):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                last[(row["case"].removeprefix("forward+backward "), row["dtype"]), row["provider"]] = row
+    own, pair, entropy, torchs = "focalkern", "focal_loss of linear", "cross_entropy of linear", "torch, chunked"
+    for case in {case for case, _ in last}:
+        cells = [*case, f"{float(last[case, own]['median_ms']):.0f} ms"]
+        cells += [f"{float(last[case, name]['speedup']):.2f} x" for name in (pair, entropy, torchs)]
+        cells += [f"{float(last[case, name]['peak_extra_mib']):.0f}" for name in (own, pair, torchs)]
+        assert "| " + " | ".join(cells) + " |" in TEXT
+
+
 def test_the_recipe_for_transformers_is_the_pair(tmp_path):
     transformers = peer("transformers")
     peer("accelerate")
