@@ -15,7 +15,7 @@ from focalkern.study.streamed import StreamedSet
 from focalkern.study.streamed_contest import hold_streamed_contest
 from focalkern.study.trust import DEFAULT_RESAMPLES, default_resamples, trust_in
 from focalkern.study.verdict import judge, name_of
-from focalkern.study.words import doubts, read_remarks, remarks_of, streaming_remarks
+from focalkern.study.words import doubts, read_remarks, remarks_of, shared_remarks, streaming_remarks
 
 __all__ = ["run_study"]
 
@@ -111,6 +111,7 @@ def run_study(
     remarks = [
         *read_remarks(selection),
         *(read_remarks(report) if report is not selection else ()),
+        *shared_remarks(selection, report),
         *remarks_of(choices, selection, report, n_bins, trust),
         *(
             doubts(choices, place, estimator if criterion == "ece" else shown, trust)

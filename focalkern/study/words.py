@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from focalkern._doubts import input_notes, label_doubts, looks_like_probs, pair_doubts
 from focalkern.files import LogitSet
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.candidates import IN_WORDS, Choice
@@ -23,6 +24,7 @@ __all__ = [
     "remarks_of",
     "rows_in_words",
     "search_in_words",
+    "shared_remarks",
     "short_name",
     "streaming_remarks",
 ]
@@ -64,9 +66,7 @@ def read_remarks(rows: Rows) -> list[str]:
     else:
         impossible = -math.inf if rows.kind == "logits" else 0.0
         zeros = int((rows.input.gather(1, rows.labels.unsqueeze(1)) == impossible).sum())
-        alike = False
-        if rows.kind == "logits" and bool((rows.input >= 0).all()):
-            alike = bool(((rows.input.sum(1, dtype=torch.float64) - 1).abs() <= 1e-3).all())
+        alike = rows.kind == "logits" and looks_like_probs(rows.input)
     if zeros:
         where = f"({rows.part})" if rows.part else f"of {rows.source}"
         remarks.append(
@@ -80,7 +80,18 @@ def read_remarks(rows: Rows) -> list[str]:
             f"the rows of {rows.source} were read as logits, but are all positive and sum to 1: if they are "
             "probabilities, say --input-kind probs."
         )
+    if not isinstance(rows, StreamedSet):
+        of_rows = f"{rows.source}{f' ({rows.part})' if rows.part else f', {rows.name}' if rows.name else ''}"
+        notes = input_notes(rows.input) if rows.kind == "logits" else []
+        remarks.extend(f"{of_rows}: {words}." for words in (*label_doubts(rows.input, rows.labels), *notes))
     return remarks
+
+
+def shared_remarks(selection: Rows, report: Rows) -> list[str]:
+    """What has to be said of two sets together, which were given as two."""
+    if selection is report or isinstance(selection, StreamedSet) or isinstance(report, StreamedSet):
+        return []
+    return [f"{words}." for words in pair_doubts(selection.input, selection.labels, report.input, report.labels)]
 
 
 def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins: int, trust: Trust | None) -> list[str]:
