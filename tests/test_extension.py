@@ -80,6 +80,20 @@ def test_another_torch(copy):
     )
 
 
+def test_wheel_without_a_module_for_this_torch(copy):
+    (copy / "_build_info.py").write_text("MODULES = {'2.9': '2.9.1', '2.10': '2.10.0'}\nCUDA = None\nARCH_LIST = []\n")
+    assert last_line_of_failed_import(copy) == (
+        f"ImportError: focalkern has modules for torch 2.9, 2.10, but torch {torch.__version__} is imported. To build "
+        "it, run in the source folder of focalkern: pip install --no-build-isolation ."
+    )
+
+
+def test_wheel_whose_module_is_for_another_python(copy):
+    minor = ".".join(torch.__version__.split(".")[:2])
+    (copy / "_build_info.py").write_text(f"MODULES = {{{minor!r}: ''}}\nCUDA = '13.0'\nARCH_LIST = []\n")
+    assert "ImportError: focalkern has no compiled module for Python" in last_line_of_failed_import(copy)
+
+
 def test_another_patch_release_of_torch_is_accepted(copy):
     minor = ".".join(torch.__version__.split(".")[:2])
     write_build_info(copy, torch_version=f"{minor}.99")

@@ -29,7 +29,7 @@ def _run(arguments: argparse.Namespace) -> int:
     lines = {
         "focalkern": f"{focalkern.__version__}  ({os.path.dirname(focalkern.__file__)})",
         "Python": f"{platform.python_version()}  ({platform.system()} {platform.machine()})",
-        "torch": f"{torch.__version__}  (focalkern was built for {built.pop('torch')})",
+        "torch": f"{torch.__version__}  ({_built_for(built.pop('torch'))})",
         "CUDA build": _cuda(built.pop("cuda"), built.pop("arch_list")),
         "GPU": _gpu(),
         "CPU": f"{torch.get_num_threads()} threads; torch sees {torch.backends.cpu.get_cpu_capability()}",
@@ -45,6 +45,10 @@ def _run(arguments: argparse.Namespace) -> int:
     for name, value in lines.items():
         print(f"{name:<{width}}  {value}")
     return 0
+
+
+def _built_for(version: str | None) -> str:
+    return f"focalkern was built for {version}" if version else "no compiled module of focalkern"
 
 
 def _cuda(version: str | None, architectures: list[str]) -> str:

@@ -59,7 +59,8 @@ def _phi_of_odds(t: Tensor) -> Tensor:
 def _parameters(gamma: Tensor, temperature: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """gamma, 1 + gamma and 1 / T in the dtype of the computation, the last two rounded once."""
     wide = widest_dtype(z)
-    one_plus_gamma, beta = gamma.to(wide) + 1, temperature.to(wide).reciprocal()
+    gamma = gamma.to(wide)  # once, so that a gradient in half precision is rounded once
+    one_plus_gamma, beta = gamma + 1, temperature.to(wide).reciprocal()
     return gamma.to(z), one_plus_gamma.to(z), beta.to(z)
 
 

@@ -129,7 +129,7 @@ def _log_probability_of(z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     total = (torch.where(is_target, -math.inf, z - shift.unsqueeze(-1))).exp().sum(-1)
     d = torch.where(alone, 1.0, total).log() + (shift - torch.where(alone, 0.0, z_target))
     # A target at +inf has no softmax, as one beside it has none.
-    d = torch.where(z_target == math.inf, math.nan, d)
+    d = d + torch.where(z_target == math.inf, z_target - z_target, 0.0)
     # At p = 0 the slope of log(1 - p) is 0, and log(1 - p) too.
     absent = d == math.inf
     log_p = torch.where(alone, 0.0, F.logsigmoid(-d))

@@ -1,0 +1,150 @@
+"""focalkern.plain beside the compiled kernels, and beside definitions at 300 digits."""
+
+import mpmath
+import oracle
+import pytest
+import torch
+from conftest import assert_close
+
+import focalkern as fk
+from focalkern import plain
+from focalkern.ops.calibration_grid import _CRITERIA, _ESTIMATORS
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+TABLE = fk.GammaTable([0.0, 0.2, 0.6, 1.0], [5.0, -1.0, 0.5])
+
+
+def leaf(tensor):
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def rows(n=40, classes=7):
+    # Saturated rows, equal logits and a class that cannot occur among ordinary ones.
+    z = torch.randn(n, classes, dtype=torch.float64) * torch.linspace(0.1, 30, n, dtype=torch.float64).unsqueeze(1)
+    z[0], z[1, 2] = 0.0, -torch.inf
+    return z
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["labels", "smoothed", "probabilities"])
+def test_loss_is_that_of_the_kernels(dtype, kind):
+    z = leaf(rows().to(dtype))
+    if kind == "probabilities":  # a class that cannot occur has an infinite slope in its target there
+        z = leaf(torch.where(z.isinf(), -20.0, z.detach()))
+    target = torch.randint(7, (40,)) if kind != "probabilities" else leaf(rows().softmax(1).to(dtype))
+    weight = torch.rand(7, dtype=torch.float64) + 0.5
+    if kind == "labels":
+        target[3] = -100
+    smoothing = 0.1 if kind == "smoothed" else 0.0
+    per_row = leaf(torch.linspace(-2, 5, 40, dtype=dtype))
+    for gamma in (0.0, 2.0, -1.5, per_row, TABLE):
+        edges, number = (TABLE.edges, TABLE.gammas) if gamma is TABLE else (None, gamma)
+        ours = plain.focal_loss(z, target, number, edges, weight, 0, -100, smoothing, False)
+        theirs = fk.focal_loss(z, target, gamma, weight=weight, reduction="none", label_smoothing=smoothing)
+        assert_close(ours, theirs)
+        finite = torch.where(theirs.isfinite(), torch.randn_like(theirs), 0.0)
+        inputs = [t for t in (z, target, number) if isinstance(t, torch.Tensor) and t.requires_grad]
+        for mine, other in zip(
+            torch.autograd.grad(ours, inputs, finite), torch.autograd.grad(theirs, inputs, finite), strict=True
+        ):
+            assert_close(mine, other)
+
+
+@pytest.mark.parametrize("gamma", [2.0, 0.5, -1.5])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_of_probabilities_at_300_digits(gamma, smoothing):
+    row, share = [0.25, -14.0, 21.5], [0.125, 0.25, 0.625]
+    z = torch.tensor([row], dtype=torch.float64, requires_grad=True)
+    loss = plain.focal_loss(z, torch.tensor([share], dtype=torch.float64), gamma, None, None, 2, -100, smoothing, False)
+    with oracle.precision():
+        expected = oracle.loss(row, share, gamma, smoothing)
+        grads = oracle.gradient(lambda x: oracle.loss(x, share, gamma, smoothing), row)
+    assert_close(loss, torch.tensor(float(expected), dtype=torch.float64))
+    assert_close(torch.autograd.grad(loss, z)[0][0], torch.tensor([float(g) for g in grads], dtype=torch.float64))
+
+
+def test_cell_of_the_grid_at_300_digits():
+    z = torch.tensor([[0.25, -1.0, 2.5], [3.0, 0.5, -7.0], [-0.5, 0.0, 0.25]], dtype=torch.float64)
+    target = torch.tensor([2, 1, 0])
+    axes = torch.tensor([-0.5, 5.0], dtype=torch.float64), torch.tensor([0.5, 2.0], dtype=torch.float64)
+    found = plain.CalibrationGridRun(z, target, *axes, 2, 15, _ESTIMATORS["equal_width"], False, -100).run(0, 2)
+    with oracle.precision():
+        for i, gamma in enumerate(axes[0].tolist()):
+            for j, temperature in enumerate(axes[1].tolist()):
+                log_p = [oracle.log_map(row, gamma, temperature) for row in z.tolist()]
+                p = [[mpmath.exp(v) for v in row] for row in log_p]
+                nll = -mpmath.fsum(row[y] for row, y in zip(log_p, target.tolist(), strict=True)) / 3
+                brier = sum(
+                    mpmath.fsum((v - (k == y)) ** 2 for k, v in enumerate(row))
+                    for row, y in zip(p, target.tolist(), strict=True)
+                )
+                sure = [(max(row), row.index(max(row)) == y) for row, y in zip(p, target.tolist(), strict=True)]
+                bins = [[c - right for c, right in sure if (c > 0.5) == upper] for upper in (False, True)]
+                ece = sum(abs(sum(b)) for b in bins) / 3
+                mce = max(abs(sum(b)) / len(b) for b in bins if b)
+                expected = torch.tensor([float(v) for v in (ece, mce, nll, brier / 3)], dtype=torch.float64)
+                torch.testing.assert_close(found[:, i, j], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("estimator", _ESTIMATORS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_grid_is_that_of_the_kernels(estimator, dtype):
+    z, target = rows(203, 11).to(dtype), torch.randint(11, (203,))
+    target[5] = -100
+    gammas = torch.tensor([-0.9, -0.25, 0.0, 1.0, 5.0, 80.0], dtype=torch.float64)
+    temperatures = torch.tensor([0.05, 0.4, 1.0, 3.0], dtype=torch.float64)
+    options = (15, sum(_CRITERIA.values()), _ESTIMATORS[estimator])
+    for input, is_probs in ((z, False), (z.softmax(1), True)):
+        run = plain.CalibrationGridRun(input, target, gammas, temperatures, *options, is_probs, -100)
+        ours = torch.cat([run.run(t, min(t + run.per_block, 4)) for t in range(0, 4, run.per_block)], dim=2)
+        theirs = fk.calibration_grid(
+            input,
+            target,
+            gammas,
+            temperatures,
+            criteria=tuple(_CRITERIA),
+            estimator=estimator,
+            input_kind="probs" if is_probs else "logits",
+        )
+        for name, table in zip(_CRITERIA, ours, strict=True):
+            # A sample within a rounding of a cut may fall on either side; ties make mce depend on the order of rows.
+            atol = {"ece": 2 / 202 + 1e-6, "mce": 1.0}.get(name, 1e-6)
+            torch.testing.assert_close(table, theirs.tables[name], rtol=1e-6, atol=atol)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("sketch", [False, True])
+def test_sums_of_a_batch_are_those_of_the_kernels(sketch):
+    from focalkern.ops._extension import kernels_for
+    from focalkern.ops.calibration_sums import CalibrationSums
+
+    z, target = rows(150, 5), torch.randint(5, (150,))
+    axes = torch.tensor([-0.5, 1.0], dtype=torch.float64), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    found = []
+    for kernels in (plain, kernels_for(z)):
+        sums = CalibrationSums.zeros(2, 3, 16, ("ece", "nll", "brier"), z.device)
+        run = kernels.CalibrationGridRun(z, target, *axes, 1, 13, 0, False, -100)
+        run.add_to(sums.rows, sums.count, sums.confidence, sums.correct, sums.nll, sums.brier, sketch)
+        found.append(sums)
+    assert int(found[0].rows) == int(found[1].rows) == 150
+    for (name, ours), (_, theirs) in zip(found[0].items(), found[1].items(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("log", [False, True])
+def test_map_is_that_of_the_kernels(dtype, log):
+    z = leaf(rows().to(dtype))
+    gamma, temperature = leaf(torch.linspace(-0.9, 5, 40, dtype=dtype)), torch.tensor(0.75, dtype=torch.float64)
+    ours = plain.calibration_map(z, gamma, temperature, 0, log)
+    theirs = fk.focal_calibration_map(z, gamma, temperature, log=log)
+    assert_close(ours, theirs)
+    upstream = torch.where(theirs.isfinite(), torch.randn_like(theirs), 0.0)
+    for mine, other in zip(
+        torch.autograd.grad(ours, (z, gamma), upstream), torch.autograd.grad(theirs, (z, gamma), upstream), strict=True
+    ):
+        scale = other.double().abs().max().clamp(min=1)
+        assert_close(mine.double() / scale, other.double() / scale, dtype)
