@@ -208,28 +208,8 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.calibrator_table", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--logits", type=Path, required=True, metavar="DIR", help="a folder of .npz files")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
-    arguments = parser.parse_args()
-    rows = []
-    for path in sorted(arguments.logits.glob("*.npz")):
-        print(path.name, flush=True)
-        rows.extend(measure(path))
-    if not rows:
-        parser.error(f"{arguments.logits}: no .npz file with logits and labels")
-    date = datetime.date.today().isoformat()
-    about = {
-        "threads": torch.get_num_threads(),
-        "device": device_name(),
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    target = arguments.out / f"calibrator_table_{date}.csv"
+def write(rows: list[dict[str, Any]], target: Path, date: str, about: dict[str, Any]) -> str:
+    """The CSV, and the Markdown beside it, which is returned."""
     with target.open("w", newline="") as file:
         names = list(dict.fromkeys(key for row in rows for key in row))
         writer = csv.DictWriter(file, [*names, *about], restval="", lineterminator="\n")
@@ -253,6 +233,34 @@ def main() -> None:
         f"{tabulate(body, heads, tablefmt='github', disable_numparse=True)}\n"
     )
     target.with_suffix(".md").write_text(text)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.calibrator_table", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--logits", type=Path, required=True, metavar="DIR", help="a folder of .npz files")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    date = datetime.date.today().isoformat()
+    about = {
+        "threads": torch.get_num_threads(),
+        "device": device_name(),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    target = arguments.out / f"calibrator_table_{date}.csv"
+    rows: list[dict[str, Any]] = []
+    for path in sorted(arguments.logits.glob("*.npz")):
+        print(path.name, flush=True)
+        found = measure(path)
+        rows.extend(found)
+        if found:  # after every file, so that a run that is stopped leaves what it has
+            text = write(rows, target, date, about)
+    if not rows:
+        parser.error(f"{arguments.logits}: no .npz file with logits and labels")
     print(f"\n{text}\nwritten: {target}, {target.with_suffix('.md')}")
 
 
