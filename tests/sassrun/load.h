@@ -121,7 +121,16 @@ inline void load_sass(const char* path) {
     for (size_t i = 0; i < raw.size(); ++i) at_of[raw[i].address] = static_cast<int>(i);
     for (const Raw& r : raw) {
       SInstr in;
-      decode(*k, in, r.text, r.low, at_of, r.address);
+      try {
+        decode(*k, in, r.text, r.low, at_of, r.address);
+      } catch (Stop) {
+        // What is not known here matters only to who launches this kernel, and is told then.
+        errors.clear();
+        sass_kernels().erase(std::string(k->carrier.name));
+        k = nullptr;
+        raw.clear();
+        return;
+      }
       in.stall = static_cast<u32>(r.high >> 41 & 15);
       in.write_bar = static_cast<u32>(r.high >> 46 & 7);
       in.read_bar = static_cast<u32>(r.high >> 49 & 7);
