@@ -23,6 +23,7 @@ pytest.importorskip("tabulate", reason="tabulate is not installed")
 
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService, Keys  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
@@ -203,10 +204,13 @@ def test_the_lowest_cell_of_a_map_is_found(page, folder):
 
 
 def test_the_chosen_cell_is_announced(page):
+    said = find(page, "live")
+    assert said.get_attribute("textContent") == ""
     find(page, "map").send_keys(Keys.ARROW_UP)
-    page.implicitly_wait(10)
-    said = page.find_element(By.XPATH, "//*[@id='explorer-live'][contains(text(), 'NLL')]")
-    assert said.get_attribute("textContent").startswith(f"{shown(page)['title']}: NLL {shown(page)['nll']}, Brier")
+    WebDriverWait(page, 60).until(lambda _: said.get_attribute("textContent") != "")
+    now = shown(page)
+    words = f"{now['title']}: NLL {now['nll']}, Brier {now['brier']}, ECE {now['ece']}"
+    assert said.get_attribute("textContent") == words
     assert said.get_attribute("aria-live") == "polite"
 
 

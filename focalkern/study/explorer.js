@@ -385,7 +385,7 @@
   root.hidden = false;
   pickMap();
   show(shown);
-  find("live").textContent = "";
+  clearTimeout(announcing); // nobody has chosen yet
   new ResizeObserver(drawMap).observe(canvas.parentElement);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawMap);
 })();
