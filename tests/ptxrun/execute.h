@@ -356,6 +356,19 @@ struct Execute : Arithmetic {
           return r;
         });
         return;
+      case BFI:  // the lowest bits of a, written over b from a position on
+        for (int l = 0; l < kLanes; ++l) {
+          if (!(mask >> l & 1)) continue;
+          const u64 bits = 8 * bytes_of(in.ty);
+          const u64 first = get(in.a[2], l) & 255;
+          const u64 count = get(in.a[3], l) & 255;
+          u64 field = count < 64 ? (u64{1} << count) - 1 : ~u64{0};
+          field = first < bits ? field << first : 0;
+          const u64 shifted = first < bits ? get(in.a[0], l) << first : 0;
+          put(in.d[0], l, (get(in.a[1], l) & ~field) | (shifted & field));
+        }
+        set_def(in.d[0], mask, def(in.a[0]) & def(in.a[1]) & def(in.a[2]) & def(in.a[3]));
+        return;
       case POPC:
       case CLZ:
         for (int l = 0; l < kLanes; ++l) {

@@ -319,6 +319,11 @@ struct Parser {
       in.a[0] = operand(ops[1], wide, line);
       in.a[1] = operand(ops[2], false, line);
       in.a[2] = operand(ops[3], false, line);
+    } else if (name == "bfi") {
+      in.op = BFI;
+      in.d[0] = operand(ops[0], wide, line);
+      for (int i = 0; i < 2; ++i) in.a[i] = operand(ops[i + 1], wide, line);
+      for (int i = 2; i < 4; ++i) in.a[i] = operand(ops[i + 1], false, line);
     } else if (name == "shl" || name == "shr") {
       in.op = name == "shl" ? SHL : SHR;
       in.d[0] = operand(ops[0], wide, line);

@@ -76,6 +76,7 @@ enum Op : u8 {
   SHFL,
   PRMT,
   BFE,
+  BFI,
   POPC,
   CLZ,
   BREV,
