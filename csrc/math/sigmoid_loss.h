@@ -241,18 +241,19 @@ struct QualityElement {
     // p - t, divided by the sign of x.
     const Real gap = against - z.e * z.r;
     const Real size = gap < Real(0) ? -gap : gap;
-    const bool meets = (size == Real(0)) & (against != Real(0));
     const Real log_size = agrees ? -z.size - z.log1p_e : logarithm(size);
     const Real factor = with.gamma(size, log_size);
 
     SigmoidTerms<Real> terms;
     terms.loss = factor * b;
-    // p (1 - p) / (p - t) is -r where p - t = -e r. At p = t the slope is 0.
-    const Real ratio = agrees ? -z.r : z.e * z.r * z.r / gap;
-    terms.slope = meets ? Real(0) : z.sign * factor * (gap + with.gamma.exponent * ratio * b);
-    const Real b_over_gap = agrees ? -(z.e == Real(0) ? Real(1) : z.log1p_e / z.e) / z.r : b / gap;
-    terms.slope_target = (meets ? Real(0) : -z.sign * with.gamma.exponent * factor * b_over_gap) - factor * x;
-    terms.slope_gamma = meets ? Real(0) : times_log(terms.loss, log_size);
+    // p (1 - p) / (p - t) is -r where p - t = -e r. At p = t, factor or exponent is 0: any finite quotient will do.
+    const Real divisor = gap == Real(0) ? Real(1) : gap;
+    const Real quotient = z.e * z.r * z.r / divisor;
+    const Real ratio = agrees ? -z.r : quotient;
+    terms.slope = z.sign * factor * (gap + with.gamma.exponent * ratio * b);
+    const Real b_over_gap = agrees ? -(z.e == Real(0) ? Real(1) : z.log1p_e / z.e) / z.r : b / divisor;
+    terms.slope_target = -z.sign * with.gamma.exponent * factor * b_over_gap - factor * x;
+    terms.slope_gamma = size == Real(0) ? Real(0) : times_log(terms.loss, log_size);
     terms.slope_positive = Real(0);
     return terms;
   }
