@@ -265,7 +265,9 @@ def measure(
 def last_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
     """The recorded rows of the commit measured last, without absent providers."""
     rows: list[dict[str, str]] = []
-    for path in sorted(out.glob(f"*_{op}_*.csv"), key=lambda path: path.stem.rsplit("_", 1)[1]):
+    # DEVICE_OP_DATE, and no device has a "_": linear_focal_loss is another operator than focal_loss.
+    files = [path for path in out.glob(f"*_{op}_*.csv") if path.stem.partition("_")[2].rpartition("_")[0] == op]
+    for path in sorted(files, key=lambda path: path.stem.rsplit("_", 1)[1]):
         with path.open(newline="") as file:
             rows.extend(csv.DictReader(file))
     return [row for row in rows if row["commit"] == rows[-1]["commit"] and row["repeats"] != "0"]
