@@ -411,6 +411,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
+@pytest.mark.kernels
 def test_no_probabilities_in_memory():
     # One cell's probabilities would be 40 MB in float32, 80 MB in float64, and there are 72 cells.
     answer = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)

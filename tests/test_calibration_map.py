@@ -575,6 +575,7 @@ def test_values_outside_the_domain_give_nan_rows_in_compiled_tensors(device, dyn
     assert_close(good, fk.focal_calibration_map(z[1:2], 0.5))
 
 
+@pytest.mark.kernels
 def test_exports(device):
     class Map(torch.nn.Module):
         def forward(self, z):
@@ -644,6 +645,7 @@ def test_subclasses_and_parameters(device):
 
 
 # Many short rows, and few long ones; both are cut into several units of work.
+@pytest.mark.kernels
 @pytest.mark.parametrize(("n", "n_classes"), [(20000, 10), (61, 4097)])
 def test_the_same_bits_on_every_run_and_for_every_number_of_threads(device, n, n_classes):
     z = torch.randn(n, n_classes, device=device)

@@ -52,6 +52,8 @@ class CalibrationGridRun:
             input, target = input.cpu(), target.cpu()
         self._gammas = _axis("gammas", gammas, -1.0)
         self._temperatures = _axis("temperatures", temperatures, 0.0)
+        if bool(self._gammas.max() > _LARGE_GAMMA):  # which magnifies the rounding of everything that it multiplies
+            input = input.double()
         self._n_bins, self._criteria, self._estimator = n_bins, criteria, estimator
         self._samples = _Samples(*_kept_rows(input, target, input_is_probs, ignore_index), input_is_probs)
         cells = max(1, len(self._gammas) * self._samples.rows)
@@ -180,8 +182,8 @@ class _Terms:
         minus_log_q = odds.log1p()
         q_top = (1 + odds).reciprocal()
         q = e.mul_(exp_gap * q_top)
-        # Beside 1, and times gamma: to a rounding of 1 it need not be accurate to a rounding of q, and log is fast.
-        log_u = (1 - q).log_()
+        # Beside 1 and times gamma: to a rounding of 1 it is accurate enough for a small gamma, and log is fast.
+        log_u = q.neg().log1p_() if max(gammas.numbers) > _LARGE_GAMMA else (1 - q).log_()
         phi = (samples.level * beta).add_(gap - minus_log_q).mul_(q).div_(q - 1)
         g = gammas.value
         shift = (
@@ -195,10 +197,12 @@ class _Terms:
         ratio, divisor = torch.empty_like(y), torch.empty_like(y)
         for i, number in enumerate(gammas.numbers):
             torch.add(y, log_u, alpha=-number, out=ratio)
-            if number > _LARGE_GAMMA:
-                ratio += shift[i]
             torch.mul(phi, number, out=divisor).add_(1)
-            ratio.exp_().div_(divisor)
+            if number > _LARGE_GAMMA:
+                # No other class exceeds the top one, but for the rounding that gamma magnifies.
+                ratio.add_(shift[i]).sub_(divisor.log_()).clamp_(max=0).exp_()
+            else:
+                ratio.exp_().div_(divisor)
             torch.sum(ratio, -1, out=self.sum[i])
             if self._square_sum is not None:
                 torch.sum(ratio.square_(), -1, out=self._square_sum[i])
@@ -215,6 +219,7 @@ class _Terms:
         self._log_ratio = of_target(y).squeeze(-1) + shift
         self._log_ratio = self._log_ratio - g * of_target(log_u).squeeze(-1)
         self._log_ratio = self._log_ratio - (g * of_target(phi).squeeze(-1)).log1p()
+        self._log_ratio = self._log_ratio.clamp(max=0)
 
     def nll(self) -> Tensor:
         """-log p_target, [Gg, rows]."""
