@@ -87,7 +87,7 @@ def row_of(document, method, criterion):
 def test_the_rows_are_what_the_library_computes(both, run):
     document = run_json(run, "calibrate", both, *GRID)
     arrays = {name: torch.from_numpy(array) for name, array in np.load(both).items()}
-    temperatures = [index * 0.1 for index in range(1, 51)]
+    temperatures = [index / 10 for index in range(1, 51)]
     assert document["grid"]["temperatures"] == temperatures
     assert document["grid"]["gammas"] == [0.0, *PAPER_GAMMAS]
     assert [(row["method"], row["criterion"]) for row in document["rows"]] == [
