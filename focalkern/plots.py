@@ -175,7 +175,7 @@ def reliability_diagram(
     panels = {name: _checked_bins("reliability_diagram", one) for name, one in panels.items()}
     across = _across(len(panels))
     down = -(-len(panels) // across)
-    figure = _figure(width=0.5 + 3.6 * across + 0.4 * (across == 1), height=0.7 + 5.2 * down)
+    figure = _figure(width=0.5 + 3.6 * across + 0.6 * (across == 1), height=0.7 + 5.2 * down)
     axes = figure.subplots(2 * down, across, squeeze=False, gridspec_kw={"height_ratios": [3.4, 1] * down})
     tallest = max(float(one.weight.max()) for one in panels.values()) or 1.0
     by_bar = all(one.estimator == "equal_width" for one in panels.values())

@@ -40,7 +40,8 @@ def test_public_names():
 
 
 def test_dir_shows_what_is_public_and_nothing_else():
-    assert set(dir(fk)) == {*fk.__all__, "__version__", "plots"}
+    on_first_use = {"CalibratedClassifier", "plots"}  # they need packages that may be missing
+    assert set(dir(fk)) == {*fk.__all__, "__version__", *on_first_use}
 
 
 def test_public_functions_and_classes_are_documented():

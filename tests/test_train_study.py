@@ -478,7 +478,8 @@ def test_quick_study(tmp_path, capsys):
     from focalkern.cli import main as focalkern
 
     logits = out / "focal-3" / "seed-0" / "logits.npz"
-    assert focalkern(["calibrate", str(logits), "--out", str(tmp_path / "c.json")]) == 0
+    papers = ("--method", "focal-temperature", "--criterion", "ece")
+    assert focalkern(["calibrate", str(logits), *papers, "--out", str(tmp_path / "c.json")]) == 0
     found = json.loads((tmp_path / "c.json").read_text())
     (own,) = [
         row
