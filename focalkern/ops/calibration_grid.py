@@ -97,7 +97,7 @@ def calibration_grid(
 
     gamma is plugged into the formula as it is: a negative one is not the sign rule of the inverse focal loss. gamma = 0
     is plain temperature scaling. Both are the post-hoc map of :func:`focal_calibration_map`; no cell's probabilities
-    are ever in memory. The result has the same bits on every run, and on the CPU for every number of threads.
+    are ever in memory. The kernels give the same bits on every run, and on the CPU for every number of threads.
 
     A progress bar shows after two seconds where stderr is a terminal and tqdm is installed.
 

@@ -58,7 +58,7 @@ def focal_calibration_map(
     The sign of gamma has not the meaning that it has in :func:`focal_loss`: a negative gamma is put into the same
     formula, it does not stand for the inverse focal loss.
 
-    float16, bfloat16 and float32 are computed in float32, float64 in float64. The result has the same bits on every
+    float16, bfloat16 and float32 are computed in float32, float64 in float64. The kernels give the same bits on every
     run, and on the CPU for every number of threads.
 
     Args:

@@ -51,7 +51,7 @@ def focal_loss(
 
     Nothing is clamped and no epsilon is added: 1 - p is computed from the other classes, so the loss and its gradient
     keep full relative precision as p -> 1. float16, bfloat16 and float32 are computed in float32, float64 in float64;
-    sums over samples in float64. The result has the same bits on every run, and on the CPU for every number of
+    sums over samples in float64. The kernels give the same bits on every run, and on the CPU for every number of
     threads.
 
     Args:

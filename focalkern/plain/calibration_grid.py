@@ -17,7 +17,7 @@ from focalkern.plain._checks import (
     sum_tolerance,
     widest_dtype,
 )
-from focalkern.plain.calibration_map import _phi_of_odds
+from focalkern.plain.calibration_map import _one_minus_phi_of_odds
 
 __all__ = ["CalibrationGridRun"]
 
@@ -189,7 +189,7 @@ class _Terms:
         shift = (
             gammas.plus_one * gap
             + g * (rest.log() - minus_log_q)
-            + (gammas.plus_one - g * (1 - _phi_of_odds(odds))).log()
+            + (gammas.plus_one - g * _one_minus_phi_of_odds(odds, odds * q_top)).log()
         )  # [Gg, rows, 1]
         # [Gg, rows], of the others, without the top class, whose ratio is 1. One gamma at a time, in two buffers.
         self.sum = torch.empty_like(shift.squeeze(-1))

@@ -49,11 +49,19 @@ def calibration_map(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int
     return output.to(dtype)
 
 
-def _phi_of_odds(t: Tensor) -> Tensor:
-    """phi of a class with the odds 1 : t, q = 1 / (1 + t): log(1 + t) / t, which is 1 in the limit t -> 0."""
-    small = t < (1e-6 if t.dtype == torch.float64 else 1e-3)
-    t_small, t_large = torch.where(small, t, 0.0), torch.where(small, 1.0, t)
-    return torch.where(small, 1 - t_small * (0.5 - t_small * (1 / 3 - t_small * 0.25)), t_large.log1p() / t_large)
+def _one_minus_phi_of_odds(t: Tensor, u: Tensor) -> Tensor:
+    """1 - phi of a class with the odds 1 : t and u = 1 - q: 1 - log(1 + t) / t.
+
+    As gamma -> -1 it is all that is left of 1 + gamma phi, so for small u it is the sum of u^k / (k (k + 1)), and no
+    difference.
+    """
+    small = u < 0.125
+    u_small, t_large = torch.where(small, u, 0.0), torch.where(small, 1.0, t)
+    terms = 17 if t.dtype == torch.float64 else 8
+    series = torch.full_like(u, 1 / (terms * (terms + 1)))
+    for k in range(terms - 1, 0, -1):
+        series = series * u_small + 1 / (k * (k + 1))
+    return torch.where(small, series * u_small, 1 - t_large.log1p() / t_large)
 
 
 def _parameters(gamma: Tensor, temperature: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,9 +87,11 @@ def _binary(logits: Tensor, gamma: Tensor, temperature: Tensor, log_odds: bool) 
     sign = torch.where(x < 0, -1.0, torch.ones_like(x))
     a = sign * x
     t = (-a).exp()
-    phi = _phi_of_odds(t)
-    other_phi = t * (t.log1p() + a)
-    result = sign * (one_plus_g * a - (one_plus_g - g * (1 - phi)).log() + (g * other_phi).log1p())
+    q = (1 + t).reciprocal()
+    one_minus_phi = _one_minus_phi_of_odds(t, t * q)
+    # phi of the other class minus phi of this one, which tend to each other as a -> 0.
+    difference = t * a + torch.expm1(-a) * q * (1 - one_minus_phi) / (q * q)
+    result = sign * (one_plus_g * a + (g * difference / (one_plus_g - g * one_minus_phi)).log1p())
     result = torch.where(infinite, s.detach(), result)
     if not log_odds:
         result = result.sigmoid()
@@ -112,7 +122,8 @@ def _rows(input: Tensor, gamma: Tensor, temperature: Tensor, probs: bool, log: b
     odds = rest * exp_gap
     minus_log_q = odds.log1p()
     q_top = (1 + odds).reciprocal()
-    ratio_offset = one_plus_g * gap + g * (rest.log() - minus_log_q) + (one_plus_g - g * (1 - _phi_of_odds(odds))).log()
+    denominator = one_plus_g - g * _one_minus_phi_of_odds(odds, odds * q_top)
+    ratio_offset = one_plus_g * gap + (g * (rest.log() - minus_log_q) + denominator.log())
 
     q = e * (exp_gap * q_top)
     phi = -q * (y + (gap - minus_log_q)) / (1 - q)
