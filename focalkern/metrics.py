@@ -89,6 +89,9 @@ _SMOOTH_GRID = 1 << 13
 # Sets that it looks at together: 128 KiB each, a few times over.
 _SMOOTH_BLOCK = 64
 
+# More bins than that are a mistake, and would not fit into memory.
+_MOST_BINS = 1 << 24
+
 # Probabilities that classwise_calibration_error looks at together: its work space is a few times as many numbers.
 _CLASSWISE_BLOCK = 1 << 22
 
@@ -289,7 +292,9 @@ def smooth_calibration_error(
     Source: Blasiok & Nakkiran 2023 (arXiv 2309.12236), sections 3 and 4; their package relplot.
     """
     op = "smooth_calibration_error"
-    if bandwidth is not None and not bandwidth > 0:
+    if bandwidth is not None and not (hasattr(type(bandwidth), "__float__") or hasattr(type(bandwidth), "__index__")):
+        raise TypeError(f"{op}: bandwidth must be a number or None, got {type(bandwidth).__name__}")
+    if bandwidth is not None and not float(bandwidth) > 0:
         raise ValueError(f"{op}: bandwidth must be positive, got {bandwidth!r}")
     confidence, correct = _confidence_and_correct(op, probs, target, confidence, correct)
     *batch, n_samples = confidence.shape
@@ -368,6 +373,7 @@ def classwise_calibration_error(
     name = "classwise_calibration_error"
     if reduction not in ("mean", "none"):
         raise ValueError(f"{name}: reduction must be one of mean, none, got {reduction!r}")
+    _check_bins(name, n_bins, estimator)
     probs, target = _probs_and_target(name, probs, target)
     *batch, n_samples, n_classes = probs.shape
     errors = torch.empty(*batch, n_classes, dtype=torch.float64, device=probs.device)
@@ -612,17 +618,23 @@ def debiased_error(bins: ReliabilityBins, norm: Literal["l1", "l2"] = "l2") -> T
     return _nan_if_empty((bins.weight * (2 * gap.abs() - folded)).sum(-1), bins)
 
 
+def _check_bins(op: str, n_bins: object, estimator: object) -> int:
+    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
+        raise ValueError(f"{op}: estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+    if isinstance(n_bins, bool) or not isinstance(n_bins, int | np.integer):
+        raise TypeError(f"{op}: n_bins must be an int, got {n_bins!r}")
+    if not 1 <= n_bins <= _MOST_BINS:
+        raise ValueError(
+            f"{op}: n_bins must be at least 1{'' if n_bins < 1 else f' and at most {_MOST_BINS}'}, got {n_bins}"
+        )
+    return int(n_bins)
+
+
 @torch.no_grad()
 def _bins(
     op: str, probs: Any, target: Any, confidence: Any, correct: Any, n_bins: int, estimator: Estimator
 ) -> ReliabilityBins:
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"{op}: estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
-    if isinstance(n_bins, bool) or not isinstance(n_bins, int | np.integer):
-        raise TypeError(f"{op}: n_bins must be an int, got {n_bins!r}")
-    n_bins = int(n_bins)
-    if n_bins < 1:
-        raise ValueError(f"{op}: n_bins must be at least 1, got {n_bins}")
+    n_bins = _check_bins(op, n_bins, estimator)
     confidence, correct = _confidence_and_correct(op, probs, target, confidence, correct)
     n_samples = confidence.shape[-1]
     device = confidence.device
