@@ -41,9 +41,8 @@ class StructuredScaling(Calibrator):
 
     Args:
         kind: ``"matrix"``, or ``"vector"`` for W with zeros off the diagonal.
-        focal: the focal calibration map on top of the result, its gamma and temperature the NLL optimum there. (All
-            parameters fitted jointly did no better on the networks of Mukhoti et al.: test NLL .0001 higher in the
-            mean of twelve fits, between .0003 lower and .0009 higher.)
+        focal: the focal calibration map on top of the result, its gamma and temperature the NLL optimum there.
+            (Not jointly with the others: on top is simpler.)
         penalty: lambda.
         input_kind: ``"logits"`` or ``"probs"``; never guessed.
 
