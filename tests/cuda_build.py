@@ -69,7 +69,8 @@ def kernels(csrc: Path = CSRC) -> list[Path]:
 def link(folder: Path, flags: tuple[str, ...] = (), executable: bool = False) -> Path:
     """Everything that was compiled into the folder."""
     target = folder / ("run" if executable else "kernels.so")
-    kind = [] if executable else ["-shared"]
+    # Its own CUDA runtime even where a CUDA build of torch has loaded the real one for all.
+    kind = [] if executable else ["-shared", "-Wl,-Bsymbolic"]
     subprocess.run([compiler(), *kind, *flags, *sorted(map(str, folder.glob("*.o"))), "-o", str(target)], check=True)
     return target
 
