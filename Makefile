@@ -3,6 +3,7 @@
 # make lint    the linters         make bench   the benchmarks (BENCH_ARGS=--quick: under two minutes)
 # make cuda-proof  executes and checks the CUDA kernels without a GPU: the long form, which needs nvcc
 # make gpu-check  proves and measures the CUDA kernels on the GPU at hand, with the python3 that has a CUDA build of torch
+# make docs    the documentation, in build/docs: plain files, index.html opens from disk
 # make wheel   one wheel with modules for every supported torch, and one that computes with plain torch, in dist
 # make clean   removes what the build made, but not .venv
 #
@@ -26,7 +27,7 @@ TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
 INSTALL_STAMP := $(VENV)/.stamp-install-$(subst $(comma),-,$(EXTRAS))
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
 
-.PHONY: build test demo lint bench wheel cuda-proof gpu-check clean
+.PHONY: build test demo lint bench docs wheel cuda-proof gpu-check clean
 .DELETE_ON_ERROR:
 
 build: $(BUILD_STAMP)
@@ -39,6 +40,12 @@ demo: build
 
 bench: build
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# Executes the tutorials; a warning is an error.
+docs:
+	@$(MAKE) --no-print-directory build EXTRAS=$(EXTRAS),docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html --doctree-dir build/doctrees docs build/docs
+	@echo "$(CURDIR)/build/docs/index.html"
 
 # For this Python; WHEEL_ARGS="--no-cuda --torch 2.13.0" for a part.
 wheel: build

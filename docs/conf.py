@@ -1,0 +1,78 @@
+"""The documentation: `make docs` builds it into build/docs, plain files that open from disk."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
+
+import focalkern
+
+project = "focalkern"
+author = "The focalkern developers"
+copyright = author
+version = release = focalkern.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "mathml",
+    "complete",
+]
+exclude_patterns = ["_extensions", "_static"]
+root_doc = "index"
+
+# MyST: Markdown with directives.
+myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+suppress_warnings = ["myst.header"]  # the change log is a file of its own and begins where its include begins
+
+# Tutorials are executed in the build; a cell that raises or takes a minute ends it.
+nb_execution_mode = "force"
+nb_execution_timeout = 60
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_execution_in_temp = True
+nb_merge_streams = True
+nb_render_image_options = {"alt": "drawn by the cell above"}
+
+# Docstrings: Google's sections. A single backtick is a name of this library where there is one, and code elsewhere.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # Args has types with shapes and dtypes
+autodoc_preserve_defaults = True
+autodoc_mock_imports = ["torchvision"]  # torchmetrics imports it where it is there; its build may be for another torch
+autosummary_generate = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
+
+html_theme = "pydata_sphinx_theme"
+html_title = "focalkern"
+html_static_path = ["_static"]
+html_css_files = ["focalkern.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_show_search_summary = False  # it would be fetched, which browsers refuse to pages on disk
+html_math_renderer = "mathml"
+html_sidebars = {"index": [], "changes": [], "install": [], "get_started": []}
+html_theme_options = {
+    "header_links_before_dropdown": 7,
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "navbar_persistent": ["search-button"],
+    "show_prev_next": True,
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": ["sphinx-version"],
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+copybutton_exclude = ".linenos, .gp, .go"
