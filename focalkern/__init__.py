@@ -1,4 +1,45 @@
-"""Fused focal losses and focal calibration for PyTorch."""
+"""Fused focal losses and focal calibration for PyTorch.
+
+What is here, by what it is for::
+
+    Train: modules, in the place of torch.nn.CrossEntropyLoss
+        FocalLoss, InverseFocalLoss, FLSDLoss, AdaFocalLoss, DualFocalLoss
+        BrierLoss, MMCELoss, LogitNormPenalty                        baselines
+        SigmoidFocalLoss, AsymmetricLoss, QualityFocalLoss           a sigmoid per class: detectors, several labels
+        LinearFocalLoss, LinearFLSDLoss, LinearAdaFocalLoss          with the last linear layer: large vocabularies
+        GammaTable, FLSD_53                                          gamma as a function of the probability
+        class_balanced_weight                                        class weights from class counts
+
+    Calibrate: fitted on validation logits, applied to others
+        compare_calibrators (gives a Study with its Verdict)         which one to use, and why
+        AutoCalibrator                                               the same choice as one calibrator
+        TemperatureScaling, FocalTemperatureScaling                  one or two parameters
+        StructuredScaling, IsotonicCalibration, HistogramBinning     more parameters, for more rows
+        MultiLabelScaling, CalibratedClassifier                      several labels per row; scikit-learn's classifiers
+        load_calibrator, CalibrationWarning
+
+    Measure
+        metrics      calibration errors, NLL, Brier score, AURC, AUROC, reliability bins
+        bootstrap    confidence intervals, and the ECE of a perfectly calibrated model
+        plots        reliability diagrams, maps of (gamma, T)        needs matplotlib
+        per_class_report, check_labels
+
+    Operators: one function each, differentiable, on CPU and CUDA
+        focal_loss, linear_focal_loss, focal_loss_vocab_parallel
+        sigmoid_focal_loss, asymmetric_loss, quality_focal_loss, properized_focal_loss
+        focal_calibration_map, inverse_focal_calibration_map
+        binary_focal_calibration_map, binary_inverse_focal_calibration_map
+        calibration_grid (gives a CalibrationGrid), CalibrationGridState, PAPER_GAMMAS, PAPER_TEMPERATURES
+
+    Besides
+        reference    every operator in plain torch
+        losses       the modules again, and what their options mean
+        focalkern.integrations.torchmetrics, focalkern.files
+        build_info, empty_cache
+
+Errors, confidences and accuracies are fractions, never percent. Logits are [N, C], labels [N], unless said otherwise.
+The examples begin with ``import numpy as np``, ``import torch`` and ``import focalkern as fk``.
+"""
 
 import importlib
 from typing import Any

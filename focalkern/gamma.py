@@ -36,6 +36,16 @@ class GammaTable:
 
     Source: the FLSD schedule of Mukhoti et al. 2020 (arXiv 2002.09437, section 4) and the bins of AdaFocal (Ghosh et
     al., NeurIPS 2022).
+
+    Example:
+        >>> table = fk.GammaTable(edges=[0.0, 0.2, 1.0], gammas=[5.0, 3.0])
+        >>> table == fk.FLSD_53
+        True
+        >>> logits, target = torch.tensor([[1.4, 0.0], [1.4, 0.0]]), torch.tensor([0, 1])  # p = 0.802 and 0.198
+        >>> fk.focal_loss(logits, target, gamma=table, reduction="none")
+        tensor([0.0017, 0.5383])
+        >>> fk.focal_loss(logits, target, gamma=torch.tensor([3.0, 5.0]), reduction="none")
+        tensor([0.0017, 0.5383])
     """
 
     __slots__ = ("edges", "gammas")
@@ -80,7 +90,22 @@ class GammaTable:
         return table
 
     def to(self, device: torch.device | str) -> "GammaTable":
-        """The same table with both tensors on ``device``."""
+        """The same table with both tensors on ``device``.
+
+        Args:
+            device: where to.
+
+        Returns:
+            A new table; tensors that are there already are shared with this one.
+
+        Raises:
+            RuntimeError: torch has no such device here.
+
+        Example:
+            >>> table = fk.FLSD_53.to("cpu")
+            >>> table.gammas
+            tensor([5., 3.], dtype=torch.float64)
+        """
         return GammaTable(self.edges.to(device), self.gammas.to(device))
 
     def __eq__(self, other: object) -> bool:

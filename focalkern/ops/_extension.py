@@ -169,7 +169,7 @@ _say_why._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def build_info() -> dict[str, Any]:
-    """Which road is taken, why, and what the compiled module was built with and brought.
+    """Whether the compiled kernels are used, why, and what they were built for.
 
     Returns:
         ``kernels`` (``"compiled"``, or ``"plain torch"`` where no compiled module fits or FOCALKERN_KERNELS=0), ``why``
@@ -177,6 +177,13 @@ def build_info() -> dict[str, Any]:
         CUDA kernels), ``arch_list`` (the GPU architectures, as in TORCH_CUDA_ARCH_LIST), ``cpu_kernels`` and
         ``cuda_kernels`` (the names under which torch's dispatcher has kernels of this module). A device without kernels
         is computed on with plain torch.
+
+    Example:
+        >>> info = fk.build_info()
+        >>> info["kernels"] in ("compiled", "plain torch")
+        True
+        >>> sorted(info)
+        ['arch_list', 'cpu_kernels', 'cuda', 'cuda_kernels', 'kernels', 'torch', 'why']
     """
     kernels = {
         f"{key.lower()}_kernels": sorted(

@@ -14,9 +14,12 @@ from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
 
-# Komisarenko & Kull, section 5. Temperatures are index / 100, so that 0.35 is 0.35 and not the end of a long sum.
 PAPER_GAMMAS: tuple[float, ...] = (-0.5, -0.25, 0.05, 0.25, 0.37, 0.5, 0.75, 1.0, 5.0)
+"""The nine gammas that Komisarenko & Kull search (ECAI 2024, section 5)."""
+
+# index / 100, so that 0.35 is 0.35 and not the end of a long sum.
 PAPER_TEMPERATURES: tuple[float, ...] = tuple(index / 100 for index in range(1, 501))
+"""Their 500 temperatures, 0.01 to 5."""
 
 # The codes of the compiled module.
 _CRITERIA = {"ece": 1, "mce": 2, "nll": 4, "brier": 8}
@@ -36,6 +39,15 @@ class CalibrationGrid:
         tables: {criterion: [Gg, Gt] float64}, as fractions (``nll`` in nats per sample).
         n_bins: number of bins behind ``ece`` and ``mce``.
         estimator: name of the estimator behind ``ece`` and ``mce``.
+
+    Example:
+        >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(5, 1), torch.tensor([0, 0, 0, 0, 1])
+        >>> grid = fk.calibration_grid(logits, target, gammas=[0.0, 0.5], temperatures=[1.0, 2.0, 3.0])
+        >>> grid.tables["nll"].shape
+        torch.Size([2, 3])
+        >>> gamma, temperature, nll = grid.best("nll")
+        >>> gamma, temperature, round(nll, 4)
+        (0.0, 3.0, 0.5006)
     """
 
     gammas: Tensor
@@ -130,6 +142,17 @@ def calibration_grid(
 
     Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598), section 5; estimators of Guo et al. 2017 (arXiv
     1706.04599) and Mukhoti et al. 2020 (arXiv 2002.09437).
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0]]).repeat(10, 1)  # class 0 with probability 0.98, always,
+        >>> target = torch.tensor([0] * 8 + [1] * 2)  # and right in 8 of 10
+        >>> grid = fk.calibration_grid(logits, target, gammas=[0.0, 1.0], temperatures=[1.0, 3.0])
+        >>> grid.tables["ece"].round(decimals=4)
+        tensor([[0.2108, 0.3252],
+                [0.2004, 0.2510]], dtype=torch.float64)
+        >>> gamma, temperature, nll = grid.best("nll")
+        >>> gamma, temperature, round(nll, 4)
+        (0.0, 3.0, 0.5006)
     """
     if not isinstance(input, Tensor) and not isinstance(target, Tensor):
         of_tensors = calibration_grid(

@@ -88,6 +88,18 @@ def focal_calibration_map(
         NotImplementedError: a device without a kernel.
 
     Source: Komisarenko and Kull, ECAI 2024 (arXiv 2408.11598).
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]])
+        >>> fk.focal_calibration_map(logits, gamma=0.0)  # softmax
+        tensor([[0.8438, 0.1142, 0.0420]])
+        >>> fk.focal_calibration_map(logits, gamma=2.0)
+        tensor([[0.9895, 0.0076, 0.0029]])
+        >>> probs = (logits / 1.5).softmax(-1)
+        >>> fk.focal_calibration_map(probs, gamma=2.0, input_kind="probs")
+        tensor([[0.9317, 0.0458, 0.0225]])
+        >>> fk.focal_calibration_map(logits, gamma=2.0, temperature=1.5)
+        tensor([[0.9317, 0.0458, 0.0225]])
     """
     kind = _KINDS.get(input_kind)
     if kind is None:
@@ -146,6 +158,14 @@ def binary_focal_calibration_map(
         NotImplementedError: a device without a kernel.
 
     Source: Komisarenko and Kull, ECAI 2024 (arXiv 2408.11598).
+
+    Example:
+        >>> logits = torch.tensor([-1.0, 0.0, 2.0])
+        >>> fk.binary_focal_calibration_map(logits, gamma=2.0)
+        tensor([0.0641, 0.5000, 0.9955])
+        >>> pairs = torch.stack([torch.zeros(3), logits], dim=-1)
+        >>> fk.focal_calibration_map(pairs, gamma=2.0)[:, 1]
+        tensor([0.0641, 0.5000, 0.9955])
     """
     return _map("binary_focal_calibration_map", "logits", logits, gamma, temperature, _BINARY, log_odds)
 

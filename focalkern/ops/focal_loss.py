@@ -86,6 +86,16 @@ def focal_loss(
 
     Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437); Wang et al., NeurIPS 2021
     (inverse); the sign rule of Ghosh et al., NeurIPS 2022.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]])
+        >>> target = torch.tensor([0, 2])
+        >>> fk.focal_loss(logits, target, gamma=2.0)
+        tensor(0.5583)
+        >>> fk.focal_loss(logits, target, gamma=0.0), torch.nn.functional.cross_entropy(logits, target)
+        (tensor(0.9251), tensor(0.9251))
+        >>> fk.focal_loss(logits, target, gamma=torch.tensor([1.0, 3.0]), reduction="none")  # per sample
+        tensor([0.0265, 0.9052])
     """
     code = _REDUCTIONS.get(reduction)
     if code is None:
@@ -124,6 +134,14 @@ def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignor
         TypeError: ``target`` is not an integer tensor of these dtypes.
         ValueError: ``n_classes`` < 1.
         IndexError: names the first label out of range and its row (the index into the flattened target).
+
+    Example:
+        >>> labels = torch.tensor([0, 2, 7])
+        >>> fk.check_labels(labels, n_classes=8)
+        >>> fk.check_labels(labels, n_classes=3)
+        Traceback (most recent call last):
+            ...
+        IndexError: check_labels: target must be in [0, 3) or ignore_index, got 7 at row 2
     """
     target = as_tensor(target, "check_labels: target")
     if target.dtype not in _LABEL_DTYPES:

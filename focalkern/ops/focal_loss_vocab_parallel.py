@@ -88,6 +88,15 @@ def focal_loss_vocab_parallel(
         RuntimeError: no process group; a rank that died or does not answer within the group's timeout.
 
     Source: the split of Megatron-LM's cross-entropy (Shoeybi et al. 2019, arXiv 1909.08053).
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([1])
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> fk.focal_loss_vocab_parallel(logits, target, gamma=2.0)  # one rank, which has all classes
+        tensor(1.7026)
+        >>> fk.focal_loss(logits, target, gamma=2.0)
+        tensor(1.7026)
+        >>> torch.distributed.destroy_process_group()
     """
     logits, target, process_group = _without_dtensor(logits, target, process_group)
     for name, value in (("logits", logits), ("target", target)):

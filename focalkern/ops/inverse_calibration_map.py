@@ -82,6 +82,14 @@ def inverse_focal_calibration_map(
 
     Source: the function r* of Charoenphakdee et al. 2021 (arXiv 2011.09172), inverted; Komisarenko and Kull, ECAI 2024
     (arXiv 2408.11598).
+
+    Example:
+        >>> probs = torch.tensor([[0.7, 0.2, 0.1]])
+        >>> q = fk.inverse_focal_calibration_map(probs, gamma=2.0, input_kind="probs")
+        >>> q
+        tensor([[0.5352, 0.2927, 0.1721]])
+        >>> fk.focal_calibration_map(q, gamma=2.0, input_kind="probs")
+        tensor([[0.7000, 0.2000, 0.1000]])
     """
     op = "inverse_focal_calibration_map"
     if not isinstance(input, Tensor):
@@ -128,6 +136,13 @@ def binary_inverse_focal_calibration_map(
             gamma < 0.
 
     Source: as :func:`inverse_focal_calibration_map`.
+
+    Example:
+        >>> s = fk.binary_inverse_focal_calibration_map(torch.tensor([-1.0, 0.5, 2.0]), gamma=2.0, log_odds=True)
+        >>> s
+        tensor([-0.3736,  0.1868,  0.7465])
+        >>> fk.binary_focal_calibration_map(s, gamma=2.0, log_odds=True)
+        tensor([-1.0000,  0.5000,  2.0000])
     """
     op = "binary_inverse_focal_calibration_map"
     if not isinstance(logits, Tensor):
@@ -175,6 +190,16 @@ def properized_focal_loss(
             NaN or infinite logits raise on the CPU and give NaN on CUDA.
 
     Source: Komisarenko and Kull, ECAI 2024 (arXiv 2408.11598), section 4.
+
+    Example:
+        >>> truth = torch.tensor([[0.7, 0.2, 0.1]])
+        >>> logits = truth.log().requires_grad_()
+        >>> loss = fk.properized_focal_loss(logits, truth, gamma=2.0)
+        >>> bool(torch.autograd.grad(loss, logits)[0].abs().max() < 1e-6)  # smallest where softmax(logits) is the truth
+        True
+        >>> loss = fk.focal_loss(logits, truth, gamma=2.0)
+        >>> torch.autograd.grad(loss, logits)[0]  # which the focal loss is not
+        tensor([[ 0.1971, -0.1267, -0.0703]])
     """
     op = "properized_focal_loss"
     class_dim = 0 if isinstance(input, Tensor) and input.dim() == 1 else 1

@@ -101,6 +101,15 @@ def linear_focal_loss(
 
     Source: the chunks of torch.nn.functional.linear_cross_entropy and Liger-Kernel (Hsu et al. 2024, arXiv
     2410.10989); the loss of :func:`focal_loss`.
+
+    Example:
+        >>> hidden = torch.linspace(-1, 1, 8).reshape(2, 4)
+        >>> head = torch.linspace(-2, 2, 20).reshape(5, 4)
+        >>> target = torch.tensor([1, 4])
+        >>> fk.linear_focal_loss(hidden, head, target, gamma=2.0)
+        tensor(0.7996)
+        >>> fk.focal_loss(hidden @ head.T, target, gamma=2.0)
+        tensor(0.7996)
     """
     code = _REDUCTIONS.get(reduction)
     if code is None:

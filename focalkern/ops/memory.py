@@ -15,5 +15,10 @@ def empty_cache() -> None:
 
     Raises:
         ValueError: FOCALKERN_CACHE_MIB is no whole number of MiB; so does the first such result.
+
+    Example:
+        >>> probs = fk.focal_calibration_map(torch.zeros(1000, 1000), gamma=1.0)
+        >>> del probs  # its memory is kept for the next result
+        >>> fk.empty_cache()  # and given back here
     """
     module_or_plain().empty_cache()

@@ -65,6 +65,17 @@ def sigmoid_focal_loss(
             FOCALKERN_VALIDATE=1.
 
     Source: Lin et al. 2017 (arXiv 1708.02002), equation 5.
+
+    Example:
+        >>> logits = torch.tensor([[1.0, -1.0], [0.5, -2.0]])
+        >>> target = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+        >>> fk.sigmoid_focal_loss(logits, target)
+        tensor([[0.0057, 0.0170],
+                [0.2831, 0.0014]])
+        >>> labels = torch.tensor([0, 2])  # class 0, and the background
+        >>> fk.sigmoid_focal_loss(logits, labels)
+        tensor([[0.0057, 0.0170],
+                [0.2831, 0.0014]])
     """
     op = "sigmoid_focal_loss"
     second = None
@@ -99,10 +110,20 @@ def asymmetric_loss(
         margin: a number in [0, 1).
         reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.
 
-    Returns, Raises: as :func:`sigmoid_focal_loss`.
+    Returns:
+        As :func:`sigmoid_focal_loss`.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`sigmoid_focal_loss`.
 
     Source: Ridnik et al., Asymmetric Loss for Multi-Label Classification, ICCV 2021. (Its code adds 1e-8 within the
     logarithms; its optional ``disable_torch_grad_focal_loss`` has no counterpart.)
+
+    Example:
+        >>> logits = torch.tensor([-4.0, 0.0, 2.0])
+        >>> target = torch.tensor([0.0, 0.0, 1.0])
+        >>> fk.asymmetric_loss(logits, target)  # sigmoid(-4) = 0.018 is below the margin
+        tensor([0.0000, 0.0245, 0.0151])
     """
     op = "asymmetric_loss"
     if type(margin) is not float or not 0.0 <= margin < 1.0:
@@ -136,9 +157,19 @@ def quality_focal_loss(
         beta: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.
 
-    Returns, Raises: as :func:`sigmoid_focal_loss`. The gradient at p = t is 0.
+    Returns:
+        As :func:`sigmoid_focal_loss`. The gradient at p = t is 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`sigmoid_focal_loss`.
 
     Source: Li et al., Generalized Focal Loss, NeurIPS 2020.
+
+    Example:
+        >>> logits = torch.tensor([-2.0, 0.0, 2.0])
+        >>> overlap = torch.tensor([0.0, 0.5, 0.7])
+        >>> fk.quality_focal_loss(logits, overlap)
+        tensor([0.0018, 0.0000, 0.0238])
     """
     op = "quality_focal_loss"
     beta = _parameter(op, "beta", beta)
