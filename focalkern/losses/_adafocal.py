@@ -29,6 +29,14 @@ class AdaFocalRecord:
         accuracy: [n_bins], the fraction of them that is correct, NaN for an empty bin.
         count: [n_bins], int64, how many they are; None when :meth:`AdaFocalLoss.update_bins` was not told.
         bin_gammas: [n_bins], after the update.
+
+    Example:
+        >>> criterion = fk.AdaFocalLoss(n_bins=2)
+        >>> record = criterion.update_bins([0.0, 0.5, 1.0], mean_confidence=[0.4, 0.9], accuracy=[0.4, 0.6])
+        >>> record.bin_gammas
+        tensor([1.0000, 1.3499], dtype=torch.float64)
+        >>> record is criterion.history[-1]
+        True
     """
 
     bin_edges: Tensor
@@ -88,6 +96,16 @@ class AdaFocalLoss(FocalFamily):
     Source: Ghosh, Schaaf & Gormley, NeurIPS 2022. Their code (github.com/3mcloud/adafocal) sums the loss
     over the batch where the default here is the mean, adds 1e-20 to 1 - p, and finds gamma on the host, sample by
     sample; bins, look-up by p, update, switch and clipping are the same.
+
+    Example:
+        >>> criterion = fk.AdaFocalLoss(n_bins=2)
+        >>> logits, target = torch.tensor([[3.0, 0.0], [2.0, 0.0], [1.0, 0.0], [0.5, 0.0]]), torch.tensor([0, 1, 0, 1])
+        >>> criterion.accumulate(logits, target)  # in validation, batch by batch
+        >>> record = criterion.update()  # and once after it
+        >>> record.confidence - record.accuracy
+        tensor([ 0.3059, -0.0474], dtype=torch.float64)
+        >>> criterion.bin_gammas  # 1 times exp of these; training goes on with them
+        tensor([1.3579, 0.9537], dtype=torch.float64)
     """
 
     bin_edges: Tensor
@@ -149,11 +167,29 @@ class AdaFocalLoss(FocalFamily):
 
     @property
     def n_accumulated(self) -> int:
-        """Validation samples that wait for the next update, on this rank."""
+        """Validation samples that wait for the next update, on this rank.
+
+        Example:
+            >>> criterion = fk.AdaFocalLoss()
+            >>> criterion.accumulate(torch.zeros(8, 10), torch.arange(8))
+            >>> criterion.n_accumulated
+            8
+            >>> criterion.reset()
+            >>> criterion.n_accumulated
+            0
+        """
         return sum(len(confidence) for confidence in self._confidence)
 
     def reset(self) -> None:
-        """Forgets the validation samples that wait for the next update. Bins, gammas and history stay."""
+        """Forgets the validation samples that wait for the next update. Bins, gammas and history stay.
+
+        Example:
+            >>> criterion = fk.AdaFocalLoss()
+            >>> criterion.accumulate(torch.zeros(8, 10), torch.arange(8))
+            >>> criterion.reset()
+            >>> criterion.n_accumulated
+            0
+        """
         self._confidence, self._correct = [], []
 
     @torch.no_grad()
@@ -254,6 +290,12 @@ class AdaFocalLoss(FocalFamily):
             TypeError: not numbers.
             ValueError: wrong lengths; edges that descend or are not finite; a statistic outside [0, 1] or NaN. The
                 state stays as it was.
+
+        Example:
+            >>> criterion = fk.AdaFocalLoss(n_bins=2, lam=1.0)
+            >>> record = criterion.update_bins([0.0, 0.5, 1.0], mean_confidence=[0.4, 0.9], accuracy=[0.4, 0.6])
+            >>> record.bin_gammas  # the second bin is over-confident by 0.3: times exp(0.3)
+            tensor([1.0000, 1.3499], dtype=torch.float64)
         """
         op = "AdaFocalLoss.update_bins"
         edges = _statistics(op, "bin_edges", bin_edges, self.n_bins + 1)

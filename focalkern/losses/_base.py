@@ -58,6 +58,26 @@ class Loss(nn.Module):
         """What the loss has beyond the common options, for its printed form."""
         return {}
 
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of a batch.
+
+        Args:
+            input: logits [C], [N, C] or [N, C, d1, ...], floating point.
+            target: labels [], [N] or [N, d1, ...], int64, int32 or uint8; or class probabilities of the shape of
+                ``input``, floating point.
+
+        Returns:
+            The loss in the dtype of ``input`` (float32 for half-precision logits under autocast): a scalar, or of
+            the shape of the labels with ``reduction="none"``.
+
+        Raises:
+            TypeError: dtype or kind of an argument.
+            ValueError: shape or device of an argument.
+            IndexError: a label outside [0, C) that is not ``ignore_index``. On CUDA, where looking would wait for the
+                device, such a row is NaN, unless FOCALKERN_VALIDATE=1.
+        """
+        raise NotImplementedError
+
     def extra_repr(self) -> str:
         shown = self._settings()
         if self.weight is not None:

@@ -74,10 +74,9 @@ class FocalLoss(FocalFamily):
             themselves, to the device of the logits), are saved with it, and new values written into them count from
             the next step on. A gamma per sample is for the function: a module takes no other tensor, because class
             weights, cross-entropy's first argument, would be taken for it.
-        weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module.
+        weight, ignore_index, reduction, label_smoothing: as in :class:`torch.nn.CrossEntropyLoss`.
         detach_modulation: treat the factor before log p as a constant.
-        alpha: no setting of this loss. Other libraries have it in several meanings; "Migrating from another focal loss"
-            in the README says what each of them is here.
+        alpha: not an option: raises a TypeError that says where the alpha of other libraries has gone.
 
     Attributes:
         gamma: the number or tensor; None for a table.
@@ -87,6 +86,14 @@ class FocalLoss(FocalFamily):
             tensors that are not on the CPU are not looked at, because that would wait for the device.
 
     Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437).
+
+    Example:
+        >>> criterion = fk.FocalLoss(gamma=2.0)  # in place of torch.nn.CrossEntropyLoss()
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]])
+        >>> criterion(logits, torch.tensor([0, 2]))
+        tensor(0.5583)
+        >>> fk.FocalLoss(gamma=fk.FLSD_53)
+        FocalLoss(edges=[0, 0.2, 1], gammas=[5, 3])
     """
 
     _table_in_state = True
@@ -171,6 +178,13 @@ class InverseFocalLoss(FocalLoss):
         TypeError, ValueError: as :class:`FocalLoss`; a gamma below 0.
 
     Source: Wang, Feng & Zhang, NeurIPS 2021.
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]]), torch.tensor([0, 2])
+        >>> fk.InverseFocalLoss(gamma=2.0)(logits, target)
+        tensor(1.4711)
+        >>> fk.FocalLoss(gamma=-2.0)(logits, target)
+        tensor(1.4711)
     """
 
     def __init__(
@@ -232,6 +246,14 @@ class FLSDLoss(FocalLoss):
         TypeError, ValueError: as :class:`focalkern.GammaTable` and :class:`FocalLoss`.
 
     Source: Mukhoti et al. 2020 (arXiv 2002.09437), section 4.
+
+    Example:
+        >>> criterion = fk.FLSDLoss(reduction="none")
+        >>> criterion
+        FLSDLoss(edges=[0, 0.2, 1], gammas=[5, 3], reduction=none)
+        >>> logits, target = torch.tensor([[1.4, 0.0], [1.4, 0.0]]), torch.tensor([0, 1])  # p = 0.802 and 0.198
+        >>> criterion(logits, target)  # gamma is 3 and 5
+        tensor([0.0017, 0.5383])
     """
 
     _table_in_state = False

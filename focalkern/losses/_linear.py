@@ -53,6 +53,19 @@ class _Head(FocalFamily):
         self.linear = nn.Linear(self.in_features, outputs, bias=bias, device=device, dtype=dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of a batch of features.
+
+        Args:
+            input: features [D], [N, D] or [B, S, D], in the dtype of the layer (under autocast in any).
+            target: labels of the shape of ``input`` without D, or class probabilities; see
+                :func:`focalkern.linear_focal_loss`.
+
+        Returns:
+            The loss in the dtype of ``input``: a scalar, or of the shape of the labels with ``reduction="none"``.
+
+        Raises:
+            TypeError, ValueError, IndexError: as :func:`focalkern.linear_focal_loss`.
+        """
         gamma = self._gamma()
         if isinstance(gamma, GammaTable) and isinstance(input, Tensor):
             gamma = self._table_beside(input, gamma)
@@ -77,7 +90,17 @@ class _Head(FocalFamily):
         )
 
     def logits(self, input: Tensor) -> Tensor:
-        """The logits of inference: [..., C], or [N, C, d1, ...] of a K-dimensional head, capped if the loss caps."""
+        """The logits, for inference: those that the loss is made of, all at once.
+
+        Args:
+            input: features [..., D].
+
+        Returns:
+            [..., C], or [N, C, d1, ...] of a K-dimensional head, capped if the loss caps.
+
+        Raises:
+            RuntimeError: shapes or dtypes that do not fit, as ``torch.nn.Linear``.
+        """
         z: Tensor = self.linear(input)
         if self.out_features:
             z = z.reshape(*input.shape[:-1], self.num_classes, *self.out_features)
@@ -116,6 +139,14 @@ class LinearFocalLoss(_Head, FocalLoss):
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind or value, here; of the wrong shape, in the call.
+
+    Example:
+        >>> criterion = fk.LinearFocalLoss(in_features=4, num_classes=5, gamma=2.0)  # has the last layer of the network
+        >>> hidden, target = torch.linspace(-1, 1, 8).reshape(2, 4), torch.tensor([1, 4])
+        >>> loss = criterion(hidden, target)
+        >>> same = fk.focal_loss(criterion.linear(hidden), target, gamma=2.0)
+        >>> bool((loss - same).abs() < 1e-5), list(criterion.logits(hidden).shape)
+        (True, [2, 5])
     """
 
     def __init__(
@@ -158,11 +189,23 @@ class LinearFocalLoss(_Head, FocalLoss):
 
 
 class LinearFLSDLoss(_Head, FLSDLoss):
-    """:class:`FLSDLoss` over a linear layer: gamma is a step function of the probability of the target class.
+    """:class:`FLSDLoss` over a linear layer: gamma is a step function of the target's probability.
 
     Args:
-        in_features, num_classes, bias, chunk_rows, softcap, device, dtype: as in :class:`LinearFocalLoss`.
-        edges, gammas and the rest: as in :class:`FLSDLoss`.
+        in_features, num_classes: as in :class:`LinearFocalLoss`.
+        edges, gammas: as in :class:`FLSDLoss`.
+        bias, chunk_rows, softcap, device, dtype: as in :class:`LinearFocalLoss`.
+        **options: weight and the other options of :class:`FLSDLoss`.
+
+    Raises:
+        TypeError, ValueError: as :class:`LinearFocalLoss` and :class:`FLSDLoss`.
+
+    Example:
+        >>> criterion = fk.LinearFLSDLoss(in_features=4, num_classes=5)
+        >>> hidden, target = torch.linspace(-1, 1, 8).reshape(2, 4), torch.tensor([1, 4])
+        >>> same = fk.FLSDLoss()(criterion.logits(hidden), target)
+        >>> bool((criterion(hidden, target) - same).abs() < 1e-5)
+        True
     """
 
     def __init__(
@@ -200,7 +243,19 @@ class LinearAdaFocalLoss(_Head, AdaFocalLoss):
 
     Args:
         in_features, num_classes, bias, chunk_rows, softcap, device, dtype: as in :class:`LinearFocalLoss`.
-        options: n_bins, lam and the rest of :class:`AdaFocalLoss`.
+        **options: n_bins, lam and the other options of :class:`AdaFocalLoss`.
+
+    Raises:
+        TypeError, ValueError: as :class:`LinearFocalLoss` and :class:`AdaFocalLoss`.
+
+    Example:
+        >>> criterion = fk.LinearAdaFocalLoss(in_features=4, num_classes=5, n_bins=3)
+        >>> hidden, target = torch.linspace(-1, 1, 24).reshape(6, 4), torch.tensor([0, 1, 2, 3, 4, 0])
+        >>> criterion(hidden, target).backward()  # in training
+        >>> criterion.accumulate(hidden, target)  # in validation, batch by batch
+        >>> record = criterion.update()  # and once after it
+        >>> record.count.tolist(), list(criterion.logits(hidden).shape)
+        ([2, 2, 1], [6, 5])
     """
 
     def __init__(

@@ -35,17 +35,22 @@ class DualFocalLoss(Loss):
 
     Args:
         gamma: a number, at least 0. 0 is cross-entropy.
-        weight, ignore_index, reduction: as in cross-entropy.
+        weight, ignore_index, reduction: as in :class:`torch.nn.CrossEntropyLoss`.
         label_smoothing: e in [0, 1]. ``L = -sum_i w_i t_i (1 - p_i + p_j(i))^gamma log p_i`` then, with
             t = (1 - e) onehot + e / C, as in the focal loss: each class has a next lower one, and a factor of its own.
         detach_modulation: treat the factor before log p as a constant.
 
-    Targets are labels; class probabilities raise TypeError.
-
     Raises:
-        TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
+        TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range. Targets
+            are labels: class probabilities raise TypeError.
 
     Source: Tao, Dong & Xu, Dual Focal Loss for Calibration, ICML 2023.
+
+    Example:
+        >>> criterion = fk.DualFocalLoss(gamma=5.0, reduction="none")
+        >>> logits = torch.tensor([[1.0, 0.8, -2.0], [1.0, -2.0, 0.8]])
+        >>> criterion(logits, torch.tensor([0, 1]))
+        tensor([0.3753, 3.1672])
     """
 
     def __init__(
@@ -113,12 +118,19 @@ class BrierLoss(Loss):
     in :func:`focalkern.metrics.brier_score` (``torch.nn.MSELoss`` would divide it by C).
 
     Args:
-        weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module.
+        weight, ignore_index, reduction, label_smoothing: as in :class:`torch.nn.CrossEntropyLoss`.
 
     Raises:
         TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
 
     Source: Brier 1950; as a training loss in Mukhoti et al. 2020 (arXiv 2002.09437).
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]]), torch.tensor([0, 2])
+        >>> fk.BrierLoss()(logits, target)
+        tensor(0.5261)
+        >>> fk.metrics.brier_score(logits.softmax(-1), target)
+        tensor(0.5261, dtype=torch.float64)
     """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -154,10 +166,10 @@ class MMCELoss(Loss):
         coefficient: lambda, at least 0.
         weighted: use the balanced form.
         bandwidth: h, at least 0.01.
-        weight, ignore_index, label_smoothing: as in cross-entropy. Class weights and label smoothing are in the
-            cross-entropy only.
+        weight, ignore_index: as in :class:`torch.nn.CrossEntropyLoss`. Class weights are in the cross-entropy only.
         reduction: "mean" or "sum". The sum is that of the cross-entropy plus m times the second term. There is no
             "none": the error belongs to the batch.
+        label_smoothing: e in [0, 1], in the cross-entropy only.
 
     The derivative of the root at 0 is taken as 0. Under ``torch.use_deterministic_algorithms`` CUDA refuses the prefix
     sums in here.
@@ -167,6 +179,13 @@ class MMCELoss(Loss):
 
     Source: Kumar, Sarawagi & Jain, Trainable Calibration Measures for Neural Networks from Kernel Mean Embeddings, ICML
     2018. (The code of Mukhoti et al. leaves out the root in the plain form, and divides the weighted sums twice.)
+
+    Example:
+        >>> logits, target = torch.tensor([[4.0, 0.0], [3.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1, 0])
+        >>> fk.MMCELoss(coefficient=2.0)(logits, target)
+        tensor(1.6238)
+        >>> fk.MMCELoss(coefficient=0.0)(logits, target)  # the cross-entropy alone
+        tensor(1.0646)
     """
 
     def __init__(
@@ -245,13 +264,20 @@ class LogitNormPenalty(Loss):
 
     Args:
         coefficient: alpha, at least 0; the paper searches 0.001 to 0.1.
-        weight, ignore_index, reduction, label_smoothing: as in cross-entropy; see the top of this module. Label
-            smoothing is in the cross-entropy only.
+        weight, ignore_index, reduction, label_smoothing: as in :class:`torch.nn.CrossEntropyLoss`. Label smoothing is
+            in the cross-entropy only.
 
     Raises:
         TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
 
     Source: Wang, Feng & Zhang, NeurIPS 2021.
+
+    Example:
+        >>> logits, target = torch.tensor([[4.0, -1.0], [3.0, 0.0]]), torch.tensor([0, 1])
+        >>> fk.LogitNormPenalty(coefficient=0.01)(logits, target)
+        tensor(1.5677)
+        >>> torch.nn.functional.cross_entropy(logits, target) + 0.01 * logits.abs().sum(-1).mean()
+        tensor(1.5677)
     """
 
     def __init__(

@@ -17,6 +17,23 @@ class ElementLoss(Loss):
             self._check_tensor("weight", weight)
             self.register_buffer("weight", weight)
 
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of a batch.
+
+        Args:
+            input: logits of any shape [N, C, d1, ...], floating point.
+            target: of the shape of ``input``, in [0, 1]; or labels [N, d1, ...], where label C is the background. See
+                :func:`focalkern.sigmoid_focal_loss`.
+
+        Returns:
+            The loss in the dtype of ``input`` (float32 for half-precision logits under autocast): a scalar, or of the
+            shape of ``input`` with ``reduction="none"``.
+
+        Raises:
+            TypeError, ValueError, IndexError: as :func:`focalkern.sigmoid_focal_loss`.
+        """
+        raise NotImplementedError
+
     def _keep(self, name: str, value: object, high: float = math.inf) -> None:
         """A number becomes an attribute, a tensor a buffer, a parameter a parameter."""
         if not isinstance(value, Tensor):
@@ -50,7 +67,9 @@ class ElementLoss(Loss):
 
 
 class SigmoidFocalLoss(ElementLoss):
-    """The module form of :func:`focalkern.sigmoid_focal_loss`, with the mean as default reduction.
+    r"""The module form of :func:`focalkern.sigmoid_focal_loss`, with the mean as default reduction.
+
+    .. math:: L = -\alpha_t (1 - p_t)^\gamma \log p_t, \qquad p = \text{sigmoid of the logit}
 
     Args:
         gamma: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
@@ -60,6 +79,14 @@ class SigmoidFocalLoss(ElementLoss):
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.sigmoid_focal_loss`.
+
+    Example:
+        >>> criterion = fk.SigmoidFocalLoss(gamma=2.0, alpha=0.25)
+        >>> logits = torch.tensor([[1.0, -1.0], [0.5, -2.0]])
+        >>> criterion(logits, torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+        tensor(0.0768)
+        >>> criterion(logits, torch.tensor([0, 2]))  # labels: class 0, and the background
+        tensor(0.0768)
     """
 
     gamma: float | Tensor
@@ -97,7 +124,10 @@ class SigmoidFocalLoss(ElementLoss):
 
 
 class AsymmetricLoss(ElementLoss):
-    """The module form of :func:`focalkern.asymmetric_loss`, with the mean as default reduction.
+    r"""The module form of :func:`focalkern.asymmetric_loss`, with the mean as default reduction.
+
+    .. math:: L = -t\,(1 - p)^{\gamma_+} \log p - (1 - t)\,v^{\gamma_-} \log(1 - v), \qquad
+        v = \max(p - \text{margin}, 0)
 
     Args:
         gamma_negative, gamma_positive: numbers, at least 0, or floating-point tensors that broadcast to the logits:
@@ -107,6 +137,12 @@ class AsymmetricLoss(ElementLoss):
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.asymmetric_loss`.
+
+    Example:
+        >>> criterion = fk.AsymmetricLoss(gamma_negative=4.0, gamma_positive=1.0)
+        >>> logits = torch.tensor([[2.0, -4.0, 0.5], [-1.0, 1.0, -3.0]])
+        >>> criterion(logits, torch.tensor([[1, 0, 0], [0, 1, 1]]))
+        tensor(0.5159)
     """
 
     gamma_negative: float | Tensor
@@ -146,7 +182,9 @@ class AsymmetricLoss(ElementLoss):
 
 
 class QualityFocalLoss(ElementLoss):
-    """The module form of :func:`focalkern.quality_focal_loss`, with the mean as default reduction.
+    r"""The module form of :func:`focalkern.quality_focal_loss`, with the mean as default reduction.
+
+    .. math:: L = |t - p|^\beta \; \text{BCE}(p, t), \qquad p = \text{sigmoid of the logit}
 
     Args:
         beta: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
@@ -155,6 +193,12 @@ class QualityFocalLoss(ElementLoss):
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.quality_focal_loss`.
+
+    Example:
+        >>> criterion = fk.QualityFocalLoss(beta=2.0)
+        >>> overlap = torch.tensor([[0.0, 0.8], [0.6, 0.0]])
+        >>> criterion(torch.tensor([[-2.0, 1.0], [0.5, -1.0]]), overlap)
+        tensor(0.0068)
     """
 
     beta: float | Tensor

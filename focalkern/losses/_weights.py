@@ -27,6 +27,12 @@ def class_balanced_weight(counts: Tensor | Sequence[float], beta: float = 0.999)
             [0, 1]. Counts are looked at, which waits for their device.
 
     Source: Cui et al., Class-Balanced Loss Based on Effective Number of Samples, CVPR 2019.
+
+    Example:
+        >>> weight = fk.class_balanced_weight([1000, 100, 10], beta=0.99)
+        >>> weight
+        tensor([0.2301, 0.3630, 2.4068])
+        >>> criterion = fk.FocalLoss(2.0, weight=weight)
     """
     op = "class_balanced_weight"
     if isinstance(beta, bool | Tensor) or not hasattr(type(beta), "__float__"):
