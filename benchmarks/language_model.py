@@ -6,7 +6,7 @@ learns the next one. For cross-entropy, focal loss and inverse focal loss it is 
 a part of the way again from the same start with ``focal_loss`` of all logits: the curves must be the same to rounding,
 which training makes larger from step to step. Then the next token's calibration error on held-out text, before and
 after focal temperature scaling, whose gamma and temperature the streaming grid chooses, by NLL, on the other half of
-that text.
+that text. All of it once per seed.
 
 Writes curves.csv, calibration.csv, speed.csv and language_model.png. ``--speed`` only measures the steps anew, and
 ``--plot`` only draws.
@@ -15,6 +15,7 @@ Writes curves.csv, calibration.csv, speed.csv and language_model.png. ``--speed`
 import argparse
 import ast
 import csv
+import itertools
 import pydoc_data.topics
 import random
 import re
@@ -129,14 +130,14 @@ def unfused(gamma: float) -> Loss:
     return lambda hidden, head, target: fk.focal_loss(F.linear(hidden, head).flatten(0, 1), target.flatten(), gamma)
 
 
-def train(settings: Settings, tokens: Tensor, loss: Loss, steps: int) -> tuple[Model, list[float]]:
-    """The first ``steps`` steps of ``settings.steps``."""
-    torch.manual_seed(0)
+def train(settings: Settings, tokens: Tensor, loss: Loss, steps: int, seed: int) -> tuple[Model, list[float]]:
+    """The first ``steps`` steps of ``settings.steps``. The seed chooses the first weights and the order of the text."""
+    torch.manual_seed(seed)
     model = Model(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, settings.steps, pct_start=0.1)
     x, y = rows(tokens, settings.length)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed + 1)
     curve = []
     for _ in range(steps):
         batch = torch.randint(len(x), (settings.batch,), generator=generator)
@@ -238,15 +239,17 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def draw(out: Path) -> None:
+    """The curves of the first seed, and the errors of all of them: the mean as a bar, each seed as a dot."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     curves, table = read(out / "curves.csv"), read(out / "calibration.csv")
+    names = list(dict.fromkeys(row["loss"] for row in table))
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for color, name in enumerate(row["loss"] for row in table):
-        steps = [row for row in curves if row["loss"] == name]
+    for color, name in enumerate(names):
+        steps = [row for row in curves if row["loss"] == name and row["seed"] == table[0]["seed"]]
         x = [int(row["step"]) for row in steps]
         left.plot(x, [float(row["fused"]) for row in steps], color=f"C{color}", lw=1, label=name)
         compared = [row for row in steps if row["unfused"]]
@@ -255,40 +258,38 @@ def draw(out: Path) -> None:
         left.plot(x[: len(dots)][::every], dots[::every], "o", color=f"C{color}", ms=4, mfc="none")
     left.set(xlabel="step", ylabel="training loss", title="lines: fused, circles: all logits at once")
     left.legend()
-    kinds = ("uncalibrated", "temperature", "focal temperature")
-    for place, kind in enumerate(kinds):
-        positions = [i + 0.27 * (place - 1) for i in range(len(table))]
-        right.bar(
-            positions,
-            [float(row[f"{kind}: ece"]) for row in table],
-            width=0.25,
-            label=kind,
-            hatch=("", "//", "..")[place],
-        )
-    right.set_xticks(range(len(table)), [row["loss"] for row in table])
-    right.set(ylabel="ECE of the next token (equal mass, 15 bins)", title="held-out text")
+    for place, kind in enumerate(("uncalibrated", "temperature", "focal temperature")):
+        positions = [i + 0.27 * (place - 1) for i in range(len(names))]
+        errors = [[float(row[f"{kind}: ece"]) for row in table if row["loss"] == name] for name in names]
+        means = [sum(values) / len(values) for values in errors]
+        right.bar(positions, means, width=0.25, label=kind, hatch=("", "//", "..")[place])
+        for position, values in zip(positions, errors, strict=True):
+            right.plot([position] * len(values), values, ".", color="black", ms=5)
+    right.set_xticks(range(len(names)), names)
+    right.set(ylabel="ECE of the next token (equal mass, 15 bins)", title="held-out text; dots: seeds")
     right.legend()
     figure.tight_layout()
     figure.savefig(out / "language_model.png", dpi=110)
     plt.close(figure)
 
 
-def study(settings: Settings, texts: list[str], out: Path) -> None:
+def study(settings: Settings, texts: list[str], seeds: list[int], out: Path) -> None:
     tokens, held_out = split_text(settings, texts)
     parameters = sum(p.numel() for p in Model(settings).parameters())
     print(f"{len(tokens)} tokens to train, {len(held_out)} held out, {parameters / 1e6:.1f} million parameters")
     curves: list[dict[str, object]] = []
     table: list[dict[str, object]] = []
-    for name, gamma in GAMMAS.items():
-        model, with_fused = train(settings, tokens, fused(gamma), settings.steps)
+    for seed, (name, gamma) in itertools.product(seeds, GAMMAS.items()):
+        model, with_fused = train(settings, tokens, fused(gamma), settings.steps, seed)
         figures = calibration(settings, model, held_out)
-        _, with_all = train(settings, tokens, unfused(gamma), settings.compared_steps)
+        _, with_all = train(settings, tokens, unfused(gamma), settings.compared_steps, seed)
         compared = list(zip(with_fused, with_all, strict=False))
         early, late = (max(abs(a - b) / abs(b) for a, b in compared[:n]) for n in (10, len(compared)))
         pairs = zip(with_fused, [*with_all, *[""] * (settings.steps - len(with_all))], strict=True)
-        curves += [{"loss": name, "step": i, "fused": a, "unfused": b} for i, (a, b) in enumerate(pairs)]
+        run = {"seed": seed, "loss": name}
+        curves += [{**run, "step": i, "fused": a, "unfused": b} for i, (a, b) in enumerate(pairs)]
         differences = {"difference in 10 steps": early, "difference in all compared": late}
-        table.append({"loss": name, "last": with_fused[-1], **differences, **figures})
+        table.append({**run, "last": with_fused[-1], **differences, **figures, "commit": commit()})
         print(table[-1], flush=True)
         write(out / "curves.csv", curves)
         write(out / "calibration.csv", table)
@@ -298,13 +299,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.language_model", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "language_model")
     parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--speed", action="store_true", help="only measure the steps")
     parser.add_argument("--plot", action="store_true", help="only draw what is recorded")
     arguments = parser.parse_args(argv)
     settings = replace(Settings(), steps=arguments.steps, compared_steps=min(arguments.steps, Settings.compared_steps))
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.speed and not arguments.plot:
-        study(settings, documents(), arguments.out)
+        study(settings, documents(), arguments.seeds, arguments.out)
     if not arguments.plot:
         write(arguments.out / "speed.csv", speed(replace(settings, batch=32), seconds=8.0))
     draw(arguments.out)

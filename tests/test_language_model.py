@@ -51,11 +51,12 @@ def test_the_study_writes_its_tables_and_picture(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(language_model, "GRID_TEMPERATURES", [1.0, 2.0])
     monkeypatch.setattr(language_model, "GRID_GAMMAS", [0.0, 1.0])
-    language_model.study(TINY, TEXTS, tmp_path)
+    language_model.study(TINY, TEXTS, [0, 1], tmp_path)
     rows = language_model.read(tmp_path / "calibration.csv")
-    assert [row["loss"] for row in rows] == list(language_model.GAMMAS)
+    assert [(row["seed"], row["loss"]) for row in rows] == [(seed, n) for seed in "01" for n in language_model.GAMMAS]
+    assert all(rows[i]["last"] != rows[i + 4]["last"] for i in range(4))
     assert all(float(row["difference in all compared"]) < 1e-4 for row in rows)
-    assert len(language_model.read(tmp_path / "curves.csv")) == 4 * TINY.steps
+    assert len(language_model.read(tmp_path / "curves.csv")) == 2 * 4 * TINY.steps
     language_model.draw(tmp_path)
     assert (tmp_path / "language_model.png").stat().st_size > 1000
     assert "held out" in capsys.readouterr().out
