@@ -1,7 +1,8 @@
 """Head and loss in one beside the pair, and beside what torch has: forward and backward of one step.
 
 A case is N x D x C: rows, features, classes. The gradients of input and weight are wanted; the memory is what a step
-needs beyond them and everything else that is there before, results included.
+needs beyond them and everything else that is there before, results included. The three matrix products alone, each in
+one piece and without any loss, are the floor of whatever uses this torch's products.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ CASES = [
     (2048, 512, 32000, torch.float32, 0.9),
     (2048, 512, 32000, torch.bfloat16, 0.0),
 ]
+# Also with other chunks: in the first case, what the default chooses between.
+OTHER_CHUNKS = (128, 512, 1024)
 QUICK = [(256, 64, 4000, torch.float32, 0.0)]
 GAMMA = 2.0
 
@@ -33,6 +36,16 @@ def gradients(
     loss: Callable[[Tensor, Tensor, Tensor], Tensor], input: Tensor, weight: Tensor, target: Tensor
 ) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: torch.autograd.grad(loss(input, weight, target), (input, weight))
+
+
+def products(input: Tensor, weight: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    x, w = input.detach(), weight.detach()
+
+    def run() -> tuple[Tensor, ...]:
+        logits = x @ w.t()
+        return logits @ w, logits.t() @ x
+
+    return run
 
 
 def check(loss: Callable[[Tensor, Tensor, Tensor], Tensor], input: Tensor, weight: Tensor, target: Tensor) -> None:
@@ -62,12 +75,16 @@ def run(
         target = target[torch.randperm(rows, generator=generator, device=device)]
         x, w = (t.to(dtype).requires_grad_() for t in (input, weight))
         providers = []
-        for name, loss in losses().items():
+        case_losses = losses()
+        if (rows, features, classes, dtype, ignored) == CASES[0]:
+            case_losses |= {f"focalkern, {n} rows a chunk": with_chunks(n) for n in OTHER_CHUNKS}
+        for name, loss in case_losses.items():
             if loss is None:
                 providers.append(Provider(name, None, absent="this torch has no linear_cross_entropy"))
                 continue
             check(loss, x, w, target)
             providers.append(Provider(name, gradients(loss, x, w, target)))
+        providers.append(Provider("three products", products(x, w)))
         yield measure(
             op="linear_focal_loss",
             case=case,
@@ -81,6 +98,10 @@ def run(
             seconds=seconds,
             device=device,
         )
+
+
+def with_chunks(rows: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda x, w, y: fk.linear_focal_loss(x, w, y, GAMMA, chunk_rows=rows)
 
 
 def losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor] | None]:

@@ -280,7 +280,9 @@ def test_no_tensor_grows_with_rows_times_classes(reduction):
 
 
 def test_the_default_chunk():
-    assert default_chunk_rows(2048, 512, 32000, 4) == 256  # half of the weight
+    assert default_chunk_rows(2048, 512, 32000, 4) == 256  # half of the sum of the weight's gradient
+    assert default_chunk_rows(2048, 512, 32000, 8) == 256
+    assert default_chunk_rows(2048, 512, 32000, 2) == 512  # which is in float32
     assert default_chunk_rows(10**6, 512, 10, 4) * 10 * 4 <= 256 * 2**20  # the input, bounded
     assert default_chunk_rows(8192, 4096, 128256, 2) * 128256 * 2 <= 256 * 2**20
     assert default_chunk_rows(5, 4, 3, 4) == 5

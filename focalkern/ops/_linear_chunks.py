@@ -21,8 +21,10 @@ _CHUNK_BYTES = 256 * 2**20
 # What one block of logits takes: on the CPU it stays in the second-level cache, elsewhere it bounds the extra memory.
 _BLOCK_BYTES = {"cpu": 2 * 2**20}
 _OTHER_BLOCK_BYTES = 32 * 2**20
-# A half-precision weight's gradient is formed in pieces of this size before it is added in float32.
-_PIECE_BYTES = 16 * 2**20
+# A half-precision weight's gradient is formed in pieces of this size (in float32) before it is added in float32: what
+# stays in the cache on the CPU, what keeps every multiprocessor busy elsewhere.
+_PIECE_BYTES = {"cpu": 8 * 2**20}
+_OTHER_PIECE_BYTES = 16 * 2**20
 # float16 has no digits left for the probabilities of a large vocabulary: gradients of logits are kept at this scale.
 FLOAT16_SCALE = 32.0
 
@@ -36,10 +38,12 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def default_chunk_rows(rows: int, features: int, classes: int, item_size: int) -> int:
-    """Rows whose logits take as much memory as the input or as half of the weight, whichever is more, and at most 256
-    MiB; the chunks are of about one size. Fewer rows would read and write the weight's gradient more often than their
-    products are worth: at 512 features and 32000 classes, 32 rows at a time take twice as long as 256."""
-    elements = min(max(rows * features, classes * features // 2), _CHUNK_BYTES // item_size)
+    """Rows whose logits take as much memory as the input or as half of the sum of the weight's gradient (float32 for
+    half types), whichever is more, and at most 256 MiB; the chunks are of about one size. Fewer rows would read and
+    write that sum more often than their products are worth: at 512 features and 32000 classes, 32 rows at a time take
+    twice as long as 256."""
+    half_of_sum = classes * features * max(4, item_size) // (2 * item_size)
+    elements = min(max(rows * features, half_of_sum), _CHUNK_BYTES // item_size)
     largest = max(1, elements // max(1, classes))
     if largest >= rows:
         return max(1, rows)
@@ -99,7 +103,9 @@ class Head:
             make = torch.empty_like if self.kept is None else torch.zeros_like
             self.grad_input = make(self.input, memory_format=torch.contiguous_format)
         if self.needed[1]:
-            self.grad_weight = torch.zeros(self.weight.shape, dtype=accumulate, device=self.weight.device)
+            # The first chunk writes it, the others add.
+            make_weight = torch.empty if self.rows else torch.zeros
+            self.grad_weight = make_weight(self.weight.shape, dtype=accumulate, device=self.weight.device)
         if self.needed[2]:
             self.grad_bias = torch.zeros(self.weight.shape[:1], dtype=accumulate, device=self.weight.device)
 
@@ -136,7 +142,8 @@ class Head:
                 self.grad_input[self.rows_of(rows)] = product.to(self.grad_input.dtype)
         if self.grad_weight is not None:
             if self.grad_weight.dtype == self.dtype:
-                self.grad_weight.addmm_(grad.t(), self._input(rows))
+                beta = 1 if rows.start else 0
+                self.grad_weight.addmm_(grad.t(), self._input(rows), beta=beta)
             else:
                 self._accumulate_half(rows, grad)
         if self.grad_bias is not None:
@@ -146,14 +153,18 @@ class Head:
         """Products of half-precision factors, added in float32."""
         assert self.grad_weight is not None
         x = self._input(rows)
-        step = max(1, _PIECE_BYTES // (x.shape[1] * self.grad_weight.element_size()))
+        limit = _PIECE_BYTES.get(grad.device.type, _OTHER_PIECE_BYTES)
+        step = max(1, limit // max(1, x.shape[1] * self.grad_weight.element_size()))
         for begin in range(0, grad.shape[1], step):
             piece = slice(begin, begin + step)
             if grad.is_cuda:
                 product = torch.mm(grad[:, piece].t(), x, out_dtype=torch.float32)
             else:
                 product = torch.mm(grad[:, piece].t(), x)
-            self.grad_weight[piece].add_(product)
+            if rows.start:
+                self.grad_weight[piece].add_(product)
+            else:
+                self.grad_weight[piece].copy_(product)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients: the input's in its dtype, the others in the dtype that they were summed in."""

@@ -73,8 +73,8 @@ def linear_focal_loss(
         reduction: "none", "mean" or "sum", as in :func:`focal_loss`.
         label_smoothing: e in [0, 1].
         detach_modulation: treat the factor of log p as a constant.
-        chunk_rows: rows per chunk. By default the logits of a chunk take as much memory as ``input`` or half of
-            ``linear_weight``, whichever is more, and at most 256 MiB.
+        chunk_rows: rows per chunk. By default the logits of a chunk take as much memory as ``input`` or half of what
+            the gradient of ``linear_weight`` is summed in, whichever is more, and at most 256 MiB.
         softcap: s > 0: caps the logits at s in magnitude.
         process_group: the classes are split over its ranks. Each has its own rows [C_r, D] of the weight (and of
             ``linear_bias``), those of rank r after those of rank r - 1, in any numbers, and the same of everything
