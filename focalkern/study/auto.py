@@ -63,6 +63,9 @@ class AutoCalibrator(Calibrator):
     def as_module(self) -> torch.nn.Module:
         """The module of the calibrator that was chosen.
 
+        Returns:
+            The module, without parameters to train.
+
         Raises:
             NotFittedError: ``fit`` did not come before.
             TypeError: it is not one of this library's.
