@@ -51,7 +51,11 @@ CASES = {
 }
 
 
-def problem(name, world):
+def slices(world):
+    return SLICES.get(world, (C,))
+
+
+def problem(name, world, device="cpu"):
     torch.manual_seed(5)
     options = dict(CASES[name])
     dtype = options.pop("dtype", torch.float64)
@@ -59,32 +63,34 @@ def problem(name, world):
     x = x * options.pop("scale", 1.0)
     target = torch.randint(C, (2, N // 2))
     if options.pop("targets", False):
-        target = torch.randint(len(NOT_TARGETS[world]), C, (2, N // 2))
+        target = torch.randint(len(NOT_TARGETS.get(world, ())), C, (2, N // 2))
     target[0, ::4] = options.get("ignore_index", -100)
     if options.pop("ignored", False):
         target[:] = -100
     gamma = options.get("gamma")
     if gamma == "rows":
-        options["gamma"] = torch.linspace(-1, 3, N // 2, dtype=torch.float64).requires_grad_()
+        options["gamma"] = torch.linspace(-1, 3, N // 2, dtype=torch.float64, device=device).requires_grad_()
     if gamma == "one":
-        options["gamma"] = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
-    return x.to(dtype), w.to(dtype), b.to(dtype), target, options
+        options["gamma"] = torch.tensor(1.5, dtype=torch.float64, device=device, requires_grad=True)
+    if "weight" in options:
+        options["weight"] = options["weight"].to(device)
+    return *(t.to(device, dtype) for t in (x, w, b)), target.to(device), options
 
 
 def upstream_of(loss):
-    return torch.linspace(1, 2, loss.numel(), dtype=torch.float64).reshape(loss.shape).to(loss.dtype)
+    return torch.linspace(1, 2, loss.numel(), dtype=torch.float64).reshape(loss.shape).to(loss)
 
 
 def gradients(loss, leaves):
     return torch.autograd.grad(loss, leaves, upstream_of(loss))
 
 
-def with_head(name, world, rank=None, group=None, **more):
+def with_head(name, world, rank=None, group=None, device="cpu", **more):
     """Loss and gradients of input, weight, bias (slices, with a rank) and gamma."""
-    x, w, b, target, options = problem(name, world)
+    x, w, b, target, options = problem(name, world, device)
     if rank is not None:
-        begin = sum(SLICES[world][:rank])
-        part = slice(begin, begin + SLICES[world][rank])
+        begin = sum(slices(world)[:rank])
+        part = slice(begin, begin + slices(world)[rank])
         w, b = w[part].clone(), b[part].clone()
         more["process_group"] = group
     leaves = [t.requires_grad_() for t in (x, w, b)]
@@ -94,9 +100,9 @@ def with_head(name, world, rank=None, group=None, **more):
     return [loss.detach(), *gradients(loss, leaves)]
 
 
-def of_logits(name, world, rank=None, group=None):
+def of_logits(name, world, rank=None, group=None, device="cpu"):
     """Loss and gradients of the logits (a slice, with a rank) and gamma."""
-    x, w, b, target, options = problem(name, world)
+    x, w, b, target, options = problem(name, world, device)
     options.pop("softcap", None)
     options.pop("chunk_rows", None)
     z = F.linear(x, w, b)
@@ -108,8 +114,8 @@ def of_logits(name, world, rank=None, group=None):
         loss = fk.focal_loss(z.flatten(0, 1), target.flatten(), flat, **options)
         loss = loss.reshape(target.shape) if options.get("reduction") == "none" else loss
     else:
-        begin = sum(SLICES[world][:rank])
-        z = z[..., begin : begin + SLICES[world][rank]].clone().requires_grad_()
+        begin = sum(slices(world)[:rank])
+        z = z[..., begin : begin + slices(world)[rank]].clone().requires_grad_()
         loss = fk.focal_loss_vocab_parallel(z, target, gamma, process_group=group, **options)
     return [loss.detach(), *gradients(loss, [z, *leaves])]
 
@@ -125,8 +131,8 @@ def error_of(function):
 def other_checks(rank, world, group):
     """What is no comparison of a case: name -> a value to save."""
     x, w, _, target, _ = problem("mean", world)
-    begin = sum(SLICES[world][:rank])
-    part = w[begin : begin + SLICES[world][rank]]
+    begin = sum(slices(world)[:rank])
+    part = w[begin : begin + slices(world)[rank]]
     out = {}
     # A gradient of the input that is left to the caller.
     leaf = x.clone().requires_grad_()
@@ -233,6 +239,17 @@ def process(rank, world, folder):
     dist.destroy_process_group()
 
 
+def process_on_gpus(rank, world, folder):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
+    out = {}
+    for name in CASES:
+        out["head", name] = [t.cpu() for t in with_head(name, world, rank, dist.group.WORLD, "cuda")]
+        out["logits", name] = [t.cpu() for t in of_logits(name, world, rank, None, "cuda")]
+    torch.save(out, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
 def dying(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=TIMEOUT)
@@ -276,9 +293,7 @@ def close(found, expected):
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_split_head_is_the_whole_head(name, ranks):
-    world, results = ranks
+def check_head(name, world, results):
     expected = with_head(name, world)
     found = [result["head", name] for result in results]
     for of_rank in found:
@@ -290,9 +305,7 @@ def test_a_split_head_is_the_whole_head(name, ranks):
         close(torch.cat([of_rank[place] for of_rank in found]), expected[place])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_split_logits_are_all_logits(name, ranks):
-    world, results = ranks
+def check_logits(name, world, results):
     expected = of_logits(name, world)
     found = [result["logits", name] for result in results]
     for of_rank in found:
@@ -302,11 +315,36 @@ def test_split_logits_are_all_logits(name, ranks):
     close(torch.cat([of_rank[1] for of_rank in found], -1), expected[1])
 
 
-def test_every_rank_has_the_same_bits(ranks):
-    _, (first, *others) = ranks
+def check_bits(results):
+    first, *others = results
     for key in [key for key in first if key[0] in ("head", "logits")]:
         for other in others:
             assert torch.equal(first[key][0], other[key][0]) or bool(first[key][0].isnan())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_split_head_is_the_whole_head(name, ranks):
+    check_head(name, *ranks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_split_logits_are_all_logits(name, ranks):
+    check_logits(name, *ranks)
+
+
+def test_every_rank_has_the_same_bits(ranks):
+    check_bits(ranks[1])
+
+
+@pytest.mark.skipif(not (torch.cuda.is_available() and dist.is_nccl_available()), reason="no GPU, or no NCCL")
+def test_over_nccl(tmp_path):
+    world = min(torch.cuda.device_count(), 3)
+    start(process_on_gpus, (world, str(tmp_path)), world, lambda context: context.join(timeout=1))
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
+    for name in CASES:
+        check_head(name, world, results)
+        check_logits(name, world, results)
+    check_bits(results)
 
 
 def test_the_gradient_of_the_input_may_be_left_to_the_caller(ranks):
