@@ -430,6 +430,18 @@ def test_one_rank(alone, scale):
     assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("gamma", [2.0, 0.0, -1.0])
+def test_a_target_beside_which_nothing_is_left(alone, dtype, gamma):
+    z = torch.tensor([[900.0, 0.0, -5.0], [0.0, 900.0, 3.0]], dtype=dtype).requires_grad_()
+    found = fk.focal_loss_vocab_parallel(z, torch.tensor([0, 0]), gamma, reduction="none")
+    expected = fk.focal_loss(z, torch.tensor([0, 0]), gamma, reduction="none")
+    assert_close(found, expected)
+    assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
+    one_class = torch.ones(2, 1, dtype=dtype)
+    assert fk.focal_loss_vocab_parallel(one_class, torch.tensor([0, 0]), gamma).item() == 0
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
