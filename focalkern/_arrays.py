@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._columns import ColumnsError, class_columns
+from focalkern._devices import where_float64
 
 __all__ = ["arrays_for_arrays", "as_array", "as_tensor", "with_tensors"]
 
@@ -20,12 +21,15 @@ R = TypeVar("R")
 def as_tensor(values: Any, what: str = "an argument") -> Tensor:
     """A tensor as it is, detached; anything else through NumPy, without a copy where that is safe.
 
+    What is taken from users with this is computed with in float64, so a tensor comes from a device that has none to the
+    CPU.
+
     Raises:
         TypeError: nothing that NumPy makes an array of numbers of; ``what`` says which argument of which operator.
         ValueError: a frame with columns that may be no classes.
     """
     if isinstance(values, Tensor):
-        return values.detach()
+        return where_float64(values.detach())
     if hasattr(values, "columns") and hasattr(values, "to_numpy"):  # a frame, whose columns may be in any order
         try:
             places = class_columns([str(name) for name in values.columns]).places

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from focalkern._devices import on_device
+
 __all__ = ["FLSD_53", "GammaTable"]
 
 
@@ -90,7 +92,7 @@ class GammaTable:
         return table
 
     def to(self, device: torch.device | str) -> "GammaTable":
-        """The same table with both tensors on ``device``.
+        """The same table with both tensors on ``device``, in float32 where it has no float64.
 
         Args:
             device: where to.
@@ -106,7 +108,8 @@ class GammaTable:
             >>> table.gammas
             tensor([5., 3.], dtype=torch.float64)
         """
-        return GammaTable(self.edges.to(device), self.gammas.to(device))
+        device = torch.device(device)
+        return GammaTable(on_device(self.edges, device), on_device(self.gammas, device))
 
     def __eq__(self, other: object) -> bool:
         """Whether edges and gammas are the same numbers, in whatever dtype; it looks at values on every device."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from focalkern._devices import autocast_is_on
 from focalkern.gamma import GammaTable
 
 __all__ = [
@@ -121,6 +122,9 @@ def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
 
 def _number_tensor(value: float | Tensor, like: Tensor) -> Tensor:
     """A number or tensor in the dtype of ``like``; a number is rounded once, and not to float32 on its way."""
+    if not isinstance(value, Tensor) and torch.compiler.is_compiling():
+        # Not a constant of the graph: another value must not compile again.
+        return (torch.zeros((), dtype=torch.float64) + value).to(like.dtype).to(like.device)
     return value.to(like) if isinstance(value, Tensor) else torch.tensor(value, dtype=like.dtype, device=like.device)
 
 
@@ -196,14 +200,18 @@ def focal_loss(
         loss = loss.sum()
     elif reduction == "mean":
         loss = loss.sum() / divisor
-    autocast = torch.is_autocast_enabled(input.device.type)
+    autocast = autocast_is_on(input.device.type)
     return loss if autocast else loss.to(input.dtype)
 
 
 def _weighted_sum(share: Tensor, class_loss: Tensor) -> Tensor:
     # A class with no share in the target contributes 0, also where its own loss is infinite.
     nothing = (share == 0) & (class_loss == torch.inf)
-    return (share * torch.where(nothing, 0.0, class_loss)).sum(-1)
+    product = share * torch.where(nothing, 0.0, class_loss)
+    if share.requires_grad:
+        # The slope in the share is the loss of the class, infinite: a square root has it at 0.
+        product = torch.where(nothing, torch.where(nothing, share, 1.0).sqrt(), product)
+    return product.sum(-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,6 +234,7 @@ def _shares(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, T
     classes = torch.arange(n_classes, device=x.device).view(n_classes, *[1] * (input.dim() - class_dim - 1))
     counts = (labels != ignore_index).expand(x.shape)
     valid = ((labels >= 0) & (labels <= n_classes)) | ~counts
+    x = torch.where(counts, x, 0.0)  # so that a NaN in them stays there
     return x, torch.where(valid, (labels == classes).to(x.dtype), torch.nan), counts
 
 
@@ -258,7 +267,7 @@ def _reduce_elements(
     elif reduction == "mean":
         loss = loss.sum() / (loss.numel() if counts is None else counts.sum())
     is_half = input.dtype in (torch.float16, torch.bfloat16)
-    return loss if is_half and torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+    return loss if is_half and autocast_is_on(input.device.type) else loss.to(input.dtype)
 
 
 def sigmoid_focal_loss(

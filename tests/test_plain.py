@@ -1,5 +1,7 @@
 """focalkern.plain beside the compiled kernels, and beside definitions at 300 digits."""
 
+import functools
+
 import mpmath
 import oracle
 import pytest
@@ -30,8 +32,6 @@ def rows(n=40, classes=7):
 @pytest.mark.parametrize("kind", ["labels", "smoothed", "probabilities"])
 def test_loss_is_that_of_the_kernels(dtype, kind):
     z = leaf(rows().to(dtype))
-    if kind == "probabilities":  # a class that cannot occur has an infinite slope in its target there
-        z = leaf(torch.where(z.isinf(), -20.0, z.detach()))
     target = torch.randint(7, (40,)) if kind != "probabilities" else leaf(rows().softmax(1).to(dtype))
     weight = torch.rand(7, dtype=torch.float64) + 0.5
     if kind == "labels":
@@ -51,17 +51,66 @@ def test_loss_is_that_of_the_kernels(dtype, kind):
             assert_close(mine, other)
 
 
-@pytest.mark.parametrize("gamma", [2.0, 0.5, -1.5])
+# Ordinary shares; a row that is all but certain, right and wrong; hard shares, whose other classes must not count.
+ROWS_AND_SHARES = [
+    ([0.25, -1.0, 2.5, 0.0], [0.125, 0.25, 0.5, 0.125]),
+    ([0.25, -14.0, 21.5, 3.0], [0.125, 0.25, 0.625, 0.0]),
+    ([40.0, -3.0, 1.0, 2.0], [1.0, 0.0, 0.0, 0.0]),
+    ([40.0, -3.0, 1.0, 2.0], [0.0, 0.5, 0.5, 0.0]),
+    ([0.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]),
+]
+
+
+@pytest.mark.parametrize("gamma", [2.0, 0.5, 0.0, -1.5])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_of_probabilities_at_300_digits(gamma, smoothing):
-    row, share = [0.25, -14.0, 21.5], [0.125, 0.25, 0.625]
-    z = torch.tensor([row], dtype=torch.float64, requires_grad=True)
-    loss = plain.focal_loss(z, torch.tensor([share], dtype=torch.float64), gamma, None, None, 2, -100, smoothing, False)
+@pytest.mark.parametrize("kind", ["probabilities", "labels"])
+def test_loss_that_weighs_every_class_at_300_digits(gamma, smoothing, kind):
+    """Values, and the slopes in logits, gamma and shares."""
+    weight = [0.5, 1.0, 2.0, 0.25]
+    z = leaf(torch.tensor([row for row, _ in ROWS_AND_SHARES], dtype=torch.float64))
+    shares = leaf(torch.tensor([share for _, share in ROWS_AND_SHARES], dtype=torch.float64))
+    labels = shares.detach().argmax(1)
+    per_row = leaf(torch.full((len(z),), gamma, dtype=torch.float64))
+    weights = torch.tensor(weight, dtype=torch.float64)
+    soft = kind == "probabilities"
+    found = plain.focal_loss(z, shares if soft else labels, per_row, None, weights, 0, -100, smoothing, False)
+    slopes = torch.autograd.grad(found.sum(), (z, per_row, shares) if soft else (z, per_row))
+
+    def loss(row, share, number):
+        e = mpmath.mpf(smoothing)
+        t = [w * ((1 - e) * s + e / 4) for w, s in zip(weight, share, strict=True)]
+        terms = zip(t, oracle.softmax(row), strict=True)
+        return -mpmath.fsum(s * oracle.factor(p, number) * mpmath.log(p) for s, p in terms if s != 0)
+
     with oracle.precision():
-        expected = oracle.loss(row, share, gamma, smoothing)
-        grads = oracle.gradient(lambda x: oracle.loss(x, share, gamma, smoothing), row)
+        for i, (row, share) in enumerate(ROWS_AND_SHARES):
+            share = [mpmath.mpf(s) for s in (share if soft else [float(k == int(labels[i])) for k in range(4)])]
+            row, number = [mpmath.mpf(v) for v in row], mpmath.mpf(gamma)
+            step = mpmath.mpf(10) ** -60  # from the right at gamma = 0, where the formula changes
+            expected = [
+                [loss(row, share, number)],
+                oracle.gradient(functools.partial(loss, share=share, number=number), row),
+                [(loss(row, share, number + step) - loss(row, share, number)) / step],
+                oracle.gradient(lambda t, row=row, number=number: loss(row, t, number), share),
+            ]
+            for mine, other in zip((found[i : i + 1], *(s[i].reshape(-1) for s in slopes)), expected, strict=False):
+                assert_close(mine, torch.tensor([float(v) for v in other], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("gamma", [2.0, 0.0, -1.5])
+def test_share_of_a_class_that_cannot_occur(gamma):
+    """It adds nothing, and its slope is the loss that the class would have: the limit as the logit falls."""
+    z = torch.tensor([[0.25, -torch.inf, 2.5]], dtype=torch.float64, requires_grad=True)
+    shares = torch.tensor([[0.25, 0.0, 0.75]], dtype=torch.float64, requires_grad=True)
+    loss = plain.focal_loss(z, shares, gamma, None, None, 2, -100, 0.0, False)
+    of_logits, of_shares = torch.autograd.grad(loss, (z, shares))
+    with oracle.precision():
+        expected = oracle.loss([0.25, 2.5], [0.25, 0.75], gamma)
+        row = oracle.gradient(lambda x: oracle.loss(x, [0.25, 0.75], gamma), [0.25, 2.5])
     assert_close(loss, torch.tensor(float(expected), dtype=torch.float64))
-    assert_close(torch.autograd.grad(loss, z)[0][0], torch.tensor([float(g) for g in grads], dtype=torch.float64))
+    assert_close(of_logits[0], torch.tensor([float(row[0]), 0.0, float(row[1])], dtype=torch.float64))
+    assert of_shares[0, 1] == torch.inf
+    assert of_shares[0, [0, 2]].isfinite().all()
 
 
 def test_cell_of_the_grid_at_300_digits():

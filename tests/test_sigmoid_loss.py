@@ -324,6 +324,7 @@ def test_empty(device, dtype, name):
         assert grads(mean, x)[0].shape == shape
 
 
+@pytest.mark.kernels
 def test_the_same_bits_for_every_number_of_threads(device):
     x = leaf(torch.randn(300, 170, device=device))
     t = torch.rand(300, 170, device=device)

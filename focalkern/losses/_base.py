@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from focalkern._devices import autocast_is_on, has_float64, on_device
 from focalkern.ops.focal_loss import check_labels
 
 Reduction = Literal["none", "mean", "sum"]
@@ -88,6 +89,12 @@ class Loss(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Loss":
+        if any(buffer is not None and buffer.dtype == torch.float64 for buffer in self._buffers.values()):
+            there = fn(torch.empty(0, device="cpu")).device
+            if not has_float64(there):
+                self._buffers.update(
+                    {name: b if b is None else on_device(b, there) for name, b in self._buffers.items()}
+                )
         before = {name: self._buffers[name] for name in self._exact_buffers}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, kept in before.items():
@@ -318,4 +325,4 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def in_dtype_of(loss: Tensor, input: Tensor) -> Tensor:
     """The loss in the dtype of the logits, or as computed, in float32, for half-precision logits under autocast."""
     is_half = input.dtype in (torch.float16, torch.bfloat16)
-    return loss if is_half and torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+    return loss if is_half and autocast_is_on(input.device.type) else loss.to(input.dtype)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focalkern._devices import where_float64
 from focalkern.losses._base import Loss, Reduction, Rows, flag, in_dtype_of, number, rows_of
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.reference import _weighted_sum, log_softmax_and_complement
@@ -212,10 +213,11 @@ class MMCELoss(Loss):
         rows = rows_of(self, input, target)
         cross_entropy = cross_entropy_of(self, rows, target)
         top = rows.z.detach().argmax(-1, keepdim=True)
-        odds = _odds_against(rows.z, top).reshape(-1).double()
+        # Sums over the batch in float64: of one number per row, which a device without it hands to the CPU.
+        odds = where_float64(_odds_against(rows.z, top).reshape(-1)).double()
         r, one_minus_r = odds.neg().sigmoid(), odds.sigmoid()
-        correct = rows.share_of(top).reshape(-1).double()
-        valid = rows.valid.reshape(-1)
+        correct = where_float64(rows.share_of(top).reshape(-1)).double()
+        valid = where_float64(rows.valid.reshape(-1))
         # c - r without cancellation: what the correct part lacks and the incorrect part has too much.
         lack = torch.where(valid, correct, 0.0) * one_minus_r
         excess = torch.where(valid, 1.0 - correct, 0.0) * r
@@ -232,7 +234,7 @@ class MMCELoss(Loss):
         mmce = torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
         if self.reduction == "sum":
             mmce = mmce * count
-        return in_dtype_of(cross_entropy + self.coefficient * mmce.to(cross_entropy.dtype), input)
+        return in_dtype_of(cross_entropy + self.coefficient * mmce.to(cross_entropy), input)
 
     def _settings(self) -> dict[str, object]:
         return {"coefficient": self.coefficient, "weighted": self.weighted, "bandwidth": self.bandwidth}

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from focalkern._devices import where_float64
+
 
 def class_balanced_weight(counts: Tensor | Sequence[float], beta: float = 0.999) -> Tensor:
     r"""Class weights by the effective number of samples, for the ``weight`` of a loss.
@@ -44,7 +46,7 @@ def class_balanced_weight(counts: Tensor | Sequence[float], beta: float = 0.999)
         raise TypeError(f"{op}: counts must be numbers, got {given.dtype}")
     if given.dim() != 1:
         raise ValueError(f"{op}: counts must be [C], got {list(given.shape)}")
-    n = given.double()
+    n = where_float64(given).double()
     if not bool(((n >= 0) & n.isfinite()).all()):
         raise ValueError(f"{op}: counts must be finite and at least 0, got {given.tolist()}")
     occurs = n > 0
@@ -60,4 +62,4 @@ def class_balanced_weight(counts: Tensor | Sequence[float], beta: float = 0.999)
         weight = -1.0 / torch.expm1(n * log_beta)
     weight = torch.where(occurs, weight, 0.0)
     weight = weight * (occurs.sum() / weight.sum())
-    return weight if given.dtype == torch.float64 else weight.float()
+    return (weight if given.dtype == torch.float64 else weight.float()).to(given.device)

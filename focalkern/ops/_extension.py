@@ -76,7 +76,9 @@ def _candidates(built_for: ModuleType) -> list[str]:
 def _load() -> tuple[ModuleType, ModuleType]:
     # Looked for in this folder, because the finder of an editable installation would also find those of another copy.
     if not (_PACKAGE / "_build_info.py").is_file():
-        raise _DoesNotFitError(f"focalkern's compiled module has not been built in {_PACKAGE}. {_rebuild()}")
+        in_source = (_PACKAGE.parent / "setup.py").is_file()
+        lacks = "'s compiled module has not been built" if in_source else " was installed without compiled modules"
+        raise _DoesNotFitError(f"focalkern{lacks} in {_PACKAGE}. {_rebuild()}")
     built_for = importlib.import_module("focalkern._build_info")
     names = _candidates(built_for)
     if not any((_PACKAGE / f"{names[-1]}{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):

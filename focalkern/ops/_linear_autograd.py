@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focalkern._devices import has_float64
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
 from focalkern.ops._loss_rows import gradients_of_rows, losses_of_rows
@@ -169,7 +170,7 @@ def _row_weights(target: Tensor, weight: Tensor | None, options: Options) -> tup
 
 
 def _total(losses: Tensor) -> Tensor:
-    return losses.sum(dtype=torch.float64) if losses.device.type != "mps" else losses.sum()
+    return losses.sum(dtype=torch.float64) if has_float64(losses.device) else losses.sum()
 
 
 def _divisor(target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:

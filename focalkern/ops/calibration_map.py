@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_array, as_tensor
+from focalkern._devices import autocast_is_on, on_device
 from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["binary_focal_calibration_map", "focal_calibration_map"]
@@ -183,9 +184,9 @@ def _map(
         of_array = _map(op, name, as_tensor(input, f"{op}: {name}"), gamma, temperature, kind, log)
         return as_array(of_array)
     if isinstance(gamma, np.ndarray):
-        gamma = as_tensor(gamma, f"{op}: gamma").to(input.device)
+        gamma = on_device(as_tensor(gamma, f"{op}: gamma"), input.device)
     if isinstance(temperature, np.ndarray):
-        temperature = as_tensor(temperature, f"{op}: temperature").to(input.device)
+        temperature = on_device(as_tensor(temperature, f"{op}: temperature"), input.device)
     if not isinstance(gamma, Tensor):
         gamma = _check_number(op, "gamma", gamma, -1.0, "greater than -1")
     if not isinstance(temperature, Tensor):
@@ -220,7 +221,7 @@ def _through_dispatcher(
     input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log: bool, validate: bool
 ) -> Tensor:
     """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
-    wide = input.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(input.device.type)
+    wide = input.dtype in (torch.float16, torch.bfloat16) and autocast_is_on(input.device.type)
     if torch._C._are_functorch_transforms_active():
         return torch.ops.focalkern.calibration_map_composite(input, gamma, temperature, kind, log, wide)
     return torch.ops.focalkern.calibration_map_forward(input, gamma, temperature, kind, log, wide, validate)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_tensor
+from focalkern._devices import autocast_is_on
 from focalkern.gamma import GammaTable
 from focalkern.ops._extension import has_kernels, kernels_for
 
@@ -217,7 +218,7 @@ def _through_dispatcher(
         gamma = torch.zeros((), dtype=torch.float64) + gamma
     device_type = input.device.type
     is_half = input.dtype in (torch.float16, torch.bfloat16)
-    float32_loss = is_half and torch.is_autocast_enabled(device_type)
+    float32_loss = is_half and autocast_is_on(device_type)
     if target.is_floating_point() and target.dtype != input.dtype:
         common = torch.promote_types(input.dtype, target.dtype)
         if common == torch.float64:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from focalkern._devices import autocast_is_on, has_float64
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
 from focalkern.ops._loss_rows import slice_gradient, slice_statistics
@@ -31,7 +32,6 @@ _OP = "focal_loss_vocab_parallel"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 _LABELS = (torch.int64, torch.int32, torch.uint8)
-_FAR = 1e4  # e^-_FAR is 0, also in float64
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -105,6 +105,10 @@ def focal_loss_vocab_parallel(
             raise TypeError(f"{_OP}: {name} must be a tensor, got {type(value).__name__}")
     if logits.dtype not in _FLOATS:
         raise TypeError(f"{_OP}: logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
+    if not has_float64(logits.device):
+        raise TypeError(
+            f"{_OP}: logits must be on a device with float64, in which the ranks' sums are, got {logits.device}"
+        )
     if logits.dim() < 1:
         raise ValueError(f"{_OP}: logits must be [C_r], [N, C_r] or [B, S, C_r], got a single number")
     leading = logits.shape[:-1]
@@ -115,7 +119,7 @@ def focal_loss_vocab_parallel(
     gammas = gamma_rows(settings.gamma, leading)
     losses = row_losses(margin, gammas, settings) * split.row_weights(weight, margin.dtype)
     loss = _reduced(losses, split, weight, reduction)
-    is_half = logits.dtype in _HALF and torch.is_autocast_enabled(logits.device.type)
+    is_half = logits.dtype in _HALF and autocast_is_on(logits.device.type)
     loss = loss.to(torch.float32 if is_half else logits.dtype)
     return loss.reshape(leading) if reduction == "none" else loss
 
@@ -270,9 +274,6 @@ def statistics(z: Tensor, split: Split) -> Rows:
     dist.all_reduce(total, group=split.group)
     all_rest = shift + total.log()
     own = torch.where(split.legal, largest[1], torch.nan)
-    # Nothing is left beside the target: its loss is 0, and a distance of infinity would make it NaN.
-    alone = (all_rest == -torch.inf) & own.isfinite()
-    all_rest = torch.where(alone, own - _FAR, all_rest)
     return Rows(top, torch.logaddexp(all_rest, own), all_rest - own)
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focalkern._arrays import as_array, as_tensor
+from focalkern._devices import autocast_is_on, on_device
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import focal_loss
 
@@ -237,7 +238,7 @@ def _log_probabilities(op: str, input: Tensor, gamma: float | Tensor | Array, in
 
 def _gamma_tensor(op: str, gamma: float | Tensor | Array, like: Tensor) -> Tensor:
     if isinstance(gamma, np.ndarray):
-        gamma = as_tensor(gamma, f"{op}: gamma").to(like.device)
+        gamma = on_device(as_tensor(gamma, f"{op}: gamma"), like.device)
     if not isinstance(gamma, Tensor):
         if isinstance(gamma, bool) or not (hasattr(type(gamma), "__float__") or hasattr(type(gamma), "__index__")):
             raise TypeError(f"{op}: gamma must be a number or a tensor, got {_kind(gamma)}")
@@ -281,7 +282,7 @@ def _widened(input: Any) -> Any:
 
 
 def _as_input(result: Tensor, input: Tensor) -> Tensor:
-    return result if torch.is_autocast_enabled(input.device.type) else result.to(input.dtype)
+    return result if autocast_is_on(input.device.type) else result.to(input.dtype)
 
 
 def _kind(value: object) -> str:

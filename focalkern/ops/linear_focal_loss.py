@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focalkern._devices import autocast_is_on
 from focalkern.gamma import GammaTable
 from focalkern.ops._extension import has_kernels
 from focalkern.ops._linear_autograd import MEAN, NONE, SUM, Options, capped, loss_of
@@ -225,7 +226,7 @@ def _check_numbers(
 def _dtypes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
     """Of the logits and of the loss."""
     dtype = input.dtype
-    if dtype != torch.float64 and torch.is_autocast_enabled(input.device.type):
+    if dtype != torch.float64 and autocast_is_on(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         return dtype, torch.float32 if dtype in _HALF else dtype
     for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):

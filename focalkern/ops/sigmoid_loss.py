@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from focalkern._devices import autocast_is_on
 from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
@@ -251,7 +252,7 @@ def _traced(
     if second is not None and not isinstance(second, Tensor):
         second = torch.zeros((), dtype=torch.float64) + second
     is_half = input.dtype in (torch.float16, torch.bfloat16)
-    float32_loss = is_half and torch.is_autocast_enabled(input.device.type)
+    float32_loss = is_half and autocast_is_on(input.device.type)
     options = (kind, margin, reduction, ignore_index, float32_loss)
     if torch._C._are_functorch_transforms_active():
         return torch.ops.focalkern.sigmoid_loss_composite(input, target, gamma, second, weight, *options)

@@ -5,6 +5,8 @@ import os
 import torch
 from torch import Tensor
 
+from focalkern._devices import autocast_is_on, has_float64
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LABELS = (torch.int64, torch.int32, torch.uint8)
 
@@ -54,12 +56,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def widest_dtype(tensor: Tensor) -> torch.dtype:
     """What parameters are formed in: float64, where the device has it."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+    return torch.float64 if has_float64(tensor.device) else torch.float32
 
 
 def autocasts(input: Tensor) -> bool:
     """Whether a half-precision input has a float32 result."""
-    return input.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(input.device.type)
+    return input.dtype in (torch.float16, torch.bfloat16) and autocast_is_on(input.device.type)
 
 
 def values_may_be_read(tensor: Tensor) -> bool:

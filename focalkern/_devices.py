@@ -1,0 +1,33 @@
+"""What devices differ in: some have no float64, and some know nothing of autocast."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["autocast_is_on", "has_float64", "on_device", "where_float64"]
+
+# Types of devices on which no tensor can be float64, and of those without autocast, of which torch must not be asked.
+_WITHOUT_FLOAT64 = {"mps"}
+_WITHOUT_AUTOCAST = {"meta", "fpga", "vulkan", "ve", "lazy"}
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes in float64. (Some of Intel's GPUs do not.)"""
+    if device.type == "xpu":
+        return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", True))
+    return device.type not in _WITHOUT_FLOAT64
+
+
+def where_float64(tensor: Tensor) -> Tensor:
+    """The tensor, or its copy on the CPU where its device has no float64."""
+    return tensor if has_float64(tensor.device) else tensor.cpu()
+
+
+def on_device(parameter: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; float32 where it is float64 and the device has none."""
+    narrows = parameter.dtype == torch.float64 and not has_float64(device)
+    return parameter.to(device, torch.float32 if narrows else parameter.dtype)
+
+
+def autocast_is_on(device_type: str) -> bool:
+    """Whether torch.autocast is on for this type of device."""
+    return device_type not in _WITHOUT_AUTOCAST and torch.is_autocast_enabled(device_type)
