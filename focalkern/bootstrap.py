@@ -96,6 +96,11 @@ class Interval:
     Attributes:
         estimate: the figure on the rows as they are.
         low, high: the ends of the interval. Under ``"basic"`` the estimate of an ECE may lie above ``high``.
+
+    Example:
+        >>> interval = fk.bootstrap.Interval(estimate=-0.02, low=-0.03, high=-0.01)
+        >>> interval.excludes_zero
+        True
     """
 
     estimate: float
@@ -119,6 +124,17 @@ class PairedBootstrap:
         replicates: [K, F, R] float64 on the CPU, the figures on each resample; resample r is the same rows for every
             calibrator.
         n_samples, n_bins, level, method, seed: as they were asked for.
+
+    Example:
+        >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(200, 1), (torch.arange(200) >= 160).long()
+        >>> probs = {"as it is": logits.softmax(-1), "T = 2.9": (logits / 2.9).softmax(-1)}
+        >>> found = fk.bootstrap.paired_bootstrap(probs, target, n_resamples=200)
+        >>> found.n_resamples, found.wins("T = 2.9", "as it is", "nll")
+        (200, True)
+        >>> found.difference("T = 2.9", "as it is", "nll").high < 0 < found.interval("as it is", "nll").low
+        True
+        >>> found.in_words("T = 2.9", "as it is", "accuracy").startswith("accuracy does not tell")
+        True
     """
 
     names: tuple[str, ...]
@@ -133,6 +149,7 @@ class PairedBootstrap:
 
     @property
     def n_resamples(self) -> int:
+        """R, the number of resamples."""
         return self.replicates.shape[-1]
 
     def interval(self, name: str, figure: str) -> Interval:
@@ -141,6 +158,9 @@ class PairedBootstrap:
         Args:
             name: of ``names``.
             figure: of ``figures``.
+
+        Returns:
+            The :class:`Interval`.
 
         Raises:
             ValueError: an unknown name or figure.
@@ -157,6 +177,9 @@ class PairedBootstrap:
             name, other: of ``names``.
             figure: of ``figures``.
 
+        Returns:
+            The :class:`Interval`.
+
         Raises:
             ValueError: an unknown name or figure.
         """
@@ -171,6 +194,16 @@ class PairedBootstrap:
 
         Better is higher for accuracy and lower for everything else. One pair and one figure at a time: among many,
         one in 1 / (1 - level) excludes 0 by chance. Ask for a higher ``level`` where many are compared.
+
+        Args:
+            name, other: of ``names``.
+            figure: of ``figures``.
+
+        Returns:
+            True or False; False for a difference that is NaN.
+
+        Raises:
+            ValueError: an unknown name or figure.
         """
         difference = self.difference(name, other, figure)
         return difference.low > 0 if figure in _HIGHER_IS_BETTER else difference.high < 0
@@ -181,6 +214,9 @@ class PairedBootstrap:
         Args:
             name, other: of ``names``.
             figure: of ``figures``.
+
+        Returns:
+            The sentence.
 
         Raises:
             ValueError: an unknown name or figure.
@@ -231,6 +267,13 @@ class BiasFloor:
     Attributes:
         figure: its name.
         samples: [R] float64 on the CPU, one score per simulated set of labels.
+
+    Example:
+        >>> floor = fk.bootstrap.bias_floor(torch.tensor([[0.8, 0.2]]).repeat(200, 1))["ece_equal_width"]
+        >>> round(floor.mean, 2), floor.quantile(0.95) > floor.mean
+        (0.02, True)
+        >>> round(floor.p_value(0.5), 3), "is more than noise" in floor.in_words(0.5)
+        (0.001, True)
     """
 
     figure: str
@@ -238,23 +281,47 @@ class BiasFloor:
 
     @property
     def mean(self) -> float:
+        """The mean of the simulated scores, a fraction."""
         return float(self.samples.mean())
 
     def quantile(self, q: float) -> float:
-        """The score that a fraction ``q`` of the simulated sets does not exceed; NaN without rows."""
+        """The score that a fraction ``q`` of the simulated sets does not exceed.
+
+        Args:
+            q: a fraction, in [0, 1].
+
+        Returns:
+            The score, a fraction; NaN without rows.
+
+        Raises:
+            ValueError: ``q`` outside [0, 1].
+        """
         return float(np.quantile(self.samples.numpy(), q))
 
     def p_value(self, observed: float) -> float:
         """How often a perfectly calibrated model scores ``observed`` or more: (1 + how many do) / (1 + R).
 
         Small: ``observed`` is no mere noise, the model is miscalibrated. Not small: it may be calibrated.
+
+        Args:
+            observed: an error of the same figure, a fraction.
+
+        Returns:
+            The p-value, in (0, 1]; NaN without rows.
         """
         if math.isnan(observed) or bool(self.samples.isnan().any()):
             return math.nan
         return (1 + int((self.samples >= observed).sum())) / (1 + len(self.samples))
 
     def in_words(self, observed: float) -> str:
-        """One sentence on whether ``observed`` is more than noise, for the reader of a table."""
+        """One sentence on whether ``observed`` is more than noise, for the reader of a table.
+
+        Args:
+            observed: an error of the same figure, a fraction.
+
+        Returns:
+            The sentence.
+        """
         if math.isnan(self.p_value(observed)):
             return f"{_WORDS[self.figure]}: there are no rows."
         floor = (
@@ -317,6 +384,16 @@ def paired_bootstrap(
         IndexError: a target outside [0, C).
 
     Source: Efron & Tibshirani 1993, "An Introduction to the Bootstrap"; see the top of this module.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0]]).repeat(200, 1)
+        >>> target = (torch.arange(200) >= 160).long()  # right in 160 of 200 rows
+        >>> probs = {"as it is": logits.softmax(-1), "T = 2.9": (logits / 2.9).softmax(-1)}
+        >>> found = fk.bootstrap.paired_bootstrap(probs, target, n_resamples=200)
+        >>> found.wins("T = 2.9", "as it is", "nll")
+        True
+        >>> round(found.interval("T = 2.9", "nll").estimate, 4)
+        0.5004
     """
     op = "paired_bootstrap"
     names = _names(op, probs, confidence)
@@ -398,6 +475,14 @@ def bias_floor(
 
     Source: Broecker & Smith 2007, "Increasing the Reliability of Reliability Diagrams" (consistency resampling, here
     with the confidences as they are); Vaicenavicius et al. 2019 (arXiv 1902.06977).
+
+    Example:
+        >>> probs = torch.tensor([[0.8, 0.2]]).repeat(200, 1)
+        >>> floor = fk.bootstrap.bias_floor(probs)["ece_equal_width"]
+        >>> round(floor.mean, 2)  # the ECE of a perfectly calibrated model is not 0
+        0.02
+        >>> floor.p_value(0.1) < 0.05, floor.p_value(0.02) < 0.05
+        (True, False)
     """
     op = "bias_floor"
     if (probs is None) == (confidence is None):

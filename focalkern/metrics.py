@@ -108,6 +108,14 @@ class ReliabilityBins:
         accuracy: float64, the fraction of them that is correct, NaN for an empty bin.
         n_samples: N, all samples, in a bin or not.
         estimator: name of the binning.
+
+    Example:
+        >>> confidence, correct = torch.tensor([0.98, 0.98, 0.6, 0.6]), torch.tensor([1, 1, 1, 0])
+        >>> bins = fk.metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=2, estimator="equal_mass")
+        >>> bins.n_bins, bins.weight
+        (2, tensor([0.5000, 0.5000], dtype=torch.float64))
+        >>> bins.gap.round(decimals=4)  # the first bin is over-confident by 0.1
+        tensor([-0.1000,  0.0200], dtype=torch.float64)
     """
 
     lower: Tensor
@@ -120,6 +128,7 @@ class ReliabilityBins:
 
     @property
     def n_bins(self) -> int:
+        """M, the number of bins."""
         return self.count.shape[-1]
 
     @property
@@ -157,7 +166,7 @@ def expected_calibration_error(
         probs: [..., N, C] probabilities, floating point.
         target: [..., N] class indices, integer. Not needed when ``correct`` is given.
         n_bins: M, at least 1.
-        estimator: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``; see the top of this module.
+        estimator: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``; see :mod:`focalkern.metrics`.
         confidence: [..., N] in [0, 1], floating point, in place of ``probs``.
         correct: [..., N], bool, or numbers in [0, 1].
 
@@ -170,7 +179,15 @@ def expected_calibration_error(
             few or too many of the four inputs.
         IndexError: a target outside [0, C).
 
-    Source: Guo et al. 2017 (arXiv 1706.04599), section 2; estimators as named at the top of this module.
+    Source: Guo et al. 2017 (arXiv 1706.04599), section 2; the estimators are named in :mod:`focalkern.metrics`.
+
+    Example:
+        >>> probs = torch.tensor([[0.98, 0.02]]).repeat(10, 1)  # sure with 0.98
+        >>> target = torch.tensor([0] * 8 + [1] * 2)  # and right in 8 of 10 rows
+        >>> fk.metrics.expected_calibration_error(probs, target)
+        tensor(0.1800, dtype=torch.float64)
+        >>> fk.metrics.expected_calibration_error(confidence=probs[:, 0], correct=target == 0, n_bins=20)
+        tensor(0.1800, dtype=torch.float64)
     """
     return expected_error(_bins("expected_calibration_error", probs, target, confidence, correct, n_bins, estimator))
 
@@ -191,9 +208,21 @@ def maximum_calibration_error(
 
     Under ``equal_mass`` it depends on the order of tied confidences: compare it only where they are distinct.
 
-    Args, Returns, Raises: as :func:`expected_calibration_error`.
+    Args:
+        probs, target, n_bins, estimator, confidence, correct: as :func:`expected_calibration_error`.
+
+    Returns:
+        float64 tensor of the batch's shape, a fraction; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 2.
+
+    Example:
+        >>> confidence = torch.tensor([0.98, 0.98, 0.6, 0.6])
+        >>> fk.metrics.maximum_calibration_error(confidence=confidence, correct=torch.tensor([1, 1, 1, 0]))
+        tensor(0.1000, dtype=torch.float64)
     """
     return maximum_error(_bins("maximum_calibration_error", probs, target, confidence, correct, n_bins, estimator))
 
@@ -212,9 +241,21 @@ def rms_calibration_error(
 
     .. math:: \text{RMSCE} = \sqrt{\sum_b \frac{|B_b|}{N} (\text{acc}_b - \text{conf}_b)^2}
 
-    Args, Returns, Raises: as :func:`expected_calibration_error`.
+    Args:
+        probs, target, n_bins, estimator, confidence, correct: as :func:`expected_calibration_error`.
+
+    Returns:
+        float64 tensor of the batch's shape, a fraction; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
 
     Source: Hendrycks, Mazeika, Dietterich 2019 (arXiv 1812.04606), section 5.
+
+    Example:
+        >>> confidence = torch.tensor([0.98, 0.98, 0.6, 0.6])
+        >>> fk.metrics.rms_calibration_error(confidence=confidence, correct=torch.tensor([1, 1, 1, 0]))
+        tensor(0.0721, dtype=torch.float64)
     """
     return rms_error(_bins("rms_calibration_error", probs, target, confidence, correct, n_bins, estimator))
 
@@ -245,14 +286,26 @@ def debiased_calibration_error(
     smaller than noise alone makes it.
 
     Args:
+        probs, target, n_bins, estimator: as :func:`expected_calibration_error`.
         norm: ``"l2"`` or ``"l1"``.
-        others: as :func:`expected_calibration_error`.
+        confidence, correct: as :func:`expected_calibration_error`.
 
-    Returns, Raises: as :func:`expected_calibration_error`; ValueError also for another norm.
+    Returns:
+        float64 tensor of the batch's shape; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`; ValueError also for another norm.
 
     Source: Kumar, Liang & Ma 2019 (arXiv 1909.10155), section 5, and their package uncertainty-calibration, which draws
     the normal variables of ``"l1"`` where this takes their mean in closed form; l2: Broecker 2012, "Estimating
     reliability and resolution of probability forecasts".
+
+    Example:
+        >>> confidence, correct = torch.full((10,), 0.98), torch.arange(10) < 8
+        >>> fk.metrics.debiased_calibration_error(confidence=confidence, correct=correct)
+        tensor(0.1209, dtype=torch.float64)
+        >>> fk.metrics.rms_calibration_error(confidence=confidence, correct=correct)
+        tensor(0.1800, dtype=torch.float64)
     """
     op = "debiased_calibration_error"
     if norm not in ("l1", "l2"):
@@ -284,12 +337,23 @@ def smooth_calibration_error(
     1e-3 is resolved to 1 %, one of 1e-2 to 1e-4.
 
     Args:
+        probs, target: as :func:`expected_calibration_error`.
         bandwidth: :math:`\sigma` > 0, or None for the one that the data choose.
-        others: as :func:`expected_calibration_error`.
+        confidence, correct: as :func:`expected_calibration_error`.
 
-    Returns, Raises: as :func:`expected_calibration_error`; ValueError also for a bandwidth that is not positive.
+    Returns:
+        float64 tensor of the batch's shape, a fraction; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`; ValueError also for a bandwidth that
+            is not positive.
 
     Source: Blasiok & Nakkiran 2023 (arXiv 2309.12236), sections 3 and 4; their package relplot.
+
+    Example:
+        >>> confidence, correct = torch.full((10,), 0.9), torch.arange(10) < 6
+        >>> fk.metrics.smooth_calibration_error(confidence=confidence, correct=correct).round(decimals=3)
+        tensor(0.3000, dtype=torch.float64)
     """
     op = "smooth_calibration_error"
     if bandwidth is not None and not (hasattr(type(bandwidth), "__float__") or hasattr(type(bandwidth), "__index__")):
@@ -366,9 +430,17 @@ def classwise_calibration_error(
     Returns:
         float64 tensor of the batch's shape, with ``"none"`` [..., C]; a fraction; NaN for N = 0.
 
-    Raises: as :func:`expected_calibration_error`; ValueError also for another reduction.
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`; ValueError also for another reduction.
 
     Source: Kull et al. 2019 (arXiv 1910.12656), section 2; Mukhoti et al. 2020 (arXiv 2002.09437), table C.2.
+
+    Example:
+        >>> probs, target = torch.tensor([[0.9, 0.1, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1, 2])
+        >>> fk.metrics.classwise_calibration_error(probs, target, reduction="none").round(decimals=4)
+        tensor([0.1000, 0.0000, 0.1000], dtype=torch.float64)
+        >>> fk.metrics.classwise_calibration_error(probs, target)
+        tensor(0.0667, dtype=torch.float64)
     """
     name = "classwise_calibration_error"
     if reduction not in ("mean", "none"):
@@ -404,7 +476,13 @@ def nll(probs: Any, target: Any, *, log: bool = False) -> Tensor:
     Returns:
         float64 tensor of the batch's shape; infinite when a target has probability 0; NaN for N = 0.
 
-    Raises: as :func:`expected_calibration_error`.
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
+
+    Example:
+        >>> probs, target = torch.tensor([[0.8, 0.2]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> fk.metrics.nll(probs, target)
+        tensor(0.5004, dtype=torch.float64)
     """
     probs, target = _probs_and_target("nll", probs, target, log=log)
     of_target = probs.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(torch.float64)
@@ -429,9 +507,15 @@ def brier_score(probs: Any, target: Any) -> Tensor:
     Returns:
         float64 tensor of the batch's shape; NaN for N = 0.
 
-    Raises: as :func:`expected_calibration_error`.
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
 
     Source: Brier 1950, "Verification of forecasts expressed in terms of probability".
+
+    Example:
+        >>> probs, target = torch.tensor([[0.8, 0.2]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> fk.metrics.brier_score(probs, target)
+        tensor(0.3200, dtype=torch.float64)
     """
     probs, target = _probs_and_target("brier_score", probs, target)
     index = target.unsqueeze(-1)
@@ -454,7 +538,14 @@ def accuracy(probs: Any = None, target: Any = None, *, correct: Any = None) -> T
     Returns:
         float64 tensor of the batch's shape, a fraction; NaN for N = 0.
 
-    Raises: as :func:`expected_calibration_error`, but logits are as good as probabilities here.
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`, but logits are as good as
+            probabilities here.
+
+    Example:
+        >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> fk.metrics.accuracy(logits, target)
+        tensor(0.8000, dtype=torch.float64)
     """
     if correct is None:
         if probs is None or target is None:
@@ -485,17 +576,26 @@ def aurc(
     it does not depend on the order of rows.
 
     Args:
+        probs, target: as :func:`expected_calibration_error`.
         excess: take off what the best order of the same samples has (all that are correct first): what is left is due
             to the confidences, and is 0 if they rank every correct sample above every other.
-        others: as :func:`expected_calibration_error`.
+        confidence, correct: as :func:`expected_calibration_error`.
 
     Returns:
         float64 tensor of the batch's shape, a fraction, lower is better; NaN for N = 0.
 
-    Raises: as :func:`expected_calibration_error`.
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
 
     Source: Geifman, Uziel & El-Yaniv 2019 (arXiv 1805.08206), section 3; their E-AURC takes off an approximation,
     e + (1 - e) log(1 - e) with the error rate e, where this takes off the area itself.
+
+    Example:
+        >>> confidence, correct = torch.tensor([0.9, 0.8, 0.7, 0.6]), torch.tensor([1, 1, 0, 1])
+        >>> fk.metrics.aurc(confidence=confidence, correct=correct)
+        tensor(0.1458, dtype=torch.float64)
+        >>> fk.metrics.aurc(confidence=confidence, correct=correct, excess=True)
+        tensor(0.0833, dtype=torch.float64)
     """
     confidence, correct = _confidence_and_correct("aurc", probs, target, confidence, correct)
     n_samples = confidence.shape[-1]
@@ -536,6 +636,11 @@ def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
         ValueError: a single number, two batches, two devices, or NaN.
 
     Source: Hanley & McNeil 1982, "The meaning and use of the area under a ROC curve".
+
+    Example:
+        >>> known, unknown = torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0.75, 0.4])
+        >>> fk.metrics.auroc(known, unknown)  # 5 of 6 pairs are in order
+        tensor(0.8333, dtype=torch.float64)
     """
     sets = []
     for name, values in (("confidence_in", confidence_in), ("confidence_out", confidence_out)):
@@ -580,12 +685,22 @@ def reliability_bins(
 ) -> ReliabilityBins:
     """Count, mean confidence and accuracy of every bin: the numbers of a reliability diagram.
 
-    Args, Raises: as :func:`expected_calibration_error`.
+    Args:
+        probs, target, n_bins, estimator, confidence, correct: as :func:`expected_calibration_error`.
 
     Returns:
         :class:`ReliabilityBins` with M = ``n_bins`` bins.
 
-    Source: Guo et al. 2017 (arXiv 1706.04599), section 2; estimators as named at the top of this module.
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
+
+    Source: Guo et al. 2017 (arXiv 1706.04599), section 2; the estimators are named in :mod:`focalkern.metrics`.
+
+    Example:
+        >>> confidence, correct = torch.tensor([0.98, 0.98, 0.6, 0.6]), torch.tensor([1, 1, 1, 0])
+        >>> bins = fk.metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=2, estimator="equal_mass")
+        >>> bins.count, bins.accuracy
+        (tensor([2, 2]), tensor([0.5000, 1.0000], dtype=torch.float64))
     """
     return _bins("reliability_bins", probs, target, confidence, correct, n_bins, estimator)
 

@@ -58,6 +58,15 @@ class ReliabilityBands:
         calibrated_lower, calibrated_upper: where the accuracy of the bin falls if the classifier is perfectly
             calibrated.
         level: of both, a fraction.
+
+    Example:
+        >>> confidence, correct = torch.full((100,), 0.8), torch.arange(100) < 77
+        >>> bins = fk.metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=1)
+        >>> bands = fk.plots.reliability_bands(bins)
+        >>> bool(bands.calibrated_lower < 0.8), bool(bands.calibrated_upper > 0.8)
+        (True, True)
+        >>> bands.inside(bins)
+        tensor([True])
     """
 
     lower: Tensor
@@ -67,7 +76,17 @@ class ReliabilityBands:
     level: float
 
     def inside(self, bins: ReliabilityBins) -> Tensor:
-        """bool [M]: the accuracy is one that a perfectly calibrated classifier would show. False for an empty bin."""
+        """Whether the accuracy of each bin is one that a perfectly calibrated classifier would show.
+
+        Args:
+            bins: the bins that the bands were computed of.
+
+        Returns:
+            bool [M], False for an empty bin.
+
+        Raises:
+            RuntimeError: bins of another number.
+        """
         accuracy = with_tensors(bins).accuracy.cpu()
         return (self.calibrated_lower <= accuracy) & (accuracy <= self.calibrated_upper)
 
@@ -102,6 +121,13 @@ def reliability_bands(
 
     Source: Efron & Tibshirani 1993, *An Introduction to the Bootstrap*, chapter 13 (the interval); Bröcker & Smith
     2007, "Increasing the reliability of reliability diagrams" (the band).
+
+    Example:
+        >>> confidence, correct = torch.linspace(0.5, 1.0, 100), torch.arange(100) % 4 > 0
+        >>> bins = fk.metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=2, estimator="equal_mass")
+        >>> bands = fk.plots.reliability_bands(bins)
+        >>> bands.inside(bins)  # 0.75 of each bin are right, its mean confidence is 0.62 and 0.88
+        tensor([ True, False])
     """
     bins = _checked_bins("reliability_bands", bins)
     if not 0 < level < 1:
@@ -168,6 +194,14 @@ def reliability_diagram(
         ImportError: matplotlib is not installed (on import of this module).
 
     Source: Guo et al. 2017 (arXiv 1706.04599), figure 1; Bröcker & Smith 2007 for the band.
+
+    Example:
+        >>> confidence, correct = torch.linspace(0.5, 1.0, 100), torch.arange(100) % 4 > 0
+        >>> bins = fk.metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=10)
+        >>> figure = fk.plots.reliability_diagram({"before": bins, "after": bins})
+        >>> len(figure.axes)  # two panels, each above a histogram
+        4
+        >>> figure.savefig("reliability.png")
     """
     panels = dict(bins) if isinstance(bins, Mapping) else {"": bins}
     if not panels:
@@ -374,6 +408,15 @@ class Ridge:
             These are not in the fit.
         slope, intercept: of T = slope * gamma + intercept, least squares; NaN for fewer than two different gammas.
         r_squared: share of the variance of T that the line explains; NaN where there is no line or no variance.
+
+    Example:
+        >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> grid = fk.calibration_grid(logits, target, [0.0, 1.0, 2.0], torch.arange(1, 21) / 2, criteria=("nll",))
+        >>> ridge = fk.plots.fit_ridge(grid, "nll")
+        >>> ridge.temperatures
+        tensor([3.0000, 5.0000, 7.5000], dtype=torch.float64)
+        >>> round(ridge.line(1.0), 2)
+        5.17
     """
 
     gammas: Tensor
@@ -385,7 +428,14 @@ class Ridge:
     r_squared: float
 
     def line(self, gamma: Any) -> Any:
-        """slope * gamma + intercept."""
+        """The temperature on the line: slope * gamma + intercept.
+
+        Args:
+            gamma: a number, a tensor or an array.
+
+        Returns:
+            The temperature, of the same kind.
+        """
         return self.slope * gamma + self.intercept
 
 
@@ -408,6 +458,13 @@ def fit_ridge(grid: CalibrationGrid, criterion: str = "ece") -> Ridge:
         ValueError: a criterion that the grid does not have.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.2 and figure 8.
+
+    Example:
+        >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> grid = fk.calibration_grid(logits, target, [0.0, 1.0, 2.0], torch.arange(1, 21) / 2, criteria=("nll",))
+        >>> ridge = fk.plots.fit_ridge(grid, "nll")
+        >>> round(ridge.slope, 2), round(ridge.intercept, 2)
+        (2.25, 2.92)
     """
     grid = with_tensors(grid)
     if criterion not in grid.tables:
@@ -447,6 +504,13 @@ def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
         ImportError: matplotlib is not installed (on import of this module).
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), figure 8.
+
+    Example:
+        >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> grid = fk.calibration_grid(logits, target, [0.0, 1.0, 2.0], torch.arange(1, 21) / 2, criteria=("nll",))
+        >>> figure = fk.plots.ridge_diagram(grid, title="NLL")
+        >>> len(figure.axes)
+        1
     """
     grid = with_tensors(grid)
     ridges = {name: fit_ridge(grid, name) for name, table in grid.tables.items() if bool(table.isfinite().any())}
@@ -544,6 +608,13 @@ def grid_heatmap(
         ImportError: matplotlib is not installed (on import of this module).
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), figure 8.
+
+    Example:
+        >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> grid = fk.calibration_grid(logits, target, [0.0, 1.0, 2.0], torch.arange(1, 21) / 2, criteria=("nll",))
+        >>> figure = fk.plots.grid_heatmap(grid, "nll", title="NLL")
+        >>> figure.axes[0].get_xlabel()
+        'temperature T'
     """
     grid = with_tensors(grid)
     best = grid.best(criterion) if best is None else best
@@ -675,6 +746,14 @@ def adafocal_history(history: Sequence[AdaFocalRecord], *, title: str | None = N
         ImportError: matplotlib is not installed (on import of this module).
 
     Source: Ghosh et al., NeurIPS 2022, which shows a few bins so.
+
+    Example:
+        >>> criterion = fk.AdaFocalLoss(n_bins=2)
+        >>> for accuracy in ([0.4, 0.6], [0.4, 0.7]):
+        ...     record = criterion.update_bins([0.0, 0.5, 1.0], mean_confidence=[0.4, 0.9], accuracy=accuracy)
+        >>> figure = fk.plots.adafocal_history(criterion.history)
+        >>> len(figure.axes)
+        3
     """
     if not history:
         raise ValueError("adafocal_history: history must have at least one update, got none")

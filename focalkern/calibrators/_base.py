@@ -100,6 +100,12 @@ class Calibrator:
             ValueError: no rows; one class; shapes that do not fit; NaN or +inf logits; an option or parameter outside
                 its domain; more or fewer strings than classes.
             IndexError: an integer target outside [0, C).
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> calibrator = fk.HistogramBinning(n_bins=2).fit(logits, labels)
+            >>> calibrator.n_samples_, calibrator.n_classes_, calibrator.doubts_
+            (10, 2, ())
         """
         self.fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
         warn(type(self).__name__, self.doubts_)
@@ -108,7 +114,23 @@ class Calibrator:
     def fit_quietly(
         self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None
     ) -> Self:
-        """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves."""
+        """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves.
+
+        Args:
+            logits, target, sample_weight, ignore_index: as :meth:`fit`.
+
+        Returns:
+            The calibrator itself.
+
+        Raises:
+            TypeError, ValueError, IndexError: as :meth:`fit`.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> calibrator = fk.TemperatureScaling(temperatures=[1.0, 2.0]).fit_quietly(logits, labels)
+            >>> len(calibrator.doubts_)  # the optimum lies beyond 2
+            1
+        """
         name = type(self).__name__
         self._check_parameters()
         input = self._as_tensor(logits)
@@ -138,6 +160,14 @@ class Calibrator:
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.
             TypeError, ValueError: as ``fit``.
+
+        Example:
+            >>> logits, labels = np.array([[4.0, 0.0]] * 10), [0] * 8 + [1] * 2
+            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+            >>> print(calibrator.predict_proba(logits[:1]).round(4))  # an array for an array
+            [[0.8 0.2]]
+            >>> calibrator.predict_proba(torch.tensor([[4.0, 0.0]])).round(decimals=4)  # a tensor for a tensor
+            tensor([[0.8000, 0.2000]])
         """
         return self._laid_out(logits, self._apply(self._input(logits), log=False))
 
@@ -146,13 +176,43 @@ class Calibrator:
     @overload
     def predict_log_proba(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict_log_proba(self, logits: Any) -> Any:
-        """Calibrated log-probabilities; as :meth:`predict_proba`."""
+        """The logarithms of :meth:`predict_proba`, precise also where a probability is near 1 or underflows.
+
+        Args:
+            logits: as :meth:`predict_proba`.
+
+        Returns:
+            Log-probabilities, in the shape and the kind of :meth:`predict_proba`.
+
+        Raises:
+            NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+            >>> calibrator.predict_log_proba(logits[:1]).round(decimals=4)
+            tensor([[-0.2231, -1.6094]])
+        """
         return self._laid_out(logits, self._apply(self._input(logits), log=True))
 
     def predict(self, logits: Any) -> Any:
-        """The most probable class [...]: its index, int64, or its name (a NumPy array) where ``fit`` had strings.
+        """The most probable class of each row.
 
-        Raises: as :meth:`predict_proba`.
+        Args:
+            logits: as :meth:`predict_proba`.
+
+        Returns:
+            [...] class indices, int64: a tensor for a tensor, a NumPy array for anything else. Where ``fit`` had
+            strings, a NumPy array of those.
+
+        Raises:
+            NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
+
+        Example:
+            >>> logits, labels = np.array([[4.0, 0.0]] * 10), ["cat"] * 8 + ["dog"] * 2
+            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+            >>> print(calibrator.predict([[4.0, 0.0], [-1.0, 1.0]]))
+            ['cat' 'dog']
         """
         index = self._predicted(self._input(logits))
         if self.classes_.dtype.kind in "iu":
@@ -160,7 +220,25 @@ class Calibrator:
         return self.classes_[index.cpu().numpy()]
 
     def score(self, logits: Any, target: Any, sample_weight: Any = None) -> float:
-        """Accuracy of :meth:`predict`, a fraction: what scikit-learn calls the score of a classifier."""
+        """Accuracy of :meth:`predict`: what scikit-learn calls the score of a classifier.
+
+        Args:
+            logits: as :meth:`predict_proba`.
+            target: [...] classes, as :meth:`predict` gives them.
+            sample_weight: [...] of the shape of ``target``; None is 1 for each.
+
+        Returns:
+            A fraction, in [0, 1].
+
+        Raises:
+            NotFittedError, TypeError: as :meth:`predict_proba`.
+            ValueError: as :meth:`predict_proba`; a target of another shape.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> fk.TemperatureScaling().fit(logits, labels).score(logits, labels)
+            0.8
+        """
         found = self.predict(logits)
         found = found.cpu().numpy() if isinstance(found, Tensor) else found
         wanted = target.cpu().numpy() if isinstance(target, Tensor) else np.asarray(target)
@@ -177,7 +255,15 @@ class Calibrator:
         Returns:
             [...] bool: a tensor for a tensor, a NumPy array for anything else.
 
-        Raises: as :meth:`predict_proba`.
+        Raises:
+            NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
+
+        Example:
+            >>> logits = torch.tensor([[4.0, 0.0], [1.0, 0.0]]).repeat(10, 1)
+            >>> labels = torch.tensor([0, 1] * 6 + [0, 0] * 3 + [1, 1])  # right in 9 and in 3 of 10 rows
+            >>> calibrator = fk.HistogramBinning(n_bins=2).fit(logits, labels)
+            >>> calibrator.changed(logits[:2])
+            tensor([False,  True])
         """
         input = self._input(logits)
         result = self._predicted(input) != input.argmax(-1)
@@ -191,8 +277,20 @@ class Calibrator:
         return ClassAxis(module) if self.dense_ else module
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The arguments of the constructor, by name; with ``deep`` those of a nested calibrator besides, as
-        ``name__argument``."""
+        """The arguments of the constructor, by name.
+
+        Args:
+            deep: those of a nested calibrator besides, as ``name__argument``.
+
+        Returns:
+            {name: value}.
+
+        Example:
+            >>> fk.HistogramBinning(n_bins=10).get_params()
+            {'n_bins': 10, 'binning': 'equal_mass', 'scaling': None, 'input_kind': 'logits'}
+            >>> fk.TemperatureScaling(criterion="brier").get_params()["criterion"]
+            'brier'
+        """
         params = {name: getattr(self, name) for name in self._parameter_names}
         if deep:
             for name, value in list(params.items()):
@@ -203,8 +301,19 @@ class Calibrator:
     def set_params(self, **params: Any) -> Self:
         """Change arguments of the constructor; they take effect with the next ``fit``.
 
+        Args:
+            **params: new values by name, ``name__argument`` for a nested calibrator.
+
+        Returns:
+            The calibrator itself.
+
         Raises:
             ValueError: a name that the constructor does not have.
+
+        Example:
+            >>> calibrator = fk.HistogramBinning(scaling=fk.TemperatureScaling())
+            >>> calibrator.set_params(n_bins=10, scaling__criterion="brier").get_params()["scaling__criterion"]
+            'brier'
         """
         for name in params:
             first, _, rest = name.partition("__")
@@ -225,9 +334,18 @@ class Calibrator:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the fitted calibrator as JSON. All of it or nothing: a failed write leaves an existing file alone.
 
+        Args:
+            path: of the file; :func:`focalkern.load_calibrator` reads it.
+
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.
             OSError: the file cannot be written.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> fk.TemperatureScaling().fit(logits, labels).save("calibrator.json")
+            >>> round(fk.load_calibrator("calibrator.json").temperature_, 4)
+            2.8854
         """
         write_atomically(path, (json.dumps(self._to_json(), indent=2, allow_nan=False) + "\n").encode())
 
@@ -235,9 +353,21 @@ class Calibrator:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what ``save`` wrote, this version's or an older one's.
 
+        Args:
+            path: of the file.
+
+        Returns:
+            The fitted calibrator.
+
         Raises:
             OSError: the file cannot be read.
             ValueError: it is not a calibrator, is of a newer version, or of another class.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> fk.TemperatureScaling().fit(logits, labels).save("calibrator.json")
+            >>> round(fk.TemperatureScaling.load("calibrator.json").temperature_, 4)
+            2.8854
         """
         document = _read_json(path)
         if document["method"] != cls.method:
@@ -418,9 +548,22 @@ class Calibrator:
 def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:
     """Read any calibrator that ``save`` wrote; the file says which.
 
+    Args:
+        path: of the file.
+
+    Returns:
+        The fitted calibrator, of the class that was saved.
+
     Raises:
         OSError: the file cannot be read.
         ValueError: it is not a calibrator, or is of a newer version.
+
+    Example:
+        >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> fk.TemperatureScaling().fit(logits, labels).save("calibrator.json")
+        >>> calibrator = fk.load_calibrator("calibrator.json")
+        >>> type(calibrator).__name__, round(calibrator.temperature_, 4)
+        ('TemperatureScaling', 2.8854)
     """
     return _from_document(path, _read_json(path))
 

@@ -51,6 +51,16 @@ class HistogramBinning(Calibrator):
 
     Source: Zadrozny & Elkan 2001; Guo et al. 2017 (arXiv 1706.04599), section 4.1; on the top class, after a scaling,
     Wang et al., NeurIPS 2021.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # sure with 0.98 and with 0.88,
+        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # right in 9 and in 8 of 10 rows
+        >>> calibrator = fk.HistogramBinning(n_bins=2).fit(logits, labels)
+        >>> calibrator.predict_proba(logits[:2]).round(decimals=4)
+        tensor([[0.9000, 0.1000],
+                [0.8000, 0.2000]])
+        >>> list(calibrator.as_module()(logits).shape)  # log-probabilities
+        [20, 2]
     """
 
     method = "histogram"
@@ -76,11 +86,16 @@ class HistogramBinning(Calibrator):
         self.input_kind = input_kind
 
     def as_module(self, *, fused: bool = True) -> torch.nn.Module:
-        """Scaling and bins as a module from logits [..., C] to calibrated log-probabilities, or, fitted on one logit
-        per row, from logits [...] to calibrated logits.
+        """Scaling and bins as a module, to append to a network.
+
+        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
+        to calibrated logits.
 
         Args:
             fused: as :class:`CalibratedLogProbs`.
+
+        Returns:
+            The module, without parameters to train.
 
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.

@@ -19,8 +19,9 @@ Steps = tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np
 
 
 class IsotonicCalibration(Calibrator):
-    r"""Isotonic regression: the probability of each class becomes a non-decreasing function of itself, and a row is
-    divided by its sum.
+    r"""Isotonic regression: the probability of each class becomes a non-decreasing function of itself.
+
+    Each row is then divided by its sum:
 
     .. math::
         \hat p_k \propto (1 - \epsilon) f_k(p_k) + \epsilon / C, \qquad
@@ -40,6 +41,16 @@ class IsotonicCalibration(Calibrator):
     the NLL of the rows of ``fit``; and ``n_changed_``: rows of ``fit`` whose predicted class changed.
 
     Source: Zadrozny & Elkan, KDD 2002.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # sure with 0.98 and with 0.88,
+        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # right in 9 and in 8 of 10 rows
+        >>> calibrator = fk.IsotonicCalibration().fit(logits, labels)
+        >>> calibrator.predict_proba(logits[:2]).round(decimals=3)
+        tensor([[0.8810, 0.1190],
+                [0.7860, 0.2140]])
+        >>> list(calibrator.as_module()(logits).shape)  # log-probabilities
+        [20, 2]
     """
 
     method = "isotonic"
@@ -54,8 +65,13 @@ class IsotonicCalibration(Calibrator):
         self.input_kind = input_kind
 
     def as_module(self) -> torch.nn.Module:
-        """The fitted map as a module from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per
-        row, from logits [...] to calibrated logits.
+        """The fitted map as a module, to append to a network.
+
+        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
+        to calibrated logits.
+
+        Returns:
+            The module, without parameters to train.
 
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.

@@ -20,8 +20,7 @@ _SAID = 3  # doubts that the warning repeats; there may be one for every label
 
 
 class MultiLabelScaling(Calibrator):
-    r"""One scaling per label, for heads whose labels are independent: logits [N, L], the probability of each its own
-    sigmoid.
+    r"""One scaling per label, for heads of independent labels: logits [N, L], each with a sigmoid of its own.
 
     .. math:: \hat p_l = \sigma(g_l(z_l))
 
@@ -40,6 +39,15 @@ class MultiLabelScaling(Calibrator):
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2, and Komisarenko & Kull 2024 (arXiv 2408.11598), section 5,
     for each label as a problem of two classes.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, -1.0]]).repeat(10, 1)  # two labels per row
+        >>> labels = torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
+        >>> calibrator = fk.MultiLabelScaling().fit(logits, labels)
+        >>> calibrator.predict_proba(logits[:1]).round(decimals=3)
+        tensor([[0.8000, 0.2000]])
+        >>> calibrator.as_module()(logits[:1]).sigmoid().round(decimals=3)
+        tensor([[0.8000, 0.2000]])
     """
 
     method = "multi-label"
@@ -71,6 +79,12 @@ class MultiLabelScaling(Calibrator):
             TypeError: logits that are not floating point.
             ValueError: shapes that do not fit; no rows; a target other than 0 and 1; NaN or infinite logits; what the
                 scaling raises, with the label in front.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
+            >>> calibrator = fk.MultiLabelScaling().fit(logits, labels)
+            >>> print(calibrator.temperatures_.round(3))
+            [2.885 0.721]
         """
         self.fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
         first = self.doubts_[:_SAID]
@@ -81,6 +95,23 @@ class MultiLabelScaling(Calibrator):
     def fit_quietly(
         self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None
     ) -> Self:
+        """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves.
+
+        Args:
+            logits, target, sample_weight, ignore_index: as :meth:`fit`.
+
+        Returns:
+            The calibrator itself.
+
+        Raises:
+            TypeError, ValueError: as :meth:`fit`.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 0]] * 2)
+            >>> calibrator = fk.MultiLabelScaling().fit_quietly(logits, labels)
+            >>> calibrator.remarks_
+            ('label 1: no positive among 10 rows, it stays as it is',)
+        """
         name = type(self).__name__
         self._check_parameters()
         input, labels = self._as_tensor(logits), as_tensor(target)
@@ -146,6 +177,12 @@ class MultiLabelScaling(Calibrator):
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.
             TypeError, ValueError: as ``fit``.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
+            >>> calibrator = fk.MultiLabelScaling().fit(logits, labels)
+            >>> calibrator.predict_proba(logits[:1]).round(decimals=3)
+            tensor([[0.8000, 0.2000]])
         """
         return super().predict_proba(logits)
 
@@ -154,15 +191,64 @@ class MultiLabelScaling(Calibrator):
     @overload
     def predict_log_proba(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict_log_proba(self, logits: Any) -> Any:
-        """Logarithms of :meth:`predict_proba`."""
+        """The logarithms of :meth:`predict_proba`.
+
+        Args:
+            logits: [..., L], as :meth:`predict_proba`.
+
+        Returns:
+            [..., L] log-probabilities that a label is 1.
+
+        Raises:
+            NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
+            >>> calibrator = fk.MultiLabelScaling().fit(logits, labels)
+            >>> calibrator.predict_log_proba(logits[:1]).exp().round(decimals=3)
+            tensor([[0.8000, 0.2000]])
+        """
         return super().predict_log_proba(logits)
 
     def predict(self, logits: Any) -> Any:
-        """[..., L] int64: 1 where the probability is above 1/2, before calibration as after it."""
+        """Which labels are more probable than not, before calibration as after it.
+
+        Args:
+            logits: [..., L], as :meth:`predict_proba`.
+
+        Returns:
+            [..., L] int64: 1 where the probability is above 1/2, else 0.
+
+        Raises:
+            NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
+            >>> calibrator = fk.MultiLabelScaling().fit(logits, labels)
+            >>> calibrator.predict(logits[:1])
+            tensor([[1, 0]])
+        """
         return super().predict(logits)
 
     def score(self, logits: Any, target: Any, sample_weight: Any = None) -> float:
-        """The fraction of the rows of which all labels are right, scikit-learn's score of multi-label classifiers."""
+        """The fraction of the rows of which all labels are right, scikit-learn's score of multi-label classifiers.
+
+        Args:
+            logits: [N, L], as :meth:`predict_proba`.
+            target: [N, L] of 0 and 1.
+            sample_weight: [N]; None is 1 for each.
+
+        Returns:
+            A fraction, in [0, 1].
+
+        Raises:
+            NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
+            >>> fk.MultiLabelScaling().fit(logits, labels).score(logits, labels)
+            0.8
+        """
         right = np.asarray(self.predict(as_tensor(logits).cpu().numpy()) == as_tensor(target).cpu().numpy())
         return float(np.average(right.all(-1), weights=sample_weight))
 
@@ -171,6 +257,9 @@ class MultiLabelScaling(Calibrator):
 
         Args:
             fused: as :class:`CalibratedLogProbs`.
+
+        Returns:
+            The module, without parameters to train.
 
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.

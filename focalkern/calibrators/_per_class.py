@@ -49,6 +49,12 @@ def per_class_report(
         TypeError: dtype of an argument.
         ValueError: shape, value or option of an argument; no rows.
         IndexError: a class index outside [0, C).
+
+    Example:
+        >>> probs, labels = torch.tensor([[0.98, 0.02]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> report = fk.per_class_report(probs, labels, names=["cat", "dog"])
+        >>> [(row["class"], row["n"], round(row["mean_prob"], 2), round(row["ece"], 2)) for row in report]
+        [('cat', 8, 0.98, 0.18), ('dog', 2, 0.02, 0.18)]
     """
     before = _as_probs("probs", probs)
     n_rows, n_classes = before.shape

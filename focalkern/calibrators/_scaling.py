@@ -117,6 +117,12 @@ class Scaling(Calibrator):
                 <= -1; an unknown search, criterion or estimator, or ones that do not go together; n_bins < 1; a
                 criterion that is finite nowhere; more or fewer strings than classes.
             IndexError: an integer target outside [0, C).
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+            >>> calibrator.search_, round(calibrator.temperature_, 4), round(calibrator.best_value_, 4)
+            ('nll', 2.8854, 0.5004)
         """
         return super().fit(logits, target, sample_weight, ignore_index=ignore_index)
 
@@ -133,6 +139,13 @@ class Scaling(Calibrator):
 
         Raises:
             ValueError: the criterion is not in the grid, or no cell of it is finite.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> grid = fk.calibration_grid(logits, labels, gammas=[0.0], temperatures=[1.0, 2.0, 3.0, 4.0])
+            >>> calibrator = fk.TemperatureScaling().choose(grid, n_samples=10, n_classes=2)
+            >>> calibrator.temperature_
+            3.0
         """
         criterion = self._criterion()
         found = self._fitted(from_grid(type(self).__name__, grid, criterion), "grid", criterion)
@@ -140,14 +153,26 @@ class Scaling(Calibrator):
         return self
 
     def as_module(self, *, fused: bool = True) -> torch.nn.Module:
-        """The fitted map as a module, to append to a network: from logits [..., C] to calibrated log-probabilities,
-        or, fitted on one logit per row, from logits [...] to calibrated logits.
+        """The fitted map as a module, to append to a network.
+
+        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
+        to calibrated logits.
 
         Args:
             fused: as :class:`CalibratedLogProbs`.
 
+        Returns:
+            The module, without parameters to train.
+
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+            >>> network = torch.nn.Sequential(torch.nn.Linear(5, 2), calibrator.as_module())
+            >>> network(torch.ones(1, 5)).exp().sum().round(decimals=4).item()
+            1.0
         """
         self._check_fitted()
         module = CalibratedLogits if self.one_logit_ else CalibratedLogProbs
@@ -331,6 +356,17 @@ class TemperatureScaling(Scaling):
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2; the grid and the ECE criterion of Komisarenko & Kull 2024
     (arXiv 2408.11598), section 5.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0]]).repeat(10, 1)  # class 0 with probability 0.98, always,
+        >>> labels = torch.tensor([0] * 8 + [1] * 2)  # and right in 8 of 10 rows
+        >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+        >>> round(calibrator.temperature_, 4)
+        2.8854
+        >>> calibrator.predict_proba(logits[:1]).round(decimals=4)
+        tensor([[0.8000, 0.2000]])
+        >>> calibrator.as_module()(logits[:1]).exp().round(decimals=4)  # as the last layer of a network
+        tensor([[0.8000, 0.2000]])
     """
 
     method = "temperature"
@@ -399,6 +435,16 @@ class FocalTemperatureScaling(Scaling):
         input_kind: as :class:`TemperatureScaling`.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # sure with 0.98 and with 0.88,
+        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # right in 9 and in 8 of 10 rows
+        >>> calibrator = fk.FocalTemperatureScaling().fit(logits, labels)
+        >>> round(calibrator.gamma_, 3), round(calibrator.temperature_, 3)
+        (-0.757, 1.087)
+        >>> calibrator.predict_proba(logits[:2]).round(decimals=3)
+        tensor([[0.9000, 0.1000],
+                [0.8000, 0.2000]])
     """
 
     method = "focal-temperature"
@@ -449,8 +495,21 @@ class FocalTemperatureScaling(Scaling):
         """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves.
 
         Args:
+            logits, target, sample_weight, ignore_index: as :meth:`fit`.
             near: (gamma, T) where a search by derivatives starts, in place of a coarse grid: the optimum of nearly the
                 same rows, as cross-validation has it.
+
+        Returns:
+            The calibrator itself.
+
+        Raises:
+            TypeError, ValueError, IndexError: as :meth:`fit`.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 17 + [1] * 3)
+            >>> calibrator = fk.FocalTemperatureScaling().fit_quietly(logits, labels, near=(0.0, 2.0))
+            >>> calibrator.doubts_
+            ()
         """
         self._near = near
         try:

@@ -24,8 +24,7 @@ _BLOCK = 1 << 22
 
 
 class StructuredScaling(Calibrator):
-    r"""Structured vector or matrix scaling: logistic regression on temperature-scaled log-probabilities, regularised
-    towards leaving them as they are.
+    r"""Structured vector or matrix scaling: regularised logistic regression on temperature-scaled log-probabilities.
 
     .. math::
         \hat p = \text{softmax}(W x + b), \qquad x = \log\big((1 - \epsilon)\, \text{softmax}(z / T) + \epsilon / C\big)
@@ -37,7 +36,8 @@ class StructuredScaling(Calibrator):
         \overline{-\log \hat p_y} + \lambda \frac{C}{N} \Big(\sum_k (W_{kk} - 1)^2 + \sum_k b_k^2\Big)
             + \lambda \frac{C (C - 1)}{N} \sum_{j \ne k} W_{jk}^2
 
-    which is convex: the few parameters of a vector need few rows, and those off the diagonal appear as the rows allow.
+    a convex problem. The penalty draws W and b towards leaving the probabilities as they are: the few parameters of a
+    vector need few rows, and those off the diagonal appear as the rows allow.
 
     Args:
         kind: ``"matrix"``, or ``"vector"`` for W with zeros off the diagonal.
@@ -52,6 +52,15 @@ class StructuredScaling(Calibrator):
 
     Source: Berta, Holzmüller, Jordan & Bach, Structured matrix scaling for multi-class calibration, AISTATS 2026 (arXiv
     2511.03685), whose penalty and defaults these are.
+
+    Example:
+        >>> labels = torch.arange(300) % 3
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # right in 240 of 300 rows
+        >>> calibrator = fk.StructuredScaling(kind="vector").fit(logits, labels)
+        >>> calibrator.predict_proba(logits[:1]).round(decimals=2)
+        tensor([[0.8000, 0.1000, 0.1000]])
+        >>> list(calibrator.as_module()(logits).shape)  # log-probabilities
+        [300, 3]
     """
 
     method = "structured"
@@ -80,11 +89,16 @@ class StructuredScaling(Calibrator):
         self.input_kind = input_kind
 
     def as_module(self, *, fused: bool = True) -> torch.nn.Module:
-        """The fitted map as a module from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per
-        row, from logits [...] to calibrated logits.
+        """The fitted map as a module, to append to a network.
+
+        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
+        to calibrated logits.
 
         Args:
             fused: as :class:`CalibratedLogProbs`.
+
+        Returns:
+            The module, without parameters to train.
 
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.

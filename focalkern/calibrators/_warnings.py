@@ -20,8 +20,20 @@ _BLOCK = 1 << 22
 
 
 class CalibrationWarning(UserWarning):
-    """What ``fit`` found is doubtful: its optimum lies at the border of the search, the NLL of its rows is infinite, or
-    no calibration at all would be better. The words, each with its remedy, are in ``doubts_`` as well."""
+    """What ``fit`` found is doubtful.
+
+    Its optimum lies at the border of the search, the NLL of its rows is infinite, or no calibration at all would be
+    better. The words, each with its remedy, are in ``doubts_`` as well.
+
+    Example:
+        >>> import warnings
+        >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> with warnings.catch_warnings(record=True) as said:
+        ...     warnings.simplefilter("always", fk.CalibrationWarning)
+        ...     calibrator = fk.TemperatureScaling(temperatures=[1.0, 2.0]).fit(logits, labels)
+        >>> print(said[0].message)
+        TemperatureScaling: temperature = 2 is the largest that was searched (widen=True searches on)
+    """
 
 
 def warn(name: str, doubts: Sequence[str]) -> None:

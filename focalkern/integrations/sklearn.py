@@ -30,12 +30,11 @@ _RESPONSES = ("decision_function", "predict_log_proba", "predict_proba")
 
 
 class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc]
-    """A classifier whose probabilities are calibrated on rows that it was not fitted on: scikit-learn's
-    ``CalibratedClassifierCV`` for the calibrators of this library.
+    """A classifier whose probabilities are calibrated on rows that it was not fitted on.
 
-    ``fit`` takes the logits of every row from a copy of the classifier that was fitted on the other folds, fits the
-    calibrator to them, and the classifier to all rows. Logits are the decision function, or else the logarithms of the
-    probabilities.
+    It is scikit-learn's ``CalibratedClassifierCV`` for the calibrators of this library. ``fit`` takes the logits of
+    every row from a copy of the classifier that was fitted on the other folds, fits the calibrator to them, and the
+    classifier to all rows. Logits are the decision function, or else the logarithms of the probabilities.
 
     Args:
         estimator: a classifier with ``decision_function``, ``predict_log_proba`` or ``predict_proba``. In a
@@ -51,6 +50,16 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
     ``ensemble`` also ``estimator_`` and ``calibrator_``, and ``n_features_in_`` where the classifier has it.
 
     Source: Platt 1999; Niculescu-Mizil & Caruana, ICML 2005; the interface is scikit-learn's.
+
+    Example:
+        >>> from sklearn.naive_bayes import GaussianNB
+        >>> X, y = np.arange(40.0).reshape(-1, 1) % 20, np.arange(40) % 20 > 8
+        >>> y[[3, 17, 23, 37]] ^= True  # a few labels are wrong
+        >>> classifier = fk.CalibratedClassifier(GaussianNB()).fit(X, y)
+        >>> print(classifier.predict(X[:2]), classifier.predict_proba(X[:1]).round(2))
+        [False False] [[0.87 0.13]]
+        >>> bool(np.allclose(classifier.predict_log_proba(X), np.log(classifier.predict_proba(X))))
+        True
     """
 
     def __init__(self, estimator: Any, calibrator: Any = None, *, cv: Any = 5, ensemble: bool = False) -> None:
@@ -66,7 +75,10 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             X: rows, as the classifier takes them.
             y: [N] labels.
             sample_weight: [N], for the classifier and the calibrator, or for that of the two that takes it.
-            fit_params: for the classifier.
+            **fit_params: for the classifier.
+
+        Returns:
+            The classifier itself.
 
         Warns:
             CalibrationWarning: as the calibrator's ``fit``.
@@ -149,7 +161,18 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         return self
 
     def predict_proba(self, X: Any) -> Any:
-        """[N, C] calibrated probabilities, in the order of ``classes_``."""
+        """Calibrated probabilities.
+
+        Args:
+            X: rows, as the classifier takes them.
+
+        Returns:
+            [N, C] array, in the order of ``classes_``.
+
+        Raises:
+            NotFittedError: ``fit`` did not come before.
+            ValueError: what the classifier raises.
+        """
         check_is_fitted(self)
         if hasattr(self, "n_features_in_"):
             _check_feature_names(self, X, reset=False)
@@ -160,12 +183,32 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         return sum(parts) / len(self.calibrated_)
 
     def predict_log_proba(self, X: Any) -> Any:
-        """The logarithms of :meth:`predict_proba`."""
+        """The logarithms of :meth:`predict_proba`.
+
+        Args:
+            X: rows, as the classifier takes them.
+
+        Returns:
+            [N, C] array.
+
+        Raises:
+            NotFittedError, ValueError: as :meth:`predict_proba`.
+        """
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
     def predict(self, X: Any) -> Any:
-        """[N] the most probable class."""
+        """The most probable class of each row.
+
+        Args:
+            X: rows, as the classifier takes them.
+
+        Returns:
+            [N] array of labels, out of ``classes_``.
+
+        Raises:
+            NotFittedError, ValueError: as :meth:`predict_proba`.
+        """
         index = self.predict_proba(X).argmax(1)  # first, for its check that there was a fit
         return self.classes_[index]
 

@@ -94,12 +94,22 @@ class CalibrationError(_FocalkernMetric):
         error: ``"expected"``, ``"maximum"``, ``"rms"`` or ``"debiased"`` (l2).
         input_kind: ``"probs"`` or ``"logits"``; the softmax is taken of the latter.
         ignore_index: target of rows that are left out.
-        kwargs: of ``torchmetrics.Metric``.
+        **kwargs: of ``torchmetrics.Metric``.
 
     ``compute`` returns a float64 0-dim tensor, a fraction; NaN without rows.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.metrics.expected_calibration_error`.
+
+    Example:
+        >>> from focalkern.integrations.torchmetrics import CalibrationError
+        >>> metric = CalibrationError(input_kind="logits")
+        >>> for labels in ([0] * 5, [0, 0, 0, 1, 1]):  # batches
+        ...     metric.update(torch.tensor([[4.0, 0.0]]).repeat(5, 1), torch.tensor(labels))
+        >>> metric.compute()
+        tensor(0.1820, dtype=torch.float64)
+        >>> metric.bins().count.sum()
+        tensor(10)
     """
 
     plot_upper_bound = 1.0
@@ -133,7 +143,15 @@ class CalibrationError(_FocalkernMetric):
             self.add_state("correct", [], dist_reduce_fx="cat")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Adds a batch: preds [N, C, ...], target [N, ...]."""
+        """Adds a batch.
+
+        Args:
+            preds: [N, C, ...] probabilities or logits, as ``input_kind`` says.
+            target: [N, ...] class indices.
+
+        Raises:
+            TypeError, ValueError, IndexError: as :func:`focalkern.metrics.expected_calibration_error`.
+        """
         scores, target = self._rows(preds, target)
         confidence, correct = self._probs(scores).amax(-1), scores.argmax(-1) == target
         if self.estimator == "equal_width":
@@ -143,7 +161,11 @@ class CalibrationError(_FocalkernMetric):
             self.correct.append(correct)
 
     def bins(self) -> metrics.ReliabilityBins:
-        """The bins so far, for a reliability diagram; of this process only."""
+        """The bins so far, for a reliability diagram; of this process only.
+
+        Returns:
+            :class:`focalkern.metrics.ReliabilityBins`.
+        """
         if self.estimator == "equal_width":
             return _bins_from_sums(self, int(self.count.sum()))
         if not _parts(self.confidence):
@@ -159,7 +181,11 @@ class CalibrationError(_FocalkernMetric):
         )
 
     def compute(self) -> Tensor:
-        """The error over all batches, of all processes."""
+        """The error over all batches, of all processes.
+
+        Returns:
+            float64, a fraction; see the class.
+        """
         return _ERRORS[self.error](self.bins())
 
 
@@ -170,13 +196,20 @@ class ClasswiseCalibrationError(_FocalkernMetric):
         num_classes: C.
         n_bins: bins per class, at least 1.
         reduction: ``"mean"`` over the classes or ``"none"``.
-        input_kind, ignore_index, kwargs: as :class:`CalibrationError`.
+        input_kind, ignore_index, **kwargs: as :class:`CalibrationError`.
 
     The bins are ``equal_width``. ``compute`` returns a float64 tensor, 0-dim or with ``"none"`` [C]; NaN without rows.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.metrics.classwise_calibration_error`; ValueError also
             for another number of classes.
+
+    Example:
+        >>> from focalkern.integrations.torchmetrics import ClasswiseCalibrationError
+        >>> metric = ClasswiseCalibrationError(num_classes=3, reduction="none")
+        >>> metric.update(torch.tensor([[0.9, 0.1, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1, 2]))
+        >>> metric.compute().round(decimals=4)
+        tensor([0.1000, 0.0000, 0.1000], dtype=torch.float64)
     """
 
     plot_upper_bound = 1.0
@@ -203,7 +236,15 @@ class ClasswiseCalibrationError(_FocalkernMetric):
         _add_bin_sums(self, (self.num_classes, self.n_bins))
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Adds a batch: preds [N, C, ...], target [N, ...]."""
+        """Adds a batch.
+
+        Args:
+            preds: [N, C, ...] probabilities or logits, as ``input_kind`` says.
+            target: [N, ...] class indices.
+
+        Raises:
+            TypeError, ValueError, IndexError: as :func:`focalkern.metrics.expected_calibration_error`.
+        """
         scores, target = self._rows(preds, target)
         if scores.shape[-1] != self.num_classes:
             raise ValueError(
@@ -214,7 +255,11 @@ class ClasswiseCalibrationError(_FocalkernMetric):
         _add_to_bin_sums(self, self._probs(scores).T.contiguous(), target == classes)
 
     def compute(self) -> Tensor:
-        """The error over all batches, of all processes."""
+        """The error over all batches, of all processes.
+
+        Returns:
+            float64, a fraction; see the class.
+        """
         errors = metrics.expected_error(_bins_from_sums(self, int(self.count[0].sum())))
         return errors.mean() if self.reduction == "mean" else errors
 
@@ -232,14 +277,26 @@ class _Mean(_FocalkernMetric):
         raise NotImplementedError
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Adds a batch: preds [N, C, ...], target [N, ...]."""
+        """Adds a batch.
+
+        Args:
+            preds: [N, C, ...] probabilities or logits, as ``input_kind`` says.
+            target: [N, ...] class indices.
+
+        Raises:
+            TypeError, ValueError, IndexError: as :func:`focalkern.metrics.expected_calibration_error`.
+        """
         scores, target = self._rows(preds, target)
         if len(target):
             self.total += self._mean_of(scores, target) * len(target)
             self.n_samples += len(target)
 
     def compute(self) -> Tensor:
-        """The mean over all rows, of all processes."""
+        """The mean over all rows, of all processes.
+
+        Returns:
+            float64, 0-dim; see the class.
+        """
         return self.total / self.n_samples
 
 
@@ -247,9 +304,16 @@ class NegativeLogLikelihood(_Mean):
     """Mean negative log-likelihood; see :func:`focalkern.metrics.nll`.
 
     Args:
-        input_kind, ignore_index, kwargs: as :class:`CalibrationError`.
+        input_kind, ignore_index, **kwargs: as :class:`CalibrationError`.
 
     ``compute`` returns a float64 0-dim tensor; infinite when a target has had probability 0, NaN without rows.
+
+    Example:
+        >>> from focalkern.integrations.torchmetrics import NegativeLogLikelihood
+        >>> metric = NegativeLogLikelihood()
+        >>> metric.update(torch.tensor([[0.8, 0.2]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2))
+        >>> metric.compute()
+        tensor(0.5004, dtype=torch.float64)
     """
 
     def _mean_of(self, scores: Tensor, target: Tensor) -> Tensor:
@@ -262,9 +326,16 @@ class BrierScore(_Mean):
     """Brier score, summed over the classes; see :func:`focalkern.metrics.brier_score`.
 
     Args:
-        input_kind, ignore_index, kwargs: as :class:`CalibrationError`.
+        input_kind, ignore_index, **kwargs: as :class:`CalibrationError`.
 
     ``compute`` returns a float64 0-dim tensor, between 0 and 2; NaN without rows.
+
+    Example:
+        >>> from focalkern.integrations.torchmetrics import BrierScore
+        >>> metric = BrierScore()
+        >>> metric.update(torch.tensor([[0.8, 0.2]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2))
+        >>> metric.compute()
+        tensor(0.3200, dtype=torch.float64)
     """
 
     plot_upper_bound = 2.0

@@ -23,7 +23,7 @@ _BLOCK_BYTES = {"cpu": 2 * 2**20}
 _OTHER_BLOCK_BYTES = 32 * 2**20
 # A half-precision weight's gradient is formed in pieces of this size (in float32) before it is added in float32: what
 # stays in the cache on the CPU, what keeps every multiprocessor busy elsewhere.
-_PIECE_BYTES = {"cpu": 8 * 2**20}
+_PIECE_BYTES = {"cpu": 4 * 2**20}
 _OTHER_PIECE_BYTES = 16 * 2**20
 # float16 has no digits left for the probabilities of a large vocabulary: gradients of logits are kept at this scale.
 FLOAT16_SCALE = 32.0

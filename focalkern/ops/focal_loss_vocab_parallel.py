@@ -32,6 +32,7 @@ _OP = "focal_loss_vocab_parallel"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 _LABELS = (torch.int64, torch.int32, torch.uint8)
+_FAR = 1e4  # e^-_FAR is 0, also in float64
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -274,6 +275,9 @@ def statistics(z: Tensor, split: Split) -> Rows:
     dist.all_reduce(total, group=split.group)
     all_rest = shift + total.log()
     own = torch.where(split.legal, largest[1], torch.nan)
+    # Nothing is left beside the target: its loss is 0, and a distance of infinity would make it NaN.
+    alone = (all_rest == -torch.inf) & own.isfinite()
+    all_rest = torch.where(alone, own - _FAR, all_rest)
     return Rows(top, torch.logaddexp(all_rest, own), all_rest - own)
 
 

@@ -67,6 +67,14 @@ class CalibrationGridState:
 
     Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598), section 5. Sketches with fixed buckets that add up are
     those of Masson, Rim & Lee, DDSketch, VLDB 2019 (arXiv 1908.10693); the spacing is this project's.
+
+    Example:
+        >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0], criteria=("nll",))
+        >>> for target in ([0, 0, 0, 0, 1], [0, 0, 0, 0, 1]):  # batches
+        ...     _ = state.update(torch.tensor([[4.0, 0.0]]).repeat(5, 1), torch.tensor(target))
+        >>> gamma, temperature, nll = state.compute().best("nll")
+        >>> temperature, round(nll, 4), state.n_samples, state.n_classes, state.device
+        (3.0, 0.5006, 10, 2, device(type='cpu'))
     """
 
     def __init__(
@@ -152,6 +160,11 @@ class CalibrationGridState:
         Raises:
             TypeError, ValueError, IndexError, NotImplementedError: as :func:`focalkern.calibration_grid`, with the
                 row counted from the start of the batch; another number of classes than before.
+
+        Example:
+            >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0], criteria=("nll",))
+            >>> state.update(torch.tensor([[4.0, 0.0], [2.0, 0.0]]), torch.tensor([0, -100])).n_samples
+            1
         """
         with as_ours("CalibrationGridState.update"):
             for name, value in (("logits", logits), ("target", target)):
@@ -219,6 +232,13 @@ class CalibrationGridState:
         Raises:
             TypeError: no CalibrationGridState.
             ValueError: a state of something else, naming the first difference. Nothing is added then.
+
+        Example:
+            >>> one, other = (fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0]) for _ in range(2))
+            >>> _ = one.update(torch.tensor([[4.0, 0.0]]), torch.tensor([0]))
+            >>> _ = other.update(torch.tensor([[3.0, 0.0]]), torch.tensor([1]))
+            >>> one.merge(other).n_samples
+            2
         """
         if not isinstance(other, CalibrationGridState):
             raise TypeError(
@@ -256,6 +276,14 @@ class CalibrationGridState:
         Raises:
             ValueError: the states are for different grids or numbers of classes (on every process), or exact.
             RuntimeError: torch.distributed is not initialized; another process has died, or did not come in time.
+
+        Example:
+            >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0])
+            >>> _ = state.update(torch.tensor([[4.0, 0.0]]), torch.tensor([0]))  # this process's share of the rows
+            >>> state.all_reduce().n_samples
+            1
+            >>> torch.distributed.destroy_process_group()
         """
         import torch.distributed as dist
 
@@ -353,6 +381,12 @@ class CalibrationGridState:
 
         Raises:
             ValueError: another criterion, or a state with ``exact=True``, which has rows and no sums.
+
+        Example:
+            >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0], criteria=("nll",))
+            >>> _ = state.update(torch.tensor([[4.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1]))
+            >>> state.total("nll").round(decimals=4)
+            tensor([[2.1451, 1.3150]], dtype=torch.float64)
         """
         if criterion not in ("nll", "brier") or criterion not in self._criteria or self._exact:
             raise ValueError(
@@ -375,6 +409,12 @@ class CalibrationGridState:
 
         Raises:
             ValueError: another criterion; no row was seen.
+
+        Example:
+            >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0], estimator="equal_mass", n_bins=2)
+            >>> _ = state.update(torch.tensor([[4.0, 0.0], [2.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1, 0]))
+            >>> state.error_bound("nll"), bool(state.error_bound("ece") < 0.01)
+            (tensor([[0.]], dtype=torch.float64), True)
         """
         if criterion not in self._criteria:
             raise ValueError(
@@ -446,6 +486,16 @@ class CalibrationGridState:
         """Everything, as tensors, numbers and strings: for ``torch.save``, and ``torch.load(weights_only=True)``.
 
         The tensors are the state's own, not copies. With ``exact=True`` the rows are among them.
+
+        Returns:
+            A dictionary.
+
+        Example:
+            >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0])
+            >>> _ = state.update(torch.tensor([[4.0, 0.0]]), torch.tensor([0]))
+            >>> torch.save(state.state_dict(), "state.pt")
+            >>> fk.CalibrationGridState.from_state_dict(torch.load("state.pt", weights_only=True)).n_samples
+            1
         """
         tensors = {} if self._sums is None else dict(self._sums.items())
         if self._rows is not None:
@@ -461,12 +511,21 @@ class CalibrationGridState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Self:
         """Go on from what :meth:`state_dict` has given, in place of what was seen so far.
 
+        Args:
+            state_dict: of a state for the same grid.
+
         Returns:
             The state itself.
 
         Raises:
             ValueError: not such a dictionary, of a later format, or of a state for something else. Nothing has
                 changed then.
+
+        Example:
+            >>> state, other = (fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0]) for _ in range(2))
+            >>> _ = state.update(torch.tensor([[4.0, 0.0]]), torch.tensor([0]))
+            >>> other.load_state_dict(state.state_dict()).n_samples
+            1
         """
         subject = "CalibrationGridState.load_state_dict: state_dict"
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("config"), Mapping):
@@ -515,8 +574,20 @@ class CalibrationGridState:
     def from_state_dict(cls, state_dict: Mapping[str, Any]) -> Self:
         """The state that :meth:`state_dict` describes, grid and all.
 
+        Args:
+            state_dict: what :meth:`state_dict` has given.
+
+        Returns:
+            A new state.
+
         Raises:
             ValueError: as :meth:`load_state_dict`.
+
+        Example:
+            >>> state = fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0])
+            >>> _ = state.update(torch.tensor([[4.0, 0.0]]), torch.tensor([0]))
+            >>> fk.CalibrationGridState.from_state_dict(state.state_dict()).n_samples
+            1
         """
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("config"), Mapping):
             raise ValueError(

@@ -36,6 +36,17 @@ class AutoCalibrator(Calibrator):
     the verdict as ``"evidence"`` in the summary of its fit: ``load_calibrator`` gives that one.
 
     Source: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3.
+
+    Example:
+        >>> labels = torch.arange(300) % 3
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # right in 240 of 300 rows
+        >>> calibrator = fk.AutoCalibrator().fit(logits, labels)
+        >>> calibrator.chosen_
+        'temperature'
+        >>> calibrator.predict_proba(logits[:1]).round(decimals=3)
+        tensor([[0.8000, 0.1000, 0.1000]])
+        >>> list(calibrator.as_module()(logits).shape)  # log-probabilities
+        [300, 3]
     """
 
     method = "auto"
@@ -62,6 +73,9 @@ class AutoCalibrator(Calibrator):
 
     def as_module(self) -> torch.nn.Module:
         """The module of the calibrator that was chosen.
+
+        Returns:
+            The module, without parameters to train.
 
         Raises:
             NotFittedError: ``fit`` did not come before.

@@ -31,6 +31,17 @@ class Study:
         contest: the cross-validation of the candidates; None where a method was asked for by name.
         estimator: of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the ECE that chose.
         criterion: by which was chosen.
+
+    Example:
+        >>> labels = torch.arange(600) % 3
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # sure, and wrong in 1 of 5 rows
+        >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
+        >>> study
+        Study(5 choices on 300 rows, use temperature, NLL-optimal)
+        >>> round(study.calibrator.temperature_, 2), "temperature, NLL-optimal" in study.table()
+        (1.92, True)
+        >>> study.to_dict()["criterion"], list(study.to_dataframe()["method"])[1]
+        ('nll', 'temperature')
     """
 
     selection: Rows
@@ -59,7 +70,13 @@ class Study:
         return self.chosen.saved
 
     def table(self, *, all: bool = False) -> str:
-        """The table as text, of at most 100 columns; with ``all`` every estimator, as wide as it gets.
+        """The table of the choices and their figures, as text.
+
+        Args:
+            all: every estimator of the ECE, as wide as it gets. Otherwise at most 100 columns.
+
+        Returns:
+            The table, of several lines.
 
         Raises:
             ImportError: tabulate is not installed.
@@ -69,14 +86,21 @@ class Study:
         return format_table(self.choices, self.chosen, self.trust, names=None if all else headline(self.estimator))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as ``json.dumps`` takes it. A figure that is infinite is None; the remarks say why."""
+        """Everything, as ``json.dumps`` takes it.
+
+        Returns:
+            A dictionary. A figure that is infinite is None; the remarks say why.
+        """
         from focalkern.study.record import to_json
 
         return to_json(self)
 
     def to_dataframe(self) -> Any:
-        """A pandas.DataFrame, one row per choice: method, criterion, gamma, temperature, chosen, and the figures on the
-        reported rows with the ends of their intervals.
+        """The choices as a table of pandas, one row per choice.
+
+        Returns:
+            A pandas.DataFrame: method, criterion, gamma, temperature, chosen, and the figures on the reported rows with
+            the ends of their intervals.
 
         Raises:
             ImportError: pandas is not installed.
@@ -100,6 +124,14 @@ class Study:
         Raises:
             ImportError: matplotlib is not installed.
             OSError: a file cannot be written.
+
+        Example:
+            >>> labels = torch.arange(600) % 3
+            >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]
+            >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
+            >>> files = study.write_report("report")  # doctest: +SKIP
+            >>> files[-1].name  # doctest: +SKIP
+            'report.html'
         """
         from focalkern.study.page import write_report
 

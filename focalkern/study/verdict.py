@@ -32,6 +32,12 @@ class Verdict:
         because: the evidence of the cross-validation.
         costs: what it costs, or what another choice would gain and cost; empty where there is nothing to say.
         doubts: what speaks against trusting all this, a sentence each.
+
+    Example:
+        >>> verdict = fk.Verdict(use="temperature scaling, T = 1.9", because="Its NLL is the lowest.", costs="")
+        >>> print(verdict)
+        Use temperature scaling, T = 1.9.
+        Its NLL is the lowest.
     """
 
     use: str
