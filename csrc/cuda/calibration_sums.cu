@@ -1,7 +1,8 @@
 // Running sums of the calibration grid: per cell and bucket, the number of samples, the sum of their confidences, and
 // how many are correct. A block owns a cell and goes over its confidences once for each run of kBucketsAtOnce buckets,
 // whose sums are in shared memory. Confidences are added as integers, in units of 2^-40: the sums do not depend on the
-// order in which the threads come.
+// order in which the threads come. The halves of such a sum are added one after the other, and what the low one carries
+// to the high one: an atomic of 64 bits in shared memory would be a loop.
 
 #include "cuda/common.cuh"
 #include "kernels.h"
@@ -16,7 +17,8 @@ constexpr double kUnit = 0x1p-40;  // kMaxCalibrationSumRows confidences fit 63 
 template <typename Real>
 __global__ __launch_bounds__(kBlock,
                              4) void calibration_sums_kernel(const __grid_constant__ CalibrationSums<Real> args) {
-  __shared__ unsigned long long confidence_sum[kBucketsAtOnce];
+  __shared__ unsigned int low_sum[kBucketsAtOnce];  // of the confidences
+  __shared__ unsigned int high_sum[kBucketsAtOnce];
   __shared__ unsigned int count[kBucketsAtOnce];
   __shared__ unsigned int correct_sum[kBucketsAtOnce];
   const int64_t cell = blockIdx.x;
@@ -27,7 +29,8 @@ __global__ __launch_bounds__(kBlock,
     const int64_t left = args.n_buckets - first;
     const int buckets = left < kBucketsAtOnce ? static_cast<int>(left) : kBucketsAtOnce;
     for (int b = static_cast<int>(threadIdx.x); b < buckets; b += kBlock) {
-      confidence_sum[b] = 0;
+      low_sum[b] = 0;
+      high_sum[b] = 0;
       count[b] = 0;
       correct_sum[b] = 0;
     }
@@ -37,14 +40,18 @@ __global__ __launch_bounds__(kBlock,
       const int64_t place = args.sketch ? sketch_bucket(c, args.n_buckets) : equal_width_bin(c, args.n_buckets);
       const int64_t b = place - first;
       if (b < 0 || b >= buckets) continue;
-      atomicAdd(&confidence_sum[b], static_cast<unsigned long long>(static_cast<double>(c) / kUnit + 0.5));
+      const auto units = static_cast<unsigned long long>(static_cast<double>(c) / kUnit + 0.5);
+      const auto low = static_cast<unsigned int>(units);
+      const unsigned int carry = atomicAdd(&low_sum[b], low) + low < low ? 1 : 0;
+      atomicAdd(&high_sum[b], static_cast<unsigned int>(units >> 32) + carry);
       atomicAdd(&count[b], 1u);
       if (args.correct[i] != 0) atomicAdd(&correct_sum[b], 1u);
     }
     __syncthreads();
     for (int b = static_cast<int>(threadIdx.x); b < buckets; b += kBlock) {
       args.count[out + first + b] += count[b];
-      args.confidence_sum[out + first + b] += static_cast<double>(confidence_sum[b]) * kUnit;
+      const unsigned long long units = static_cast<unsigned long long>(high_sum[b]) << 32 | low_sum[b];
+      args.confidence_sum[out + first + b] += static_cast<double>(units) * kUnit;
       args.correct_sum[out + first + b] += correct_sum[b];
     }
     __syncthreads();  // the sums have been read

@@ -14,6 +14,7 @@
 // the logits twice forward and three times at most backward.
 
 #include "cuda/common.cuh"
+#include "cuda/grid_sum.cuh"
 #include "kernels.h"
 #include "math/focal.h"
 
@@ -91,60 +92,6 @@ struct Geometry {
   RowOffset target_probs;
   RowOffset grad_logits;
 };
-
-// ---- sums over all rows --------------------------------------------------------------------------------------------
-
-template <typename Real>
-struct Reduction {
-  Real* loss;     // the sum or mean, or null for no reduction
-  Real* divisor;  // what the mean was divided by, 1 if there is none
-  bool mean;
-  unsigned* finished;  // blocks that have written their sums
-  double* sums;        // [2, grid]
-};
-
-template <typename Real>
-__device__ __forceinline__ void write_reduced(const Reduction<Real>& reduction, double loss, double weight) {
-  *reduction.loss = static_cast<Real>(reduction.mean ? loss / weight : loss);
-  if (reduction.divisor != nullptr) *reduction.divisor = reduction.mean ? static_cast<Real>(weight) : Real(1);
-}
-
-// Adds up what each thread of each block brings. Which block does the last step varies; what it adds and in which
-// order does not.
-template <typename Real>
-__device__ __forceinline__ void reduce_over_grid(const Reduction<Real>& reduction, double loss, double weight) {
-  __shared__ double scratch[kWarpsPerBlock];
-  __shared__ bool is_last;
-  const int thread = static_cast<int>(threadIdx.x);
-  if (reduction.loss == nullptr) {
-    if (reduction.divisor != nullptr && blockIdx.x == 0 && thread == 0) *reduction.divisor = Real(1);
-    return;
-  }
-  loss = block_sum(loss, scratch);
-  weight = block_sum(weight, scratch);
-  if (gridDim.x == 1) {
-    if (thread == 0) write_reduced(reduction, loss, weight);
-    return;
-  }
-  if (thread == 0) {
-    reduction.sums[blockIdx.x] = loss;
-    reduction.sums[gridDim.x + blockIdx.x] = weight;
-    __threadfence();  // the sums are visible before the count says so
-    is_last = atomicAdd(reduction.finished, 1u) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  loss = 0;
-  weight = 0;
-  for (unsigned block = threadIdx.x; block < gridDim.x; block += kBlock) {
-    loss += __ldcg(reduction.sums + block);
-    weight += __ldcg(reduction.sums + gridDim.x + block);
-  }
-  loss = block_sum(loss, scratch);
-  weight = block_sum(weight, scratch);
-  if (thread == 0) write_reduced(reduction, loss, weight);
-}
 
 // ---- index targets: what is known of a row -------------------------------------------------------------------------
 
@@ -329,7 +276,7 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const Scalar* 
 template <typename Scalar, RowPath path>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forward_kernel(
     const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
-    const __grid_constant__ Reduction<compute_t<Scalar>> reduction) {
+    const __grid_constant__ GridSum<compute_t<Scalar>> reduction) {
   using Real = compute_t<Scalar>;
   const RowPlan& plan = geometry.plan;
   __shared__ __align__(16) unsigned char tile_bytes[path == RowPath::kTile ? kTileBytes : 16];
@@ -432,7 +379,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
       loss_sum += static_cast<double>(loss);
     }
   }
-  reduce_over_grid(reduction, loss_sum, weight_sum);
+  sum_over_grid(reduction, loss_sum, weight_sum);
 }
 
 // ---- index targets: backward ---------------------------------------------------------------------------------------
@@ -766,7 +713,7 @@ __device__ __forceinline__ compute_t<Scalar> weight_of(const FocalLossArgs<Scala
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, 2) void focal_loss_general_forward_kernel(
     const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
-    const __grid_constant__ Reduction<compute_t<Scalar>> reduction) {
+    const __grid_constant__ GridSum<compute_t<Scalar>> reduction) {
   using Real = compute_t<Scalar>;
   const RowPlan& plan = geometry.plan;
   __shared__ double scratch[kWarpsPerBlock];
@@ -807,7 +754,7 @@ __global__ __launch_bounds__(kBlock, 2) void focal_loss_general_forward_kernel(
       }
     }
   }
-  reduce_over_grid(reduction, loss_sum, weight_sum);
+  sum_over_grid(reduction, loss_sum, weight_sum);
 }
 
 template <typename Scalar>
@@ -938,12 +885,10 @@ bool sizes_are_valid(const FocalLossArgs<Scalar>& args) {
          (args.target_probs != nullptr) != (args.labels.data != nullptr);
 }
 
-constexpr int64_t kCounterBytes = 16;
-
 }  // namespace
 
 int64_t focal_loss_workspace(int64_t rows, int64_t classes) {
-  return fits_one_block(rows, classes) ? 0 : kCounterBytes + 2 * kMaxGrid * static_cast<int64_t>(sizeof(double));
+  return fits_one_block(rows, classes) ? 0 : grid_sum_workspace(kMaxGrid);
 }
 
 template <typename Scalar>
@@ -951,19 +896,12 @@ int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_
                        compute_t<Scalar>* divisor, void* workspace, void* stream) {
   if (args.rows > 0 && !sizes_are_valid(args)) return cudaErrorInvalidValue;
   const RowPlan plan = plan_for(args, has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits));
-  Reduction<compute_t<Scalar>> reduction = {loss, divisor, mean, static_cast<unsigned*>(workspace), nullptr};
-  if (loss != nullptr && plan.grid > 1) {
-    if (workspace == nullptr) return cudaErrorInvalidValue;
-    reduction.sums = reinterpret_cast<double*>(static_cast<char*>(workspace) + kCounterBytes);
-    const cudaError_t error = cudaMemsetAsync(workspace, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
-    if (error != cudaSuccess) {
-      cudaGetLastError();
-      return error;
-    }
-  }
+  GridSum<compute_t<Scalar>> reduction = {loss, divisor, mean, nullptr, nullptr};
+  const cudaError_t error = prepare_grid_sum(reduction, plan.grid, workspace, stream);
+  if (error != cudaSuccess) return error;
   const Geometry geometry = {plan, ClassDivider(args.classes), RowOffset(args.layout), RowOffset(args.target_layout),
                              RowOffset(args.layout)};
-  void (*kernel)(FocalLossForward<Scalar>, Geometry, Reduction<compute_t<Scalar>>) =
+  void (*kernel)(FocalLossForward<Scalar>, Geometry, GridSum<compute_t<Scalar>>) =
       is_general(args)                ? focal_loss_general_forward_kernel<Scalar>
       : plan.path == RowPath::kTile   ? focal_loss_forward_kernel<Scalar, RowPath::kTile>
       : plan.path == RowPath::kPixels ? focal_loss_forward_kernel<Scalar, RowPath::kPixels>

@@ -8,6 +8,7 @@
 // The soft formulas serve hard targets too: the kernels wait for memory, not for a logarithm.
 
 #include "cuda/common.cuh"
+#include "cuda/grid_sum.cuh"
 #include "kernels.h"
 #include "math/sigmoid_loss.h"
 
@@ -222,49 +223,10 @@ __device__ __forceinline__ Packs<Scalar> load_packs(const SigmoidLossArgs<Scalar
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-template <typename Real>
-struct Totals {
-  Real* total;    // the sum or mean, or null for no reduction
-  Real* divisor;  // what the mean was divided by, 1 if there is none
-  bool mean;
-  unsigned* finished;  // blocks that have written their sums
-  double* sums;        // [2, grid]
-};
-
-// Which block does the last step varies; what it adds and in which order does not.
-template <typename Real>
-__device__ __forceinline__ void add_up_blocks(const Totals<Real>& totals, double loss, double count) {
-  __shared__ double scratch[kWarpsPerBlock];
-  __shared__ bool is_last;
-  const int thread = static_cast<int>(threadIdx.x);
-  loss = block_sum(loss, scratch);
-  count = block_sum(count, scratch);
-  if (thread == 0) {
-    totals.sums[blockIdx.x] = loss;
-    totals.sums[gridDim.x + blockIdx.x] = count;
-    __threadfence();  // the sums are visible before the counter says so
-    is_last = atomicAdd(totals.finished, 1u) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  loss = 0;
-  count = 0;
-  for (unsigned block = threadIdx.x; block < gridDim.x; block += kBlock) {
-    loss += __ldcg(totals.sums + block);
-    count += __ldcg(totals.sums + gridDim.x + block);
-  }
-  loss = block_sum(loss, scratch);
-  count = block_sum(count, scratch);
-  if (thread != 0) return;
-  *totals.total = static_cast<Real>(totals.mean ? loss / count : loss);
-  *totals.divisor = totals.mean ? static_cast<Real>(count) : Real(1);
-}
-
 template <typename Scalar, typename Loss>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void sigmoid_loss_forward_kernel(
     const __grid_constant__ SigmoidLossForward<Scalar> args, const __grid_constant__ Plan<compute_t<Scalar>> plan,
-    const __grid_constant__ Totals<compute_t<Scalar>> totals) {
+    const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
   using Real = compute_t<Scalar>;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kBlock * kStep<Scalar>;
   double sum = 0, count = 0;
@@ -286,11 +248,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void sigmoid_loss_fo
       count += found.counts ? 1.0 : 0.0;
     }
   }
-  if (totals.total != nullptr) {
-    add_up_blocks(totals, sum, count);
-  } else if (blockIdx.x == 0 && threadIdx.x == 0) {
-    *totals.divisor = Real(1);
-  }
+  sum_over_grid(totals, sum, count);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
@@ -376,30 +334,22 @@ bool is_valid(const SigmoidLossArgs<Scalar>& args) {
 
 }  // namespace
 
-int64_t sigmoid_loss_workspace(int64_t size) {
-  return static_cast<int64_t>(sizeof(double)) * (1 + 2 * blocks_for(size, kStep<double>));
-}
+int64_t sigmoid_loss_workspace(int64_t size) { return grid_sum_workspace(blocks_for(size, kStep<double>)); }
 
 template <typename Scalar>
 int sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, bool mean, compute_t<Scalar>* total,
                          compute_t<Scalar>* divisor, void* workspace, void* stream) {
   using Real = compute_t<Scalar>;
   if (!is_valid(args)) return cudaErrorInvalidValue;
-  Totals<Real> totals = {total, divisor, mean, nullptr, nullptr};
-  if (total != nullptr) {
-    totals.finished = static_cast<unsigned*>(workspace);
-    totals.sums = static_cast<double*>(workspace) + 1;
-    const cudaError_t error = cudaMemsetAsync(totals.finished, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
-    if (error != cudaSuccess) {
-      cudaGetLastError();
-      return error;
-    }
-  }
-  void (*kernel)(SigmoidLossForward<Scalar>, Plan<Real>, Totals<Real>) =
+  GridSum<Real> totals = {total, divisor, mean, nullptr, nullptr};
+  const int64_t grid = blocks_for(args.space.size, kStep<Scalar>);
+  const cudaError_t error = prepare_grid_sum(totals, grid, workspace, stream);
+  if (error != cudaSuccess) return error;
+  void (*kernel)(SigmoidLossForward<Scalar>, Plan<Real>, GridSum<Real>) =
       args.loss_kind == SigmoidLoss::kFocal     ? sigmoid_loss_forward_kernel<Scalar, FocalElement>
       : args.loss_kind == SigmoidLoss::kQuality ? sigmoid_loss_forward_kernel<Scalar, QualityElement>
                                                 : sigmoid_loss_forward_kernel<Scalar, AsymmetricElement>;
-  return launch(kernel, blocks_for(args.space.size, kStep<Scalar>), kBlock, stream, args, plan_of(args), totals);
+  return launch(kernel, grid, kBlock, stream, args, plan_of(args), totals);
 }
 
 template <typename Scalar>

@@ -1,0 +1,80 @@
+// The sum, or the mean, of what every thread of a launch brings, in the order of the geometry: each block writes its
+// own sums down, and the last one to finish adds them up.
+#pragma once
+
+#include "cuda/common.cuh"
+
+namespace focalkern::cuda {
+
+template <typename Real>
+struct GridSum {
+  Real* result;   // the sum or mean, or null for no reduction
+  Real* divisor;  // what the mean was divided by, 1 if there is none; or null
+  bool mean;
+  unsigned* finished;  // blocks that have written their sums
+  double* sums;        // [2, grid]
+};
+
+constexpr int64_t kGridSumCounterBytes = 16;
+
+// Scratch memory that a launch of so many blocks needs for it.
+inline int64_t grid_sum_workspace(int64_t grid) {
+  return kGridSumCounterBytes + 2 * grid * static_cast<int64_t>(sizeof(double));
+}
+
+// Hands it the scratch memory. One block alone needs none.
+template <typename Real>
+cudaError_t prepare_grid_sum(GridSum<Real>& to, int64_t grid, void* workspace, void* stream) {
+  if (to.result == nullptr || grid <= 1) return cudaSuccess;
+  if (workspace == nullptr) return cudaErrorInvalidValue;
+  to.finished = static_cast<unsigned*>(workspace);
+  to.sums = reinterpret_cast<double*>(static_cast<char*>(workspace) + kGridSumCounterBytes);
+  const cudaError_t error = cudaMemsetAsync(to.finished, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+template <typename Real>
+__device__ __forceinline__ void write_grid_sum(const GridSum<Real>& to, double value, double weight) {
+  *to.result = static_cast<Real>(to.mean ? value / weight : value);
+  if (to.divisor != nullptr) *to.divisor = to.mean ? static_cast<Real>(weight) : Real(1);
+}
+
+// Every thread of every block calls it, once. Which block does the last step varies; what it adds and in which order
+// does not. (Internal linkage: its shared memory lies with that of the kernels, which tests on the host look for.)
+template <typename Real>
+static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, double value, double weight) {
+  __shared__ double scratch[kWarpsPerBlock];
+  __shared__ bool is_last;
+  const int thread = static_cast<int>(threadIdx.x);
+  if (to.result == nullptr) {
+    if (to.divisor != nullptr && blockIdx.x == 0 && thread == 0) *to.divisor = Real(1);
+    return;
+  }
+  value = block_sum(value, scratch);
+  weight = block_sum(weight, scratch);
+  if (gridDim.x == 1) {
+    if (thread == 0) write_grid_sum(to, value, weight);
+    return;
+  }
+  if (thread == 0) {
+    to.sums[blockIdx.x] = value;
+    to.sums[gridDim.x + blockIdx.x] = weight;
+    __threadfence();  // the sums are visible before the count says so
+    is_last = atomicAdd(to.finished, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  value = 0;
+  weight = 0;
+  for (unsigned block = threadIdx.x; block < gridDim.x; block += kBlock) {
+    value += __ldcg(to.sums + block);
+    weight += __ldcg(to.sums + gridDim.x + block);
+  }
+  value = block_sum(value, scratch);
+  weight = block_sum(weight, scratch);
+  if (thread == 0) write_grid_sum(to, value, weight);
+}
+
+}  // namespace focalkern::cuda
