@@ -34,7 +34,7 @@ PIPES = {
     "fp64": "DADD DMUL DFMA DSETP",
     "special": "MUFU I2F F2I F2F FRND POPC FCHK",
     "memory": "LDG STG LDS STS ATOMS ATOMG REDG SHFL LDC",
-    "control": "BRA BSSY BSYNC EXIT CALL RET BAR WARPSYNC NOP BREAK YIELD MEMBAR BRXU ERRBAR CCTL CGAERRBAR "
+    "control": "BRA BSSY BSYNC EXIT CALL RET BAR WARPSYNC NOP BREAK YIELD MEMBAR BRX BRXU ERRBAR CCTL CGAERRBAR "
     "ENDCOLLECTIVE",
 }
 PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
@@ -47,6 +47,11 @@ FOCAL_LOSS = [
     ("float32", (135168, 10), 5), ("bfloat16", (135168, 10), 4), ("float32", (16896, 100), 5),
     ("bfloat16", (16896, 100), 4), ("float32", (2, 19, 67584), 5), ("bfloat16", (2, 19, 67584), 5),
     ("float64", (16896, 1000), 2),
+]  # fmt: skip
+# Targets of the type of the logits, or a label for each row.
+SIGMOID_LOSS = [
+    ("float32", (512, 80), False), ("bfloat16", (512, 80), False), ("float32", (512, 80), True),
+    ("float64", (512, 80), False),
 ]  # fmt: skip
 MAP = [("float32", (64, 1000)), ("float32", (4, 32000)), ("bfloat16", (64, 1000)), ("float32", (4000, 10))]
 
@@ -215,6 +220,26 @@ def focal_loss(library: ctypes.CDLL, cycles: bool, wanted: Callable[[str], bool]
         library.sassrun_trace(c_int64(0))
 
 
+def sigmoid_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:
+    import torch
+    from cuda_cases.common import real_of
+    from cuda_cases.sigmoid_loss import FOCAL, run_sigmoid_loss
+
+    for kind, shape, labelled in SIGMOID_LOSS:
+        case = f"sigmoid {kind} {'x'.join(map(str, shape))}{' labels' if labelled else ''}"
+        if not wanted(case):
+            continue
+        dtype = getattr(torch, kind)
+        logits = (3 * torch.randn(shape)).to(dtype)
+        target = torch.randint(shape[1] + 1, shape[:1]) if labelled else torch.rand(shape).round().to(dtype)
+        grad = torch.ones((1, 1), dtype=real_of(dtype))
+        run_sigmoid_loss(library, FOCAL, logits, target, 2.0, 0.25, grad, all_gradients=False)
+        for name, code in executed(library).items():
+            tensors = (1 if labelled else 2) + ("backward" in name)
+            moved = tensors * logits.numel() * dtype.itemsize + (8 * shape[0] if labelled else 0)
+            yield Count(case, short(name), **count(code, logits.numel(), moved))
+
+
 def calibration(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:
     import torch
     from cuda_cases.calibration_grid import run_grid
@@ -260,6 +285,7 @@ def counts(folder: Path, *, cycles: bool = False, words: list[str] = []) -> Iter
 
     yield from focal_loss(library, cycles, wanted)
     if not cycles:
+        yield from sigmoid_loss(library, wanted)
         yield from calibration(library, wanted)
 
 

@@ -48,8 +48,8 @@ BACKWARD = [
 
 
 def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.0, margin=0.0, ignore_index=-100,
-                     reduction="mean", wide=True):  # fmt: skip
-    """Everything that the two kernels write, by name."""
+                     reduction="mean", wide=True, all_gradients=True):  # fmt: skip
+    """Everything that the two kernels write, by name; without `all_gradients`, of the gradients only the logits'."""
     dtype, real, shape = x.dtype, real_of(x.dtype), x.shape
     labels = target.dim() < x.dim()
     in_real = [v.to(real) if isinstance(v, torch.Tensor) else v for v in (gamma, second, weight)]
@@ -80,15 +80,15 @@ def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.
         backward.divisor = divisor if reduction == "mean" else None
         narrow = torch.full(shape, NAN, dtype=dtype)
         backward.grad_input = memory.out(narrow)
-        backward.grad_target, backward.grad_gamma, backward.grad_second = (memory.out(all_real) for _ in range(3))
+        others = ("grad_target", "grad_gamma", "grad_second") if all_gradients else ()
+        for name in others:
+            setattr(backward, name, memory.out(all_real))
         assert library.sigmoid_loss_backward(DTYPES.index(dtype), ctypes.byref(backward)) == 0
         return {
             "loss": memory.get(loss, unreduced) if reduction == "none" else memory.get(total, one),
             "divisor": memory.get(divisor, one),
             "grad_input": memory.get(backward.grad_input, narrow),
-            "grad_target": memory.get(backward.grad_target, all_real),
-            "grad_gamma": memory.get(backward.grad_gamma, all_real),
-            "grad_second": memory.get(backward.grad_second, all_real),
+            **{name: memory.get(getattr(backward, name), all_real) for name in others},
         }
 
 

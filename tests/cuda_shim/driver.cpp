@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "cuda/launch.h"
@@ -138,6 +139,75 @@ void focal(int rows, int classes, int layout, int mode, bool none) {
   mix(g.p, g.n);
   mix(gg.p, gg.n);
   if (mode == 2) mix(gt.p, gt.n);
+}
+// target: 0 dense in the type of the logits, 1 labels, 2 a row of another type with parameters for classes and rows;
+// offset: elements from a 16-byte boundary
+template <typename S>
+void sigmoid(SigmoidLoss kind, int rows, int classes, int target, int offset, bool none) {
+  using R = compute_t<S>;
+  const size_t n = (size_t)rows * classes, skip = offset * sizeof(S);
+  Buffer<S> x(n, skip), dense(n, skip), narrow(n), gx(n, skip);
+  Buffer<R> of_class(classes), of_row(rows), wide(n), gl(n), gt(n), gg(n), gs(n), total(1), div(1);
+  Buffer<double> soft(classes), ws(cuda::sigmoid_loss_workspace(n) / 8);
+  Buffer<int64_t> labels(rows);
+  fill(x.p, n);
+  for (size_t i = 0; i < n; ++i) dense[i] = make<S>(rng() % 101 / 100.f), gl[i] = R(1) + i % 3;
+  for (int j = 0; j < classes; ++j) of_class[j] = R(j % 4) / 2, soft[j] = j % 5 / 4.;
+  for (int i = 0; i < rows; ++i) {
+    of_row[i] = R(0.25) + i % 3;
+    labels[i] = i % 7 == 3 ? -100 : (int)(rng() % (classes + 1));
+  }
+  const auto operand = [](const auto& buffer, ElementType type, int64_t row, int64_t column) {
+    return Operand{buffer.p, type, column == 1 && row > 0, {row, column}, 0.0};
+  };
+  const ElementType real = sizeof(R) == 8 ? ElementType::kDouble : ElementType::kFloat;
+  const ElementType own = sizeof(S) > 2                 ? real
+                          : std::is_same_v<S, BFloat16> ? ElementType::kBFloat16
+                                                        : ElementType::kHalf;
+  SigmoidLossForward<S> a{};
+  a.loss_kind = kind;
+  a.space = {(int64_t)n, 2, {rows, classes}};
+  a.input = operand(x, own, classes, 1);
+  a.target = target == 0   ? operand(dense, own, classes, 1)
+             : target == 1 ? operand(labels, ElementType::kInt64, 1, 0)
+                           : operand(soft, ElementType::kDouble, 0, 1);
+  a.target_is_labels = target == 1;
+  a.class_dim = target == 1 ? 1 : -1;
+  a.classes = classes;
+  a.ignore_index = -100;
+  a.gamma.value = 1.5;
+  a.second.value = 0.25;
+  a.weight.value = 1;
+  if (target == 2) {
+    a.gamma = operand(of_class, real, 0, 1);
+    a.weight = operand(of_row, real, 1, 0);
+  }
+  a.margin = kind == SigmoidLoss::kAsymmetric ? R(0.0625) : R(0);
+  if (none) (offset ? (void)(a.loss = narrow.p) : (void)(a.loss_wide = wide.p));
+  if (cuda::sigmoid_loss_forward(a, true, none ? nullptr : total.p, div.p, ws.p, nullptr)) abort();
+  SigmoidLossBackward<S> b{};
+  static_cast<SigmoidLossArgs<S>&>(b) = a;
+  if (none)
+    b.grad_loss = operand(gl, real, classes, 1);
+  else
+    b.grad_loss.value = 2;
+  b.divisor = none ? nullptr : div.p;
+  b.grad_input = gx.p;
+  b.grad_target = gt.p;
+  b.grad_gamma = gg.p;
+  b.grad_second = gs.p;
+  if (cuda::sigmoid_loss_backward(b, nullptr)) abort();
+  if (!none)
+    mix(total.p, 1);
+  else if (offset)
+    mix(narrow.p, n);
+  else
+    mix(wide.p, n);
+  mix(div.p, 1);
+  mix(gx.p, n);
+  mix(gt.p, n);
+  mix(gg.p, n);
+  mix(gs.p, n);
 }
 template <typename S>
 void map(int rows, int classes, bool probs, bool log, bool wide) {
@@ -282,6 +352,12 @@ int main(int argc, char** argv) {
       for (bool probs : {false, true}) {
         map<S>(r, c, probs, r % 2, c % 2);
       }
+    for (auto kind : {SigmoidLoss::kFocal, SigmoidLoss::kAsymmetric, SigmoidLoss::kQuality})
+      for (auto [r, c] : {std::pair{1, 1}, {7, 5}, {40, 81}})
+        for (int target : {0, 1, 2})
+          for (int offset : {0, 1}) {
+            sigmoid<S>(kind, r, c, target, offset, (r + target + offset) % 2);
+          }
   };
   all(float{});
   all(BFloat16{});

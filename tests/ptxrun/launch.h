@@ -8,6 +8,27 @@ namespace ptxrun {
 struct Launch : Execute {
   using Execute::Execute;
 
+  // The lane from which shfl takes what it hands to a lane: itself where the other lies outside its segment.
+  struct ShuffleSource {
+    int lane;
+    bool inside;
+  };
+  static ShuffleSource shuffle_source(int mode, int lane, u32 b, u32 c) {
+    const i32 by = static_cast<i32>(b & 31), clamp = static_cast<i32>(c & 31), segment = static_cast<i32>(c >> 8 & 31);
+    const i32 least = lane & segment, most = least | (clamp & ~segment);
+    const i32 from = mode == 0 ? lane - by : mode == 1 ? lane + by : mode == 2 ? lane ^ by : least | (by & ~segment);
+    const bool inside = mode == 0 ? from >= most : from <= most;
+    return {inside ? from : lane, inside};
+  }
+
+  // Lanes that have waited for each other.
+  void go_on(u32 members) {
+    for (int l = 0; l < kLanes; ++l)
+      if (members >> l & 1) ++w->pc[l];
+    w->wait_warp &= ~members;
+    w->run |= members;
+  }
+
   // Lanes that wait for others of their warp: lets those go on whose whole mask has come.
   virtual void try_warp_sync() {
     u32 waiting = w->wait_warp;
@@ -41,30 +62,7 @@ struct Launch : Execute {
         for (int l = 0; l < kLanes; ++l) {
           if (!(members >> l & 1)) continue;
           const Instr& mine = k.code[static_cast<size_t>(w->pc[l])];
-          const u32 bval = r32(mine.a[1])[l] & 31, c = r32(mine.a[2])[l], cval = c & 31, seg = c >> 8 & 31;
-          const u32 me = static_cast<u32>(l);
-          const u32 most = (me & seg) | (cval & ~seg), least = me & seg;
-          i32 j = 0;
-          bool inside = false;
-          switch (mine.mode) {
-            case 0:
-              j = l - static_cast<i32>(bval);
-              inside = j >= static_cast<i32>(most);
-              break;
-            case 1:
-              j = l + static_cast<i32>(bval);
-              inside = j <= static_cast<i32>(most);
-              break;
-            case 2:
-              j = l ^ static_cast<i32>(bval);
-              inside = j <= static_cast<i32>(most);
-              break;
-            default:
-              j = static_cast<i32>(least | (bval & ~seg));
-              inside = j <= static_cast<i32>(most);
-              break;
-          }
-          if (!inside) j = l;
+          const auto [j, inside] = shuffle_source(mine.mode, l, r32(mine.a[1])[l], r32(mine.a[2])[l]);
           if (!(members >> j & 1)) {
             pc = w->pc[l];
             fail(l, "shuffle from lane " + std::to_string(j) + ", which takes no part");
@@ -79,10 +77,7 @@ struct Launch : Execute {
       } else {
         ++w->warp_syncs;
       }
-      for (int l = 0; l < kLanes; ++l)
-        if (members >> l & 1) ++w->pc[l];
-      w->wait_warp &= ~members;
-      w->run |= members;
+      go_on(members);
       waiting &= ~members;
     }
   }
@@ -119,6 +114,31 @@ struct Launch : Execute {
     for (int l = 0; l < kLanes; ++l)
       if (mask >> l & 1) w->pc[l] = at;
   }
+  // An instruction that lanes `m` take.
+  void tick(u32 m) {
+    ++clock;
+    if (clock > 0xfffffff0u) clock = 1;
+    k.warp_count[static_cast<size_t>(pc)] += 1;
+    k.lane_count[static_cast<size_t>(pc)] += static_cast<u64>(__builtin_popcount(m));
+  }
+  // The kernel ends for lanes `m` of `mask`.
+  void leave(u32 m, u32 mask) {
+    w->run &= ~m;
+    w->exited |= m;
+    park(m, pc);
+    park(mask & ~m, pc + 1);
+    try_warp_sync();
+  }
+  void wait_for_block(u32 m) {
+    park(m, pc);
+    w->run &= ~m;
+    w->wait_bar |= m;
+  }
+  void fence(u32 m) {
+    for (int l = 0; l < kLanes; ++l)
+      if (m >> l & 1) b->fenced[static_cast<size_t>(w->index * kLanes + l)] = clock;
+    b->acquired = b->atomic;
+  }
   virtual int run_group(u32 mask, int limit, int steps) {
     int done = 0;
     while (done < steps && pc < limit) {
@@ -132,10 +152,7 @@ struct Launch : Execute {
         m &= in.guard_not ? ~on : on;
       }
       ++done;
-      ++clock;
-      if (clock > 0xfffffff0u) clock = 1;
-      k.warp_count[static_cast<size_t>(pc)] += 1;
-      k.lane_count[static_cast<size_t>(pc)] += static_cast<u64>(__builtin_popcount(m));
+      tick(m);
       switch (in.op) {
         case BRA: {
           const u32 stay = mask & ~m;
@@ -151,19 +168,12 @@ struct Launch : Execute {
           continue;
         }
         case RET: {
-          w->run &= ~m;
-          w->exited |= m;
-          const u32 stay = mask & ~m;
-          park(m, pc);
-          park(stay, pc + 1);
-          try_warp_sync();
+          leave(m, mask);
           return done;
         }
         case BAR:
           if (m != mask) fail(__builtin_ctz(mask & ~m), "a barrier under a guard that differs");
-          park(m, pc);
-          w->run &= ~m;
-          w->wait_bar |= m;
+          wait_for_block(m);
           return done;
         case SHFL:
         case BARWARP: {
@@ -184,9 +194,7 @@ struct Launch : Execute {
           return done;
         }
         case MEMBAR:
-          for (int l = 0; l < kLanes; ++l)
-            if (m >> l & 1) b->fenced[static_cast<size_t>(w->index * kLanes + l)] = clock;
-          b->acquired = b->atomic;
+          fence(m);
           ++pc;
           continue;
         default:

@@ -413,15 +413,16 @@ struct SassExecute : SassOperands {
         mark_defined(carrier, to, in.width, false);
         return;
       }
+      case s_ATOMS_ADD:
       case s_ATOMS_INC: {
         bool undefined = false;
         u8* at = locate(carrier, l, address_of(in, l, false), 4, true, true, undefined);
         if (undefined) report(l, "an atomic on memory never written");
         u32 v;
         memcpy(&v, at, 4);
-        ++v;
-        memcpy(at, &v, 4);
-        return;
+        const u32 next = v + (in.op == s_ATOMS_INC ? 1 : raw(o[1], l));
+        memcpy(at, &next, 4);
+        return set(o[0], l, v);
       }
       case s_ATOMS_CAST: {
         bool undefined = false;

@@ -30,12 +30,28 @@ struct SassLaunch : SassExecute {
         continue;
       }
       if (in.op == s_WARPSYNC) ++w->warp_syncs;
-      for (int l = 0; l < kLanes; ++l)
-        if (members >> l & 1) ++w->pc[l];
-      w->wait_warp &= ~members;
-      w->run |= members;
+      go_on(members);
       waiting &= ~members;
     }
+  }
+
+  // Sends lanes `m` of `mask` to a register's distance from an address. The instruction that all of them go on with, or
+  // -1 where they part.
+  int jump(const SInstr& in, u32 m, u32 mask, i64 from) {
+    const u32 stay = mask & ~m;
+    park(stay, pc + 1);
+    bool same = stay == 0;
+    int first = -1;
+    for (int l = 0; l < kLanes; ++l) {
+      if (!(m >> l & 1)) continue;
+      const i64 to = from + static_cast<i32>(raw(in.o[0], l));
+      if (to < 0 || to % 16 != 0 || to / 16 >= static_cast<i64>(s.code.size()))
+        fail(l, "jump to " + std::to_string(to));
+      w->pc[l] = static_cast<int>(to / 16);
+      if (first < 0) first = w->pc[l];
+      same &= w->pc[l] == first;
+    }
+    return same ? first : -1;
   }
 
   int run_group(u32 mask, int limit, int steps) override {
@@ -54,9 +70,7 @@ struct SassLaunch : SassExecute {
         m &= on;
       }
       ++done;
-      ++clock;
-      k.warp_count[static_cast<size_t>(pc)] += 1;
-      k.lane_count[static_cast<size_t>(pc)] += static_cast<u64>(__builtin_popcount(m));
+      tick(m);
       if (static_cast<i64>(b->index) < trace_blocks) {
         Event e{static_cast<u32>(pc), 0, 0};
         if (in.op == s_LDG || in.op == s_STG) {
@@ -104,44 +118,21 @@ struct SassLaunch : SassExecute {
           }
           continue;
         }
-        case s_BRXU: {
-          const i64 to =
-              static_cast<i64>(k.code[static_cast<size_t>(pc)].line) + 16 + in.off + static_cast<i32>(raw(in.o[0], 0));
-          if (to < 0 || to / 16 >= static_cast<i64>(s.code.size())) fail(0, "jump");
-          pc = static_cast<int>(to / 16);
-          continue;
-        }
+        case s_BRX:
+        case s_BRXU:
         case s_RET: {
-          const u32 stay = mask & ~m;
-          if (stay != 0) park(stay, pc + 1);
-          bool same = stay == 0;
-          int first = -1;
-          for (int l = 0; l < kLanes; ++l) {
-            if (!(m >> l & 1)) continue;
-            const int to = static_cast<int>((reg(in.o[0].index, l) + static_cast<u32>(in.off)) / 16);
-            if (to < 0 || to >= static_cast<int>(s.code.size())) fail(l, "return to " + std::to_string(to));
-            if (first < 0) first = to;
-            same &= to == first;
-            w->pc[l] = to;
-          }
-          if (!same || m == 0) return done;
-          pc = first;
+          const i64 from = in.op == s_RET ? 0 : static_cast<i64>(k.code[static_cast<size_t>(pc)].line) + 16;
+          const int to = jump(in, m, mask, from + in.off);
+          if (to < 0) return done;
+          pc = to;
           continue;
         }
-        case s_EXIT: {
-          w->run &= ~m;
-          w->exited |= m;
-          const u32 stay = mask & ~m;
-          park(m, pc);
-          park(stay, pc + 1);
-          try_warp_sync();
+        case s_EXIT:
+          leave(m, mask);
           return done;
-        }
         case s_BAR:
           if (m != mask) fail(0, "barrier under a guard");
-          park(m, pc);
-          w->run &= ~m;
-          w->wait_bar |= m;
+          wait_for_block(m);
           return done;
         case s_BSSY:
           for (int l = 0; l < kLanes; ++l)
@@ -176,9 +167,7 @@ struct SassLaunch : SassExecute {
           return done;
         }
         case s_MEMBAR:
-          for (int l = 0; l < kLanes; ++l)
-            if (m >> l & 1) b->fenced[static_cast<size_t>(w->index * kLanes + l)] = clock;
-          b->acquired = b->atomic;
+          fence(m);
           ++pc;
           continue;
         case s_SHFL: {
@@ -186,30 +175,7 @@ struct SassLaunch : SassExecute {
           for (int l = 0; l < kLanes; ++l) value[l] = raw(in.o[2], l);
           for (int l = 0; l < kLanes; ++l) {
             if (!(m >> l & 1)) continue;
-            const u32 bval = raw(in.o[3], l) & 31, c = raw(in.o[4], l), cval = c & 31, seg = c >> 8 & 31,
-                      me = static_cast<u32>(l);
-            const u32 most = (me & seg) | (cval & ~seg), least = me & seg;
-            i32 j = 0;
-            bool inside = false;
-            switch (in.mufu) {
-              case 0:
-                j = l - static_cast<i32>(bval);
-                inside = j >= static_cast<i32>(most);
-                break;
-              case 1:
-                j = l + static_cast<i32>(bval);
-                inside = j <= static_cast<i32>(most);
-                break;
-              case 2:
-                j = l ^ static_cast<i32>(bval);
-                inside = j <= static_cast<i32>(most);
-                break;
-              default:
-                j = static_cast<i32>(least | (bval & ~seg));
-                inside = j <= static_cast<i32>(most);
-                break;
-            }
-            if (!inside) j = l;
+            const auto [j, inside] = shuffle_source(in.mufu, l, raw(in.o[3], l), raw(in.o[4], l));
             if (!(m >> j & 1)) fail(l, "shuffle from lane " + std::to_string(j) + ", which is not active");
             set(in.o[1], l, value[j]);
             setp(in.o[0], l, inside);

@@ -59,6 +59,7 @@ inline void set_timing(SInstr& in) {
       break;
     case s_LDS:
     case s_STS:
+    case s_ATOMS_ADD:
     case s_ATOMS_INC:
     case s_ATOMS_CAST:
       in.pipe = 6;
@@ -81,6 +82,7 @@ inline void set_timing(SInstr& in) {
       break;
     case s_BRA:
     case s_BRADIV:
+    case s_BRX:
     case s_BRXU:
     case s_CALL:
     case s_RET:
@@ -140,7 +142,9 @@ inline void load_sass(const char* path) {
       carrier.text = r.text;
       carrier.line = static_cast<int>(r.address);
       carrier.space =
-          in.op == s_LDS || in.op == s_STS || in.op == s_ATOMS_INC || in.op == s_ATOMS_CAST ? SHARED : GLOBAL;
+          in.op == s_LDS || in.op == s_STS || in.op == s_ATOMS_ADD || in.op == s_ATOMS_INC || in.op == s_ATOMS_CAST
+              ? SHARED
+              : GLOBAL;
       k->carrier.code.push_back(carrier);
       k->code.push_back(std::move(in));
     }

@@ -56,6 +56,7 @@ enum SOp : u8 {
   s_STS,
   s_LDG,
   s_STG,
+  s_ATOMS_ADD,
   s_ATOMS_INC,
   s_ATOMS_CAST,
   s_ATOMG,
@@ -67,6 +68,7 @@ enum SOp : u8 {
   s_P2R,
   s_BRA,
   s_BRADIV,
+  s_BRX,
   s_BRXU,
   s_CALL,
   s_RET,
@@ -443,6 +445,11 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
       in.o.push_back(parse_operand(ops[0], low));
       address_of(ops[1]);
       if (in.o[0].index != 255) bad_sass(text);
+    } else if (has("ADD") && in.width == 4) {
+      in.op = s_ATOMS_ADD;
+      in.o.push_back(parse_operand(ops[0], low));
+      address_of(ops[1]);
+      in.o.push_back(parse_operand(ops[2], low));
     } else if (has("CAST")) {
       in.op = s_ATOMS_CAST;
       in.o.push_back(parse_operand(ops[0], low));
@@ -505,9 +512,9 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
       }
       goto_of(ops.back());
     }
-  } else if (base == "BRXU") {
-    in.op = s_BRXU;
-    const std::string rest = text.substr(text.find("UR"));
+  } else if (base == "BRX" || base == "BRXU") {  // to a register's distance from what is named
+    in.op = base == "BRX" ? s_BRX : s_BRXU;
+    const std::string rest = text.substr(text.find(base == "BRX" ? " R" : " UR", at) + 1);
     in.o.push_back(parse_operand(rest.substr(0, rest.find(' ')), low));
     std::string d = rest.substr(rest.find(' ') + 1);
     in.off = d[0] == '-' ? -static_cast<i64>(strtoull(d.c_str() + 1, nullptr, 0))
