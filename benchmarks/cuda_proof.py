@@ -4,10 +4,15 @@ Every part runs cases of tests/cuda_cases another way: the source of the kernels
 nvcc makes of it for several architectures on an emulator that checks every access, with other orders of threads and
 with approximate instructions that err, larger and random cases, machine code; and planted faults, each of which has to
 be seen. Needs nvcc and g++; for machine code also cuobjdump and nvdisasm.
+
+With --keep FOLDER, what is built and found is kept there, and what is there is not done again as long as the sources
+are the same: the proof can be interrupted, and taken up again.
 """
 
 import argparse
 import datetime
+import hashlib
+import json
 import os
 import platform
 import re
@@ -16,8 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,12 +76,15 @@ class Libraries:
             import cuda_build
 
             folder = self.folder / arch
-            folder.mkdir(parents=True)
-            if arch == "machine_code":
-                library, code = cuda_build.build_machine_code(folder)
-                self.built[arch] = f"library={library},code={code}"
-            else:
-                self.built[arch] = f"library={cuda_build.build_ptx(folder, arch)}"
+            library, code = folder / "kernels.so", folder / "code.txt"
+            if not library.is_file():
+                folder.mkdir(parents=True, exist_ok=True)
+                (
+                    cuda_build.build_machine_code(folder)
+                    if arch == "machine_code"
+                    else cuda_build.build_ptx(folder, arch)
+                )
+            self.built[arch] = f"library={library}" + (f",code={code}" if arch == "machine_code" else "")
         return self.built[arch]
 
 
@@ -105,18 +114,37 @@ def run(part: Part, libraries: Libraries, seconds: float) -> Outcome:
     return Outcome(part.name, part.what, numbers.get("passed", 0), failed, time.monotonic() - began, totals, note)
 
 
-def prove_mutants(folder: Path, say: Callable[[str], None]) -> tuple[list[str], bool]:
+def prove_mutants(kept: "Kept", say: Callable[[str], None]) -> tuple[list[str], bool]:
     """The lines of the report, and whether all of them were seen."""
     sys.path.insert(0, str(ROOT / "tests"))
     import mutants
 
-    lines, wrong = [], 0
-    for verdict in mutants.verdicts(folder, mutants.all_faults()):
+    faults = mutants.all_faults()
+    for verdict in mutants.verdicts(kept.folder / "mutants", [f for f in faults if f.name not in kept.mutants]):
         say(f"{verdict.result}: {verdict.fault} ({verdict.seconds:.0f} s)")
-        wrong += not verdict.is_right
-        report = verdict.report.replace("|", "\\|")
-        lines.append(f"| {verdict.fault} | {verdict.result} | {report} |")
-    return lines, wrong == 0
+        kept.add("mutants", verdict.fault, asdict(verdict))
+    found = [mutants.Verdict(**kept.mutants[fault.name]) for fault in faults if fault.name in kept.mutants]
+    lines = ["| {} | {} | {} |".format(v.fault, v.result, v.report.replace("|", "\\|")) for v in found]
+    return lines, len(found) == len(faults) and all(v.is_right for v in found)
+
+
+class Kept:
+    """What was found about these sources: by part, and by fault."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "found.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [ROOT / "csrc/kernels.h", *ROOT.glob("csrc/cuda/*"), *ROOT.glob("csrc/math/*")]
+        self.sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+        found = json.loads(self.path.read_text()) if self.path.is_file() else {"sources": self.sources}
+        if found["sources"] != self.sources:
+            raise SystemExit(f"cuda_proof: {folder} is about other sources; choose another folder")
+        self.parts: dict[str, dict[str, Any]] = found.get("parts", {})
+        self.mutants: dict[str, dict[str, Any]] = found.get("mutants", {})
+
+    def add(self, kind: str, name: str, what: dict[str, Any]) -> None:
+        getattr(self, kind)[name] = what
+        self.path.write_text(json.dumps({"sources": self.sources, "parts": self.parts, "mutants": self.mutants}))
 
 
 def versions() -> str:
@@ -170,6 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_proof", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the report to this file; default: standard output")
     parser.add_argument("--parts", nargs="*", help="only these: " + ", ".join([p.name for p in PARTS] + ["mutants"]))
+    parser.add_argument("--keep", type=Path, help="keep what is built and found in this folder, and go on from there")
     parser.add_argument("--seconds", type=float, default=120, help="for the random cases (%(default)s)")
     arguments = parser.parse_args()
     wanted = arguments.parts if arguments.parts is not None else [*(part.name for part in PARTS), "mutants"]
@@ -181,13 +210,17 @@ def main() -> int:
 
     outcomes, mutants, all_seen = [], [], True
     with tempfile.TemporaryDirectory() as temporary:
-        libraries = Libraries(Path(temporary))
+        kept = Kept(arguments.keep or Path(temporary))
+        libraries = Libraries(kept.folder)
         for part in PARTS:
             if part.name in wanted:
-                outcomes.append(outcome := run(part, libraries, arguments.seconds))
-                say(f"{part.name}: {outcome.passed} passed, {outcome.failed} failed ({outcome.seconds:.0f} s)")
+                if part.name not in kept.parts:
+                    outcome = run(part, libraries, arguments.seconds)
+                    say(f"{part.name}: {outcome.passed} passed, {outcome.failed} failed ({outcome.seconds:.0f} s)")
+                    kept.add("parts", part.name, asdict(outcome))
+                outcomes.append(Outcome(**kept.parts[part.name]))
         if "mutants" in wanted:
-            mutants, all_seen = prove_mutants(Path(temporary, "mutants"), say)
+            mutants, all_seen = prove_mutants(kept, say)
     text = document(outcomes, mutants, versions())
     if arguments.out:
         arguments.out.write_text(text)

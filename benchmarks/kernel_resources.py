@@ -2,6 +2,8 @@
 
 They are read from the module that runs, with cuobjdump (of a CUDA toolkit, or of the Triton that comes with a CUDA
 build of torch); no GPU is needed. A register spill takes a stack frame, so a stack of 0 bytes is no spill either.
+
+--compile SM ... reads them from objects that nvcc makes of csrc/cuda for these architectures, without torch.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -41,6 +44,8 @@ def compiled_module() -> Path:
 
 def cuobjdump() -> Path:
     places = [Path(found)] if (found := shutil.which("cuobjdump")) else []
+    if tools := os.environ.get("CUDA_TOOLS"):
+        places.append(Path(tools, "cuobjdump"))
     if home := os.environ.get("CUDA_HOME"):
         places.append(Path(home, "bin", "cuobjdump"))
     if (triton := importlib.util.find_spec("triton")) is not None and triton.origin is not None:
@@ -49,6 +54,22 @@ def cuobjdump() -> Path:
         if place.is_file():
             return place
     raise ResourcesUnavailableError("cuobjdump was found neither on PATH nor in CUDA_HOME nor beside Triton")
+
+
+def compile_for(architectures: list[str], folder: Path) -> list[Path]:
+    """The kernels as torch's build compiles them, a file of machine code for each source."""
+    nvcc = shutil.which("nvcc") or str(Path(os.environ.get("CUDA_HOME", ""), "bin", "nvcc"))
+    if not Path(nvcc).is_file():
+        raise ResourcesUnavailableError("nvcc was found neither on PATH nor in CUDA_HOME")
+    sources = Path(__file__).parents[1] / "csrc"
+    flags = ["-O3", "-std=c++20", "-w", "--expt-relaxed-constexpr", "-D__CUDA_NO_HALF_OPERATORS__",
+             "-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__",
+             *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures), f"-I{sources}"]  # fmt: skip
+    found = []
+    for kernel in sorted((sources / "cuda").glob("*.cu")):
+        found.append(folder / f"{kernel.stem}.fatbin")
+        subprocess.run([nvcc, *flags, "-fatbin", str(kernel), "-o", str(found[-1])], check=True)
+    return found
 
 
 def parse(dump: str) -> list[KernelResources]:
@@ -78,19 +99,20 @@ def demangle(names: list[str]) -> list[str]:
     ]
 
 
-def read(module: Path | None = None) -> list[KernelResources]:
-    """Every kernel of the module, for every architecture that it has machine code for.
+def read(*modules: Path) -> list[KernelResources]:
+    """Every kernel of the modules, or of the compiled one, for every architecture that it has machine code for.
 
     Raises:
         ResourcesUnavailableError: there are no CUDA kernels, or cuobjdump is not there.
     """
-    module = module or compiled_module()
-    done = subprocess.run([cuobjdump(), "--dump-resource-usage", module], capture_output=True, text=True)
-    rows = parse(done.stdout)
-    if not rows:
-        raise ResourcesUnavailableError(
-            f"cuobjdump found no kernel in {module.name}: {(done.stderr or done.stdout).strip()}"
-        )
+    rows = []
+    for module in modules or (compiled_module(),):
+        done = subprocess.run([cuobjdump(), "--dump-resource-usage", module], capture_output=True, text=True)
+        if not (of_module := parse(done.stdout)):
+            raise ResourcesUnavailableError(
+                f"cuobjdump found no kernel in {module.name}: {(done.stderr or done.stdout).strip()}"
+            )
+        rows += of_module
     names = demangle([row.kernel for row in rows])
     renamed = [KernelResources(**{**asdict(row), "kernel": name}) for row, name in zip(rows, names, strict=True)]
     return sorted(renamed, key=lambda row: (row.kernel, row.arch))
@@ -100,9 +122,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_resources", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the table to this CSV file; default: standard output")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel spills or has a stack frame")
+    parser.add_argument("--compile", nargs="+", metavar="SM", help="compile the sources for these, as 80 90, instead")
     arguments = parser.parse_args()
     try:
-        rows = read()
+        with tempfile.TemporaryDirectory() as folder:
+            rows = read(*(compile_for(arguments.compile, Path(folder)) if arguments.compile else ()))
     except ResourcesUnavailableError as problem:
         print(f"kernel_resources: {problem}", file=sys.stderr)
         return 2

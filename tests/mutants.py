@@ -1,11 +1,11 @@
 """Planted faults: what the cases of cuda_cases have to see, proven one fault at a time.
 
-    python tests/mutants.py [--out FOLDER] [--csv FILE] [WORD ...]    only the faults whose name holds a WORD
+    python tests/mutants.py [--out FOLDER] [--csv FILE] [WORD ...]    only the faults whose name or file holds a WORD
 
 Every barrier, fence and atomic of csrc/cuda is a fault by itself (``synchronization``): it is deleted, or made a plain
 read and write. ``FAULTS`` are the others: tails, strides, counts. A fault is text to replace; where the source has
-moved on, test_mutants.py says so. Each is compiled to PTX, for float and bfloat16, and has to fail its cases on the
-emulator, unless ``REDUNDANT`` says in a line why nothing can depend on it.
+moved on, test_mutants.py says so. Each is compiled to PTX, for float, and has to fail its cases on the emulator, unless
+``REDUNDANT`` says in a line why nothing can depend on it.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import csv
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,19 +20,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+import focalkern  # noqa: F401  (for the children)
+
 TESTS = Path(__file__).parent
 CUDA = TESTS.parent / "csrc/cuda"
 
-# The cases that run a file's kernels; of a header, those of all.
+# The cases that run a file's kernels, or those that use a header.
 CASES = {
+    "common.cuh": "focal_loss+blind_spots",
+    "grid_sum.cuh": "focal_loss+blind_spots",
     "focal_loss.cu": "focal_loss+blind_spots",
     "calibration_map.cu": "calibration_map+blind_spots",
     "calibration_grid.cu": "calibration_grid+blind_spots",
     "calibration_sums.cu": "calibration_sums",
     "sigmoid_loss.cu": "sigmoid_loss",
 }
+# What is compiled anew where a header changes: one file that uses all of it.
+COMPILED = {"common.cuh": "focal_loss.cu", "grid_sum.cuh": "focal_loss.cu"}
 # Where a file's cases are among others: pytest -k.
 CHOICE = {
+    "common.cuh": "not (map or grid)",
+    "grid_sum.cuh": "not (map or grid)",
     "focal_loss.cu": "not (map or grid)",
     "calibration_map.cu": "map",
     "calibration_grid.cu": "grid",
@@ -92,7 +101,7 @@ FAULTS = [
     ),
     Fault(
         "the last block adds up 256 blocks at most",
-        "focal_loss.cu",
+        "grid_sum.cuh",
         "block < gridDim.x; block += kBlock",
         "block < gridDim.x; block += gridDim.x",
     ),
@@ -107,6 +116,19 @@ FAULTS = [
         "calibration_map.cu",
         "first += static_cast<int64_t>(gridDim.x) * rows_at_once",
         "first += args.rows",
+        1,
+    ),
+    Fault(
+        "the losses of one logit stop after the first round",
+        "sigmoid_loss.cu",
+        "first < args.space.size; first += stride",
+        "first < args.space.size; first += args.space.size",
+    ),
+    Fault(
+        "the gradients of one logit stop after the first round",
+        "sigmoid_loss.cu",
+        "first < args.space.size; first += stride",
+        "first < args.space.size; first += args.space.size",
         1,
     ),
     Fault(
@@ -166,6 +188,38 @@ FAULTS = [
         "",
     ),
     Fault("the last row of a tile lends its neighbour's gradient", "focal_loss.cu", "r += r + 1 < rows;", "r += 1;"),
+    Fault(
+        "elements beyond the last count",
+        "sigmoid_loss.cu",
+        "if (element >= args.space.size) break;",
+        "",
+    ),
+    Fault(
+        "elements beyond the last have gradients",
+        "sigmoid_loss.cu",
+        "if (element >= args.space.size) break;",
+        "",
+        1,
+    ),
+    Fault("a pack's tail is not loaded", "sigmoid_loss.cu", "if (first + e < args.space.size) {", "if (false) {"),
+    Fault(
+        "a pack is loaded beyond the end",
+        "sigmoid_loss.cu",
+        "const bool whole = first +",
+        "const bool whole = first + 0 *",
+    ),
+    Fault(
+        "a pack's tail gets no gradient",
+        "sigmoid_loss.cu",
+        "if (first + e < args.space.size) args.grad_input",
+        "if (first < 0) args.grad_input",
+    ),
+    Fault(
+        "packs without regard to the boundary",
+        "sigmoid_loss.cu",
+        "% sizeof(Pack<Scalar>) == 0;",
+        "% 1 == 0;",
+    ),
     # ---- the target's gradient, which goes over another value
     Fault("any thread writes the target's gradient", "focal_loss.cu", "index == writer", "index == 0"),
     Fault(
@@ -184,11 +238,11 @@ FAULTS = [
     ),
     Fault(
         "the counter of finished blocks is not cleared",
-        "focal_loss.cu",
-        "cudaMemsetAsync(workspace, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));",
+        "grid_sum.cuh",
+        "cudaMemsetAsync(to.finished, 0, sizeof(unsigned), static_cast<cudaStream_t>(stream));",
         "cudaSuccess;",
     ),
-    Fault("one block fewer counts as all", "focal_loss.cu", "== gridDim.x - 1;", "== gridDim.x - 2;"),
+    Fault("one block fewer counts as all", "grid_sum.cuh", "== gridDim.x - 1;", "== gridDim.x - 2;"),
     # ---- divergence
     Fault(
         "a shuffle after divergence",
@@ -226,6 +280,18 @@ FAULTS = [
         "calibration_grid.cu",
         "while (row_digits < 4 && ",
         "while (row_digits < 1 && ",
+    ),
+    Fault(
+        "the low half of a sum of confidences carries nothing",
+        "calibration_sums.cu",
+        "+ low < low ? 1 : 0;",
+        "+ low < low ? 0 : 0;",
+    ),
+    Fault(
+        "buckets beyond those of a pass are written",
+        "calibration_sums.cu",
+        "if (b < 0 || b >= buckets) continue;",
+        "if (b < 0) continue;",
     ),
     Fault(
         "an ignored row is read",
@@ -284,19 +350,24 @@ class Workshop:
         import cuda_build
 
         self.build, self.folder, self.csrc, self.base = cuda_build, folder, folder / "csrc", folder / "base"
+        self.is_new = not (self.base / "kernels.so").is_file()
+        shutil.rmtree(self.csrc, ignore_errors=True)
         shutil.copytree(CUDA.parent, self.csrc)
         for kernel in self.build.kernels(self.csrc):
-            text = kernel.read_text()
-            # Half and double differ in no barrier, tail or stride.
-            text = re.sub(r"^FK_INSTANTIATE\((Half|double)\)\n", "", text, flags=re.MULTILINE)
-            include = text.index("namespace focalkern")
-            kernel.write_text(text[:include] + PLAIN + text[include:])
-        self.base.mkdir()
-        self.compile(self.build.kernels(self.csrc), self.base, self.build.interpreter_commands(self.base, self.csrc))
+            # The other types differ in no barrier, tail or stride.
+            lines = kernel.read_text().splitlines(keepends=True)
+            kernel.write_text("".join(x for x in lines if not re.match(r"FK_INSTANTIATE\((Half|BFloat16|double)\)", x)))
+        common = self.csrc / "cuda/common.cuh"  # which all of them include first
+        common.write_text(common.read_text().replace("namespace focalkern", PLAIN + "namespace focalkern", 1))
+        if self.is_new:
+            shutil.rmtree(self.base, ignore_errors=True)
+            self.base.mkdir()
+            others = self.build.interpreter_commands(self.base, self.csrc)
+            self.compile(self.build.kernels(self.csrc), self.base, others)
 
     def compile(self, kernels: list[Path], folder: Path, others: list[list[str]] = []) -> Path:  # noqa: B006
         code = "arch=compute_90,code=compute_90"
-        few = "-DFOCALKERN_FEW_DTYPES"
+        few = "-DFOCALKERN_ONLY_FLOAT"
         others = [[*command, few] if "harness.cpp" in " ".join(command) else command for command in others]
         self.build.run_all([self.build.nvcc_command(k, folder, self.csrc, code) for k in kernels] + others)
         return self.build.link(folder)
@@ -309,26 +380,38 @@ class Workshop:
         shutil.copytree(self.base, mutant)
         file.write_text(fault.plant(text))
         try:
-            return self.compile([file] if file.suffix == ".cu" else self.build.kernels(self.csrc), mutant)
+            return self.compile([file.with_name(COMPILED.get(fault.file, fault.file))], mutant)
         finally:
             file.write_text(text)
 
     def run(self, library: Path, cases: str | None, choice: str | None, settings: str = "") -> tuple[bool, str]:
         """Whether all of the cases pass; and the first report, or the last line."""
         chosen = f",cases={cases}" if cases else ""
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-x", "--tb=line",
-             "tests/test_cuda_ptx.py", *(["-k", choice] if choice else [])],
-            cwd=TESTS.parent,
-            env={**os.environ, "FOCALKERN_PTX": f"library={library}{chosen}{settings}"},
-            capture_output=True,
-            text=True,
+        code, output = self.in_a_child(
+            ["-p", "no:cacheprovider", "-q", "-x", "--tb=line", *(["-k", choice] if choice else []),
+             str(TESTS / "test_cuda_ptx.py")],
+            f"library={library}{chosen}{settings}",
         )  # fmt: skip
-        output = done.stdout + done.stderr
-        if done.returncode not in (0, 1):  # neither passed nor failed: a crash, or nothing was collected
-            return False, f"pytest ended with {done.returncode}: {output.strip()[-200:]}"
+        if code < 0:
+            return False, f"ended by signal {-code}"
+        if code not in (0, 1):  # interrupted, misused, or nothing was collected
+            raise RuntimeError(f"pytest ended with {code}: {output[-2000:]}")
         report = re.search(r"ptxrun: \S+?: (block.*)", output) or re.search(r"^E +(.*)", output, re.MULTILINE)
-        return done.returncode == 0, report[1][:120] if report else output.strip().splitlines()[-1]
+        return code == 0, report[1][:120] if report else output.strip().splitlines()[-1]
+
+    def in_a_child(self, arguments: list[str], settings: str) -> tuple[int, str]:
+        """Runs pytest in a copy of this process, which has imported torch once for all."""
+        path = self.folder / "output"
+        if (child := os.fork()) == 0:
+            with path.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            os.environ["FOCALKERN_PTX"] = settings
+            os.chdir(TESTS.parent)
+            code = int(pytest.main(arguments))
+            sys.stdout.flush()
+            os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), path.read_text()
 
 
 @dataclass(frozen=True)
@@ -346,10 +429,11 @@ class Verdict:
 def verdicts(folder: Path, faults: list[Fault]) -> Iterator[Verdict]:
     workshop = Workshop(folder)
     began = time.monotonic()
-    passed, report = workshop.run(workshop.build.link(workshop.base), None, None)
-    if not passed:
-        yield Verdict("no fault", "MISSED", f"the cases fail without one: {report}", time.monotonic() - began)
-        return
+    if workshop.is_new:
+        passed, report = workshop.run(workshop.base / "kernels.so", None, None)
+        if not passed:
+            yield Verdict("no fault", "MISSED", f"the cases fail without one: {report}", time.monotonic() - began)
+            return
     for fault in faults:
         began = time.monotonic()
         library = workshop.library(fault)
@@ -371,10 +455,16 @@ def verdicts(folder: Path, faults: list[Fault]) -> Iterator[Verdict]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/mutants.py", description=__doc__)
     parser.add_argument("words", nargs="*")
-    parser.add_argument("--out", type=Path, help="keep what is built in this folder, which does not exist yet")
+    parser.add_argument(
+        "--out", type=Path, help="keep what is built in this folder; the objects there are taken as they are"
+    )
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
-    faults = [f for f in all_faults() if not arguments.words or any(word in f.name for word in arguments.words)]
+    faults = [
+        f
+        for f in all_faults()
+        if not arguments.words or any(word in f.name or word in f.file for word in arguments.words)
+    ]
     found = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.out or Path(temporary, "mutants")

@@ -28,11 +28,11 @@ int with_scalar(int dtype, Function f) {
   switch (dtype) {
     case 0:
       return f(float{});
-    case 2:
-      return f(BFloat16{});
-#ifndef FOCALKERN_FEW_DTYPES
+#ifndef FOCALKERN_ONLY_FLOAT
     case 1:
       return f(double{});
+    case 2:
+      return f(BFloat16{});
     case 3:
       return f(Half{});
 #endif
