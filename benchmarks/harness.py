@@ -262,14 +262,20 @@ def measure(
     return rows
 
 
-def last_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
-    """The recorded rows of the commit measured last, without absent providers."""
+def recorded_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
+    """All of them, the oldest first."""
     rows: list[dict[str, str]] = []
     # DEVICE_OP_DATE, and no device has a "_": linear_focal_loss is another operator than focal_loss.
     files = [path for path in out.glob(f"*_{op}_*.csv") if path.stem.partition("_")[2].rpartition("_")[0] == op]
     for path in sorted(files, key=lambda path: path.stem.rsplit("_", 1)[1]):
         with path.open(newline="") as file:
             rows.extend(csv.DictReader(file))
+    return rows
+
+
+def last_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
+    """The recorded rows of the commit measured last, without absent providers."""
+    rows = recorded_rows(op, out)
     return [row for row in rows if row["commit"] == rows[-1]["commit"] and row["repeats"] != "0"]
 
 

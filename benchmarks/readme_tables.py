@@ -1,0 +1,149 @@
+"""python -m benchmarks.readme_tables: the README's three tables (speed, memory, calibration), from recorded rows.
+
+Measures nothing: prints what benchmarks/results holds. --write puts the tables into README.md, between their marks.
+"""
+
+import argparse
+import csv
+import re
+import statistics
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.bench_streaming import records
+from benchmarks.harness import RESULTS, recorded_rows
+
+README = Path(__file__).parents[1] / "README.md"
+
+# (what is computed, operator, recorded case, the plain torch beside it, the other road)
+SPEED = (
+    ("`focal_loss`, 8192 rows of 1000 classes", "focal_loss", "forward+backward 8192x1000", "composite"),
+    ("`focal_loss`, 1024 rows of 32,000 classes", "focal_loss", "forward+backward 1024x32000", "composite"),
+    (
+        "`sigmoid_focal_loss`, 160,000 anchors of 80 classes",
+        "sigmoid_loss",
+        "sigmoid focal 160000x80, memory kept",
+        "published formula",
+    ),
+    (
+        "`focal_calibration_map`, 10,000 rows of 1000 classes",
+        "calibration_map",
+        "forward+backward 10000x1000",
+        "composite",
+    ),
+    (
+        "`calibration_grid`, 4500 cells, 10,000 rows of 1000 classes",
+        "calibration_grid",
+        "4500 cells 10000x1000",
+        "per-cell loop",
+    ),
+)
+MEMORY = (
+    (
+        "`linear_focal_loss`, 1024 rows, 128,256 classes",
+        "linear_focal_loss",
+        "forward+backward 1024x256x128256",
+        "cross_entropy of linear",
+    ),
+    ("`focal_loss`, 8192 rows of 1000 classes", "focal_loss", "forward+backward 8192x1000", "composite"),
+    (
+        "`focal_calibration_map`, 10,000 rows of 1000 classes",
+        "calibration_map",
+        "forward+backward 10000x1000",
+        "composite",
+    ),
+    (
+        "`calibration_grid`, 4500 cells, 50,000 rows of 1000 classes",
+        "calibration_grid",
+        "4500 cells 50000x1000",
+        "per-cell loop",
+    ),
+)
+CALIBRATORS = {
+    "none": "none",
+    "temperature": "temperature scaling",
+    "focal temperature, nll": "focal temperature scaling",
+    "structured matrix": "structured matrix scaling",
+    "structured matrix, focal": "structured matrix scaling, focal map on top",
+}
+
+
+def recorded(op: str, case: str, column: str, out: Path) -> dict[str, float]:
+    """{provider: median} of a float32 case over the runs of the commit that measured it last."""
+    rows = [row for row in recorded_rows(op, out) if (row["case"], row["dtype"]) == (case, "float32")]
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        if row["commit"] == rows[-1]["commit"] and row["repeats"] != "0":
+            values.setdefault(row["provider"], []).append(float(row[column]))
+    return {provider: statistics.median(found) for provider, found in values.items()}
+
+
+def github(rows: list[list[str]], header: list[str]) -> str:
+    columns = ("left", *["right"] * (len(header) - 1))
+    return tabulate(rows, header, tablefmt="github", colalign=columns, disable_numparse=True)
+
+
+def speed(out: Path = RESULTS) -> str:
+    rows = []
+    for words, op, case, plain in SPEED:
+        own, slower = recorded(op, case, "median_ms", out)["focalkern"], recorded(op, case, "speedup", out)
+        compiled = slower.get(f"{plain}, compiled")
+        time = f"{own:.3g} ms" if own < 1e3 else f"{own / 1e3:.3g} s"
+        rows.append([words, time, f"{slower[plain]:.3g} x", f"{compiled:.3g} x" if compiled else ""])
+    return github(rows, ["float32, gradients included where there are any", "focalkern", "plain torch", "compiled"])
+
+
+def memory(out: Path = RESULTS) -> str:
+    rows = []
+    for words, op, case, plain in MEMORY:
+        peak = recorded(op, case, "peak_extra_mib", out)
+        rows.append([words, f"{peak['focalkern']:,.0f} MiB", f"{peak[plain]:,.0f} MiB"])
+    streamed, whole = (
+        next(row for row in records(out) if (row["rows"], row["classes"], row["way"]) == ("131072", "1000", way))
+        for way in ("streamed", "in memory")
+    )
+    peaks = [f"{float(row['peak_rss_mib']):,.0f} MiB" for row in (streamed, whole)]
+    rows.append(["`focalkern calibrate --stream`, 131,072 rows of 1000 classes; whole process", *peaks])
+    return github(rows, ["peak memory", "focalkern", "without"])
+
+
+def calibration(out: Path = RESULTS) -> str:
+    with sorted(out.glob("calibrator_table_*.csv"))[-1].open() as stream:
+        fits = list(csv.DictReader(stream))
+    rows = []
+    for name, words in CALIBRATORS.items():
+        means = [
+            statistics.mean(float(row[figure]) for row in fits if row["calibrator"] == name)
+            for figure in ("nll", "brier", "ece_equal_width")
+        ]
+        rows.append([words, *(f"{mean:.4f}" for mean in means)])
+    files = len({row["file"] for row in fits})
+    return github(rows, [f"mean of {files} published networks, test rows", "NLL", "Brier score", "ECE"])
+
+
+TABLES = {"speed": speed, "memory": memory, "calibration": calibration}
+
+
+def marked(text: str, name: str) -> re.Match[str]:
+    """The place of a table in the README."""
+    found = re.search(rf"(?<=<!-- table: {name} -->\n\n).*?(?=\n\n<!-- end -->)", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"no marks for the table {name!r}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_tables", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    arguments = parser.parse_args()
+    for name, make in TABLES.items():
+        print(f"{make()}\n")
+        if arguments.write:
+            text = README.read_text()
+            place = marked(text, name)
+            README.write_text(text[: place.start()] + make() + text[place.end() :])
+
+
+if __name__ == "__main__":
+    main()
