@@ -121,26 +121,19 @@ def write(found: list[dict[str, object]], path: Path) -> None:
             writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in one.items()})
 
 
-def records(out: Path = RESULTS) -> list[dict[str, str]]:
-    """The last ones."""
-    files = sorted(out.glob("streaming_memory_*.csv"))
-    if not files:
-        return []
-    with files[-1].open() as stream:
-        return list(csv.DictReader(stream))
-
-
 def summary(out: Path = RESULTS) -> str:
     """A Markdown table of the last records."""
-    recorded = records(out)
-    if not recorded:
+    files = sorted(out.glob("streaming_memory_*.csv"))
+    if not files:
         return f"nothing recorded in {out}"
+    with files[-1].open() as stream:
+        records = list(csv.DictReader(stream))
     table = []
-    for one in recorded:
+    for one in records:
         if one["way"] != "streamed":
             continue
         key = one["case"], one["rows"]
-        whole = next((other for other in recorded if (other["case"], other["rows"]) == key and other is not one), None)
+        whole = next((other for other in records if (other["case"], other["rows"]) == key and other is not one), None)
         memory = f"{float(whole['peak_rss_mib']):,.0f} MiB" if whole else ""
         table.append(
             [

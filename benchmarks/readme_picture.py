@@ -31,6 +31,9 @@ def record(folder: Path, path: Path) -> None:
         sets = two_sets(folder / f"{name}.npz")
         assert sets is not None, name
         validation, test = sets
+        if validation.kind == "probs":  # as in the table of the calibrators: a target of probability 0 has no NLL
+            for one in sets:
+                one.input.clip_(1e-7).div_(one.input.sum(-1, keepdim=True))
         probs = test.input if test.kind == "probs" else test.input.softmax(-1)
         calibrator = fk.AutoCalibrator(input_kind=validation.kind).fit(validation.input, validation.labels)
         for when, found in (("before", probs), ("after", calibrator.predict_proba(test.input))):
@@ -67,6 +70,7 @@ def draw(recorded: Path, folder: Path) -> list[Path]:
         settings = {"svg.hashsalt": "focalkern", "font.size": 13, "text.color": ink, "axes.labelcolor": ink}
         with matplotlib.rc_context(settings):
             figure = Figure(figsize=(10, 4.9), layout="constrained")
+            figure.get_layout_engine().set(h_pad=0.12, w_pad=0.1)
             FigureCanvasSVG(figure)
             figure.patch.set_alpha(0)
             for axis, (name, title) in zip(figure.subplots(1, 2), NETWORKS.items(), strict=True):
@@ -86,7 +90,7 @@ def draw(recorded: Path, folder: Path) -> list[Path]:
                         label=f"{when}: ECE {float(bins[0]['ece_equal_width']):.4f}",
                     )
                 axis.set_title(title, fontsize=14, color=ink)
-                axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", aspect="equal")
+                axis.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="confidence", ylabel="accuracy", aspect="equal")
                 axis.tick_params(colors=ink)
                 axis.spines[:].set_color(ink)
                 axis.spines[["top", "right"]].set_visible(False)
