@@ -78,13 +78,15 @@ def device_name(device: str = "cpu") -> str:
 def commit() -> str:
     """The commit that is measured, with a mark if the tree differs from it by more than results."""
 
+    apart = ("benchmarks/results", "README.md", "docs")
+
     def git(*arguments: str) -> str:
         folder = Path(__file__).parents[1]
         return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True).stdout.strip()
 
     try:
         found = git("describe", "--always", "--abbrev=9")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!README.md")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{name}" for name in apart))
     except OSError:
         return "unknown"
     return (found or "unknown") + ("-dirty" if changed else "")

@@ -1,6 +1,7 @@
 """python -m benchmarks.readme_tables: the README's three tables (speed, memory, calibration), from recorded rows.
 
-Measures nothing: prints what benchmarks/results holds. --write puts the tables into README.md, between their marks.
+Measures nothing: prints what benchmarks/results holds; and one table more, of where focal scaling helps, which
+a page of the documentation has. --write puts them into README.md and that page, between their marks.
 """
 
 import argparse
@@ -13,7 +14,9 @@ from tabulate import tabulate
 
 from benchmarks.harness import RESULTS, recorded_rows
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+HELPS = ROOT / "docs" / "explanation" / "when_focal_scaling_helps.md"
 
 # (what is computed, operator, recorded case, the plain torch beside it, the other road)
 SPEED = (
@@ -102,9 +105,13 @@ def memory(out: Path = RESULTS) -> str:
     return github(rows, ["memory beyond the arguments, at the peak", "focalkern", "plain torch"])
 
 
-def calibration(out: Path = RESULTS) -> str:
+def fits_of(out: Path) -> list[dict[str, str]]:
     with sorted(out.glob("calibrator_table_*.csv"))[-1].open() as stream:
-        fits = list(csv.DictReader(stream))
+        return list(csv.DictReader(stream))
+
+
+def calibration(out: Path = RESULTS) -> str:
+    fits = fits_of(out)
     rows = []
     for name, words in CALIBRATORS.items():
         means = [
@@ -116,11 +123,28 @@ def calibration(out: Path = RESULTS) -> str:
     return github(rows, [f"mean of {files} published networks, test rows", "NLL", "Brier score", "ECE"])
 
 
-TABLES = {"speed": speed, "memory": memory, "calibration": calibration}
+def helps(out: Path = RESULTS) -> str:
+    nll: dict[str, dict[str, float]] = {}
+    for row in fits_of(out):
+        nll.setdefault(row["file"], {})[row["calibrator"]] = float(row["nll"])
+    rows = []
+    for name, found in sorted(nll.items(), key=lambda one: one[1]["focal temperature, nll"] - one[1]["temperature"]):
+        figures = [found[key] for key in ("none", "temperature", "focal temperature, nll")]
+        rows.append([f"`{name}`", *(f"{one:.4f}" for one in figures), f"{figures[2] - figures[1]:+.4f}"])
+    header = ["test NLL", "uncalibrated", "temperature", "focal temperature", "difference"]
+    return github(rows, header)
+
+
+TABLES = {
+    "speed": (README, speed),
+    "memory": (README, memory),
+    "calibration": (README, calibration),
+    "helps": (HELPS, helps),
+}
 
 
 def marked(text: str, name: str) -> re.Match[str]:
-    """The place of a table in the README."""
+    """The place of a table in a page."""
     found = re.search(rf"(?<=<!-- table: {name} -->\n\n).*?(?=\n\n<!-- end -->)", text, re.DOTALL)
     if found is None:
         raise ValueError(f"no marks for the table {name!r}")
@@ -129,14 +153,14 @@ def marked(text: str, name: str) -> re.Match[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_tables", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into their pages")
     arguments = parser.parse_args()
-    for name, make in TABLES.items():
+    for name, (path, make) in TABLES.items():
         print(f"{make()}\n")
         if arguments.write:
-            text = README.read_text()
+            text = path.read_text()
             place = marked(text, name)
-            README.write_text(text[: place.start()] + make() + text[place.end() :])
+            path.write_text(text[: place.start()] + make() + text[place.end() :])
 
 
 if __name__ == "__main__":

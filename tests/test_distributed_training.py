@@ -128,7 +128,8 @@ def test_adafocal_ends_with_the_same_bits_on_every_rank(ranks):
 
 
 def test_the_mean_of_the_ranks_means_is_another_loss_where_labels_are_ignored(ranks, alone):
-    # Why the README divides a sum: the same step through "mean" gives rank 0's three labels the weight of eight.
+    # Why the page on training loops divides a sum: the same step through "mean" gives rank 0's three labels the weight
+    # of eight.
     name = "mean, with ignored labels"
     difference = ranks[0][name]["gradients"][0] - alone[name]["gradients"][0]
     assert difference.norm() > 0.1 * alone[name]["gradients"][0].norm()

@@ -1,4 +1,4 @@
-"""Every equality of the README's table "Migrating from another focal loss", in value and gradient.
+"""Every equality of the table in docs/howto/migrate.md, in value and gradient.
 
 A case is a library's call and the call that replaces it. Both get the same leaf and the same random upstream gradient,
 in float64, where the libraries' 1 - p, a difference, is still good to the tolerance. MONAI rounds its input to float32.

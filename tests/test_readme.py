@@ -1,9 +1,12 @@
-"""The README's examples, run as they are printed: Python blocks, and the commands of focalkern.
+"""The examples of the README and of the documentation, run as they are printed.
 
-They run in the order of the page and in one empty folder, because the commands read what a Python block has written;
-but each Python block has its own names, so that it can be copied alone.
+Python blocks, cells of the tutorials, and the commands of focalkern. They run in the order of their page and in one
+empty folder for each page, because commands read what a Python block has written; but each Python block has its own
+names, so that it can be copied alone. The cells of a tutorial share theirs. Of other commands the module, the options
+and the target of make must exist.
 """
 
+import importlib.util
 import os
 import re
 import shlex
@@ -15,9 +18,12 @@ import pytest
 
 import focalkern as fk
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w+|\{code-cell\} python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IMPORT = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\"]+)\"")
 
 # What an example may import that focalkern does not need. Elsewhere than here a missing module is a failure, and here
 # too where all of them must be installed. (Not conftest.peer: this file also runs alone, against an installed wheel.)
@@ -36,29 +42,54 @@ PEERS = {
 }
 
 
-def examples():
-    text = README.read_text()
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page):
+    """(kind, line before the block, code) of each, the cells of a tutorial as one."""
+    text = page.read_text()
+    cells = []
     for block in BLOCK.finditer(text):
-        first_line = text.count("\n", 0, block.start(2))
-        if block[1] == "python":
-            yield first_line, block[2]
-        for number, line in enumerate(block[2].splitlines()):
-            if block[1] == "sh" and line.startswith("focalkern "):
+        line = text.count("\n", 0, block.start(2))
+        if block[1].startswith("{"):  # its options are no code
+            cells.append((line, re.sub(r"^:.*$", "", block[2], flags=re.MULTILINE)))
+        else:
+            yield block[1], line, block[2]
+    code = ""
+    for line, cell in cells:
+        code += "\n" * (line - code.count("\n")) + cell
+    if code:
+        yield "python", 0, code
+
+
+def examples(page):
+    for kind, first_line, code in blocks(page):
+        if kind == "python":
+            yield first_line, code
+        for number, line in enumerate(code.splitlines()):
+            if kind == "sh" and line.startswith("focalkern "):
                 yield first_line + number, line
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("readme")
+def folders(tmp_path_factory):
+    return {page: tmp_path_factory.mktemp("page") for page in PAGES}
 
 
 # transformers pins memory by default, which without a GPU is nothing but this warning.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
 @pytest.mark.parametrize(
-    ("line", "code"), [pytest.param(line, code, id=f"line {line + 1}") for line, code in examples()]
+    ("page", "line", "code"),
+    [
+        pytest.param(page, line, code, id=f"{name_of(page)}, line {line + 1}")
+        for page in PAGES
+        for line, code in examples(page)
+    ],
 )
-def test_example(line, code, folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_example(page, line, code, folders, monkeypatch):
+    monkeypatch.chdir(folders[page])
+    monkeypatch.setenv("MPLBACKEND", "agg")
     if code.startswith("focalkern "):
         done = subprocess.run(
             [sys.executable, "-m", *shlex.split(code)],
@@ -72,11 +103,87 @@ def test_example(line, code, folder, monkeypatch):
         if os.environ.get("FOCALKERN_REQUIRE_PEERS") != "1":
             for name in sorted(PEERS.intersection(IMPORT.findall(code))):
                 pytest.importorskip(name, exc_type=ImportError)
-        # Empty lines in front, so that a traceback shows the README's line.
-        exec(compile("\n" * line + code, str(README), "exec"), {"__name__": "__main__"})
+        # Empty lines in front, so that a traceback shows the page's line.
+        exec(compile("\n" * line + code, str(page), "exec"), {"__name__": "__main__"})
 
 
 def test_there_are_examples():
-    kinds = [code.startswith("focalkern ") for _, code in examples()]
-    assert kinds.count(False) >= 5
-    assert kinds.count(True) >= 3
+    kinds = [code.startswith("focalkern ") for page in PAGES for _, code in examples(page)]
+    assert kinds.count(False) >= 2
+    if len(PAGES) > 1:
+        assert kinds.count(False) >= 30
+        assert kinds.count(True) >= 6
+
+
+def test_every_block_has_a_kind():
+    """What is run, what is checked, or output: no block that nobody looks at."""
+    for page in PAGES:
+        fences = re.findall(r"^```([^\n`]+)$", page.read_text(), re.MULTILINE)
+        known = {"python", "sh", "text", "{code-cell} python"}
+        unknown = [kind for kind in fences if kind not in known and not re.match(r"\{(?!code)", kind)]
+        assert not unknown, f"{name_of(page)}: {unknown}"
+
+
+def test_links_lead_somewhere():
+    if len(PAGES) == 1:
+        pytest.skip("the README alone, beside an installed wheel")
+    links = [(page, a or b) for page in PAGES for a, b in LINK.findall(page.read_text())]
+    assert len(links) > 50
+    broken = [(name_of(page), link) for page, link in links if not (page.parent / link).exists()]
+    assert not broken
+
+
+def test_the_readme_is_one_screen_and_more():
+    assert len(README.read_text().splitlines()) <= 200
+
+
+def shell_commands():
+    for page in PAGES:
+        for kind, _, code in blocks(page):
+            for line in code.replace("\\\n", " ").splitlines() if kind == "sh" else ():
+                yield name_of(page), shlex.split(line, comments=True)
+
+
+@pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="the source tree is not here")
+def test_other_commands_exist():
+    """Targets of make, modules with -m, and their options."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    seen = set()
+    for page, words in shell_commands():
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if not words:
+            continue
+        seen.add(words[0])
+        assert words[0] in {"focalkern", "make", "python", "pip", "torchrun"}, (page, words)
+        if words[0] == "make":
+            assert words[1] in targets, (page, words)
+        if words[0] == "python":
+            spec = importlib.util.find_spec(words[2])
+            assert words[1] == "-m" and spec is not None, (page, words)
+            source = Path(spec.origin)
+            files = source.parent.glob("*.py") if source.name == "__init__.py" else [source]
+            text = "".join(file.read_text() for file in files)
+            for option in (word for word in words if word.startswith("--")):
+                assert f'"{option}"' in text, (page, words)
+    assert {"focalkern", "make", "python", "pip"} <= seen
+
+
+def test_tables_were_recorded():
+    tables = pytest.importorskip("benchmarks.readme_tables", reason="the benchmarks are in the source tree only")
+    for name, (path, make) in tables.TABLES.items():
+        table = make()
+        assert table.count("\n") >= 6
+        assert tables.marked(path.read_text(), name)[0] == table, f"{name}: python -m benchmarks.readme_tables --write"
+
+
+def test_pictures_are_those_of_the_rows(tmp_path):
+    picture = pytest.importorskip("benchmarks.readme_picture", reason="the benchmarks are in the source tree only")
+    recorded = sorted(picture.RESULTS.glob("reliability_*.csv"))[-1]
+    for path in picture.draw(recorded, tmp_path):
+        assert path.read_bytes()[:5] == b"<?xml"
+    eces = {f"{float(line.split(',')[3]):.4f}" for line in recorded.read_text().splitlines()[1:]}
+    assert len(eces) == 4
+    for page in (README, ROOT / "docs" / "index.md"):
+        described = " ".join(page.read_text().split())
+        assert all(ece in described for ece in eces)

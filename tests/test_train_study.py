@@ -608,14 +608,14 @@ def test_the_recorded_tables_come_from_the_recorded_rows():
             assert {key: then[key] for key in numbers} == expected
 
 
-def test_the_readme_says_what_was_recorded():
+def test_the_page_says_what_was_recorded():
     """Its table, and every figure in its sentences."""
     folder = RESULTS / "fashion_mnist"
     read = {path.stem: records.read_csv(path) for path in folder.glob("*.csv")}
-    pages = " ".join((ROOT / "README.md").read_text().split())
+    pages = " ".join((ROOT / "docs" / "evidence" / "training.md").read_text().split())
     focal = read["table_focal_temperature"]
     table = tables.format_summary(focal, tablefmt="github")
-    assert table in (ROOT / "README.md").read_text(), f"the table should be\n{table}"
+    assert table in (ROOT / "docs" / "evidence" / "training.md").read_text(), f"the table should be\n{table}"
 
     def value(name, loss, column, **chosen):
         (row,) = [row for row in read[name] if row["loss"] == loss and chosen.items() <= row.items()]

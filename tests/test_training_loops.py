@@ -1,4 +1,4 @@
-"""The losses inside the loops of the README's section "In your training loop", run on networks of a few numbers.
+"""The losses inside the loops of the page "Put a loss into your training loop", run on networks of a few numbers.
 
 Most tests train the same network twice, once as the recipe has it and once in the plainest way, and ask for the same
 parameters at the end.
@@ -312,7 +312,7 @@ def test_segmentation(name, memory_format):
 
 
 def next_token_loss(criterion, logits, labels):
-    """The README's: the labels are shifted, because a slice of the logits would be a copy of them."""
+    """The page's: the labels are shifted, because a slice of the logits would be a copy of them."""
     shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
     return criterion(logits.flatten(0, 1), shifted.flatten())
 

@@ -1,16 +1,25 @@
 """Formulas as MathML, which browsers draw by themselves: no script, nothing to fetch, readable by screen readers."""
 
+import html
 import re
 from typing import Any
 
 from docutils import nodes
+from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
+from sphinx.util import logging
+
+logger = logging.getLogger(__name__)
 
 
 def mathml(formula: str, *, as_block: bool = False) -> str:
     formula = re.sub(r"\\[bB]ig+[lr]?(?![A-Za-z])", "", formula)  # brackets that are large by themselves
-    return tex2mathml(formula, as_block=as_block)
+    try:
+        return tex2mathml(formula, as_block=as_block)
+    except MathError as error:
+        logger.warning("%s in the formula %s", error, formula)
+        return f"<code>{html.escape(formula)}</code>"
 
 
 def inline(translator: Any, node: nodes.math) -> None:
