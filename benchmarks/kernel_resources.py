@@ -38,7 +38,9 @@ def compiled_module() -> Path:
 
     if not focalkern.build_info()["cuda"]:
         raise ResourcesUnavailableError("focalkern was built without CUDA kernels")
-    (found,) = Path(focalkern.__file__).parent.glob("_C.*.so")
+    folder = Path(focalkern.__file__).parent
+    # Of a wheel for several releases of torch, or of a build for one.
+    (found,) = [*folder.glob("libfocalkern_cuda.so")] or [*folder.glob("_C.*.so")]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Makes the wheels: ``python -m tools.wheel [--no-cuda] [--torch 2.13.0 ...] [--out dist]``.
+"""Makes the wheels: ``python -m tools.wheel [--no-cuda] [--torch 2.13.0 ...] [--arch 80 ...] [--out dist]``.
 
 One wheel for this Python holds modules for several releases of torch, and one wheel without any (py3-none-any) computes
 with plain torch. What the compiled wheel has, in its folder focalkern:
@@ -126,7 +126,7 @@ def precompiled(include: list[str], compiler: list[str | Path], name: str) -> li
     return ["-include", header]
 
 
-def compile_modules(torches: Sequence[str], toolkit: Path | None, folder: Path) -> None:
+def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolkit: Path | None, folder: Path) -> None:
     """Fills a folder with the files that the docstring above lists."""
     compiler = Compiler()
     folder.mkdir(parents=True)
@@ -135,8 +135,8 @@ def compile_modules(torches: Sequence[str], toolkit: Path | None, folder: Path) 
     kernels = [*host, "-fno-semantic-interposition", "-fvisibility-inlines-hidden", f"-I{ROOT / 'csrc'}"]
     link(folder / "libfocalkern_cpu.so", compiler.objects(sources("cpu/*.cpp"), kernels), "-Wl,-Bsymbolic")
     if toolkit:
-        newest = ARCHITECTURES[-1]
-        codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
+        newest = architectures[-1]
+        codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in architectures]
         codes.append(f"arch=compute_{newest},code=compute_{newest}")
         nvcc = [toolkit / "bin" / "nvcc", "-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=default"]
         nvcc += [f"-gencode={code}" for code in codes] + [f"-I{ROOT / 'csrc'}"]
@@ -162,7 +162,7 @@ def compile_modules(torches: Sequence[str], toolkit: Path | None, folder: Path) 
             cuda = stand_ins(BUILD / "stand_ins", ["c10_cuda"]) if with_cuda else []
             link(folder / f"{module}{suffix}", objects, *libraries, *cuda, *ours)
     cuda_version = toolkit_version(toolkit) if toolkit else None
-    arch_list = [f"{a[:-1]}.{a[-1]}" for a in ARCHITECTURES] if toolkit else []
+    arch_list = [f"{a[:-1]}.{a[-1]}" for a in architectures] if toolkit else []
     if toolkit:
         arch_list[-1] += "+PTX"
     modules = {".".join(torch.split(".")[:2]): torch for torch in torches}
@@ -199,6 +199,9 @@ def with_platform_tag(wheel: Path, out: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.wheel", description=__doc__.splitlines()[0])
     parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="VERSION", help="releases to make modules for")
+    parser.add_argument(
+        "--arch", nargs="+", default=ARCHITECTURES, metavar="CODE", help="GPU architectures, the last one with PTX too"
+    )
     parser.add_argument("--no-cuda", action="store_true", help="without CUDA kernels, and without nvcc")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels (default: dist)")
     arguments = parser.parse_args()
@@ -208,7 +211,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     native = BUILD / "native"
     shutil.rmtree(native, ignore_errors=True)
-    compile_modules(arguments.torch, toolkit, native)
+    compile_modules(arguments.torch, arguments.arch, toolkit, native)
     with tempfile.TemporaryDirectory() as work:
         made = [
             with_platform_tag(build_wheel(str(native), Path(work)), arguments.out),
