@@ -51,7 +51,7 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(op: str, out: Path) -> str:
-    """A Markdown table of the recorded medians: focalkern's time, its ratio to a copy of the input where one was timed,
+    """A Markdown table of the recorded medians: focalkern's time, in how many copies of the input it is spent,
     and how many times longer the others took, each the median over the runs."""
     medians, copies = recorded_medians(op, out), recorded_medians(op, out, "ratio_to_copy")
     slower = recorded_medians(op, out, "speedup")
@@ -63,7 +63,7 @@ def summary(op: str, out: Path) -> str:
         ratios = (f"{slower[key][name]:.3g} x" if name in times else "" for name in providers)
         time = f"{own:.3g} ms" if own < 1e3 else f"{own / 1e3:.3g} s"
         table.append([*key, time, f"{copy:.3g}" if copy == copy else "", *ratios])
-    header = ["case", "dtype", "focalkern", "of a copy", *providers]
+    header = ["case", "dtype", "focalkern", "copies", *providers]
     filled = [i for i in range(len(header)) if any(row[i] for row in table)]
     table = [[row[i] for i in filled] for row in table]
     return tabulate(table, [header[i] for i in filled], tablefmt="github", disable_numparse=True)

@@ -9,7 +9,7 @@ import focalkern
 
 project = "focalkern"
 author = "The focalkern developers"
-copyright = author
+copyright = "The focalkern developers; MIT licence"
 version = release = focalkern.__version__
 
 extensions = [
@@ -42,6 +42,7 @@ nb_render_image_options = {"alt": "drawn by the cell above"}
 
 # Docstrings: Google's sections. A single backtick is a name of this library where there is one, and code elsewhere.
 default_role = "py:obj"
+add_function_parentheses = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # Args has types with shapes and dtypes
 autodoc_preserve_defaults = True
@@ -61,7 +62,7 @@ html_show_sourcelink = False
 html_copy_source = False
 html_show_search_summary = False  # it would be fetched, which browsers refuse to pages on disk
 html_math_renderer = "mathml"
-html_sidebars = {"index": [], "changes": [], "install": [], "get_started": []}
+html_sidebars = {name: [] for name in ("index", "install", "get_started", "changes", "sources")}
 html_theme_options = {
     "header_links_before_dropdown": 7,
     "navbar_align": "left",

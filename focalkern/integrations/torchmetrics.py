@@ -196,7 +196,7 @@ class ClasswiseCalibrationError(_FocalkernMetric):
         num_classes: C.
         n_bins: bins per class, at least 1.
         reduction: ``"mean"`` over the classes or ``"none"``.
-        input_kind, ignore_index, **kwargs: as :class:`CalibrationError`.
+        input_kind, ignore_index, kwargs: as :class:`CalibrationError`.
 
     The bins are ``equal_width``. ``compute`` returns a float64 tensor, 0-dim or with ``"none"`` [C]; NaN without rows.
 
@@ -304,7 +304,7 @@ class NegativeLogLikelihood(_Mean):
     """Mean negative log-likelihood; see :func:`focalkern.metrics.nll`.
 
     Args:
-        input_kind, ignore_index, **kwargs: as :class:`CalibrationError`.
+        input_kind, ignore_index, kwargs: as :class:`CalibrationError`.
 
     ``compute`` returns a float64 0-dim tensor; infinite when a target has had probability 0, NaN without rows.
 
@@ -326,7 +326,7 @@ class BrierScore(_Mean):
     """Brier score, summed over the classes; see :func:`focalkern.metrics.brier_score`.
 
     Args:
-        input_kind, ignore_index, **kwargs: as :class:`CalibrationError`.
+        input_kind, ignore_index, kwargs: as :class:`CalibrationError`.
 
     ``compute`` returns a float64 0-dim tensor, between 0 and 2; NaN without rows.
 
