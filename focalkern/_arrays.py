@@ -9,10 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import short
 from focalkern._columns import ColumnsError, class_columns
 from focalkern._devices import where_float64
 
 __all__ = ["arrays_for_arrays", "as_array", "as_tensor", "with_tensors"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,6 +32,12 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
         ValueError: a frame with columns that may be no classes.
     """
     if isinstance(values, Tensor):
+        if values.is_nested or values.layout != torch.strided or values.is_quantized:
+            raise TypeError(f"{what} must be a dense tensor that is not quantized, got {short(values)}")
+        if values.device.type == "meta":
+            raise ValueError(f"{what} must have values, got {short(values)} on the device meta")
+        if values.is_floating_point() and values.dtype not in _FLOATS:  # float8 has no arithmetic
+            raise TypeError(f"{what} must be float16, bfloat16, float32 or float64, got {values.dtype}")
         return where_float64(values.detach())
     if hasattr(values, "columns") and hasattr(values, "to_numpy"):  # a frame, whose columns may be in any order
         try:
@@ -42,7 +51,7 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         # torch warns about memory that it could write to and must not.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except (TypeError, ValueError) as error:  # objects, text, dates; rows of several lengths
+    except Exception as error:  # objects, text, dates; rows of several lengths
         found = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
         raise TypeError(f"{what} must be a tensor or an array of numbers, got {found}") from error
 

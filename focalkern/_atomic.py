@@ -1,25 +1,34 @@
 """Writing a file so that a failure leaves whatever was there before."""
 
+import contextlib
 import errno
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["write_atomically"]
+__all__ = ["opened_atomically", "write_atomically"]
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
-    """Write ``data`` to ``path``, all of it or nothing.
+    """Write ``data`` to ``path``, all of it or nothing; see :func:`opened_atomically`."""
+    with opened_atomically(path) as stream:
+        stream.write(data)
 
-    The bytes go to a new file in the same folder, are flushed to the disk, and take the place of ``path`` in one step
-    of the file system. When anything fails, the new file is removed and ``path`` is as it was.
+
+@contextlib.contextmanager
+def opened_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A stream whose bytes become ``path`` at the end of the block, all of them or none.
+
+    They go to a new file in the same folder, are flushed to the disk, and take the place of ``path`` in one step of the
+    file system. When anything fails, the new file is removed and ``path`` is as it was.
 
     Args:
         path: the file to write; a symbolic link is followed, and what it points to is replaced.
-        data: the whole contents.
 
     Raises:
-        OSError: the folder is missing or not writable, the disk is full, ``path`` is a folder.
+        OSError: the folder is missing or not writable, the disk is full, ``path`` is a folder. It names the file.
     """
     final = Path(os.path.realpath(path))
     if final.is_dir():
@@ -30,12 +39,23 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | memoryview) -> 
     partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}.part")
     try:
         with open(partial, "xb") as stream:
-            stream.write(data)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         if final.exists():
             os.chmod(partial, final.stat().st_mode & 0o7777)
         os.replace(partial, final)
+    except OSError as error:
+        _remove(partial)
+        if error.errno is None or error.filename not in (None, os.fspath(partial)):  # of what was written, not of this
+            raise
+        # A full disk has no name in the system's words, and the new file is none of the user's.
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     except BaseException:
-        partial.unlink(missing_ok=True)
+        _remove(partial)
         raise
+
+
+def _remove(partial: Path) -> None:
+    with contextlib.suppress(OSError):  # a folder that became read-only; the first error is the one to tell
+        partial.unlink(missing_ok=True)

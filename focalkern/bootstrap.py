@@ -53,6 +53,7 @@ import torch
 from torch import Tensor
 
 from focalkern import metrics
+from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, number, one_of, short
 
 __all__ = ["FIGURES", "METHODS", "BiasFloor", "Interval", "PairedBootstrap", "bias_floor", "paired_bootstrap"]
 
@@ -250,13 +251,12 @@ class PairedBootstrap:
         return Interval(estimate, low, high)
 
     def _index(self, op: str, name: str) -> int:
-        if name not in self.names:
-            raise ValueError(f"PairedBootstrap.{op}: name must be one of {', '.join(self.names)}, got {name!r}")
+        if not isinstance(name, str) or name not in self.names:
+            raise ValueError(f"PairedBootstrap.{op}: name must be one of {', '.join(self.names)}, got {short(name)}")
         return self.names.index(name)
 
     def _figure(self, op: str, figure: str) -> int:
-        if figure not in self.figures:
-            raise ValueError(f"PairedBootstrap.{op}: figure must be one of {', '.join(self.figures)}, got {figure!r}")
+        one_of(f"PairedBootstrap.{op}", "figure", figure, self.figures)
         return self.figures.index(figure)
 
 
@@ -399,14 +399,16 @@ def paired_bootstrap(
     names = _names(op, probs, confidence)
     figures = _figures(op, figures, FIGURES if probs is not None else _TOP_ONLY)
     n_resamples, n_bins, seed = (
-        _count(op, "n_resamples", n_resamples, 1),
-        _count(op, "n_bins", n_bins, 1),
-        _count(op, "seed", seed, 0),
+        integer(op, "n_resamples", n_resamples, 1, MOST_RESAMPLES),
+        integer(op, "n_bins", n_bins, 1, MOST_BINS),
+        integer(op, "seed", seed, 0),
     )
+    level = number(op, "level", level)
     if not 0 < level < 1:
-        raise ValueError(f"{op}: level must be in (0, 1), got {level!r}")
-    if method not in METHODS:
-        raise ValueError(f"{op}: method must be one of {', '.join(METHODS)}, got {method!r}")
+        raise ValueError(f"{op}: level must be in (0, 1), got {level}")
+    one_of(op, "method", method, METHODS)
+    log = flag(op, "log", log)
+    progress = None if progress is None else flag(op, "progress", progress)
     estimates = torch.empty(len(names), len(figures), dtype=torch.float64)
     replicates = torch.empty(len(names), len(figures), n_resamples, dtype=torch.float64)
     n_samples = None
@@ -485,14 +487,15 @@ def bias_floor(
         (True, False)
     """
     op = "bias_floor"
+    progress = None if progress is None else flag(op, "progress", progress)
     if (probs is None) == (confidence is None):
         raise ValueError(f"{op}: expected either probs or confidence, got {'neither' if probs is None else 'both'}")
     errors = tuple(name for name in (FIGURES if confidence is None else _TOP_ONLY) if "ece" in name)
     figures = _figures(op, figures, errors)
     n_resamples, n_bins, seed = (
-        _count(op, "n_resamples", n_resamples, 1),
-        _count(op, "n_bins", n_bins, 1),
-        _count(op, "seed", seed, 0),
+        integer(op, "n_resamples", n_resamples, 1, MOST_RESAMPLES),
+        integer(op, "n_bins", n_bins, 1, MOST_BINS),
+        integer(op, "seed", seed, 0),
     )
     floors: dict[str, Tensor] = {figure: torch.empty(n_resamples, dtype=torch.float64) for figure in figures}
     if probs is not None:
@@ -500,7 +503,7 @@ def bias_floor(
         if probs.dim() != 2:
             raise ValueError(f"{op}: probs must be [N, C], got shape {list(probs.shape)}")
         confidence = probs.amax(-1)
-    confidence = metrics.as_tensor(confidence)
+    confidence = metrics.as_tensor(confidence, f"{op}: confidence")
     if confidence.dim() != 1:
         raise ValueError(f"{op}: confidence must be [N], got shape {list(confidence.shape)}")
     confidence, _ = metrics._confidence_and_correct(op, None, None, confidence, torch.zeros_like(confidence))
@@ -536,7 +539,9 @@ class _Rows:
         op = f"{op}: {name!r}"
         if isinstance(correct, Mapping):
             if name not in correct:
-                raise ValueError(f"{op}: correct must have an entry for every calibrator, got {', '.join(correct)}")
+                raise ValueError(
+                    f"{op}: correct must have an entry for every calibrator, got {', '.join(map(str, correct))[:80]}"
+                )
             correct = correct[name]
         per_row: dict[str, Tensor] = {}
         self.classwise: _Classwise | None = None
@@ -784,18 +789,13 @@ def _names(op: str, probs: Any, confidence: Any) -> tuple[str, ...]:
 def _figures(op: str, figures: Sequence[str] | None, possible: tuple[str, ...]) -> tuple[str, ...]:
     if figures is None:
         return possible
-    names = (figures,) if isinstance(figures, str) else tuple(figures)
+    try:
+        names = (figures,) if isinstance(figures, str) else tuple(figures)
+    except Exception:  # no iterable; or what its class does there
+        raise TypeError(f"{op}: figures must be a sequence of names, got {short(figures)}") from None
     for name in names:
-        if name not in possible:
-            raise ValueError(f"{op}: figures must be from {', '.join(possible)}, got {name!r}")
+        if not isinstance(name, str) or name not in possible:
+            raise ValueError(f"{op}: figures must be from {', '.join(possible)}, got {short(name)}")
     if not names:
         raise ValueError(f"{op}: figures must name at least one of {', '.join(possible)}, got none")
     return tuple(dict.fromkeys(names))
-
-
-def _count(op: str, name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{op}: {name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
-    return int(value)

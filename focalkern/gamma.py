@@ -5,9 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from focalkern._checks import dense, short
 from focalkern._devices import on_device
 
 __all__ = ["FLSD_53", "GammaTable"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class GammaTable:
@@ -136,14 +139,15 @@ class GammaTable:
 
 def _as_vector(name: str, values: Tensor | Sequence[float]) -> Tensor:
     if isinstance(values, Tensor):
-        if not values.is_floating_point():
+        dense("GammaTable", name, values)
+        if values.dtype not in _FLOATS:
             raise TypeError(f"GammaTable: {name} must be a floating-point tensor, got {values.dtype}")
         vector = values.detach()
     else:
         try:
             vector = torch.tensor(values, dtype=torch.float64)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"GammaTable: {name} must be a sequence of numbers, got {values!r}") from error
+        except Exception as error:  # text, gaps, numbers beyond float64; or what its class does there
+            raise TypeError(f"GammaTable: {name} must be a sequence of numbers, got {short(values)}") from error
     if vector.dim() != 1:
         raise ValueError(f"GammaTable: {name} must be one-dimensional, got shape {list(vector.shape)}")
     return vector

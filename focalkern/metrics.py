@@ -58,6 +58,7 @@ from torch import Tensor
 
 from focalkern._arrays import arrays_for_arrays
 from focalkern._arrays import as_tensor as as_tensor
+from focalkern._checks import MOST_BINS, flag, integer, number, one_of
 
 __all__ = [
     "ESTIMATORS",
@@ -88,9 +89,6 @@ _ABOVE_ONE = 1e-3
 _SMOOTH_GRID = 1 << 13
 # Sets that it looks at together: 128 KiB each, a few times over.
 _SMOOTH_BLOCK = 64
-
-# More bins than that are a mistake, and would not fit into memory.
-_MOST_BINS = 1 << 24
 
 # Probabilities that classwise_calibration_error looks at together: its work space is a few times as many numbers.
 _CLASSWISE_BLOCK = 1 << 22
@@ -308,8 +306,7 @@ def debiased_calibration_error(
         tensor(0.1800, dtype=torch.float64)
     """
     op = "debiased_calibration_error"
-    if norm not in ("l1", "l2"):
-        raise ValueError(f"{op}: norm must be one of l1, l2, got {norm!r}")
+    one_of(op, "norm", norm, ("l1", "l2"))
     return debiased_error(_bins(op, probs, target, confidence, correct, n_bins, estimator), norm)
 
 
@@ -356,10 +353,10 @@ def smooth_calibration_error(
         tensor(0.3000, dtype=torch.float64)
     """
     op = "smooth_calibration_error"
-    if bandwidth is not None and not (hasattr(type(bandwidth), "__float__") or hasattr(type(bandwidth), "__index__")):
-        raise TypeError(f"{op}: bandwidth must be a number or None, got {type(bandwidth).__name__}")
-    if bandwidth is not None and not float(bandwidth) > 0:
-        raise ValueError(f"{op}: bandwidth must be positive, got {bandwidth!r}")
+    if bandwidth is not None:
+        bandwidth = number(op, "bandwidth", bandwidth, "a number or None")
+        if not bandwidth > 0:
+            raise ValueError(f"{op}: bandwidth must be positive, got {bandwidth}")
     confidence, correct = _confidence_and_correct(op, probs, target, confidence, correct)
     *batch, n_samples = confidence.shape
     result = torch.full((math.prod(batch),), math.nan, dtype=torch.float64, device=confidence.device)
@@ -443,8 +440,7 @@ def classwise_calibration_error(
         tensor(0.0667, dtype=torch.float64)
     """
     name = "classwise_calibration_error"
-    if reduction not in ("mean", "none"):
-        raise ValueError(f"{name}: reduction must be one of mean, none, got {reduction!r}")
+    one_of(name, "reduction", reduction, ("mean", "none"))
     _check_bins(name, n_bins, estimator)
     probs, target = _probs_and_target(name, probs, target)
     *batch, n_samples, n_classes = probs.shape
@@ -484,6 +480,7 @@ def nll(probs: Any, target: Any, *, log: bool = False) -> Tensor:
         >>> fk.metrics.nll(probs, target)
         tensor(0.5004, dtype=torch.float64)
     """
+    log = flag("nll", "log", log)
     probs, target = _probs_and_target("nll", probs, target, log=log)
     of_target = probs.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(torch.float64)
     # 0 - x, not -x: a perfect score prints as 0 and not as -0.
@@ -597,6 +594,7 @@ def aurc(
         >>> fk.metrics.aurc(confidence=confidence, correct=correct, excess=True)
         tensor(0.0833, dtype=torch.float64)
     """
+    excess = flag("aurc", "excess", excess)
     confidence, correct = _confidence_and_correct("aurc", probs, target, confidence, correct)
     n_samples = confidence.shape[-1]
     ordered, order = confidence.sort(dim=-1, descending=True)
@@ -734,15 +732,8 @@ def debiased_error(bins: ReliabilityBins, norm: Literal["l1", "l2"] = "l2") -> T
 
 
 def _check_bins(op: str, n_bins: object, estimator: object) -> int:
-    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
-        raise ValueError(f"{op}: estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
-    if isinstance(n_bins, bool) or not isinstance(n_bins, int | np.integer):
-        raise TypeError(f"{op}: n_bins must be an int, got {n_bins!r}")
-    if not 1 <= n_bins <= _MOST_BINS:
-        raise ValueError(
-            f"{op}: n_bins must be at least 1{'' if n_bins < 1 else f' and at most {_MOST_BINS}'}, got {n_bins}"
-        )
-    return int(n_bins)
+    one_of(op, "estimator", estimator, ESTIMATORS)
+    return integer(op, "n_bins", n_bins, 1, MOST_BINS)
 
 
 @torch.no_grad()
@@ -845,6 +836,8 @@ def _confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, c
         raise ValueError(f"{op}: correct must be [N] = {list(confidence.shape)}, got {list(correct.shape)}")
     if correct.device != confidence.device:
         raise ValueError(f"{op}: correct must be on {confidence.device}, got {correct.device}")
+    if correct.is_complex():
+        raise TypeError(f"{op}: correct must be bool or real, got {correct.dtype}")
     correct = correct.to(torch.float64)
     # Written so that NaN fails too.
     for name, values in (("confidence", confidence), ("correct", correct)):

@@ -293,7 +293,7 @@ def test_a_bad_file_is_named_with_what_is_wrong(calibrator, change, words, tmp_p
     [
         ({"kind": "diagonal"}, ValueError, "kind must be one of vector, matrix, got 'diagonal'"),
         ({"penalty": -1.0}, ValueError, "penalty must be at least 0 and finite, got -1.0"),
-        ({"penalty": "1"}, TypeError, "penalty must be a number, got '1'"),
+        ({"penalty": "1"}, TypeError, "penalty must be a number, got str"),
         ({"input_kind": "probs"}, ValueError, "StructuredScaling: logits must"),
     ],
 )

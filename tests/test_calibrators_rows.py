@@ -89,7 +89,7 @@ def test_the_weighted_ece_is_that_of_repeated_rows(estimator):
         (-torch.ones(150), ValueError, "sample_weight must be at least 0 and finite, got -1.0"),
         (torch.full((150,), torch.nan), ValueError, "at least 0 and finite, got nan"),
         (torch.zeros(150), ValueError, "fit needs at least one row, got none"),
-        (["a"] * 150, TypeError, "sample_weight must be numbers, got list"),
+        (["a"] * 150, TypeError, "sample_weight must be a tensor or an array of numbers, got list"),
     ],
 )
 def test_bad_weights_are_named(weight, error, words):

@@ -1,10 +1,11 @@
 """What every calibrator has: scikit-learn's shape, checks of what comes in, and the JSON file."""
 
+import functools
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, get_args, overload
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from focalkern._atomic import write_atomically
+from focalkern._checks import path_text, short
 from focalkern.calibrators._modules import ClassAxis, as_pairs
-from focalkern.calibrators._rows import Rows, as_floating, as_rows, check_input
+from focalkern.calibrators._rows import Rows, as_floating, as_rows, check_input, labels_array, weighted_mean
 from focalkern.calibrators._warnings import warn
 from focalkern.metrics import ESTIMATORS, as_tensor
 
@@ -169,7 +171,7 @@ class Calibrator:
             >>> calibrator.predict_proba(torch.tensor([[4.0, 0.0]])).round(decimals=4)  # a tensor for a tensor
             tensor([[0.8000, 0.2000]])
         """
-        return self._laid_out(logits, self._apply(self._input(logits), log=False))
+        return self._laid_out(logits, self._applied(logits, log=False))
 
     @overload
     def predict_log_proba(self, logits: Tensor) -> Tensor: ...
@@ -193,7 +195,7 @@ class Calibrator:
             >>> calibrator.predict_log_proba(logits[:1]).round(decimals=4)
             tensor([[-0.2231, -1.6094]])
         """
-        return self._laid_out(logits, self._apply(self._input(logits), log=True))
+        return self._laid_out(logits, self._applied(logits, log=True))
 
     def predict(self, logits: Any) -> Any:
         """The most probable class of each row.
@@ -214,7 +216,7 @@ class Calibrator:
             >>> print(calibrator.predict([[4.0, 0.0], [-1.0, 1.0]]))
             ['cat' 'dog']
         """
-        index = self._predicted(self._input(logits))
+        index = self._named(self._predicted, self._input(logits))
         if self.classes_.dtype.kind in "iu":
             return _like(logits, index)
         return self.classes_[index.cpu().numpy()]
@@ -239,12 +241,12 @@ class Calibrator:
             >>> fk.TemperatureScaling().fit(logits, labels).score(logits, labels)
             0.8
         """
-        found = self.predict(logits)
+        name, found = type(self).__name__, self.predict(logits)
         found = found.cpu().numpy() if isinstance(found, Tensor) else found
-        wanted = target.cpu().numpy() if isinstance(target, Tensor) else np.asarray(target)
+        wanted = labels_array(name, target)
         if wanted.shape != found.shape:
-            raise ValueError(f"{type(self).__name__}: target must be {list(found.shape)}, got {list(wanted.shape)}")
-        return float(np.average(found == wanted, weights=sample_weight))
+            raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")
+        return weighted_mean(name, found == wanted, sample_weight)
 
     def changed(self, logits: Any) -> Any:
         """The rows whose predicted class is another one than before calibration.
@@ -266,7 +268,7 @@ class Calibrator:
             tensor([False,  True])
         """
         input = self._input(logits)
-        result = self._predicted(input) != input.argmax(-1)
+        result = self._named(self._predicted, input) != input.argmax(-1)
         return result if isinstance(logits, Tensor) else result.numpy()
 
     def as_module(self) -> torch.nn.Module:
@@ -347,6 +349,7 @@ class Calibrator:
             >>> round(fk.load_calibrator("calibrator.json").temperature_, 4)
             2.8854
         """
+        path = path_text(type(self).__name__, "path", path)
         write_atomically(path, (json.dumps(self._to_json(), indent=2, allow_nan=False) + "\n").encode())
 
     @classmethod
@@ -369,7 +372,7 @@ class Calibrator:
             >>> round(fk.TemperatureScaling.load("calibrator.json").temperature_, 4)
             2.8854
         """
-        document = _read_json(path)
+        document = _read_json(path_text(cls.__name__, "path", path))
         if document["method"] != cls.method:
             raise ValueError(f"{path}: expected a calibrator of method {cls.method!r}, found {document['method']!r}")
         return _from_document(path, document)  # type: ignore[return-value]
@@ -460,13 +463,7 @@ class Calibrator:
         return as_pairs(as_floating(type(self).__name__, input), self.input_kind)
 
     def _as_tensor(self, logits: Any) -> Tensor:
-        try:
-            return as_tensor(logits)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(
-                f"{type(self).__name__}: logits must be a tensor or an array of numbers, got {type(logits).__name__} "
-                f"({error})"
-            ) from error
+        return as_tensor(logits, f"{type(self).__name__}: logits")
 
     def _laid_out(self, given: Any, result: Tensor) -> Any:
         """[..., C] as it was given: a tensor or an array, and the classes where they were."""
@@ -487,11 +484,21 @@ class Calibrator:
             )
         return input
 
+    def _applied(self, logits: Any, *, log: bool) -> Tensor:
+        return self._named(functools.partial(self._apply, log=log), self._input(logits))
+
+    def _named(self, function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        """Calls what computes with operators, whose errors then carry the name of the calibrator and its argument."""
+        try:
+            return function(input)
+        except (TypeError, ValueError) as error:
+            raise renamed(type(self).__name__, error) from None
+
     def _check_option(self, option: str, known: tuple[Any, ...]) -> None:
         value = getattr(self, option)
-        if value not in known:
+        if not isinstance(value, str | None) or value not in known:
             words = ", ".join(str(choice) for choice in known if choice is not None)
-            raise ValueError(f"{type(self).__name__}: {option} must be one of {words}, got {value!r}")
+            raise ValueError(f"{type(self).__name__}: {option} must be one of {words}, got {short(value)}")
 
     def _check_estimator(self) -> None:
         self._check_option("estimator", ESTIMATORS)
@@ -545,6 +552,15 @@ class Calibrator:
         }
 
 
+def renamed(name: str, error: Exception) -> Exception:
+    """What an operator or a nested calibrator says of its rows, as the calibrator that was called says it."""
+    who, _, words = str(error).partition(": ")
+    known = who == "focal_calibration_map" or who in {kind.__name__ for kind in BY_METHOD.values()}
+    if not known or not words.startswith(("input ", "logits ")):
+        return error
+    return type(error)(f"{name}: logits {words.split(' ', 1)[1]}")
+
+
 def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:
     """Read any calibrator that ``save`` wrote; the file says which.
 
@@ -565,6 +581,7 @@ def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:
         >>> type(calibrator).__name__, round(calibrator.temperature_, 4)
         ('TemperatureScaling', 2.8854)
     """
+    path = path_text("load_calibrator", "path", path)
     return _from_document(path, _read_json(path))
 
 
@@ -611,12 +628,10 @@ def _like(given: Any, result: Tensor) -> Any:
 
 
 def as_numbers(calibrator: str, name: str, values: Iterable[float] | Tensor) -> tuple[float, ...]:
-    if isinstance(values, Tensor):
-        values = values.tolist()
     try:
-        return tuple(float(value) for value in values)
-    except TypeError:
-        raise TypeError(f"{calibrator}: {name} must be a sequence of numbers, got {values!r}") from None
+        return tuple(float(value) for value in (values.tolist() if isinstance(values, Tensor) else values))
+    except Exception:  # no iterable, no numbers, beyond float64; or what its class does there
+        raise TypeError(f"{calibrator}: {name} must be a sequence of numbers, got {short(values)}") from None
 
 
 def _plain(name: str, value: Any) -> Any:

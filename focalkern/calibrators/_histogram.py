@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import MOST_BINS, integer
 from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number, calibrator_from_json
 from focalkern.calibrators._modules import CalibratedLogProbs, HistogramLogProbs, bin_top_class, widened
 from focalkern.calibrators._rows import Rows
@@ -115,10 +116,7 @@ class HistogramBinning(Calibrator):
         super()._check_parameters()
         name = type(self).__name__
         self._check_option("binning", _BINNINGS)
-        if isinstance(self.n_bins, bool) or not isinstance(self.n_bins, int | np.integer):
-            raise TypeError(f"{name}: n_bins must be an int, got {self.n_bins!r}")
-        if self.n_bins < 1:
-            raise ValueError(f"{name}: n_bins must be at least 1, got {self.n_bins}")
+        integer(name, "n_bins", self.n_bins, 1, MOST_BINS)
         self._check_scaling()
 
     def _fit(self, rows: Rows) -> dict[str, Any]:

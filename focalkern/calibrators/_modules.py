@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from focalkern import reference
+from focalkern._checks import flag, number, one_of
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 
 __all__ = [
@@ -31,10 +32,16 @@ class _Constants(torch.nn.Module):
         self, gamma: float, temperature: float, input_kind: InputKind = "logits", *, fused: bool = True
     ) -> None:
         super().__init__()
-        self.gamma = float(gamma)
-        self.temperature = float(temperature)
+        name = type(self).__name__
+        self.gamma = number(name, "gamma", gamma)
+        self.temperature = number(name, "temperature", temperature)
+        one_of(name, "input_kind", input_kind, ("logits", "probs"))
         self.input_kind = input_kind
-        self.fused = fused
+        self.fused = flag(name, "fused", fused)
+        if not (math.isfinite(self.gamma) and self.gamma > -1):
+            raise ValueError(f"{name}: gamma must be finite and greater than -1, got {self.gamma}")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"{name}: temperature must be finite and positive, got {self.temperature}")
 
     def _plain(self) -> bool:
         """Whether to spell the map out in torch's own operators: ONNX has no other."""

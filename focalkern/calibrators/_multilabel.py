@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import label as as_label
 from focalkern.calibrators._base import Calibrator, InputKind, as_count, calibrator_from_json
 from focalkern.calibrators._modules import MultiLabelLogits, as_pairs
+from focalkern.calibrators._rows import weighted_mean
 from focalkern.calibrators._scaling import Scaling, TemperatureScaling
 from focalkern.calibrators._warnings import warn
 from focalkern.metrics import as_tensor
@@ -114,7 +116,9 @@ class MultiLabelScaling(Calibrator):
         """
         name = type(self).__name__
         self._check_parameters()
-        input, labels = self._as_tensor(logits), as_tensor(target)
+        input, labels = self._as_tensor(logits), as_tensor(target, f"{name}: target")
+        if ignore_index is not None:
+            ignore_index = as_label(name, "ignore_index", ignore_index, " or None")
         self._check_labels(input)
         if input.dim() != 2 or 0 in input.shape:
             raise ValueError(f"{name}: logits must be [N, L] with at least one row, got shape {list(input.shape)}")
@@ -131,7 +135,7 @@ class MultiLabelScaling(Calibrator):
             )
         labels = labels.to(input.device, torch.int64)
         known = known.to(input.device)
-        weight = None if sample_weight is None else as_tensor(sample_weight).to(input.device)
+        weight = None if sample_weight is None else as_tensor(sample_weight, f"{name}: sample_weight").to(input.device)
         if weight is not None and weight.shape != input.shape[:1]:
             raise ValueError(f"{name}: sample_weight must be [N] = [{len(input)}], got {list(weight.shape)}")
         positive = (labels * known).sum(0).tolist()
@@ -210,6 +214,27 @@ class MultiLabelScaling(Calibrator):
         """
         return super().predict_log_proba(logits)
 
+    def changed(self, logits: Any) -> Any:
+        """The labels that are predicted otherwise than before calibration: none, as the maps keep the side of 1/2.
+
+        Args:
+            logits: [..., L], as :meth:`predict_proba`.
+
+        Returns:
+            [..., L] bool, False: a tensor for a tensor, a NumPy array for anything else.
+
+        Raises:
+            NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 1]] * 2)
+            >>> fk.MultiLabelScaling().fit(logits, labels).changed(logits[:1])
+            tensor([[False, False]])
+        """
+        input = self._input(logits)
+        result = torch.zeros(input.shape, dtype=torch.bool, device=input.device)
+        return result if isinstance(logits, Tensor) else result.numpy()
+
     def predict(self, logits: Any) -> Any:
         """Which labels are more probable than not, before calibration as after it.
 
@@ -249,8 +274,11 @@ class MultiLabelScaling(Calibrator):
             >>> fk.MultiLabelScaling().fit(logits, labels).score(logits, labels)
             0.8
         """
-        right = np.asarray(self.predict(as_tensor(logits).cpu().numpy()) == as_tensor(target).cpu().numpy())
-        return float(np.average(right.all(-1), weights=sample_weight))
+        name, found = type(self).__name__, self.predict(self._as_tensor(logits))
+        wanted = as_tensor(target, f"{name}: target").cpu()
+        if wanted.shape != found.shape:
+            raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")
+        return weighted_mean(name, (found.cpu() == wanted).all(-1).numpy(), sample_weight)
 
     def as_module(self, *, fused: bool = True) -> MultiLabelLogits:
         """The fitted maps as a module from logits [..., L] to calibrated logits, for a sigmoid or a loss with logits.

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern.metrics import Estimator, as_tensor, expected_calibration_error
+from focalkern._checks import MOST_BINS, integer, one_of, short
+from focalkern.metrics import ESTIMATORS, Estimator, as_tensor, expected_calibration_error
 
 __all__ = ["per_class_report"]
+
+_OP = "per_class_report"
 
 
 @torch.no_grad()
@@ -60,9 +63,16 @@ def per_class_report(
     n_rows, n_classes = before.shape
     if n_rows == 0:
         raise ValueError("per_class_report: expected at least one row, got none")
-    if names is not None and len(names) != n_classes:
-        raise ValueError(f"per_class_report: names must be [C] = [{n_classes}], got {len(names)}")
-    is_class, independent = _membership(as_tensor(target), before)
+    if names is not None:
+        try:
+            names = list(names)
+        except Exception:  # no iterable; or what its class does there
+            raise TypeError(f"{_OP}: names must be a sequence, got {short(names)}") from None
+        if len(names) != n_classes:
+            raise ValueError(f"{_OP}: names must be [C] = [{n_classes}], got {len(names)}")
+    one_of(_OP, "estimator", estimator, ESTIMATORS)
+    n_bins = integer(_OP, "n_bins", n_bins, 1, MOST_BINS)
+    is_class, independent = _membership(as_tensor(target, f"{_OP}: target"), before)
     sets = {"": before}
     if calibrated is not None:
         after = _as_probs("calibrated", calibrated)
@@ -96,7 +106,7 @@ def per_class_report(
 
 
 def _as_probs(name: str, values: Any) -> Tensor:
-    probs = as_tensor(values)
+    probs = as_tensor(values, f"{_OP}: {name}")
     if not probs.is_floating_point():
         raise TypeError(f"per_class_report: {name} must be floating point, got {probs.dtype}")
     if probs.dim() != 2:
@@ -122,8 +132,9 @@ def _membership(target: Tensor, probs: Tensor) -> tuple[Tensor, bool]:
         )
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"per_class_report: target must be integer class indices, got {target.dtype}")
+    target = target.to(torch.int64)
     outside = (target < 0) | (target >= n_classes)
     if bool(outside.any()):
         row = int(outside.nonzero()[0])
         raise IndexError(f"per_class_report: target must be in [0, {n_classes}), got {int(target[row])} at row {row}")
-    return torch.nn.functional.one_hot(target.to(torch.int64), n_classes) == 1, False
+    return torch.nn.functional.one_hot(target, n_classes) == 1, False

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import label, short
 from focalkern.metrics import as_tensor
 
-__all__ = ["Rows", "as_floating", "as_rows", "check_input"]
+__all__ = ["Rows", "as_floating", "as_rows", "check_input", "labels_array", "weighted_mean"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ def as_rows(
     if dense:
         input, labels = input.movedim(1, -1).reshape(-1, n_classes), labels.reshape(-1)
         weight = None if weight is None else weight.reshape(-1)
-    if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int | np.integer)):
-        raise TypeError(f"{name}: ignore_index must be an int or None, got {ignore_index!r}")
+    if ignore_index is not None:
+        ignore_index = label(name, "ignore_index", ignore_index, " or None")
 
     counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     outside = counts & ((labels < 0) | (labels >= n_classes))
@@ -90,7 +91,7 @@ def _as_target(
 ) -> tuple[Tensor, np.ndarray[Any, Any]]:
     """Labels of shape ``expected``, int64, and the classes."""
     classes = np.arange(n_classes)
-    array = None if isinstance(values, Tensor) else np.asarray(values)
+    array = None if isinstance(values, Tensor) else labels_array(name, values)
     if array is not None and array.dtype.kind in "USO":
         kinds = {type(value) for value in array.flat}
         if all(issubclass(kind, str) for kind in kinds):
@@ -105,8 +106,7 @@ def _as_target(
         else:
             found = " and ".join(sorted(kind.__name__ for kind in kinds))
             raise TypeError(f"{name}: target must be integer class indices or strings, got {found}")
-        values = array
-    target = as_tensor(values)
+    target = as_tensor(values if array is None else array, f"{name}: target")
     if tuple(target.shape) != expected:
         letters = ", ".join(["N", *(f"d{i}" for i in range(1, len(expected)))])
         raise ValueError(f"{name}: target must be [{letters}] = {list(expected)}, got {list(target.shape)}")
@@ -121,11 +121,32 @@ def _as_target(
     return target.to(torch.int64), classes
 
 
-def _as_weight(name: str, values: Any, expected: tuple[int, ...]) -> Tensor:
+def labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:
+    """Labels of any kind: numbers or text."""
+    if isinstance(values, Tensor):
+        labels = as_tensor(values, f"{name}: target").cpu()
+        return (labels.double() if labels.is_floating_point() else labels).numpy()
     try:
-        weight = as_tensor(values).to(torch.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: sample_weight must be numbers, got {type(values).__name__}") from error
+        return np.asarray(values)
+    except Exception as error:  # rows of several lengths; or what its class does there
+        raise TypeError(f"{name}: target must be a tensor or an array of labels, got {short(values)}") from error
+
+
+def weighted_mean(name: str, right: np.ndarray[Any, Any], sample_weight: Any) -> float:
+    """The share of the rows that are right."""
+    if sample_weight is None:
+        return float(np.mean(right))
+    weight = _as_weight(name, sample_weight, tuple(right.shape)).cpu().numpy()
+    if not weight.sum() > 0:
+        raise ValueError(f"{name}: sample_weight must have a positive sum, got {weight.sum()}")
+    return float(np.average(right, weights=weight))
+
+
+def _as_weight(name: str, values: Any, expected: tuple[int, ...]) -> Tensor:
+    weight = as_tensor(values, f"{name}: sample_weight")
+    if weight.is_complex():
+        raise TypeError(f"{name}: sample_weight must be real, got {weight.dtype}")
+    weight = weight.to(torch.float64)
     if tuple(weight.shape) == expected[:1]:
         weight = weight.reshape(-1, *[1] * (len(expected) - 1)).expand(expected)
     if tuple(weight.shape) != expected:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import MOST_BINS, flag, integer, short
 from focalkern.calibrators._base import (
     CRITERIA,
     Calibrator,
@@ -147,8 +148,11 @@ class Scaling(Calibrator):
             >>> calibrator.temperature_
             3.0
         """
-        criterion = self._criterion()
-        found = self._fitted(from_grid(type(self).__name__, grid, criterion), "grid", criterion)
+        name, criterion = type(self).__name__, self._criterion()
+        if not isinstance(grid, CalibrationGrid):
+            raise TypeError(f"{name}: grid must be a CalibrationGrid, got {short(grid)}")
+        n_samples, n_classes = integer(name, "n_samples", n_samples, 1), integer(name, "n_classes", n_classes, 2, 2**32)
+        found = self._fitted(from_grid(name, grid, criterion), "grid", criterion)
         self._become(found, classes=np.arange(n_classes), n_samples=n_samples, one_logit=False)
         return self
 
@@ -204,6 +208,8 @@ class Scaling(Calibrator):
         self._check_option("search", (None, *self._searches))
         self._check_option("criterion", (None, *CRITERIA))
         self._check_estimator()
+        integer(name, "n_bins", self.n_bins, 1, MOST_BINS)
+        flag(name, "widen", self.widen)
         search = self._search()
         if search in _SMOOTH:
             if self._criterion() != search:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import flag, number
 from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number
 from focalkern.calibrators._derivatives import nll_temperature, smooth_focal
 from focalkern.calibrators._modules import StructuredLogProbs
@@ -111,10 +112,12 @@ class StructuredScaling(Calibrator):
     def _check_parameters(self) -> None:
         super()._check_parameters()
         self._check_option("kind", _STRUCTURES)
-        if isinstance(self.penalty, bool) or not isinstance(self.penalty, int | float | np.integer | np.floating):
-            raise TypeError(f"{type(self).__name__}: penalty must be a number, got {self.penalty!r}")
-        if not 0 <= self.penalty < float("inf"):
-            raise ValueError(f"{type(self).__name__}: penalty must be at least 0 and finite, got {self.penalty}")
+        name = type(self).__name__
+        if isinstance(self.penalty, bool | Tensor):
+            raise TypeError(f"{name}: penalty must be a number, got {type(self.penalty).__name__}")
+        if not 0 <= number(name, "penalty", self.penalty) < float("inf"):
+            raise ValueError(f"{name}: penalty must be at least 0 and finite, got {self.penalty}")
+        flag(name, "focal", self.focal)
 
     def _module(self, fused: bool = True, *, one_logit: bool = False) -> StructuredLogProbs:
         return StructuredLogProbs(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import one_of, path_text, short
 from focalkern.calibrators import InputKind
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "InputError",
     "LogitSet",
     "as_tensor",
+    "check_options",
     "check_rows",
     "checked_set",
     "find_sets",
@@ -30,6 +32,9 @@ _PREFIXES = ("", "val", "test")
 
 class InputError(Exception):
     """A file or an option that cannot be used; one line that names it, what was expected and what was found."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words.replace("\r", r"\r").replace("\n", r"\n"))  # which the names of files may have
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,20 @@ class LogitSet:
     def rows(self, index: Tensor, part: str) -> "LogitSet":
         """The rows of ``index``, called ``part``."""
         return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source, part)
+
+
+def check_options(op: str, input_kind: Any, path: Any = "", **names: Any) -> str:
+    """Raises unless the kind is known and the names are text or None; returns the path as text.
+
+    A path that a glob of the shell has become (``NamedFiles``) stays what it is.
+    """
+    text = path if isinstance(path, str) and "\0" not in path else path_text(op, "path", path)
+    if input_kind is not None:
+        one_of(op, "input_kind", input_kind, KINDS)
+    for name, value in names.items():
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{op}: {name} must be a name or None, got {short(value)}")
+    return text
 
 
 def said_kind(name: str) -> InputKind | None:

@@ -3,8 +3,6 @@
 import os
 import pickle
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import path_text
 from focalkern.calibrators import InputKind
-from focalkern.files.checks import KINDS, InputError, LogitSet, checked_set, find_sets
+from focalkern.files.checks import KINDS, InputError, LogitSet, check_options, checked_set, find_sets
 from focalkern.files.tables import read_arrow, read_csv
 
 __all__ = ["ARCHIVES", "DAMAGE", "FORMATS_HELP", "damaged", "read_sets"]
@@ -67,7 +66,8 @@ def read_sets(
     Raises:
         InputError: anything at all that is wrong with the files.
     """
-    source = os.fspath(path)
+    source = check_options("read_sets", input_kind, path, logits_key=logits_key, labels_key=labels_key)
+    labels = None if labels is None else path_text("read_sets", "labels", labels)
     suffix = Path(source).suffix.lower()
     readers: dict[str, Callable[[str], dict[str, Any]]] = {
         **ARCHIVES,
@@ -101,22 +101,14 @@ def read_sets(
     }
 
 
-# What the readers below raise for files that are cut off, damaged or of another kind.
-DAMAGE = (
-    OSError,
-    EOFError,
-    ValueError,
-    KeyError,
-    RuntimeError,
-    MemoryError,
-    zipfile.BadZipFile,
-    zlib.error,
-    pickle.UnpicklingError,
-    NotImplementedError,
-)
+# What the readers below raise for files that are cut off, damaged or of another kind: there is nothing that NumPy's
+# header, torch's unpickler or a decompressor has not been seen to raise of bytes that are no longer what they were.
+DAMAGE = (Exception,)
 
 
 def damaged(source: str, expected: str, error: BaseException) -> InputError:
+    if isinstance(error, InputError):
+        return error
     text = str(error).strip()
     # NumPy says this of pickles and of files that are no arrays at all; torch refuses a pickle in many words.
     if "allow_pickle" in text or "Object arrays" in text:
@@ -210,14 +202,13 @@ def _read_pt(source: str) -> dict[str, Any]:
 
 def _read_safetensors(source: str) -> dict[str, Any]:
     try:
-        import safetensors
         from safetensors.torch import load_file
     except ImportError as error:
         raise InputError(f"{source}: safetensors is needed to read it: pip install safetensors") from error
     _open(source).close()
     try:
         return dict(load_file(source))
-    except (*DAMAGE, safetensors.SafetensorError) as error:
+    except DAMAGE as error:
         raise damaged(source, "a .safetensors file", error) from error
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import path_text
 from focalkern.calibrators import InputKind
-from focalkern.files.checks import KINDS, InputError, as_tensor, check_rows, find_sets
+from focalkern.files.checks import KINDS, InputError, as_tensor, check_options, check_rows, find_sets
 from focalkern.files.read import DAMAGE, damaged
 
 __all__ = [
@@ -147,6 +148,8 @@ def open_shards(
     Raises:
         InputError: anything at all that is wrong with names and shapes.
     """
+    path = check_options("open_shards", input_kind, path, logits_key=logits_key, labels_key=labels_key)
+    labels = labels if labels is None or isinstance(labels, NamedFiles) else path_text("open_shards", "labels", labels)
     names = matches(path)
     suffixes = {Path(name).suffix.lower() for name in names}
     if suffixes == {".safetensors"}:

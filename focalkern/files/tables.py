@@ -9,9 +9,9 @@ import numpy as np
 
 from focalkern._columns import ClassColumns, ColumnsError, class_columns
 from focalkern.calibrators import InputKind
-from focalkern.files.checks import InputError, LogitSet, checked_set, label_numbers, said_kind
+from focalkern.files.checks import InputError, LogitSet, check_options, checked_set, label_numbers, said_kind
 
-__all__ = ["from_frame", "read_arrow", "read_csv"]
+__all__ = ["arrow_table", "from_frame", "read_arrow", "read_csv"]
 
 _LABEL_COLUMNS = ("label", "labels", "target")
 
@@ -43,6 +43,7 @@ def from_frame(
     Raises:
         InputError: columns that cannot be told apart, labels that are no classes, values that are no numbers.
     """
+    check_options("from_frame", input_kind, logits_key=logits_key, labels_key=labels_key)
     if not hasattr(frame, "columns") or not hasattr(frame, "to_numpy"):
         raise InputError(f"{source}: expected a frame with columns, found {type(frame).__name__}")
     table = _Table(
@@ -91,18 +92,9 @@ def read_arrow(
     source: str, *, logits_key: str | None, labels_key: str | None, input_kind: InputKind | None
 ) -> dict[str, Any] | LogitSet:
     """The one set of a table with a column per class; or, where a column holds lists, all columns as arrays by name."""
-    try:
-        import pyarrow
-        from pyarrow import feather, parquet
-    except ImportError as error:
-        raise InputError(f"{source}: pyarrow is needed to read it: pip install pyarrow") from error
-    try:
-        with open(source, "rb") as stream:
-            read = parquet.read_table if source.lower().endswith(".parquet") else feather.read_table
-            frame = read(stream)
-    except (OSError, ValueError, KeyError, NotImplementedError, MemoryError, pyarrow.ArrowException) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{source}: expected a table of Arrow, found a damaged file, or another ({reason})") from error
+    frame = arrow_table(source)
+    import pyarrow
+
     names = [str(name) for name in frame.column_names]
     of_lists = (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list)
     lists = [any(is_one(kind) for is_one in of_lists) for kind in frame.schema.types]
@@ -112,6 +104,20 @@ def read_arrow(
     columns = [_array_of(source, names[place], frame.column(place), False) for place in table.classes.places]
     labels = _array_of(source, names[table.label_place], frame.column(table.label_place), False)
     return _set(table, columns, labels, input_kind)
+
+
+def arrow_table(source: str) -> Any:
+    """The table of a .parquet or .feather file."""
+    try:
+        from pyarrow import feather, parquet
+    except ImportError as error:
+        raise InputError(f"{source}: pyarrow is needed to read it: pip install pyarrow") from error
+    try:
+        with open(source, "rb") as stream:
+            return (parquet.read_table if source.lower().endswith(".parquet") else feather.read_table)(stream)
+    except Exception as error:  # of damaged bytes it raises errors of many kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{source}: expected a table of Arrow, found a damaged file, or another ({reason})") from error
 
 
 def _array_of(source: str, name: str, column: Any, of_lists: bool) -> Any:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from focalkern._columns import ColumnsError, class_columns
 from focalkern.calibrators import InputKind
-from focalkern.files.checks import KINDS, InputError, as_tensor, check_rows
+from focalkern.files.checks import KINDS, InputError, as_tensor, check_options, check_rows
 from focalkern.files.read import ARCHIVES, DAMAGE, damaged
 from focalkern.files.shards import map_npy, matches, npy_header, safe_open, safetensors_arrays
+from focalkern.files.tables import arrow_table
 
 __all__ = ["UnlabelledRows", "open_unlabelled"]
 
@@ -81,6 +82,7 @@ def open_unlabelled(
     Raises:
         InputError: anything at all that is wrong with the files.
     """
+    path = check_options("open_unlabelled", input_kind, path, logits_key=logits_key)
     names = matches(path)
     suffix = Path(names[0]).suffix.lower()
     if suffix == ".npy":
@@ -227,14 +229,5 @@ def _csv_columns(source: str) -> tuple[list[str], Sequence[Any]]:
 
 
 def _arrow_columns(source: str) -> tuple[list[str], Sequence[Any]]:
-    try:
-        import pyarrow
-        from pyarrow import feather, parquet
-    except ImportError as error:
-        raise InputError(f"{source}: pyarrow is needed to read it: pip install pyarrow") from error
-    try:
-        with open(source, "rb") as stream:
-            frame = (parquet.read_table if source.lower().endswith(".parquet") else feather.read_table)(stream)
-    except (OSError, ValueError, KeyError, NotImplementedError, MemoryError, pyarrow.ArrowException) as error:
-        raise InputError(f"{source}: expected a table of Arrow, found a damaged file, or another ({error})") from error
+    frame = arrow_table(source)
     return [str(name) for name in frame.column_names], [column.to_numpy() for column in frame.columns]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from focalkern._checks import MOST_BINS, flag, integer, short
 from focalkern.gamma import GammaTable
 from focalkern.losses._base import Reduction, check_pair, check_range, compute_dtype, described, number
 from focalkern.losses._focal import FocalFamily
@@ -136,11 +137,7 @@ class AdaFocalLoss(FocalFamily):
         )
         if isinstance(n_bins, Tensor):  # type: ignore[unreachable]
             raise TypeError(f"AdaFocalLoss: n_bins must be an int, got {described(n_bins)}")
-        if isinstance(n_bins, bool) or not hasattr(type(n_bins), "__index__"):
-            raise TypeError(f"AdaFocalLoss: n_bins must be an int, got {n_bins!r}")
-        if n_bins < 1:
-            raise ValueError(f"AdaFocalLoss: n_bins must be at least 1, got {n_bins}")
-        self.n_bins = int(n_bins)
+        self.n_bins = integer("AdaFocalLoss", "n_bins", n_bins, 1, MOST_BINS)
         self.lam = number("AdaFocalLoss", "lam", lam, low=0.0)
         self.gamma_min = number("AdaFocalLoss", "gamma_min", gamma_min)
         self.gamma_max = number("AdaFocalLoss", "gamma_max", gamma_max, low=self.gamma_min)
@@ -239,6 +236,9 @@ class AdaFocalLoss(FocalFamily):
                 accumulated samples stay as they were.
             RuntimeError: another rank has raised one of these.
         """
+        distributed = flag("AdaFocalLoss.update", "distributed", distributed)
+        if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise TypeError(f"AdaFocalLoss.update: group must be a process group or None, got {short(group)}")
         confidence, correct = list(self._confidence), list(self._correct)
         problem: Exception | None = None
         if (logits is None) != (target is None):
@@ -470,7 +470,7 @@ def _statistics(op: str, name: str, values: Any, length: int) -> Tensor:
             raise TypeError
         vector = given.to("cpu", torch.float64, copy=True)  # the caller's array may change
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{op}: {name} must be a sequence of numbers, got {values!r}") from error
+        raise TypeError(f"{op}: {name} must be a sequence of numbers, got {short(values)}") from error
     if list(vector.shape) != [length]:
         raise ValueError(f"{op}: {name} must be [{length}], got {list(vector.shape)}")
     return vector

@@ -9,11 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from focalkern._checks import dense, label, reduction_code, short
+from focalkern._checks import number as any_number
 from focalkern._devices import autocast_is_on, has_float64, on_device
 from focalkern.ops.focal_loss import check_labels
 
 Reduction = Literal["none", "mean", "sum"]
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LABEL_DTYPES = (torch.int64, torch.int32, torch.uint8)
 
 
@@ -39,15 +42,15 @@ class Loss(nn.Module):
         if weight is not None:
             if not isinstance(weight, Tensor):
                 raise TypeError(f"{self._name}: weight must be a tensor, got {type(weight).__name__}")
-            if not weight.is_floating_point():
+            dense(self._name, "weight", weight)
+            if weight.dtype not in FLOATS:
                 raise TypeError(f"{self._name}: weight must be floating point, got {weight.dtype}")
             if weight.dim() != 1:
                 raise ValueError(f"{self._name}: weight must be [C], got shape {list(weight.shape)}")
-        if isinstance(ignore_index, bool) or not hasattr(type(ignore_index), "__index__"):
-            raise TypeError(f"{self._name}: ignore_index must be an int, got {ignore_index!r}")
-        check_reduction(self._name, reduction)
+        ignore_index = label(self._name, "ignore_index", ignore_index)
+        reduction_code(self._name, reduction)
         self.register_buffer("weight", weight)
-        self.ignore_index = int(ignore_index)
+        self.ignore_index = ignore_index
         self.reduction: Reduction = reduction
         self.label_smoothing = number(self._name, "label_smoothing", label_smoothing, low=0.0, high=1.0)
 
@@ -171,35 +174,25 @@ def _kind_of(loss: Loss) -> str:
     return next(kind.__name__ for kind in type(loss).__mro__ if kind.__module__.startswith("focalkern."))
 
 
-def check_reduction(op: str, reduction: object) -> None:
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
-
-
-def flag(op: str, name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
-    return value
-
-
 def described(value: object) -> str:
     """What was given in the place of a setting; class weights, cross-entropy's first argument, are told apart."""
     if not isinstance(value, Tensor):
         return type(value).__name__
+    if value.is_nested:
+        return short(value)
     weights = "; class weights are weight=" if value.dim() == 1 else ""
     return f"a tensor of shape {list(value.shape)}{weights}"
 
 
 def number(op: str, name: str, value: object, *, low: float = -math.inf, high: float = math.inf) -> float:
-    # float() would also read strings, and tensors, whose values it would have to fetch.
-    is_number = hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
-    if isinstance(value, bool | Tensor) or not is_number:
+    # float() would also read tensors, whose values it would have to fetch.
+    if isinstance(value, bool | Tensor):
         raise TypeError(f"{op}: {name} must be a number, got {described(value)}")
-    number = float(value)  # type: ignore[arg-type]
-    if not (math.isfinite(number) and low <= number <= high):  # NaN fails too
+    found = any_number(op, name, value)
+    if not (math.isfinite(found) and low <= found <= high):  # NaN fails too
         bounds = "finite" if math.isinf(low) else f"at least {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
-        raise ValueError(f"{op}: {name} must be {bounds}, got {number}")
-    return number
+        raise ValueError(f"{op}: {name} must be {bounds}, got {found}")
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +279,8 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
     for name, value in ((input_name, input), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-    if not input.is_floating_point():
+        dense(op, name, value)
+    if input.dtype not in FLOATS:
         raise TypeError(f"{op}: {input_name} must be floating point, got {input.dtype}")
     if input.dim() < 1:
         raise ValueError(f"{op}: {input_name} must be [C], [N, C] or [N, C, d1, ...], got a single number")
@@ -295,7 +289,7 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
         raise ValueError(f"{op}: {input_name} must have at least one class, got shape {list(input.shape)}")
     if target.device != input.device:
         raise ValueError(f"{op}: target must be on the device of {input_name}, {input.device}, got {target.device}")
-    if target.is_floating_point():
+    if target.dtype in FLOATS:
         expected, what = list(input.shape), f"the shape of {input_name}"
     elif target.dtype in _LABEL_DTYPES:
         expected = list(input.shape[:class_dim] + input.shape[class_dim + 1 :])

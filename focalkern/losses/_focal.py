@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from focalkern._checks import dense, flag
 from focalkern.gamma import GammaTable
-from focalkern.losses._base import Loss, Reduction, described, flag, number
+from focalkern.losses._base import FLOATS, Loss, Reduction, described, number
 from focalkern.ops.focal_loss import focal_loss
 
 _FLSD_53_GAMMAS = (5.0, 3.0)
@@ -129,12 +130,13 @@ class FocalLoss(FocalFamily):
             self.register_buffer("edges", gamma.edges.clone(), persistent=self._table_in_state)
             self.register_buffer("gammas", gamma.gammas.clone(), persistent=self._table_in_state)
         elif isinstance(gamma, Tensor):
+            dense(self._name, "gamma", gamma)
             if gamma.dim() > 0 and not isinstance(gamma, nn.Parameter):
                 raise ValueError(
                     f"{self._name}: gamma must be a number, a GammaTable, a tensor without dimensions or an "
                     f"nn.Parameter, got {described(gamma)}; gammas of samples are passed to focal_loss"
                 )
-            if not gamma.is_floating_point():
+            if gamma.dtype not in FLOATS:
                 raise TypeError(f"{self._name}: gamma must be floating point, got {gamma.dtype}")
             if gamma.device.type == "cpu" and not bool(gamma.isfinite().all()):  # elsewhere it would wait
                 raise ValueError(f"{self._name}: gamma must be finite, got {_shown(gamma.detach())}")
@@ -199,7 +201,9 @@ class InverseFocalLoss(FocalLoss):
     ) -> None:
         if not isinstance(gamma, Tensor):
             gamma = number("InverseFocalLoss", "gamma", gamma, low=0.0)
-        elif gamma.device.type == "cpu" and bool((gamma < 0).any()):
+        elif not gamma.is_floating_point() or gamma.is_nested or gamma.layout != torch.strided:
+            pass  # which FocalLoss refuses
+        elif gamma.device.type == "cpu" and gamma.dtype in FLOATS and bool((gamma < 0).any()):
             raise ValueError(f"InverseFocalLoss: gamma must be at least 0, got {_shown(gamma.detach())}")
         super().__init__(
             gamma,

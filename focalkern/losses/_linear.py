@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from focalkern._checks import flag, integer, short
 from focalkern.gamma import GammaTable
 from focalkern.losses._adafocal import AdaFocalLoss
 from focalkern.losses._base import Reduction, number
@@ -16,11 +17,7 @@ from focalkern.ops.linear_focal_loss import linear_focal_loss
 
 
 def _positive_int(op: str, name: str, value: object) -> int:
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise TypeError(f"{op}: {name} must be an int, got {value!r}")
-    if int(value) < 1:  # type: ignore[call-overload]
-        raise ValueError(f"{op}: {name} must be at least 1, got {value}")
-    return int(value)  # type: ignore[call-overload]
+    return integer(op, name, value, 1, 2**28)  # of more there is no memory
 
 
 class _Head(FocalFamily):
@@ -42,6 +39,16 @@ class _Head(FocalFamily):
     ) -> None:
         self.in_features = _positive_int(self._name, "in_features", in_features)
         self.num_classes = _positive_int(self._name, "num_classes", num_classes)
+        bias = flag(self._name, "bias", bias)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{self._name}: dtype must be a torch.dtype or None, got {short(dtype)}")
+        if device is not None and not isinstance(device, torch.device):
+            try:
+                device = torch.device(device)
+            except Exception:  # of several kinds, and of several lines
+                raise TypeError(f"{self._name}: device must be a device or None, got {short(device)}") from None
+        if not isinstance(out_features, tuple | list | torch.Size):
+            raise TypeError(f"{self._name}: out_features must be a sequence of ints, got {short(out_features)}")
         self.out_features = tuple(_positive_int(self._name, "out_features", size) for size in out_features)
         self.chunk_rows = None if chunk_rows is None else _positive_int(self._name, "chunk_rows", chunk_rows)
         self.softcap = None if softcap is None else number(self._name, "softcap", softcap)

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focalkern._checks import flag
 from focalkern._devices import where_float64
-from focalkern.losses._base import Loss, Reduction, Rows, flag, in_dtype_of, number, rows_of
+from focalkern.losses._base import Loss, Reduction, Rows, in_dtype_of, number, rows_of
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.reference import _weighted_sum, log_softmax_and_complement
 

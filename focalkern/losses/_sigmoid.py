@@ -4,7 +4,8 @@ import math
 
 from torch import Tensor, nn
 
-from focalkern.losses._base import Loss, Reduction, number
+from focalkern._checks import dense
+from focalkern.losses._base import FLOATS, Loss, Reduction, number
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 
 
@@ -51,7 +52,8 @@ class ElementLoss(Loss):
     def _check_tensor(self, name: str, value: object) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(f"{self._name}: {name} must be a tensor, got {type(value).__name__}")
-        if not value.is_floating_point():
+        dense(self._name, name, value)
+        if value.dtype not in FLOATS:
             raise TypeError(f"{self._name}: {name} must be floating point, got {value.dtype}")
 
     def _shown(self, *names: str) -> str:
@@ -103,7 +105,7 @@ class SigmoidFocalLoss(ElementLoss):
     ) -> None:
         super().__init__(reduction, weight, ignore_index)
         self._keep("gamma", gamma)
-        if alpha is None or (not isinstance(alpha, Tensor) and alpha == -1):
+        if alpha is None or (isinstance(alpha, int | float) and alpha == -1):
             self.alpha = None
         else:
             self._keep("alpha", alpha, high=1.0)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from focalkern._arrays import as_tensor
+from focalkern._checks import number, short
 from focalkern._devices import where_float64
 
 
@@ -37,18 +39,19 @@ def class_balanced_weight(counts: Tensor | Sequence[float], beta: float = 0.999)
         >>> criterion = fk.FocalLoss(2.0, weight=weight)
     """
     op = "class_balanced_weight"
-    if isinstance(beta, bool | Tensor) or not hasattr(type(beta), "__float__"):
+    if isinstance(beta, bool | Tensor):
         raise TypeError(f"{op}: beta must be a number, got {type(beta).__name__}")
+    beta = number(op, "beta", beta)
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"{op}: beta must be in [0, 1], got {beta}")
-    given = counts.detach() if isinstance(counts, Tensor) else torch.as_tensor(counts)
+    given = as_tensor(counts, f"{op}: counts")
     if given.dtype == torch.bool or given.is_complex():
         raise TypeError(f"{op}: counts must be numbers, got {given.dtype}")
     if given.dim() != 1:
         raise ValueError(f"{op}: counts must be [C], got {list(given.shape)}")
     n = where_float64(given).double()
     if not bool(((n >= 0) & n.isfinite()).all()):
-        raise ValueError(f"{op}: counts must be finite and at least 0, got {given.tolist()}")
+        raise ValueError(f"{op}: counts must be finite and at least 0, got {short(counts)}")
     occurs = n > 0
     if not bool(occurs.any()):
         raise ValueError(f"{op}: at least one class must have samples")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import as_array, as_tensor
+from focalkern._checks import MOST_BINS, dense, integer, label, one_of, short
 from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
@@ -68,10 +69,7 @@ class CalibrationGrid:
         Raises:
             ValueError: ``criterion`` has no table, or no cell of it is finite.
         """
-        if criterion not in self.tables:
-            raise ValueError(
-                f"CalibrationGrid.best: criterion must be one of {', '.join(self.tables)}, got {criterion!r}"
-            )
+        one_of("CalibrationGrid.best", "criterion", criterion, self.tables)
         table: np.ndarray[Any, Any] = as_array(as_tensor(self.tables[criterion]))
         finite = np.isfinite(table)
         if not finite.any():
@@ -168,17 +166,14 @@ def calibration_grid(
         )
         arrays: CalibrationGrid = as_array(of_tensors)
         return arrays
-    _check_tensor("input", input)
-    _check_tensor("target", target)
+    for name, value in (("input", input), ("target", target)):
+        _check_tensor(name, value)
     assert isinstance(input, Tensor) and isinstance(target, Tensor)
     names = _criteria(criteria)
     _check_option("estimator", estimator, _ESTIMATORS)
     _check_option("input_kind", input_kind, _INPUT_KINDS)
-    if isinstance(n_bins, bool) or not isinstance(n_bins, int | np.integer):
-        raise TypeError(f"calibration_grid: n_bins must be an int, got {type(n_bins).__name__}")
-    n_bins = int(n_bins)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"calibration_grid: ignore_index must be an int, got {type(ignore_index).__name__}")
+    n_bins = integer("calibration_grid", "n_bins", n_bins, 1, MOST_BINS)
+    ignore_index = label("calibration_grid", "ignore_index", ignore_index)
     input, target = input.detach(), target.detach()
     gamma_axis, temperature_axis = _axis("gammas", gammas), _axis("temperatures", temperatures)
     # Tables come in the order of their codes.
@@ -229,15 +224,19 @@ def _with_progress(blocks: list[tuple[int, int]], n_gammas: int) -> Iterator[tup
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"calibration_grid: {name} must be a tensor, got {type(value).__name__}")
+    dense("calibration_grid", name, value)
 
 
 def _check_option(name: str, value: object, options: dict[str, Any]) -> None:
     if not isinstance(value, str) or value not in options:
-        raise ValueError(f"calibration_grid: {name} must be one of {', '.join(options)}, got {value!r}")
+        raise ValueError(f"calibration_grid: {name} must be one of {', '.join(options)}, got {short(value)}")
 
 
 def _criteria(criteria: Sequence[str]) -> tuple[str, ...]:
-    names = (criteria,) if isinstance(criteria, str) else tuple(criteria)
+    try:
+        names = (criteria,) if isinstance(criteria, str) else tuple(criteria)
+    except Exception:  # no iterable; or what its class does there
+        raise TypeError(f"calibration_grid: criteria must be a sequence of names, got {short(criteria)}") from None
     if not names:
         raise ValueError(f"calibration_grid: criteria must name at least one of {', '.join(_CRITERIA)}, got none")
     for name in names:
@@ -248,11 +247,13 @@ def _criteria(criteria: Sequence[str]) -> tuple[str, ...]:
 def _axis(name: str, values: Sequence[float] | np.ndarray[Any, Any] | Tensor) -> Tensor:
     """[n] float64 on the CPU; the compiled module checks the numbers."""
     if isinstance(values, Tensor):
-        axis = values.detach()
+        axis = dense("calibration_grid", name, values.detach())
+        if axis.device.type == "meta":
+            raise ValueError(f"calibration_grid: {name} must have values, got {short(axis)} on the device meta")
     else:
         try:
             axis = torch.as_tensor(values, dtype=torch.float64)
-        except (TypeError, ValueError, RuntimeError):
+        except Exception:  # text, gaps, numbers beyond float64; or what its class does there
             raise TypeError(
                 f"calibration_grid: {name} must be a sequence of numbers or a tensor, got {type(values).__name__}"
             ) from None

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_array, as_tensor
+from focalkern._checks import flag, number, reworded, short
 from focalkern._devices import autocast_is_on, on_device
 from focalkern.ops._extension import has_kernels, kernels_for
 
@@ -102,9 +103,9 @@ def focal_calibration_map(
         >>> fk.focal_calibration_map(logits, gamma=2.0, temperature=1.5)
         tensor([[0.9317, 0.0458, 0.0225]])
     """
-    kind = _KINDS.get(input_kind)
+    kind = _KINDS.get(input_kind) if isinstance(input_kind, str) else None
     if kind is None:
-        raise ValueError(f"focal_calibration_map: input_kind must be 'logits' or 'probs', got {input_kind!r}")
+        raise ValueError(f"focal_calibration_map: input_kind must be 'logits' or 'probs', got {short(input_kind)}")
     return _map("focal_calibration_map", "input", input, gamma, temperature, kind, log)
 
 
@@ -191,6 +192,14 @@ def _map(
         gamma = _check_number(op, "gamma", gamma, -1.0, "greater than -1")
     if not isinstance(temperature, Tensor):
         temperature = _check_number(op, "temperature", temperature, 0.0, "positive")
+    try:
+        return _through(input, gamma, temperature, kind, log)
+    except (TypeError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
+        flag(op, "log_odds" if kind == _BINARY else "log", log)
+        raise reworded(op, error, **{name: input}, gamma=gamma, temperature=temperature) from None
+
+
+def _through(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, kind: int, log: bool) -> Any:
     compiling = torch.compiler.is_compiling()
     tensors = [t for t in (input, gamma, temperature) if isinstance(t, Tensor)]
     overridden = any(type(t) not in _PLAIN for t in tensors) and has_torch_function(tensors)
@@ -203,13 +212,10 @@ def _map(
 
 
 def _check_number(op: str, name: str, value: object, bound: float, domain: str) -> float:
-    # float() would also read strings.
-    if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):
-        raise TypeError(f"{op}: {name} must be a number or a tensor, got {type(value).__name__}")
-    number = float(value)  # type: ignore[arg-type]
-    if not bound < number < math.inf:
-        raise ValueError(f"{op}: {name} must be finite and {domain}, got {number}")
-    return number
+    found = number(op, name, value, "a number or a tensor")
+    if not bound < found < math.inf:
+        raise ValueError(f"{op}: {name} must be finite and {domain}, got {found}")
+    return found
 
 
 def _as_tensor(value: float | Tensor) -> Tensor:

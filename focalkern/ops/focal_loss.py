@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_tensor
+from focalkern._checks import finite, flag, integer, label, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
 from focalkern.gamma import GammaTable
 from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["check_labels", "focal_loss"]
 
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _LABEL_DTYPES = (torch.int64, torch.int32, torch.uint8)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -98,9 +98,7 @@ def focal_loss(
         >>> fk.focal_loss(logits, target, gamma=torch.tensor([1.0, 3.0]), reduction="none")  # per sample
         tensor([0.0265, 0.9052])
     """
-    code = _REDUCTIONS.get(reduction)
-    if code is None:
-        raise ValueError(f"focal_loss: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    code = reduction_code("focal_loss", reduction)
     compiling = torch.compiler.is_compiling()
     if not compiling and type(input) in _PLAIN and type(target) in _PLAIN:
         through = kernels_for(input).focal_loss
@@ -116,9 +114,9 @@ def focal_loss(
         gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value
     try:
         return through(input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
-    except TypeError:
+    except (TypeError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
         _check_types(weight, ignore_index, label_smoothing, detach_modulation)
-        raise
+        raise reworded("focal_loss", error, input=input, target=target, gamma=gamma, weight=weight) from None
 
 
 def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignore_index: int = -100) -> None:
@@ -147,8 +145,8 @@ def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignor
     target = as_tensor(target, "check_labels: target")
     if target.dtype not in _LABEL_DTYPES:
         raise TypeError(f"check_labels: target must be int64, int32 or uint8, got {target.dtype}")
-    if n_classes < 1:
-        raise ValueError(f"check_labels: n_classes must be at least 1, got {n_classes}")
+    n_classes = integer("check_labels", "n_classes", n_classes, 1, 2**63 - 1)
+    ignore_index = label("check_labels", "ignore_index", ignore_index)
     labels = target.reshape(-1).to(torch.int64)
     invalid = ((labels < 0) | (labels >= n_classes)) & (labels != ignore_index)
     rows = invalid.nonzero()
@@ -168,37 +166,23 @@ def _check_types(weight: object, ignore_index: object, label_smoothing: object, 
     """Names the argument that the compiled module could not take."""
     if weight is not None:
         _check_tensor("weight", weight)
-    if not hasattr(type(ignore_index), "__index__"):
-        raise TypeError(f"focal_loss: ignore_index must be an int, got {type(ignore_index).__name__}") from None
-    if not _is_number(label_smoothing):
-        raise TypeError(f"focal_loss: label_smoothing must be a number, got {type(label_smoothing).__name__}") from None
-    if not isinstance(detach_modulation, bool):
-        raise TypeError(
-            f"focal_loss: detach_modulation must be a bool, got {type(detach_modulation).__name__}"
-        ) from None
-
-
-def _is_number(value: object) -> bool:
-    # float() would also read strings.
-    return hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
+    label("focal_loss", "ignore_index", ignore_index)
+    number("focal_loss", "label_smoothing", label_smoothing)
+    flag("focal_loss", "detach_modulation", detach_modulation)
 
 
 def _check_gamma(gamma: object) -> float | Tensor:
     """Everything that is not an ordinary float: tensors, integers, and floats that are refused or warned about."""
     if isinstance(gamma, Tensor):
         return gamma
-    if not _is_number(gamma):
-        raise TypeError(f"focal_loss: gamma must be a number, a tensor or a GammaTable, got {type(gamma).__name__}")
-    number = float(gamma)  # type: ignore[arg-type]
-    if not math.isfinite(number):
-        raise ValueError(f"focal_loss: gamma must be finite, got {number}")
-    if number < _STEEPEST_INVERSE_GAMMA:
+    found = finite("focal_loss", "gamma", gamma, "a number, a tensor or a GammaTable")
+    if found < _STEEPEST_INVERSE_GAMMA:
         warnings.warn(
-            f"focal_loss: gamma = {number} is below {_STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal "
+            f"focal_loss: gamma = {found} is below {_STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal "
             "loss changes sign near p = 0.28",
             stacklevel=3,
         )
-    return number
+    return found
 
 
 def _through_dispatcher(

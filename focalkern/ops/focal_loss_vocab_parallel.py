@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from focalkern._checks import dense, finite, flag, label, reduction_code
 from focalkern._devices import autocast_is_on, has_float64
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
@@ -104,6 +105,19 @@ def focal_loss_vocab_parallel(
     for name, value in (("logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{_OP}: {name} must be a tensor, got {type(value).__name__}")
+        dense(_OP, name, value)
+    if target.device != logits.device:
+        raise ValueError(f"{_OP}: target must be on the device of logits, {logits.device}, got {target.device}")
+    if weight is not None:
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"{_OP}: weight must be a tensor, got {type(weight).__name__}")
+        dense(_OP, "weight", weight)
+        if weight.dtype not in _FLOATS:
+            raise TypeError(f"{_OP}: weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
+        if weight.device != logits.device:
+            raise ValueError(f"{_OP}: weight must be on the device of logits, {logits.device}, got {weight.device}")
+        if weight.dim() != 1:
+            raise ValueError(f"{_OP}: weight must be [C], got shape {list(weight.shape)}")
     if logits.dtype not in _FLOATS:
         raise TypeError(f"{_OP}: logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
     if not has_float64(logits.device):
@@ -118,7 +132,12 @@ def focal_loss_vocab_parallel(
     split = Split.of(_OP, target.reshape(-1), logits.shape[-1], settings, process_group, (len(rows), 0))
     margin = _Margin.apply(rows, split)  # type: ignore[no-untyped-call]
     gammas = gamma_rows(settings.gamma, leading)
-    losses = row_losses(margin, gammas, settings) * split.row_weights(weight, margin.dtype)
+    try:
+        row_weights = split.row_weights(weight, margin.dtype)
+    except IndexError:
+        expected = "weight must be [C], with the classes of all ranks"
+        raise ValueError(f"{_OP}: {expected}, got {list(weight.shape) if weight is not None else None}") from None
+    losses = row_losses(margin, gammas, settings) * row_weights
     loss = _reduced(losses, split, weight, reduction)
     is_half = logits.dtype in _HALF and autocast_is_on(logits.device.type)
     loss = loss.to(torch.float32 if is_half else logits.dtype)
@@ -164,19 +183,23 @@ def check_settings(
 ) -> Settings:
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{op}: torch.func does not transform a loss over several ranks")
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    reduction_code(op, reduction)
     if target.is_floating_point():
         raise TypeError(f"{op}: target must be labels where the classes are split over ranks, got {target.dtype}")
     if target.dtype not in _LABELS:
         raise TypeError(f"{op}: target must be int64, int32 or uint8, got {target.dtype}")
     if target.shape != leading:
         raise ValueError(f"{op}: target must be {list(leading)}, got {list(target.shape)}")
-    if not hasattr(type(ignore_index), "__index__"):
-        raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
-    if not isinstance(detach_modulation, bool):
-        raise TypeError(f"{op}: detach_modulation must be a bool, got {type(detach_modulation).__name__}")
-    return Settings(gamma, int(ignore_index), detach_modulation)
+    if isinstance(gamma, Tensor):
+        dense(op, "gamma", gamma)
+        if gamma.dtype not in _FLOATS:
+            raise TypeError(f"{op}: gamma must be a float, a floating-point tensor or a GammaTable, got {gamma.dtype}")
+        if gamma.device != target.device and not (gamma.dim() == 0 and gamma.device.type == "cpu"):
+            raise ValueError(f"{op}: gamma must be on the device of target, {target.device}, got {gamma.device}")
+    elif not isinstance(gamma, GammaTable):
+        gamma = finite(op, "gamma", gamma, "a number, a tensor or a GammaTable")
+    detach_modulation = flag(op, "detach_modulation", detach_modulation)
+    return Settings(gamma, label(op, "ignore_index", ignore_index), detach_modulation)
 
 
 @dataclass(frozen=True)
@@ -197,6 +220,8 @@ class Split:
         """Tells the ranks the sizes of the slices. ``shape`` must be the same on all of them."""
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(f"{op}: torch.distributed has no process group; call init_process_group first")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"{op}: process_group must be a process group or None, got {type(group).__name__}")
         here = torch.tensor([classes, *shape], dtype=torch.int64, device=target.device)
         everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everywhere, here, group=group)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focalkern._arrays import as_array, as_tensor
+from focalkern._checks import dense, flag, number
 from focalkern._devices import autocast_is_on, on_device
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import focal_loss
@@ -26,6 +27,8 @@ __all__ = ["binary_inverse_focal_calibration_map", "inverse_focal_calibration_ma
 # On the CPU the iterations end when they have converged. Elsewhere, where looking would wait for the device, they are
 # all done: gammas up to 10000 and up to 1000 classes were seen to need 12 outer steps and at most 8 inner ones in each.
 _OUTER_STEPS, _INNER_STEPS = 16, 10
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 Array = np.ndarray[Any, Any]
@@ -98,6 +101,7 @@ def inverse_focal_calibration_map(
             inverse_focal_calibration_map(as_tensor(input, f"{op}: input"), gamma, input_kind=input_kind, log=log)
         )
         return of_array
+    log = flag(op, "log", log)
     log_p, gamma = _log_probabilities(op, input, gamma, input_kind)
     log_q = _inverse_rows(log_p, gamma.expand(log_p.shape[:-1]))
     return _as_input(log_q if log else log_q.exp(), input)
@@ -151,6 +155,7 @@ def binary_inverse_focal_calibration_map(
             binary_inverse_focal_calibration_map(as_tensor(logits, f"{op}: logits"), gamma, log_odds=log_odds)
         )
         return of_array
+    log_odds = flag(op, "log_odds", log_odds)
     # gamma = 0 and T = 1 leave the logit as it is: this only checks it.
     t = _renamed(op, binary_focal_calibration_map, _widened(logits), 0.0, log_odds=True)
     gamma = _gamma_tensor(op, gamma, t)
@@ -206,6 +211,7 @@ def properized_focal_loss(
     class_dim = 0 if isinstance(input, Tensor) and input.dim() == 1 else 1
     if not isinstance(input, Tensor) or input.dim() == 0:
         raise TypeError(f"{op}: input must be a tensor (C), (N, C) or (N, C, d1, ...), got {_kind(input)}")
+    dense(op, "input", input)
     log_p, gamma = _log_probabilities(op, input.movedim(class_dim, -1), gamma, "logits")
     log_q = _inverse_rows(log_p, gamma.expand(log_p.shape[:-1]))
     loss = _renamed(
@@ -240,15 +246,18 @@ def _gamma_tensor(op: str, gamma: float | Tensor | Array, like: Tensor) -> Tenso
     if isinstance(gamma, np.ndarray):
         gamma = on_device(as_tensor(gamma, f"{op}: gamma"), like.device)
     if not isinstance(gamma, Tensor):
-        if isinstance(gamma, bool) or not (hasattr(type(gamma), "__float__") or hasattr(type(gamma), "__index__")):
-            raise TypeError(f"{op}: gamma must be a number or a tensor, got {_kind(gamma)}")
-        number = float(gamma)
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{op}: gamma must be finite and at least 0, got {number}")
-        return torch.full((), number, dtype=like.dtype, device=like.device)
+        if isinstance(gamma, bool):
+            raise TypeError(f"{op}: gamma must be a number or a tensor, got bool")
+        found = number(op, "gamma", gamma, "a number or a tensor")
+        if not 0 <= found < math.inf:
+            raise ValueError(f"{op}: gamma must be finite and at least 0, got {found}")
+        return torch.full((), found, dtype=like.dtype, device=like.device)
     if not gamma.is_floating_point():
         raise TypeError(f"{op}: gamma must be floating point, got {gamma.dtype}")
-    if gamma.device != like.device and gamma.dim() > 0:
+    dense(op, "gamma", gamma)
+    if gamma.dtype not in _FLOATS:
+        raise TypeError(f"{op}: gamma must be float16, bfloat16, float32 or float64, got {gamma.dtype}")
+    if gamma.device != like.device and (gamma.dim() > 0 or gamma.device.type == "meta"):
         raise ValueError(f"{op}: gamma must be on the device of input, {like.device}, got {gamma.device}")
     values_are_there = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     if gamma.device.type == "cpu" and values_are_there:

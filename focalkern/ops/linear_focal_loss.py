@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focalkern._checks import dense, finite, flag, integer, label, number, reduction_code
 from focalkern._devices import autocast_is_on
 from focalkern.gamma import GammaTable
 from focalkern.ops._extension import has_kernels
-from focalkern.ops._linear_autograd import MEAN, NONE, SUM, Options, capped, loss_of
+from focalkern.ops._linear_autograd import NONE, Options, capped, loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.ops.focal_loss_vocab_parallel import linear_focal_loss_over_ranks, slice_of_dtensor
@@ -19,7 +20,6 @@ from focalkern.ops.focal_loss_vocab_parallel import linear_focal_loss_over_ranks
 __all__ = ["linear_focal_loss"]
 
 _OP = "linear_focal_loss"
-_REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 _LABELS = (torch.int64, torch.int32, torch.uint8)
@@ -112,9 +112,7 @@ def linear_focal_loss(
         >>> fk.focal_loss(hidden @ head.T, target, gamma=2.0)
         tensor(0.7996)
     """
-    code = _REDUCTIONS.get(reduction)
-    if code is None:
-        raise ValueError(f"{_OP}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    code = reduction_code(_OP, reduction)  # which is MEAN, NONE or SUM
     _check_numbers(ignore_index, label_smoothing, detach_modulation, chunk_rows, softcap)
     over_ranks = process_group is not None
     if over_ranks:
@@ -194,33 +192,20 @@ def linear_focal_loss(
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _is_number(value: object) -> bool:
-    return not isinstance(value, bool | Tensor) and (
-        hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
-    )
-
-
 def _check_numbers(
     ignore_index: object, label_smoothing: Any, detach_modulation: object, chunk_rows: Any, softcap: Any
 ) -> None:
-    if not hasattr(type(ignore_index), "__index__"):
-        raise TypeError(f"{_OP}: ignore_index must be an int, got {type(ignore_index).__name__}")
-    if not _is_number(label_smoothing):
-        raise TypeError(f"{_OP}: label_smoothing must be a number, got {type(label_smoothing).__name__}")
-    if not 0 <= label_smoothing <= 1:
+    label(_OP, "ignore_index", ignore_index)
+    for name, value in (("label_smoothing", label_smoothing), ("softcap", softcap)):
+        if isinstance(value, bool | Tensor):
+            raise TypeError(f"{_OP}: {name} must be a number, got {type(value).__name__}")
+    if not 0 <= number(_OP, "label_smoothing", label_smoothing) <= 1:
         raise ValueError(f"{_OP}: label_smoothing must be in [0, 1], got {label_smoothing}")
-    if not isinstance(detach_modulation, bool):
-        raise TypeError(f"{_OP}: detach_modulation must be a bool, got {type(detach_modulation).__name__}")
+    flag(_OP, "detach_modulation", detach_modulation)
     if chunk_rows is not None:
-        if isinstance(chunk_rows, bool) or not hasattr(type(chunk_rows), "__index__"):
-            raise TypeError(f"{_OP}: chunk_rows must be an int or None, got {type(chunk_rows).__name__}")
-        if chunk_rows < 1:
-            raise ValueError(f"{_OP}: chunk_rows must be at least 1, got {chunk_rows}")
-    if softcap is not None:
-        if not _is_number(softcap):
-            raise TypeError(f"{_OP}: softcap must be a number or None, got {type(softcap).__name__}")
-        if not 0 < softcap < math.inf:
-            raise ValueError(f"{_OP}: softcap must be positive and finite, got {softcap}")
+        integer(_OP, "chunk_rows", chunk_rows, 1, 2**63 - 1, " or None")
+    if softcap is not None and not 0 < number(_OP, "softcap", softcap, "a number or None") < math.inf:
+        raise ValueError(f"{_OP}: softcap must be positive and finite, got {softcap}")
 
 
 def _dtypes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
@@ -258,6 +243,7 @@ def _check_tensors(
             raise TypeError(f"{_OP}: {name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
         if value.device != input.device:
             raise ValueError(f"{_OP}: {name} must be on the device of input, {input.device}, got {value.device}")
+        dense(_OP, name, value)
     if hasattr(linear_weight, "device_mesh") or hasattr(input, "device_mesh"):
         raise TypeError(
             f"{_OP}: input and linear_weight must be tensors of this process, got a DTensor. A weight that FSDP has "
@@ -317,7 +303,8 @@ def _gamma_of(gamma: float | Tensor | GammaTable, input: Tensor) -> tuple[Tensor
     if isinstance(gamma, GammaTable):
         return gamma.edges, gamma.gammas.detach()
     if isinstance(gamma, Tensor):
-        if not gamma.is_floating_point():
+        dense(_OP, "gamma", gamma)
+        if gamma.dtype not in _FLOATS:
             raise TypeError(
                 f"{_OP}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of {gamma.dtype}"
             )
@@ -326,18 +313,14 @@ def _gamma_of(gamma: float | Tensor | GammaTable, input: Tensor) -> tuple[Tensor
         return None, gamma
     if torch.compiler.is_compiling():
         return None, torch.zeros((), dtype=torch.float64) + gamma
-    if not (hasattr(type(gamma), "__float__") or hasattr(type(gamma), "__index__")):
-        raise TypeError(f"{_OP}: gamma must be a number, a tensor or a GammaTable, got {type(gamma).__name__}")
-    number = float(gamma)
-    if not math.isfinite(number):
-        raise ValueError(f"{_OP}: gamma must be finite, got {number}")
-    if number < _STEEPEST_INVERSE_GAMMA:
+    found = finite(_OP, "gamma", gamma, "a number, a tensor or a GammaTable")
+    if found < _STEEPEST_INVERSE_GAMMA:
         warnings.warn(
-            f"{_OP}: gamma = {number} is below {_STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal loss "
+            f"{_OP}: gamma = {found} is below {_STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal loss "
             "changes sign near p = 0.28",
             stacklevel=3,
         )
-    return None, torch.tensor(number, dtype=torch.float64)
+    return None, torch.tensor(found, dtype=torch.float64)
 
 
 def _check_gamma_shape(gamma: Tensor, edges: Tensor | None, leading: torch.Size) -> None:

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from focalkern._checks import label, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
 from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
 
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _FOCAL, _ASYMMETRIC, _QUALITY = 0, 1, 2  # the codes of the compiled module
+# What its two parameters are called.
+_TENSORS = {_FOCAL: ("gamma", "alpha"), _ASYMMETRIC: ("gamma_negative", "gamma_positive"), _QUALITY: ("beta",)}
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 Reduction = Literal["none", "mean", "sum"]
@@ -178,10 +180,9 @@ def quality_focal_loss(
 
 
 def _number(op: str, name: str, value: object) -> float:
-    # float() would also read strings.
-    if isinstance(value, bool) or not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):
-        raise TypeError(f"{op}: {name} must be a number or a tensor, got {type(value).__name__}")
-    return float(value)  # type: ignore[arg-type]
+    if isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a number or a tensor, got bool")
+    return number(op, name, value, "a number or a tensor")
 
 
 def _parameter(op: str, name: str, value: object, high: float = math.inf) -> float | Tensor:
@@ -190,11 +191,11 @@ def _parameter(op: str, name: str, value: object, high: float = math.inf) -> flo
         return value
     if torch.compiler.is_compiling() and type(value) is float:
         return value  # a compiled graph must not depend on the value
-    number = _number(op, name, value)
-    if not (0.0 <= number <= high and number < math.inf):  # NaN fails too
+    found = _number(op, name, value)
+    if not (0.0 <= found <= high and found < math.inf):  # NaN fails too
         bounds = "in [0, 1]" if high == 1.0 else "at least 0"
-        raise ValueError(f"{op}: {name} must be {bounds if math.isfinite(number) else 'finite'}, got {number}")
-    return number
+        raise ValueError(f"{op}: {name} must be {bounds if math.isfinite(found) else 'finite'}, got {found}")
+    return found
 
 
 def _sigmoid_loss(
@@ -209,9 +210,7 @@ def _sigmoid_loss(
     weight: Tensor | None,
     ignore_index: int,
 ) -> Tensor:
-    code = _REDUCTIONS.get(reduction)
-    if code is None:
-        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    code = reduction_code(op, reduction)
     if isinstance(input, Tensor) and not input.is_floating_point():
         raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
     if torch.compiler.is_compiling():
@@ -227,7 +226,12 @@ def _sigmoid_loss(
         raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
     if type(ignore_index) is not int and not hasattr(type(ignore_index), "__index__"):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
-    return through(input, target, gamma, second, weight, kind, margin, code, ignore_index)
+    try:
+        return through(input, target, gamma, second, weight, kind, margin, code, ignore_index)
+    except (TypeError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
+        label(op, "ignore_index", ignore_index)
+        parameters = dict(zip(_TENSORS[kind], (gamma, second), strict=False))
+        raise reworded(op, error, input=input, target=target, weight=weight, **parameters) from None
 
 
 def _traced(

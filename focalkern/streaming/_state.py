@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import dense
 from focalkern._devices import where_float64
 from focalkern.ops.calibration_grid import (
     _ESTIMATORS,
@@ -170,6 +171,7 @@ class CalibrationGridState:
             for name, value in (("logits", logits), ("target", target)):
                 if not isinstance(value, Tensor):
                     raise TypeError(f"calibration_grid: {name} must be a tensor, got {type(value).__name__}")
+                dense("calibration_grid", name, value)
             logits, target = where_float64(logits.detach()), where_float64(target.detach())
             if logits.dim() == 2 and self._n_classes not in (None, logits.shape[1]):
                 raise ValueError(

@@ -3,17 +3,18 @@
 import csv
 import io
 import os
-import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._atomic import write_atomically
+from focalkern._atomic import opened_atomically, write_atomically
+from focalkern._checks import path_text
 from focalkern.calibrators import Calibrator, InputKind, load_calibrator
 from focalkern.files import InputError
+from focalkern.files.checks import check_options
 from focalkern.files.unlabelled import UnlabelledRows, open_unlabelled
 
 __all__ = ["OUTPUTS", "apply_calibrator"]
@@ -53,7 +54,8 @@ def apply_calibrator(
         InputError: files that cannot be used, or that do not fit the calibrator.
         ValueError: ``calibrator`` is none.
     """
-    target = Path(out)
+    target = Path(path_text("apply_calibrator", "out", out))
+    source = check_options("apply_calibrator", input_kind, source, logits_key=logits_key)
     suffix = target.suffix.lower()
     if suffix not in OUTPUTS:
         raise InputError(f"{out}: expected a name that ends in {', '.join(OUTPUTS)}, found {suffix or 'no suffix'!r}")
@@ -92,26 +94,28 @@ def _together(fitted: Calibrator, rows: UnlabelledRows) -> Tensor:
 
 
 def _stream(fitted: Calibrator, rows: UnlabelledRows, out: Path) -> None:
-    """To a new file beside ``out``, which takes its place when it is complete."""
-    final = Path(os.path.realpath(out))
-    partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}.part")
-    try:
-        done, mapped = 0, None
+    """A few rows at a time. Not into a mapped file, where a full disk ends the process without a word."""
+    with opened_atomically(out) as stream:
+        begun = False
         for probs in _batches(fitted, rows):
-            if mapped is None:
-                mapped = np.lib.format.open_memmap(
-                    partial, mode="w+", dtype=probs.numpy().dtype, shape=(rows.n_rows, rows.n_classes)
-                )
-            mapped[done : done + len(probs)] = probs.numpy()
-            done += len(probs)
-        if mapped is None:
-            np.save(partial.open("xb"), np.zeros((0, rows.n_classes), np.float32))
-        else:
-            mapped.flush()
-        os.replace(partial, final)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+            array = np.ascontiguousarray(probs.numpy())
+            if not begun:
+                _write_header(stream, array.dtype, rows)
+            begun = True
+            stream.write(array.data)
+        if not begun:
+            _write_header(stream, np.dtype(np.float32), rows)
+
+
+def _write_header(stream: BinaryIO, dtype: np.dtype[Any], rows: UnlabelledRows) -> None:
+    np.lib.format.write_array_header_1_0(
+        stream,
+        {
+            "descr": np.lib.format.dtype_to_descr(dtype),
+            "fortran_order": False,
+            "shape": (rows.n_rows, rows.n_classes),
+        },
+    )
 
 
 def _encoded(suffix: str, arrays: dict[str, Tensor], columns: tuple[str, ...]) -> bytes:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators import Calibrator, InputKind
+from focalkern.calibrators._base import renamed
 from focalkern.calibrators._rows import Rows
-from focalkern.study.contest import PROPER, Proper, as_candidates, hold_contest, log_proba
+from focalkern.study.contest import PROPER, Proper, as_candidates, check_folds, hold_contest, log_proba
 from focalkern.study.verdict import Verdict, doubts_of, evidence_in_words, method_in_words
 
 __all__ = ["AutoCalibrator"]
@@ -97,9 +98,11 @@ class AutoCalibrator(Calibrator):
     def _check_parameters(self) -> None:
         super()._check_parameters()
         self._check_option("criterion", PROPER)
-        if isinstance(self.folds, bool) or not isinstance(self.folds, int) or self.folds < 2:
-            raise ValueError(f"AutoCalibrator: folds must be an int of at least 2, got {self.folds!r}")
-        as_candidates(self.candidates, self.criterion, self.input_kind)
+        check_folds("AutoCalibrator", self.folds, self.seed)
+        try:
+            as_candidates(self.candidates, self.criterion, self.input_kind)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"AutoCalibrator: {error}") from None
 
     def _fit(self, rows: Rows) -> dict[str, Any]:
         if rows.weight is not None:
@@ -108,7 +111,11 @@ class AutoCalibrator(Calibrator):
             )
         input, target = rows.input, rows.target
         candidates = as_candidates(self.candidates, self.criterion, self.input_kind)
-        contest = hold_contest(input, target, candidates, criterion=self.criterion, folds=self.folds, seed=self.seed)
+        folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)
+        try:
+            contest = hold_contest(input, target, candidates, criterion=self.criterion, folds=folds, seed=seed)
+        except (TypeError, ValueError) as error:
+            raise renamed("AutoCalibrator", error) from None
         winner = contest.winner
         use = method_in_words(winner.name)
         values = ((symbol, getattr(winner.calibrator, name, None)) for symbol, name in _SYMBOLS)

@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 
+from focalkern._checks import MOST_BINS, MOST_RESAMPLES, integer, one_of, short
 from focalkern.calibrators import DEFAULT_GAMMAS, Criterion, Estimator, InputKind
 from focalkern.files import InputError, LogitSet
 from focalkern.files.checks import checked_set
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
 from focalkern.study.comparison import run_study
-from focalkern.study.contest import as_candidates
+from focalkern.study.contest import as_candidates, check_folds
 from focalkern.study.result import Study
 from focalkern.study.rows import Rows
 from focalkern.study.streamed import StreamedSet, stream_sets
 
 __all__ = ["compare_calibrators"]
 
+_OP = "compare_calibrators"
 _CRITERIA = ("nll", "brier", "ece")
 
 
@@ -93,11 +95,11 @@ def compare_calibrators(
         ("estimator", estimator, ESTIMATORS),
         ("input_kind", input_kind, ("logits", "probs")),
     ):
-        if value not in known:
-            raise ValueError(f"compare_calibrators: {name} must be one of {', '.join(known)}, got {value!r}")
-    for name, number, least in (("folds", folds, 2), ("n_bins", n_bins, 1), ("resamples", resamples, 0)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
-            raise ValueError(f"compare_calibrators: {name} must be an int of at least {least}, got {number!r}")
+        one_of(_OP, name, value, known)
+    folds, seed = check_folds(_OP, folds, seed)
+    n_bins = integer(_OP, "n_bins", n_bins, 1, MOST_BINS)
+    if resamples is not None:
+        resamples = integer(_OP, "resamples", resamples, 0, MOST_RESAMPLES, " or None")
     try:
         selection = _rows("validation", validation, "val", input_kind)
         report = selection if test is None else _rows("test", test, "test", input_kind)
@@ -108,7 +110,10 @@ def compare_calibrators(
             f"compare_calibrators: test must have {selection.kind} of {selection.n_classes} classes as validation, got "
             f"{report.kind} of {report.n_classes}"
         )
-    as_candidates(candidates, "nll", selection.kind)  # what is wrong with them is said before the search
+    try:
+        as_candidates(candidates, "nll", selection.kind)  # what is wrong with them is said before the search
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{_OP}: {error}") from None
     return run_study(
         selection,
         report,
@@ -128,6 +133,8 @@ def _rows(name: str, given: Any, prefix: str, kind: InputKind) -> Rows:
     if isinstance(given, LogitSet | StreamedSet):
         return given
     if isinstance(given, str | Path):
+        if not str(given).isprintable() or len(str(given)) > 4096:
+            raise ValueError(f"{_OP}: {name} must be a path or a pattern of files, got {short(given)}")
         sets = stream_sets(str(given), labels=None, input_kind=None)
         if len(sets) > 1 and prefix not in sets:
             raise ValueError(f"compare_calibrators: {name} must be one set of rows, got {', '.join(sets)} in {given}")

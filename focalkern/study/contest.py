@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._checks import integer, short
 from focalkern.calibrators import (
     Calibrator,
     FocalTemperatureScaling,
@@ -33,6 +34,7 @@ __all__ = [
     "Entry",
     "Proper",
     "as_candidates",
+    "check_folds",
     "decide",
     "decide_from_sums",
     "fit_one",
@@ -149,29 +151,39 @@ def as_candidates(
         ValueError: an unknown name; a candidate called "none" that is not None.
         TypeError: a candidate without ``fit`` or ``predict_proba``.
     """
-    if isinstance(candidates, str):
-        candidates = (candidates,)
+    candidates = (candidates,) if isinstance(candidates, str) else candidates
     made: dict[str, Any] = {"none": identity(input_kind)}
     if isinstance(candidates, Mapping):
         for name, candidate in candidates.items():
             if candidate is None and name == "none":
                 continue
             if not isinstance(name, str) or name == "none":
-                raise ValueError(f"candidates: names must be strings other than 'none', got {name!r}")
+                raise ValueError(f"candidates: names must be strings other than 'none', got {short(name)}")
             if not (
                 hasattr(candidate, "fit") and (hasattr(candidate, "predict_proba") or hasattr(candidate, "transform"))
             ):
                 raise TypeError(f"candidates: {name} must have fit and predict_proba, got {type(candidate).__name__}")
             made[name] = candidate
         return made
-    names = DEFAULT_CANDIDATES if candidates is None else tuple(candidates)
+    try:
+        names = DEFAULT_CANDIDATES if candidates is None else tuple(candidates)
+    except Exception:  # no iterable; or what its class does there
+        raise TypeError(f"candidates: expected a sequence of names or a mapping, got {short(candidates)}") from None
     for name in names:
-        if name not in CANDIDATES:
-            raise ValueError(f"candidates: expected names out of {', '.join(CANDIDATES)}, got {name!r}")
+        if not isinstance(name, str) or name not in CANDIDATES:
+            raise ValueError(f"candidates: expected names out of {', '.join(CANDIDATES)}, got {short(name)}")
     for name, make in CANDIDATES.items():
         if name in names and name != "none":
             made[name] = make(criterion, input_kind)
     return made
+
+
+# More folds than that are a mistake, and would take days.
+MOST_FOLDS = 1000
+
+
+def check_folds(op: str, folds: Any, seed: Any) -> tuple[int, int]:
+    return integer(op, "folds", folds, 2, MOST_FOLDS), integer(op, "seed", seed)
 
 
 def stratified_folds(labels: Tensor, folds: int, seed: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The page of a study: one file of HTML with its tables, diagrams and maps, and the same one by one."""
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from focalkern import metrics
-from focalkern._atomic import write_atomically
+from focalkern._atomic import opened_atomically
 from focalkern.study import html
 from focalkern.study.cells import Cells, cells_on, thinned
 from focalkern.study.explorer import make_explorer
@@ -38,7 +39,7 @@ def write_report(
 
     Args:
         study: what :func:`run_study` returned.
-        folder: created if it is not there; files of the same names are replaced, each in one step.
+        folder: created if it is not there; files of the same names are replaced when all the new ones are complete.
         document: what goes into ``report.json``.
         title: heading of the page.
         cells: what :func:`cells_of` returned, which several processes have to call together; here it is called when
@@ -57,8 +58,11 @@ def write_report(
         **images,
         "report.html": make_page(study, title, str(document["focalkern"]), images, bins, map_that_answers),
     }
-    for name, data in files.items():
-        write_atomically(folder / name, data)
+    with contextlib.ExitStack() as complete:  # all of them or none
+        for name, data in files.items():
+            stream = complete.enter_context(opened_atomically(folder / name))
+            stream.write(data)
+            stream.flush()
     return [folder / name for name in files]
 
 

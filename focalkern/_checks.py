@@ -1,0 +1,167 @@
+"""Checks of arguments, in words: who refuses what, what was expected, and what came, on one line."""
+
+import math
+import operator
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = [
+    "MOST_BINS",
+    "MOST_RESAMPLES",
+    "dense",
+    "finite",
+    "flag",
+    "integer",
+    "is_number",
+    "label",
+    "number",
+    "one_of",
+    "path_text",
+    "reduction_code",
+    "reworded",
+    "short",
+]
+
+_LONGEST = 80
+
+# More bins than that are a mistake, and would not fit into memory.
+MOST_BINS = 1 << 24
+
+# More resamples than that are one too.
+MOST_RESAMPLES = 1_000_000
+
+
+def short(value: object) -> str:
+    """What was given, on one line: numbers and words as they are written, everything else by its kind."""
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            return "a nested tensor"
+        kind = "" if value.layout == torch.strided else f"{str(value.layout).removeprefix('torch.')} "
+        return f"a {kind}tensor of shape {list(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {list(value.shape)} and {value.dtype}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a number of too many digits, or anything that a class does in its __repr__
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def is_number(value: object) -> bool:
+    """Whether float() takes its kind; of strings it would read the text."""
+    kind = type(value)
+    return not isinstance(value, str | bytes | np.ndarray) and (
+        hasattr(kind, "__float__") or hasattr(kind, "__index__")
+    )
+
+
+def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
+    """The value as a float, which may be NaN or infinite."""
+    if is_number(value) or (isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "fiu"):
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{op}: {name} must be finite, got {short(value)}") from None
+        except Exception:  # what its class does there
+            pass
+    raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
+
+
+def integer(
+    op: str, name: str, value: Any, least: int | None = None, most: int | None = None, or_none: str = ""
+) -> int:
+    """The value as an int within both bounds; ``or_none`` is added to what the error says was expected."""
+    try:
+        if isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) is torch.bool:
+            raise TypeError
+        found = operator.index(value)
+    except Exception:  # what its class does there, besides TypeError
+        raise TypeError(f"{op}: {name} must be an int{or_none}, got {short(value)}") from None
+    if least is not None and found < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {short(found)}")
+    if most is not None and found > most:
+        raise ValueError(f"{op}: {name} must be at most {most}, got {short(found)}")
+    return found
+
+
+def label(op: str, name: str, value: Any, or_none: str = "") -> int:
+    """A label, which fits into int64."""
+    return integer(op, name, value, -(2**63), 2**63 - 1, or_none)
+
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def reduction_code(op: str, reduction: Any) -> int:
+    code = _REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
+    if code is None:
+        raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {short(reduction)}")
+    return code
+
+
+def flag(op: str, name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
+    return bool(value)
+
+
+def one_of(op: str, name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises unless it is one of these words."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(known)}, got {short(value)}")
+
+
+def path_text(op: str, name: str, value: Any) -> str:
+    """A path as text. (open() takes a number for a file that is open already.)"""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{op}: {name} must be a path, got {type(value).__name__}")
+    text = os.fspath(value)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError(f"{op}: {name} must be a path, got {short(text)}")
+    return text
+
+
+def dense(op: str, name: str, value: Tensor) -> Tensor:
+    """Raises unless every number of the tensor has a place in memory of its own kind."""
+    if value.is_nested or value.layout != torch.strided:
+        layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {layout}")
+    if value.is_quantized:
+        raise TypeError(f"{op}: {name} must not be quantized, got {value.dtype}")
+    return value
+
+
+# float8 and the like have no arithmetic in torch.
+_COMPUTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
+    """An error of torch or of the compiled module that names no argument, as one that does.
+
+    For the road of errors only, so that checks of what is rarely wrong cost nothing where all is well.
+    """
+    if str(error).startswith(op):
+        return error
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            try:
+                dense(op, name, value)
+            except TypeError as refused:
+                return refused
+            if value.is_floating_point() and value.dtype not in _COMPUTABLE:
+                return TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
+            if value.is_complex():
+                return TypeError(f"{op}: {name} must be real, got {value.dtype}")
+    return error
+
+
+def finite(op: str, name: str, value: Any, expected: str = "a number") -> float:
+    found = number(op, name, value, expected)
+    if not math.isfinite(found):
+        raise ValueError(f"{op}: {name} must be finite, got {found}")
+    return found

@@ -1,0 +1,95 @@
+"""Arguments of any kind: a result, or one line that says who refuses what. Never a raw error, a crash or a hang.
+
+Every argument of every public function is given every value of ``odd_arguments.values()``, the other arguments being
+good; and several at once as hypothesis draws them, the same examples each time. ``FOCALKERN_FUZZ=20000`` in the
+environment draws as many, and others each time.
+"""
+
+import inspect
+import os
+
+import odd_arguments
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import focalkern as fk
+from focalkern import bootstrap, calibrators, losses, metrics
+
+EXAMPLES = int(os.environ.get("FOCALKERN_FUZZ", "0"))
+
+# Results and words, which nobody constructs; and what takes no arguments.
+NO_CALL = {"CalibrationGrid", "CalibrationWarning", "Study", "Verdict", "build_info", "empty_cache"}
+NO_CALL |= {"AdaFocalRecord", "BiasFloor", "Interval", "PairedBootstrap", "ReliabilityBins", "NotFittedError"}
+# The base class, types for annotations, and modules that the calibrators make, of arrays that they have checked.
+NO_CALL |= {"Calibrator", "Binning", "Criterion", "Estimator", "InputKind", "Search", "Structure"}
+NO_CALL |= {"ClassAxis", "HistogramLogProbs", "IsotonicLogProbs", "MultiLabelLogits", "StructuredLogProbs"}
+NO_CALL |= {"grid_border"}
+
+# With 6 rows each takes a tenth of a second: they get values that they must refuse, and few others.
+SLOW = {"AutoCalibrator", "AutoCalibrator.fit", "compare_calibrators"}
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    """All calls, in a process group of this process alone and in an empty folder."""
+    before, threads = os.getcwd(), torch.get_num_threads()
+    os.chdir(tmp_path_factory.mktemp("odd"))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield odd_arguments.calls()
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+    os.chdir(before)
+
+
+def test_nothing_public_is_left_out(calls):
+    for module in (fk, metrics, bootstrap, losses, calibrators):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value) and not inspect.ismodule(value) and name not in NO_CALL:
+                assert name in calls, name
+
+
+def test_every_value_in_every_place(calls):
+    problems = {}
+    for name, one in calls.items():
+        good = one.arguments
+        for argument in good:
+            for number, value in enumerate(odd_arguments.values()):
+                if name in SLOW and number % 5:
+                    continue
+                problem = odd_arguments.problem_of(one, {**good, argument: value})
+                if problem is not None:
+                    kind = (name, argument, problem.partition(", got")[0][:60])
+                    problems.setdefault(kind, f"{name}({argument}={type(value).__name__}): {problem[:200]}")
+    assert not problems, "\n".join([f"{len(problems)} kinds", *list(problems.values())[:80]])
+
+
+def test_several_at_once(calls):
+    names = sorted(calls.keys() - SLOW)
+    places = st.sampled_from(range(len(odd_arguments.values())))
+
+    @st.composite
+    def draw_call(draw):
+        name = draw(st.sampled_from(names))
+        arguments = list(calls[name].arguments)
+        return name, draw(st.dictionaries(st.sampled_from(arguments), places, min_size=min(2, len(arguments))))
+
+    @given(draw_call())
+    def run(drawn):
+        name, chosen = drawn
+        values = odd_arguments.values()
+        arguments = {**calls[name].arguments, **{argument: values[place] for argument, place in chosen.items()}}
+        problem = odd_arguments.problem_of(calls[name], arguments)
+        assert problem is None, f"{name}: {problem}"
+
+    settings(
+        max_examples=EXAMPLES or 1000,
+        derandomize=not EXAMPLES,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )(run)()

@@ -1,0 +1,223 @@
+"""Damaged and odd files for every reader: rows, or one line that names the file. Never a raw error, a crash or a hang.
+
+The same examples each time; ``FOCALKERN_FUZZ=20000`` in the environment draws as many, and others each time.
+"""
+
+# ruff: noqa: PT017  an error is allowed here, and only its words are asserted
+
+import csv
+import io
+import json
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from odd_arguments import RNG, Y, Z
+
+import focalkern as fk
+from focalkern.files import InputError, from_frame, open_shards, read_sets
+from focalkern.files.unlabelled import open_unlabelled
+
+EXAMPLES = int(os.environ.get("FOCALKERN_FUZZ", "0"))
+
+
+def fuzz(function, examples):
+    return settings(
+        max_examples=EXAMPLES or examples,
+        derandomize=not EXAMPLES,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )(function)
+
+
+def csv_text(rows):
+    stream = io.StringIO()
+    csv.writer(stream).writerows(rows)
+    return stream.getvalue().encode(errors="replace")
+
+
+def seeds():
+    """A good file of each format."""
+    files = {}
+    stream = io.BytesIO()
+    np.savez(stream, logits=Z, labels=Y)
+    files[".npz"] = stream.getvalue()
+    stream = io.BytesIO()
+    np.save(stream, Z)
+    files[".npy"] = stream.getvalue()
+    stream = io.BytesIO()
+    torch.save({"logits": torch.from_numpy(Z), "labels": torch.from_numpy(Y)}, stream)
+    files[".pt"] = stream.getvalue()
+    files[".csv"] = csv_text([["label", *map(str, range(4))], *([y, *z] for y, z in zip(Y, Z, strict=True))])
+    try:
+        from safetensors.numpy import save
+
+        files[".safetensors"] = save({"logits": Z, "labels": Y})
+    except ImportError:
+        pass
+    try:
+        import pyarrow
+        from pyarrow import feather, parquet
+
+        table = pyarrow.table({"label": Y, **{str(c): Z[:, c] for c in range(4)}})
+        for suffix, write in ((".parquet", parquet.write_table), (".feather", feather.write_feather)):
+            stream = io.BytesIO()
+            write(table, stream)
+            files[suffix] = stream.getvalue()
+    except ImportError:
+        pass
+    return files
+
+
+SEEDS = seeds()
+
+
+def assert_one_line(error, folder):
+    text = str(error)
+    assert "\n" not in text and str(folder) in text and len(text) < 1000, text
+
+
+@st.composite
+def damaged(draw, good):
+    data = bytearray(good)
+    for _ in range(draw(st.integers(0, 4))):
+        place = draw(st.integers(0, len(data)))
+        kind = draw(st.sampled_from(["replace", "insert", "cut", "drop"]))
+        if kind == "replace" and place < len(data):
+            data[place] = draw(st.integers(0, 255))
+        elif kind == "insert":
+            data[place:place] = draw(st.binary(max_size=8))
+        elif kind == "cut":
+            del data[place:]
+        elif kind == "drop":
+            del data[place : place + draw(st.integers(1, 64))]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("suffix", SEEDS)
+def test_any_file(suffix, tmp_path):
+    path = tmp_path / f"a_logits{suffix}"
+    np.save(tmp_path / "a_labels.npy", Y)
+
+    @given(st.one_of(damaged(SEEDS[suffix]), st.binary(max_size=64)))
+    def run(data):
+        path.write_bytes(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for read in (read_sets, lambda path: open_shards(str(path), labels=None, input_kind=None)):
+                try:
+                    for rows in read(path).values():
+                        for _ in rows.batches(0, len(rows), 100) if hasattr(rows, "batches") else ():
+                            pass
+                except InputError as error:
+                    assert_one_line(error, tmp_path)
+            try:
+                for rows in open_unlabelled(str(path)).values():
+                    for _ in rows.batches(100):
+                        pass
+            except InputError as error:
+                assert_one_line(error, tmp_path)
+
+    fuzz(run, 60)()
+
+
+CELLS = st.one_of(
+    st.sampled_from(
+        ["", "0", "1", "-1", "3.0", "nan", "inf", "1e400", "cat", "label", "id", "0x1", "１", "1_0", '"', "\r"]
+    ),
+    st.floats().map(repr),
+    st.text(max_size=3),
+)
+NAMES = st.one_of(
+    st.sampled_from(
+        ["label", "target", "0", "1", "2", "00", "logit_0", "logit_1", "", "id", "p_99999999999999999999", "²"]
+    ),
+    st.text(max_size=3),
+)
+
+
+def test_any_table(tmp_path):
+    path = tmp_path / "a.csv"
+    pd = pytest.importorskip("pandas")
+
+    @given(
+        st.lists(NAMES, max_size=6),
+        st.lists(st.lists(CELLS, max_size=6), max_size=5),
+        st.sampled_from([None, "*", "[", "p_*"]),
+    )
+    def run(header, rows, key):
+        path.write_bytes(csv_text([header, *rows]))
+        try:
+            read_sets(path, logits_key=key)
+        except InputError as error:
+            assert str(error).startswith(str(path))
+        width = len(header)
+        frame = pd.DataFrame([(row + ["0"] * width)[:width] for row in rows], columns=header)
+        for given_frame in (frame, frame.apply(pd.to_numeric, errors="coerce")):
+            try:
+                from_frame(given_frame, logits_key=key)
+            except InputError as error:
+                assert str(error).startswith("frame")
+
+    fuzz(run, 150)()
+
+
+FITTED = {
+    "temperature": lambda: fk.TemperatureScaling(),
+    "focal": lambda: fk.FocalTemperatureScaling(),
+    "histogram": lambda: fk.HistogramBinning(n_bins=3, scaling=fk.TemperatureScaling()),
+    "isotonic": lambda: fk.IsotonicCalibration(),
+    "structured": lambda: fk.StructuredScaling(),
+    "multi-label": lambda: fk.MultiLabelScaling(),
+}
+
+
+@pytest.mark.parametrize("kind", FITTED)
+def test_any_calibrator_file(kind, tmp_path):
+    """Damaged bytes, and whole JSON in which a value is of another kind; what loads is also applied."""
+    path = tmp_path / "a.json"
+    logits = RNG.normal(size=(30, 4))
+    target = (logits > 0).astype(int) if kind == "multi-label" else np.arange(30) % 4
+    FITTED[kind]().fit_quietly(logits, target).save(path)
+    good = path.read_bytes()
+    document = json.loads(good)
+    places = sorted(places_of(document), key=str)
+    odd = st.sampled_from([None, True, -1, 0, 1e308, 10**400, "", "nll", [], {}, [None], [[1.0]], {"a": 1}])
+    changed = st.builds(lambda place, value: replaced(document, place, value), st.sampled_from(places), odd)
+
+    @given(st.one_of(damaged(good), changed, st.binary(max_size=64)))
+    def run(data):
+        path.write_bytes(data)
+        try:
+            calibrator = fk.load_calibrator(path)
+        except ValueError as error:
+            assert_one_line(error, tmp_path)
+            return
+        try:
+            calibrator.predict_proba(logits)
+        except (TypeError, ValueError) as error:  # of other classes than before
+            assert str(error).startswith(type(calibrator).__name__), str(error)
+
+    fuzz(run, 60)()
+
+
+def places_of(value, place=()):
+    """The way to every value of a document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield (*place, key)
+        yield from places_of(part, (*place, key))
+
+
+def replaced(document, place, value):
+    document = json.loads(json.dumps(document))
+    part = document
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    return json.dumps(document).encode()
