@@ -13,11 +13,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import focalkern as fk
-from benchmarks.bench_focal_loss import check_gradient, forward_backward, published_adafocal, published_flsd
+from benchmarks.bench_focal_loss import (
+    check_gradient,
+    compiled,
+    forward_backward,
+    published_adafocal,
+    published_flsd,
+)
 from benchmarks.harness import Provider, Row, measure
 
-# A training batch of CIFAR and of ImageNet; many samples, as a step of segmentation has.
-SHAPES = [(128, 10), (256, 1000), (8192, 20)]
+# A training batch of CIFAR and of ImageNet; many samples, as a step of segmentation has; a vocabulary.
+SHAPES = [(128, 10), (256, 1000), (8192, 20), (1024, 32000)]
+# MMCE for every size of batch: its published form has a term for each pair.
+MMCE_SHAPES = [(16, 10), (512, 10), (2048, 10)]
 
 
 class Fetches(TorchDispatchMode):
@@ -43,6 +51,12 @@ def published_dual(logits: Tensor, target: Tensor, gamma: float = 5.0) -> Tensor
     p_y = log_p_y.exp()
     p_j = torch.topk(p * (p < p_y), 1)[0]
     return (-((1 - p_y + p_j) ** gamma) * log_p_y).mean()
+
+
+def published_poly(logits: Tensor, target: Tensor, gamma: float = 2.0, epsilon: float = 1.0) -> Tensor:
+    cross_entropy = F.cross_entropy(logits, target, reduction="none")
+    p = logits.softmax(1).gather(1, target.unsqueeze(1)).squeeze(1)
+    return ((1 - p) ** gamma * cross_entropy + epsilon * (1 - p) ** (gamma + 1)).mean()
 
 
 def published_brier(logits: Tensor, target: Tensor) -> Tensor:
@@ -73,16 +87,21 @@ def check_beside(published: Callable[..., Tensor], logits: Tensor, target: Tenso
     return check
 
 
-def cases(device: str) -> Iterator[tuple[str, Any, Callable[..., Tensor], Any]]:
+def cases(device: str, n: int, classes: int) -> Iterator[tuple[str, Any, Callable[..., Tensor], Any]]:
     """Name, module, published algorithm, and the gamma of both where the reference is a focal loss."""
+    if (n, classes) in MMCE_SHAPES:
+        yield "MMCE", fk.MMCELoss().to(device), published_mmce, None
+        return
     adafocal = fk.AdaFocalLoss().to(device)
     edges = torch.linspace(0.05, 0.95, 16) ** 2
     error = torch.linspace(0.5, -0.5, 15)
     for _ in range(4):  # gammas of both signs, as after some epochs
         adafocal.update_bins(edges, 0.5 + error / 2, 0.5 - error / 2)
     table = fk.GammaTable(adafocal.bin_edges, adafocal.bin_gammas)
-    yield "FLSD-53", fk.FLSDLoss().to(device), published_flsd, fk.FLSD_53
-    yield "AdaFocal", adafocal, lambda logits, target: published_adafocal(logits, target, table), table
+    if n * classes < 10_000_000:  # sample by sample
+        yield "FLSD-53", fk.FLSDLoss().to(device), published_flsd, fk.FLSD_53
+        yield "AdaFocal", adafocal, lambda logits, target: published_adafocal(logits, target, table), table
+    yield "poly focal", fk.PolyFocalLoss().to(device), published_poly, None
     yield "dual focal", fk.DualFocalLoss(5.0).to(device), published_dual, None
     yield "Brier", fk.BrierLoss().to(device), published_brier, None
     yield "MMCE", fk.MMCELoss().to(device), published_mmce, None
@@ -91,10 +110,10 @@ def cases(device: str) -> Iterator[tuple[str, Any, Callable[..., Tensor], Any]]:
 def run(
     device: str = "cpu", quick: bool = False, seconds: float = 2.0, wanted: Callable[[str], bool] = lambda case: True
 ) -> Iterator[list[Row]]:
-    for n, classes in SHAPES[:1] if quick else SHAPES:
-        if not wanted(f"{n}x{classes} float32"):
-            continue
-        for name, module, published, gamma in cases(device):
+    for n, classes in SHAPES[:1] if quick else SHAPES + MMCE_SHAPES:
+        for name, module, published, gamma in cases(device, n, classes):
+            if not wanted(f"{name} {n}x{classes} float32"):
+                continue
             generator = torch.Generator(device).manual_seed(0)
             logits = torch.randn(n, classes, generator=generator, device=device).mul_(3).requires_grad_()
             target = torch.randint(classes, (n,), generator=generator, device=device)
@@ -103,9 +122,17 @@ def run(
                 if gamma is None
                 else check_gradient(logits, target, gamma, tolerance=1e-5)
             )
+            # What asks the host for numbers has no graph to compile.
+            graph, absent = compiled(published, quick) if gamma is None else (None, "it chooses gamma on the host")
             providers = [
                 Provider("focalkern", forward_backward(module, logits, target), check=check),
                 Provider("published algorithm", forward_backward(published, logits, target), check=check),
+                Provider(
+                    "published algorithm, compiled",
+                    graph and forward_backward(graph, logits, target),
+                    check=check,
+                    absent=absent,
+                ),
                 Provider("cross_entropy", forward_backward(F.cross_entropy, logits, target)),
             ]
             rows = measure(
@@ -121,5 +148,6 @@ def run(
                 device=device,
             )
             for row, provider in zip(rows, providers, strict=True):
-                row.note = f"{fetched(provider.run)} numbers fetched"
+                if provider.run is not None and "compiled" not in provider.name:  # no graph is run while they are counted
+                    row.note = f"{fetched(provider.run)} numbers fetched"
             yield rows

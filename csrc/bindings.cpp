@@ -110,6 +110,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("build_info", &focalkern::bindings::build_info);
   focalkern::bindings::register_memory(module);
   focalkern::bindings::register_focal_loss(definitions, module);
+  focalkern::bindings::register_mmce_loss(module);
   focalkern::bindings::register_sigmoid_loss(definitions, module);
   focalkern::bindings::register_calibration_grid(definitions, module);
   focalkern::bindings::register_calibration_map(definitions, module);

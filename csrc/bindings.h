@@ -20,6 +20,7 @@ void register_focal_loss(torch::Library& definitions, pybind11::module_& module)
 void register_calibration_grid(torch::Library& definitions, pybind11::module_& module);
 void register_calibration_map(torch::Library& definitions, pybind11::module_& module);
 void register_sigmoid_loss(torch::Library& definitions, pybind11::module_& module);
+void register_mmce_loss(pybind11::module_& module);
 void register_memory(pybind11::module_& module);
 
 // Raises NotImplementedError for a device that has no kernel in this build, TypeError for a tensor that is not dense.

@@ -35,7 +35,13 @@ struct Labels {
   }
 };
 
-// ---- focal loss ----------------------------------------------------------------------------------------------------
+// ---- losses of rows ------------------------------------------------------------------------------------------------
+
+// The focal loss and its relatives. A loss is a struct in a header of its own in math: see math/row_loss.h.
+struct FocalRow;
+struct PolyFocalRow;
+struct DualFocalRow;
+struct BrierRow;
 
 // Exactly one of `labels.data` and `target_probs` is set. Pointers marked "or null" are absent options.
 template <typename Scalar>
@@ -60,12 +66,14 @@ struct FocalLossArgs {
   const Real* gamma;     // or null: then `gamma_value` serves every row
   int64_t gamma_stride;  // 0 or 1
   Real gamma_value;
+  Real epsilon;       // of the poly focal loss
   const Real* edges;  // [n_bins + 1], or null
   int64_t n_bins;
 
-  // What a row keeps for its backward pass, as three arrays: its largest logit m; log sum_j exp(z_j - m); and log u of
-  // the target (labels without smoothing) or of the largest class (otherwise).
-  Real* saved;  // [3, rows]
+  // What a row keeps for its backward pass, as three or four arrays: its largest logit m; log sum_j exp(z_j - m); log u
+  // of the target (labels without smoothing) or of the largest class (otherwise), or a sum of squares; and the class
+  // that some losses mark.
+  Real* saved;  // [kSavedNumbers, rows]
 };
 
 template <typename Scalar>
@@ -95,13 +103,13 @@ struct FocalLossBackward : FocalLossArgs<Scalar> {
 namespace cpu {
 
 // Rows per unit of work. It depends on the shape alone, so that sums do not depend on the number of threads.
-int64_t focal_loss_chunk_rows(int64_t rows, int64_t classes);
+int64_t row_loss_chunk_rows(int64_t rows, int64_t classes);
 
-template <typename Scalar>
-FocalLossSums focal_loss_forward(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end);
+template <typename Loss, typename Scalar>
+FocalLossSums row_loss_forward(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end);
 
-template <typename Scalar>
-void focal_loss_backward(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end);
+template <typename Loss, typename Scalar>
+void row_loss_backward(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end);
 
 }  // namespace cpu
 
@@ -119,6 +127,14 @@ int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_
 
 template <typename Scalar>
 int focal_loss_backward(const FocalLossBackward<Scalar>& args, void* stream);
+
+// The other losses, with the same workspace.
+template <typename Loss, typename Scalar>
+int row_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
+                     compute_t<Scalar>* divisor, void* workspace, void* stream);
+
+template <typename Loss, typename Scalar>
+int row_loss_backward(const FocalLossBackward<Scalar>& args, void* stream);
 
 }  // namespace cuda
 

@@ -70,6 +70,7 @@ from focalkern.losses import (
     LinearFocalLoss,
     LogitNormPenalty,
     MMCELoss,
+    PolyFocalLoss,
     QualityFocalLoss,
     SigmoidFocalLoss,
     class_balanced_weight,
@@ -86,6 +87,7 @@ from focalkern.ops.inverse_calibration_map import (
 )
 from focalkern.ops.linear_focal_loss import linear_focal_loss
 from focalkern.ops.memory import empty_cache
+from focalkern.ops.row_loss import poly_focal_loss
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 from focalkern.streaming import CalibrationGridState
 from focalkern.study import AutoCalibrator, Study, Verdict, compare_calibrators
@@ -117,6 +119,7 @@ __all__ = [
     "LogitNormPenalty",
     "MMCELoss",
     "MultiLabelScaling",
+    "PolyFocalLoss",
     "QualityFocalLoss",
     "SigmoidFocalLoss",
     "StructuredScaling",
@@ -142,6 +145,7 @@ __all__ = [
     "losses",
     "metrics",
     "per_class_report",
+    "poly_focal_loss",
     "properized_focal_loss",
     "quality_focal_loss",
     "reference",

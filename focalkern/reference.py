@@ -20,10 +20,13 @@ __all__ = [
     "assign_bins",
     "asymmetric_loss",
     "binary_focal_calibration_map",
+    "brier_loss",
     "calibration_error",
     "calibration_grid",
+    "dual_focal_loss",
     "focal_calibration_map",
     "focal_loss",
+    "poly_focal_loss",
     "quality_focal_loss",
     "sigmoid_focal_loss",
 ]
@@ -174,28 +177,47 @@ def focal_loss(
     """
     class_dim = 0 if input.dim() == 1 else 1
     z = input.to(_compute_dtype(input.dtype)).movedim(class_dim, -1)
-    n_classes = z.shape[-1]
     log_p, log_u = log_softmax_and_complement(z)
 
     factor = modulating_factor(log_p, log_u, _gamma_tensor(gamma, log_p.exp()))
     if detach_modulation:
         factor = factor.detach()
     class_loss = -factor * log_p
-    w = torch.ones_like(z) if weight is None else weight.to(z.dtype).expand(z.shape)
+    return _reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
 
+
+def _reduce_classes(
+    class_loss: Tensor,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
+    """The loss, from that of every class [..., C] by the class's share of the target."""
+    n_classes = class_loss.shape[-1]
+    w = torch.ones_like(class_loss) if weight is None else weight.to(class_loss.dtype).expand(class_loss.shape)
     if target.is_floating_point():
-        probabilities = target.to(z.dtype).movedim(class_dim, -1)
+        probabilities = target.to(class_loss.dtype).movedim(0 if input.dim() == 1 else 1, -1)
         t = (1.0 - label_smoothing) * probabilities + label_smoothing / n_classes
-        loss = _weighted_sum(w * t, class_loss)
-        divisor: Tensor | int = loss.numel()
-    else:
-        valid = target != ignore_index
-        index = torch.where(valid, target, 0).long().unsqueeze(-1)
-        onehot = (torch.arange(n_classes, device=z.device) == index).to(z.dtype)
-        t = (1.0 - label_smoothing) * onehot + label_smoothing / n_classes
-        loss = torch.where(valid, _weighted_sum(w * t, class_loss), 0.0)
-        divisor = torch.where(valid, (w * onehot).sum(-1), 0.0).sum()
+        return _reduce_rows(_weighted_sum(w * t, class_loss), input, None, reduction)
+    valid, onehot = _one_hot(target, class_loss, ignore_index)
+    t = (1.0 - label_smoothing) * onehot + label_smoothing / n_classes
+    loss = torch.where(valid, _weighted_sum(w * t, class_loss), 0.0)
+    return _reduce_rows(loss, input, torch.where(valid, (w * onehot).sum(-1), 0.0), reduction)
 
+
+def _one_hot(target: Tensor, like: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Which labels count, and 1 in their place among the classes."""
+    valid = target != ignore_index
+    index = torch.where(valid, target, 0).long().unsqueeze(-1)
+    return valid, (torch.arange(like.shape[-1], device=like.device) == index).to(like.dtype)
+
+
+def _reduce_rows(loss: Tensor, input: Tensor, row_weight: Tensor | None, reduction: str) -> Tensor:
+    """The mean is over the weights of the rows, or their number."""
+    divisor = loss.numel() if row_weight is None else row_weight.sum()
     if reduction == "sum":
         loss = loss.sum()
     elif reduction == "mean":
@@ -212,6 +234,107 @@ def _weighted_sum(share: Tensor, class_loss: Tensor) -> Tensor:
         # The slope in the share is the loss of the class, infinite: a square root has it at 0.
         product = torch.where(nothing, torch.where(nothing, share, 1.0).sqrt(), product)
     return product.sum(-1)
+
+
+def poly_focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = 2.0,
+    epsilon: float = 1.0,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    r"""Poly-1 focal loss, gamma >= 0.
+
+    .. math:: L = \sum_i w_i t_i \left(-(1 - p_i)^\gamma \log p_i + \epsilon (1 - p_i)^{\gamma + 1}\right)
+
+    Args, Returns: as :func:`focal_loss`; a negative gamma is NaN.
+    """
+    z = input.to(_compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
+    log_p, log_u = log_softmax_and_complement(z)
+    gamma = _gamma_tensor(gamma, log_p.exp())
+    class_loss = modulating_factor(log_p, log_u, gamma) * (epsilon * log_u.exp() - log_p)
+    class_loss = torch.where(gamma < 0, torch.nan, class_loss)
+    return _reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
+
+
+def dual_focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float = 5.0,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    detach_modulation: bool = False,
+) -> Tensor:
+    r"""Dual focal loss of labels.
+
+    .. math:: L = -\sum_i w_i t_i (1 - p_i + p_{j(i)})^\gamma \log p_i
+
+    p_j(i) is the largest probability strictly below p_i, of equal ones the first; 0 if there is none.
+
+    Args, Returns: as :func:`focal_loss`; gamma >= 0.
+    """
+    z = input.to(_compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
+    log_p, log_u = log_softmax_and_complement(z)
+    # In ascending order, of equal ones the last first, the next lower class is the one before all of its own logit.
+    ascending, order = z.detach().flip(-1).sort(dim=-1, stable=True)
+    n_below = torch.searchsorted(ascending.contiguous(), z.detach().contiguous())
+    in_order = log_p.gather(-1, z.shape[-1] - 1 - order)
+    log_p_below = torch.nn.functional.pad(in_order, (1, 0), value=_NOTHING).gather(-1, n_below).clamp(min=_NOTHING)
+    # log(u + p_below), where p_below <= u = 1 - p. (logaddexp has no second derivative for p_below = 0.)
+    log_u = log_u.clamp(min=_NOTHING)
+    log_m = log_u - torch.nn.functional.logsigmoid(log_u - log_p_below)
+    factor = (gamma * log_m).exp()
+    if detach_modulation:
+        factor = factor.detach()
+    # At p = 0 the slope of the factor is 0, also times log p; computed, it would be 0 * inf.
+    class_loss = -torch.where(log_p == -torch.inf, 1.0, factor) * log_p
+    return _reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
+
+
+# The logarithm of a probability that is 0, where -inf would meet itself.
+_NOTHING = -1e30
+
+
+def brier_loss(
+    input: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    r"""Brier score of the softmax.
+
+    .. math:: L = w \sum_k (p_k - t_k)^2
+
+    with w the weight of the label, or the mean of the class weights under the target probabilities.
+
+    Args, Returns: as :func:`focal_loss`.
+    """
+    class_dim = 0 if input.dim() == 1 else 1
+    z = input.to(_compute_dtype(input.dtype)).movedim(class_dim, -1)
+    log_p, log_u = log_softmax_and_complement(z)
+    if target.is_floating_point():
+        given, valid = target.to(z.dtype).movedim(class_dim, -1), None
+    else:
+        valid, given = _one_hot(target, z, ignore_index)
+    t = (1.0 - label_smoothing) * given + label_smoothing / z.shape[-1]
+    # Where p and t may both be near 1, p - t is (1 - t) - (1 - p).
+    p = log_p.exp()
+    loss = torch.where(p > 0.5, (1.0 - t) - log_u.exp(), p - t).square().sum(-1)
+    row_weight = torch.ones_like(loss) if weight is None else (weight.to(z.dtype) * given).sum(-1)
+    loss = row_weight * loss
+    if valid is None:
+        return _reduce_rows(loss, input, None, reduction)
+    return _reduce_rows(torch.where(valid, loss, 0.0), input, torch.where(valid, row_weight, 0.0), reduction)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

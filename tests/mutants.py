@@ -36,6 +36,7 @@ CASES = {
     "calibration_grid.cu": "calibration_grid+blind_spots",
     "calibration_sums.cu": "calibration_sums",
     "sigmoid_loss.cu": "sigmoid_loss",
+    "row_loss.cu": "row_loss",
 }
 # What is compiled anew where a header changes: one file that uses all of it.
 COMPILED = {"common.cuh": "focal_loss.cu", "grid_sum.cuh": "focal_loss.cu"}

@@ -42,6 +42,7 @@ LOSSES = {
     "inverse": lambda **o: fk.InverseFocalLoss(1.5, **o),
     "flsd": lambda **o: fk.FLSDLoss(**o),
     "adafocal": lambda **o: fk.AdaFocalLoss(**o),
+    "poly": lambda **o: fk.PolyFocalLoss(1.5, 2.0, **o),
     "dual": lambda **o: fk.DualFocalLoss(2.5, **o),
     "brier": lambda **o: fk.BrierLoss(**o),
     "norm": lambda **o: fk.LogitNormPenalty(0.05, **o),
@@ -95,6 +96,19 @@ def dual(gamma):
     return loss
 
 
+def poly(gamma, epsilon):
+    def loss(z, y, smoothing):
+        p = oracle.softmax(z)
+        t = shares(len(z), y, smoothing)
+        return mpmath.fsum(
+            share * (1 - q) ** mpf(gamma) * (mpf(epsilon) * (1 - q) - mpmath.log(q))
+            for share, q in zip(t, p, strict=True)
+            if share
+        )
+
+    return loss
+
+
 def brier(z, y, smoothing):
     return mpmath.fsum((p - t) ** 2 for p, t in zip(oracle.softmax(z), shares(len(z), y, smoothing), strict=True))
 
@@ -119,6 +133,9 @@ DEFINED = {
         lambda **o: adafocal([0.1, 0.4, 0.4, 0.9], [3.0, 7.0, -1.5], **o),
         focal_by(lambda p: 3 if p < mpf("0.4") else -1.5),
     ),
+    "poly": (lambda **o: fk.PolyFocalLoss(2.0, 1.0, **o), poly(2, 1)),
+    "poly cross-entropy": (lambda **o: fk.PolyFocalLoss(0.0, 3.5, **o), poly(0, 3.5)),
+    "poly, the two terms cancel": (lambda **o: fk.PolyFocalLoss(0.5, -1.0, **o), poly(0.5, -1)),
     "dual 5": (lambda **o: fk.DualFocalLoss(5.0, **o), dual(5)),
     "dual 0.7": (lambda **o: fk.DualFocalLoss(0.7, **o), dual(0.7)),
     "brier": (lambda **o: fk.BrierLoss(**o), brier),
@@ -152,7 +169,7 @@ def test_value_and_gradient_at_300_digits(name, smoothing):
                 assert_close(gradient(found.sum(), input)[0], torch.tensor(expected_slope, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", ["dual 5", "brier", "focal 3"])
+@pytest.mark.parametrize("name", ["dual 5", "brier", "focal 3", "poly", "poly, the two terms cancel"])
 def test_small_values_keep_their_relative_precision(name):
     """1 - p taken from the other classes: near p = 1 no digit is lost that an absolute tolerance would hide."""
     make, definition = DEFINED[name]
@@ -917,11 +934,16 @@ def test_bad_batches_are_named(loss):
     input, target = batch(5, 3)
     with pytest.raises(TypeError, match=rf"{name}: input must be a tensor, got list"):
         loss([0.0], target)
-    with pytest.raises(TypeError, match=rf"{name}: input must be floating point, got torch.int64"):
+    fused = isinstance(loss, fk.DualFocalLoss | fk.BrierLoss)  # they have the words of focal_loss
+    expected = "float16, bfloat16, float32 or float64, got Long" if fused else "floating point, got torch.int64"
+    with pytest.raises(TypeError, match=rf"{name}: input must be {expected}"):
         loss(target, target)
-    with pytest.raises(
-        TypeError, match=rf"{name}: target must be int64, int32, uint8 or floating point, got torch.bool"
-    ):
+    expected = (
+        "int64, int32 or uint8 labels or floating-point class probabilities, got Bool"
+        if fused
+        else "int64, int32, uint8 or floating point, got torch.bool"
+    )
+    with pytest.raises(TypeError, match=rf"{name}: target must be {expected}"):
         loss(input, target.bool())
     with pytest.raises(ValueError, match=rf"{name}: target must be \[N\] = \[5\], got \[4\]"):
         loss(input, target[:4])

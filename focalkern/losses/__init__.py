@@ -14,8 +14,9 @@ label_smoothing
     Mixes the target with the uniform distribution. Label smoothing as a baseline is thus
     ``FocalLoss(0.0, label_smoothing=0.05)``, or torch's own cross-entropy, and has no class here.
 
-The focal family runs in the fused kernel, and its schedules are tables that are looked up there: a step neither waits
-for the device nor loops in Python, and other values in a table compile nothing again. The baselines are plain torch.
+The focal family and the Brier score run in fused kernels, and schedules are tables that are looked up there: a step
+neither waits for the device nor loops in Python, and other values in a table compile nothing again. MMCE and the norm
+of the logits are plain torch around them.
 Nowhere is an epsilon or a clamp on a probability; half-precision logits are computed in float32, and the loss has the
 dtype of the logits (float32 under autocast). Labels out of range are treated as in :func:`focalkern.focal_loss`.
 
@@ -23,7 +24,7 @@ A module's state loads whole or not at all: what does not fit leaves it as it wa
 """
 
 from focalkern.losses._adafocal import AdaFocalLoss, AdaFocalRecord
-from focalkern.losses._focal import FLSDLoss, FocalLoss, InverseFocalLoss
+from focalkern.losses._focal import FLSDLoss, FocalLoss, InverseFocalLoss, PolyFocalLoss
 from focalkern.losses._linear import LinearAdaFocalLoss, LinearFLSDLoss, LinearFocalLoss
 from focalkern.losses._plain import BrierLoss, DualFocalLoss, LogitNormPenalty, MMCELoss
 from focalkern.losses._sigmoid import AsymmetricLoss, QualityFocalLoss, SigmoidFocalLoss
@@ -44,6 +45,7 @@ __all__ = [
     "LinearFocalLoss",
     "LogitNormPenalty",
     "MMCELoss",
+    "PolyFocalLoss",
     "QualityFocalLoss",
     "SigmoidFocalLoss",
     "asymmetric_loss",

@@ -10,6 +10,7 @@ from focalkern._checks import dense, flag
 from focalkern.gamma import GammaTable
 from focalkern.losses._base import FLOATS, Loss, Reduction, described, number
 from focalkern.ops.focal_loss import focal_loss
+from focalkern.ops.row_loss import poly_focal_loss
 
 _FLSD_53_GAMMAS = (5.0, 3.0)
 
@@ -226,6 +227,65 @@ class InverseFocalLoss(FocalLoss):
 
     def _settings(self) -> dict[str, object]:
         return {"gamma": _shown(self.gamma) if isinstance(self.gamma, Tensor) else self.gamma}
+
+
+class PolyFocalLoss(FocalLoss):
+    r"""The module form of :func:`focalkern.poly_focal_loss`.
+
+    .. math:: L = -(1 - p)^\gamma \log p + \epsilon (1 - p)^{\gamma + 1}
+
+    Args:
+        gamma: as in :class:`FocalLoss`, but at least 0.
+        epsilon: a finite number, a setting of the constructor.
+        weight, ignore_index, reduction, label_smoothing: as in :class:`FocalLoss`.
+
+    Raises:
+        TypeError, ValueError: as :class:`FocalLoss`; a gamma below 0.
+
+    Source: Leng et al., PolyLoss, ICLR 2022 (arXiv 2204.12511).
+    """
+
+    def __init__(
+        self,
+        gamma: float | Tensor | GammaTable = 2.0,
+        epsilon: float = 1.0,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        if not isinstance(gamma, Tensor | GammaTable):
+            gamma = number("PolyFocalLoss", "gamma", gamma, low=0.0)
+        super().__init__(gamma, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self._check_signs(gamma.gammas if isinstance(gamma, GammaTable) else gamma)
+        self.epsilon = number("PolyFocalLoss", "epsilon", epsilon)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        gamma = self._gamma()
+        if isinstance(gamma, GammaTable) and isinstance(input, Tensor):
+            gamma = self._table_beside(input, gamma)
+        return poly_focal_loss(
+            input,
+            target,
+            gamma,
+            self.epsilon,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def _check_signs(self, gamma: object) -> None:
+        if isinstance(gamma, Tensor) and gamma.device.type == "cpu" and not bool((gamma >= 0).all()):
+            raise ValueError(f"{self._name}: gamma must be at least 0, got {_shown(gamma.detach())}")
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        super()._check_state(state)
+        self._check_signs(state.get("gamma", state.get("gammas")))
+
+    def _settings(self) -> dict[str, object]:
+        return {**super()._settings(), "epsilon": self.epsilon}
 
 
 class FLSDLoss(FocalLoss):

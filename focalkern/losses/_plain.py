@@ -1,4 +1,4 @@
-"""The losses in plain torch: dual focal loss, and the baselines of the papers."""
+"""Dual focal loss and the baselines of the papers. MMCE and the norm of the logits are plain torch."""
 
 import math
 from typing import Literal
@@ -11,10 +11,12 @@ from focalkern._checks import flag
 from focalkern._devices import where_float64
 from focalkern.losses._base import Loss, Reduction, Rows, in_dtype_of, number, rows_of
 from focalkern.ops.focal_loss import focal_loss
-from focalkern.reference import _weighted_sum, log_softmax_and_complement
+from focalkern.ops.row_loss import brier_loss, dual_focal_loss, mmce_has_kernel, mmce_loss
 
 # The logarithm of a probability that is 0, where -inf would meet itself.
 _NOTHING = -1e30
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _odds_against(z: Tensor, index: Tensor) -> Tensor:
@@ -70,42 +72,16 @@ class DualFocalLoss(Loss):
         self.detach_modulation = flag("DualFocalLoss", "detach_modulation", detach_modulation)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if isinstance(target, Tensor) and target.is_floating_point():
-            raise TypeError(f"DualFocalLoss: target must be labels, int64, int32 or uint8, got {target.dtype}")
-        rows = rows_of(self, input, target)
-        assert rows.index is not None
-        if self.label_smoothing == 0:
-            index = rows.index.unsqueeze(-1)
-            odds = _odds_against(rows.z, index)
-            log_p = F.logsigmoid(-odds)
-            z, z_y = rows.z.detach(), rows.z.gather(-1, index)
-            rival = z.masked_fill(z >= z_y.detach(), -math.inf).argmax(-1, keepdim=True)
-            z_rival = rows.z.gather(-1, rival)
-            gap = torch.where(z_rival.detach() < z_y.detach(), z_rival - z_y, _NOTHING)
-            log_p_below = log_p + gap.squeeze(-1)
-            loss = self._per_class(log_p, F.logsigmoid(odds), log_p_below)
-            return in_dtype_of(rows.reduce(loss, self.reduction), input)
-        log_p, log_u = log_softmax_and_complement(rows.z)
-        # Every class has a share in the target, and a next lower class of its own.
-        ascending, order = rows.z.detach().contiguous().sort(dim=-1)
-        n_below = torch.searchsorted(ascending, rows.z.detach().contiguous())
-        log_p_below = F.pad(log_p.gather(-1, order), (1, 0), value=_NOTHING).gather(-1, n_below)
-        share = rows.target(self.label_smoothing)
-        if self.weight is not None:
-            share = share * self.weight.to(share.dtype)
-        loss = _weighted_sum(share, self._per_class(log_p, log_u, log_p_below))
-        return in_dtype_of(rows.reduce(loss, self.reduction, weighted=True), input)
-
-    def _per_class(self, log_p: Tensor, log_u: Tensor, log_p_below: Tensor) -> Tensor:
-        # log(u + p_below), where p_below <= u = 1 - p. (logaddexp has no second derivative for p_below = 0.)
-        log_u = log_u.clamp(min=_NOTHING)
-        log_m = log_u - F.logsigmoid(log_u - log_p_below)
-        factor = (self.gamma * log_m).exp()
-        if self.detach_modulation:
-            factor = factor.detach()
-        # At p = 0 the slope of the factor is 0, also times log p; computed, it would be 0 * inf.
-        factor = torch.where(log_p == -math.inf, 1.0, factor)
-        return -factor * log_p
+        return dual_focal_loss(
+            input,
+            target,
+            self.gamma,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            detach_modulation=self.detach_modulation,
+        )
 
     def _settings(self) -> dict[str, object]:
         return {"gamma": self.gamma}
@@ -136,17 +112,14 @@ class BrierLoss(Loss):
     """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        rows = rows_of(self, input, target)
-        p, label = rows.z.softmax(-1), rows.label()
-        # Where p and t may both be near 1, p - t is (1 - t) - (1 - p), and both are sums over the other classes.
-        if rows.index is not None:
-            others = (p - self.label_smoothing / p.shape[-1] if self.label_smoothing else p).scatter(-1, label, 0.0)
-            loss = others.square().sum(-1) + others.sum(-1).square()
-        else:
-            t = rows.target(self.label_smoothing)
-            of_label = (1.0 - t.gather(-1, label)) - p.scatter(-1, label, 0.0).sum(-1, keepdim=True)
-            loss = (p - t).scatter(-1, label, of_label).square().sum(-1)
-        return in_dtype_of(rows.reduce(loss, self.reduction), input)
+        return brier_loss(
+            input,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
 
 
 class MMCELoss(Loss):
@@ -211,6 +184,10 @@ class MMCELoss(Loss):
         self.weighted = flag("MMCELoss", "weighted", weighted)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if self._is_fused(input, target):
+            return mmce_loss(
+                input, target, self.coefficient, self.weighted, self.bandwidth, self.reduction, self.ignore_index
+            )
         rows = rows_of(self, input, target)
         cross_entropy = cross_entropy_of(self, rows, target)
         top = rows.z.detach().argmax(-1, keepdim=True)
@@ -236,6 +213,12 @@ class MMCELoss(Loss):
         if self.reduction == "sum":
             mmce = mmce * count
         return in_dtype_of(cross_entropy + self.coefficient * mmce.to(cross_entropy), input)
+
+    def _is_fused(self, input: Tensor, target: Tensor) -> bool:
+        """On the CPU labels without class weights and smoothing have a kernel; the rest is put together here."""
+        if torch.compiler.is_compiling() or self.weight is not None or self.label_smoothing != 0:
+            return False
+        return type(input) in _PLAIN and type(target) in _PLAIN and mmce_has_kernel(input, target)
 
     def _settings(self) -> dict[str, object]:
         return {"coefficient": self.coefficient, "weighted": self.weighted, "bandwidth": self.bandwidth}

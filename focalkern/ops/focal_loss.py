@@ -17,7 +17,12 @@ from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["check_labels", "focal_loss"]
 
-_LABEL_DTYPES = (torch.int64, torch.int32, torch.uint8)
+# The losses of the compiled module, by its numbers; focal_loss is 0.
+POLY_FOCAL, DUAL_FOCAL, BRIER = 1, 2, 3
+# Label smoothing gives every class a rival of its own: in torch operations.
+NO_SMOOTHING = (DUAL_FOCAL,)
+
+LABEL_DTYPES = (torch.int64, torch.int32, torch.uint8)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 # psi = -p log p / (1 + p) is at most W(1/e) = 0.27846, so 1 - |gamma| psi stays positive above this gamma.
@@ -103,10 +108,10 @@ def focal_loss(
     if not compiling and type(input) in _PLAIN and type(target) in _PLAIN:
         through = kernels_for(input).focal_loss
     else:
-        _check_tensor("input", input)
-        _check_tensor("target", target)
+        check_tensor("focal_loss", "input", input)
+        check_tensor("focal_loss", "target", target)
         dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
-        through = _through_dispatcher if dispatched else kernels_for(input).focal_loss
+        through = through_dispatcher if dispatched else kernels_for(input).focal_loss
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
@@ -115,7 +120,7 @@ def focal_loss(
     try:
         return through(input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
     except (TypeError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
-        _check_types(weight, ignore_index, label_smoothing, detach_modulation)
+        check_types("focal_loss", weight, ignore_index, label_smoothing, detach_modulation)
         raise reworded("focal_loss", error, input=input, target=target, gamma=gamma, weight=weight) from None
 
 
@@ -143,7 +148,7 @@ def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignor
         IndexError: check_labels: target must be in [0, 3) or ignore_index, got 7 at row 2
     """
     target = as_tensor(target, "check_labels: target")
-    if target.dtype not in _LABEL_DTYPES:
+    if target.dtype not in LABEL_DTYPES:
         raise TypeError(f"check_labels: target must be int64, int32 or uint8, got {target.dtype}")
     n_classes = integer("check_labels", "n_classes", n_classes, 1, 2**63 - 1)
     ignore_index = label("check_labels", "ignore_index", ignore_index)
@@ -157,18 +162,20 @@ def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignor
         )
 
 
-def _check_tensor(name: str, value: object) -> None:
+def check_tensor(op: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"focal_loss: {name} must be a tensor, got {type(value).__name__}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
 
 
-def _check_types(weight: object, ignore_index: object, label_smoothing: object, detach_modulation: object) -> None:
+def check_types(
+    op: str, weight: object, ignore_index: object, label_smoothing: object, detach_modulation: object
+) -> None:
     """Names the argument that the compiled module could not take."""
     if weight is not None:
-        _check_tensor("weight", weight)
-    label("focal_loss", "ignore_index", ignore_index)
-    number("focal_loss", "label_smoothing", label_smoothing)
-    flag("focal_loss", "detach_modulation", detach_modulation)
+        check_tensor(op, "weight", weight)
+    label(op, "ignore_index", ignore_index)
+    number(op, "label_smoothing", label_smoothing)
+    flag(op, "detach_modulation", detach_modulation)
 
 
 def _check_gamma(gamma: object) -> float | Tensor:
@@ -185,7 +192,7 @@ def _check_gamma(gamma: object) -> float | Tensor:
     return found
 
 
-def _through_dispatcher(
+def through_dispatcher(
     input: Tensor,
     target: Tensor,
     gamma: float | Tensor,
@@ -195,6 +202,8 @@ def _through_dispatcher(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
+    kind: int = 0,
+    epsilon: float = 0.0,
 ) -> Tensor:
     """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
     if not isinstance(gamma, Tensor):
@@ -208,8 +217,8 @@ def _through_dispatcher(
         if common == torch.float64:
             input = input.to(common)
         float32_loss = is_half and common == torch.float32
-    options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss)
-    if torch._C._are_functorch_transforms_active():
+    options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon)
+    if torch._C._are_functorch_transforms_active() or (kind in NO_SMOOTHING and label_smoothing != 0):
         return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
     loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma, edges, weight, *options)
     return loss

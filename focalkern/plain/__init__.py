@@ -8,6 +8,7 @@ torch.compile and torch.func, and autograd differentiates them to any order.
 from focalkern.plain.calibration_grid import CalibrationGridRun, calibration_grid
 from focalkern.plain.calibration_map import calibration_map, calibration_map_scalar
 from focalkern.plain.focal_loss import focal_loss
+from focalkern.plain.row_loss import row_loss
 from focalkern.plain.sigmoid_loss import sigmoid_loss
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "calibration_map_scalar",
     "empty_cache",
     "focal_loss",
+    "row_loss",
     "sigmoid_loss",
 ]
 

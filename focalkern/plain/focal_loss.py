@@ -27,7 +27,6 @@ from focalkern.plain._checks import (
 
 __all__ = ["focal_loss"]
 
-_OP = "focal_loss"
 _REDUCTIONS = ("none", "mean", "sum")  # the codes of the compiled module
 
 
@@ -43,14 +42,10 @@ def focal_loss(
     detach_modulation: bool,
 ) -> Tensor:
     """As the compiled module's focal_loss. ``edges``: gamma is the table's gammas [n_bins]."""
-    _check_arguments(input, target, gamma, edges, weight, ignore_index, label_smoothing)
-    dtype = torch.float32 if autocasts(input) else input.dtype
-    if target.is_floating_point() and target.dtype != input.dtype:
-        # The loss has the dtype that logits and target probabilities promote to, as in torch.
-        dtype = torch.promote_types(input.dtype, target.dtype)
-        input = input.to(torch.float64) if dtype == torch.float64 else input
+    check_arguments("focal_loss", input, target, gamma, edges, weight, ignore_index, label_smoothing)
+    input, dtype = promoted(input, target)
     z = input.to(compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
-    gammas = _gammas(gamma, edges, z)
+    gammas = gammas_of(gamma, edges, z)
     divisor: Tensor | float
     if target.is_floating_point():
         loss, divisor = _of_probabilities(z, target, gammas, weight, label_smoothing, detach_modulation)
@@ -63,6 +58,27 @@ def focal_loss(
     return loss.to(dtype)
 
 
+def promoted(input: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
+    """The input, in float64 where the target is, and the dtype of the loss."""
+    dtype = torch.float32 if autocasts(input) else input.dtype
+    if target.is_floating_point() and target.dtype != input.dtype:
+        # The loss has the dtype that logits and target probabilities promote to, as in torch.
+        dtype = torch.promote_types(input.dtype, target.dtype)
+        input = input.to(torch.float64) if dtype == torch.float64 else input
+    return input, dtype
+
+
+def check_range(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """A label out of range makes its row NaN where it cannot raise: nobody may have to wait for a device."""
+    if not values_may_be_read(target):
+        return
+    labels = target.long().reshape(-1)
+    invalid = ((labels != ignore_index) & ((labels < 0) | (labels >= classes))).nonzero()
+    if len(invalid):
+        row = int(invalid[0])
+        raise IndexError(f"{op}: target must be in [0, {classes}) or ignore_index, got {int(labels[row])} at row {row}")
+
+
 def _of_labels(
     z: Tensor,
     target: Tensor,
@@ -72,20 +88,12 @@ def _of_labels(
     label_smoothing: float,
     detach_modulation: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The loss per row, and what its mean is divided by. A label out of range makes its row NaN where it cannot raise:
-    nobody may have to wait for a device."""
+    """The loss per row, and what its mean is divided by."""
     classes = z.shape[-1]
     labels = target.long()
     valid = labels != ignore_index
     in_range = (labels >= 0) & (labels < classes)
-    if values_may_be_read(target):
-        invalid = (valid & ~in_range).reshape(-1).nonzero()
-        if len(invalid):
-            row = int(invalid[0])
-            raise IndexError(
-                f"{_OP}: target must be in [0, {classes}) or ignore_index, got {int(labels.reshape(-1)[row])} at row "
-                f"{row}"
-            )
+    check_range("focal_loss", target, classes, ignore_index)
     index = torch.where(in_range, labels, 0)
     row_weight = torch.ones_like(z[..., 0]) if weight is None else weight.to(z.dtype)[index]
     divisor = torch.where(valid, row_weight, 0.0).sum()
@@ -167,7 +175,7 @@ def _classes_second(z: Tensor, labels: Tensor | None, probabilities: Tensor | No
     return z.movedim(-1, 1), target if labels is not None else target.movedim(-1, 1)
 
 
-def _gammas(gamma: float | Tensor, edges: Tensor | None, z: Tensor) -> Tensor | GammaTable:
+def gammas_of(gamma: float | Tensor, edges: Tensor | None, z: Tensor) -> Tensor | GammaTable:
     """A table, or one gamma per row or for all rows, on the device of the logits."""
     if edges is not None:
         assert isinstance(gamma, Tensor)
@@ -183,7 +191,8 @@ def _gammas(gamma: float | Tensor, edges: Tensor | None, z: Tensor) -> Tensor | 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(
+def check_arguments(
+    op: str,
     input: Tensor,
     target: Tensor,
     gamma: float | Tensor,
@@ -192,77 +201,77 @@ def _check_arguments(
     ignore_index: int,
     label_smoothing: float,
 ) -> None:
-    _check_kinds(weight, ignore_index, label_smoothing)
-    check_dense(_OP, input)
-    check_floating(_OP, "input", input)
+    _check_kinds(op, weight, ignore_index, label_smoothing)
+    check_dense(op, input)
+    check_floating(op, "input", input)
     if input.dim() < 1:
-        raise ValueError(f"{_OP}: input must be [C], [N, C] or [N, C, d1, ...], got a scalar")
+        raise ValueError(f"{op}: input must be [C], [N, C] or [N, C, d1, ...], got a scalar")
     class_dim = 0 if input.dim() == 1 else 1
     classes = input.shape[class_dim]
     if classes < 1:
-        raise ValueError(f"{_OP}: input must have at least one class, got shape {list(input.shape)}")
-    check_same_device(_OP, "target", target, input)
+        raise ValueError(f"{op}: input must have at least one class, got shape {list(input.shape)}")
+    check_same_device(op, "target", target, input)
     rows = (*input.shape[:class_dim], *input.shape[class_dim + 1 :])
-    _check_target(input, target, rows, ignore_index)
+    _check_target(op, input, target, rows, ignore_index)
     if isinstance(gamma, Tensor):
-        _check_gamma(input, gamma, edges, rows)
+        _check_gamma(op, input, gamma, edges, rows)
     if weight is not None:
-        check_floating(_OP, "weight", weight)
+        check_floating(op, "weight", weight)
         if weight.dim() != 1 or len(weight) != classes:
-            raise ValueError(f"{_OP}: weight must be [C] = [{classes}], got {list(weight.shape)}")
-        check_same_device(_OP, "weight", weight, input)
+            raise ValueError(f"{op}: weight must be [C] = [{classes}], got {list(weight.shape)}")
+        check_same_device(op, "weight", weight, input)
         if weight.requires_grad:
-            raise ValueError(f"{_OP}: weight must not require grad: it is a constant of the loss")
+            raise ValueError(f"{op}: weight must not require grad: it is a constant of the loss")
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{_OP}: label_smoothing must be in [0, 1], got {label_smoothing:g}")
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing:g}")
 
 
-def _check_kinds(weight: object, ignore_index: object, label_smoothing: object) -> None:
+def _check_kinds(op: str, weight: object, ignore_index: object, label_smoothing: object) -> None:
     """What pybind11 refuses at the border of the compiled module; the operator then says which argument it was."""
     integer, number = hasattr(type(ignore_index), "__index__"), hasattr(type(label_smoothing), "__float__")
     if not (weight is None or isinstance(weight, Tensor)) or not integer:
-        raise TypeError(f"{_OP}: incompatible arguments")
+        raise TypeError(f"{op}: incompatible arguments")
     if not number and not hasattr(type(label_smoothing), "__index__"):
-        raise TypeError(f"{_OP}: incompatible arguments")
+        raise TypeError(f"{op}: incompatible arguments")
 
 
-def _check_target(input: Tensor, target: Tensor, rows: tuple[int, ...], ignore_index: int) -> None:
+def _check_target(op: str, input: Tensor, target: Tensor, rows: tuple[int, ...], ignore_index: int) -> None:
     if target.is_floating_point():
-        check_floating(_OP, "target", target)
+        check_floating(op, "target", target)
         if target.shape != input.shape:
             raise ValueError(
-                f"{_OP}: target of class probabilities must have the shape of input, {list(input.shape)}, got "
+                f"{op}: target of class probabilities must have the shape of input, {list(input.shape)}, got "
                 f"{list(target.shape)}"
             )
         if ignore_index >= 0:
             raise ValueError(
-                f"{_OP}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
+                f"{op}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
             )
         return
     if target.dtype not in LABELS:
         raise TypeError(
-            f"{_OP}: target must be int64, int32 or uint8 labels or floating-point class probabilities, got "
+            f"{op}: target must be int64, int32 or uint8 labels or floating-point class probabilities, got "
             f"{scalar_name(target.dtype)}"
         )
     if tuple(target.shape) != rows:
         names = "[]" if input.dim() == 1 else "[N]" if input.dim() == 2 else "[N, d1, ...]"
-        raise ValueError(f"{_OP}: target must be {names} = {list(rows)}, got {list(target.shape)}")
+        raise ValueError(f"{op}: target must be {names} = {list(rows)}, got {list(target.shape)}")
 
 
-def _check_gamma(input: Tensor, gamma: Tensor, edges: Tensor | None, rows: tuple[int, ...]) -> None:
+def _check_gamma(op: str, input: Tensor, gamma: Tensor, edges: Tensor | None, rows: tuple[int, ...]) -> None:
     if not gamma.is_floating_point():
         raise TypeError(
-            f"{_OP}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of "
+            f"{op}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of "
             f"{scalar_name(gamma.dtype)}"
         )
     if edges is not None:
-        check_same_device(_OP, "gamma.edges", edges, input)
-        check_same_device(_OP, "gamma.gammas", gamma, input)
+        check_same_device(op, "gamma.edges", edges, input)
+        check_same_device(op, "gamma.gammas", gamma, input)
         return
     if gamma.dim() == 0 and gamma.device.type == "cpu":  # one number may stay on the host
         return
-    check_same_device(_OP, "gamma", gamma, input)
+    check_same_device(op, "gamma", gamma, input)
     if not fits(gamma, rows):
         raise ValueError(
-            f"{_OP}: gamma must be broadcastable to the unreduced loss {list(rows)}, got {list(gamma.shape)}"
+            f"{op}: gamma must be broadcastable to the unreduced loss {list(rows)}, got {list(gamma.shape)}"
         )

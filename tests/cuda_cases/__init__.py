@@ -9,7 +9,15 @@ operator: a module here, its line in ``MODULES``, and for each launcher FK_SIZE 
 import importlib
 from typing import Any
 
-MODULES = ("focal_loss", "calibration_map", "calibration_grid", "calibration_sums", "sigmoid_loss", "blind_spots")
+MODULES = (
+    "focal_loss",
+    "calibration_map",
+    "calibration_grid",
+    "calibration_sums",
+    "sigmoid_loss",
+    "row_loss",
+    "blind_spots",
+)
 
 
 def collect(*modules: str) -> dict[str, Any]:

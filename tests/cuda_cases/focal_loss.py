@@ -13,7 +13,7 @@ FOCAL_LOSS = [
     ("rows", c_int64), ("classes", c_int64), ("logits", c_void_p), ("layout", Layout), ("labels", Labels),
     ("ignore_index", c_int64), ("target_probs", c_void_p), ("target_layout", Layout), ("label_smoothing", "real"),
     ("class_weight", c_void_p), ("detach_modulation", c_bool), ("gamma", c_void_p), ("gamma_stride", c_int64),
-    ("gamma_value", "real"), ("edges", c_void_p), ("n_bins", c_int64), ("saved", c_void_p),
+    ("gamma_value", "real"), ("epsilon", "real"), ("edges", c_void_p), ("n_bins", c_int64), ("saved", c_void_p),
 ]  # fmt: skip
 FOCAL_LOSS_FORWARD = [*FOCAL_LOSS, ("row_loss", c_void_p)]
 FOCAL_LOSS_BACKWARD = [
@@ -23,8 +23,13 @@ FOCAL_LOSS_BACKWARD = [
 
 
 def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_index=-100, reduction="mean",
-                   label_smoothing=0.0, detach_modulation=False, grad_like=None, gradients=True):  # fmt: skip
-    """Everything that the two kernels write, by name; without `gradients`, that for gamma alone."""
+                   label_smoothing=0.0, detach_modulation=False, grad_like=None, gradients=True, kind=0,
+                   epsilon=0.0):  # fmt: skip
+    """Everything that the two kernels write, by name; without `gradients`, that for gamma alone. Other kinds are the
+    other losses of rows."""
+    which = (kind,) if kind else ()
+    launch_forward = library.row_loss_forward if kind else library.focal_loss_forward
+    launch_backward = library.row_loss_backward if kind else library.focal_loss_backward
     dtype, real = logits.dtype, real_of(logits.dtype)
     classes = logits.shape[1]
     rows = logits.numel() // classes
@@ -38,7 +43,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
         else:
             forward.labels = Labels(memory.put(target.contiguous()), LABELS.index(target.dtype))
         forward.ignore_index, forward.label_smoothing = ignore_index, label_smoothing
-        forward.detach_modulation = detach_modulation
+        forward.detach_modulation, forward.epsilon = detach_modulation, epsilon
         forward.class_weight = None if weight is None else memory.put(weight.to(real))
         if isinstance(gamma, GammaTable):
             forward.gamma, forward.n_bins = memory.put(gamma.gammas.to(real)), len(gamma.gammas)
@@ -47,14 +52,14 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
             forward.gamma, forward.gamma_stride = memory.put(gamma.to(real)), int(gamma.dim() > 0)
         else:
             forward.gamma_value = gamma
-        numbers = torch.full((3 * rows,), NAN, dtype=real)
+        numbers = torch.full(((4 if kind > 1 else 3) * rows,), NAN, dtype=real)
         row_numbers, one = numbers[:rows].clone(), torch.full((1,), NAN, dtype=real)
         forward.saved = memory.out(numbers)
         divisor, loss, row_loss = memory.out(one), memory.out(one), memory.out(row_numbers)
         forward.row_loss = row_loss if reduction == "none" else None
         scratch = library.focal_loss_workspace(c_int64(rows), c_int64(classes))
-        status = library.focal_loss_forward(
-            DTYPES.index(dtype), ctypes.byref(forward), int(reduction == "mean"),
+        status = launch_forward(
+            *which, DTYPES.index(dtype), ctypes.byref(forward), int(reduction == "mean"),
             c_void_p(None if reduction == "none" else loss), c_void_p(divisor),
             c_void_p(memory.scratch(scratch) if scratch else None),
         )  # fmt: skip
@@ -71,7 +76,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
             backward.grad_logits = memory.out(nan_like(grad_like))
             backward.grad_target = memory.out(nan_like(target)) if soft else None
         backward.grad_gamma = memory.out(row_numbers)
-        assert library.focal_loss_backward(DTYPES.index(dtype), ctypes.byref(backward)) == 0
+        assert launch_backward(*which, DTYPES.index(dtype), ctypes.byref(backward)) == 0
         return {
             "saved": memory.get(forward.saved, numbers),
             "loss": memory.get(row_loss, row_numbers) if reduction == "none" else memory.get(loss, one),

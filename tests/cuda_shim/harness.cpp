@@ -12,6 +12,9 @@
 #include <cuda_runtime.h>
 #include "cuda/launch.h"
 #include "kernels.h"
+#include "math/brier.h"
+#include "math/dual_focal.h"
+#include "math/poly_focal.h"
 
 using namespace focalkern;
 
@@ -124,6 +127,37 @@ int focal_loss_forward(int dtype, const void* args, int mean, void* loss, void* 
     using Real = compute_t<Scalar>;
     return cuda::focal_loss_forward(*static_cast<const FocalLossForward<Scalar>*>(args), mean != 0,
                                     static_cast<Real*>(loss), static_cast<Real*>(divisor), workspace, nullptr);
+  });
+}
+
+// kind: 1 poly focal, 2 dual focal, 3 Brier.
+}  // extern "C"
+
+template <typename Function>
+int with_loss(int kind, Function f) {
+  return kind == 1 ? f(PolyFocalRow{}) : kind == 2 ? f(DualFocalRow{}) : f(BrierRow{});
+}
+
+extern "C" {
+
+int row_loss_forward(int kind, int dtype, const void* args, int mean, void* loss, void* divisor, void* workspace) {
+  return with_scalar(dtype, [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    using Real = compute_t<Scalar>;
+    return with_loss(kind, [&](auto row) {
+      return cuda::row_loss_forward<decltype(row)>(*static_cast<const FocalLossForward<Scalar>*>(args), mean != 0,
+                                                   static_cast<Real*>(loss), static_cast<Real*>(divisor), workspace,
+                                                   nullptr);
+    });
+  });
+}
+
+int row_loss_backward(int kind, int dtype, const void* args) {
+  return with_scalar(dtype, [&](auto scalar) {
+    return with_loss(kind, [&](auto row) {
+      return cuda::row_loss_backward<decltype(row)>(*static_cast<const FocalLossBackward<decltype(scalar)>*>(args),
+                                                    nullptr);
+    });
   });
 }
 

@@ -1,0 +1,11 @@
+// The Brier score of the softmax on the CPU.
+
+#include "math/brier.h"
+
+#include "cpu/row_loss.h"
+
+namespace focalkern::cpu {
+
+FK_ROW_LOSS(BrierRow)
+
+}  // namespace focalkern::cpu

@@ -1,0 +1,11 @@
+// The dual focal loss on the CPU.
+
+#include "math/dual_focal.h"
+
+#include "cpu/row_loss.h"
+
+namespace focalkern::cpu {
+
+FK_ROW_LOSS(DualFocalRow)
+
+}  // namespace focalkern::cpu

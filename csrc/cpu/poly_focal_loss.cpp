@@ -1,0 +1,11 @@
+// The poly focal loss on the CPU.
+
+#include "math/poly_focal.h"
+
+#include "cpu/row_loss.h"
+
+namespace focalkern::cpu {
+
+FK_ROW_LOSS(PolyFocalRow)
+
+}  // namespace focalkern::cpu

@@ -1,0 +1,1116 @@
+// Losses of rows of logits, forward and backward, on the CPU: the loops, which are the same for every loss. What a loss
+// is besides is in its header in math (see math/row_loss.h), and its kernels are made by FK_ROW_LOSS.
+//
+//   forward   logits [rows, classes] -> row_loss [rows], saved [3 or 4, rows] = (m, log S, log u or squares, marked)
+//   backward  logits, saved, grad_loss -> grad_logits [rows, classes] (and grad_gamma, grad_target)
+//
+// Memory: each direction reads the logits from memory once; second looks at a row find it in cache. Three shapes of
+// the same work:
+//   rows      classes are adjacent and many: vectors run along a row, in blocks that stay in the first-level cache
+//   columns   rows are adjacent (pixels, [N, C, d1, ...]): vectors run across a tile of rows
+//   few classes in adjacent memory are turned into a tile of columns first
+// What is left of a row after its sums, a handful of numbers, is computed for a whole tile of rows at once.
+// Soft targets and label smoothing need every class's factor; they take a plainer path at the end of the file.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+
+#include "cpu/vector_clones.h"
+#include "kernels.h"
+#include "math/row_loss.h"
+
+namespace focalkern::cpu {
+namespace {
+
+constexpr int64_t kTileRows = 64;        // rows whose scalars are finished together; also the width of a column tile
+constexpr int64_t kFewClasses = 32;      // up to here a transposed tile wastes less than padding a row to full vectors
+constexpr int64_t kBlock = 4096;         // logits of a row that are looked at twice while in the first-level cache
+constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
+constexpr int64_t kAhead = 1024;         // how many logits ahead a prefetch reaches along a row
+
+template <typename Real>
+using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so that comparisons stay in one vector
+
+// Classes that a row is cut into: whole vectors of the widest kind, of Scalar and of what it is computed in.
+template <typename Scalar>
+constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
+
+constexpr int64_t kColumnLanes = 16;  // rows of a column tile whose sums are kept in registers
+
+constexpr int kNoTarget = -1;  // never equals a class: the label of an ignored row
+
+// The numbers of a tile of rows on their way from sums to loss and gradient.
+template <typename Real>
+struct Tile {
+  label_int<Real> label[kTileRows];
+  Real weight[kTileRows];
+  Real gamma[kTileRows];
+  Real max[kTileRows];                // m
+  Real rest[kTileRows];               // sum of exp(z_j - m) over every class but the one left out
+  Real squares[kTileRows];            // sum of exp(z_j - m)^2 over the same classes, then of p_j^2
+  Real gap[kTileRows];                // logit of the marked class minus that of the target
+  label_int<Real> marked[kTileRows];  // or kNoTarget
+  Real target_logit[kTileRows];       // z_y
+  Real log_s[kTileRows];              // log sum_j exp(z_j - m)
+  Real log_p[kTileRows];
+  Real log_u[kTileRows];
+  Real loss[kTileRows];
+  Real scale[kTileRows];          // what multiplies p_j - [j = y] in the gradient
+  Real factor[kTileRows];         // scale / S: what multiplies e^(z_j - m)
+  Real square_factor[kTileRows];  // what multiplies e^(2 (z_j - m))
+  Real target_slope[kTileRows];   // the gradient of the target's logit
+  Real marked_slope[kTileRows];   // and of the marked class's
+  Real grad_gamma[kTileRows];
+};
+
+// The processor foresees a run of addresses, but not beyond a page, and not the many runs of a tile of columns. The
+// address may lie outside the tensor: a prefetch never faults.
+FK_HOST_DEVICE void prefetch(const void* address) { __builtin_prefetch(address); }
+
+// ---- a row of adjacent classes -------------------------------------------------------------------------------------
+//
+// Groups of kLanes classes; if the last one is not full, it starts earlier and overlaps its neighbour. A row that has
+// fewer classes than one vector takes another road (kFewClasses).
+
+// Offsets of one row after another, without two divisions each.
+class RowCursor {
+ public:
+  FK_HOST_DEVICE RowCursor(const RowLayout& layout, int64_t row)
+      : layout_(layout), position_(row % layout.inner), offset_(layout.row_offset(row)) {}
+  FK_HOST_DEVICE int64_t offset() const { return offset_; }
+  FK_HOST_DEVICE void next() {
+    offset_ += layout_.inner_stride;
+    if (++position_ < layout_.inner) return;
+    offset_ += layout_.outer_stride - layout_.inner * layout_.inner_stride;
+    position_ = 0;
+  }
+
+ private:
+  RowLayout layout_;
+  int64_t position_, offset_;
+};
+
+template <typename Scalar>
+FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t n) {
+  using Real = compute_t<Scalar>;
+  Real lanes[kLanes<Scalar>];
+#pragma omp simd
+  for (int64_t l = 0; l < kLanes<Scalar>; ++l) lanes[l] = load_as_compute(z[n - kLanes<Scalar> + l]);
+  for (int64_t j = 0; j + kLanes<Scalar> <= n; j += kLanes<Scalar>) {
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
+      const Real v = load_as_compute(z[j + l]);
+      lanes[l] = v > lanes[l] ? v : lanes[l];
+    }
+  }
+  Real m = -std::numeric_limits<Real>::infinity();
+#pragma omp simd reduction(max : m)
+  for (int64_t l = 0; l < kLanes<Scalar>; ++l) m = lanes[l] > m ? lanes[l] : m;
+  return m;
+}
+
+// What is subtracted before exponentials: the maximum. Where no class has any probability, -inf - -inf would be NaN
+// where 0 is meant; log p_y becomes NaN all the same, from z_y - m.
+template <typename Real>
+FK_HOST_DEVICE Real finite_shift(Real max) {
+  return max == -std::numeric_limits<Real>::infinity() ? Real(0) : max;
+}
+
+// Added one after the other, the lanes would wait for each other longer than a short row takes.
+template <int64_t n, typename Real>
+FK_HOST_DEVICE Real sum_by_halves(Real* lanes /* [n], overwritten */) {
+  if constexpr (n == 1) {
+    return lanes[0];
+  } else {
+#pragma omp simd
+    for (int64_t l = 0; l < n / 2; ++l) lanes[l] += lanes[l + n / 2];
+    return sum_by_halves<n / 2>(lanes);
+  }
+}
+
+template <typename Real>
+struct ExpSums {
+  Real first;
+  Real squares;  // of the exponentials
+};
+
+// Leaving a class out of the sum, rather than subtracting it afterwards, keeps 1 - p of it exact as p -> 1.
+template <bool kSquares, typename Scalar>
+FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_t n, compute_t<Scalar> shift,
+                                                         int64_t except) {
+  using Real = compute_t<Scalar>;
+  using Int = label_int<Real>;
+  // Out of this block: any number that no index equals.
+  const Int skipped = except >= 0 && except < n ? static_cast<Int>(except) : Int(kNoTarget);
+  const int64_t whole = n & -kLanes<Scalar>;
+  Real lanes[kLanes<Scalar>] = {};
+  [[maybe_unused]] Real squares[kLanes<Scalar>] = {};
+  Int index[kLanes<Scalar>];  // kept in a register beside `lanes`
+#pragma omp simd
+  for (int64_t l = 0; l < kLanes<Scalar>; ++l) index[l] = static_cast<Int>(l);
+  for (int64_t j = 0; j < whole; j += kLanes<Scalar>) {
+    const Scalar* group = z + j;
+    prefetch(group + kBlock);  // for the next max_of, which has little to do but wait for memory
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
+      const Real e = bounded_exponential(load_as_compute(group[l]) - shift);
+      lanes[l] = index[l] == skipped ? lanes[l] : lanes[l] + e;
+      if constexpr (kSquares) squares[l] = index[l] == skipped ? squares[l] : squares[l] + e * e;
+      index[l] += Int(kLanes<Scalar>);
+    }
+  }
+  if (whole < n) {
+    const Scalar* group = z + n - kLanes<Scalar>;
+    const Int first = static_cast<Int>(whole), back = static_cast<Int>(whole - (n - kLanes<Scalar>));
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
+      const Real e = bounded_exponential(load_as_compute(group[l]) - shift);
+      // Not from l, on which the compiler would split the loop in two, and not by ||, which is a branch.
+      const Int position = index[l] - back;
+      const bool left_out = (position == skipped) | (position < first);
+      lanes[l] += left_out ? Real(0) : e;
+      if constexpr (kSquares) squares[l] += left_out ? Real(0) : e * e;
+    }
+  }
+  Real square_sum = 0;
+  if constexpr (kSquares) square_sum = sum_by_halves<kLanes<Scalar>>(squares);
+  return {sum_by_halves<kLanes<Scalar>>(lanes), square_sum};
+}
+
+// The largest logit below `limit`, or -inf.
+template <typename Scalar>
+FK_HOST_DEVICE compute_t<Scalar> max_below(const Scalar* z, int64_t n, compute_t<Scalar> limit) {
+  using Real = compute_t<Scalar>;
+  Real lanes[kLanes<Scalar>];
+  std::fill_n(lanes, kLanes<Scalar>, -std::numeric_limits<Real>::infinity());
+  const int64_t last = n - kLanes<Scalar>;
+  for (int64_t j = 0; j < n; j += kLanes<Scalar>) {
+    const Scalar* group = z + (j < last ? j : last);
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
+      const Real v = load_as_compute(group[l]);
+      lanes[l] = (v < limit) & (v > lanes[l]) ? v : lanes[l];
+    }
+  }
+  Real m = -std::numeric_limits<Real>::infinity();
+#pragma omp simd reduction(max : m)
+  for (int64_t l = 0; l < kLanes<Scalar>; ++l) m = lanes[l] > m ? lanes[l] : m;
+  return m;
+}
+
+// The first class with this logit, or 0 where there is none.
+template <typename Scalar>
+FK_HOST_DEVICE int64_t first_equal(const Scalar* z, int64_t n, compute_t<Scalar> value) {
+  using Int = label_int<compute_t<Scalar>>;
+  const int64_t last = n - kLanes<Scalar>;
+  for (int64_t j = 0; j < n; j += kLanes<Scalar>) {
+    const int64_t begin = j < last ? j : last;
+    Int any = 0;
+#pragma omp simd reduction(| : any)
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) any |= load_as_compute(z[begin + l]) == value ? 1 : 0;
+    if (!any) continue;
+    int64_t c = begin;
+    while (load_as_compute(z[c]) != value) ++c;
+    return c;
+  }
+  return 0;
+}
+
+// The sums of a row of several blocks, with a running maximum. A function of its own: inlined beside the loop for short
+// rows, it would take registers from it.
+template <typename Loss, typename Scalar>
+FK_VECTOR_CLONES void sums_of_long_row(const Scalar* z, int64_t classes, int64_t target, int64_t r,
+                                       Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
+  [[maybe_unused]] const Real target_logit = load_as_compute(z[target]);
+  Real m = kMinusInfinity;
+  [[maybe_unused]] Real rival = kMinusInfinity;
+  int64_t marked = Loss::kMarked == Marked::kLargest ? 0 : kNoTarget;
+  double sum = 0, squares = 0;
+  const int64_t blocks = classes / kBlock;  // the last one also takes what is left
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = block * kBlock;
+    const int64_t n = block + 1 < blocks ? kBlock : classes - begin;
+    const Real block_max = max_of(z + begin, n);
+    if (block_max > m) {
+      const Real shrink = exponential(m - block_max);
+      if constexpr (Loss::kLargestIsLeftOut) {
+        // The one left out so far is one of the others from here on.
+        sum = (sum + 1) * shrink;
+        squares = (squares + 1) * shrink * shrink;
+        marked = begin + first_equal(z + begin, n, block_max);
+      } else {
+        sum *= shrink;
+      }
+      m = block_max;
+    }
+    if constexpr (Loss::kMarked == Marked::kRival) {
+      const Real of_block = max_below(z + begin, n, target_logit);
+      if (of_block > rival) {
+        rival = of_block;
+        marked = begin + first_equal(z + begin, n, of_block);
+      }
+    }
+    const int64_t left_out = Loss::kLargestIsLeftOut ? marked : target;
+    const auto sums = sum_exp_except<Loss::kSquares>(z + begin, n, finite_shift(m), left_out - begin);
+    sum += sums.first;
+    squares += sums.squares;
+  }
+  tile.max[r] = m;
+  tile.rest[r] = static_cast<Real>(sum);
+  if constexpr (Loss::kSquares) tile.squares[r] = static_cast<Real>(squares);
+  if constexpr (Loss::kMarked != Marked::kNone) tile.marked[r] = static_cast<label_int<Real>>(marked);
+}
+
+// grad_j = e^(z_j - m) * factor, or e (factor + e square)
+template <bool kSquares, typename Scalar>
+FK_HOST_DEVICE void scaled_exp(const Scalar* z, int64_t n, compute_t<Scalar> max, compute_t<Scalar> factor,
+                               [[maybe_unused]] compute_t<Scalar> square, Scalar* grad) {
+  const int64_t last = n - kLanes<Scalar>;
+  for (int64_t j = 0; j < n; j += kLanes<Scalar>) {
+    const int64_t begin = j < last ? j : last;
+    prefetch(z + j + kAhead);
+    prefetch(grad + j + kAhead);
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
+      const compute_t<Scalar> e = bounded_exponential(load_as_compute(z[begin + l]) - max);
+      grad[begin + l] = Store<Scalar>::from_compute(e * (kSquares ? factor + e * square : factor));
+    }
+  }
+}
+
+template <typename Loss, typename Scalar>
+FK_VECTOR_CLONES void sums_of_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                   Tile<compute_t<Scalar>>& tile) {
+  // As many rows together as stay in the first-level cache: one waits for the other neither for its maximum nor its
+  // sum.
+  using Real = compute_t<Scalar>;
+  const int64_t group = std::max<int64_t>(1, kBlock / args.classes);
+  RowCursor row(args.layout, row_begin);
+  for (int64_t begin = 0; begin < n_rows; begin += group) {
+    const int64_t end = std::min(n_rows, begin + group);
+    const RowCursor first = row;
+    for (int64_t r = begin; r < end; ++r, row.next()) {
+      const Scalar* z = args.logits + row.offset();
+      const int64_t target = tile.label[r];
+      if (target == kNoTarget) {
+        tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+      } else if (args.classes > kBlock) {
+        sums_of_long_row<Loss>(z, args.classes, target, r, tile);
+        tile.target_logit[r] = load_as_compute(z[target]);
+      } else {
+        tile.max[r] = max_of(z, args.classes);
+        tile.target_logit[r] = load_as_compute(z[target]);
+      }
+    }
+    if (args.classes > kBlock) continue;
+    row = first;
+    for (int64_t r = begin; r < end; ++r, row.next()) {
+      if (tile.label[r] == kNoTarget) continue;
+      const Scalar* z = args.logits + row.offset();
+      int64_t left_out = tile.label[r];
+      if constexpr (Loss::kMarked == Marked::kLargest) {
+        tile.marked[r] = static_cast<label_int<Real>>(first_equal(z, args.classes, tile.max[r]));
+        left_out = tile.marked[r];
+      } else if constexpr (Loss::kMarked == Marked::kRival) {
+        const Real rival = max_below(z, args.classes, tile.target_logit[r]);
+        const bool alone = rival == -std::numeric_limits<Real>::infinity();
+        tile.marked[r] = alone ? kNoTarget : static_cast<label_int<Real>>(first_equal(z, args.classes, rival));
+      }
+      const auto sums = sum_exp_except<Loss::kSquares>(z, args.classes, finite_shift(tile.max[r]), left_out);
+      tile.rest[r] = sums.first;
+      if constexpr (Loss::kSquares) tile.squares[r] = sums.squares;
+    }
+  }
+}
+
+// The marked class's logit beside the target's.
+template <typename Loss, typename Scalar>
+void read_gaps(const Scalar* logits, const RowLayout& layout, int64_t row_begin, int64_t n_rows,
+               Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  RowCursor row(layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+    const bool is_there = tile.label[r] != kNoTarget && tile.marked[r] != kNoTarget;
+    const Real marked = is_there ? load_as_compute(logits[row.offset() + tile.marked[r] * layout.class_stride]) : 0;
+    tile.gap[r] = is_there ? marked - tile.target_logit[r] : -std::numeric_limits<Real>::infinity();
+  }
+}
+
+template <typename Loss, typename Scalar>
+FK_VECTOR_CLONES void grad_of_rows(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                   const Tile<compute_t<Scalar>>& tile) {
+  RowCursor row(args.layout, row_begin), grad_row(args.grad_layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next(), grad_row.next()) {
+    Scalar* grad = args.grad_logits + grad_row.offset();
+    // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
+    if (tile.scale[r] == 0) {
+      std::fill(grad, grad + args.classes, Scalar{});
+      continue;
+    }
+    scaled_exp<Loss::kSquares>(args.logits + row.offset(), args.classes, tile.max[r], tile.factor[r],
+                               tile.square_factor[r], grad);
+    if constexpr (Loss::kMarked != Marked::kNone) {
+      if (tile.marked[r] != kNoTarget) grad[tile.marked[r]] = Store<Scalar>::from_compute(tile.marked_slope[r]);
+    }
+    grad[tile.label[r]] = Store<Scalar>::from_compute(tile.target_slope[r]);
+  }
+}
+
+// ---- a tile of adjacent rows ---------------------------------------------------------------------------------------
+//
+// A vector of rows at a time, whose sums stay in registers from class to class. If the last one is not full, it starts
+// earlier and overlaps its neighbour; fewer rows than one vector go one by one.
+
+template <typename Loss, int64_t n, typename Scalar>
+FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t classes, int64_t row,
+                                  Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  using Int = label_int<Real>;
+  constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
+  constexpr bool kRival = Loss::kMarked == Marked::kRival;
+  Real max[n], rest[n], target_logit[n];
+  [[maybe_unused]] Real squares[n], rival[n];
+  [[maybe_unused]] Int marked[n];
+  Int label[n];
+#pragma omp simd
+  for (int64_t l = 0; l < n; ++l) {
+    max[l] = kMinusInfinity;
+    rest[l] = target_logit[l] = 0;
+    label[l] = tile.label[row + l];
+    if constexpr (Loss::kSquares) squares[l] = 0;
+    if constexpr (Loss::kMarked != Marked::kNone) marked[l] = kRival ? Int(kNoTarget) : Int(0);
+    if constexpr (kRival) rival[l] = kMinusInfinity;
+  }
+  for (int64_t c = 0; c < classes; ++c) {
+    const Scalar* column = z + c * class_stride + row;
+    [[maybe_unused]] const Int this_class = static_cast<Int>(c);
+#pragma omp simd
+    for (int64_t l = 0; l < n; ++l) {
+      const Real v = load_as_compute(column[l]);
+      if constexpr (Loss::kMarked == Marked::kLargest) marked[l] = v > max[l] ? this_class : marked[l];
+      if constexpr (kRival) target_logit[l] = label[l] == this_class ? v : target_logit[l];
+      max[l] = v > max[l] ? v : max[l];
+    }
+  }
+  for (int64_t c = 0; c < classes; ++c) {
+    const Scalar* column = z + c * class_stride + row;
+    prefetch(column + kTileRows);  // the same class of the next tile
+    const Int this_class = static_cast<Int>(c);
+#pragma omp simd
+    for (int64_t l = 0; l < n; ++l) {
+      const Real v = load_as_compute(column[l]);
+      const Real e = bounded_exponential(v - max[l]);
+      const bool is_target = label[l] == this_class;
+      if constexpr (Loss::kLargestIsLeftOut) {
+        const bool is_left_out = marked[l] == this_class;
+        rest[l] += is_left_out ? Real(0) : e;
+        if constexpr (Loss::kSquares) squares[l] += is_left_out ? Real(0) : e * e;
+      } else {
+        rest[l] += is_target ? Real(0) : e;
+      }
+      if constexpr (kRival) {
+        const bool is_rival = (v < target_logit[l]) & (v > rival[l]);
+        rival[l] = is_rival ? v : rival[l];
+        marked[l] = is_rival ? this_class : marked[l];
+      } else {
+        target_logit[l] = is_target ? v : target_logit[l];
+      }
+    }
+  }
+#pragma omp simd
+  for (int64_t l = 0; l < n; ++l) {
+    tile.max[row + l] = max[l];
+    tile.rest[row + l] = rest[l];
+    tile.target_logit[row + l] = target_logit[l];
+    if constexpr (Loss::kSquares) tile.squares[row + l] = squares[l];
+    if constexpr (Loss::kMarked != Marked::kNone) tile.marked[row + l] = marked[l];
+    if constexpr (kRival) tile.gap[row + l] = rival[l] - target_logit[l];
+  }
+}
+
+template <typename Loss, typename Scalar>
+FK_VECTOR_CLONES void sums_of_columns(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
+                                      Tile<compute_t<Scalar>>& tile) {
+  constexpr int64_t n = kColumnLanes;
+  if (n_rows < n) {
+    for (int64_t r = 0; r < n_rows; ++r) sums_of_lanes<Loss, 1>(z, class_stride, classes, r, tile);
+    return;
+  }
+  for (int64_t r = 0; r < n_rows; r += n) {
+    sums_of_lanes<Loss, n>(z, class_stride, classes, std::min(r, n_rows - n), tile);
+  }
+}
+
+template <typename Loss, int64_t n, typename Scalar>
+FK_HOST_DEVICE void grad_of_lanes(const Scalar* z, int64_t class_stride, int64_t classes, int64_t row,
+                                  const Tile<compute_t<Scalar>>& tile, Scalar* grad, int64_t grad_class_stride) {
+  using Real = compute_t<Scalar>;
+  using Int = label_int<Real>;
+  Real max[n], factor[n], target_slope[n], scale[n];
+  [[maybe_unused]] Real square_factor[n], marked_slope[n];
+  [[maybe_unused]] Int marked[n];
+  Int label[n];
+#pragma omp simd
+  for (int64_t l = 0; l < n; ++l) {
+    max[l] = tile.max[row + l];
+    factor[l] = tile.factor[row + l];
+    target_slope[l] = tile.target_slope[row + l];
+    scale[l] = tile.scale[row + l];
+    label[l] = tile.label[row + l];
+    if constexpr (Loss::kSquares) square_factor[l] = tile.square_factor[row + l];
+    if constexpr (Loss::kMarked != Marked::kNone) {
+      marked[l] = tile.marked[row + l];
+      marked_slope[l] = tile.marked_slope[row + l];
+    }
+  }
+  for (int64_t c = 0; c < classes; ++c) {
+    const Scalar* column = z + c * class_stride + row;
+    Scalar* grad_column = grad + c * grad_class_stride + row;
+    prefetch(column + kTileRows);
+    prefetch(grad_column + kTileRows);
+    const Int this_class = static_cast<Int>(c);
+#pragma omp simd
+    for (int64_t l = 0; l < n; ++l) {
+      const Real e = bounded_exponential(load_as_compute(column[l]) - max[l]);
+      Real other = e * (Loss::kSquares ? factor[l] + e * square_factor[l] : factor[l]);
+      if constexpr (Loss::kMarked != Marked::kNone) other = marked[l] == this_class ? marked_slope[l] : other;
+      const Real slope = label[l] == this_class ? target_slope[l] : other;
+      grad_column[l] = Store<Scalar>::from_compute(scale[l] == Real(0) ? Real(0) : slope);
+    }
+  }
+}
+
+template <typename Loss, typename Scalar>
+FK_VECTOR_CLONES void grad_of_columns(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
+                                      const Tile<compute_t<Scalar>>& tile, Scalar* grad, int64_t grad_class_stride) {
+  constexpr int64_t n = kColumnLanes;
+  if (n_rows < n) {
+    for (int64_t r = 0; r < n_rows; ++r) {
+      grad_of_lanes<Loss, 1>(z, class_stride, classes, r, tile, grad, grad_class_stride);
+    }
+    return;
+  }
+  for (int64_t r = 0; r < n_rows; r += n) {
+    grad_of_lanes<Loss, n>(z, class_stride, classes, std::min(r, n_rows - n), tile, grad, grad_class_stride);
+  }
+}
+
+// ---- from sums to loss and slope, a tile of rows at a time ---------------------------------------------------------
+
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Real z_minus_max = tile.target_logit[r] - tile.max[r];
+    if constexpr (Loss::kLargestIsLeftOut) {
+      // The largest class adds exactly 1. m - m is NaN for an infinite m, which the sum over the others would not show.
+      const Real log_s = log_one_plus(tile.rest[r]) + (tile.max[r] - tile.max[r]);
+      tile.log_s[r] = log_s;
+      tile.log_p[r] = z_minus_max - log_s;
+      tile.log_u[r] = 0;
+      if constexpr (Loss::kSquares) tile.squares[r] *= exponential(Real(-2) * log_s);
+      continue;
+    }
+    // If the target is the largest class its own term is exactly 1, and the sum is 1 + rest without rounding.
+    const Real log_s = log_one_plus(tile.rest[r] + (exponential(z_minus_max) - Real(1)));
+    const Real log_p = z_minus_max - log_s;
+    // The target's u = rest / S; as p -> 0 it approaches 1, and only log(1 - p) keeps its digits.
+    const bool is_top = z_minus_max == Real(0);
+    const Real p = exponential(log_p);
+    const Real log_rest_or_u = log_of_sum(is_top ? tile.rest[r] : Real(1), is_top ? Real(0) : -p);
+    tile.log_s[r] = log_s;
+    tile.log_p[r] = log_p;
+    tile.log_u[r] = log_rest_or_u - (is_top ? log_s : Real(0));
+  }
+}
+
+// table_gamma for many probabilities, bins outermost, so that the rows of a tile are compared together.
+template <typename Real>
+FK_VECTOR_CLONES void look_up_gamma(const Real* log_p, int64_t n, const Real* edges, const Real* gammas, int64_t n_bins,
+                                    Real* gamma) {
+  Real p[kTileRows];
+  for (int64_t begin = 0; begin < n; begin += kTileRows) {
+    const int64_t count = std::min(kTileRows, n - begin);
+    for (int64_t r = 0; r < count; ++r) {
+      p[r] = exponential(log_p[begin + r]);
+      gamma[begin + r] = gammas[0];
+    }
+    for (int64_t bin = 1; bin < n_bins; ++bin) {
+      const Real edge = edges[bin], gamma_of_bin = gammas[bin];
+#pragma omp simd
+      for (int64_t r = 0; r < count; ++r) {
+        gamma[begin + r] = table_step(p[r], edge, gamma_of_bin, gamma[begin + r]);
+      }
+    }
+  }
+}
+
+// Whether any row of a tile needs the formula of the inverse focal loss, which would otherwise be computed in vain.
+template <typename Real>
+FK_HOST_DEVICE bool any_inverse(int64_t n_rows, const Tile<Real>& tile) {
+  label_int<Real> any = 0;
+#pragma omp simd reduction(| : any)
+  for (int64_t r = 0; r < n_rows; ++r) any |= tile.gamma[r] < Real(0) ? 1 : 0;
+  return any != 0;
+}
+
+template <typename Loss, typename Real>
+FK_HOST_DEVICE RowNumbers<Real> numbers_of(const Tile<Real>& tile, int64_t r, Real epsilon, bool detached) {
+  RowNumbers<Real> row;
+  row.log_s = tile.log_s[r];
+  row.log_p = tile.log_p[r];
+  row.log_u = Loss::kLargestIsLeftOut ? Real(0) : tile.log_u[r];
+  row.squares = Loss::kSquares ? tile.squares[r] : Real(0);
+  row.gap = Loss::kMarked == Marked::kRival ? tile.gap[r] : Real(0);
+  row.target_is_marked = Loss::kMarked != Marked::kNone && tile.label[r] == tile.marked[r];
+  row.gamma = tile.gamma[r];
+  row.epsilon = epsilon;
+  row.detached = detached;
+  return row;
+}
+
+template <typename Loss, bool kEverInverse, typename Real>
+FK_HOST_DEVICE void finish_loss_of(int64_t n_rows, Real epsilon, Tile<Real>& tile,
+                                   Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
+                                   FocalLossSums* sums) {
+  double loss_sum = 0, weight_sum = 0;
+#pragma omp simd reduction(+ : loss_sum, weight_sum)
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const bool ignored = tile.label[r] == kNoTarget;
+    const Real loss = Loss::template loss<kEverInverse>(numbers_of<Loss>(tile, r, epsilon, false)) * tile.weight[r];
+    tile.loss[r] = ignored ? Real(0) : loss;
+    loss_sum += static_cast<double>(tile.loss[r]);
+    weight_sum += static_cast<double>(tile.weight[r]);
+    saved[r] = ignored ? Real(0) : tile.max[r];
+    saved[rows + r] = ignored ? Real(0) : tile.log_s[r];
+    saved[2 * rows + r] = ignored ? Real(0) : (Loss::kSquares ? tile.squares[r] : tile.log_u[r]);
+    if constexpr (Loss::kMarked != Marked::kNone) {
+      saved[3 * rows + r] = class_as_number(ignored ? label_int<Real>(kNoTarget) : tile.marked[r]);
+    }
+  }
+  sums->loss += loss_sum;
+  sums->weight += weight_sum;
+}
+
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Real epsilon, Tile<Real>& tile, Real* saved, int64_t rows,
+                                  FocalLossSums* sums) {
+  if (Loss::kHasInverse && any_inverse(n_rows, tile)) {
+    finish_loss_of<Loss, Loss::kHasInverse>(n_rows, epsilon, tile, saved, rows, sums);
+  } else {
+    finish_loss_of<Loss, false>(n_rows, epsilon, tile, saved, rows, sums);
+  }
+}
+
+// On entry `scale` holds the upstream gradient.
+template <typename Loss, bool kEverInverse, typename Real>
+FK_HOST_DEVICE void finish_slope_of(int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
+  const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const RowSlope<Real> slope =
+        Loss::template slope<kEverInverse>(numbers_of<Loss>(tile, r, epsilon, detached > Real(0)));
+    const Real upstream = tile.scale[r] * tile.weight[r];
+    const bool ignored = tile.label[r] == kNoTarget;
+    const Real per_sum = exponential(-tile.log_s[r]);
+    tile.scale[r] = ignored ? Real(0) : upstream;
+    tile.factor[r] = upstream * slope.factor * per_sum;
+    tile.target_slope[r] = upstream * slope.at_target;
+    tile.grad_gamma[r] = ignored ? Real(0) : upstream * slope.grad_gamma;
+    if constexpr (Loss::kSquares) tile.square_factor[r] = upstream * slope.square * (per_sum * per_sum);
+    if constexpr (Loss::kMarked != Marked::kNone) tile.marked_slope[r] = upstream * slope.at_marked;
+  }
+}
+
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void finish_slope(int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
+  if (Loss::kHasInverse && any_inverse(n_rows, tile)) {
+    finish_slope_of<Loss, Loss::kHasInverse>(n_rows, epsilon, detach_modulation, tile);
+  } else {
+    finish_slope_of<Loss, false>(n_rows, epsilon, detach_modulation, tile);
+  }
+}
+
+// Labels, class weights and gammas of a tile. Returns the first row whose label is out of range, or -1.
+template <typename Scalar>
+FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                   Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  const int64_t classes = args.classes, ignore_index = args.ignore_index;
+  int64_t label[kTileRows];
+  for (int64_t r = 0; r < n_rows; ++r) label[r] = args.labels[row_begin + r];
+  int64_t wrong = 0;
+#pragma omp simd reduction(| : wrong)
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const bool in_range = (label[r] >= 0) & (label[r] < classes);
+    const bool kept = label[r] != ignore_index;
+    wrong |= !in_range & kept ? 1 : 0;
+    tile.label[r] = in_range & kept ? static_cast<label_int<Real>>(label[r]) : label_int<Real>(kNoTarget);
+    tile.weight[r] = in_range & kept ? Real(1) : Real(0);
+  }
+  if (args.class_weight) {
+    for (int64_t r = 0; r < n_rows; ++r) {
+      if (tile.label[r] != kNoTarget) tile.weight[r] = args.class_weight[tile.label[r]];
+    }
+  }
+  if (args.gamma && !args.edges) {
+    for (int64_t r = 0; r < n_rows; ++r) tile.gamma[r] = args.gamma[(row_begin + r) * args.gamma_stride];
+  } else {
+    std::fill_n(tile.gamma, n_rows, args.gamma_value);
+  }
+  if (!wrong) return -1;
+  int64_t r = 0;
+  while ((label[r] >= 0 && label[r] < classes) || label[r] == ignore_index) ++r;
+  return row_begin + r;
+}
+
+// How many rows of a tile can be handled together: for columns, those that are adjacent in memory.
+template <typename Scalar>
+int64_t tile_rows(const FocalLossArgs<Scalar>& args, bool columns, int64_t row, int64_t row_end) {
+  int64_t n = std::min(kTileRows, row_end - row);
+  return columns ? std::min(n, args.layout.inner - row % args.layout.inner) : n;
+}
+
+template <typename Scalar>
+bool is_columns(const FocalLossArgs<Scalar>& args) {
+  return args.layout.class_stride != 1 && args.classes > 1;
+}
+
+// in [n_rows, in_stride] -> out [n_columns, out_stride], by squares of four, which fit any vector unit; the last ones
+// overlap their neighbours. Needs at least four of each.
+template <typename Scalar>
+FK_HOST_DEVICE void transpose(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t n_columns, Scalar* out,
+                              int64_t out_stride) {
+  using Int = std::conditional_t<sizeof(Scalar) == 2, int16_t, int32_t>;
+  using Four [[gnu::vector_size(4 * sizeof(Scalar))]] = Int;
+  using Pick = Four;
+  for (int64_t r = 0; r < n_rows; r += 4) {
+    const int64_t row = std::min(r, n_rows - 4);
+    for (int64_t c = 0; c < n_columns; c += 4) {
+      const int64_t column = std::min(c, n_columns - 4);
+      Four line[4];
+      for (int64_t i = 0; i < 4; ++i) std::memcpy(&line[i], in + (row + i) * in_stride + column, sizeof(Four));
+      const Four low01 = __builtin_shuffle(line[0], line[1], Pick{0, 4, 1, 5});
+      const Four high01 = __builtin_shuffle(line[0], line[1], Pick{2, 6, 3, 7});
+      const Four low23 = __builtin_shuffle(line[2], line[3], Pick{0, 4, 1, 5});
+      const Four high23 = __builtin_shuffle(line[2], line[3], Pick{2, 6, 3, 7});
+      const Four turned[4] = {
+          __builtin_shuffle(low01, low23, Pick{0, 1, 4, 5}), __builtin_shuffle(low01, low23, Pick{2, 3, 6, 7}),
+          __builtin_shuffle(high01, high23, Pick{0, 1, 4, 5}), __builtin_shuffle(high01, high23, Pick{2, 3, 6, 7})};
+      for (int64_t i = 0; i < 4; ++i) std::memcpy(out + (column + i) * out_stride + row, &turned[i], sizeof(Four));
+    }
+  }
+}
+
+// The distance between rows that `transpose` can turn, or 0 where it cannot.
+template <typename Scalar>
+int64_t matrix_stride(const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows) {
+  if (sizeof(Scalar) > sizeof(float) || layout.class_stride != 1 || classes < 4 || n_rows < 4) return 0;
+  if (layout.inner == 1) return layout.outer_stride;
+  return row_begin % layout.inner + n_rows <= layout.inner ? layout.inner_stride : 0;
+}
+
+// [n_rows, classes] in any layout <-> [classes, kTileRows]
+template <typename Scalar>
+FK_VECTOR_CLONES void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, Scalar* tile) {
+  if constexpr (sizeof(Scalar) <= sizeof(float)) {
+    if (const int64_t stride = matrix_stride<Scalar>(args.layout, args.classes, row_begin, n_rows)) {
+      transpose(args.logits + args.layout.row_offset(row_begin), stride, n_rows, args.classes, tile, kTileRows);
+      return;
+    }
+  }
+  RowCursor row(args.layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+    const Scalar* z = args.logits + row.offset();
+    for (int64_t c = 0; c < args.classes; ++c) tile[c * kTileRows + r] = z[c * args.layout.class_stride];
+  }
+}
+template <typename Scalar>
+FK_VECTOR_CLONES void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                   const Scalar* tile) {
+  if constexpr (sizeof(Scalar) <= sizeof(float)) {
+    if (const int64_t stride = matrix_stride<Scalar>(args.grad_layout, args.classes, row_begin, n_rows)) {
+      transpose(tile, kTileRows, args.classes, n_rows, args.grad_logits + args.grad_layout.row_offset(row_begin),
+                stride);
+      return;
+    }
+  }
+  RowCursor row(args.grad_layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+    Scalar* grad = args.grad_logits + row.offset();
+    for (int64_t c = 0; c < args.classes; ++c) grad[c * args.grad_layout.class_stride] = tile[c * kTileRows + r];
+  }
+}
+
+template <typename Loss, typename Scalar>
+FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  using Real = compute_t<Scalar>;
+  const bool columns = is_columns(args);
+  const bool few_classes = !columns && args.classes <= kFewClasses;
+  alignas(64) Scalar transposed[kFewClasses * kTileRows];
+  Tile<Real> tile;
+  FocalLossSums sums{0, 0, -1};
+  for (int64_t row = row_begin, n; row < row_end; row += n) {
+    n = tile_rows(args, columns, row, row_end);
+    const int64_t invalid = read_rows(args, row, n, tile);
+    if (invalid >= 0) {
+      sums.invalid_row = invalid;
+      return sums;
+    }
+    if (columns) {
+      sums_of_columns<Loss>(args.logits + args.layout.row_offset(row), args.layout.class_stride, args.classes, n, tile);
+    } else if (few_classes) {
+      gather_tile(args, row, n, transposed);
+      sums_of_columns<Loss>(transposed, kTileRows, args.classes, n, tile);
+    } else {
+      sums_of_rows<Loss>(args, row, n, tile);
+      if constexpr (Loss::kMarked == Marked::kRival) read_gaps<Loss>(args.logits, args.layout, row, n, tile);
+    }
+    finish_sums<Loss>(n, tile);
+    if (args.edges) look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
+    finish_loss<Loss>(n, args.epsilon, tile, args.saved + row, args.rows, &sums);
+    if (args.row_loss) std::copy(tile.loss, tile.loss + n, args.row_loss + row);
+  }
+  return sums;
+}
+
+// The numbers of a tile that the forward pass saved, and the upstream gradient into `scale`. The target's logit comes
+// from `transposed`, if the logits were brought there.
+template <typename Loss, typename Scalar>
+void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, const Scalar* transposed,
+                Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  const Real* saved = args.saved + row_begin;
+  std::copy(saved, saved + n_rows, tile.max);
+  std::copy(saved + args.rows, saved + args.rows + n_rows, tile.log_s);
+  std::copy(saved + 2 * args.rows, saved + 2 * args.rows + n_rows, Loss::kSquares ? tile.squares : tile.log_u);
+  if constexpr (Loss::kMarked != Marked::kNone) {
+    for (int64_t r = 0; r < n_rows; ++r) tile.marked[r] = number_as_class(saved[3 * args.rows + r]);
+  }
+  RowCursor row(args.layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+    const int64_t target = std::max<int64_t>(tile.label[r], 0);
+    const Scalar* z = transposed ? transposed + target * kTileRows + r
+                                 : args.logits + row.offset() + target * args.layout.class_stride;
+    tile.target_logit[r] = load_as_compute(*z);
+  }
+  if constexpr (Loss::kMarked == Marked::kRival) read_gaps<Loss>(args.logits, args.layout, row_begin, n_rows, tile);
+  const Real divisor = args.divisor ? *args.divisor : Real(1);
+  if (args.grad_stride == 0) {
+    std::fill_n(tile.scale, n_rows, args.grad_loss[0] / divisor);
+  } else {
+    for (int64_t r = 0; r < n_rows; ++r) tile.scale[r] = args.grad_loss[(row_begin + r) * args.grad_stride] / divisor;
+  }
+  for (int64_t r = 0; r < n_rows; ++r) tile.log_p[r] = (tile.target_logit[r] - tile.max[r]) - tile.log_s[r];
+}
+
+template <typename Loss, typename Scalar>
+void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  using Real = compute_t<Scalar>;
+  // The gradient keeps the layout of the logits wherever both are dense; any other pair goes through a tile.
+  const bool columns = is_columns(args) && args.grad_layout.class_stride != 1 &&
+                       args.grad_layout.inner == args.layout.inner && args.grad_layout.inner_stride == 1;
+  const bool rows = !is_columns(args) && args.grad_layout.class_stride == 1 && args.classes > kFewClasses;
+  // On the stack where it fits: an allocation of this size would be a tenth of a small batch's time.
+  alignas(64) Scalar small[2 * kFewClasses * kTileRows];
+  std::unique_ptr<Scalar[]> large;
+  if (!columns && !rows && args.classes > kFewClasses) large.reset(new Scalar[2 * args.classes * kTileRows]);
+  Scalar* transposed = large ? large.get() : small;
+  Scalar* grad_transposed = transposed + args.classes * kTileRows;
+  Tile<Real> tile;
+  for (int64_t row = row_begin, n; row < row_end; row += n) {
+    n = tile_rows(args, columns, row, row_end);
+    read_rows(args, row, n, tile);
+    const bool through_tile = args.grad_logits && !columns && !rows;
+    if (through_tile) gather_tile(args, row, n, transposed);
+    read_saved<Loss>(args, row, n, through_tile ? transposed : nullptr, tile);
+    if (args.edges) look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
+    finish_slope<Loss>(n, args.epsilon, args.detach_modulation, tile);
+    if (args.grad_gamma) std::copy(tile.grad_gamma, tile.grad_gamma + n, args.grad_gamma + row);
+    if (!args.grad_logits) continue;
+    if (columns) {
+      grad_of_columns<Loss>(args.logits + args.layout.row_offset(row), args.layout.class_stride, args.classes, n, tile,
+                            args.grad_logits + args.grad_layout.row_offset(row), args.grad_layout.class_stride);
+    } else if (rows) {
+      grad_of_rows<Loss>(args, row, n, tile);
+    } else {
+      grad_of_columns<Loss>(transposed, kTileRows, args.classes, n, tile, grad_transposed, kTileRows);
+      scatter_tile(args, row, n, grad_transposed);
+    }
+  }
+}
+
+// ---- soft targets and label smoothing ------------------------------------------------------------------------------
+//
+//   t = (1 - e) target + e / C,   dL/dz_j = p_j sum_i a_i - a_j,  a_i = -p_i dL/dp_i
+//   focal: L = -sum_i w_i t_i f(p_i) log p_i,  a = w t c(p)
+//
+// One row at a time, in scratch arrays over the classes.
+
+template <typename Real>
+struct SoftRow {
+  explicit SoftRow(int64_t classes)
+      : padded((classes + kLanes<Real> - 1) & -kLanes<Real>),
+        storage(new Real[padded + 5 * classes]),
+        z(storage.get()),
+        log_q(z + padded),
+        log_u(log_q + classes),
+        gamma(log_u + classes),
+        target(gamma + classes),
+        slope(target + classes) {}
+  int64_t padded;  // classes, up to whole vectors
+  std::unique_ptr<Real[]> storage;
+  Real* z;       // [padded] logits, then the gradient
+  Real* log_q;   // log-probabilities
+  Real* log_u;   // log(1 - q)
+  Real* gamma;   // gamma of each class (one table look-up each)
+  Real* target;  // w_i t_i, or t_i where the row has one weight
+  Real* slope;   // a_i
+  int64_t top;   // first largest class
+  Real weight;   // of the row, where it has one
+};
+
+template <typename Real>
+FK_VECTOR_CLONES void soft_sums(int64_t classes, SoftRow<Real>& row, Real* max, Real* log_s, Real* log_u_top) {
+  const Real m = max_of(row.z, row.padded);
+  row.top = 0;
+  while (row.top + 1 < classes && row.z[row.top] != m) ++row.top;
+  double rest = 0;
+  for (int64_t begin = 0; begin < row.padded; begin += kBlock) {
+    rest += sum_exp_except<false>(row.z + begin, std::min(kBlock, row.padded - begin), m, row.top - begin).first;
+  }
+  *max = m;
+  // m - m is NaN for an infinite m, which the sum over the other classes would not show.
+  *log_s = log_one_plus(static_cast<Real>(rest)) + (m - m);
+  *log_u_top = logarithm(static_cast<Real>(rest)) - *log_s;
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void soft_pieces(int64_t classes, Real max, Real log_s, Real log_u_top, SoftRow<Real>& row) {
+#pragma omp simd
+  for (int64_t c = 0; c < classes; ++c) {
+    const Real log_q = (row.z[c] - max) - log_s;
+    row.log_q[c] = log_q;
+    row.log_u[c] = log_one_plus(-exponential(log_q));
+  }
+  row.log_u[row.top] = log_u_top;
+}
+
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES Real soft_loss(int64_t classes, Real epsilon, const SoftRow<Real>& row) {
+  const Real *log_q = row.log_q, *log_u = row.log_u, *gamma = row.gamma, *target = row.target;
+  Real sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t c = 0; c < classes; ++c) {
+    sum += Loss::class_terms(log_q[c], log_u[c], gamma[c], epsilon, false, target[c]).loss;
+  }
+  return sum;
+}
+
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void soft_slopes(int64_t classes, Real epsilon, bool detach_modulation, SoftRow<Real>& row,
+                                  Real* grad_gamma) {
+  const Real *log_q = row.log_q, *log_u = row.log_u, *gamma = row.gamma, *target = row.target;
+  Real* slope = row.slope;
+  const Real detached = detach_modulation ? 1 : 0;
+  Real gamma_sum = 0;
+#pragma omp simd reduction(+ : gamma_sum)
+  for (int64_t c = 0; c < classes; ++c) {
+    const ClassTerms<Real> terms =
+        Loss::class_terms(log_q[c], log_u[c], gamma[c], epsilon, detached > Real(0), target[c]);
+    slope[c] = terms.slope;
+    gamma_sum += terms.grad_gamma;
+  }
+  *grad_gamma = gamma_sum;
+}
+
+// dL/dz_j = q_j (A - a_j) - u_j a_j: written so that the largest class does not subtract a_j from q_j a_j as q_j -> 1.
+template <typename Real>
+FK_VECTOR_CLONES void soft_grad(int64_t classes, Real scale, SoftRow<Real>& row) {
+  Real others = 0;
+  const Real top_slope = row.slope[row.top];
+  row.slope[row.top] = 0;
+#pragma omp simd reduction(+ : others)
+  for (int64_t c = 0; c < classes; ++c) others += row.slope[c];
+  const Real all = others + top_slope;
+#pragma omp simd
+  for (int64_t c = 0; c < classes; ++c) {
+    const Real a = row.slope[c];
+    row.z[c] = scale * (exponential(row.log_q[c]) * (all - a) - exponential(row.log_u[c]) * a);
+  }
+  row.slope[row.top] = top_slope;
+  row.z[row.top] = scale * (exponential(row.log_q[row.top]) * others - exponential(row.log_u[row.top]) * top_slope);
+}
+
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void soft_grad_target(int64_t classes, Real epsilon, Real scale, SoftRow<Real>& row) {
+  const Real *log_q = row.log_q, *log_u = row.log_u, *gamma = row.gamma, *target = row.target;
+  Real* slope = row.slope;
+#pragma omp simd
+  for (int64_t c = 0; c < classes; ++c) {
+    slope[c] = scale * Loss::class_terms(log_q[c], log_u[c], gamma[c], epsilon, false, target[c]).grad_share;
+  }
+}
+
+// Logits and target of one row. Returns the weight that the row adds to the mean, or -1 for an invalid label; an
+// ignored row has weight 0 and `ignored` set.
+template <typename Loss, typename Scalar>
+double read_soft_row(const FocalLossArgs<Scalar>& args, int64_t index, SoftRow<compute_t<Scalar>>& row, bool* ignored) {
+  using Real = compute_t<Scalar>;
+  const Scalar* z = args.logits + args.layout.row_offset(index);
+  for (int64_t c = 0; c < args.classes; ++c) row.z[c] = load_as_compute(z[c * args.layout.class_stride]);
+  std::fill(row.z + args.classes, row.z + row.padded, -std::numeric_limits<Real>::infinity());
+  const Real kept = Real(1) - args.label_smoothing;
+  const Real spread = args.label_smoothing / static_cast<Real>(args.classes);
+  double weight = 1;
+  row.weight = 1;
+  *ignored = false;
+  if (args.target_probs) {
+    const Real* target = args.target_probs + args.target_layout.row_offset(index);
+    Real mean = 0;
+    for (int64_t c = 0; c < args.classes; ++c) {
+      const Real share = target[c * args.target_layout.class_stride];
+      row.target[c] = kept * share + spread;
+      if (Loss::kTarget == SoftTarget::kRows && args.class_weight) mean += args.class_weight[c] * share;
+    }
+    if (Loss::kTarget == SoftTarget::kRows && args.class_weight) row.weight = mean;
+  } else {
+    const int64_t label = args.labels[index];
+    if (label == args.ignore_index) {
+      *ignored = true;
+      return 0;
+    }
+    if (label < 0 || label >= args.classes) return -1;
+    std::fill(row.target, row.target + args.classes, spread);
+    row.target[label] += kept;
+    if (args.class_weight) weight = args.class_weight[label];
+    if (Loss::kTarget == SoftTarget::kRows) row.weight = static_cast<Real>(weight);
+  }
+  if (Loss::kTarget == SoftTarget::kClasses && args.class_weight) {
+    for (int64_t c = 0; c < args.classes; ++c) row.target[c] *= args.class_weight[c];
+  }
+  if (!args.edges) {
+    const Real gamma = args.gamma ? args.gamma[index * args.gamma_stride] : args.gamma_value;
+    std::fill(row.gamma, row.gamma + args.classes, gamma);
+  }
+  return weight;
+}
+
+template <typename Loss, typename Scalar>
+FocalLossSums forward_soft(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  using Real = compute_t<Scalar>;
+  SoftRow<Real> row(args.classes);
+  FocalLossSums sums{0, 0, -1};
+  for (int64_t index = row_begin; index < row_end; ++index) {
+    Real max = 0, log_s = 0, log_u_top = 0, loss = 0;
+    bool ignored;
+    const double weight = read_soft_row<Loss>(args, index, row, &ignored);
+    if (weight < 0) {
+      sums.invalid_row = index;
+      return sums;
+    }
+    if (!ignored) {
+      soft_sums(args.classes, row, &max, &log_s, &log_u_top);
+      soft_pieces(args.classes, max, log_s, log_u_top, row);
+      if (args.edges) look_up_gamma(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
+      loss = row.weight * soft_loss<Loss>(args.classes, args.epsilon, row);
+    }
+    args.saved[index] = max;
+    args.saved[args.rows + index] = log_s;
+    args.saved[2 * args.rows + index] = log_u_top;
+    if constexpr (Loss::kMarked != Marked::kNone) args.saved[3 * args.rows + index] = 0;
+    if (args.row_loss) args.row_loss[index] = loss;
+    sums.loss += loss;
+    sums.weight += weight;
+  }
+  return sums;
+}
+
+template <typename Loss, typename Scalar>
+void backward_soft(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  using Real = compute_t<Scalar>;
+  SoftRow<Real> row(args.classes);
+  for (int64_t index = row_begin; index < row_end; ++index) {
+    bool ignored;
+    read_soft_row<Loss>(args, index, row, &ignored);
+    Scalar* grad = args.grad_logits ? args.grad_logits + args.grad_layout.row_offset(index) : nullptr;
+    Real* grad_target = args.grad_target ? args.grad_target + args.target_layout.row_offset(index) : nullptr;
+    if (ignored) {
+      for (int64_t c = 0; grad && c < args.classes; ++c) grad[c * args.grad_layout.class_stride] = Scalar{};
+      if (args.grad_gamma) args.grad_gamma[index] = 0;
+      continue;
+    }
+    const Real max = args.saved[index];
+    row.top = 0;
+    while (row.top + 1 < args.classes && row.z[row.top] != max) ++row.top;
+    soft_pieces(args.classes, max, args.saved[args.rows + index], args.saved[2 * args.rows + index], row);
+    if (args.edges) look_up_gamma(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
+    const Real upstream = args.grad_loss[index * args.grad_stride] / (args.divisor ? *args.divisor : Real(1));
+    const Real scale = upstream * row.weight;
+    Real grad_gamma;
+    soft_slopes<Loss>(args.classes, args.epsilon, args.detach_modulation, row, &grad_gamma);
+    if (args.grad_gamma) args.grad_gamma[index] = scale * grad_gamma;
+    if (grad) {
+      soft_grad(args.classes, scale, row);
+      for (int64_t c = 0; c < args.classes; ++c) {
+        grad[c * args.grad_layout.class_stride] = Store<Scalar>::from_compute(row.z[c]);
+      }
+    }
+    if (grad_target) {
+      // The target is also what the weight of a row is the mean under.
+      [[maybe_unused]] Real of_weight = 0;
+      if constexpr (Loss::kTarget == SoftTarget::kRows) {
+        if (args.class_weight) of_weight = upstream * soft_loss<Loss>(args.classes, args.epsilon, row);
+      }
+      soft_grad_target<Loss>(args.classes, args.epsilon, scale * (Real(1) - args.label_smoothing), row);
+      for (int64_t c = 0; c < args.classes; ++c) {
+        const Real weight = args.class_weight ? args.class_weight[c] : Real(1);
+        Real& result = grad_target[c * args.target_layout.class_stride];
+        if constexpr (Loss::kTarget == SoftTarget::kRows) {
+          result = row.slope[c] + weight * of_weight;
+        } else {
+          result = weight * row.slope[c];
+        }
+      }
+    }
+  }
+}
+
+template <typename Scalar>
+bool is_soft(const FocalLossArgs<Scalar>& args) {
+  return args.target_probs != nullptr || args.label_smoothing != 0;
+}
+
+}  // namespace
+
+template <typename Loss, typename Scalar>
+FocalLossSums row_loss_forward(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  if constexpr (Loss::kTarget != SoftTarget::kNone) {
+    if (is_soft(args)) return forward_soft<Loss>(args, row_begin, row_end);
+  }
+  return forward_labels<Loss>(args, row_begin, row_end);
+}
+
+template <typename Loss, typename Scalar>
+void row_loss_backward(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+  if constexpr (Loss::kTarget != SoftTarget::kNone) {
+    if (is_soft(args)) return backward_soft<Loss>(args, row_begin, row_end);
+  }
+  backward_labels<Loss>(args, row_begin, row_end);
+}
+
+#define FK_ROW_LOSS_OF(Loss, Scalar)                                                                        \
+  template FocalLossSums row_loss_forward<Loss, Scalar>(const FocalLossForward<Scalar>&, int64_t, int64_t); \
+  template void row_loss_backward<Loss, Scalar>(const FocalLossBackward<Scalar>&, int64_t, int64_t);
+#define FK_ROW_LOSS(Loss)        \
+  FK_ROW_LOSS_OF(Loss, Half)     \
+  FK_ROW_LOSS_OF(Loss, BFloat16) \
+  FK_ROW_LOSS_OF(Loss, float)    \
+  FK_ROW_LOSS_OF(Loss, double)
+
+}  // namespace focalkern::cpu

@@ -1,0 +1,646 @@
+// The other losses of rows of logits, in any of the layouts that RowLayout describes, forward and backward. What a loss
+// is besides is in its header in math (see math/row_loss.h).
+//
+// A row belongs to a group of lanes, a warp, or the block; where classes lie further apart than rows, to one thread, so
+// that a warp reads neighbours. Labels without smoothing: one pass over the logits each way. The group's threads share
+// the classes out and reduce them to the sums of the row; each thread then has the numbers of the row, and writes its
+// share of the gradient. Class probabilities and label smoothing need the terms of every class, and read the logits
+// twice. Sums over rows are per block; a second kernel of one block adds them up.
+
+#include "cuda/common.cuh"
+#include "kernels.h"
+#include "math/brier.h"
+#include "math/dual_focal.h"
+#include "math/poly_focal.h"
+#include "math/row_loss.h"
+
+namespace focalkern::cuda {
+namespace {
+
+// A label as a class, or why it is none.
+constexpr int kIgnored = -1;
+constexpr int kOutOfRange = -2;
+constexpr int kNoClass = INT32_MAX;  // loses against any class when the first one is asked for
+constexpr int kUnroll = 8;
+
+template <typename Real>
+using class_int = decltype(number_as_class(Real()));
+
+struct RowGeometry {
+  int lanes;
+  int64_t tiles;  // of kBlock / lanes rows
+  int64_t grid;
+};
+
+template <typename Scalar>
+__device__ __forceinline__ int read_label(const FocalLossArgs<Scalar>& args, int64_t row) {
+  const int64_t label = args.labels[row];
+  if (label == args.ignore_index) return kIgnored;
+  return label < 0 || label >= args.classes ? kOutOfRange : static_cast<int>(label);
+}
+
+template <typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> gamma_at(const FocalLossArgs<Scalar>& args, int64_t row,
+                                                      compute_t<Scalar> p) {
+  if (args.edges != nullptr) return table_gamma(p, args.edges, args.gamma, args.n_bins);
+  return args.gamma != nullptr ? args.gamma[row * args.gamma_stride] : args.gamma_value;
+}
+
+template <typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> weight_of(const FocalLossArgs<Scalar>& args, int64_t j) {
+  return args.class_weight != nullptr ? args.class_weight[j] : compute_t<Scalar>(1);
+}
+
+// A row as one thread of its group sees it.
+template <typename Scalar>
+struct Row {
+  using Real = compute_t<Scalar>;
+  int64_t row;
+  const Scalar* logits;
+  int64_t class_stride;
+  int classes;
+  const Real* targets;  // or null: labels
+  int64_t target_stride;
+  int label;
+  bool is_live;
+  int index;
+  int lanes;
+
+  __device__ __forceinline__ Real z(int64_t j) const { return load_as_compute(logits[j * class_stride]); }
+  __device__ __forceinline__ Real share(const FocalLossArgs<Scalar>& args, int64_t j) const {
+    const Real kept = Real(1) - args.label_smoothing;
+    const Real spread = args.label_smoothing / static_cast<Real>(args.classes);
+    if (targets != nullptr) return kept * targets[j * target_stride] + spread;
+    return j == label ? kept + spread : spread;
+  }
+};
+
+template <typename Scalar>
+__device__ __forceinline__ Row<Scalar> row_of(const FocalLossArgs<Scalar>& args, int64_t row, int index, int lanes) {
+  Row<Scalar> result = {};
+  result.row = row;
+  result.index = index;
+  result.lanes = lanes;
+  result.class_stride = args.layout.class_stride;
+  result.target_stride = args.target_layout.class_stride;
+  result.classes = static_cast<int>(args.classes);
+  result.label = kIgnored;
+  if (row < args.rows) {
+    result.logits = args.logits + args.layout.row_offset(row);
+    if (args.target_probs != nullptr) {
+      result.targets = args.target_probs + args.target_layout.row_offset(row);
+      result.label = 0;
+    } else {
+      result.label = read_label(args, row);
+    }
+  }
+  result.is_live = result.label >= 0;
+  return result;
+}
+
+// The next logits of a thread, -inf where there are none.
+template <typename Scalar>
+__device__ __forceinline__ void load_values(const Row<Scalar>& row, int first, compute_t<Scalar> (&values)[kUnroll]) {
+#pragma unroll
+  for (int k = 0; k < kUnroll; ++k) {
+    const int j = first + k * row.lanes;
+    values[k] = j < row.classes ? row.z(j) : -kInfinity<compute_t<Scalar>>;
+  }
+}
+
+// ---- sums over the classes -----------------------------------------------------------------------------------------
+
+// Over the classes other than the first of the largest.
+template <typename Real>
+struct SumsBesideLargest {
+  Real max;
+  Real rest;     // sum e^(z - max)
+  Real squares;  // sum e^(2 (z - max))
+  int largest;
+};
+
+template <typename Scalar>
+__device__ __forceinline__ SumsBesideLargest<compute_t<Scalar>> sums_beside_largest(const Row<Scalar>& row,
+                                                                                    const RowGroup& group) {
+  using Real = compute_t<Scalar>;
+  SumsBesideLargest<Real> mine = {-kInfinity<Real>, Real(0), Real(0), kNoClass};
+  for (int first = row.index; row.is_live && first < row.classes; first += kUnroll * row.lanes) {
+    Real values[kUnroll];
+    load_values(row, first, values);
+    Real max = values[0];
+    int largest = first;
+#pragma unroll
+    for (int k = 1; k < kUnroll; ++k) {
+      largest = values[k] > max ? first + k * row.lanes : largest;
+      max = fmax(max, values[k]);
+    }
+    if (max > mine.max) {
+      // The one left out so far is one of the others from here on.
+      const Real shrink = exponential(mine.max - exp_base(max));
+      mine.rest = (mine.rest + Real(1)) * shrink;
+      mine.squares = (mine.squares + Real(1)) * (shrink * shrink);
+      mine.max = max;
+      mine.largest = largest;
+    }
+    const Real base = exp_base(mine.max);
+    Real rest = 0;
+    Real squares = 0;
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const bool is_left_out = first + k * row.lanes == mine.largest;
+      const Real e = is_left_out ? Real(0) : exponential(values[k] - base);
+      rest += e;
+      squares += e * e;
+    }
+    mine.rest += rest;
+    mine.squares += squares;
+  }
+  const Real max = group.max(mine.max);
+  const int largest = group.min(mine.max == max ? mine.largest : kNoClass);
+  const Real shrink = exponential(mine.max - exp_base(max));
+  const Real left_out = mine.largest == largest ? Real(0) : Real(1);
+  const Real rest = group.sum((mine.rest + left_out) * shrink);
+  const Real squares = group.sum((mine.squares + left_out) * (shrink * shrink));
+  return {max, rest, squares, largest == kNoClass ? 0 : largest};
+}
+
+// What is kept of a row beside its label, and what the loss asks for.
+template <typename Real>
+struct KeptNumbers {
+  Real max;
+  Real log_s;
+  Real third;  // log_u or squares
+  int marked;  // or kIgnored
+};
+
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<Scalar>& row, const RowGroup& group) {
+  using Real = compute_t<Scalar>;
+  if constexpr (Loss::kLargestIsLeftOut) {
+    const SumsBesideLargest<Real> sums = sums_beside_largest(row, group);
+    // m - m is NaN for an infinite m, which the sum over the others would not show.
+    const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
+    return {sums.max, log_s, sums.squares * exponential(Real(-2) * log_s), sums.largest};
+  } else {
+    const Real z_target = row.is_live ? row.z(row.label) : Real(0);
+    ExpSum<Real> rest = empty_exp_sum<Real>();
+    [[maybe_unused]] Real rival = -kInfinity<Real>;
+    [[maybe_unused]] int rival_class = kNoClass;
+    for (int first = row.index; row.is_live && first < row.classes; first += kUnroll * row.lanes) {
+      Real values[kUnroll];
+      load_values(row, first, values);
+      if constexpr (Loss::kMarked == Marked::kRival) {
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) {
+          const bool is_closer = values[k] < z_target && values[k] > rival;
+          rival = is_closer ? values[k] : rival;
+          rival_class = is_closer ? first + k * row.lanes : rival_class;
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k) {
+        if (first + k * row.lanes == row.label) values[k] = -kInfinity<Real>;
+      }
+      add_to_exp_sum(rest, values);
+    }
+    const Real rest_max = group.max(rest.max);
+    const Real rest_sum = group.sum(rest.sum * exponential(rest.max - exp_base(rest_max)));
+    int marked = kNoClass;
+    if constexpr (Loss::kMarked == Marked::kRival) {
+      const Real row_rival = group.max(rival);
+      marked = group.min(rival == row_rival ? rival_class : kNoClass);
+    }
+    // The target is the largest class, or 1 - p does not cancel.
+    const bool is_top = z_target >= rest_max;
+    const Real max = fmax(rest_max, z_target);
+    const Real shrunk = is_top ? rest_sum * exponential(rest_max - max) : rest_sum;
+    const Real log_s = log_one_plus(shrunk + (exponential(z_target - max) - Real(1)));
+    const Real log_p = (z_target - max) - log_s;
+    const Real log_u = is_top ? (rest_max - max) + logarithm(rest_sum) - log_s : log_one_plus(-exponential(log_p));
+    return {max, log_s, log_u, marked == kNoClass ? kIgnored : marked};
+  }
+}
+
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ RowNumbers<compute_t<Scalar>> numbers_of(const FocalLossArgs<Scalar>& args,
+                                                                    const Row<Scalar>& row,
+                                                                    const KeptNumbers<compute_t<Scalar>>& kept) {
+  using Real = compute_t<Scalar>;
+  RowNumbers<Real> numbers;
+  const Real z_target = row.z(row.label);
+  numbers.log_s = kept.log_s;
+  numbers.log_p = (z_target - kept.max) - kept.log_s;
+  numbers.log_u = Loss::kSquares ? Real(0) : kept.third;
+  numbers.squares = Loss::kSquares ? kept.third : Real(0);
+  numbers.gap = Real(0);
+  if constexpr (Loss::kMarked == Marked::kRival) {
+    numbers.gap = kept.marked >= 0 ? row.z(kept.marked) - z_target : -kInfinity<Real>;
+  }
+  numbers.target_is_marked = kept.marked == row.label;
+  numbers.gamma = gamma_at(args, row.row, exponential(numbers.log_p));
+  numbers.epsilon = args.epsilon;
+  numbers.detached = args.detach_modulation;
+  return numbers;
+}
+
+// ---- sums over the rows --------------------------------------------------------------------------------------------
+
+template <typename Real>
+struct Totals {
+  Real* loss;     // the sum or mean, or null for no reduction
+  Real* divisor;  // what the mean was divided by, 1 if there is none
+  bool mean;
+  double* sums;  // [2, grid], or null: one block
+};
+
+template <typename Real>
+__device__ __forceinline__ void write_totals(const Totals<Real>& totals, double loss, double weight) {
+  *totals.loss = static_cast<Real>(totals.mean ? loss / weight : loss);
+  if (totals.divisor != nullptr) *totals.divisor = totals.mean ? static_cast<Real>(weight) : Real(1);
+}
+
+// What each thread of a block brings.
+template <typename Real>
+__device__ __forceinline__ void add_up(const Totals<Real>& totals, double loss, double weight) {
+  __shared__ double scratch[kWarpsPerBlock];
+  if (totals.loss == nullptr) {
+    if (totals.divisor != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *totals.divisor = Real(1);
+    return;
+  }
+  loss = block_sum(loss, scratch);
+  weight = block_sum(weight, scratch);
+  if (threadIdx.x != 0) return;
+  if (totals.sums == nullptr) {
+    write_totals(totals, loss, weight);
+  } else {
+    totals.sums[blockIdx.x] = loss;
+    totals.sums[gridDim.x + blockIdx.x] = weight;
+  }
+}
+
+template <typename Real>
+__global__ __launch_bounds__(kBlock) void row_loss_total_kernel(const __grid_constant__ Totals<Real> totals,
+                                                                int blocks) {
+  __shared__ double scratch[kWarpsPerBlock];
+  double loss = 0;
+  double weight = 0;
+  for (int block = static_cast<int>(threadIdx.x); block < blocks; block += kBlock) {
+    loss += totals.sums[block];
+    weight += totals.sums[blocks + block];
+  }
+  loss = block_sum(loss, scratch);
+  weight = block_sum(weight, scratch);
+  if (threadIdx.x == 0) write_totals(totals, loss, weight);
+}
+
+// ---- labels --------------------------------------------------------------------------------------------------------
+
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ void keep(const FocalLossArgs<Scalar>& args, int64_t row,
+                                     const KeptNumbers<compute_t<Scalar>>& kept) {
+  args.saved[row] = kept.max;
+  args.saved[args.rows + row] = kept.log_s;
+  args.saved[2 * args.rows + row] = kept.third;
+  if constexpr (Loss::kMarked != Marked::kNone) {
+    args.saved[3 * args.rows + row] = class_as_number(class_int<compute_t<Scalar>>(kept.marked));
+  }
+}
+
+template <typename Loss, typename Scalar>
+__global__ __launch_bounds__(kBlock,
+                             2) void row_loss_forward_kernel(const __grid_constant__ FocalLossForward<Scalar> args,
+                                                             const __grid_constant__ RowGeometry geometry,
+                                                             const __grid_constant__ Totals<compute_t<Scalar>> totals) {
+  using Real = compute_t<Scalar>;
+  __shared__ double scratch[kWarpsPerBlock];
+  const RowGroup group = {geometry.lanes, scratch};
+  const int thread = static_cast<int>(threadIdx.x);
+  const int rows_at_once = kBlock / geometry.lanes;
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const auto row =
+        row_of<Scalar>(args, t * rows_at_once + thread / geometry.lanes, thread % geometry.lanes, geometry.lanes);
+    KeptNumbers<Real> kept = sums_of_row<Loss>(row, group);
+    if (row.row >= args.rows || row.index != 0) continue;
+    Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+    if (row.is_live) {
+      const Real weight = weight_of(args, row.label);
+      loss = weight * Loss::template loss<Loss::kHasInverse>(numbers_of<Loss, Scalar>(args, row, kept));
+      weight_sum += static_cast<double>(weight);
+    } else {
+      kept = {0, 0, 0, kIgnored};
+    }
+    keep<Loss, Scalar>(args, row.row, kept);
+    if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
+    loss_sum += static_cast<double>(loss);
+  }
+  add_up(totals, loss_sum, weight_sum);
+}
+
+// What d(reduced loss)/d(loss of the row) is.
+template <typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> upstream(const FocalLossBackward<Scalar>& args, int64_t row) {
+  const compute_t<Scalar> grad = args.grad_loss[row * args.grad_stride];
+  return args.divisor != nullptr ? grad / *args.divisor : grad;
+}
+
+template <typename Loss, typename Scalar>
+__global__ __launch_bounds__(kBlock,
+                             2) void row_loss_backward_kernel(const __grid_constant__ FocalLossBackward<Scalar> args,
+                                                              const __grid_constant__ RowGeometry geometry) {
+  using Real = compute_t<Scalar>;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int rows_at_once = kBlock / geometry.lanes;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const auto row =
+        row_of<Scalar>(args, t * rows_at_once + thread / geometry.lanes, thread % geometry.lanes, geometry.lanes);
+    if (row.row >= args.rows) continue;
+    const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+    RowSlope<Real> slope = {missing, Real(0), missing, missing, missing};
+    Real max = 0;
+    int marked = kIgnored;
+    if (row.is_live) {
+      KeptNumbers<Real> kept = {args.saved[row.row], args.saved[args.rows + row.row],
+                                args.saved[2 * args.rows + row.row], kIgnored};
+      if constexpr (Loss::kMarked != Marked::kNone) {
+        kept.marked = static_cast<int>(number_as_class(args.saved[3 * args.rows + row.row]));
+      }
+      const Real scale = weight_of(args, row.label) * upstream(args, row.row);
+      const Real per_sum = exponential(-kept.log_s);
+      slope = Loss::template slope<Loss::kHasInverse>(numbers_of<Loss, Scalar>(args, row, kept));
+      slope.factor *= scale * per_sum;
+      slope.square *= scale * (per_sum * per_sum);
+      slope.at_target *= scale;
+      slope.at_marked *= scale;
+      slope.grad_gamma *= scale;
+      max = kept.max;
+      marked = kept.marked;
+    }
+    if (args.grad_gamma != nullptr && row.index == 0) args.grad_gamma[row.row] = slope.grad_gamma;
+    if (args.grad_logits == nullptr) continue;
+    Scalar* grad = args.grad_logits + args.grad_layout.row_offset(row.row);
+    for (int first = row.index; first < row.classes; first += kUnroll * row.lanes) {
+      Real values[kUnroll];
+      if (row.is_live) load_values(row, first, values);
+#pragma unroll
+      for (int k = 0; k < kUnroll; ++k) {
+        const int j = first + k * row.lanes;
+        if (j >= row.classes) continue;
+        Real value = missing;
+        if (row.is_live) {
+          const Real e = exponential(values[k] - max);
+          value = e * (Loss::kSquares ? slope.factor + e * slope.square : slope.factor);
+          if (Loss::kMarked != Marked::kNone && j == marked) value = slope.at_marked;
+          if (j == row.label) value = slope.at_target;
+        }
+        grad[j * args.grad_layout.class_stride] = Store<Scalar>::from_compute(value);
+      }
+    }
+  }
+}
+
+// ---- class probabilities and label smoothing -----------------------------------------------------------------------
+
+// The shares of a row in what its loss weighs: those of the classes, or the row's own.
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> class_share(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
+                                                         int64_t j) {
+  const compute_t<Scalar> share = row.share(args, j);
+  return Loss::kTarget == SoftTarget::kClasses ? weight_of(args, j) * share : share;
+}
+
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> row_weight(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
+                                                        const RowGroup& group) {
+  using Real = compute_t<Scalar>;
+  if (Loss::kTarget != SoftTarget::kRows || args.class_weight == nullptr) return Real(1);
+  if (args.target_probs == nullptr) return row.is_live ? args.class_weight[row.label] : Real(0);
+  Real mean = 0;
+  for (int64_t j = row.index; row.is_live && j < row.classes; j += row.lanes) {
+    mean += args.class_weight[j] * row.targets[j * row.target_stride];
+  }
+  return group.sum(mean);
+}
+
+template <typename Loss, typename Scalar>
+struct ClassAt {
+  using Real = compute_t<Scalar>;
+  Real log_p;
+  Real log_u;
+  ClassTerms<Real> terms;
+};
+
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ ClassAt<Loss, Scalar> class_at(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
+                                                          const KeptNumbers<compute_t<Scalar>>& kept,
+                                                          compute_t<Scalar> z, int64_t j, bool detached) {
+  using Real = compute_t<Scalar>;
+  const Real log_p = (z - kept.max) - kept.log_s;
+  const Real p = exponential(log_p);
+  const Real log_u = z == kept.max ? kept.third : log_one_plus(-p);
+  return {log_p, log_u,
+          Loss::class_terms(log_p, log_u, gamma_at(args, row.row, p), args.epsilon, detached,
+                            class_share<Loss, Scalar>(args, row, j))};
+}
+
+template <typename Loss, typename Scalar>
+__global__ __launch_bounds__(kBlock, 2) void row_loss_soft_forward_kernel(
+    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ Totals<compute_t<Scalar>> totals) {
+  using Real = compute_t<Scalar>;
+  __shared__ double scratch[kWarpsPerBlock];
+  const RowGroup group = {geometry.lanes, scratch};
+  const int thread = static_cast<int>(threadIdx.x);
+  const int rows_at_once = kBlock / geometry.lanes;
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const auto row =
+        row_of<Scalar>(args, t * rows_at_once + thread / geometry.lanes, thread % geometry.lanes, geometry.lanes);
+    const SumsBesideLargest<Real> sums = sums_beside_largest(row, group);
+    const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
+    KeptNumbers<Real> kept = {sums.max, log_s, logarithm(sums.rest) - log_s, kIgnored};
+    double row_sum = 0;
+    for (int64_t j = row.index; row.is_live && j < row.classes; j += row.lanes) {
+      row_sum += static_cast<double>(class_at<Loss, Scalar>(args, row, kept, row.z(j), j, false).terms.loss);
+    }
+    row_sum = group.sum(row_sum);
+    const Real weight = row_weight<Loss, Scalar>(args, row, group);
+    if (row.row >= args.rows || row.index != 0) continue;
+    const Real loss = row.label == kOutOfRange ? kNaN<Real>
+                      : row.is_live            ? weight * static_cast<Real>(row_sum)
+                                               : Real(0);
+    if (!row.is_live) kept = {0, 0, 0, kIgnored};
+    keep<Loss, Scalar>(args, row.row, kept);
+    if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
+    loss_sum += static_cast<double>(loss);
+    // Probability targets: the mean is over the rows.
+    if (row.is_live) weight_sum += args.target_probs != nullptr ? 1.0 : static_cast<double>(weight_of(args, row.label));
+  }
+  add_up(totals, loss_sum, weight_sum);
+}
+
+template <typename Loss, typename Scalar>
+__global__ __launch_bounds__(kBlock, 2) void row_loss_soft_backward_kernel(
+    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
+  using Real = compute_t<Scalar>;
+  __shared__ double scratch[kWarpsPerBlock];
+  const RowGroup group = {geometry.lanes, scratch};
+  const int thread = static_cast<int>(threadIdx.x);
+  const int rows_at_once = kBlock / geometry.lanes;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const auto row =
+        row_of<Scalar>(args, t * rows_at_once + thread / geometry.lanes, thread % geometry.lanes, geometry.lanes);
+    KeptNumbers<Real> kept = {0, 0, 0, kIgnored};
+    Real given = 0;
+    if (row.is_live) {
+      kept = {args.saved[row.row], args.saved[args.rows + row.row], args.saved[2 * args.rows + row.row], kIgnored};
+      given = upstream(args, row.row);
+    }
+    const Real scale = given * row_weight<Loss, Scalar>(args, row, group);
+
+    // The slopes, summed over the classes other than the largest; the derivative by gamma, and the loss.
+    double others = 0;
+    double top_slope = 0;
+    double gamma_sum = 0;
+    double loss = 0;
+    int top = kNoClass;  // the first of the largest that this thread meets
+    for (int64_t j = row.index; row.is_live && j < row.classes; j += row.lanes) {
+      const Real z = row.z(j);
+      const auto terms = class_at<Loss, Scalar>(args, row, kept, z, j, args.detach_modulation).terms;
+      gamma_sum += static_cast<double>(terms.grad_gamma);
+      loss += static_cast<double>(terms.loss);
+      if (z == kept.max && top == kNoClass) {
+        top = static_cast<int>(j);
+        top_slope = static_cast<double>(terms.slope);
+      } else {
+        others += static_cast<double>(terms.slope);
+      }
+    }
+    const int row_top = group.min(top);
+    if (top != row_top) {
+      others += top_slope;
+      top_slope = 0;
+    }
+    others = group.sum(others);
+    top_slope = group.sum(top_slope);
+    gamma_sum = group.sum(gamma_sum);
+    loss = group.sum(loss);
+    if (row.row >= args.rows) continue;
+
+    const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+    if (args.grad_gamma != nullptr && row.index == 0) {
+      args.grad_gamma[row.row] = row.is_live ? scale * static_cast<Real>(gamma_sum) : missing;
+    }
+    Scalar* grad = args.grad_logits == nullptr ? nullptr : args.grad_logits + args.grad_layout.row_offset(row.row);
+    Real* grad_target =
+        args.grad_target == nullptr ? nullptr : args.grad_target + args.target_layout.row_offset(row.row);
+    if (grad == nullptr && grad_target == nullptr) continue;
+    for (int64_t j = row.index; j < row.classes; j += row.lanes) {
+      Real value = missing;
+      Real target_value = missing;
+      if (row.is_live) {
+        const auto at = class_at<Loss, Scalar>(args, row, kept, row.z(j), j, args.detach_modulation);
+        const Real slope = at.terms.slope;
+        // p (sum a - a_j) - u a_j, in which the largest class does not subtract a_j from p a_j as p -> 1.
+        const Real rest = j == row_top ? static_cast<Real>(others) : static_cast<Real>(others + top_slope) - slope;
+        value = scale * (exponential(at.log_p) * rest - exponential(at.log_u) * slope);
+        const Real weight = weight_of(args, j);
+        target_value = scale * (Real(1) - args.label_smoothing) * at.terms.grad_share;
+        if constexpr (Loss::kTarget == SoftTarget::kClasses) {
+          target_value *= weight;
+        } else {
+          // The target is also what the weight of a row is the mean under.
+          if (args.class_weight != nullptr) target_value += weight * given * static_cast<Real>(loss);
+        }
+      }
+      if (grad != nullptr) grad[j * args.grad_layout.class_stride] = Store<Scalar>::from_compute(value);
+      if (grad_target != nullptr) grad_target[j * args.target_layout.class_stride] = target_value;
+    }
+  }
+}
+
+// ---- launchers -----------------------------------------------------------------------------------------------------
+
+template <typename Scalar>
+bool is_soft(const FocalLossArgs<Scalar>& args) {
+  return args.target_probs != nullptr || args.label_smoothing != 0;
+}
+
+template <typename Scalar>
+RowGeometry plan_for(const FocalLossArgs<Scalar>& args) {
+  const auto distance = [](int64_t stride) { return stride < 0 ? -stride : stride; };
+  const RowLayout& layout = args.layout;
+  const int64_t row_stride = layout.inner > 1 ? layout.inner_stride : layout.outer_stride;
+  const bool class_outermost =
+      args.rows > 1 && args.classes > 1 && distance(row_stride) < distance(layout.class_stride);
+  const RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), /*end_to_end=*/false, class_outermost);
+  RowGeometry geometry = {};
+  geometry.lanes = plan.path == RowPath::kPixels ? 1 : plan.lanes;
+  geometry.tiles = divide_up(args.rows, kBlock / geometry.lanes);
+  // A block for no rows at all, too: it writes the sum of nothing. One where there is no memory for more sums.
+  geometry.grid = geometry.tiles < kMaxGrid ? geometry.tiles : kMaxGrid;
+  if (geometry.grid < 1 || fits_one_block(args.rows, args.classes)) geometry.grid = 1;
+  return geometry;
+}
+
+// Classes are counted in int, with room for one step of any loop over them.
+template <typename Loss, typename Scalar>
+bool sizes_are_valid(const FocalLossArgs<Scalar>& args) {
+  constexpr int64_t kMostClasses = INT32_MAX - 64 * kBlock * kVectorBytes;
+  return args.rows >= 0 && args.classes >= 0 && args.classes <= kMostClasses && args.layout.inner > 0 &&
+         (args.target_probs == nullptr || args.target_layout.inner > 0) &&
+         (args.target_probs != nullptr) != (args.labels.data != nullptr) &&
+         (Loss::kTarget != SoftTarget::kNone || !is_soft(args));
+}
+
+}  // namespace
+
+template <typename Loss, typename Scalar>
+int row_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
+                     compute_t<Scalar>* divisor, void* workspace, void* stream) {
+  using Real = compute_t<Scalar>;
+  if (args.rows > 0 && !sizes_are_valid<Loss>(args)) return cudaErrorInvalidValue;
+  const RowGeometry geometry = plan_for(args);
+  Totals<Real> totals = {loss, divisor, mean, nullptr};
+  if (loss != nullptr && geometry.grid > 1) {
+    if (workspace == nullptr) return cudaErrorInvalidValue;
+    totals.sums = static_cast<double*>(workspace);
+  }
+  void (*kernel)(FocalLossForward<Scalar>, RowGeometry, Totals<Real>) = row_loss_forward_kernel<Loss, Scalar>;
+  if constexpr (Loss::kTarget != SoftTarget::kNone) {
+    if (is_soft(args)) kernel = row_loss_soft_forward_kernel<Loss, Scalar>;
+  }
+  const int error = launch(kernel, geometry.grid, kBlock, stream, args, geometry, totals);
+  if (error != cudaSuccess || totals.sums == nullptr) return error;
+  return launch(row_loss_total_kernel<Real>, 1, kBlock, stream, totals, static_cast<int>(geometry.grid));
+}
+
+template <typename Loss, typename Scalar>
+int row_loss_backward(const FocalLossBackward<Scalar>& args, void* stream) {
+  if (args.rows == 0) return cudaSuccess;
+  if (!sizes_are_valid<Loss>(args)) return cudaErrorInvalidValue;
+  if (args.grad_logits != nullptr && args.grad_layout.inner <= 0) return cudaErrorInvalidValue;
+  const RowGeometry geometry = plan_for(args);
+  void (*kernel)(FocalLossBackward<Scalar>, RowGeometry) = row_loss_backward_kernel<Loss, Scalar>;
+  if constexpr (Loss::kTarget != SoftTarget::kNone) {
+    if (is_soft(args)) kernel = row_loss_soft_backward_kernel<Loss, Scalar>;
+  }
+  return launch(kernel, geometry.grid, kBlock, stream, args, geometry);
+}
+
+#define FK_ROW_LOSS_OF(Loss, Scalar)                                                                     \
+  template int row_loss_forward<Loss, Scalar>(const FocalLossForward<Scalar>&, bool, compute_t<Scalar>*, \
+                                              compute_t<Scalar>*, void*, void*);                         \
+  template int row_loss_backward<Loss, Scalar>(const FocalLossBackward<Scalar>&, void*);
+#define FK_ROW_LOSS(Loss)        \
+  FK_ROW_LOSS_OF(Loss, Half)     \
+  FK_ROW_LOSS_OF(Loss, BFloat16) \
+  FK_ROW_LOSS_OF(Loss, float)    \
+  FK_ROW_LOSS_OF(Loss, double)
+FK_ROW_LOSS(PolyFocalRow)
+FK_ROW_LOSS(DualFocalRow)
+FK_ROW_LOSS(BrierRow)
+
+}  // namespace focalkern::cuda

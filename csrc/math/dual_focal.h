@@ -1,0 +1,65 @@
+// Dual focal loss of one row: the factor sees the strongest rival of the target class too.
+//
+//   r = the first of the largest classes strictly below the target y,  m = 1 - p_y + p_r,  e = p_r / p_y
+//   L = -m^gamma log p_y
+//   dL/dz_j = (c_y - c_r) p_j - c_y [j = y] + c_r [j = r]
+//     c_y = m^gamma (1 + gamma h),  c_r = m^gamma gamma h e,  h = -p_y log p_y / m
+//
+// With u = 1 - p_y and k = p_r / u, both in [0, 1]: m = u (1 + k), h = phi / (1 + k), and nothing cancels as p_y -> 1.
+#pragma once
+
+#include "math/row_loss.h"
+
+namespace focalkern {
+
+struct DualFocalRow {
+  static constexpr bool kLargestIsLeftOut = false;
+  static constexpr Marked kMarked = Marked::kRival;
+  static constexpr bool kSquares = false;
+  static constexpr bool kHasInverse = false;
+  // Smoothing gives every class a share, and a rival of its own.
+  static constexpr SoftTarget kTarget = SoftTarget::kNone;
+
+  template <typename Real>
+  struct Terms {
+    Real factor;
+    Real pull;  // gamma h
+  };
+
+  template <typename Real>
+  static FK_HOST_DEVICE Terms<Real> terms(const RowNumbers<Real>& row) {
+    const Real p = exponential(row.log_p);
+    const Real u = exponential(row.log_u);
+    const bool alone = row.gap == -std::numeric_limits<Real>::infinity();
+    // Below the rival: the logarithm of p_r / u is at most 0, but for its rounding.
+    const Real log_k = row.log_p + row.gap - row.log_u;
+    const Real k = alone ? Real(0) : exponential(log_k < Real(0) ? log_k : Real(0));
+    const Real factor = exponential(scaled_log(row.gamma, row.log_u + log_one_plus(k)));
+    return {factor, row.gamma * phi_of(p, row.log_p, u) / (Real(1) + k)};
+  }
+
+  template <bool kEverInverse, typename Real>
+  static FK_HOST_DEVICE Real loss(const RowNumbers<Real>& row) {
+    return -terms(row).factor * row.log_p;
+  }
+
+  template <bool kEverInverse, typename Real>
+  static FK_HOST_DEVICE RowSlope<Real> slope(const RowNumbers<Real>& row) {
+    const Terms<Real> given = terms(row);
+    const Real pull = row.detached ? Real(0) : given.pull;
+    const Real ratio = exponential(row.gap);  // p_r / p_y
+    const Real p = exponential(row.log_p);
+    const Real p_r = p * ratio;
+    const Real of_target = given.factor * (Real(1) + pull);
+    const Real of_rival = given.factor * pull * ratio;
+    RowSlope<Real> slope;
+    slope.factor = given.factor * (Real(1) - pull * exponential_minus_one(row.gap));
+    slope.square = Real(0);
+    slope.at_target = -(of_target * exponential(row.log_u) + of_rival * p);
+    slope.at_marked = of_target * p_r + of_rival * (Real(1) - p_r);
+    slope.grad_gamma = Real(0);
+    return slope;
+  }
+};
+
+}  // namespace focalkern

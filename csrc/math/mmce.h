@@ -1,0 +1,40 @@
+// Cross-entropy of one row, and a multiple of that of its largest class: what a loss on confidences asks of a row.
+//
+//   L = -log p_y      dL/dz_j = (p_j - [j = y]) + g (p_j - [j = t])
+//
+// with t the largest class and g, in the place of gamma, what the confidence's own term adds: the batch's business (see
+// cpu/mmce_loss.cpp).
+#pragma once
+
+#include "math/row_loss.h"
+
+namespace focalkern {
+
+struct MmceRow {
+  static constexpr bool kLargestIsLeftOut = true;
+  static constexpr Marked kMarked = Marked::kLargest;
+  static constexpr bool kSquares = false;
+  static constexpr bool kHasInverse = false;
+  static constexpr SoftTarget kTarget = SoftTarget::kNone;
+
+  template <bool kEverInverse, typename Real>
+  static FK_HOST_DEVICE Real loss(const RowNumbers<Real>& row) {
+    return -row.log_p;
+  }
+
+  template <bool kEverInverse, typename Real>
+  static FK_HOST_DEVICE RowSlope<Real> slope(const RowNumbers<Real>& row) {
+    const Real p = exponential(row.log_p);
+    const Real u_top = -exponential_minus_one(-row.log_s);
+    const Real u = row.target_is_marked ? u_top : Real(1) - p;
+    RowSlope<Real> slope;
+    slope.factor = Real(1) + row.gamma;
+    slope.square = Real(0);
+    slope.at_target = -u + row.gamma * (row.target_is_marked ? -u_top : p);
+    slope.at_marked = exponential(-row.log_s) - row.gamma * u_top;
+    slope.grad_gamma = Real(0);
+    return slope;
+  }
+};
+
+}  // namespace focalkern

@@ -1,0 +1,56 @@
+// Poly-1 focal loss of one class: the focal loss plus the first term of its expansion in u = 1 - p once more.
+//
+//   L = u^gamma (-log p + epsilon u)      dL/dz_j = c (p_j - [j = y]),  c = G + epsilon (gamma + 1) u^gamma p
+//
+// gamma is at least 0; below, everything is NaN. At epsilon near -1 the two terms cancel as p -> 1. With
+// a = -log p - u = u^2/2 + u^3/3 + ..., which is summed where it would cancel, nothing does:
+//
+//   L = u^gamma (a + (1 + epsilon) u)     c = u^gamma (u + gamma p a / u + (1 + epsilon) (gamma + 1) p)
+#pragma once
+
+#include "math/row_loss.h"
+
+namespace focalkern {
+
+// (-log(1 - u) - u) / u^2 = 1/2 + u/3 + u^2/4 + ... for u below 1/8.
+template <typename Real>
+FK_HOST_DEVICE Real poly_series(Real u) {
+  constexpr int kLast = sizeof(Real) == sizeof(float) ? 7 : 16;
+  Real sum = Real(1) / Real(kLast + 2);
+#if defined(__CUDACC__)
+#pragma unroll
+#else
+#pragma GCC unroll 16
+#endif
+  for (int n = kLast - 1; n >= 0; --n) sum = sum * u + Real(1) / Real(n + 2);
+  return sum;
+}
+
+struct PolyFocalRow : SumOverClasses<PolyFocalRow> {
+  static constexpr bool kHasInverse = false;
+
+  template <bool kEverInverse, typename Real>
+  static FK_HOST_DEVICE FocalTerms<Real> terms(Real log_p, Real log_u, Real given_gamma, Real epsilon) {
+    const Real gamma = given_gamma < Real(0) ? std::numeric_limits<Real>::quiet_NaN() : given_gamma;
+    const Real p = exponential(log_p);
+    const Real u = exponential(log_u);
+    const bool impossible = p == Real(0);
+    const bool small = u < Real(0.125);
+    const Real finite_log_p = impossible ? Real(0) : log_p;
+    const Real a_over_u = small ? u * poly_series(small ? u : Real(0)) : (-finite_log_p - u) / u;
+    const Real factor = exponential(scaled_log(gamma, log_u));
+    const Real kept = Real(1) + epsilon;
+    // Of -log p = a + u, which is infinite at p = 0.
+    const Real of_factor = u * (a_over_u + kept) + (impossible ? -log_p : Real(0));
+    FocalTerms<Real> terms;
+    terms.factor = factor;
+    terms.coefficient = factor * (u + p * (gamma * a_over_u + kept * (gamma + Real(1))));
+    terms.loss = factor * of_factor;
+    // log u is 0 where the loss is infinite, and -inf where it vanishes.
+    const bool vanishes = (u == Real(0)) | impossible;
+    terms.grad_gamma = vanishes ? Real(0) : terms.loss * log_u;
+    return terms;
+  }
+};
+
+}  // namespace focalkern

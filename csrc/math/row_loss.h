@@ -1,0 +1,122 @@
+// What the kernels know of a row of logits and its target, and what a loss makes of it.
+//
+// The loops over rows and classes are written once (cpu/row_loss.h, cuda/row_loss.cu); a loss is a struct of static
+// functions in a header of its own, next to this one:
+//
+//   kLargestIsLeftOut  the sums leave out the largest class; otherwise the target
+//   kMarked            a class other than the target whose gradient is not that of the rest
+//   kSquares           the sum of squares is needed too
+//   kHasInverse        a negative gamma has a formula of its own
+//   kTarget            what the loss takes besides labels without smoothing
+//   loss(row)          of one row, from RowNumbers
+//   slope(row)         its gradient, as RowSlope
+//   class_terms(...)   for class probabilities and label smoothing: what one class adds
+//
+// Everything is branch-free, so that loops over rows run in vectors; the logarithms of p and of 1 - p are both at hand,
+// so that nothing needs 1 - p.
+#pragma once
+
+#include "math/focal.h"
+#include "math/portable.h"
+
+namespace focalkern {
+
+enum class Marked {
+  kNone,
+  kRival,    // the first of the largest logits below the target's
+  kLargest,  // the first of the largest logits
+};
+
+enum class SoftTarget {
+  kNone,     // labels without smoothing only
+  kClasses,  // class weights are those of the classes of the target
+  kRows,     // a row has one weight: that of its label, or the mean over its class probabilities
+};
+
+// p_k is the softmax of the row and y its target.
+template <typename Real>
+struct RowNumbers {
+  Real log_s;    // log sum_k e^(z_k - max)
+  Real log_p;    // log p_y
+  Real log_u;    // log(1 - p_y); not where the largest class is left out
+  Real squares;  // sum of p_k^2 over the classes that are not left out
+  Real gap;      // logit of the marked class minus that of the target, -inf if there is none
+  bool target_is_marked;
+  Real gamma;
+  Real epsilon;
+  bool detached;
+};
+
+// The gradient in the logits: p_j (factor + square p_j), but for the target and the marked class.
+template <typename Real>
+struct RowSlope {
+  Real factor;
+  Real square;
+  Real at_target;
+  Real at_marked;
+  Real grad_gamma;
+};
+
+// What a class adds to the loss of a row with the target shares t: `slope` is -p dL/dp, `grad_share` dL/dt.
+template <typename Real>
+struct ClassTerms {
+  Real loss;
+  Real slope;
+  Real grad_share;
+  Real grad_gamma;
+};
+
+// Losses -sum_k t_k l(p_k): of a function l and its derivatives, `Loss::terms`, all else follows.
+template <typename Loss>
+struct SumOverClasses {
+  static constexpr bool kLargestIsLeftOut = false;
+  static constexpr Marked kMarked = Marked::kNone;
+  static constexpr bool kSquares = false;
+  static constexpr SoftTarget kTarget = SoftTarget::kClasses;
+
+  template <bool kEverInverse, typename Real>
+  static FK_HOST_DEVICE Real loss(const RowNumbers<Real>& row) {
+    return Loss::template terms<kEverInverse>(row.log_p, row.log_u, row.gamma, row.epsilon).loss;
+  }
+
+  template <bool kEverInverse, typename Real>
+  static FK_HOST_DEVICE RowSlope<Real> slope(const RowNumbers<Real>& row) {
+    const FocalTerms<Real> terms = Loss::template terms<kEverInverse>(row.log_p, row.log_u, row.gamma, row.epsilon);
+    const Real coefficient = row.detached ? terms.factor : terms.coefficient;
+    // p_y - 1 = -u, which has all its digits where p_y - 1 has none.
+    return {coefficient, Real(0), -exponential(row.log_u) * coefficient, Real(0), terms.grad_gamma};
+  }
+
+  template <typename Real>
+  static FK_HOST_DEVICE ClassTerms<Real> class_terms(Real log_p, Real log_u, Real gamma, Real epsilon, bool detached,
+                                                     Real share) {
+    const FocalTerms<Real> terms = Loss::template terms<true>(log_p, log_u, gamma, epsilon);
+    // A class without a share adds nothing, even at probability zero.
+    const bool has_share = share != Real(0);
+    const Real slope = detached ? terms.factor : terms.coefficient;
+    return {has_share ? share * terms.loss : Real(0), has_share ? share * slope : Real(0), terms.loss,
+            has_share ? share * terms.grad_gamma : Real(0)};
+  }
+};
+
+// The focal and inverse focal loss.
+struct FocalRow : SumOverClasses<FocalRow> {
+  static constexpr bool kHasInverse = true;
+
+  template <bool kEverInverse, typename Real>
+  static FK_HOST_DEVICE FocalTerms<Real> terms(Real log_p, Real log_u, Real gamma, Real /*epsilon*/) {
+    return focal_terms<kEverInverse>(log_p, log_u, gamma);
+  }
+};
+
+// How many numbers a row keeps for its backward pass: its largest logit, log_s, log_u or squares, and the marked class.
+template <typename Loss>
+constexpr int64_t kSavedNumbers = Loss::kMarked == Marked::kNone ? 3 : 4;
+
+// A class among numbers, bit by bit; -1, for none, is the number 0.
+FK_HOST_DEVICE float class_as_number(int32_t index) { return bit_cast<float>(index + 1); }
+FK_HOST_DEVICE double class_as_number(int64_t index) { return bit_cast<double>(index + 1); }
+FK_HOST_DEVICE int32_t number_as_class(float number) { return bit_cast<int32_t>(number) - 1; }
+FK_HOST_DEVICE int64_t number_as_class(double number) { return bit_cast<int64_t>(number) - 1; }
+
+}  // namespace focalkern

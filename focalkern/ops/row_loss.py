@@ -1,0 +1,178 @@
+"""The other losses that are made of the softmax of a row and its target: they share the kernels of the focal loss."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from focalkern._checks import finite, reduction_code, reworded
+from focalkern.gamma import GammaTable
+from focalkern.ops._extension import has_kernels, kernels_for
+from focalkern.ops.focal_loss import (
+    BRIER,
+    DUAL_FOCAL,
+    LABEL_DTYPES,
+    POLY_FOCAL,
+    check_tensor,
+    check_types,
+    through_dispatcher,
+)
+
+__all__ = ["brier_loss", "dual_focal_loss", "poly_focal_loss"]
+
+Reduction = Literal["none", "mean", "sum"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def poly_focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = 2.0,
+    epsilon: float = 1.0,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    r"""Poly-1 focal loss from logits: the focal loss with more of the first term of its expansion in 1 - p.
+
+    With p the softmax probability of the target class, u = 1 - p and phi = -p log p / u:
+
+    .. math::
+        L = -u^\gamma \log p + \epsilon u^{\gamma + 1}, \qquad
+        \partial L / \partial z_j = u^\gamma (1 + \gamma\phi + \epsilon (\gamma + 1) p)\,(p_j - [j = y])
+
+    gamma = 0 is Poly-1 cross-entropy, and epsilon = 0 the focal loss. The rest is as in :func:`focal_loss`: target,
+    weight, ignore_index, reduction and label_smoothing, layouts and dtypes, derivatives of any order. The two terms do
+    not cancel for an epsilon near -1 either.
+
+    Args:
+        input, target: as in :func:`focal_loss`.
+        gamma: a number, at least 0; a floating-point tensor broadcastable to the unreduced loss; or a
+            :class:`GammaTable`. A tensor is differentiable. Where a tensor or a table has a negative gamma, the loss is
+            NaN.
+        epsilon: a finite number; the paper searches -1 to 8 or so, with -1 as the least that makes sense.
+        weight, ignore_index, reduction, label_smoothing: as in :func:`focal_loss`.
+
+    Returns:
+        The loss, scalar or of shape [N, d1, ...], in the dtype of ``input``.
+
+    Raises:
+        TypeError, ValueError, IndexError, NotImplementedError: as :func:`focal_loss`.
+
+    Source: Leng et al., PolyLoss, ICLR 2022 (arXiv 2204.12511).
+    """
+    op = "poly_focal_loss"
+    if not isinstance(gamma, Tensor | GammaTable):
+        gamma = _number(op, "gamma", gamma, low=0.0)
+    epsilon = _number(op, "epsilon", epsilon)
+    return _row_loss(
+        op, POLY_FOCAL, input, target, gamma, epsilon, weight, ignore_index, reduction, label_smoothing, False
+    )
+
+
+def dual_focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float,
+    *,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: Reduction,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> Tensor:
+    """What :class:`focalkern.DualFocalLoss` computes."""
+    op = "DualFocalLoss"
+    if isinstance(target, Tensor) and target.is_floating_point():
+        raise TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}")
+    options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
+    return _row_loss(op, DUAL_FOCAL, input, target, gamma, 0.0, *options)
+
+
+def brier_loss(
+    input: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: Reduction,
+    label_smoothing: float,
+) -> Tensor:
+    """What :class:`focalkern.BrierLoss` computes."""
+    return _row_loss(
+        "BrierLoss", BRIER, input, target, 0.0, 0.0, weight, ignore_index, reduction, label_smoothing, False
+    )
+
+
+def mmce_has_kernel(input: Tensor, target: Tensor) -> bool:
+    """Whether :func:`mmce_loss` takes them: floating-point logits and labels on the CPU, nothing transformed."""
+    if input.device.type != "cpu" or input.dim() < 1 or not input.is_floating_point() or target.dtype not in LABEL_DTYPES:
+        return False
+    return has_kernels(input) and kernels_for(input).mmce_is_fused(input, target)
+
+
+def mmce_loss(
+    input: Tensor,
+    target: Tensor,
+    coefficient: float,
+    weighted: bool,
+    bandwidth: float,
+    reduction: Reduction,
+    ignore_index: int,
+) -> Tensor:
+    """What :class:`focalkern.MMCELoss` computes on the CPU, for labels without class weights and smoothing."""
+    settings = (coefficient, weighted, bandwidth, reduction_code("MMCELoss", reduction), ignore_index)
+    result: Tensor = kernels_for(input).mmce_loss(input, target, *settings)
+    return result
+
+
+def _number(op: str, name: str, value: object, low: float = -math.inf) -> float:
+    if torch.compiler.is_compiling() and type(value) is float:
+        return value  # a compiled graph must not depend on the value
+    number = finite(op, name, value, f"a number{_OR_TENSOR[name]}")
+    if number < low:
+        raise ValueError(f"{op}: {name} must be at least {low:g}, got {number}")
+    return number
+
+
+_OR_TENSOR = {"gamma": ", a tensor or a GammaTable", "epsilon": ""}
+
+
+def _row_loss(
+    op: str,
+    kind: int,
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable,
+    epsilon: float,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> Tensor:
+    code = reduction_code(op, reduction)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and type(input) in _PLAIN and type(target) in _PLAIN:
+        through = kernels_for(input).row_loss
+    else:
+        check_tensor(op, "input", input)
+        check_tensor(op, "target", target)
+        dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
+        through = through_dispatcher if dispatched else kernels_for(input).row_loss
+    edges = None
+    if isinstance(gamma, GammaTable):
+        edges, gamma = gamma.edges, gamma.gammas.detach()
+    options = (code, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
+    if through is through_dispatcher:
+        return through(input, target, gamma, edges, weight, *options)
+    try:
+        return through(input, target, gamma, edges, weight, *options)
+    except (TypeError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
+        check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
+        raise reworded(op, error, input=input, target=target, gamma=gamma, weight=weight) from None

@@ -1,0 +1,386 @@
+"""The losses that share the focal loss's kernels: poly focal, dual focal and Brier beside their definitions, in every
+layout and dtype, on every road. Their definitions at 300 digits and their options are in test_losses.py.
+"""
+
+import math
+
+import oracle
+import pytest
+import torch
+from conftest import TOLERANCE, assert_close
+from mpmath import mpf
+
+import focalkern as fk
+from focalkern import reference
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+TABLE = fk.GammaTable([0.0, 0.1, 0.5, 1.0], [4.0, 0.0, 2.5])
+
+
+def poly(z, t, gamma=2.0, epsilon=1.5, **options):
+    return fk.poly_focal_loss(z, t, gamma, epsilon, **options)
+
+
+def dual(z, t, **options):
+    return fk.DualFocalLoss(2.5, **options)(z, t)
+
+
+def brier(z, t, **options):
+    return fk.BrierLoss(**options)(z, t)
+
+
+LOSSES = {
+    "poly": (poly, lambda z, t, **o: reference.poly_focal_loss(z, t, 2.0, 1.5, **o)),
+    "dual": (dual, lambda z, t, **o: reference.dual_focal_loss(z, t, 2.5, **o)),
+    "brier": (brier, reference.brier_loss),
+}
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    yield torch._dynamo
+    torch._dynamo.reset()
+
+
+def near(actual, expected, factor):
+    """assert_close with so many times its tolerance: losses whose terms, or upstream gradients, are larger than one."""
+    rtol, atol = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(
+        actual.detach().double(), expected.detach().double(), rtol=factor * rtol, atol=factor * atol, equal_nan=True
+    )
+
+
+def check(name, z, target, **options):
+    """Value and gradient beside the reference in float64, with a random upstream gradient."""
+    loss, defined = LOSSES[name]
+    z = z.detach().requires_grad_()
+    found = loss(z, target, reduction="none", **options)
+    upstream = torch.randn(found.shape, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(found, z, upstream.to(found.dtype))
+    exact = z.detach().double().requires_grad_()
+    weight = options.get("weight")
+    wide = {**options, "weight": weight.double()} if weight is not None else options
+    target = target.double() if target.is_floating_point() else target.long()
+    expected = defined(exact, target, reduction="none", **wide)
+    (slope,) = torch.autograd.grad(expected, exact, upstream.to(found.dtype).double())
+    # Narrow logits are exact in float64, and the gradient of a sample is as large as its upstream.
+    factor = 20 if z.dtype in (torch.float32, torch.float64) else 2
+    near(found, expected, factor=factor)
+    near(gradient, slope, factor=factor)
+    assert gradient.stride() == z.stride() or not z.is_contiguous()
+    return found, gradient
+
+
+# Classes below and above a vector, a tile of few classes (32), a block of a long row (4096), and off their multiples.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("classes", [1, 2, 10, 31, 33, 100, 4099, 9001])
+def test_rows_of_every_length(name, dtype, classes):
+    n = 70 if classes < 1000 else 5
+    z = (3 * torch.randn(n, classes)).to(dtype)
+    target = torch.randint(classes, (n,))
+    target[::2] = z.argmax(1)[::2]
+    check(name, z, target)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("classes", [5, 40])
+def test_layouts(name, classes):
+    sources = [
+        torch.randn(2, classes, 37),
+        torch.randn(3, 35, classes).transpose(1, 2),
+        torch.randn(classes, 70).t(),
+        torch.randn(70, classes + 3)[:, :classes],
+        torch.randn(2, classes, 3, 7).to(memory_format=torch.channels_last),
+        torch.randn(5, 4, classes, 3).permute(1, 2, 3, 0),
+        torch.randn(classes),
+    ]
+    for z in sources:
+        shape = z.shape[:1] + z.shape[2:] if z.dim() > 1 else ()
+        target = torch.randint(classes, shape)
+        check(name, z, target)
+        if name != "dual":
+            check(name, z, torch.empty_like(z).copy_(torch.randn(z.shape).softmax(min(1, z.dim() - 1))))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_options_beside_the_reference(name, smoothing):
+    z = 2 * torch.randn(50, 12)
+    target = torch.randint(12, (50,), dtype=torch.int32)
+    target[::7] = 3
+    for weight in (None, torch.rand(12)):
+        found, gradient = check(name, z, target, weight=weight, ignore_index=3, label_smoothing=smoothing)
+        assert (found[target == 3] == 0).all()
+        assert (gradient[target == 3] == 0).all()
+        if name != "dual":
+            check(name, z, torch.randn(50, 12).softmax(1), weight=weight, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("name", ["poly", "brier"])
+def test_derivative_of_class_probabilities(name):
+    loss, defined = LOSSES[name]
+    z, weight = torch.randn(6, 5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
+    target = torch.randn(6, 5, dtype=torch.float64).softmax(1).requires_grad_()
+    options = {"weight": weight, "label_smoothing": 0.1, "reduction": "none"}
+    upstream = torch.randn(6, dtype=torch.float64)
+    (found,) = torch.autograd.grad(loss(z, target, **options), target, upstream)
+    (expected,) = torch.autograd.grad(defined(z, target, **options), target, upstream)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_first_and_second_derivatives(name):
+    loss, _ = LOSSES[name]
+    z = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 4, 2, 2])
+    for options in ({}, {"label_smoothing": 0.1}, {"reduction": "none", "ignore_index": 4}):
+        assert torch.autograd.gradcheck(lambda z, options=options: loss(z, target, **options), z)
+        assert torch.autograd.gradgradcheck(lambda z, options=options: loss(z, target, **options), z)
+    if name != "dual":
+        soft = torch.randn(4, 5, dtype=torch.float64).softmax(1).requires_grad_()
+        assert torch.autograd.gradcheck(loss, (z, soft))
+        assert torch.autograd.gradgradcheck(loss, (z, soft))
+
+
+def test_derivatives_in_gamma_of_the_poly_focal_loss():
+    z = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 4, 2, 2])
+    gamma = torch.tensor([0.5, 1.0, 2.0, 3.5], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda z, gamma: fk.poly_focal_loss(z, target, gamma, 1.5), (z, gamma))
+    assert torch.autograd.gradgradcheck(lambda z, gamma: fk.poly_focal_loss(z, target, gamma, 1.5), (z, gamma))
+
+
+def test_forms_of_gamma_of_the_poly_focal_loss():
+    z, target = 2 * torch.randn(40, 6), torch.randint(6, (40,))
+    for gamma in (0.0, 1.0, torch.tensor(1.5), 3 * torch.rand(40), TABLE):
+        wide = gamma.double() if isinstance(gamma, torch.Tensor) else gamma
+        expected = reference.poly_focal_loss(z.double(), target, wide, 0.7, reduction="none")
+        near(fk.poly_focal_loss(z, target, gamma, 0.7, reduction="none"), expected, factor=2)
+    found = fk.poly_focal_loss(z[:2], target[:2], torch.tensor([-0.5, 0.5]), reduction="none")
+    assert found.isnan().tolist() == [True, False]
+    no_poly = fk.poly_focal_loss(z, target, 2.0, 0.0)
+    assert_close(no_poly, fk.focal_loss(z.double(), target, 2.0))
+
+
+@pytest.mark.parametrize("epsilon", [-1.0, -0.999, 0.0, 2.5])
+def test_poly_keeps_its_digits_where_its_terms_cancel(epsilon):
+    """As p -> 1 the loss is u^gamma (u^2 / 2 + ...) for epsilon = -1, far below either term."""
+    z = [30.0, 0.0, -1.0]
+
+    def exact(row):
+        p = oracle.softmax(row)[0]
+        return (1 - p) * (mpf(epsilon) * (1 - p) - oracle.mpmath.log(p))
+
+    with oracle.precision():
+        value = float(exact([mpf(v) for v in z]))
+        slope = [float(v) for v in oracle.gradient(exact, z)]
+    for dtype in (torch.float32, torch.float64):
+        input = torch.tensor([z], dtype=dtype, requires_grad=True)
+        found = fk.poly_focal_loss(input, torch.tensor([0]), 1.0, epsilon, reduction="sum")
+        (gradient,) = torch.autograd.grad(found, input)
+        relative = 1e-5 if dtype == torch.float32 else 1e-12
+        assert found.item() == pytest.approx(value, rel=relative)
+        assert gradient[0].tolist() == pytest.approx(slope, rel=relative)
+
+
+def test_a_certain_wrong_class_keeps_its_digits_in_the_brier_score():
+    z, target = [40.0, 0.0, 3.0], 1
+
+    def exact(row):
+        return oracle.mpmath.fsum((p - (k == target)) ** 2 for k, p in enumerate(oracle.softmax(row)))
+
+    with oracle.precision():
+        slope = [float(v) for v in oracle.gradient(exact, z)]
+    input = torch.tensor([z], requires_grad=True)
+    (gradient,) = torch.autograd.grad(fk.BrierLoss()(input, torch.tensor([target])), input)
+    assert gradient[0].tolist() == pytest.approx(slope, rel=1e-5)
+
+
+def test_a_tied_rival_is_the_first():
+    for classes in (4, 40, 5000):
+        for smoothing in (0.0, 1e-9):
+            z = torch.zeros(2, classes, dtype=torch.float64)
+            z[:, 2] = 1.0
+            z.requires_grad_()
+            loss = fk.DualFocalLoss(2.0, label_smoothing=smoothing)(z, torch.tensor([2, 2]))
+            (gradient,) = torch.autograd.grad(loss, z)
+            assert (gradient[:, 0] > gradient[:, 1]).all()
+            assert (gradient[:, 3] - gradient[:, 1]).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_infinite_and_ignored_logits(name):
+    loss, _ = LOSSES[name]
+    for classes in (4, 50):
+        z = torch.randn(6, classes)
+        z[0, 1:] = -math.inf  # certain
+        z[1, 1] = -math.inf
+        z[2] = math.nan  # ignored
+        z[3, 2] = math.nan
+        z[4, 1] = math.inf
+        z[5] = -math.inf
+        z.requires_grad_()
+        target = torch.tensor([0, 0, 9 % classes, 0, 0, 0])
+        found = loss(z, target, ignore_index=9 % classes, reduction="none")
+        (gradient,) = torch.autograd.grad(found.sum(), z)
+        assert found.isnan().tolist() == [False, False, False, True, True, True]
+        assert (gradient[:3].isfinite()).all()
+        assert (gradient[[0, 2]] == 0).all()
+        assert gradient[3].isnan().any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_empty_and_all_ignored(name):
+    loss, _ = LOSSES[name]
+    for n in (0, 5):
+        z = torch.randn(n, 3, requires_grad=True)
+        target = torch.full((n,), -100)
+        found = loss(z, target)
+        assert found.isnan()
+        (gradient,) = torch.autograd.grad(found, z)
+        assert (gradient == 0).all()
+        assert gradient.shape == z.shape
+        assert loss(z, target, reduction="sum") == 0
+
+
+@pytest.mark.kernels
+def test_opcheck(device):
+    z = torch.randn(6, 5, 2, device=device, requires_grad=True)
+    target = torch.randint(5, (6, 2), device=device)
+    soft = torch.rand(6, 5, 2, device=device, requires_grad=True)
+    weight, number = torch.rand(5, device=device), torch.tensor(2.0, dtype=torch.float64)
+    for kind in (1, 2, 3):
+        for arguments in (
+            (z, target, number, None, weight, 1, -100, 0.0, False, False, kind, 1.5),
+            (z, soft if kind != 2 else target, number, None, None, 0, -100, 0.0, False, False, kind, 1.5),
+        ):
+            torch.library.opcheck(torch.ops.focalkern.focal_loss_forward, arguments)
+            with torch.no_grad():
+                loss, saved = torch.ops.focalkern.focal_loss_forward(*arguments)
+                z_, t_, *others = (a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+                rest = (*others[:3], saved, *others[3:7], [True, t_.is_floating_point(), False], kind, 1.5)
+                torch.library.opcheck(torch.ops.focalkern.focal_loss_backward, (torch.randn_like(loss), z_, t_, *rest))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_compiles_and_exports(device, dynamo, name):
+    loss, _ = LOSSES[name]
+    z = torch.randn(8, 5, device=device, requires_grad=True)
+    target = torch.randint(5, (8,), device=device)
+    for options in ({}, {"label_smoothing": 0.1}):
+        expected = loss(z, target, **options)
+        (slope,) = torch.autograd.grad(expected, z)
+        compiled = torch.compile(
+            lambda z, t, options=options: loss(z, t, **options), fullgraph=True, backend="aot_eager"
+        )
+        found = compiled(z, target)
+        assert_close(found, expected.double())
+        assert_close(torch.autograd.grad(found, z)[0], slope.double())
+    module = {"poly": fk.PolyFocalLoss(), "dual": fk.DualFocalLoss(), "brier": fk.BrierLoss()}[name]
+    exported = torch.export.export(module, (z.detach(), target))
+    assert_close(exported.module()(z.detach(), target), module(z.detach(), target).double())
+
+
+@pytest.mark.kernels
+def test_gamma_of_the_poly_focal_loss_compiles_once(dynamo):
+    z, target = torch.randn(8, 5), torch.randint(5, (8,))
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda z, t, gamma: fk.poly_focal_loss(z, t, gamma, 1.5), fullgraph=True, backend=counter)
+    for gamma in (1.0, 2.0, 3.0, 4.5):
+        assert_close(compiled(z, target, gamma), fk.poly_focal_loss(z.double(), target, gamma, 1.5))
+    assert counter.frame_count <= 2  # the first number is taken for a constant
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_torch_func_and_forward_mode(name):
+    loss, _ = LOSSES[name]
+    z, target = torch.randn(6, 5, dtype=torch.float64), torch.randint(5, (6,))
+    expected = torch.autograd.grad(loss(z.requires_grad_(), target), z)[0]
+    assert_close(torch.func.grad(lambda z: loss(z, target))(z.detach()), expected)
+    direction = torch.randn_like(z.detach())
+    _, tangent = torch.func.jvp(lambda z: loss(z, target), (z.detach(),), (direction,))
+    assert_close(tangent, (expected * direction).sum())
+    each = torch.func.vmap(lambda z, t: loss(z, t))(z.detach(), target)
+    assert_close(each, loss(z.detach(), target, reduction="none"))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_returns_float32(name):
+    loss, _ = LOSSES[name]
+    z, target = torch.randn(6, 5, dtype=torch.bfloat16), torch.randint(5, (6,))
+    assert loss(z, target).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss(z, target).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((-0.5,), {}, ValueError, r"gamma must be at least 0, got -0.5"),
+        ((math.nan,), {}, ValueError, r"gamma must be finite, got nan"),
+        (("2",), {}, TypeError, r"gamma must be a number, a tensor or a GammaTable, got str"),
+        ((2.0, math.inf), {}, ValueError, r"epsilon must be finite, got inf"),
+        ((2.0, None), {}, TypeError, r"epsilon must be a number, got NoneType"),
+        ((2.0,), {"reduction": "avg"}, ValueError, r"reduction must be 'none', 'mean' or 'sum', got 'avg'"),
+        ((2.0,), {"weight": torch.ones(4)}, ValueError, r"weight must be \[C\] = \[3\], got \[4\]"),
+        ((2.0,), {"weight": 1.0}, TypeError, r"weight must be a tensor, got float"),
+        ((2.0,), {"label_smoothing": 2.0}, ValueError, r"label_smoothing must be in \[0, 1\], got 2"),
+        ((torch.ones(4),), {}, ValueError, r"gamma must be broadcastable to the unreduced loss \[2\], got \[4\]"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, options, error, message):
+    with pytest.raises(error, match=f"^poly_focal_loss: {message}"):
+        fk.poly_focal_loss(torch.randn(2, 3), torch.tensor([0, 1]), *arguments, **options)
+
+
+def test_the_module_is_the_function():
+    z, target = torch.randn(6, 5), torch.randint(5, (6,))
+    module = fk.PolyFocalLoss(1.5, 2.0, weight=torch.rand(5), label_smoothing=0.1)
+    expected = fk.poly_focal_loss(z, target, 1.5, 2.0, weight=module.weight, label_smoothing=0.1)
+    assert torch.equal(module(z, target), expected)
+    assert repr(module) == "PolyFocalLoss(gamma=1.5, epsilon=2.0, weight=[5], label_smoothing=0.1)"
+    table = fk.PolyFocalLoss(TABLE, 0.5)
+    assert torch.equal(table(z, target), fk.poly_focal_loss(z, target, TABLE, 0.5))
+    for make in (lambda: fk.PolyFocalLoss(-1.0), lambda: fk.PolyFocalLoss(torch.tensor(-1.0))):
+        with pytest.raises(ValueError, match=r"PolyFocalLoss: gamma must be at least 0, got -1"):
+            make()
+    with pytest.raises(ValueError, match=r"PolyFocalLoss: epsilon must be finite, got nan"):
+        fk.PolyFocalLoss(2.0, math.nan)
+    with pytest.raises(ValueError, match=r"PolyFocalLoss: gamma must be at least 0, got -2"):
+        fk.PolyFocalLoss(torch.tensor(1.0)).load_state_dict({"gamma": torch.tensor(-2.0)})
+
+
+# Small batches and large, both forms, ties among the confidences, an ignored part, and every row right.
+@pytest.mark.kernels
+@pytest.mark.parametrize("weighted", [False, True])
+def test_mmce_in_a_kernel_is_its_definition_in_torch(weighted):
+    for n, classes in ((1, 3), (2, 2), (50, 7), (300, 40), (64, 5000)):
+        z = torch.randn(n, classes, dtype=torch.float64).mul_(2)
+        if n > 2:
+            z[n // 2] = z[0]
+        z.requires_grad_()
+        for target in (torch.randint(classes, (n,)), z.detach().argmax(1)):
+            target = target.clone()
+            target[::5] = -100 if n > 2 else target[::5]
+            for reduction in ("mean", "sum"):
+                loss = fk.MMCELoss(1.5, weighted=weighted, reduction=reduction)
+                found = loss(z, target)
+                (gradient,) = torch.autograd.grad(found, z)
+                # Class weights of one are none, and are put together from torch's operations.
+                plain = fk.MMCELoss(
+                    1.5, weighted=weighted, reduction=reduction, weight=torch.ones(classes, dtype=torch.float64)
+                )
+                expected = plain(z, target)
+                near(found, expected, factor=100)
+                near(gradient, torch.autograd.grad(expected, z)[0], factor=100)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_second_derivatives_of_mmce(weighted):
+    z = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 3, 2, -100, 1, 1])
+    loss = fk.MMCELoss(weighted=weighted)
+    assert torch.autograd.gradcheck(loss, (z, target))
+    assert torch.autograd.gradgradcheck(loss, (z, target))
