@@ -148,6 +148,8 @@ def run(
                 device=device,
             )
             for row, provider in zip(rows, providers, strict=True):
-                if provider.run is not None and "compiled" not in provider.name:  # no graph is run while they are counted
+                if (
+                    provider.run is not None and "compiled" not in provider.name
+                ):  # no graph is run while they are counted
                     row.note = f"{fetched(provider.run)} numbers fetched"
             yield rows

@@ -243,6 +243,13 @@ class PolyFocalLoss(FocalLoss):
         TypeError, ValueError: as :class:`FocalLoss`; a gamma below 0.
 
     Source: Leng et al., PolyLoss, ICLR 2022 (arXiv 2204.12511).
+
+    Example:
+        >>> criterion = fk.PolyFocalLoss(gamma=0.0, epsilon=2.0)  # Poly-1 cross-entropy
+        >>> criterion
+        PolyFocalLoss(gamma=0.0, epsilon=2.0)
+        >>> criterion(torch.tensor([[1.4, 0.0]]), torch.tensor([0]))
+        tensor(0.6158)
     """
 
     def __init__(

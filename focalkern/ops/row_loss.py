@@ -65,6 +65,13 @@ def poly_focal_loss(
         TypeError, ValueError, IndexError, NotImplementedError: as :func:`focal_loss`.
 
     Source: Leng et al., PolyLoss, ICLR 2022 (arXiv 2204.12511).
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]]), torch.tensor([0, 2])
+        >>> fk.poly_focal_loss(logits, target, gamma=2.0, epsilon=1.0)
+        tensor(0.8296)
+        >>> fk.poly_focal_loss(logits, target, gamma=2.0, epsilon=0.0), fk.focal_loss(logits, target, gamma=2.0)
+        (tensor(0.5583), tensor(0.5583))
     """
     op = "poly_focal_loss"
     if not isinstance(gamma, Tensor | GammaTable):
@@ -111,7 +118,12 @@ def brier_loss(
 
 def mmce_has_kernel(input: Tensor, target: Tensor) -> bool:
     """Whether :func:`mmce_loss` takes them: floating-point logits and labels on the CPU, nothing transformed."""
-    if input.device.type != "cpu" or input.dim() < 1 or not input.is_floating_point() or target.dtype not in LABEL_DTYPES:
+    if (
+        input.device.type != "cpu"
+        or input.dim() < 1
+        or not input.is_floating_point()
+        or target.dtype not in LABEL_DTYPES
+    ):
         return False
     return has_kernels(input) and kernels_for(input).mmce_is_fused(input, target)
 
