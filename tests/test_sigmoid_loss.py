@@ -124,6 +124,33 @@ def test_finite_at_every_logit(device, dtype, name):
             assert grads(loss, x)[0].isfinite().all()
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 0x7FC00000), (torch.float64, 0x7FF8000000000000)])
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 2.0, 7.0])
+def test_every_nan_stays_nan(dtype, bits, gamma):
+    """Also those with a payload, which the exponential of a hard target's loss takes for numbers."""
+    integer = torch.int32 if dtype == torch.float32 else torch.int64
+    nans = torch.tensor([bits + k for k in (0, 1, 2, 3, 255, 12345)] + [-1], dtype=integer).view(dtype)
+    for share in (0.0, 1.0, 0.5):
+        x = leaf(nans.repeat(3))
+        loss = fk.sigmoid_focal_loss(x, torch.full_like(x, share), gamma)
+        assert loss.isnan().all()
+        assert grads(loss, x)[0].isnan().all()
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+# Around the blocks (64) and tiles (512) of the CPU's loops.
+@pytest.mark.parametrize("size", [63, 64, 65, 511, 512, 513, 577, 1024, 1087])
+def test_every_element_of_a_tile_counts(size, reduction):
+    x, target = torch.randn(size) * 5, (torch.rand(size) < 0.3).float()
+    values = []
+    for dtype in (torch.float32, torch.float64):
+        logits = leaf(x.to(dtype))
+        loss = fk.sigmoid_focal_loss(logits, target.to(dtype), reduction=reduction)
+        values.append((loss.detach(), *grads(loss, logits)))
+    for found, expected in zip(*values, strict=True):
+        assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_targets_outside_of_0_and_1_are_nan(device, name):
     x = torch.randn(5, device=device, requires_grad=True)

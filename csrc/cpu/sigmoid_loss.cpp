@@ -20,6 +20,7 @@ namespace focalkern::cpu {
 namespace {
 
 constexpr int64_t kTile = 512;  // elements
+constexpr int64_t kBlock = 64;  // elements between two requests for memory
 
 struct LabelCount {
   int64_t ignored = 0;  // elements
@@ -39,6 +40,8 @@ struct TileView {
   const Real* scale;     // weight, and in the backward pass times the upstream gradient
   bool hard;             // all targets are 0 or 1
   LabelCount labels;
+  const char* target_source;  // the dense target's elements as they lie in the user's memory,
+  int64_t target_size;        // and the bytes of one; 0 for what is not dense
 };
 
 // ---- reading -------------------------------------------------------------------------------------------------------
@@ -297,6 +300,12 @@ class TileReader {
     if (!args_.target_is_labels) {
       view.target = read(args_.target, args_.space, begin, end, target_);
       view.hard = all_hard(view.target, n);
+      if (args_.target.dense) {
+        with_type(args_.target, [&](const auto* data) {
+          view.target_source = reinterpret_cast<const char*>(data + begin);
+          view.target_size = sizeof(*data);
+        });
+      }
       return view;
     }
     view.target = target_;
@@ -368,6 +377,26 @@ FK_HOST_DEVICE SigmoidTerms<compute_t<Scalar>> terms_at(const TileView<Scalar>& 
   }
 }
 
+// Asks for the block's counterpart in the next tile: formulas this long keep the processor from finding out by itself
+// what comes next. Where the elements lie in a buffer it asks in vain; an address outside the tensor never faults.
+FK_HOST_DEVICE void ask_ahead(const void* block, int64_t size_of_element) {
+  const char* ahead = static_cast<const char*>(block) + kTile * size_of_element;
+  for (int64_t i = 0; i < kBlock * size_of_element; i += 64) __builtin_prefetch(ahead + i);
+}
+
+// Calls f(i) for the elements of a tile, and ask(first) for each whole block of them.
+template <typename Ask, typename Function>
+FK_HOST_DEVICE void for_each_element(int64_t n, Ask ask, Function f) {
+  int64_t first = 0;
+  for (; first + kBlock <= n; first += kBlock) {
+    ask(first);
+#pragma omp simd
+    for (int64_t i = 0; i < kBlock; ++i) f(first + i);
+  }
+#pragma omp simd
+  for (int64_t i = first; i < n; ++i) f(i);
+}
+
 // Numbers of one width in one loop: the sum in double is another.
 template <typename Loss, bool kHard, Powers kPowers, typename Scalar>
 FK_VECTOR_CLONES void forward_loop(const TileView<Scalar>& tile, compute_t<Scalar> margin, int64_t n,
@@ -376,15 +405,32 @@ FK_VECTOR_CLONES void forward_loop(const TileView<Scalar>& tile, compute_t<Scala
   const TileView<Scalar> view = tile;
   constexpr bool kSmall = kPowers == Powers::kSmall;
   const SmallPower<Real> gamma(kSmall ? view.gamma[0] : Real(0)), gamma_positive(kSmall ? view.second[0] : Real(0));
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    loss[i] = terms_at<Loss, kHard, kPowers>(view, i, gamma, gamma_positive, margin).loss * view.scale[i];
-  }
+  for_each_element(
+      n,
+      [&](int64_t i) __attribute__((always_inline)) {
+        ask_ahead(view.input + i, sizeof(Scalar));
+        ask_ahead(view.target_source + i * view.target_size, view.target_size);
+      },
+      [&](int64_t i) __attribute__((always_inline)) {
+        loss[i] = terms_at<Loss, kHard, kPowers>(view, i, gamma, gamma_positive, margin).loss * view.scale[i];
+      });
 }
 
 template <typename Real>
 FK_VECTOR_CLONES double sum_of(const Real* loss, int64_t n) {
   double sum = 0;
+  if (n == kTile) {
+    // Eight at a time in Real, in pairs: three roundings, and an eighth of the conversions.
+    constexpr int64_t kPart = kTile / 8;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < kPart; ++i) {
+      const Real* at = loss + i;
+      const Real low = (at[0] + at[kPart]) + (at[2 * kPart] + at[3 * kPart]);
+      const Real high = (at[4 * kPart] + at[5 * kPart]) + (at[6 * kPart] + at[7 * kPart]);
+      sum += static_cast<double>(low + high);
+    }
+    return sum;
+  }
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(loss[i]);
   return sum;
@@ -397,11 +443,17 @@ FK_VECTOR_CLONES void backward_loop(const TileView<Scalar>& tile, compute_t<Scal
   const TileView<Scalar> view = tile;
   constexpr bool kSmall = kPowers == Powers::kSmall;
   const SmallPower<Real> gamma(kSmall ? view.gamma[0] : Real(0)), gamma_positive(kSmall ? view.second[0] : Real(0));
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    const Real slope = terms_at<Loss, kHard, kPowers>(view, i, gamma, gamma_positive, margin).slope * view.scale[i];
-    grad_input[i] = Store<Scalar>::from_compute(slope);
-  }
+  for_each_element(
+      n,
+      [&](int64_t i) __attribute__((always_inline)) {
+        ask_ahead(view.input + i, sizeof(Scalar));
+        ask_ahead(view.target_source + i * view.target_size, view.target_size);
+        ask_ahead(grad_input + i, sizeof(Scalar));
+      },
+      [&](int64_t i) __attribute__((always_inline)) {
+        const Real slope = terms_at<Loss, kHard, kPowers>(view, i, gamma, gamma_positive, margin).slope * view.scale[i];
+        grad_input[i] = Store<Scalar>::from_compute(slope);
+      });
 }
 
 // Every derivative there is.

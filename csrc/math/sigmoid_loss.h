@@ -101,6 +101,26 @@ FK_HOST_DEVICE Real exponential_of_minus(Real x) {
 #endif
 }
 
+// The same in fewer operations, for a caller that looks after NaN itself: here it becomes any number. The bits of
+// numbers that are not negative have their order, and 2^n is added to the exponent's.
+template <typename Real>
+FK_HOST_DEVICE Real exponential_of_minus_number(Real x) {
+#if defined(__CUDA_ARCH__)
+  return exp(-x);
+#else
+  using F = detail::Format<Real>;
+  using Int = typename F::Int;
+  using Bits = std::make_unsigned_t<Int>;
+  const Int most = bit_cast<Int>(-F::kExpMin), bits = bit_cast<Int>(x);
+  const Real bounded = bit_cast<Real>(bits < most ? bits : most);
+  const Real shifted = F::kRoundToInt - bounded * F::kLog2e;
+  const Real n = shifted - F::kRoundToInt;
+  const Real r = (-bounded - n * F::kLn2Hi) - n * F::kLn2Lo;
+  const Bits mantissa = bit_cast<Bits>(detail::exp_of_reduced(r));
+  return bit_cast<Real>(static_cast<Bits>(mantissa + (bit_cast<Bits>(shifted) << F::kMantissaBits)));
+#endif
+}
+
 template <typename Real>
 struct LogitPieces {
   Real size;      // |x|
@@ -111,13 +131,14 @@ struct LogitPieces {
   bool positive;  // x > 0
 };
 
-template <typename Real>
+// Without kNaN, e, r and log1p_e of NaN are any numbers.
+template <bool kNaN = true, typename Real>
 FK_HOST_DEVICE LogitPieces<Real> logit_pieces(Real x) {
   LogitPieces<Real> z;
   z.positive = x > Real(0);
   z.size = fabs(x);
   z.sign = z.positive ? Real(1) : Real(-1);
-  z.e = exponential_of_minus(z.size);
+  z.e = kNaN ? exponential_of_minus(z.size) : exponential_of_minus_number(z.size);
   z.r = Real(1) / (Real(1) + z.e);
   z.log1p_e = log_one_plus_fraction(z.e);
   return z;
@@ -181,7 +202,7 @@ struct FocalElement {
   static FK_HOST_DEVICE SigmoidTerms<Real> hard_terms(Real x, Real t, const SigmoidParameters<Real, Power>& with) {
     const bool is_one = t > Real(0);
     const Real s = is_one ? -x : x;
-    const LogitPieces<Real> z = logit_pieces(s);
+    const LogitPieces<Real> z = logit_pieces<false>(s);  // b is NaN where s is, and with it everything
     // Where the logit agrees with the target, u = e r may underflow; its logarithm does not.
     const Real excess = s > Real(0) ? s : s - s;  // 0, but NaN for NaN
     const Real u = z.r * (z.positive ? Real(1) : z.e), p = z.r * (z.positive ? z.e : Real(1));
