@@ -34,6 +34,7 @@ def test_table_is_whole_and_passes_its_own_check():
     assert counts.problems(table, table) == []
     cases = {row.case for row in table}
     assert {f"{kind} {'x'.join(map(str, shape))}" for kind, shape, _ in counts.FOCAL_LOSS} <= cases
+    assert len([case for case in cases if case.startswith("sigmoid")]) == len(counts.SIGMOID_LOSS)
     assert counts.TABLE.read_text() == counts.as_csv(table)
 
 
