@@ -1,8 +1,9 @@
 """The operators on a GPU, against the bytes per second of a copy: python -m benchmarks.bench_gpu --out FILE.csv
 
 A case is checked against the reference, then timed with CUDA events by triton.testing.do_bench (medians; the cache is
-emptied between calls). The bytes are those that the case must move at least. What could not be had is a row without
-time that says why.
+emptied between calls). The bytes are those that the case must move at least: the logits or their gradient, a label for
+each row, and the three numbers for each row that the forward pass keeps. What could not be had is a row without time
+that says why.
 """
 
 import argparse
@@ -151,12 +152,18 @@ def loss_rows(classes: int, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]
         "focalkern": lambda: fk.focal_loss(logits, target, GAMMA),
         "cross_entropy": lambda: F.cross_entropy(logits, target),
     }
-    yield from timed("focal_loss", f"forward {case}", dtype, forward, logits.nbytes, copy, forward_target)
+    n_bytes = logits.nbytes + row_bytes(target, dtype)
+    yield from timed("focal_loss", f"forward {case}", dtype, forward, n_bytes, copy, forward_target)
     both: Providers = {
         "focalkern": backward(fk.focal_loss(logits, target, GAMMA), logits),
         "cross_entropy": backward(F.cross_entropy(logits, target), logits),
     }
-    yield from timed("focal_loss", f"backward {case}", dtype, both, 2 * logits.nbytes, copy, backward_target)
+    yield from timed("focal_loss", f"backward {case}", dtype, both, logits.nbytes + n_bytes, copy, backward_target)
+
+
+def row_bytes(target: Tensor, dtype: torch.dtype) -> int:
+    """Labels, and the three numbers that a forward pass writes and a backward pass reads."""
+    return target.nbytes + 3 * target.numel() * (8 if dtype == torch.float64 else 4)
 
 
 def step_rows(classes: int, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]:
@@ -183,7 +190,8 @@ def step_rows(classes: int, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]
         except Exception as error:
             steps[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     case = "forward+backward " + "x".join(map(str, logits.shape))
-    yield from timed("focal_loss", case, dtype, steps, 3 * logits.nbytes, copy, None, fastest=True)
+    n_bytes = 3 * logits.nbytes + 2 * row_bytes(target, dtype)
+    yield from timed("focal_loss", case, dtype, steps, n_bytes, copy, None, fastest=True)
     torch.compiler.reset()
 
 
