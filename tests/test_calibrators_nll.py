@@ -124,19 +124,64 @@ def test_probabilities_have_the_optimum_of_their_logarithms():
 # -- no optimum ------------------------------------------------------------------------------------------------------
 
 
+def mean_confidence(logits, temperature):
+    return float((logits.double() / temperature).softmax(-1).amax(-1).mean())
+
+
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e4])
-def test_separable_data_end_at_the_lower_bound(scale):
-    logits, _ = sample(100, scale=scale)
+@pytest.mark.parametrize("rows", [3, 100])
+def test_separable_data_end_where_so_many_rows_justify_it(scale, rows):
+    """Laplace's rule: of the next rows (N + 1) of (N + 2) are right, and the mean confidence is no more."""
+    logits, _ = sample(rows, scale=scale)
     calibrator = TemperatureScaling().fit(logits, logits.argmax(-1))
-    assert calibrator.temperature_ == LOW
+    assert LOW < calibrator.temperature_ < HIGH
+    assert mean_confidence(logits, calibrator.temperature_) == pytest.approx((rows + 1) / (rows + 2), abs=1e-12)
+    assert calibrator.best_value_ == pytest.approx(nll(logits, logits.argmax(-1), calibrator.temperature_), rel=1e-12)
     (words,) = calibrator.at_border_
-    assert words.startswith(f"temperature = {LOW:g} is the lower bound of the search: the target has the largest")
+    assert words.startswith(
+        f"temperature = {calibrator.temperature_:g} is the lower bound of the search on {rows} rows"
+    )
+    assert words.endswith("and the NLL falls all the way to temperature 0")
     assert torch.equal(calibrator.predict_proba(logits).argmax(-1), logits.argmax(-1))
+
+
+def test_one_mistake_is_an_optimum_again():
+    """The bound is for rows without one: a row that is wrong by much keeps T away from 0 by itself."""
+    logits, _ = sample(100)
+    target = logits.argmax(-1)
+    target[0] = logits[0].argmin(-1)
+    calibrator = TemperatureScaling().fit(logits, target)
+    assert calibrator.at_border_ == ()
+    assert mean_confidence(logits, calibrator.temperature_) < 101 / 102
+
+
+def test_the_bound_of_weighted_rows_knows_no_scale():
+    logits, _ = sample(100)
+    target = logits.argmax(-1)
+    plain = TemperatureScaling().fit_quietly(logits, target)
+    for scale in (1e-3, 1.0, 50.0):
+        weighted = TemperatureScaling().fit_quietly(logits, target, torch.full((100,), scale))
+        assert weighted.temperature_ == pytest.approx(plain.temperature_, rel=1e-9)
+    half = torch.arange(100) < 50
+    part = TemperatureScaling().fit_quietly(logits[half], target[half])
+    weighted = TemperatureScaling().fit_quietly(logits, target, half.double())
+    assert weighted.temperature_ == pytest.approx(part.temperature_, rel=1e-9)
+
+
+def test_rows_with_one_possible_class_are_sure_of_it():
+    """They have confidence 1 at every temperature; of the others the bound is taken."""
+    logits, _ = sample(50)
+    sure = torch.full((50, logits.shape[1]), -torch.inf, dtype=logits.dtype)
+    sure[:, 0] = 0
+    both = torch.cat([logits, sure])
+    calibrator = TemperatureScaling().fit_quietly(both, both.argmax(-1))
+    assert mean_confidence(logits, calibrator.temperature_) == pytest.approx(101 / 102, abs=1e-12)
 
 
 def test_a_tie_at_the_top_is_separable_too():
     logits = torch.tensor([[2.0, 2.0, 0.0], [0.0, 1.0, 5.0]])
     calibrator = TemperatureScaling().fit(logits, torch.tensor([1, 2]))
+    # No temperature has more than (1/2 + 1) / 2, which is what two rows justify.
     assert calibrator.temperature_ == LOW
     assert calibrator.best_value_ == pytest.approx(math.log(2) / 2)
 
@@ -171,7 +216,9 @@ def test_logits_that_say_nothing_keep_the_temperature():
 def test_one_row(label):
     calibrator = TemperatureScaling().fit(torch.tensor([[3.0, 1.0, -8.0]]), torch.tensor([label]))
     # Largest: separable. Below the mean: worse than chance. Between: an optimum inside, where E[z] = 1.
-    assert (calibrator.temperature_ == LOW, calibrator.temperature_ == HIGH) == (label == 0, label == 2)
+    assert (bool(calibrator.at_border_), calibrator.temperature_ == HIGH) == (label != 1, label == 2)
+    if label == 0:  # one row, and right: of the next, two in three
+        assert float(calibrator.predict_proba(torch.tensor([[3.0, 1.0, -8.0]])).max()) == pytest.approx(2 / 3)
     if label == 1:
         q = torch.tensor([3.0, 1.0, -8.0], dtype=torch.float64).div(calibrator.temperature_).softmax(-1)
         assert float(q @ torch.tensor([3.0, 1.0, -8.0], dtype=torch.float64)) == pytest.approx(1.0, abs=1e-9)

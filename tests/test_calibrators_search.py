@@ -100,7 +100,8 @@ def test_nll_without_an_optimum_in_t_is_temperature_scaling(labels):
     logits, _ = sample(100)
     calibrator = FocalTemperatureScaling(search="nll").fit(logits, getattr(logits, labels)(-1))
     assert calibrator.gamma_ == 0
-    assert calibrator.temperature_ == TEMPERATURE_BOUNDS[labels == "argmin"]
+    assert calibrator.temperature_ == TemperatureScaling().fit(logits, getattr(logits, labels)(-1)).temperature_
+    assert (calibrator.temperature_ == TEMPERATURE_BOUNDS[1]) == (labels == "argmin")
     assert "bound of the search" in calibrator.at_border_[0]
 
 
@@ -181,13 +182,16 @@ def test_brier_is_the_minimum_of_the_reference(n_classes, seed, focal):
     assert calibrator.best_value_ <= grid.best_value_ + 1e-12
 
 
-@pytest.mark.parametrize(("labels", "bound"), [("argmax", 0), ("argmin", 1)])
-def test_brier_without_an_optimum_ends_at_a_bound(labels, bound):
+@pytest.mark.parametrize("labels", ["argmax", "argmin"])
+def test_brier_without_an_optimum_ends_at_a_bound(labels):
     logits, _ = sample(100)
+    target = getattr(logits, labels)(-1)
+    bound = TemperatureScaling().fit(logits, target).temperature_  # the same: it is no matter of the criterion
     for cls in (TemperatureScaling, FocalTemperatureScaling):
-        calibrator = cls(criterion="brier").fit(logits, getattr(logits, labels)(-1))
-        assert (calibrator.gamma_, calibrator.temperature_) == (0.0, TEMPERATURE_BOUNDS[bound])
+        calibrator = cls(criterion="brier").fit(logits, target)
+        assert (calibrator.gamma_, calibrator.temperature_) == (0.0, bound)
         assert "the Brier score falls all the way to it" in calibrator.at_border_[0]
+        assert calibrator.best_value_ == pytest.approx(brier(logits, target, 0.0, bound))
 
 
 def test_brier_of_logits_that_say_nothing_keeps_the_temperature():

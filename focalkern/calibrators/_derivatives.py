@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern.calibrators._ceiling import ceiling_in_words, justified_temperature
 from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, Found, every_row_grid
 from focalkern.ops.calibration_map import focal_calibration_map
 
@@ -92,25 +94,34 @@ def nll_temperature(input: Tensor, target: Tensor, input_kind: str, weight: Tens
         at_infinity -= float(of_target @ share)
         spread -= float(finite.sum(-1) @ share)
 
+    def at_low_end(spent: int, why: str) -> Found:
+        temperature = justified_temperature(input, 0.0, input_kind, weight)
+        words = ceiling_in_words(temperature, len(input), weight, why)
+        return Found(0.0, temperature, derivatives(1 / temperature)[0], spent + 1, (words,))
+
+    def at_high_end(spent: int, why: str) -> Found:
+        words = f"temperature = {TEMPERATURE_BOUNDS[1]:g} is the upper bound of the search: {why}"
+        return Found(0.0, TEMPERATURE_BOUNDS[1], derivatives(low)[0], spent + 1, (words,))
+
     low, high = 1 / TEMPERATURE_BOUNDS[1], 1 / TEMPERATURE_BOUNDS[0]
     if spread == 0:
         words = "every temperature is as good as another: all classes of a row that can occur have the same logit"
         return Found(0.0, 1.0, derivatives(1.0)[0], 1, (words,))
     if at_infinity == 0:
         words = "the target has the largest logit of every row, and the NLL falls all the way to temperature 0"
-        return _at_bound(derivatives, high, 0, words)
+        return at_low_end(0, words)
     if at_zero >= 0:
         words = (
             "the targets have no higher logits than the other classes on average, and the NLL falls all the way to an "
             "infinite temperature"
         )
-        return _at_bound(derivatives, low, 0, words)
+        return at_high_end(0, words)
 
     beyond = "the optimum lies beyond it"
     if derivatives(high)[1] <= 0:
-        return _at_bound(derivatives, high, 1, beyond)
+        return at_low_end(1, beyond)
     if derivatives(low)[1] >= 0:
-        return _at_bound(derivatives, low, 2, beyond)
+        return at_high_end(2, beyond)
     beta, n_cells = 1.0, 2
     previous = math.inf
     for _ in range(200):
@@ -130,12 +141,6 @@ def nll_temperature(input: Tensor, target: Tensor, input_kind: str, weight: Tens
         if not low < beta < high:  # nothing is left between
             break
     return Found(0.0, 1 / beta, value, n_cells)
-
-
-def _at_bound(derivatives: Callable[[float], tuple[float, float, float]], beta: float, spent: int, why: str) -> Found:
-    temperature = TEMPERATURE_BOUNDS[1] if beta < 1 else TEMPERATURE_BOUNDS[0]
-    words = f"temperature = {temperature:g} is the {'upper' if beta < 1 else 'lower'} bound of the search: {why}"
-    return Found(0.0, temperature, derivatives(beta)[0], spent + 1, (words,))
 
 
 class _Mean:
@@ -187,6 +192,14 @@ class _Mean:
             f"{name} = {found} is the {end} bound of the search: the {_WORDS[self.criterion]} falls all the way to it"
         ]
 
+    def at_low_end(self, gamma: float) -> Found:
+        """Where the criterion falls all the way to T = 0."""
+        temperature = justified_temperature(self.input, gamma, self.input_kind, self.weight)
+        why = f"the {_WORDS[self.criterion]} falls all the way to it"
+        words = ceiling_in_words(temperature, len(self.input), self.weight, why)
+        value, _ = self(np.array([math.log1p(gamma), math.log(temperature)]))
+        return Found(gamma, temperature, value, self.n_cells, (words,))
+
 
 def _temperature(log: float) -> float:
     """exp, and exactly the bound at a bound."""
@@ -216,6 +229,8 @@ def brier_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weig
         point, value = _newton(mean, np.clip([math.log(axis[i])], low, high), low, high)
         if value < best_value - 1e-12:
             best_point, best_value = point, value
+    if float(best_point[0]) == _LOG_T[0]:
+        return mean.at_low_end(0.0)
     at_border = mean.words("temperature", float(best_point[0]), _LOG_T)
     return Found(0.0, _temperature(float(best_point[0])), float(best_value), mean.n_cells, tuple(at_border))
 
@@ -269,6 +284,11 @@ def smooth_focal(
         # More than rounding: where gamma says nothing (two equal classes, say), 0 stays.
         if value < best_value - 1e-12 * abs(best_value):
             best_point, best_value = point, value
+    if float(best_point[1]) == _LOG_T[0]:
+        found = mean.at_low_end(math.expm1(best_point[0]))
+        # What the rows justify may be worse than the optimum of plain temperature scaling, which is one.
+        best = found if found.value < plain.value else plain
+        return replace(best, n_cells=plain.n_cells + found.n_cells)
     words = [
         text
         for name, value, ends in zip(("gamma", "temperature"), best_point, bounds, strict=True)

@@ -30,7 +30,6 @@ from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
 from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._search import (
     DEFAULT_GAMMAS,
-    TEMPERATURE_BOUNDS,
     WIDENINGS,
     Found,
     Search,
@@ -277,7 +276,7 @@ class Scaling(Calibrator):
     def _doubts(self, rows: Rows) -> list[str]:
         doubts = []
         if self.at_border_:
-            if self.search_ in _SMOOTH and self.temperature_ in TEMPERATURE_BOUNDS:
+            if self.search_ in _SMOOTH and self.at_border_[-1].startswith("temperature"):
                 remedy = "fit on rows that are neither all right nor no better than chance"
             elif self.search_ in _SMOOTH:
                 remedy = "TemperatureScaling is nearly as good, or more rows are needed"
@@ -342,8 +341,12 @@ class TemperatureScaling(Scaling):
     .. math:: \hat p = \text{softmax}(z / T)
 
     By default T minimises the NLL, as Guo et al. and most libraries have it: the NLL is convex in 1/T, and its only
-    optimum is found to rounding, however far it is from 1. Where there is none (a target that is always the largest
-    logit, or no better than chance), T is one of ``TEMPERATURE_BOUNDS``, and ``at_border_`` says which and why.
+    optimum is found to rounding, however far it is from 1. Where there is none, ``at_border_`` says why, and ``fit``
+    warns. If the targets are no better than chance, T is the upper of ``TEMPERATURE_BOUNDS``. If the target of every
+    row has the largest logit, as on small sets of an accurate network, the NLL falls all the way to T = 0, and one
+    mistake on other rows would cost thousands. T then stops where the mean confidence of the N rows is
+    (N + 1) / (N + 2), Laplace's estimate of how often the next row is right. So it does where the Brier score falls
+    all the way to T = 0. (scikit-learn stops at exp(-10), probmetrics at exp(-16).)
 
     Args:
         search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"brier"``: Newton steps in
@@ -416,7 +419,8 @@ class FocalTemperatureScaling(Scaling):
     Args:
         search:
             * ``"nll"``, ``"brier"``: the optimum of that criterion in both parameters, by the derivatives of the map,
-              for gamma from -0.99 to 100; no grid, and never worse than :class:`TemperatureScaling` by the same.
+              for gamma from -0.99 to 100; no grid, and never worse than :class:`TemperatureScaling` by the same, which
+              also says what happens where there is no optimum.
             * ``"grid"``: every pair of ``gammas`` and ``temperatures``.
             * ``"line"``: with m temperatures at most 3m cells: the best T at the first and at the last gamma, and m
               points of the line through both, from the smallest gamma to the largest. gamma = 0 is the first by

@@ -29,7 +29,9 @@ DEFAULT_GAMMAS: tuple[float, ...] = (0.0, *PAPER_GAMMAS)
 scaling. First, because of two equal cells the earlier one is taken: the plainer calibrator wins a tie."""
 
 TEMPERATURE_BOUNDS: tuple[float, float] = (1e-4, 1e4)
-"""Where the search by derivatives looks for T. An optimum outside, or at 0 or infinity, becomes the nearer bound."""
+"""Where the search by derivatives looks for T. An optimum at infinity, or beyond, becomes the upper bound; one at 0, or
+below, the T at which the mean confidence of the N rows is (N + 1) / (N + 2), or the lower bound, whichever is larger.
+"""
 
 GAMMA_BOUNDS: tuple[float, float] = (-0.99, 100.0)
 """Where the search by derivatives looks for gamma. The map is defined for gamma > -1; for gamma towards infinity, with

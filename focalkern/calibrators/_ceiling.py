@@ -1,0 +1,77 @@
+"""How far a temperature may fall where the criterion alone would let it fall to 0."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._search import TEMPERATURE_BOUNDS
+from focalkern.ops.calibration_map import focal_calibration_map
+
+__all__ = ["ceiling_in_words", "justified_confidence", "justified_temperature"]
+
+# Rows are converted to float64 so many numbers at a time.
+_BLOCK = 1 << 22
+# The bounds are 8 powers of ten apart: so many halvings leave nothing between.
+_HALVINGS = 60
+
+
+def justified_confidence(n_rows: int, weight: Tensor | None) -> float:
+    """(N + 1) / (N + 2): Laplace's estimate of how often the next row is right, where N of N were.
+
+    Weighted rows are as many as there would be equal ones with the same variance (Kish), whatever their scale.
+    """
+    n = float(n_rows) if weight is None else float(weight.sum() ** 2 / weight.square().sum())
+    return (n + 1) / (n + 2)
+
+
+def justified_temperature(input: Tensor, gamma: float, input_kind: str, weight: Tensor | None = None) -> float:
+    """The smallest T within the bounds at which the mean confidence is at most :func:`justified_confidence`.
+
+    Rows of which only one class can occur have confidence 1 at every temperature, and are left out.
+
+    Args:
+        input: [N, C] of ``input_kind``.
+        gamma: of the focal calibration map.
+        weight: [N] float64, what a row counts; None is 1.
+
+    Source: the rule of succession, Laplace 1774.
+    """
+    ceiling = justified_confidence(len(input), weight)
+
+    def confidence(log_temperature: float) -> float:
+        total, rows = 0.0, 0.0
+        for block, share in _blocks(input, weight):
+            log_probs = focal_calibration_map(block, gamma, math.exp(log_temperature), input_kind=input_kind, log=True)
+            open_rows = share * ((log_probs > -math.inf).sum(-1) > 1)
+            total += float(log_probs.amax(-1).exp() @ open_rows)
+            rows += float(open_rows.sum())
+        return total / rows if rows else 0.0
+
+    low, high = (math.log(bound) for bound in TEMPERATURE_BOUNDS)
+    if confidence(low) <= ceiling:
+        return TEMPERATURE_BOUNDS[0]
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        low, high = (low, middle) if confidence(middle) <= ceiling else (middle, high)
+    return math.exp(high)
+
+
+def ceiling_in_words(temperature: float, n_rows: int, weight: Tensor | None, why: str) -> str:
+    """Why the temperature is what :func:`justified_temperature` has found: the end of the search, as ``at_border_``."""
+    if temperature == TEMPERATURE_BOUNDS[0]:
+        return f"temperature = {temperature:g} is the lower bound of the search: {why}"
+    return (
+        f"temperature = {temperature:g} is the lower bound of the search on {n_rows} rows, which justify a mean "
+        f"confidence of {justified_confidence(n_rows, weight):.4g} at most: {why}"
+    )
+
+
+def _blocks(input: Tensor, weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    rows = max(1, _BLOCK // input.shape[1])
+    every = torch.ones(len(input), dtype=torch.float64, device=input.device) if weight is None else weight
+    for block, share in zip(input.split(rows), every.split(rows), strict=True):
+        yield block.to(torch.float64), share
