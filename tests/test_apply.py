@@ -1,6 +1,7 @@
 """A saved calibrator on rows without labels, file to file."""
 
 import csv
+import importlib
 import os
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import focalkern as fk
 from focalkern.study import apply, apply_calibrator
 
+NAMES = ["ant", "bee", "cat", "dog"]
 LOGITS = 3 * torch.randn(50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -37,12 +39,16 @@ def written(name):
         with open(name, newline="") as stream:
             rows = list(csv.reader(stream))
         return {"probs": torch.tensor([[float(cell) for cell in row] for row in rows[1:]], dtype=torch.float64)}
+    if name.endswith((".parquet", ".feather")):
+        module = pytest.importorskip(f"pyarrow.{'parquet' if name.endswith('.parquet') else 'feather'}")
+        table = module.read_table(name)
+        return {"probs": torch.from_numpy(np.stack([column.to_numpy() for column in table.columns], 1))}
     return pytest.importorskip("safetensors.torch").load_file(name)
 
 
 # Every format, in and out, in both dtypes that results have.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("suffix", [".npy", ".npz", ".pt", ".csv", ".safetensors"])
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".pt", ".csv", ".safetensors", ".parquet", ".feather"])
 def test_every_format(folder, run, suffix, dtype):
     logits = LOGITS.to(dtype)
     if suffix == ".npy":
@@ -55,6 +61,14 @@ def test_every_format(folder, run, suffix, dtype):
         lines = [",".join(map(repr, row)) for row in LOGITS.tolist()]
         (folder / "x_logits.csv").write_text("\n".join(["ant,bee,cat,dog", *lines]))
         logits = LOGITS
+    elif suffix in (".parquet", ".feather"):
+        arrow = pytest.importorskip("pyarrow")
+        table = arrow.table(dict(zip(NAMES, logits.numpy().T, strict=True)))
+        if suffix == ".parquet":
+            importlib.import_module("pyarrow.parquet").write_table(table, "x_logits.parquet")
+        else:
+            importlib.import_module("pyarrow.feather").write_feather(table, "x_logits.feather")
+        logits = logits.double()  # as tables are read
     else:
         pytest.importorskip("safetensors.torch").save_file({"logits": logits}, "x_logits.safetensors")
     code, out, err = run("apply", "c.json", f"x_logits{suffix}", "--out", f"p{suffix}")
@@ -65,6 +79,22 @@ def test_every_format(folder, run, suffix, dtype):
     assert torch.equal(probs, expected(logits))
     if suffix == ".csv":
         assert (folder / "p.csv").read_text().startswith("ant,bee,cat,dog\n")
+    if suffix in (".parquet", ".feather"):
+        module = importlib.import_module(f"pyarrow.{suffix[1:]}")
+        assert module.read_table(f"p{suffix}").column_names == NAMES
+
+
+def test_labels_in_a_parquet_file_are_not_read_and_columns_keep_their_names(folder):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = dict(zip(("p_3", "p_2", "p_0", "p_1"), LOGITS.numpy().T, strict=True))
+    parquet.write_table(arrow.table({"label": [0] * 50, **columns}), "t.parquet")
+    assert apply_calibrator("c.json", "t.parquet", "p.feather", logits_key="p_*", input_kind="logits") == {
+        "probs": (50, 4)
+    }
+    table = importlib.import_module("pyarrow.feather").read_table("p.feather")
+    # In the order of the numbers, which are the classes.
+    assert table.column_names == ["p_0", "p_1", "p_2", "p_3"]
+    assert torch.equal(written("p.feather")["probs"], expected(LOGITS[:, [2, 3, 1, 0]]))
 
 
 def test_several_sets_and_labels_that_are_there(folder):

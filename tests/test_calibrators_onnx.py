@@ -7,7 +7,14 @@ import pytest
 import torch
 from conftest import assert_close, peer
 
-from focalkern.calibrators import CalibratedLogits, CalibratedLogProbs, HistogramLogProbs, MultiLabelLogits
+from focalkern.calibrators import (
+    CalibratedLogits,
+    CalibratedLogProbs,
+    HistogramLogProbs,
+    IsotonicLogProbs,
+    MultiLabelLogits,
+    StructuredLogProbs,
+)
 
 
 def rows(n_classes):
@@ -36,15 +43,30 @@ class Everything(torch.nn.Module):
         super().__init__()
         binned = HistogramLogProbs(CalibratedLogProbs(-0.5, 0.3), [0.3, 0.55, 0.8, 0.9], [0.2, 0.5, 0.6, 0.97, 1.0])
         labels = MultiLabelLogits([0.0, 1.0, -0.5, 3.0, 0.1, -0.9], [1.0, 2.0, 0.5, 0.01, 30.0, 1.0])
+        vector = torch.linspace(0.6, 1.4, 6, dtype=torch.float64)
+        matrix = torch.diag(vector) + 0.1 * torch.sin(torch.arange(36, dtype=torch.float64)).view(6, 6)
+        bias = torch.cos(torch.arange(6, dtype=torch.float64))
+        # As many points as a class has, one of them only one.
+        steps = [(np.linspace(0, 1, 2 + k), np.linspace(0.01 * k, 1 - 0.1 * k, 2 + k) ** 2) for k in range(5)]
+        steps.append((np.array([0.4]), np.array([0.2])))
         self.of_logits = torch.nn.ModuleDict(
             {
+                "structured vector": StructuredLogProbs(1.4, 0.01, vector, bias, (0.0, 1.0)),
+                "structured focal matrix": StructuredLogProbs(0.7, 0.002, matrix, bias, (0.8, 1.2)),
+                "isotonic": IsotonicLogProbs(steps, 0.01),
                 "focal": CalibratedLogProbs(2.0, 1.7),
                 "histogram": binned,
                 "one_logit": CalibratedLogits(1.5, 0.6),
                 "labels": labels,
             }
         )
-        self.of_probs = torch.nn.ModuleDict({"focal": CalibratedLogProbs(1.0, 0.8, "probs")})
+        self.of_probs = torch.nn.ModuleDict(
+            {
+                "focal": CalibratedLogProbs(1.0, 0.8, "probs"),
+                "structured": StructuredLogProbs(1.4, 0.01, matrix, bias, (0.0, 1.0), "probs"),
+                "isotonic": IsotonicLogProbs(steps, 0.01, "probs"),
+            }
+        )
 
     def forward(self, logits, probs):
         return tuple(module(logits) for module in self.of_logits.values()) + tuple(

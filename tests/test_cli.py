@@ -22,7 +22,7 @@ from focalkern.calibrators import (
 )
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 from focalkern.ops.calibration_map import focal_calibration_map
-from focalkern.study import trust as report
+from focalkern.study import memory, trust
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -536,13 +536,14 @@ def test_no_intervals_where_they_are_not_wanted(both, run):
 
 
 def test_no_intervals_by_default_where_they_would_take_minutes(both, run, monkeypatch):
-    for name, limit in (("_MOST_FIGURES", 2500), ("_MOST_RESAMPLED_ROWS", 500)):  # 500 rows of 5 classes report
-        monkeypatch.setattr(report, name, limit - 1)
+    # 500 rows of 5 classes report.
+    for module, name, limit in ((memory, "_MOST_RESAMPLED_FIGURES", 2500), (trust, "_MOST_RESAMPLED_ROWS", 500)):
+        monkeypatch.setattr(module, name, limit - 1)
         document = run_json(run, "calibrate", both, *GRID[:2])
         assert document["bootstrap"] is None
         assert any("Say --bootstrap 200 to have them" in remark for remark in document["remarks"])
         assert run_json(run, "calibrate", both, *INTERVALS)["bootstrap"]["resamples"] == 40
-        monkeypatch.setattr(report, name, limit)
+        monkeypatch.setattr(module, name, limit)
     assert run_json(run, "calibrate", both, *GRID[:2])["bootstrap"]["resamples"] == 200
 
 
@@ -794,15 +795,19 @@ def test_the_verdict_is_said_first_and_what_is_saved_does_no_harm(both, run, tmp
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].startswith("Use temperature scaling, T = ") and "on 500 test rows" in lines[0]
-    assert lines[1].startswith("In 5-fold cross-validation on 400 rows")
-    assert lines[3] == ""
-    table = lines[4 : lines.index("", 4)]
+    end = lines.index("")
+    assert end <= 3 and max(map(len, lines[:end])) <= 100
+    assert "cross-validated NLL" in " ".join(lines[:end])
+    table = lines[end + 1 : lines.index("", end + 1)]
     assert max(map(len, table)) <= 100
     document = run_json(run, "calibrate", both, "--bootstrap", "0")
-    assert document["verdict"]["use"] in lines[0]
+    assert document["verdict"]["use"] in " ".join(lines[:end])
     before, after = (document["rows"][place]["report"]["nll"] for place in (0, document["chosen"]))
     assert after < before
     assert load_calibrator(out_file).temperature_ == document["rows"][document["chosen"]]["temperature"]
+    evidence = json.loads(out_file.read_text())["fit"]["evidence"]
+    assert evidence["candidates"] == document["cross_validation"]["candidates"]
+    assert {name: evidence[name] for name in document["verdict"]} == document["verdict"]
     assert [(row["method"], row["criterion"]) for row in document["rows"][-2:]] == [
         ("temperature", "ece"),
         ("focal-temperature", "ece"),
@@ -819,9 +824,10 @@ def test_the_demo(run, tmp_path, monkeypatch):
     for package in ("sklearn", "matplotlib", "tqdm"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     from focalkern.cli import demo
+    from focalkern.study import demo as networks
 
     # Two epochs and a coarse grid: the same road as the real thing, in a fraction of its time.
-    monkeypatch.setattr(demo, "_EPOCHS", 2)
+    monkeypatch.setattr(networks, "_EPOCHS", 2)
     monkeypatch.setattr(demo, "PAPER_TEMPERATURES", [index * 0.25 for index in range(1, 21)])
     state = torch.get_rng_state()
     code, out, err = run("demo", "--out", tmp_path / "a")
@@ -848,6 +854,6 @@ def test_the_demo(run, tmp_path, monkeypatch):
         evaluated = run_json(run, "evaluate", tmp_path / "a" / name / "logits.npz")
         assert evaluated["sets"][1]["rows"][0]["report"] == pytest.approx(document["rows"][0]["report"])
     assert out.count("focal temperature, ECE-optimal") >= 3
-    monkeypatch.setattr(demo, "_LOSSES", {"focal loss": 3.0})
+    monkeypatch.setattr(networks, "LOSSES", {"focal loss": 3.0})
     run("demo", "--out", tmp_path / "b")
     assert (tmp_path / "a/focal_loss/table.csv").read_text() == (tmp_path / "b/focal_loss/table.csv").read_text()

@@ -10,7 +10,7 @@ from conftest import peer
 
 import focalkern as fk
 from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling
-from focalkern.study import stream_sets, streamed
+from focalkern.study import passes, stream_sets
 from focalkern.study.contest import as_candidates
 from focalkern.study.streamed_contest import hold_streamed_contest
 
@@ -40,7 +40,8 @@ def test_the_verdict_of_over_confident_rows_is_temperature_scaling(study):
     assert 1 <= len(lines) <= 3
     assert lines[0].startswith(f"Use temperature scaling, T = {fitted.temperature_:.4g}: NLL ")
     assert "on 500 test rows" in lines[0]
-    assert lines[1].startswith("In 3-fold cross-validation on 400 rows")
+    assert max(map(len, lines)) <= 100
+    assert study.verdict.because.startswith("Lowest cross-validated NLL (no calibration +")
     assert str(study) == str(study.verdict)
     before, after = study.choices[0].report["nll"], study.chosen.report["nll"]
     assert f"NLL {before:.4f} -> {after:.4f}" in lines[0]
@@ -110,13 +111,15 @@ def test_test_rows_never_choose():
 def test_ece_is_the_papers_choice_with_its_price():
     study = fk.compare_calibrators(sample(300, 0), sample(300, 1), criterion="ece", resamples=30, folds=3)
     assert (study.chosen.method, study.chosen.criterion, study.chosen.search) == ("focal-temperature", "ece", "grid")
-    assert "because the ECE was asked for" in study.verdict.because
+    in_words = {"none": "no calibration"}.get(study.contest.winner.name, "temperature scaling")
+    assert study.verdict.because == f"The ECE was asked for (by NLL: {in_words})."
     costs = study.verdict.costs
     assert costs.startswith("Against no calibration: NLL ") and "; against temperature scaling: NLL " in costs
     plain, place = study.choices[1], study.choices.index(study.chosen)
     interval = study.trust.between(place, 1, "nll")
     difference = study.chosen.report["nll"] - plain.report["nll"]
-    assert f"NLL {difference:+.4f} ({interval.low:+.4f} to {interval.high:+.4f})" in costs
+    half = max(interval.high - difference, difference - interval.low)
+    assert f"NLL {difference:+.4f} +-{half:.4f}" in costs
 
 
 def test_brier_is_a_criterion():
@@ -191,8 +194,8 @@ def shards(tmp_path, monkeypatch):
     for part, rows in enumerate(np.array_split(np.arange(300), 3)):
         np.save(tmp_path / f"val_logits-{part}.npy", logits[rows].numpy())
         np.save(tmp_path / f"val_labels-{part}.npy", labels[rows].numpy())
-    monkeypatch.setattr(streamed, "_SEARCH_BATCH", 4 * 70)
-    monkeypatch.setattr(streamed, "_FLOAT64_BATCH", 4 * 40)
+    monkeypatch.setattr(passes, "_SEARCH_BATCH", 4 * 70)
+    monkeypatch.setattr(passes, "_FLOAT64_BATCH", 4 * 40)
     return str(tmp_path / "val_logits-*.npy")
 
 
@@ -240,6 +243,40 @@ def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):
     exact = TemperatureScaling().fit(*sample(300, 0)).temperature_
     assert 1.5 < plain.calibrator.temperature_ < 2.5 and 1.5 < exact < 2.5
     assert contest.winner.name == "temperature"
+
+
+# -- what a verdict says and saves -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", ["temperature scaling", "x" * 90, " ".join(["word"] * 70), "y" * 500])
+@pytest.mark.parametrize("because", ["", "Because.", " ".join(["because"] * 20) + "."])
+@pytest.mark.parametrize("costs", ["", "Costs " + "much " * 25 + "."])
+def test_a_verdict_is_three_lines_of_a_hundred_columns_and_loses_nothing(use, because, costs):
+    verdict = fk.Verdict(use, because, costs, ("one doubt", "another"))
+    lines = str(verdict).splitlines()
+    assert 1 <= len(lines) <= 3 and max(map(len, lines)) <= 100
+    assert str(verdict).startswith("Use ")
+    said = " ".join(lines)
+    for sentence in (because, costs, "One doubt.", "Another."):
+        assert not sentence or (sentence in said) != (sentence in verdict.notes())
+
+
+def test_a_study_saves_its_calibrator_with_the_evidence(study, tmp_path):
+    study.save(tmp_path / "calibrator.json")
+    loaded = fk.load_calibrator(tmp_path / "calibrator.json")
+    assert loaded.temperature_ == study.calibrator.temperature_
+    evidence = json.loads((tmp_path / "calibrator.json").read_text())["fit"]["evidence"]
+    assert (evidence["use"], evidence["because"]) == (study.verdict.use, study.verdict.because)
+    assert evidence["candidates"] == study.contest.table() and evidence["folds"] == 3
+    (chosen,) = [row for row in evidence["table"] if row["chosen"]]
+    assert chosen["report"] == study.chosen.report and len(evidence["table"]) == len(study.choices)
+    assert evidence["reported_on"] == {"n_samples": 500, "same_rows": False}
+    study.calibrator.save(tmp_path / "alone.json")
+    alone = json.loads((tmp_path / "alone.json").read_text())
+    assert "evidence" not in alone["fit"]
+    other = fk.compare_calibrators(sample(300, 0), sample(300, 1), candidates={"half": Half()}, **FAST)
+    with pytest.raises(TypeError, match="save needs a calibrator of this library, but the one to use is a Half"):
+        other.save(tmp_path / "no.json")
 
 
 # -- AutoCalibrator --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 
 from focalkern.files.shards import open_shards
 from focalkern.streaming import CalibrationGridState
+from focalkern.study import passes, streamed_figures
 from focalkern.study import streamed as stream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,8 +50,8 @@ def folder(tmp_path, monkeypatch):
     write_shards(tmp_path, "test", 400, 1, 2)
     monkeypatch.chdir(tmp_path)
     # Batches of 30 and of 20 rows.
-    monkeypatch.setattr(stream, "_SEARCH_BATCH", 30 * 5)
-    monkeypatch.setattr(stream, "_FLOAT64_BATCH", 20 * 5)
+    monkeypatch.setattr(passes, "_SEARCH_BATCH", 30 * 5)
+    monkeypatch.setattr(passes, "_FLOAT64_BATCH", 20 * 5)
     return tmp_path
 
 
@@ -92,7 +93,7 @@ def test_more_rows_than_confidences_are_kept_of(folder, run, monkeypatch, estima
     files = (("val_logits.npy", "--test", "test_logits.npy"), ("val_logits-*.npy", "--test", "test_logits-*.npy"))
     options = ("--estimator", estimator, "--bootstrap", "0")
     whole = result(run, *files[0], *options)
-    monkeypatch.setattr(stream, "MOST_KEPT", 300)
+    monkeypatch.setattr(streamed_figures, "MOST_KEPT", 300)
     streamed = result(run, *files[1], *options)
     said = [float(remark.split("at most ")[1].split()[0]) for remark in streamed["remarks"] if "at most" in remark]
     assert len(said) == (1 if estimator == "equal_width" else 2) and 0 < max(said) < 2e-2
@@ -168,7 +169,7 @@ def test_files_that_are_large_for_the_memory_are_streamed(folder, monkeypatch, r
 def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
     """Batches of 8 MiB in float64; each calibrator would keep one of every batch if its memory were not used again."""
     harness = pytest.importorskip("benchmarks.harness", reason=IN_SOURCE_TREE)
-    monkeypatch.setattr(stream, "_FLOAT64_BATCH", 1 << 20)
+    monkeypatch.setattr(passes, "_FLOAT64_BATCH", 1 << 20)
     np.save(tmp_path / "logits.npy", np.zeros((512, 32768), np.float32))
     np.save(tmp_path / "labels.npy", np.arange(512))
     (rows,) = stream.stream_sets(str(tmp_path / "logits.npy"), labels=None, input_kind=None).values()

@@ -15,6 +15,7 @@ from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.study import cells as module
 from focalkern.study.cells import Cells, cells_on, thinned
 from focalkern.study.explorer import payload
+from focalkern.study.memory import MemorySet
 from focalkern.study.streamed import stream_sets
 
 GAMMAS = torch.tensor([-0.5, 0.0, 2.0], dtype=torch.float64)
@@ -24,13 +25,14 @@ TEMPERATURES = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64)
 def some_rows(n=300, n_classes=5, kind="logits"):
     logits = torch.randn(n, n_classes) * 3
     labels = torch.multinomial(logits.softmax(-1), 1).squeeze(1)
-    return LogitSet(logits if kind == "logits" else logits.softmax(-1), labels, kind, "test", "rows.npz")
+    rows = LogitSet(logits if kind == "logits" else logits.softmax(-1), labels, kind, "test", "rows.npz")
+    return MemorySet(rows)
 
 
 @pytest.mark.parametrize("kind", ["logits", "probs"])
 def test_a_cell_is_what_its_calibrator_does(kind):
-    rows = some_rows(kind=kind)
-    cells = cells_on(rows, GAMMAS, TEMPERATURES, 15)
+    cells = cells_on(some := some_rows(kind=kind), GAMMAS, TEMPERATURES, 15)
+    rows = some.memory
     for i, gamma in enumerate(GAMMAS):
         for j, temperature in enumerate(TEMPERATURES):
             log_probs = focal_calibration_map(rows.input.double(), gamma, temperature, input_kind=kind, log=True)
@@ -50,7 +52,8 @@ def test_a_cell_is_what_its_calibrator_does(kind):
 
 def test_streamed_rows_have_the_same_cells(tmp_path):
     rows = some_rows()
-    for index, (logits, labels) in enumerate(zip(rows.input.split(70), rows.labels.split(70), strict=True)):
+    parts = zip(rows.memory.input.split(70), rows.memory.labels.split(70), strict=True)
+    for index, (logits, labels) in enumerate(parts):
         np.save(tmp_path / f"logits-{index}.npy", logits.numpy())
         np.save(tmp_path / f"labels-{index}.npy", labels.numpy())
     (streamed,) = stream_sets(str(tmp_path / "logits-*.npy"), labels=None, input_kind=None).values()

@@ -333,11 +333,13 @@ class Calibrator:
                 setattr(self, name, value)
         return self
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, evidence: Mapping[str, Any] | None = None) -> None:
         """Write the fitted calibrator as JSON. All of it or nothing: a failed write leaves an existing file alone.
 
         Args:
             path: of the file; :func:`focalkern.load_calibrator` reads it.
+            evidence: why it is the one to use, as ``json.dumps`` takes it: kept in the file, in the summary of the fit,
+                for whoever reads it.
 
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.
@@ -350,7 +352,10 @@ class Calibrator:
             2.8854
         """
         path = path_text(type(self).__name__, "path", path)
-        write_atomically(path, (json.dumps(self._to_json(), indent=2, allow_nan=False) + "\n").encode())
+        document = self._to_json()
+        if evidence is not None:
+            document["fit"]["evidence"] = dict(evidence)
+        write_atomically(path, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from focalkern.calibrators._modules import InputKind
 from focalkern.calibrators._search import TEMPERATURE_BOUNDS
 from focalkern.ops.calibration_map import focal_calibration_map
 
@@ -26,7 +27,7 @@ def justified_confidence(n_rows: int, weight: Tensor | None) -> float:
     return (n + 1) / (n + 2)
 
 
-def justified_temperature(input: Tensor, gamma: float, input_kind: str, weight: Tensor | None = None) -> float:
+def justified_temperature(input: Tensor, gamma: float, input_kind: InputKind, weight: Tensor | None = None) -> float:
     """The smallest T within the bounds at which the mean confidence is at most :func:`justified_confidence`.
 
     Rows of which only one class can occur have confidence 1 at every temperature, and are left out.

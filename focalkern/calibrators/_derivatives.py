@@ -53,7 +53,7 @@ def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str) 
         )
 
 
-def nll_temperature(input: Tensor, target: Tensor, input_kind: str, weight: Tensor | None = None) -> Found:
+def nll_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None = None) -> Found:
     r"""The temperature with the smallest mean NLL of softmax(z / T).
 
     In beta = 1/T the NLL is convex: with q = softmax(beta z),

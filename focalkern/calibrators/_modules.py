@@ -350,7 +350,11 @@ class IsotonicLogProbs(_Exact):
         columns = probs.movedim(-1, 0).reshape(probs.shape[-1], -1).contiguous()
         last = torch.where(self.points.isfinite(), self.points, -math.inf).amax(-1, keepdim=True)
         inside = columns.clamp(min=self.points[:, :1], max=last)
-        after = torch.searchsorted(self.points, inside).clamp(min=1, max=self.points.shape[1] - 1)
+        if torch.onnx.is_in_onnx_export():  # ONNX has no such search: count the points below
+            after = (self.points.unsqueeze(1) < inside.unsqueeze(-1)).sum(-1)
+        else:
+            after = torch.searchsorted(self.points, inside)
+        after = after.clamp(min=1, max=self.points.shape[1] - 1)
         low, high = self.points.gather(1, after - 1), self.points.gather(1, after)
         first, second = self.values.gather(1, after - 1), self.values.gather(1, after)
         regressed = first + (inside - low) / (high - low) * (second - first)

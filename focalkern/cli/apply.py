@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from focalkern.cli.calibrate import OneOrMany
+from focalkern.cli._options import OneOrMany
 from focalkern.files import InputError
 from focalkern.study.apply import OUTPUTS, apply_calibrator
 

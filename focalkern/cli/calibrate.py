@@ -4,7 +4,6 @@ import argparse
 import functools
 import glob
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -13,13 +12,24 @@ from typing import Any, get_args
 
 from focalkern import study as report
 from focalkern.calibrators import Binning, Criterion, Search
-from focalkern.files import FORMATS_HELP, InputError, NamedFiles, read_sets
+from focalkern.cli._options import (
+    OneOrMany,
+    add_input_arguments,
+    at_least_one,
+    gammas_of,
+    not_negative,
+    seconds,
+    seed,
+    share,
+    temperature_range,
+)
+from focalkern.files import FORMATS_HELP, InputError, LogitSet, read_sets
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
-from focalkern.study import MOST_KEPT, Processes, Progress, Rows, StreamedSet, stream_sets, wants_streaming
+from focalkern.study import MOST_KEPT, Processes, Progress, Rows, stream_sets, wants_streaming
 from focalkern.study.sets import select_rows
 
-__all__ = ["OneOrMany", "add_input_arguments", "add_parser", "at_least_one", "not_negative", "seed"]
+__all__ = ["add_parser"]
 
 _EPILOG = f"""\
 Validation rows choose, test rows say what that is worth:
@@ -66,9 +76,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--test-labels", metavar="FILE.npy", nargs="+", action=OneOrMany, help="labels of a .npy TEST, or of several"
     )
-    parser.add_argument(
-        "--split", type=_share, metavar="F", help="this share of the rows is validation rows, 0 < F < 1"
-    )
+    parser.add_argument("--split", type=share, metavar="F", help="this share of the rows is validation rows, 0 < F < 1")
     parser.add_argument("--seed", type=seed, default=0, help="of the split, the folds and the resamples (default 0)")
     parser.add_argument(
         "--bootstrap",
@@ -125,7 +133,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--temperatures",
-        type=_range,
+        type=temperature_range,
         metavar="LO:HI:STEP",
         default=PAPER_TEMPERATURES,
         help="multiples of STEP from LO to HI (default 0.01:5:0.01, the paper's)",
@@ -152,11 +160,11 @@ def add_parser(commands: Any) -> None:
         help="keep the progress of the search there, also on Ctrl-C: the same command goes on (implies --stream)",
     )
     parser.add_argument(
-        "--state-every", type=_seconds, default=60.0, metavar="SECONDS", help="how often that is (default 60)"
+        "--state-every", type=seconds, default=60.0, metavar="SECONDS", help="how often that is (default 60)"
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=seconds,
         default=1800.0,
         metavar="SECONDS",
         help="how long a process of torchrun waits for the others (default 1800)",
@@ -164,42 +172,8 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-class OneOrMany(argparse.Action):
-    """A file, or the files that a shell has put in the place of a pattern without quotes."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, values[0] if len(values) == 1 else NamedFiles(values))
-
-
-def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -> None:
-    """The positional file and the options that say how to read it; ``evaluate`` has the same."""
-    parser.add_argument(
-        "input",
-        metavar=name,
-        nargs="+",
-        action=OneOrMany,
-        help=f"{what}: .npz, .npy, .pt, .safetensors, .csv, .parquet or .feather (see below); or several .npy or "
-        ".safetensors, which are read in parts",
-    )
-    parser.add_argument(
-        "--labels", metavar="FILE.npy", nargs="+", action=OneOrMany, help=f"labels of a .npy {name}, or of several"
-    )
-    parser.add_argument(
-        "--logits-key",
-        metavar="NAME",
-        help="the array of the logits or probabilities; of tables, a pattern for the columns of the classes: 'p_*'",
-    )
-    parser.add_argument("--labels-key", metavar="NAME", help="the array, or the column, of the labels")
-    parser.add_argument(
-        "--input-kind",
-        choices=("logits", "probs"),
-        help="what the files hold; by default what the name of the array says, and logits where it "
-        "says nothing. It is not guessed from the values",
-    )
-
-
 def _run(arguments: argparse.Namespace) -> int:
-    gammas = _gammas(arguments.gammas)
+    gammas = gammas_of(arguments.gammas)
     binning, criterion = _method(arguments)
     _check_outputs(arguments)
     processes = Processes(arguments.timeout)
@@ -215,12 +189,12 @@ def _run(arguments: argparse.Namespace) -> int:
         logits_key=arguments.logits_key,
         labels_key=arguments.labels_key,
     )
-    if arguments.bootstrap and isinstance(reported, StreamedSet) and not reported.keeps_confidences:
+    if arguments.bootstrap and not reported.keeps_confidences:
         raise InputError(
             f"{reported.source}: expected --bootstrap 0, or at most {MOST_KEPT} reported rows where they are read in "
             f"parts, found {len(reported)}"
         )
-    if isinstance(selection, StreamedSet) and (arguments.search != "grid" or binning is not None):
+    if selection.memory is None and (arguments.search != "grid" or binning is not None):
         option = "--binning or --method histogram" if binning is not None else f"--search {arguments.search}"
         raise InputError(f"{selection.source}: expected rows in memory for {option}, found rows that are read in parts")
     study = report.run_study(
@@ -241,7 +215,7 @@ def _run(arguments: argparse.Namespace) -> int:
     cells = None if arguments.report is None else report.cells_of(study)  # all processes have a share in them
     processes.close()
     if processes.rank > 0:
-        _remove_progress(selection)
+        selection.remove_progress()
         return 0
     split = {"split": {"share": arguments.split, "seed": arguments.seed}} if arguments.split is not None else {}
     document = report.to_json(study, more=split)
@@ -258,7 +232,7 @@ def _run(arguments: argparse.Namespace) -> int:
     said = sys.stderr if arguments.json else sys.stdout
     if arguments.json:
         print(study.verdict, file=said)
-    for remark in (*map(report.as_sentence, study.verdict.doubts), *study.remarks):
+    for remark in (*study.verdict.notes(), *study.remarks):
         print(f"Note: {remark}", file=said)
     if study.remarks:
         print(file=said)
@@ -275,16 +249,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         if study.chosen is None or study.chosen.saved is None:
             raise InputError(f"{arguments.out}: not written, because nothing was chosen")
-        study.chosen.saved.save(arguments.out)
+        study.save(arguments.out)
         print(f"Calibrator: {arguments.out}", file=said)
-    _remove_progress(selection)
+    selection.remove_progress()  # the search is over, and its results have been written
     return 0
-
-
-def _remove_progress(selection: Rows) -> None:
-    """Of a search that is over, and whose results have been written."""
-    if isinstance(selection, StreamedSet):
-        selection.remove_progress()
 
 
 def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
@@ -337,7 +305,7 @@ def _check_not_read(arguments: argparse.Namespace, file: Path, option: str) -> N
                 raise InputError(f"{file}: expected another file for {option}, found one that is read")
 
 
-def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[..., Mapping[str, Rows]]:
+def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[..., Mapping[str, LogitSet | Rows]]:
     """``read_sets``, or what stands for it where rows are read a few at a time."""
     paths = (arguments.input, arguments.labels, arguments.test, arguments.test_labels)
     if not (arguments.stream or arguments.state is not None or processes.size > 1 or wants_streaming(paths)):
@@ -346,92 +314,3 @@ def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[...
         arguments.state, arguments.state_every, processes, say=lambda text: print(text, file=sys.stderr)
     )
     return functools.partial(stream_sets, processes=processes, progress=progress)
-
-
-def _gammas(words: list[str]) -> tuple[float, ...]:
-    gammas: list[float] = []
-    for word in (part for argument in words for part in argument.split(",") if part.strip()):
-        if word.strip() == "paper":
-            gammas.extend(PAPER_GAMMAS)
-            continue
-        try:
-            gamma = float(word)
-        except ValueError:
-            raise InputError(f"--gammas: expected numbers or the word paper, found {word!r}") from None
-        if not (gamma > -1 and math.isfinite(gamma)):
-            raise InputError(f"--gammas: expected numbers > -1, found {word}")
-        gammas.append(gamma)
-    if not gammas:
-        raise InputError("--gammas: expected at least one number, found none")
-    return tuple(dict.fromkeys(gammas))
-
-
-def _range(text: str) -> tuple[float, ...]:
-    """``LO:HI:STEP``, both ends included, as multiples of the step: never a sum that drifts."""
-    try:
-        low, high, step = (float(part) for part in text.split(":"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected LO:HI:STEP, found {text!r}") from None
-    if not (0 < low <= high and step > 0 and math.isfinite(high) and math.isfinite(step)):
-        raise argparse.ArgumentTypeError(f"expected 0 < LO <= HI and STEP > 0, found {text!r}")
-    first, last = round(low / step), math.floor(high / step + 1e-9)
-    if abs(first * step - low) > 1e-9 * low:
-        raise argparse.ArgumentTypeError(f"expected LO to be a multiple of STEP, found {text!r}")
-    if last - first >= 1_000_000:
-        raise argparse.ArgumentTypeError(f"expected at most a million temperatures, found {last - first + 1}")
-    # Hundredths are index / 100: index * 0.01 would print as 2.7600000000000002.
-    parts = round(1 / step)
-    if parts and abs(parts * step - 1) < 1e-12:
-        return tuple(index / parts for index in range(first, last + 1))
-    return tuple(index * step for index in range(first, last + 1))
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, found {text!r}")
-    return share
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds greater than 0, found {text!r}")
-    return seconds
-
-
-def seed(text: str) -> int:
-    """What torch takes as the seed of a generator."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 2**63
-    if not -(2**63) <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at most 64 bits, found {text!r}")
-    return number
-
-
-def not_negative(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, found {text!r}")
-    return number
-
-
-def at_least_one(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
-    return number

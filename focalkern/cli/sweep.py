@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from focalkern.cli.calibrate import at_least_one, seed
+from focalkern.cli._options import at_least_one, seed
 from focalkern.files import InputError
 from focalkern.study.contest import PROPER
 from focalkern.study.sweep import FIGURES, METHODS, sweep

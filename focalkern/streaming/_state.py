@@ -4,7 +4,7 @@ import copy
 import datetime
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -22,9 +22,11 @@ from focalkern.ops.calibration_grid import (
     calibration_grid,
 )
 from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums, check_rows
-from focalkern.streaming._bins import Bins
 from focalkern.streaming._checks import as_ours, checked_axis, checked_int, short
+from focalkern.streaming._reduce import all_reduced
+from focalkern.streaming._saved import saved_rows, saved_sums
 from focalkern.streaming._spill import Spill
+from focalkern.streaming._tables import Cut, bounds_of, tables_of
 
 __all__ = ["CalibrationGridState"]
 
@@ -287,48 +289,19 @@ class CalibrationGridState:
             1
             >>> torch.distributed.destroy_process_group()
         """
-        import torch.distributed as dist
-
-        op = "CalibrationGridState.all_reduce"
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(f"{op}: torch.distributed must be initialized: call init_process_group first")
-        through = torch.device("cpu")
-        if "nccl" in dist.get_backend(group):
-            through = torch.device("cuda", torch.cuda.current_device())
-
-        def wait(work: Any) -> None:
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
-
-        try:
-            facts = torch.tensor([self._digest(), self._n_classes or 0, int(self._exact)], device=through)
-            everybody = [torch.empty_like(facts) for _ in range(dist.get_world_size(group))]
-            wait(dist.all_gather(everybody, facts, group=group, async_op=True))
-            known = torch.stack(everybody).cpu()
-            classes = known[:, 1][known[:, 1] > 0].unique()
-            if bool((known[:, 0] != known[0, 0]).any()) or bool(known[:, 2].any()) or len(classes) > 1:
-                raise ValueError(
-                    f"{op}: every process must have a state for the same grid, criteria, bins, kind of input and "
-                    f"number of classes, without exact=True; this one is {self!r} of {self._n_classes} classes"
-                )
-            here = self.device or through
-            mine = self._sums or self._zeros(here)
-            rows = torch.tensor([self.n_samples], device=through)
-            wait(dist.all_reduce(rows, group=group, async_op=True))
-            total = CalibrationSums(rows.cpu())
-            for name, tensor in mine.items():
-                moved = tensor.to(through, copy=True)
-                wait(dist.all_reduce(moved, group=group, async_op=True))
-                setattr(total, name, moved.to(here))
-        except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise RuntimeError(
-                f"{op}: another process has died or did not answer in time, and nothing was added: {reason}"
-            ) from error
-        if len(classes):
-            self._sums, self._n_classes = total, int(classes[0])
+        total, n_classes = all_reduced(
+            "CalibrationGridState.all_reduce",
+            self._sums,
+            self._zeros,
+            digest=self._digest(),
+            n_classes=self._n_classes,
+            exact=self._exact,
+            words=f"{self!r} of {self._n_classes} classes",
+            group=group,
+            timeout=timeout,
+        )
+        if n_classes is not None:
+            self._sums, self._n_classes = total, n_classes
         return self
 
     # ---- results ---------------------------------------------------------------------------------------------------
@@ -356,18 +329,13 @@ class CalibrationGridState:
                 input_kind=self._input_kind,
                 ignore_index=self._ignore_index,
             )
-        sums = self._sums
-        assert sums is not None
-        tables = {name: tensor / self.n_samples for name, tensor in sums.items() if name in ("nll", "brier")}
-        if sums.count is not None:
-            parts = [bins.tables() for bins in self._bins(limits=False)]
-            for name in ("ece", "mce"):
-                tables[name] = torch.cat([part[name] for part in parts]).view(len(self._gammas), -1)
+        assert self._sums is not None
+        tables = tables_of(self._sums, self._cut)
         device = next(iter(tables.values())).device
         return CalibrationGrid(
             gammas=self._gammas.to(device),
             temperatures=self._temperatures.to(device),
-            tables={name: tables[name] for name in self._criteria},
+            tables={name: tables[name].view(len(self._gammas), -1) for name in self._criteria},
             n_bins=self._n_bins,
             estimator=self._estimator,
         )
@@ -426,32 +394,12 @@ class CalibrationGridState:
         self._check_not_empty("error_bound")
         if criterion not in ("ece", "mce") or not self._sketched or self._exact:
             return torch.zeros(len(self._gammas), len(self._temperatures), dtype=torch.float64, device=self.device)
-        parts = [bins.bounds()[criterion] for bins in self._bins(limits=True)]
-        return torch.cat(parts).view(len(self._gammas), -1)
+        assert self._sums is not None
+        return bounds_of(self._sums, self._cut)[criterion].view(len(self._gammas), -1)
 
-    def _bins(self, *, limits: bool) -> Iterator["Bins"]:
-        """A few cells at a time: the cumulated sums of all would take as much memory as the state."""
-        sums = self._sums
-        assert sums is not None
-        assert sums.count is not None
-        assert sums.confidence is not None
-        assert sums.correct is not None
-        flat = [tensor.flatten(0, 1) for tensor in (sums.count, sums.confidence, sums.correct)]
-        at_once = max(1, 2**15 // flat[0].shape[1])
-        for begin in range(0, len(flat[0]), at_once):
-            count, confidence, correct = (tensor[begin : begin + at_once] for tensor in flat)
-            if self._sketched:
-                yield Bins.of_sketch(
-                    count,
-                    confidence,
-                    correct,
-                    self.n_samples,
-                    self._n_bins,
-                    interpolated=self._estimator == "equal_mass_interp",
-                    limits=limits,
-                )
-            else:
-                yield Bins.of_bins(count, confidence, correct, self.n_samples)
+    @property
+    def _cut(self) -> Cut:
+        return Cut(self._n_bins, self._estimator, self._sketched, self.n_samples)
 
     def _check_not_empty(self, method: str) -> None:
         if self.n_samples == 0:
@@ -535,40 +483,21 @@ class CalibrationGridState:
         if state_dict.get("format") != _FORMAT:
             raise ValueError(f"{subject} must have format {_FORMAT}, got {short(state_dict.get('format'))}")
         self._check_same(subject, state_dict["config"], None)
-        tensors: Any = state_dict.get("tensors")
         n_samples, n_classes = state_dict.get("n_samples"), state_dict.get("n_classes")
-        fresh = CalibrationGridState.__new__(CalibrationGridState)
-        fresh.__dict__.update(self.__dict__)
-        fresh._sums = fresh._rows = None
-        wanted = {}
-        if isinstance(n_samples, int) and n_samples > 0 and not self._exact:
-            fresh._sums = self._zeros(torch.device("cpu"))
-            fresh._sums.rows.fill_(n_samples)
-            wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in fresh._sums.items()}
-        found = {
-            name: (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else None
-            for name, tensor in (tensors.items() if isinstance(tensors, Mapping) else ())
-        }
-        if not isinstance(n_samples, int) or n_samples < 0 or (not self._exact and found != wanted):
-            raise ValueError(f"{subject} must have the tensors of this grid, got {short(found)}")
-        if fresh._sums is not None:
-            for name, tensor in fresh._sums.items():
-                tensor.copy_(tensors[name])
-        elif n_samples:
-            if set(found) != {"input", "target"} or None in found.values():
-                raise ValueError(f"{subject} must have the rows of an exact state, got {short(found)}")
-            input, target = tensors["input"].cpu(), tensors["target"].cpu()
-            check_rows(
-                input,
-                target,
-                self._gammas,
-                self._temperatures,
-                is_probs=_INPUT_KINDS[self._input_kind],
-                ignore_index=self._ignore_index,
-            )
-            fresh._rows = Spill(input.shape[1], input.dtype, self._spill_dir)
-            fresh._rows.append(input, target)
-        self._sums, self._rows = fresh._sums, fresh._rows
+        if not isinstance(n_samples, int) or n_samples < 0:
+            raise ValueError(f"{subject} must have the tensors of this grid, got n_samples = {short(n_samples)}")
+        sums, rows = None, None
+        if n_samples == 0:
+            pass
+        elif self._exact:
+            input, target = saved_rows(subject, state_dict.get("tensors"))
+            options: Any = {"is_probs": _INPUT_KINDS[self._input_kind], "ignore_index": self._ignore_index}
+            check_rows(input, target, self._gammas, self._temperatures, **options)
+            rows = Spill(input.shape[1], input.dtype, self._spill_dir)
+            rows.append(input, target)
+        else:
+            sums = saved_sums(subject, state_dict.get("tensors"), self._zeros(torch.device("cpu")), n_samples)
+        self._sums, self._rows = sums, rows
         self._n_classes = n_classes
         return self
 

@@ -6,11 +6,13 @@ from focalkern.study.candidates import Choice
 from focalkern.study.compare import compare_calibrators
 from focalkern.study.comparison import run_study
 from focalkern.study.contest import CANDIDATES
+from focalkern.study.evaluate import Evaluation, evaluate_rows
+from focalkern.study.memory import MemorySet, as_rows
 from focalkern.study.page import cells_of, write_report
 from focalkern.study.processes import Processes, Progress
 from focalkern.study.record import finite_or_none, to_json
 from focalkern.study.result import Study
-from focalkern.study.rows import FIGURES, Rows, figures
+from focalkern.study.rows import FIGURES, Rows
 from focalkern.study.streamed import MOST_KEPT, StreamedSet, stream_sets, wants_streaming
 from focalkern.study.sweep import Sweep
 from focalkern.study.table import format_table
@@ -24,6 +26,8 @@ __all__ = [
     "MOST_KEPT",
     "AutoCalibrator",
     "Choice",
+    "Evaluation",
+    "MemorySet",
     "Processes",
     "Progress",
     "Rows",
@@ -33,13 +37,14 @@ __all__ = [
     "Trust",
     "Verdict",
     "apply_calibrator",
+    "as_rows",
     "as_sentence",
     "bin_remarks",
     "cells_of",
     "compare_calibrators",
     "default_resamples",
     "describe",
-    "figures",
+    "evaluate_rows",
     "finite_or_none",
     "format_table",
     "read_remarks",

@@ -19,7 +19,8 @@ from focalkern.files.unlabelled import UnlabelledRows, open_unlabelled
 
 __all__ = ["OUTPUTS", "apply_calibrator"]
 
-OUTPUTS = (".npy", ".npz", ".safetensors", ".pt", ".csv")
+_TABLES = (".csv", ".parquet", ".feather")
+OUTPUTS = (".npy", ".npz", ".safetensors", ".pt", *_TABLES)
 
 # Numbers in a batch.
 _BATCH = 1 << 22
@@ -41,9 +42,9 @@ def apply_calibrator(
             which are read in the order of their names and numbers. ``.npy`` and ``.safetensors`` are read a few rows at
             a time.
         out: ``.npy`` (written a few rows at a time), ``.npz``, ``.safetensors`` or ``.pt`` with an array ``probs`` (or
-            ``val_probs``, ``test_probs``, as the array in ``source`` is called), or ``.csv`` with the header of the
-            source, or ``0, 1, ...``. float64 where the source is, else float32. An existing file is replaced only when
-            the new one is complete.
+            ``val_probs``, ``test_probs``, as the array in ``source`` is called), or ``.csv``, ``.parquet`` or
+            ``.feather`` with the columns of the source, or ``0, 1, ...``. float64 where the source is, or is a table,
+            else float32. An existing file is replaced only when the new one is complete.
         input_kind: ``"logits"`` or ``"probs"``: what ``source`` holds; None takes what its names say.
         logits_key: the array of the logits, or a pattern for the columns of the classes.
 
@@ -70,7 +71,7 @@ def apply_calibrator(
             raise InputError(f"{source}: expected {kind}, for which {where} was fitted, found {rows.kind}")
         if rows.n_classes != fitted.n_classes_:
             raise InputError(f"{source}: expected the {fitted.n_classes_} classes of {where}, found {rows.n_classes}")
-    if suffix in (".npy", ".csv") and len(sets) > 1:
+    if suffix in (".npy", *_TABLES) and len(sets) > 1:
         raise InputError(f"{out}: expected .npz, .safetensors or .pt for {' and '.join(sets)}, found {suffix}")
     named = {f"{prefix}_probs" if prefix else "probs": rows for prefix, rows in sets.items()}
     if suffix == ".npy":
@@ -128,7 +129,17 @@ def _encoded(suffix: str, arrays: dict[str, Tensor], columns: tuple[str, ...]) -
         writer.writerows([[text_of(value) for value in row] for row in table.tolist()])
         return text.getvalue().encode()
     stream = io.BytesIO()
-    if suffix == ".npz":
+    if suffix in _TABLES:
+        try:
+            import pyarrow
+            from pyarrow import feather, parquet
+        except ImportError as error:
+            raise InputError(f"pyarrow is needed to write {suffix}: pip install pyarrow") from error
+        (probs,) = arrays.values()
+        names = columns or tuple(map(str, range(probs.shape[1])))
+        content = pyarrow.table(dict(zip(names, probs.numpy().T, strict=True)))
+        (parquet.write_table if suffix == ".parquet" else feather.write_feather)(content, stream)
+    elif suffix == ".npz":
         np.savez(stream, **{name: tensor.numpy() for name, tensor in arrays.items()})  # type: ignore[arg-type]
     elif suffix == ".pt":
         torch.save(arrays, stream)

@@ -18,10 +18,9 @@ from focalkern.calibrators import (
     Search,
     TemperatureScaling,
 )
-from focalkern.files import LogitSet
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
 from focalkern.study.contest import PROPER, Contest
-from focalkern.study.rows import Rows, figures
+from focalkern.study.rows import About, Applied, Rows
 
 __all__ = ["IN_WORDS", "Calibrator", "Choice", "beyond_the_grid", "measured", "of_contest", "of_grid", "part_of_grid"]
 
@@ -81,6 +80,11 @@ class Choice:
         return self.other if self.binning is None else self.binning
 
     @property
+    def what(self) -> Applied:
+        """As :class:`Rows` takes it."""
+        return self.gamma, self.temperature, self.applied
+
+    @property
     def saved(self) -> Any:
         return self.calibrator if self.applied is None else self.applied
 
@@ -89,11 +93,9 @@ def measured(choice: Choice, selection: Rows, report: Rows, n_bins: int) -> Choi
     """The row with its figures; one without a cell has none."""
     if choice.gamma is None and choice.applied is None:
         return choice
-    what = (choice.gamma, choice.temperature, n_bins, choice.applied)
-    on_selection = figures(selection, *what)
-    return replace(
-        choice, selection=on_selection, report=on_selection if report is selection else figures(report, *what)
-    )
+    on_selection = selection.figures(choice.what, n_bins)
+    on_report = on_selection if report is selection else report.figures(choice.what, n_bins)
+    return replace(choice, selection=on_selection, report=on_report)
 
 
 def of_scaling(scaling: Calibrator, method: str, criterion: str, **more: Any) -> Choice:
@@ -105,7 +107,7 @@ def of_grid(
     grid: CalibrationGrid,
     gammas: Sequence[float],
     criteria: Sequence[Criterion],
-    rows: Rows,
+    rows: About,
 ) -> list[Choice]:
     """By each of the criteria, the best cell of temperature scaling and the best one of focal temperature scaling."""
     # A saved calibrator says that it was the default that was searched, rather than 500 numbers.
@@ -169,8 +171,9 @@ def beyond_the_grid(
     """The rows of another search than the grid, and of bins; the last one is what was asked for."""
     if search == "grid" and binning is None:
         return []
-    assert isinstance(selection, LogitSet)
-    input = selection.input.to(torch.float64)
+    memory = selection.memory
+    assert memory is not None
+    input, labels = memory.input.to(torch.float64), memory.labels
     scaling: Calibrator | None = None
     if method != "histogram":
         smooth = search in PROPER  # by derivatives, without a grid
@@ -182,7 +185,7 @@ def beyond_the_grid(
         else:
             scaling = FocalTemperatureScaling(gammas=None if smooth else gammas, **options)
     wanted = None if scaling is None else criterion
-    if scaling is not None and not _can_be_fitted(scaling, input, selection.labels):
+    if scaling is not None and not _can_be_fitted(scaling, input, labels):
         return [Choice(method, wanted, None, None, None, None, None, search)] if search != "grid" else []
     found: list[Calibrator | HistogramBinning] = []
     if search != "grid" and scaling is not None:
@@ -191,7 +194,7 @@ def beyond_the_grid(
         found.append(HistogramBinning(n_bins=n_bins, binning=binning, scaling=scaling, input_kind=selection.kind))
     rows = []
     for one in found:
-        one.fit_quietly(input, selection.labels)
+        one.fit_quietly(input, labels)
         bins = one if isinstance(one, HistogramBinning) else None
         fitted = one.scaling_ if isinstance(one, HistogramBinning) else one
         assert fitted is None or isinstance(fitted, TemperatureScaling | FocalTemperatureScaling)

@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 
 from focalkern.ops.calibration_grid import CalibrationGrid
-from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums
 from focalkern.study.rows import Rows
-from focalkern.study.streamed import StreamedSet
 
 __all__ = ["CRITERIA", "Cells", "cells_on", "thinned"]
 
 CRITERIA = ("ece", "nll", "brier")
-_NOTHING = torch.iinfo(torch.int64).min  # no label is ignored: every row counts
 # What the map may cost: numbers (rows times classes times cells) that are calibrated, a few seconds of two cores; but a
 # sixteenth of the search, where that has taken so much longer already. And bytes of the page.
 _NUMBERS = 5_000_000_000
@@ -72,21 +69,7 @@ def thinned(grid: CalibrationGrid, rows: Rows, n_bins: int, kept: Sequence[float
 
 def cells_on(rows: Rows, gammas: Tensor, temperatures: Tensor, n_bins: int, every: int = 1) -> Cells:
     """One pass over the rows, in float64, for all cells at once."""
-    if isinstance(rows, StreamedSet):
-        sums = rows.cell_sums(gammas, temperatures, n_bins)
-    else:
-        sums = CalibrationSums.zeros(len(gammas), len(temperatures), n_bins, CRITERIA, torch.device("cpu"))
-        add_calibration_sums(
-            sums,
-            rows.input.to(torch.float64),
-            rows.labels,
-            gammas,
-            temperatures,
-            criteria=CRITERIA,
-            sketch=False,
-            is_probs=rows.kind == "probs",
-            ignore_index=_NOTHING,
-        )
+    sums = rows.cell_sums(gammas, temperatures, n_bins)
     assert sums.count is not None
     assert sums.correct is not None
     assert sums.confidence is not None

@@ -14,6 +14,7 @@ from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
 from focalkern.study.comparison import run_study
 from focalkern.study.contest import as_candidates, check_folds
+from focalkern.study.memory import MemorySet, as_rows
 from focalkern.study.result import Study
 from focalkern.study.rows import Rows
 from focalkern.study.streamed import StreamedSet, stream_sets
@@ -130,8 +131,8 @@ def compare_calibrators(
 
 
 def _rows(name: str, given: Any, prefix: str, kind: InputKind) -> Rows:
-    if isinstance(given, LogitSet | StreamedSet):
-        return given
+    if isinstance(given, LogitSet | MemorySet | StreamedSet):
+        return as_rows(given)
     if isinstance(given, str | Path):
         if not str(given).isprintable() or len(str(given)) > 4096:
             raise ValueError(f"{_OP}: {name} must be a path or a pattern of files, got {short(given)}")
@@ -145,4 +146,4 @@ def _rows(name: str, given: Any, prefix: str, kind: InputKind) -> Rows:
             f"{type(given).__name__}"
         )
     pair = [one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in given]
-    return checked_set(name, prefix, kind, kind, pair[0], "labels", pair[1])
+    return as_rows(checked_set(name, prefix, kind, kind, pair[0], "labels", pair[1]))

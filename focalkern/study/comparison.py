@@ -3,16 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from focalkern.calibrators import DEFAULT_GAMMAS, Binning, Criterion, Estimator, Search
-from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
+from focalkern.files import LogitSet
+from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
 from focalkern.study.candidates import Choice, beyond_the_grid, measured, of_contest, of_grid
-from focalkern.study.contest import Contest, Proper, as_candidates, hold_contest
+from focalkern.study.contest import Proper, as_candidates
+from focalkern.study.memory import as_rows
 from focalkern.study.result import Study
 from focalkern.study.rows import Rows
-from focalkern.study.streamed import StreamedSet
-from focalkern.study.streamed_contest import hold_streamed_contest
 from focalkern.study.trust import DEFAULT_RESAMPLES, default_resamples, trust_in
 from focalkern.study.verdict import judge, name_of
 from focalkern.study.words import doubts, read_remarks, remarks_of, shared_remarks, streaming_remarks
@@ -21,8 +19,8 @@ __all__ = ["run_study"]
 
 
 def run_study(
-    selection: Rows,
-    report: Rows,
+    selection: LogitSet | Rows,
+    report: LogitSet | Rows,
     *,
     gammas: Sequence[float] = DEFAULT_GAMMAS,
     temperatures: Sequence[float] = PAPER_TEMPERATURES,
@@ -59,14 +57,25 @@ def run_study(
         resamples: of the bootstrap on ``report``; 0 for none, :func:`default_resamples` when None.
         seed: of the folds and of the resamples.
     """
+    same = report is selection
+    selection = as_rows(selection)
+    report = selection if same else as_rows(report)
     proper: Proper = "brier" if criterion == "brier" else "nll"
     auto = method == "auto"
     searched = tuple(gammas) if 0.0 in gammas else (0.0, *gammas)
-    grid = _grid(selection, searched, tuple(temperatures), proper, estimator, n_bins, folds if auto else 0)
+    grid = selection.grid(
+        searched,
+        tuple(temperatures),
+        n_bins=n_bins,
+        estimator=estimator,
+        criterion=proper,
+        folds=min(folds, len(selection)) if auto else 0,
+    )
     of_paper = of_grid(grid, gammas, ("ece",) if auto else ("ece", proper), selection)
     contest = None
     if auto:
-        contest = _contest(selection, candidates, proper, folds, seed, grid, gammas)
+        made = as_candidates(candidates, proper, selection.kind)
+        contest = selection.cross_validate(made, grid, gammas, criterion=proper, folds=folds, seed=seed)
         none, *others = of_contest(contest)
         choices = [none, *others, *of_paper]
         wanted = none if criterion == "ece" else choices[contest.chosen]
@@ -92,8 +101,7 @@ def run_study(
     place = choices.index(wanted)
     cells = [(row.gamma, row.temperature) for row in choices if row.gamma is not None and row.temperature is not None]
     for rows in (selection, report):
-        if isinstance(rows, StreamedSet):
-            rows.measure(cells, n_bins)  # one pass for all
+        rows.measure(cells, n_bins)  # one pass for all
     choices = [measured(choice, selection, report, n_bins) for choice in choices]
     chosen = choices[place] if choices[place].saved is not None else None
     wanted_resamples = default_resamples(report) if resamples is None else resamples
@@ -106,7 +114,7 @@ def run_study(
         criterion=criterion,
         estimator=shown,
         report=report,
-        same_rows=report is selection,
+        same_rows=same,
     )
     remarks = [
         *read_remarks(selection),
@@ -122,7 +130,7 @@ def run_study(
     ]
     if resamples is None and trust is None:
         remedy = f"Say --bootstrap {DEFAULT_RESAMPLES} to have them, --bootstrap 0 not to be told."
-        if isinstance(report, StreamedSet) and not report.keeps_confidences:
+        if not report.keeps_confidences:
             remedy = "So many rows leave little to chance."
         remarks.append(
             f"no intervals: on {name_of(report)} of {report.n_classes} classes they would take longer than all the "
@@ -142,47 +150,3 @@ def run_study(
         estimator=shown,
         criterion=criterion,
     )
-
-
-def _grid(
-    rows: Rows,
-    gammas: tuple[float, ...],
-    temperatures: tuple[float, ...],
-    criterion: Proper,
-    estimator: Estimator,
-    n_bins: int,
-    folds: int,
-) -> CalibrationGrid:
-    if isinstance(rows, StreamedSet):
-        return rows.grid(
-            gammas, temperatures, n_bins=n_bins, estimator=estimator, criterion=criterion, folds=min(folds, len(rows))
-        )
-    # float64, whatever the file holds: a float32 confidence that lands on the other side of a cut moves an ECE cell,
-    # and with it the choice between near-equal cells.
-    return calibration_grid(
-        rows.input.to(torch.float64),
-        rows.labels,
-        gammas,
-        temperatures,
-        n_bins=n_bins,
-        criteria=("ece", "nll") if criterion == "nll" else ("ece", "nll", criterion),
-        estimator=estimator,
-        input_kind=rows.kind,
-    )
-
-
-def _contest(
-    rows: Rows,
-    candidates: Sequence[str] | Mapping[str, Any] | None,
-    criterion: Proper,
-    folds: int,
-    seed: int,
-    grid: CalibrationGrid,
-    gammas: Sequence[float],
-) -> Contest:
-    made = as_candidates(candidates, criterion, rows.kind)
-    if not isinstance(rows, StreamedSet):
-        return hold_contest(
-            rows.input.to(torch.float64), rows.labels, made, criterion=criterion, folds=folds, seed=seed
-        )
-    return hold_streamed_contest(rows, made, grid, gammas, criterion=criterion)

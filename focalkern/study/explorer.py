@@ -13,7 +13,6 @@ from focalkern import metrics
 from focalkern.study import html
 from focalkern.study.cells import Cells
 from focalkern.study.result import Study
-from focalkern.study.rows import reliability
 from focalkern.study.verdict import name_of
 from focalkern.study.words import on_which
 
@@ -56,7 +55,7 @@ def payload(study: Study, cells: Cells) -> dict[str, Any]:
     for choice in study.choices:
         if choice.report is None:
             continue
-        of_choice = reliability(study.report, choice.gamma, choice.temperature, n_bins, choice.applied)
+        of_choice = study.report.reliability(choice.what, n_bins)
         scaling = choice.gamma is not None and choice.applied is None
         gamma, temperature = (choice.gamma, choice.temperature) if scaling else (None, None)
         parameters = f": {choice.parameters}" if choice.parameters else ""

@@ -18,8 +18,7 @@ from focalkern.study.explorer import make_explorer
 from focalkern.study.pictures import draw_all, shown_bins
 from focalkern.study.record import to_csv
 from focalkern.study.result import Study
-from focalkern.study.rows import FIGURES, reliability
-from focalkern.study.streamed import StreamedSet
+from focalkern.study.rows import FIGURES
 from focalkern.study.table import floor_cells, legend, table_cells
 from focalkern.study.verdict import as_sentence, name_of
 from focalkern.study.words import on_which, search_in_words
@@ -121,7 +120,7 @@ def make_page(
     header = "\n".join(
         (
             html.paragraph(f"{sources}; {made}; focalkern {version}", "quiet"),
-            html.lead(str(study.verdict).replace(" -> ", " \u2192 ").replace("+-", "\u00b1").splitlines()),
+            html.lead([_typeset(text) for text in study.verdict.sentences()]),
             html.contents({anchor: heading for anchor, (heading, _) in parts.items()}),
         )
     )
@@ -288,12 +287,9 @@ def _data_table(study: Study) -> str:
         sets["report"] = study.report
     rows = []
     for role, one in sets.items():
-        if isinstance(one, StreamedSet):
-            per_class = one.class_counts
-        else:
-            per_class = torch.bincount(one.labels, minlength=one.n_classes)
+        per_class = one.class_counts
         absent = int((per_class == 0).sum())
-        bins = reliability(one, 0.0, 1.0, study.grid.n_bins)
+        bins = one.reliability((0.0, 1.0, None), study.grid.n_bins)
         hit, confidence = (float((bins.weight * of_bin).nansum()) for of_bin in (bins.accuracy, bins.confidence))
         rows.append(
             [
@@ -310,3 +306,7 @@ def _data_table(study: Study) -> str:
         )
     head = ["rows that", "file", "input", "rows", "classes", "rows per class", "accuracy", "mean confidence"]
     return html.table(head, rows)
+
+
+def _typeset(text: str) -> str:
+    return text.replace(" -> ", " \u2192 ").replace("+-", "\u00b1")

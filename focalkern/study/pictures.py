@@ -6,8 +6,6 @@ from typing import Any
 from focalkern import metrics
 from focalkern.study.candidates import Choice
 from focalkern.study.result import Study
-from focalkern.study.rows import calibrated, is_correct, reliability
-from focalkern.study.streamed import StreamedSet
 from focalkern.study.words import short_name
 
 __all__ = ["draw_all", "shown_bins"]
@@ -49,14 +47,4 @@ def draw_all(study: Study, bins: dict[str, metrics.ReliabilityBins]) -> dict[str
 
 def _bins(study: Study, choice: Choice) -> metrics.ReliabilityBins:
     """By the one estimator of everything that is shown; of rows that are too many to keep, of equal width."""
-    rows, n_bins, estimator = study.report, study.grid.n_bins, study.estimator
-    if estimator == "equal_width" or (isinstance(rows, StreamedSet) and not rows.keeps_confidences):
-        return reliability(rows, choice.gamma, choice.temperature, n_bins, choice.applied)
-    if isinstance(rows, StreamedSet):
-        assert choice.gamma is not None
-        assert choice.temperature is not None
-        confidence, correct = rows.measured(choice.gamma, choice.temperature, n_bins).confidence, rows.correct
-    else:
-        confidence = calibrated(rows, choice.gamma, choice.temperature, choice.applied).amax(-1).exp()
-        correct = is_correct(rows, choice.applied)
-    return metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=n_bins, estimator=estimator)
+    return study.report.reliability(choice.what, study.grid.n_bins, study.estimator)

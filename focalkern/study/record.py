@@ -80,16 +80,44 @@ def to_json(study: Study, *, more: dict[str, Any] | None = None) -> dict[str, An
             "costs": study.verdict.costs,
             "doubts": list(study.verdict.doubts),
         },
-        "cross_validation": None
-        if study.contest is None
-        else {
-            "criterion": study.contest.criterion,
-            "folds": study.contest.folds,
-            "n_samples": study.contest.n_samples,
-            "candidates": study.contest.table(),
-            "left_out": list(study.contest.left_out),
-        },
+        "cross_validation": _contest_to_json(study),
         "remarks": list(study.remarks),
+    }
+
+
+def evidence(study: Study) -> dict[str, Any]:
+    """What the file of a saved calibrator says of why it is the one: as that of AutoCalibrator, and the table."""
+    contest = _contest_to_json(study) or {}
+    return {
+        **contest,
+        "use": study.verdict.use,
+        "because": study.verdict.because,
+        "costs": study.verdict.costs,
+        "doubts": list(study.verdict.doubts),
+        "table": [
+            {
+                "method": choice.method,
+                "criterion": choice.criterion,
+                "gamma": choice.gamma if choice.method in IN_WORDS else None,
+                "temperature": choice.temperature if choice.method in IN_WORDS else None,
+                "chosen": choice is study.chosen,
+                "report": finite_or_none(choice.report),
+            }
+            for choice in study.choices
+        ],
+        "reported_on": {"n_samples": len(study.report), "same_rows": study.report is study.selection},
+    }
+
+
+def _contest_to_json(study: Study) -> dict[str, Any] | None:
+    if study.contest is None:
+        return None
+    return {
+        "criterion": study.contest.criterion,
+        "folds": study.contest.folds,
+        "n_samples": study.contest.n_samples,
+        "candidates": study.contest.table(),
+        "left_out": list(study.contest.left_out),
     }
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from focalkern.calibrators import Criterion, Estimator
+from focalkern.calibrators import Calibrator, Criterion, Estimator
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.candidates import Choice
 from focalkern.study.contest import Contest
@@ -68,6 +68,24 @@ class Study:
         if self.chosen is None:
             raise ValueError("Study: nothing was chosen: the criterion is finite nowhere")
         return self.chosen.saved
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save ``calibrator`` as its own ``save`` does, with the evidence in the summary of its fit: the verdict, the
+        cross-validation and the table. :func:`focalkern.load_calibrator` reads it.
+
+        Raises:
+            TypeError: it is not one of this library's.
+            ValueError: nothing was chosen.
+            OSError: the file cannot be written.
+        """
+        from focalkern.study.record import evidence
+
+        if not isinstance(self.calibrator, Calibrator):
+            raise TypeError(
+                f"Study: save needs a calibrator of this library, but the one to use is a "
+                f"{type(self.calibrator).__name__}"
+            )
+        self.calibrator.save(path, evidence=evidence(self))
 
     def table(self, *, all: bool = False) -> str:
         """The table of the choices and their figures, as text.

@@ -1,20 +1,20 @@
-"""What a study asks of its rows, in memory or streamed: the figures of one calibrator on them."""
+"""What a study asks of its rows, wherever they are: in memory, or in files of which a few rows are read at a time."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from focalkern import metrics
-from focalkern.calibrators import Calibrator, FocalTemperatureScaling, TemperatureScaling
+from focalkern.bootstrap import BiasFloor, PairedBootstrap
+from focalkern.calibrators import Estimator, InputKind
 from focalkern.files import LogitSet
-from focalkern.ops.calibration_map import focal_calibration_map
-from focalkern.study.contest import log_proba
-from focalkern.study.streamed import StreamedSet
+from focalkern.metrics import ReliabilityBins
+from focalkern.ops.calibration_grid import CalibrationGrid
+from focalkern.ops.calibration_sums import CalibrationSums
+from focalkern.study.contest import Contest, Proper
 
-__all__ = ["FIGURES", "Rows", "calibrated", "figures", "is_correct", "reliability"]
+__all__ = ["CALIBRATION_ERRORS", "FIGURES", "About", "Applied", "Rows"]
 
-Rows = LogitSet | StreamedSet
 FIGURES = {
     "accuracy": "accuracy",
     "nll": "NLL",
@@ -26,65 +26,118 @@ FIGURES = {
 }
 """The figures of a table, by their name in CSV and JSON, with the heading they have in print."""
 
+CALIBRATION_ERRORS = tuple(name for name in FIGURES if "ece_" in name)
 
-def figures(
-    rows: Rows, gamma: float | None, temperature: float | None, n_bins: int, other: Any = None
-) -> dict[str, float]:
-    """The figures of one calibrator on one set, computed in float64; gamma = 0 and T = 1 is uncalibrated.
-
-    Correct is what the largest *input* says of a scaling: a calibrated row may saturate and tie, the input does not.
-
-    Args:
-        other: a fitted calibrator that is no (focal) temperature scaling; then ``gamma`` and ``temperature`` say
-            nothing.
-    """
-    if isinstance(rows, StreamedSet):
-        assert gamma is not None
-        assert temperature is not None
-        rows.measure([(gamma, temperature)], n_bins)
-        found = rows.measured(gamma, temperature, n_bins).figures
-        return {name: found[name] for name in FIGURES}
-    log_probs = calibrated(rows, gamma, temperature, other)
-    correct = is_correct(rows, other)
-    result = {"accuracy": metrics.accuracy(correct=correct), "nll": metrics.nll(log_probs, rows.labels, log=True)}
-    probs = log_probs.exp_()
-    result["brier"] = metrics.brier_score(probs, rows.labels)
-    confidence = probs.amax(-1)
-    for estimator in metrics.ESTIMATORS:
-        result[f"ece_{estimator}"] = metrics.expected_calibration_error(
-            confidence=confidence, correct=correct, n_bins=n_bins, estimator=estimator
-        )
-    result["classwise_ece_equal_width"] = metrics.classwise_calibration_error(probs, rows.labels, n_bins=n_bins)
-    return {name: float(result[name]) for name in FIGURES}
+Applied = tuple[float | None, float | None, Any]
+"""gamma, temperature, and a fitted calibrator that is no (focal) temperature scaling: then the first two say nothing.
+gamma = 0 and T = 1 is uncalibrated."""
 
 
-def calibrated(rows: LogitSet, gamma: float | None, temperature: float | None, other: Any = None) -> Tensor:
-    """Log-probabilities [N, C] in float64."""
-    if other is not None:
-        return log_proba(other, rows.input)
-    assert gamma is not None
-    assert temperature is not None
-    return focal_calibration_map(rows.input.to(torch.float64), gamma, temperature, input_kind=rows.kind, log=True)
+class About(Protocol):
+    """Which rows they are."""
+
+    @property
+    def kind(self) -> InputKind: ...
+
+    @property
+    def name(self) -> str:
+        """``""``, ``"val"`` or ``"test"``."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def part(self) -> str:
+        """In words, which rows of the source; nothing for all."""
+
+    @property
+    def n_classes(self) -> int: ...
+
+    def __len__(self) -> int: ...
 
 
-def is_correct(rows: LogitSet, other: Any = None) -> Tensor:
-    """[N] bool."""
-    if other is None or isinstance(other, TemperatureScaling | FocalTemperatureScaling):
-        predicted = rows.input.argmax(-1)
-    elif isinstance(other, Calibrator):
-        predicted = other.predict(rows.input.to(torch.float64))
-    else:
-        predicted = log_proba(other, rows.input).argmax(-1)
-    return predicted == rows.labels
+class Rows(About, Protocol):
+    """:class:`focalkern.study.memory.MemorySet` and :class:`focalkern.study.StreamedSet` have all of this."""
 
+    @property
+    def memory(self) -> LogitSet | None:
+        """The rows, where all of them are in memory."""
 
-def reliability(
-    rows: Rows, gamma: float | None, temperature: float | None, n_bins: int, other: Any = None
-) -> metrics.ReliabilityBins:
-    """Bins of equal width."""
-    if isinstance(rows, StreamedSet):
-        assert gamma is not None
-        assert temperature is not None
-        return rows.measured(gamma, temperature, n_bins).bins
-    confidence = calibrated(rows, gamma, temperature, other).amax(-1).exp()
-    return metrics.reliability_bins(confidence=confidence, correct=is_correct(rows, other), n_bins=n_bins)
+    @property
+    def keeps_confidences(self) -> bool:
+        """Whether there are few enough rows for that, which intervals and bins of equal mass need."""
+
+    @property
+    def resampled_in_seconds(self) -> bool:
+        """Whether there are few enough numbers for a bootstrap of all figures."""
+
+    @property
+    def class_counts(self) -> Tensor:
+        """[C] int64, rows per class. This and what follows is known once something was measured."""
+
+    @property
+    def impossible_targets(self) -> int:
+        """How many rows rule out their own class."""
+
+    @property
+    def looks_like_probs(self) -> bool:
+        """Whether what was read as logits is positive and sums to 1."""
+
+    def rows(self, index: Tensor, part: str) -> "Rows":
+        """The rows of ``index``, called ``part``."""
+
+    def grid(
+        self,
+        gammas: Sequence[float],
+        temperatures: Sequence[float],
+        *,
+        n_bins: int,
+        estimator: Estimator,
+        criterion: Proper = "nll",
+        folds: int = 0,
+    ) -> CalibrationGrid:
+        """ECE and NLL of every cell, and its Brier score where that is the ``criterion``; with ``folds``, what
+        :meth:`cross_validate` needs besides."""
+
+    def cross_validate(
+        self,
+        candidates: Mapping[str, Any],
+        grid: CalibrationGrid,
+        gammas: Sequence[float],
+        *,
+        criterion: Proper,
+        folds: int,
+        seed: int,
+    ) -> Contest:
+        """``candidates`` as :func:`focalkern.study.contest.as_candidates` makes them; ``grid`` and its ``gammas`` are
+        those of the last :meth:`grid`."""
+
+    def measure(self, cells: Sequence[tuple[float, float]], n_bins: int) -> None:
+        """One pass over the rows for everything that is later asked of these (gamma, temperature)."""
+
+    def figures(self, what: Applied, n_bins: int) -> dict[str, float]:
+        """The figures of one calibrator, computed in float64.
+
+        Correct is what the largest *input* says of a scaling: a calibrated row may saturate and tie, the input does
+        not.
+        """
+
+    def reliability(self, what: Applied, n_bins: int, estimator: Estimator = "equal_width") -> ReliabilityBins:
+        """Bins of equal width also where another ``estimator`` needs confidences that are not kept."""
+
+    def resampled(
+        self, cells: Mapping[str, Applied], *, n_bins: int, n_resamples: int, seed: int
+    ) -> tuple[PairedBootstrap, dict[str, dict[str, BiasFloor]]]:
+        """By name, the paired bootstrap of the figures and the bias floors."""
+
+    def bound_of(self, gamma: float, temperature: float) -> float:
+        """How far the ECE of that cell of the grid can be off."""
+
+    def bound_of_figures(self, gamma: float, temperature: float, n_bins: int) -> float:
+        """How far the ECEs of equal mass among the figures can be off."""
+
+    def cell_sums(self, gammas: Tensor, temperatures: Tensor, n_bins: int) -> CalibrationSums:
+        """In one pass, in float64: what the map of the report needs of every cell."""
+
+    def remove_progress(self) -> None:
+        """The state file, where there is one, is of no use any more."""

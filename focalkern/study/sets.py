@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 
-from focalkern.files import InputError
+from focalkern.files import InputError, LogitSet
+from focalkern.study.memory import as_rows
 from focalkern.study.rows import Rows
 
 __all__ = ["select_rows"]
 
 
 def select_rows(
-    read: Callable[..., Mapping[str, Rows]],
+    read: Callable[..., Mapping[str, LogitSet | Rows]],
     source: str,
     *,
     labels: str | None = None,
@@ -34,7 +35,7 @@ def select_rows(
     Raises:
         InputError: sets that do not go together.
     """
-    sets = read(source, labels=labels, **options)
+    sets = _as_rows(read(source, labels=labels, **options))
     if test is not None and split is not None:
         raise InputError(f"{source}: expected either --test or --split, found both")
     if test_labels is not None and test is None:
@@ -53,12 +54,7 @@ def select_rows(
         return rows.rows(order[:first], share), rows.rows(order[first:], "the other rows")
     if test is not None:
         selection = _one(source, sets, "val")
-        others = read(
-            test,
-            labels=test_labels,
-            labels_option="--test-labels",
-            **options,
-        )
+        others = _as_rows(read(test, labels=test_labels, labels_option="--test-labels", **options))
         reported = _one(test, others, "test")
         if reported.n_classes != selection.n_classes:
             raise InputError(
@@ -77,6 +73,10 @@ def select_rows(
         return selection, reported
     rows = _one(source, sets, "val")
     return rows, rows
+
+
+def _as_rows(sets: Mapping[str, LogitSet | Rows]) -> dict[str, Rows]:
+    return {name: as_rows(rows) for name, rows in sets.items()}
 
 
 def _one(source: str, sets: Mapping[str, Rows], wanted: str) -> Rows:

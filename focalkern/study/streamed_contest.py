@@ -12,7 +12,7 @@ from focalkern.calibrators._search import Found, beyond
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.candidates import of_grid
 from focalkern.study.contest import Contest, Entry, Proper, decide_from_sums, identity
-from focalkern.study.streamed import StreamedSet
+from focalkern.study.streamed_search import StreamedSearch
 
 __all__ = ["hold_streamed_contest"]
 
@@ -21,7 +21,7 @@ _WIDENINGS = 3
 
 
 def hold_streamed_contest(
-    rows: StreamedSet,
+    rows: StreamedSearch,
     candidates: Mapping[str, Any],
     grid: CalibrationGrid,
     gammas: Sequence[float],
@@ -34,7 +34,7 @@ def hold_streamed_contest(
     each fold are there from the pass over the grid. One more pass takes the losses of each fold at its cells.
 
     Args:
-        rows: after :meth:`StreamedSet.grid` with folds.
+        rows: after :meth:`StreamedSearch.grid` with folds.
         candidates: as for ``hold_contest``; those that need all rows at once are left out, and named.
         grid: what that returned.
         gammas: those of focal temperature scaling; of the grid's others, temperature scaling has 0.
@@ -87,7 +87,7 @@ def hold_streamed_contest(
 
 
 def _inside(
-    rows: StreamedSet, grid: CalibrationGrid, gammas: tuple[float, ...], criterion: Proper
+    rows: StreamedSearch, grid: CalibrationGrid, gammas: tuple[float, ...], criterion: Proper
 ) -> tuple[dict[str, Any], CalibrationGrid, tuple[float, ...]]:
     """The scalings by method, with the grid and the gammas of focal scaling that they are the best of: wider ones than
     were given while the best cell lies at an end, each for one more pass."""

@@ -140,7 +140,7 @@ def table_in_html(study: Study) -> str:
     marked = next((place for place, (choice, _) in enumerate(rows) if choice is study.chosen), None)
     return "\n".join(
         [
-            *(html.paragraph(line) for line in str(study.verdict).splitlines()),
+            *(html.paragraph(line) for line in study.verdict.sentences()),
             html.table(head, [cells for _, cells in rows], marked=marked, caption=f"On {name_of(study.report)}."),
         ]
     )

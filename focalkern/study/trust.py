@@ -1,23 +1,16 @@
 """How far to trust the figures on the reported rows: intervals, differences, bias floors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
-
-from focalkern.bootstrap import BiasFloor, Interval, PairedBootstrap, bias_floor, paired_bootstrap
-from focalkern.files import LogitSet
+from focalkern.bootstrap import BiasFloor, Interval, PairedBootstrap
 from focalkern.study.candidates import Choice
-from focalkern.study.rows import FIGURES, Rows, calibrated, is_correct
-from focalkern.study.streamed import StreamedSet
+from focalkern.study.rows import Applied, Rows
 
 __all__ = ["DEFAULT_RESAMPLES", "Trust", "default_resamples", "trust_in"]
 
-CALIBRATION_ERRORS = tuple(name for name in FIGURES if "ece_" in name)
 DEFAULT_RESAMPLES = 200
 _MOST_RESAMPLED_ROWS = 200_000
-_MOST_FIGURES = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -68,30 +61,12 @@ class Trust:
 
 def default_resamples(rows: Rows) -> int:
     """200, whose cost is of the order of the search's; 0 where it would take minutes."""
-    # Streamed rows have one confidence each, whatever the number of classes.
-    possible = rows.keeps_confidences if isinstance(rows, StreamedSet) else rows.input.numel() <= _MOST_FIGURES
-    return DEFAULT_RESAMPLES if possible and len(rows) <= _MOST_RESAMPLED_ROWS else 0
-
-
-class _Calibrated(Mapping[str, Tensor]):
-    """Log-probabilities by name, computed when they are asked for: only one set is in memory at a time."""
-
-    def __init__(self, rows: LogitSet, cells: dict[str, tuple[float | None, float | None, Any]]) -> None:
-        self._rows, self._cells = rows, cells
-
-    def __getitem__(self, name: str) -> Tensor:
-        return calibrated(self._rows, *self._cells[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cells)
-
-    def __len__(self) -> int:
-        return len(self._cells)
+    return DEFAULT_RESAMPLES if rows.resampled_in_seconds and len(rows) <= _MOST_RESAMPLED_ROWS else 0
 
 
 def trust_in(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int, seed: int) -> Trust:
-    """Of rows that are not in memory there are confidences, but no probabilities: accuracy and ECE have intervals."""
-    cells: dict[str, tuple[float | None, float | None, Any]] = {}
+    """The intervals of the choices on ``rows``, each against the one that it has to beat."""
+    cells: dict[str, Applied] = {}
     names: list[str | None] = []
     for choice in choices:
         if choice.report is None:
@@ -100,29 +75,10 @@ def trust_in(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int,
         name = f"gamma = {choice.gamma!r}, T = {choice.temperature!r}{' + bins' if choice.binning else ''}"
         if choice.other is not None:
             name = f"candidate {choice.method}"
-        cells[name] = (choice.gamma, choice.temperature, choice.applied)
+        cells[name] = choice.what
         names.append(name)
     # A seed of the command may be negative, numpy's may not.
-    options: dict[str, Any] = {"n_bins": n_bins, "n_resamples": resamples, "seed": seed % 2**63}
-    if isinstance(rows, StreamedSet):
-        confidence = {
-            name: rows.measured(gamma, temperature, n_bins).confidence
-            for name, (gamma, temperature, _) in cells.items()
-            if gamma is not None and temperature is not None
-        }
-        bootstrap = paired_bootstrap(confidence=confidence, correct=rows.correct, **options)
-        floors = {name: bias_floor(confidence=confidence[name], **options) for name in cells}
-    else:
-        calibrated = _Calibrated(rows, cells)
-        bootstrap = paired_bootstrap(
-            calibrated,
-            rows.labels,
-            log=True,
-            correct={name: is_correct(rows, other) for name, (_, _, other) in cells.items()},
-            figures=tuple(FIGURES),
-            **options,
-        )
-        floors = {name: bias_floor(calibrated[name].exp_(), figures=CALIBRATION_ERRORS, **options) for name in cells}
+    bootstrap, floors = rows.resampled(cells, n_bins=n_bins, n_resamples=resamples, seed=seed % 2**63)
     place = {(row.method, row.criterion, row.search, row.binning is None): i for i, row in enumerate(choices)}
     plain: dict[str | None, int] = {}
     for i, row in enumerate(choices):

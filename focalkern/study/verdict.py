@@ -1,13 +1,14 @@
 """The verdict: what to use, why, what it costs, and what speaks against trusting that."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from focalkern.bootstrap import Interval
 from focalkern.study.candidates import Choice
 from focalkern.study.contest import LOSS_NAMES, Contest, Entry
-from focalkern.study.rows import Rows
+from focalkern.study.rows import About
 from focalkern.study.trust import Trust
 
 __all__ = ["Verdict", "as_sentence", "evidence_in_words", "judge", "method_in_words", "name_of", "rows_of_the_report"]
@@ -19,13 +20,16 @@ _METHODS = {
     "histogram": "histogram binning",
 }
 
+_LINES, _COLUMNS = 3, 100
+_SPACE = "\u00a0"
+
 # Fewer rows than this, and a standard error says little itself.
 _FEW_ROWS = 100
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a study comes to. ``str()`` has at most three lines.
+    """What a study comes to. ``str()`` has at most three lines of at most 100 columns.
 
     Attributes:
         use: what to use, with its parameters, and what it does to the figures.
@@ -46,8 +50,38 @@ class Verdict:
     doubts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        return "\n".join(self._lines()[0])
+
+    def notes(self) -> tuple[str, ...]:
+        """What ``str()`` had no room for, and the doubts: a sentence each."""
+        said = self._lines()[1]
+        return tuple(
+            text for text in (self.because, self.costs, *map(as_sentence, self.doubts)) if text and text not in said
+        )
+
+    def sentences(self) -> tuple[str, ...]:
+        """What to use, why, and what it costs, or the first doubt."""
         third = self.costs or (as_sentence(self.doubts[0]) if self.doubts else "")
-        return "\n".join(line for line in (f"Use {self.use}.", self.because, third) if line)
+        return tuple(text for text in (f"Use {self.use}.", self.because, third) if text)
+
+    def _lines(self) -> tuple[list[str], list[str]]:
+        """The lines, and the sentences that they have: as many as there is room for."""
+        use, *others = self.sentences()
+        for parts in ((use, *others), (use, *others[1:]), (use, *others[:1])):
+            said = [text for text in parts if text]
+            if max(map(len, said)) <= _COLUMNS:
+                return said, said
+            lines = _wrapped(" ".join(said))
+            if len(lines) <= _LINES:
+                return lines, said
+        return _wrapped(use)[:_LINES], [use]
+
+
+def _wrapped(text: str) -> list[str]:
+    """Lines that keep together what is read together."""
+    for joined in ("-> ", " ->", "= ", " =", " +-", "NLL ", "ECE ", "Brier score "):
+        text = text.replace(joined, joined.replace(" ", _SPACE))
+    return [line.replace(_SPACE, " ") for line in textwrap.wrap(text, _COLUMNS, break_on_hyphens=False)]
 
 
 def judge(
@@ -58,7 +92,7 @@ def judge(
     trust: Trust | None,
     criterion: str,
     estimator: str,
-    report: Rows,
+    report: About,
     same_rows: bool,
 ) -> Verdict:
     """The verdict on the choices of a study.
@@ -81,7 +115,7 @@ def judge(
     where = rows_of_the_report(report, same_rows)
     use = method_with_parameters(chosen)
     if chosen.method == "none":
-        use += f": NLL {_print(now['nll'])}, ECE ({estimator}) {_print(now[ece])} {where}"
+        use += f": NLL {_print(now['nll'])}, ECE {_print(now[ece])} {where}"
     else:
         changed = [f"{words} {_print(before[name])} -> {_print(now[name])}" for words, name in _shown(criterion, ece)]
         use += f": {', '.join(changed)} {where}"
@@ -91,12 +125,12 @@ def judge(
     if contest is not None and criterion != "ece":
         because = evidence_in_words(contest)
         doubts += doubts_of(contest)
-        costs = _alternative(choices, chosen, ece, estimator)
+        costs = _alternative(choices, chosen, ece)
     else:
-        asked = "the ECE was asked for" if criterion == "ece" else "it was asked for"
-        because = f"It is used because {asked}, not because it is the best."
+        because = "The ECE was asked for" if criterion == "ece" else "It was asked for, and not compared"
         if contest is not None:
-            because += f" By {LOSS_NAMES[contest.criterion]}, cross-validation takes {_name(contest.winner)}."
+            because += f" (by {LOSS_NAMES[contest.criterion]}: {_name(contest.winner)})"
+        because += "."
         costs = _price(choices, chosen, trust)
         border = getattr(chosen.calibrator, "at_border_", ())
         if border:
@@ -120,13 +154,13 @@ def method_with_parameters(choice: Choice) -> str:
     return f"{name}, {gamma}T = {choice.temperature:.4g}"
 
 
-def name_of(rows: Rows) -> str:
+def name_of(rows: About) -> str:
     """``5000 validation rows``."""
     name = {"val": "validation ", "test": "test "}.get(rows.name, "")
     return f"{len(rows)} {name}rows"
 
 
-def rows_of_the_report(report: Rows, same_rows: bool) -> str:
+def rows_of_the_report(report: About, same_rows: bool) -> str:
     return "on the rows that chose" if same_rows else f"on {name_of(report)}"
 
 
@@ -140,22 +174,14 @@ def evidence_in_words(contest: Contest) -> str:
             f"The {loss} is infinite with and without calibration: a row gives its true class probability 0. "
             "Choose by brier, or replace zeros by a small probability."
         )
-    how = f"{contest.folds}-fold cross-validation on {contest.n_samples} rows"
-    best = contest.entries[contest.best]
+    best, winner = contest.entries[contest.best], contest.winner
     if contest.chosen != contest.best:
-        winner = contest.winner
-        return (
-            f"In {how} the {loss} of {_name(best)} is lower by only {winner.difference:.5f} +- {winner.error:.5f}: "
-            "within one standard error the simpler one is used."
-        )
+        return f"Within one standard error of {_name(best)}'s cross-validated {loss} ({_signed(winner)})."
     simpler = [entry for entry in contest.entries[: contest.best] if not entry.excluded]
     if simpler:
         nearest = min(simpler, key=lambda entry: entry.difference)
-        return (
-            f"In {how} its {loss} is the lowest, {best.loss:.4f}: {nearest.difference:.5f} +- {nearest.error:.5f} "
-            f"below that of {_name(nearest)}."
-        )
-    return f"In {how} no candidate has a lower {loss} than {best.loss:.4f}."
+        return f"Lowest cross-validated {loss} ({_name(nearest)} {_signed(nearest)})."
+    return f"No candidate has a lower cross-validated {loss} ({best.loss:.4f})."
 
 
 def doubts_of(contest: Contest) -> list[str]:
@@ -184,34 +210,23 @@ def as_sentence(text: str) -> str:
 
 def _shown(criterion: str, ece: str) -> list[tuple[str, str]]:
     """Headings and names of the figures that the first line has."""
-    first = [("Brier score", "brier")] if criterion == "brier" else [("NLL", "nll")]
-    if criterion not in ("nll", "brier"):
-        first.append(("Brier score", "brier"))
-    return [*first, (f"ECE ({ece.removeprefix('ece_')})", ece)]
+    loss = ("Brier score", "brier") if criterion == "brier" else ("NLL", "nll")
+    return [("ECE", ece), loss] if criterion == "ece" else [loss, ("ECE", ece)]
 
 
-def _alternative(choices: Sequence[Choice], chosen: Choice, ece: str, estimator: str) -> str:
+def _alternative(choices: Sequence[Choice], chosen: Choice, ece: str) -> str:
     """What the paper's choice, focal temperature scaling by the ECE, would gain and cost."""
     paper = next((row for row in choices if (row.method, row.criterion) == ("focal-temperature", "ece")), None)
     assert chosen.report is not None
     if paper is None or paper.report is None or paper is chosen:
         return ""
     now, other = chosen.report, paper.report
-    what = f"Focal scaling by ECE ({paper.parameters})"
-    lower_ece, lower_nll = other[ece] < now[ece], other["nll"] < now["nll"]
-    eces = f"the ECE from {_print(now[ece])} to {_print(other[ece])}"
-    if lower_ece and not lower_nll:
-        return (
-            f"{what} would cut {eces} but raise the NLL to {_print(other['nll'])}: "
-            "not worth it unless only the ECE counts (criterion ece)."
-        )
-    if lower_ece:
-        return f"{what} would cut {eces}, and the NLL to {_print(other['nll'])}, on these rows (criterion ece)."
-    gained = "lower" if lower_nll else "raise"
-    return (
-        f"{what} would not even cut the ECE ({_print(now[ece])} to {_print(other[ece])}), and {gained} the NLL to "
-        f"{_print(other['nll'])}."
-    )
+    figures = f"Focal scaling by ECE: ECE {_print(other[ece])}"
+    if other[ece] >= now[ece]:
+        return f"{figures} and NLL {_print(other['nll'])}: not even a lower ECE."
+    if other["nll"] >= now["nll"]:
+        return f"{figures} but NLL {_print(other['nll'])} (criterion ece)."
+    return f"{figures} and NLL {_print(other['nll'])}, lower on these rows (criterion ece)."
 
 
 def _price(choices: Sequence[Choice], chosen: Choice, trust: Trust | None) -> str:
@@ -230,7 +245,7 @@ def _price(choices: Sequence[Choice], chosen: Choice, trust: Trust | None) -> st
         if other is None or other == place:
             continue
         changes = []
-        for name, figure in (("NLL", "nll"), ("Brier score", "brier")):
+        for name, figure in (("NLL", "nll"), ("Brier", "brier")):
             interval = None if trust is None else trust.between(place, other, figure)
             changes.append(f"{name} {_difference(choices[place], choices[other], figure, interval)}")
         parts.append(f"against {words}: {', '.join(changes)}")
@@ -243,8 +258,18 @@ def _difference(choice: Choice, other: Choice, figure: str, interval: Interval |
     difference = choice.report[figure] - other.report[figure]
     if not math.isfinite(difference):
         return "infinite"
-    ends = f" ({interval.low:+.4f} to {interval.high:+.4f})" if interval and math.isfinite(interval.low) else ""
-    return f"{difference:+.4f}{ends}"
+    if interval is None or not math.isfinite(interval.low):
+        return f"{difference:+.4f}"
+    half = max(interval.high - difference, difference - interval.low)
+    return f"{difference:+.4f} +-{half:.4f}"
+
+
+def _signed(entry: Entry) -> str:
+    """The mean paired difference from the best candidate, and its standard error."""
+    if not 0 < entry.error < math.inf:
+        return f"{entry.difference:+.2g}"
+    digits = max(2, -math.floor(math.log10(entry.error)))
+    return f"{entry.difference:+.{digits}f} +-{entry.error:.{digits}f}"
 
 
 def _name(entry: Entry) -> str:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import torch
 
-from focalkern._doubts import input_notes, label_doubts, looks_like_probs, pair_doubts
+from focalkern._doubts import input_notes, label_doubts, pair_doubts
 from focalkern.files import LogitSet
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.candidates import IN_WORDS, Choice
+from focalkern.study.contest import LOSS_NAMES
 from focalkern.study.result import Study
-from focalkern.study.rows import Rows
-from focalkern.study.streamed import StreamedSet
+from focalkern.study.rows import About, Rows
 from focalkern.study.trust import Trust
 from focalkern.study.verdict import name_of
 
@@ -37,16 +37,16 @@ def streaming_remarks(choices: Sequence[Choice], selection: Rows, report: Rows, 
     bounds = [
         selection.bound_of(gamma, temperature)
         for criterion, gamma, temperature in cells
-        if isinstance(selection, StreamedSet) and criterion == "ece" and gamma is not None and temperature is not None
+        if criterion == "ece" and gamma is not None and temperature is not None
     ]
     if any(bounds):
         remarks.append(
             f"the ECE ({grid.estimator}) that chose comes from counts of the confidences in buckets: for the chosen "
             f"cells it is at most {max(bounds):.1g} off."
         )
-    if isinstance(report, StreamedSet) and not report.keeps_confidences:
+    if not report.keeps_confidences:
         bound = max(
-            report.measured(gamma, temperature, grid.n_bins).bound
+            report.bound_of_figures(gamma, temperature, grid.n_bins)
             for _, gamma, temperature in cells
             if gamma is not None and temperature is not None
         )
@@ -61,12 +61,7 @@ def read_remarks(rows: Rows) -> list[str]:
     """What has to be said of a set, whatever is done with it."""
     remarks = []
     subject = "a logit of -inf" if rows.kind == "logits" else "probability exactly 0"
-    if isinstance(rows, StreamedSet):
-        zeros, alike = rows.impossible_targets, rows.looks_like_probs
-    else:
-        impossible = -math.inf if rows.kind == "logits" else 0.0
-        zeros = int((rows.input.gather(1, rows.labels.unsqueeze(1)) == impossible).sum())
-        alike = rows.kind == "logits" and looks_like_probs(rows.input)
+    zeros = rows.impossible_targets
     if zeros:
         where = f"({rows.part})" if rows.part else f"of {rows.source}"
         remarks.append(
@@ -75,23 +70,25 @@ def read_remarks(rows: Rows) -> list[str]:
             "because the map keeps an exact zero; the NLL has no optimum on these rows. The other figures are not "
             "affected."
         )
-    if alike:
+    if rows.looks_like_probs:
         remarks.append(
             f"the rows of {rows.source} were read as logits, but are all positive and sum to 1: if they are "
             "probabilities, say --input-kind probs."
         )
-    if not isinstance(rows, StreamedSet):
+    if rows.memory is not None:
         of_rows = f"{rows.source}{f' ({rows.part})' if rows.part else f', {rows.name}' if rows.name else ''}"
-        notes = input_notes(rows.input) if rows.kind == "logits" else []
-        remarks.extend(f"{of_rows}: {words}." for words in (*label_doubts(rows.input, rows.labels), *notes))
+        input, labels = rows.memory.input, rows.memory.labels
+        notes = input_notes(input) if rows.kind == "logits" else []
+        remarks.extend(f"{of_rows}: {words}." for words in (*label_doubts(input, labels), *notes))
     return remarks
 
 
 def shared_remarks(selection: Rows, report: Rows) -> list[str]:
     """What has to be said of two sets together, which were given as two."""
-    if selection is report or isinstance(selection, StreamedSet) or isinstance(report, StreamedSet):
+    first, second = selection.memory, report.memory
+    if selection is report or first is None or second is None:
         return []
-    return [f"{words}." for words in pair_doubts(selection.input, selection.labels, report.input, report.labels)]
+    return [f"{words}." for words in pair_doubts(first.input, first.labels, second.input, second.labels)]
 
 
 def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins: int, trust: Trust | None) -> list[str]:
@@ -147,8 +144,8 @@ def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins:
             and choice.calibrator.at_border_
         ):
             remarks.append(f"{choice.label}: {' and '.join(choice.calibrator.at_border_)}.")
-        if isinstance(report, LogitSet):
-            remarks.extend(bin_remarks(choice, report))
+        if report.memory is not None:
+            remarks.extend(bin_remarks(choice, report.memory))
     plain, focal = by_key["temperature", "ece"], by_key["focal-temperature", "ece"]
     if (
         report is not selection
@@ -216,6 +213,9 @@ def describe(study: Study) -> str:
         lines.append(f"reported on  {rows_in_words(study.report)}")
     else:
         lines.append("reported on  the same rows")
+    if study.contest is not None and study.contest.folds:
+        of = LOSS_NAMES[study.contest.criterion]
+        lines.append(f"compared by  {of} of {study.contest.folds}-fold cross-validation on the former")
     grid = study.grid
     temperatures = grid.temperatures
     lines.append(
@@ -225,7 +225,7 @@ def describe(study: Study) -> str:
     return "\n".join(lines)
 
 
-def rows_in_words(rows: Rows) -> str:
+def rows_in_words(rows: About) -> str:
     part = f" ({rows.part})" if rows.part else ""
     return f"{name_of(rows)}{part} of {rows.n_classes} classes, {rows.kind}: {rows.source}"
 

@@ -1,0 +1,143 @@
+"""Options that several commands share, and what their words mean."""
+
+import argparse
+import math
+from typing import Any
+
+from focalkern.files import InputError, NamedFiles
+from focalkern.ops.calibration_grid import PAPER_GAMMAS
+
+__all__ = [
+    "OneOrMany",
+    "add_input_arguments",
+    "at_least_one",
+    "gammas_of",
+    "not_negative",
+    "seconds",
+    "seed",
+    "share",
+    "temperature_range",
+]
+
+
+class OneOrMany(argparse.Action):
+    """A file, or the files that a shell has put in the place of a pattern without quotes."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else NamedFiles(values))
+
+
+def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -> None:
+    """The positional file and the options that say how to read it; ``evaluate`` has the same."""
+    parser.add_argument(
+        "input",
+        metavar=name,
+        nargs="+",
+        action=OneOrMany,
+        help=f"{what}: .npz, .npy, .pt, .safetensors, .csv, .parquet or .feather (see below); or several .npy or "
+        ".safetensors, which are read in parts",
+    )
+    parser.add_argument(
+        "--labels", metavar="FILE.npy", nargs="+", action=OneOrMany, help=f"labels of a .npy {name}, or of several"
+    )
+    parser.add_argument(
+        "--logits-key",
+        metavar="NAME",
+        help="the array of the logits or probabilities; of tables, a pattern for the columns of the classes: 'p_*'",
+    )
+    parser.add_argument("--labels-key", metavar="NAME", help="the array, or the column, of the labels")
+    parser.add_argument(
+        "--input-kind",
+        choices=("logits", "probs"),
+        help="what the files hold; by default what the name of the array says, and logits where it "
+        "says nothing. It is not guessed from the values",
+    )
+
+
+def gammas_of(words: list[str]) -> tuple[float, ...]:
+    gammas: list[float] = []
+    for word in (part for argument in words for part in argument.split(",") if part.strip()):
+        if word.strip() == "paper":
+            gammas.extend(PAPER_GAMMAS)
+            continue
+        try:
+            gamma = float(word)
+        except ValueError:
+            raise InputError(f"--gammas: expected numbers or the word paper, found {word!r}") from None
+        if not (gamma > -1 and math.isfinite(gamma)):
+            raise InputError(f"--gammas: expected numbers > -1, found {word}")
+        gammas.append(gamma)
+    if not gammas:
+        raise InputError("--gammas: expected at least one number, found none")
+    return tuple(dict.fromkeys(gammas))
+
+
+def temperature_range(text: str) -> tuple[float, ...]:
+    """``LO:HI:STEP``, both ends included, as multiples of the step: never a sum that drifts."""
+    try:
+        low, high, step = (float(part) for part in text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected LO:HI:STEP, found {text!r}") from None
+    if not (0 < low <= high and step > 0 and math.isfinite(high) and math.isfinite(step)):
+        raise argparse.ArgumentTypeError(f"expected 0 < LO <= HI and STEP > 0, found {text!r}")
+    first, last = round(low / step), math.floor(high / step + 1e-9)
+    if abs(first * step - low) > 1e-9 * low:
+        raise argparse.ArgumentTypeError(f"expected LO to be a multiple of STEP, found {text!r}")
+    if last - first >= 1_000_000:
+        raise argparse.ArgumentTypeError(f"expected at most a million temperatures, found {last - first + 1}")
+    # Hundredths are index / 100: index * 0.01 would print as 2.7600000000000002.
+    parts = round(1 / step)
+    if parts and abs(parts * step - 1) < 1e-12:
+        return tuple(index / parts for index in range(first, last + 1))
+    return tuple(index * step for index in range(first, last + 1))
+
+
+def share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, found {text!r}")
+    return share
+
+
+def seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds greater than 0, found {text!r}")
+    return seconds
+
+
+def seed(text: str) -> int:
+    """What torch takes as the seed of a generator."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 2**63
+    if not -(2**63) <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at most 64 bits, found {text!r}")
+    return number
+
+
+def not_negative(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, found {text!r}")
+    return number
+
+
+def at_least_one(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return number

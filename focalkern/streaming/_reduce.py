@@ -1,0 +1,74 @@
+"""The sums of all processes of a group, added up."""
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from focalkern.ops.calibration_sums import CalibrationSums
+
+__all__ = ["all_reduced"]
+
+
+def all_reduced(
+    op: str,
+    sums: CalibrationSums | None,
+    zeros: Callable[[torch.device], CalibrationSums],
+    *,
+    digest: int,
+    n_classes: int | None,
+    exact: bool,
+    words: str,
+    group: Any,
+    timeout: datetime.timedelta | None,
+) -> tuple[CalibrationSums, int | None]:
+    """The sum of every process's ``sums``, on each, and their number of classes; None where none has seen a row.
+
+    Args:
+        op: for errors.
+        sums: of this process; None before its first row.
+        zeros: what stands for them then, on a device.
+        digest: of what all processes must share.
+        n_classes, exact, words: of this process, in numbers and in words.
+        group, timeout: as :meth:`CalibrationGridState.all_reduce`, as are the errors.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(f"{op}: torch.distributed must be initialized: call init_process_group first")
+    through = torch.device("cpu")
+    if "nccl" in dist.get_backend(group):
+        through = torch.device("cuda", torch.cuda.current_device())
+
+    def wait(work: Any) -> None:
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timeout)
+
+    try:
+        facts = torch.tensor([digest, n_classes or 0, int(exact)], device=through)
+        everybody = [torch.empty_like(facts) for _ in range(dist.get_world_size(group))]
+        wait(dist.all_gather(everybody, facts, group=group, async_op=True))
+        known = torch.stack(everybody).cpu()
+        classes = known[:, 1][known[:, 1] > 0].unique()
+        if bool((known[:, 0] != known[0, 0]).any()) or bool(known[:, 2].any()) or len(classes) > 1:
+            raise ValueError(
+                f"{op}: every process must have a state for the same grid, criteria, bins, kind of input and "
+                f"number of classes, without exact=True; this one is {words}"
+            )
+        mine = zeros(through) if sums is None else sums
+        rows = torch.tensor([int(mine.rows)], device=through)
+        wait(dist.all_reduce(rows, group=group, async_op=True))
+        total = CalibrationSums(rows.cpu())
+        for name, tensor in mine.items():
+            moved = tensor.to(through, copy=True)
+            wait(dist.all_reduce(moved, group=group, async_op=True))
+            setattr(total, name, moved.to(tensor.device))
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RuntimeError(
+            f"{op}: another process has died or did not answer in time, and nothing was added: {reason}"
+        ) from error
+    return total, int(classes[0]) if len(classes) else None

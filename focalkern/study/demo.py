@@ -1,0 +1,80 @@
+"""Three small classifiers that differ in their loss alone, trained on images that scikit-learn ships."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern.files import InputError, LogitSet
+from focalkern.ops.focal_loss import focal_loss
+
+__all__ = ["LOSSES", "demo_rows"]
+
+LOSSES = {
+    "cross-entropy": 0.0,
+    "focal loss": 3.0,
+    "inverse focal loss": -2.0,
+}
+"""gamma by the name of the loss."""
+
+_EPOCHS = 60
+_BATCH = 32
+
+
+def demo_rows(seed: int = 0) -> dict[str, tuple[LogitSet, LogitSet, int]]:
+    """By the name of the loss, the logits of validation rows and of test rows, and how many rows the training had.
+
+    Args:
+        seed: of the split into three equal parts and of the training.
+
+    Raises:
+        InputError: scikit-learn, or tqdm, is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise InputError(
+            "the demo's images come with scikit-learn, which is missing: pip install scikit-learn"
+        ) from error
+    digits = load_digits()
+    images = torch.from_numpy(digits.images).to(torch.float32).flatten(1) / 16
+    labels = torch.from_numpy(digits.target).to(torch.int64)
+    # A third each: small for training, so that the networks make some mistakes; the others as large as can be.
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    train, val, test = order.tensor_split(3)
+    found = {}
+    for name, logits in _train_all(images, labels, train, seed).items():
+        first = LogitSet(logits[val], labels[val], "logits", "val", name)
+        second = LogitSet(logits[test], labels[test], "logits", "test", name)
+        found[name] = first, second, len(train)
+    return found
+
+
+def _train_all(images: Tensor, labels: Tensor, train: Tensor, seed: int) -> dict[str, Tensor]:
+    """The logits [N, C] of all images, by the name of the loss."""
+    from tqdm import tqdm
+
+    logits = {}
+    with tqdm(total=len(LOSSES) * _EPOCHS, unit="epoch", leave=False, disable=None) as bar:
+        for name, gamma in LOSSES.items():
+            bar.set_description(f"training with {name}")
+            logits[name] = _train(images, labels, train, gamma, seed, bar)
+    return logits
+
+
+def _train(images: Tensor, labels: Tensor, train: Tensor, gamma: float, seed: int, bar: Any) -> Tensor:
+    # The same start and the same order of batches for every loss, and none of the caller's random numbers.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = torch.nn.Sequential(
+            torch.nn.Linear(images.shape[1], 128), torch.nn.ReLU(), torch.nn.Linear(128, int(labels.max()) + 1)
+        )
+        optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-4)
+        for _ in range(_EPOCHS):
+            for batch in train[torch.randperm(len(train))].split(_BATCH):
+                optimizer.zero_grad(set_to_none=True)
+                focal_loss(network(images[batch]), labels[batch], gamma).backward()
+                optimizer.step()
+            bar.update()
+        with torch.no_grad():
+            return network(images)
