@@ -43,7 +43,8 @@ class StructuredScaling(Calibrator):
     Args:
         kind: ``"matrix"``, or ``"vector"`` for W with zeros off the diagonal.
         focal: the focal calibration map on top of the result, its gamma and temperature the NLL optimum there.
-            (Not jointly with the others: on top is simpler.)
+            Jointly with the others it fits the rows of ``fit`` better and test rows no better
+            (``benchmarks/results/joint_focal_*.md``).
         penalty: lambda.
         input_kind: ``"logits"`` or ``"probs"``; never guessed.
 
