@@ -3,7 +3,7 @@
 What is here, by what it is for::
 
     Train: modules, in the place of torch.nn.CrossEntropyLoss
-        FocalLoss, InverseFocalLoss, FLSDLoss, AdaFocalLoss, DualFocalLoss
+        FocalLoss, InverseFocalLoss, PolyFocalLoss, FLSDLoss, AdaFocalLoss, DualFocalLoss
         BrierLoss, MMCELoss, LogitNormPenalty                        baselines
         SigmoidFocalLoss, AsymmetricLoss, QualityFocalLoss           a sigmoid per class: detectors, several labels
         LinearFocalLoss, LinearFLSDLoss, LinearAdaFocalLoss          with the last linear layer: large vocabularies
@@ -25,7 +25,7 @@ What is here, by what it is for::
         per_class_report, check_labels
 
     Operators: one function each, differentiable, on CPU and CUDA
-        focal_loss, linear_focal_loss, focal_loss_vocab_parallel
+        focal_loss, poly_focal_loss, linear_focal_loss, focal_loss_vocab_parallel
         sigmoid_focal_loss, asymmetric_loss, quality_focal_loss, properized_focal_loss
         focal_calibration_map, inverse_focal_calibration_map
         binary_focal_calibration_map, binary_inverse_focal_calibration_map

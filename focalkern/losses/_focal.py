@@ -249,7 +249,7 @@ class PolyFocalLoss(FocalLoss):
         >>> criterion
         PolyFocalLoss(gamma=0.0, epsilon=2.0)
         >>> criterion(torch.tensor([[1.4, 0.0]]), torch.tensor([0]))
-        tensor(0.6158)
+        tensor(0.6160)
     """
 
     def __init__(

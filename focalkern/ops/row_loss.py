@@ -118,12 +118,10 @@ def brier_loss(
 
 def mmce_has_kernel(input: Tensor, target: Tensor) -> bool:
     """Whether :func:`mmce_loss` takes them: floating-point logits and labels on the CPU, nothing transformed."""
-    if (
-        input.device.type != "cpu"
-        or input.dim() < 1
-        or not input.is_floating_point()
-        or target.dtype not in LABEL_DTYPES
-    ):
+    # What is wrong with a batch of any other kind is said where it is put together from torch's operations.
+    if input.device.type != "cpu" or input.is_nested or input.layout != torch.strided or input.dim() < 1:
+        return False
+    if not input.is_floating_point() or target.dtype not in LABEL_DTYPES:
         return False
     return has_kernels(input) and kernels_for(input).mmce_is_fused(input, target)
 
