@@ -101,6 +101,33 @@ FAULTS = [
         "t < plan.tiles; t += gridDim.x - (gridDim.x > 1)",
     ),
     Fault(
+        "losses of rows: only the first rows of a block",
+        "row_loss.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+    ),
+    Fault(
+        "gradients of rows: only the first rows of a block",
+        "row_loss.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+        1,
+    ),
+    Fault(
+        "losses of rows with class probabilities: only the first rows of a block",
+        "row_loss.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+        2,
+    ),
+    Fault(
+        "gradients of rows with class probabilities: only the first rows of a block",
+        "row_loss.cu",
+        "t < geometry.tiles; t += gridDim.x",
+        "t < geometry.tiles; t += geometry.tiles",
+        3,
+    ),
+    Fault(
         "the last block adds up 256 blocks at most",
         "grid_sum.cuh",
         "block < gridDim.x; block += kBlock",
