@@ -72,7 +72,9 @@ def published_mmce(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target) + 2 * squared.sqrt()
 
 
-def check_beside(published: Callable[..., Tensor], logits: Tensor, target: Tensor) -> Callable[[object], None]:
+def check_beside(
+    published: Callable[..., Tensor], logits: Tensor, target: Tensor, tolerance: float = 1e-5
+) -> Callable[[object], None]:
     """Compares a gradient with that of the published algorithm in float64."""
     exact = logits.detach().double().requires_grad_()
     expected = torch.autograd.grad(published(exact, target), exact)[0]
@@ -80,9 +82,9 @@ def check_beside(published: Callable[..., Tensor], logits: Tensor, target: Tenso
     def check(gradient: object) -> None:
         assert isinstance(gradient, Tensor)
         # Confidences that are equal in float32 may not be in float64, and MMCE has a kink where two are equal.
-        tolerance = 1e-3 if published is published_mmce else 1e-5
+        allowed = 1e-3 if published is published_mmce else tolerance
         scale = expected.abs().max().item()
-        torch.testing.assert_close(gradient.double(), expected, rtol=tolerance, atol=tolerance * scale)
+        torch.testing.assert_close(gradient.double(), expected, rtol=allowed, atol=allowed * scale)
 
     return check
 
@@ -124,13 +126,15 @@ def run(
             )
             # What asks the host for numbers has no graph to compile.
             graph, absent = compiled(published, quick) if gamma is None else (None, "it chooses gamma on the host")
+            # The published Brier score loses digits among many classes: 2.7e-5 of the largest slope at 32000.
+            loose = check_beside(published, logits, target, 1e-4) if published is published_brier else check
             providers = [
                 Provider("focalkern", forward_backward(module, logits, target), check=check),
-                Provider("published algorithm", forward_backward(published, logits, target), check=check),
+                Provider("published algorithm", forward_backward(published, logits, target), check=loose),
                 Provider(
                     "published algorithm, compiled",
                     graph and forward_backward(graph, logits, target),
-                    check=check,
+                    check=loose,
                     absent=absent,
                 ),
                 Provider("cross_entropy", forward_backward(F.cross_entropy, logits, target)),
