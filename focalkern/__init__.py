@@ -42,7 +42,7 @@ The examples begin with ``import numpy as np``, ``import torch`` and ``import fo
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from focalkern import bootstrap, losses, metrics, reference
 from focalkern.calibrators import (
@@ -91,6 +91,10 @@ from focalkern.ops.row_loss import poly_focal_loss
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 from focalkern.streaming import CalibrationGridState
 from focalkern.study import AutoCalibrator, Study, Verdict, compare_calibrators
+
+if TYPE_CHECKING:  # __getattr__ has them at run time
+    from focalkern import plots as plots
+    from focalkern.integrations.sklearn import CalibratedClassifier as CalibratedClassifier
 
 __version__ = "0.2.0"
 

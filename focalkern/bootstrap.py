@@ -46,7 +46,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -78,7 +78,8 @@ _WORDS = {
     "classwise_ece_equal_width": "classwise ECE (equal_width)",
 }
 
-METHODS = ("symmetric", "basic", "percentile")
+Method = Literal["symmetric", "basic", "percentile"]
+METHODS: tuple[Method, ...] = get_args(Method)
 
 _CLASSWISE = "classwise_ece_equal_width"
 _TOP_ONLY = ("accuracy", "ece_equal_width", "ece_equal_mass", "ece_equal_mass_interp")
@@ -343,7 +344,7 @@ def paired_bootstrap(
     n_bins: int = 15,
     n_resamples: int = 1000,
     level: float = 0.95,
-    method: str = "symmetric",
+    method: Method = "symmetric",
     seed: int = 0,
     progress: bool | None = None,
 ) -> PairedBootstrap:

@@ -197,6 +197,10 @@ class Calibrator:
         """
         return self._laid_out(logits, self._applied(logits, log=True))
 
+    @overload
+    def predict(self, logits: Tensor) -> Tensor | np.ndarray[Any, Any]: ...
+    @overload
+    def predict(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict(self, logits: Any) -> Any:
         """The most probable class of each row.
 
@@ -248,6 +252,10 @@ class Calibrator:
             raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")
         return weighted_mean(name, found == wanted, sample_weight)
 
+    @overload
+    def changed(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def changed(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def changed(self, logits: Any) -> Any:
         """The rows whose predicted class is another one than before calibration.
 

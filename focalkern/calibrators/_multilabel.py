@@ -214,6 +214,10 @@ class MultiLabelScaling(Calibrator):
         """
         return super().predict_log_proba(logits)
 
+    @overload
+    def changed(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def changed(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def changed(self, logits: Any) -> Any:
         """The labels that are predicted otherwise than before calibration: none, as the maps keep the side of 1/2.
 
@@ -235,6 +239,10 @@ class MultiLabelScaling(Calibrator):
         result = torch.zeros(input.shape, dtype=torch.bool, device=input.device)
         return result if isinstance(logits, Tensor) else result.numpy()
 
+    @overload
+    def predict(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def predict(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict(self, logits: Any) -> Any:
         """Which labels are more probable than not, before calibration as after it.
 

@@ -160,7 +160,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         warn(name, tuple(dict.fromkeys(doubts)))
         return self
 
-    def predict_proba(self, X: Any) -> Any:
+    def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:
         """Calibrated probabilities.
 
         Args:
@@ -180,9 +180,9 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             _as_array(calibrator.predict_proba(_logits(classifier, X, self.response_, self.classes_)))
             for classifier, calibrator in self.calibrated_
         )
-        return sum(parts) / len(self.calibrated_)
+        return np.asarray(sum(parts) / len(self.calibrated_))
 
-    def predict_log_proba(self, X: Any) -> Any:
+    def predict_log_proba(self, X: Any) -> np.ndarray[Any, Any]:
         """The logarithms of :meth:`predict_proba`.
 
         Args:
@@ -197,7 +197,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
-    def predict(self, X: Any) -> Any:
+    def predict(self, X: Any) -> np.ndarray[Any, Any]:
         """The most probable class of each row.
 
         Args:

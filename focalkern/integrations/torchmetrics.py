@@ -10,7 +10,7 @@ rows, so the confidences (for the classwise error, the probabilities) of all of 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -124,9 +124,9 @@ class CalibrationError(_FocalkernMetric):
         self,
         n_bins: int = 15,
         estimator: metrics.Estimator = "equal_width",
-        error: str = "expected",
+        error: Literal["expected", "maximum", "rms", "debiased"] = "expected",
         *,
-        input_kind: str = "probs",
+        input_kind: Literal["probs", "logits"] = "probs",
         ignore_index: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -224,7 +224,7 @@ class ClasswiseCalibrationError(_FocalkernMetric):
         n_bins: int = 15,
         reduction: str = "mean",
         *,
-        input_kind: str = "probs",
+        input_kind: Literal["probs", "logits"] = "probs",
         ignore_index: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -268,7 +268,9 @@ class _Mean(_FocalkernMetric):
     total: Tensor
     n_samples: Tensor
 
-    def __init__(self, *, input_kind: str = "probs", ignore_index: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, input_kind: Literal["probs", "logits"] = "probs", ignore_index: int | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(input_kind, ignore_index, **kwargs)
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("n_samples", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")

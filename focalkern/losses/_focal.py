@@ -248,8 +248,8 @@ class PolyFocalLoss(FocalLoss):
         >>> criterion = fk.PolyFocalLoss(gamma=0.0, epsilon=2.0)  # Poly-1 cross-entropy
         >>> criterion
         PolyFocalLoss(gamma=0.0, epsilon=2.0)
-        >>> criterion(torch.tensor([[1.4, 0.0]]), torch.tensor([0]))
-        tensor(0.6160)
+        >>> criterion(torch.tensor([[1.5, 0.0]]), torch.tensor([0]))
+        tensor(0.5663)
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ PAPER_TEMPERATURES: tuple[float, ...] = tuple(index / 100 for index in range(1, 
 _CRITERIA = {"ece": 1, "mce": 2, "nll": 4, "brier": 8}
 _ESTIMATORS = {"equal_width": 0, "equal_mass": 1, "equal_mass_interp": 2}
 _INPUT_KINDS = {"logits": False, "probs": True}
+
+Criterion = Literal["ece", "mce", "nll", "brier"]
 
 _PATIENCE = 2.0  # seconds before the progress bar shows
 
@@ -85,7 +87,7 @@ def calibration_grid(
     temperatures: Sequence[float] | np.ndarray[Any, Any] | Tensor,
     *,
     n_bins: int = 15,
-    criteria: Sequence[str] = ("ece", "nll"),
+    criteria: Sequence[Criterion] = ("ece", "nll"),
     estimator: Literal["equal_width", "equal_mass", "equal_mass_interp"] = "equal_mass",
     input_kind: Literal["logits", "probs"] = "logits",
     ignore_index: int = -100,
@@ -232,7 +234,7 @@ def _check_option(name: str, value: object, options: dict[str, Any]) -> None:
         raise ValueError(f"calibration_grid: {name} must be one of {', '.join(options)}, got {short(value)}")
 
 
-def _criteria(criteria: Sequence[str]) -> tuple[str, ...]:
+def _criteria(criteria: Sequence[str]) -> tuple[Criterion, ...]:
     try:
         names = (criteria,) if isinstance(criteria, str) else tuple(criteria)
     except Exception:  # no iterable; or what its class does there
@@ -241,7 +243,7 @@ def _criteria(criteria: Sequence[str]) -> tuple[str, ...]:
         raise ValueError(f"calibration_grid: criteria must name at least one of {', '.join(_CRITERIA)}, got none")
     for name in names:
         _check_option("criteria", name, _CRITERIA)
-    return tuple(dict.fromkeys(names))
+    return cast(tuple[Criterion, ...], tuple(dict.fromkeys(names)))
 
 
 def _axis(name: str, values: Sequence[float] | np.ndarray[Any, Any] | Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class MemorySet:
         if other is None or isinstance(other, TemperatureScaling | FocalTemperatureScaling):
             predicted = self.memory.input.argmax(-1)
         elif isinstance(other, Calibrator):
-            predicted = other.predict(self._wide())
+            predicted = torch.as_tensor(other.predict(self._wide()))
         else:
             predicted = log_proba(other, self.memory.input).argmax(-1)
         return predicted == self.memory.labels

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from focalkern.calibrators import Calibrator, Criterion, Estimator
 from focalkern.ops.calibration_grid import CalibrationGrid
@@ -12,6 +12,9 @@ from focalkern.study.contest import Contest
 from focalkern.study.rows import Rows
 from focalkern.study.trust import Trust
 from focalkern.study.verdict import Verdict
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = ["Study"]
 
@@ -113,7 +116,7 @@ class Study:
 
         return to_json(self)
 
-    def to_dataframe(self) -> Any:
+    def to_dataframe(self) -> "pandas.DataFrame":
         """The choices as a table of pandas, one row per choice.
 
         Returns:
