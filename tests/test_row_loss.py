@@ -293,7 +293,7 @@ def test_gamma_of_the_poly_focal_loss_compiles_once(dynamo):
     assert counter.frame_count <= 2  # the first number is taken for a constant
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("name", LOSSES)
 def test_torch_func_and_forward_mode(name):
     loss, _ = LOSSES[name]

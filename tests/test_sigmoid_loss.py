@@ -414,7 +414,7 @@ def test_the_gradient_that_is_differentiated_again_is_that_of_the_kernel(device,
 
 
 # torch's own decompositions still use torch.jit.script, whose deprecation is torch's matter.
-@pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script")
 @pytest.mark.parametrize("name", NAMES)
 def test_function_transforms(device, name):
     x = torch.randn(3, 6, 4, dtype=torch.float64, device=device)
