@@ -87,7 +87,7 @@ def compare_calibrators(
         >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # sure, and wrong in 1 of 5 rows
         >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
         >>> print(study.verdict.use)
-        temperature scaling, T = 1.924: NLL 0.8360 -> 0.6390, ECE (equal_width) 0.1647 -> 0.0000 on 300 test rows
+        temperature scaling, T = 1.924: NLL 0.8360 -> 0.6390, ECE 0.1647 -> 0.0000 on 300 test rows
         >>> study.calibrator.predict_proba(logits[1:2]).round(decimals=3)
         tensor([[0.1000, 0.8000, 0.1000]])
     """

@@ -73,13 +73,25 @@ class Study:
         return self.chosen.saved
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save ``calibrator`` as its own ``save`` does, with the evidence in the summary of its fit: the verdict, the
-        cross-validation and the table. :func:`focalkern.load_calibrator` reads it.
+        """Save :attr:`calibrator` as its own ``save`` does, with the evidence in the summary of its fit.
+
+        The evidence is the verdict, the cross-validation and the table.
+
+        Args:
+            path: of the file; :func:`focalkern.load_calibrator` reads it.
 
         Raises:
-            TypeError: it is not one of this library's.
+            TypeError: the calibrator is not one of this library's.
             ValueError: nothing was chosen.
             OSError: the file cannot be written.
+
+        Example:
+            >>> labels = torch.arange(600) % 3
+            >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]
+            >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
+            >>> study.save("calibrator.json")
+            >>> round(fk.load_calibrator("calibrator.json").temperature_, 2)
+            1.92
         """
         from focalkern.study.record import evidence
 

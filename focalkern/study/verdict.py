@@ -42,6 +42,8 @@ class Verdict:
         >>> print(verdict)
         Use temperature scaling, T = 1.9.
         Its NLL is the lowest.
+        >>> len(verdict.sentences()), verdict.notes()
+        (2, ())
     """
 
     use: str
@@ -53,14 +55,22 @@ class Verdict:
         return "\n".join(self._lines()[0])
 
     def notes(self) -> tuple[str, ...]:
-        """What ``str()`` had no room for, and the doubts: a sentence each."""
+        """What ``str()`` had no room for, and the doubts.
+
+        Returns:
+            A sentence each.
+        """
         said = self._lines()[1]
         return tuple(
             text for text in (self.because, self.costs, *map(as_sentence, self.doubts)) if text and text not in said
         )
 
     def sentences(self) -> tuple[str, ...]:
-        """What to use, why, and what it costs, or the first doubt."""
+        """What to use, why, and what it costs, or the first doubt.
+
+        Returns:
+            One to three sentences.
+        """
         third = self.costs or (as_sentence(self.doubts[0]) if self.doubts else "")
         return tuple(text for text in (f"Use {self.use}.", self.because, third) if text)
 
