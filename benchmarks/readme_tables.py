@@ -1,7 +1,7 @@
 """python -m benchmarks.readme_tables: the README's three tables (speed, memory, calibration), from recorded rows.
 
-Measures nothing: prints what benchmarks/results holds; and one table more, of where focal scaling helps, which
-a page of the documentation has. --write puts them into README.md and that page, between their marks.
+Measures nothing: prints what benchmarks/results holds; and two tables more, of where focal scaling helps and of
+the loss modules, which pages of the documentation have. --write puts them into README.md and the pages, between marks.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from benchmarks.harness import RESULTS, recorded_rows
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+SPEED_PAGE = ROOT / "docs" / "evidence" / "speed.md"
 HELPS = ROOT / "docs" / "explanation" / "when_focal_scaling_helps.md"
 
 # (what is computed, operator, recorded case, the plain torch beside it, the other road)
@@ -135,11 +136,25 @@ def helps(out: Path = RESULTS) -> str:
     return github(rows, header)
 
 
+def modules(out: Path = RESULTS) -> str:
+    """The loss modules, each case as it was measured last."""
+    last = {row["case"]: row["device"] for row in recorded_rows("losses", out) if row["dtype"] == "float32"}
+    rows = []
+    for case, device in last.items():
+        own, slower = recorded("losses", case, "median_ms", out), recorded("losses", case, "speedup", out)
+        ratios = ("published algorithm", "published algorithm, compiled", "cross_entropy")
+        shown = [f"{slower[name]:.3g} x" if name in slower else "" for name in ratios]
+        machine = "AMD EPYC" if "EPYC" in device else "Intel Xeon" if "Xeon" in device else device
+        rows.append([case, machine, f"{own['focalkern']:.3g} ms", *shown])
+    return github(rows, ["loss and shape", "machine", "focalkern", "as published", "compiled", "cross_entropy"])
+
+
 TABLES = {
     "speed": (README, speed),
     "memory": (README, memory),
     "calibration": (README, calibration),
     "helps": (HELPS, helps),
+    "modules": (SPEED_PAGE, modules),
 }
 
 
