@@ -21,9 +21,9 @@ _HALVINGS = 60
 def justified_confidence(n_rows: int, weight: Tensor | None) -> float:
     """(N + 1) / (N + 2): Laplace's estimate of how often the next row is right, where N of N were.
 
-    Weighted rows are as many as there would be equal ones with the same variance (Kish), whatever their scale.
+    A weight says how often its row counts, so that a row of weight 2 is two rows.
     """
-    n = float(n_rows) if weight is None else float(weight.sum() ** 2 / weight.square().sum())
+    n = float(n_rows) if weight is None else float(weight.sum())
     return (n + 1) / (n + 2)
 
 
