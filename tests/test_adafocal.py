@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -693,3 +694,22 @@ def test_an_error_on_one_rank_is_one_on_all(ranks):
     for rank in ranks:
         assert rank["nobody has samples"].startswith("ValueError: AdaFocalLoss.update: no validation sample")
         assert rank["unchanged"]
+
+
+def test_a_distributed_checkpoint_has_the_whole_state(tmp_path):
+    """Its loader fills tensors of known sizes, and history and waiting samples have none: the way back is a file."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    loss, again = fk.AdaFocalLoss(n_bins=3), fk.AdaFocalLoss(n_bins=3)
+    logits, target = torch.randn(60, 5), torch.randint(5, (60,))
+    loss.update(logits, target)
+    loss.accumulate(logits, target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a checkpoint of one process
+        dcp.save({"model": loss.state_dict()}, checkpoint_id=str(tmp_path / "checkpoint"))
+        dcp_to_torch_save(str(tmp_path / "checkpoint"), str(tmp_path / "checkpoint.pt"))
+    again.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True)["model"])
+    assert torch.equal(again.bin_gammas, loss.bin_gammas)
+    assert len(again.history) == 1
+    assert again.n_accumulated == 60
