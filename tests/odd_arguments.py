@@ -92,6 +92,7 @@ def calls() -> dict[str, Call]:
     rows = {"probs": P, "target": Y}
     many = {
         "focal_loss": call(fk.focal_loss, **pair),
+        "poly_focal_loss": call(fk.poly_focal_loss, **pair),
         "properized_focal_loss": call(fk.properized_focal_loss, **pair),
         "sigmoid_focal_loss": call(fk.sigmoid_focal_loss, input=z, target=p),
         "asymmetric_loss": call(fk.asymmetric_loss, input=z, target=p),
@@ -131,7 +132,14 @@ def calls() -> dict[str, Call]:
             many[name] = call(kind, name, "GammaTable", **size)
             loss = kind(**size)
             batch = {"input": features if size else z, "target": p if "Sigm" in name or "ymm" in name else y}
-            who = ("focal_loss", "linear_focal_loss", "sigmoid_focal_loss", "asymmetric_loss", "quality_focal_loss")
+            who = (
+                "focal_loss",
+                "poly_focal_loss",
+                "linear_focal_loss",
+                "sigmoid_focal_loss",
+                "asymmetric_loss",
+                "quality_focal_loss",
+            )
             many[f"{name}()"] = call(loss.forward, name, *who, **batch)
     adafocal = fk.AdaFocalLoss(n_bins=2)
     many["AdaFocalLoss.accumulate"] = call(adafocal.accumulate, "AdaFocalLoss.accumulate", logits=z, target=y)

@@ -50,6 +50,11 @@ double mmce_of_batch(const MmceBatch& batch, const Real* log_s, double* slope) {
     if (!batch.counts[i]) continue;
     const double s = static_cast<double>(log_s[i]);
     const double r = exponential(-s), lack = -exponential_minus_one(-s);
+    // A row without a softmax makes the batch one without an error; it has no place in the order either.
+    if (r != r) {
+      std::fill(slope, slope + batch.rows, r);
+      return r;
+    }
     const double per_r = batch.correct[i] ? of_correct : of_wrong;
     samples[n++] = {r, batch.correct[i] ? lack * per_r : -r * per_r, 0, per_r, i};
   }
@@ -84,8 +89,7 @@ double mmce_of_batch(const MmceBatch& batch, const Real* log_s, double* slope) {
   const double error = squared > 0 ? std::sqrt(squared) : 0;
   const double of_root = squared > 0 ? 0.5 / error : 0;
   for (int64_t i = 0; i < batch.rows; ++i) slope[i] *= of_root;
-  // A row without a softmax makes the batch one without an error.
-  return squared != squared ? squared : error;
+  return error;
 }
 
 template double mmce_of_batch<float>(const MmceBatch&, const float*, double*);

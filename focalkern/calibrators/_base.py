@@ -362,7 +362,13 @@ class Calibrator:
         path = path_text(type(self).__name__, "path", path)
         document = self._to_json()
         if evidence is not None:
-            document["fit"]["evidence"] = dict(evidence)
+            name = type(self).__name__
+            if not isinstance(evidence, Mapping):
+                raise TypeError(f"{name}: evidence must be a mapping, got {short(evidence)}")
+            try:
+                document["fit"]["evidence"] = json.loads(json.dumps(dict(evidence), allow_nan=False))
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"{name}: evidence must be what json.dumps takes, got {short(evidence)}") from error
         write_atomically(path, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
 
     @classmethod
