@@ -466,7 +466,7 @@ T = torch.tensor([0, 1, 2, 0])
         ((Z, T, [0.5], [-2.0]), {}, ValueError, r"temperatures must .*got .*-2"),
         ((Z, T, [0.5], [math.nan]), {}, ValueError, r"temperatures must .*got .*nan"),
         ((Z, T, [0.5], [1.0]), {"n_bins": 0}, ValueError, r"n_bins must .*got 0"),
-        ((Z, T, [0.5], [1.0]), {"n_bins": 2.5}, TypeError, r"n_bins must .*got float"),
+        ((Z, T, [0.5], [1.0]), {"n_bins": 2.5}, TypeError, r"n_bins must .*got 2.5"),
         ((Z, T, [0.5], [1.0]), {"criteria": ()}, ValueError, r"criteria must .*got"),
         ((Z, T, [0.5], [1.0]), {"criteria": ("ece", "auc")}, ValueError, r"criteria must .*got .*auc"),
         ((Z, T, [0.5], [1.0]), {"estimator": "kde"}, ValueError, r"estimator must .*got 'kde'"),
