@@ -1,8 +1,9 @@
 """Arguments of any kind for every public function: what the tests of ``test_odd_arguments.py`` call, and with what."""
 
 import inspect
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,24 @@ import focalkern as fk
 from focalkern import bootstrap, calibrators, files, losses, metrics, study
 
 NAN, INF = float("nan"), float("inf")
-RNG = np.random.default_rng(0)
-Z = RNG.normal(size=(6, 4))
+Z = np.random.default_rng(0).normal(size=(6, 4))
 P = np.exp(Z) / np.exp(Z).sum(1, keepdims=True)
 Y = np.array([0, 1, 2, 3, 0, 1])
+
+
+EXAMPLES = int(os.environ.get("FOCALKERN_FUZZ", "0"))
+
+
+def examples(usual: int) -> Iterator[np.random.Generator]:
+    """A generator of random numbers for every example: the same ones each time, or with FOCALKERN_FUZZ=N N others."""
+    first = int(np.random.SeedSequence().entropy) if EXAMPLES else 0
+    for number in range(EXAMPLES or usual):
+        random = np.random.default_rng((first, number))
+        try:
+            yield random
+        except GeneratorExit:
+            print(f"the example is default_rng(({first}, {number}))")
+            raise
 
 
 class Refuses:
@@ -88,7 +103,7 @@ def calls() -> dict[str, Call]:
     """By name, every public function and method that takes arguments."""
     z, p, y = torch.from_numpy(Z), torch.from_numpy(P), torch.from_numpy(Y)
     pair, binary = {"input": z, "target": y}, {"logits": z[:, 0].contiguous()}
-    features = torch.from_numpy(RNG.normal(size=(6, 3)))
+    features = torch.from_numpy(Z[:, :3].copy())
     rows = {"probs": P, "target": Y}
     many = {
         "focal_loss": call(fk.focal_loss, **pair),
@@ -98,7 +113,7 @@ def calls() -> dict[str, Call]:
         "asymmetric_loss": call(fk.asymmetric_loss, input=z, target=p),
         "quality_focal_loss": call(fk.quality_focal_loss, input=z, target=p),
         "linear_focal_loss": call(
-            fk.linear_focal_loss, input=features, linear_weight=torch.from_numpy(RNG.normal(size=(4, 3))), target=y
+            fk.linear_focal_loss, input=features, linear_weight=torch.from_numpy(Z[:4, :3].copy()), target=y
         ),
         "focal_loss_vocab_parallel": call(fk.focal_loss_vocab_parallel, logits=z, target=y),
         "check_labels": call(fk.check_labels, target=y, n_classes=4),

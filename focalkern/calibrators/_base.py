@@ -610,7 +610,7 @@ def _from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) ->
         return calibrator_from_json(document)
     except KeyError as error:
         raise ValueError(f"{path}: not a complete calibrator, {error.args[0]!r} is missing") from error
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path}: not a valid calibrator: {error}") from error
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from focalkern._checks import short
 from focalkern._columns import ClassColumns, ColumnsError, class_columns
 from focalkern.calibrators import InputKind
 from focalkern.files.checks import InputError, LogitSet, check_options, checked_set, label_numbers, said_kind
@@ -44,6 +45,8 @@ def from_frame(
         InputError: columns that cannot be told apart, labels that are no classes, values that are no numbers.
     """
     check_options("from_frame", input_kind, logits_key=logits_key, labels_key=labels_key)
+    if not isinstance(source, str):
+        raise TypeError(f"from_frame: source must be a name, got {short(source)}")
     if not hasattr(frame, "columns") or not hasattr(frame, "to_numpy"):
         raise InputError(f"{source}: expected a frame with columns, found {type(frame).__name__}")
     table = _Table(
