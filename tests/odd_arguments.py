@@ -129,7 +129,7 @@ def calls() -> dict[str, Call]:
         "compare_calibrators": call(fk.compare_calibrators, validation=(Z, Y), resamples=0),
         "paired_bootstrap": call(bootstrap.paired_bootstrap, probs={"a": P, "b": P}, target=Y, n_resamples=3),
         "bias_floor": call(bootstrap.bias_floor, probs=P, n_resamples=3),
-        "from_frame": call(files.from_frame, "frame", "from_frame", frame=Frame()),
+        "from_frame": call(files.from_frame, "", frame=Frame()),
         "read_sets": call(files.read_sets, "", path="nowhere.npz"),
         "open_shards": call(files.open_shards, "", path="nowhere.npy", labels=None, input_kind=None),
         "apply_calibrator": call(study.apply_calibrator, "", calibrator="no.json", source="no.npy", out="no_where.npy"),

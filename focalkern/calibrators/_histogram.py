@@ -213,6 +213,8 @@ class HistogramBinning(Calibrator):
         scaling = calibrator_from_json(document["scaling"]) if "scaling" in document else None
         if scaling is not None and not isinstance(scaling, Scaling):
             raise ValueError(f"expected a scaling before the bins, found {scaling.method!r}")
+        if scaling is not None and not hasattr(scaling, "gamma_"):
+            raise ValueError("expected a fitted scaling before the bins, found one without its fit")
         changed = as_count(fit["n_changed"], least=0)
         return {"edges_": edges, "counts_": counts, "values_": values, "n_changed_": changed, "scaling_": scaling}
 

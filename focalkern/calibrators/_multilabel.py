@@ -350,6 +350,8 @@ class MultiLabelScaling(Calibrator):
         for scaling in scalings:
             if scaling is not None and not isinstance(scaling, Scaling):
                 raise ValueError(f"expected a scaling for every label, found {scaling.method!r}")
+            if scaling is not None and not hasattr(scaling, "gamma_"):
+                raise ValueError("expected a fitted scaling for every label, found one without its fit")
         positive = [as_count(count, least=0) for count in fit["n_positive"]]
         if not len(scalings) == len(positive) == as_count(fit["n_classes"]):
             raise ValueError(f"expected {fit['n_classes']} labels, found {len(scalings)} and {len(positive)} counts")

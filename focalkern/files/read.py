@@ -116,7 +116,7 @@ def damaged(source: str, expected: str, error: BaseException) -> InputError:
     elif "weights_only" in text.lower() or "Unsupported" in text or isinstance(error, pickle.UnpicklingError):
         found = "pickled Python objects other than tensors, or a damaged file; they are refused"
     else:
-        reason = text.splitlines()[0].partition(". ")[0] if text else type(error).__name__
+        reason = text.splitlines()[0].partition(". ")[0][:200] if text else type(error).__name__
         found = f"a damaged or truncated file, or another format ({reason})"
         if isinstance(error, MemoryError):
             remedy = "--stream reads .npy and .safetensors in parts"

@@ -117,9 +117,11 @@ def arrow_table(source: str) -> Any:
         raise InputError(f"{source}: pyarrow is needed to read it: pip install pyarrow") from error
     try:
         with open(source, "rb") as stream:
-            return (parquet.read_table if source.lower().endswith(".parquet") else feather.read_table)(stream)
+            table = (parquet.read_table if source.lower().endswith(".parquet") else feather.read_table)(stream)
+        table.validate(full=True)  # of text that is no UTF-8 it would say so only when it is asked for it
+        return table.rename_columns(table.column_names)
     except Exception as error:  # of damaged bytes it raises errors of many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise InputError(f"{source}: expected a table of Arrow, found a damaged file, or another ({reason})") from error
 
 
