@@ -127,3 +127,15 @@ def test_what_is_no_array_of_numbers_is_named(wrong, found):
         fk.focal_calibration_map(wrong, 1.0)
     with pytest.raises(TypeError, match=f"nll: target must be a tensor or an array of numbers, got {found}"):
         metrics.nll(PROBS, wrong)
+
+
+def test_a_grid_of_arrays_chooses_what_one_of_tensors_does():
+    rng = np.random.default_rng(0)
+    logits, target = rng.normal(size=(50, 4)), rng.integers(4, size=50)
+    arrays = fk.calibration_grid(logits, target, [0.0, 1.0], [0.5, 1.0, 2.0])
+    tensors = fk.calibration_grid(torch.from_numpy(logits), torch.from_numpy(target), [0.0, 1.0], [0.5, 1.0, 2.0])
+    assert isinstance(arrays.tables["ece"], np.ndarray)
+    options = {"criterion": "ece", "gammas": [0.0, 1.0], "temperatures": [0.5, 1.0, 2.0]}
+    sizes = {"n_samples": 50, "n_classes": 4}
+    chosen = [fk.FocalTemperatureScaling(**options).choose(grid, **sizes) for grid in (arrays, tensors)]
+    assert (chosen[0].gamma_, chosen[0].temperature_) == (chosen[1].gamma_, chosen[1].temperature_)

@@ -86,7 +86,7 @@ def from_grid(name: str, grid: CalibrationGrid, criterion: str) -> Found:
     except ValueError as error:
         raise ValueError(str(error).replace("CalibrationGrid.best", name)) from None
     border = grid_border(grid, gamma, temperature)
-    return Found(gamma, temperature, value, grid.tables[criterion].numel(), border, grid)
+    return Found(gamma, temperature, value, math.prod(grid.tables[criterion].shape), border, grid)
 
 
 def every_row_grid(
