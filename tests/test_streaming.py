@@ -166,6 +166,16 @@ def test_exact_is_the_grid_itself(device, estimator):
         assert not state.error_bound(name).any()
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_tables_are_in_the_order_of_the_criteria(exact):
+    """Not in that of the sums, nor of the operator."""
+    logits, target = samples(40)
+    criteria = ("brier", "nll", "mce", "ece")
+    state = fk.CalibrationGridState(GAMMAS, TEMPERATURES, criteria=criteria, exact=exact).update(logits, target)
+    at_once = fk.calibration_grid(logits, target, GAMMAS, TEMPERATURES, criteria=criteria)
+    assert tuple(state.compute().tables) == tuple(at_once.tables) == criteria
+
+
 def test_exact_takes_one_dtype():
     state = state_of([samples(5)], exact=True)
     with pytest.raises(
@@ -315,7 +325,8 @@ def test_batches_without_rows_are_welcome():
         ({"estimator": "kde"}, ValueError, "estimator must be one of"),
         ({"input_kind": "odds"}, ValueError, "input_kind must be one of"),
         ({"n_bins": 0}, ValueError, "n_bins must be at least 1, got 0"),
-        ({"n_bins": 2.0}, TypeError, "n_bins must be an int, got float"),
+        ({"n_bins": 2.0}, TypeError, "n_bins must be an int, got 2.0"),
+        ({"n_bins": 10**9}, ValueError, "n_bins must be at most 16777216, got 1000000000"),
         ({"n_buckets": 4}, ValueError, "n_buckets must be at least 16, got 4"),
         ({"ignore_index": None}, TypeError, "ignore_index must be an int"),
         ({"exact": 1}, TypeError, "exact must be a bool"),

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from focalkern.ops.calibration_grid import _axis
 
-__all__ = ["as_ours", "checked_axis", "checked_int", "short"]
+__all__ = ["adds_nothing", "as_ours", "checked_axis", "short"]
 
 
 class as_ours:  # noqa: N801  # reads as a statement
@@ -44,12 +44,12 @@ def checked_axis(name: str, values: Any, above: float) -> Tensor:
     return axis.clone()
 
 
-def checked_int(name: str, value: Any, least: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"CalibrationGridState: {name} must be an int, got {type(value).__name__}")
-    if least is not None and value < least:
-        raise ValueError(f"CalibrationGridState: {name} must be at least {least}, got {value}")
-    return int(value)
+def adds_nothing(logits: Tensor, target: Tensor, ignore_index: int) -> bool:
+    """Whether a batch of the right form has no row that counts, which the operator would refuse."""
+    fits = logits.dim() == 2 and target.dim() == 1 and len(logits) == len(target) and logits.is_floating_point()
+    if not fits or target.dtype not in (torch.int64, torch.int32, torch.uint8) or target.device != logits.device:
+        return False
+    return len(target) == 0 or bool((target.to(torch.int64) == ignore_index).all())
 
 
 def short(value: object) -> str:

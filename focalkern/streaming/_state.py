@@ -1,9 +1,6 @@
 """The state of a grid that grows batch by batch."""
 
-import copy
 import datetime
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -13,20 +10,11 @@ from torch import Tensor
 
 from focalkern._checks import dense
 from focalkern._devices import where_float64
-from focalkern.ops.calibration_grid import (
-    _ESTIMATORS,
-    _INPUT_KINDS,
-    CalibrationGrid,
-    _check_option,
-    _criteria,
-    calibration_grid,
-)
-from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums, check_rows
-from focalkern.streaming._checks import as_ours, checked_axis, checked_int, short
+from focalkern.ops.calibration_grid import CalibrationGrid
+from focalkern.streaming._checks import adds_nothing, as_ours, short
+from focalkern.streaming._config import GridConfig
 from focalkern.streaming._reduce import all_reduced
-from focalkern.streaming._saved import saved_rows, saved_sums
-from focalkern.streaming._spill import Spill
-from focalkern.streaming._tables import Cut, bounds_of, tables_of
+from focalkern.streaming._seen import Seen, SeenRows, SeenSums
 
 __all__ = ["CalibrationGridState"]
 
@@ -94,34 +82,24 @@ class CalibrationGridState:
         exact: bool = False,
         spill_dir: str | None = None,
     ) -> None:
-        with as_ours("CalibrationGridState"):
-            self._gammas = checked_axis("gammas", gammas, -1)
-            self._temperatures = checked_axis("temperatures", temperatures, 0)
-            self._criteria = _criteria(criteria)
-            _check_option("estimator", estimator, _ESTIMATORS)
-            _check_option("input_kind", input_kind, _INPUT_KINDS)
-        self._n_bins = checked_int("n_bins", n_bins, 1)
-        self._n_buckets = checked_int("n_buckets", n_buckets, 16)
-        self._ignore_index = checked_int("ignore_index", ignore_index, None)
-        self._estimator = estimator
-        self._input_kind = input_kind
-        if not isinstance(exact, bool):
-            raise TypeError(f"CalibrationGridState: exact must be a bool, got {type(exact).__name__}")
-        self._sketched = estimator != "equal_width" and not {"ece", "mce"}.isdisjoint(self._criteria)
-        self._exact = exact and self._sketched
-        self._spill_dir = spill_dir
+        self._config = GridConfig.checked(
+            gammas,
+            temperatures,
+            n_bins=n_bins,
+            criteria=criteria,
+            estimator=estimator,
+            input_kind=input_kind,
+            ignore_index=ignore_index,
+            n_buckets=n_buckets,
+            exact=exact,
+        )
+        self._seen: Seen = SeenRows(self._config, spill_dir) if self._config.exact else SeenSums(self._config)
         self._n_classes: int | None = None
-        self._sums: CalibrationSums | None = None
-        self._rows: Spill | None = None
-
-    # ---- what is known ---------------------------------------------------------------------------------------------
 
     @property
     def n_samples(self) -> int:
         """Rows seen so far, those with ``ignore_index`` left out."""
-        if self._rows is not None:
-            return self._rows.n_rows
-        return 0 if self._sums is None else int(self._sums.rows)
+        return self._seen.n_rows
 
     @property
     def n_classes(self) -> int | None:
@@ -131,17 +109,14 @@ class CalibrationGridState:
     @property
     def device(self) -> torch.device | None:
         """Where the sums are: the device of the first batch; None before it."""
-        if self._rows is not None:
-            return torch.device("cpu")
-        return None if self._sums is None else self._sums.items()[0][1].device
+        return self._seen.device
 
     def __repr__(self) -> str:
+        of = self._config
         return (
-            f"CalibrationGridState({len(self._gammas)} gammas x {len(self._temperatures)} temperatures, "
-            f"criteria={self._criteria}, estimator={self._estimator!r}, n_samples={self.n_samples})"
+            f"CalibrationGridState({len(of.gammas)} gammas x {len(of.temperatures)} temperatures, "
+            f"criteria={of.criteria}, estimator={of.estimator!r}, n_samples={self.n_samples})"
         )
-
-    # ---- adding ----------------------------------------------------------------------------------------------------
 
     def update(self, logits: Tensor, target: Tensor) -> Self:
         """Add a batch: all of it or, when an error is raised, nothing.
@@ -180,47 +155,11 @@ class CalibrationGridState:
                     f"calibration_grid: logits must have the {self._n_classes} classes of the batches before, got "
                     f"[N, C] = {list(logits.shape)}"
                 )
-            if self._adds_nothing(logits, target):
+            if adds_nothing(logits, target, self._config.ignore_index):
                 return self
-            options: dict[str, Any] = {
-                "is_probs": _INPUT_KINDS[self._input_kind],
-                "ignore_index": self._ignore_index,
-            }
-            axes = (self._gammas, self._temperatures)
-            if self._exact:
-                check_rows(logits, target, *axes, **options)
-                self._spill(logits, target)
-            else:
-                sums, there = self._sums, self.device
-                if sums is None or there != logits.device:
-                    sums = self._zeros(logits.device)
-                add_calibration_sums(
-                    sums, logits, target, *axes, criteria=self._criteria, sketch=self._sketched, **options
-                )
-                if self._sums is None:
-                    self._sums = sums
-                elif sums is not self._sums:
-                    self._sums = _added(self._sums, sums)
+            self._seen.add(logits, target)
         self._n_classes = logits.shape[1]
         return self
-
-    def _adds_nothing(self, logits: Tensor, target: Tensor) -> bool:
-        """Whether a batch of the right form has no row that counts, which the operator would refuse."""
-        fits = logits.dim() == 2 and target.dim() == 1 and len(logits) == len(target) and logits.is_floating_point()
-        if not fits or target.dtype not in (torch.int64, torch.int32, torch.uint8) or target.device != logits.device:
-            return False
-        return len(target) == 0 or bool((target.to(torch.int64) == self._ignore_index).all())
-
-    def _zeros(self, device: torch.device) -> CalibrationSums:
-        n_buckets = self._n_buckets if self._sketched else self._n_bins
-        return CalibrationSums.zeros(len(self._gammas), len(self._temperatures), n_buckets, self._criteria, device)
-
-    def _spill(self, logits: Tensor, target: Tensor) -> None:
-        target = target.to(torch.int64)
-        kept = target != self._ignore_index
-        rows = self._rows or Spill(logits.shape[1], logits.dtype, self._spill_dir)
-        rows.append(logits[kept].cpu(), target[kept].cpu())
-        self._rows = rows
 
     def merge(self, other: "CalibrationGridState") -> Self:
         """Add what another state has seen, as if its rows had come after the rows of this one.
@@ -248,20 +187,13 @@ class CalibrationGridState:
             raise TypeError(
                 f"CalibrationGridState.merge: other must be a CalibrationGridState, got {type(other).__name__}"
             )
-        self._check_same("CalibrationGridState.merge: other", other._config(), other._n_classes)
-        if other.n_samples == 0:
-            return self
-        if other._rows is not None:
-            input, target = other._rows.load()
-            rows = self._rows or Spill(input.shape[1], input.dtype, self._spill_dir)
-            rows.append(input, target)
-            self._rows = rows
-        elif self._sums is None:
-            self._sums = copy.deepcopy(other._sums)
-        else:
-            assert other._sums is not None
-            self._sums = _added(self._sums, other._sums)
-        self._n_classes = other._n_classes
+        subject = "CalibrationGridState.merge: other"
+        self._config.check_same(subject, other._config.as_dict())
+        if None not in (other._n_classes, self._n_classes) and other._n_classes != self._n_classes:
+            raise ValueError(f"{subject} must have {self._n_classes} classes, got {other._n_classes}")
+        if other.n_samples:
+            self._seen.merge(other._seen)
+            self._n_classes = other._n_classes
         return self
 
     def all_reduce(self, group: Any = None, *, timeout: datetime.timedelta | None = None) -> Self:
@@ -289,22 +221,22 @@ class CalibrationGridState:
             1
             >>> torch.distributed.destroy_process_group()
         """
+        # Where all of them are exact, which is refused, there are no sums to add up.
+        seen = self._seen if isinstance(self._seen, SeenSums) else SeenSums(self._config)
         total, n_classes = all_reduced(
             "CalibrationGridState.all_reduce",
-            self._sums,
-            self._zeros,
-            digest=self._digest(),
+            seen.sums,
+            seen.zeros,
+            digest=self._config.digest(),
             n_classes=self._n_classes,
-            exact=self._exact,
+            exact=self._config.exact,
             words=f"{self!r} of {self._n_classes} classes",
             group=group,
             timeout=timeout,
         )
         if n_classes is not None:
-            self._sums, self._n_classes = total, n_classes
+            seen.sums, self._n_classes = total, n_classes
         return self
-
-    # ---- results ---------------------------------------------------------------------------------------------------
 
     def compute(self) -> CalibrationGrid:
         """The grid over all rows seen so far; further batches may follow.
@@ -316,29 +248,7 @@ class CalibrationGridState:
             ValueError: no row was seen.
         """
         self._check_not_empty("compute")
-        if self._rows is not None:
-            input, target = self._rows.load()
-            return calibration_grid(
-                input,
-                target,
-                self._gammas,
-                self._temperatures,
-                n_bins=self._n_bins,
-                criteria=self._criteria,
-                estimator=self._estimator,
-                input_kind=self._input_kind,
-                ignore_index=self._ignore_index,
-            )
-        assert self._sums is not None
-        tables = tables_of(self._sums, self._cut)
-        device = next(iter(tables.values())).device
-        return CalibrationGrid(
-            gammas=self._gammas.to(device),
-            temperatures=self._temperatures.to(device),
-            tables={name: tables[name].view(len(self._gammas), -1) for name in self._criteria},
-            n_bins=self._n_bins,
-            estimator=self._estimator,
-        )
+        return self._seen.grid()
 
     def total(self, criterion: Literal["nll", "brier"]) -> Tensor:
         """The sum of a criterion over the rows seen so far, where :meth:`compute` has the mean.
@@ -358,13 +268,14 @@ class CalibrationGridState:
             >>> state.total("nll").round(decimals=4)
             tensor([[2.1451, 1.3150]], dtype=torch.float64)
         """
-        if criterion not in ("nll", "brier") or criterion not in self._criteria or self._exact:
+        of, seen = self._config, self._seen
+        if criterion not in ("nll", "brier") or criterion not in of.criteria or not isinstance(seen, SeenSums):
             raise ValueError(
                 f"CalibrationGridState.total: criterion must be one of nll and brier that is summed, got {criterion!r}"
             )
-        if self._sums is None:
-            return torch.zeros(len(self._gammas), len(self._temperatures), dtype=torch.float64)
-        return dict(self._sums.items())[criterion].clone()
+        if seen.sums is None:
+            return torch.zeros(len(of.gammas), len(of.temperatures), dtype=torch.float64)
+        return seen.tensors()[criterion].clone()
 
     def error_bound(self, criterion: str) -> Tensor:
         """How far :meth:`compute` can be from what all rows at once would give, apart from rounding.
@@ -386,51 +297,17 @@ class CalibrationGridState:
             >>> state.error_bound("nll"), bool(state.error_bound("ece") < 0.01)
             (tensor([[0.]], dtype=torch.float64), True)
         """
-        if criterion not in self._criteria:
+        known = self._config.criteria
+        if criterion not in known:
             raise ValueError(
-                f"CalibrationGridState.error_bound: criterion must be one of {', '.join(self._criteria)}, "
-                f"got {criterion!r}"
+                f"CalibrationGridState.error_bound: criterion must be one of {', '.join(known)}, got {criterion!r}"
             )
         self._check_not_empty("error_bound")
-        if criterion not in ("ece", "mce") or not self._sketched or self._exact:
-            return torch.zeros(len(self._gammas), len(self._temperatures), dtype=torch.float64, device=self.device)
-        assert self._sums is not None
-        return bounds_of(self._sums, self._cut)[criterion].view(len(self._gammas), -1)
-
-    @property
-    def _cut(self) -> Cut:
-        return Cut(self._n_bins, self._estimator, self._sketched, self.n_samples)
+        return self._seen.error_bound(criterion)
 
     def _check_not_empty(self, method: str) -> None:
         if self.n_samples == 0:
             raise ValueError(f"CalibrationGridState.{method}: at least one row must have been seen, got none")
-
-    # ---- saving ----------------------------------------------------------------------------------------------------
-
-    def _config(self) -> dict[str, Any]:
-        """What two states must share to be added up."""
-        return {
-            "gammas": self._gammas.tolist(),
-            "temperatures": self._temperatures.tolist(),
-            "n_bins": self._n_bins,
-            "criteria": list(self._criteria),
-            "estimator": self._estimator,
-            "input_kind": self._input_kind,
-            "ignore_index": self._ignore_index,
-            "n_buckets": self._n_buckets,
-            "exact": self._exact,
-        }
-
-    def _digest(self) -> int:
-        text = json.dumps(self._config(), sort_keys=True)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-    def _check_same(self, subject: str, config: Mapping[str, Any], n_classes: int | None) -> None:
-        for name, value in self._config().items():
-            if config.get(name) != value:
-                raise ValueError(f"{subject} must have {name} = {short(value)}, got {short(config.get(name))}")
-        if None not in (n_classes, self._n_classes) and n_classes != self._n_classes:
-            raise ValueError(f"{subject} must have {self._n_classes} classes, got {n_classes}")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as tensors, numbers and strings: for ``torch.save``, and ``torch.load(weights_only=True)``.
@@ -447,15 +324,12 @@ class CalibrationGridState:
             >>> fk.CalibrationGridState.from_state_dict(torch.load("state.pt", weights_only=True)).n_samples
             1
         """
-        tensors = {} if self._sums is None else dict(self._sums.items())
-        if self._rows is not None:
-            tensors["input"], tensors["target"] = self._rows.load()
         return {
             "format": _FORMAT,
-            "config": self._config(),
+            "config": self._config.as_dict(),
             "n_samples": self.n_samples,
             "n_classes": self._n_classes,
-            "tensors": tensors,
+            "tensors": self._seen.tensors(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Self:
@@ -482,22 +356,11 @@ class CalibrationGridState:
             raise ValueError(f"{subject} must be what state_dict() returns, got {short(state_dict)}")
         if state_dict.get("format") != _FORMAT:
             raise ValueError(f"{subject} must have format {_FORMAT}, got {short(state_dict.get('format'))}")
-        self._check_same(subject, state_dict["config"], None)
+        self._config.check_same(subject, state_dict["config"])
         n_samples, n_classes = state_dict.get("n_samples"), state_dict.get("n_classes")
         if not isinstance(n_samples, int) or n_samples < 0:
             raise ValueError(f"{subject} must have the tensors of this grid, got n_samples = {short(n_samples)}")
-        sums, rows = None, None
-        if n_samples == 0:
-            pass
-        elif self._exact:
-            input, target = saved_rows(subject, state_dict.get("tensors"))
-            options: Any = {"is_probs": _INPUT_KINDS[self._input_kind], "ignore_index": self._ignore_index}
-            check_rows(input, target, self._gammas, self._temperatures, **options)
-            rows = Spill(input.shape[1], input.dtype, self._spill_dir)
-            rows.append(input, target)
-        else:
-            sums = saved_sums(subject, state_dict.get("tensors"), self._zeros(torch.device("cpu")), n_samples)
-        self._sums, self._rows = sums, rows
+        self._seen.load(subject, state_dict.get("tensors"), n_samples)
         self._n_classes = n_classes
         return self
 
@@ -532,12 +395,3 @@ class CalibrationGridState:
                 f"CalibrationGridState.from_state_dict: state_dict has an unknown config: {error}"
             ) from None
         return state.load_state_dict(state_dict)
-
-
-def _added(sums: CalibrationSums, others: CalibrationSums) -> CalibrationSums:
-    """New sums, which take the place of the old ones in one step."""
-    with torch.inference_mode(False):  # as in CalibrationSums.zeros
-        total = CalibrationSums(sums.rows + others.rows)
-        for (name, mine), (_, other) in zip(sums.items(), others.items(), strict=True):
-            setattr(total, name, mine + other.to(mine.device))
-    return total
