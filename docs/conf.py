@@ -33,7 +33,7 @@ suppress_warnings = ["myst.header"]  # the change log is a file of its own and b
 
 # Tutorials are executed in the build; a cell that raises or takes a minute ends it.
 nb_execution_mode = "force"
-nb_execution_timeout = 60
+nb_execution_timeout = 600  # of one cell, on a busy machine
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_in_temp = True
@@ -55,7 +55,7 @@ python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 
 html_theme = "pydata_sphinx_theme"
-html_title = "focalkern"
+html_title = f"focalkern {release}"
 html_static_path = ["_static"]
 html_css_files = ["focalkern.css"]
 html_show_sourcelink = False

@@ -174,6 +174,14 @@ def focal_loss(
 
     Returns:
         The loss: a scalar, or [N, d1, ...] unreduced; in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.focal_loss(logits, torch.tensor([0]), gamma=2.0)
+        tensor(0.0041, dtype=torch.float64)
     """
     class_dim = 0 if input.dim() == 1 else 1
     z = input.to(_compute_dtype(input.dtype)).movedim(class_dim, -1)
@@ -251,7 +259,26 @@ def poly_focal_loss(
 
     .. math:: L = \sum_i w_i t_i \left(-(1 - p_i)^\gamma \log p_i + \epsilon (1 - p_i)^{\gamma + 1}\right)
 
-    Args, Returns: as :func:`focal_loss`; a negative gamma is NaN.
+    Args:
+        input: logits (C), (N, C) or (N, C, d1, ...), floating point.
+        target: class indices, the shape of ``input`` without its class axis; or probabilities, the shape of ``input``.
+        gamma: as of :func:`focal_loss`, >= 0; below, the loss is NaN.
+        epsilon: the weight of the second term.
+        weight: [C], the class weights w.
+        ignore_index: index targets equal to it contribute nothing.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, as of :func:`focal_loss`.
+        label_smoothing: e in [0, 1].
+
+    Returns:
+        The loss: a scalar, or [N, d1, ...] unreduced; in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.poly_focal_loss(logits, torch.tensor([0]), gamma=2.0, epsilon=1.0)
+        tensor(0.0080, dtype=torch.float64)
     """
     z = input.to(_compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
     log_p, log_u = log_softmax_and_complement(z)
@@ -278,7 +305,26 @@ def dual_focal_loss(
 
     p_j(i) is the largest probability strictly below p_i, of equal ones the first; 0 if there is none.
 
-    Args, Returns: as :func:`focal_loss`; gamma >= 0.
+    Args:
+        input: logits (C), (N, C) or (N, C, d1, ...), floating point.
+        target: class indices, the shape of ``input`` without its class axis.
+        gamma: a number >= 0.
+        weight: [C], the class weights w.
+        ignore_index: index targets equal to it contribute nothing.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, as of :func:`focal_loss`.
+        label_smoothing: e in [0, 1].
+        detach_modulation: take the factor of log p as a constant.
+
+    Returns:
+        The loss: a scalar, or [N, d1, ...] unreduced; in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.dual_focal_loss(logits, torch.tensor([0]), gamma=5.0)
+        tensor(0.0002, dtype=torch.float64)
     """
     z = input.to(_compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
     log_p, log_u = log_softmax_and_complement(z)
@@ -317,7 +363,24 @@ def brier_loss(
 
     with w the weight of the label, or the mean of the class weights under the target probabilities.
 
-    Args, Returns: as :func:`focal_loss`.
+    Args:
+        input: logits (C), (N, C) or (N, C, d1, ...), floating point.
+        target: class indices, the shape of ``input`` without its class axis; or probabilities, the shape of ``input``.
+        weight: [C], the class weights w.
+        ignore_index: index targets equal to it contribute nothing.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, as of :func:`focal_loss`.
+        label_smoothing: e in [0, 1].
+
+    Returns:
+        The loss: a scalar, or [N, d1, ...] unreduced; in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.brier_loss(logits, torch.tensor([0]))
+        tensor(0.0392, dtype=torch.float64)
     """
     class_dim = 0 if input.dim() == 1 else 1
     z = input.to(_compute_dtype(input.dtype)).movedim(class_dim, -1)
@@ -420,6 +483,14 @@ def sigmoid_focal_loss(
 
     Returns:
         The loss, in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.sigmoid_focal_loss(logits, torch.tensor([0]))
+        tensor([[0.0005, 0.1300, 0.0170]], dtype=torch.float64)
     """
     x, t, counts = _shares(input, target, ignore_index)
     rest = 1.0 - t
@@ -457,7 +528,26 @@ def asymmetric_loss(
     .. math::
         L = -t (1 - p)^{\gamma_+} \log p - (1 - t) v^{\gamma_-} \log(1 - v), \qquad v = \max(p - \text{margin}, 0)
 
-    Args, Returns: as :func:`sigmoid_focal_loss`; margin in [0, 1).
+    Args:
+        input: logits of any shape.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        gamma_negative: the exponent of negatives, a number or a tensor that broadcasts to ``input``.
+        gamma_positive: that of positives.
+        margin: in [0, 1); negatives with p below it count nothing.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
+        weight: broadcasts to ``input``.
+        ignore_index: label whose elements count nothing.
+
+    Returns:
+        The loss, in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.asymmetric_loss(logits, torch.tensor([0]))
+        tensor([[0.0151, 0.0245, 0.0006]], dtype=torch.float64)
     """
     x, t, counts = _shares(input, target, ignore_index)
     log_p, log_q = torch.nn.functional.logsigmoid(x), torch.nn.functional.logsigmoid(-x)
@@ -490,7 +580,24 @@ def quality_focal_loss(
 
     .. math:: L = |t - p|^\beta (-t \log p - (1 - t) \log(1 - p))
 
-    Args, Returns: as :func:`sigmoid_focal_loss`.
+    Args:
+        input: logits of any shape.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        beta: the exponent, a number or a tensor that broadcasts to ``input``.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
+        weight: broadcasts to ``input``.
+        ignore_index: label whose elements count nothing.
+
+    Returns:
+        The loss, in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.quality_focal_loss(logits, torch.tensor([[0.9, 0.5, 0.0]], dtype=torch.float64))
+        tensor([[0.0001, 0.0000, 0.0227]], dtype=torch.float64)
     """
     x, t, counts = _shares(input, target, ignore_index)
     rest = 1.0 - t
@@ -543,7 +650,15 @@ def focal_calibration_map(
     Returns:
         [..., C] calibrated probabilities in ``input``'s dtype; NaN rows outside the domain.
 
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
     Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598).
+
+    Example:
+        >>> logits = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)
+        >>> fk.reference.focal_calibration_map(logits, gamma=2.0)
+        tensor([0.9895, 0.0076, 0.0029], dtype=torch.float64)
     """
     z = input.to(_compute_dtype(input.dtype))
     gamma = _number_tensor(gamma, z).unsqueeze(-1)
@@ -581,7 +696,15 @@ def binary_focal_calibration_map(
     Returns:
         The shape and dtype of ``logits``; NaN outside the domain.
 
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
     Source: Komisarenko & Kull, ECAI 2024 (arXiv 2408.11598).
+
+    Example:
+        >>> logits = torch.tensor([0.0, 2.0], dtype=torch.float64)
+        >>> fk.reference.binary_focal_calibration_map(logits, gamma=2.0)
+        tensor([0.5000, 0.9955], dtype=torch.float64)
     """
     z = logits.to(_compute_dtype(logits.dtype))
     gamma = _number_tensor(gamma, z)
@@ -617,6 +740,14 @@ def assign_bins(confidence: Tensor, n_bins: int, estimator: str) -> Tensor:
 
     Returns:
         [N] int64, -1 for samples in no bin.
+
+    Raises:
+        ValueError: another estimator.
+
+    Example:
+        >>> confidence = torch.tensor([0.2, 0.9, 0.6])
+        >>> fk.reference.assign_bins(confidence, 2, "equal_width")
+        tensor([0, 1, 1])
     """
     n = len(confidence)
     bins = torch.full((n,), -1, dtype=torch.int64, device=confidence.device)
@@ -666,6 +797,14 @@ def calibration_error(
 
     Returns:
         (ECE, MCE); NaN for N = 0.
+
+    Raises:
+        ValueError: another estimator.
+
+    Example:
+        >>> confidence, correct = torch.tensor([0.25, 0.75, 0.75]), torch.tensor([False, True, False])
+        >>> fk.reference.calibration_error(confidence, correct, n_bins=2)
+        (0.25, 0.25)
     """
     n = len(confidence)
     if n == 0:
@@ -710,6 +849,15 @@ def calibration_grid(
     Returns:
         {criterion: [Gg, Gt] float64}. The confidence of a row is its largest calibrated probability; it is correct
         when the first largest entry of ``input`` is the target.
+
+    Raises:
+        RuntimeError: shapes that do not fit.
+        ValueError: another estimator.
+
+    Example:
+        >>> logits, target = 3.0 * torch.eye(3, dtype=torch.float64)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 1])
+        >>> fk.reference.calibration_grid(logits, target, [0.0], [1.0, 2.0])["nll"]
+        tensor([[0.8449, 0.7440]], dtype=torch.float64)
     """
     keep = target != ignore_index
     input, target = input[keep], target[keep].long()

@@ -19,13 +19,27 @@ import focalkern as fk
 MODULES = {
     "focalkern": None,
     "focalkern.bootstrap": None,
+    "focalkern.files": None,
     "focalkern.losses": None,
     "focalkern.metrics": None,
     "focalkern.plots": "matplotlib",
+    "focalkern.reference": None,
+    "focalkern.study": None,
+    "focalkern.study.sweep": None,
     "focalkern.integrations.sklearn": "sklearn",
     "focalkern.integrations.torchmetrics": "torchmetrics",
 }
-NEEDS = {"focalkern.CalibratedClassifier": "sklearn", "focalkern.plots": "matplotlib"}
+NEEDS = {
+    "focalkern.CalibratedClassifier": "sklearn",
+    "focalkern.files.from_frame": "pandas",
+    "focalkern.plots": "matplotlib",
+}
+# Rooms whose files use each other's names: what the reference has of them.
+OF_THE_ROOM = {
+    "focalkern": dir(fk),
+    "focalkern.study": ["Evaluation", "Sweep", "apply_calibrator", "evaluate_rows", "stream_sets"],
+    "focalkern.study.sweep": ["sweep"],
+}
 
 # Hooks of torch and of scikit-learn, which document them.
 HOOKS = {
@@ -74,7 +88,7 @@ def public():
                 raise ModuleNotFoundError(requirement)
             continue
         module = importlib.import_module(module_name)
-        for name in dir(module) if module is fk else module.__all__:
+        for name in OF_THE_ROOM.get(module_name) or module.__all__:
             if not present(NEEDS.get(f"{module_name}.{name}")):
                 continue
             found = getattr(module, name)

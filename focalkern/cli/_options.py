@@ -4,7 +4,8 @@ import argparse
 import math
 from typing import Any
 
-from focalkern.files import InputError, NamedFiles
+from focalkern.files import InputError
+from focalkern.files.shards import NamedFiles
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 
 __all__ = [

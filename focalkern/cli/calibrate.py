@@ -23,7 +23,8 @@ from focalkern.cli._options import (
     share,
     temperature_range,
 )
-from focalkern.files import FORMATS_HELP, InputError, LogitSet, read_sets
+from focalkern.files import InputError, LogitSet, read_sets
+from focalkern.files.read import FORMATS_HELP
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 from focalkern.study import MOST_KEPT, Processes, Progress, Rows, stream_sets, wants_streaming

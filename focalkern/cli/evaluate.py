@@ -8,7 +8,8 @@ from typing import Any
 import focalkern
 from focalkern.calibrators import load_calibrator
 from focalkern.cli._options import add_input_arguments, at_least_one
-from focalkern.files import FORMATS_HELP, read_sets
+from focalkern.files import read_sets
+from focalkern.files.read import FORMATS_HELP
 from focalkern.study import evaluate_rows, stream_sets, wants_streaming
 
 __all__ = ["add_parser"]

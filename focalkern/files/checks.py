@@ -31,7 +31,15 @@ _PREFIXES = ("", "val", "test")
 
 
 class InputError(Exception):
-    """A file or an option that cannot be used; one line that names it, what was expected and what was found."""
+    """A file or an option that cannot be used; one line that names it, what was expected and what was found.
+
+    Example:
+        >>> try:
+        ...     fk.files.read_sets("logits.txt")
+        ... except fk.files.InputError as error:
+        ...     print(str(error)[:40])
+        logits.txt: expected .npz, .pt, .pth, .s
+    """
 
     def __init__(self, words: str) -> None:
         super().__init__(words.replace("\r", r"\r").replace("\n", r"\n"))  # which the names of files may have
@@ -48,6 +56,14 @@ class LogitSet:
         name: ``""``, ``"val"`` or ``"test"``, from the prefix of the arrays' names.
         source: the file, as the user wrote it.
         part: in words, which rows of the file these are; nothing for all.
+
+    Example:
+        >>> np.savez("logits.npz", logits=np.eye(3, dtype=np.float32), labels=np.arange(3))
+        >>> rows = fk.files.read_sets("logits.npz")[""]
+        >>> len(rows), rows.n_classes, rows.kind
+        (3, 3, 'logits')
+        >>> rows.rows(torch.tensor([2, 0]), "two of them").labels
+        tensor([2, 0])
     """
 
     input: Tensor
@@ -62,10 +78,22 @@ class LogitSet:
 
     @property
     def n_classes(self) -> int:
+        """C, the columns of ``input``."""
         return self.input.shape[1]
 
     def rows(self, index: Tensor, part: str) -> "LogitSet":
-        """The rows of ``index``, called ``part``."""
+        """Some of the rows.
+
+        Args:
+            index: int64 or bool, which ones, in which order.
+            part: what they are called in words.
+
+        Returns:
+            Another set of the same kind, name and source.
+
+        Raises:
+            IndexError: a number that is no row.
+        """
         return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source, part)
 
 

@@ -65,6 +65,12 @@ def read_sets(
 
     Raises:
         InputError: anything at all that is wrong with the files.
+
+    Example:
+        >>> np.savez("logits.npz", val_logits=np.eye(2), val_labels=[0, 1], test_logits=np.eye(2), test_labels=[1, 1])
+        >>> sets = fk.files.read_sets("logits.npz")
+        >>> sorted(sets), sets["test"].labels
+        (['test', 'val'], tensor([1, 1]))
     """
     source = check_options("read_sets", input_kind, path, logits_key=logits_key, labels_key=labels_key)
     labels = None if labels is None else path_text("read_sets", "labels", labels)

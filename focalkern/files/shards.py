@@ -137,8 +137,8 @@ def is_pattern(path: str) -> bool:
 def open_shards(
     path: str,
     *,
-    labels: str | None,
-    input_kind: InputKind | None,
+    labels: str | None = None,
+    input_kind: InputKind | None = None,
     labels_option: str = "--labels",
     logits_key: str | None = None,
     labels_key: str | None = None,

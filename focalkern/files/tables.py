@@ -41,8 +41,19 @@ def from_frame(
         input_kind: ``"logits"`` or ``"probs"``; by default what the prefix of the columns says, or else logits.
         source: what the frame is called in errors.
 
+    Returns:
+        A :class:`LogitSet`.
+
     Raises:
         InputError: columns that cannot be told apart, labels that are no classes, values that are no numbers.
+        TypeError: ``source`` is no text.
+
+    Example:
+        >>> import pandas
+        >>> frame = pandas.DataFrame({"cat": [2.0, -1.0], "dog": [0.5, 3.0], "label": ["cat", "dog"]})
+        >>> rows = fk.files.from_frame(frame)
+        >>> rows.input.shape, rows.labels
+        (torch.Size([2, 2]), tensor([0, 1]))
     """
     check_options("from_frame", input_kind, logits_key=logits_key, labels_key=labels_key)
     if not isinstance(source, str):

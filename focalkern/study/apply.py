@@ -54,6 +54,14 @@ def apply_calibrator(
     Raises:
         InputError: files that cannot be used, or that do not fit the calibrator.
         ValueError: ``calibrator`` is none.
+
+    Example:
+        >>> labels = torch.arange(30) % 3
+        >>> logits = 4 * torch.eye(3)[(labels + (torch.arange(30) % 5 == 0)) % 3]
+        >>> fk.TemperatureScaling().fit(logits, labels).save("calibrator.json")
+        >>> np.save("logits.npy", logits.numpy())
+        >>> fk.study.apply_calibrator("calibrator.json", "logits.npy", "probs.npy")
+        {'probs': (30, 3)}
     """
     target = Path(path_text("apply_calibrator", "out", out))
     source = check_options("apply_calibrator", input_kind, source, logits_key=logits_key)

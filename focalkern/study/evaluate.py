@@ -30,6 +30,12 @@ class Evaluation:
         choices: uncalibrated, and calibrated where there is a calibrator.
         n_bins: of every ECE.
         remarks: sentences that the reader needs.
+
+    Example:
+        >>> np.savez("logits.npz", logits=4 * np.eye(3)[[0, 1, 2, 0]], labels=[0, 1, 2, 1])
+        >>> found = fk.study.evaluate_rows(fk.files.read_sets("logits.npz")[""])
+        >>> found.to_dict()["rows"][0]["report"]["accuracy"]
+        0.75
     """
 
     rows: Rows
@@ -41,7 +47,11 @@ class Evaluation:
         return f"{rows_in_words(self.rows)}; {self.n_bins} bins\n\n{format_table(self.choices)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as ``json.dumps`` takes it. A figure that is infinite is None."""
+        """Everything, as ``json.dumps`` takes it.
+
+        Returns:
+            Texts, numbers and lists. A figure that is infinite is None.
+        """
         return {
             "source": self.rows.source,
             "set": self.rows.name,
@@ -73,8 +83,20 @@ def evaluate_rows(
         name: what errors call it.
         n_bins: of every ECE.
 
+    Returns:
+        An :class:`Evaluation`; as text, a table.
+
     Raises:
         InputError: the calibrator cannot be applied to these rows.
+
+    Example:
+        >>> np.savez("logits.npz", logits=4 * np.eye(3)[[0, 1, 2, 0]], labels=[0, 1, 2, 1])
+        >>> rows = fk.files.read_sets("logits.npz")[""]
+        >>> calibrator = fk.TemperatureScaling().fit(rows.input, rows.labels)
+        >>> for choice in fk.study.evaluate_rows(rows, calibrator).choices:
+        ...     print(choice.method, round(choice.report["nll"], 3))
+        none 1.036
+        temperature 0.736
     """
     rows = as_rows(given)
     if calibrator is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators import InputKind
-from focalkern.files import ShardedRows
+from focalkern.files.shards import ShardedRows
 from focalkern.study.processes import Processes, Progress
 
 __all__ = ["NO_LABEL", "Passes"]

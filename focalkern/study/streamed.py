@@ -10,7 +10,7 @@ from torch import Tensor
 from focalkern import metrics
 from focalkern.bootstrap import BiasFloor, PairedBootstrap, bias_floor, paired_bootstrap
 from focalkern.calibrators import Estimator
-from focalkern.files import is_pattern, open_shards
+from focalkern.files.shards import is_pattern, open_shards
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums
 from focalkern.study.contest import Contest, Proper
@@ -114,7 +114,30 @@ class StreamedSet(StreamedSearch):
 def stream_sets(
     path: str, *, processes: Processes | None = None, progress: Progress | None = None, **options: Any
 ) -> dict[str, StreamedSet]:
-    """What stands for :func:`focalkern.files.read_sets` where rows are read a few at a time; with its options."""
+    """The sets of files whose rows are read a few at a time; only shapes are read now.
+
+    Args:
+        path: a .npy or .safetensors file, or a pattern of them (``"val_logits-*.npy"``), whose rows follow each other
+            in the order of the names and their numbers. The labels of ``val_logits-3.npy`` are in ``val_labels-3.npy``.
+        processes: who shares the rows; this process alone when None.
+        progress: a file that is written now and then, from which the same call goes on; none when None.
+        options: ``labels``, ``input_kind``, ``logits_key`` and ``labels_key`` of :func:`focalkern.files.read_sets`.
+
+    Returns:
+        By prefix, ``""``, ``"val"`` or ``"test"``, what :func:`focalkern.compare_calibrators` and
+        :func:`evaluate_rows` take for rows.
+
+    Raises:
+        InputError: anything at all that is wrong with names and shapes.
+
+    Example:
+        >>> for part in range(2):
+        ...     np.save(f"logits-{part}.npy", 2 * np.eye(4, dtype=np.float32))
+        ...     np.save(f"labels-{part}.npy", np.arange(4))
+        >>> rows = fk.study.stream_sets("logits-*.npy")[""]
+        >>> len(rows), rows.n_classes
+        (8, 4)
+    """
     processes = processes or Processes()
     progress = progress or Progress(None, 0, processes)
     sets = open_shards(path, **options)

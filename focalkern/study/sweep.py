@@ -44,6 +44,17 @@ class Sweep:
             figure.
         failed: by file, why it could not be used.
         criterion: by which the candidates were compared.
+
+    Example:
+        >>> labels = np.arange(400) % 3
+        >>> np.savez("small.npz", logits=4 * np.eye(3)[(labels + (np.arange(400) % 5 == 0)) % 3], labels=labels)
+        >>> found = fk.study.sweep.sweep(["small.npz"])
+        >>> found.wins("nll")["temperature"]["none"], found.ranks("nll")["none"]
+        (1, 6.0)
+        >>> found.value(*found.networks, "none", "nll") > 0.6
+        True
+        >>> len(found.table("nll")), len(found.to_csv().splitlines()), found.to_html()[:15], "wins" in found.to_dict()
+        (5, 7, b'<!DOCTYPE html>', True)
     """
 
     networks: tuple[dict[str, Any], ...]
@@ -51,14 +62,36 @@ class Sweep:
     criterion: Proper
 
     def value(self, network: dict[str, Any], method: str, figure: str) -> float:
-        """NaN where a method has no figure, infinity where the figure has no end."""
+        """One figure of one network.
+
+        Args:
+            network: one of ``networks``.
+            method: ``"auto"``, ``"none"``, ``"temperature"``, ``"focal"``, ``"temperature, ECE"`` or ``"focal, ECE"``.
+            figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``, of the test rows.
+
+        Returns:
+            The figure; NaN where a method has none, infinity where it has no end.
+
+        Raises:
+            KeyError: no such figure.
+        """
         figures = network["figures"].get(method)
         if figures is None:
             return math.nan
         return math.inf if figures[figure] is None else float(figures[figure])
 
     def ranks(self, figure: str) -> dict[str, float]:
-        """The mean rank of every method over the networks, 1 for the lowest; equal ones share the mean of theirs."""
+        """The mean rank of every method over the networks, 1 for the lowest; equal ones share the mean of theirs.
+
+        Args:
+            figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``.
+
+        Returns:
+            By method, its mean rank.
+
+        Raises:
+            KeyError: no such figure.
+        """
         total = dict.fromkeys(METHODS, 0.0)
         for network in self.networks:
             values = {method: self.value(network, method, figure) for method in METHODS}
@@ -69,7 +102,17 @@ class Sweep:
         return {method: rank / max(1, len(self.networks)) for method, rank in total.items()}
 
     def wins(self, figure: str) -> dict[str, dict[str, int]]:
-        """``wins[a][b]``: on how many networks a is lower than b."""
+        """How often one method is better than another.
+
+        Args:
+            figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``.
+
+        Returns:
+            By method a and method b, on how many networks a is lower than b.
+
+        Raises:
+            KeyError: no such figure.
+        """
         return {
             one: {
                 other: sum(
@@ -81,8 +124,18 @@ class Sweep:
         }
 
     def table(self, figure: str) -> list[list[str]]:
-        """Rows of cells under ``["network", *METHODS]``: the networks, the mean of those where every figure is finite,
-        the mean ranks, and for each of none and temperature scaling on how many networks a method is lower."""
+        """A figure as a table: a row per network, then means, mean ranks, and paired wins.
+
+        Args:
+            figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``.
+
+        Returns:
+            Rows of cells under ``["network", *METHODS]``: the networks, the mean of those where every figure is finite,
+            the mean ranks, and for each of none and temperature scaling on how many networks a method is lower.
+
+        Raises:
+            KeyError: no such figure.
+        """
         rows = [
             [network["name"], *(_cell(self.value(network, method, figure)) for method in METHODS)]
             for network in self.networks
@@ -113,6 +166,11 @@ class Sweep:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
+        """Everything, as ``json.dumps`` takes it.
+
+        Returns:
+            Networks with their figures, mean ranks, wins, and files that failed. A figure that is infinite is None.
+        """
         from focalkern import __version__  # which imports this module
 
         return {
@@ -126,7 +184,11 @@ class Sweep:
         }
 
     def to_csv(self) -> str:
-        """One line per network and method."""
+        """The figures as a .csv file.
+
+        Returns:
+            One line per network and method, under a header.
+        """
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(["network", "classes", "validation_rows", "test_rows", "method", "chosen", *FIGURES])
@@ -147,7 +209,11 @@ class Sweep:
         return stream.getvalue()
 
     def to_html(self) -> bytes:
-        """A page that needs nothing but itself."""
+        """The tables as a page that needs nothing but itself.
+
+        Returns:
+            HTML, in UTF-8.
+        """
         from focalkern import __version__  # which imports this module
 
         head = ["network", *METHODS]
@@ -195,6 +261,14 @@ def sweep(
 
     Returns:
         A :class:`Sweep`. A file that cannot be used is in ``failed``, and no reason to stop.
+
+    Raises:
+        OSError: the folder cannot be written.
+
+    Example:
+        >>> found = fk.study.sweep.sweep(["absent.npz"])
+        >>> found.failed
+        {'absent.npz': 'expected a file, found nothing there'}
     """
     names = list(dict.fromkeys(files))
     kept = None if folder is None else Path(folder)
