@@ -6,6 +6,7 @@ people with any of the common colour deficiencies can tell apart, and which diff
 colour alone. :func:`reliability_bands` and :func:`fit_ridge` return the numbers behind the bands and the fitted line.
 """
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -804,8 +805,17 @@ def _cell_edges(centres: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.concatenate([[2 * centres[0] - middle[0]], middle, [2 * centres[-1] - middle[-1]]])
 
 
+class _Figure(Figure):
+    """One that a notebook shows as a picture, also where pyplot, which would see to that, was never imported."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
+
+
 def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+    figure = _Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 

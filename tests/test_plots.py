@@ -77,6 +77,20 @@ def test_the_bars_are_the_accuracies_at_the_bins():
     assert sum(bar.get_height() for bar in shares) == pytest.approx(1.0)
 
 
+def test_a_notebook_shows_the_picture_without_pyplot():
+    """In an interpreter of its own: what a notebook would find, and that nothing has imported pyplot."""
+    code = """
+import sys, torch
+from focalkern import metrics, plots
+
+bins = metrics.reliability_bins(confidence=torch.rand(50, dtype=torch.float64), correct=torch.rand(50) < 0.5)
+picture = plots.reliability_diagram(bins)._repr_png_()
+assert picture.startswith(bytes([137]) + b"PNG"), picture[:8]
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_several_panels_share_their_axes():
     figure = plots.reliability_diagram({"before": some_bins(), "after": some_bins("equal_mass")})
     written = texts(figure)
