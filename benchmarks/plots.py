@@ -51,34 +51,28 @@ def panel(axis, lines: dict[str, list[tuple[float, float]]], x_label: str, y_lab
 
 
 def draw(out: Path, folder: Path) -> list[Path]:
-    """Writes speed_by_classes.png and speed_by_rows.png."""
+    """Writes speed.png: a row for each operator, against the number of classes and of rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    loss = series("focal_loss", out, r"forward\+backward")
-    mapped = series("calibration_map", out, r"forward\+backward")
-    grid = series("calibration_grid", out, "4500 cells")
-    written = []
-    titles = (
-        "focal_loss, forward + backward",
-        "focal_calibration_map, forward + backward",
-        "calibration_grid, 4500 cells",
+    operators = (
+        ("focal_loss, forward + backward", series("focal_loss", out, r"forward\+backward")),
+        ("focal_calibration_map, forward + backward", series("calibration_map", out, r"forward\+backward")),
+        ("calibration_grid, 4500 cells", series("calibration_grid", out, "4500 cells")),
     )
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4.6), layout="constrained")
-    for axis, lines, title in zip(axes, (loss, mapped), titles, strict=False):
-        # Batches get smaller as rows get longer: what compares is the time per logit.
-        points = {provider: largest_batches(cases) for provider, cases in lines.items()}
-        panel(axis, points, "classes", "nanoseconds per logit", title)
-    points = {provider: [(c, t) for n, c, t in cases if n == 10000] for provider, cases in grid.items()}
-    panel(axes[2], points, "classes", "milliseconds", f"{titles[2]}, 10000 rows")
-    written.append(folder / "speed_by_classes.png")
-    figure.savefig(written[-1], dpi=110)
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4.6), layout="constrained")
-    for axis, lines, title in zip(axes, (loss, mapped, grid), titles, strict=True):
+    figure, axes = plt.subplots(len(operators), 2, figsize=(8.4, 12.6), layout="constrained")
+    for (title, lines), (by_classes, by_rows) in zip(operators, axes, strict=True):
+        if title.startswith("calibration_grid"):
+            points = {provider: [(c, t) for n, c, t in cases if n == 10000] for provider, cases in lines.items()}
+            panel(by_classes, points, "classes", "milliseconds", f"{title}, 10000 rows")
+        else:
+            # Batches get smaller as rows get longer: what compares is the time per logit.
+            points = {provider: largest_batches(cases) for provider, cases in lines.items()}
+            panel(by_classes, points, "classes", "nanoseconds per logit", title)
         points = {provider: [(n, t) for n, c, t in cases if c == 100] for provider, cases in lines.items()}
-        panel(axis, points, "rows", "milliseconds", f"{title}, 100 classes")
-    written.append(folder / "speed_by_rows.png")
-    figure.savefig(written[-1], dpi=110)
+        panel(by_rows, points, "rows", "milliseconds", f"{title.partition(',')[0]}, 100 classes")
+    written = folder / "speed.png"
+    figure.savefig(written, dpi=110)
     plt.close("all")
-    return written
+    return [written]
 
 
 def largest_batches(cases: list[tuple[int, int, float]]) -> list[tuple[float, float]]:
