@@ -12,6 +12,7 @@ import torch
 
 import focalkern as fk
 from focalkern import bootstrap, calibrators, files, losses, metrics, study
+from focalkern.files.shards import open_shards
 
 NAN, INF = float("nan"), float("inf")
 Z = np.random.default_rng(0).normal(size=(6, 4))
@@ -131,7 +132,7 @@ def calls() -> dict[str, Call]:
         "bias_floor": call(bootstrap.bias_floor, probs=P, n_resamples=3),
         "from_frame": call(files.from_frame, "", frame=Frame()),
         "read_sets": call(files.read_sets, "", path="nowhere.npz"),
-        "open_shards": call(files.open_shards, "", path="nowhere.npy", labels=None, input_kind=None),
+        "open_shards": call(open_shards, "", path="nowhere.npy", labels=None, input_kind=None),
         "apply_calibrator": call(study.apply_calibrator, "", calibrator="no.json", source="no.npy", out="no_where.npy"),
     }
     for name in metrics.__all__:

@@ -16,7 +16,8 @@ import torch
 from odd_arguments import Y, Z, examples
 
 import focalkern as fk
-from focalkern.files import InputError, from_frame, open_shards, read_sets
+from focalkern.files import InputError, from_frame, read_sets
+from focalkern.files.shards import open_shards
 from focalkern.files.unlabelled import open_unlabelled
 
 
