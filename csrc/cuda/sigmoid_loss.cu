@@ -5,10 +5,12 @@
 // logits with strides) is found by walking the position down the dims, one division each. Each direction reads the
 // logits once; nothing is kept between them. The last block to finish adds up what the others found.
 //
-// The soft formulas serve hard targets too: the kernels wait for memory, not for a logarithm.
+// These kernels take everything, with the soft formulas for hard targets too; sigmoid_loss_plain.cu has faster ones for
+// what most callers ask for.
 
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
+#include "cuda/sigmoid_loss.h"
 #include "kernels.h"
 #include "math/sigmoid_loss.h"
 
@@ -46,8 +48,7 @@ __device__ __forceinline__ void store_pack(Scalar* address, const Pack<Scalar>& 
   }
 }
 
-// ---- one element
-// -----------------------------------------------------------------------------------------------------
+// ---- one element ---------------------------------------------------------------------------------------------------
 
 // A power that is the same everywhere and small needs no exponential.
 template <typename Real>
@@ -342,9 +343,12 @@ int sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, bool mean, comp
   using Real = compute_t<Scalar>;
   if (!is_valid(args)) return cudaErrorInvalidValue;
   GridSum<Real> totals = {total, divisor, mean, nullptr, nullptr};
-  const int64_t grid = blocks_for(args.space.size, kStep<Scalar>);
+  const bool is_plain = sigmoid_loss_is_plain(args);
+  const int64_t grid =
+      is_plain ? sigmoid_loss_plain_grid<Scalar>(args.space.size) : blocks_for(args.space.size, kStep<Scalar>);
   const cudaError_t error = prepare_grid_sum(totals, grid, workspace, stream);
   if (error != cudaSuccess) return error;
+  if (is_plain) return sigmoid_loss_plain_forward(args, totals, stream);
   void (*kernel)(SigmoidLossForward<Scalar>, Plan<Real>, GridSum<Real>) =
       args.loss_kind == SigmoidLoss::kFocal     ? sigmoid_loss_forward_kernel<Scalar, FocalElement>
       : args.loss_kind == SigmoidLoss::kQuality ? sigmoid_loss_forward_kernel<Scalar, QualityElement>
@@ -357,6 +361,7 @@ int sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, void* stream)
   using Real = compute_t<Scalar>;
   if (!is_valid(args)) return cudaErrorInvalidValue;
   if (args.space.size == 0) return cudaSuccess;
+  if (sigmoid_loss_is_plain(args)) return sigmoid_loss_plain_backward(args, stream);
   Plan<Real> plan = plan_of(args);
   plan.walks = plan.walks || must_walk(args.grad_loss);
   plan.result_in_packs = on_boundary<Scalar>(args.grad_input);

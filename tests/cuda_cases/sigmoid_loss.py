@@ -100,8 +100,8 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
     actual = run_sigmoid_loss(library, kind, x, target, gamma, second, grad, reduction=reduction, **options)
     wide = options.pop("wide", True)
     margin = options.pop("margin", 0.0)
-    if isinstance(options.get("weight"), torch.Tensor):
-        options["weight"] = options["weight"].double()
+    weight = options.pop("weight", 1.0)
+    options["weight"] = torch.as_tensor(weight, dtype=torch.float64)
     labels = target.dim() < x.dim()
     z = x.double().requires_grad_()
     t = target if labels else target.double().requires_grad_()
@@ -129,6 +129,11 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
         assert_near(actual["grad_target"], found[2], real, 20)
     if kind == ASYMMETRIC:
         assert_near(actual["grad_second"], found[-1], real, 20)
+    # The logits' gradient alone has kernels of its own.
+    alone = run_sigmoid_loss(library, kind, x, target, gamma, second, grad, reduction=reduction, wide=wide,
+                             margin=margin, all_gradients=False, **{**options, "weight": weight})  # fmt: skip
+    assert_near(alone["loss"], expected, real if wide or reduction != "none" else dtype, 20)
+    assert_near(alone["grad_input"], found[0], dtype, 20 if dtype == real else 2)
     return actual
 
 
@@ -138,10 +143,13 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
 @pytest.mark.parametrize("kind", [FOCAL, ASYMMETRIC, QUALITY])
 def test_sigmoid_loss_of_dense_targets(library, dtype, shape, kind):
     x, t = (torch.randn(shape) * 4).to(dtype), torch.rand(shape).to(dtype)
-    for reduction, gamma in (("mean", 2.0), ("none", 1.5)):
-        check_sigmoid_loss(
-            library, kind, x, t, gamma, reduction=reduction, margin=0.0625 if kind == ASYMMETRIC else 0.0
-        )
+    margin = 0.0625 if kind == ASYMMETRIC else 0.0
+    for reduction, gamma in (("mean", 2.0), ("none", 1.5), ("sum", 3.0)):
+        check_sigmoid_loss(library, kind, x, t, gamma, reduction=reduction, margin=margin)
+        # Hard targets, in some packs alone; and a weight that is no number, for which there are other kernels.
+        hard = torch.where(torch.rand(shape[0], 1) < 0.2, t, t.round())
+        weight = 0.5 if reduction == "none" else torch.full((1, 1), 2.0)
+        check_sigmoid_loss(library, kind, x, hard, gamma, reduction=reduction, margin=margin, weight=weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,6 +163,19 @@ def test_sigmoid_loss_of_labels(library, dtype, shape):
         for reduction in ("none", "sum", "mean"):
             check_sigmoid_loss(library, kind, x, labels, reduction=reduction)
     check_sigmoid_loss(library, FOCAL, x, labels.int(), reduction="none", wide=False)
+    check_sigmoid_loss(library, FOCAL, x, labels, 0.3, 0.25, reduction="sum", weight=torch.full((1,) * x.dim(), 2.0))
+
+
+# Rows that share packs, end in them or fill them; more packs than the small grid has threads.
+@pytest.mark.parametrize("shape", [(700, 1), (4000, 3), (500, 8), (97, 33), (2, 4099)])
+def test_sigmoid_loss_of_labels_in_rows(library, shape):
+    for dtype, kind in ((torch.float32, torch.int32), (torch.bfloat16, torch.uint8), (torch.float16, torch.int64)):
+        x = (torch.randn(shape) * 4).to(dtype)
+        labels = torch.randint(min(shape[1] + 1, 255), shape[:1]).to(kind)
+        labels[::7] = 255 if kind == torch.uint8 else -100
+        for gamma, reduction in ((2.0, "mean"), (0.0, "sum"), (0.7, "none")):
+            check_sigmoid_loss(library, FOCAL, x, labels, gamma, 0.25, reduction=reduction,
+                               ignore_index=255 if kind == torch.uint8 else -100)  # fmt: skip
 
 
 def reduction_may_be_nan(shape):
@@ -196,6 +217,10 @@ def test_sigmoid_loss_at_extreme_logits(library):
             assert_near(found["loss"], expected, torch.float32)
             assert_near(found["grad_input"], torch.autograd.grad(expected.sum(), z)[0], torch.float32)
             assert found["grad_gamma"].isfinite().all()
+            alone = run_sigmoid_loss(
+                library, kind, x, t, gamma, 1.0, grad[:1, :1], reduction="sum", all_gradients=False
+            )
+            assert_near(alone["grad_input"], found["grad_input"], torch.float32)
 
 
 def test_sigmoid_loss_of_nothing_and_of_ignored_rows(library):

@@ -1,0 +1,377 @@
+// Sigmoid focal, asymmetric and quality focal loss as most callers use them: gamma, alpha and weight are numbers,
+// logits and results lie alike, and only the logits' gradient is wanted. Forward and backward; sigmoid_loss.cu has the
+// rest.
+//
+// A thread takes 16 bytes of logits at a time, and with them either 16 bytes of targets or the label of their row. A
+// pack of hard targets (0 and 1, or labels) takes the short formulas, a pack with a soft one the general ones. Nothing
+// is kept between the passes. Elements that count nothing, because their row is ignored or because they lie beyond the
+// end, get a logit without loss and gradient, so that nothing has to be chosen afterwards.
+
+#include "cuda/common.cuh"
+#include "cuda/grid_sum.cuh"
+#include "cuda/sigmoid_loss.h"
+#include "kernels.h"
+#include "math/sigmoid_loss.h"
+
+namespace focalkern::cuda {
+namespace {
+
+constexpr int kBlocksAtOnce = 2;
+
+// e^-1000 is 0 in every type: against a target of 0, loss and slope are 0, too.
+template <typename Real>
+constexpr Real kLogitWithoutLoss = Real(-1000);
+
+enum class PowerKind { kSquare, kSmall, kAny };
+
+// The numbers of a launch.
+template <typename Real>
+struct PlainNumbers {
+  PowerKind power;
+  Real gamma;
+  Real gamma_positive;
+  SmallPower<Real> small;  // the same two, where they are small
+  SmallPower<Real> small_positive;
+  Real positive;  // weights of a target and of the rest
+  Real negative;
+  Real weight;
+};
+
+// n / classes for n below 2^32, by multiplication: at most one too small before it is put right.
+struct RowDivider {
+  uint32_t classes;
+  uint32_t reciprocal;
+
+  explicit RowDivider(int64_t n)
+      : classes(static_cast<uint32_t>(n)), reciprocal(n > 0 ? static_cast<uint32_t>(0xffffffffLL / n) : 0) {}
+
+  __device__ __forceinline__ void operator()(uint32_t n, uint32_t& row, uint32_t& j) const {
+    row = static_cast<uint32_t>(static_cast<uint64_t>(n) * reciprocal >> 32);
+    j = n - row * classes;
+    if (j >= classes) {
+      row += 1;
+      j -= classes;
+    }
+  }
+};
+
+// ---- a pack of elements --------------------------------------------------------------------------------------------
+
+template <typename Scalar>
+struct Pack {
+  static constexpr int kSize = kVectorSize<Scalar>;
+  compute_t<Scalar> x[kSize];
+  compute_t<Scalar> share[kSize];
+  int size;    // elements before the end
+  int counts;  // of them, those that are not ignored
+  bool is_hard;
+};
+
+template <typename Scalar>
+__device__ __forceinline__ Elements<Scalar> load_elements(const void* data, int64_t first, int size, Scalar missing) {
+  constexpr int kSize = kVectorSize<Scalar>;
+  const Scalar* at = static_cast<const Scalar*>(data) + first;
+  uint4 loaded;  // not elements: those of 16 bits would be taken apart here and again where they are used
+  if (size == kSize) {
+    loaded = load_vector(at);
+  } else {
+    Elements<Scalar> elements;
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) elements.at[e] = e < size ? at[e] : missing;
+    loaded = bit_cast<uint4>(elements);
+  }
+  return bit_cast<Elements<Scalar>>(loaded);
+}
+
+// What a label says of the elements of its row.
+template <typename Real>
+struct RowLabel {
+  uint32_t class_index;  // the class of the target, or none
+  bool counts;           // not ignored
+  bool is_live;          // nor out of range
+  Real otherwise;        // the logit in its place where it is not
+};
+
+template <typename Scalar>
+__device__ __forceinline__ RowLabel<compute_t<Scalar>> row_label(const SigmoidLossArgs<Scalar>& args, uint32_t row) {
+  using Real = compute_t<Scalar>;
+  const Labels labels = {args.target.data, args.target.type == ElementType::kInt64   ? Labels::Type::kInt64
+                                           : args.target.type == ElementType::kInt32 ? Labels::Type::kInt32
+                                                                                     : Labels::Type::kUInt8};
+  const int64_t label = labels[row];
+  const bool counts = label != args.ignore_index;
+  const bool is_live = counts && label >= 0 && label <= args.classes;  // the last is background
+  return {is_live ? static_cast<uint32_t>(label) : ~0u, counts, is_live, counts ? kNaN<Real> : kLogitWithoutLoss<Real>};
+}
+
+template <bool kLabels, typename Scalar>
+__device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>& args, const RowDivider& divide,
+                                                  int64_t first) {
+  using Real = compute_t<Scalar>;
+  constexpr int kSize = kVectorSize<Scalar>;
+  Pack<Scalar> pack;
+  const int64_t left = args.space.size - first;
+  pack.size = left < kSize ? static_cast<int>(left) : kSize;
+  const auto x = load_elements(args.input.data, first, pack.size, Store<Scalar>::from_compute(kLogitWithoutLoss<Real>));
+  if constexpr (kLabels) {
+    uint32_t row, j;
+    divide(static_cast<uint32_t>(first), row, j);
+    RowLabel<Real> label = row_label(args, row);
+    pack.is_hard = true;
+    if (j + kSize <= divide.classes) {
+      pack.counts = label.counts ? kSize : 0;
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        pack.x[e] = label.is_live ? load_as_compute(x.at[e]) : label.otherwise;
+        pack.share[e] = j + e == label.class_index ? Real(1) : Real(0);
+      }
+    } else {
+      // The pack goes on into further rows, or ends with the last of them.
+      pack.counts = 0;
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        const bool exists = e < pack.size;
+        if (j == divide.classes) {
+          j = 0;
+          row += 1;
+          if (exists) label = row_label(args, row);
+        }
+        pack.x[e] = label.is_live || !exists ? load_as_compute(x.at[e]) : label.otherwise;
+        pack.share[e] = j == label.class_index && exists ? Real(1) : Real(0);
+        pack.counts += label.counts && exists;
+        j += 1;
+      }
+    }
+  } else {
+    const auto target = load_elements(args.target.data, first, pack.size, Store<Scalar>::from_compute(Real(0)));
+    pack.counts = pack.size;
+    Real soft = 0;
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) {
+      const Real share = load_as_compute(target.at[e]);
+      pack.x[e] = load_as_compute(x.at[e]);
+      pack.share[e] = share;
+      soft += fabs(share * share - share);  // 0 for 0 and 1 alone; NaN for NaN
+    }
+    pack.is_hard = soft == Real(0);
+  }
+  return pack;
+}
+
+template <typename Loss, bool kHard, PowerKind kind, typename Scalar, typename Take>
+__device__ __forceinline__ void each_of_kind(const Pack<Scalar>& pack, const PlainNumbers<compute_t<Scalar>>& numbers,
+                                             compute_t<Scalar> margin, Take take) {
+  using Real = compute_t<Scalar>;
+  const auto power = [&](Real exponent, const SmallPower<Real>& small) {
+    if constexpr (kind == PowerKind::kSquare) return Square<Real>{};
+    if constexpr (kind == PowerKind::kSmall) return small;
+    if constexpr (kind == PowerKind::kAny) return AnyPower<Real>{exponent};
+  };
+  const auto gamma = power(numbers.gamma, numbers.small);
+  const auto gamma_positive = power(numbers.gamma_positive, numbers.small_positive);
+  const SigmoidParameters<Real, std::decay_t<decltype(gamma)>> with{gamma, gamma_positive, numbers.positive,
+                                                                    numbers.negative, margin};
+#pragma unroll
+  for (int e = 0; e < kVectorSize<Scalar>; ++e) {
+    take(e, Loss::template terms<kHard>(pack.x[e], pack.share[e], with));
+  }
+}
+
+// Calls take(e, terms) for every element of the pack.
+template <typename Loss, bool kHard, typename Scalar, typename Take>
+__device__ __forceinline__ void each_of(const Pack<Scalar>& pack, const PlainNumbers<compute_t<Scalar>>& numbers,
+                                        compute_t<Scalar> margin, Take take) {
+  if (numbers.power == PowerKind::kSquare) {
+    each_of_kind<Loss, kHard, PowerKind::kSquare>(pack, numbers, margin, take);
+  } else if (numbers.power == PowerKind::kSmall) {
+    each_of_kind<Loss, kHard, PowerKind::kSmall>(pack, numbers, margin, take);
+  } else {
+    each_of_kind<Loss, kHard, PowerKind::kAny>(pack, numbers, margin, take);
+  }
+}
+
+template <typename Loss, bool kLabels, typename Scalar, typename Take>
+__device__ __forceinline__ void each(const Pack<Scalar>& pack, const PlainNumbers<compute_t<Scalar>>& numbers,
+                                     compute_t<Scalar> margin, Take take) {
+  if (kLabels || pack.is_hard) {
+    each_of<Loss, true>(pack, numbers, margin, take);
+  } else {
+    each_of<Loss, false>(pack, numbers, margin, take);
+  }
+}
+
+// ---- kernels -------------------------------------------------------------------------------------------------------
+
+template <typename Scalar, typename Loss, bool kLabels>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce) void sigmoid_loss_plain_forward_kernel(
+    const __grid_constant__ SigmoidLossForward<Scalar> args,
+    const __grid_constant__ PlainNumbers<compute_t<Scalar>> numbers, const __grid_constant__ RowDivider divide,
+    const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
+  using Real = compute_t<Scalar>;
+  constexpr int kSize = kVectorSize<Scalar>;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kBlock * kSize;
+  double sum = 0;
+  int64_t count = 0;
+  for (int64_t first = (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) * kSize; first < args.space.size;
+       first += stride) {
+    const Pack<Scalar> pack = load_pack<kLabels>(args, divide, first);
+    Real losses[kSize];
+    Real pack_sum = 0;
+    each<Loss, kLabels>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
+      losses[e] = terms.loss * numbers.weight;
+      pack_sum += losses[e];
+    });
+    sum += static_cast<double>(pack_sum);
+    count += pack.counts;
+    if (args.loss == nullptr && args.loss_wide == nullptr) continue;
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) {
+      if (e >= pack.size) break;
+      if (args.loss != nullptr) args.loss[first + e] = Store<Scalar>::from_compute(losses[e]);
+      if (args.loss_wide != nullptr) args.loss_wide[first + e] = losses[e];
+    }
+  }
+  sum_over_grid(totals, sum, static_cast<double>(count));
+}
+
+template <typename Scalar, typename Loss, bool kLabels>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce) void sigmoid_loss_plain_backward_kernel(
+    const __grid_constant__ SigmoidLossBackward<Scalar> args,
+    const __grid_constant__ PlainNumbers<compute_t<Scalar>> numbers, const __grid_constant__ RowDivider divide) {
+  using Real = compute_t<Scalar>;
+  constexpr int kSize = kVectorSize<Scalar>;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kBlock * kSize;
+  const Real upstream = args.grad_loss.data != nullptr ? *static_cast<const Real*>(args.grad_loss.data)
+                                                       : static_cast<Real>(args.grad_loss.value);
+  const Real scale = numbers.weight * (args.divisor != nullptr ? upstream / *args.divisor : upstream);
+  for (int64_t first = (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) * kSize; first < args.space.size;
+       first += stride) {
+    const Pack<Scalar> pack = load_pack<kLabels>(args, divide, first);
+    Elements<Scalar> result;
+    each<Loss, kLabels>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
+      result.at[e] = Store<Scalar>::from_compute(terms.slope * scale);
+    });
+    if (pack.size == kSize) {
+      store_vector(args.grad_input + first, bit_cast<uint4>(result));
+      continue;
+    }
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) {
+      if (e < pack.size) args.grad_input[first + e] = result.at[e];
+    }
+  }
+}
+
+// ---- launch --------------------------------------------------------------------------------------------------------
+
+template <typename Scalar>
+constexpr ElementType kTypeOf = ElementType::kFloat;
+template <>
+constexpr ElementType kTypeOf<double> = ElementType::kDouble;
+template <>
+constexpr ElementType kTypeOf<Half> = ElementType::kHalf;
+template <>
+constexpr ElementType kTypeOf<BFloat16> = ElementType::kBFloat16;
+
+bool on_boundary(const void* address) { return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0; }
+
+template <typename Scalar>
+bool has_plain_arguments(const SigmoidLossArgs<Scalar>& args) {
+  if (args.gamma.data != nullptr || args.second.data != nullptr || args.weight.data != nullptr) return false;
+  if (!args.input.dense || !on_boundary(args.input.data)) return false;
+  if (!args.target_is_labels) {
+    return args.target.dense && args.target.type == kTypeOf<Scalar> && on_boundary(args.target.data);
+  }
+  // A row of the memory for each label. Its elements are counted in 32 bits.
+  const ElementSpace& space = args.space;
+  return space.dims == 2 && args.class_dim == 1 && space.sizes[1] == args.classes && args.target.strides[0] == 1 &&
+         args.classes > 0 && space.size <= INT32_MAX;
+}
+
+template <typename Scalar>
+PlainNumbers<compute_t<Scalar>> numbers_of(const SigmoidLossArgs<Scalar>& args) {
+  using Real = compute_t<Scalar>;
+  const auto gamma = static_cast<Real>(args.gamma.value), second = static_cast<Real>(args.second.value);
+  const bool is_asymmetric = args.loss_kind == SigmoidLoss::kAsymmetric;
+  const bool is_small = SmallPower<Real>::covers(gamma) && (!is_asymmetric || SmallPower<Real>::covers(second));
+  const bool has_alpha = args.loss_kind == SigmoidLoss::kFocal && args.second.value >= 0;
+  const PowerKind power = !is_small                            ? PowerKind::kAny
+                          : gamma == Real(2) && !is_asymmetric ? PowerKind::kSquare
+                                                               : PowerKind::kSmall;
+  return {power,
+          gamma,
+          second,
+          SmallPower<Real>(is_small ? gamma : Real(0)),
+          SmallPower<Real>(is_small && is_asymmetric ? second : Real(0)),
+          has_alpha ? second : Real(1),
+          has_alpha ? Real(1) - second : Real(1),
+          static_cast<Real>(args.weight.value)};
+}
+
+// Calls f(loss, with labels or not).
+template <typename Function>
+int with_kernel(SigmoidLoss loss, bool labels, Function f) {
+  const auto with_loss = [&](auto is_labels) {
+    return loss == SigmoidLoss::kFocal     ? f(FocalElement{}, is_labels)
+           : loss == SigmoidLoss::kQuality ? f(QualityElement{}, is_labels)
+                                           : f(AsymmetricElement{}, is_labels);
+  };
+  return labels ? with_loss(std::true_type{}) : with_loss(std::false_type{});
+}
+
+}  // namespace
+
+template <typename Scalar>
+bool sigmoid_loss_is_plain(const SigmoidLossForward<Scalar>& args) {
+  return has_plain_arguments<Scalar>(args);
+}
+
+template <typename Scalar>
+bool sigmoid_loss_is_plain(const SigmoidLossBackward<Scalar>& args) {
+  if (args.grad_target != nullptr || args.grad_gamma != nullptr || args.grad_second != nullptr) return false;
+  if (args.grad_input == nullptr || !on_boundary(args.grad_input) || !has_plain_arguments<Scalar>(args)) return false;
+  for (int d = 0; d < args.space.dims && args.grad_loss.data != nullptr; ++d) {
+    if (args.grad_loss.strides[d] != 0 && args.space.sizes[d] > 1) return false;
+  }
+  return true;
+}
+
+template <typename Scalar>
+int64_t sigmoid_loss_plain_grid(int64_t size) {
+  const int64_t blocks = divide_up(size, static_cast<int64_t>(kBlock) * kVectorSize<Scalar>);
+  return blocks < 1 ? 1 : blocks < kMaxGrid ? blocks : kMaxGrid;
+}
+
+template <typename Scalar>
+int sigmoid_loss_plain_forward(const SigmoidLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals,
+                               void* stream) {
+  return with_kernel(args.loss_kind, args.target_is_labels, [&](auto loss, auto labels) {
+    return launch(sigmoid_loss_plain_forward_kernel<Scalar, decltype(loss), labels.value>,
+                  sigmoid_loss_plain_grid<Scalar>(args.space.size), kBlock, stream, args, numbers_of<Scalar>(args),
+                  RowDivider(args.classes), totals);
+  });
+}
+
+template <typename Scalar>
+int sigmoid_loss_plain_backward(const SigmoidLossBackward<Scalar>& args, void* stream) {
+  return with_kernel(args.loss_kind, args.target_is_labels, [&](auto loss, auto labels) {
+    return launch(sigmoid_loss_plain_backward_kernel<Scalar, decltype(loss), labels.value>,
+                  sigmoid_loss_plain_grid<Scalar>(args.space.size), kBlock, stream, args, numbers_of<Scalar>(args),
+                  RowDivider(args.classes));
+  });
+}
+
+#define FK_INSTANTIATE(Scalar)                                                               \
+  template bool sigmoid_loss_is_plain<Scalar>(const SigmoidLossForward<Scalar>&);            \
+  template bool sigmoid_loss_is_plain<Scalar>(const SigmoidLossBackward<Scalar>&);           \
+  template int64_t sigmoid_loss_plain_grid<Scalar>(int64_t);                                 \
+  template int sigmoid_loss_plain_forward<Scalar>(const SigmoidLossForward<Scalar>&,         \
+                                                  const GridSum<compute_t<Scalar>>&, void*); \
+  template int sigmoid_loss_plain_backward<Scalar>(const SigmoidLossBackward<Scalar>&, void*);
+FK_INSTANTIATE(Half)
+FK_INSTANTIATE(BFloat16)
+FK_INSTANTIATE(float)
+FK_INSTANTIATE(double)
+#undef FK_INSTANTIATE
+
+}  // namespace focalkern::cuda
