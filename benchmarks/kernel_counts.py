@@ -24,6 +24,7 @@ from pathlib import Path
 
 CLOCK, MULTIPROCESSORS, MEMORY = 1.755e9, 132, 3.35e12  # of the H100 SXM: Hz, count, bytes per second
 MEMORY_LATENCY = 650  # cycles
+MAX_GRID = 2048  # blocks, as in csrc/cuda/launch.h
 BYTES_PER_CYCLE = 0.93 * MEMORY / MULTIPROCESSORS / CLOCK  # what a copy reaches of the memory's rate
 TABLE = Path(__file__).parent / "results" / "kernel_counts.csv"
 MORE = 1.03  # how many times the table's instructions a kernel may take before --check fails
@@ -48,11 +49,18 @@ FOCAL_LOSS = [
     ("bfloat16", (16896, 100), 4), ("float32", (2, 19, 67584), 5), ("bfloat16", (2, 19, 67584), 5),
     ("float64", (16896, 1000), 2),
 ]  # fmt: skip
-# Targets of the type of the logits, or a label for each row.
-SIGMOID_LOSS = [
-    ("float32", (512, 80), False), ("bfloat16", (512, 80), False), ("float32", (512, 80), True),
-    ("float64", (512, 80), False),
+# Labels, and for the focal loss label smoothing, which shares the kernels of class probabilities.
+ROW_LOSS = [
+    ("poly", "float32", (16896, 1000)), ("poly", "bfloat16", (16896, 1000)), ("poly", "float32", (135168, 10)),
+    ("dual", "float32", (16896, 1000)), ("brier", "float32", (16896, 1000)), ("focal", "float32", (16896, 1000)),
+    ("focal", "float32", (135168, 10)),
 ]  # fmt: skip
+# Targets of the type of the logits, or a label for each row; hard, or soft. Enough for several rounds of the grid.
+SIGMOID_LOSS = [
+    ("float32", "hard"), ("bfloat16", "hard"), ("float32", "soft"), ("bfloat16", "soft"), ("float32", "labels"),
+    ("bfloat16", "labels"), ("float64", "hard"),
+]  # fmt: skip
+SIGMOID_SHAPE = (131072, 80)
 MAP = [("float32", (64, 1000)), ("float32", (4, 32000)), ("bfloat16", (64, 1000)), ("float32", (4000, 10))]
 
 
@@ -95,7 +103,7 @@ def load(folder: Path) -> ctypes.CDLL:
     if library.sassrun_load(str(code).encode()) <= 0:
         raise CountsUnavailableError("the machine code holds what the interpreter does not know")
     library.ptxrun_set(b"global_races", c_int64(0))
-    library.set_max_grid(c_int64(2048))
+    library.set_max_grid(c_int64(MAX_GRID))
     return library
 
 
@@ -220,24 +228,66 @@ def focal_loss(library: ctypes.CDLL, cycles: bool, wanted: Callable[[str], bool]
         library.sassrun_trace(c_int64(0))
 
 
+def row_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:
+    import torch
+    from cuda_cases.common import real_of
+    from cuda_cases.focal_loss import run_focal_loss
+
+    for loss, kind, (rows, classes) in ROW_LOSS:
+        smoothing = 0.1 if loss == "focal" else 0.0
+        case = f"{loss} {kind} {rows}x{classes}{' smooth' if smoothing else ''}"
+        if not wanted(case):
+            continue
+        dtype, blocks = getattr(torch, kind), 6
+        logits = (3 * torch.randn(64, classes)).to(dtype).repeat(rows // 64, 1)
+        library.ptxrun_set(b"only_blocks", c_int64(blocks))
+        run_focal_loss(library, logits, torch.randint(classes, (rows,)), 0.0 if loss == "brier" else 2.0,
+                       torch.ones(1, dtype=real_of(dtype)), reduction="sum", label_smoothing=smoothing,
+                       kind=("focal", "poly", "dual", "brier").index(loss), epsilon=1.5)  # fmt: skip
+        library.ptxrun_set(b"only_blocks", c_int64(0))
+        lanes = min(32, 1 << (-(-classes // 16) - 1).bit_length())  # threads of a row
+        some = taken_by(blocks, rows, 256 // lanes)
+        for name, code in executed(library).items():
+            moved = some * (classes * dtype.itemsize * (2 if "backward" in name else 1) + 20)
+            yield Count(case, short(name), **count(code, some * classes, moved))
+
+
 def sigmoid_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:
     import torch
     from cuda_cases.common import real_of
     from cuda_cases.sigmoid_loss import FOCAL, run_sigmoid_loss
 
-    for kind, shape, labelled in SIGMOID_LOSS:
-        case = f"sigmoid {kind} {'x'.join(map(str, shape))}{' labels' if labelled else ''}"
+    rows, classes = SIGMOID_SHAPE
+    for kind, targets in SIGMOID_LOSS:
+        case = f"sigmoid {kind} {rows}x{classes} {targets}"
         if not wanted(case):
             continue
-        dtype = getattr(torch, kind)
-        logits = (3 * torch.randn(shape)).to(dtype)
-        target = torch.randint(shape[1] + 1, shape[:1]) if labelled else torch.rand(shape).round().to(dtype)
+        dtype, blocks = getattr(torch, kind), 6
+        logits = (3 * torch.randn(64, classes)).to(dtype).repeat(rows // 64, 1)
+        shares = torch.rand(64, classes)
+        labels = torch.randint(classes + 1, (64,))
+        target = (shares if targets == "soft" else shares.round()).to(dtype).repeat(rows // 64, 1)
+        if targets == "labels":
+            target = labels.repeat(rows // 64)
         grad = torch.ones((1, 1), dtype=real_of(dtype))
-        run_sigmoid_loss(library, FOCAL, logits, target, 2.0, 0.25, grad, all_gradients=False)
+        library.ptxrun_set(b"only_blocks", c_int64(blocks))
+        run_sigmoid_loss(library, FOCAL, logits, target, 2.0, 0.25, grad, reduction="sum", all_gradients=False)
+        library.ptxrun_set(b"only_blocks", c_int64(0))
         for name, code in executed(library).items():
-            tensors = (1 if labelled else 2) + ("backward" in name)
-            moved = tensors * logits.numel() * dtype.itemsize + (8 * shape[0] if labelled else 0)
-            yield Count(case, short(name), **count(code, logits.numel(), moved))
+            pack = 16 // dtype.itemsize if "plain" in name else 2 if kind == "float64" else 4
+            some = taken_by(blocks, logits.numel(), 256 * pack)
+            tensors = (1 if targets == "labels" else 2) + ("backward" in name)
+            moved = some * (tensors * dtype.itemsize + (8 / classes if targets == "labels" else 0))
+            yield Count(case, short(name), **count(code, some, moved))
+
+
+def taken_by(blocks: int, size: int, of_a_block: int) -> int:
+    """How much of `size` the first blocks take, in all rounds of the grid."""
+    grid = min(MAX_GRID, -(-size // of_a_block))
+    firsts = [
+        (start + block) * of_a_block for start in range(0, -(-size // of_a_block), grid) for block in range(blocks)
+    ]
+    return sum(max(0, min(of_a_block, size - first)) for first in firsts)
 
 
 def calibration(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:
@@ -285,6 +335,7 @@ def counts(folder: Path, *, cycles: bool = False, words: list[str] = []) -> Iter
 
     yield from focal_loss(library, cycles, wanted)
     if not cycles:
+        yield from row_loss(library, wanted)
         yield from sigmoid_loss(library, wanted)
         yield from calibration(library, wanted)
 

@@ -36,10 +36,11 @@ CASES = {
     "calibration_grid.cu": "calibration_grid+blind_spots",
     "calibration_sums.cu": "calibration_sums",
     "sigmoid_loss.cu": "sigmoid_loss",
-    "row_loss.cu": "row_loss",
+    "sigmoid_loss_plain.cu": "sigmoid_loss",
+    "row_loss.cu": "row_loss+focal_loss",
 }
-# What is compiled anew where a header changes: one file that uses all of it.
-COMPILED = {"common.cuh": "focal_loss.cu", "grid_sum.cuh": "focal_loss.cu"}
+# What is compiled anew where a header changes: files that together use all of it.
+COMPILED = {"common.cuh": ("focal_loss.cu", "row_loss.cu"), "grid_sum.cuh": ("focal_loss.cu",)}
 # Where a file's cases are among others: pytest -k.
 CHOICE = {
     "common.cuh": "not (map or grid)",
@@ -79,20 +80,6 @@ FAULTS = [
         "t < plan.tiles; t += gridDim.x",
         "t < plan.tiles; t += plan.tiles",
         1,
-    ),
-    Fault(
-        "general forward: only the first tile",
-        "focal_loss.cu",
-        "t < plan.tiles; t += gridDim.x",
-        "t < plan.tiles; t += plan.tiles",
-        2,
-    ),
-    Fault(
-        "general backward: only the first tile",
-        "focal_loss.cu",
-        "t < plan.tiles; t += gridDim.x",
-        "t < plan.tiles; t += plan.tiles",
-        3,
     ),
     Fault(
         "forward: a block takes its neighbour's tiles",
@@ -157,6 +144,19 @@ FAULTS = [
         "sigmoid_loss.cu",
         "first < args.space.size; first += stride",
         "first < args.space.size; first += args.space.size",
+        1,
+    ),
+    Fault(
+        "the plain losses of one logit stop after the first round",
+        "sigmoid_loss_plain.cu",
+        "first += stride",
+        "first += args.space.size",
+    ),
+    Fault(
+        "the plain gradients of one logit stop after the first round",
+        "sigmoid_loss_plain.cu",
+        "first += stride",
+        "first += args.space.size",
         1,
     ),
     Fault(
@@ -248,6 +248,64 @@ FAULTS = [
         "% sizeof(Pack<Scalar>) == 0;",
         "% 1 == 0;",
     ),
+    Fault(
+        "a plain pack's tail is read beyond the end",
+        "sigmoid_loss_plain.cu",
+        "elements.at[e] = e < size ? at[e] : missing;",
+        "elements.at[e] = at[e];",
+    ),
+    Fault(
+        "a plain pack is loaded beyond the end",
+        "sigmoid_loss_plain.cu",
+        "  if (size == kSize) {",
+        "  if (size <= kSize) {",
+    ),
+    Fault(
+        "elements beyond the last have a loss",
+        "sigmoid_loss_plain.cu",
+        "Store<Scalar>::from_compute(kLogitWithoutLoss<Real>));",
+        "Store<Scalar>::from_compute(Real(0)));",
+    ),
+    Fault(
+        "elements beyond the last count in the mean",
+        "sigmoid_loss_plain.cu",
+        "pack.counts = pack.size;",
+        "pack.counts = kSize;",
+    ),
+    Fault(
+        "losses are written beyond the last",
+        "sigmoid_loss_plain.cu",
+        "      if (e >= pack.size) break;\n",
+        "",
+    ),
+    Fault(
+        "a plain pack's tail gets no gradient",
+        "sigmoid_loss_plain.cu",
+        "if (e < pack.size) args.grad_input",
+        "if (e < 0) args.grad_input",
+    ),
+    Fault(
+        "a label is read beyond the last row",
+        "sigmoid_loss_plain.cu",
+        "if (exists) label = row_label(args, row);",
+        "label = row_label(args, row);",
+    ),
+    Fault(
+        "a pack has the label of its first row",
+        "sigmoid_loss_plain.cu",
+        "        if (j == divide.classes) {",
+        "        if (false) {",
+    ),
+    Fault("the row of a pack is one too small", "sigmoid_loss_plain.cu", "    if (j >= classes) {", "    if (false) {"),
+    Fault(
+        "soft targets count as hard", "sigmoid_loss_plain.cu", "pack.is_hard = soft == Real(0);", "pack.is_hard = true;"
+    ),
+    Fault(
+        "plain packs without regard to the boundary",
+        "sigmoid_loss_plain.cu",
+        "% kVectorBytes == 0; }",
+        "% 1 == 0; }",
+    ),
     # ---- the target's gradient, which goes over another value
     Fault("any thread writes the target's gradient", "focal_loss.cu", "index == writer", "index == 0"),
     Fault(
@@ -256,7 +314,7 @@ FAULTS = [
         "(target & (threads - 1)) == index",
         "index == 0",
     ),
-    Fault("too few slots for a short row", "focal_loss.cu", "if (steps <= 12)", "if (steps <= 16)"),
+    Fault("too few slots for a short row", "focal_loss.cu", "if (steps <= 13)", "if (steps <= 16)"),
     # ---- sizes
     Fault(
         "the tile of shared memory is one vector short",
@@ -280,9 +338,9 @@ FAULTS = [
     ),
     Fault(
         "a barrier that rows beyond the end leave out",
-        "focal_loss.cu",
-        "      row_sum = group.sum(row_sum);\n",
-        "      if (r >= rows) continue;\n      row_sum = group.sum(row_sum);\n",
+        "row_loss.cu",
+        "    row_sum = group.sum(row_sum);\n",
+        "    if (row.row >= args.rows) continue;\n    row_sum = group.sum(row_sum);\n",
     ),
     # ---- what only some callers want
     Fault(
@@ -411,7 +469,7 @@ class Workshop:
         shutil.copytree(self.base, mutant)
         file.write_text(fault.plant(text))
         try:
-            return self.compile([file.with_name(COMPILED.get(fault.file, fault.file))], mutant)
+            return self.compile([file.with_name(name) for name in COMPILED.get(fault.file, (fault.file,))], mutant)
         finally:
             file.write_text(text)
 

@@ -5,51 +5,36 @@
 // that a warp reads neighbours. Labels without smoothing: one pass over the logits each way. The group's threads share
 // the classes out and reduce them to the sums of the row; each thread then has the numbers of the row, and writes its
 // share of the gradient. Class probabilities and label smoothing need the terms of every class, and read the logits
-// twice. Sums over rows are per block; a second kernel of one block adds them up.
+// twice forward and three times at most backward.
+
+#include "cuda/row_loss.cuh"
 
 #include "cuda/common.cuh"
+#include "cuda/grid_sum.cuh"
 #include "kernels.h"
 #include "math/brier.h"
 #include "math/dual_focal.h"
 #include "math/poly_focal.h"
-#include "math/row_loss.h"
 
 namespace focalkern::cuda {
 namespace {
 
-// A label as a class, or why it is none.
-constexpr int kIgnored = -1;
-constexpr int kOutOfRange = -2;
 constexpr int kNoClass = INT32_MAX;  // loses against any class when the first one is asked for
 constexpr int kUnroll = 8;
 
 template <typename Real>
 using class_int = decltype(number_as_class(Real()));
 
+// How a launch divides its work, and where its rows are.
 struct RowGeometry {
   int lanes;
+  int lane_bits;
   int64_t tiles;  // of kBlock / lanes rows
   int64_t grid;
+  RowOffset logits;
+  RowOffset target_probs;
+  RowOffset grad_logits;
 };
-
-template <typename Scalar>
-__device__ __forceinline__ int read_label(const FocalLossArgs<Scalar>& args, int64_t row) {
-  const int64_t label = args.labels[row];
-  if (label == args.ignore_index) return kIgnored;
-  return label < 0 || label >= args.classes ? kOutOfRange : static_cast<int>(label);
-}
-
-template <typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> gamma_at(const FocalLossArgs<Scalar>& args, int64_t row,
-                                                      compute_t<Scalar> p) {
-  if (args.edges != nullptr) return table_gamma(p, args.edges, args.gamma, args.n_bins);
-  return args.gamma != nullptr ? args.gamma[row * args.gamma_stride] : args.gamma_value;
-}
-
-template <typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> weight_of(const FocalLossArgs<Scalar>& args, int64_t j) {
-  return args.class_weight != nullptr ? args.class_weight[j] : compute_t<Scalar>(1);
-}
 
 // A row as one thread of its group sees it.
 template <typename Scalar>
@@ -75,23 +60,26 @@ struct Row {
   }
 };
 
+// Row number `thread of the block / lanes` of a tile; it may lie beyond the last one.
 template <typename Scalar>
-__device__ __forceinline__ Row<Scalar> row_of(const FocalLossArgs<Scalar>& args, int64_t row, int index, int lanes) {
+__device__ __forceinline__ Row<Scalar> row_of(const FocalLossArgs<Scalar>& args, const RowGeometry& geometry,
+                                              int64_t tile) {
+  const int thread = static_cast<int>(threadIdx.x);
   Row<Scalar> result = {};
-  result.row = row;
-  result.index = index;
-  result.lanes = lanes;
+  result.row = tile * (kBlock >> geometry.lane_bits) + (thread >> geometry.lane_bits);
+  result.index = thread & (geometry.lanes - 1);
+  result.lanes = geometry.lanes;
   result.class_stride = args.layout.class_stride;
   result.target_stride = args.target_layout.class_stride;
   result.classes = static_cast<int>(args.classes);
   result.label = kIgnored;
-  if (row < args.rows) {
-    result.logits = args.logits + args.layout.row_offset(row);
+  if (result.row < args.rows) {
+    result.logits = args.logits + geometry.logits(result.row);
     if (args.target_probs != nullptr) {
-      result.targets = args.target_probs + args.target_layout.row_offset(row);
+      result.targets = args.target_probs + geometry.target_probs(result.row);
       result.label = 0;
     } else {
-      result.label = read_label(args, row);
+      result.label = read_label(args, result.row);
     }
   }
   result.is_live = result.label >= 0;
@@ -115,11 +103,11 @@ template <typename Real>
 struct SumsBesideLargest {
   Real max;
   Real rest;     // sum e^(z - max)
-  Real squares;  // sum e^(2 (z - max))
+  Real squares;  // sum e^(2 (z - max)), if it is asked for
   int largest;
 };
 
-template <typename Scalar>
+template <bool kSquares, typename Scalar>
 __device__ __forceinline__ SumsBesideLargest<compute_t<Scalar>> sums_beside_largest(const Row<Scalar>& row,
                                                                                     const RowGroup& group) {
   using Real = compute_t<Scalar>;
@@ -160,7 +148,7 @@ __device__ __forceinline__ SumsBesideLargest<compute_t<Scalar>> sums_beside_larg
   const Real shrink = exponential(mine.max - exp_base(max));
   const Real left_out = mine.largest == largest ? Real(0) : Real(1);
   const Real rest = group.sum((mine.rest + left_out) * shrink);
-  const Real squares = group.sum((mine.squares + left_out) * (shrink * shrink));
+  const Real squares = kSquares ? group.sum((mine.squares + left_out) * (shrink * shrink)) : Real(0);
   return {max, rest, squares, largest == kNoClass ? 0 : largest};
 }
 
@@ -177,7 +165,7 @@ template <typename Loss, typename Scalar>
 __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<Scalar>& row, const RowGroup& group) {
   using Real = compute_t<Scalar>;
   if constexpr (Loss::kLargestIsLeftOut) {
-    const SumsBesideLargest<Real> sums = sums_beside_largest(row, group);
+    const SumsBesideLargest<Real> sums = sums_beside_largest<Loss::kSquares>(row, group);
     // m - m is NaN for an infinite m, which the sum over the others would not show.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     return {sums.max, log_s, sums.squares * exponential(Real(-2) * log_s), sums.largest};
@@ -243,56 +231,6 @@ __device__ __forceinline__ RowNumbers<compute_t<Scalar>> numbers_of(const FocalL
   return numbers;
 }
 
-// ---- sums over the rows --------------------------------------------------------------------------------------------
-
-template <typename Real>
-struct Totals {
-  Real* loss;     // the sum or mean, or null for no reduction
-  Real* divisor;  // what the mean was divided by, 1 if there is none
-  bool mean;
-  double* sums;  // [2, grid], or null: one block
-};
-
-template <typename Real>
-__device__ __forceinline__ void write_totals(const Totals<Real>& totals, double loss, double weight) {
-  *totals.loss = static_cast<Real>(totals.mean ? loss / weight : loss);
-  if (totals.divisor != nullptr) *totals.divisor = totals.mean ? static_cast<Real>(weight) : Real(1);
-}
-
-// What each thread of a block brings.
-template <typename Real>
-__device__ __forceinline__ void add_up(const Totals<Real>& totals, double loss, double weight) {
-  __shared__ double scratch[kWarpsPerBlock];
-  if (totals.loss == nullptr) {
-    if (totals.divisor != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *totals.divisor = Real(1);
-    return;
-  }
-  loss = block_sum(loss, scratch);
-  weight = block_sum(weight, scratch);
-  if (threadIdx.x != 0) return;
-  if (totals.sums == nullptr) {
-    write_totals(totals, loss, weight);
-  } else {
-    totals.sums[blockIdx.x] = loss;
-    totals.sums[gridDim.x + blockIdx.x] = weight;
-  }
-}
-
-template <typename Real>
-__global__ __launch_bounds__(kBlock) void row_loss_total_kernel(const __grid_constant__ Totals<Real> totals,
-                                                                int blocks) {
-  __shared__ double scratch[kWarpsPerBlock];
-  double loss = 0;
-  double weight = 0;
-  for (int block = static_cast<int>(threadIdx.x); block < blocks; block += kBlock) {
-    loss += totals.sums[block];
-    weight += totals.sums[blocks + block];
-  }
-  loss = block_sum(loss, scratch);
-  weight = block_sum(weight, scratch);
-  if (threadIdx.x == 0) write_totals(totals, loss, weight);
-}
-
 // ---- labels --------------------------------------------------------------------------------------------------------
 
 template <typename Loss, typename Scalar>
@@ -307,20 +245,16 @@ __device__ __forceinline__ void keep(const FocalLossArgs<Scalar>& args, int64_t 
 }
 
 template <typename Loss, typename Scalar>
-__global__ __launch_bounds__(kBlock,
-                             2) void row_loss_forward_kernel(const __grid_constant__ FocalLossForward<Scalar> args,
-                                                             const __grid_constant__ RowGeometry geometry,
-                                                             const __grid_constant__ Totals<compute_t<Scalar>> totals) {
+__global__ __launch_bounds__(kBlock, 2) void row_loss_forward_kernel(
+    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
   const RowGroup group = {geometry.lanes, scratch};
-  const int thread = static_cast<int>(threadIdx.x);
-  const int rows_at_once = kBlock / geometry.lanes;
   double loss_sum = 0;
   double weight_sum = 0;
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
-    const auto row =
-        row_of<Scalar>(args, t * rows_at_once + thread / geometry.lanes, thread % geometry.lanes, geometry.lanes);
+    const auto row = row_of<Scalar>(args, geometry, t);
     KeptNumbers<Real> kept = sums_of_row<Loss>(row, group);
     if (row.row >= args.rows || row.index != 0) continue;
     Real loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
@@ -335,14 +269,7 @@ __global__ __launch_bounds__(kBlock,
     if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
     loss_sum += static_cast<double>(loss);
   }
-  add_up(totals, loss_sum, weight_sum);
-}
-
-// What d(reduced loss)/d(loss of the row) is.
-template <typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> upstream(const FocalLossBackward<Scalar>& args, int64_t row) {
-  const compute_t<Scalar> grad = args.grad_loss[row * args.grad_stride];
-  return args.divisor != nullptr ? grad / *args.divisor : grad;
+  sum_over_grid(totals, loss_sum, weight_sum);
 }
 
 template <typename Loss, typename Scalar>
@@ -350,11 +277,8 @@ __global__ __launch_bounds__(kBlock,
                              2) void row_loss_backward_kernel(const __grid_constant__ FocalLossBackward<Scalar> args,
                                                               const __grid_constant__ RowGeometry geometry) {
   using Real = compute_t<Scalar>;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int rows_at_once = kBlock / geometry.lanes;
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
-    const auto row =
-        row_of<Scalar>(args, t * rows_at_once + thread / geometry.lanes, thread % geometry.lanes, geometry.lanes);
+    const auto row = row_of<Scalar>(args, geometry, t);
     if (row.row >= args.rows) continue;
     const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
     RowSlope<Real> slope = {missing, Real(0), missing, missing, missing};
@@ -379,7 +303,7 @@ __global__ __launch_bounds__(kBlock,
     }
     if (args.grad_gamma != nullptr && row.index == 0) args.grad_gamma[row.row] = slope.grad_gamma;
     if (args.grad_logits == nullptr) continue;
-    Scalar* grad = args.grad_logits + args.grad_layout.row_offset(row.row);
+    Scalar* grad = args.grad_logits + geometry.grad_logits(row.row);
     for (int first = row.index; first < row.classes; first += kUnroll * row.lanes) {
       Real values[kUnroll];
       if (row.is_live) load_values(row, first, values);
@@ -447,18 +371,15 @@ __device__ __forceinline__ ClassAt<Loss, Scalar> class_at(const FocalLossArgs<Sc
 template <typename Loss, typename Scalar>
 __global__ __launch_bounds__(kBlock, 2) void row_loss_soft_forward_kernel(
     const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
-    const __grid_constant__ Totals<compute_t<Scalar>> totals) {
+    const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
   const RowGroup group = {geometry.lanes, scratch};
-  const int thread = static_cast<int>(threadIdx.x);
-  const int rows_at_once = kBlock / geometry.lanes;
   double loss_sum = 0;
   double weight_sum = 0;
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
-    const auto row =
-        row_of<Scalar>(args, t * rows_at_once + thread / geometry.lanes, thread % geometry.lanes, geometry.lanes);
-    const SumsBesideLargest<Real> sums = sums_beside_largest(row, group);
+    const auto row = row_of<Scalar>(args, geometry, t);
+    const SumsBesideLargest<Real> sums = sums_beside_largest<false>(row, group);
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     KeptNumbers<Real> kept = {sums.max, log_s, logarithm(sums.rest) - log_s, kIgnored};
     double row_sum = 0;
@@ -478,7 +399,7 @@ __global__ __launch_bounds__(kBlock, 2) void row_loss_soft_forward_kernel(
     // Probability targets: the mean is over the rows.
     if (row.is_live) weight_sum += args.target_probs != nullptr ? 1.0 : static_cast<double>(weight_of(args, row.label));
   }
-  add_up(totals, loss_sum, weight_sum);
+  sum_over_grid(totals, loss_sum, weight_sum);
 }
 
 template <typename Loss, typename Scalar>
@@ -487,11 +408,8 @@ __global__ __launch_bounds__(kBlock, 2) void row_loss_soft_backward_kernel(
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
   const RowGroup group = {geometry.lanes, scratch};
-  const int thread = static_cast<int>(threadIdx.x);
-  const int rows_at_once = kBlock / geometry.lanes;
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
-    const auto row =
-        row_of<Scalar>(args, t * rows_at_once + thread / geometry.lanes, thread % geometry.lanes, geometry.lanes);
+    const auto row = row_of<Scalar>(args, geometry, t);
     KeptNumbers<Real> kept = {0, 0, 0, kIgnored};
     Real given = 0;
     if (row.is_live) {
@@ -533,9 +451,8 @@ __global__ __launch_bounds__(kBlock, 2) void row_loss_soft_backward_kernel(
     if (args.grad_gamma != nullptr && row.index == 0) {
       args.grad_gamma[row.row] = row.is_live ? scale * static_cast<Real>(gamma_sum) : missing;
     }
-    Scalar* grad = args.grad_logits == nullptr ? nullptr : args.grad_logits + args.grad_layout.row_offset(row.row);
-    Real* grad_target =
-        args.grad_target == nullptr ? nullptr : args.grad_target + args.target_layout.row_offset(row.row);
+    Scalar* grad = args.grad_logits == nullptr ? nullptr : args.grad_logits + geometry.grad_logits(row.row);
+    Real* grad_target = args.grad_target == nullptr ? nullptr : args.grad_target + geometry.target_probs(row.row);
     if (grad == nullptr && grad_target == nullptr) continue;
     for (int64_t j = row.index; j < row.classes; j += row.lanes) {
       Real value = missing;
@@ -564,83 +481,96 @@ __global__ __launch_bounds__(kBlock, 2) void row_loss_soft_backward_kernel(
 // ---- launchers -----------------------------------------------------------------------------------------------------
 
 template <typename Scalar>
-bool is_soft(const FocalLossArgs<Scalar>& args) {
-  return args.target_probs != nullptr || args.label_smoothing != 0;
-}
-
-template <typename Scalar>
-RowGeometry plan_for(const FocalLossArgs<Scalar>& args) {
-  const auto distance = [](int64_t stride) { return stride < 0 ? -stride : stride; };
-  const RowLayout& layout = args.layout;
-  const int64_t row_stride = layout.inner > 1 ? layout.inner_stride : layout.outer_stride;
-  const bool class_outermost =
-      args.rows > 1 && args.classes > 1 && distance(row_stride) < distance(layout.class_stride);
-  const RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), /*end_to_end=*/false, class_outermost);
-  RowGeometry geometry = {};
-  geometry.lanes = plan.path == RowPath::kPixels ? 1 : plan.lanes;
-  geometry.tiles = divide_up(args.rows, kBlock / geometry.lanes);
+RowGeometry plan_for(const FocalLossArgs<Scalar>& args, const RowLayout& grad_layout) {
+  const RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), false, class_is_outermost(args));
+  RowGeometry geometry = {plan.path == RowPath::kPixels ? 1 : plan.lanes,
+                          plan.path == RowPath::kPixels ? 0 : plan.lane_bits,
+                          0,
+                          0,
+                          RowOffset(args.layout),
+                          RowOffset(args.target_layout),
+                          RowOffset(grad_layout)};
+  geometry.tiles = divide_up(args.rows, kBlock >> geometry.lane_bits);
   // A block for no rows at all, too: it writes the sum of nothing. One where there is no memory for more sums.
   geometry.grid = geometry.tiles < kMaxGrid ? geometry.tiles : kMaxGrid;
   if (geometry.grid < 1 || fits_one_block(args.rows, args.classes)) geometry.grid = 1;
   return geometry;
 }
 
-// Classes are counted in int, with room for one step of any loop over them.
-template <typename Loss, typename Scalar>
-bool sizes_are_valid(const FocalLossArgs<Scalar>& args) {
-  constexpr int64_t kMostClasses = INT32_MAX - 64 * kBlock * kVectorBytes;
-  return args.rows >= 0 && args.classes >= 0 && args.classes <= kMostClasses && args.layout.inner > 0 &&
-         (args.target_probs == nullptr || args.target_layout.inner > 0) &&
-         (args.target_probs != nullptr) != (args.labels.data != nullptr) &&
-         (Loss::kTarget != SoftTarget::kNone || !is_soft(args));
+template <typename Scalar>
+int launch_forward(void (*kernel)(FocalLossForward<Scalar>, RowGeometry, GridSum<compute_t<Scalar>>),
+                   const FocalLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
+                   void* stream) {
+  const RowGeometry geometry = plan_for(args, args.layout);
+  const cudaError_t error = prepare_grid_sum(totals, geometry.grid, workspace, stream);
+  return error != cudaSuccess ? error : launch(kernel, geometry.grid, kBlock, stream, args, geometry, totals);
+}
+
+template <typename Scalar>
+int launch_backward(void (*kernel)(FocalLossBackward<Scalar>, RowGeometry), const FocalLossBackward<Scalar>& args,
+                    void* stream) {
+  const RowGeometry geometry = plan_for(args, args.grad_layout);
+  return launch(kernel, geometry.grid, kBlock, stream, args, geometry);
 }
 
 }  // namespace
 
 template <typename Loss, typename Scalar>
+int row_loss_soft_forward(const FocalLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
+                          void* stream) {
+  return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar>, args, totals, workspace, stream);
+}
+
+template <typename Loss, typename Scalar>
+int row_loss_soft_backward(const FocalLossBackward<Scalar>& args, void* stream) {
+  return launch_backward(row_loss_soft_backward_kernel<Loss, Scalar>, args, stream);
+}
+
+template <typename Loss, typename Scalar>
 int row_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
                      compute_t<Scalar>* divisor, void* workspace, void* stream) {
-  using Real = compute_t<Scalar>;
-  if (args.rows > 0 && !sizes_are_valid<Loss>(args)) return cudaErrorInvalidValue;
-  const RowGeometry geometry = plan_for(args);
-  Totals<Real> totals = {loss, divisor, mean, nullptr};
-  if (loss != nullptr && geometry.grid > 1) {
-    if (workspace == nullptr) return cudaErrorInvalidValue;
-    totals.sums = static_cast<double*>(workspace);
+  if (args.rows > 0 && !sizes_are_valid(args)) return cudaErrorInvalidValue;
+  const GridSum<compute_t<Scalar>> totals = {loss, divisor, mean, nullptr, nullptr};
+  if (is_soft(args)) {
+    if constexpr (Loss::kTarget == SoftTarget::kNone)
+      return cudaErrorInvalidValue;
+    else
+      return row_loss_soft_forward<Loss>(args, totals, workspace, stream);
   }
-  void (*kernel)(FocalLossForward<Scalar>, RowGeometry, Totals<Real>) = row_loss_forward_kernel<Loss, Scalar>;
-  if constexpr (Loss::kTarget != SoftTarget::kNone) {
-    if (is_soft(args)) kernel = row_loss_soft_forward_kernel<Loss, Scalar>;
-  }
-  const int error = launch(kernel, geometry.grid, kBlock, stream, args, geometry, totals);
-  if (error != cudaSuccess || totals.sums == nullptr) return error;
-  return launch(row_loss_total_kernel<Real>, 1, kBlock, stream, totals, static_cast<int>(geometry.grid));
+  return launch_forward(row_loss_forward_kernel<Loss, Scalar>, args, totals, workspace, stream);
 }
 
 template <typename Loss, typename Scalar>
 int row_loss_backward(const FocalLossBackward<Scalar>& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
-  if (!sizes_are_valid<Loss>(args)) return cudaErrorInvalidValue;
+  if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
   if (args.grad_logits != nullptr && args.grad_layout.inner <= 0) return cudaErrorInvalidValue;
-  const RowGeometry geometry = plan_for(args);
-  void (*kernel)(FocalLossBackward<Scalar>, RowGeometry) = row_loss_backward_kernel<Loss, Scalar>;
-  if constexpr (Loss::kTarget != SoftTarget::kNone) {
-    if (is_soft(args)) kernel = row_loss_soft_backward_kernel<Loss, Scalar>;
+  if (is_soft(args)) {
+    if constexpr (Loss::kTarget == SoftTarget::kNone)
+      return cudaErrorInvalidValue;
+    else
+      return row_loss_soft_backward<Loss>(args, stream);
   }
-  return launch(kernel, geometry.grid, kBlock, stream, args, geometry);
+  return launch_backward(row_loss_backward_kernel<Loss, Scalar>, args, stream);
 }
 
-#define FK_ROW_LOSS_OF(Loss, Scalar)                                                                     \
+#define FK_ROW_LOSS(Loss, Scalar)                                                                        \
   template int row_loss_forward<Loss, Scalar>(const FocalLossForward<Scalar>&, bool, compute_t<Scalar>*, \
                                               compute_t<Scalar>*, void*, void*);                         \
   template int row_loss_backward<Loss, Scalar>(const FocalLossBackward<Scalar>&, void*);
-#define FK_ROW_LOSS(Loss)        \
-  FK_ROW_LOSS_OF(Loss, Half)     \
-  FK_ROW_LOSS_OF(Loss, BFloat16) \
-  FK_ROW_LOSS_OF(Loss, float)    \
-  FK_ROW_LOSS_OF(Loss, double)
-FK_ROW_LOSS(PolyFocalRow)
-FK_ROW_LOSS(DualFocalRow)
-FK_ROW_LOSS(BrierRow)
+// focal_loss.cu has the focal loss of labels without smoothing.
+#define FK_INSTANTIATE(Scalar)                                                                                     \
+  FK_ROW_LOSS(PolyFocalRow, Scalar)                                                                                \
+  FK_ROW_LOSS(DualFocalRow, Scalar)                                                                                \
+  FK_ROW_LOSS(BrierRow, Scalar)                                                                                    \
+  template int row_loss_soft_forward<FocalRow>(const FocalLossForward<Scalar>&, GridSum<compute_t<Scalar>>, void*, \
+                                               void*);                                                             \
+  template int row_loss_soft_backward<FocalRow>(const FocalLossBackward<Scalar>&, void*);
+FK_INSTANTIATE(Half)
+FK_INSTANTIATE(BFloat16)
+FK_INSTANTIATE(float)
+FK_INSTANTIATE(double)
+#undef FK_INSTANTIATE
+#undef FK_ROW_LOSS
 
 }  // namespace focalkern::cuda

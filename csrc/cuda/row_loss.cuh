@@ -1,0 +1,103 @@
+// What the kernels of focal_loss.cu and of row_loss.cu share: labels, parameters and places of rows, and the kernels
+// for class probabilities and label smoothing, which are those of row_loss.cu for every loss.
+#pragma once
+
+#include "cuda/common.cuh"
+#include "cuda/grid_sum.cuh"
+#include "kernels.h"
+#include "math/row_loss.h"
+
+namespace focalkern::cuda {
+
+// A label as a class, or why it is none.
+constexpr int kIgnored = -1;
+constexpr int kOutOfRange = -2;
+
+template <typename Scalar>
+__device__ __forceinline__ int read_label(const FocalLossArgs<Scalar>& args, int64_t row) {
+  const int64_t label = args.labels[row];
+  if (label == args.ignore_index) return kIgnored;
+  return label < 0 || label >= args.classes ? kOutOfRange : static_cast<int>(label);
+}
+
+template <typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> gamma_at(const FocalLossArgs<Scalar>& args, int64_t row,
+                                                      compute_t<Scalar> p) {
+  if (args.edges != nullptr) return table_gamma(p, args.edges, args.gamma, args.n_bins);
+  return args.gamma != nullptr ? args.gamma[row * args.gamma_stride] : args.gamma_value;
+}
+
+template <typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> weight_of(const FocalLossArgs<Scalar>& args, int64_t j) {
+  return args.class_weight != nullptr ? args.class_weight[j] : compute_t<Scalar>(1);
+}
+
+// What d(reduced loss)/d(loss of the row) is.
+template <typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> upstream(const FocalLossBackward<Scalar>& args, int64_t row) {
+  const compute_t<Scalar> grad = args.grad_loss[row * args.grad_stride];
+  return args.divisor != nullptr ? grad / *args.divisor : grad;
+}
+
+// RowLayout::row_offset without the 64-bit division, which would be a subroutine in every kernel: a quotient from the
+// reciprocal, right to within one for as many rows as a double can count.
+struct RowOffset {
+  int64_t inner;
+  int64_t outer_stride;
+  int64_t inner_stride;
+  double reciprocal;
+
+  explicit RowOffset(const RowLayout& layout)
+      : inner(layout.inner),
+        outer_stride(layout.outer_stride),
+        inner_stride(layout.inner_stride),
+        reciprocal(1.0 / static_cast<double>(layout.inner)) {}
+
+  __device__ __forceinline__ int64_t operator()(int64_t row) const {
+    auto outer = static_cast<int64_t>(static_cast<double>(row) * reciprocal);
+    int64_t rest = row - outer * inner;
+    if (rest < 0) {
+      outer -= 1;
+      rest += inner;
+    } else if (rest >= inner) {
+      outer += 1;
+      rest -= inner;
+    }
+    return outer * outer_stride + rest * inner_stride;
+  }
+};
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+// Whether a loss needs the terms of every class.
+template <typename Scalar>
+bool is_soft(const FocalLossArgs<Scalar>& args) {
+  return args.target_probs != nullptr || args.label_smoothing != 0;
+}
+
+// Whether the classes of a row lie further apart than neighbouring rows.
+template <typename Scalar>
+bool class_is_outermost(const FocalLossArgs<Scalar>& args) {
+  const auto distance = [](int64_t stride) { return stride < 0 ? -stride : stride; };
+  const RowLayout& layout = args.layout;
+  const int64_t row_stride = layout.inner > 1 ? layout.inner_stride : layout.outer_stride;
+  return args.rows > 1 && args.classes > 1 && distance(row_stride) < distance(layout.class_stride);
+}
+
+// Classes are counted in int, with room for one step of any loop over them.
+template <typename Scalar>
+bool sizes_are_valid(const FocalLossArgs<Scalar>& args) {
+  constexpr int64_t kMostClasses = INT32_MAX - 64 * kBlock * kVectorBytes;
+  return args.rows >= 0 && args.classes >= 0 && args.classes <= kMostClasses && args.layout.inner > 0 &&
+         (args.target_probs == nullptr || args.target_layout.inner > 0) &&
+         (args.target_probs != nullptr) != (args.labels.data != nullptr);
+}
+
+// The launchers where is_soft, of arguments that are valid.
+template <typename Loss, typename Scalar>
+int row_loss_soft_forward(const FocalLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
+                          void* stream);
+template <typename Loss, typename Scalar>
+int row_loss_soft_backward(const FocalLossBackward<Scalar>& args, void* stream);
+
+}  // namespace focalkern::cuda
