@@ -296,7 +296,12 @@ FAULTS = [
         "        if (j == divide.classes) {",
         "        if (false) {",
     ),
-    Fault("the row of a pack is one too small", "sigmoid_loss_plain.cu", "    if (j >= classes) {", "    if (false) {"),
+    Fault(
+        "the row of a pack is one too small",
+        "sigmoid_loss_plain.cu",
+        "      row += 1;\n      j -= classes;",
+        "      j -= classes;",
+    ),
     Fault(
         "soft targets count as hard", "sigmoid_loss_plain.cu", "pack.is_hard = soft == Real(0);", "pack.is_hard = true;"
     ),
@@ -313,6 +318,18 @@ FAULTS = [
         "focal_loss.cu",
         "(target & (threads - 1)) == index",
         "index == 0",
+    ),
+    Fault(
+        "any thread writes the target's gradient of a row",
+        "row_loss.cu",
+        "if ((row.label & mask) == row.index) grad",
+        "if (row.index == 0) grad",
+    ),
+    Fault(
+        "any thread writes the marked class's gradient of a row",
+        "row_loss.cu",
+        "(marked & mask) == row.index) {",
+        "row.index == 0) {",
     ),
     Fault("too few slots for a short row", "focal_loss.cu", "if (steps <= 13)", "if (steps <= 16)"),
     # ---- sizes

@@ -421,7 +421,8 @@ __device__ __forceinline__ void write_strided_gradient(Scalar* grad, int64_t gra
     }
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k, grad_at += grad_step) {
-      if (first + k * threads < classes) *grad_at = gradient_at<Scalar>(gradient, values[k]);
+      const Scalar value = gradient_at<Scalar>(gradient, values[k]);
+      if (first + k * threads < classes) *grad_at = value;
     }
   }
   const int target = gradient.target;

@@ -89,10 +89,11 @@ __device__ __forceinline__ Row<Scalar> row_of(const FocalLossArgs<Scalar>& args,
 // The next logits of a thread, -inf where there are none.
 template <typename Scalar>
 __device__ __forceinline__ void load_values(const Row<Scalar>& row, int first, compute_t<Scalar> (&values)[kUnroll]) {
+  const int64_t step = row.lanes * row.class_stride;
+  const Scalar* at = row.logits + first * row.class_stride;
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
-    const int j = first + k * row.lanes;
-    values[k] = j < row.classes ? row.z(j) : -kInfinity<compute_t<Scalar>>;
+  for (int k = 0; k < kUnroll; ++k, at += step) {
+    values[k] = first + k * row.lanes < row.classes ? load_as_compute(*at) : -kInfinity<compute_t<Scalar>>;
   }
 }
 
@@ -304,23 +305,33 @@ __global__ __launch_bounds__(kBlock,
     if (args.grad_gamma != nullptr && row.index == 0) args.grad_gamma[row.row] = slope.grad_gamma;
     if (args.grad_logits == nullptr) continue;
     Scalar* grad = args.grad_logits + geometry.grad_logits(row.row);
+    const int64_t stride = args.grad_layout.class_stride;
+    if (!row.is_live) {
+      for (int64_t j = row.index; j < row.classes; j += row.lanes) {
+        grad[j * stride] = Store<Scalar>::from_compute(missing);
+      }
+      continue;
+    }
+    const int64_t step = row.lanes * stride;
+    Scalar* at = grad + row.index * stride;
     for (int first = row.index; first < row.classes; first += kUnroll * row.lanes) {
       Real values[kUnroll];
-      if (row.is_live) load_values(row, first, values);
+      load_values(row, first, values);
 #pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        const int j = first + k * row.lanes;
-        if (j >= row.classes) continue;
-        Real value = missing;
-        if (row.is_live) {
-          const Real e = exponential(values[k] - max);
-          value = e * (Loss::kSquares ? slope.factor + e * slope.square : slope.factor);
-          if (Loss::kMarked != Marked::kNone && j == marked) value = slope.at_marked;
-          if (j == row.label) value = slope.at_target;
-        }
-        grad[j * args.grad_layout.class_stride] = Store<Scalar>::from_compute(value);
+      for (int k = 0; k < kUnroll; ++k, at += step) {
+        // A gradient that is stored in 16 bits loses more by that than `summand` costs it.
+        const Real below_max = values[k] - max;
+        const Real e = sizeof(Scalar) < sizeof(Real) ? summand(below_max) : exponential(below_max);
+        const Real value = e * (Loss::kSquares ? slope.factor + e * slope.square : slope.factor);
+        if (first + k * row.lanes < row.classes) *at = Store<Scalar>::from_compute(value);
       }
     }
+    // Over what was written there: to choose for every element costs it a branch. This thread wrote that, too.
+    const int mask = row.lanes - 1;
+    if (Loss::kMarked != Marked::kNone && marked >= 0 && (marked & mask) == row.index) {
+      grad[marked * stride] = Store<Scalar>::from_compute(slope.at_marked);
+    }
+    if ((row.label & mask) == row.index) grad[row.label * stride] = Store<Scalar>::from_compute(slope.at_target);
   }
 }
 
