@@ -553,14 +553,22 @@ Tensor weighted_sum(const Batch& batch, const Tensor& class_loss) {
   const Tensor mass = batch.weight.has_value() ? batch.target * *batch.weight : batch.target;
   // A class without target mass adds nothing, even at probability zero.
   const Tensor impossible = batch.log_q.isinf().logical_and(mass == 0);
-  return (mass * at::where(impossible, 0, class_loss)).sum(batch.dim);
+  Tensor product = mass * at::where(impossible, 0, class_loss);
+  if (mass.requires_grad()) {
+    // The slope in the share is the loss of the class, infinite: a square root has it at 0. Without weight it is 0.
+    const Tensor steep = batch.weight.has_value() ? impossible.logical_and(*batch.weight != 0) : impossible;
+    product = at::where(steep, at::where(steep, mass, 1).sqrt(), product);
+  }
+  return product.sum(batch.dim);
 }
 
 Tensor focal_factor(const Batch& batch) {
   const Tensor focal = batch.gamma >= 0;
   // The second exponent also takes a NaN along.
-  const Tensor factor =
+  Tensor factor =
       (at::where(focal, batch.gamma, 0) * batch.log_u + at::where(focal, 0, -batch.gamma) * batch.q.log1p()).exp();
+  // 1 at p = 0, as a constant: its slope would be 0 * inf there, times log p. A NaN gamma stays.
+  factor = at::where(batch.log_q.isinf().logical_and(batch.gamma == batch.gamma), 1, factor);
   return batch.options.detach_modulation ? factor.detach() : factor;
 }
 

@@ -209,10 +209,10 @@ def _reduce_classes(
     if target.is_floating_point():
         probabilities = target.to(class_loss.dtype).movedim(0 if input.dim() == 1 else 1, -1)
         t = (1.0 - label_smoothing) * probabilities + label_smoothing / n_classes
-        return _reduce_rows(_weighted_sum(w * t, class_loss), input, None, reduction)
+        return _reduce_rows(_weighted_sum(w, t, class_loss), input, None, reduction)
     valid, onehot = _one_hot(target, class_loss, ignore_index)
     t = (1.0 - label_smoothing) * onehot + label_smoothing / n_classes
-    loss = torch.where(valid, _weighted_sum(w * t, class_loss), 0.0)
+    loss = torch.where(valid, _weighted_sum(w, t, class_loss), 0.0)
     return _reduce_rows(loss, input, torch.where(valid, (w * onehot).sum(-1), 0.0), reduction)
 
 
@@ -234,13 +234,15 @@ def _reduce_rows(loss: Tensor, input: Tensor, row_weight: Tensor | None, reducti
     return loss if autocast else loss.to(input.dtype)
 
 
-def _weighted_sum(share: Tensor, class_loss: Tensor) -> Tensor:
+def _weighted_sum(weight: Tensor, target: Tensor, class_loss: Tensor) -> Tensor:
     # A class with no share in the target contributes 0, also where its own loss is infinite.
+    share = weight * target
     nothing = (share == 0) & (class_loss == torch.inf)
     product = share * torch.where(nothing, 0.0, class_loss)
     if share.requires_grad:
-        # The slope in the share is the loss of the class, infinite: a square root has it at 0.
-        product = torch.where(nothing, torch.where(nothing, share, 1.0).sqrt(), product)
+        # The slope in the share is the loss of the class, infinite: a square root has it at 0. Without weight it is 0.
+        steep = nothing & (weight != 0)
+        product = torch.where(steep, torch.where(steep, share, 1.0).sqrt(), product)
     return product.sum(-1)
 
 

@@ -231,6 +231,35 @@ def test_infinite_and_ignored_logits(name):
         assert gradient[3].isnan().any()
 
 
+@pytest.mark.parametrize("gamma", [2.0, 0.0, -1.5])
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5], [1.0, 0.0, 0.5]])
+def test_slopes_at_a_class_that_cannot_occur_on_every_road(weights, gamma):
+    """That of its share is the loss that it would have, infinite, by its weight; without weight it is 0."""
+    weight = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    expected = 0.0 if weights is not None and weights[1] == 0 else math.inf
+    losses = [lambda z, t: fk.focal_loss(z, t, gamma, weight=weight)]
+    losses.append(lambda z, t: reference.focal_loss(z, t, gamma, weight=weight))
+    if gamma >= 0:
+        losses.append(lambda z, t: fk.poly_focal_loss(z, t, gamma, weight=weight))
+        losses.append(lambda z, t: reference.poly_focal_loss(z, t, gamma, weight=weight))
+    for loss in losses:
+        for shares in ([0.25, 0.0, 0.75], 2):
+            z = torch.tensor([[0.25, -math.inf, 2.5]], dtype=torch.float64, requires_grad=True)
+            soft = isinstance(shares, list)
+            target = torch.tensor([shares], dtype=torch.float64 if soft else torch.int64, requires_grad=soft)
+            inputs = (z, target) if soft else (z,)
+            once = torch.autograd.grad(loss(z, target), inputs)
+            differentiable = torch.autograd.grad(loss(z, target), inputs, create_graph=True)
+            for slopes in (once, differentiable):
+                assert slopes[0].isfinite().all()
+                if soft:
+                    assert slopes[1][0, 1] == expected
+                    assert slopes[1][0, [0, 2]].isfinite().all()
+            assert_close(differentiable[0], once[0])
+            (second,) = torch.autograd.grad(differentiable[0][0, 0], z)
+            assert second.isfinite().all()
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_empty_and_all_ignored(name):
     loss, _ = LOSSES[name]

@@ -1074,7 +1074,7 @@ void backward_soft(const FocalLossBackward<Scalar>& args, int64_t row_begin, int
         if constexpr (Loss::kTarget == SoftTarget::kRows) {
           result = row.slope[c] + weight * of_weight;
         } else {
-          result = weight * row.slope[c];
+          result = weighted_slope(weight, row.slope[c]);
         }
       }
     }

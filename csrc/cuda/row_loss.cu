@@ -477,7 +477,7 @@ __global__ __launch_bounds__(kBlock, 2) void row_loss_soft_backward_kernel(
         const Real weight = weight_of(args, j);
         target_value = scale * (Real(1) - args.label_smoothing) * at.terms.grad_share;
         if constexpr (Loss::kTarget == SoftTarget::kClasses) {
-          target_value *= weight;
+          target_value = weighted_slope(weight, target_value);
         } else {
           // The target is also what the weight of a row is the mean under.
           if (args.class_weight != nullptr) target_value += weight * given * static_cast<Real>(loss);

@@ -34,6 +34,14 @@ FK_HOST_DEVICE Real scaled_log(Real gamma, Real log_base) {
   return gamma == Real(0) ? Real(0) : gamma * log_base;
 }
 
+// The slope in the share of a class: the loss of the class, infinite at p = 0, by its weight. No weight, no slope.
+template <typename Real>
+FK_HOST_DEVICE Real weighted_slope(Real weight, Real slope) {
+  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  const bool infinite = (slope == kInfinity) | (slope == -kInfinity);
+  return (weight == Real(0)) & infinite ? Real(0) : weight * slope;
+}
+
 // The factor f, the coefficient c and df/dgamma log p belong together: they share both exponentials.
 template <typename Real>
 struct FocalTerms {
