@@ -18,6 +18,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "cpu/transpose.h"
 #include "cpu/vector_clones.h"
 #include "kernels.h"
 #include "math/row_loss.h"
@@ -681,33 +682,7 @@ bool is_columns(const FocalLossArgs<Scalar>& args) {
   return args.layout.class_stride != 1 && args.classes > 1;
 }
 
-// in [n_rows, in_stride] -> out [n_columns, out_stride], by squares of four, which fit any vector unit; the last ones
-// overlap their neighbours. Needs at least four of each.
-template <typename Scalar>
-FK_HOST_DEVICE void transpose(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t n_columns, Scalar* out,
-                              int64_t out_stride) {
-  using Int = std::conditional_t<sizeof(Scalar) == 2, int16_t, int32_t>;
-  using Four [[gnu::vector_size(4 * sizeof(Scalar))]] = Int;
-  using Pick = Four;
-  for (int64_t r = 0; r < n_rows; r += 4) {
-    const int64_t row = std::min(r, n_rows - 4);
-    for (int64_t c = 0; c < n_columns; c += 4) {
-      const int64_t column = std::min(c, n_columns - 4);
-      Four line[4];
-      for (int64_t i = 0; i < 4; ++i) std::memcpy(&line[i], in + (row + i) * in_stride + column, sizeof(Four));
-      const Four low01 = __builtin_shuffle(line[0], line[1], Pick{0, 4, 1, 5});
-      const Four high01 = __builtin_shuffle(line[0], line[1], Pick{2, 6, 3, 7});
-      const Four low23 = __builtin_shuffle(line[2], line[3], Pick{0, 4, 1, 5});
-      const Four high23 = __builtin_shuffle(line[2], line[3], Pick{2, 6, 3, 7});
-      const Four turned[4] = {
-          __builtin_shuffle(low01, low23, Pick{0, 1, 4, 5}), __builtin_shuffle(low01, low23, Pick{2, 3, 6, 7}),
-          __builtin_shuffle(high01, high23, Pick{0, 1, 4, 5}), __builtin_shuffle(high01, high23, Pick{2, 3, 6, 7})};
-      for (int64_t i = 0; i < 4; ++i) std::memcpy(out + (column + i) * out_stride + row, &turned[i], sizeof(Four));
-    }
-  }
-}
-
-// The distance between rows that `transpose` can turn, or 0 where it cannot.
+// The distance between rows that can be turned as a matrix, or 0 where it cannot.
 template <typename Scalar>
 int64_t matrix_stride(const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows) {
   if (sizeof(Scalar) > sizeof(float) || layout.class_stride != 1 || classes < 4 || n_rows < 4) return 0;
@@ -715,35 +690,38 @@ int64_t matrix_stride(const RowLayout& layout, int64_t classes, int64_t row_begi
   return row_begin % layout.inner + n_rows <= layout.inner ? layout.inner_stride : 0;
 }
 
-// [n_rows, classes] in any layout <-> [classes, kTileRows]
+// [n_rows, classes] in any layout <-> [classes, kTileRows] in the type of the computation
 template <typename Scalar>
-FK_VECTOR_CLONES void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, Scalar* tile) {
+void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, compute_t<Scalar>* tile) {
   if constexpr (sizeof(Scalar) <= sizeof(float)) {
     if (const int64_t stride = matrix_stride<Scalar>(args.layout, args.classes, row_begin, n_rows)) {
-      transpose(args.logits + args.layout.row_offset(row_begin), stride, n_rows, args.classes, tile, kTileRows);
+      to_columns<kTileRows>(args.logits + args.layout.row_offset(row_begin), stride, n_rows, args.classes, tile);
       return;
     }
   }
   RowCursor row(args.layout, row_begin);
   for (int64_t r = 0; r < n_rows; ++r, row.next()) {
     const Scalar* z = args.logits + row.offset();
-    for (int64_t c = 0; c < args.classes; ++c) tile[c * kTileRows + r] = z[c * args.layout.class_stride];
+    for (int64_t c = 0; c < args.classes; ++c) {
+      tile[c * kTileRows + r] = load_as_compute(z[c * args.layout.class_stride]);
+    }
   }
 }
 template <typename Scalar>
-FK_VECTOR_CLONES void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                                   const Scalar* tile) {
+void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                  const compute_t<Scalar>* tile) {
   if constexpr (sizeof(Scalar) <= sizeof(float)) {
     if (const int64_t stride = matrix_stride<Scalar>(args.grad_layout, args.classes, row_begin, n_rows)) {
-      transpose(tile, kTileRows, args.classes, n_rows, args.grad_logits + args.grad_layout.row_offset(row_begin),
-                stride);
+      to_rows<kTileRows>(tile, n_rows, args.classes, args.grad_logits + args.grad_layout.row_offset(row_begin), stride);
       return;
     }
   }
   RowCursor row(args.grad_layout, row_begin);
   for (int64_t r = 0; r < n_rows; ++r, row.next()) {
     Scalar* grad = args.grad_logits + row.offset();
-    for (int64_t c = 0; c < args.classes; ++c) grad[c * args.grad_layout.class_stride] = tile[c * kTileRows + r];
+    for (int64_t c = 0; c < args.classes; ++c) {
+      grad[c * args.grad_layout.class_stride] = Store<Scalar>::from_compute(tile[c * kTileRows + r]);
+    }
   }
 }
 
@@ -752,7 +730,7 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
   using Real = compute_t<Scalar>;
   const bool columns = is_columns(args);
   const bool few_classes = !columns && args.classes <= kFewClasses;
-  alignas(64) Scalar transposed[kFewClasses * kTileRows];
+  alignas(64) Real transposed[kFewClasses * kTileRows];
   Tile<Real> tile;
   FocalLossSums sums{0, 0, -1};
   for (int64_t row = row_begin, n; row < row_end; row += n) {
@@ -779,11 +757,38 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
   return sums;
 }
 
+// The logit of each row's target among columns of logits.
+template <typename Real>
+FK_VECTOR_CLONES void target_of_columns(const Real* z /* [classes, kTileRows] */, int64_t classes, int64_t n_rows,
+                                        Tile<Real>& tile) {
+  for (int64_t begin = 0; begin < n_rows; begin += kColumnLanes) {
+    Real found[kColumnLanes] = {};
+    label_int<Real> label[kColumnLanes];
+#pragma omp simd
+    for (int64_t l = 0; l < kColumnLanes; ++l) label[l] = tile.label[begin + l];
+    const Real* column = z + begin;
+    for (label_int<Real> c = 0; c < classes; ++c, column += kTileRows) {
+#pragma omp simd
+      for (int64_t l = 0; l < kColumnLanes; ++l) {
+        found[l] = label[l] == c ? column[l] : found[l];
+      }
+    }
+#pragma omp simd
+    for (int64_t l = 0; l < kColumnLanes; ++l) tile.target_logit[begin + l] = found[l];
+  }
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void log_p_of_targets(int64_t n_rows, Tile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) tile.log_p[r] = (tile.target_logit[r] - tile.max[r]) - tile.log_s[r];
+}
+
 // The numbers of a tile that the forward pass saved, and the upstream gradient into `scale`. The target's logit comes
 // from `transposed`, if the logits were brought there.
 template <typename Loss, typename Scalar>
-void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, const Scalar* transposed,
-                Tile<compute_t<Scalar>>& tile) {
+void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                const compute_t<Scalar>* transposed, Tile<compute_t<Scalar>>& tile) {
   using Real = compute_t<Scalar>;
   const Real* saved = args.saved + row_begin;
   std::copy(saved, saved + n_rows, tile.max);
@@ -792,12 +797,14 @@ void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_
   if constexpr (Loss::kMarked != Marked::kNone) {
     for (int64_t r = 0; r < n_rows; ++r) tile.marked[r] = number_as_class(saved[3 * args.rows + r]);
   }
-  RowCursor row(args.layout, row_begin);
-  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
-    const int64_t target = std::max<int64_t>(tile.label[r], 0);
-    const Scalar* z = transposed ? transposed + target * kTileRows + r
-                                 : args.logits + row.offset() + target * args.layout.class_stride;
-    tile.target_logit[r] = load_as_compute(*z);
+  if (transposed && args.classes <= kFewClasses) {
+    target_of_columns(transposed, args.classes, n_rows, tile);
+  } else {
+    RowCursor row(args.layout, row_begin);
+    for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+      const int64_t target = std::max<int64_t>(tile.label[r], 0);
+      tile.target_logit[r] = load_as_compute(args.logits[row.offset() + target * args.layout.class_stride]);
+    }
   }
   if constexpr (Loss::kMarked == Marked::kRival) read_gaps<Loss>(args.logits, args.layout, row_begin, n_rows, tile);
   const Real divisor = args.divisor ? *args.divisor : Real(1);
@@ -806,7 +813,7 @@ void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_
   } else {
     for (int64_t r = 0; r < n_rows; ++r) tile.scale[r] = args.grad_loss[(row_begin + r) * args.grad_stride] / divisor;
   }
-  for (int64_t r = 0; r < n_rows; ++r) tile.log_p[r] = (tile.target_logit[r] - tile.max[r]) - tile.log_s[r];
+  log_p_of_targets(n_rows, tile);
 }
 
 template <typename Loss, typename Scalar>
@@ -817,11 +824,11 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
                        args.grad_layout.inner == args.layout.inner && args.grad_layout.inner_stride == 1;
   const bool rows = !is_columns(args) && args.grad_layout.class_stride == 1 && args.classes > kFewClasses;
   // On the stack where it fits: an allocation of this size would be a tenth of a small batch's time.
-  alignas(64) Scalar small[2 * kFewClasses * kTileRows];
-  std::unique_ptr<Scalar[]> large;
-  if (!columns && !rows && args.classes > kFewClasses) large.reset(new Scalar[2 * args.classes * kTileRows]);
-  Scalar* transposed = large ? large.get() : small;
-  Scalar* grad_transposed = transposed + args.classes * kTileRows;
+  alignas(64) Real small[2 * kFewClasses * kTileRows];
+  std::unique_ptr<Real[]> large;
+  if (!columns && !rows && args.classes > kFewClasses) large.reset(new Real[2 * args.classes * kTileRows]);
+  Real* transposed = large ? large.get() : small;
+  Real* grad_transposed = transposed + args.classes * kTileRows;
   Tile<Real> tile;
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);

@@ -1,6 +1,9 @@
 // Run-time dispatch over vector widths: a function marked FK_VECTOR_CLONES is compiled for SSE2, AVX2 + FMA and
 // AVX-512, and the loader picks the widest that the machine has. A clone does not reach into lambdas or functions that
 // are called: mark the plain function that holds the loop, and make everything inside it always-inline.
+//
+// What no loop says (shuffles between rows) is written for AVX-512 by hand, beside a loop for all others: a function
+// marked FK_AVX512 is called where has_avx512() says so, and is there where FK_HAS_AVX512_CODE is defined.
 #pragma once
 
 #include <cstdlib>  // defines __GLIBC__
@@ -8,6 +11,27 @@
 // musl has no ifunc, and clang spells the architectures differently.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
 #define FK_VECTOR_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#define FK_AVX512 __attribute__((target("arch=x86-64-v4")))
+#define FK_HAS_AVX512_CODE
+// g++ 12 takes the undefined registers in this header for a fault.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
 #else
 #define FK_VECTOR_CLONES
 #endif
+
+namespace focalkern::cpu {
+
+inline bool has_avx512() {
+#ifdef FK_HAS_AVX512_CODE
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
+#else
+  return false;
+#endif
+}
+
+}  // namespace focalkern::cpu

@@ -1,0 +1,234 @@
+// Rows of few adjacent classes, turned into columns in the type of the computation, and back.
+//
+//   to_columns  in [n_rows, classes] of Scalar  -> out [classes, stride] of compute_t<Scalar>
+//   to_rows     in [classes, stride] of compute_t<Scalar> -> out [n_rows, classes] of Scalar
+//
+// Squares of four fit any vector unit. With AVX-512 sixteen rows are turned together, four words of each at a time, and
+// two half-precision numbers are one word, converted in the register that turns them.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "cpu/vector_clones.h"
+#include "math/portable.h"
+
+namespace focalkern::cpu {
+namespace {
+
+// in [n_rows, in_stride] -> out [n_columns, out_stride]; the last squares overlap their neighbours. Needs at least four
+// of each.
+template <typename Scalar>
+FK_HOST_DEVICE void transpose_by_four(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t n_columns,
+                                      Scalar* out, int64_t out_stride) {
+  using Int = std::conditional_t<sizeof(Scalar) == 2, int16_t, int32_t>;
+  using Four [[gnu::vector_size(4 * sizeof(Scalar))]] = Int;
+  using Pick = Four;
+  for (int64_t r = 0; r < n_rows; r += 4) {
+    const int64_t row = std::min(r, n_rows - 4);
+    for (int64_t c = 0; c < n_columns; c += 4) {
+      const int64_t column = std::min(c, n_columns - 4);
+      Four line[4];
+      for (int64_t i = 0; i < 4; ++i) std::memcpy(&line[i], in + (row + i) * in_stride + column, sizeof(Four));
+      const Four low01 = __builtin_shuffle(line[0], line[1], Pick{0, 4, 1, 5});
+      const Four high01 = __builtin_shuffle(line[0], line[1], Pick{2, 6, 3, 7});
+      const Four low23 = __builtin_shuffle(line[2], line[3], Pick{0, 4, 1, 5});
+      const Four high23 = __builtin_shuffle(line[2], line[3], Pick{2, 6, 3, 7});
+      const Four turned[4] = {
+          __builtin_shuffle(low01, low23, Pick{0, 1, 4, 5}), __builtin_shuffle(low01, low23, Pick{2, 3, 6, 7}),
+          __builtin_shuffle(high01, high23, Pick{0, 1, 4, 5}), __builtin_shuffle(high01, high23, Pick{2, 3, 6, 7})};
+      for (int64_t i = 0; i < 4; ++i) std::memcpy(out + (column + i) * out_stride + row, &turned[i], sizeof(Four));
+    }
+  }
+}
+
+#ifdef FK_HAS_AVX512_CODE
+
+// Squares of four words in every quarter of the registers: an involution.
+FK_AVX512 inline __attribute__((always_inline)) void turn_quarters(__m512i (&v)[4]) {
+  const __m512i low01 = _mm512_unpacklo_epi32(v[0], v[1]), high01 = _mm512_unpackhi_epi32(v[0], v[1]);
+  const __m512i low23 = _mm512_unpacklo_epi32(v[2], v[3]), high23 = _mm512_unpackhi_epi32(v[2], v[3]);
+  v[0] = _mm512_unpacklo_epi64(low01, low23);
+  v[1] = _mm512_unpackhi_epi64(low01, low23);
+  v[2] = _mm512_unpacklo_epi64(high01, high23);
+  v[3] = _mm512_unpackhi_epi64(high01, high23);
+}
+
+// Register i holds four words of the rows i, i + 4, i + 8 and i + 12.
+template <typename Scalar>
+FK_AVX512 inline __attribute__((always_inline)) void load_rows(const Scalar* in, int64_t stride, __m512i (&v)[4]) {
+  for (int64_t i = 0; i < 4; ++i, in += stride) {
+    v[i] = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
+    v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 4 * stride)), 1);
+    v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 8 * stride)), 2);
+    v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 12 * stride)), 3);
+  }
+}
+template <typename Scalar>
+FK_AVX512 inline __attribute__((always_inline)) void store_rows(const __m512i (&v)[4], Scalar* out, int64_t stride) {
+  for (int64_t i = 0; i < 4; ++i, out += stride) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(v[i]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 4 * stride), _mm512_extracti32x4_epi32(v[i], 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8 * stride), _mm512_extracti32x4_epi32(v[i], 2));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 12 * stride), _mm512_extracti32x4_epi32(v[i], 3));
+  }
+}
+
+// Words of two half-precision numbers: the first of them is the lower half.
+template <typename Scalar>
+struct Pair;
+template <>
+struct Pair<BFloat16> {
+  FK_AVX512 static inline __attribute__((always_inline)) void split(__m512i v, __m512i* first, __m512i* second) {
+    *first = _mm512_slli_epi32(v, 16);
+    *second = _mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+  }
+  // As Store<BFloat16>: the processor's own conversion would make denormal numbers 0.
+  FK_AVX512 static inline __attribute__((always_inline)) __m512i rounded(__m512i bits) {
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __m512 x = _mm512_castsi512_ps(bits);
+    return _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+  }
+  FK_AVX512 static inline __attribute__((always_inline)) __m512i join(__m512i first, __m512i second) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(rounded(first), 16), rounded(second));
+  }
+};
+template <>
+struct Pair<Half> {
+  FK_AVX512 static inline __attribute__((always_inline)) __m512i widened(__m512i v) {
+    return _mm512_castps_si512(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)));
+  }
+  FK_AVX512 static inline __attribute__((always_inline)) void split(__m512i v, __m512i* first, __m512i* second) {
+    *first = widened(v);
+    *second = widened(_mm512_srli_epi32(v, 16));
+  }
+  FK_AVX512 static inline __attribute__((always_inline)) __m512i narrowed(__m512i v) {
+    return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(_mm512_castsi512_ps(v), _MM_FROUND_TO_NEAREST_INT));
+  }
+  FK_AVX512 static inline __attribute__((always_inline)) __m512i join(__m512i first, __m512i second) {
+    return _mm512_or_si512(narrowed(first), _mm512_slli_epi32(narrowed(second), 16));
+  }
+};
+
+constexpr int64_t kWideRows = 16;
+
+template <typename Scalar>
+constexpr int64_t kWideClasses = 16 / sizeof(Scalar);  // of four words
+
+template <int64_t kStride, typename Scalar>
+FK_AVX512 void wide_to_columns(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t classes, float* out) {
+  for (int64_t r = 0; r < n_rows; r += kWideRows) {
+    const int64_t row = std::min(r, n_rows - kWideRows);
+    for (int64_t c = 0; c < classes; c += kWideClasses<Scalar>) {
+      const int64_t column = std::min(c, classes - kWideClasses<Scalar>);
+      __m512i v[4];
+      load_rows(in + row * in_stride + column, in_stride, v);
+      turn_quarters(v);
+      float* to = out + column * kStride + row;
+      for (int64_t i = 0; i < 4; ++i) {
+        if constexpr (sizeof(Scalar) == sizeof(float)) {
+          _mm512_storeu_si512(to + i * kStride, v[i]);
+        } else {
+          __m512i first, second;
+          Pair<Scalar>::split(v[i], &first, &second);
+          _mm512_storeu_si512(to + 2 * i * kStride, first);
+          _mm512_storeu_si512(to + (2 * i + 1) * kStride, second);
+        }
+      }
+    }
+  }
+}
+
+template <int64_t kStride, typename Scalar>
+FK_AVX512 void wide_to_rows(const float* in, int64_t n_rows, int64_t classes, Scalar* out, int64_t out_stride) {
+  for (int64_t r = 0; r < n_rows; r += kWideRows) {
+    const int64_t row = std::min(r, n_rows - kWideRows);
+    for (int64_t c = 0; c < classes; c += kWideClasses<Scalar>) {
+      const int64_t column = std::min(c, classes - kWideClasses<Scalar>);
+      const float* from = in + column * kStride + row;
+      __m512i v[4];
+      for (int64_t i = 0; i < 4; ++i) {
+        if constexpr (sizeof(Scalar) == sizeof(float)) {
+          v[i] = _mm512_loadu_si512(from + i * kStride);
+        } else {
+          v[i] = Pair<Scalar>::join(_mm512_loadu_si512(from + 2 * i * kStride),
+                                    _mm512_loadu_si512(from + (2 * i + 1) * kStride));
+        }
+      }
+      turn_quarters(v);
+      store_rows(v, out + row * out_stride + column, out_stride);
+    }
+  }
+}
+
+#endif  // FK_HAS_AVX512_CODE
+
+constexpr int64_t kTurnedClasses = 32;  // of half precision at a time
+
+// In whole blocks that overlap, where there are that many classes.
+template <int64_t kStride, typename Scalar>
+FK_VECTOR_CLONES void narrow_to_columns(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t classes,
+                                        float* out) {
+  if constexpr (sizeof(Scalar) == sizeof(float)) {
+    transpose_by_four(in, in_stride, n_rows, classes, out, kStride);
+  } else {
+    Scalar turned[kTurnedClasses * kStride];
+    const int64_t width = std::min(classes, kTurnedClasses);
+    for (int64_t c = 0; c < classes; c += width) {
+      const int64_t begin = std::min(c, classes - width);
+      transpose_by_four(in + begin, in_stride, n_rows, width, turned, kStride);
+      for (int64_t k = 0; k < width; ++k) {
+        const Scalar* from = turned + k * kStride;
+        float* to = out + (begin + k) * kStride;
+#pragma omp simd
+        for (int64_t r = 0; r < n_rows; ++r) to[r] = load_as_compute(from[r]);
+      }
+    }
+  }
+}
+
+template <int64_t kStride, typename Scalar>
+FK_VECTOR_CLONES void narrow_to_rows(const float* in, int64_t n_rows, int64_t classes, Scalar* out,
+                                     int64_t out_stride) {
+  if constexpr (sizeof(Scalar) == sizeof(float)) {
+    transpose_by_four(in, kStride, classes, n_rows, out, out_stride);
+  } else {
+    Scalar turned[kTurnedClasses * kStride];
+    const int64_t width = std::min(classes, kTurnedClasses);
+    for (int64_t c = 0; c < classes; c += width) {
+      const int64_t begin = std::min(c, classes - width);
+      for (int64_t k = 0; k < width; ++k) {
+        const float* from = in + (begin + k) * kStride;
+        Scalar* to = turned + k * kStride;
+#pragma omp simd
+        for (int64_t r = 0; r < n_rows; ++r) to[r] = Store<Scalar>::from_compute(from[r]);
+      }
+      transpose_by_four(turned, kStride, width, n_rows, out + begin, out_stride);
+    }
+  }
+}
+
+// Both need at least four rows, no more than the stride, and four classes.
+template <int64_t kStride, typename Scalar>
+void to_columns(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t classes, float* out) {
+#ifdef FK_HAS_AVX512_CODE
+  if (n_rows >= kWideRows && classes >= kWideClasses<Scalar> && has_avx512()) {
+    return wide_to_columns<kStride>(in, in_stride, n_rows, classes, out);
+  }
+#endif
+  narrow_to_columns<kStride>(in, in_stride, n_rows, classes, out);
+}
+template <int64_t kStride, typename Scalar>
+void to_rows(const float* in, int64_t n_rows, int64_t classes, Scalar* out, int64_t out_stride) {
+#ifdef FK_HAS_AVX512_CODE
+  if (n_rows >= kWideRows && classes >= kWideClasses<Scalar> && has_avx512()) {
+    return wide_to_rows<kStride>(in, n_rows, classes, out, out_stride);
+  }
+#endif
+  narrow_to_rows<kStride>(in, n_rows, classes, out, out_stride);
+}
+
+}  // namespace
+}  // namespace focalkern::cpu
