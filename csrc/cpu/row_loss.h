@@ -532,8 +532,8 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
 
 // table_gamma for many probabilities, bins outermost, so that the rows of a tile are compared together.
 template <typename Real>
-FK_VECTOR_CLONES void look_up_gamma(const Real* log_p, int64_t n, const Real* edges, const Real* gammas, int64_t n_bins,
-                                    Real* gamma) {
+FK_VECTOR_CLONES void look_up_gamma_by_steps(const Real* log_p, int64_t n, const Real* edges, const Real* gammas,
+                                             int64_t n_bins, Real* gamma) {
   Real p[kTileRows];
   for (int64_t begin = 0; begin < n; begin += kTileRows) {
     const int64_t count = std::min(kTileRows, n - begin);
@@ -549,6 +549,50 @@ FK_VECTOR_CLONES void look_up_gamma(const Real* log_p, int64_t n, const Real* ed
       }
     }
   }
+}
+
+#ifdef FK_HAS_AVX512_CODE
+constexpr int64_t kWideTable = 16;
+
+// The same for a table that fits a register each for its edges and gammas: halving instead of steps, the edges being in
+// ascending order.
+FK_AVX512 inline void look_up_gamma_in_registers(const float* log_p, int64_t n, const float* edges, const float* gammas,
+                                                 int64_t n_bins, float* gamma) {
+  float lower[kWideTable], of_bin[kWideTable];
+  for (int64_t bin = 0; bin < kWideTable; ++bin) {
+    lower[bin] = bin < n_bins ? edges[bin] : std::numeric_limits<float>::infinity();
+    of_bin[bin] = gammas[std::min(bin, n_bins - 1)];
+  }
+  const __m512 all_edges = _mm512_loadu_ps(lower), all_gammas = _mm512_loadu_ps(of_bin);
+  for (int64_t begin = 0; begin < n; begin += kWideTable) {
+    const int64_t count = std::min(kWideTable, n - begin);
+    const __mmask16 there = static_cast<__mmask16>((1u << count) - 1);
+    float lanes[kWideTable];
+    _mm512_storeu_ps(lanes, _mm512_maskz_loadu_ps(there, log_p + begin));
+#pragma omp simd
+    for (int64_t l = 0; l < kWideTable; ++l) lanes[l] = exponential(lanes[l]);
+    const __m512 p = _mm512_loadu_ps(lanes);
+    __m512i bin = _mm512_setzero_si512();
+    for (int step = kWideTable / 2; step > 0; step /= 2) {
+      const __m512i next = _mm512_or_si512(bin, _mm512_set1_epi32(step));
+      const __mmask16 reached = _mm512_cmp_ps_mask(_mm512_permutexvar_ps(next, all_edges), p, _CMP_LE_OQ);
+      bin = _mm512_mask_mov_epi32(bin, reached, next);
+    }
+    _mm512_mask_storeu_ps(gamma + begin, there, _mm512_permutexvar_ps(bin, all_gammas));
+  }
+}
+#endif
+
+template <typename Real>
+void look_up_gamma(const Real* log_p, int64_t n, const Real* edges, const Real* gammas, int64_t n_bins, Real* gamma) {
+#ifdef FK_HAS_AVX512_CODE
+  if constexpr (std::is_same_v<Real, float>) {
+    if (n_bins <= kWideTable && has_avx512()) {
+      return look_up_gamma_in_registers(log_p, n, edges, gammas, n_bins, gamma);
+    }
+  }
+#endif
+  look_up_gamma_by_steps(log_p, n, edges, gammas, n_bins, gamma);
 }
 
 // Whether any row of a tile needs the formula of the inverse focal loss, which would otherwise be computed in vain.
