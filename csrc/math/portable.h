@@ -140,6 +140,7 @@ struct Format<float> {
   static constexpr int kMantissaBits = 23;
   static constexpr Int kBias = 127;
   static constexpr float kRoundToInt = 0x1.8p23f;  // adding it leaves the nearest integer in the low mantissa bits
+  static constexpr float kRoundToBiased = kRoundToInt + kBias;
   static constexpr float kLog2e = 1.44269504088896341f;
   static constexpr float kLn2Hi = 0x1.62e4p-1f;  // short enough that n * kLn2Hi is exact for every exponent n
   static constexpr float kLn2Lo = 0x1.7f7d1cp-20f;
@@ -152,6 +153,7 @@ struct Format<double> {
   static constexpr int kMantissaBits = 52;
   static constexpr Int kBias = 1023;
   static constexpr double kRoundToInt = 0x1.8p52;
+  static constexpr double kRoundToBiased = kRoundToInt + kBias;
   static constexpr double kLog2e = 1.44269504088896340736;
   static constexpr double kLn2Hi = 0x1.62e42fefa0000p-1;
   static constexpr double kLn2Lo = 0x1.cf79abc9e3b39p-40;
@@ -255,8 +257,13 @@ FK_HOST_DEVICE Real bounded_exponential(Real x) {
   return exp(x);
 #else
   using F = detail::Format<Real>;
-  const auto reduced = detail::reduce_exponent(x);
-  const Real result = detail::exp_of_reduced(reduced.r) * detail::power_of_two<Real>(reduced.n);
+  using Bits = std::make_unsigned_t<typename F::Int>;
+  // As reduce_exponent, with the bias of 2^n in the low bits beside n: the shift alone makes 2^n of them.
+  const Real shifted = x * F::kLog2e + F::kRoundToBiased;
+  const Real n = shifted - F::kRoundToBiased;
+  const Real r = (x - n * F::kLn2Hi) - n * F::kLn2Lo;
+  const Real scale = bit_cast<Real>(static_cast<Bits>(bit_cast<Bits>(shifted) << F::kMantissaBits));
+  const Real result = detail::exp_of_reduced(r) * scale;
   return x < F::kExpMin ? Real(0) : result;
 #endif
 }
