@@ -238,13 +238,14 @@ def test_mmce_at_300_digits(z, y, weighted):
         assert_close(gradient(found, input).flatten(), torch.tensor(slope, dtype=torch.float64))
 
 
-def test_mmce_of_many_samples_is_its_double_sum():
+@pytest.mark.parametrize("n", [300, 1500])  # sorted by comparisons, and by digits
+def test_mmce_of_many_samples_is_its_double_sum(n):
     """Ties included, which have a share in the value and none in the derivative."""
-    input, target = batch(300)
+    input, target = batch(n)
     with torch.no_grad():
-        input[200:] = input[:100]
+        input[n - 100 :] = input[:100]
     r, top = input.softmax(-1).max(-1)
-    a = ((top == target).double() - r) / 300
+    a = ((top == target).double() - r) / n
     expected = F.cross_entropy(input, target) + 3 * (a @ torch.exp(-(r[:, None] - r).abs() / 0.05) @ a).sqrt()
     found = fk.MMCELoss(3.0, bandwidth=0.05)(input, target)
     assert_close(found, expected)

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <utility>
 
 #include "math/mmce.h"
 
@@ -22,13 +23,55 @@ FK_ROW_LOSS(MmceRow)
 
 namespace {
 
-struct Sample {
+struct Key {
   double r;
-  double a;
-  double below;  // sum over the smaller confidences, with decay
-  double per_r;  // -da/dr
   int64_t row;
 };
+
+constexpr int64_t kManyKeys = 1024;  // from here on counting digits beats comparing
+constexpr int kDigitBits = 11;
+constexpr int kDigits = 6;
+
+// Ascending by r, which is not negative, then by row: the order of `keys`. `other` has room for as many; either of the
+// two is returned.
+Key* sort_by_confidence(Key* keys, Key* other, int64_t n) {
+  if (n < kManyKeys) {
+    std::sort(keys, keys + n, [](const Key& x, const Key& y) { return x.r < y.r || (x.r == y.r && x.row < y.row); });
+    return keys;
+  }
+  // The bits of numbers that are not negative are in their order.
+  constexpr uint64_t kMask = (uint64_t(1) << kDigitBits) - 1;
+  const auto digit = [](const Key& key, int d) { return (bit_cast<uint64_t>(key.r) >> (d * kDigitBits)) & kMask; };
+  const std::unique_ptr<int64_t[]> counts(new int64_t[kDigits << kDigitBits]());
+  for (int64_t i = 0; i < n; ++i) {
+    for (int d = 0; d < kDigits; ++d) ++counts[(d << kDigitBits) + digit(keys[i], d)];
+  }
+  for (int d = 0; d < kDigits; ++d) {
+    int64_t* place = counts.get() + (d << kDigitBits);
+    if (place[digit(keys[0], d)] == n) continue;
+    int64_t before = 0;
+    for (uint64_t value = 0; value <= kMask; ++value) before += std::exchange(place[value], before);
+    for (int64_t i = 0; i < n; ++i) other[place[digit(keys[i], d)]++] = keys[i];
+    std::swap(keys, other);
+  }
+  return keys;
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void confidences(const Real* log_s, int64_t rows, double* r, double* lack) {
+#pragma omp simd
+  for (int64_t i = 0; i < rows; ++i) {
+    const double s = static_cast<double>(log_s[i]);
+    r[i] = exponential(-s);
+    lack[i] = -exponential_minus_one(-s);
+  }
+}
+
+// What is left of a sum on the way from one confidence to the next.
+FK_VECTOR_CLONES void decays(const double* r, int64_t n, double rate, double* decay) {
+#pragma omp simd
+  for (int64_t i = 0; i < n - 1; ++i) decay[i] = exponential((r[i] - r[i + 1]) * rate);
+}
 
 }  // namespace
 
@@ -37,53 +80,60 @@ double mmce_of_batch(const MmceBatch& batch, const Real* log_s, double* slope) {
   int64_t count = 0, n_correct = 0;
   for (int64_t i = 0; i < batch.rows; ++i) {
     count += batch.counts[i];
-    n_correct += batch.counts[i] && batch.correct[i];
+    n_correct += batch.counts[i] & batch.correct[i];
     slope[i] = 0;
   }
   if (count == 0 || (batch.weighted && (n_correct == 0 || n_correct == count))) return 0;
   const double of_correct = 1.0 / static_cast<double>(batch.weighted ? n_correct : count);
   const double of_wrong = 1.0 / static_cast<double>(batch.weighted ? count - n_correct : count);
 
-  const std::unique_ptr<Sample[]> samples(new Sample[count]);
+  const std::unique_ptr<double[]> numbers(new double[2 * batch.rows + 4 * count]);
+  double *r_of_row = numbers.get(), *lack_of_row = r_of_row + batch.rows;
+  double *r = lack_of_row + batch.rows, *a = r + count, *below = a + count, *decay = below + count;
+  confidences(log_s, batch.rows, r_of_row, lack_of_row);
+  const std::unique_ptr<Key[]> keys(new Key[2 * count]);
   int64_t n = 0;
   for (int64_t i = 0; i < batch.rows; ++i) {
     if (!batch.counts[i]) continue;
-    const double s = static_cast<double>(log_s[i]);
-    const double r = exponential(-s), lack = -exponential_minus_one(-s);
     // A row without a softmax makes the batch one without an error; it has no place in the order either.
-    if (r != r) {
-      std::fill(slope, slope + batch.rows, r);
-      return r;
+    if (r_of_row[i] != r_of_row[i]) {
+      std::fill(slope, slope + batch.rows, r_of_row[i]);
+      return r_of_row[i];
     }
-    const double per_r = batch.correct[i] ? of_correct : of_wrong;
-    samples[n++] = {r, batch.correct[i] ? lack * per_r : -r * per_r, 0, per_r, i};
+    keys[n++] = {r_of_row[i], i};
   }
-  std::sort(samples.get(), samples.get() + n,
-            [](const Sample& x, const Sample& y) { return x.r < y.r || (x.r == y.r && x.row < y.row); });
+  const Key* sorted = sort_by_confidence(keys.get(), keys.get() + count, n);
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t row = sorted[i].row;
+    r[i] = sorted[i].r;
+    a[i] = batch.correct[row] ? lack_of_row[row] * of_correct : -r[i] * of_wrong;
+  }
 
   const double rate = 1.0 / batch.bandwidth;
+  decays(r, n, rate, decay);
   double running = 0;  // sum over what is below, seen from the confidence at hand
   for (int64_t begin = 0, end; begin < n; begin = end) {
     double mass = 0;
-    for (end = begin; end < n && samples[end].r == samples[begin].r; ++end) {
-      samples[end].below = running;
-      mass += samples[end].a;
+    for (end = begin; end < n && r[end] == r[begin]; ++end) {
+      below[end] = running;
+      mass += a[end];
     }
-    if (end < n) running = (running + mass) * exponential((samples[begin].r - samples[end].r) * rate);
+    if (end < n) running = (running + mass) * decay[end - 1];
   }
   double squared = 0;
   running = 0;
   for (int64_t end = n, begin; end > 0; end = begin) {
     double mass = 0;
-    for (begin = end; begin > 0 && samples[begin - 1].r == samples[end - 1].r; --begin) mass += samples[begin - 1].a;
+    for (begin = end; begin > 0 && r[begin - 1] == r[end - 1]; --begin) mass += a[begin - 1];
     for (int64_t i = begin; i < end; ++i) {
-      const Sample& at = samples[i];
-      const double all = at.below + mass + running;
-      squared += at.a * all;
+      const int64_t row = sorted[i].row;
+      const double all = below[i] + mass + running;
+      const double per_r = batch.correct[row] ? of_correct : of_wrong;  // -da/dr
+      squared += a[i] * all;
       // d(squared)/dr, and dr/d(log_s) = -r.
-      slope[at.row] = -at.r * 2.0 * (at.a * (running - at.below) * rate - at.per_r * all);
+      slope[row] = -r[i] * 2.0 * (a[i] * (running - below[i]) * rate - per_r * all);
     }
-    if (begin > 0) running = (running + mass) * exponential((samples[begin - 1].r - samples[begin].r) * rate);
+    if (begin > 0) running = (running + mass) * decay[begin - 1];
   }
   // At 0 the root has no derivative; 0 is taken. Rounding may leave the square just below 0.
   const double error = squared > 0 ? std::sqrt(squared) : 0;
