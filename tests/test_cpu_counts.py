@@ -1,0 +1,34 @@
+"""The instruction counts of the CPU kernels: the program that counts, and the table of the documentation."""
+
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+
+counts = pytest.importorskip("benchmarks.cpu_counts", reason="the benchmarks are in the source tree only")
+
+
+def test_the_documentation_has_the_recorded_table():
+    assert counts.summary() in (counts.ROOT / "docs" / "evidence" / "speed.md").read_text()
+
+
+def test_the_floor_of_a_long_row_is_that_of_its_elements():
+    assert counts.floor(10**9, "float32") == pytest.approx(34 / 16)
+    assert counts.floor(10**9, "bfloat16") == pytest.approx(44 / 16)
+    # Three transpositions of 28 instructions for sixteen rows and four classes.
+    rows = (2 * 22 + 7 * 14) / 16 / 32
+    assert counts.floor(32, "float32") == pytest.approx(34 / 16 + 3 * 28 / 64 + rows)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("c++"), reason="steps through x86-64 code")
+def test_counts_repeat(tmp_path: Path):
+    if "avx512bw" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("the floors are those of AVX-512")
+    program = counts.build(tmp_path)
+    first = counts.count(program, 10, "float32", "number")
+    assert first == counts.count(program, 10, "float32", "number")
+    assert 1 < first.ratio < 5
+    table = counts.count(program, 10, "float32", "table")
+    assert table.forward > first.forward
+    assert table.backward > first.backward
