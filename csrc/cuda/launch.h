@@ -93,7 +93,9 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
     plan.rows_per_tile = kBlock / plan.parts;
   } else {
     plan.path = RowPath::kRows;
-    if (row_bytes > 8192) {
+    // A warp has a row of this size at most. The block has longer ones: its sums cost as much as a hundred values do.
+    const int64_t most_bytes = rows >= kEnoughBlocks * kWarpsPerBlock ? 16384 : 8192;
+    if (row_bytes > most_bytes) {
       plan.lanes = kBlock;
       plan.parts = kWarpsPerBlock;
       const int most = row_bytes > 65536 ? 1 : row_bytes > 32768 ? 2 : row_bytes > 16384 ? 4 : 8;
