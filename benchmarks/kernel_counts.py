@@ -304,22 +304,25 @@ def calibration(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator
                 moved = logits.numel() * logits.element_size() * (3 if "backward" in name else 2)
                 yield Count(case, short(name), **count(code, logits.numel(), moved))
     gammas = [0.0, 1.0, 2.0, 3.0, 5.0]
-    for estimator, rows, temperatures, kernel in (
-        ("equal_width", 64, 32, "calibration_grid_confidence"),
-        ("equal_width", 512, 1, "calibration_grid_bins"),
-        ("equal_mass", 2048, 1, "calibration_grid_bins"),
+    paper = [-0.5, -0.25, 0.05, 0.25, 0.37, 0.5, 0.75, 1.0, 5.0]
+    all_of_them = ["ece", "mce", "nll", "brier"]
+    # Confidences are an element for each class, bins one for each confidence.
+    for title, estimator, rows, classes, temperatures, values, criteria, stage in (
+        ("grid equal_width 64x100", "equal_width", 64, 100, 32, gammas, all_of_them, "confidence"),
+        ("grid of the paper 64x100", "equal_width", 64, 100, 32, paper, ["ece", "nll"], "confidence"),
+        ("grid equal_width 512x3", "equal_width", 512, 3, 1, gammas, all_of_them, "bins"),
+        ("grid equal_mass 2048x3", "equal_mass", 2048, 3, 1, gammas, all_of_them, "bins"),
     ):
-        classes = 100 if kernel.endswith("confidence") else 3
-        case = f"grid {estimator} {rows}x{classes}"
-        if not wanted(case):
+        if not wanted(title):
             continue
         logits, target = 3 * torch.randn(rows, classes), torch.randint(classes, (rows,))
         span = [0.5 + 0.1 * i for i in range(temperatures)]
-        run_grid(library, logits, target, gammas, span, n_bins=15, estimator=estimator)
-        cells = rows * len(gammas) * temperatures  # a confidence each; in the first stage, times the classes
+        run_grid(library, logits, target, values, span, n_bins=15, estimator=estimator, criteria=criteria)
+        cells = rows * len(values) * temperatures
+        kernels = {"confidence": ("_confidence", "_shared"), "bins": ("_bins",)}[stage]
         for name, code in executed(library).items():
-            if short(name) == kernel:
-                yield Count(case, kernel, **count(code, cells * (classes if classes == 100 else 1), cells * 4))
+            if short(name).endswith(kernels):
+                yield Count(title, short(name), **count(code, cells * (classes if stage != "bins" else 1), cells * 4))
 
 
 def counts(folder: Path, *, cycles: bool = False, words: list[str] = []) -> Iterator[Count]:  # noqa: B006

@@ -18,11 +18,13 @@
 #include <atomic>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "bindings.h"
+#include "math/grid_plan.h"
 #ifdef FOCALKERN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -68,15 +70,15 @@ void check_tensors(const Tensor& input, const Tensor& target, const Tensor& gamm
   TORCH_CHECK_VALUE(estimator >= 0 && estimator <= 2, kOp, ": estimator must be 0, 1 or 2, got ", estimator);
 }
 
-// gammas or temperatures as contiguous float64 on `device`, with legal values.
-Tensor axis_on(const char* name, const Tensor& axis, double above, at::Device device) {
+// gammas or temperatures as contiguous float64 on the CPU, with legal values.
+Tensor axis_on_host(const char* name, const Tensor& axis, double above) {
   const Tensor host = axis.to(at::kCPU).contiguous();
   const double* values = host.const_data_ptr<double>();
   for (int64_t i = 0; i < host.numel(); ++i) {
     TORCH_CHECK_VALUE(std::isfinite(values[i]) && values[i] > above, kOp, ": ", name,
                       " must be finite and greater than ", above, ", got ", values[i], " at index ", i);
   }
-  return host.to(device);
+  return host;
 }
 
 [[noreturn]] void raise_row_problem(int64_t problem, const Tensor& input, const Tensor& target) {
@@ -189,10 +191,6 @@ Samples prepare(const Tensor& input, const Tensor& target, bool input_is_probs, 
 
 // ---- the grid, by blocks of temperatures ---------------------------------------------------------------------------
 
-struct FreePlan {
-  void operator()(cpu::CalibrationGridPlan* plan) const { cpu::calibration_grid_free_plan(plan); }
-};
-
 class Grid {
  public:
   Grid(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,
@@ -202,8 +200,8 @@ class Grid {
     check_device(kOp, input);
     TORCH_CHECK_VALUE(!input.is_meta(), kOp, ": input must hold data, got a meta tensor");
     const c10::DeviceGuard guard(input.device());
-    gammas_ = axis_on("gammas", gammas, /*above=*/-1, input.device());
-    temperatures_ = axis_on("temperatures", temperatures, /*above=*/0, input.device());
+    gammas_ = axis_on_host("gammas", gammas, /*above=*/-1);
+    temperatures_ = axis_on_host("temperatures", temperatures, /*above=*/0).to(input.device());
     samples_ = prepare(input, target, input_is_probs, ignore_index);
     per_block_ = std::min(temperatures_.numel(), block_temperatures());
   }
@@ -293,6 +291,9 @@ class Grid {
         *slots[i] = table;
         table += n_gammas * n_temperatures;
       }
+      if (!plan_.has_value()) {
+        plan_ = calibration_grid_plan(block.gammas, n_gammas, input.size(1), calibration_grid_shares_sums(block));
+      }
       if (input.is_cpu()) run_on_cpu(block);
 #ifdef FOCALKERN_WITH_CUDA
       if (input.is_cuda()) run_on_cuda(block);
@@ -363,7 +364,6 @@ class Grid {
   template <typename Scalar>
   void run_on_cpu(const CalibrationGridBlock<Scalar>& block) {
     using Real = compute_t<Scalar>;
-    if (!plan_) plan_.reset(cpu::calibration_grid_plan(block));
     const int64_t rows = block.samples.rows;
     const int64_t cells = block.n_temperatures * block.n_gammas;
     const int64_t chunk_rows = cpu::calibration_grid_chunk_rows(rows, block.samples.classes);
@@ -385,17 +385,17 @@ class Grid {
     const int64_t bytes =
         cuda::calibration_grid_workspace(block.samples.rows, block.samples.classes, block.n_gammas,
                                          block.n_temperatures, block.n_bins, sizeof(compute_t<Scalar>));
-    C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::calibration_grid_block(block, scratch<uint8_t>(confidence_, bytes),
-                                                                         c10::cuda::getCurrentCUDAStream().stream())));
+    C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::calibration_grid_block(
+        block, *plan_, scratch<uint8_t>(confidence_, bytes), c10::cuda::getCurrentCUDAStream().stream())));
   }
 #endif
 
   int64_t n_bins_, criteria_, per_block_ = 0;
   BinEstimator estimator_;
-  Tensor gammas_, temperatures_;
+  Tensor gammas_, temperatures_;  // on the CPU, and on the device of the input
   Samples samples_;
   Tensor confidence_, nll_, brier_;
-  std::unique_ptr<cpu::CalibrationGridPlan, FreePlan> plan_;
+  std::optional<CalibrationGridPlan> plan_;
 };
 
 Tensor grid(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,

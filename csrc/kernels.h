@@ -390,8 +390,8 @@ struct CalibrationGridBlock {
   CalibrationGridSamples<Scalar> samples;
   int64_t n_gammas;
   int64_t n_temperatures;
-  const double* gammas;        // [n_gammas], on the device of the input
-  const double* temperatures;  // [n_temperatures], likewise
+  const double* gammas;        // [n_gammas], on the host: what the plan is made of
+  const double* temperatures;  // [n_temperatures], on the device of the input
   int64_t n_bins;
   BinEstimator estimator;
 
@@ -405,6 +405,14 @@ struct CalibrationGridBlock {
   // Whether the confidences are wanted although no table needs them.
   bool keep_confidence;
 };
+
+// What a grid's gammas need once, on the host (math/grid_plan.h).
+struct CalibrationGridPlan;
+// Whether sums over the classes may serve several gammas of a block.
+template <typename Scalar>
+bool calibration_grid_shares_sums(const CalibrationGridBlock<Scalar>& block) {
+  return sizeof(compute_t<Scalar>) == sizeof(float) && block.brier == nullptr;
+}
 
 // Running sums over samples, for grids that are computed batch by batch. What the cells of a block have added up to,
 // per bucket of their confidences.
@@ -449,12 +457,6 @@ struct CalibrationGridScratch {
 template <typename Scalar>
 int64_t calibration_grid_prepare(const CalibrationGridSamples<Scalar>& samples, int64_t row_begin, int64_t row_end);
 
-// What a block's gammas need once: built before stage 1, read by every thread.
-struct CalibrationGridPlan;
-template <typename Scalar>
-CalibrationGridPlan* calibration_grid_plan(const CalibrationGridBlock<Scalar>& block);
-void calibration_grid_free_plan(CalibrationGridPlan* plan);
-
 // Stage 1: confidences and sums, for whole chunks of rows.
 template <typename Scalar>
 void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, const CalibrationGridPlan& plan,
@@ -486,7 +488,8 @@ int64_t calibration_grid_workspace(int64_t rows, int64_t classes, int64_t n_gamm
 
 // The confidences, if they are kept, are at the start of the workspace.
 template <typename Scalar>
-int calibration_grid_block(const CalibrationGridBlock<Scalar>& block, void* workspace, void* stream);
+int calibration_grid_block(const CalibrationGridBlock<Scalar>& block, const CalibrationGridPlan& plan, void* workspace,
+                           void* stream);
 
 template <typename Real>
 int calibration_sums(const CalibrationSums<Real>& args, void* stream);

@@ -34,13 +34,20 @@ CASES = {
     "focal_loss.cu": "focal_loss+blind_spots",
     "calibration_map.cu": "calibration_map+blind_spots",
     "calibration_grid.cu": "calibration_grid+blind_spots",
+    "grid_confidence.cuh": "calibration_grid+blind_spots",
+    "grid_bins.cuh": "calibration_grid+blind_spots",
     "calibration_sums.cu": "calibration_sums",
     "sigmoid_loss.cu": "sigmoid_loss",
     "sigmoid_loss_plain.cu": "sigmoid_loss",
     "row_loss.cu": "row_loss+focal_loss",
 }
 # What is compiled anew where a header changes: files that together use all of it.
-COMPILED = {"common.cuh": ("focal_loss.cu", "row_loss.cu"), "grid_sum.cuh": ("focal_loss.cu",)}
+COMPILED = {
+    "common.cuh": ("focal_loss.cu", "row_loss.cu"),
+    "grid_sum.cuh": ("focal_loss.cu",),
+    "grid_confidence.cuh": ("calibration_grid.cu",),
+    "grid_bins.cuh": ("calibration_grid.cu",),
+}
 # Where a file's cases are among others: pytest -k.
 CHOICE = {
     "common.cuh": "not (map or grid)",
@@ -48,6 +55,8 @@ CHOICE = {
     "focal_loss.cu": "not (map or grid)",
     "calibration_map.cu": "map",
     "calibration_grid.cu": "grid",
+    "grid_confidence.cuh": "grid",
+    "grid_bins.cuh": "grid",
 }
 
 
@@ -362,15 +371,42 @@ FAULTS = [
     # ---- what only some callers want
     Fault(
         "NLL is wrong without the Brier score",
-        "calibration_grid.cu",
+        "grid_confidence.cuh",
         "nll[g] += static_cast<double>(log_norm - log_ratio);",
         "nll[g] += static_cast<double>(with_brier ? log_norm - log_ratio : log_norm);",
     ),
     Fault(
         "a warp's lanes beyond the temperatures write",
+        "grid_confidence.cuh",
+        "if (thread >= plan.lanes || !has_temperature) return;",
+        "if (thread >= plan.lanes) return;",
+    ),
+    Fault(
+        "lanes beyond the temperatures write sums of shared gammas",
+        "grid_confidence.cuh",
+        "if (t >= block.n_temperatures) continue;",
+        "",
+    ),
+    Fault("rows beyond the last count, shared", "grid_confidence.cuh", "if (!counts) continue;", ""),
+    Fault("rows beyond the last count", "grid_confidence.cuh", "if (!counts) continue;", "", 1),
+    Fault("only the first part of a long row", "grid_confidence.cuh", "if (first > 0) fill(first);", ""),
+    Fault(
+        "the last part of a long row stays for the next pass",
+        "grid_confidence.cuh",
+        "if (classes > capacity) fill(0);",
+        "",
+    ),
+    Fault(
+        "beyond the row's last class anything",
+        "grid_confidence.cuh",
+        "k < count && first + k != top",
+        "first + k != top",
+    ),
+    Fault(
+        "shared gammas beyond those of a launch",
         "calibration_grid.cu",
-        "if (thread >= plan.lanes || !has_temperature || gamma >= block.n_gammas) return;",
-        "if (thread >= plan.lanes || gamma >= block.n_gammas) return;",
+        "if (tile.count == kSharedGammas) flush();",
+        "if (tile.count == kSharedGammas) tile = {};",
     ),
     Fault(
         "gradients are written where none are wanted",
@@ -380,9 +416,28 @@ FAULTS = [
     ),
     Fault(
         "the row's digits end one too early",
-        "calibration_grid.cu",
+        "grid_bins.cuh",
         "while (row_digits < 4 && ",
         "while (row_digits < 1 && ",
+    ),
+    Fault("tied confidences keep no order", "grid_bins.cuh", "counts[digit] > 1", "counts[digit] > 1000000"),
+    Fault(
+        "a cut that shares its digits counts by itself",
+        "grid_bins.cuh",
+        "shared.counts[shared.leader[c]]",
+        "shared.counts[c]",
+    ),
+    Fault(
+        "the low half of a bin's sum carries nothing",
+        "grid_bins.cuh",
+        "+ low < low ? 1 : 0;",
+        "+ low < low ? 0 : 0;",
+    ),
+    Fault(
+        "samples beyond the bins are counted",
+        "grid_bins.cuh",
+        "if (b < 0 || b >= bins) continue;",
+        "if (b < 0) continue;",
     ),
     Fault(
         "the low half of a sum of confidences carries nothing",
@@ -406,8 +461,6 @@ FAULTS = [
 
 # By the name of the fault: why no result can depend on it.
 REDUNDANT = {
-    "calibration_grid.cu: __syncthreads 6": "the barriers of block_sum lie between reading the cuts and replacing them",
-    "calibration_grid.cu: __syncthreads 7": "select_cuts has a barrier before it reads the cuts",
     "calibration_sums.cu: __syncthreads 3": "a thread clears no bucket but those that it has written out itself",
     "the last row of a tile lends its neighbour's gradient": "a whole vector ends with the last row at the latest, and "
     "what its last element fetches is for no other",

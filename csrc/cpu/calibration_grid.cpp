@@ -29,6 +29,7 @@
 #include "cpu/vector_clones.h"
 #include "kernels.h"
 #include "math/focal.h"
+#include "math/grid_plan.h"
 
 namespace focalkern::cpu {
 
@@ -37,189 +38,8 @@ namespace {
 constexpr int kLanes = 16;    // temperatures that are worked on together
 constexpr int kRun = 64;      // classes that are summed on their own: one long float sum would lose digits
 constexpr int kSamples = 16;  // samples whose confidences are written together: a cache line of floats
-
-// ---- plan: how each gamma gets its rho -----------------------------------------------------------------------------
-
-enum class Route : int32_t { kMoments, kReciprocal, kExponential };
-
-constexpr int kMaxReciprocals = 2;
-constexpr int kMaxWholeGamma = 8;
-// Beyond this, 1 / G(q) near q = 1/2 and its square come close to what a float holds, and they are summed relative to
-// those of the runner-up. Such a gamma is on the route kExponential.
-constexpr double kMaxPlainGamma = 32;
-
-// What is summed over the classes, as functions of q in (0, kMaxQ] and s = -q log q. Both variables are scaled, to
-// [0, 1] and [-1, 1]: in plain powers the terms would cancel in float. The first term is the weight itself.
-struct WideBasis {
-  static constexpr int kTerms = 12;
-  static constexpr double kMaxQ = 0.5;
-  template <typename Real>
-  static FK_HOST_DEVICE void terms(Real weight, Real q, Real s, Real (&term)[kTerms]) {
-    constexpr double kMaxS = 0.36787944117144233;  // s at q = 1 / e
-    const Real x = s * Real(2 / kMaxS) - Real(1);
-    const Real y = q * Real(1 / kMaxQ);
-    const Real yy = y * y;
-    term[0] = weight;
-    term[1] = term[0] * x;
-    term[2] = term[1] * x;
-    term[3] = term[0] * y;
-    term[4] = term[3] * x;
-    term[5] = term[4] * x;
-    term[6] = term[5] * x;
-    term[7] = term[6] * x;
-    term[8] = term[3] * yy;
-    term[9] = term[8] * x;
-    term[10] = term[9] * x;
-    term[11] = term[10] * x;
-  }
-};
-struct TailBasis {
-  static constexpr int kTerms = 7;
-  static constexpr double kMaxQ = 0.005;
-  template <typename Real>
-  static FK_HOST_DEVICE void terms(Real weight, Real q, Real s, Real (&term)[kTerms]) {
-    constexpr double kMaxS = 0.026491586832740187;  // s at kMaxQ
-    const Real x = s * Real(2 / kMaxS) - Real(1);
-    const Real y = q * Real(1 / kMaxQ);
-    term[0] = weight;
-    term[1] = term[0] * x;
-    term[2] = term[1] * x;
-    term[3] = term[2] * x;
-    term[4] = term[0] * y;
-    term[5] = term[4] * x;
-    term[6] = term[5] * x;
-  }
-};
 constexpr int kMoments = WideBasis::kTerms;
 constexpr int kTailMoments = TailBasis::kTerms;
-
-struct GammaPlan {
-  double gamma;
-  Route route;
-  int index;  // among the gammas of its route
-  double coefficient[kMoments];
-  double tail_coefficient[kTailMoments];
-};
-
-constexpr int64_t kMinTailClasses = 64;
-
-// The relative error of rho that a fit may have: half a unit in the last place of a float.
-constexpr double kMaxFitError = 3e-8;
-
-// Nodes that see both ends of (0, max_q]: the logarithm makes 1 / G steep at 0.
-std::vector<double> fit_nodes(double max_q, int per_end) {
-  std::vector<double> nodes;
-  for (int i = 0; i < per_end; ++i) {
-    const double part = (i + 0.5) / per_end;
-    nodes.push_back(max_q * std::exp(-30 * part));
-    nodes.push_back(max_q * (0.5 - 0.5 * std::cos(part * 3.141592653589793)));
-  }
-  return nodes;
-}
-
-double inverse_g(double q, double gamma) {
-  const double log_u = std::log1p(-q);
-  return std::exp(-log_focal_g(phi_of(q, std::log(q), 1 - q), log_u, gamma));
-}
-
-// Least squares of sum_i c_i term_i / (1 / G) = 1 by Householder reflections: the basis is far from orthogonal, and
-// normal equations would lose half the digits.
-template <typename Basis>
-class MomentFit {
- public:
-  static constexpr int kTerms = Basis::kTerms;
-
-  // Fills in the coefficients; returns the largest relative error.
-  double fit(double gamma, double (&coefficient)[kTerms]) const {
-    if (gamma == 0) {  // 1 / G = 1, to the last bit
-      std::fill_n(coefficient, kTerms, 0.0);
-      coefficient[0] = 1;
-      return 0;
-    }
-    const size_t n = nodes_.size();
-    std::vector<double> a(n * kTerms), b(n, 1.0), v(n);
-    for (size_t i = 0; i < n; ++i) row(nodes_[i], gamma, &a[i * kTerms]);
-    for (int j = 0; j < kTerms; ++j) {
-      double norm = 0;
-      for (size_t i = j; i < n; ++i) norm += a[i * kTerms + j] * a[i * kTerms + j];
-      const double alpha = a[j * kTerms + j] > 0 ? -std::sqrt(norm) : std::sqrt(norm);
-      double v_norm = 0;
-      for (size_t i = j; i < n; ++i) {
-        v[i] = a[i * kTerms + j] - (i == static_cast<size_t>(j) ? alpha : 0.0);
-        v_norm += v[i] * v[i];
-      }
-      for (int k = j; k <= kTerms; ++k) {
-        double* column = k < kTerms ? &a[k] : b.data();
-        const size_t stride = k < kTerms ? kTerms : 1;
-        double dot = 0;
-        for (size_t i = j; i < n; ++i) dot += v[i] * column[i * stride];
-        for (size_t i = j; i < n; ++i) column[i * stride] -= 2 * dot / v_norm * v[i];
-      }
-    }
-    for (int j = kTerms - 1; j >= 0; --j) {
-      double rest = b[j];
-      for (int k = j + 1; k < kTerms; ++k) rest -= a[j * kTerms + k] * coefficient[k];
-      coefficient[j] = rest / a[j * kTerms + j];
-    }
-    double worst = 0;
-    for (const double q : test_nodes_) {
-      double terms[kTerms];
-      row(q, gamma, terms);
-      double value = 0;
-      for (int j = 0; j < kTerms; ++j) value += terms[j] * coefficient[j];
-      worst = std::max(worst, std::fabs(value - 1));
-    }
-    return worst;
-  }
-
- private:
-  static void row(double q, double gamma, double* out) {
-    double terms[kTerms];
-    Basis::terms(1 / inverse_g(q, gamma), q, -q * std::log(q), terms);
-    std::memcpy(out, terms, sizeof(terms));
-  }
-  std::vector<double> nodes_ = fit_nodes(Basis::kMaxQ, 120), test_nodes_ = fit_nodes(Basis::kMaxQ, 401);
-};
-
-}  // namespace
-
-struct CalibrationGridPlan {
-  std::vector<GammaPlan> gammas;
-  int moments = 0, reciprocals = 0, exponentials = 0;  // gammas on each route
-  bool tail = false;                                   // whether classes with a small q are summed apart
-};
-
-template <typename Scalar>
-CalibrationGridPlan* calibration_grid_plan(const CalibrationGridBlock<Scalar>& block) {
-  auto* plan = new CalibrationGridPlan;
-  // The fits reach float accuracy, no further; and they know the sum of p_hat, but not of p_hat^2.
-  const bool shared = sizeof(compute_t<Scalar>) == sizeof(float) && block.brier == nullptr;
-  const MomentFit<WideBasis> wide;
-  const MomentFit<TailBasis> tail;
-  // With fewer classes there is no tail to speak of.
-  plan->tail = shared && block.samples.classes >= kMinTailClasses;
-  for (int64_t g = 0; g < block.n_gammas; ++g) {
-    GammaPlan entry{block.gammas[g], Route::kExponential, 0, {}, {}};
-    const bool whole = entry.gamma == std::floor(entry.gamma) && entry.gamma >= 1 && entry.gamma <= kMaxWholeGamma;
-    if (shared && entry.gamma <= 1 && wide.fit(entry.gamma, entry.coefficient) <= kMaxFitError) {
-      entry.route = Route::kMoments;
-    } else if (shared && whole && plan->reciprocals < kMaxReciprocals) {
-      entry.route = Route::kReciprocal;
-    }
-    plan->tail =
-        plan->tail && entry.gamma <= kMaxPlainGamma && tail.fit(entry.gamma, entry.tail_coefficient) <= kMaxFitError;
-    int& count = entry.route == Route::kMoments      ? plan->moments
-                 : entry.route == Route::kReciprocal ? plan->reciprocals
-                                                     : plan->exponentials;
-    entry.index = count++;
-    plan->gammas.push_back(entry);
-  }
-  return plan;
-}
-
-void calibration_grid_free_plan(CalibrationGridPlan* plan) { delete plan; }
-
-namespace {
 
 // ---- stage 1 -------------------------------------------------------------------------------------------------------
 
@@ -1184,7 +1004,6 @@ void calibration_grid_cells(const CalibrationGridBlock<Scalar>& block, const Cal
 
 #define FK_INSTANTIATE(Scalar)                                                                                     \
   template int64_t calibration_grid_prepare(const CalibrationGridSamples<Scalar>&, int64_t, int64_t);              \
-  template CalibrationGridPlan* calibration_grid_plan(const CalibrationGridBlock<Scalar>&);                        \
   template void calibration_grid_confidences(const CalibrationGridBlock<Scalar>&, const CalibrationGridPlan&,      \
                                              const CalibrationGridScratch<Scalar>&, int64_t, int64_t);             \
   template void calibration_grid_cells(const CalibrationGridBlock<Scalar>&, const CalibrationGridScratch<Scalar>&, \

@@ -140,7 +140,8 @@ inline MapPlan plan_map(int64_t rows, int64_t classes, int small, int large) {
 
 // ---- calibration grid ----------------------------------------------------------------------------------------------
 
-constexpr int kGammasAtOnce = 5;  // their sums are in registers at the same time
+constexpr int kSharedGammas = 12;  // of those whose sums over the classes are shared, in one launch
+constexpr int kGammasAtOnce = 5;   // of the others: each has sums of its own, in registers
 constexpr int64_t kConfidenceBytes = int64_t{128} << 20;
 
 // Temperatures of one block of the grid: as many as keep the confidences of all its cells within a fixed size. A warp's
@@ -153,31 +154,29 @@ inline int64_t grid_block_temperatures(int64_t rows, int64_t n_gammas, int64_t r
   return fit < 1 ? 1 : power_of_two_at_least(fit + 1, kWarp) / 2;
 }
 
-// Stage 1 of the grid: thread (row, temperature), kGammasAtOnce gammas each. One launch covers
-// row_tiles * temperature_tiles * gamma_tiles blocks, in that order from the fastest to the slowest.
+// Stage 1 of the grid: thread (row, temperature), a few gammas per launch. A launch has row_tiles * temperature_tiles
+// blocks, in that order from the fastest to the slowest.
 struct GridPlan {
   int lanes;          // neighbouring threads that share a row, a power of two up to a warp: one temperature each
   int rows_per_tile;  // a multiple of kBlock / lanes
   int64_t row_tiles;
   int64_t temperature_tiles;
-  int64_t gamma_tiles;
 
-  int64_t blocks() const { return row_tiles * temperature_tiles * gamma_tiles; }
+  int64_t blocks() const { return row_tiles * temperature_tiles; }
 };
 
-inline GridPlan plan_grid(int64_t rows, int64_t n_temperatures, int64_t n_gammas) {
+inline GridPlan plan_grid(int64_t rows, int64_t n_temperatures) {
   GridPlan plan = {};
   plan.lanes = power_of_two_at_least(n_temperatures, kWarp);
   plan.temperature_tiles = divide_up(n_temperatures, plan.lanes);
-  plan.gamma_tiles = divide_up(n_gammas, kGammasAtOnce);
   // Sums over the rows of a tile are kept in registers: the more rows, the less scratch memory, and the fewer blocks.
   const int rows_at_once = kBlock / plan.lanes;
   int steps = 16;
-  while (steps > 1 && rows / (rows_at_once * steps) * plan.temperature_tiles * plan.gamma_tiles < 4 * kEnoughBlocks) {
+  while (steps > 1 && rows / (rows_at_once * steps) * plan.temperature_tiles < 4 * kEnoughBlocks) {
     steps /= 2;
   }
   // Tiles are numbered in 31 bits.
-  while (divide_up(rows, int64_t{rows_at_once} * steps) * plan.temperature_tiles * plan.gamma_tiles > INT32_MAX) {
+  while (divide_up(rows, int64_t{rows_at_once} * steps) * plan.temperature_tiles > INT32_MAX) {
     steps *= 2;
   }
   plan.rows_per_tile = rows_at_once * steps;

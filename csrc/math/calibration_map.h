@@ -80,37 +80,72 @@ struct MapRow {
   Real grad_gamma_top;    // da_t/dgamma
 };
 
+// What all gammas of a row share.
+template <typename Real>
+struct MapSoftmax {
+  Real gap;            // M
+  Real log_rest;       // log S
+  Real minus_log_q;    // -log q_t
+  Real q;              // q_t
+  Real u;              // 1 - q_t
+  Real one_minus_phi;  // 1 - phi_t
+  Real q_scale;        // q_k = e_k * q_scale
+  Real log_q_offset;   // log q_k = y_k + log_q_offset
+};
+
 // `rest` = S, at least 1 (two or more classes that can occur); `gap` = M <= 0.
 template <typename Real>
-FK_HOST_DEVICE MapRow<Real> map_row(Real gap, Real rest, double gamma_wide) {
+FK_HOST_DEVICE MapSoftmax<Real> map_softmax(Real gap, Real rest) {
+  MapSoftmax<Real> row;
+  const Real exp_gap = exponential(gap);
+  const Real odds = rest * exp_gap;  // u_t / q_t = sum_{k != t} q_k / q_t
+  row.gap = gap;
+  row.log_rest = logarithm(rest);
+  row.minus_log_q = log_one_plus(odds);
+  row.q = Real(1) / (Real(1) + odds);
+  row.u = odds * row.q;
+  const Real direct = Real(1) - row.q * row.minus_log_q / row.u;
+  row.one_minus_phi = row.u < Real(0.125) ? one_minus_phi_series(row.u) : direct;
+  row.q_scale = exp_gap * row.q;
+  row.log_q_offset = gap - row.minus_log_q;
+  return row;
+}
+
+// log(p_k / p_t) = y_k + offset + log(denominator) - log G(q_k)
+template <typename Real>
+struct MapOffset {
+  Real gamma;
+  Real offset;
+  Real denominator;  // 1 + gamma phi_t
+};
+
+template <typename Real>
+FK_HOST_DEVICE MapOffset<Real> map_offset(const MapSoftmax<Real>& row, double gamma_wide) {
   // gamma -> -1: 1 + gamma phi_t = (1 + gamma) - gamma (1 - phi_t) is small, and so is each of its terms. Rounding
   // gamma to float before adding 1 would cost it half of its digits.
   const Real gamma = static_cast<Real>(gamma_wide);
   const Real one_plus_gamma = static_cast<Real>(1.0 + gamma_wide);
-
-  const Real log_rest = logarithm(rest);
-  const Real exp_gap = exponential(gap);
-  const Real odds = rest * exp_gap;             // u_t / q_t = sum_{k != t} q_k / q_t
-  const Real minus_log_q = log_one_plus(odds);  // -log q_t
-  const Real q = Real(1) / (Real(1) + odds);
-  const Real u = odds * q;
-
-  const Real direct = Real(1) - q * minus_log_q / u;
-  const Real one_minus_phi = u < Real(0.125) ? one_minus_phi_series(u) : direct;
-  const Real denominator = one_plus_gamma - gamma * one_minus_phi;  // 1 + gamma phi_t
-
-  MapRow<Real> row;
-  row.gamma = gamma;
-  row.q_scale = exp_gap * q;
-  row.log_q_offset = gap - minus_log_q;
   // a_k - a_t = (y_k + M) + gamma log u_t + log(1 + gamma phi_t) - log G(q_k), with log u_t = M + log S - log1p(odds).
   // Collecting M by hand keeps (1 + gamma) M accurate as gamma -> -1.
-  row.ratio_offset = one_plus_gamma * gap + (gamma * (log_rest - minus_log_q) + logarithm(denominator));
-  row.q_top = q;
-  row.u_top = u;
+  return {gamma, one_plus_gamma * row.gap + gamma * (row.log_rest - row.minus_log_q),
+          one_plus_gamma - gamma * row.one_minus_phi};
+}
+
+template <typename Real>
+FK_HOST_DEVICE MapRow<Real> map_row(Real gap, Real rest, double gamma_wide) {
+  const MapSoftmax<Real> soft = map_softmax(gap, rest);
+  const MapOffset<Real> offset = map_offset(soft, gamma_wide);
+  MapRow<Real> row;
+  row.gamma = offset.gamma;
+  row.q_scale = soft.q_scale;
+  row.log_q_offset = soft.log_q_offset;
+  row.ratio_offset = offset.offset + logarithm(offset.denominator);
+  row.q_top = soft.q;
+  row.u_top = soft.u;
   row.inverse_rest = Real(1) / rest;
-  row.scaled_slope_top = u + gamma * (q - (u - one_minus_phi) / denominator);
-  row.grad_gamma_top = -(gap + (log_rest - minus_log_q)) - (Real(1) - one_minus_phi) / denominator;
+  row.scaled_slope_top = soft.u + offset.gamma * (soft.q - (soft.u - soft.one_minus_phi) / offset.denominator);
+  row.grad_gamma_top =
+      -(gap + (soft.log_rest - soft.minus_log_q)) - (Real(1) - soft.one_minus_phi) / offset.denominator;
   return row;
 }
 
@@ -192,6 +227,14 @@ FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, Real gamma, Real q_scale, Real
   const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
   const Real v = (Real(1) - q) + gamma * s;
   return (y + ratio_offset) - ((gamma - Real(1)) * log_complement(q) + log_weighted(v));
+}
+
+// The same with the logarithms of two quotients in one, from what all gammas of a row share.
+template <typename Real>
+FK_HOST_DEVICE Real map_log_ratio_of_q(Real y, Real q, Real log_q_offset, const MapOffset<Real>& row) {
+  const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
+  const Real v = (Real(1) - q) + row.gamma * s;
+  return (y + row.offset) - ((row.gamma - Real(1)) * log_complement(q) + logarithm(v / row.denominator));
 }
 
 // exp(map_log_ratio) where the logarithm itself is not wanted: e_k exp(...) / v takes none. Neither factor overflows:

@@ -109,6 +109,50 @@ def test_grid_takes_kept_rows_probabilities_and_many_temperatures(library):
     assert_near(tables["nll"], expected["nll"], torch.float32)
 
 
+# Without the Brier score, sums over the classes serve many gammas at once: more of them than one launch takes, beside
+# whole ones and others; a row that lies in a warp's memory as a whole, or not, for few temperatures or many.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("rows", "classes", "temperatures"),
+    [
+        (9, 3, [0.4]),
+        (70, 3, [0.5, 1.0, 2.0]),
+        (9, 17, [0.01, 1.0]),
+        (3, 150, [0.7]),
+        (3, 530, [0.2 * i for i in range(1, 18)]),
+    ],
+)
+def test_grid_of_gammas_that_share_sums(library, dtype, rows, classes, temperatures):
+    gammas = [*(i / 8 - 0.5 for i in range(11)), 2.0, 3.0, 4.0, 2.5, -0.97, 9.5]
+    logits = (3 * torch.randn(rows, classes)).to(dtype)
+    labels = torch.where(torch.rand(rows) < 0.5, logits.argmax(1), torch.randint(classes, (rows,)))
+    logits[1, classes // 2 :] = -torch.inf
+    logits[2, :-1] = -torch.inf  # no other class can occur
+    labels[1:3] = logits[1:3].argmax(1)
+    tables, confidence, _ = run_grid(library, logits, labels, gammas, temperatures, n_bins=4, estimator="equal_width",
+                                     criteria=["ece", "nll"])  # fmt: skip
+    expected = reference.calibration_grid(logits.double(), labels, gammas, temperatures, criteria=("nll",))
+    assert_near(tables["nll"], expected["nll"], dtype)
+    for g, gamma in enumerate(gammas):
+        for t, temperature in enumerate(temperatures):
+            probs = reference.focal_calibration_map(logits.double(), gamma, temperature)
+            assert_near(confidence[t, g], probs.max(1).values, dtype)
+
+
+# More bins than are worked on at a time, with confidences at both ends, on edges and tied.
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_grid_of_many_bins(library, dtype, estimator):
+    logits = torch.cat([torch.zeros(20, 2), 3 * torch.randn(230, 2), 40 * torch.randn(20, 2)]).to(dtype)
+    labels = torch.randint(2, (len(logits),))
+    for n_bins in (17, 300):
+        tables, confidence, correct = run_grid(library, logits, labels, [1.0], [1.0], n_bins=n_bins,
+                                               estimator=estimator, criteria=["ece", "mce"])  # fmt: skip
+        ece, mce = reference.calibration_error(confidence[0, 0], correct, n_bins, estimator)
+        assert abs(tables["ece"].item() - ece) < 1e-12
+        assert estimator == "equal_mass_interp" or abs(tables["mce"].item() - mce) < 1e-9
+
+
 def test_grid_names_the_first_bad_row(library):
     kinds = [("nan", 0), ("inf", 1), ("no logit", 2), ("label", 5)]
     for name, kind in kinds:

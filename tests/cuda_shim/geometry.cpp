@@ -86,20 +86,18 @@ const char* check_map_plan(int64_t rows, int64_t classes, int small, int large) 
   return nullptr;
 }
 
-const char* check_grid_plan(int64_t rows, int64_t n_temperatures, int64_t n_gammas) {
+const char* check_grid_plan(int64_t rows, int64_t n_temperatures) {
   using namespace cuda;
   const int64_t classes = n_temperatures;  // for the message
-  const GridPlan plan = plan_grid(rows, n_temperatures, n_gammas);
+  const GridPlan plan = plan_grid(rows, n_temperatures);
   FK_REQUIRE((plan.lanes & (plan.lanes - 1)) == 0 && plan.lanes <= kWarp);
   FK_REQUIRE(plan.rows_per_tile % (kBlock / plan.lanes) == 0);
   FK_REQUIRE(plan.row_tiles * plan.rows_per_tile >= rows && (plan.row_tiles - 1) * plan.rows_per_tile < rows);
   FK_REQUIRE(plan.temperature_tiles * plan.lanes >= n_temperatures);
-  FK_REQUIRE(plan.gamma_tiles * kGammasAtOnce >= n_gammas);
   FK_REQUIRE(plan.blocks() <= INT32_MAX);
-  if (rows <= kEnumerated / (n_temperatures * n_gammas) && rows % 61 == 1 && plan.blocks() <= 4096) {
+  if (rows <= kEnumerated / n_temperatures && rows % 61 == 1 && plan.blocks() <= 4096) {
     FK_REQUIRE(takes_each_row_once(rows, plan.rows_per_tile, plan.row_tiles));
     FK_REQUIRE(takes_each_row_once(n_temperatures, plan.lanes, plan.temperature_tiles));
-    FK_REQUIRE(takes_each_row_once(n_gammas, kGammasAtOnce, plan.gamma_tiles));
   }
   return nullptr;
 }
@@ -197,15 +195,13 @@ const char* check_all_map_plans(int64_t most_classes) {
 
 const char* check_all_grid_plans(int64_t most_rows) {
   const auto check = [](int64_t rows) -> const char* {
-    for (const int64_t n_gammas : {1, 4, 5, 6, 9, 10, 100}) {
-      for (int64_t n_temperatures = 1; n_temperatures <= 34; ++n_temperatures) {
-        const char* broken = check_grid_plan(rows, n_temperatures, n_gammas);
-        if (broken != nullptr) return broken;
-      }
-      for (const int64_t n_temperatures : {64, 65, 512, 600}) {
-        const char* broken = check_grid_plan(rows, n_temperatures, n_gammas);
-        if (broken != nullptr) return broken;
-      }
+    for (int64_t n_temperatures = 1; n_temperatures <= 34; ++n_temperatures) {
+      const char* broken = check_grid_plan(rows, n_temperatures);
+      if (broken != nullptr) return broken;
+    }
+    for (const int64_t n_temperatures : {64, 65, 512, 600}) {
+      const char* broken = check_grid_plan(rows, n_temperatures);
+      if (broken != nullptr) return broken;
     }
     return nullptr;
   };

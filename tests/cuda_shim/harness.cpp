@@ -14,6 +14,7 @@
 #include "kernels.h"
 #include "math/brier.h"
 #include "math/dual_focal.h"
+#include "math/grid_plan.h"
 #include "math/poly_focal.h"
 
 using namespace focalkern;
@@ -198,7 +199,10 @@ int64_t calibration_grid_workspace(int64_t rows, int64_t classes, int64_t n_gamm
 int calibration_grid_block(int dtype, const void* block, void* workspace) {
   return with_scalar(dtype, [&](auto scalar) {
     using Block = CalibrationGridBlock<decltype(scalar)>;
-    return cuda::calibration_grid_block(*static_cast<const Block*>(block), workspace, nullptr);
+    const Block& args = *static_cast<const Block*>(block);
+    const bool shared = calibration_grid_shares_sums(args);
+    const CalibrationGridPlan plan = calibration_grid_plan(args.gammas, args.n_gammas, args.samples.classes, shared);
+    return cuda::calibration_grid_block(args, plan, workspace, nullptr);
   });
 }
 int calibration_sums(int dtype, const void* args) {

@@ -12,6 +12,7 @@ struct SassExecute : SassOperands {
     const std::vector<Operand>& o = in.o;
     switch (in.op) {
       case s_NOP:
+      case s_YIELD:
         return;
       case s_MOV:
         return set(o[0], l, raw(o[1], l));

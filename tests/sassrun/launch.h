@@ -134,6 +134,11 @@ struct SassLaunch : SassExecute {
           if (m != mask) fail(0, "barrier under a guard");
           wait_for_block(m);
           return done;
+        case s_NOP:
+          // What is left of a __syncwarp where ptxas knows the warp to be together: order alone.
+          if (m == (~0u & ~w->exited)) ++w->warp_syncs;
+          ++pc;
+          continue;
         case s_BSSY:
           for (int l = 0; l < kLanes; ++l)
             if (m >> l & 1) x->barrier[in.ra][l] = m;

@@ -94,6 +94,7 @@ inline void set_timing(SInstr& in) {
     case s_BAR:
     case s_MEMBAR:
     case s_NOP:
+    case s_YIELD:
       in.pipe = 0;
       in.latency = 12;
       break;

@@ -8,6 +8,7 @@ namespace ptxrun {
 
 enum SOp : u8 {
   s_NOP,
+  s_YIELD,
   s_MOV,
   s_IADD3,
   s_IADD3X,
@@ -296,9 +297,10 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
   };
   (void)address;
   (void)k;
-  if (base == "NOP" || base == "YIELD" || base == "ERRBAR" || base == "CGAERRBAR" || base == "CCTL" ||
-      base == "ENDCOLLECTIVE")
+  if (base == "NOP")
     in.op = s_NOP;
+  else if (base == "YIELD" || base == "ERRBAR" || base == "CGAERRBAR" || base == "CCTL" || base == "ENDCOLLECTIVE")
+    in.op = s_YIELD;
   else if (base == "MOV") {
     in.op = s_MOV;
     all();

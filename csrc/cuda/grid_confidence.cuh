@@ -1,0 +1,430 @@
+// Stage 1 of the calibration grid (calibration_grid.cu): confidences, and sums of NLL and Brier score.
+//
+// Thread (row, temperature): the lanes of a warp are temperatures, so all of them want the same class at the same time,
+// and none needs another's sums. A warp keeps its rows in shared memory, a part at a time where they are long: as
+// differences to the largest of the other classes, which is what every lane would compute. Two passes over the row: the
+// softmax; then sums over the classes, of which there are two kinds:
+//   shared       twelve sums for all gammas from -1 to 1, and one each for a few small whole gammas (math/grid_plan.h)
+//   for a gamma  p_k / p_t, and its square for the Brier score, kGammasAtOnce gammas at a time
+// In float, exponentials and reciprocals of this second pass are one instruction each: they are summands beside e = 1
+// of the largest of the others, and reach 2^-22 of that.
+#pragma once
+
+#include "cuda/common.cuh"
+#include "kernels.h"
+#include "math/calibration_map.h"
+#include "math/grid_plan.h"
+
+namespace focalkern::cuda {
+
+template <typename Scalar>
+struct Scratch {
+  compute_t<Scalar>* confidence;  // [n_temperatures, n_gammas, rows], or null
+  double* nll;                    // [row_tiles, n_temperatures, n_gammas], or null
+  double* brier;                  // likewise
+};
+
+// ---- gammas of a launch --------------------------------------------------------------------------------------------
+
+struct SharedGammas {
+  int count;
+  int reciprocals;
+  int index[kSharedGammas];  // among all gammas
+  double gamma[kSharedGammas];
+  float coefficient[kSharedGammas][WideBasis::kTerms + kMaxReciprocals];  // of the sums: a whole gamma has its own
+  float whole[kMaxReciprocals];
+  float bit[kMaxReciprocals][3];  // of gamma - 1
+
+  void add(const GammaPlan& plan, int place) {
+    index[count] = place;
+    gamma[count] = plan.gamma;
+    for (int i = 0; i < WideBasis::kTerms; ++i) coefficient[count][i] = static_cast<float>(plan.coefficient[i]);
+    if (plan.route == Route::kReciprocal) {
+      whole[reciprocals] = static_cast<float>(plan.gamma);
+      for (int b = 0; b < 3; ++b) bit[reciprocals][b] = static_cast<float>((static_cast<int>(plan.gamma) - 1) >> b & 1);
+      coefficient[count][WideBasis::kTerms + reciprocals++] = 1;
+    }
+    ++count;
+  }
+};
+
+struct OtherGammas {
+  int count;
+  int index[kGammasAtOnce];
+  double gamma[kGammasAtOnce];  // beyond the last: 0
+
+  void add(double value, int place) {
+    index[count] = place;
+    gamma[count++] = value;
+  }
+};
+
+// ---- exponents -----------------------------------------------------------------------------------------------------
+// In units of log 2 in float and of 1 in double: what the exponential of either takes.
+
+template <typename Real>
+constexpr Real kUnit = sizeof(Real) == sizeof(float) ? Real(0.693147180559945309) : Real(1);
+
+__device__ __forceinline__ double power(double x) { return exponential(x); }
+__device__ __forceinline__ double inverse(double x) { return 1 / x; }
+__device__ __forceinline__ float power(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return std::exp2(x);
+#endif
+}
+__device__ __forceinline__ float inverse(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return 1 / x;
+#endif
+}
+
+// ---- rows ----------------------------------------------------------------------------------------------------------
+
+constexpr int kStageBytes = 2048;  // of a warp
+// Rows of one warp lie one vector apart from the next multiple of the banks.
+constexpr int kStageStride = kStageBytes + kWarp * kVectorBytes;
+// Classes that are added in Real before the sum goes on in double, or in a second Real.
+constexpr int kClassesPerSum = 64;
+
+// What a thread has in hand, from where it stands in the block; the last row and temperature stand in for those beyond,
+// for which nothing is written.
+template <typename Scalar>
+struct GridRow {
+  using Real = compute_t<Scalar>;
+  static constexpr int kPerVector = kVectorSize<Real>;
+  struct alignas(kVectorBytes) Vector {
+    Real at[kPerVector];
+  };
+
+  const Scalar* input;
+  bool is_probs;
+  int classes;
+  int top;
+  int label;
+  bool correct;
+  Real shift;  // the largest of the others
+  Real beta;
+  Real gap;       // (shift - top) / T
+  Real per_unit;  // from a difference of logits to an exponent
+  int lane;
+  int lanes;
+  int capacity;  // classes that are staged at once
+  Real* stage;
+
+  __device__ __forceinline__ Real logit(int k) const {
+    const Real value = load_as_compute(input[k]);
+    return is_probs ? logit_of_probability(value) : value;
+  }
+
+  __device__ __forceinline__ void start(const CalibrationGridSamples<Scalar>& samples, int64_t row, double temperature,
+                                        int row_lanes, char* warp_memory) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int64_t source = samples.input_row(row);
+    input = samples.input + source * samples.row_stride;
+    is_probs = samples.input_is_probs;
+    classes = static_cast<int>(samples.classes);
+    top = samples.top[row];
+    label = static_cast<int>(samples.labels[source]);
+    correct = samples.correct[row] != 0;
+    lanes = row_lanes;
+    lane = thread % lanes;
+    capacity = kStageBytes / static_cast<int>(sizeof(Real)) / (kWarp / lanes);
+    stage = reinterpret_cast<Real*>(warp_memory) + thread % kWarp / lanes * (capacity + kPerVector);
+
+    Real next = -kInfinity<Real>;
+    for (int k = lane; k < classes; k += lanes) {
+      if (k != top) next = fmax(next, logit(k));
+    }
+    next = group_max(next, lanes);
+    const Real top_logit = logit(top);
+    // No other class can occur: any number serves as the shift.
+    shift = next > -kInfinity<Real> ? next : top_logit;
+    beta = inverse_temperature<Real>(temperature);
+    gap = fmax((shift - top_logit) * beta, -largest_finite<Real>() / Real(16));
+    per_unit = fmin(beta * (Real(1) / kUnit<Real>), largest_finite<Real>());
+    fill(0);
+  }
+
+  // (z_k - shift) / T
+  __device__ __forceinline__ Real y(int k) const { return (logit(k) - shift) * beta; }
+
+  // The classes from `first` on, and classes that cannot occur up to a whole vector. Every lane of the warp calls it.
+  __device__ __forceinline__ void fill(int first) const {
+    const int count = classes - first < capacity ? classes - first : capacity;
+    __syncwarp();  // what was staged before has been read
+    for (int k = lane; k < (count + kPerVector - 1) / kPerVector * kPerVector; k += lanes) {
+      stage[k] = k < count && first + k != top ? logit(first + k) - shift : -kInfinity<Real>;
+    }
+    __syncwarp();
+  }
+
+  // f(z_k - shift) for each class, -inf for the largest; after each kClassesPerSum of them done(). The first part of
+  // the row is staged before and after.
+  template <typename Function, typename Done>
+  __device__ __forceinline__ void each(Function f, Done done) const {
+    for (int first = 0; first < classes; first += capacity) {
+      if (first > 0) fill(first);
+      const int count = classes - first < capacity ? classes - first : capacity;
+      for (int begin = 0; begin < count; begin += kClassesPerSum) {
+        const int end = begin + kClassesPerSum < count ? begin + kClassesPerSum : count;
+        for (int k = begin; k < end; k += kPerVector) {
+          const Vector values = *reinterpret_cast<const Vector*>(stage + k);
+#pragma unroll
+          for (int e = 0; e < kPerVector; ++e) f(values.at[e]);
+        }
+        done();
+      }
+    }
+    if (classes > capacity) fill(0);
+  }
+
+  __device__ __forceinline__ MapSoftmax<Real> softmax() const {
+    double sum = 0;
+    Real part = 0;
+    each([&](Real d) { part += power(d * per_unit); },
+         [&] {
+           sum += static_cast<double>(part);
+           part = 0;
+         });
+    return map_softmax(gap, sum > 0 ? static_cast<Real>(sum) : Real(1));
+  }
+
+  // An exponent that is finite where the class cannot occur: q (log q) is 0 then.
+  __device__ __forceinline__ Real exponent(Real d) const { return fmax(d * per_unit, Real(-1e30)); }
+};
+
+// Where the block's thread stands.
+struct GridPlace {
+  int64_t row_tile;
+  int64_t temperature;
+  __device__ __forceinline__ explicit GridPlace(const GridPlan& plan) {
+    row_tile = blockIdx.x % plan.row_tiles;
+    temperature = blockIdx.x / plan.row_tiles * plan.lanes + threadIdx.x % plan.lanes;
+  }
+};
+
+// ---- gammas that share sums ----------------------------------------------------------------------------------------
+
+template <typename Scalar, int reciprocals>
+__global__ __launch_bounds__(kBlock, 2) void calibration_grid_shared_kernel(
+    const __grid_constant__ CalibrationGridBlock<Scalar> block, const __grid_constant__ GridPlan plan,
+    const __grid_constant__ SharedGammas gammas, const __grid_constant__ Scratch<Scalar> scratch) {
+  using Real = compute_t<Scalar>;
+  constexpr int kMoments = WideBasis::kTerms;
+  alignas(kVectorBytes) __shared__ char stage[kWarpsPerBlock * kStageStride];
+  __shared__ double nll[kSharedGammas][kBlock];
+  const CalibrationGridSamples<Scalar>& samples = block.samples;
+  const int thread = static_cast<int>(threadIdx.x);
+  const GridPlace place(plan);
+  const bool has_temperature = place.temperature < block.n_temperatures;
+  const double temperature = block.temperatures[has_temperature ? place.temperature : 0];
+  for (int g = 0; g < gammas.count; ++g) nll[g][thread] = 0;
+
+  const int rows_at_once = kBlock / plan.lanes;
+  for (int step = 0; step < plan.rows_per_tile; step += rows_at_once) {
+    const int64_t row = place.row_tile * plan.rows_per_tile + step + thread / plan.lanes;
+    if (row - thread % kWarp / plan.lanes >= samples.rows) break;  // the whole warp
+    const bool counts = row < samples.rows && has_temperature;
+    GridRow<Scalar> x;
+    x.start(samples, row < samples.rows ? row : samples.rows - 1, temperature, plan.lanes,
+            stage + thread / kWarp * kStageStride);
+    const MapSoftmax<Real> soft = x.softmax();
+
+    Real sum[kMoments + reciprocals] = {};
+    Real part[kMoments + reciprocals] = {};
+    const Real offset = -soft.log_q_offset;
+    x.each(
+        [&](Real d) {
+          const Real y = x.exponent(d);
+          const Real e = power(y);
+          const Real q = e * soft.q_scale;
+          const Real s = q * (offset - y * kUnit<Real>);
+          Real term[kMoments];
+          WideBasis::terms(e, q, s, term);
+#pragma unroll
+          for (int i = 0; i < kMoments; ++i) part[i] += term[i];
+          if constexpr (reciprocals > 0) {
+            const Real u = Real(1) - q;
+            const Real u2 = u * u;
+            const Real u4 = u2 * u2;
+#pragma unroll
+            for (int i = 0; i < reciprocals; ++i) {
+              // 1 / G(q) is 1 / (u^(gamma - 1) (u + gamma s)).
+              const Real power_of_u = (gammas.bit[i][0] != 0 ? u : Real(1)) * (gammas.bit[i][1] != 0 ? u2 : Real(1)) *
+                                      (gammas.bit[i][2] != 0 ? u4 : Real(1));
+              part[kMoments + i] += e * inverse(power_of_u * (u + gammas.whole[i] * s));
+            }
+          }
+        },
+        [&] {
+#pragma unroll
+          for (int i = 0; i < kMoments + reciprocals; ++i) {
+            sum[i] += part[i];
+            part[i] = 0;
+          }
+        });
+    if (!counts) continue;
+
+    const Real y_label = x.correct ? Real(0) : x.y(x.label);
+    const Real q_label = exponential(y_label) * soft.q_scale;
+    for (int g = 0; g < gammas.count; ++g) {
+      Real numerator = 0;
+#pragma unroll
+      for (int i = 0; i < kMoments + reciprocals; ++i) numerator += gammas.coefficient[g][i] * sum[i];
+      const MapOffset<Real> of_gamma = map_offset(soft, gammas.gamma[g]);
+      const Real ratios = numerator * of_gamma.denominator * exponential(of_gamma.offset);
+      if (scratch.confidence != nullptr) {
+        scratch.confidence[(place.temperature * block.n_gammas + gammas.index[g]) * samples.rows + row] =
+            Real(1) / (Real(1) + ratios);
+      }
+      if (scratch.nll != nullptr) {
+        Real log_ratio = 0;
+        if (!x.correct) {
+          log_ratio = map_log_ratio_of_q(y_label, q_label, soft.log_q_offset, of_gamma);
+        }
+        nll[g][thread] += static_cast<double>(log_one_plus(ratios) - log_ratio);
+      }
+    }
+  }
+  if (scratch.nll == nullptr) return;
+
+  // Sums over the rows of the tile: threads with one temperature are `lanes` apart.
+  __syncthreads();
+  for (int i = thread; i < gammas.count * plan.lanes; i += kBlock) {
+    const int g = i / plan.lanes;
+    const int lane = i % plan.lanes;
+    const int64_t t = place.temperature - thread % plan.lanes + lane;
+    if (t >= block.n_temperatures) continue;
+    double sum = 0;
+    for (int j = lane; j < kBlock; j += plan.lanes) sum += nll[g][j];
+    scratch.nll[(place.row_tile * block.n_temperatures + t) * block.n_gammas + gammas.index[g]] = sum;
+  }
+}
+
+// ---- gammas with sums of their own ---------------------------------------------------------------------------------
+
+template <typename Scalar, bool with_brier>
+__global__ __launch_bounds__(
+    kBlock, sizeof(compute_t<Scalar>) == sizeof(float)
+                ? 2
+                : 1) void calibration_grid_confidence_kernel(const __grid_constant__ CalibrationGridBlock<Scalar> block,
+                                                             const __grid_constant__ GridPlan plan,
+                                                             const __grid_constant__ OtherGammas gammas,
+                                                             const __grid_constant__ Scratch<Scalar> scratch) {
+  using Real = compute_t<Scalar>;
+  alignas(kVectorBytes) __shared__ char stage[kWarpsPerBlock * kStageStride];
+  __shared__ double shared_sums[kBlock];
+  const CalibrationGridSamples<Scalar>& samples = block.samples;
+  const int thread = static_cast<int>(threadIdx.x);
+  const GridPlace place(plan);
+  const bool has_temperature = place.temperature < block.n_temperatures;
+  const double temperature = block.temperatures[has_temperature ? place.temperature : 0];
+  double nll[kGammasAtOnce] = {};
+  double brier[kGammasAtOnce] = {};
+
+  const int rows_at_once = kBlock / plan.lanes;
+  for (int step = 0; step < plan.rows_per_tile; step += rows_at_once) {
+    const int64_t row = place.row_tile * plan.rows_per_tile + step + thread / plan.lanes;
+    if (row - thread % kWarp / plan.lanes >= samples.rows) break;  // the whole warp
+    const bool counts = row < samples.rows && has_temperature;
+    GridRow<Scalar> x;
+    x.start(samples, row < samples.rows ? row : samples.rows - 1, temperature, plan.lanes,
+            stage + thread / kWarp * kStageStride);
+    const MapSoftmax<Real> soft = x.softmax();
+
+    // p_k / p_t is e^(y_k + ratio_offset) / G(q_k), and log G(q) = (gamma - 1) log u + log(u + gamma s).
+    MapOffset<Real> of_gamma[kGammasAtOnce];
+    Real gamma[kGammasAtOnce];
+    Real slope[kGammasAtOnce];
+    Real ratio_offset[kGammasAtOnce];
+    double ratio_sum[kGammasAtOnce] = {};
+    double square_sum[kGammasAtOnce] = {};
+    Real sum[kGammasAtOnce] = {};
+    Real squares[kGammasAtOnce] = {};
+#pragma unroll
+    for (int g = 0; g < kGammasAtOnce; ++g) {
+      of_gamma[g] = map_offset(soft, gammas.gamma[g]);
+      gamma[g] = of_gamma[g].gamma;
+      slope[g] = (gamma[g] - Real(1)) / kUnit<Real>;
+      ratio_offset[g] = (of_gamma[g].offset + logarithm(of_gamma[g].denominator)) / kUnit<Real>;
+    }
+    const Real offset = -soft.log_q_offset;
+    x.each(
+        [&](Real d) {
+          const Real y = x.exponent(d);
+          const Real e = power(y);
+          const Real q = e * soft.q_scale;
+          const Real s = q * (offset - y * kUnit<Real>);
+          const Real u = Real(1) - q;
+          const Real minus_log_u = -log_complement(q);
+#pragma unroll
+          for (int g = 0; g < kGammasAtOnce; ++g) {
+            const Real weight = power(ratio_offset[g] + slope[g] * minus_log_u);
+            const Real ratio = e * (weight * inverse(u + gamma[g] * s));
+            sum[g] += ratio;
+            if (with_brier) squares[g] += ratio * ratio;
+          }
+        },
+        [&] {
+#pragma unroll
+          for (int g = 0; g < kGammasAtOnce; ++g) {
+            ratio_sum[g] += static_cast<double>(sum[g]);
+            sum[g] = 0;
+            if (with_brier) square_sum[g] += static_cast<double>(squares[g]);
+            squares[g] = 0;
+          }
+        });
+    if (!counts) continue;
+
+    const Real y_label = x.correct ? Real(0) : x.y(x.label);
+    const Real q_label = exponential(y_label) * soft.q_scale;
+#pragma unroll
+    for (int g = 0; g < kGammasAtOnce; ++g) {
+      if (g < gammas.count) {
+        const Real ratios = static_cast<Real>(ratio_sum[g]);
+        const Real confidence = Real(1) / (Real(1) + ratios);
+        const Real log_norm = log_one_plus(ratios);  // -log p_t
+        Real log_ratio = 0;
+        if (!x.correct) log_ratio = map_log_ratio_of_q(y_label, q_label, soft.log_q_offset, of_gamma[g]);
+        if (scratch.confidence != nullptr) {
+          scratch.confidence[(place.temperature * block.n_gammas + gammas.index[g]) * samples.rows + row] = confidence;
+        }
+        nll[g] += static_cast<double>(log_norm - log_ratio);
+        if (with_brier) {
+          // sum_k (p_k - [k = y])^2, in which 1 - p_t is p_t times the sum of the ratios.
+          const double p = static_cast<double>(confidence);
+          const double missing = x.correct ? p * ratio_sum[g] : p;
+          const double of_label = x.correct ? 0.0 : 1.0 - 2.0 * p * static_cast<double>(exponential(log_ratio));
+          brier[g] += (missing * missing + p * p * square_sum[g]) + of_label;
+        }
+      }
+    }
+  }
+
+  // Sums over the rows of the tile: threads with one temperature are `lanes` apart.
+  const auto sum_over_rows = [&](double value, double* sums, int64_t gamma) {
+    __syncthreads();
+    shared_sums[thread] = value;
+    __syncthreads();
+    if (thread >= plan.lanes || !has_temperature) return;
+    double sum = 0;
+    for (int i = thread; i < kBlock; i += plan.lanes) sum += shared_sums[i];
+    sums[(place.row_tile * block.n_temperatures + place.temperature) * block.n_gammas + gamma] = sum;
+  };
+#pragma unroll
+  for (int g = 0; g < kGammasAtOnce; ++g) {
+    if (g >= gammas.count) break;
+    if (scratch.nll != nullptr) sum_over_rows(nll[g], scratch.nll, gammas.index[g]);
+    if (with_brier) sum_over_rows(brier[g], scratch.brier, gammas.index[g]);
+  }
+}
+
+}  // namespace focalkern::cuda
