@@ -23,25 +23,27 @@ FK_ROW_LOSS(MmceRow)
 
 namespace {
 
+template <typename Bits>
 struct Key {
-  double r;
-  int64_t row;
+  Bits bits;
+  Bits row;
 };
 
 constexpr int64_t kManyKeys = 1024;  // from here on counting digits beats comparing
 constexpr int kDigitBits = 11;
-constexpr int kDigits = 6;
 
-// Ascending by r, which is not negative, then by row: the order of `keys`. `other` has room for as many; either of the
-// two is returned.
-Key* sort_by_confidence(Key* keys, Key* other, int64_t n) {
+// Ascending by bits, then by row: the order of `keys`. `other` has room for as many; either of the two is returned.
+template <typename Bits>
+Key<Bits>* sort_by_bits(Key<Bits>* keys, Key<Bits>* other, int64_t n) {
   if (n < kManyKeys) {
-    std::sort(keys, keys + n, [](const Key& x, const Key& y) { return x.r < y.r || (x.r == y.r && x.row < y.row); });
+    std::sort(keys, keys + n, [](const Key<Bits>& x, const Key<Bits>& y) {
+      return x.bits < y.bits || (x.bits == y.bits && x.row < y.row);
+    });
     return keys;
   }
-  // The bits of numbers that are not negative are in their order.
-  constexpr uint64_t kMask = (uint64_t(1) << kDigitBits) - 1;
-  const auto digit = [](const Key& key, int d) { return (bit_cast<uint64_t>(key.r) >> (d * kDigitBits)) & kMask; };
+  constexpr int kDigits = (8 * sizeof(Bits) + kDigitBits - 1) / kDigitBits;
+  constexpr Bits kMask = (Bits(1) << kDigitBits) - 1;
+  const auto digit = [](const Key<Bits>& key, int d) { return (key.bits >> (d * kDigitBits)) & kMask; };
   const std::unique_ptr<int64_t[]> counts(new int64_t[kDigits << kDigitBits]());
   for (int64_t i = 0; i < n; ++i) {
     for (int d = 0; d < kDigits; ++d) ++counts[(d << kDigitBits) + digit(keys[i], d)];
@@ -50,11 +52,31 @@ Key* sort_by_confidence(Key* keys, Key* other, int64_t n) {
     int64_t* place = counts.get() + (d << kDigitBits);
     if (place[digit(keys[0], d)] == n) continue;
     int64_t before = 0;
-    for (uint64_t value = 0; value <= kMask; ++value) before += std::exchange(place[value], before);
+    for (Bits value = 0; value <= kMask; ++value) before += std::exchange(place[value], before);
     for (int64_t i = 0; i < n; ++i) other[place[digit(keys[i], d)]++] = keys[i];
     std::swap(keys, other);
   }
   return keys;
+}
+
+// The rows that count, by ascending confidence r = e^-log_s. The bits of log_s, which is not negative, are in its
+// order.
+template <typename Bits, typename Real>
+void order_rows(const MmceBatch& batch, const Real* log_s, int64_t count, const double* r, int64_t* order) {
+  const std::unique_ptr<Key<Bits>[]> keys(new Key<Bits>[2 * count]);
+  int64_t n = 0;
+  for (int64_t i = 0; i < batch.rows; ++i) {
+    using Given = std::make_unsigned_t<typename detail::Format<Real>::Int>;
+    if (batch.counts[i]) keys[n++] = {static_cast<Bits>(static_cast<Given>(~bit_cast<Given>(log_s[i]))), Bits(i)};
+  }
+  const Key<Bits>* sorted = sort_by_bits(keys.get(), keys.get() + count, n);
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t row = static_cast<int64_t>(sorted[i].row);
+    // Neighbours may have changed places by rounding in the exponential.
+    int64_t at = i;
+    for (; at > 0 && r[row] < r[order[at - 1]]; --at) order[at] = order[at - 1];
+    order[at] = row;
+  }
 }
 
 template <typename Real>
@@ -91,21 +113,23 @@ double mmce_of_batch(const MmceBatch& batch, const Real* log_s, double* slope) {
   double *r_of_row = numbers.get(), *lack_of_row = r_of_row + batch.rows;
   double *r = lack_of_row + batch.rows, *a = r + count, *below = a + count, *decay = below + count;
   confidences(log_s, batch.rows, r_of_row, lack_of_row);
-  const std::unique_ptr<Key[]> keys(new Key[2 * count]);
-  int64_t n = 0;
   for (int64_t i = 0; i < batch.rows; ++i) {
-    if (!batch.counts[i]) continue;
     // A row without a softmax makes the batch one without an error; it has no place in the order either.
-    if (r_of_row[i] != r_of_row[i]) {
+    if (batch.counts[i] && r_of_row[i] != r_of_row[i]) {
       std::fill(slope, slope + batch.rows, r_of_row[i]);
       return r_of_row[i];
     }
-    keys[n++] = {r_of_row[i], i};
   }
-  const Key* sorted = sort_by_confidence(keys.get(), keys.get() + count, n);
+  const int64_t n = count;
+  const std::unique_ptr<int64_t[]> order(new int64_t[n]);
+  if (sizeof(Real) == sizeof(uint32_t) && batch.rows <= std::numeric_limits<uint32_t>::max()) {
+    order_rows<uint32_t>(batch, log_s, n, r_of_row, order.get());
+  } else {
+    order_rows<uint64_t>(batch, log_s, n, r_of_row, order.get());
+  }
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t row = sorted[i].row;
-    r[i] = sorted[i].r;
+    const int64_t row = order[i];
+    r[i] = r_of_row[row];
     a[i] = batch.correct[row] ? lack_of_row[row] * of_correct : -r[i] * of_wrong;
   }
 
@@ -126,7 +150,7 @@ double mmce_of_batch(const MmceBatch& batch, const Real* log_s, double* slope) {
     double mass = 0;
     for (begin = end; begin > 0 && r[begin - 1] == r[end - 1]; --begin) mass += a[begin - 1];
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = sorted[i].row;
+      const int64_t row = order[i];
       const double all = below[i] + mass + running;
       const double per_r = batch.correct[row] ? of_correct : of_wrong;  // -da/dr
       squared += a[i] * all;
