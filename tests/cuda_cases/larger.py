@@ -1,5 +1,6 @@
 """More and larger cases than those of every test run: sizes that people use, and as many blocks as on a GPU."""
 
+import contextlib
 from ctypes import c_int64
 
 import pytest
@@ -44,7 +45,7 @@ def test_longer_rows_off_every_boundary(library, dtype, classes, elements):
     check_focal_loss(library, logits, labels_for(logits), 2.0, grad_like=off_boundary(9, classes, dtype, elements + 1))
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def as_on_a_gpu(library):
     """The grid of a GPU; and no check of races between its blocks, which remembers many times what it watches."""
     library.ptxrun_set(b"global_races", c_int64(0))
@@ -53,20 +54,20 @@ def as_on_a_gpu(library):
     library.ptxrun_set(b"global_races", c_int64(1))
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
 def test_thousands_of_tiles(library):
     """More tiles than blocks: 2048 blocks of 256 rows are 524288."""
     logits = torch.randn(524288 + 700, 3).to(torch.bfloat16)
     for reduction in ("none", "mean"):
-        check_focal_loss(library, logits, labels_for(logits), 2.0, reduction=reduction)
+        with as_on_a_gpu(library):
+            check_focal_loss(library, logits, labels_for(logits), 2.0, reduction=reduction)
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
 def test_many_tiles_of_rows(library):
     # The last: so many that a warp has a row that the block would share otherwise.
     for rows, classes in ((70 * 64 + 5, 520), (264 * 8 + 5, 2100)):
         logits = torch.randn(rows, classes)
-        check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="mean")
+        with as_on_a_gpu(library):
+            check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="mean")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
