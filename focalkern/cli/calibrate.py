@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from focalkern import study as report
 from focalkern.calibrators import Binning, Criterion, Search
+from focalkern.cli._notes import print_note
 from focalkern.cli._options import (
     OneOrMany,
     add_input_arguments,
@@ -234,7 +235,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(study.verdict, file=said)
     for remark in (*study.verdict.notes(), *study.remarks):
-        print(f"Note: {remark}", file=said)
+        print_note(remark, said)
     if study.remarks:
         print(file=said)
 
@@ -246,7 +247,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"Chosen (->): {study.chosen.label}{', ' if words else ''}{words}", file=said)
     if arguments.report is not None:
         files = report.write_report(study, arguments.report, document, cells=cells)
-        print(f"Report: {arguments.report}: {', '.join(file.name for file in files)}", file=said)
+        pictures = sum(file.suffix == ".png" for file in files)
+        print(f"Report: {files[-1]}; table.csv, report.json and {pictures} pictures beside it", file=said)
     if arguments.out is not None:
         if study.chosen is None or study.chosen.saved is None:
             raise InputError(f"{arguments.out}: not written, because nothing was chosen")

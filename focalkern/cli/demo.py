@@ -11,6 +11,7 @@ import numpy as np
 from focalkern import study as report
 from focalkern._atomic import write_atomically
 from focalkern.calibrators import DEFAULT_GAMMAS
+from focalkern.cli._notes import print_note
 from focalkern.cli._options import seed as seed_of
 from focalkern.files import InputError
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
@@ -73,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(study.table())
         print()
         for remark in (*study.verdict.notes(), *study.remarks):
-            print(f"Note: {remark}")
+            print_note(remark)
         print()
     print(
         f"Chosen on the {len(val)} validation rows, reported on the {len(test)} test rows. -> is what focalkern "

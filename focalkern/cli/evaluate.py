@@ -7,6 +7,7 @@ from typing import Any
 
 import focalkern
 from focalkern.calibrators import load_calibrator
+from focalkern.cli._notes import print_note
 from focalkern.cli._options import add_input_arguments, at_least_one
 from focalkern.files import read_sets
 from focalkern.files.read import FORMATS_HELP
@@ -50,7 +51,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(f"{found}\n")
         for remark in found.remarks:
-            print(f"Note: {remark}\n", file=said)
+            print_note(remark, said)
+            print(file=said)
     if arguments.json:
         document = {
             "focalkern": focalkern.__version__,

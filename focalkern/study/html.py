@@ -6,12 +6,25 @@ is script, in ``explorer.js``.
 """
 
 import base64
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from string import Template
 
-__all__ = ["contents", "explorer", "figure", "figures", "lead", "page", "paragraph", "section", "table", "unordered"]
+__all__ = [
+    "contents",
+    "explorer",
+    "figure",
+    "figures",
+    "lead",
+    "page",
+    "paragraph",
+    "section",
+    "table",
+    "typeset",
+    "unordered",
+]
 
 _PAGE = Template("""\
 <!DOCTYPE html>
@@ -102,6 +115,11 @@ def page(title: str, *, lead: str, sections: Iterable[str], foot: str, generator
     return text.encode("utf-8", errors="replace")
 
 
+def typeset(text: str) -> str:
+    """Arrows, minus and plus-minus signs in place of what a terminal shows of them."""
+    return re.sub(r"(?<![^\s(])-(?=\.?\d)", "\u2212", text).replace("->", "\u2192").replace("+-", "\u00b1")
+
+
 def section(heading: str, *parts: str, anchor: str = "") -> str:
     """``anchor`` is what :func:`contents` leads to."""
     opening = f'<section id="{escape(anchor)}">' if anchor else "<section>"
@@ -153,6 +171,7 @@ def table(
         cells: list[str] = []
         for cell, heading in zip(row, head, strict=True):
             first, _, second = cell.partition("\n")
+            first, second = (first, second) if text or not cells else (typeset(first), typeset(second))
             small = f"<small>{escape(second)}</small>" if second else ""
             if cells:
                 cells.append(f'<td role="cell" data-name="{escape(heading)}">{escape(first)}{small}</td>')

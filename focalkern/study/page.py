@@ -99,7 +99,9 @@ def make_page(
         caption = f"Figures on the {name_of(study.selection)}, which chose: too good."
         every.append(_choices(study, "selection", caption, tuple(FIGURES)))
     remarks = [*map(as_sentence, study.verdict.doubts), *study.remarks]
-    known = html.unordered(dict.fromkeys(remarks)) if remarks else html.paragraph("Nothing stood out.")
+    known = html.paragraph("Nothing stood out.")
+    if remarks:
+        known = html.unordered(map(html.typeset, dict.fromkeys(remarks)))
     parts: dict[str, tuple[str, list[str]]] = {
         "choices": ("Choices", first),
         "trust": ("What to know before trusting this", [known]),
@@ -120,7 +122,7 @@ def make_page(
     header = "\n".join(
         (
             html.paragraph(f"{sources}; {made}; focalkern {version}", "quiet"),
-            html.lead([_typeset(text) for text in study.verdict.sentences()]),
+            html.lead([html.typeset(text) for text in study.verdict.sentences()]),
             html.contents({anchor: heading for anchor, (heading, _) in parts.items()}),
         )
     )
@@ -306,7 +308,3 @@ def _data_table(study: Study) -> str:
         )
     head = ["rows that", "file", "input", "rows", "classes", "rows per class", "accuracy", "mean confidence"]
     return html.table(head, rows)
-
-
-def _typeset(text: str) -> str:
-    return text.replace(" -> ", " \u2192 ").replace("+-", "\u00b1")

@@ -66,8 +66,8 @@ def legend(trust: Trust, plus_minus: str = "+-") -> str:
         "test rows. * better, ! worse: the interval of the paired difference excludes 0; temperature scaling is "
         "compared with no calibration, focal temperature scaling with temperature scaling by the same criterion"
         f"{', bins with what stands before them' if trust.binned else ''}. Bias "
-        "floor: what a perfectly calibrated model with the same confidences would score; 95 % score less than the "
-        "second line."
+        "floor: the mean calibration error of a perfectly calibrated model with the same confidences and as many rows, "
+        "and below it the 95 % quantile."
     )
 
 
@@ -137,10 +137,8 @@ def table_in_html(study: Study) -> str:
     names = headline(study.estimator)
     rows = table_cells(study.choices, study.trust, plus_minus="\u00b1", names=names)
     head = ["", "gamma", "T", *(FIGURES[name].replace("_\n", "_").replace("\n", " ") for name in names)]
-    marked = next((place for place, (choice, _) in enumerate(rows) if choice is study.chosen), None)
-    return "\n".join(
-        [
-            *(html.paragraph(line) for line in study.verdict.sentences()),
-            html.table(head, [cells for _, cells in rows], marked=marked, caption=f"On {name_of(study.report)}."),
-        ]
-    )
+    # A notebook has no style for these parts, so that what the page shows by colour is an arrow here.
+    body = [[("\u2192 " if choice is study.chosen else "") + label, *cells] for choice, (label, *cells) in rows]
+    lines = [*map(html.typeset, study.verdict.sentences()), f"On {name_of(study.report)}; \u2192 is the one to use."]
+    style = "overflow-x: auto; white-space: nowrap"
+    return "\n".join([*map(html.paragraph, lines), f'<div style="{style}" tabindex="0">{html.table(head, body)}</div>'])
