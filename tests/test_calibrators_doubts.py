@@ -49,6 +49,26 @@ def test_nothing_is_said_of_a_good_fit(cls, criterion, search):
     assert cls(criterion=criterion, search=search, **axes).fit(*sample()).doubts_ == ()
 
 
+@pytest.mark.parametrize(
+    "calibrator",
+    [
+        TemperatureScaling(),
+        FocalTemperatureScaling(),
+        fk.StructuredScaling(kind="vector"),
+        HistogramBinning(scaling=TemperatureScaling()),
+        fk.AutoCalibrator(("temperature",), folds=2),
+    ],
+    ids=lambda calibrator: type(calibrator).__name__,
+)
+def test_labels_that_cannot_be_right_are_said_once(calibrator):
+    logits, target = sample(300)
+    kept = target < 4
+    words = said(calibrator, logits[kept], target[kept] + 1)
+    assert words.count("if the labels are one too high: the first class is 0") == 1
+    # By fit alone: a study, whose folds are fitted quietly, says it once of all its rows.
+    assert not any("too high" in doubt for doubt in calibrator.fit_quietly(logits[kept], target[kept] + 1).doubts_)
+
+
 @pytest.mark.parametrize("search", ["grid", "line", "refine"])
 def test_the_border_is_said_and_widening_leaves_it(search):
     # The optimum lies at gamma = 2 and T = 3.

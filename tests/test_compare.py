@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from conftest import peer
 import focalkern as fk
 from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling
 from focalkern.study import passes, stream_sets
-from focalkern.study.contest import as_candidates
+from focalkern.study.contest import as_candidates, stratified_folds
 from focalkern.study.streamed_contest import hold_streamed_contest
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
@@ -74,6 +75,15 @@ def test_a_study_for_machines_and_for_notebooks(study, tmp_path):
     assert candidates[0]["excluded"] is None
     html = study._repr_html_()
     assert "Use temperature scaling" in html and "<table" in html and html.count("<tr") == 6
+    assert [row.split("<")[0] for row in html.split('role="rowheader">')[1:]] == [
+        "uncalibrated",
+        "\u2192 temperature, NLL-optimal",
+        "focal temperature, NLL-optimal",
+        "temperature, ECE-optimal",
+        "focal temperature, ECE-optimal",
+    ]
+    shown = html.replace("NLL-optimal", "").replace("ECE-optimal", "")
+    assert "-&gt;" not in shown and not re.search(r">-[.\d]", shown)  # signs are set, not typed
 
 
 def test_a_data_frame(study):
@@ -233,6 +243,20 @@ def test_streamed_rows_leave_out_what_needs_them_all(shards):
     assert study.calibrator.n_samples_ == 300
 
 
+def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
+    """All of them, or a sample; and whether the same files choose and report."""
+    for part in range(3):
+        labels = np.load(tmp_path / f"val_labels-{part}.npy")
+        np.save(tmp_path / f"val_labels-{part}.npy", (labels + 1) % 4)
+    remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
+    assert [words for words in remarks if "of the 300 rows, but in" in words and "one too high" in words]
+    assert "the same 300 rows choose and report, so that the figures are too good." in remarks
+    monkeypatch.setattr(passes, "_SAMPLED_ROWS", 128)
+    remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
+    assert [words for words in remarks if "(128 of its rows): the labels are the largest logit in" in words]
+    assert "of 128 rows that were compared, the same 128 rows choose and report" in " ".join(remarks)
+
+
 def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):
     (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
     gammas, temperatures = (0.0, 0.25), (0.5, 0.75, 1.0)
@@ -297,6 +321,43 @@ def test_auto_is_the_calibrator_it_chose(tmp_path):
     evidence = json.loads((tmp_path / "auto.json").read_text())["fit"]["evidence"]
     assert evidence["candidates"] == auto.table_ and evidence["because"] == auto.verdict_.because
     assert torch.equal(auto.as_module()(logits), same.as_module()(logits))
+
+
+def test_auto_weights_its_fits_and_its_losses():
+    """Against the same by hand; zero is no row, and equal weights are none."""
+    logits, labels = sample(300, 0)
+    weight = torch.rand(300, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
+    auto = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels, weight)
+    assert auto.calibrator_.temperature_ == TemperatureScaling().fit(logits, labels, weight).temperature_
+    fold = stratified_folds(labels, 3, 7)
+    losses = torch.empty(2, 300, dtype=torch.float64)
+    for k in range(3):
+        part = TemperatureScaling().fit(logits[fold != k], labels[fold != k], weight[fold != k])
+        probs = [logits[fold == k].double().softmax(-1), part.predict_proba(logits[fold == k].double())]
+        for row, of_all in zip(losses, probs, strict=True):
+            row[fold == k] = -of_all.gather(1, labels[fold == k].unsqueeze(1)).squeeze(1).log()
+    means, difference = np.average(losses, axis=1, weights=weight), (losses[0] - losses[1]).numpy()
+    assert [row["loss"] for row in auto.table_] == pytest.approx(means.tolist(), rel=1e-12)
+    share = (weight / weight.sum()).numpy()
+    error = np.sqrt((share**2 * (difference - share @ difference) ** 2).sum() / (1 - (share**2).sum()))
+    assert auto.table_[0]["standard_error"] == pytest.approx(error, rel=1e-9)
+
+    none = (torch.arange(300) % 3 > 0).double()
+    left = fk.AutoCalibrator(folds=3).fit(logits, labels, none)
+    assert left.table_ == fk.AutoCalibrator(folds=3).fit(logits[none > 0], labels[none > 0]).table_
+    plain = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels).table_
+    equal = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels, 2 * torch.ones(300)).table_
+    for one, other in zip(equal, plain, strict=True):
+        for name in ("loss", "difference", "standard_error"):
+            assert one[name] == pytest.approx(other[name], rel=1e-6, abs=1e-9), name
+
+
+def test_auto_names_what_takes_no_weights():
+    logits, labels = sample(100, 0)
+    weight = torch.linspace(0.5, 1.5, 100)
+    auto = fk.AutoCalibrator({"half": Half(), "T": TemperatureScaling()}, folds=2).fit(logits, labels, weight)
+    assert [row["excluded"] for row in auto.table_] == [None, "could not be fitted: its fit has no sample_weight", None]
+    assert any(words.startswith("half could not be fitted") for words in auto.verdict_.doubts)
 
 
 def test_auto_in_numpy_with_names_and_with_one_logit():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from focalkern._atomic import write_atomically
 from focalkern._checks import path_text, short
+from focalkern._doubts import label_doubts
 from focalkern.calibrators._modules import ClassAxis, as_pairs
 from focalkern.calibrators._rows import Rows, as_floating, as_rows, check_input, labels_array, weighted_mean
 from focalkern.calibrators._warnings import warn
@@ -94,8 +95,9 @@ class Calibrator:
             what the class says. When anything is raised, a calibrator that was fitted before stays as it was.
 
         Warns:
-            CalibrationWarning: what was fitted is doubtful: once, in words that name the remedy, which ``doubts_`` has
-                as well.
+            CalibrationWarning: what was fitted is doubtful, or the labels cannot be right (shifted, of another row, of
+                columns in another order, no better than chance): once, in words that name the remedy or the likely
+                cause, which ``doubts_`` has as well.
 
         Raises:
             TypeError: logits that are not floating point, a target that is neither integer nor strings.
@@ -109,14 +111,15 @@ class Calibrator:
             >>> calibrator.n_samples_, calibrator.n_classes_, calibrator.doubts_
             (10, 2, ())
         """
-        self.fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
+        rows = self._fit_rows(logits, target, sample_weight, ignore_index)
+        self.doubts_ = (*label_doubts(rows.input, rows.target), *self.doubts_)
         warn(type(self).__name__, self.doubts_)
         return self
 
     def fit_quietly(
         self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None
     ) -> Self:
-        """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves.
+        """:meth:`fit` without the warning and without a look at the labels: for callers that read ``doubts_``.
 
         Args:
             logits, target, sample_weight, ignore_index: as :meth:`fit`.
@@ -133,6 +136,11 @@ class Calibrator:
             >>> len(calibrator.doubts_)  # the optimum lies beyond 2
             1
         """
+        self._fit_rows(logits, target, sample_weight, ignore_index)
+        return self
+
+    def _fit_rows(self, logits: Any, target: Any, sample_weight: Any, ignore_index: int | None) -> Rows:
+        """Fit, and return what it was fitted on."""
         name = type(self).__name__
         self._check_parameters()
         input = self._as_tensor(logits)
@@ -142,7 +150,7 @@ class Calibrator:
         fitted = self._fit(rows)
         self._become(fitted, classes=rows.classes, n_samples=len(rows.input), one_logit=one_logit, dense=rows.dense)
         self.doubts_ = tuple(self._doubts(rows))
-        return self
+        return rows
 
     @overload
     def predict_proba(self, logits: Tensor) -> Tensor: ...

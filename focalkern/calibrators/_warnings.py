@@ -22,8 +22,8 @@ _BLOCK = 1 << 22
 class CalibrationWarning(UserWarning):
     """What ``fit`` found is doubtful.
 
-    Its optimum lies at the border of the search, the NLL of its rows is infinite, or no calibration at all would be
-    better. The words, each with its remedy, are in ``doubts_`` as well.
+    Its optimum lies at the border of the search, the NLL of its rows is infinite, no calibration at all would be
+    better, or the labels cannot be right. The words, each with its remedy or likely cause, are in ``doubts_`` as well.
 
     Example:
         >>> import warnings

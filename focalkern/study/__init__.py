@@ -11,7 +11,7 @@ from focalkern.study.memory import MemorySet, as_rows
 from focalkern.study.page import cells_of, write_report
 from focalkern.study.processes import Processes, Progress
 from focalkern.study.record import finite_or_none, to_json
-from focalkern.study.result import Study
+from focalkern.study.result import Predictor, Study
 from focalkern.study.rows import FIGURES, Rows
 from focalkern.study.streamed import MOST_KEPT, StreamedSet, stream_sets, wants_streaming
 from focalkern.study.sweep import Sweep
@@ -28,6 +28,7 @@ __all__ = [
     "Choice",
     "Evaluation",
     "MemorySet",
+    "Predictor",
     "Processes",
     "Progress",
     "Rows",

@@ -22,7 +22,8 @@ class AutoCalibrator(Calibrator):
 
     with the losses l of the candidate and b of the best one, each on rows that its fit did not see. Never chosen are a
     candidate whose mean loss is higher than that of no calibration, one whose optimum lies where its search ended, and
-    one whose loss is infinite on a row.
+    one whose loss is infinite on a row. With ``sample_weight`` fits and means are weighted, and the error is that of a
+    weighted mean, whatever the scale of the weights; a candidate whose ``fit`` takes none is not chosen, and named.
 
     Args:
         candidates: as :func:`focalkern.compare_calibrators`.
@@ -105,15 +106,13 @@ class AutoCalibrator(Calibrator):
             raise type(error)(f"AutoCalibrator: {error}") from None
 
     def _fit(self, rows: Rows) -> dict[str, Any]:
-        if rows.weight is not None:
-            raise ValueError(
-                "AutoCalibrator: sample_weight has no folds; fit the calibrator of your choice with it instead"
-            )
         input, target = rows.input, rows.target
         candidates = as_candidates(self.candidates, self.criterion, self.input_kind)
         folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)
         try:
-            contest = hold_contest(input, target, candidates, criterion=self.criterion, folds=folds, seed=seed)
+            contest = hold_contest(
+                input, target, candidates, criterion=self.criterion, folds=folds, seed=seed, weight=rows.weight
+            )
         except (TypeError, ValueError) as error:
             raise renamed("AutoCalibrator", error) from None
         winner = contest.winner

@@ -6,6 +6,7 @@ difference (Breiman et al. 1984, section 3.4.3).
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -196,19 +197,36 @@ def stratified_folds(labels: Tensor, folds: int, seed: int) -> Tensor:
     return fold
 
 
-def fit_one(candidate: Any, input: Tensor, labels: Tensor, near: Any = None) -> Any:
+def fit_one(candidate: Any, input: Tensor, labels: Tensor, near: Any = None, weight: Tensor | None = None) -> Any:
     """A fitted copy, without warnings: what is doubtful, the verdict says. What is not one of ours gets NumPy arrays.
 
-    ``near`` is a copy that was fitted on nearly the same rows: the search begins where that one ended.
+    Args:
+        near: a copy that was fitted on nearly the same rows: the search begins where that one ended.
+        weight: [N] float64; None where every row counts once.
+
+    Raises:
+        TypeError: weights for what has no ``sample_weight`` in its ``fit``.
     """
     fresh = copy.deepcopy(candidate)
     if isinstance(fresh, FocalTemperatureScaling) and near is not None:
-        fresh.fit_quietly(input, labels, near=(near.gamma_, near.temperature_))
+        fresh.fit_quietly(input, labels, weight, near=(near.gamma_, near.temperature_))
     elif isinstance(fresh, Calibrator):
-        fresh.fit_quietly(input, labels)
-    else:
+        fresh.fit_quietly(input, labels, weight)
+    elif weight is None:
         fresh.fit(input.cpu().numpy(), labels.cpu().numpy())
+    elif _takes_weights(fresh):
+        fresh.fit(input.cpu().numpy(), labels.cpu().numpy(), sample_weight=weight.cpu().numpy())
+    else:
+        raise TypeError("its fit has no sample_weight")
     return fresh
+
+
+def _takes_weights(candidate: Any) -> bool:
+    try:
+        parameters = inspect.signature(candidate.fit).parameters
+    except (TypeError, ValueError):  # written in C, and says nothing
+        return True
+    return "sample_weight" in parameters
 
 
 def log_proba(calibrator: Any, input: Tensor) -> Tensor:
@@ -239,6 +257,7 @@ def hold_contest(
     criterion: Proper,
     folds: int,
     seed: int,
+    weight: Tensor | None = None,
 ) -> Contest:
     """Cross-validate the candidates on rows in memory.
 
@@ -246,6 +265,7 @@ def hold_contest(
         input: [N, C].
         labels: [N] int64.
         candidates: what :func:`as_candidates` returns.
+        weight: [N] float64 > 0, of the rows in fits and mean losses; None where every row counts once.
     """
     rows = len(labels)
     folds = min(folds, rows)
@@ -255,11 +275,13 @@ def hold_contest(
         loss = torch.full((rows,), math.nan, dtype=torch.float64)
         excluded, fitted = "", None
         try:
-            fitted = fit_one(candidate, input, labels)
+            fitted = fit_one(candidate, input, labels, weight=weight)
             for k in range(folds if folds > 1 else 0):
-                held_out = fold == k
-                # No calibration has nothing to fit: the same as any other, at no cost.
-                part = fitted if name == "none" else fit_one(candidate, input[~held_out], labels[~held_out], fitted)
+                held_out, part = fold == k, fitted
+                if name != "none":  # which has nothing to fit
+                    kept = ~held_out
+                    of_fit = None if weight is None else weight[kept]
+                    part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
                 log_probs = log_proba(part, input[held_out])
                 loss[held_out] = losses_of(log_probs, labels[held_out], criterion).cpu()
         except Exception as error:  # whatever a candidate from elsewhere raises: the others go on, and this is told
@@ -270,15 +292,21 @@ def hold_contest(
         border = getattr(fitted, "at_border_", ())
         if border and name != "none":
             excluded = excluded or f"has its optimum at the end of the search: {' and '.join(border)}"
-        entries.append(Entry(name, fitted, float(loss.mean()), excluded=excluded))
+        mean = loss.mean() if weight is None else (loss * weight.cpu()).sum() / weight.cpu().sum()
+        entries.append(Entry(name, fitted, float(mean), excluded=excluded))
         losses.append(loss)
-    return decide(entries, torch.stack(losses), criterion=criterion, folds=folds if folds > 1 else 0)
+    folds = folds if folds > 1 else 0
+    return decide(entries, torch.stack(losses), criterion=criterion, folds=folds, weight=weight)
 
 
-def decide(entries: Sequence[Entry], losses: Tensor, *, criterion: Proper, folds: int) -> Contest:
+def decide(
+    entries: Sequence[Entry], losses: Tensor, *, criterion: Proper, folds: int, weight: Tensor | None = None
+) -> Contest:
     """Apply the rule to ``losses`` [candidates, N]; NaN where there is none."""
     rows = losses.shape[1]
     differences = losses - losses[0]
+    if weight is not None:
+        return _decided(entries, rows, _weighted_pairs(differences, weight.cpu()), criterion=criterion, folds=folds)
     return decide_from_sums(
         entries,
         rows,
@@ -299,13 +327,51 @@ def decide_from_sums(
     folds: int,
     left_out: Sequence[str] = (),
 ) -> Contest:
-    """The rule.
+    """The rule where every row counts once.
 
     Args:
         entries: the first is no calibration.
         rows: N.
         sums, products: [candidates] and [candidates, candidates] float64, of the losses minus those of no calibration.
     """
+
+    def pair(place: int, best: int) -> tuple[float, float]:
+        mean = float(sums[place] - sums[best]) / rows
+        square = float(products[place, place] + products[best, best] - 2 * products[place, best]) / rows
+        variance = max(0.0, square - mean**2) * rows / max(1, rows - 1)
+        return mean, math.sqrt(variance / rows)
+
+    return _decided(entries, rows, pair, criterion=criterion, folds=folds, left_out=left_out)
+
+
+def _weighted_pairs(differences: Tensor, weight: Tensor) -> Callable[[int, int], tuple[float, float]]:
+    """Mean and standard error of paired differences of rows that do not all count the same.
+
+    The error is that of a weighted mean of independent rows, which does not change with the scale of the weights. Of
+    equal weights it is the usual one.
+    """
+    share = weight / weight.sum()
+    squares = float(share.square().sum())
+
+    def pair(place: int, best: int) -> tuple[float, float]:
+        difference = differences[place] - differences[best]
+        mean = float((share * difference).sum())
+        variance = float((share * (difference - mean)).square().sum())
+        return mean, math.sqrt(max(0.0, variance) / max(1 - squares, _SMALLEST))
+
+    return pair
+
+
+def _decided(
+    entries: Sequence[Entry],
+    rows: int,
+    pair: Callable[[int, int], tuple[float, float]],
+    *,
+    criterion: Proper,
+    folds: int,
+    left_out: Sequence[str] = (),
+) -> Contest:
+    """The rule; ``pair`` has the mean difference of two candidates and its standard error."""
     entries = list(entries)
     base = entries[0].loss
     for place, entry in enumerate(entries[1:], start=1):
@@ -318,10 +384,8 @@ def decide_from_sums(
     able = [0] if folds == 0 else [place for place, entry in enumerate(entries) if not entry.excluded]
     best = min(able, key=lambda place: (entries[place].loss if math.isfinite(entries[place].loss) else math.inf, place))
     for place, entry in enumerate(entries):
-        mean = float(sums[place] - sums[best]) / rows
-        square = float(products[place, place] + products[best, best] - 2 * products[place, best]) / rows
-        variance = max(0.0, square - mean**2) * rows / max(1, rows - 1)
-        entries[place] = replace(entry, difference=mean, error=math.sqrt(variance / rows))
+        mean, error = pair(place, best)
+        entries[place] = replace(entry, difference=mean, error=error)
     # Not a number where a loss is infinite: then the comparison is false, and the best remains.
     chosen = next((place for place in able if entries[place].difference <= entries[place].error), best)
     return Contest(criterion, tuple(entries), chosen, best, folds, rows, tuple(left_out))

@@ -71,6 +71,9 @@ class MemorySet:
     def looks_like_probs(self) -> bool:
         return self.kind == "logits" and _doubts.looks_like_probs(self.memory.input)
 
+    def sample(self) -> tuple[Tensor, Tensor]:
+        return self.memory.input, self.memory.labels
+
     def rows(self, index: Tensor, part: str) -> "MemorySet":
         return MemorySet(self.memory.rows(index, part))
 

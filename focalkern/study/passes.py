@@ -18,6 +18,9 @@ __all__ = ["NO_LABEL", "Passes"]
 _SEARCH_BATCH = 1 << 23
 _FLOAT64_BATCH = 1 << 21
 _MOST_ROWS = 1 << 16
+# Rows that are looked at, in blocks of neighbours evenly spaced; fewer where that would be many numbers.
+_SAMPLED_ROWS, _SAMPLED_NUMBERS = 1 << 16, 1 << 21
+_SAMPLED_BLOCKS = 16
 NO_LABEL = torch.iinfo(torch.int64).min  # is ignored: every row counts
 
 
@@ -53,6 +56,25 @@ class Passes:
         kept = np.zeros(len(self._rows), dtype=np.bool_)
         kept[index.numpy()] = True
         return type(self)(self._rows, self._processes, self._progress, kept, part)
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Input and labels of all rows, or of 65,536 of them (of two million numbers)."""
+        n_rows = len(self._rows)
+        block = max(1, min(_SAMPLED_ROWS, _SAMPLED_NUMBERS // self.n_classes) // _SAMPLED_BLOCKS)
+        if n_rows <= _SAMPLED_BLOCKS * block:
+            parts = [(0, n_rows)]
+        else:
+            starts = [(n_rows - block) * place // (_SAMPLED_BLOCKS - 1) for place in range(_SAMPLED_BLOCKS)]
+            parts = [(start, start + block) for start in starts]
+        inputs, labels = [], []
+        for begin, end in parts:
+            for first, input, target in self._rows.batches(begin, end, end - begin):
+                kept = slice(None)
+                if self._kept is not None:
+                    kept = torch.from_numpy(self._kept[first : first + len(target)])
+                inputs.append(input[kept].clone())
+                labels.append(target[kept].to(torch.int64))
+        return torch.cat(inputs), torch.cat(labels)
 
     def _batches(self, what: str, *, wide: bool = True, done: int = 0) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """(rows of the share that are over after it, input, labels, numbers of the rows) of the batches after the first

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from focalkern.calibrators import Calibrator, Criterion, Estimator
 from focalkern.ops.calibration_grid import CalibrationGrid
@@ -16,7 +16,14 @@ from focalkern.study.verdict import Verdict
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Study"]
+__all__ = ["Predictor", "Study"]
+
+
+class Predictor(Protocol):
+    """A fitted candidate from elsewhere, as far as a study knows it."""
+
+    def predict_proba(self, logits: Any, /) -> Any:
+        """[N, C] probabilities of [N, C] logits."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +69,16 @@ class Study:
     # The methods are doors to the rooms below, which import this one.
 
     @property
-    def calibrator(self) -> Any:
-        """The fitted calibrator to use.
+    def calibrator(self) -> Calibrator | Predictor:
+        """The fitted calibrator to use: one of this library, or the candidate of your own that was chosen.
 
         Raises:
             ValueError: nothing was chosen.
         """
         if self.chosen is None:
             raise ValueError("Study: nothing was chosen: the criterion is finite nowhere")
-        return self.chosen.saved
+        saved: Calibrator | Predictor = self.chosen.saved
+        return saved
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save :attr:`calibrator` as its own ``save`` does, with the evidence in the summary of its fit.

@@ -83,6 +83,9 @@ class Rows(About, Protocol):
     def looks_like_probs(self) -> bool:
         """Whether what was read as logits is positive and sums to 1."""
 
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Input and labels of all rows, or of enough of them, to look at."""
+
     def rows(self, index: Tensor, part: str) -> "Rows":
         """The rows of ``index``, called ``part``."""
 

@@ -75,20 +75,23 @@ def read_remarks(rows: Rows) -> list[str]:
             f"the rows of {rows.source} were read as logits, but are all positive and sum to 1: if they are "
             "probabilities, say --input-kind probs."
         )
-    if rows.memory is not None:
-        of_rows = f"{rows.source}{f' ({rows.part})' if rows.part else f', {rows.name}' if rows.name else ''}"
-        input, labels = rows.memory.input, rows.memory.labels
-        notes = input_notes(input) if rows.kind == "logits" else []
-        remarks.extend(f"{of_rows}: {words}." for words in (*label_doubts(input, labels), *notes))
+    of_rows = f"{rows.source}{f' ({rows.part})' if rows.part else f', {rows.name}' if rows.name else ''}"
+    input, labels = rows.sample()
+    if len(labels) < len(rows):
+        of_rows += f" ({len(labels):,} of its rows)"
+    notes = input_notes(input) if rows.kind == "logits" else []
+    remarks.extend(f"{of_rows}: {words}." for words in (*label_doubts(input, labels), *notes))
     return remarks
 
 
 def shared_remarks(selection: Rows, report: Rows) -> list[str]:
     """What has to be said of two sets together, which were given as two."""
-    first, second = selection.memory, report.memory
-    if selection is report or first is None or second is None:
+    if selection is report:
         return []
-    return [f"{words}." for words in pair_doubts(first.input, first.labels, second.input, second.labels)]
+    (input, labels), (other, other_labels) = selection.sample(), report.sample()
+    words = pair_doubts(input, labels, other, other_labels)
+    part = f"of {len(other_labels):,} rows that were compared, " if len(other_labels) < len(report) else ""
+    return [f"{part}{one}." for one in words]
 
 
 def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins: int, trust: Trust | None) -> list[str]:
