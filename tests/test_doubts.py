@@ -97,6 +97,6 @@ def test_the_command_says_them(tmp_path, capsys):
     np.savez(tmp_path / "a.npz", val_logits=Z, val_labels=(Y + 1) % 6, test_logits=Z, test_labels=(Y + 1) % 6)
     options = ["--method", "temperature", "--temperatures", "0.5:2:0.5", "--bootstrap", "0"]
     assert main(["calibrate", str(tmp_path / "a.npz"), *options]) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "a.npz, val: the labels are the largest logit in" in said and "one too high: the first class is 0." in said
     assert "the same 1,000 rows choose and report" in said

@@ -9,6 +9,7 @@ import errno
 import os
 import resource
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import focalkern as fk
-from focalkern import cli, study
+from focalkern import cli, files, study
 
 RNG = np.random.default_rng(0)
 Y = RNG.integers(4, size=200)
@@ -115,14 +116,30 @@ COMMANDS = {
     "calibrate --out": "calibrate {0}/val.npz --bootstrap 0 --method temperature --out {0}/out.json",
     "calibrate --report": "calibrate {0}/val.npz --bootstrap 0 --method temperature --report {0}/report",
     "apply": "apply {0}/c.json {0}/z_logits.npy --out {0}/out.npy",
+    "sweep --report": "sweep {0}/val.npz --report {0}/sweep --jobs 1",
+    "demo": "demo --out {0}/demo",
 }
+
+
+@pytest.mark.parametrize("trouble", [full_disk, read_only])
+def test_a_table_of_the_training_study_that_cannot_be_written(trouble, tmp_path, monkeypatch):
+    """All its files go through this or what this goes through."""
+    records = pytest.importorskip("benchmarks.train_study.records", reason="the benchmarks are in the source tree only")
+    path = tmp_path / "epochs.csv"
+    records.write_csv(path, [{"epoch": 0, "loss": 1.0}])
+    before = contents(tmp_path)
+    with trouble(monkeypatch), pytest.raises(OSError, match=PROBLEM) as caught:
+        records.write_csv(path, [{"epoch": epoch, "loss": 1.0} for epoch in range(100)])
+    assert contents(tmp_path) == before and caught.value.filename == str(path)
 
 
 @pytest.mark.parametrize("trouble", [full_disk, read_only])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_says_so_in_one_line(command, trouble, tmp_path, monkeypatch, capsys):
-    if "report" in command:
+    if "report" in command or command == "demo":
         pytest.importorskip("matplotlib")
+    rows = files.LogitSet(torch.from_numpy(Z), torch.from_numpy(Y), "logits", "val", "digits")
+    monkeypatch.setattr(cli.demo, "demo_rows", lambda seed: {"cross-entropy": (rows, replace(rows, name="test"), 0)})
     np.savez(tmp_path / "val.npz", logits=Z, labels=Y)
     np.save(tmp_path / "z_logits.npy", Z)
     FITTED.save(tmp_path / "c.json")

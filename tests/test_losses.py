@@ -895,7 +895,7 @@ NAN = float("nan")
         (lambda: fk.FLSDLoss(torch.ones(3)), ValueError, r"FLSDLoss: gammas must be given.*class weights are weight="),
         (lambda: fk.AdaFocalLoss(torch.ones(5)), TypeError, r"n_bins must be an int, got.*class weights are weight="),
         (lambda: fk.MMCELoss(torch.ones(5)), TypeError, r"coefficient must be a number, got.*weights are weight="),
-        (lambda: fk.FocalLoss(alpha=0.25), TypeError, r"FocalLoss: alpha is no setting.*Migrating from another focal"),
+        (lambda: fk.FocalLoss(alpha=0.25), TypeError, r"FocalLoss: alpha is no setting.*docs/howto/migrate.md"),
         (lambda: fk.FocalLoss(2.0, [1.0]), TypeError, r"FocalLoss: weight must be a tensor, got list"),
         (lambda: fk.FocalLoss(2.0, torch.ones(2, 2)), ValueError, r"weight must be \[C\], got shape \[2, 2\]"),
         (lambda: fk.BrierLoss(torch.ones(2).int()), TypeError, r"BrierLoss: weight must be floating point"),

@@ -121,7 +121,7 @@ class FocalLoss(FocalFamily):
         if alpha is not None:
             raise TypeError(
                 f"{self._name}: alpha is no setting of this loss: class weights are weight=, and what the alpha of "
-                'another library is here is in the README, "Migrating from another focal loss"'
+                'another library is here is in docs/howto/migrate.md, "Replace another library\'s focal loss"'
             )
         self.gamma: float | Tensor | None
         if isinstance(gamma, GammaTable):
