@@ -12,6 +12,7 @@
 
 #include "cuda/launch.h"
 #include "kernels.h"
+#include "math/grid_plan.h"
 
 using namespace focalkern;
 
@@ -258,7 +259,7 @@ void map(int rows, int classes, bool probs, bool log, bool wide) {
   mix(gt.p, rows);
 }
 template <typename S>
-void grid(int rows, int classes, int nt, int ng, int bins, int est, bool probs, bool tie) {
+void grid(int rows, int classes, int nt, int ng, int bins, int est, bool probs, bool tie, bool brier) {
   using R = compute_t<S>;
   size_t n = (size_t)rows * classes;
   Buffer<S> x(n);
@@ -297,13 +298,14 @@ void grid(int rows, int classes, int nt, int ng, int bins, int est, bool probs, 
   b.ece = tab.p;
   b.mce = tab.p + ng * nt;
   b.nll = tab.p + 2 * ng * nt;
-  b.brier = tab.p + 3 * ng * nt;
+  if (brier) b.brier = tab.p + 3 * ng * nt;
   b.table_stride = nt;
   b.keep_confidence = true;
   int64_t bytes = cuda::calibration_grid_workspace(rows, classes, ng, nt, bins, sizeof(R));
   Buffer<double> ws(bytes / 8);
-  if (cuda::calibration_grid_block(b, ws.p, nullptr)) abort();
-  mix(tab.p, tab.n);
+  const CalibrationGridPlan plan = calibration_grid_plan(b.gammas, ng, classes, calibration_grid_shares_sums(b));
+  if (cuda::calibration_grid_block(b, plan, ws.p, nullptr)) abort();
+  mix(tab.p, (brier ? 4 : 3) * static_cast<size_t>(ng) * nt);
   const int nb = est == 0 ? 15 : 1030;
   Buffer<int64_t> c(ng * nt * nb), k(ng * nt * nb);
   Buffer<double> cs(ng * nt * nb);
@@ -367,8 +369,9 @@ int main(int argc, char** argv) {
     for (auto [r, c, nt, ng, bins] :
          {std::tuple{1, 2, 1, 1, 3}, {7, 3, 3, 6, 15}, {300, 3, 2, 2, 15}, {70, 17, 33, 1, 8}, {600, 4, 1, 5, 20}})
       for (bool tie : {false, true}) {
-        grid<float>(r, c, nt, ng, bins, est, false, tie);
-        if (nt < 4) grid<double>(r, c, nt, ng, bins, est, r == 7, tie);
+        grid<float>(r, c, nt, ng, bins, est, false, tie, true);
+        grid<float>(r, c, nt, ng, bins, est, false, tie, false);  // gammas that share sums
+        if (nt < 4) grid<double>(r, c, nt, ng, bins, est, r == 7, tie, true);
       }
   printf("%016lx\n", static_cast<unsigned long>(hash));
 }
