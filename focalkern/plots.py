@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import with_tensors
+from focalkern._checks import MOST_RESAMPLES, finite, integer, number, one_of, short
 from focalkern.losses import AdaFocalRecord
 from focalkern.metrics import ReliabilityBins
 from focalkern.ops.calibration_grid import CalibrationGrid
@@ -131,11 +132,9 @@ def reliability_bands(
         tensor([ True, False])
     """
     bins = _checked_bins("reliability_bands", bins)
-    if not 0 < level < 1:
-        raise ValueError(f"reliability_bands: level must be between 0 and 1, got {level!r}")
-    if replicates < 1:
-        raise ValueError(f"reliability_bands: replicates must be at least 1, got {replicates!r}")
-    rng = np.random.default_rng(seed)
+    level = _checked_level("reliability_bands", level)
+    replicates = integer("reliability_bands", "replicates", replicates, 1, MOST_RESAMPLES)
+    rng = np.random.default_rng(integer("reliability_bands", "seed", seed) % 2**63)
     count = bins.count.cpu().numpy()
     filled = count > 0
     confidence, accuracy = (
@@ -205,6 +204,8 @@ def reliability_diagram(
         >>> figure.savefig("reliability.png")
     """
     panels = dict(bins) if isinstance(bins, Mapping) else {"": bins}
+    _check_title("reliability_diagram", title)
+    level = None if level is None else _checked_level("reliability_diagram", level)
     if not panels:
         raise ValueError("reliability_diagram: expected at least one set of bins, got none")
     panels = {name: _checked_bins("reliability_diagram", one) for name, one in panels.items()}
@@ -389,7 +390,27 @@ def _largest_gap(gap: np.ndarray[Any, Any], count: np.ndarray[Any, Any]) -> str:
     return f"largest gap {gap[at]:.4f}, in a bin of {count[at]:,}"
 
 
-def _checked_bins(op: str, bins: ReliabilityBins) -> ReliabilityBins:
+def _checked_level(op: str, level: Any) -> float:
+    found = number(op, "level", level)
+    if not 0 < found < 1:
+        raise ValueError(f"{op}: level must be between 0 and 1, got {short(level)}")
+    return found
+
+
+def _check_title(op: str, title: Any) -> None:
+    if title is not None and not isinstance(title, str):
+        raise TypeError(f"{op}: title must be text or None, got {short(title)}")
+
+
+def _checked_grid(op: str, grid: Any) -> CalibrationGrid:
+    if not isinstance(grid, CalibrationGrid):
+        raise TypeError(f"{op}: grid must be a CalibrationGrid, got {short(grid)}")
+    return with_tensors(grid)
+
+
+def _checked_bins(op: str, bins: Any) -> ReliabilityBins:
+    if not isinstance(bins, ReliabilityBins):
+        raise TypeError(f"{op}: bins must be ReliabilityBins, got {short(bins)}")
     bins = with_tensors(bins)
     if bins.count.dim() != 1:
         raise ValueError(f"{op}: bins must be [n_bins], got shape {list(bins.count.shape)}")
@@ -467,9 +488,8 @@ def fit_ridge(grid: CalibrationGrid, criterion: str = "ece") -> Ridge:
         >>> round(ridge.slope, 2), round(ridge.intercept, 2)
         (2.25, 2.92)
     """
-    grid = with_tensors(grid)
-    if criterion not in grid.tables:
-        raise ValueError(f"fit_ridge: criterion must be one of {', '.join(grid.tables)}, got {criterion!r}")
+    grid = _checked_grid("fit_ridge", grid)
+    one_of("fit_ridge", "criterion", criterion, grid.tables)
     gammas, order = grid.gammas.cpu().to(torch.float64).sort(stable=True)
     table = grid.tables[criterion].cpu().to(torch.float64)[order]
     temperatures = grid.temperatures.cpu().to(torch.float64)
@@ -513,7 +533,8 @@ def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
         >>> len(figure.axes)
         1
     """
-    grid = with_tensors(grid)
+    grid = _checked_grid("ridge_diagram", grid)
+    _check_title("ridge_diagram", title)
     ridges = {name: fit_ridge(grid, name) for name, table in grid.tables.items() if bool(table.isfinite().any())}
     if not ridges:
         raise ValueError("ridge_diagram: grid must have a finite cell, got none")
@@ -617,8 +638,16 @@ def grid_heatmap(
         >>> figure.axes[0].get_xlabel()
         'temperature T'
     """
-    grid = with_tensors(grid)
-    best = grid.best(criterion) if best is None else best
+    grid = _checked_grid("grid_heatmap", grid)
+    _check_title("grid_heatmap", title)
+    one_of("grid_heatmap", "criterion", criterion, grid.tables)
+    if best is None:
+        best = grid.best(criterion)
+    elif isinstance(best, tuple | list) and len(best) == 3:
+        gamma, temperature, value = (finite("grid_heatmap", "best", one) for one in best)
+        best = gamma, temperature, value
+    else:
+        raise TypeError(f"grid_heatmap: best must be (gamma, temperature, value), got {short(best)}")
     order = np.argsort(grid.gammas.cpu().numpy(), kind="stable")
     gammas = grid.gammas.cpu().numpy()[order]
     table = grid.tables[criterion].cpu().numpy()[order]
@@ -756,6 +785,10 @@ def adafocal_history(history: Sequence[AdaFocalRecord], *, title: str | None = N
         >>> len(figure.axes)
         3
     """
+    _check_title("adafocal_history", title)
+    records = isinstance(history, Sequence) and all(isinstance(record, AdaFocalRecord) for record in history)
+    if not records or isinstance(history, str | bytes):
+        raise TypeError(f"adafocal_history: history must be a list of AdaFocalRecord, got {short(history)}")
     if not history:
         raise ValueError("adafocal_history: history must have at least one update, got none")
     update = np.arange(1, len(history) + 1)

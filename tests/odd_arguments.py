@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import focalkern as fk
-from focalkern import bootstrap, calibrators, files, losses, metrics, study
+from focalkern import bootstrap, calibrators, files, losses, metrics, plots, study
 from focalkern.files.shards import open_shards
 
 NAN, INF = float("nan"), float("inf")
@@ -211,6 +211,17 @@ def calls() -> dict[str, Call]:
     many["CalibrationGridState.update"] = call(state.update, *who, logits=z, target=y)
     many["CalibrationGridState.merge"] = call(state.merge, *who, other=state)
     many["CalibrationGrid.best"] = call(state.compute().best, "CalibrationGrid", criterion="ece")
+    bins = metrics.reliability_bins(P, Y, n_bins=3)
+    many["reliability_bands"] = call(plots.reliability_bands, bins=bins, replicates=10)
+    many["reliability_diagram"] = call(plots.reliability_diagram, bins=bins)
+    both = fk.calibration_grid(Z, Y, [0.0, 1.0], [1.0, 2.0])
+    for name in ("fit_ridge", "ridge_diagram", "grid_heatmap"):
+        many[name] = call(getattr(plots, name), "CalibrationGrid", name, grid=both)
+    many["adafocal_history"] = call(plots.adafocal_history, history=[adafocal.update(z, y)])
+    found_by_study = fk.compare_calibrators((Z, Y), resamples=0, candidates=["temperature"])
+    many["Study.save"] = call(found_by_study.save, "TemperatureScaling", path="no/where")
+    many["Study.table"] = call(found_by_study.table, "Study.table")
+    many["Study.write_report"] = call(found_by_study.write_report, "Study.write_report", folder="no\0where")
     found = bootstrap.paired_bootstrap({"a": P, "b": P}, Y, n_resamples=3)
     many["PairedBootstrap.difference"] = call(found.difference, "PairedBootstrap", name="a", other="b", figure="nll")
     many["PairedBootstrap.interval"] = call(found.interval, "PairedBootstrap", name="a", figure="nll")

@@ -25,7 +25,7 @@ NO_CALL |= {"ClassAxis", "HistogramLogProbs", "IsotonicLogProbs", "MultiLabelLog
 NO_CALL |= {"grid_border"}
 
 # With 6 rows each takes a tenth of a second: they get values that they must refuse, and few others.
-SLOW = {"AutoCalibrator", "AutoCalibrator.fit", "compare_calibrators"}
+SLOW = {"AutoCalibrator", "AutoCalibrator.fit", "compare_calibrators", "Study.write_report"}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from focalkern._checks import flag, path_text
 from focalkern.calibrators import Calibrator, Criterion, Estimator
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.candidates import Choice
@@ -124,7 +125,8 @@ class Study:
         """
         from focalkern.study.table import format_table, headline
 
-        return format_table(self.choices, self.chosen, self.trust, names=None if all else headline(self.estimator))
+        names = None if flag("Study.table", "all", all) else headline(self.estimator)
+        return format_table(self.choices, self.chosen, self.trust, names=names)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as ``json.dumps`` takes it.
@@ -176,7 +178,9 @@ class Study:
         """
         from focalkern.study.page import write_report
 
-        return write_report(self, Path(folder), self.to_dict(), title=title)
+        if not isinstance(title, str):
+            raise TypeError(f"Study.write_report: title must be text, got {type(title).__name__}")
+        return write_report(self, Path(path_text("Study.write_report", "folder", folder)), self.to_dict(), title=title)
 
     def __str__(self) -> str:
         return str(self.verdict)
