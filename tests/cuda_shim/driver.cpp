@@ -12,7 +12,12 @@
 
 #include "cuda/launch.h"
 #include "kernels.h"
+#include "math/brier.h"
+#include "math/dual_focal.h"
+#include "math/focal.h"
 #include "math/grid_plan.h"
+#include "math/poly_focal.h"
+#include "math/row_loss.h"
 
 using namespace focalkern;
 
@@ -64,9 +69,11 @@ void softmax(S* x, int rows, int classes) {
 
 // layout: 0 end to end, 1 offset by one element, 2 gaps of 3, 3 class outermost [C, N], 4 [2, C, N/2]
 // mode: 0 one gamma, 1 label smoothing, 2 probability targets, 3 a table of gammas and class weights, 4 a gamma per row
-template <typename S>
-void focal(int rows, int classes, int layout, int mode, bool none) {
+template <typename Loss, typename S>
+void row_loss(int rows, int classes, int layout, int mode, bool none) {
   using R = compute_t<S>;
+  constexpr bool kFocal = std::is_same_v<Loss, FocalRow>;
+  constexpr bool kGamma = kFocal || std::is_same_v<Loss, PolyFocalRow>;  // a gradient of it
   size_t span = (size_t)rows * (classes + (layout == 2 ? 3 : 0));
   Buffer<S> z(span, layout == 1 ? sizeof(S) : 0), g(span, layout == 1 ? sizeof(S) : 0);
   fill(z.p, span);
@@ -79,8 +86,8 @@ void focal(int rows, int classes, int layout, int mode, bool none) {
   if (rng() % 2)
     for (int i = 0; i < rows; ++i)
       if (labels[i] == classes) labels[i] = 0;
-  Buffer<R> soft((size_t)rows * classes), w(classes), gam(rows), edges(4), tab(3), saved(3 * rows), loss(1), div(1),
-      rl(rows), gl(rows), gt((size_t)rows * classes), gg(rows);
+  Buffer<R> soft((size_t)rows * classes), w(classes), gam(rows), edges(4), tab(3), saved(kSavedNumbers<Loss> * rows),
+      loss(1), div(1), rl(rows), gl(rows), gt((size_t)rows * classes), gg(rows);
   for (size_t i = 0; i < soft.n; ++i) soft[i] = R(rng() % 100) / 100;
   for (int i = 0; i < classes; ++i) w[i] = R(0.5) + R(i % 3);
   for (int i = 0; i < rows; ++i) {
@@ -114,11 +121,18 @@ void focal(int rows, int classes, int layout, int mode, bool none) {
     a.gamma_stride = 1;
   } else
     a.gamma_value = 2;
+  a.epsilon = 1.5;
   a.row_loss = none ? rl.p : nullptr;
   int64_t bytes = cuda::focal_loss_workspace(rows, classes);
   std::unique_ptr<Buffer<double>> ws;
   if (bytes) ws = std::make_unique<Buffer<double>>(bytes / 8);
-  if (cuda::focal_loss_forward(a, true, none ? nullptr : loss.p, div.p, ws ? ws->p : nullptr, nullptr)) abort();
+  R* total = none ? nullptr : loss.p;
+  double* scratch = ws ? ws->p : nullptr;
+  if constexpr (kFocal) {
+    if (cuda::focal_loss_forward(a, true, total, div.p, scratch, nullptr)) abort();
+  } else {
+    if (cuda::row_loss_forward<Loss>(a, true, total, div.p, scratch, nullptr)) abort();
+  }
   FocalLossBackward<S> b{};
   static_cast<FocalLossArgs<S>&>(b) = a;
   b.grad_loss = none ? gl.p : loss.p;
@@ -129,8 +143,12 @@ void focal(int rows, int classes, int layout, int mode, bool none) {
   b.grad_logits = g.p;
   b.grad_layout = l;
   b.grad_target = mode == 2 ? gt.p : nullptr;
-  b.grad_gamma = gg.p;
-  if (cuda::focal_loss_backward(b, nullptr)) abort();
+  b.grad_gamma = kGamma ? gg.p : nullptr;
+  if constexpr (kFocal) {
+    if (cuda::focal_loss_backward(b, nullptr)) abort();
+  } else {
+    if (cuda::row_loss_backward<Loss>(b, nullptr)) abort();
+  }
   mix(saved.p, saved.n);
   if (none)
     mix(rl.p, rows);
@@ -138,7 +156,7 @@ void focal(int rows, int classes, int layout, int mode, bool none) {
     mix(loss.p, 1);
   mix(div.p, 1);
   mix(g.p, g.n);
-  mix(gg.p, gg.n);
+  if (kGamma) mix(gg.p, gg.n);
   if (mode == 2) mix(gt.p, gt.n);
 }
 // target: 0 dense in the type of the logits, 1 labels, 2 a row of another type with parameters for classes and rows;
@@ -338,18 +356,26 @@ int main(int argc, char** argv) {
                         {2, 9001}})
       for (int layout : {0, 1, 2})
         for (int mode : {0, 3, 4}) {
-          focal<S>(r, c, layout, mode, (r + mode) % 2);
+          row_loss<FocalRow, S>(r, c, layout, mode, (r + mode) % 2);
         }
     for (auto [r, c] : {std::pair{40, 3}, {300, 19}, {34, 70}, {6, 300}})
       for (int layout : {3, 4})
         for (int mode : {0, 4}) {
-          focal<S>(r, c, layout, mode, mode);
+          row_loss<FocalRow, S>(r, c, layout, mode, mode);
         }
     for (auto [r, c] : {std::pair{5, 3}, {70, 40}, {3, 2500}})
       for (int layout : {0, 2})
         for (int mode : {1, 2}) {
-          focal<S>(r, c, layout, mode, r == 5);
+          row_loss<FocalRow, S>(r, c, layout, mode, r == 5);
+          row_loss<PolyFocalRow, S>(r, c, layout, mode, r == 5);
+          row_loss<BrierRow, S>(r, c, layout, mode, r == 5);
         }
+    for (auto [r, c] : {std::pair{1, 2}, {40, 3}, {70, 40}, {9, 300}, {3, 2500}})
+      for (int layout : {0, 1, 2, 3}) {
+        row_loss<PolyFocalRow, S>(r, c, layout, r == 40 ? 3 : 4, r == 70);
+        row_loss<DualFocalRow, S>(r, c, layout, 0, r == 70);
+        row_loss<BrierRow, S>(r, c, layout, 0, r == 70);
+      }
     for (auto [r, c] : {std::pair{1, 2}, {300, 3}, {65, 10}, {9, 129}, {5, 513}, {3, 2049}, {2, 4097}})
       for (bool probs : {false, true}) {
         map<S>(r, c, probs, r % 2, c % 2);
