@@ -786,8 +786,9 @@ def adafocal_history(history: Sequence[AdaFocalRecord], *, title: str | None = N
         3
     """
     _check_title("adafocal_history", title)
-    records = isinstance(history, Sequence) and all(isinstance(record, AdaFocalRecord) for record in history)
-    if not records or isinstance(history, str | bytes):
+    given: object = history
+    listed = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    if not listed or not all(isinstance(record, AdaFocalRecord) for record in history):
         raise TypeError(f"adafocal_history: history must be a list of AdaFocalRecord, got {short(history)}")
     if not history:
         raise ValueError("adafocal_history: history must have at least one update, got none")

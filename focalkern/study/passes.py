@@ -69,7 +69,7 @@ class Passes:
         inputs, labels = [], []
         for begin, end in parts:
             for first, input, target in self._rows.batches(begin, end, end - begin):
-                kept = slice(None)
+                kept: slice | Tensor = slice(None)
                 if self._kept is not None:
                     kept = torch.from_numpy(self._kept[first : first + len(target)])
                 inputs.append(input[kept].clone())
