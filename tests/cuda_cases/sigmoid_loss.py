@@ -204,9 +204,11 @@ def test_sigmoid_loss_with_strides_and_broadcast_parameters(library, dtype):
 
 def test_sigmoid_loss_at_extreme_logits(library):
     x = torch.tensor([[-1000.0, -90.0, -17.0, 0.0, 17.0, 90.0, 1000.0]]).expand(3, 7).contiguous()
-    t = torch.tensor([[0.0], [1.0], [0.5]]).expand(3, 7).contiguous()
     for kind in (FOCAL, ASYMMETRIC, QUALITY):
         for gamma in (0.0, 0.3, 2.0):
+            # An approximate p may miss t = 0.5 by a unit in the last place, which is 0.006 in |t - p|^0.3.
+            share = 0.25 if kind == QUALITY and gamma == 0.3 else 0.5
+            t = torch.tensor([[0.0], [1.0], [share]]).expand(3, 7).contiguous()
             # The slope in the target has no reference where 1 - p underflows.
             grad = torch.ones(3, 7)
             found = run_sigmoid_loss(library, kind, x, t, gamma, 1.0, grad, reduction="none")
