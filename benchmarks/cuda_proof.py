@@ -6,7 +6,8 @@ with approximate instructions that err, larger and random cases, machine code; a
 be seen. Needs nvcc and g++; for machine code also cuobjdump and nvdisasm.
 
 With --keep FOLDER, what is built and found is kept there, and what is there is not done again as long as the sources
-are the same: the proof can be interrupted, and taken up again.
+of the kernels are the same: the proof can be interrupted, and taken up again. A part in which a case failed is done
+again.
 """
 
 import argparse
@@ -214,7 +215,7 @@ def main() -> int:
         libraries = Libraries(kept.folder)
         for part in PARTS:
             if part.name in wanted:
-                if part.name not in kept.parts:
+                if part.name not in kept.parts or kept.parts[part.name]["failed"]:
                     outcome = run(part, libraries, arguments.seconds)
                     say(f"{part.name}: {outcome.passed} passed, {outcome.failed} failed ({outcome.seconds:.0f} s)")
                     kept.add("parts", part.name, asdict(outcome))
