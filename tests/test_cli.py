@@ -306,7 +306,8 @@ def test_the_same_rows_are_said(single, run):
     code, out, _ = run("calibrate", single, *GRID)
     assert code == 0
     assert "reported on  the same rows" in out
-    assert "Note: the same rows choose and report" in out
+    assert out.count("Note: The same rows choose and report") == 1
+    assert "the same rows choose" not in out
     notes = out[out.index("Note: ") : out.index("Chosen (->)")].splitlines()
     assert max(map(len, notes)) <= 100 and all(line.startswith(("Note: ", "  ")) or not line for line in notes)
     document = run_json(run, "calibrate", single, *GRID)

@@ -1,11 +1,13 @@
 """``focalkern sweep``: many networks in one go."""
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from focalkern.cli._notes import print_wrapped
 from focalkern.cli._options import at_least_one, seed
 from focalkern.files import InputError
 from focalkern.study.contest import PROPER
@@ -79,7 +81,9 @@ def _run(arguments: argparse.Namespace) -> int:
             print(tabulate(body, headers=["", *METHODS], tablefmt="simple", disable_numparse=True, colalign=columns))
             print()
     for network in result.networks:
-        print(f"{network['name']}: {network['use']}")
+        infinite = math.isinf(result.value(network, "none", "nll")) and arguments.criterion == "nll"
+        hint = "; its NLL cannot be compared: --criterion brier" if infinite else ""
+        print_wrapped(f"{network['name']}: {network['use']}{hint}")
     if arguments.report is not None:
         print(f"\nReport: {arguments.report}: sweep.html, sweep.csv, sweep.json")
     for name, reason in result.failed.items():

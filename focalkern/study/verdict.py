@@ -131,7 +131,10 @@ def judge(
         use += f": {', '.join(changed)} {where}"
     doubts = []
     if same_rows:
-        doubts.append("the same rows choose and report: the figures after calibration are too good")
+        doubts.append(
+            "the same rows choose and report: the figures after calibration are too good; give test rows of their own "
+            "(in the command --test FILE or --split 0.5)"
+        )
     if contest is not None and criterion != "ece":
         because = evidence_in_words(contest)
         doubts += doubts_of(contest)

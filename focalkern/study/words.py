@@ -96,11 +96,6 @@ def shared_remarks(selection: Rows, report: Rows) -> list[str]:
 
 def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins: int, trust: Trust | None) -> list[str]:
     remarks = []
-    if report is selection:
-        remarks.append(
-            "the same rows choose and report: the figures of the calibrated rows are too good. Say --test FILE or "
-            "--split 0.5 for an honest comparison."
-        )
     if len(selection) < 20 * n_bins:
         remarks.append(
             f"{len(selection)} rows in {n_bins} bins are about {len(selection) / n_bins:.2g} per bin: an ECE of so few "
