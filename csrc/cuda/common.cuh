@@ -82,20 +82,6 @@ __device__ __forceinline__ Real group_max(Real value, int lanes) {
   return value;
 }
 
-// The sum over the block, in thread 0. Every thread calls it.
-__device__ __forceinline__ double block_sum(double value, double* scratch /* [kWarpsPerBlock] */) {
-  const int thread = static_cast<int>(threadIdx.x);
-  value = group_sum(value, kWarp);
-  __syncthreads();  // `scratch` may still be read from the sum before
-  if (thread % kWarp == 0) scratch[thread / kWarp] = value;
-  __syncthreads();
-  double sum = 0;
-  if (thread == 0) {
-    for (int warp = 0; warp < kWarpsPerBlock; ++warp) sum += scratch[warp];
-  }
-  return sum;
-}
-
 // The threads that share a row: lanes of a warp, or the block. Every thread of the block calls the reductions.
 struct RowGroup {
   int lanes;
