@@ -708,5 +708,5 @@ def test_the_page_says_what_was_recorded():
 
     families = ("label-smoothing", "l1-norm", "focal")
     assert [best(family, 99) for family in families] == ["label-smoothing-0.03", "l1-norm-0.01", "focal-3"]
-    assert "from .03 (label smoothing), .01 (L1 norm) and 3 (focal) to 0" in pages
+    assert "from 0.03 (label smoothing), 0.01 (L1 norm) and 3 (focal) to 0" in pages
     assert {best(family, 799) for family in families} == {"cross-entropy"}
