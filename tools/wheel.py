@@ -74,20 +74,24 @@ class Compiler:
         self._text = b"".join(path.read_bytes() for path in sorted((ROOT / "csrc").rglob("*.*h")))
         (BUILD / "objects").mkdir(parents=True, exist_ok=True)
 
-    def object(self, source: Path, command: Sequence[str | Path], *others: bytes) -> Path:
-        """The object file of one source."""
-        words = [str(word) for word in command]
-        key = hashlib.sha256(b"\0".join([source.read_bytes(), self._text, *(w.encode() for w in words), *others]))
+    def object(self, source: Path, command: Sequence[str | Path], macros: dict[str, str], torch: str) -> Path:
+        """The object file of one source. It gets the macros that it names; without one it serves several modules."""
+        text = source.read_bytes() + self._text
+        defines = [f"-D{name}={value}" for name, value in macros.items() if name.encode() in text]
+        words = [*map(str, command), *defines]
+        key = hashlib.sha256(b"\0".join([text, *(word.encode() for word in words), torch.encode()]))
         target = BUILD / "objects" / f"{source.stem}-{key.hexdigest()[:24]}.o"
         if not target.is_file():
-            print(f"compiling {source.name} {' '.join(w for w in words if w.startswith('-DTORCH_EXT'))}", flush=True)
+            print("compiling", source.name, torch, *defines, flush=True)
             unfinished = target.with_suffix(f".{os.getpid()}.tmp")
             run([*words, "-c", source, "-o", unfinished])
             unfinished.rename(target)
         return target
 
-    def objects(self, sources: Sequence[Path], command: Sequence[str | Path], *others: bytes) -> list[Path]:
-        return list(self._pool.map(lambda source: self.object(source, command, *others), sources))
+    def objects(
+        self, sources: Sequence[Path], command: Sequence[str | Path], macros: dict[str, str], torch: str
+    ) -> list[Path]:
+        return list(self._pool.map(lambda source: self.object(source, command, macros, torch), sources))
 
 
 def sources(pattern: str) -> list[Path]:
@@ -133,7 +137,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
     # The kernels are exported: what crosses the border is declared in kernels.h.
     host = ["g++", "-std=c++20", "-fPIC", "-DNDEBUG", *(flag for flag in HOST_FLAGS if "visibility" not in flag)]
     kernels = [*host, "-fno-semantic-interposition", "-fvisibility-inlines-hidden", f"-I{ROOT / 'csrc'}"]
-    link(folder / "libfocalkern_cpu.so", compiler.objects(sources("cpu/*.cpp"), kernels), "-Wl,-Bsymbolic")
+    link(folder / "libfocalkern_cpu.so", compiler.objects(sources("cpu/*.cpp"), kernels, {}, ""), "-Wl,-Bsymbolic")
     if toolkit:
         newest = architectures[-1]
         codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in architectures]
@@ -142,7 +146,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
         nvcc += [f"-gencode={code}" for code in codes] + [f"-I{ROOT / 'csrc'}"]
         static = [f"-L{path}" for path in (toolkit / "lib64", toolkit / "lib") if path.is_dir()]
         runtime = [*static, "-Wl,--exclude-libs,ALL", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-        link(folder / "libfocalkern_cuda.so", compiler.objects(sources("cuda/*.cu"), nvcc), *runtime)
+        link(folder / "libfocalkern_cuda.so", compiler.objects(sources("cuda/*.cu"), nvcc, {}, ""), *runtime)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     for torch in torches:
         include = headers_of(torch)
@@ -156,8 +160,8 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
         libraries = stand_ins(BUILD / "stand_ins", TORCH_LIBRARIES)
         for with_cuda in (False, True) if toolkit else (False,):
             module = f"_C_{minor}_cuda" if with_cuda else f"_C_{minor}"
-            defines = [f"-DTORCH_EXTENSION_NAME={module}", *(["-DFOCALKERN_WITH_CUDA"] if with_cuda else [])]
-            objects = compiler.objects(sources("bindings*.cpp"), [*command, *ready, *defines, *where], torch.encode())
+            macros = {"TORCH_EXTENSION_NAME": module} | ({"FOCALKERN_WITH_CUDA": "1"} if with_cuda else {})
+            objects = compiler.objects(sources("bindings*.cpp"), [*command, *ready, *where], macros, torch)
             ours = [f"-L{folder}", "-lfocalkern_cpu", *(["-lfocalkern_cuda"] if with_cuda else [])]
             cuda = stand_ins(BUILD / "stand_ins", ["c10_cuda"]) if with_cuda else []
             link(folder / f"{module}{suffix}", objects, *libraries, *cuda, *ours)
