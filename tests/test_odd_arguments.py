@@ -8,6 +8,7 @@ as many, and others each time.
 import inspect
 import os
 
+import numpy as np
 import odd_arguments
 import pytest
 import torch
@@ -74,3 +75,17 @@ def test_several_at_once(calls):
         arguments.update(zip(chosen, (values[place] for place in places), strict=True))
         problem = odd_arguments.problem_of(calls[name], arguments)
         assert problem is None, f"{name}, {dict(zip(chosen, places, strict=True))}: {problem}"
+
+
+@pytest.mark.parametrize("odd", [3, "x", [], {}, torch.zeros(3), object()], ids=lambda odd: type(odd).__name__)
+def test_a_study_of_something_else_is_refused(odd, tmp_path):
+    np.savez(tmp_path / "a.npz", logits=np.eye(3), labels=np.arange(3))
+    rows = fk.files.read_sets(tmp_path / "a.npz")[""]
+    for call in (
+        lambda: fk.study.evaluate_rows(odd),
+        lambda: fk.study.evaluate_rows(rows, odd),
+        lambda: fk.study.stream_sets("a-*.npy", processes=odd),
+        lambda: fk.study.stream_sets("a-*.npy", progress=odd),
+    ):
+        with pytest.raises(TypeError, match=r"^(evaluate_rows: (given|calibrator)|stream_sets: processes) .*got "):
+            call()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from focalkern._checks import short
 from focalkern.calibrators import (
     Calibrator,
     FocalTemperatureScaling,
@@ -88,6 +89,7 @@ def evaluate_rows(
 
     Raises:
         InputError: the calibrator cannot be applied to these rows.
+        TypeError: ``given`` is no set, ``calibrator`` is none.
 
     Example:
         >>> np.savez("logits.npz", logits=4 * np.eye(3)[[0, 1, 2, 0]], labels=[0, 1, 2, 1])
@@ -98,6 +100,10 @@ def evaluate_rows(
         none 1.036
         temperature 0.736
     """
+    if not isinstance(given, LogitSet) and not hasattr(given, "measure"):
+        raise TypeError(f"evaluate_rows: given must be a set of read_sets or of stream_sets, got {short(given)}")
+    if calibrator is not None and not isinstance(calibrator, Calibrator):
+        raise TypeError(f"evaluate_rows: calibrator must be a fitted calibrator or None, got {short(calibrator)}")
     rows = as_rows(given)
     if calibrator is not None:
         _check(name, calibrator, rows)

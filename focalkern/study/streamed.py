@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from focalkern import metrics
+from focalkern._checks import short
 from focalkern.bootstrap import BiasFloor, PairedBootstrap, bias_floor, paired_bootstrap
 from focalkern.calibrators import Estimator
 from focalkern.files.shards import is_pattern, open_shards
@@ -138,6 +139,11 @@ def stream_sets(
         >>> len(rows), rows.n_classes
         (8, 4)
     """
+    if not isinstance(processes, Processes | None) or not isinstance(progress, Progress | None):
+        raise TypeError(
+            f"stream_sets: processes and progress must be Processes and Progress of focalkern.study, or None, got "
+            f"{short(processes)} and {short(progress)}"
+        )
     processes = processes or Processes()
     progress = progress or Progress(None, 0, processes)
     sets = open_shards(path, **options)
