@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from focalkern._atomic import write_atomically
+from focalkern._checks import integer, one_of, path_text, short
 from focalkern.files import InputError, LogitSet, read_sets
 from focalkern.study import html
 from focalkern.study.comparison import run_study
-from focalkern.study.contest import Proper
+from focalkern.study.contest import PROPER, Proper, check_folds
 from focalkern.study.record import finite_or_none
 from focalkern.study.result import Study
 
@@ -263,6 +264,7 @@ def sweep(
         A :class:`Sweep`. A file that cannot be used is in ``failed``, and no reason to stop.
 
     Raises:
+        TypeError, ValueError: an option that does not fit; files that are no list of paths.
         OSError: the folder cannot be written.
 
     Example:
@@ -270,7 +272,14 @@ def sweep(
         >>> found.failed
         {'absent.npz': 'expected a file, found nothing there'}
     """
-    names = list(dict.fromkeys(files))
+    if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Sequence):
+        raise TypeError(f"sweep: files must be a list of paths, got {short(files)}")
+    names = list(dict.fromkeys(path_text("sweep", "files", name) for name in files))
+    if folder is not None:
+        folder = path_text("sweep", "folder", folder)
+    jobs = integer("sweep", "jobs", jobs, 1)
+    one_of("sweep", "criterion", criterion, PROPER)
+    folds, seed = check_folds("sweep", folds, seed)
     kept = None if folder is None else Path(folder)
     tasks = {}
     found: dict[str, dict[str, Any]] = {}
