@@ -24,7 +24,10 @@ from tools.toolchain import HOST_FLAGS, fail, toolkit_folder, toolkit_version
 
 DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
 INSTALL = "pip install --no-build-isolation ."
-NO_TORCH = f"building needs the torch it will run with, and sees none: install torch, then run: {INSTALL}"
+NO_TORCH = (
+    "building needs the torch it will run with, and sees none: pip's build isolation hides an installed one. With "
+    f"torch installed, run: {INSTALL}"
+)
 PLAIN = f"or, to compute with plain torch: FOCALKERN_NATIVE=none {INSTALL}"
 
 

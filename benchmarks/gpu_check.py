@@ -9,6 +9,7 @@ kernel_resources.csv and log.txt. The exit code is 0 if every stage passed, 1 if
 import argparse
 import contextlib
 import datetime
+import fnmatch
 import importlib.util
 import json
 import os
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NO_GPU = 3
 MIN_SECONDS = 5  # with less time left a stage is not begun
 MARGIN = 15  # a stage that ends by itself leaves this much of its time
+# What was compiled; the libraries only where a wheel is for several releases of torch.
+COMPILED = ("_build_info.py", "_C*.so", "libfocalkern_*.so")
 # pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors here.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
 Result = dict[str, Any]
@@ -60,17 +64,32 @@ def device(_: argparse.Namespace) -> Result:
     }
 
 
+def take_prebuilt(place: Path, package: Path) -> None:
+    """Puts what was compiled elsewhere into the package, in the place of what is there.
+
+    From a wheel, or a folder with the files of one: those of a build for one torch, or of a wheel for several, whose
+    modules share libraries.
+    """
+    folder = zipfile.Path(place, "focalkern/") if place.is_file() else place
+    found = {
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if any(fnmatch.fnmatch(file.name, pattern) for pattern in COMPILED)
+    }
+    if "_build_info.py" not in found or not any(name.startswith("_C") for name in found):
+        raise StageError(f"{place}: expected _build_info.py and a module _C*.so, found {sorted(found)}")
+    for pattern in COMPILED:
+        for old in package.glob(pattern):
+            old.unlink()
+    for name, content in found.items():
+        (package / name).write_bytes(content)
+
+
 def build(arguments: argparse.Namespace) -> Result:
     import torch
 
     if arguments.prebuilt is not None:
-        found = [*arguments.prebuilt.glob("_C.*.so"), *arguments.prebuilt.glob("_build_info.py")]
-        if len(found) != 2:
-            raise StageError(
-                f"{arguments.prebuilt}: expected one _C.*.so and _build_info.py, found {len(found)} of them"
-            )
-        for file in found:
-            shutil.copy2(file, ROOT / "focalkern")
+        take_prebuilt(arguments.prebuilt, ROOT / "focalkern")
     else:
         major, minor = torch.cuda.get_device_capability()
         settings = {
@@ -84,7 +103,7 @@ def build(arguments: argparse.Namespace) -> Result:
     )
     built = json.loads(info.splitlines()[-1])
     if not built["cuda_kernels"]:
-        raise StageError("the module that was built has no CUDA kernels")
+        raise StageError(f"no CUDA kernels: {built['why']}")
     return {"summary": f"CUDA {built['cuda']} for {', '.join(built['arch_list'])}", **built}
 
 
@@ -406,7 +425,10 @@ def main() -> int:
         "--out", type=Path, default=Path("gpu-check"), help="folder for the results (default gpu-check)"
     )
     parser.add_argument(
-        "--prebuilt", type=Path, metavar="DIR", help="take _C.*.so and _build_info.py from here instead of building"
+        "--prebuilt",
+        type=Path,
+        metavar="PATH",
+        help="take the compiled files of this wheel or folder instead of building",
     )
     names = [stage.__name__ for stage in STAGES]
     parser.add_argument("--only", nargs="+", choices=names, help="these stages")
@@ -428,6 +450,7 @@ def main() -> int:
         )
         return NO_GPU
     arguments.out = arguments.out.resolve()
+    arguments.prebuilt = arguments.prebuilt and arguments.prebuilt.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
     chosen = [name for name in names if name in (arguments.only or names)]
     (arguments.out / "log.txt").unlink(missing_ok=True)

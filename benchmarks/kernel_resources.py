@@ -8,6 +8,7 @@ build of torch); no GPU is needed. A register spill takes a stack frame, so a st
 
 import argparse
 import csv
+import importlib
 import importlib.util
 import os
 import re
@@ -38,9 +39,9 @@ def compiled_module() -> Path:
 
     if not focalkern.build_info()["cuda"]:
         raise ResourcesUnavailableError("focalkern was built without CUDA kernels")
-    folder = Path(focalkern.__file__).parent
-    # Of a wheel for several releases of torch, or of a build for one.
-    (found,) = [*folder.glob("libfocalkern_cuda.so")] or [*folder.glob("_C.*.so")]
+    # A wheel for several releases of torch has the kernels in a library of their own.
+    several = hasattr(importlib.import_module("focalkern._build_info"), "MODULES")
+    (found,) = Path(focalkern.__file__).parent.glob("libfocalkern_cuda.so" if several else "_C.*.so")
     return found
 
 

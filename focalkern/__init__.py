@@ -42,7 +42,11 @@ The examples begin with ``import numpy as np``, ``import torch`` and ``import fo
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
+
+if importlib.util.find_spec("torch") is None:  # installed with --no-deps
+    raise ImportError("focalkern needs torch, and there is none: pip install torch")
 
 from focalkern import bootstrap, losses, metrics, reference
 from focalkern.calibrators import (

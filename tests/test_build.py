@@ -141,8 +141,8 @@ def test_build_without_torch(tmp_path):
     done = setup_py(tmp_path, "-q", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path))
     assert done.returncode == 1
     assert done.stderr.endswith(
-        "focalkern: building needs the torch it will run with, and sees none: install torch, then run: "
-        "pip install --no-build-isolation .\n"
+        "focalkern: building needs the torch it will run with, and sees none: pip's build isolation hides an installed "
+        "one. With torch installed, run: pip install --no-build-isolation .\n"
     )
 
 

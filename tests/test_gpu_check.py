@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,51 @@ def test_a_stage_leaves_time_for_those_after_it(arguments):
     end = time.monotonic() + 100
     result = gpu_check.run_stage("tests", arguments, end, later=["benchmarks", "sanitizer"])
     assert "no time left" in result["summary"]
+
+
+def write_compiled(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text(f"{name} of {folder.name}")
+    return folder
+
+
+FOR_ONE_TORCH = ("_C.cpython-311-x86_64-linux-gnu.so", "_build_info.py")
+OF_A_WHEEL = (
+    "_C_2_13.cpython-311-x86_64-linux-gnu.so",
+    "_C_2_13_cuda.cpython-311-x86_64-linux-gnu.so",
+    "_build_info.py",
+    "libfocalkern_cpu.so",
+    "libfocalkern_cuda.so",
+)
+
+
+@pytest.mark.parametrize(("there", "taken"), [(FOR_ONE_TORCH, OF_A_WHEEL), (OF_A_WHEEL, FOR_ONE_TORCH)])
+@pytest.mark.parametrize("from_wheel", [False, True])
+def test_prebuilt_files_replace_those_that_are_there(tmp_path, there, taken, from_wheel):
+    package = write_compiled(tmp_path / "package", *there, "metrics.py")
+    place = write_compiled(tmp_path / "focalkern", *taken, "metrics.py")
+    if from_wheel:
+        place = tmp_path / "focalkern-0.2.0-cp311-cp311-linux_x86_64.whl"
+        with zipfile.ZipFile(place, "w") as wheel:
+            for name in (*taken, "metrics.py", "ops/__init__.py"):
+                wheel.writestr(f"focalkern/{name}", f"{name} of focalkern")
+    gpu_check.take_prebuilt(place, package)
+    assert {file.name: file.read_text() for file in package.iterdir()} == {
+        **{name: f"{name} of focalkern" for name in taken},
+        "metrics.py": "metrics.py of package",
+    }
+
+
+def test_prebuilt_files_may_be_those_that_are_there(tmp_path):
+    package = write_compiled(tmp_path, *OF_A_WHEEL)
+    gpu_check.take_prebuilt(package, package)
+    assert sorted(file.name for file in package.iterdir()) == sorted(OF_A_WHEEL)
+
+
+@pytest.mark.parametrize("names", [(), ("_build_info.py",), ("libfocalkern_cpu.so", "_build_info.py"), OF_A_WHEEL[:2]])
+def test_prebuilt_files_that_lack_something(tmp_path, names):
+    package = write_compiled(tmp_path / "package", *FOR_ONE_TORCH)
+    with pytest.raises(gpu_check.StageError, match=r"expected _build_info\.py and a module _C\*\.so, found \["):
+        gpu_check.take_prebuilt(write_compiled(tmp_path / "other", *names), package)
+    assert sorted(file.name for file in package.iterdir()) == sorted(FOR_ONE_TORCH)

@@ -34,6 +34,14 @@ def test_import_adds_no_foreign_package():
     assert added - set(sys.stdlib_module_names) == {"focalkern"}
 
 
+def test_without_torch_the_import_says_so_in_one_line():
+    code = "import sys; sys.modules['torch'] = None; import focalkern"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ImportError: focalkern needs torch, and there is none: pip install torch"
+    assert "During handling" not in done.stderr
+
+
 def test_public_names():
     assert len(set(fk.__all__)) == len(fk.__all__)
     assert [name for name in fk.__all__ if not hasattr(fk, name)] == []
