@@ -33,16 +33,22 @@ from focalkern.files import LogitSet
 
 FIGURES = ("nll", "brier", "ece_equal_width", "ece_equal_mass", "smooth_ece")
 
+
+def structured(input_kind: Any, kind: Any, focal: bool = False) -> Any:
+    """By our own solver: what probmetrics finds is a row of its own."""
+    return fk.StructuredScaling(kind=kind, focal=focal, solver="lbfgs", input_kind=input_kind)
+
+
 # Given the kind of the input: something with fit and predict_proba of it.
 OURS: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda kind: fk.TemperatureScaling(input_kind=kind),
     "focal temperature, nll": lambda kind: fk.FocalTemperatureScaling(input_kind=kind),
     "focal temperature, brier": lambda kind: fk.FocalTemperatureScaling(criterion="brier", input_kind=kind),
     "focal temperature, ece": lambda kind: fk.FocalTemperatureScaling(criterion="ece", input_kind=kind),
-    "structured vector": lambda kind: fk.StructuredScaling(kind="vector", input_kind=kind),
-    "structured matrix": lambda kind: fk.StructuredScaling(kind="matrix", input_kind=kind),
-    "structured vector, focal": lambda kind: fk.StructuredScaling(kind="vector", focal=True, input_kind=kind),
-    "structured matrix, focal": lambda kind: fk.StructuredScaling(kind="matrix", focal=True, input_kind=kind),
+    "structured vector": lambda kind: structured(kind, "vector"),
+    "structured matrix": lambda kind: structured(kind, "matrix"),
+    "structured vector, focal": lambda kind: structured(kind, "vector", focal=True),
+    "structured matrix, focal": lambda kind: structured(kind, "matrix", focal=True),
     "histogram": lambda kind: fk.HistogramBinning(input_kind=kind),
     "isotonic": lambda kind: fk.IsotonicCalibration(input_kind=kind),
     "auto": lambda kind: fk.AutoCalibrator(input_kind=kind),

@@ -90,6 +90,7 @@ def measure(path: Path) -> list[dict[str, Any]]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 options: Any = {"kind": kind, "focal": way != "none on top", "input_kind": selection.kind}
+                options["solver"] = "lbfgs"  # as the joint fit
                 calibrator = fk.StructuredScaling(**options).fit(selection.input, selection.labels)
                 apply = joint(calibrator, selection) if way == "jointly" else calibrator.predict_proba
             seconds = time.perf_counter() - begin

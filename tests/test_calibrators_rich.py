@@ -1,8 +1,12 @@
 """Structured scaling and isotonic regression: against definitions and peers, saved, exported, at the edges."""
 
+import importlib.metadata
 import itertools
 import json
 import math
+import sys
+import types
+import warnings
 
 import numpy as np
 import pytest
@@ -15,10 +19,11 @@ from focalkern.calibrators import IsotonicCalibration, StructuredScaling, Temper
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
+# "auto" would be fitted by what is installed.
 ALL = [
-    StructuredScaling(kind="vector"),
-    StructuredScaling(kind="matrix"),
-    StructuredScaling(kind="matrix", focal=True),
+    StructuredScaling(kind="vector", solver="lbfgs"),
+    StructuredScaling(kind="matrix", solver="lbfgs"),
+    StructuredScaling(kind="matrix", focal=True, solver="lbfgs"),
     IsotonicCalibration(),
 ]
 
@@ -51,7 +56,7 @@ def test_weight_and_bias_minimise_the_penalised_likelihood(kind, n_classes):
     optimize = pytest.importorskip("scipy.optimize", reason="scipy is not installed")
     n, penalty = 80, 0.7
     logits, target = sample(n, n_classes)
-    calibrator = StructuredScaling(kind=kind, penalty=penalty).fit(logits, target)
+    calibrator = StructuredScaling(kind=kind, penalty=penalty, solver="lbfgs").fit(logits, target)
     assert calibrator.temperature_ == TemperatureScaling().fit(logits, target).temperature_
     q = (logits / calibrator.temperature_).softmax(-1).numpy()
     x, y = np.log(n / (n + 1) * q + 1 / (n + 1) / n_classes), target.numpy()
@@ -75,27 +80,89 @@ def test_weight_and_bias_minimise_the_penalised_likelihood(kind, n_classes):
     assert calibrator.best_value_ == pytest.approx(nll(calibrator.predict_log_proba(logits), target), rel=1e-12)
 
 
+@pytest.fixture
+def probmetrics():
+    peer("numba")  # which it imports
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script will go
+        return peer("probmetrics.calibrators")
+
+
+def like_a_network(seed):
+    """Rows, labels: sure of a class that is right in three quarters of the rows; some classes are seldom seen."""
+    generator = torch.Generator().manual_seed(seed)
+    target = (torch.rand(1500, generator=generator).square() * 20).long()
+    seen = torch.where(torch.rand(1500, generator=generator) < 0.75, target, target.roll(1))
+    return 8 * torch.nn.functional.one_hot(seen, 20) + 2 * torch.randn(1500, 20, generator=generator), target
+
+
+@pytest.mark.parametrize(("rows", "input_kind"), [(sample, "probs"), (like_a_network, "logits")])
+@pytest.mark.parametrize("penalty", [0.2, 1.0])
 @pytest.mark.parametrize("kind", ["vector", "matrix"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_the_probabilities_are_probmetrics(kind):
-    peer("numba")
-    theirs = {"vector": "SVSCalibrator", "matrix": "SMSCalibrator"}[kind]
-    other = getattr(peer("probmetrics.calibrators"), theirs)()
-    logits, target = sample(600, 5)
-    new, new_target = sample(400, 5, seed=1)
-    other.fit(logits.softmax(-1).numpy(), target.numpy())
-    expected = torch.from_numpy(np.log(other.predict_proba(new.softmax(-1).numpy()))).double()
-    calibrator = StructuredScaling(kind=kind).fit(logits, target)
-    found = calibrator.predict_log_proba(new)
+def test_both_solvers_find_the_same(probmetrics, kind, penalty, rows, input_kind):
+    (logits, target), (new, new_target) = rows(seed=0), rows(seed=1)
+    if input_kind == "probs":
+        logits, new = logits.softmax(-1), new.softmax(-1)
+    options = {"kind": kind, "penalty": penalty, "input_kind": input_kind}
+    ours, theirs = (
+        StructuredScaling(solver=solver, **options).fit(logits, target) for solver in ("lbfgs", "probmetrics")
+    )
+    assert (ours.solver_, theirs.solver_.partition(" ")[0]) == ("lbfgs", "probmetrics")
+    assert theirs.best_value_ == pytest.approx(ours.best_value_, abs=1e-3)
+    found, expected = (one.predict_log_proba(new) for one in (theirs, ours))
     assert nll(found, new_target) == pytest.approx(nll(expected, new_target), abs=1e-3)
     assert found.exp().numpy() == pytest.approx(expected.exp().numpy(), abs=5e-3)
 
 
+@pytest.mark.parametrize(("kind", "theirs"), [("vector", "SVSCalibrator"), ("matrix", "SMSCalibrator")])
+def test_the_probabilities_are_probmetrics(probmetrics, kind, theirs):
+    logits, target = sample(600, 5)
+    new = sample(400, 5, seed=1)[0]
+    other = getattr(probmetrics, theirs)().fit(logits.softmax(-1).numpy(), target.numpy())
+    calibrator = StructuredScaling(kind=kind, solver="probmetrics").fit(logits, target)
+    expected = other.predict_proba(new.softmax(-1).numpy())
+    assert calibrator.predict_proba(new).numpy() == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_solver_is_said_and_saved(probmetrics, tmp_path):
+    logits, target = sample()
+    calibrator = StructuredScaling().fit(logits, target)
+    assert calibrator.solver_ == f"probmetrics {importlib.metadata.version('probmetrics')}"
+    calibrator.save(tmp_path / "calibrator.json")
+    document = json.loads((tmp_path / "calibrator.json").read_text())
+    assert document["parameters"]["solver"] == "auto"
+    assert document["fit"]["solver"] == calibrator.solver_
+    assert load_calibrator(tmp_path / "calibrator.json").solver_ == calibrator.solver_
+
+
+@pytest.mark.parametrize("case", ["weights", "zeros", "absent", "another version"])
+def test_where_probmetrics_cannot_the_other_one_does(case, monkeypatch):
+    logits, target = sample(100)
+    weight = None
+    if case == "weights":
+        weight, error, words = torch.linspace(0.1, 2, 100), ValueError, "solver 'probmetrics' takes no sample_weight"
+    elif case == "zeros":
+        logits[3, (target[3] + 1) % 4] = -math.inf
+        error, words = ValueError, r"takes probabilities above 0, got 0 at \(row, class\) \(3, "
+    else:
+        library = None if case == "absent" else types.ModuleType("of another version")
+        monkeypatch.setitem(sys.modules, "probmetrics", library)
+        monkeypatch.setitem(sys.modules, "probmetrics.calibrators", library)
+        monkeypatch.setattr("focalkern.calibrators._probmetrics.version", lambda name: "9.9")
+        error = ImportError
+        words = "pip install" if case == "absent" else r"expected probmetrics 1\.3, found probmetrics 9\.9"
+    auto, named = (StructuredScaling(solver=solver).fit(logits, target, weight) for solver in ("auto", "lbfgs"))
+    assert auto.solver_ == "lbfgs"
+    assert (auto.weight_ == named.weight_).all()
+    with pytest.raises(error, match=f"^StructuredScaling: .*{words}"):
+        StructuredScaling(solver="probmetrics").fit(logits, target, weight)
+
+
 def test_rows_are_looked_at_in_blocks(monkeypatch):
     rows = sample(103)
-    whole = StructuredScaling().fit(*rows)
+    whole = StructuredScaling(solver="lbfgs").fit(*rows)
     monkeypatch.setattr("focalkern.calibrators._structured._BLOCK", 40)
-    parts = StructuredScaling().fit(*rows)
+    parts = StructuredScaling(solver="lbfgs").fit(*rows)
     assert parts.weight_ == pytest.approx(whole.weight_, abs=1e-6)
 
 

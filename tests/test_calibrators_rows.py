@@ -34,8 +34,8 @@ CALIBRATORS = [
     ),
     HistogramBinning(n_bins=4, binning="equal_width", scaling=TemperatureScaling()),
     HistogramBinning(n_bins=3),
-    StructuredScaling(kind="vector"),
-    StructuredScaling(kind="matrix", focal=True),
+    StructuredScaling(kind="vector", solver="lbfgs"),  # weights are nothing for the other one
+    StructuredScaling(kind="matrix", focal=True, solver="lbfgs"),
     IsotonicCalibration(),
 ]
 

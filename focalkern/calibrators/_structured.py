@@ -11,17 +11,23 @@ from focalkern._checks import flag, number
 from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number
 from focalkern.calibrators._derivatives import nll_temperature, smooth_focal
 from focalkern.calibrators._modules import StructuredLogProbs
+from focalkern.calibrators._probmetrics import fit_structured
 from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._search import every_row_grid
 from focalkern.calibrators._warnings import judged
 
-__all__ = ["Structure", "StructuredScaling"]
+__all__ = ["Solver", "Structure", "StructuredScaling"]
 
 Structure = Literal["vector", "matrix"]
+Solver = Literal["auto", "probmetrics", "lbfgs"]
 _STRUCTURES: tuple[Structure, ...] = get_args(Structure)
+_SOLVERS: tuple[Solver, ...] = get_args(Solver)
 
 # Rows are converted to float64 so many numbers at a time.
 _BLOCK = 1 << 22
+
+_Found = tuple[str, float, Tensor, Tensor]
+"""Who has found it; temperature, weight and bias."""
 
 
 class StructuredScaling(Calibrator):
@@ -46,11 +52,17 @@ class StructuredScaling(Calibrator):
             Jointly with the others it fits the rows of ``fit`` better and test rows no better
             (``benchmarks/results/joint_focal_*.md``).
         penalty: lambda.
+        solver: who looks for T, W and b. ``"probmetrics"``: the library of the authors (the extra ``[probmetrics]``),
+            in float32. ``"lbfgs"``: torch's L-BFGS, in float64, which also takes ``sample_weight`` and probabilities of
+            0. ``"auto"``: the former where it is installed and takes the rows, the latter elsewhere; ``solver_`` and
+            the saved file say which. Their NLLs are equal to 1e-3; ask for one by name where the digits may not depend
+            on what is installed.
         input_kind: ``"logits"`` or ``"probs"``; never guessed.
 
     After ``fit`` there are ``temperature_`` (the first T), ``weight_`` ([C, C], or [C], the diagonal), ``bias_`` [C],
     ``floor_`` (epsilon), ``focal_gamma_`` and ``focal_temperature_`` (0 and 1 without ``focal``), ``best_value_`` (the
-    NLL of the rows of ``fit``, without the penalty) and ``n_changed_``: rows of ``fit`` whose predicted class changed.
+    NLL of the rows of ``fit``, without the penalty), ``n_changed_``: rows of ``fit`` whose predicted class changed; and
+    ``solver_``: ``"lbfgs"``, or ``"probmetrics"`` and its version.
 
     Source: Berta, Holzmüller, Jordan & Bach, Structured matrix scaling for multi-class calibration, AISTATS 2026 (arXiv
     2511.03685), whose penalty and defaults these are.
@@ -66,7 +78,7 @@ class StructuredScaling(Calibrator):
     """
 
     method = "structured"
-    _parameter_names = ("kind", "focal", "penalty", "input_kind")
+    _parameter_names = ("kind", "focal", "penalty", "solver", "input_kind")
 
     temperature_: float
     weight_: np.ndarray[Any, np.dtype[np.float64]]
@@ -76,6 +88,7 @@ class StructuredScaling(Calibrator):
     focal_temperature_: float
     best_value_: float
     n_changed_: int
+    solver_: str
 
     def __init__(
         self,
@@ -83,11 +96,13 @@ class StructuredScaling(Calibrator):
         kind: Structure = "matrix",
         focal: bool = False,
         penalty: float = 1.0,
+        solver: Solver = "auto",
         input_kind: InputKind = "logits",
     ) -> None:
         self.kind = kind
         self.focal = focal
         self.penalty = penalty
+        self.solver = solver
         self.input_kind = input_kind
 
     def as_module(self, *, fused: bool = True) -> torch.nn.Module:
@@ -113,6 +128,7 @@ class StructuredScaling(Calibrator):
     def _check_parameters(self) -> None:
         super()._check_parameters()
         self._check_option("kind", _STRUCTURES)
+        self._check_option("solver", _SOLVERS)
         name = type(self).__name__
         if isinstance(self.penalty, bool | Tensor):
             raise TypeError(f"{name}: penalty must be a number, got {type(self.penalty).__name__}")
@@ -138,35 +154,18 @@ class StructuredScaling(Calibrator):
         every_row_grid(
             type(self).__name__, input, target, (0.0,), (1.0,), criteria=("ece",), input_kind=self.input_kind
         )
-        n_classes = input.shape[1]
         n_rows = float(len(input) if weight is None else weight.sum())
         share = torch.full_like(target, 1 / n_rows, dtype=torch.float64) if weight is None else weight / n_rows
-        fitted: dict[str, Any] = {"focal_gamma_": 0.0, "focal_temperature_": 1.0, "floor_": 1 / (n_rows + 1)}
-        possible = self._possible(input, target)
-        fitted["temperature_"] = 1.0
-        if len(possible):
-            part = None if weight is None else weight[possible]
-            found = nll_temperature(input[possible], target[possible], self.input_kind, part)
-            fitted["temperature_"] = found.temperature
-        shape = (n_classes,) if self.kind == "vector" else (n_classes, n_classes)
-        ones = torch.ones(n_classes, dtype=torch.float64, device=input.device)
-        identity = ones if self.kind == "vector" else torch.diag(ones)
-        module = StructuredLogProbs(
-            fitted["temperature_"], fitted["floor_"], identity, torch.zeros_like(ones), (0.0, 1.0), self.input_kind
-        )
-        features = module.features(input.to(torch.float64))
-        strength = float(self.penalty) * n_classes / n_rows
-        penalties = torch.full(shape, strength * (n_classes - 1), dtype=torch.float64, device=input.device)
-        if self.kind == "vector":
-            penalties.fill_(strength)
-        else:
-            penalties.fill_diagonal_(strength)
-        module.weight, module.bias = _regularised(features, target, share, identity, penalties, strength)
-        scores = module.scores(features)
+        found = None if self.solver == "lbfgs" else self._by_probmetrics(rows)
+        solver, temperature, module_weight, bias = found or self._by_lbfgs(rows, share, n_rows)
+        fitted: dict[str, Any] = {"solver_": solver, "temperature_": temperature, "floor_": 1 / (n_rows + 1)}
+        fitted |= {"focal_gamma_": 0.0, "focal_temperature_": 1.0}
+        module = StructuredLogProbs(temperature, fitted["floor_"], module_weight, bias, (0.0, 1.0), self.input_kind)
+        scores = module.scores(module.features(input.to(torch.float64)))
         if self.focal:
-            found = smooth_focal(scores, target, "logits", "nll", weight)
-            fitted["focal_gamma_"], fitted["focal_temperature_"] = found.gamma, found.temperature
-            module.focal = (found.gamma, found.temperature)
+            focal = smooth_focal(scores, target, "logits", "nll", weight)
+            fitted["focal_gamma_"], fitted["focal_temperature_"] = focal.gamma, focal.temperature
+            module.focal = (focal.gamma, focal.temperature)
         log_probs = module.finished(scores)
         return {
             **fitted,
@@ -175,6 +174,58 @@ class StructuredScaling(Calibrator):
             "best_value_": -float(log_probs.gather(1, target.unsqueeze(1)).squeeze(1) @ share),
             "n_changed_": int((log_probs.argmax(-1) != input.argmax(-1)).sum()),
         }
+
+    def _by_probmetrics(self, rows: Rows) -> _Found | None:
+        """None where ``solver="auto"`` has to take the other one."""
+        name = type(self).__name__
+        wide = rows.input.to(torch.float64)
+        probs = wide / wide.sum(-1, keepdim=True) if self.input_kind == "probs" else wide.softmax(-1)
+        zero = probs == 0
+        try:
+            if rows.weight is not None:
+                raise ValueError(f"{name}: solver 'probmetrics' takes no sample_weight; 'auto' and 'lbfgs' do")
+            if bool(zero.any()):
+                raise ValueError(
+                    f"{name}: solver 'probmetrics' takes probabilities above 0, got 0 at (row, class) "
+                    f"{tuple(zero.nonzero()[0].tolist())}; 'auto' and 'lbfgs' take them"
+                )
+            try:
+                found = fit_structured(self.kind, probs, rows.target, float(self.penalty))
+            except ImportError as error:
+                raise ImportError(
+                    f"{name}: solver 'probmetrics' needs probmetrics; pip install probmetrics numba ({error})"
+                ) from error
+            if not all(bool(torch.isfinite(values).all()) for values in found[2:]):
+                raise ValueError(f"{name}: solver 'probmetrics' has found no finite weights on these rows; try 'lbfgs'")
+        except (ImportError, ValueError):
+            if self.solver == "auto":
+                return None
+            raise
+        return found
+
+    def _by_lbfgs(self, rows: Rows, share: Tensor, n_rows: float) -> _Found:
+        """``share`` [N] float64 sums to 1; the rows count as ``n_rows``."""
+        input, target, weight = rows.input, rows.target, rows.weight
+        n_classes = input.shape[1]
+        possible = self._possible(input, target)
+        temperature = 1.0
+        if len(possible):
+            part = None if weight is None else weight[possible]
+            temperature = nll_temperature(input[possible], target[possible], self.input_kind, part).temperature
+        shape = (n_classes,) if self.kind == "vector" else (n_classes, n_classes)
+        ones = torch.ones(n_classes, dtype=torch.float64, device=input.device)
+        identity = ones if self.kind == "vector" else torch.diag(ones)
+        module = StructuredLogProbs(
+            temperature, 1 / (n_rows + 1), identity, torch.zeros_like(ones), (0.0, 1.0), self.input_kind
+        )
+        features = module.features(input.to(torch.float64))
+        strength = float(self.penalty) * n_classes / n_rows
+        penalties = torch.full(shape, strength * (n_classes - 1), dtype=torch.float64, device=input.device)
+        if self.kind == "vector":
+            penalties.fill_(strength)
+        else:
+            penalties.fill_diagonal_(strength)
+        return "lbfgs", temperature, *_regularised(features, target, share, identity, penalties, strength)
 
     def _possible(self, input: Tensor, target: Tensor) -> Tensor:
         """The rows whose target can occur: the others say nothing of a temperature."""
@@ -196,7 +247,7 @@ class StructuredScaling(Calibrator):
         names = ("temperature_", "floor_", "focal_gamma_", "focal_temperature_")
         numbers = {name[:-1]: getattr(self, name) for name in names}
         top = {**numbers, "weight": self.weight_.tolist(), "bias": self.bias_.tolist()}
-        return top, {"best_value": self.best_value_, "n_changed": self.n_changed_}
+        return top, {"solver": self.solver_, "best_value": self.best_value_, "n_changed": self.n_changed_}
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
         n_classes = as_count(fit["n_classes"])
@@ -217,7 +268,8 @@ class StructuredScaling(Calibrator):
         if not 0 < numbers["floor_"] < 1:
             raise ValueError(f"expected a floor between 0 and 1, found {numbers['floor_']}")
         value, changed = as_number("best_value", fit["best_value"]), as_count(fit["n_changed"], least=0)
-        return {**numbers, "weight_": weight, "bias_": bias, "best_value_": value, "n_changed_": changed}
+        done = {"best_value_": value, "n_changed_": changed, "solver_": str(fit.get("solver", "lbfgs"))}
+        return {**numbers, "weight_": weight, "bias_": bias, **done}
 
 
 def _regularised(
