@@ -1,4 +1,4 @@
-"""What the cross-validated choice is worth: small random parts of the validation rows choose, all test rows judge.
+"""What the cross-validated choice is worth: by small random parts of the validation rows, measured on all test rows.
 
 ``python -m benchmarks.auto_table --logits DIR`` takes 20 random parts of 100, 200, 500 and 1000 validation rows, and of
 5000 where there are more (else all of them once), of every file of logits or probabilities in DIR. On each it fits

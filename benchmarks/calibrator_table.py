@@ -1,13 +1,14 @@
 """python -m benchmarks.calibrator_table --logits DIR: every calibrator on every network, ours and the peers'.
 
-Fits each on the rows that choose and measures it on others: NLL, Brier score, ECE (equal_width and equal_mass, 15
+Fits each on validation rows and measures it on test rows: NLL, Brier score, ECE (equal_width and equal_mass, 15
 bins), smooth ECE, and the seconds of one fit. Peers, where they are installed: probmetrics' SVS and SMS,
 netcal's temperature scaling, scikit-learn's temperature, isotonic and sigmoid calibration. They are given probabilities
 where they want such.
 
-Reads every .npz with logits or probabilities and labels: ``val_*`` chooses and ``test_*`` reports; where there is one
-set only, a random half of it each (seed 0). Computes in float64, in one process. Writes a CSV and a Markdown table
-with the means over the files, and how often focal temperature scaling has a lower NLL than temperature scaling.
+Reads every .npz with logits or probabilities and labels: ``val_*`` are validation rows, ``test_*`` test rows; where
+there is one set only, a random half of it each (seed 0). Computes in float64, in one process. Writes a CSV and a
+Markdown table with the means over the files, and how often focal temperature scaling has a lower NLL than temperature
+scaling.
 """
 
 import argparse
@@ -235,7 +236,7 @@ def write(rows: list[dict[str, Any]], target: Path, date: str, about: dict[str, 
     heads = ["file", "calibrator", "NLL", "Brier", "ECE equal_width", "ECE equal_mass", "smooth ECE", "s"]
     text = (
         f"Calibrators on published networks, {date}, {about['device']}, {about['threads']} threads, commit "
-        f"{about['commit']}; rows that did not choose.\n\n{verdict(rows)}\n\n{summary(rows)}\n\n"
+        f"{about['commit']}; test rows.\n\n{verdict(rows)}\n\n{summary(rows)}\n\n"
         f"{tabulate(body, heads, tablefmt='github', disable_numparse=True)}\n"
     )
     target.with_suffix(".md").write_text(text)

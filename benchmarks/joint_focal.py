@@ -117,7 +117,7 @@ def summary(rows: list[dict[str, str]]) -> str:
     about = rows[0]
     return (
         f"# The focal map of structured scaling: on top, or jointly\n\nMeans over {len(files)} files, "
-        f"{about['device']}, {about['threads']} threads, commit {about['commit']}; rows that did not choose, but for "
+        f"{about['device']}, {about['threads']} threads, commit {about['commit']}; test rows, but for "
         "the NLL of fit.\n\n"
         f"{tabulate(lines, heads, tablefmt='github', disable_numparse=True)}\n\nTest NLL:\n\n"
         f"{tabulate(alone, ['focal map', *files], tablefmt='github', disable_numparse=True)}\n"

@@ -2,14 +2,14 @@
 
 [1] chooses gamma and T among some thousand cells of a grid, proposes a search of 3m cells along a line instead, and
 leaves open whether it finds as much. This answers for the networks in a folder of logits, and for the other searches
-too: cells looked at, seconds, ECE (equal_mass, 15 bins) and NLL on the rows that chose and on others, and the paired
+too: cells looked at, seconds, ECE (equal_mass, 15 bins) and NLL on validation and on test rows, and the paired
 bootstrap interval (1000 resamples, level 0.95) of what each search has more than the full grid of the same criterion on
 those others. The line is drawn through the best T at gamma = 0 and 5, the default axis' first and last, and once more
 through those at 0 and 1, because the best T at 5 may lie beyond the temperatures that are searched.
 
-Reads every .npz with logits or probabilities and labels: ``val_*`` chooses and ``test_*`` reports; where there is one
-set only, a random half of it each (seed 0). Computes in float64, in one process; the seconds are the smallest of
-``--repeats`` fits, which take turns. Writes a CSV and a Markdown table.
+Reads every .npz with logits or probabilities and labels: ``val_*`` are validation rows, ``test_*`` test rows; where
+there is one set only, a random half of it each (seed 0). Computes in float64, in one process; the seconds are the
+smallest of ``--repeats`` fits, which take turns. Writes a CSV and a Markdown table.
 
 [1] Komisarenko & Kull, Improving Calibration by Relating Focal Loss, Temperature Scaling, and Properness, ECAI 2024
     (arXiv 2408.11598), sections 5.2 and 6
@@ -59,7 +59,7 @@ def criterion_of(name: str) -> str:
 
 
 def two_sets(path: Path) -> tuple[LogitSet, LogitSet] | None:
-    """The rows that choose and the rows that report, in float64; None for a file of something else."""
+    """Validation and test rows, in float64; None for a file of something else."""
     try:
         sets = read_sets(path)
     except InputError as error:
@@ -111,7 +111,7 @@ def measure(path: Path, repeats: int) -> list[dict[str, Any]]:
     shared = {"file": path.stem, "classes": selection.n_classes, "n_val": len(selection), "n_test": len(report)}
     found = {}
     for part, rows in (("val", selection), ("test", report)):
-        # The intervals are those of the rows that did not choose; of the others the figures are enough.
+        # The intervals are those of the test rows; of the others the figures are enough.
         found[part] = paired_bootstrap(
             {name: calibrated(rows, calibrator) for name, calibrator in of.items()},
             rows.labels,

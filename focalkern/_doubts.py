@@ -41,11 +41,11 @@ def input_notes(logits: Tensor) -> list[str]:
 
 
 def pair_doubts(input: Tensor, labels: Tensor, other: Tensor, other_labels: Tensor) -> list[str]:
-    """What is odd about two sets, one that chooses and one that reports: rows that both have."""
+    """What is odd about validation and test rows: rows that are in both."""
     if input.shape[1:] != other.shape[1:] or len(other) == 0:
         return []
     if input.shape == other.shape and torch.equal(input, other) and torch.equal(labels, other_labels):
-        return [f"the same {len(other):,} rows choose and report, so that the figures are too good"]
+        return [f"the same {len(other):,} rows are validation and test rows, so that the figures are too good"]
     one, two = _hashes(input, labels), _hashes(other, other_labels)
     # Few distinct rows, as a tree has them, are found on both sides by right.
     if len(np.unique(two)) < 0.9 * len(two) or len(np.unique(one)) < 0.9 * len(one):
@@ -54,7 +54,7 @@ def pair_doubts(input: Tensor, labels: Tensor, other: Tensor, other_labels: Tens
     if shared < 5 or shared < 0.05 * len(two):
         return []
     return [
-        f"{shared:,} of the {len(other):,} rows that report are among those that choose, with the same label, so that "
+        f"{shared:,} of the {len(other):,} test rows are among the validation rows, with the same label, so that "
         "the figures are too good: the sets should have no row in common"
     ]
 

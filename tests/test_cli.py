@@ -105,11 +105,11 @@ def test_the_rows_are_what_the_library_computes(both, run):
             row = row_of(document, cls.method, criterion)
             assert (row["gamma"], row["temperature"]) == (fitted.gamma_, fitted.temperature_)
             assert row["criterion_value"] == pytest.approx(fitted.best_value_)
-            # The criterion is the figure on the rows that chose.
+            # The criterion is the figure on the validation rows.
             figure = {"ece": "ece_equal_mass", "nll": "nll"}[criterion]
-            assert row["selection"][figure] == pytest.approx(fitted.best_value_, rel=1e-6)
+            assert row["validation"][figure] == pytest.approx(fitted.best_value_, rel=1e-6)
     for row in document["rows"]:
-        for part, prefix in (("selection", "val"), ("report", "test")):
+        for part, prefix in (("validation", "val"), ("test", "test")):
             logits, labels = arrays[f"{prefix}_logits"].double(), arrays[f"{prefix}_labels"]
             probs = focal_calibration_map(logits, row["gamma"], row["temperature"])
             assert list(row[part]) == FIGURES
@@ -122,8 +122,8 @@ def test_the_rows_are_what_the_library_computes(both, run):
                 ece = metrics.expected_calibration_error(probs, labels, estimator=estimator)
                 assert row[part][f"ece_{estimator}"] == pytest.approx(float(ece))
     assert document["chosen"] == 2
-    assert document["data"]["selection"]["n_samples"] == 400
-    assert document["data"]["report"]["n_samples"] == 500
+    assert document["data"]["validation"]["n_samples"] == 400
+    assert document["data"]["test"]["n_samples"] == 500
     assert document["data"]["same_rows"] is False
 
 
@@ -145,7 +145,7 @@ def test_the_printed_table_is_the_json(both, run):
         if row["method"] != "none":
             assert float(numbers.pop(0)) == row["gamma"]
             assert float(numbers.pop(0)) == pytest.approx(row["temperature"])
-        assert numbers == [f"{row['report'][name]:.4f}" for name in FIGURES]
+        assert numbers == [f"{row['test'][name]:.4f}" for name in FIGURES]
     assert next(line for line in lines if line.startswith("-> ")).startswith("-> focal temperature, ECE-optimal")
     for words in ("400 validation rows", "500 test rows", "10 gammas x 50 temperatures", "ECE of 15 bins, equal_mass"):
         assert words in out
@@ -172,7 +172,7 @@ def test_the_papers_gammas_and_ones_own(both, run):
 def test_the_estimator_that_chooses(estimator, both, run):
     document = run_json(run, "calibrate", both, *GRID, "--estimator", estimator, "--n-bins", "10")
     row = row_of(document, "temperature", "ece")
-    assert row["selection"][f"ece_{estimator}"] == pytest.approx(row["criterion_value"], rel=1e-6)
+    assert row["validation"][f"ece_{estimator}"] == pytest.approx(row["criterion_value"], rel=1e-6)
     assert (document["grid"]["estimator"], document["grid"]["n_bins"]) == (estimator, 10)
 
 
@@ -199,8 +199,8 @@ def test_what_is_saved_is_what_was_asked_for(method, criterion, both, run, tmp_p
     # evaluate applies it, and gets the same figures.
     evaluated = run_json(run, "evaluate", both, "--calibrator", out)
     (test,) = [one for one in evaluated["sets"] if one["set"] == "test"]
-    assert test["rows"][1]["report"] == pytest.approx(row["report"])
-    assert test["rows"][0]["report"] == pytest.approx(document["rows"][0]["report"])
+    assert test["rows"][1]["figures"] == pytest.approx(row["test"])
+    assert test["rows"][0]["figures"] == pytest.approx(document["rows"][0]["test"])
 
 
 FEW = [index * 0.1 for index in range(1, 51)]
@@ -244,25 +244,25 @@ def test_another_search_and_bins_are_rows_beside_the_grids(options, expected, bo
     assert torch.equal(loaded.predict_proba(logits), expected.predict_proba(logits))
     probs = expected.predict_proba(logits)
     right = expected.predict(logits) == labels
-    assert row["report"]["accuracy"] == pytest.approx(float(right.double().mean()))
+    assert row["test"]["accuracy"] == pytest.approx(float(right.double().mean()))
     nll = float(metrics.nll(probs, labels))
-    assert row["report"]["nll"] == (pytest.approx(nll, rel=1e-6) if np.isfinite(nll) else None)
-    assert row["report"]["brier"] == pytest.approx(float(metrics.brier_score(probs, labels)))
+    assert row["test"]["nll"] == (pytest.approx(nll, rel=1e-6) if np.isfinite(nll) else None)
+    assert row["test"]["brier"] == pytest.approx(float(metrics.brier_score(probs, labels)))
     n_bins = 7 if "7" in options else 15
     ece = metrics.expected_calibration_error(confidence=probs.amax(-1), correct=right, n_bins=n_bins)
-    assert row["report"]["ece_equal_width"] == pytest.approx(float(ece))
+    assert row["test"]["ece_equal_width"] == pytest.approx(float(ece))
     low, high = row["intervals"]["ece_equal_width"]
-    assert low <= row["report"]["ece_equal_width"] <= high
+    assert low <= row["test"]["ece_equal_width"] <= high
     # Bins are compared with what they follow, another scaling with temperature scaling, the rest with no calibration.
     beaten = 0 if expected.method in ("temperature", "histogram") else {"ece": 1, "nll": 3}[row["criterion"]]
     if isinstance(expected, HistogramBinning) and expected.scaling is not None:
         beaten = {"focal-temperature": 5, "temperature": 1}[row["method"]]
     assert row["difference"]["against_row"] == beaten
     difference = row["difference"]["figures"]["brier"]["estimate"]
-    assert difference == pytest.approx(row["report"]["brier"] - document["rows"][beaten]["report"]["brier"])
+    assert difference == pytest.approx(row["test"]["brier"] - document["rows"][beaten]["test"]["brier"])
 
     evaluated = run_json(run, "evaluate", both, "--calibrator", out, "--n-bins", n_bins)
-    assert evaluated["sets"][1]["rows"][1]["report"] == pytest.approx(row["report"])
+    assert evaluated["sets"][1]["rows"][1]["figures"] == pytest.approx(row["test"])
 
 
 def test_another_search_and_bins_are_said_in_print(both, run, tmp_path):
@@ -292,27 +292,27 @@ def test_what_bins_do_to_predictions_and_nll_is_said(tmp_path, run):
     np.savez(path, val_logits=logits, val_labels=labels, test_logits=logits, test_labels=later)
     options = ("--method", "histogram", "--n-bins", "2")
     document = run_json(run, "calibrate", path, *GRID, *options, "--out", tmp_path / "c.json")
-    assert document["rows"][-1]["report"]["accuracy"] == pytest.approx(0.995)
-    assert document["rows"][-1]["report"]["nll"] is None
+    assert document["rows"][-1]["test"]["accuracy"] == pytest.approx(0.995)
+    assert document["rows"][-1]["test"]["nll"] is None
     said = [remark for remark in document["remarks"] if remark.startswith("histogram binning: ")]
     assert said[0] == "histogram binning: the bins change the predicted class of 100 of the 200 test rows."
     assert "makes the NLL infinite" in said[1]
     evaluated = run_json(run, "evaluate", path, "--calibrator", tmp_path / "c.json")
     assert evaluated["sets"][1]["remarks"] == said[:2]
-    assert evaluated["sets"][0]["rows"][1]["report"]["nll"] is not None
+    assert evaluated["sets"][0]["rows"][1]["figures"]["nll"] is not None
 
 
 def test_the_same_rows_are_said(single, run):
     code, out, _ = run("calibrate", single, *GRID)
     assert code == 0
-    assert "reported on  the same rows" in out
-    assert out.count("Note: The same rows choose and report") == 1
-    assert "the same rows choose" not in out
+    assert "test         the same rows" in out
+    assert out.count("Note: Validation and test rows are the same") == 1
+    assert "validation and test rows are the same" not in out
     notes = out[out.index("Note: ") : out.index("Chosen (->)")].splitlines()
     assert max(map(len, notes)) <= 100 and all(line.startswith(("Note: ", "  ")) or not line for line in notes)
     document = run_json(run, "calibrate", single, *GRID)
     assert document["data"]["same_rows"] is True
-    assert all(row["selection"] == row["report"] for row in document["rows"])
+    assert all(row["validation"] == row["test"] for row in document["rows"])
 
 
 def test_a_split_is_seeded_and_leaves_no_row_out(single, run):
@@ -323,14 +323,14 @@ def test_a_split_is_seeded_and_leaves_no_row_out(single, run):
     assert documents[0] == documents[1]
     assert documents[0]["rows"] != documents[2]["rows"]
     for document in documents:
-        assert document["data"]["selection"]["n_samples"] == 100
-        assert document["data"]["report"]["n_samples"] == 300
+        assert document["data"]["validation"]["n_samples"] == 100
+        assert document["data"]["test"]["n_samples"] == 300
         assert not any("same rows" in remark for remark in document["remarks"])
         # Accuracies of the parts add up to that of the whole: the parts are disjoint and cover it.
-    whole = run_json(run, "evaluate", single)["sets"][0]["rows"][0]["report"]["accuracy"]
+    whole = run_json(run, "evaluate", single)["sets"][0]["rows"][0]["figures"]["accuracy"]
     for document in documents:
         parts = document["rows"][0]
-        assert 100 * parts["selection"]["accuracy"] + 300 * parts["report"]["accuracy"] == pytest.approx(400 * whole)
+        assert 100 * parts["validation"]["accuracy"] + 300 * parts["test"]["accuracy"] == pytest.approx(400 * whole)
 
 
 def test_pairs_of_npy_and_a_second_file(tmp_path, run):
@@ -339,7 +339,7 @@ def test_pairs_of_npy_and_a_second_file(tmp_path, run):
         np.save(tmp_path / f"{name}_logits.npy", logits)
         np.save(tmp_path / f"{name}_labels.npy", labels)
     beside = run_json(run, "calibrate", tmp_path / "val_logits.npy", "--test", tmp_path / "test_logits.npy", *GRID)
-    assert beside["data"]["report"]["source"].endswith("test_logits.npy")
+    assert beside["data"]["test"]["source"].endswith("test_logits.npy")
     assert beside["data"]["same_rows"] is False
     said = run_json(
         run, "calibrate", tmp_path / "val_logits.npy", "--labels", tmp_path / "val_labels.npy",
@@ -362,7 +362,7 @@ def test_probabilities_with_a_zero_on_the_true_class(tmp_path, run):
     assert "give their true class probability exactly 0" in " ".join(out.split())
     assert re.search(r"temperature, NLL-optimal +- +- ", out)
     document = run_json(run, "calibrate", path, *GRID)
-    assert document["rows"][0]["report"]["nll"] is None
+    assert document["rows"][0]["test"]["nll"] is None
     assert row_of(document, "temperature", "nll")["gamma"] is None
     assert document["chosen"] == 2
     # Asked for the choice that does not exist.
@@ -385,7 +385,7 @@ def test_logits_that_look_like_probabilities_are_said(tmp_path, run):
     document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID)
     assert any("say --input-kind probs" in remark for remark in document["remarks"])
     document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID, "--input-kind", "probs")
-    assert document["data"]["selection"]["input_kind"] == "probs"
+    assert document["data"]["validation"]["input_kind"] == "probs"
     assert not any("--input-kind" in remark for remark in document["remarks"])
 
 
@@ -408,7 +408,7 @@ def test_a_disagreement_about_the_nll_is_said(tmp_path, run):
     logits[torch.arange(600), torch.where(hit, labels, (labels + 1) % 3)] += torch.where(hit, 1.0, 6.0)
     np.savez(tmp_path / "a.npz", logits=logits.numpy(), labels=labels.numpy())
     document = run_json(run, "calibrate", tmp_path / "a.npz", *GRID)
-    before, ece, nll = (row_of(document, *key)["report"]["nll"]
+    before, ece, nll = (row_of(document, *key)["test"]["nll"]
                         for key in (("none", None), ("temperature", "ece"), ("temperature", "nll")))  # fmt: skip
     assert nll <= before < ece
     (remark,) = [r for r in document["remarks"] if r.startswith("temperature: ECE and NLL disagree")]
@@ -442,8 +442,8 @@ def test_the_report(both, run, tmp_path):
         table = list(csv.DictReader(stream))
     assert len(table) == 10
     for row, of in zip(table[5:], document["rows"], strict=True):
-        assert (row["rows"], row["method"], row["criterion"]) == ("report", of["method"], of["criterion"] or "")
-        assert {name: float(row[name]) for name in FIGURES} == of["report"]
+        assert (row["rows"], row["method"], row["criterion"]) == ("test", of["method"], of["criterion"] or "")
+        assert {name: float(row[name]) for name in FIGURES} == of["test"]
     assert [row["chosen"] for row in table[:5]] == ["0", "0", "1", "0", "0"]
 
 
@@ -469,7 +469,7 @@ def test_the_intervals_are_those_of_the_library(both, run):
         for name in FIGURES:
             interval = expected.interval(str(index), name)
             assert row["intervals"][name] == pytest.approx([interval.low, interval.high])
-            assert row["intervals"][name][0] <= row["report"][name] <= row["intervals"][name][1]
+            assert row["intervals"][name][0] <= row["test"][name] <= row["intervals"][name][1]
         if index == 0:
             assert row["difference"] is None
             continue
@@ -487,7 +487,7 @@ def test_the_intervals_are_those_of_the_library(both, run):
             {
                 "mean": floor.mean,
                 "quantile_95": floor.quantile(0.95),
-                "p_value": floor.p_value(row["report"]["ece_equal_mass"]),
+                "p_value": floor.p_value(row["test"]["ece_equal_mass"]),
             }
         )
     # Logits that are twice too large: scaling wins, and what the two kinds of scaling differ by is not all decided.
@@ -505,7 +505,7 @@ def test_the_printed_intervals_and_marks_are_the_json(both, run):
     for cells, row in zip(seconds, document["rows"], strict=True):
         for cell, name in zip(cells, FIGURES, strict=True):
             low, high = row["intervals"][name]
-            half = f"{max(high - row['report'][name], row['report'][name] - low):.4f}".removeprefix("0")
+            half = f"{max(high - row['test'][name], row['test'][name] - low):.4f}".removeprefix("0")
             verdict = "undecided" if row["difference"] is None else row["difference"]["figures"][name]["verdict"]
             assert cell == f"+-{half}{marks[verdict]}"
     (floor,) = [index for index, line in enumerate(lines) if "bias floor of the row ->" in line]
@@ -805,7 +805,7 @@ def test_the_verdict_is_said_first_and_what_is_saved_does_no_harm(both, run, tmp
     assert max(map(len, table)) <= 100
     document = run_json(run, "calibrate", both, "--bootstrap", "0")
     assert document["verdict"]["use"] in " ".join(lines[:end])
-    before, after = (document["rows"][place]["report"]["nll"] for place in (0, document["chosen"]))
+    before, after = (document["rows"][place]["test"]["nll"] for place in (0, document["chosen"]))
     assert after < before
     assert load_calibrator(out_file).temperature_ == document["rows"][document["chosen"]]["temperature"]
     evidence = json.loads(out_file.read_text())["fit"]["evidence"]
@@ -853,9 +853,9 @@ def test_the_demo(run, tmp_path, monkeypatch):
         document = json.loads((tmp_path / "a" / name / "report.json").read_text())
         assert document["data"]["same_rows"] is False
         # It has learned something, and its saved logits give the figures of the table.
-        assert document["rows"][0]["report"]["accuracy"] > 0.3
+        assert document["rows"][0]["test"]["accuracy"] > 0.3
         evaluated = run_json(run, "evaluate", tmp_path / "a" / name / "logits.npz")
-        assert evaluated["sets"][1]["rows"][0]["report"] == pytest.approx(document["rows"][0]["report"])
+        assert evaluated["sets"][1]["rows"][0]["figures"] == pytest.approx(document["rows"][0]["test"])
     assert out.count("focal temperature, ECE-optimal") >= 3
     monkeypatch.setattr(networks, "LOSSES", {"focal loss": 3.0})
     run("demo", "--out", tmp_path / "b")

@@ -44,7 +44,7 @@ def test_the_verdict_of_over_confident_rows_is_temperature_scaling(study):
     assert max(map(len, lines)) <= 100
     assert study.verdict.because.startswith("Lowest cross-validated NLL (no calibration +")
     assert str(study) == str(study.verdict)
-    before, after = study.choices[0].report["nll"], study.chosen.report["nll"]
+    before, after = study.choices[0].test["nll"], study.chosen.test["nll"]
     assert f"NLL {before:.4f} -> {after:.4f}" in lines[0]
 
 
@@ -127,7 +127,7 @@ def test_ece_is_the_papers_choice_with_its_price():
     assert costs.startswith("Against no calibration: NLL ") and "; against temperature scaling: NLL " in costs
     plain, place = study.choices[1], study.choices.index(study.chosen)
     interval = study.trust.between(place, 1, "nll")
-    difference = study.chosen.report["nll"] - plain.report["nll"]
+    difference = study.chosen.test["nll"] - plain.test["nll"]
     half = max(interval.high - difference, difference - interval.low)
     assert f"NLL {difference:+.4f} +-{half:.4f}" in costs
 
@@ -154,7 +154,7 @@ def test_an_impossible_row_leaves_no_calibration():
     assert study.chosen.method == "none"
     assert "infinite with and without calibration" in study.verdict.because
     json.dumps(study.to_dict(), allow_nan=False)
-    assert "The same rows choose" in str(study.verdict) or study.verdict.doubts
+    assert "Validation and test rows are the same" in str(study.verdict) or study.verdict.doubts
 
 
 class Half:
@@ -171,7 +171,7 @@ def test_a_candidate_from_elsewhere():
     assert study.verdict.use.startswith("half: NLL ")
     assert [row.method for row in study.choices] == ["none", "half", "temperature", "focal-temperature"]
     logits, labels = sample(300, 1)
-    assert study.chosen.report["nll"] == pytest.approx(float(fk.metrics.nll((logits / 2).softmax(-1), labels)))
+    assert study.chosen.test["nll"] == pytest.approx(float(fk.metrics.nll((logits / 2).softmax(-1), labels)))
     study.table()
     json.dumps(study.to_dict(), allow_nan=False)
 
@@ -244,17 +244,17 @@ def test_streamed_rows_leave_out_what_needs_them_all(shards):
 
 
 def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
-    """All of them, or a sample; and whether the same files choose and report."""
+    """All of them, or a sample; and whether validation and test rows are the same files."""
     for part in range(3):
         labels = np.load(tmp_path / f"val_labels-{part}.npy")
         np.save(tmp_path / f"val_labels-{part}.npy", (labels + 1) % 4)
     remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
     assert [words for words in remarks if "of the 300 rows, but in" in words and "one too high" in words]
-    assert "the same 300 rows choose and report, so that the figures are too good." in remarks
+    assert "the same 300 rows are validation and test rows, so that the figures are too good." in remarks
     monkeypatch.setattr(passes, "_SAMPLED_ROWS", 128)
     remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
     assert [words for words in remarks if "(128 of its rows): the labels are the largest logit in" in words]
-    assert "of 128 rows that were compared, the same 128 rows choose and report" in " ".join(remarks)
+    assert "of 128 rows that were compared, the same 128 rows are validation and test rows" in " ".join(remarks)
 
 
 def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):
@@ -293,8 +293,8 @@ def test_a_study_saves_its_calibrator_with_the_evidence(study, tmp_path):
     assert (evidence["use"], evidence["because"]) == (study.verdict.use, study.verdict.because)
     assert evidence["candidates"] == study.contest.table() and evidence["folds"] == 3
     (chosen,) = [row for row in evidence["table"] if row["chosen"]]
-    assert chosen["report"] == study.chosen.report and len(evidence["table"]) == len(study.choices)
-    assert evidence["reported_on"] == {"n_samples": 500, "same_rows": False}
+    assert chosen["test"] == study.chosen.test and len(evidence["table"]) == len(study.choices)
+    assert evidence["test_rows"] == {"n_samples": 500, "same_rows": False}
     study.calibrator.save(tmp_path / "alone.json")
     alone = json.loads((tmp_path / "alone.json").read_text())
     assert "evidence" not in alone["fit"]
@@ -410,6 +410,6 @@ def test_candidates_of_netcal_probmetrics_and_scikit_learn():
     )
     assert [row.method for row in study.choices[:5]] == ["none", "temperature", "netcal", "probmetrics", "regression"]
     assert all(entry.excluded in ("", "is worse than no calibration") for entry in study.contest.entries)
-    ours, theirs = study.choices[1].report, study.choices[2].report
+    ours, theirs = study.choices[1].test, study.choices[2].test
     assert theirs["nll"] == pytest.approx(ours["nll"], rel=1e-2)
     assert study.chosen.method in ("temperature", "netcal")  # the same map, to the last digits

@@ -74,9 +74,11 @@ def test_no_false_alarm(logits, labels):
 def test_sets_with_rows_in_common():
     one, two = (Z[:500], Y[:500]), (Z[500:], Y[500:])
     assert pair_doubts(*one, *two) == []
-    assert pair_doubts(*one, *one) == ["the same 500 rows choose and report, so that the figures are too good"]
+    assert pair_doubts(*one, *one) == [
+        "the same 500 rows are validation and test rows, so that the figures are too good"
+    ]
     mixed = torch.cat([two[0], one[0][:100].flip(0)]), torch.cat([two[1], one[1][:100].flip(0)])
-    assert pair_doubts(*one, *mixed)[0].startswith("100 of the 600 rows that report are among those that choose")
+    assert pair_doubts(*one, *mixed)[0].startswith("100 of the 600 test rows are among the validation rows")
     assert pair_doubts(one[0].double(), one[1], *mixed)  # in another dtype
     few = torch.cat([two[0], one[0][:10]]), torch.cat([two[1], one[1][:10]])
     assert pair_doubts(*one, *few) == []
@@ -99,4 +101,4 @@ def test_the_command_says_them(tmp_path, capsys):
     assert main(["calibrate", str(tmp_path / "a.npz"), *options]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "a.npz, val: the labels are the largest logit in" in said and "one too high: the first class is 0." in said
-    assert "the same 1,000 rows choose and report" in said
+    assert "the same 1,000 rows are validation and test rows" in said

@@ -109,14 +109,14 @@ def test_the_page_says_everything(report):
     page, folder = report()
     document = json.loads((folder / "report.json").read_text())
     for row in document["rows"]:
-        for part in ("report", "selection"):
+        for part in ("test", "validation"):
             for value in row[part].values():
                 # In the reported rows, the interval stands under the figure.
                 assert any(cell.partition("\u00b1")[0] == f"{value:.4f}" for cell in page.cells)
     for row in document["rows"]:
         low, high = row["intervals"]["nll"]
-        half = f"{max(high - row['report']['nll'], row['report']['nll'] - low):.4f}".removeprefix("0")
-        assert f"{row['report']['nll']:.4f}\u00b1{half}" in "\n".join(page.cells)
+        half = f"{max(high - row['test']['nll'], row['test']['nll'] - low):.4f}".removeprefix("0")
+        assert f"{row['test']['nll']:.4f}\u00b1{half}" in "\n".join(page.cells)
         if row["difference"] is not None:
             found = row["difference"]["figures"]["nll"]
             ends = f"{found['low']:+.4f}\u00a0to\u00a0{found['high']:+.4f}"
@@ -192,7 +192,7 @@ def test_a_page_where_nothing_was_chosen(tmp_path, capsys):
     assert code == 0, capsys.readouterr().err
     page = Page((tmp_path / "r" / "report.html").read_bytes())
     assert "Use no calibration" in page.said
-    assert page.said.lower().count("the same rows choose and report") == 1
+    assert page.said.lower().count("validation and test rows are the same") == 1
     assert not (tmp_path / "r" / "reliability_after.png").exists()
 
 

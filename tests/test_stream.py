@@ -68,7 +68,7 @@ def assert_same(streamed, whole, digits=1e-12):
         assert [found[key] for key in ("method", "criterion", "gamma", "temperature")] == [
             expected[key] for key in ("method", "criterion", "gamma", "temperature")
         ]
-        for figures in ("selection", "report"):
+        for figures in ("validation", "test"):
             assert found[figures] == pytest.approx(expected[figures], abs=digits)
         if expected["criterion_value"] is not None:
             assert found["criterion_value"] == pytest.approx(expected["criterion_value"], rel=1e-12)
@@ -85,7 +85,7 @@ def test_shards_give_what_one_file_gives_in_memory(folder, run, estimator):
     whole = result(run, "val_logits.npy", "--test", "test_logits.npy", "--estimator", estimator)
     streamed = result(run, "val_logits-*.npy", "--test", "test_logits-*.npy", "--estimator", estimator)
     assert_same(streamed, whole)
-    assert streamed["data"]["selection"]["n_samples"] == 500
+    assert streamed["data"]["validation"]["n_samples"] == 500
 
 
 @pytest.mark.parametrize("estimator", ["equal_width", "equal_mass", "equal_mass_interp"])
@@ -99,9 +99,9 @@ def test_more_rows_than_confidences_are_kept_of(folder, run, monkeypatch, estima
     assert len(said) == (1 if estimator == "equal_width" else 2) and 0 < max(said) < 2e-2
     for found, expected in zip(streamed["rows"], whole["rows"], strict=True):
         assert (found["gamma"], found["temperature"]) == (expected["gamma"], expected["temperature"])
-        for name, value in expected["report"].items():
+        for name, value in expected["test"].items():
             off = 1.05 * max(said) if "equal_mass" in name else 1e-12  # of what is said in one digit
-            assert found["report"][name] == pytest.approx(value, abs=off)
+            assert found["test"][name] == pytest.approx(value, abs=off)
     code, _, err = run("calibrate", *files[1], *GRID, "--bootstrap", "50")
     assert code == 2 and "test_logits-*.npy: expected --bootstrap 0, or at most" in err
     assert any("So many rows leave little to chance" in remark for remark in result(run, *files[1])["remarks"])
@@ -126,7 +126,7 @@ def test_safetensors_of_both_sets(folder, run):
     streamed["remarks"] = [text.replace("both-*", "both") for text in streamed["remarks"]]
     assert_same(streamed, whole)
     save_file({"logits": val.bfloat16(), "labels": val_labels.to(torch.uint8)}, "half.safetensors")
-    assert result(run, "half.safetensors", "--stream")["data"]["selection"]["n_samples"] == 200
+    assert result(run, "half.safetensors", "--stream")["data"]["validation"]["n_samples"] == 200
 
 
 def test_probabilities_with_zeros_on_the_target(folder, run):
@@ -139,7 +139,7 @@ def test_probabilities_with_zeros_on_the_target(folder, run):
     streamed = result(run, "val_probs.npy", "--stream")
     assert any("1 of the 120 rows" in remark for remark in whole["remarks"])
     assert streamed["remarks"] == whole["remarks"]
-    assert streamed["rows"][0]["report"] == pytest.approx(whole["rows"][0]["report"])
+    assert streamed["rows"][0]["test"] == pytest.approx(whole["rows"][0]["test"])
     np.save("val_logits.npy", probs.clamp(min=1e-9).numpy())
     assert any("say --input-kind probs" in remark for remark in result(run, "val_logits.npy", "--stream")["remarks"])
 
@@ -149,14 +149,14 @@ def test_table_calibrator_and_report(folder, run):
     files = ("val_logits-*.npy", "--test", "test_logits-*.npy")
     code, out, err = run("calibrate", *files, *GRID, "--out", "c.json", "--report", "r")
     assert (code, err) == (0, "")
-    assert "chosen on    500 rows of 5 classes, logits: val_logits-*.npy" in out
+    assert "validation   500 rows of 5 classes, logits: val_logits-*.npy" in out
     assert (folder / "r/report.html").exists() and (folder / "r/reliability_after.png").exists()
     code, out, err = run("evaluate", "test_logits-*.npy", "--calibrator", "c.json", "--json")
     assert code == 0, err
     streamed = json.loads(out)["sets"][0]["rows"]
     _, out, _ = run("evaluate", "test_logits.npy", "--calibrator", "c.json", "--json")
     for found, expected in zip(streamed, json.loads(out)["sets"][0]["rows"], strict=True):
-        assert found["report"] == pytest.approx(expected["report"], abs=1e-12)
+        assert found["figures"] == pytest.approx(expected["figures"], abs=1e-12)
 
 
 def test_files_that_are_large_for_the_memory_are_streamed(folder, monkeypatch, run):

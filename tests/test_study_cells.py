@@ -106,7 +106,7 @@ def test_the_page_keeps_the_counts_and_stays_small(n, dtype):
     tables = {name: torch.rand(2, 2500, dtype=torch.float64) for name in module.CRITERIA}
     gammas = grid.gammas.sort().values
     cells = Cells(gammas, grid.temperatures, count, correct, count * mean, tables, n, 1)
-    study = SimpleNamespace(choices=(), chosen=None, grid=grid, selection=some_rows(n=3), report=rows)
+    study = SimpleNamespace(choices=(), chosen=None, grid=grid, validation=some_rows(n=3), test=rows)
     found = payload(study, cells)
     assert len(json.dumps(found)) < 1_500_000  # 5000 cells; the pictures of the page have another megabyte
 

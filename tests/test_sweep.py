@@ -45,7 +45,7 @@ def test_every_network_is_what_a_comparison_finds(files, run, tmp_path):
     network = document["networks"][2]
     assert (network["name"], network["chosen"], network["n_test"]) == ("network2", study.chosen.method, 120)
     for method, row in zip(METHODS, (study.chosen, *study.choices), strict=True):
-        assert network["figures"][method] == pytest.approx({name: row.report[name] for name in FIGURES})
+        assert network["figures"][method] == pytest.approx({name: row.test[name] for name in FIGURES})
     assert f"network2: {study.verdict.use}" in " ".join(out.split())
     with open(tmp_path / "r" / "sweep.csv", newline="") as stream:
         rows = list(csv.DictReader(stream))

@@ -1,4 +1,4 @@
-"""``focalkern calibrate``: choose a calibrator on validation logits, report it on others, save it."""
+"""``focalkern calibrate``: choose a calibrator on validation rows, measure it on test rows, save it."""
 
 import argparse
 import functools
@@ -34,7 +34,7 @@ from focalkern.study.sets import select_rows
 __all__ = ["add_parser"]
 
 _EPILOG = f"""\
-Validation rows choose, test rows say what that is worth:
+Chosen on validation rows, measured on test rows:
   VAL holds val_* and test_*   those
   --test TEST                  validation: val_* or the only set of VAL; test: test_* or the only set of TEST
   --split F                    validation: a random share F of the only set of VAL; test: the others
@@ -118,8 +118,8 @@ def add_parser(commands: Any) -> None:
         "--estimator",
         choices=ESTIMATORS,
         metavar="NAME",
-        help=f"of the ECE that chooses and that is shown: {', '.join(ESTIMATORS)} (default: equal_mass, the paper's, "
-        "chooses; equal_width, everybody's, is shown)",
+        help=f"of the ECE: {', '.join(ESTIMATORS)} (default: equal_mass, the paper's, "
+        "to choose by; equal_width, everybody's, to show)",
     )
     parser.add_argument(
         "--n-bins", type=at_least_one, default=15, help="bins of every ECE and of --binning (default 15)"
@@ -179,7 +179,7 @@ def _run(arguments: argparse.Namespace) -> int:
     binning, criterion = _method(arguments)
     _check_outputs(arguments)
     processes = Processes(arguments.timeout)
-    selection, reported = select_rows(
+    validation, test = select_rows(
         _reader(arguments, processes),
         arguments.input,
         labels=arguments.labels,
@@ -191,17 +191,19 @@ def _run(arguments: argparse.Namespace) -> int:
         logits_key=arguments.logits_key,
         labels_key=arguments.labels_key,
     )
-    if arguments.bootstrap and not reported.keeps_confidences:
+    if arguments.bootstrap and not test.keeps_confidences:
         raise InputError(
-            f"{reported.source}: expected --bootstrap 0, or at most {MOST_KEPT} reported rows where they are read in "
-            f"parts, found {len(reported)}"
+            f"{test.source}: expected --bootstrap 0, or at most {MOST_KEPT} test rows where they are read in "
+            f"parts, found {len(test)}"
         )
-    if selection.memory is None and (arguments.search != "grid" or binning is not None):
+    if validation.memory is None and (arguments.search != "grid" or binning is not None):
         option = "--binning or --method histogram" if binning is not None else f"--search {arguments.search}"
-        raise InputError(f"{selection.source}: expected rows in memory for {option}, found rows that are read in parts")
+        raise InputError(
+            f"{validation.source}: expected rows in memory for {option}, found rows that are read in parts"
+        )
     study = report.run_study(
-        selection,
-        reported,
+        validation,
+        test,
         gammas=gammas,
         temperatures=arguments.temperatures,
         method=arguments.method,
@@ -217,7 +219,7 @@ def _run(arguments: argparse.Namespace) -> int:
     cells = None if arguments.report is None else report.cells_of(study)  # all processes have a share in them
     processes.close()
     if processes.rank > 0:
-        selection.remove_progress()
+        validation.remove_progress()
         return 0
     split = {"split": {"share": arguments.split, "seed": arguments.seed}} if arguments.split is not None else {}
     document = report.to_json(study, more=split)
@@ -254,7 +256,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise InputError(f"{arguments.out}: not written, because nothing was chosen")
         study.save(arguments.out)
         print(f"Calibrator: {arguments.out}", file=said)
-    selection.remove_progress()  # the search is over, and its results have been written
+    validation.remove_progress()  # the search is over, and its results have been written
     return 0
 
 

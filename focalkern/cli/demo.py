@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
             print_note(remark)
         print()
     print(
-        f"Chosen on the {len(val)} validation rows, reported on the {len(test)} test rows. -> is what focalkern "
+        f"Chosen on the {len(val)} validation rows, measured on the {len(test)} test rows. -> is what focalkern "
         f"calibrate\nwould save; the ECE-optimal rows are the paper's, from {len(DEFAULT_GAMMAS)} gammas x "
         f"{len(PAPER_TEMPERATURES)} temperatures.\n"
         f"Diagrams, maps, tables and logits: {arguments.out}\n"

@@ -28,7 +28,10 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "files", metavar="FILE", nargs="+", help="as calibrate reads them; of a file with one set a random half chooses"
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help="as calibrate reads them; of a file with one set a random half is for validation",
     )
     parser.add_argument(
         "--report",

@@ -38,7 +38,7 @@ class Choice:
             scaling, for a candidate of another class than the two scalings, and for a calibrator from a file.
         gamma, temperature: the chosen cell, 0 and 1 without a scaling; None where no cell had a finite criterion.
         calibrator: the scaling; None where there is none, and where there is no cell.
-        selection, report: the figures on the rows that chose, and on the rows that report.
+        validation, test: the figures on the validation rows and on the test rows.
         search: how the cell was found.
         binning: histogram binning, after the scaling; None where there is none.
         other: a fitted candidate that is no scaling; None where there is none.
@@ -50,8 +50,8 @@ class Choice:
     gamma: float | None
     temperature: float | None
     calibrator: Calibrator | None
-    selection: dict[str, float] | None
-    report: dict[str, float] | None
+    validation: dict[str, float] | None
+    test: dict[str, float] | None
     search: Search = "grid"
     binning: HistogramBinning | None = None
     other: Any = None
@@ -89,13 +89,13 @@ class Choice:
         return self.calibrator if self.applied is None else self.applied
 
 
-def measured(choice: Choice, selection: Rows, report: Rows, n_bins: int) -> Choice:
+def measured(choice: Choice, validation: Rows, test: Rows, n_bins: int) -> Choice:
     """The row with its figures; one without a cell has none."""
     if choice.gamma is None and choice.applied is None:
         return choice
-    on_selection = selection.figures(choice.what, n_bins)
-    on_report = on_selection if report is selection else report.figures(choice.what, n_bins)
-    return replace(choice, selection=on_selection, report=on_report)
+    on_validation = validation.figures(choice.what, n_bins)
+    on_test = on_validation if test is validation else test.figures(choice.what, n_bins)
+    return replace(choice, validation=on_validation, test=on_test)
 
 
 def of_scaling(scaling: Calibrator, method: str, criterion: str, **more: Any) -> Choice:
@@ -157,7 +157,7 @@ def of_contest(contest: Contest) -> list[Choice]:
 
 
 def beyond_the_grid(
-    selection: Rows,
+    validation: Rows,
     *,
     gammas: Sequence[float] | None,
     temperatures: Sequence[float] | None,
@@ -171,7 +171,7 @@ def beyond_the_grid(
     """The rows of another search than the grid, and of bins; the last one is what was asked for."""
     if search == "grid" and binning is None:
         return []
-    memory = selection.memory
+    memory = validation.memory
     assert memory is not None
     input, labels = memory.input.to(torch.float64), memory.labels
     scaling: Calibrator | None = None
@@ -179,7 +179,7 @@ def beyond_the_grid(
         smooth = search in PROPER  # by derivatives, without a grid
         axes: Any = {} if smooth else {"temperatures": temperatures}
         options: Any = {"search": search, "criterion": criterion, "estimator": estimator, "n_bins": n_bins, **axes}
-        options["input_kind"] = selection.kind
+        options["input_kind"] = validation.kind
         if method == "temperature":
             scaling = TemperatureScaling(**options)
         else:
@@ -191,7 +191,7 @@ def beyond_the_grid(
     if search != "grid" and scaling is not None:
         found.append(scaling)
     if binning is not None:
-        found.append(HistogramBinning(n_bins=n_bins, binning=binning, scaling=scaling, input_kind=selection.kind))
+        found.append(HistogramBinning(n_bins=n_bins, binning=binning, scaling=scaling, input_kind=validation.kind))
     rows = []
     for one in found:
         one.fit_quietly(input, labels)

@@ -51,7 +51,7 @@ def compare_calibrators(
     scaling.
 
     Args:
-        validation: the rows that choose: a pair (logits [N, C], labels [N]) of tensors or arrays, or what
+        validation: the rows to choose by: a pair (logits [N, C], labels [N]) of tensors or arrays, or what
             :func:`focalkern.study.stream_sets` has for files that are read a few rows at a time. Of streamed rows the
             folds are by row number, temperature and focal temperature scaling are taken from the grid, and candidates
             that need all rows in memory are left out and named.
@@ -102,22 +102,22 @@ def compare_calibrators(
     if resamples is not None:
         resamples = integer(_OP, "resamples", resamples, 0, MOST_RESAMPLES, " or None")
     try:
-        selection = _rows("validation", validation, "val", input_kind)
-        report = selection if test is None else _rows("test", test, "test", input_kind)
+        validation = _rows("validation", validation, "val", input_kind)
+        test = validation if test is None else _rows("test", test, "test", input_kind)
     except InputError as error:
         raise ValueError(f"compare_calibrators: {error}") from None
-    if (report.n_classes, report.kind) != (selection.n_classes, selection.kind):
+    if (test.n_classes, test.kind) != (validation.n_classes, validation.kind):
         raise ValueError(
-            f"compare_calibrators: test must have {selection.kind} of {selection.n_classes} classes as validation, got "
-            f"{report.kind} of {report.n_classes}"
+            f"compare_calibrators: test must have {validation.kind} of {validation.n_classes} classes as validation, "
+            f"got {test.kind} of {test.n_classes}"
         )
     try:
-        as_candidates(candidates, "nll", selection.kind)  # what is wrong with them is said before the search
+        as_candidates(candidates, "nll", validation.kind)  # what is wrong with them is said before the search
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_OP}: {error}") from None
     return run_study(
-        selection,
-        report,
+        validation,
+        test,
         gammas=DEFAULT_GAMMAS,
         temperatures=PAPER_TEMPERATURES,
         candidates=candidates,

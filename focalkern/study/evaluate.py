@@ -35,7 +35,7 @@ class Evaluation:
     Example:
         >>> np.savez("logits.npz", logits=4 * np.eye(3)[[0, 1, 2, 0]], labels=[0, 1, 2, 1])
         >>> found = fk.study.evaluate_rows(fk.files.read_sets("logits.npz")[""])
-        >>> found.to_dict()["rows"][0]["report"]["accuracy"]
+        >>> found.to_dict()["rows"][0]["figures"]["accuracy"]
         0.75
     """
 
@@ -65,7 +65,7 @@ class Evaluation:
                     "binning": choice.binning.binning if choice.binning else None,
                     "gamma": choice.gamma,
                     "temperature": choice.temperature,
-                    "report": finite_or_none(choice.report),
+                    "figures": finite_or_none(choice.test),
                 }
                 for choice in self.choices
             ],
@@ -96,7 +96,7 @@ def evaluate_rows(
         >>> rows = fk.files.read_sets("logits.npz")[""]
         >>> calibrator = fk.TemperatureScaling().fit(rows.input, rows.labels)
         >>> for choice in fk.study.evaluate_rows(rows, calibrator).choices:
-        ...     print(choice.method, round(choice.report["nll"], 3))
+        ...     print(choice.method, round(choice.test["nll"], 3))
         none 1.036
         temperature 0.736
     """
@@ -119,7 +119,7 @@ def evaluate_rows(
         table.append(Choice(calibrator.method, None, None, None, None, None, None, other=calibrator))
     cells = [(row.gamma, row.temperature) for row in table if row.gamma is not None and row.temperature is not None]
     rows.measure(cells, n_bins)  # one pass for all
-    choices = [replace(row, report=rows.figures(row.what, n_bins)) for row in table]
+    choices = [replace(row, test=rows.figures(row.what, n_bins)) for row in table]
     remarks = read_remarks(rows)
     if rows.memory is not None:
         remarks += bin_remarks(choices[-1], rows.memory)

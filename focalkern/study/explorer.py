@@ -13,7 +13,6 @@ from focalkern import metrics
 from focalkern.study import html
 from focalkern.study.cells import Cells
 from focalkern.study.result import Study
-from focalkern.study.verdict import name_of
 from focalkern.study.words import on_which
 
 __all__ = ["make_explorer"]
@@ -53,9 +52,9 @@ def payload(study: Study, cells: Cells) -> dict[str, Any]:
     within = ((mean - lower) * n_bins).clamp(0, 1) * 65535
     choices = []
     for choice in study.choices:
-        if choice.report is None:
+        if choice.test is None:
             continue
-        of_choice = study.report.reliability(choice.what, n_bins)
+        of_choice = study.test.reliability(choice.what, n_bins)
         scaling = choice.gamma is not None and choice.applied is None
         gamma, temperature = (choice.gamma, choice.temperature) if scaling else (None, None)
         parameters = f": {choice.parameters}" if choice.parameters else ""
@@ -66,7 +65,7 @@ def payload(study: Study, cells: Cells) -> dict[str, Any]:
                 "temperature": temperature,
                 "at": cells.place(gamma, temperature),
                 "chosen": choice is study.chosen,
-                **{name: _finite(choice.report[_in_table(name)]) for name in _FIGURES},
+                **{name: _finite(choice.test[_in_table(name)]) for name in _FIGURES},
                 "bins": _bins(of_choice),
             }
         )
@@ -96,7 +95,7 @@ def _maps(study: Study, cells: Cells) -> list[dict[str, Any]]:
     rows = torch.stack([(grid.gammas.cpu() == gamma).nonzero()[0, 0] for gamma in cells.gammas])
     columns = torch.stack([(grid.temperatures.cpu() == one).nonzero()[0, 0] for one in cells.temperatures])
     for name, table in grid.tables.items():
-        if study.report is study.selection and (name != "ece" or grid.estimator == "equal_width"):
+        if study.test is study.validation and (name != "ece" or grid.estimator == "equal_width"):
             continue
         part = table.cpu().double()[rows][:, columns]
         words = {
@@ -126,7 +125,7 @@ def _bins(bins: metrics.ReliabilityBins) -> list[tuple[int, int, float]]:
 
 
 def _rows_in_words(study: Study) -> str:
-    return f"{len(study.report)} rows that chose" if study.report is study.selection else name_of(study.report)
+    return f"{len(study.test)} {'validation' if study.test is study.validation else 'test'} rows"
 
 
 def _in_table(name: str) -> str:

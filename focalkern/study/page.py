@@ -20,7 +20,7 @@ from focalkern.study.record import to_csv
 from focalkern.study.result import Study
 from focalkern.study.rows import FIGURES
 from focalkern.study.table import floor_cells, legend, table_cells
-from focalkern.study.verdict import as_sentence, name_of
+from focalkern.study.verdict import as_sentence, rows_of_the_figures
 from focalkern.study.words import on_which, search_in_words
 
 __all__ = ["cells_of", "write_report"]
@@ -66,13 +66,13 @@ def write_report(
 
 
 def cells_of(study: Study) -> Cells:
-    """The figures and bins of every cell of the map on the reported rows. Where several processes share the rows, each
+    """The figures and bins of every cell of the map on the test rows. Where several processes share the rows, each
     of them calls this.
     """
     kept = [one.temperature for one in study.choices if one.temperature is not None]
     n_bins = study.grid.n_bins
-    gammas, temperatures, every = thinned(study.grid, study.report, n_bins, kept)
-    return cells_on(study.report, gammas, temperatures, n_bins, every)
+    gammas, temperatures, every = thinned(study.grid, study.test, n_bins, kept)
+    return cells_on(study.test, gammas, temperatures, n_bins, every)
 
 
 def make_page(
@@ -84,20 +84,20 @@ def make_page(
     map_that_answers: str,
 ) -> bytes:
     """The study as a page of HTML with the images inside."""
-    same = study.report is study.selection
-    reported = "on the rows that chose" if same else f"on the {name_of(study.report)}, which did not choose"
+    same = study.test is study.validation
+    measured = rows_of_the_figures(study.test, same)
     headline = ("accuracy", "nll", "brier", f"ece_{study.estimator}")
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    first = [_choices(study, "report", f"Figures {reported}. The row with the shade is the one to use.", headline)]
+    first = [_choices(study, "test", f"Figures {measured}. The row with the shade is the one to use.", headline)]
     if study.trust is not None:
         first.append(html.paragraph(legend(study.trust, plus_minus="\u00b1"), "quiet"))
         first.append(_difference_table(study, headline))
-    every = [_choices(study, "report", f"All figures {reported}.", tuple(FIGURES))]
+    every = [_choices(study, "test", f"All figures {measured}.", tuple(FIGURES))]
     if study.trust is not None:
         every.append(_difference_table(study, tuple(FIGURES)))
     if not same:
-        caption = f"Figures on the {name_of(study.selection)}, which chose: too good."
-        every.append(_choices(study, "selection", caption, tuple(FIGURES)))
+        caption = f"Figures on the {len(study.validation)} validation rows, by which was chosen: too good."
+        every.append(_choices(study, "validation", caption, tuple(FIGURES)))
     remarks = [*map(as_sentence, study.verdict.doubts), *study.remarks]
     known = html.paragraph("Nothing stood out.")
     if remarks:
@@ -118,7 +118,7 @@ def make_page(
         "have every figure in full. Methods: Guo et al. 2017 (arXiv 1706.04599), temperature scaling; Komisarenko & "
         "Kull 2024 (arXiv 2408.11598), focal temperature scaling."
     )
-    sources = " and ".join(dict.fromkeys((study.selection.source, study.report.source)))
+    sources = " and ".join(dict.fromkeys((study.validation.source, study.test.source)))
     header = "\n".join(
         (
             html.paragraph(f"{sources}; {made}; focalkern {version}", "quiet"),
@@ -132,7 +132,7 @@ def make_page(
 
 def _choices(study: Study, attribute: str, caption: str, names: Sequence[str]) -> str:
     """The table of the choices; ``names`` are those of its figures."""
-    trust = study.trust if attribute == "report" else None
+    trust = study.trust if attribute == "test" else None
     rows = table_cells(study.choices, trust, attribute, plus_minus="\u00b1", names=names)
     marked = next((index for index, (choice, _) in enumerate(rows) if choice is study.chosen), None)
     body = [cells for _, cells in rows]
@@ -236,7 +236,7 @@ def _difference_table(study: Study, names: Sequence[str]) -> str:
             cells.append(f"{one.estimate:+.4f}{trust.mark(index, name)}\n{ends}")
         rows.append(cells)
     caption = (
-        f"Paired differences on the reported rows with their {100 * trust.bootstrap.level:g} % intervals, one pair and "
+        f"Paired differences on the test rows with their {100 * trust.bootstrap.level:g} % intervals, one pair and "
         "one figure at a time. * and ! are differences whose interval excludes 0."
     )
     return html.table(["row", *shown.values()], rows, caption=caption)
@@ -283,10 +283,10 @@ def _bin_table(name: str, bins: metrics.ReliabilityBins) -> str:
 
 
 def _data_table(study: Study) -> str:
-    same = study.report is study.selection
-    sets = {"chose and report" if same else "chose": study.selection}
+    same = study.test is study.validation
+    sets = {"validation and test" if same else "validation": study.validation}
     if not same:
-        sets["report"] = study.report
+        sets["test"] = study.test
     rows = []
     for role, one in sets.items():
         per_class = one.class_counts

@@ -28,14 +28,14 @@ def draw_all(study: Study, bins: dict[str, metrics.ReliabilityBins]) -> dict[str
         figure.savefig(buffer, format="png")
         images[name] = buffer.getvalue()
 
-    rows = "on the rows that chose" if study.report is study.selection else "on rows that did not choose"
+    rows = f"{'validation' if study.test is study.validation else 'test'} rows"
     names = list(bins)
     before = {names[0]: bins[names[0]]}
     draw("reliability_before.png", plots.reliability_diagram(before, title=f"Before calibration, {rows}"))
     if study.chosen is not None and study.chosen is not study.choices[0]:
         after = {names[-1]: bins[names[-1]]}
         draw("reliability_after.png", plots.reliability_diagram(after, title=f"After calibration, {rows}"))
-        panels = {row.label: _bins(study, row) for row in study.choices if row.report is not None}
+        panels = {row.label: _bins(study, row) for row in study.choices if row.test is not None}
         draw("reliability_compared.png", plots.reliability_diagram(panels, title=f"Every choice, {rows}"))
     finite = [name for name, table in study.grid.tables.items() if bool(table.isfinite().any())]
     for criterion in finite:
@@ -47,4 +47,4 @@ def draw_all(study: Study, bins: dict[str, metrics.ReliabilityBins]) -> dict[str
 
 def _bins(study: Study, choice: Choice) -> metrics.ReliabilityBins:
     """By the one estimator of everything that is shown; of rows that are too many to keep, of equal width."""
-    return study.report.reliability(choice.what, study.grid.n_bins, study.estimator)
+    return study.test.reliability(choice.what, study.grid.n_bins, study.estimator)

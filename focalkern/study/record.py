@@ -32,8 +32,8 @@ def to_json(study: Study, *, more: dict[str, Any] | None = None) -> dict[str, An
             "n_cells": scaling.n_cells_ if scaling else None,
             "criterion_value": scaling.best_value_ if scaling else None,
             "at_border": list(scaling.at_border_) if scaling else [],
-            "selection": finite_or_none(choice.selection),
-            "report": finite_or_none(choice.report),
+            "validation": finite_or_none(choice.validation),
+            "test": finite_or_none(choice.test),
             "intervals": None if trust is None else _intervals_to_json(trust, index),
             "difference": None if trust is None else _difference_to_json(trust, index),
             "bias_floor": None if trust is None else _floors_to_json(trust, index, choice),
@@ -52,9 +52,9 @@ def to_json(study: Study, *, more: dict[str, Any] | None = None) -> dict[str, An
         "focalkern": __version__,
         **(more or {}),
         "data": {
-            "selection": data(study.selection),
-            "report": data(study.report),
-            "same_rows": study.report is study.selection,
+            "validation": data(study.validation),
+            "test": data(study.test),
+            "same_rows": study.test is study.validation,
         },
         "grid": {
             "gammas": study.grid.gammas.tolist(),
@@ -101,11 +101,11 @@ def evidence(study: Study) -> dict[str, Any]:
                 "gamma": choice.gamma if choice.method in IN_WORDS else None,
                 "temperature": choice.temperature if choice.method in IN_WORDS else None,
                 "chosen": choice is study.chosen,
-                "report": finite_or_none(choice.report),
+                "test": finite_or_none(choice.test),
             }
             for choice in study.choices
         ],
-        "reported_on": {"n_samples": len(study.report), "same_rows": study.report is study.selection},
+        "test_rows": {"n_samples": len(study.test), "same_rows": study.test is study.validation},
     }
 
 
@@ -132,7 +132,7 @@ def to_records(study: Study) -> list[dict[str, Any]]:
             "temperature": choice.temperature if choice.method in IN_WORDS else None,
             "chosen": choice is study.chosen,
         }
-        record |= {name: math.nan if choice.report is None else choice.report[name] for name in FIGURES}
+        record |= {name: math.nan if choice.test is None else choice.test[name] for name in FIGURES}
         if study.trust is not None:
             for name in FIGURES:
                 low, high = _ends(study.trust.interval(index, name))
@@ -171,10 +171,10 @@ def _difference_to_json(trust: Trust, index: int) -> dict[str, Any] | None:
 def _floors_to_json(trust: Trust, index: int, choice: Choice) -> dict[str, dict[str, float]] | None:
     """Mean and 95 % quantile of what a perfectly calibrated model scores, and how often it scores as much as this."""
     floors = trust.floors[index]
-    if floors is None or choice.report is None:
+    if floors is None or choice.test is None:
         return None
     return {
-        name: {"mean": one.mean, "quantile_95": one.quantile(0.95), "p_value": one.p_value(choice.report[name])}
+        name: {"mean": one.mean, "quantile_95": one.quantile(0.95), "p_value": one.p_value(choice.test[name])}
         for name, one in floors.items()
     }
 
@@ -194,15 +194,13 @@ def to_csv(study: Study) -> str:
     writer.writerow(
         ["rows", "method", "criterion", "search", "binning", "gamma", "temperature", "chosen", *FIGURES, *ends]
     )
-    same = study.report is study.selection
-    for rows, attribute in (("same", "report"),) if same else (("selection", "selection"), ("report", "report")):
+    same = study.test is study.validation
+    for rows, attribute in (("same", "test"),) if same else (("validation", "validation"), ("test", "test")):
         for index, choice in enumerate(study.choices):
             values = getattr(choice, attribute)
             scaled = choice.method in IN_WORDS
-            # The intervals are those of the reported rows.
-            found = (
-                [trust.interval(index, name) if attribute == "report" else None for name in FIGURES] if trust else []
-            )
+            # The intervals are those of the test rows.
+            found = [trust.interval(index, name) if attribute == "test" else None for name in FIGURES] if trust else []
             writer.writerow(
                 [
                     rows,

@@ -32,7 +32,7 @@ class Study:
     """What :func:`focalkern.compare_calibrators` has found, and everything that ``calibrate`` says.
 
     Attributes:
-        selection, report: the rows that chose and the rows that report; the same object when they are the same.
+        validation, test: the rows chosen by and the rows measured on; the same object when they are the same.
         grid: all gammas that were searched by either method of the paper.
         choices: the rows of the table; the first is uncalibrated.
         chosen: the row to use, None when its criterion is finite nowhere.
@@ -40,7 +40,7 @@ class Study:
         trust: intervals of the figures; None where they were not asked for.
         verdict: what to use, why, and what it costs.
         contest: the cross-validation of the candidates; None where a method was asked for by name.
-        estimator: of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the ECE that chose.
+        estimator: of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the ECE chosen by.
         criterion: by which was chosen.
 
     Example:
@@ -55,8 +55,8 @@ class Study:
         ('nll', 'temperature')
     """
 
-    selection: Rows
-    report: Rows
+    validation: Rows
+    test: Rows
     grid: CalibrationGrid
     choices: tuple[Choice, ...]
     chosen: Choice | None
@@ -187,7 +187,7 @@ class Study:
 
     def __repr__(self) -> str:
         use = "nothing" if self.chosen is None else self.chosen.label
-        return f"Study({len(self.choices)} choices on {len(self.report)} rows, use {use})"
+        return f"Study({len(self.choices)} choices on {len(self.test)} rows, use {use})"
 
     def _repr_html_(self) -> str:
         from focalkern.study.table import table_in_html

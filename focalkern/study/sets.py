@@ -1,4 +1,4 @@
-"""Which of the rows of some files choose, and which report."""
+"""Which of the rows of some files are validation rows, and which are test rows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,13 +23,13 @@ def select_rows(
     seed: int = 0,
     **options: Any,
 ) -> tuple[Rows, Rows]:
-    """The rows that choose and the rows that report, the same object when nothing tells them apart.
+    """The validation rows and the test rows, the same object when nothing tells them apart.
 
     Args:
         read: :func:`focalkern.files.read_sets`, or :func:`focalkern.study.stream_sets`.
-        source, labels: its file, whose ``val`` rows or only set chooses, and ``test`` rows report.
-        test, test_labels: another file, whose ``test`` rows or only set reports.
-        split, seed: a random share of the only set chooses, the others report.
+        source, labels: its file: ``val`` rows or the only set to choose by, ``test`` rows to measure on.
+        test, test_labels: another file: ``test`` rows or the only set to measure on.
+        split, seed: a random share of the only set to choose by, the others to measure on.
         options: for ``read``.
 
     Raises:
@@ -53,24 +53,24 @@ def select_rows(
         share = f"a random share of {split:g}, seed {seed}"
         return rows.rows(order[:first], share), rows.rows(order[first:], "the other rows")
     if test is not None:
-        selection = _one(source, sets, "val")
+        validation = _one(source, sets, "val")
         others = _as_rows(read(test, labels=test_labels, labels_option="--test-labels", **options))
         reported = _one(test, others, "test")
-        if reported.n_classes != selection.n_classes:
+        if reported.n_classes != validation.n_classes:
             raise InputError(
-                f"{test}: expected the {selection.n_classes} classes of {source}, found {reported.n_classes}"
+                f"{test}: expected the {validation.n_classes} classes of {source}, found {reported.n_classes}"
             )
-        if reported.kind != selection.kind:
-            raise InputError(f"{test}: expected {selection.kind} as in {source}, found {reported.kind}")
-        return selection, reported
+        if reported.kind != validation.kind:
+            raise InputError(f"{test}: expected {validation.kind} as in {source}, found {reported.kind}")
+        return validation, reported
     if "val" in sets and "test" in sets:
-        selection, reported = sets["val"], sets["test"]
-        if (reported.n_classes, reported.kind) != (selection.n_classes, selection.kind):
+        validation, reported = sets["val"], sets["test"]
+        if (reported.n_classes, reported.kind) != (validation.n_classes, validation.kind):
             raise InputError(
-                f"{source}: expected val and test to be alike, found {selection.kind} of {selection.n_classes} classes "
-                f"and {reported.kind} of {reported.n_classes}"
+                f"{source}: expected val and test to be alike, found {validation.kind} of {validation.n_classes} "
+                f"classes and {reported.kind} of {reported.n_classes}"
             )
-        return selection, reported
+        return validation, reported
     rows = _one(source, sets, "val")
     return rows, rows
 

@@ -252,7 +252,7 @@ def sweep(
     """Compare the calibrators on every one of many files.
 
     Args:
-        files: each with validation and test rows; of a file with one set of rows a random half chooses.
+        files: each with validation and test rows; of a file with one set of rows a random half is for validation.
         folder: for ``sweep.csv``, ``sweep.json`` and ``sweep.html``, and for the result of every file as soon as it is
             there: a sweep with the same files goes on where it was stopped. Nothing is written when None.
         jobs: processes.
@@ -369,9 +369,9 @@ def _halves(sets: dict[str, LogitSet], seed: int) -> tuple[LogitSet, LogitSet, b
 
 
 def _figures(study: Study) -> dict[str, dict[str, float] | None]:
-    rows = {(row.method, row.criterion == "ece"): row.report for row in study.choices}
+    rows = {(row.method, row.criterion == "ece"): row.test for row in study.choices}
     every = {
-        "auto": None if study.chosen is None else study.chosen.report,
+        "auto": None if study.chosen is None else study.chosen.test,
         "none": rows["none", False],
         "temperature": rows.get(("temperature", False)),
         "focal": rows.get(("focal-temperature", False)),

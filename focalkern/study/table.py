@@ -74,7 +74,7 @@ def legend(trust: Trust, plus_minus: str = "+-") -> str:
 def table_cells(
     choices: Sequence[Choice],
     trust: Trust | None = None,
-    attribute: str = "report",
+    attribute: str = "test",
     plus_minus: str = "+-",
     names: Sequence[str] = tuple(FIGURES),
 ) -> list[tuple[Choice, list[str]]]:
@@ -139,6 +139,6 @@ def table_in_html(study: Study) -> str:
     head = ["", "gamma", "T", *(FIGURES[name].replace("_\n", "_").replace("\n", " ") for name in names)]
     # A notebook has no style for these parts, so that what the page shows by colour is an arrow here.
     body = [[("\u2192 " if choice is study.chosen else "") + label, *cells] for choice, (label, *cells) in rows]
-    lines = [*map(html.typeset, study.verdict.sentences()), f"On {name_of(study.report)}; \u2192 is the one to use."]
+    lines = [*map(html.typeset, study.verdict.sentences()), f"On {name_of(study.test)}; \u2192 is the one to use."]
     style = "overflow-x: auto; white-space: nowrap"
     return "\n".join([*map(html.paragraph, lines), f'<div style="{style}" tabindex="0">{html.table(head, body)}</div>'])

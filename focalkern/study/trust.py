@@ -69,7 +69,7 @@ def trust_in(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int,
     cells: dict[str, Applied] = {}
     names: list[str | None] = []
     for choice in choices:
-        if choice.report is None:
+        if choice.test is None:
             names.append(None)
             continue
         name = f"gamma = {choice.gamma!r}, T = {choice.temperature!r}{' + bins' if choice.binning else ''}"

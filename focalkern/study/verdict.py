@@ -11,7 +11,7 @@ from focalkern.study.contest import LOSS_NAMES, Contest, Entry
 from focalkern.study.rows import About
 from focalkern.study.trust import Trust
 
-__all__ = ["Verdict", "as_sentence", "evidence_in_words", "judge", "method_in_words", "name_of", "rows_of_the_report"]
+__all__ = ["Verdict", "as_sentence", "evidence_in_words", "judge", "method_in_words", "name_of", "rows_of_the_figures"]
 
 _METHODS = {
     "none": "no calibration",
@@ -102,7 +102,7 @@ def judge(
     trust: Trust | None,
     criterion: str,
     estimator: str,
-    report: About,
+    test: About,
     same_rows: bool,
 ) -> Verdict:
     """The verdict on the choices of a study.
@@ -111,18 +111,18 @@ def judge(
         choices: the rows of the table; the first is uncalibrated.
         chosen: the one to use.
         contest: the cross-validation; None where a method was asked for by name.
-        trust: intervals of the reported rows.
+        trust: intervals on the test rows.
         criterion: by which was chosen.
         estimator: of the ECE in the words.
-        report, same_rows: the rows of the figures, and whether they have chosen as well.
+        test, same_rows: the rows of the figures, and whether they are the validation rows.
     """
-    if chosen is None or chosen.report is None:
+    if chosen is None or chosen.test is None:
         name = LOSS_NAMES.get(criterion, "ECE")
         return Verdict("no calibration", f"The {name} of what was asked for is finite nowhere.", "")
     ece = f"ece_{estimator}"
-    before, now = choices[0].report, chosen.report
+    before, now = choices[0].test, chosen.test
     assert before is not None
-    where = rows_of_the_report(report, same_rows)
+    where = rows_of_the_figures(test, same_rows)
     use = method_with_parameters(chosen)
     if chosen.method == "none":
         use += f": NLL {_print(now['nll'])}, ECE {_print(now[ece])} {where}"
@@ -132,8 +132,8 @@ def judge(
     doubts = []
     if same_rows:
         doubts.append(
-            "the same rows choose and report: the figures after calibration are too good; give test rows of their own "
-            "(in the command --test FILE or --split 0.5)"
+            "validation and test rows are the same: the figures after calibration are too good; give test rows of "
+            "their own (in the command --test FILE or --split 0.5)"
         )
     if contest is not None and criterion != "ece":
         because = evidence_in_words(contest)
@@ -173,8 +173,8 @@ def name_of(rows: About) -> str:
     return f"{len(rows)} {name}rows"
 
 
-def rows_of_the_report(report: About, same_rows: bool) -> str:
-    return "on the rows that chose" if same_rows else f"on {name_of(report)}"
+def rows_of_the_figures(test: About, same_rows: bool) -> str:
+    return f"on {len(test)} {'validation' if same_rows else 'test'} rows"
 
 
 def evidence_in_words(contest: Contest) -> str:
@@ -230,10 +230,10 @@ def _shown(criterion: str, ece: str) -> list[tuple[str, str]]:
 def _alternative(choices: Sequence[Choice], chosen: Choice, ece: str) -> str:
     """What the paper's choice, focal temperature scaling by the ECE, would gain and cost."""
     paper = next((row for row in choices if (row.method, row.criterion) == ("focal-temperature", "ece")), None)
-    assert chosen.report is not None
-    if paper is None or paper.report is None or paper is chosen:
+    assert chosen.test is not None
+    if paper is None or paper.test is None or paper is chosen:
         return ""
-    now, other = chosen.report, paper.report
+    now, other = chosen.test, paper.test
     figures = f"Focal scaling by ECE: ECE {_print(other[ece])}"
     if other[ece] >= now[ece]:
         return f"{figures} and NLL {_print(other['nll'])}: not even a lower ECE."
@@ -249,7 +249,7 @@ def _price(choices: Sequence[Choice], chosen: Choice, trust: Trust | None) -> st
         (
             i
             for i, row in enumerate(choices)
-            if row.method == "temperature" and row.criterion in LOSS_NAMES and row.binning is None and row.report
+            if row.method == "temperature" and row.criterion in LOSS_NAMES and row.binning is None and row.test
         ),
         None,
     )
@@ -266,9 +266,9 @@ def _price(choices: Sequence[Choice], chosen: Choice, trust: Trust | None) -> st
 
 
 def _difference(choice: Choice, other: Choice, figure: str, interval: Interval | None) -> str:
-    assert choice.report is not None
-    assert other.report is not None
-    difference = choice.report[figure] - other.report[figure]
+    assert choice.test is not None
+    assert other.test is not None
+    difference = choice.test[figure] - other.test[figure]
     if not math.isfinite(difference):
         return "infinite"
     if interval is None or not math.isfinite(interval.low):

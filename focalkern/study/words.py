@@ -30,23 +30,23 @@ __all__ = [
 ]
 
 
-def streaming_remarks(choices: Sequence[Choice], selection: Rows, report: Rows, grid: CalibrationGrid) -> list[str]:
+def streaming_remarks(choices: Sequence[Choice], validation: Rows, test: Rows, grid: CalibrationGrid) -> list[str]:
     """What is known less well of rows that were read a few at a time."""
     remarks = []
     cells = [(one.criterion, one.gamma, one.temperature) for one in choices]
     bounds = [
-        selection.bound_of(gamma, temperature)
+        validation.bound_of(gamma, temperature)
         for criterion, gamma, temperature in cells
         if criterion == "ece" and gamma is not None and temperature is not None
     ]
     if any(bounds):
         remarks.append(
-            f"the ECE ({grid.estimator}) that chose comes from counts of the confidences in buckets: for the chosen "
+            f"the ECE ({grid.estimator}) of the grid comes from counts of the confidences in buckets: for the chosen "
             f"cells it is at most {max(bounds):.1g} off."
         )
-    if not report.keeps_confidences:
+    if not test.keeps_confidences:
         bound = max(
-            report.bound_of_figures(gamma, temperature, grid.n_bins)
+            test.bound_of_figures(gamma, temperature, grid.n_bins)
             for _, gamma, temperature in cells
             if gamma is not None and temperature is not None
         )
@@ -84,29 +84,29 @@ def read_remarks(rows: Rows) -> list[str]:
     return remarks
 
 
-def shared_remarks(selection: Rows, report: Rows) -> list[str]:
+def shared_remarks(validation: Rows, test: Rows) -> list[str]:
     """What has to be said of two sets together, which were given as two."""
-    if selection is report:
+    if validation is test:
         return []
-    (input, labels), (other, other_labels) = selection.sample(), report.sample()
+    (input, labels), (other, other_labels) = validation.sample(), test.sample()
     words = pair_doubts(input, labels, other, other_labels)
-    part = f"of {len(other_labels):,} rows that were compared, " if len(other_labels) < len(report) else ""
+    part = f"of {len(other_labels):,} rows that were compared, " if len(other_labels) < len(test) else ""
     return [f"{part}{one}." for one in words]
 
 
-def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins: int, trust: Trust | None) -> list[str]:
+def remarks_of(choices: Sequence[Choice], validation: Rows, test: Rows, n_bins: int, trust: Trust | None) -> list[str]:
     remarks = []
-    if len(selection) < 20 * n_bins:
+    if len(validation) < 20 * n_bins:
         remarks.append(
-            f"{len(selection)} rows in {n_bins} bins are about {len(selection) / n_bins:.2g} per bin: an ECE of so few "
-            "is mostly noise, and the ECE-optimal choice with it."
+            f"{len(validation)} rows in {n_bins} bins are about {len(validation) / n_bins:.2g} per bin: an ECE of so "
+            "few is mostly noise, and the ECE-optimal choice with it."
         )
-    if report is not selection and len(report) < 20 * n_bins:
+    if test is not validation and len(test) < 20 * n_bins:
         remarks.append(
-            f"{len(report)} test rows in {n_bins} bins are about {len(report) / n_bins:.2g} per bin: their ECE is "
+            f"{len(test)} test rows in {n_bins} bins are about {len(test) / n_bins:.2g} per bin: their ECE is "
             "mostly noise."
         )
-    before = choices[0].report
+    before = choices[0].test
     assert before is not None  # the uncalibrated row always has figures
     plain_rows = [choice for choice in choices if (choice.search == "grid" or choice.contested) and not choice.applied]
     by_key = {(choice.method, choice.criterion): choice for choice in plain_rows}
@@ -118,9 +118,9 @@ def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins:
                     f"{choice.label}: {' and '.join(choice.calibrator.at_border_)}; the optimum may lie beyond the "
                     "border of the grid."
                 )
-        if ece is None or nll is None or ece.report is None or nll.report is None:
+        if ece is None or nll is None or ece.test is None or nll.test is None:
             continue
-        was, with_ece, with_nll = before["nll"], ece.report["nll"], nll.report["nll"]
+        was, with_ece, with_nll = before["nll"], ece.test["nll"], nll.test["nll"]
         if not all(map(math.isfinite, (was, with_ece, with_nll))):
             continue
         if with_nll <= was < with_ece:
@@ -142,38 +142,33 @@ def remarks_of(choices: Sequence[Choice], selection: Rows, report: Rows, n_bins:
             and choice.calibrator.at_border_
         ):
             remarks.append(f"{choice.label}: {' and '.join(choice.calibrator.at_border_)}.")
-        if report.memory is not None:
-            remarks.extend(bin_remarks(choice, report.memory))
+        if test.memory is not None:
+            remarks.extend(bin_remarks(choice, test.memory))
     plain, focal = by_key["temperature", "ece"], by_key["focal-temperature", "ece"]
-    if (
-        report is not selection
-        and plain.report is not None
-        and focal.report is not None
-        and focal.calibrator is not None
-    ):
+    if test is not validation and plain.test is not None and focal.test is not None and focal.calibrator is not None:
         name = f"ece_{focal.calibrator.estimator}"
         # Where the interval of the difference contains 0 there is nothing to say of which is higher; doubts says that.
         decided = trust is None or trust.mark(choices.index(focal), name) == "!"
-        if decided and focal.report[name] > plain.report[name]:
+        if decided and focal.test[name] > plain.test[name]:
             remarks.append(
                 f"on the test rows focal temperature scaling has the higher ECE ({focal.calibrator.estimator}), "
-                f"{focal.report[name]:.4f} against {plain.report[name]:.4f}: what it gained on the rows that chose "
+                f"{focal.test[name]:.4f} against {plain.test[name]:.4f}: what it gained on the validation rows "
                 "does not carry over."
             )
     return remarks
 
 
 def bin_remarks(choice: Choice, rows: LogitSet) -> list[str]:
-    """What the bins of a choice do to the rows that it is reported on; nothing without bins."""
-    if choice.binning is None or choice.report is None:
+    """What the bins of a choice do to the rows that it is measured on; nothing without bins."""
+    if choice.binning is None or choice.test is None:
         return []
     remarks = []
     changed = int(choice.binning.changed(rows.input.to(torch.float64)).sum())
     if changed:
         remarks.append(f"{choice.label}: the bins change the predicted class of {changed} of the {name_of(rows)}.")
-    if math.isinf(choice.report["nll"]) and bool((choice.binning.values_ % 1 == 0).any()):
+    if math.isinf(choice.test["nll"]) and bool((choice.binning.values_ % 1 == 0).any()):
         remarks.append(
-            f"{choice.label}: a bin in which all rows that chose were right (or all wrong) leaves a probability of 0, "
+            f"{choice.label}: a bin in which all validation rows were right (or all wrong) leaves a probability of 0, "
             "and a row that contradicts it makes the NLL infinite. Fewer bins (--n-bins) may mend it."
         )
     return remarks
@@ -183,7 +178,7 @@ def doubts(choices: Sequence[Choice], chosen: int, estimator: str, trust: Trust)
     """What the intervals say of the chosen row."""
     remarks = []
     choice, other = choices[chosen], trust.against[chosen]
-    assert choice.report is not None  # it has a cell
+    assert choice.test is not None  # it has a cell
     name = f"ece_{estimator}"
     level = f"{100 * trust.bootstrap.level:g} %"
     same_cell = other is not None and trust.names[chosen] == trust.names[other]
@@ -195,9 +190,9 @@ def doubts(choices: Sequence[Choice], chosen: int, estimator: str, trust: Trust)
             f"{difference.low:+.4f} to {difference.high:+.4f}, contains 0."
         )
     floors = trust.floors[chosen]
-    if floors is not None and floors[name].p_value(choice.report[name]) > 1 - trust.bootstrap.level:
+    if floors is not None and floors[name].p_value(choice.test[name]) > 1 - trust.bootstrap.level:
         remarks.append(
-            f"{choice.label}: its ECE ({estimator}) of {choice.report[name]:.4f} on the test rows cannot be told "
+            f"{choice.label}: its ECE ({estimator}) of {choice.test[name]:.4f} on the test rows cannot be told "
             f"from that of a perfectly calibrated model, which scores {floors[name].mean:.4f} on average with these "
             f"confidences. A smaller ECE would prove nothing."
         )
@@ -206,14 +201,14 @@ def doubts(choices: Sequence[Choice], chosen: int, estimator: str, trust: Trust)
 
 def describe(study: Study) -> str:
     """What the table is about, above it."""
-    lines = [f"chosen on    {rows_in_words(study.selection)}"]
-    if study.report is not study.selection:
-        lines.append(f"reported on  {rows_in_words(study.report)}")
+    lines = [f"validation   {_of_rows(study.validation)}"]
+    if study.test is not study.validation:
+        lines.append(f"test         {_of_rows(study.test)}")
     else:
-        lines.append("reported on  the same rows")
+        lines.append("test         the same rows")
     if study.contest is not None and study.contest.folds:
         of = LOSS_NAMES[study.contest.criterion]
-        lines.append(f"compared by  {of} of {study.contest.folds}-fold cross-validation on the former")
+        lines.append(f"compared by  {of} of {study.contest.folds}-fold cross-validation on the validation rows")
     grid = study.grid
     temperatures = grid.temperatures
     lines.append(
@@ -224,12 +219,16 @@ def describe(study: Study) -> str:
 
 
 def rows_in_words(rows: About) -> str:
+    return _of_rows(rows, name_of(rows))
+
+
+def _of_rows(rows: About, name: str = "") -> str:
     part = f" ({rows.part})" if rows.part else ""
-    return f"{name_of(rows)}{part} of {rows.n_classes} classes, {rows.kind}: {rows.source}"
+    return f"{name or f'{len(rows)} rows'}{part} of {rows.n_classes} classes, {rows.kind}: {rows.source}"
 
 
 def on_which(study: Study) -> str:
-    return f"on the {name_of(study.selection)}, which chose"
+    return f"on the {len(study.validation)} validation rows"
 
 
 def search_in_words(study: Study) -> str:
