@@ -219,7 +219,8 @@ def reliability_diagram(
         row, column = divmod(index, across)
         top, bottom = axes[2 * row : 2 * row + 2, column]
         bands = None if level is None else reliability_bands(one, level=level)
-        _reliability_panel(top, bottom, one, bands, name, first=column == 0)
+        # A line of air above the panels of a lower row.
+        _reliability_panel(top, bottom, one, bands, "\n" * (row > 0) + name, first=column == 0)
         bottom.set_ylim(0, tallest * 1.22)
     for index in range(len(panels), across * down):
         row, column = divmod(index, across)
@@ -366,7 +367,7 @@ def _reliability_panel(
     bottom.yaxis.set_major_locator(MaxNLocator(3))
     if first:
         top.set_ylabel("accuracy")
-        bottom.set_ylabel("share of samples")
+        bottom.set_ylabel("share")
     else:
         for axes in (top, bottom):
             axes.tick_params(labelleft=False)
@@ -387,7 +388,7 @@ def _largest_gap(gap: np.ndarray[Any, Any], count: np.ndarray[Any, Any]) -> str:
     if not enough.any():
         return f"no bin has {_ENOUGH}"
     at = int(np.where(enough, gap, -1).argmax())
-    return f"largest gap {gap[at]:.4f}, in a bin of {count[at]:,}"
+    return f"largest gap {gap[at]:.4f} (bins of {_ENOUGH} or more)"
 
 
 def _checked_level(op: str, level: Any) -> float:

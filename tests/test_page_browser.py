@@ -239,6 +239,21 @@ def test_nothing_is_cut(page, width, mode):
     assert (max(page.execute_script(f"return {luminance}")) < 64) == (mode == "dark")
 
 
+def test_a_wide_picture_is_enlarged_on_a_telephone(page):
+    resize(page, 320)
+    page.refresh()
+    figure = page.find_element(By.CSS_SELECTOR, "#search figure")
+    image = figure.find_element(By.TAG_NAME, "img")
+    assert image.size["width"] <= 320
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", figure)
+    ActionChains(page).move_to_element(image).click().perform()
+    assert image.size["width"] == 704
+    assert page.execute_script("return arguments[0].scrollWidth > arguments[0].clientWidth", figure)
+    assert page.execute_script("return document.documentElement.scrollWidth") == 320  # the page stays where it is
+    page.find_element(By.TAG_NAME, "h1").click()
+    assert image.size["width"] <= 320
+
+
 def test_without_script_everything_but_the_map_is_there(chromium, folder):
     chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:

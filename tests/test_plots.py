@@ -113,7 +113,7 @@ def test_the_largest_gap_is_not_that_of_a_single_sample():
     confidence = torch.cat([torch.full((1,), 0.1), torch.full((25,), 0.95)])
     correct = torch.ones(26)
     written = texts(plots.reliability_diagram(metrics.reliability_bins(confidence=confidence, correct=correct)))
-    assert "26 samples; largest gap 0.0500, in a bin of 25" in written
+    assert "26 samples; largest gap 0.0500 (bins of 20 or more)" in written
     few = metrics.reliability_bins(confidence=confidence[:3], correct=correct[:3])
     assert "3 samples; no bin has 20" in texts(plots.reliability_diagram(few))
 

@@ -297,7 +297,7 @@
     add("text", { class: "tick end", x: left - 6, y: base - tall + 8 }, String(tallest));
     const filled = cell.bins.map((bin) => ({ ...bin, gap: Math.abs(bin.right / bin.n - bin.confidence) })).filter((bin) => bin.n >= few);
     const worst = filled.reduce((most, bin) => (bin.gap > most.gap ? bin : most), { gap: -1 });
-    const gap = worst.n ? `The largest gap of a bin with at least ${few} samples is ${print(worst.gap)}, of ${worst.n}.` : `No bin has ${few} samples.`;
+    const gap = worst.n ? `The largest gap of a bin with at least ${few} samples is ${print(worst.gap)}, of one with ${worst.n}.` : `No bin has ${few} samples.`;
     find("gap").textContent = `${gap} Bins with fewer are pale.`;
     const diagram = find("diagram");
     diagram.setAttribute("viewBox", `0 0 ${left + side + 12} ${base + 38}`);

@@ -184,9 +184,11 @@ def table(
 
 
 def figure(png: bytes, *, alt: str, caption: str, wide: bool = True, tall: bool = False) -> str:
-    """An image inside the page; ``alt`` is for those who do not see it. Only a ``tall`` one may fill a sheet."""
+    """An image inside the page; ``alt`` is for those who do not see it. Only a ``tall`` one may fill a sheet. On a narrow
+    screen a ``wide`` or ``tall`` one takes the focus, and has its full size as long as it does.
+    """
     source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
-    kind = ' class="tall"' if tall else ' class="wide"' if wide else ""
+    kind = ' class="tall" tabindex="0"' if tall else ' class="wide" tabindex="0"' if wide else ""
     image = f'<img src="{source}" alt="{escape(alt)}">'
     return f"<figure{kind}>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
