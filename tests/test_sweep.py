@@ -53,6 +53,9 @@ def test_every_network_is_what_a_comparison_finds(files, run, tmp_path):
     assert float(rows[-1]["nll"]) == network["figures"]["focal, ECE"]["nll"]
     page = (tmp_path / "r" / "sweep.html").read_text()
     assert "network0" in page and "mean rank" in page and "<script" not in page
+    assert page.index("What to use</h2>") < page.index("NLL</h2>")
+    assert "\u2192" in page and "->" not in page and "-&gt;" not in page
+    assert max(map(len, out.partition("Report:")[0].splitlines())) <= 100
 
     # Again: nothing is computed, everything is the same.
     code, again, err = run("sweep", *files, "--report", tmp_path / "r", "--jobs", "1")

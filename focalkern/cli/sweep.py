@@ -75,13 +75,14 @@ def _run(arguments: argparse.Namespace) -> int:
         logits_key=arguments.logits_key,
         labels_key=arguments.labels_key,
     )
+    heads = [method.replace(", ", ",\n") for method in METHODS]  # two lines, so that there is room for long names
     for figure, heading in FIGURES.items():
         if result.networks and figure != "brier":
             rows = result.table(figure)
             body = [*rows[: len(result.networks)], [""] * len(rows[0]), *rows[len(result.networks) :]]
             columns = ("left", *["right"] * len(METHODS))
             print(f"{heading}, test rows\n")
-            print(tabulate(body, headers=["", *METHODS], tablefmt="simple", disable_numparse=True, colalign=columns))
+            print(tabulate(body, headers=["", *heads], tablefmt="simple", disable_numparse=True, colalign=columns))
             print()
     for network in result.networks:
         infinite = math.isinf(result.value(network, "none", "nll")) and arguments.criterion == "nll"

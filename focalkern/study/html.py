@@ -184,8 +184,8 @@ def table(
 
 
 def figure(png: bytes, *, alt: str, caption: str, wide: bool = True, tall: bool = False) -> str:
-    """An image inside the page; ``alt`` is for those who do not see it. Only a ``tall`` one may fill a sheet. On a narrow
-    screen a ``wide`` or ``tall`` one takes the focus, and has its full size as long as it does.
+    """An image inside the page; ``alt`` is for those who do not see it. Only a ``tall`` one may fill a sheet; on a
+    narrow screen, a ``wide`` or ``tall`` one has its full size while it has the focus.
     """
     source = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
     kind = ' class="tall" tabindex="0"' if tall else ' class="wide" tabindex="0"' if wide else ""
