@@ -15,7 +15,6 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <memory>
 #include <tuple>
 
 #include "bindings.h"
@@ -97,37 +96,28 @@ struct MmceFunction : torch::autograd::Function<MmceFunction> {
                         const c10::intrusive_ptr<Settings>& settings) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     static const auto op = find_operator<ForwardSignature>("focalkern::focal_loss_forward");
-    const auto [loss, saved] = op.call(input, target, at::scalar_tensor(0, at::kDouble), std::nullopt, std::nullopt,
-                                       settings->reduction, settings->ignore_index, /*label_smoothing=*/0.0,
-                                       /*detach_modulation=*/false, /*float32_loss=*/true, kKind, /*epsilon=*/0.0);
+    static const Tensor& no_gamma = *new Tensor(at::scalar_tensor(0, at::kDouble));  // outlives torch's own statics
+    auto [loss, saved] = op.call(input, target, no_gamma, std::nullopt, std::nullopt, settings->reduction,
+                                 settings->ignore_index, /*label_smoothing=*/0.0, /*detach_modulation=*/false,
+                                 /*float32_loss=*/true, kKind, /*epsilon=*/0.0);
     const int64_t rows = target.numel();
     const Tensor labels = target.contiguous();
     const Tensor gamma = at::empty(target.sizes(), saved.options());
-    const std::unique_ptr<bool[]> flags(new bool[2 * rows]);
-    const std::unique_ptr<double[]> slope(new double[rows]);
-    double added = 0;
+    auto* const to_loss = loss.mutable_data_ptr();
     dispatch_scalar(saved.scalar_type(), [&](auto scalar) {
       using Real = compute_t<decltype(scalar)>;
       const auto* numbers = static_cast<const Real*>(saved.const_data_ptr());
-      const Labels label = labels_of(labels);
-      bool *counts = flags.get(), *correct = flags.get() + rows;
-      int64_t count = 0;
-      for (int64_t i = 0; i < rows; ++i) {
-        counts[i] = label[i] != settings->ignore_index;
-        correct[i] = number_as_class(numbers[3 * rows + i]) == label[i];
-        count += counts[i];
-      }
-      const cpu::MmceBatch batch{rows, settings->weighted, settings->bandwidth, counts, correct};
-      const double error = cpu::mmce_of_batch(batch, numbers + rows, slope.get());
-      added = settings->coefficient * (settings->reduction == 1 ? error : error * static_cast<double>(count));
+      const cpu::MmceBatch batch{rows, settings->weighted, settings->bandwidth, labels_of(labels),
+                                 settings->ignore_index};
       // The kernel multiplies it by what the cross-entropy of a row has in the loss: 1 / count for a mean.
-      auto* to = static_cast<Real*>(gamma.mutable_data_ptr());
-      const double scale = settings->coefficient * static_cast<double>(count);
-      for (int64_t i = 0; i < rows; ++i) to[i] = static_cast<Real>(scale * slope[i]);
+      const auto found = cpu::mmce_of_batch(batch, numbers + rows, numbers + 3 * rows, settings->coefficient,
+                                            static_cast<Real*>(gamma.mutable_data_ptr()));
+      const double error = settings->reduction == 1 ? found.error : found.error * static_cast<double>(found.count);
+      *static_cast<Real*>(to_loss) += static_cast<Real>(settings->coefficient * error);
     });
     ctx->save_for_backward({input, target, saved, gamma});
     ctx->saved_data["settings"] = c10::IValue::make_capsule(settings);
-    return loss + added;
+    return loss;
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
@@ -151,9 +141,15 @@ struct MmceFunction : torch::autograd::Function<MmceFunction> {
   }
 };
 
-// For tensors that `mmce_is_fused` takes.
-Tensor mmce_loss(const Tensor& input, const Tensor& target, double coefficient, bool weighted, double bandwidth,
-                 int64_t reduction, int64_t ignore_index) {
+// Nothing where the loss is to be put together from torch's operations, which also say what is wrong with a batch: for
+// all but labels and logits on the CPU at which nothing but this function's autograd looks.
+OptionalTensor mmce_loss(const Tensor& input, const Tensor& target, double coefficient, bool weighted, double bandwidth,
+                         int64_t reduction, int64_t ignore_index) {
+  const auto labels = target.scalar_type();
+  const bool is_taken = input.is_cpu() && target.is_cpu() && !input.is_nested() && input.layout() == at::kStrided &&
+                        input.dim() >= 1 && input.is_floating_point() &&
+                        (labels == at::kLong || labels == at::kInt || labels == at::kByte);
+  if (!is_taken || needs_composite({&input, &target})) return std::nullopt;
   const pybind11::gil_scoped_release release;
   auto settings = c10::make_intrusive<Settings>();
   settings->coefficient = coefficient;
@@ -166,16 +162,8 @@ Tensor mmce_loss(const Tensor& input, const Tensor& target, double coefficient, 
   return autocast || loss.scalar_type() == input.scalar_type() ? loss : loss.to(input.scalar_type());
 }
 
-// Whether nothing but this function's autograd looks at the logits, on the CPU.
-bool mmce_is_fused(const Tensor& input, const Tensor& target) {
-  return input.is_cpu() && target.is_cpu() && !needs_composite({&input, &target});
-}
-
 }  // namespace
 
-void register_mmce_loss(pybind11::module_& module) {
-  module.def("mmce_loss", &mmce_loss);
-  module.def("mmce_is_fused", &mmce_is_fused);
-}
+void register_mmce_loss(pybind11::module_& module) { module.def("mmce_loss", &mmce_loss); }
 
 }  // namespace focalkern::bindings

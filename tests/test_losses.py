@@ -238,12 +238,16 @@ def test_mmce_at_300_digits(z, y, weighted):
         assert_close(gradient(found, input).flatten(), torch.tensor(slope, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("n", [300, 1500])  # sorted by comparisons, and by digits
-def test_mmce_of_many_samples_is_its_double_sum(n):
+# Sorted by insertion, by short and by long digits; and by all digits of confidences that differ in their last ones
+# only, beside one that is far away.
+@pytest.mark.parametrize("n, apart", [(12, 1), (300, 1), (1500, 1), (300, 1e-10), (1500, 1e-10)])
+def test_mmce_of_many_samples_is_its_double_sum(n, apart):
     """Ties included, which have a share in the value and none in the derivative."""
     input, target = batch(n)
     with torch.no_grad():
-        input[n - 100 :] = input[:100]
+        input[2:] = input[1] + apart * (input[2:] - input[1])
+        input[0, 0] = 30
+        input[n - n // 3 :] = input[: n // 3]
     r, top = input.softmax(-1).max(-1)
     a = ((top == target).double() - r) / n
     expected = F.cross_entropy(input, target) + 3 * (a @ torch.exp(-(r[:, None] - r).abs() / 0.05) @ a).sqrt()

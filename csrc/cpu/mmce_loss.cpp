@@ -10,6 +10,8 @@
 #include "cpu/mmce_loss.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <utility>
 
@@ -23,150 +25,304 @@ FK_ROW_LOSS(MmceRow)
 
 namespace {
 
-template <typename Bits>
-struct Key {
-  Bits bits;
-  Bits row;
+template <typename Real>
+using BitsOf = std::make_unsigned_t<typename detail::Format<Real>::Int>;
+
+// A row in the order of the confidences: a number of `kNumberBits` bits that grows with the confidence, above the row's
+// index and, lowest, whether it is correct. Two words where one has no room for the index.
+template <int kNumberBits>
+struct KeyOf {
+  using type = uint64_t;
+};
+template <>
+struct KeyOf<64> {
+  __extension__ using type = unsigned __int128;
 };
 
-constexpr int64_t kManyKeys = 1024;  // from here on counting digits beats comparing
-constexpr int kDigitBits = 11;
+// What the labels say of the rows, in words as wide as the logits: loops over both are of one width.
+enum Flag { kCorrect = 1, kCounts = 2 };
 
-// Ascending by bits, then by row: the order of `keys`. `other` has room for as many; either of the two is returned.
-template <typename Bits>
-Key<Bits>* sort_by_bits(Key<Bits>* keys, Key<Bits>* other, int64_t n) {
-  if (n < kManyKeys) {
-    std::sort(keys, keys + n, [](const Key<Bits>& x, const Key<Bits>& y) {
-      return x.bits < y.bits || (x.bits == y.bits && x.row < y.row);
-    });
-    return keys;
+template <typename Label, typename Real>
+FK_VECTOR_CLONES void compare_rows(const Label* labels, int64_t ignore_index, const Real* top, int64_t rows,
+                                   BitsOf<Real>* flags) {
+#pragma omp simd
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t label = static_cast<int64_t>(labels[i]);
+    const BitsOf<Real> flag = label == number_as_class(top[i]) ? kCounts | kCorrect : kCounts;
+    flags[i] = label != ignore_index ? flag : 0;
   }
-  constexpr int kDigits = (8 * sizeof(Bits) + kDigitBits - 1) / kDigitBits;
-  constexpr Bits kMask = (Bits(1) << kDigitBits) - 1;
-  const auto digit = [](const Key<Bits>& key, int d) { return (key.bits >> (d * kDigitBits)) & kMask; };
-  const std::unique_ptr<int64_t[]> counts(new int64_t[kDigits << kDigitBits]());
-  for (int64_t i = 0; i < n; ++i) {
-    for (int d = 0; d < kDigits; ++d) ++counts[(d << kDigitBits) + digit(keys[i], d)];
-  }
-  for (int d = 0; d < kDigits; ++d) {
-    int64_t* place = counts.get() + (d << kDigitBits);
-    if (place[digit(keys[0], d)] == n) continue;
-    int64_t before = 0;
-    for (Bits value = 0; value <= kMask; ++value) before += std::exchange(place[value], before);
-    for (int64_t i = 0; i < n; ++i) other[place[digit(keys[i], d)]++] = keys[i];
-    std::swap(keys, other);
-  }
-  return keys;
 }
 
-// The rows that count, by ascending confidence r = e^-log_s. The bits of log_s, which is not negative, are in its
-// order.
-template <typename Bits, typename Real>
-void order_rows(const MmceBatch& batch, const Real* log_s, int64_t count, const double* r, int64_t* order) {
-  const std::unique_ptr<Key<Bits>[]> keys(new Key<Bits>[2 * count]);
-  int64_t n = 0;
-  for (int64_t i = 0; i < batch.rows; ++i) {
-    using Given = std::make_unsigned_t<typename detail::Format<Real>::Int>;
-    if (batch.counts[i]) keys[n++] = {static_cast<Bits>(static_cast<Given>(~bit_cast<Given>(log_s[i]))), Bits(i)};
-  }
-  const Key<Bits>* sorted = sort_by_bits(keys.get(), keys.get() + count, n);
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t row = static_cast<int64_t>(sorted[i].row);
-    // Neighbours may have changed places by rounding in the exponential.
-    int64_t at = i;
-    for (; at > 0 && r[row] < r[order[at - 1]]; --at) order[at] = order[at - 1];
-    order[at] = row;
-  }
+// How many of the rows count, and are correct; and the bits of log_s, which are in its order, because it is not
+// negative.
+template <typename Bits>
+struct Extent {
+  int64_t count;
+  int64_t n_correct;
+  Bits least;
+  Bits most;
+};
+
+template <typename Real>
+FK_HOST_DEVICE BitsOf<Real> magnitude(Real log_s) {
+  return bit_cast<BitsOf<Real>>(log_s) & (~BitsOf<Real>(0) >> 1);
 }
 
 template <typename Real>
-FK_VECTOR_CLONES void confidences(const Real* log_s, int64_t rows, double* r, double* lack) {
-#pragma omp simd
+FK_VECTOR_CLONES void extent_of(const Real* log_s, const BitsOf<Real>* flags, int64_t rows,
+                                Extent<BitsOf<Real>>* extent) {
+  using Bits = BitsOf<Real>;
+  Bits least = ~Bits(0), most = 0, count = 0, n_correct = 0;
+#pragma omp simd reduction(min : least) reduction(max : most) reduction(+ : count, n_correct)
   for (int64_t i = 0; i < rows; ++i) {
-    const double s = static_cast<double>(log_s[i]);
-    r[i] = exponential(-s);
-    lack[i] = -exponential_minus_one(-s);
+    const Bits bits = magnitude(log_s[i]);
+    const Bits counts = flags[i] >> 1;
+    const Bits high = counts ? bits : ~Bits(0), low = counts ? bits : Bits(0);
+    least = high < least ? high : least;
+    most = low > most ? low : most;
+    count += counts;
+    n_correct += flags[i] & kCorrect;
+  }
+  *extent = {static_cast<int64_t>(count), static_cast<int64_t>(n_correct), least, most};
+}
+
+// The keys of the rows that count.
+template <typename Key, int kShift, typename Real>
+FK_VECTOR_CLONES void write_keys(const Real* log_s, const BitsOf<Real>* flags, int64_t rows, BitsOf<Real> most,
+                                 bool all, Key* keys) {
+  if (all) {
+#pragma omp simd
+    for (int64_t i = 0; i < rows; ++i) {
+      keys[i] = Key(most - magnitude(log_s[i])) << kShift | (Key(i) << 1 | (flags[i] & kCorrect));
+    }
+    return;
+  }
+  int64_t n = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    keys[n] = Key(most - magnitude(log_s[i])) << kShift | (Key(i) << 1 | (flags[i] & kCorrect));
+    n += flags[i] >> 1;
   }
 }
 
-// What is left of a sum on the way from one confidence to the next.
+// Ascending, for keys that are nearly so. Returns false where they are not, in any order.
+template <typename Key>
+bool insert_keys(Key* keys, int64_t n) {
+  int64_t moves = 0;
+  Key largest = keys[0];
+  for (int64_t i = 1; i < n; ++i) {
+    const Key key = keys[i];
+    if (largest < key) {
+      largest = key;
+      continue;
+    }
+    int64_t at = i;
+    for (; at > 0 && key < keys[at - 1]; --at) keys[at] = keys[at - 1];
+    keys[at] = key;
+    moves += i - at;
+    if (moves > 8 * n) return false;
+  }
+  return true;
+}
+
+constexpr int64_t kFewKeys = 16, kManyKeys = 1024;
+
+// Ascending. `other` has room for as many keys; either of the two is returned. The first digits of the numbers, whose
+// bits are `width`, are counted, and what is left is little for nearly every batch.
+template <int kShift, typename Key>
+Key* sort_keys(Key* keys, Key* other, int64_t n, int width) {
+  if (n <= kFewKeys && insert_keys(keys, n)) return keys;
+  constexpr int kMostBits = 11;
+  const int digit_bits = n < kManyKeys ? 8 : kMostBits;
+  const auto mask = static_cast<uint32_t>((1 << digit_bits) - 1);
+  using Place = std::conditional_t<sizeof(Key) == sizeof(uint64_t), uint32_t, uint64_t>;
+  Place places[2][1 << kMostBits];
+  // From this bit of the numbers on; a second time, if need be, from the lowest.
+  for (int lowest = std::max(0, width - 2 * digit_bits);; lowest = 0) {
+    for (int first = lowest; first < width; first += 2 * digit_bits) {
+      const int digits = first + digit_bits < width ? 2 : 1;
+      const int shift[2] = {kShift + first, kShift + first + (digits - 1) * digit_bits};
+      const auto digit = [&](Key key, int d) { return static_cast<uint32_t>(key >> shift[d]) & mask; };
+      for (auto& place : places) std::fill_n(place, mask + 1, Place(0));
+      for (int64_t i = 0; i < n; ++i) {
+        ++places[0][digit(keys[i], 0)];
+        ++places[1][digit(keys[i], 1)];
+      }
+      for (int d = 0; d < digits; ++d) {
+        Place* place = places[d];
+        if (place[digit(keys[0], d)] == static_cast<Place>(n)) continue;
+        Place before = 0;
+        for (uint32_t value = 0; value <= mask; ++value) before += std::exchange(place[value], before);
+        for (int64_t i = 0; i < n; ++i) other[place[digit(keys[i], d)]++] = keys[i];
+        std::swap(keys, other);
+      }
+    }
+    if (lowest == 0 || insert_keys(keys, n)) return keys;
+  }
+}
+
+// What the order of the confidences has: arrays of one number per row.
+struct Ordered {
+  double* r;      // ascending
+  double* a;      // (c - r) / m
+  double* decay;  // what is left of a sum on the way to the next confidence
+  double* up;     // sum over what is not above, seen from the confidence at hand
+  double* down;   // sum over what is not below
+  double* slope;  // d(squared)/d(log_s)
+};
+constexpr int kArrays = 6;
+
+template <typename Real, int kShift, typename Key>
+FK_VECTOR_CLONES void confidences(const Key* keys, BitsOf<Real> most, int64_t n, double of_correct, double of_wrong,
+                                  double* r, double* a) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const double s = static_cast<double>(bit_cast<Real>(static_cast<BitsOf<Real>>(most - (keys[i] >> kShift))));
+    const double lack = -exponential_minus_one(-s);
+    // The difference is as right as float logits are; the exponential to the last digit.
+    const double confidence = sizeof(Real) == sizeof(float) ? 1.0 - lack : exponential(-s);
+    r[i] = confidence;
+    a[i] = keys[i] & 1 ? lack * of_correct : -confidence * of_wrong;
+  }
+}
+
 FK_VECTOR_CLONES void decays(const double* r, int64_t n, double rate, double* decay) {
 #pragma omp simd
   for (int64_t i = 0; i < n - 1; ++i) decay[i] = exponential((r[i] - r[i + 1]) * rate);
 }
 
-}  // namespace
+// A step of either sum is one multiplication and addition, and waits for the step before.
+FK_VECTOR_CLONES void sum_up_and_down(const double* a, const double* decay, int64_t n, double* up, double* down) {
+  double from_below = a[0], from_above = a[n - 1];
+  up[0] = from_below;
+  down[n - 1] = from_above;
+  for (int64_t i = 1, j = n - 2; i < n; ++i, --j) {
+    from_below = from_below * decay[i - 1] + a[i];
+    from_above = from_above * decay[j] + a[j];
+    up[i] = from_below;
+    down[j] = from_above;
+  }
+}
 
-template <typename Real>
-double mmce_of_batch(const MmceBatch& batch, const Real* log_s, double* slope) {
-  int64_t count = 0, n_correct = 0;
-  for (int64_t i = 0; i < batch.rows; ++i) {
-    count += batch.counts[i];
-    n_correct += batch.counts[i] & batch.correct[i];
-    slope[i] = 0;
-  }
-  if (count == 0 || (batch.weighted && (n_correct == 0 || n_correct == count))) return 0;
-  const double of_correct = 1.0 / static_cast<double>(batch.weighted ? n_correct : count);
-  const double of_wrong = 1.0 / static_cast<double>(batch.weighted ? count - n_correct : count);
-
-  const std::unique_ptr<double[]> numbers(new double[2 * batch.rows + 4 * count]);
-  double *r_of_row = numbers.get(), *lack_of_row = r_of_row + batch.rows;
-  double *r = lack_of_row + batch.rows, *a = r + count, *below = a + count, *decay = below + count;
-  confidences(log_s, batch.rows, r_of_row, lack_of_row);
-  for (int64_t i = 0; i < batch.rows; ++i) {
-    // A row without a softmax makes the batch one without an error; it has no place in the order either.
-    if (batch.counts[i] && r_of_row[i] != r_of_row[i]) {
-      std::fill(slope, slope + batch.rows, r_of_row[i]);
-      return r_of_row[i];
-    }
-  }
-  const int64_t n = count;
-  const std::unique_ptr<int64_t[]> order(new int64_t[n]);
-  if (sizeof(Real) == sizeof(uint32_t) && batch.rows <= std::numeric_limits<uint32_t>::max()) {
-    order_rows<uint32_t>(batch, log_s, n, r_of_row, order.get());
-  } else {
-    order_rows<uint64_t>(batch, log_s, n, r_of_row, order.get());
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t row = order[i];
-    r[i] = r_of_row[row];
-    a[i] = batch.correct[row] ? lack_of_row[row] * of_correct : -r[i] * of_wrong;
-  }
-
-  const double rate = 1.0 / batch.bandwidth;
-  decays(r, n, rate, decay);
-  double running = 0;  // sum over what is below, seen from the confidence at hand
-  for (int64_t begin = 0, end; begin < n; begin = end) {
-    double mass = 0;
-    for (end = begin; end < n && r[end] == r[begin]; ++end) {
-      below[end] = running;
-      mass += a[end];
-    }
-    if (end < n) running = (running + mass) * decay[end - 1];
-  }
+// Returns sum_ij a_i a_j e^(-|r_i - r_j| / h).
+template <typename Key>
+FK_VECTOR_CLONES double slopes(const Ordered& rows, const Key* keys, int64_t n, double rate, double of_correct,
+                               double of_wrong) {
+  const double *r = rows.r, *a = rows.a, *decay = rows.decay, *up = rows.up, *down = rows.down;
+  double* slope = rows.slope;
   double squared = 0;
-  running = 0;
-  for (int64_t end = n, begin; end > 0; end = begin) {
-    double mass = 0;
-    for (begin = end; begin > 0 && r[begin - 1] == r[end - 1]; --begin) mass += a[begin - 1];
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = order[i];
-      const double all = below[i] + mass + running;
-      const double per_r = batch.correct[row] ? of_correct : of_wrong;  // -da/dr
-      squared += a[i] * all;
-      // d(squared)/dr, and dr/d(log_s) = -r.
-      slope[row] = -r[i] * 2.0 * (a[i] * (running - below[i]) * rate - per_r * all);
-    }
-    if (begin > 0) running = (running + mass) * decay[begin - 1];
+#pragma omp simd reduction(+ : squared)
+  for (int64_t i = 0; i < n; ++i) {
+    const double below = i > 0 ? up[i - 1] * decay[i - 1] : 0.0, above = i < n - 1 ? down[i + 1] * decay[i] : 0.0;
+    const double all = below + a[i] + above;
+    const double per_r = keys[i] & 1 ? of_correct : of_wrong;  // -da/dr
+    squared += a[i] * all;
+    // d(squared)/dr, and dr/d(log_s) = -r.
+    slope[i] = -r[i] * 2.0 * (a[i] * (above - below) * rate - per_r * all);
   }
+  return squared;
+}
+
+// Among rows of one confidence the others are neither above nor below.
+void correct_ties(const Ordered& rows, int64_t n, double rate) {
+  const double *r = rows.r, *a = rows.a, *decay = rows.decay, *up = rows.up, *down = rows.down;
+  const auto below = [&](int64_t i) { return i > 0 ? up[i - 1] * decay[i - 1] : 0.0; };
+  const auto above = [&](int64_t i) { return i < n - 1 ? down[i + 1] * decay[i] : 0.0; };
+  for (int64_t i = 1; i < n; ++i) {
+    if (r[i] != r[i - 1]) continue;
+    const int64_t begin = i - 1;
+    while (i < n && r[i] == r[begin]) ++i;
+    const double difference = above(i - 1) - below(begin);
+    for (int64_t k = begin; k < i; ++k) {
+      rows.slope[k] += -r[k] * 2.0 * a[k] * (difference - (above(k) - below(k))) * rate;
+    }
+  }
+}
+
+template <typename Key, int kShift, typename Real>
+void store_slopes(const Key* keys, int64_t n, const double* slope, double scale, Real* to) {
+  for (int64_t i = 0; i < n; ++i) {
+    const auto row = static_cast<int64_t>((keys[i] & ((Key(1) << kShift) - 1)) >> 1);
+    to[row] = static_cast<Real>(scale * slope[i]);
+  }
+}
+
+template <int kNumberBits, typename Real>
+double error_of_rows(const MmceBatch& batch, const Real* log_s, const BitsOf<Real>* flags,
+                     const Extent<BitsOf<Real>>& extent, double scale, Real* slope) {
+  using Key = typename KeyOf<kNumberBits>::type;
+  constexpr int kShift = 8 * sizeof(Key) - kNumberBits;
+  const int64_t n = extent.count;
+  const double of_correct = 1.0 / static_cast<double>(batch.weighted ? extent.n_correct : n);
+  const double of_wrong = 1.0 / static_cast<double>(batch.weighted ? n - extent.n_correct : n);
+  const double rate = 1.0 / batch.bandwidth;
+
+  const std::unique_ptr<Key[]> memory(new Key[2 * n]);
+  write_keys<Key, kShift>(log_s, flags, batch.rows, extent.most, n == batch.rows, memory.get());
+  int width = 0;
+  for (auto range = extent.most - extent.least; range > 0; range >>= 1) ++width;
+  const Key* keys = sort_keys<kShift>(memory.get(), memory.get() + n, n, width);
+
+  const std::unique_ptr<double[]> numbers(new double[kArrays * n]);
+  double* next = numbers.get();
+  Ordered rows;
+  for (double** array : {&rows.r, &rows.a, &rows.decay, &rows.up, &rows.down, &rows.slope}) {
+    *array = std::exchange(next, next + n);
+  }
+  confidences<Real, kShift>(keys, extent.most, n, of_correct, of_wrong, rows.r, rows.a);
+  decays(rows.r, n, rate, rows.decay);
+  sum_up_and_down(rows.a, rows.decay, n, rows.up, rows.down);
+  const double squared = slopes(rows, keys, n, rate, of_correct, of_wrong);
+  correct_ties(rows, n, rate);
   // At 0 the root has no derivative; 0 is taken. Rounding may leave the square just below 0.
   const double error = squared > 0 ? std::sqrt(squared) : 0;
   const double of_root = squared > 0 ? 0.5 / error : 0;
-  for (int64_t i = 0; i < batch.rows; ++i) slope[i] *= of_root;
+  if (n < batch.rows) std::fill_n(slope, batch.rows, Real(0));
+  store_slopes<Key, kShift>(keys, n, rows.slope, scale * static_cast<double>(n) * of_root, slope);
   return error;
 }
 
-template double mmce_of_batch<float>(const MmceBatch&, const float*, double*);
-template double mmce_of_batch<double>(const MmceBatch&, const double*, double*);
+}  // namespace
+
+template <typename Real>
+MmceError mmce_of_batch(const MmceBatch& batch, const Real* log_s, const Real* top, double scale, Real* slope) {
+  using Bits = BitsOf<Real>;
+  const std::unique_ptr<Bits[]> flags(new Bits[batch.rows]);
+  const auto compare = [&](const auto* labels) {
+    compare_rows(labels, batch.ignore_index, top, batch.rows, flags.get());
+  };
+  switch (batch.labels.type) {
+    case Labels::Type::kInt64:
+      compare(static_cast<const int64_t*>(batch.labels.data));
+      break;
+    case Labels::Type::kInt32:
+      compare(static_cast<const int32_t*>(batch.labels.data));
+      break;
+    case Labels::Type::kUInt8:
+      compare(static_cast<const uint8_t*>(batch.labels.data));
+      break;
+  }
+  Extent<Bits> extent;
+  extent_of(log_s, flags.get(), batch.rows, &extent);
+  const bool one_sided = extent.n_correct == 0 || extent.n_correct == extent.count;
+  if (extent.count == 0 || (batch.weighted && one_sided)) {
+    std::fill_n(slope, batch.rows, Real(0));
+    return {0, extent.count};
+  }
+  if (extent.most > bit_cast<Bits>(std::numeric_limits<Real>::infinity())) {
+    // A row without a softmax makes the batch one without an error; it has no place in the order either.
+    std::fill_n(slope, batch.rows, std::numeric_limits<Real>::quiet_NaN());
+    return {std::numeric_limits<double>::quiet_NaN(), extent.count};
+  }
+  double error;
+  if (sizeof(Real) == sizeof(float) && batch.rows <= std::numeric_limits<int32_t>::max()) {
+    error = error_of_rows<32>(batch, log_s, flags.get(), extent, scale, slope);
+  } else {
+    error = error_of_rows<64>(batch, log_s, flags.get(), extent, scale, slope);
+  }
+  return {error, extent.count};
+}
+
+template MmceError mmce_of_batch<float>(const MmceBatch&, const float*, const float*, double, float*);
+template MmceError mmce_of_batch<double>(const MmceBatch&, const double*, const double*, double, double*);
 
 }  // namespace focalkern::cpu

@@ -3,18 +3,26 @@
 
 #include <cstdint>
 
+#include "kernels.h"
+
 namespace focalkern::cpu {
 
 struct MmceBatch {
   int64_t rows;
   bool weighted;  // balance correct and incorrect rows
   double bandwidth;
-  const bool* counts;   // [rows]
-  const bool* correct;  // [rows]
+  Labels labels;  // [rows]
+  int64_t ignore_index;
 };
 
-// log_s: [rows], minus the logarithm of the confidence. `slope` receives what d(error)/d(log_s) is.
+struct MmceError {
+  double error;
+  int64_t count;  // of the rows that are not ignored
+};
+
+// log_s: [rows], minus the logarithm of the confidence. `top`: [rows], the class that has it, as class_as_number.
+// `slope` receives scale * count * d(error)/d(log_s), 0 in ignored rows.
 template <typename Real>
-double mmce_of_batch(const MmceBatch& batch, const Real* log_s, double* slope);
+MmceError mmce_of_batch(const MmceBatch& batch, const Real* log_s, const Real* top, double scale, Real* slope);
 
 }  // namespace focalkern::cpu

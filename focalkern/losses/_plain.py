@@ -11,12 +11,10 @@ from focalkern._checks import flag
 from focalkern._devices import where_float64
 from focalkern.losses._base import Loss, Reduction, Rows, in_dtype_of, number, rows_of
 from focalkern.ops.focal_loss import focal_loss
-from focalkern.ops.row_loss import brier_loss, dual_focal_loss, mmce_has_kernel, mmce_loss
+from focalkern.ops.row_loss import brier_loss, dual_focal_loss, mmce_loss
 
 # The logarithm of a probability that is 0, where -inf would meet itself.
 _NOTHING = -1e30
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _odds_against(z: Tensor, index: Tensor) -> Tensor:
@@ -184,10 +182,12 @@ class MMCELoss(Loss):
         self.weighted = flag("MMCELoss", "weighted", weighted)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if self._is_fused(input, target):
-            return mmce_loss(
+        if self._buffers["weight"] is None and self.label_smoothing == 0:
+            fused = mmce_loss(
                 input, target, self.coefficient, self.weighted, self.bandwidth, self.reduction, self.ignore_index
             )
+            if fused is not None:
+                return fused
         rows = rows_of(self, input, target)
         cross_entropy = cross_entropy_of(self, rows, target)
         top = rows.z.detach().argmax(-1, keepdim=True)
@@ -213,12 +213,6 @@ class MMCELoss(Loss):
         if self.reduction == "sum":
             mmce = mmce * count
         return in_dtype_of(cross_entropy + self.coefficient * mmce.to(cross_entropy), input)
-
-    def _is_fused(self, input: Tensor, target: Tensor) -> bool:
-        """On the CPU labels without class weights and smoothing have a kernel; the rest is put together here."""
-        if torch.compiler.is_compiling() or self.weight is not None or self.label_smoothing != 0:
-            return False
-        return type(input) in _PLAIN and type(target) in _PLAIN and mmce_has_kernel(input, target)
 
     def _settings(self) -> dict[str, object]:
         return {"coefficient": self.coefficient, "weighted": self.weighted, "bandwidth": self.bandwidth}

@@ -13,7 +13,6 @@ from focalkern.ops._extension import has_kernels, kernels_for
 from focalkern.ops.focal_loss import (
     BRIER,
     DUAL_FOCAL,
-    LABEL_DTYPES,
     POLY_FOCAL,
     check_tensor,
     check_types,
@@ -116,16 +115,6 @@ def brier_loss(
     )
 
 
-def mmce_has_kernel(input: Tensor, target: Tensor) -> bool:
-    """Whether :func:`mmce_loss` takes them: floating-point logits and labels on the CPU, nothing transformed."""
-    # What is wrong with a batch of any other kind is said where it is put together from torch's operations.
-    if input.device.type != "cpu" or input.is_nested or input.layout != torch.strided or input.dim() < 1:
-        return False
-    if not input.is_floating_point() or target.dtype not in LABEL_DTYPES:
-        return False
-    return has_kernels(input) and kernels_for(input).mmce_is_fused(input, target)
-
-
 def mmce_loss(
     input: Tensor,
     target: Tensor,
@@ -134,10 +123,17 @@ def mmce_loss(
     bandwidth: float,
     reduction: Reduction,
     ignore_index: int,
-) -> Tensor:
-    """What :class:`focalkern.MMCELoss` computes on the CPU, for labels without class weights and smoothing."""
+) -> Tensor | None:
+    """What :class:`focalkern.MMCELoss` computes on the CPU, for labels without class weights and smoothing.
+
+    None for tensors that have no kernel: what is wrong with those is said where the loss is put together.
+    """
+    if torch.compiler.is_compiling() or type(input) not in _PLAIN or type(target) not in _PLAIN:
+        return None
+    if not input.is_cpu or not has_kernels(input):
+        return None
     settings = (coefficient, weighted, bandwidth, reduction_code("MMCELoss", reduction), ignore_index)
-    result: Tensor = kernels_for(input).mmce_loss(input, target, *settings)
+    result: Tensor | None = kernels_for(input).mmce_loss(input, target, *settings)
     return result
 
 
