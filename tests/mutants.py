@@ -209,8 +209,33 @@ FAULTS = [
     Fault(
         "values beyond the row are used",
         "focal_loss.cu",
-        "vector < vectors ? load_as_compute(elements.at[e]) : -kInfinity<Real>;",
-        "load_as_compute(elements.at[e]);",
+        "if (first + k * threads < vectors) loaded[k] = load_vector(at + k",
+        "loaded[k] = load_vector(at + k",
+    ),
+    Fault(
+        "vectors beyond the row count as zeros",
+        "focal_loss.cu",
+        "nothing.at[e] = Store<Scalar>::from_compute(-kInfinity<Real>);",
+        "nothing.at[e] = Store<Scalar>::from_compute(Real(0));",
+    ),
+    Fault(
+        "a warp goes on a block further",
+        "focal_loss.cu",
+        "first < vectors; first += kUnroll * threads, at +=",
+        "first < vectors; first += kUnroll * kBlock, at +=",
+    ),
+    Fault(
+        "a place of a row is its neighbour's",
+        "focal_loss.cu",
+        "offsets[thread] = offset;",
+        "offsets[thread ^ 1] = offset;",
+    ),
+    Fault(
+        "a place of a gradient is its neighbour's",
+        "focal_loss.cu",
+        "offsets[thread] = offset;",
+        "offsets[thread ^ 1] = offset;",
+        1,
     ),
     Fault(
         "vector loads without regard to the boundary",
@@ -359,8 +384,8 @@ FAULTS = [
     Fault(
         "a shuffle after divergence",
         "focal_loss.cu",
-        "          share = group_exp_sum(share, warp_lanes);\n        }",
-        "          if (is_live) share = group_exp_sum(share, warp_lanes);\n        }",
+        "            share = group_exp_sum(share, warp_lanes);\n",
+        "            if (is_live) share = group_exp_sum(share, warp_lanes);\n",
     ),
     Fault(
         "a barrier that rows beyond the end leave out",

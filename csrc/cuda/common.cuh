@@ -61,6 +61,24 @@ __device__ __forceinline__ int elements_to_boundary(const Scalar* address) {
   return static_cast<int>(((0u - low) & (kVectorBytes - 1)) / sizeof(Scalar));
 }
 
+// The elements of a vector as numbers. Words of two bfloat16 are taken apart as words: halves of their own would have
+// to be cut out before they can be shifted.
+template <typename Scalar>
+__device__ __forceinline__ void unpack(uint4 vector, compute_t<Scalar>* values) {
+  if constexpr (std::is_same_v<Scalar, BFloat16>) {
+    const uint32_t words[] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      values[2 * w] = bit_cast<float>(words[w] << 16);
+      values[2 * w + 1] = bit_cast<float>(words[w] & 0xffff0000u);
+    }
+  } else {
+    const auto elements = bit_cast<Elements<Scalar>>(vector);
+#pragma unroll
+    for (int e = 0; e < kVectorSize<Scalar>; ++e) values[e] = load_as_compute(elements.at[e]);
+  }
+}
+
 // ---- reductions ----------------------------------------------------------------------------------------------------
 // Every thread of the warp calls them; groups are aligned runs of `lanes` threads, a power of two up to the warp. The
 // order of the additions depends on the geometry alone.
@@ -168,7 +186,7 @@ __device__ __forceinline__ void add_to_exp_sum(ExpSum<Real>& total, const Real (
 template <typename Real>
 __device__ __forceinline__ ExpSum<Real> group_exp_sum(ExpSum<Real> mine, int lanes) {
   const Real max = group_max(mine.max, lanes);
-  return {max, group_sum(mine.sum * exponential(mine.max - exp_base(max)), lanes)};
+  return {max, group_sum(mine.sum * summand(mine.max - exp_base(max)), lanes)};
 }
 
 }  // namespace focalkern::cuda

@@ -92,7 +92,7 @@ template <typename Scalar>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scalar* row, int64_t class_stride,
                                                                      int classes, int target, int index, int threads) {
   ExpSum<compute_t<Scalar>> total = empty_exp_sum<compute_t<Scalar>>();
-  constexpr int kUnroll = 8;
+  constexpr int kUnroll = sizeof(Scalar) == sizeof(double) ? 4 : 8;  // more would spill registers
   const int64_t step = threads * class_stride;
   const Scalar* at = row + index * class_stride;
   int first = index;
@@ -103,14 +103,11 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scala
   return total;
 }
 
-// The same with 16-byte loads, by a warp at least.
-template <typename Scalar>
-__device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* row, int64_t class_stride, int classes,
-                                                                 int target, int index, int threads) {
+// The same of classes that lie next to each other, with 16-byte loads; by a warp or the block, which a constant tells.
+template <typename Scalar, typename Threads>
+__device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* row, int classes, int target, int index,
+                                                                 Threads threads) {
   using Real = compute_t<Scalar>;
-  if (class_stride != 1 || threads < kWarp) {
-    return strided_exp_sum(row, class_stride, classes, target, index, threads);
-  }
   ExpSum<Real> total = empty_exp_sum<Real>();
   constexpr int kSize = kVectorSize<Scalar>;
   constexpr int kUnroll = 4;
@@ -124,40 +121,44 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* r
     const Real values[1] = {load_as_compute(row[loose])};
     add_to_exp_sum(total, values);
   }
-  const Scalar* body = row + head;
-  for (int first = index; first < vectors; first += kUnroll * threads) {
+  Elements<Scalar> nothing;
+#pragma unroll
+  for (int e = 0; e < kSize; ++e) nothing.at[e] = Store<Scalar>::from_compute(-kInfinity<Real>);
+  const Scalar* at = row + head + index * kSize;
+  for (int first = index; first < vectors; first += kUnroll * threads, at += kUnroll * threads * kSize) {
     uint4 loaded[kUnroll];
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-      const int vector = first + k * threads;
-      if (vector < vectors) loaded[k] = load_vector(body + static_cast<int64_t>(vector) * kSize);
+      loaded[k] = bit_cast<uint4>(nothing);
+      if (first + k * threads < vectors) loaded[k] = load_vector(at + k * threads * kSize);
     }
-    // All loads are on their way; the values of two at a time take up registers.
-    constexpr int kTogether = 2;
+    Real values[kUnroll * kSize];
+    const int target_at = target - head - first * kSize;
 #pragma unroll
-    for (int k0 = 0; k0 < kUnroll; k0 += kTogether) {
-      if (k0 > 0 && first + k0 * threads >= vectors) break;  // a row just beyond a step has few vectors in the next
-      Real values[kTogether * kSize];
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        const int vector = first + (k0 + k) * threads;
-        const auto elements = bit_cast<Elements<Scalar>>(loaded[k0 + k]);
-        const int target_at = target - head - vector * kSize;
+    for (int k = 0; k < kUnroll; ++k) {
+      unpack<Scalar>(loaded[k], values + k * kSize);
+      const int target_here = target_at - k * threads * kSize;
+      if (static_cast<unsigned>(target_here) < static_cast<unsigned>(kSize)) {
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
-          values[k * kSize + e] = vector < vectors ? load_as_compute(elements.at[e]) : -kInfinity<Real>;
-        }
-        if (static_cast<unsigned>(target_at) < static_cast<unsigned>(kSize)) {
-#pragma unroll
-          for (int e = 0; e < kSize; ++e) {
-            if (e == target_at) values[k * kSize + e] = -kInfinity<Real>;
-          }
+          if (e == target_here) values[k * kSize + e] = -kInfinity<Real>;
         }
       }
-      add_to_exp_sum(total, values);
     }
+    add_to_exp_sum(total, values);
   }
   return total;
+}
+
+template <typename Scalar>
+__device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* row, int classes, int target, int index,
+                                                                 int threads) {
+  if constexpr (sizeof(Scalar) == sizeof(double)) {
+    return row_exp_sum<Scalar, int>(row, classes, target, index, threads);  // both would spill registers
+  } else {
+    return threads == kWarp ? row_exp_sum(row, classes, target, index, std::integral_constant<int, kWarp>())
+                            : row_exp_sum(row, classes, target, index, std::integral_constant<int, kBlock>());
+  }
 }
 
 // A tile on its way to shared memory: all of a thread's loads are issued before the first is waited for. Both ends
@@ -246,8 +247,9 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
   using Real = compute_t<Scalar>;
   const RowPlan& plan = geometry.plan;
   __shared__ __align__(16) unsigned char tile_bytes[path == RowPath::kTile ? kTileBytes : 16];
-  __shared__ int labels[kBlock];           // [rows_per_tile]
-  __shared__ ExpSum<Real> shares[kBlock];  // [rows_per_tile, parts]
+  __shared__ int labels[kBlock];                                    // [rows_per_tile]
+  __shared__ int64_t offsets[path == RowPath::kTile ? 1 : kBlock];  // [rows_per_tile]
+  __shared__ ExpSum<Real> shares[kBlock];                           // [rows_per_tile, parts]
   Scalar* tile = reinterpret_cast<Scalar*>(tile_bytes);
 
   const int thread = static_cast<int>(threadIdx.x);
@@ -267,8 +269,10 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     if (thread < rows) {
       label = read_label(args, first + thread);
       labels[thread] = label;
-      if (path != RowPath::kTile && label >= 0) {
-        z_target = load_as_compute(args.logits[geometry.logits(first + thread) + label * args.layout.class_stride]);
+      if constexpr (path != RowPath::kTile) {
+        const int64_t offset = geometry.logits(first + thread);
+        offsets[thread] = offset;
+        if (label >= 0) z_target = load_as_compute(args.logits[offset + label * args.layout.class_stride]);
       }
     }
     if constexpr (path == RowPath::kTile) {
@@ -287,8 +291,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
       const int part = warp % plan.parts;
       const int r = warp / plan.parts * kWarp + thread % kWarp;
       if (r < rows && labels[r] >= 0) {
-        shares[r * plan.parts + part] = strided_exp_sum(args.logits + geometry.logits(first + r),
-                                                        args.layout.class_stride, classes, labels[r], part, plan.parts);
+        shares[r * plan.parts + part] =
+            strided_exp_sum(args.logits + offsets[r], args.layout.class_stride, classes, labels[r], part, plan.parts);
       }
     } else {
       const int lanes = plan.lanes;
@@ -304,11 +308,18 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
           share = tile_exp_sum<Scalar>(tile_bytes, r, is_live, classes, steps, index, lanes);
         } else {
           share = empty_exp_sum<Real>();
+          const Scalar* row = args.logits + offsets[r < rows ? r : 0];
           if (is_live) {
-            share = row_exp_sum(args.logits + geometry.logits(first + r), args.layout.class_stride, classes, labels[r],
-                                index, lanes);
+            share = lanes >= kWarp && args.layout.class_stride == 1
+                        ? row_exp_sum(row, classes, labels[r], index, lanes)
+                        : strided_exp_sum(row, args.layout.class_stride, classes, labels[r], index, lanes);
           }
-          share = group_exp_sum(share, warp_lanes);
+          // Mostly a whole warp, for which it takes fewer instructions.
+          if (warp_lanes == kWarp && sizeof(Real) == sizeof(float)) {
+            share = group_exp_sum(share, kWarp);
+          } else {
+            share = group_exp_sum(share, warp_lanes);
+          }
         }
         const int part = plan.parts == 1 ? 0 : thread / kWarp;
         if ((thread & (warp_lanes - 1)) == 0 && is_live) shares[r * plan.parts + part] = share;
@@ -362,7 +373,7 @@ struct RowGradient {
 
 template <typename Scalar>
 __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const FocalLossBackward<Scalar>& args,
-                                                                       const Geometry& geometry, int64_t row) {
+                                                                       int64_t row, int64_t offset) {
   using Real = compute_t<Scalar>;
   const int label = read_label(args, row);
   RowGradient<Real> result = {0, 0, 0, label};
@@ -371,7 +382,7 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Foc
     const Real max = args.saved[row];
     const Real log_s = args.saved[args.rows + row];
     const Real log_u = args.saved[2 * args.rows + row];
-    const Real z = load_as_compute(args.logits[geometry.logits(row) + label * args.layout.class_stride]);
+    const Real z = load_as_compute(args.logits[offset + label * args.layout.class_stride]);
     const Real log_p = (z - max) - log_s;
     const Real gamma = gamma_at(args, row, exponential(log_p));
     const FocalTerms<Real> terms = focal_terms(log_p, log_u, gamma);
@@ -539,7 +550,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
     const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ Geometry geometry) {
   using Real = compute_t<Scalar>;
   const RowPlan& plan = geometry.plan;
-  __shared__ RowGradient<Real> gradients[kBlock];  // [rows_per_tile]
+  __shared__ RowGradient<Real> gradients[kBlock];                   // [rows_per_tile]
+  __shared__ int64_t offsets[path == RowPath::kTile ? 1 : kBlock];  // of the same
   const int thread = static_cast<int>(threadIdx.x);
   const int classes = static_cast<int>(args.classes);
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
@@ -548,7 +560,11 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
     const int rows = left < plan.rows_per_tile ? static_cast<int>(left) : plan.rows_per_tile;
 
     __syncthreads();  // the last tile's gradients have been read
-    if (thread < rows) gradients[thread] = row_gradient(args, geometry, first + thread);
+    if (thread < rows) {
+      const int64_t offset = geometry.logits(first + thread);
+      gradients[thread] = row_gradient(args, first + thread, offset);
+      if constexpr (path != RowPath::kTile) offsets[thread] = offset;
+    }
     if (args.grad_logits == nullptr) continue;
     __syncthreads();
 
@@ -564,7 +580,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
       const int r_first = kPixels ? warp / plan.parts * kWarp + thread % kWarp : thread >> plan.lane_bits;
       for (int r = r_first; r < rows; r += rows_at_once) {
         Scalar* grad = args.grad_logits + geometry.grad_logits(first + r);
-        const Scalar* row = args.logits + geometry.logits(first + r);
+        const Scalar* row = args.logits + offsets[r];
         if constexpr (kPixels) {
           write_strided_gradient(grad, args.grad_layout.class_stride, row, args.layout.class_stride, classes,
                                  gradients[r], index, threads);
