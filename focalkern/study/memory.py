@@ -13,13 +13,13 @@ from focalkern.calibrators import Calibrator, Estimator, FocalTemperatureScaling
 from focalkern.files import LogitSet
 from focalkern.ops.calibration_grid import CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_map import focal_calibration_map
-from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums
+from focalkern.ops.calibration_sums import CalibrationSums
 from focalkern.study.contest import Contest, Proper, hold_contest, log_proba
 from focalkern.study.rows import CALIBRATION_ERRORS, FIGURES, Applied, Rows
+from focalkern.study.sums import sums_of_cells
 
 __all__ = ["MemorySet", "as_rows"]
 
-_NOTHING = torch.iinfo(torch.int64).min  # no label is ignored: every row counts
 # More figures than these take minutes to resample.
 _MOST_RESAMPLED_FIGURES = 20_000_000
 
@@ -27,35 +27,16 @@ _MOST_RESAMPLED_FIGURES = 20_000_000
 class MemorySet:
     """:class:`focalkern.study.rows.Rows` of a set in memory."""
 
+    keeps_confidences = True
+
     def __init__(self, memory: LogitSet) -> None:
         self.memory = memory
+        self.kind: InputKind = memory.kind
+        self.name, self.source, self.part = memory.name, memory.source, memory.part
+        self.n_classes = memory.n_classes
 
     def __len__(self) -> int:
         return len(self.memory)
-
-    @property
-    def kind(self) -> InputKind:
-        return self.memory.kind
-
-    @property
-    def name(self) -> str:
-        return self.memory.name
-
-    @property
-    def source(self) -> str:
-        return self.memory.source
-
-    @property
-    def part(self) -> str:
-        return self.memory.part
-
-    @property
-    def n_classes(self) -> int:
-        return self.memory.n_classes
-
-    @property
-    def keeps_confidences(self) -> bool:
-        return True
 
     @property
     def class_counts(self) -> Tensor:
@@ -165,20 +146,7 @@ class MemorySet:
         return 0.0
 
     def cell_sums(self, gammas: Tensor, temperatures: Tensor, n_bins: int) -> CalibrationSums:
-        criteria = ("ece", "nll", "brier")
-        sums = CalibrationSums.zeros(len(gammas), len(temperatures), n_bins, criteria, torch.device("cpu"))
-        add_calibration_sums(
-            sums,
-            self._wide(),
-            self.memory.labels,
-            gammas,
-            temperatures,
-            criteria=criteria,
-            sketch=False,
-            is_probs=self.kind == "probs",
-            ignore_index=_NOTHING,
-        )
-        return sums
+        return sums_of_cells([(self.memory.input, self.memory.labels)], gammas, temperatures, n_bins, self.kind)
 
     def remove_progress(self) -> None:
         """There is none."""

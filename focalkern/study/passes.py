@@ -12,7 +12,7 @@ from focalkern.calibrators import InputKind
 from focalkern.files.shards import ShardedRows
 from focalkern.study.processes import Processes, Progress
 
-__all__ = ["NO_LABEL", "Passes"]
+__all__ = ["Passes"]
 
 # Numbers in a batch: of the search, and of what is done in float64 and needs several copies.
 _SEARCH_BATCH = 1 << 23
@@ -21,7 +21,6 @@ _MOST_ROWS = 1 << 16
 # Rows that are looked at, in blocks of neighbours evenly spaced; fewer where that would be many numbers.
 _SAMPLED_ROWS, _SAMPLED_NUMBERS = 1 << 16, 1 << 21
 _SAMPLED_BLOCKS = 16
-NO_LABEL = torch.iinfo(torch.int64).min  # is ignored: every row counts
 
 
 class Passes:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from focalkern import metrics
@@ -13,15 +12,14 @@ from focalkern.bootstrap import BiasFloor, PairedBootstrap, bias_floor, paired_b
 from focalkern.calibrators import Estimator
 from focalkern.files.shards import is_pattern, open_shards
 from focalkern.ops.calibration_grid import CalibrationGrid
-from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums
+from focalkern.ops.calibration_sums import CalibrationSums
 from focalkern.study.contest import Contest, Proper
-from focalkern.study.passes import NO_LABEL
 from focalkern.study.processes import Processes, Progress
 from focalkern.study.rows import FIGURES, Applied
 from focalkern.study.streamed_contest import hold_streamed_contest
 from focalkern.study.streamed_figures import MOST_KEPT
 from focalkern.study.streamed_search import StreamedSearch
-from focalkern.study.sums import Measured
+from focalkern.study.sums import Measured, sums_of_cells
 
 __all__ = ["MOST_KEPT", "StreamedSet", "stream_sets", "wants_streaming"]
 
@@ -82,21 +80,8 @@ class StreamedSet(StreamedSearch):
 
     def cell_sums(self, gammas: Tensor, temperatures: Tensor, n_bins: int) -> CalibrationSums:
         """In one pass, in float64: what the map of the report needs of every cell. On every process."""
-        criteria = ("ece", "nll", "brier")
-        sums = CalibrationSums.zeros(len(gammas), len(temperatures), n_bins, criteria, torch.device("cpu"))
-        for _, input, target, _ in self._batches("map"):
-            if len(target):
-                add_calibration_sums(
-                    sums,
-                    input.to(torch.float64),
-                    target,
-                    gammas,
-                    temperatures,
-                    criteria=criteria,
-                    sketch=False,
-                    is_probs=self.kind == "probs",
-                    ignore_index=NO_LABEL,
-                )
+        batches = ((input, target) for _, input, target, _ in self._batches("map"))
+        sums = sums_of_cells(batches, gammas, temperatures, n_bins, self.kind)
         for _, tensor in sums.items():
             self._processes.add_up(tensor)
         return sums

@@ -10,8 +10,8 @@ from torch import Tensor
 from focalkern import metrics
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.streaming import CalibrationGridState
-from focalkern.study.passes import NO_LABEL, Passes
-from focalkern.study.sums import Measured, Sums
+from focalkern.study.passes import Passes
+from focalkern.study.sums import NO_LABEL, Measured, Sums
 
 __all__ = ["MOST_KEPT", "StreamedFigures"]
 

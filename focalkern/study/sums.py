@@ -1,14 +1,19 @@
-"""The figures of a calibrator out of sums over batches of rows."""
+"""The figures of a calibrator, and those of every cell of a map, out of sums over batches of rows."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from focalkern import metrics
+from focalkern.calibrators import InputKind
+from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums
 from focalkern.streaming import CalibrationGridState
 
-__all__ = ["Measured", "Sums"]
+__all__ = ["NO_LABEL", "Measured", "Sums", "sums_of_cells"]
+
+NO_LABEL = torch.iinfo(torch.int64).min  # is ignored: every row counts
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,25 @@ class Sums:
             sums += torch.bincount(place, weights=weights, minlength=len(sums))
         if self.sketch is None:
             self.confidence[first : first + len(target)] = confidence
+
+
+def sums_of_cells(
+    batches: Iterable[tuple[Tensor, Tensor]], gammas: Tensor, temperatures: Tensor, n_bins: int, kind: InputKind
+) -> CalibrationSums:
+    """In float64, what the map of the report needs of every cell; a batch is input [n, C] and target [n]."""
+    criteria = ("ece", "nll", "brier")
+    sums = CalibrationSums.zeros(len(gammas), len(temperatures), n_bins, criteria, torch.device("cpu"))
+    for input, target in batches:
+        if len(target):
+            add_calibration_sums(
+                sums,
+                input.to(torch.float64),
+                target,
+                gammas,
+                temperatures,
+                criteria=criteria,
+                sketch=False,
+                is_probs=kind == "probs",
+                ignore_index=NO_LABEL,
+            )
+    return sums
