@@ -28,7 +28,7 @@ from focalkern.files import InputError, LogitSet, read_sets
 from focalkern.files.read import FORMATS_HELP
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
-from focalkern.study import MOST_KEPT, Processes, Progress, Rows, stream_sets, wants_streaming
+from focalkern.study import MOST_KEPT, Processes, Progress, Rows, Study, stream_sets, wants_streaming
 from focalkern.study.sets import select_rows
 
 __all__ = ["add_parser"]
@@ -223,6 +223,34 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     split = {"split": {"share": arguments.split, "seed": arguments.seed}} if arguments.split is not None else {}
     document = report.to_json(study, more=split)
+    written: list[str] = []
+    try:
+        # Before a word is printed, so that a reader who goes away (head) takes no file with him.
+        _write(arguments, study, document, cells, written)
+        validation.remove_progress()  # the search is over, and its results have been written
+    finally:
+        _show(arguments, study, document, criterion, written)
+    return 0
+
+
+def _write(
+    arguments: argparse.Namespace, study: Study, document: dict[str, Any], cells: Any, written: list[str]
+) -> None:
+    """The files that were asked for; a line on each of them is put into ``written``."""
+    if arguments.report is not None:
+        files = report.write_report(study, arguments.report, document, cells=cells)
+        pictures = sum(file.suffix == ".png" for file in files)
+        written.append(f"Report: {files[-1]}; table.csv, report.json and {pictures} pictures beside it")
+    if arguments.out is not None:
+        if study.chosen is None or study.chosen.saved is None:
+            raise InputError(f"{arguments.out}: not written, because nothing was chosen")
+        study.save(arguments.out)
+        written.append(f"Calibrator: {arguments.out}")
+
+
+def _show(
+    arguments: argparse.Namespace, study: Study, document: dict[str, Any], criterion: Criterion, written: list[str]
+) -> None:
     if arguments.json:
         print(json.dumps(document, indent=2, allow_nan=False))
     else:
@@ -247,17 +275,8 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         words = study.chosen.parameters
         print(f"Chosen (->): {study.chosen.label}{', ' if words else ''}{words}", file=said)
-    if arguments.report is not None:
-        files = report.write_report(study, arguments.report, document, cells=cells)
-        pictures = sum(file.suffix == ".png" for file in files)
-        print(f"Report: {files[-1]}; table.csv, report.json and {pictures} pictures beside it", file=said)
-    if arguments.out is not None:
-        if study.chosen is None or study.chosen.saved is None:
-            raise InputError(f"{arguments.out}: not written, because nothing was chosen")
-        study.save(arguments.out)
-        print(f"Calibrator: {arguments.out}", file=said)
-    validation.remove_progress()  # the search is over, and its results have been written
-    return 0
+    for line in written:
+        print(line, file=said)
 
 
 def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
