@@ -17,6 +17,7 @@ from sklearn.datasets import make_classification  # noqa: E402
 from sklearn.frozen import FrozenEstimator  # noqa: E402
 from sklearn.linear_model import LogisticRegression  # noqa: E402
 from sklearn.metrics import log_loss  # noqa: E402
+from sklearn.model_selection import StratifiedKFold  # noqa: E402
 from sklearn.naive_bayes import GaussianNB  # noqa: E402
 from sklearn.neighbors import KNeighborsClassifier  # noqa: E402
 from sklearn.svm import LinearSVC  # noqa: E402
@@ -33,8 +34,9 @@ def sample(n=400, n_classes=3, seed=0):
 # scikit-learn's checks fit what is far too small to calibrate, and warn of it themselves.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ensemble", [False, True])
-def test_scikit_learns_checks(ensemble):
-    results = check_estimator(fk.CalibratedClassifier(GaussianNB(), cv=2, ensemble=ensemble), on_skip=None)
+@pytest.mark.parametrize("options", [{}, {"cv": 2}])
+def test_scikit_learns_checks(ensemble, options):
+    results = check_estimator(fk.CalibratedClassifier(GaussianNB(), ensemble=ensemble, **options), on_skip=None)
     assert {result["status"] for result in results} <= {"passed", "skipped"}
     assert sum(result["status"] == "passed" for result in results) > 50
 
@@ -144,6 +146,15 @@ def test_probmetrics_and_netcals_calibrate():
         assert classifier.predict_proba(X).sum(1) == pytest.approx(np.ones(400), abs=1e-5)
 
 
+def test_a_rare_class_makes_fewer_folds():
+    X, y = sample()
+    y = np.where(np.arange(400) < 3, 7, y)
+    classifier = fk.CalibratedClassifier(LogisticRegression())
+    with pytest.warns(UserWarning, match="CalibratedClassifier: 3 folds in place of 5, because '7' has no more rows"):
+        found = classifier.fit(X, y).predict_proba(X)
+    assert np.array_equal(found, fk.CalibratedClassifier(LogisticRegression(), cv=3).fit(X, y).predict_proba(X))
+
+
 def test_a_frozen_classifier_stays():
     X, y = sample()
     fitted = LogisticRegression().fit(X[:200], y[:200])
@@ -171,7 +182,13 @@ class NoResponse(ClassifierMixin, BaseEstimator):
     ("options", "y", "error", "words"),
     [
         ({}, np.zeros(400), ValueError, "y must have at least 2 classes, got 1 class"),
-        ({}, np.arange(400) == 7, ValueError, "every class needs at least as many rows as there are folds, 5, but"),
+        ({}, np.arange(400) == 7, ValueError, "at least 2 rows, so that no fold is without it, but 'True' has 1"),
+        (
+            {"cv": StratifiedKFold(4)},
+            np.arange(400) < 3,
+            ValueError,
+            "at least 4 rows, so that no fold is without it, but 'True' has 3",
+        ),
         ({}, None, ValueError, "requires y to be passed"),
         (
             {"estimator": NoResponse()},

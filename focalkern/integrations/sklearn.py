@@ -42,7 +42,8 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         calibrator: anything with ``fit(logits, labels)`` and ``predict_proba(logits)``: labels are indices of classes,
             logits [N, C], or [N], of the second class, where the decision function of two classes is one number. With
             ``input_kind="probs"`` it is given ``predict_proba``. None is :class:`focalkern.TemperatureScaling`.
-        cv: folds: a number, a splitter, or an iterable of pairs of indices, as scikit-learn takes it.
+        cv: folds: a number, a splitter, or an iterable of pairs of indices, as scikit-learn takes it. Of a number, no
+            more than the rarest class has rows, with a warning.
         ensemble: keep the classifiers of the folds, each with a calibrator of its own, and average their probabilities,
             in place of one classifier and one calibrator.
 
@@ -84,7 +85,8 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             CalibrationWarning: as the calibrator's ``fit``.
 
         Raises:
-            ValueError: one class only; fewer rows of a class than folds; what the classifier and the calibrator raise.
+            ValueError: one class only; a class with one row; fewer rows of a class than a splitter has folds; what the
+                classifier and the calibrator raise.
         """
         name = type(self).__name__
         if y is None:
@@ -97,11 +99,18 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         classes, labels, counts = np.unique(y, return_inverse=True, return_counts=True)
         if len(classes) < 2:
             raise ValueError(f"{name}: y must have at least 2 classes, got 1 class")
-        folds = self.cv if isinstance(self.cv, int) else getattr(self.cv, "n_splits", None)
-        if isinstance(folds, int) and not _frozen(self.estimator) and counts.min() < folds:
+        cv, rarest, least = self.cv, classes[counts.argmin()], int(counts.min())
+        if isinstance(cv, int) and 2 <= least < cv and not _frozen(self.estimator):
+            warnings.warn(
+                f"{name}: {least} folds in place of {cv}, because {str(rarest)!r} has no more rows", stacklevel=2
+            )
+            cv = least
+        folds = cv if isinstance(cv, int) else getattr(cv, "n_splits", None)
+        if isinstance(folds, int) and not _frozen(self.estimator) and least < folds:
+            needed = 2 if isinstance(cv, int) else folds
             raise ValueError(
-                f"{name}: every class needs at least as many rows as there are folds, {folds}, but "
-                f"{classes[counts.argmin()]!r} has {counts.min()}; a smaller cv, or more rows"
+                f"{name}: every class needs at least {needed} rows, so that no fold is without it, but {str(rarest)!r} "
+                f"has {least}"
             )
         weight = None if sample_weight is None else _check_sample_weight(sample_weight, X)
         calibrator = TemperatureScaling() if self.calibrator is None else self.calibrator
@@ -130,7 +139,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             )
         else:
             held_out: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-            for train, test in check_cv(self.cv, y, classifier=True).split(X, y):
+            for train, test in check_cv(cv, y, classifier=True).split(X, y):
                 classifier = fitted(train)
                 logits = _logits(classifier, _safe_indexing(X, test), response, classes)
                 if self.ensemble:
