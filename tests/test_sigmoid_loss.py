@@ -71,6 +71,24 @@ def test_asymmetric_loss_at_300_digits(device, dtype, gammas):
         )
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+# Halves and doubles of 1, its neighbours, numbers with one bit, zeros of both signs; what is no share at all.
+@pytest.mark.parametrize("share", [0.5, 2.0, 0.75, 1.5, "below", "above", 2.0**-14, -0.0, -1.0, -2.0, float("-inf")])
+def test_one_soft_target_among_hard_ones_is_seen(dtype, share):
+    eps = torch.finfo(dtype).eps
+    share = {"below": 1 - eps / 2, "above": 1 + eps}.get(share, share)
+    x, t = torch.randn(1100).to(dtype), torch.randint(2, (1100,)).to(dtype)
+    for at in (0, 700, 1099):  # in whole tiles and in the last
+        t_with = t.clone()
+        t_with[at] = share
+        for function in (fk.sigmoid_focal_loss, fk.asymmetric_loss, fk.quality_focal_loss):
+            found, expected = function(x, t_with), function(x, t)
+            alone = function(x[at : at + 1].double(), t_with[at : at + 1].double())
+            assert_close(found[at : at + 1], alone)
+            expected[at] = found[at]
+            assert_close(found, expected.double())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.5, 2.0])
 def test_quality_focal_loss_at_300_digits(device, dtype, beta):

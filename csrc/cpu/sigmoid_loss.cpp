@@ -196,12 +196,14 @@ LabelCount read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels,
     // Rows of classes, by far the most frequent case.
     const int64_t classes = args.space.sizes[last], row_stride = last > 0 ? args.target.strides[0] : 0;
     const Label* label = labels + begin / classes * row_stride;
+    const int64_t ignore_index = args.ignore_index;
     for (int64_t row = -(begin % classes), n = end - begin; row < n; row += classes, label += row_stride) {
-      const int64_t at = row + static_cast<int64_t>(*label);
-      const int64_t from = std::max<int64_t>(row, 0), to = std::min(row + classes, n);
-      if (static_cast<int64_t>(*label) == args.ignore_index || *label < 0 || *label >= classes) {
-        leave_out(*label, from, to - from);
-      } else if (at >= from && at < to) {
+      const auto this_label = static_cast<int64_t>(*label);
+      const auto at = static_cast<uint64_t>(row + this_label);
+      if (static_cast<uint64_t>(this_label) >= static_cast<uint64_t>(classes) || this_label == ignore_index) {
+        const int64_t from = std::max<int64_t>(row, 0);
+        leave_out(this_label, from, std::min(row + classes, n) - from);
+      } else if (at < static_cast<uint64_t>(n)) {
         share[at] = Real(1);
       }
     }
@@ -223,13 +225,25 @@ LabelCount read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels,
   return count;
 }
 
-template <typename Real>
-FK_VECTOR_CLONES bool all_hard(const Real* target, int64_t n) {
-  typename detail::Format<Real>::Int soft = 0;
-#pragma omp simd reduction(| : soft)
-  for (int64_t i = 0; i < n; ++i) soft |= (target[i] == Real(0)) | (target[i] == Real(1)) ? 0 : 1;
-  return soft == 0;
+// Whether all targets are 0 or 1. Of positive numbers only these have their bits change, from one to the next, nowhere
+// or at both ends of those that 1 has: two instructions per vector instead of comparisons.
+template <typename Stored, typename Bits, int kMantissaBits>
+FK_VECTOR_CLONES bool all_hard(const Stored* target, int64_t n) {
+  Bits changes = 0, set = 0;
+#pragma omp simd reduction(| : changes, set)
+  for (int64_t i = 0; i < n; ++i) {
+    const Bits bits = bit_cast<Bits>(target[i]);
+    changes |= static_cast<Bits>(bits ^ static_cast<Bits>(bits + bits));
+    set |= bits;
+  }
+  constexpr int kBits = 8 * sizeof(Bits);
+  constexpr auto kOfOne = static_cast<Bits>(Bits(1) << kMantissaBits | Bits(1) << (kBits - 2));
+  return (changes & static_cast<Bits>(~kOfOne)) == 0 && set >> (kBits - 1) == 0;
 }
+bool all_hard(const float* target, int64_t n) { return all_hard<float, uint32_t, 23>(target, n); }
+bool all_hard(const double* target, int64_t n) { return all_hard<double, uint64_t, 52>(target, n); }
+bool all_hard(const Half* target, int64_t n) { return all_hard<Half, uint16_t, 10>(target, n); }
+bool all_hard(const BFloat16* target, int64_t n) { return all_hard<BFloat16, uint16_t, 7>(target, n); }
 
 template <typename Real>
 FK_VECTOR_CLONES void one_minus(const Real* from, int64_t n, Real* to) {
@@ -299,13 +313,18 @@ class TileReader {
     }
     if (!args_.target_is_labels) {
       view.target = read(args_.target, args_.space, begin, end, target_);
-      view.hard = all_hard(view.target, n);
+      bool known = false;
       if (args_.target.dense) {
         with_type(args_.target, [&](const auto* data) {
           view.target_source = reinterpret_cast<const char*>(data + begin);
           view.target_size = sizeof(*data);
+          if constexpr (!std::is_integral_v<std::decay_t<decltype(*data)>>) {
+            known = true;
+            view.hard = all_hard(data + begin, n);
+          }
         });
       }
+      if (!known) view.hard = all_hard(view.target, n);
       return view;
     }
     view.target = target_;
@@ -384,6 +403,16 @@ FK_HOST_DEVICE void ask_ahead(const void* block, int64_t size_of_element) {
   for (int64_t i = 0; i < kBlock * size_of_element; i += 64) __builtin_prefetch(ahead + i);
 }
 
+template <typename Scalar>
+FK_HOST_DEVICE void ask_for_target(const TileView<Scalar>& view, int64_t first) {
+  const char* block = view.target_source + first * view.target_size;
+  if (view.target_size == static_cast<int64_t>(sizeof(Scalar))) {
+    ask_ahead(block, sizeof(Scalar));  // without a loop
+  } else if (view.target_size > 0) {
+    ask_ahead(block, view.target_size);
+  }
+}
+
 // Calls f(i) for the elements of a tile, and ask(first) for each whole block of them.
 template <typename Ask, typename Function>
 FK_HOST_DEVICE void for_each_element(int64_t n, Ask ask, Function f) {
@@ -409,7 +438,7 @@ FK_VECTOR_CLONES void forward_loop(const TileView<Scalar>& tile, compute_t<Scala
       n,
       [&](int64_t i) __attribute__((always_inline)) {
         ask_ahead(view.input + i, sizeof(Scalar));
-        ask_ahead(view.target_source + i * view.target_size, view.target_size);
+        ask_for_target(view, i);
       },
       [&](int64_t i) __attribute__((always_inline)) {
         loss[i] = terms_at<Loss, kHard, kPowers>(view, i, gamma, gamma_positive, margin).loss * view.scale[i];
@@ -447,7 +476,7 @@ FK_VECTOR_CLONES void backward_loop(const TileView<Scalar>& tile, compute_t<Scal
       n,
       [&](int64_t i) __attribute__((always_inline)) {
         ask_ahead(view.input + i, sizeof(Scalar));
-        ask_ahead(view.target_source + i * view.target_size, view.target_size);
+        ask_for_target(view, i);
         ask_ahead(grad_input + i, sizeof(Scalar));
       },
       [&](int64_t i) __attribute__((always_inline)) {

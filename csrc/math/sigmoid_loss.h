@@ -129,6 +129,29 @@ FK_HOST_DEVICE Real exponential_of_minus_number(Real x) {
 #endif
 }
 
+#if !defined(__CUDA_ARCH__)
+// log(large + small) for |large| >= |small| and a sum that is a normal number, with what rounding takes from it put
+// back: added to the fraction, which for a sum near 1 is all there is. NaN becomes any number.
+template <typename Real>
+FK_HOST_DEVICE Real log_of_normal_sum(Real large, Real small) {
+  using F = detail::Format<Real>;
+  using Int = typename F::Int;
+  using Bits = std::make_unsigned_t<Int>;
+  const Real sum = large + small, lost = small - (sum - large);
+  constexpr Bits kSqrtHalf = sizeof(Real) == 4 ? Bits(0x3f3504f3) : Bits(0x3fe6a09e667f3bcd);
+  const Int exponent = static_cast<Int>(bit_cast<Bits>(sum) - kSqrtHalf) >> F::kMantissaBits;
+  const Bits shift = static_cast<Bits>(exponent) << F::kMantissaBits;
+  const Real m = bit_cast<Real>(bit_cast<Bits>(sum) - shift);
+  const Real n = bit_cast<Real>(static_cast<Int>(exponent + bit_cast<Int>(F::kRoundToInt))) - F::kRoundToInt;
+  const Real f = (m - Real(1)) + lost * bit_cast<Real>(bit_cast<Bits>(Real(1)) - shift);
+  const Real s = f / (Real(2) + f);
+  const Real w = s * s;
+  const Real half_square = Real(0.5) * f * f;
+  const Real tail = s * (half_square + w * detail::log_tail(w)) + n * F::kLn2Lo;
+  return n * F::kLn2Hi + (f - (half_square - tail));
+}
+#endif
+
 template <typename Real>
 struct LogitPieces {
   Real size;      // |x|
@@ -305,7 +328,7 @@ struct AsymmetricElement {
     const bool shifted = with.margin > Real(0);
     const Real v = p - with.margin;
     const bool counts = v > (shifted ? Real(0) : Real(-1));
-    const Real one_minus_v = q + with.margin;
+    const Real rest = q + with.margin;  // 1 - v
     const Real log_of_rest = log_of_complement(v, q, with.margin);
     const Real w = shifted ? -log_of_rest : minus_log_q;
     const Real log_of_shifted = logarithm(counts ? v : Real(1));
@@ -313,9 +336,16 @@ struct AsymmetricElement {
     const Real factor = with.gamma(v, log_v);
     const Real nothing = v - v;  // 0, but NaN for NaN
     const Real negative_loss = counts ? factor * w : nothing;
-    const Real p_over_v = p / v, q_over_rest = q / one_minus_v;
+#if defined(__CUDA_ARCH__)
+    const Real p_over_v = p / v, q_over_rest = q / rest;
     const Real inner =
         with.gamma.exponent * (q * w) * (shifted ? p_over_v : Real(1)) + p * (shifted ? q_over_rest : Real(1));
+#else
+    // The same in one division.
+    const Real of_power = with.gamma.exponent * (q * w);
+    const Real quotient = (of_power * rest + q * v) * p / (v * rest);
+    const Real inner = shifted ? quotient : of_power + p;
+#endif
     const Real negative_slope = counts ? factor * inner : nothing;
 
     SigmoidTerms<Real> terms;
@@ -328,17 +358,18 @@ struct AsymmetricElement {
       terms.slope_target = Real(0);
       return terms;
     }
-    const Real rest = Real(1) - t;
+    const Real share_of_rest = Real(1) - t;
     // A side without a share adds nothing, also where it is infinite.
-    terms.loss = share_of(t, positive_loss) + share_of(rest, negative_loss);
-    terms.slope = share_of(t, positive_slope) + share_of(rest, negative_slope);
+    terms.loss = share_of(t, positive_loss) + share_of(share_of_rest, negative_loss);
+    terms.slope = share_of(t, positive_slope) + share_of(share_of_rest, negative_slope);
     terms.slope_target = (positive_loss - negative_loss) + (t - t);
-    terms.slope_gamma = share_of(rest, times_log(negative_loss, log_v));
+    terms.slope_gamma = share_of(share_of_rest, times_log(negative_loss, log_v));
     terms.slope_positive = share_of(t, times_log(positive_loss, -minus_log_q));
     return terms;
   }
 
-  // log(1 - v) = log(q + margin): from v where that is small, from the two others where v is near 1.
+  // log(1 - v) = log(q + margin), for a margin above 0: from v where that is small, from the two others where v is near
+  // 1. NaN becomes any number.
   template <typename Real>
   static FK_HOST_DEVICE Real log_of_complement(Real v, Real q, Real margin) {
     const bool near_zero = v < Real(0.5);
@@ -346,7 +377,7 @@ struct AsymmetricElement {
     return near_zero ? log1p(-v) : log(q + margin);
 #else
     const Real large = q > margin ? q : margin, small = q > margin ? margin : q;
-    return log_of_sum(near_zero ? Real(1) : large, near_zero ? -v : small);
+    return log_of_normal_sum(near_zero ? Real(1) : large, near_zero ? -v : small);
 #endif
   }
 };
