@@ -156,7 +156,7 @@ class AdaFocalLoss(FocalFamily):
         self._correct: list[Tensor] = []
 
     def _gamma(self) -> GammaTable:
-        return GammaTable._unchecked(self.bin_edges, self.bin_gammas)
+        return self._table()
 
     def _settings(self) -> dict[str, object]:
         names = ("n_bins", "lam", "gamma_init", "gamma_max", "gamma_min", "switch")

@@ -9,7 +9,7 @@ from torch.overrides import has_torch_function
 
 from focalkern._checks import finite, reduction_code, reworded
 from focalkern.gamma import GammaTable
-from focalkern.ops._extension import has_kernels, kernels_for
+from focalkern.ops._extension import has_kernels, kernels_for, plain
 from focalkern.ops.focal_loss import (
     BRIER,
     DUAL_FOCAL,
@@ -130,10 +130,11 @@ def mmce_loss(
     """
     if torch.compiler.is_compiling() or type(input) not in _PLAIN or type(target) not in _PLAIN:
         return None
-    if not input.is_cpu or not has_kernels(input):
+    kernels = kernels_for(input)
+    if not input.is_cpu or kernels is plain:
         return None
-    settings = (coefficient, weighted, bandwidth, reduction_code("MMCELoss", reduction), ignore_index)
-    result: Tensor | None = kernels_for(input).mmce_loss(input, target, *settings)
+    code = reduction_code("MMCELoss", reduction)
+    result: Tensor | None = kernels.mmce_loss(input, target, coefficient, weighted, bandwidth, code, ignore_index)
     return result
 
 
