@@ -3,10 +3,11 @@
 // A group of threads shares a row: lanes of a warp for few classes, a warp, or the block. Passes over a row, with t its
 // largest class:
 //   1. t, and the largest of the others      2. sum of exp over the others
-//   3. log(p_k / p_t), and sums              4. normalise and write
-// Memory: the inputs are read once and the outputs written once as long as each thread's part of a row fits registers
-// (4096 classes forward, 2048 backward, half of that in double); longer rows are read again by each pass. Backward, a
-// warp that has a row of many classes keeps its inputs, and computes twice what passes 3 and 4 have in common.
+//   3. p_k / p_t or its logarithm, and sums  4. normalise and write
+// Memory: the inputs are read once and the outputs written once as long as each thread's part of a row fits registers;
+// longer rows are read again by each pass. 16 bytes at a time, where every row begins on such a boundary.
+
+#include <initializer_list>
 
 #include "cuda/common.cuh"
 #include "kernels.h"
@@ -15,54 +16,93 @@
 namespace focalkern::cuda {
 namespace {
 
-// A thread's part of a row: values for the classes index, index + lanes, ... With `capacity` 0 nothing is kept, and
-// whatever a pass leaves behind is lost to the next.
-template <typename Real, int capacity>
-struct RowPart {
-  static constexpr bool kKept = capacity > 0;
-  int classes;
-  int index;
-  int lanes;
-  Real at[kKept ? capacity : 1];
-
-  // f(j, k, value) for every class j, the k-th of this thread; values are loaded by load(j).
-  template <typename Load, typename Function>
-  __device__ __forceinline__ void each(Load load, Function f) {
-    if constexpr (kKept) {
-#pragma unroll
-      for (int k = 0; k < capacity; ++k) {
-        const int j = index + k * lanes;
-        if (j < classes) f(j, k, at[k]);
-      }
-    } else {
-      for (int j = index; j < classes; j += lanes) {
-        Real value = load(j);
-        f(j, 0, value);
-      }
-    }
-  }
-  template <typename Load>
-  __device__ __forceinline__ void load_all(Load load) {
-    if constexpr (kKept) {
-#pragma unroll
-      for (int k = 0; k < capacity; ++k) {
-        const int j = index + k * lanes;
-        if (j < classes) at[k] = load(j);
-      }
-    }
-  }
-};
-
 template <typename Scalar>
 constexpr int kForwardSmall = sizeof(Scalar) == sizeof(double) ? 8 : 16;
 template <typename Scalar>
-constexpr int kBackwardSmall = sizeof(Scalar) == sizeof(double) ? 4 : 8;
+constexpr int kBackwardSmall = sizeof(Scalar) == sizeof(double)  ? 4
+                               : sizeof(Scalar) == sizeof(float) ? 12
+                                                                 : 8;
 template <typename Scalar>
 constexpr int kLarge = sizeof(Scalar) == sizeof(double) ? 16 : 32;
+
+// Registers for large parts, of the backward kernel and in double, leave room for one block on a multiprocessor.
+template <typename Scalar>
+constexpr int kBlocksOfLarge = sizeof(Scalar) == sizeof(double) ? 1 : 2;
 
 // Terms in double only where there may be many of them.
 template <typename Real, bool few>
 using SumOf = std::conditional_t<few, Real, double>;
+
+// The threads that share a row. Every thread of the block calls the reductions, and all of a group have the same
+// result: either partner of an exchange combines the same two.
+struct MapGroup {
+  static constexpr int kMost = 6;  // numbers at once
+  int lanes;
+  double* scratch;  // [kWarpsPerBlock * kMost], shared
+
+  // combine(mine, others), of `count` numbers each.
+  template <int count, typename Number, typename Combine>
+  __device__ __forceinline__ void reduce(Number (&mine)[count], Combine combine) const {
+    static_assert(count <= kMost, "more than the scratch memory holds");
+    const auto exchange = [&](int offset) {
+      Number others[count];
+#pragma unroll
+      for (int i = 0; i < count; ++i) others[i] = __shfl_xor_sync(kFullWarp, mine[i], offset);
+      combine(mine, others);
+    };
+    if (lanes < kWarp) {
+      for (int offset = lanes / 2; offset > 0; offset /= 2) exchange(offset);
+      return;
+    }
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) exchange(offset);
+    if (lanes == kWarp) return;
+    const int thread = static_cast<int>(threadIdx.x);
+    auto* shared = reinterpret_cast<Number*>(scratch);  // [kWarpsPerBlock, count]
+    __syncthreads();
+    if (thread % kWarp == 0) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) shared[thread / kWarp * count + i] = mine[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < count; ++i) mine[i] = shared[i];
+    for (int warp = 1; warp < kWarpsPerBlock; ++warp) {
+      Number others[count];
+#pragma unroll
+      for (int i = 0; i < count; ++i) others[i] = shared[warp * count + i];
+      combine(mine, others);
+    }
+  }
+  template <int count, typename Number>
+  __device__ __forceinline__ void add(Number (&mine)[count]) const {
+    reduce(mine, [](Number(&a)[count], const Number(&b)[count]) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) a[i] += b[i];
+    });
+  }
+  template <typename Number>
+  __device__ __forceinline__ Number sum(Number value) const {
+    Number values[1] = {value};
+    add(values);
+    return values[0];
+  }
+  __device__ __forceinline__ int min(int value) const {
+    int values[1] = {value};
+    reduce(values, [](int (&a)[1], const int (&b)[1]) { a[0] = a[0] < b[0] ? a[0] : b[0]; });
+    return values[0];
+  }
+};
+
+// The compiler would work out the address of a row again for each of its vectors.
+template <typename T>
+__device__ __forceinline__ T* worked_out(T* address) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+l"(address));
+  __builtin_assume(__isGlobal(address));
+#endif
+  return address;
+}
 
 // What passes 1 and 2 find out.
 template <typename Real>
@@ -75,66 +115,235 @@ struct RowStart {
   MapRow<Real> map;
 };
 
-template <typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> logit_at(const CalibrationMapArgs<Scalar>& args, const Scalar* input,
-                                                      int j) {
-  const compute_t<Scalar> value = load_as_compute(input[j]);
-  return args.input_is_probs ? logit_of_probability(value) : value;
+// A thread's part of a row, in vectors: the thread's n-th, then `lanes` threads further. Where rows do not begin on a
+// boundary, a vector is gathered of classes `lanes` apart, so that neighbours still read neighbours. With `capacity` 0
+// nothing is kept, and each pass loads it again. Slots beyond the row hold -inf, a class that cannot occur.
+template <typename Scalar, int capacity>
+struct RowPart {
+  using Real = compute_t<Scalar>;
+  static constexpr int kVector = kVectorSize<Scalar>;
+  static constexpr bool kKept = capacity > 0;
+  static constexpr int kSlots = kKept ? capacity : kVector;
+  using Sum = SumOf<Real, kKept>;
+
+  const Scalar* input;  // of the thread's first class
+  int64_t offset;       // of that class, in every operand
+  int first;            // that class
+  int classes;
+  int lanes;
+  int vectors;  // whether every row begins on a boundary
+  bool probs;
+  int top_slot;  // of the largest class; -1 in a thread that does not have it
+  Real at[kSlots];
+
+  __device__ __forceinline__ int class_of(int n, int i) const {
+    return first + n * lanes * kVector + (vectors ? i : i * lanes);
+  }
+
+  // f(n, k): the n-th vector, which is kept from slot k on.
+  template <typename Function>
+  __device__ __forceinline__ void each(Function f) const {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int n = 0; n < capacity / kVector; ++n) {
+        if (n * lanes * kVector < classes) f(n, n * kVector);
+      }
+    } else {
+      for (int n = 0; n * lanes * kVector < classes; ++n) f(n, 0);
+    }
+  }
+
+  // `from` and `to` are those of the thread's first class, in this row.
+  template <typename From>
+  __device__ __forceinline__ void load(const From* from, int n, Real missing, Real* values) const {
+    const int skipped = n * lanes * kVector;
+    const int left = classes - first;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) values[i] = missing;
+    if (vectors) {
+      constexpr int kWide = kVectorSize<From>;
+      if (skipped >= left) return;
+#pragma unroll
+      for (int i0 = 0; i0 < kVector; i0 += kWide) {
+        const auto elements = bit_cast<Elements<From>>(load_vector(from + skipped + i0));
+#pragma unroll
+        for (int i = 0; i < kWide; ++i) values[i0 + i] = load_as_compute(elements.at[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (skipped + i * lanes < left) values[i] = load_as_compute(from[skipped + i * lanes]);
+      }
+    }
+  }
+  template <typename To>
+  __device__ __forceinline__ void store(To* to, int n, const Real* values) const {
+    const int skipped = n * lanes * kVector;
+    const int left = classes - first;
+    if (vectors) {
+      constexpr int kWide = kVectorSize<To>;
+      if (skipped >= left) return;
+#pragma unroll
+      for (int i0 = 0; i0 < kVector; i0 += kWide) {
+        Elements<To> elements;
+#pragma unroll
+        for (int i = 0; i < kWide; ++i) elements.at[i] = Store<To>::from_compute(values[i0 + i]);
+        store_vector(to + skipped + i0, bit_cast<uint4>(elements));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (skipped + i * lanes < left) to[skipped + i * lanes] = Store<To>::from_compute(values[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_logits(int n, Real* x) const {
+    load(input, n, probs ? Real(0) : -kInfinity<Real>, x);
+    if (!probs) return;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = logit_of_probability(x[i]);
+  }
+
+  // f(n, k, x): the logits of the n-th vector.
+  template <typename Function>
+  __device__ __forceinline__ void each_logit(Function f) {
+    each([&](int n, int k) {
+      if constexpr (kKept) {
+        f(n, k, at + k);
+      } else {
+        Real x[kVector];
+        load_logits(n, x);
+        f(n, k, x);
+      }
+    });
+  }
+  // f(n, k, y) with y = (x - shift) / T, and -inf for the largest class, which then adds nothing to any sum. Pass 2
+  // leaves them in the slots.
+  template <typename Function>
+  __device__ __forceinline__ void each_exponent(const RowStart<Real>& start, Function f) {
+    each([&](int n, int k) {
+      if constexpr (kKept) {
+        f(n, k, at + k);
+      } else {
+        Real y[kVector];
+        load_logits(n, y);
+        take_out_top(start, n, y);
+        f(n, k, y);
+      }
+    });
+  }
+  __device__ __forceinline__ void take_out_top(const RowStart<Real>& start, int n, Real* x) const {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const Real others = top_slot - n * kVector == i ? -kInfinity<Real> : x[i];
+      x[i] = (others - start.shift) * start.beta;
+    }
+  }
+};
+
+template <typename Scalar, int capacity>
+__device__ __forceinline__ RowPart<Scalar, capacity> row_part(const CalibrationMapArgs<Scalar>& args, int64_t row,
+                                                              int lanes, int vectors) {
+  RowPart<Scalar, capacity> x;
+  x.lanes = lanes;
+  x.vectors = vectors;
+  x.first = (static_cast<int>(threadIdx.x) & (lanes - 1)) * (vectors ? RowPart<Scalar, capacity>::kVector : 1);
+  x.offset = row * args.classes + x.first;
+  x.input = worked_out(args.input + x.offset);
+  x.classes = static_cast<int>(args.classes);
+  x.probs = args.input_is_probs;
+  x.top_slot = -1;
+  return x;
 }
 
-// Every thread of the block calls it, with `exists` false where its group has no row. Afterwards the part holds the
-// row as logits.
+// Passes 1 and 2. Every thread of the block calls it.
 template <typename Scalar, int capacity>
 __device__ __forceinline__ RowStart<compute_t<Scalar>> start_row(const CalibrationMapArgs<Scalar>& args, int64_t row,
-                                                                 bool exists, RowPart<compute_t<Scalar>, capacity>& x,
-                                                                 const RowGroup& group) {
-  using Real = compute_t<Scalar>;
-  using Sum = SumOf<Real, capacity != 0>;
-  const Scalar* input = args.input + row * args.classes;
-  const auto load = [&](int j) { return logit_at(args, input, j); };
+                                                                 RowPart<Scalar, capacity>& x, const MapGroup& group) {
+  using Part = RowPart<Scalar, capacity>;
+  using Real = typename Part::Real;
+  using Sum = typename Part::Sum;
+  constexpr int kVector = Part::kVector;
+  if constexpr (Part::kKept) {
+#pragma unroll
+    for (int n = 0; n < capacity / kVector; ++n) {
+      x.load(x.input, n, x.probs ? Real(0) : -kInfinity<Real>, x.at + n * kVector);
+    }
+  }
   RowStart<Real> start = {};
-  const double gamma = exists ? args.gamma_of(row) : 0.0;
-  const double temperature = exists ? args.temperature_of(row) : 1.0;
-  start.valid = exists && map_parameters_valid(gamma, temperature);
+  const double gamma = args.gamma_of(row);
+  const double temperature = args.temperature_of(row);
+  start.valid = map_parameters_valid(gamma, temperature);
   start.beta = inverse_temperature<Real>(temperature);
-  if (!exists) x.classes = 0;  // no class, and every pass is empty
 
-  if (args.input_is_probs) {
+  if (x.probs) {
     double sum = 0;
-    for (int j = x.index; j < x.classes; j += x.lanes) sum += static_cast<double>(load_as_compute(input[j]));
+    x.each([&](int n, int k) {
+      Real loaded[kVector];
+      Real* p = loaded;
+      if constexpr (Part::kKept) {
+        p = x.at + k;
+      } else {
+        x.load(x.input, n, Real(0), p);
+      }
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        sum += static_cast<double>(p[i]);
+        p[i] = logit_of_probability(p[i]);
+      }
+    });
     sum = group.sum(sum);
     const double tolerance = probability_sum_tolerance<Scalar>();
     start.valid = start.valid && sum >= 1 - tolerance && sum <= 1 + tolerance;
   }
 
-  x.load_all(load);
-  // The largest and its first class, then the largest of the others.
-  Real top_x = -kInfinity<Real>;
-  int top = INT32_MAX;
-  x.each(load, [&](int j, int, Real& value) {
-    if (value > top_x) {
-      top_x = value;
-      top = j;
+  // The two largest, and the vector that has the largest.
+  Real two[2] = {-kInfinity<Real>, -kInfinity<Real>};
+  int top_vector = 0;
+  x.each_logit([&](int n, int, const Real* values) {
+    const Real before = two[0];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      two[1] = fmax(two[1], fmin(two[0], values[i]));
+      two[0] = fmax(two[0], values[i]);
     }
+    if (two[0] > before) top_vector = n;
   });
-  const Real row_top = group.max(top_x);
-  start.top = group.min(top_x == row_top ? top : INT32_MAX);
-  Real next = -kInfinity<Real>;
-  x.each(load, [&](int j, int, Real& value) {
-    if (j != start.top) next = fmax(next, value);
+  const Real own_top = two[0];
+  group.reduce(two, [](Real(&a)[2], const Real(&b)[2]) {
+    a[1] = fmax(fmax(a[1], b[1]), fmin(a[0], b[0]));
+    a[0] = fmax(a[0], b[0]);
   });
-  next = group.max(next);
+  const Real row_top = two[0];
+  // Of several equals the first is taken out, and the others are among the others.
+  int own_class = INT32_MAX;
+  if (own_top == row_top) {
+    Real values[kVector];
+    x.load_logits(top_vector, values);
+#pragma unroll
+    for (int i = kVector - 1; i >= 0; --i) {
+      if (values[i] != row_top) continue;
+      own_class = x.class_of(top_vector, i);
+      x.top_slot = top_vector * kVector + i;
+    }
+  }
+  start.top = group.min(own_class);
+  if (own_class != start.top) x.top_slot = -1;
   // Also false for a row of NaN; a NaN beside numbers shows in the sum of exponentials.
   start.valid = start.valid && row_top > -kInfinity<Real> && row_top < kInfinity<Real>;
   // No other class can occur: any number serves as the shift.
-  start.shift = next > -kInfinity<Real> ? next : row_top;
+  start.shift = two[1] > -kInfinity<Real> ? two[1] : row_top;
   const Real lowest_gap = -largest_finite<Real>() / Real(16);
   start.gap = fmax((start.shift - row_top) * start.beta, lowest_gap);
 
   Sum sum = 0;
-  x.each(load, [&](int j, int, Real& value) {
-    const Real e = exponential((value - start.shift) * start.beta);
-    if (j != start.top) sum += e;
+  x.each_logit([&](int n, int, Real* values) {
+    x.take_out_top(start, n, values);
+    Real part = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) part += quick_exponential(values[i]);
+    sum += part;
   });
   const auto others = static_cast<Real>(group.sum(sum));
   start.valid = start.valid && others == others;
@@ -143,179 +352,216 @@ __device__ __forceinline__ RowStart<compute_t<Scalar>> start_row(const Calibrati
 }
 
 template <typename Scalar, int capacity>
-__global__ __launch_bounds__(kBlock, 2) void calibration_map_forward_kernel(
-    const __grid_constant__ CalibrationMapForward<Scalar> args, int lanes) {
-  using Real = compute_t<Scalar>;
-  using Sum = SumOf<Real, capacity != 0>;
-  __shared__ double scratch[kWarpsPerBlock];
-  const RowGroup group = {lanes, scratch};
-  const int thread = static_cast<int>(threadIdx.x);
-  const int rows_at_once = kBlock / lanes;
-  const bool log_output = args.log_output;
+__global__ __launch_bounds__(
+    kBlock, capacity == kLarge<Scalar>
+                ? kBlocksOfLarge<Scalar>
+                : 2) void calibration_map_forward_kernel(const __grid_constant__ CalibrationMapForward<Scalar> args,
+                                                         int lane_bits, int vectors) {
+  using Part = RowPart<Scalar, capacity>;
+  using Real = typename Part::Real;
+  constexpr int kVector = Part::kVector;
+  __shared__ double scratch[kWarpsPerBlock * MapGroup::kMost];
+  const int lanes = 1 << lane_bits;
+  const MapGroup group = {lanes, scratch};
+  const int rows_at_once = kBlock >> lane_bits;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * rows_at_once; first < args.rows;
        first += static_cast<int64_t>(gridDim.x) * rows_at_once) {
-    const int64_t row = first + thread / lanes;
-    const bool exists = row < args.rows;
-    RowPart<Real, capacity> x;
-    x.classes = static_cast<int>(args.classes);
-    x.index = thread % lanes;
-    x.lanes = lanes;
-    const RowStart<Real> start = start_row(args, row, exists, x, group);
-    const Scalar* input = args.input + row * args.classes;
-    const auto load = [&](int j) { return logit_at(args, input, j); };
-    const auto log_ratio_of = [&](Real logit) {
-      const Real y = (logit - start.shift) * start.beta;
-      return map_log_ratio(y, exponential(y), start.map.gamma, start.map.q_scale, start.map.log_q_offset,
-                           start.map.ratio_offset);
-    };
+    // The last row stands in for those beyond it, for which nothing is written.
+    const int64_t wanted = first + (static_cast<int>(threadIdx.x) >> lane_bits);
+    const bool exists = wanted < args.rows;
+    const int64_t row = exists ? wanted : args.rows - 1;
+    auto x = row_part<Scalar, capacity>(args, row, lanes, vectors);
+    const RowStart<Real> start = start_row(args, row, x, group);
+    const MapRow<Real>& map = start.map;
 
-    // Without the logarithm, where the logarithm itself is not wanted.
-    const auto ratio_of = [&](Real logit) {
-      const Real y = (logit - start.shift) * start.beta;
-      return map_ratio(y, exponential(y), start.map.gamma, start.map.q_scale, start.map.log_q_offset,
-                       start.map.ratio_offset);
-    };
-
-    // What is written, before it is normalised.
-    Sum sum = 0;
-    x.each(load, [&](int j, int, Real& value) {
-      Real ratio;
-      if (log_output) {
-        value = log_ratio_of(value);
-        ratio = exponential(value);
-      } else {
-        value = ratio = ratio_of(value);
-      }
-      if (j != start.top) sum += ratio;
-    });
-    const auto ratio_sum = static_cast<Real>(group.sum(sum));
-    const Real offset = Real(0) - log_one_plus(ratio_sum);  // log p_t; 0, not -0
-    const Real scale = Real(1) / (Real(1) + ratio_sum);     // p_t
-    x.each(load, [&](int j, int, Real& value) {
-      Real result = value;
-      if constexpr (capacity == 0) {
-        result = log_output ? log_ratio_of(value) : ratio_of(value);
-      }
-      result = log_output ? result + offset : result * scale;
-      if (j == start.top) result = log_output ? offset : scale;
-      if (!start.valid) result = kNaN<Real>;
-      const int64_t at = row * args.classes + j;
+    const auto finish = [&](auto log_output) {
+      constexpr bool kLog = decltype(log_output)::value;
+      const auto map_of = [&](Real y) {
+        const Real e = quick_exponential(y);
+        if constexpr (kLog) return map_log_ratio(y, e, map.gamma, map.q_scale, map.log_q_offset, map.ratio_offset);
+        return map_ratio(y, e, map.gamma, map.q_scale, map.log_q_offset, map.ratio_offset);
+      };
+      typename Part::Sum sum = 0;
+      x.each_exponent(start, [&](int, int, Real* y) {
+        Real part = 0;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          y[i] = map_of(y[i]);
+          part += kLog ? quick_exponential(y[i]) : y[i];
+        }
+        sum += part;
+      });
+      const auto ratio_sum = static_cast<Real>(group.sum(sum));
+      Real top = kLog ? Real(0) - log_one_plus(ratio_sum) : Real(1) / (Real(1) + ratio_sum);  // 0, not -0
+      if (!start.valid) top = kNaN<Real>;
+      if (!exists) return;
+      Scalar* const output = worked_out(args.output + x.offset);
+      Real* const output_wide = worked_out(args.output_wide + x.offset);
+      x.each_exponent(start, [&](int n, int, Real* y) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const Real own = Part::kKept ? y[i] : map_of(y[i]);
+          y[i] = kLog ? own + top : own * top;
+        }
+        if (args.output != nullptr) {
+          x.store(output, n, y);
+        } else {
+          x.store(output_wide, n, y);
+        }
+      });
+      // Over what the same thread has just written for it.
+      if (x.top_slot < 0) return;
       if (args.output != nullptr) {
-        args.output[at] = Store<Scalar>::from_compute(result);
+        output[start.top - x.first] = Store<Scalar>::from_compute(top);
       } else {
-        args.output_wide[at] = result;
+        output_wide[start.top - x.first] = top;
       }
-    });
+    };
+    if (args.log_output) {
+      finish(std::true_type());
+    } else {
+      finish(std::false_type());
+    }
   }
 }
 
 template <typename Scalar, int capacity>
 __global__ __launch_bounds__(kBlock, capacity == kLarge<Scalar> ? 1 : 2) void calibration_map_backward_kernel(
-    const __grid_constant__ CalibrationMapBackward<Scalar> args, int lanes) {
-  using Real = compute_t<Scalar>;
-  using Sum = SumOf<Real, capacity != 0>;
-  __shared__ double scratch[kWarpsPerBlock];
-  const RowGroup group = {lanes, scratch};
-  const int thread = static_cast<int>(threadIdx.x);
-  const int rows_at_once = kBlock / lanes;
-  const bool log_output = args.log_output;
+    const __grid_constant__ CalibrationMapBackward<Scalar> args, int lane_bits, int vectors) {
+  using Part = RowPart<Scalar, capacity>;
+  using Real = typename Part::Real;
+  using Sum = typename Part::Sum;
+  constexpr int kVector = Part::kVector;
+  __shared__ double scratch[kWarpsPerBlock * MapGroup::kMost];
+  const int lanes = 1 << lane_bits;
+  const MapGroup group = {lanes, scratch};
+  const int rows_at_once = kBlock >> lane_bits;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * rows_at_once; first < args.rows;
        first += static_cast<int64_t>(gridDim.x) * rows_at_once) {
-    const int64_t row = first + thread / lanes;
-    const bool exists = row < args.rows;
-    RowPart<Real, capacity> x;
-    x.classes = static_cast<int>(args.classes);
-    x.index = thread % lanes;
-    x.lanes = lanes;
-    const RowStart<Real> start = start_row(args, row, exists, x, group);
-    const MapRow<Real>& map = start.map;
-    const int64_t row_offset = row * args.classes;
-    const Scalar* input = args.input + row_offset;
-    const auto load = [&](int j) { return logit_at(args, input, j); };
-    const auto grad_output = [&](int j) {
-      return args.grad_output != nullptr ? load_as_compute(args.grad_output[row_offset + j])
-                                         : args.grad_output_wide[row_offset + j];
-    };
-    const bool has_top = exists && start.top < x.classes;
-    const Real grad_top = has_top ? grad_output(start.top) : Real(0);
-
-    // One class other than the largest: h_k r_k, h_k m_k and what else its sums need.
-    struct Slopes {
-      Real e, r, m, hr, hm, grad_gamma;
-    };
-    const auto slopes_of = [&](int j, Real logit) {
-      const Real y = (logit - start.shift) * start.beta;
-      Slopes s;
-      s.e = exponential(y);
-      const MapClass<Real> c = map_class(y, s.e, map.gamma, map.q_scale, map.log_q_offset, map.ratio_offset);
-      // A class that cannot occur takes no part.
-      const Real grad = logit == -kInfinity<Real> ? Real(0) : grad_output(j);
-      s.r = c.ratio;
-      s.m = log_output ? grad : (logit == -kInfinity<Real> ? Real(0) : s.r * (grad - grad_top));
-      s.hr = c.slope * s.r;
-      s.hm = c.slope * s.m;
-      s.grad_gamma = c.grad_gamma;
-      return s;
-    };
-
-    constexpr bool kKept = capacity == kBackwardSmall<Scalar>;
-    Real kept_hr[kKept ? capacity : 1];
-    Real kept_hm[kKept ? capacity : 1];
-    Sum r = 0, m = 0, hr = 0, hm = 0, cr = 0, cm = 0;
-    x.each(load, [&](int j, int k, Real& value) {
-      const Slopes s = slopes_of(j, value);
-      if constexpr (kKept) {
-        kept_hr[k] = s.hr;
-        kept_hm[k] = s.hm;
-      }
-      if (j == start.top) return;
-      r += s.r;
-      m += s.m;
-      hr += s.hr;
-      hm += s.hm;
-      cr += s.grad_gamma * s.r;
-      cm += s.grad_gamma * s.m;
-    });
-    const MapGradSums<Real> sums = {static_cast<Real>(group.sum(r)),  static_cast<Real>(group.sum(m)),
-                                    static_cast<Real>(group.sum(hr)), static_cast<Real>(group.sum(hm)),
-                                    static_cast<Real>(group.sum(cr)), static_cast<Real>(group.sum(cm))};
-    const MapRowGrad<Real> grad = map_row_grad(map, sums, grad_top, log_output);
-
-    Sum beta_sum = 0;
-    x.each(load, [&](int j, int k, Real& value) {
-      Real of_hr, of_hm;
-      if constexpr (kKept) {
-        of_hr = kept_hr[k];
-        of_hm = kept_hm[k];
+    const int64_t wanted = first + (static_cast<int>(threadIdx.x) >> lane_bits);
+    const bool exists = wanted < args.rows;
+    const int64_t row = exists ? wanted : args.rows - 1;
+    auto x = row_part<Scalar, capacity>(args, row, lanes, vectors);
+    const Scalar* const grad_output = worked_out(args.grad_output + x.offset);
+    const Real* const grad_output_wide = worked_out(args.grad_output_wide + x.offset);
+    const auto load_grad = [&](int n, Real* grad) {
+      if (args.grad_output != nullptr) {
+        x.load(grad_output, n, Real(0), grad);
       } else {
-        const Slopes s = slopes_of(j, value);
-        of_hr = s.hr;
-        of_hm = s.hm;
+        x.load(grad_output_wide, n, Real(0), grad);
       }
-      const Real y = (value - start.shift) * start.beta;
-      Real result = grad.keep * of_hm - (grad.spread * of_hr + grad.shared * exponential(y));
-      if (j == start.top) {
-        result = grad.top;
-      } else if (value != -kInfinity<Real>) {
-        beta_sum += result * (y + start.gap);
+    };
+    // Where few warps fit a multiprocessor, the upstream gradient is asked for at once; pass 3 puts h_k m_k in its
+    // place.
+    constexpr bool kEarly = capacity == kLarge<Scalar>;
+    Real kept_hm[Part::kSlots];
+    Real kept_hr[Part::kSlots];
+    if constexpr (kEarly) {
+#pragma unroll
+      for (int n = 0; n < capacity / kVector; ++n) load_grad(n, kept_hm + n * kVector);
+    }
+    const RowStart<Real> start = start_row(args, row, x, group);
+    const MapRow<Real>& map = start.map;
+    Real grad_top = 0;
+    if (start.top < x.classes) {
+      const int step = start.top - x.first;
+      grad_top = args.grad_output != nullptr ? load_as_compute(grad_output[step]) : grad_output_wide[step];
+    }
+
+    const auto finish = [&](auto log_output) {
+      constexpr bool kLog = decltype(log_output)::value;
+      // One class other than the largest: h_k r_k, h_k m_k and what else its sums need.
+      struct Slopes {
+        Real r, m, hr, hm, grad_gamma;
+      };
+      const auto slopes_of = [&](Real y, Real grad) {
+        const MapClass<Real> c =
+            map_class(y, quick_exponential(y), map.gamma, map.q_scale, map.log_q_offset, map.ratio_offset);
+        Slopes s;
+        s.r = c.ratio;
+        const Real m = kLog ? grad : s.r * (grad - grad_top);
+        s.m = y == -kInfinity<Real> ? Real(0) : m;  // a class that cannot occur takes no part
+        s.hr = c.slope * s.r;
+        s.hm = c.slope * s.m;
+        s.grad_gamma = c.grad_gamma;
+        return s;
+      };
+      Sum totals[6] = {};
+      x.each_exponent(start, [&](int n, int k, const Real* y) {
+        Real loaded[kVector];
+        if constexpr (!kEarly) load_grad(n, loaded);
+        Real part[6] = {};
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const Slopes s = slopes_of(y[i], kEarly ? kept_hm[k + i] : loaded[i]);
+          kept_hr[k + i] = s.hr;
+          kept_hm[k + i] = s.hm;
+          part[0] += s.r;
+          part[1] += s.m;
+          part[2] += s.hr;
+          part[3] += s.hm;
+          part[4] += s.grad_gamma * s.r;
+          part[5] += s.grad_gamma * s.m;
+        }
+#pragma unroll
+        for (int i = 0; i < 6; ++i) totals[i] += part[i];
+      });
+      group.add(totals);
+      const MapGradSums<Real> sums = {static_cast<Real>(totals[0]), static_cast<Real>(totals[1]),
+                                      static_cast<Real>(totals[2]), static_cast<Real>(totals[3]),
+                                      static_cast<Real>(totals[4]), static_cast<Real>(totals[5])};
+      MapRowGrad<Real> grad = map_row_grad(map, sums, grad_top, kLog);
+      if (!start.valid) grad.keep = grad.top = kNaN<Real>;
+
+      Scalar* const grad_input = worked_out(args.grad_input + x.offset);
+      Sum beta_sum = 0;
+      x.each_exponent(start, [&](int n, int k, const Real* y) {
+        Real result[kVector];
+        if constexpr (!Part::kKept) load_grad(n, result);
+        Real part = 0;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          Real of_hr = kept_hr[k + i], of_hm = kept_hm[k + i];
+          if constexpr (!Part::kKept) {
+            const Slopes s = slopes_of(y[i], result[i]);
+            of_hr = s.hr;
+            of_hm = s.hm;
+          }
+          result[i] = grad.keep * of_hm - (grad.spread * of_hr + grad.shared * quick_exponential(y[i]));
+          part += y[i] == -kInfinity<Real> ? Real(0) : result[i] * (y[i] + start.gap);
+          result[i] *= start.beta;
+        }
+        beta_sum += part;
+        if (args.grad_input == nullptr || !exists) return;
+        if (x.probs) {
+          // The gradient at p = 0 is not defined; as the class is left out of the map, it is given as 0.
+          Real p[kVector];
+          x.load(x.input, n, Real(0), p);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) result[i] = p[i] == Real(0) ? Real(0) * grad.keep : result[i] / p[i];
+        }
+        x.store(grad_input, n, result);
+      });
+      // Over what the same thread has just written for it.
+      if (args.grad_input != nullptr && exists && x.top_slot >= 0) {
+        Real result = grad.top * start.beta;
+        if (x.probs) result /= load_as_compute(x.input[start.top - x.first]);
+        grad_input[start.top - x.first] = Store<Scalar>::from_compute(result);
       }
-      if (args.grad_input == nullptr) return;
-      result *= start.beta;
-      if (args.input_is_probs) {
-        // The gradient at p = 0 is not defined; as the class is left out of the map, it is given as 0.
-        const Real p = load_as_compute(input[j]);
-        result = p == Real(0) ? Real(0) : result / p;
+      const auto grad_beta = static_cast<double>(group.sum(beta_sum));
+      if (exists && x.first == 0) {
+        if (args.grad_gamma != nullptr) {
+          args.grad_gamma[row] = start.valid ? static_cast<double>(grad.gamma) : kNaN<double>;
+        }
+        if (args.grad_temperature != nullptr) {
+          args.grad_temperature[row] = start.valid ? -grad_beta / args.temperature_of(row) : kNaN<double>;
+        }
       }
-      args.grad_input[row_offset + j] = Store<Scalar>::from_compute(start.valid ? result : kNaN<Real>);
-    });
-    const auto grad_beta = static_cast<double>(group.sum(beta_sum));
-    if (exists && x.index == 0) {
-      if (args.grad_gamma != nullptr) {
-        args.grad_gamma[row] = start.valid ? static_cast<double>(grad.gamma) : kNaN<double>;
-      }
-      if (args.grad_temperature != nullptr) {
-        args.grad_temperature[row] = start.valid ? -grad_beta / args.temperature_of(row) : kNaN<double>;
-      }
+    };
+    if (args.log_output) {
+      finish(std::true_type());
+    } else {
+      finish(std::false_type());
     }
   }
 }
@@ -375,6 +621,20 @@ bool sizes_are_valid(const CalibrationMapArgs<Scalar>& args) {
   return args.rows >= 0 && args.classes >= 1 && args.classes <= INT32_MAX - 64 * kBlock;
 }
 
+// Whether every row of every operand begins on a 16-byte boundary.
+template <typename Scalar>
+bool rows_are_vectors(const CalibrationMapArgs<Scalar>& args, std::initializer_list<const void*> others) {
+  auto addresses = reinterpret_cast<uintptr_t>(args.input);
+  for (const void* other : others) addresses |= reinterpret_cast<uintptr_t>(other);
+  return args.classes % kVectorSize<Scalar> == 0 && addresses % kVectorBytes == 0;
+}
+
+int lane_bits(int lanes) {
+  int bits = 0;
+  while (1 << bits < lanes) ++bits;
+  return bits;
+}
+
 int64_t elementwise_grid(int64_t size) {
   const int64_t blocks = divide_up(size, kBlock);
   return blocks < 8 * kMaxGrid ? blocks : 8 * kMaxGrid;
@@ -387,11 +647,12 @@ int calibration_map_forward(const CalibrationMapForward<Scalar>& args, void* str
   if (args.rows == 0) return cudaSuccess;
   if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
   const MapPlan plan = plan_map(args.rows, args.classes, kForwardSmall<Scalar>, kLarge<Scalar>);
-  void (*kernel)(CalibrationMapForward<Scalar>, int) =
+  void (*kernel)(CalibrationMapForward<Scalar>, int, int) =
       plan.capacity == 0                ? calibration_map_forward_kernel<Scalar, 0>
       : plan.capacity == kLarge<Scalar> ? calibration_map_forward_kernel<Scalar, kLarge<Scalar>>
                                         : calibration_map_forward_kernel<Scalar, kForwardSmall<Scalar>>;
-  return launch(kernel, plan.grid, kBlock, stream, args, plan.lanes);
+  const int vectors = rows_are_vectors(args, {args.output, args.output_wide});
+  return launch(kernel, plan.grid, kBlock, stream, args, lane_bits(plan.lanes), vectors);
 }
 
 template <typename Scalar>
@@ -399,11 +660,12 @@ int calibration_map_backward(const CalibrationMapBackward<Scalar>& args, void* s
   if (args.rows == 0) return cudaSuccess;
   if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
   const MapPlan plan = plan_map(args.rows, args.classes, kBackwardSmall<Scalar>, kLarge<Scalar>);
-  void (*kernel)(CalibrationMapBackward<Scalar>, int) =
+  void (*kernel)(CalibrationMapBackward<Scalar>, int, int) =
       plan.capacity == 0                ? calibration_map_backward_kernel<Scalar, 0>
       : plan.capacity == kLarge<Scalar> ? calibration_map_backward_kernel<Scalar, kLarge<Scalar>>
                                         : calibration_map_backward_kernel<Scalar, kBackwardSmall<Scalar>>;
-  return launch(kernel, plan.grid, kBlock, stream, args, plan.lanes);
+  const int vectors = rows_are_vectors(args, {args.grad_output, args.grad_output_wide, args.grad_input});
+  return launch(kernel, plan.grid, kBlock, stream, args, lane_bits(plan.lanes), vectors);
 }
 
 template <typename Scalar>

@@ -210,9 +210,25 @@ FK_HOST_DEVICE Real log_complement(Real q) {
 template <typename Real>
 FK_HOST_DEVICE Real log_weighted(Real v) {
 #if defined(__CUDA_ARCH__)
-  return log(v);
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    float result;  // to 2^-22 in absolute terms
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
+    return result * 0.693147181f;
+  } else {
+    return log(v);
+  }
 #else
   return detail::log_of_normal(v, Real(0));
+#endif
+}
+
+// -q log q, which is 0 at q = 0. There the product is NaN, and loses.
+template <typename Real>
+FK_HOST_DEVICE Real minus_q_log_q(Real q, Real log_q) {
+#if defined(__CUDA_ARCH__)
+  return fmax(-q * log_q, Real(0));
+#else
+  return q == Real(0) ? Real(0) : -q * log_q;
 #endif
 }
 
@@ -224,7 +240,7 @@ FK_HOST_DEVICE Real log_weighted(Real v) {
 template <typename Real>
 FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset, Real ratio_offset) {
   const Real q = e * q_scale;
-  const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
+  const Real s = minus_q_log_q(q, y + log_q_offset);
   const Real v = (Real(1) - q) + gamma * s;
   return (y + ratio_offset) - ((gamma - Real(1)) * log_complement(q) + log_weighted(v));
 }
@@ -242,9 +258,9 @@ FK_HOST_DEVICE Real map_log_ratio_of_q(Real y, Real q, Real log_q_offset, const 
 template <typename Real>
 FK_HOST_DEVICE Real map_ratio(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset, Real ratio_offset) {
   const Real q = e * q_scale;
-  const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
+  const Real s = minus_q_log_q(q, y + log_q_offset);
   const Real v = (Real(1) - q) + gamma * s;
-  return e * exponential(ratio_offset - (gamma - Real(1)) * log_complement(q)) / v;
+  return quick_quotient(e * quick_exponential(ratio_offset - (gamma - Real(1)) * log_complement(q)), v);
 }
 
 template <typename Real>
@@ -252,12 +268,12 @@ FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, Real gamma, Real q_scale
                                         Real ratio_offset) {
   const Real q = e * q_scale;
   const Real u = Real(1) - q;
-  const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
+  const Real s = minus_q_log_q(q, y + log_q_offset);
   const Real v = u + gamma * s;
   const Real log_u = log_complement(q);
-  const Real inverse_uv = Real(1) / (u * v);
+  const Real inverse_uv = quick_quotient(Real(1), u * v);
   MapClass<Real> c;
-  c.ratio = e * exponential(ratio_offset - (gamma - Real(1)) * log_u) * (u * inverse_uv);
+  c.ratio = e * quick_exponential(ratio_offset - (gamma - Real(1)) * log_u) * (u * inverse_uv);
   c.log_ratio = (y + ratio_offset) - ((gamma - Real(1)) * log_u + log_weighted(v));
   c.slope = Real(1) + gamma * (q * (u + v) - s) * inverse_uv;
   c.grad_gamma = -log_u - s * (u * inverse_uv);

@@ -359,4 +359,33 @@ FK_HOST_DEVICE Real log_of_sum(Real large, Real small) {
 }
 #endif
 
+// ---- the same in fewer instructions of the device ------------------------------------------------------------------
+// In float, on the device. Elsewhere they are what their names say.
+
+// e^x to a relative |x| 2^-24 + 2^-22: no more than rounding x has cost, where x is a rounded difference times 1/T.
+template <typename Real>
+FK_HOST_DEVICE Real quick_exponential(Real x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
+    return result;
+  }
+#endif
+  return exponential(x);
+}
+
+// a / b to two units in the last place, for b below 2^126.
+template <typename Real>
+FK_HOST_DEVICE Real quick_quotient(Real a, Real b) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+    return a * inverse;
+  }
+#endif
+  return a / b;
+}
+
 }  // namespace focalkern

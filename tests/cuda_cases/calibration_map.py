@@ -96,7 +96,45 @@ def test_map_rows(library, dtype, rows, classes):
     check_map(library, logits, 4 * torch.rand(rows).double() - 0.9, 0.3 + torch.rand(rows).double(), wide=True)
 
 
-@pytest.mark.parametrize("classes", [2, 40, 5000])
+# 16 bytes at a time where every row begins on a boundary: parts of one vector, of several, and of a whole block; with
+# the last vector of a thread in or beyond the row. Else class by class: rows off the vectors, and data off a boundary.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("off", [0, 1])
+@pytest.mark.parametrize("classes", [8, 16, 200, 1000, 1024, 1032, 4104])
+def test_map_of_vectors(library, dtype, classes, off):
+    rows = 19 if classes < 1000 else 9
+    values = torch.full((rows * classes + off,), NAN, dtype=dtype)[off:].view(rows, classes)
+    values.copy_(3 * torch.randn(rows, classes))
+    values[0, classes // 2 :] = -torch.inf
+    gamma, temperature = 4 * torch.rand(rows).double() - 0.9, 0.3 + torch.rand(rows).double()
+    check_map(library, values, gamma, temperature, log=True, wide=off == 1)
+    check_map(library, values, gamma, temperature, wide=off == 0)
+
+
+# The largest class is taken out of the sums, at whatever place of a vector and in whichever thread; one of equals.
+@pytest.mark.parametrize("classes", [10, 1000, 1001, 9000])
+@pytest.mark.parametrize("log", [False, True])
+def test_map_of_the_largest_class_anywhere(library, classes, log):
+    logits = torch.randn(16, classes)
+    places = torch.linspace(0, classes - 1, 16).long()
+    logits[torch.arange(16), places] = 6.0
+    logits[::3, classes // 2] = 6.0
+    logits[::5, classes - 1] = 6.0
+    logits[15] = 1.0
+    check_map(library, logits, 2.0, 1.0, log=log)
+
+
+# Digits are kept where the largest class has all of the probability, and where no power is needed.
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 2.0, 3.0, 20.0, -0.99])
+@pytest.mark.parametrize("classes", [10, 1000])
+def test_map_of_saturated_rows(library, classes, gamma):
+    logits = torch.randn(8, classes)
+    logits[torch.arange(8), torch.arange(8)] += torch.tensor([0.0, 5.0, 20.0, 40.0, 60.0, 80.0, 100.0, 1000.0])
+    check_map(library, logits, gamma, 1.0, log=True)
+    check_map(library, logits, gamma, 1.0)
+
+
+@pytest.mark.parametrize("classes", [2, 40, 1000, 5000])
 def test_map_of_probabilities(library, classes):
     probs = torch.randn(3, classes).softmax(1)
     for log in (False, True):

@@ -376,7 +376,8 @@ int main(int argc, char** argv) {
         row_loss<DualFocalRow, S>(r, c, layout, 0, r == 70);
         row_loss<BrierRow, S>(r, c, layout, 0, r == 70);
       }
-    for (auto [r, c] : {std::pair{1, 2}, {300, 3}, {65, 10}, {9, 129}, {5, 513}, {3, 2049}, {2, 4097}})
+    for (auto [r, c] :
+         {std::pair{1, 2}, {300, 3}, {65, 10}, {9, 129}, {5, 513}, {9, 1000}, {3, 2049}, {2, 4097}, {2, 4104}})
       for (bool probs : {false, true}) {
         map<S>(r, c, probs, r % 2, c % 2);
       }
