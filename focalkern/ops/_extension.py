@@ -121,7 +121,6 @@ _built_for, _module, _why = _choose()
 _CUDA: str | None = _built_for.CUDA if _built_for is not None and _module.build_info()["cuda"] else None
 # The compiled module has kernels for these; on the meta device it computes shapes.
 _DEVICES = () if _module is None else ("cpu", "cuda", "meta") if _CUDA else ("cpu", "meta")
-_HAS_CPU = "cpu" in _DEVICES
 _warned = False
 # Not before the compiled module, which owns the name under which operators are registered.
 plain = importlib.import_module("focalkern.plain")
@@ -140,7 +139,7 @@ def kernels_for(tensor: Tensor) -> Any:
 def has_kernels(tensor: Tensor) -> bool:
     """Whether the compiled module computes on this tensor's device."""
     # A device costs as much as all the other checks of a call, and most tensors of small batches are on the CPU.
-    return (tensor.is_cpu and _HAS_CPU) or tensor.device.type in _DEVICES or _say_why(tensor.device.type)
+    return (tensor.is_cpu and "cpu" in _DEVICES) or tensor.device.type in _DEVICES or _say_why(tensor.device.type)
 
 
 def module_or_plain() -> Any:
