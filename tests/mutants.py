@@ -349,6 +349,18 @@ FAULTS = [
     ),
     Fault("the last row of a tile lends its neighbour's gradient", "focal_loss.cu", "r += r + 1 < rows;", "r += 1;"),
     Fault(
+        "a thread reads on behind its own row",
+        "focal_loss.cu",
+        "values[k] = k < classes ? load_as_compute(row[k]) : -kInfinity<Real>;",
+        "values[k] = load_as_compute(row[k]);",
+    ),
+    Fault(
+        "a thread's own row is too long for it",
+        "focal_loss.cu",
+        "if (classes <= 10) return",
+        "if (classes <= 16) return",
+    ),
+    Fault(
         "elements beyond the last count",
         "sigmoid_loss.cu",
         "if (element >= args.space.size) break;",
@@ -482,8 +494,8 @@ FAULTS = [
     Fault(
         "a shuffle after divergence",
         "focal_loss.cu",
-        "            share = group_exp_sum(share, warp_lanes);\n",
-        "            if (is_live) share = group_exp_sum(share, warp_lanes);\n",
+        "share = group_exp_sum(share, warp_lanes);",
+        "if (is_live) share = group_exp_sum(share, warp_lanes);",
     ),
     Fault(
         "a barrier that rows beyond the end leave out",
@@ -577,8 +589,8 @@ FAULTS = [
     Fault(
         "an ignored row is read",
         "focal_loss.cu",
-        "if (r < rows && labels[r] >= 0) {\n        shares",
-        "if (r < rows && labels[r] != kOutOfRange) {\n        shares",
+        "if (r < rows && labels[r] >= 0) {\n          shares",
+        "if (r < rows && labels[r] != kOutOfRange) {\n          shares",
     ),
 ]
 

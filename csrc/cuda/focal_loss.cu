@@ -57,17 +57,61 @@ struct TargetLogs {
   Real log_u;
 };
 
-// From the target's logit and the sum over all other classes.
+// x / y for a y of normal size, and log x to an absolute 2^-22 and a relative 2^-22: enough for what is added to
+// another logarithm.
+__device__ __forceinline__ double quotient(double x, double y) { return x / y; }
+__device__ __forceinline__ double absolute_logarithm(double x) { return logarithm(x); }
+__device__ __forceinline__ float quotient(float x, float y) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(y));
+  return x * result;
+#else
+  return x / y;
+#endif
+}
+__device__ __forceinline__ float absolute_logarithm(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result * 0.693147181f;
+#else
+  return logarithm(x);
+#endif
+}
+
+// log(1 + t) for t in [0, 1], to 2 units in the last place.
+__device__ __forceinline__ double log_one_plus_ratio(double t) { return log_one_plus(t); }
+__device__ __forceinline__ float log_one_plus_ratio(float t) {
+  float q = -0.00325637846f;
+  q = q * t + 0.0199071616f;
+  q = q * t - 0.0570642017f;
+  q = q * t + 0.106142648f;
+  q = q * t - 0.153118625f;
+  q = q * t + 0.196781173f;
+  q = q * t - 0.249545589f;
+  q = q * t + 0.333300054f;
+  q = q * t - 0.499999046f;
+  return t + t * (t * q);
+}
+
+// From the target's logit and the sum over all other classes: their shares are as `mine` to `others`, and of the two
+// shares the logarithm of the larger is -log(1 + ratio), which cancels nowhere.
 template <typename Real>
 __device__ __forceinline__ TargetLogs<Real> target_logs(Real z, const ExpSum<Real>& rest) {
   const bool is_top = z >= rest.max;
   const Real max = fmax(rest.max, z);
+  const Real e = exponential(is_top ? rest.max - max : z - max);
+  const Real mine = is_top ? Real(1) + (z - max) : e;  // 1, or NaN at infinity
+  const Real others = is_top ? rest.sum * e : rest.sum;
+  const bool is_likely = mine > others;
+  const Real ratio = is_likely ? others : quotient(mine, others);
+  const Real log_larger = log_one_plus_ratio(ratio);
   // A target far above the rest: their sum may vanish beside it, their logarithm does not.
-  const Real rest_sum = is_top ? rest.sum * exponential(rest.max - max) : rest.sum;
-  const Real log_s = log_one_plus(rest_sum + (exponential(z - max) - Real(1)));
+  const Real log_others = absolute_logarithm(is_likely ? rest.sum : others);
+  const Real log_s = is_likely ? log_larger : log_others + log_larger;
   const Real log_p = (z - max) - log_s;
-  // 1 - p cancels for the largest class, and for no other.
-  const Real log_u = is_top ? (rest.max - max) + logarithm(rest.sum) - log_s : log_one_plus(-exponential(log_p));
+  const Real log_u = is_likely ? (rest.max - max) + log_others - log_larger : -log_larger;
   return {max, log_s, log_p, log_u};
 }
 
@@ -103,7 +147,8 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scala
   return total;
 }
 
-// The same of classes that lie next to each other, with 16-byte loads; by a warp or the block, which a constant tells.
+// A warp's share of classes that lie next to each other, with 16-byte loads; a constant says whether a warp or the
+// block has the row.
 template <typename Scalar, typename Threads>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* row, int classes, int target, int index,
                                                                  Threads threads) {
@@ -147,7 +192,7 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* r
     }
     add_to_exp_sum(total, values);
   }
-  return total;
+  return group_exp_sum(total, kWarp);
 }
 
 template <typename Scalar>
@@ -198,7 +243,7 @@ struct TileLoad {
 
 // A group's share of a short row in shared memory, in `steps` of at most kSlots: all of it is held in registers between
 // the maximum and the sum. Places are counted in bytes, which need no multiplication.
-template <int kSlots, typename Scalar>
+template <int kSlots, bool kAround, typename Scalar>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, bool is_live,
                                                                   int classes, int steps, int index, int lanes) {
   using Real = compute_t<Scalar>;
@@ -207,17 +252,19 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned
   const int limit = is_live ? begin + classes * kBytes : 0;
   const int step = lanes * kBytes;
   const int around = steps * step;
+  int at = begin + index * kBytes;
   // Rows begin a step apart from each other, as far as a power of two allows: at row lengths of many 2s their lanes
   // would meet in one bank.
-  int at = begin + index * kBytes + (row & ((1 << (31 - __clz(steps))) - 1)) * step;
+  if constexpr (kAround) at += (row & ((1 << (31 - __clz(steps))) - 1)) * step;
   Real values[kSlots];
   Real max = -kInfinity<Real>;
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
     values[k] = -kInfinity<Real>;
-    if (k < steps && at < limit) values[k] = load_as_compute(*reinterpret_cast<const Scalar*>(tile + at));
+    if (kAround ? k < steps && at < limit : at < limit)
+      values[k] = load_as_compute(*reinterpret_cast<const Scalar*>(tile + at));
     at += step;
-    if (at >= begin + around) at -= around;
+    if (kAround && at >= begin + around) at -= around;
     max = fmax(max, values[k]);
   }
   max = group_max(max, lanes);
@@ -229,15 +276,39 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned
 }
 
 // Slots beyond the steps cost as much as others: of some numbers of them, the least that will do.
-template <typename Scalar>
+template <bool kAround, typename Scalar>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, bool is_live,
                                                                   int classes, int steps, int index, int lanes) {
   static_assert(kValuesPerLane == 16, "as many slots as there may be steps");
-  if (steps <= 4) return tile_exp_sum<4, Scalar>(tile, row, is_live, classes, steps, index, lanes);
-  if (steps <= 8) return tile_exp_sum<8, Scalar>(tile, row, is_live, classes, steps, index, lanes);
-  if (steps <= 10) return tile_exp_sum<10, Scalar>(tile, row, is_live, classes, steps, index, lanes);
-  if (steps <= 13) return tile_exp_sum<13, Scalar>(tile, row, is_live, classes, steps, index, lanes);
-  return tile_exp_sum<16, Scalar>(tile, row, is_live, classes, steps, index, lanes);
+  if (steps <= 4) return tile_exp_sum<4, kAround, Scalar>(tile, row, is_live, classes, steps, index, lanes);
+  if (steps <= 8) return tile_exp_sum<8, kAround, Scalar>(tile, row, is_live, classes, steps, index, lanes);
+  if (steps <= 10) return tile_exp_sum<10, kAround, Scalar>(tile, row, is_live, classes, steps, index, lanes);
+  if (steps <= 13) return tile_exp_sum<13, kAround, Scalar>(tile, row, is_live, classes, steps, index, lanes);
+  return tile_exp_sum<16, kAround, Scalar>(tile, row, is_live, classes, steps, index, lanes);
+}
+
+// The same of a row that one thread has for itself.
+template <int kSlots, typename Scalar>
+__device__ __forceinline__ ExpSum<compute_t<Scalar>> own_exp_sum(const Scalar* row, int classes) {
+  using Real = compute_t<Scalar>;
+  Real values[kSlots];
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) values[k] = k < classes ? load_as_compute(row[k]) : -kInfinity<Real>;
+  ExpSum<Real> total = empty_exp_sum<Real>();
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) total.max = fmax(total.max, values[k]);
+  const Real base = exp_base(total.max);
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) total.sum += summand(values[k] - base);
+  return total;
+}
+
+template <typename Scalar>
+__device__ __forceinline__ ExpSum<compute_t<Scalar>> own_exp_sum(const Scalar* row, int classes) {
+  static_assert(kValuesPerLane == 16, "as many slots as there may be classes");
+  if (classes <= 4) return own_exp_sum<4>(row, classes);
+  if (classes <= 10) return own_exp_sum<10>(row, classes);
+  return own_exp_sum<16>(row, classes);
 }
 
 template <typename Scalar, RowPath path>
@@ -254,6 +325,12 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
 
   const int thread = static_cast<int>(threadIdx.x);
   const int classes = static_cast<int>(args.classes);
+  // Whether a thread has its row for itself. Short rows that begin in few banks of shared memory are left to the way
+  // that goes around in them. (In double, both ways together would spill registers.)
+  const bool is_alone = sizeof(Scalar) != sizeof(double) &&
+                        (path == RowPath::kPixels ? plan.parts == 1
+                                                  : path == RowPath::kTile && plan.lanes == 1 &&
+                                                        classes * static_cast<int>(sizeof(Scalar)) % kVectorBytes != 0);
   double loss_sum = 0;
   double weight_sum = 0;
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
@@ -266,11 +343,12 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     // A thread for each row finds its label and the target's logit.
     int label = kIgnored;
     Real z_target = 0;
+    [[maybe_unused]] int64_t offset = 0;
     if (thread < rows) {
       label = read_label(args, first + thread);
       labels[thread] = label;
       if constexpr (path != RowPath::kTile) {
-        const int64_t offset = geometry.logits(first + thread);
+        offset = geometry.logits(first + thread);
         offsets[thread] = offset;
         if (label >= 0) z_target = load_as_compute(args.logits[offset + label * args.layout.class_stride]);
       }
@@ -283,46 +361,59 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
         tile[thread * classes + label] = Store<Scalar>::from_compute(-kInfinity<Real>);
       }
     }
-    __syncthreads();
 
     // All threads reduce the classes other than the target. Rows that are ignored are not read.
-    if constexpr (path == RowPath::kPixels) {
-      const int warp = thread / kWarp;
-      const int part = warp % plan.parts;
-      const int r = warp / plan.parts * kWarp + thread % kWarp;
-      if (r < rows && labels[r] >= 0) {
-        shares[r * plan.parts + part] =
-            strided_exp_sum(args.logits + offsets[r], args.layout.class_stride, classes, labels[r], part, plan.parts);
+    ExpSum<Real> rest = empty_exp_sum<Real>();
+    if (is_alone) {
+      if (label >= 0) {
+        if constexpr (path == RowPath::kPixels) {
+          rest = strided_exp_sum(args.logits + offset, args.layout.class_stride, classes, label, 0, 1);
+        } else {
+          rest = own_exp_sum(tile + thread * classes, classes);
+        }
       }
     } else {
-      const int lanes = plan.lanes;
-      const int rows_at_once = kBlock >> plan.lane_bits;
-      const int warp_lanes = lanes < kWarp ? lanes : kWarp;
-      const int index = thread & (lanes - 1);
-      const int steps = (classes + lanes - 1) >> plan.lane_bits;
-      for (int r0 = 0; r0 < rows; r0 += rows_at_once) {
-        const int r = r0 + (thread >> plan.lane_bits);
-        const bool is_live = r < rows && labels[r < rows ? r : 0] >= 0;
-        ExpSum<Real> share;
-        if constexpr (path == RowPath::kTile) {
-          share = tile_exp_sum<Scalar>(tile_bytes, r, is_live, classes, steps, index, lanes);
-        } else {
-          share = empty_exp_sum<Real>();
-          const Scalar* row = args.logits + offsets[r < rows ? r : 0];
-          if (is_live) {
-            share = lanes >= kWarp && args.layout.class_stride == 1
-                        ? row_exp_sum(row, classes, labels[r], index, lanes)
-                        : strided_exp_sum(row, args.layout.class_stride, classes, labels[r], index, lanes);
-          }
-          // Mostly a whole warp, for which it takes fewer instructions.
-          if (warp_lanes == kWarp && sizeof(Real) == sizeof(float)) {
-            share = group_exp_sum(share, kWarp);
-          } else {
-            share = group_exp_sum(share, warp_lanes);
-          }
+      __syncthreads();
+      if constexpr (path == RowPath::kPixels) {
+        const int warp = thread / kWarp;
+        const int part = warp % plan.parts;
+        const int r = warp / plan.parts * kWarp + thread % kWarp;
+        if (r < rows && labels[r] >= 0) {
+          shares[r * plan.parts + part] =
+              strided_exp_sum(args.logits + offsets[r], args.layout.class_stride, classes, labels[r], part, plan.parts);
         }
-        const int part = plan.parts == 1 ? 0 : thread / kWarp;
-        if ((thread & (warp_lanes - 1)) == 0 && is_live) shares[r * plan.parts + part] = share;
+      } else {
+        const int lanes = plan.lanes;
+        const int rows_at_once = kBlock >> plan.lane_bits;
+        const int warp_lanes = lanes < kWarp ? lanes : kWarp;
+        const int index = thread & (lanes - 1);
+        const int steps = (classes + lanes - 1) >> plan.lane_bits;
+        // Whether four groups of a warp, or more, would meet in one bank.
+        [[maybe_unused]] const bool meets =
+            sizeof(Scalar) == sizeof(double) || (classes * static_cast<int>(sizeof(Scalar)) & (16 * lanes - 1)) == 0;
+        for (int r0 = 0; r0 < rows; r0 += rows_at_once) {
+          const int r = r0 + (thread >> plan.lane_bits);
+          const bool is_live = r < rows && labels[r < rows ? r : 0] >= 0;
+          ExpSum<Real> share;
+          if constexpr (path == RowPath::kTile) {
+            share = meets ? tile_exp_sum<true, Scalar>(tile_bytes, r, is_live, classes, steps, index, lanes)
+                          : tile_exp_sum<false, Scalar>(tile_bytes, r, is_live, classes, steps, index, lanes);
+          } else {
+            share = empty_exp_sum<Real>();
+            const Scalar* row = args.logits + offsets[r < rows ? r : 0];
+            // A warp or the block is of one mind about a row.
+            if (lanes >= kWarp && args.layout.class_stride == 1) {
+              if (is_live) share = row_exp_sum(row, classes, labels[r], index, lanes);
+            } else {
+              if (is_live) {
+                share = strided_exp_sum(row, args.layout.class_stride, classes, labels[r], index, lanes);
+              }
+              share = group_exp_sum(share, warp_lanes);
+            }
+          }
+          const int part = plan.parts == 1 ? 0 : thread / kWarp;
+          if ((thread & (warp_lanes - 1)) == 0 && is_live) shares[r * plan.parts + part] = share;
+        }
       }
     }
     __syncthreads();
@@ -334,7 +425,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
       Real loss = label == kIgnored ? Real(0) : kNaN<Real>;
       if (label >= 0) {
         const ExpSum<Real>* parts = shares + thread * plan.parts;
-        ExpSum<Real> rest = parts[0];
+        if (!is_alone) rest = parts[0];
         if (plan.parts > 1) {
           for (int part = 1; part < plan.parts; ++part) rest.max = fmax(rest.max, parts[part].max);
           const Real base = exp_base(rest.max);
