@@ -93,6 +93,19 @@ def test_losses_are_those_of_fits_that_did_not_see_the_row(sharp, criterion):
     assert [row["name"] for row in found.table()] == ["none", "temperature", "focal-temperature"]
 
 
+def test_a_candidate_without_an_optimum_outside_of_a_fold_is_not_chosen():
+    """One mistake in 60 rows: without the fold that has it temperature scaling stops where its search does."""
+    labels = torch.arange(60) % 3
+    logits = torch.eye(3, dtype=torch.float64)[labels]
+    logits[0] = torch.tensor([0.0, 0.1, 0.0])
+    assert TemperatureScaling().fit_quietly(logits, labels).at_border_ == ()
+    found = hold_contest(logits, labels, as_candidates(None, "nll", "logits"), criterion="nll", folds=5, seed=0)
+    temperature = found.entries[1]
+    assert temperature.loss < found.entries[0].loss
+    assert temperature.excluded.startswith("has its optimum at the end of the search without a fold: temperature = ")
+    assert found.winner.name == "none"
+
+
 def test_brier_is_the_brier_score(sharp):
     logits, labels = sharp
     found = losses_of(logits.double().log_softmax(-1), labels, "brier").mean()

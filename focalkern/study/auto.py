@@ -21,9 +21,10 @@ class AutoCalibrator(Calibrator):
     .. math:: \overline{l - b} \le \text{sd}(l - b) / \sqrt{N}
 
     with the losses l of the candidate and b of the best one, each on rows that its fit did not see. Never chosen are a
-    candidate whose mean loss is higher than that of no calibration, one whose optimum lies where its search ended, and
-    one whose loss is infinite on a row. With ``sample_weight`` fits and means are weighted, and the error is that of a
-    weighted mean, whatever the scale of the weights; a candidate whose ``fit`` takes none is not chosen, and named.
+    candidate whose mean loss is higher than that of no calibration, one whose optimum lies where its search ended, on
+    all rows or without a fold, and one whose loss is infinite on a row. With ``sample_weight`` fits and means are
+    weighted, and the error is that of a weighted mean, whatever the scale of the weights; a candidate whose ``fit``
+    takes none is not chosen, and named.
 
     Args:
         candidates: as :func:`focalkern.compare_calibrators`.

@@ -46,9 +46,9 @@ def compare_calibrators(
     .. math:: \overline{l - b} \le \text{sd}(l - b) / \sqrt{N}
 
     Never chosen are a candidate with a higher mean loss than no calibration, one whose optimum lies where its search
-    ended, and one whose loss is infinite on a row. Test rows never choose. Beside the candidates the table has the
-    paper's two choices, the lowest ECE (``equal_mass``) of its grid for temperature scaling and for focal temperature
-    scaling.
+    ended, on all rows or without a fold, and one whose loss is infinite on a row. Test rows never choose. Beside the
+    candidates the table has the paper's two choices, the lowest ECE (``equal_mass``) of its grid for temperature
+    scaling and for focal temperature scaling.
 
     Args:
         validation: the rows to choose by: a pair (logits [N, C], labels [N]) of tensors or arrays, or what

@@ -274,6 +274,7 @@ def hold_contest(
     for name, candidate in candidates.items():
         loss = torch.full((rows,), math.nan, dtype=torch.float64)
         excluded, fitted = "", None
+        stopped: tuple[str, ...] = ()
         try:
             fitted = fit_one(candidate, input, labels, weight=weight)
             for k in range(folds if folds > 1 else 0):
@@ -282,6 +283,7 @@ def hold_contest(
                     kept = ~held_out
                     of_fit = None if weight is None else weight[kept]
                     part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
+                    stopped = stopped or getattr(part, "at_border_", ())
                 log_probs = log_proba(part, input[held_out])
                 loss[held_out] = losses_of(log_probs, labels[held_out], criterion).cpu()
         except Exception as error:  # whatever a candidate from elsewhere raises: the others go on, and this is told
@@ -292,6 +294,8 @@ def hold_contest(
         border = getattr(fitted, "at_border_", ())
         if border and name != "none":
             excluded = excluded or f"has its optimum at the end of the search: {' and '.join(border)}"
+        elif stopped:  # where a search ends says nothing of the candidate
+            excluded = excluded or f"has its optimum at the end of the search without a fold: {' and '.join(stopped)}"
         mean = loss.mean() if weight is None else (loss * weight.cpu()).sum() / weight.cpu().sum()
         entries.append(Entry(name, fitted, float(mean), excluded=excluded))
         losses.append(loss)

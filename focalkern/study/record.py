@@ -32,6 +32,7 @@ def to_json(study: Study, *, more: dict[str, Any] | None = None) -> dict[str, An
             "n_cells": scaling.n_cells_ if scaling else None,
             "criterion_value": scaling.best_value_ if scaling else None,
             "at_border": list(scaling.at_border_) if scaling else [],
+            "solver": getattr(choice.other, "solver_", None),
             "validation": finite_or_none(choice.validation),
             "test": finite_or_none(choice.test),
             "intervals": None if trust is None else _intervals_to_json(trust, index),

@@ -18,6 +18,10 @@ _METHODS = {
     "temperature": "temperature scaling",
     "focal-temperature": "focal temperature scaling",
     "histogram": "histogram binning",
+    "structured-vector": "structured vector scaling",
+    "structured-matrix": "structured matrix scaling",
+    "structured-focal": "structured matrix scaling with the focal map",
+    "isotonic": "isotonic regression",
 }
 
 _LINES, _COLUMNS = 3, 100
