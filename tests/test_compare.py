@@ -386,6 +386,12 @@ def test_auto_checks_its_parameters_and_saves_only_ours(tmp_path):
     assert fk.AutoCalibrator(seed=3).get_params()["seed"] == 3
 
 
+def test_the_legend_says_what_a_richer_candidate_is_compared_with():
+    for candidates, said in ((["temperature"], False), (["temperature", "structured-vector"], True)):
+        table = str(fk.compare_calibrators(sample(200, 0), sample(200, 1), candidates=candidates, resamples=10).table())
+        assert ("other candidates with temperature scaling" in " ".join(table.split())) == said
+
+
 # -- candidates of other libraries -----------------------------------------------------------------------------------
 
 

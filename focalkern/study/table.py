@@ -65,6 +65,7 @@ def legend(trust: Trust, plus_minus: str = "+-") -> str:
         f"{plus_minus} half the {100 * bootstrap.level:g} % interval, of {bootstrap.n_resamples} resamples of the "
         "test rows. * better, ! worse: the interval of the paired difference excludes 0; temperature scaling is "
         "compared with no calibration, focal temperature scaling with temperature scaling by the same criterion"
+        f"{', the other candidates with temperature scaling' if trust.others else ''}"
         f"{', bins with what stands before them' if trust.binned else ''}. Bias "
         "floor: the mean calibration error of a perfectly calibrated model with the same confidences and as many rows, "
         "and below it the 95 % quantile."

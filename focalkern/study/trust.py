@@ -25,6 +25,7 @@ class Trust:
             temperature scaling has to beat, which focal temperature scaling by the same criterion has to beat. Bins
             have to beat what stands before them: the scaling, or nothing.
         binned: whether there are bins among the choices.
+        others: whether there are candidates that are no scaling.
     """
 
     names: tuple[str | None, ...]
@@ -32,6 +33,7 @@ class Trust:
     floors: tuple[dict[str, BiasFloor] | None, ...]
     against: tuple[int | None, ...]
     binned: bool = False
+    others: bool = False
 
     def interval(self, index: int, figure: str) -> Interval | None:
         name = self.names[index]
@@ -99,4 +101,5 @@ def trust_in(choices: Sequence[Choice], rows: Rows, n_bins: int, resamples: int,
         floors=tuple(None if name is None else floors[name] for name in names),
         against=tuple(map(has_to_beat, choices)),
         binned=any(choice.binning for choice in choices),
+        others=any(choice.other is not None for choice in choices),
     )
