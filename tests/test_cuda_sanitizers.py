@@ -11,9 +11,9 @@ import cuda_build
 import pytest
 
 # ThreadSanitizer misses a struct that a call stores into shared memory; member by member it sees the store.
-STORE = "gradients[thread] = row_gradient(args, geometry, first + thread);"
+STORE = "gradients[thread] = row_gradient(args, first + thread, offset);"
 MEMBERS = (
-    "{ const auto q = row_gradient(args, geometry, first + thread); volatile auto& w = gradients[thread];"
+    "{ const auto q = row_gradient(args, first + thread, offset); volatile auto& w = gradients[thread];"
     " w.max = q.max; w.scale = q.scale; w.at_target = q.at_target; w.target = q.target; }"
 )
 
