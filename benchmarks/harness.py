@@ -276,16 +276,18 @@ def recorded_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
 
 
 def last_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
-    """The recorded rows of the commit measured last, without absent providers."""
+    """The recorded rows of the commit at which each case was measured last, without absent providers."""
     rows = recorded_rows(op, out)
-    return [row for row in rows if row["commit"] == rows[-1]["commit"] and row["repeats"] != "0"]
+    last = {(row["case"], row["dtype"]): row["commit"] for row in rows}
+    return [row for row in rows if row["commit"] == last[row["case"], row["dtype"]] and row["repeats"] != "0"]
 
 
 def recorded_medians(
     op: str, out: Path = RESULTS, column: str = "median_ms"
 ) -> dict[tuple[str, str], dict[str, float]]:
-    """{(case, dtype): {provider: milliseconds}}: the median over the recorded runs of the commit measured last, so that
-    the luck of one run (which pages the allocator had at hand, who else used the machine) does not stand in a table."""
+    """{(case, dtype): {provider: milliseconds}}: the median over the recorded runs of the commit at which the case was
+    measured last, so that the luck of one run (which pages the allocator had at hand, who else used the machine) does
+    not stand in a table."""
     runs: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in last_rows(op, out):
         providers = runs.setdefault((row["case"], row["dtype"]), {})

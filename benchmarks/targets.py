@@ -10,6 +10,9 @@ LOSS = (("65536x10", 3.0), ("65536x100", 2.5), ("8192x1000", 2.5), ("1024x32000"
 GRID = (("10000x10", 100.0), ("10000x100", 100.0), ("10000x1000", 200.0))
 MAP = (("forward", 4.0), ("forward+backward", 3.0))
 BF16_SPEEDUP, GAMMA_COST = 1.5, 1.05
+# The other losses of rows, against the faster of their published code in eager mode and compiled.
+FAMILY = (("128x10", 1.5), ("8192x20", 2.0), ("256x1000", 2.0), ("1024x32000", 2.0))
+SIGMOID_DENSE, SIGMOID_LABELS, SIGMOID_SMALL, SIGMOID_COPIES, SIGMOID_BF16 = 3.0, 4.0, 1.5, 6.0, 1.3
 GRID_SECONDS, GRID_MIB, IMPORT_MS, BUILD_SECONDS = 20.0, 256.0, 150.0, 120.0
 
 # What is wanted, the bound in words, the figure in words, whether it is met.
@@ -67,6 +70,49 @@ def loss_lines(out: Path) -> Iterator[Line]:
         yield at_most("focal_loss 8192x1000", copies[key]["focalkern"], 2.0, "of a copy")
 
 
+def family_lines(out: Path) -> Iterator[Line]:
+    ratios = {case: others(found) for (case, _), found in recorded_medians("losses", out, "speedup").items()}
+    for shape, bound in FAMILY:
+        published = {
+            case: min(ratio for name, ratio in found.items() if name != "cross_entropy")
+            for case, found in ratios.items()
+            if case.endswith(f" {shape}")
+        }
+        if published:
+            case = min(published, key=lambda case: published[case])
+            what = f"the other losses at {shape}, against their published code, worst of {len(published)}"
+            yield at_least(f"{what} ({case.removesuffix(f' {shape}')})", published[case], bound)
+    beside = {case: found["cross_entropy"] for case, found in ratios.items() if "cross_entropy" in found}
+    if beside:
+        case = min(beside, key=lambda case: beside[case])
+        yield at_least(f"the other losses, against cross_entropy, worst of {len(beside)} ({case})", beside[case], 1.0)
+
+
+def sigmoid_lines(out: Path) -> Iterator[Line]:
+    times, ratios = recorded_medians("sigmoid_loss", out), recorded_medians("sigmoid_loss", out, "speedup")
+    copies = recorded_medians("sigmoid_loss", out, "ratio_to_copy")
+    large, small = (
+        {dtype: (f"sigmoid focal {shape}, memory kept", dtype) for dtype in ("float32", "bfloat16")}
+        for shape in ("160000x80", "64x80")
+    )
+    key = large["float32"]
+    name = "sigmoid_focal_loss 160000x80"
+    if key in ratios:
+        found = ratios[key]
+        compiled = found["published formula, compiled"]
+        yield at_least(f"{name}, against its formula, compiled", compiled, SIGMOID_DENSE)
+        yield at_least(f"{name}, labels, against the same", compiled / found["focalkern, labels"], SIGMOID_LABELS)
+        yield at_least(f"{name}, against compiled BCE", found["BCE, compiled"], 1.0)
+        yield at_most(name, copies[key]["focalkern"], SIGMOID_COPIES, "copies")
+        if large["bfloat16"] in times:
+            ratio = times[key]["focalkern"] / times[large["bfloat16"]]["focalkern"]
+            yield at_least(f"{name}, bfloat16 against float32", ratio, SIGMOID_BF16)
+    if small["float32"] in ratios:
+        found = ratios[small["float32"]]
+        fastest = min(ratio for name, ratio in found.items() if name.startswith("published"))
+        yield at_least("sigmoid_focal_loss 64x80, against its formula", fastest, SIGMOID_SMALL)
+
+
 def map_lines(out: Path) -> Iterator[Line]:
     ratios = recorded_medians("calibration_map", out, "speedup")
     for direction, bound in MAP:
@@ -109,6 +155,9 @@ def package_lines(out: Path) -> Iterator[Line]:
         yield at_most("build of the CPU extension", found["focalkern"] / 1e3, BUILD_SECONDS, "s")
 
 
+LINES = (loss_lines, family_lines, sigmoid_lines, map_lines, grid_lines, package_lines)
+
+
 def target_lines(out: Path) -> list[Line]:
     """The targets whose cases were recorded."""
-    return [line for lines in (loss_lines, map_lines, grid_lines, package_lines) for line in lines(out)]
+    return [line for lines in LINES for line in lines(out)]

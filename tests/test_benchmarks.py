@@ -120,7 +120,10 @@ def test_pages_show_what_was_recorded():
     evidence = Path(__file__).parents[1] / "docs" / "evidence"
     pages = (evidence / "speed.md").read_text() + (evidence / "missed.md").read_text()
     for table in (
-        *(main.summary(op, harness.RESULTS) for op in ("focal_loss", "calibration_map", "calibration_grid")),
+        *(
+            main.summary(op, harness.RESULTS)
+            for op in ("focal_loss", "sigmoid_loss", "calibration_map", "calibration_grid")
+        ),
         main.targets_summary(harness.RESULTS),
     ):
         assert table.count("\n") > 5 and table in pages
