@@ -48,8 +48,8 @@ def main(arguments=None):
     for row in fk.per_class_report(probs, labels, calibrated=calibrated):
         print(f"{row['class']:>5}  {row['n']:>4}  {row['ece']:10.4f}  {row['ece_after']:9.4f}")
 
-    if chosen.test:
-        print(f"the report is {study.write_report(chosen.test)[-1]}")
+    if chosen.report:
+        print(f"the report is {study.write_report(chosen.report)[-1]}")
 
 
 if __name__ == "__main__":
