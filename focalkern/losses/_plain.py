@@ -1,4 +1,4 @@
-"""Dual focal loss and the baselines of the papers. MMCE and the norm of the logits are plain torch."""
+"""Dual focal loss and the baselines of the papers. The norm of the logits is plain torch, and MMCE without a kernel."""
 
 import math
 from typing import Literal
@@ -206,7 +206,7 @@ class MMCELoss(Loss):
             a = lack / torch.where(both, n_correct, math.inf) - excess / torch.where(both, count - n_correct, math.inf)
         else:
             a = (lack - excess) / torch.where(count > 0, count, 1)
-        squared = _laplacian_form(a, r, self.bandwidth)
+        squared = _laplacian_form(a, r, odds, self.bandwidth)
         # At 0 the root has no derivative; 0 is taken. Rounding may leave the square just below 0.
         positive = squared > 0
         mmce = torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
@@ -218,16 +218,16 @@ class MMCELoss(Loss):
         return {"coefficient": self.coefficient, "weighted": self.weighted, "bandwidth": self.bandwidth}
 
 
-def _laplacian_form(a: Tensor, r: Tensor, h: float) -> Tensor:
-    """sum_ij a_i a_j exp(-|r_i - r_j| / h) for r in [0, 1], float64, in O(N log N) and without an [N, N] matrix.
+def _laplacian_form(a: Tensor, r: Tensor, odds: Tensor, h: float) -> Tensor:
+    """sum_ij a_i a_j exp(-|r_i - r_j| / h) for r = sigmoid(-odds), float64, in O(N log N), without an [N, N] matrix.
 
     The kernel is a product of exponentials on either side of r_i, so that prefix sums over the sorted r give both
     sides. Samples of equal r are a third part, to which r contributes no derivative, as for |r_i - r_j| at 0.
     """
-    r, order = r.sort()
-    a = a[order]
-    sorted_r = r.detach().contiguous()
-    first, behind = torch.searchsorted(sorted_r, sorted_r), torch.searchsorted(sorted_r, sorted_r, right=True)
+    # By the odds: the sigmoids of equal ones may differ in the last digit, which depends on the place in memory.
+    against, order = odds.detach().neg().sort()
+    r, a = r[order], a[order]
+    first, behind = torch.searchsorted(against, against), torch.searchsorted(against, against, right=True)
     rise, fall = (r / h).exp(), (-r / h).exp()
     below = F.pad((a * rise).cumsum(0), (1, 0))[first] * fall
     above = F.pad((a * fall).flip(0).cumsum(0).flip(0), (0, 1))[behind] * rise
