@@ -194,9 +194,7 @@ def misses(mean: dict[tuple[str, int, str], float], files: list[str]) -> str:
         "among them that is luck, which no rule can know (parts without a mistake, on which temperature scaling has no "
         "optimum and is never chosen, and parts on which focal temperature scaling is better by more than a standard "
         "error and is not on the test rows), from 500 rows on it is the rule, which keeps no calibration where "
-        "temperature scaling gains less than a standard error. The standard error of the folds' means and one enlarged "
-        "for the rows that the folds' fits have in common were tried in its place: what they mend on one network they "
-        "lose on another, most of all where no calibration is far too sure."
+        "temperature scaling gains less than a standard error."
     )
 
 

@@ -61,7 +61,7 @@ class FocalFamily(Loss):
             input,
             target,
             gamma,
-            weight=self._buffers["weight"],
+            weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,

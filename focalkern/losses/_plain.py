@@ -182,7 +182,7 @@ class MMCELoss(Loss):
         self.weighted = flag("MMCELoss", "weighted", weighted)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if self._buffers["weight"] is None and self.label_smoothing == 0:
+        if self.weight is None and self.label_smoothing == 0:
             fused = mmce_loss(
                 input, target, self.coefficient, self.weighted, self.bandwidth, self.reduction, self.ignore_index
             )
