@@ -47,7 +47,7 @@ FOCAL_LOSS = [
     ("bfloat16", (1056, 32000), 4), ("float32", (2112, 4097), 4), ("bfloat16", (2112, 4097), 4),
     ("float32", (135168, 10), 5), ("bfloat16", (135168, 10), 4), ("float32", (16896, 100), 5),
     ("bfloat16", (16896, 100), 4), ("float32", (2, 19, 67584), 5), ("bfloat16", (2, 19, 67584), 5),
-    ("float64", (16896, 1000), 2),
+    ("float64", (16896, 1000), 2), ("float32", (8, 128256), 2), ("bfloat16", (8, 128256), 2),
 ]  # fmt: skip
 # Labels, and for the focal loss label smoothing, which shares the kernels of class probabilities.
 ROW_LOSS = [
@@ -213,17 +213,20 @@ def focal_loss(library: ctypes.CDLL, cycles: bool, wanted: Callable[[str], bool]
         rows = logits.numel() // shape[1]
         blocks = 3 * resident * (2 if shape[1] < 200 else 1) if cycles else 6
         tile = library.rows_of_a_tile(*map(c_int64, (rows, shape[1], dtype.itemsize, len(shape) == 2, len(shape) == 3)))
-        some = blocks * tile
+        some = blocks * tile * shape[1]
+        cut = len(shape) == 2 and library.chunk_of_a_row(*map(c_int64, (rows, shape[1], dtype.itemsize))) > 0
+        if cut:  # all blocks, for the sums of all chunks are brought together
+            blocks, some = 0, rows * shape[1]
         library.ptxrun_set(b"only_blocks", c_int64(blocks))
         library.sassrun_trace(c_int64(blocks if cycles else 0))
-        for direction in ("forward", "backward") if cycles else ("ward",):
+        for direction in ("forward", "backward") if cycles and not cut else ("ward",):
             runner = ForwardOnly(library) if direction == "forward" else library
             run_focal_loss(runner, logits, target, 2.0, torch.ones(1, dtype=real_of(dtype)))
             for name, code in executed(library).items():
-                if direction in name:
-                    moved = some * (shape[1] * dtype.itemsize * (2 if "backward" in name else 1) + 20)
-                    more = simulate(library, resident, some * shape[1]) if cycles else {}
-                    yield Count(case, short(name), **count(code, some * shape[1], moved), **more)
+                if direction in name or (cut and "total" in name):
+                    moved = some * (dtype.itemsize * (2 if "backward" in name else 1) + 20 / shape[1])
+                    more = simulate(library, resident, some) if cycles and not cut else {}
+                    yield Count(case, short(name), **count(code, some, moved), **more)
         library.ptxrun_set(b"only_blocks", c_int64(0))
         library.sassrun_trace(c_int64(0))
 

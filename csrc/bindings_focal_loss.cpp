@@ -474,14 +474,10 @@ std::tuple<Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor& targe
     FocalLossForward<Scalar> args{prepared.args, nullptr};
     args.saved = static_cast<Real*>(saved.mutable_data_ptr());
     Real* reduced = nullptr;
+    (reduction == kNone ? args.row_loss : reduced) = static_cast<Real*>(loss.mutable_data_ptr());
     Tensor workspace;
-    if (reduction == kNone) {
-      args.row_loss = static_cast<Real*>(loss.mutable_data_ptr());
-    } else {
-      reduced = static_cast<Real*>(loss.mutable_data_ptr());
-      const int64_t bytes = cuda::focal_loss_workspace(args.rows, args.classes);
-      if (bytes > 0) workspace = at::empty({bytes}, input.options().dtype(at::kByte));
-    }
+    const int64_t bytes = cuda::focal_loss_workspace(args.rows, args.classes, reduction != kNone);
+    if (bytes > 0) workspace = at::empty({bytes}, input.options().dtype(at::kByte));
     void* scratch = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
     Real* divisor = args.saved + saved_numbers(options) * args.rows;
     void* stream = c10::cuda::getCurrentCUDAStream().stream();

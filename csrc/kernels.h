@@ -117,8 +117,9 @@ namespace cuda {
 
 // Launchers put their work on `stream` (a cudaStream_t) and return a cudaError_t, 0 for success.
 
-// Size in bytes of the scratch memory that a reduced forward pass needs, 0 for a small batch; it need not be cleared.
-int64_t focal_loss_workspace(int64_t rows, int64_t classes);
+// Size in bytes of the scratch memory that a forward pass needs: to reduce the loss, and for few long rows; 0 for a
+// small batch. It need not be cleared.
+int64_t focal_loss_workspace(int64_t rows, int64_t classes, bool reduced);
 
 // `loss` (or null for no reduction) receives the sum or the mean, `divisor` what the mean was divided by (1 for a sum).
 template <typename Scalar>

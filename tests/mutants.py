@@ -96,6 +96,67 @@ FAULTS = [
         "t < plan.tiles; t += gridDim.x",
         "t < plan.tiles; t += gridDim.x - (gridDim.x > 1)",
     ),
+    # ---- long rows in chunks
+    Fault(
+        "the target's class is not counted from the chunk's first",
+        "focal_loss.cu",
+        "const int target = label - chunk.first;",
+        "const int target = label;",
+    ),
+    Fault(
+        "the last chunk reaches beyond the row",
+        "focal_loss.cu",
+        "left < plan.chunk_classes ? left : plan.chunk_classes;",
+        "plan.chunk_classes;",
+    ),
+    Fault(
+        "chunks begin where neighbouring classes would lie",
+        "focal_loss.cu",
+        "geometry.logits(chunk.row) + chunk.first * class_stride;",
+        "geometry.logits(chunk.row) + chunk.first;",
+    ),
+    Fault(
+        "chunks of gradients begin where neighbouring classes would lie",
+        "focal_loss.cu",
+        "geometry.grad_logits(chunk.row) + chunk.first * grad_stride,",
+        "geometry.grad_logits(chunk.row) + chunk.first,",
+    ),
+    Fault(
+        "only as many chunks as lanes are brought together",
+        "focal_loss.cu",
+        "c < chunks; c += lanes",
+        "c < chunks; c += chunks",
+    ),
+    Fault(
+        "only the first rows of chunks are brought together",
+        "focal_loss.cu",
+        "first < rows; first += rows_at_once",
+        "first < rows; first += rows",
+    ),
+    Fault(
+        "labels of rows beyond those in chunks are read",
+        "focal_loss.cu",
+        "row < rows ? read_label(args, row) : kIgnored;",
+        "read_label(args, row);",
+    ),
+    Fault(
+        "every lane brings the chunks of a row to an end",
+        "focal_loss.cu",
+        "if (index == 0 && row < rows) finish_row",
+        "if (row < rows) finish_row",
+    ),
+    Fault(
+        "a chunk writes the target's gradient of a later one",
+        "focal_loss.cu",
+        "if (gradient.target >= chunk.classes) gradient.target = kIgnored;",
+        "",
+    ),
+    Fault(
+        "every chunk writes the gradient of gamma",
+        "focal_loss.cu",
+        "offset, chunk.first == 0);",
+        "offset, true);",
+    ),
     Fault(
         "losses of rows: only the first rows of a block",
         "row_loss.cu",

@@ -19,14 +19,18 @@ def geometry(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     flags = [*cuda_build.HOST_FLAGS, "-O2", "-shared", f"-I{cuda_build.CSRC}"]
     subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
-    for name in ("row", "map", "grid"):
-        getattr(loaded, f"check_all_{name}_plans").restype = ctypes.c_char_p
+    for name in ("row_plans", "chunks", "map_plans", "grid_plans"):
+        getattr(loaded, f"check_all_{name}").restype = ctypes.c_char_p
     return loaded
 
 
 # Rows: see geometry.cpp. Beyond these classes and rows no threshold lies.
 def test_every_size_has_a_valid_launch(geometry):
     assert geometry.check_all_row_plans(c_int64(70_000)) is None
+
+
+def test_every_class_of_a_long_row_is_in_one_chunk(geometry):
+    assert geometry.check_all_chunks(c_int64(300_000)) is None
 
 
 def test_every_size_of_the_map_has_a_valid_launch(geometry):

@@ -9,6 +9,8 @@
 // plan_rows in launch.h says which threads share a row: for short rows the whole block reads the tile as one run of
 // vectors, for longer ones a group of lanes, a warp or the block reads a row, and where classes lie further apart than
 // rows ([N, C, H, W]) a lane reads a row, so that a warp reads neighbours.
+// Long rows that are fewer than multiprocessors are cut into chunks of classes, a block for each: forward, a second
+// kernel of one block brings their sums together.
 //
 // Probability targets and label smoothing need the focal terms of every class: those kernels are in row_loss.cu, as for
 // the other losses of rows.
@@ -311,6 +313,28 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> own_exp_sum(const Scalar* r
   return own_exp_sum<16>(row, classes);
 }
 
+// What comes of a row, by the thread that has its target's logit and the sum over its other classes.
+template <typename Scalar>
+__device__ __forceinline__ void finish_row(const FocalLossForward<Scalar>& args, int64_t row, int label,
+                                           compute_t<Scalar> z_target, const ExpSum<compute_t<Scalar>>& rest,
+                                           double& loss_sum, double& weight_sum) {
+  using Real = compute_t<Scalar>;
+  TargetLogs<Real> logs = {0, 0, 0, 0};
+  Real loss = label == kIgnored ? Real(0) : kNaN<Real>;
+  if (label >= 0) {
+    logs = target_logs(z_target, rest);
+    const Real gamma = gamma_at(args, row, exponential(logs.log_p));
+    const Real weight = args.class_weight != nullptr ? args.class_weight[label] : Real(1);
+    loss = weight * focal_terms(logs.log_p, logs.log_u, gamma).loss;
+    weight_sum += static_cast<double>(weight);
+  }
+  args.saved[row] = logs.max;
+  args.saved[args.rows + row] = logs.log_s;
+  args.saved[2 * args.rows + row] = logs.log_u;
+  if (args.row_loss != nullptr) args.row_loss[row] = loss;
+  loss_sum += static_cast<double>(loss);
+}
+
 template <typename Scalar, RowPath path>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forward_kernel(
     const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
@@ -420,9 +444,6 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
 
     // A thread for each row again.
     if (thread < rows) {
-      const int64_t row = first + thread;
-      TargetLogs<Real> logs = {0, 0, 0, 0};
-      Real loss = label == kIgnored ? Real(0) : kNaN<Real>;
       if (label >= 0) {
         const ExpSum<Real>* parts = shares + thread * plan.parts;
         if (!is_alone) rest = parts[0];
@@ -434,17 +455,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
             rest.sum += parts[part].sum * exponential(parts[part].max - base);
           }
         }
-        logs = target_logs(z_target, rest);
-        const Real gamma = gamma_at(args, row, exponential(logs.log_p));
-        const Real weight = args.class_weight != nullptr ? args.class_weight[label] : Real(1);
-        loss = weight * focal_terms(logs.log_p, logs.log_u, gamma).loss;
-        weight_sum += static_cast<double>(weight);
       }
-      args.saved[row] = logs.max;
-      args.saved[args.rows + row] = logs.log_s;
-      args.saved[2 * args.rows + row] = logs.log_u;
-      if (args.row_loss != nullptr) args.row_loss[row] = loss;
-      loss_sum += static_cast<double>(loss);
+      finish_row(args, first + thread, label, z_target, rest, loss_sum, weight_sum);
     }
   }
   sum_over_grid(reduction, loss_sum, weight_sum);
@@ -464,7 +476,8 @@ struct RowGradient {
 
 template <typename Scalar>
 __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const FocalLossBackward<Scalar>& args,
-                                                                       int64_t row, int64_t offset) {
+                                                                       int64_t row, int64_t offset,
+                                                                       bool has_grad_gamma = true) {
   using Real = compute_t<Scalar>;
   const int label = read_label(args, row);
   RowGradient<Real> result = {0, 0, 0, label};
@@ -489,7 +502,7 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Foc
     result.scale = kNaN<Real>;
     grad_gamma = kNaN<Real>;
   }
-  if (args.grad_gamma != nullptr) args.grad_gamma[row] = grad_gamma;
+  if (has_grad_gamma && args.grad_gamma != nullptr) args.grad_gamma[row] = grad_gamma;
   return result;
 }
 
@@ -684,6 +697,103 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
   }
 }
 
+// ---- few long rows -------------------------------------------------------------------------------------------------
+
+// The part of a row that a block has.
+struct Chunk {
+  int64_t row;
+  int first;    // class
+  int classes;  // from there on
+
+  __device__ __forceinline__ Chunk(const RowPlan& plan, int64_t classes_of_row) {
+    const int chunk = static_cast<int>(blockIdx.x) % plan.chunks;
+    row = static_cast<int>(blockIdx.x) / plan.chunks;
+    first = chunk * plan.chunk_classes;
+    const int left = static_cast<int>(classes_of_row) - first;
+    classes = left < plan.chunk_classes ? left : plan.chunk_classes;
+  }
+};
+
+// sums: [rows, chunks], of the classes other than the target. Those of rows without a target stay unwritten.
+template <typename Scalar>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chunk_forward_kernel(
+    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
+    ExpSum<compute_t<Scalar>>* sums) {
+  using Real = compute_t<Scalar>;
+  __shared__ ExpSum<Real> shares[kWarpsPerBlock];
+  const int thread = static_cast<int>(threadIdx.x);
+  const Chunk chunk(geometry.plan, args.classes);
+  const int label = read_label(args, chunk.row);
+  if (label < 0) return;
+  const int64_t class_stride = args.layout.class_stride;
+  const Scalar* logits = args.logits + geometry.logits(chunk.row) + chunk.first * class_stride;
+  const int target = label - chunk.first;  // possibly in another chunk
+  ExpSum<Real> share;
+  if (class_stride == 1) {
+    share = row_exp_sum(logits, chunk.classes, target, thread, std::integral_constant<int, kBlock>());
+  } else {
+    share = strided_exp_sum(logits, class_stride, chunk.classes, target, thread, kBlock);
+    share = group_exp_sum(share, kWarp);
+  }
+  if (thread % kWarp == 0) shares[thread / kWarp] = share;
+  __syncthreads();
+  if (thread >= kWarp) return;
+  share = group_exp_sum(shares[thread % kWarpsPerBlock], kWarpsPerBlock);
+  if (thread == 0) sums[blockIdx.x] = share;
+}
+
+// One block: `lanes` threads, a power of two up to a warp, bring the chunks of a row together.
+template <typename Scalar>
+__global__ __launch_bounds__(kBlock) void focal_loss_chunk_total_kernel(
+    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
+    const ExpSum<compute_t<Scalar>>* sums, int lanes, const __grid_constant__ GridSum<compute_t<Scalar>> reduction) {
+  using Real = compute_t<Scalar>;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int index = thread & (lanes - 1);
+  const int chunks = geometry.plan.chunks;
+  const int rows = static_cast<int>(args.rows);
+  const int rows_at_once = kBlock / lanes;
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int first = 0; first < rows; first += rows_at_once) {
+    const int row = first + thread / lanes;
+    const int label = row < rows ? read_label(args, row) : kIgnored;
+    Real z_target = 0;
+    ExpSum<Real> rest = empty_exp_sum<Real>();
+    if (label >= 0) {
+      z_target = load_as_compute(args.logits[geometry.logits(row) + label * args.layout.class_stride]);
+      for (int c = index; c < chunks; c += lanes) {
+        const ExpSum<Real> next = sums[row * chunks + c];
+        const Real max = fmax(rest.max, next.max);
+        const Real base = exp_base(max);
+        rest = {max, rest.sum * exponential(rest.max - base) + next.sum * exponential(next.max - base)};
+      }
+    }
+    rest = group_exp_sum(rest, lanes);
+    if (index == 0 && row < rows) finish_row(args, row, label, z_target, rest, loss_sum, weight_sum);
+  }
+  sum_over_grid(reduction, loss_sum, weight_sum);
+}
+
+template <typename Scalar>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chunk_backward_kernel(
+    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ Geometry geometry) {
+  __shared__ RowGradient<compute_t<Scalar>> of_row;
+  const int thread = static_cast<int>(threadIdx.x);
+  const Chunk chunk(geometry.plan, args.classes);
+  const int64_t offset = geometry.logits(chunk.row);
+  if (thread == 0) of_row = row_gradient(args, chunk.row, offset, chunk.first == 0);
+  __syncthreads();
+  RowGradient<compute_t<Scalar>> gradient = of_row;
+  gradient.target -= chunk.first;
+  if (gradient.target >= chunk.classes) gradient.target = kIgnored;  // the target is in a later chunk
+  const int64_t class_stride = args.layout.class_stride;
+  const int64_t grad_stride = args.grad_layout.class_stride;
+  write_row_gradient(args.grad_logits + geometry.grad_logits(chunk.row) + chunk.first * grad_stride, grad_stride,
+                     args.logits + offset + chunk.first * class_stride, class_stride, chunk.classes, gradient, thread,
+                     kBlock);
+}
+
 // ---- launchers -----------------------------------------------------------------------------------------------------
 
 bool has_no_gaps(const RowLayout& layout, int64_t rows, int64_t classes) {
@@ -699,10 +809,26 @@ RowPlan plan_for(const FocalLossArgs<Scalar>& args, bool end_to_end) {
   return plan_rows(args.rows, args.classes, sizeof(Scalar), end_to_end, class_is_outermost(args));
 }
 
+template <typename Scalar>
+int forward_in_chunks(const FocalLossForward<Scalar>& args, const Geometry& geometry,
+                      const GridSum<compute_t<Scalar>>& reduction, void* workspace, void* stream) {
+  if (workspace == nullptr) return cudaErrorInvalidValue;
+  const RowPlan& plan = geometry.plan;
+  auto* sums = static_cast<ExpSum<compute_t<Scalar>>*>(workspace);
+  const int64_t grid = args.rows * plan.chunks;
+  const int error = launch(focal_loss_chunk_forward_kernel<Scalar>, grid, kBlock, stream, args, geometry, sums);
+  if (error != cudaSuccess) return error;
+  const int lanes = power_of_two_at_least(plan.chunks, kWarp);
+  return launch(focal_loss_chunk_total_kernel<Scalar>, 1, kBlock, stream, args, geometry, sums, lanes, reduction);
+}
+
 }  // namespace
 
-int64_t focal_loss_workspace(int64_t rows, int64_t classes) {
-  return fits_one_block(rows, classes) ? 0 : grid_sum_workspace(kMaxGrid);
+int64_t focal_loss_workspace(int64_t rows, int64_t classes, bool reduced) {
+  const int64_t of_sums = reduced && !fits_one_block(rows, classes) ? grid_sum_workspace(kMaxGrid) : 0;
+  const bool may_be_cut = rows < kFewRows && classes > kLongRowBytes / static_cast<int64_t>(sizeof(double));
+  const int64_t of_chunks = may_be_cut ? kMostChunks * static_cast<int64_t>(sizeof(ExpSum<double>)) : 0;
+  return of_sums > of_chunks ? of_sums : of_chunks;
 }
 
 template <typename Scalar>
@@ -712,9 +838,10 @@ int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_
   GridSum<compute_t<Scalar>> reduction = {loss, divisor, mean, nullptr, nullptr};
   if (is_soft(args)) return row_loss_soft_forward<FocalRow>(args, reduction, workspace, stream);
   const RowPlan plan = plan_for(args, has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits));
+  const Geometry geometry = {plan, ClassDivider(args.classes), RowOffset(args.layout), RowOffset(args.layout)};
+  if (plan.chunks > 1) return forward_in_chunks(args, geometry, reduction, workspace, stream);
   const cudaError_t error = prepare_grid_sum(reduction, plan.grid, workspace, stream);
   if (error != cudaSuccess) return error;
-  const Geometry geometry = {plan, ClassDivider(args.classes), RowOffset(args.layout), RowOffset(args.layout)};
   void (*kernel)(FocalLossForward<Scalar>, Geometry, GridSum<compute_t<Scalar>>) =
       plan.path == RowPath::kTile     ? focal_loss_forward_kernel<Scalar, RowPath::kTile>
       : plan.path == RowPath::kPixels ? focal_loss_forward_kernel<Scalar, RowPath::kPixels>
@@ -733,6 +860,9 @@ int focal_loss_backward(const FocalLossBackward<Scalar>& args, void* stream) {
                           on_boundary(args.grad_logits);
   const RowPlan plan = plan_for(args, end_to_end);
   const Geometry geometry = {plan, ClassDivider(args.classes), RowOffset(args.layout), RowOffset(args.grad_layout)};
+  if (plan.chunks > 1 && args.grad_logits != nullptr) {
+    return launch(focal_loss_chunk_backward_kernel<Scalar>, args.rows * plan.chunks, kBlock, stream, args, geometry);
+  }
   void (*kernel)(FocalLossBackward<Scalar>, Geometry) =
       plan.path == RowPath::kTile     ? focal_loss_backward_kernel<Scalar, RowPath::kTile>
       : plan.path == RowPath::kPixels ? focal_loss_backward_kernel<Scalar, RowPath::kPixels>

@@ -21,6 +21,13 @@ constexpr int64_t kMaxGrid = 2048;
 // Blocks it takes to keep two of them on every multiprocessor of a large chip: with less work than this, tiles shrink.
 constexpr int64_t kEnoughBlocks = 264;
 
+// Rows that would leave multiprocessors of a large chip idle if each had a block: long ones are cut into chunks, each a
+// multiple of what a block loads at once.
+constexpr int64_t kFewRows = kEnoughBlocks / 2;
+constexpr int64_t kLongRowBytes = 32768;
+constexpr int64_t kChunkBytes = 16384;                         // four vectors for each thread
+constexpr int64_t kMostChunks = kEnoughBlocks + kFewRows - 1;  // of all rows
+
 constexpr int kTileBytes = 16384;   // shared memory for a tile of short rows
 constexpr int kValuesPerLane = 16;  // of a short row, kept in registers between finding its maximum and its sum
 constexpr int kVectorBytes = 16;    // the widest load a thread can make
@@ -34,9 +41,11 @@ enum class RowPath : int {
 struct RowPlan {
   RowPath path;
   int rows_per_tile;
-  int lanes;      // threads on one row, a power of two up to a warp, or the block
-  int lane_bits;  // its logarithm: the kernels divide by shifting
-  int parts;      // partial results of one row: one per warp that works on it; rows_per_tile * parts <= kBlock
+  int lanes;          // threads on one row, a power of two up to a warp, or the block
+  int lane_bits;      // its logarithm: the kernels divide by shifting
+  int parts;          // partial results of one row: one per warp that works on it; rows_per_tile * parts <= kBlock
+  int chunks;         // of one row, a block for each; 1 where rows are not cut
+  int chunk_classes;  // in each but the last
   int64_t tiles;
   int64_t grid;
 };
@@ -76,6 +85,7 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
   const int64_t row_bytes = classes * element_bytes;
   RowPlan plan = {};
   plan.parts = 1;
+  plan.chunks = 1;
   if (end_to_end && classes > 0 && row_bytes <= 1024 && classes <= kValuesPerLane * kWarp) {
     plan.path = RowPath::kTile;
     plan.lanes = power_of_two_at_least(divide_up(classes, kValuesPerLane), kWarp);
@@ -100,6 +110,12 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
       plan.parts = kWarpsPerBlock;
       const int most = row_bytes > 65536 ? 1 : row_bytes > 32768 ? 2 : row_bytes > 16384 ? 4 : 8;
       plan.rows_per_tile = fits_one_block(rows, classes) ? 8 : rows_per_tile(rows, most, 1);
+      if (rows > 0 && rows < kFewRows && row_bytes > kLongRowBytes) {
+        const int64_t loads = divide_up(row_bytes, kChunkBytes * divide_up(kEnoughBlocks, rows));
+        const int64_t chunk_bytes = kChunkBytes * loads;
+        plan.chunk_classes = static_cast<int>(chunk_bytes / element_bytes);
+        plan.chunks = static_cast<int>(divide_up(row_bytes, chunk_bytes));
+      }
     } else {
       plan.lanes = power_of_two_at_least(divide_up(classes, kValuesPerLane), kWarp);
       const int rows_at_once = kBlock / plan.lanes;

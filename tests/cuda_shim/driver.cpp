@@ -123,7 +123,7 @@ void row_loss(int rows, int classes, int layout, int mode, bool none) {
     a.gamma_value = 2;
   a.epsilon = 1.5;
   a.row_loss = none ? rl.p : nullptr;
-  int64_t bytes = cuda::focal_loss_workspace(rows, classes);
+  int64_t bytes = cuda::focal_loss_workspace(rows, classes, !none);
   std::unique_ptr<Buffer<double>> ws;
   if (bytes) ws = std::make_unique<Buffer<double>>(bytes / 8);
   R* total = none ? nullptr : loss.p;

@@ -73,6 +73,21 @@ const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_
   return nullptr;
 }
 
+// Long rows that are few are cut, and no others; the chunks of a row meet, and none is empty.
+const char* check_chunks(int64_t rows, int64_t classes, int bytes) {
+  using namespace cuda;
+  const RowPlan plan = plan_rows(rows, classes, bytes, false, false);
+  const bool is_cut = rows > 0 && rows < kFewRows && classes * bytes > kLongRowBytes;
+  FK_REQUIRE(is_cut == (plan.chunks > 1));
+  if (!is_cut) return nullptr;
+  FK_REQUIRE(plan.path == RowPath::kRows && plan.lanes == kBlock && plan.rows_per_tile == 1);
+  FK_REQUIRE(int64_t{plan.chunk_classes} * bytes % kChunkBytes == 0);
+  FK_REQUIRE(int64_t{plan.chunks - 1} * plan.chunk_classes < classes);
+  FK_REQUIRE(int64_t{plan.chunks} * plan.chunk_classes >= classes);
+  FK_REQUIRE(rows * plan.chunks <= kMostChunks);
+  return nullptr;
+}
+
 const char* check_map_plan(int64_t rows, int64_t classes, int small, int large) {
   using namespace cuda;
   const MapPlan plan = plan_map(rows, classes, small, large);
@@ -175,6 +190,22 @@ const char* check_all_row_plans(int64_t most_classes) {
     for (const int layout : {0, 1, 2}) {
       const char* broken = check_layout(most_classes, bytes, layout == 0, layout == 2);
       if (broken != nullptr) return broken;
+    }
+  }
+  return nullptr;
+}
+
+const char* check_all_chunks(int64_t most_classes) {
+  for (const int bytes : {2, 4, 8}) {
+    for (int64_t rows = 0; rows <= 2 * cuda::kFewRows; ++rows) {
+      for (int64_t classes = 1; classes <= most_classes; classes += classes % 64 < 2 ? 1 : 62) {
+        const char* broken = check_chunks(rows, classes, bytes);
+        if (broken != nullptr) return broken;
+      }
+      for (const int64_t classes : {int64_t{1} << 20, (int64_t{1} << 30) + 1, int64_t{INT32_MAX} - 64 * 256 * 16}) {
+        const char* broken = check_chunks(rows, classes, bytes);
+        if (broken != nullptr) return broken;
+      }
     }
   }
   return nullptr;

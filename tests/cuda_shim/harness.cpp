@@ -70,6 +70,9 @@ int64_t max_grid() { return cuda::kMaxGrid; }
 int64_t rows_of_a_tile(int64_t rows, int64_t classes, int64_t bytes, int64_t end_to_end, int64_t class_outermost) {
   return cuda::plan_rows(rows, classes, static_cast<int>(bytes), end_to_end != 0, class_outermost != 0).rows_per_tile;
 }
+int64_t chunk_of_a_row(int64_t rows, int64_t classes, int64_t bytes) {  // or 0: rows are not cut
+  return cuda::plan_rows(rows, classes, static_cast<int>(bytes), true, false).chunk_classes;
+}
 
 // Memory between two pages that nobody may touch, on a certain byte of a 16-byte vector, as close to the second page as
 // that allows: a read or write outside is a crash, or shows in the bytes left over, which unguard looks at.
@@ -120,7 +123,9 @@ int64_t size_of(const char* name, int is_double) {
   return -1;
 }
 
-int64_t focal_loss_workspace(int64_t rows, int64_t classes) { return cuda::focal_loss_workspace(rows, classes); }
+int64_t focal_loss_workspace(int64_t rows, int64_t classes, int reduced) {
+  return cuda::focal_loss_workspace(rows, classes, reduced != 0);
+}
 
 int focal_loss_forward(int dtype, const void* args, int mean, void* loss, void* divisor, void* workspace) {
   return with_scalar(dtype, [&](auto scalar) {
