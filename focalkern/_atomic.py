@@ -11,7 +11,7 @@ from typing import BinaryIO
 __all__ = ["opened_atomically", "write_atomically"]
 
 
-def write_atomically(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` to ``path``, all of it or nothing; see :func:`opened_atomically`."""
     with opened_atomically(path) as stream:
         stream.write(data)

@@ -165,7 +165,7 @@ class Progress:
         stream = io.BytesIO()
         content = {"task": task, "done": done, "totals": totals, "state": state.state_dict()}
         torch.save({"format": _STATE_FORMAT, **content}, stream)
-        write_atomically(self.path, stream.getbuffer())
+        write_atomically(self.path, stream.getvalue())
         self._written = time.monotonic()
 
     def remove(self) -> None:
