@@ -40,10 +40,13 @@ CASES = {
     "sigmoid_loss.cu": "sigmoid_loss",
     "sigmoid_loss_plain.cu": "sigmoid_loss",
     "row_loss.cu": "row_loss+focal_loss",
+    "row_loss_soft.cu": "row_loss+focal_loss",
+    "row_groups.cuh": "row_loss+focal_loss",
 }
 # What is compiled anew where a header changes: files that together use all of it.
 COMPILED = {
-    "common.cuh": ("focal_loss.cu", "row_loss.cu"),
+    "common.cuh": ("focal_loss.cu", "row_loss.cu", "row_loss_soft.cu"),
+    "row_groups.cuh": ("row_loss.cu", "row_loss_soft.cu"),
     "grid_sum.cuh": ("focal_loss.cu",),
     "grid_confidence.cuh": ("calibration_grid.cu",),
     "grid_bins.cuh": ("calibration_grid.cu",),
@@ -172,17 +175,16 @@ FAULTS = [
     ),
     Fault(
         "losses of rows with class probabilities: only the first rows of a block",
-        "row_loss.cu",
+        "row_loss_soft.cu",
         "t < geometry.tiles; t += gridDim.x",
         "t < geometry.tiles; t += geometry.tiles",
-        2,
     ),
     Fault(
         "gradients of rows with class probabilities: only the first rows of a block",
-        "row_loss.cu",
+        "row_loss_soft.cu",
         "t < geometry.tiles; t += gridDim.x",
         "t < geometry.tiles; t += geometry.tiles",
-        3,
+        1,
     ),
     Fault(
         "the last block adds up 256 blocks at most",
@@ -536,6 +538,57 @@ FAULTS = [
         "(marked & mask) == row.index) {",
         "row.index == 0) {",
     ),
+    Fault(
+        "any thread writes the label's gradient of a smoothed row",
+        "row_loss_soft.cu",
+        "row.label != row_top && is_mine(row, row.label)",
+        "row.label != row_top && row.index == 0",
+    ),
+    Fault(
+        "any thread writes the likely class's gradient of a smoothed row",
+        "row_loss_soft.cu",
+        "row_top != kNoClass && is_mine(row, row_top)",
+        "row_top != kNoClass && row.index == 0",
+    ),
+    Fault(
+        "a row's vectors go to a gradient on other boundaries",
+        "row_loss_soft.cu",
+        "elements_to_boundary(grad) == elements_to_boundary(row.logits)",
+        "elements_to_boundary(grad) >= 0",
+    ),
+    # ---- the classes of a thread
+    Fault(
+        "no class before the first vector",
+        "row_groups.cuh",
+        "row.index < vectors.head ? row.index :",
+        "row.index < vectors.head ? row.classes :",
+    ),
+    Fault("no class after the last vector", "row_groups.cuh", "if (loose < row.classes)", "if (loose < vectors.head)"),
+    Fault(
+        "two vectors where some lanes have one",
+        "row_groups.cuh",
+        "(vector | (kWarp - 1)) + row.lanes < vectors.count; vector +=",
+        "vector < vectors.count; vector +=",
+    ),
+    Fault("no vector by itself", "row_groups.cuh", "for (; vector < vectors.count;", "for (; vector < 0;"),
+    Fault(
+        "four classes where some are beyond the row",
+        "row_groups.cuh",
+        "j + (kUnroll - 1) * row.lanes < row.classes;",
+        "j + (kUnroll - 2) * row.lanes < row.classes;",
+    ),
+    Fault(
+        "no class by itself",
+        "row_groups.cuh",
+        "for (; j < row.classes; j += row.lanes,",
+        "for (; j < 0; j += row.lanes,",
+    ),
+    Fault(
+        "the largest class is left out once for every lane",
+        "row_groups.cuh",
+        "(group.sum(has_largest ? Real(1) : Real(0)) - Real(1))",
+        "Real(0)",
+    ),
     Fault("too few slots for a short row", "focal_loss.cu", "if (steps <= 13)", "if (steps <= 16)"),
     # ---- sizes
     Fault(
@@ -560,9 +613,9 @@ FAULTS = [
     ),
     Fault(
         "a barrier that rows beyond the end leave out",
-        "row_loss.cu",
-        "    row_sum = group.sum(row_sum);\n",
-        "    if (row.row >= args.rows) continue;\n    row_sum = group.sum(row_sum);\n",
+        "row_loss_soft.cu",
+        "    const int row_top = group.min(top);\n    const Real weight",
+        "    if (row.row >= args.rows) continue;\n    const int row_top = group.min(top);\n    const Real weight",
     ),
     # ---- what only some callers want
     Fault(

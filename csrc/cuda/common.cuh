@@ -107,14 +107,18 @@ struct RowGroup {
 
   template <typename Real, typename Combine>
   __device__ __forceinline__ Real reduce(Real value, Combine combine) const {
-    const int warp_lanes = lanes < kWarp ? lanes : kWarp;
-    for (int offset = warp_lanes / 2; offset > 0; offset /= 2) {
+    // What two lanes exchange they add in one order or the other, to the same sum: all lanes have the same in the end.
+    if (lanes < kWarp) {
+      for (int offset = lanes / 2; offset > 0; offset /= 2) {
+        value = combine(value, __shfl_xor_sync(kFullWarp, value, offset));
+      }
+      return value;
+    }
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
       value = combine(value, __shfl_xor_sync(kFullWarp, value, offset));
     }
-    if (lanes <= kWarp) {
-      // The lanes may have added in different orders: one of them speaks for all.
-      return __shfl_sync(kFullWarp, value, 0, warp_lanes);
-    }
+    if (lanes == kWarp) return value;
     const int thread = static_cast<int>(threadIdx.x);
     auto* shared = reinterpret_cast<Real*>(scratch);
     __syncthreads();

@@ -12,8 +12,8 @@
 // Long rows that are fewer than multiprocessors are cut into chunks of classes, a block for each: forward, a second
 // kernel of one block brings their sums together.
 //
-// Probability targets and label smoothing need the focal terms of every class: those kernels are in row_loss.cu, as for
-// the other losses of rows.
+// Probability targets and label smoothing need the focal terms of every class: those kernels are in
+// row_loss_soft.cu, as for the other losses of rows.
 
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"

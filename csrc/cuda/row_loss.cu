@@ -1,16 +1,14 @@
-// The other losses of rows of logits, in any of the layouts that RowLayout describes, forward and backward. What a loss
-// is besides is in its header in math (see math/row_loss.h).
+// The other losses of rows of logits, in any of the layouts that RowLayout describes, forward and backward, for labels
+// without smoothing (row_loss_soft.cu has the rest). What a loss is besides is in its header in math (see
+// math/row_loss.h), who owns a row in row_groups.cuh.
 //
-// A row belongs to a group of lanes, a warp, or the block; where classes lie further apart than rows, to one thread, so
-// that a warp reads neighbours. Labels without smoothing: one pass over the logits each way. The group's threads share
-// the classes out and reduce them to the sums of the row; each thread then has the numbers of the row, and writes its
-// share of the gradient. Class probabilities and label smoothing need the terms of every class, and read the logits
-// twice forward and three times at most backward.
-
-#include "cuda/row_loss.cuh"
+// One pass over the logits each way. The group's threads share the classes out and reduce them to the sums of the row;
+// each thread then has the numbers of the row, and writes its share of the gradient.
 
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
+#include "cuda/row_groups.cuh"
+#include "cuda/row_loss.cuh"
 #include "kernels.h"
 #include "math/brier.h"
 #include "math/dual_focal.h"
@@ -19,72 +17,10 @@
 namespace focalkern::cuda {
 namespace {
 
-constexpr int kNoClass = INT32_MAX;  // loses against any class when the first one is asked for
 constexpr int kUnroll = 8;
 
 template <typename Real>
 using class_int = decltype(number_as_class(Real()));
-
-// How a launch divides its work, and where its rows are.
-struct RowGeometry {
-  int lanes;
-  int lane_bits;
-  int64_t tiles;  // of kBlock / lanes rows
-  int64_t grid;
-  RowOffset logits;
-  RowOffset target_probs;
-  RowOffset grad_logits;
-};
-
-// A row as one thread of its group sees it.
-template <typename Scalar>
-struct Row {
-  using Real = compute_t<Scalar>;
-  int64_t row;
-  const Scalar* logits;
-  int64_t class_stride;
-  int classes;
-  const Real* targets;  // or null: labels
-  int64_t target_stride;
-  int label;
-  bool is_live;
-  int index;
-  int lanes;
-
-  __device__ __forceinline__ Real z(int64_t j) const { return load_as_compute(logits[j * class_stride]); }
-  __device__ __forceinline__ Real share(const FocalLossArgs<Scalar>& args, int64_t j) const {
-    const Real kept = Real(1) - args.label_smoothing;
-    const Real spread = args.label_smoothing / static_cast<Real>(args.classes);
-    if (targets != nullptr) return kept * targets[j * target_stride] + spread;
-    return j == label ? kept + spread : spread;
-  }
-};
-
-// Row number `thread of the block / lanes` of a tile; it may lie beyond the last one.
-template <typename Scalar>
-__device__ __forceinline__ Row<Scalar> row_of(const FocalLossArgs<Scalar>& args, const RowGeometry& geometry,
-                                              int64_t tile) {
-  const int thread = static_cast<int>(threadIdx.x);
-  Row<Scalar> result = {};
-  result.row = tile * (kBlock >> geometry.lane_bits) + (thread >> geometry.lane_bits);
-  result.index = thread & (geometry.lanes - 1);
-  result.lanes = geometry.lanes;
-  result.class_stride = args.layout.class_stride;
-  result.target_stride = args.target_layout.class_stride;
-  result.classes = static_cast<int>(args.classes);
-  result.label = kIgnored;
-  if (result.row < args.rows) {
-    result.logits = args.logits + geometry.logits(result.row);
-    if (args.target_probs != nullptr) {
-      result.targets = args.target_probs + geometry.target_probs(result.row);
-      result.label = 0;
-    } else {
-      result.label = read_label(args, result.row);
-    }
-  }
-  result.is_live = result.label >= 0;
-  return result;
-}
 
 // The next logits of a thread, -inf where there are none.
 template <typename Scalar>
@@ -335,207 +271,9 @@ __global__ __launch_bounds__(kBlock,
   }
 }
 
-// ---- class probabilities and label smoothing -----------------------------------------------------------------------
-
-// The shares of a row in what its loss weighs: those of the classes, or the row's own.
-template <typename Loss, typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> class_share(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
-                                                         int64_t j) {
-  const compute_t<Scalar> share = row.share(args, j);
-  return Loss::kTarget == SoftTarget::kClasses ? weight_of(args, j) * share : share;
-}
-
-template <typename Loss, typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> row_weight(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
-                                                        const RowGroup& group) {
-  using Real = compute_t<Scalar>;
-  if (Loss::kTarget != SoftTarget::kRows || args.class_weight == nullptr) return Real(1);
-  if (args.target_probs == nullptr) return row.is_live ? args.class_weight[row.label] : Real(0);
-  Real mean = 0;
-  for (int64_t j = row.index; row.is_live && j < row.classes; j += row.lanes) {
-    mean += args.class_weight[j] * row.targets[j * row.target_stride];
-  }
-  return group.sum(mean);
-}
-
-template <typename Loss, typename Scalar>
-struct ClassAt {
-  using Real = compute_t<Scalar>;
-  Real log_p;
-  Real log_u;
-  ClassTerms<Real> terms;
-};
-
-template <typename Loss, typename Scalar>
-__device__ __forceinline__ ClassAt<Loss, Scalar> class_at(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
-                                                          const KeptNumbers<compute_t<Scalar>>& kept,
-                                                          compute_t<Scalar> z, int64_t j, bool detached) {
-  using Real = compute_t<Scalar>;
-  const Real log_p = (z - kept.max) - kept.log_s;
-  const Real p = exponential(log_p);
-  const Real log_u = z == kept.max ? kept.third : log_one_plus(-p);
-  return {log_p, log_u,
-          Loss::class_terms(log_p, log_u, gamma_at(args, row.row, p), args.epsilon, detached,
-                            class_share<Loss, Scalar>(args, row, j))};
-}
-
-template <typename Loss, typename Scalar>
-__global__ __launch_bounds__(kBlock, 2) void row_loss_soft_forward_kernel(
-    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
-    const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
-  using Real = compute_t<Scalar>;
-  __shared__ double scratch[kWarpsPerBlock];
-  const RowGroup group = {geometry.lanes, scratch};
-  double loss_sum = 0;
-  double weight_sum = 0;
-  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
-    const auto row = row_of<Scalar>(args, geometry, t);
-    const SumsBesideLargest<Real> sums = sums_beside_largest<false>(row, group);
-    const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
-    KeptNumbers<Real> kept = {sums.max, log_s, logarithm(sums.rest) - log_s, kIgnored};
-    double row_sum = 0;
-    for (int64_t j = row.index; row.is_live && j < row.classes; j += row.lanes) {
-      row_sum += static_cast<double>(class_at<Loss, Scalar>(args, row, kept, row.z(j), j, false).terms.loss);
-    }
-    row_sum = group.sum(row_sum);
-    const Real weight = row_weight<Loss, Scalar>(args, row, group);
-    if (row.row >= args.rows || row.index != 0) continue;
-    const Real loss = row.label == kOutOfRange ? kNaN<Real>
-                      : row.is_live            ? weight * static_cast<Real>(row_sum)
-                                               : Real(0);
-    if (!row.is_live) kept = {0, 0, 0, kIgnored};
-    keep<Loss, Scalar>(args, row.row, kept);
-    if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
-    loss_sum += static_cast<double>(loss);
-    // Probability targets: the mean is over the rows.
-    if (row.is_live) weight_sum += args.target_probs != nullptr ? 1.0 : static_cast<double>(weight_of(args, row.label));
-  }
-  sum_over_grid(totals, loss_sum, weight_sum);
-}
-
-template <typename Loss, typename Scalar>
-__global__ __launch_bounds__(kBlock, 2) void row_loss_soft_backward_kernel(
-    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
-  using Real = compute_t<Scalar>;
-  __shared__ double scratch[kWarpsPerBlock];
-  const RowGroup group = {geometry.lanes, scratch};
-  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
-    const auto row = row_of<Scalar>(args, geometry, t);
-    KeptNumbers<Real> kept = {0, 0, 0, kIgnored};
-    Real given = 0;
-    if (row.is_live) {
-      kept = {args.saved[row.row], args.saved[args.rows + row.row], args.saved[2 * args.rows + row.row], kIgnored};
-      given = upstream(args, row.row);
-    }
-    const Real scale = given * row_weight<Loss, Scalar>(args, row, group);
-
-    // The slopes, summed over the classes other than the largest; the derivative by gamma, and the loss.
-    double others = 0;
-    double top_slope = 0;
-    double gamma_sum = 0;
-    double loss = 0;
-    int top = kNoClass;  // the first of the largest that this thread meets
-    for (int64_t j = row.index; row.is_live && j < row.classes; j += row.lanes) {
-      const Real z = row.z(j);
-      const auto terms = class_at<Loss, Scalar>(args, row, kept, z, j, args.detach_modulation).terms;
-      gamma_sum += static_cast<double>(terms.grad_gamma);
-      loss += static_cast<double>(terms.loss);
-      if (z == kept.max && top == kNoClass) {
-        top = static_cast<int>(j);
-        top_slope = static_cast<double>(terms.slope);
-      } else {
-        others += static_cast<double>(terms.slope);
-      }
-    }
-    const int row_top = group.min(top);
-    if (top != row_top) {
-      others += top_slope;
-      top_slope = 0;
-    }
-    others = group.sum(others);
-    top_slope = group.sum(top_slope);
-    gamma_sum = group.sum(gamma_sum);
-    loss = group.sum(loss);
-    if (row.row >= args.rows) continue;
-
-    const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
-    if (args.grad_gamma != nullptr && row.index == 0) {
-      args.grad_gamma[row.row] = row.is_live ? scale * static_cast<Real>(gamma_sum) : missing;
-    }
-    Scalar* grad = args.grad_logits == nullptr ? nullptr : args.grad_logits + geometry.grad_logits(row.row);
-    Real* grad_target = args.grad_target == nullptr ? nullptr : args.grad_target + geometry.target_probs(row.row);
-    if (grad == nullptr && grad_target == nullptr) continue;
-    for (int64_t j = row.index; j < row.classes; j += row.lanes) {
-      Real value = missing;
-      Real target_value = missing;
-      if (row.is_live) {
-        const auto at = class_at<Loss, Scalar>(args, row, kept, row.z(j), j, args.detach_modulation);
-        const Real slope = at.terms.slope;
-        // p (sum a - a_j) - u a_j, in which the largest class does not subtract a_j from p a_j as p -> 1.
-        const Real rest = j == row_top ? static_cast<Real>(others) : static_cast<Real>(others + top_slope) - slope;
-        value = scale * (exponential(at.log_p) * rest - exponential(at.log_u) * slope);
-        const Real weight = weight_of(args, j);
-        target_value = scale * (Real(1) - args.label_smoothing) * at.terms.grad_share;
-        if constexpr (Loss::kTarget == SoftTarget::kClasses) {
-          target_value = weighted_slope(weight, target_value);
-        } else {
-          // The target is also what the weight of a row is the mean under.
-          if (args.class_weight != nullptr) target_value += weight * given * static_cast<Real>(loss);
-        }
-      }
-      if (grad != nullptr) grad[j * args.grad_layout.class_stride] = Store<Scalar>::from_compute(value);
-      if (grad_target != nullptr) grad_target[j * args.target_layout.class_stride] = target_value;
-    }
-  }
-}
-
 // ---- launchers -----------------------------------------------------------------------------------------------------
 
-template <typename Scalar>
-RowGeometry plan_for(const FocalLossArgs<Scalar>& args, const RowLayout& grad_layout) {
-  const RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), false, class_is_outermost(args));
-  RowGeometry geometry = {plan.path == RowPath::kPixels ? 1 : plan.lanes,
-                          plan.path == RowPath::kPixels ? 0 : plan.lane_bits,
-                          0,
-                          0,
-                          RowOffset(args.layout),
-                          RowOffset(args.target_layout),
-                          RowOffset(grad_layout)};
-  geometry.tiles = divide_up(args.rows, kBlock >> geometry.lane_bits);
-  // A block for no rows at all, too: it writes the sum of nothing. One where there is no memory for more sums.
-  geometry.grid = geometry.tiles < kMaxGrid ? geometry.tiles : kMaxGrid;
-  if (geometry.grid < 1 || fits_one_block(args.rows, args.classes)) geometry.grid = 1;
-  return geometry;
-}
-
-template <typename Scalar>
-int launch_forward(void (*kernel)(FocalLossForward<Scalar>, RowGeometry, GridSum<compute_t<Scalar>>),
-                   const FocalLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
-                   void* stream) {
-  const RowGeometry geometry = plan_for(args, args.layout);
-  const cudaError_t error = prepare_grid_sum(totals, geometry.grid, workspace, stream);
-  return error != cudaSuccess ? error : launch(kernel, geometry.grid, kBlock, stream, args, geometry, totals);
-}
-
-template <typename Scalar>
-int launch_backward(void (*kernel)(FocalLossBackward<Scalar>, RowGeometry), const FocalLossBackward<Scalar>& args,
-                    void* stream) {
-  const RowGeometry geometry = plan_for(args, args.grad_layout);
-  return launch(kernel, geometry.grid, kBlock, stream, args, geometry);
-}
-
 }  // namespace
-
-template <typename Loss, typename Scalar>
-int row_loss_soft_forward(const FocalLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
-                          void* stream) {
-  return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar>, args, totals, workspace, stream);
-}
-
-template <typename Loss, typename Scalar>
-int row_loss_soft_backward(const FocalLossBackward<Scalar>& args, void* stream) {
-  return launch_backward(row_loss_soft_backward_kernel<Loss, Scalar>, args, stream);
-}
 
 template <typename Loss, typename Scalar>
 int row_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
@@ -569,14 +307,11 @@ int row_loss_backward(const FocalLossBackward<Scalar>& args, void* stream) {
   template int row_loss_forward<Loss, Scalar>(const FocalLossForward<Scalar>&, bool, compute_t<Scalar>*, \
                                               compute_t<Scalar>*, void*, void*);                         \
   template int row_loss_backward<Loss, Scalar>(const FocalLossBackward<Scalar>&, void*);
-// focal_loss.cu has the focal loss of labels without smoothing.
-#define FK_INSTANTIATE(Scalar)                                                                                     \
-  FK_ROW_LOSS(PolyFocalRow, Scalar)                                                                                \
-  FK_ROW_LOSS(DualFocalRow, Scalar)                                                                                \
-  FK_ROW_LOSS(BrierRow, Scalar)                                                                                    \
-  template int row_loss_soft_forward<FocalRow>(const FocalLossForward<Scalar>&, GridSum<compute_t<Scalar>>, void*, \
-                                               void*);                                                             \
-  template int row_loss_soft_backward<FocalRow>(const FocalLossBackward<Scalar>&, void*);
+// focal_loss.cu has the focal loss.
+#define FK_INSTANTIATE(Scalar)      \
+  FK_ROW_LOSS(PolyFocalRow, Scalar) \
+  FK_ROW_LOSS(DualFocalRow, Scalar) \
+  FK_ROW_LOSS(BrierRow, Scalar)
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)
 FK_INSTANTIATE(float)

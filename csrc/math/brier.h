@@ -20,6 +20,7 @@ struct BrierRow {
   static constexpr bool kSquares = true;
   static constexpr bool kHasInverse = false;
   static constexpr SoftTarget kTarget = SoftTarget::kRows;
+  static constexpr bool kHasGamma = false;
 
   template <bool kEverInverse, typename Real>
   static FK_HOST_DEVICE Real loss(const RowNumbers<Real>& row) {
@@ -51,6 +52,13 @@ struct BrierRow {
     const Real p = exponential(log_p);
     // Where p and t may both be near 1, p - t is (1 - t) - u.
     const Real difference = p > Real(0.5) ? (Real(1) - share) - exponential(log_u) : p - share;
+    return {difference * difference, Real(-2) * p * difference, Real(-2) * difference, Real(0)};
+  }
+
+  template <typename Gamma, typename Real>
+  static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(Real p, Real /*minus_log_p*/, const Gamma& /*gamma*/,
+                                                        Real /*epsilon*/, Real share) {
+    const Real difference = p - share;
     return {difference * difference, Real(-2) * p * difference, Real(-2) * difference, Real(0)};
   }
 };

@@ -75,6 +75,95 @@ FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) 
   return terms;
 }
 
+// ---- classes of at most kUnlikely ---------------------------------------------------------------------------------
+//
+// 1 - p does not cancel there, so that p and log p are enough. One class of a row can be above.
+
+template <typename Real>
+constexpr Real kUnlikely = Real(0.55);
+
+// log(1 + x) for |x| <= kUnlikely, to 3 units in the last place.
+template <typename Real>
+FK_HOST_DEVICE Real log_one_plus_small(Real x) {
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    // 2 atanh(s) for s = x / (2 + x)
+    const Real s = quick_quotient(x, Real(2) + x);
+    const Real w = s * s;
+    Real q = Real(2.50911623e-1);
+    q = q * w + Real(2.12891594e-1);
+    q = q * w + Real(2.86210895e-1);
+    q = q * w + Real(3.99990886e-1);
+    q = q * w + Real(6.66666687e-1);
+    return s * (w * q) + (s + s);
+  } else {
+    return log_one_plus(x);
+  }
+}
+
+// The factor f = base^|gamma| as base * lower. The base is 1 - p or, for a negative gamma, 1 + p.
+template <typename Real>
+struct FactorParts {
+  Real base;
+  Real lower;
+  Real log_base;
+};
+
+// What of gamma goes into the coefficient; nothing where the factor is detached.
+template <typename Real>
+struct SlopeOfGamma {
+  Real pull;  // gamma
+  Real rise;  // gamma + 1
+
+  FK_HOST_DEVICE SlopeOfGamma(Real gamma, bool detached)
+      : pull(detached ? Real(0) : gamma), rise(detached ? Real(0) : gamma + Real(1)) {}
+};
+
+template <typename Real>
+struct SquareGamma : SlopeOfGamma<Real> {
+  explicit FK_HOST_DEVICE SquareGamma(bool detached) : SlopeOfGamma<Real>(Real(2), detached) {}
+  // Without the logarithm, which only the slope in gamma needs.
+  FK_HOST_DEVICE FactorParts<Real> factor_at(Real p) const { return {Real(1) - p, Real(1) - p, Real(0)}; }
+  FK_HOST_DEVICE Real signed_like_gamma(Real x) const { return x; }
+};
+
+template <typename Real>
+struct AnyGamma : SlopeOfGamma<Real> {
+  Real exponent;  // |gamma| - 1
+  Real sign;      // of gamma
+
+  FK_HOST_DEVICE AnyGamma(Real gamma, bool detached)
+      : SlopeOfGamma<Real>(gamma, detached),
+        exponent((gamma < Real(0) ? -gamma : gamma) - Real(1)),
+        sign(gamma < Real(0) ? Real(-1) : Real(1)) {}
+  FK_HOST_DEVICE FactorParts<Real> factor_at(Real p) const {
+    const Real x = -sign * p;
+    const Real log_base = log_one_plus_small(x);
+    return {Real(1) + x, quick_exponential(exponent * log_base), log_base};
+  }
+  FK_HOST_DEVICE Real signed_like_gamma(Real x) const { return sign * x; }
+};
+
+// What a product with p can take in the place of an infinite -log p at p = 0, where it is 0.
+template <typename Real>
+FK_HOST_DEVICE Real finite_log(Real minus_log_p) {
+  return fmin(minus_log_p, Real(1e30));
+}
+
+// The terms of the focal and of the inverse focal loss are the same in base and gamma:
+//   f = base^|gamma|,  c = base^(|gamma| - 1) (base - gamma p log p)
+template <typename Gamma, typename Real>
+FK_HOST_DEVICE FocalTerms<Real> unlikely_focal_terms(Real p, Real minus_log_p, const Gamma& gamma) {
+  const FactorParts<Real> parts = gamma.factor_at(p);
+  const Real factor = parts.lower * parts.base;
+  const Real finite = finite_log(minus_log_p);
+  FocalTerms<Real> terms;
+  terms.factor = factor;
+  terms.coefficient = parts.lower * (parts.base + gamma.pull * (p * finite));
+  terms.loss = factor * minus_log_p;
+  terms.grad_gamma = gamma.signed_like_gamma(factor * parts.log_base * finite);
+  return terms;
+}
+
 // log G(p; gamma) = gamma log u + log(1 + gamma phi), for gamma > -1 of either sign: the formula itself, not the sign
 // rule of the inverse focal loss.
 template <typename Real>

@@ -51,6 +51,21 @@ struct PolyFocalRow : SumOverClasses<PolyFocalRow> {
     terms.grad_gamma = vanishes ? Real(0) : terms.loss * log_u;
     return terms;
   }
+
+  // With -log p as it is: it does not cancel against epsilon u.
+  template <typename Gamma, typename Real>
+  static FK_HOST_DEVICE FocalTerms<Real> unlikely(Real p, Real minus_log_p, const Gamma& gamma, Real epsilon) {
+    const FactorParts<Real> parts = gamma.factor_at(p);
+    const Real u = parts.base;
+    const Real factor = parts.lower * u;
+    const Real finite = finite_log(minus_log_p);
+    FocalTerms<Real> terms;
+    terms.factor = factor;
+    terms.coefficient = parts.lower * (u + p * (gamma.pull * finite + epsilon * gamma.rise * u));
+    terms.loss = factor * (minus_log_p + epsilon * u);
+    terms.grad_gamma = factor * (finite + epsilon * u) * parts.log_base;
+    return terms;
+  }
 };
 
 }  // namespace focalkern

@@ -1,6 +1,6 @@
 // What the kernels know of a row of logits and its target, and what a loss makes of it.
 //
-// The loops over rows and classes are written once (cpu/row_loss.h, cuda/row_loss.cu); a loss is a struct of static
+// The loops over rows and classes are written once (cpu/row_loss.h, cuda/row_loss*.cu); a loss is a struct of static
 // functions in a header of its own, next to this one:
 //
 //   kLargestIsLeftOut  the sums leave out the largest class; otherwise the target
@@ -11,6 +11,8 @@
 //   loss(row)          of one row, from RowNumbers
 //   slope(row)         its gradient, as RowSlope
 //   class_terms(...)   for class probabilities and label smoothing: what one class adds
+//   unlikely_terms     the same in fewer operations for a class of at most kUnlikely
+//   kHasGamma          whether gamma matters
 //
 // Everything is branch-free, so that loops over rows run in vectors; the logarithms of p and of 1 - p are both at hand,
 // so that nothing needs 1 - p.
@@ -73,6 +75,7 @@ struct SumOverClasses {
   static constexpr Marked kMarked = Marked::kNone;
   static constexpr bool kSquares = false;
   static constexpr SoftTarget kTarget = SoftTarget::kClasses;
+  static constexpr bool kHasGamma = true;
 
   template <bool kEverInverse, typename Real>
   static FK_HOST_DEVICE Real loss(const RowNumbers<Real>& row) {
@@ -97,6 +100,14 @@ struct SumOverClasses {
     return {has_share ? share * terms.loss : Real(0), has_share ? share * slope : Real(0), terms.loss,
             has_share ? share * terms.grad_gamma : Real(0)};
   }
+
+  template <typename Gamma, typename Real>
+  static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(Real p, Real minus_log_p, const Gamma& gamma, Real epsilon,
+                                                        Real share) {
+    const FocalTerms<Real> terms = Loss::unlikely(p, minus_log_p, gamma, epsilon);
+    return {share != Real(0) ? share * terms.loss : Real(0), share * terms.coefficient, terms.loss,
+            share * terms.grad_gamma};
+  }
 };
 
 // The focal and inverse focal loss.
@@ -106,6 +117,11 @@ struct FocalRow : SumOverClasses<FocalRow> {
   template <bool kEverInverse, typename Real>
   static FK_HOST_DEVICE FocalTerms<Real> terms(Real log_p, Real log_u, Real gamma, Real /*epsilon*/) {
     return focal_terms<kEverInverse>(log_p, log_u, gamma);
+  }
+
+  template <typename Gamma, typename Real>
+  static FK_HOST_DEVICE FocalTerms<Real> unlikely(Real p, Real minus_log_p, const Gamma& gamma, Real /*epsilon*/) {
+    return unlikely_focal_terms(p, minus_log_p, gamma);
   }
 };
 

@@ -75,7 +75,9 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
         if gradients:
             backward.grad_logits = memory.out(nan_like(grad_like))
             backward.grad_target = memory.out(nan_like(target)) if soft else None
-        backward.grad_gamma = memory.out(row_numbers)
+        # As the operator does: a number has no slope, and the kernels may take another way.
+        with_gamma = isinstance(gamma, torch.Tensor) or not gradients
+        backward.grad_gamma = memory.out(row_numbers) if with_gamma else None
         assert launch_backward(*which, DTYPES.index(dtype), ctypes.byref(backward)) == 0
         return {
             "saved": memory.get(forward.saved, numbers),
@@ -83,7 +85,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
             "divisor": memory.get(divisor, one),
             "grad_logits": memory.get(backward.grad_logits, grad_like) if gradients else None,
             "grad_target": memory.get(backward.grad_target, target) if soft and gradients else None,
-            "grad_gamma": memory.get(backward.grad_gamma, row_numbers),
+            "grad_gamma": memory.get(backward.grad_gamma, row_numbers) if with_gamma else None,
         }
 
 

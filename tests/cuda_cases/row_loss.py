@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cuda_cases.common import DTYPES, LABELS, NAN, assert_near, real_of
-from cuda_cases.focal_loss import labels_for, run_focal_loss
+from cuda_cases.focal_loss import check_focal_loss, labels_for, run_focal_loss
 from focalkern import GammaTable, reference
 
 POLY, DUAL, BRIER = 1, 2, 3
@@ -180,3 +180,116 @@ def test_a_tied_rival_is_the_first(library):
         gradient = actual["grad_logits"]
         assert (gradient[:, 0] > gradient[:, 1]).all()
         assert (gradient[:, 3:] == gradient[:, 1:2]).all()
+
+
+def check_soft(library, loss, logits, target, gamma=2.0, **options):
+    if loss == "focal":
+        return check_focal_loss(library, logits, target, gamma, **options)
+    return check_row_loss(library, KINDS[loss], logits, target, gamma, **options)
+
+
+# Class probabilities and label smoothing, which have kernels of their own.
+SOFT = ["focal", "poly", "brier"]
+
+
+def shares_for(logits, temperature=1.0):
+    return (torch.randn(logits.shape) / temperature).softmax(1).to(real_of(logits.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss", SOFT)
+@pytest.mark.parametrize(
+    ("rows", "classes"), [(1, 1), (33, 3), (257, 10), (40, 129), (17, 512), (9, 513), (3, 4099), (2, 9001)]
+)
+def test_soft_rows(library, loss, dtype, rows, classes):
+    logits = (3 * torch.randn(rows, classes)).to(dtype)
+    check_soft(library, loss, logits, labels_for(logits), label_smoothing=0.1)
+    check_soft(library, loss, logits, shares_for(logits), reduction="none")
+
+
+# Rows from every place of a 16-byte vector on, to every other: loose classes before and after the vectors, and vectors
+# that the lanes of a warp have as many of, or not.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [1, 505, 1010])
+def test_soft_takes_each_element_once(library, dtype, first):
+    for classes in range(first, first + 40):
+        skip = classes % 8
+        logits = torch.randn(3 * classes + skip).to(dtype)[skip:].reshape(3, classes)
+        check_soft(library, "focal", logits, labels_for(logits), label_smoothing=0.3, reduction="sum")
+        grad_like = torch.empty(3 * classes + 1, dtype=dtype)[1:].reshape(3, classes)
+        check_soft(library, "focal", logits, labels_for(logits), label_smoothing=0.3, grad_like=grad_like)
+
+
+# Every kind of gamma has formulas of its own, as has the class above half of the probability: the label or another one,
+# barely above and below, certain, and tied with others.
+@pytest.mark.parametrize("loss", SOFT)
+@pytest.mark.parametrize("classes", [2, 7, 700])
+def test_soft_likely_classes(library, loss, classes):
+    gammas = {"focal": [0.0, 0.3, 1.0, 2.0, 5.5, -1.0, -2.5], "poly": [0.0, 0.3, 2.0, 5.5], "brier": [2.0]}[loss]
+    logits = torch.randn(12, classes)
+    above = torch.log(
+        torch.tensor([0.5, 0.54, 0.56, 0.9, 0.999, 1 - 1e-6]) / torch.tensor([0.5, 0.46, 0.44, 0.1, 1e-3, 1e-6])
+    )
+    for side in (0, 1):
+        logits[6 * side : 6 * side + 6, side] = 0
+        others = torch.cat([logits[6 * side : 6 * side + 6, :side], logits[6 * side : 6 * side + 6, side + 1 :]], 1)
+        logits[6 * side : 6 * side + 6, side] = others.logsumexp(1) + above
+    target = torch.zeros(12, dtype=torch.int64)
+    ties = torch.randn(6, classes)
+    ties[0] = 0.25
+    ties[1, :2] = 20.0
+    ties[2, -2:] = 3.0
+    ties[3, 0] = 100.0
+    ties[4, -1] = 1000.0
+    ties[5] *= 1000
+    for gamma in gammas:
+        for z in (logits, ties):
+            for smoothing in (1e-3, 0.4):
+                check_soft(library, loss, z, target[: len(z)], gamma, label_smoothing=smoothing, reduction="none")
+            for temperature in (1.0, 0.02):
+                check_soft(library, loss, z, shares_for(z, temperature), gamma, reduction="none")
+            check_soft(library, loss, z, shares_for(z), gamma, reduction="none", weight=torch.rand(classes))
+
+
+@pytest.mark.parametrize("loss", ["focal", "poly"])
+@pytest.mark.parametrize("classes", [3, 600])
+def test_soft_gammas_of_rows(library, loss, classes):
+    logits = 2 * torch.randn(11, classes)
+    gamma = 4 * torch.rand(11)
+    gamma[::2] = 2.0
+    if loss == "focal":
+        gamma[3] = -1.5
+    for target, options in ((labels_for(logits), {"label_smoothing": 0.1}), (shares_for(logits), {})):
+        check_soft(library, loss, logits, target, gamma, reduction="none", **options)
+    # Not asked for the slope in gamma, a row with gamma 2 takes another way.
+    for options in ({}, {"detach_modulation": True}) if loss == "focal" else ({},):
+        check_soft(library, loss, logits, labels_for(logits), 2.0, label_smoothing=0.1, **options)
+
+
+@pytest.mark.parametrize("loss", SOFT)
+@pytest.mark.parametrize("classes", [3, 100, 2500])
+def test_soft_edges(library, loss, classes):
+    kind = {"focal": 0, **KINDS}[loss]
+    logits = torch.randn(9, classes)
+    shares = torch.rand(9, classes)
+    shares[:, 0] = 0
+    shares /= shares.sum(1, keepdim=True)
+    logits[0, 1] = 1e4
+    logits[1, 0] = 1e4  # certain, without a share
+    logits[2, 1] = 80
+    logits[3, 0] = -torch.inf  # impossible, without a share
+    logits[4, 1:] -= 1e3
+    check_soft(library, loss, logits[[0, 2, 3]], shares[[0, 2, 3]], 0.5, reduction="none")
+    check_soft(library, loss, logits[[1, 4, 5]], shares[[1, 4, 5]], 2.0, reduction="none")
+    target = torch.full((9,), classes - 1)
+    target[5] = -100
+    logits[5] = NAN  # ignored, so never read
+    for value in (NAN, torch.inf):
+        logits[6, classes // 2] = value
+        for smoothing in (0.1, 1.0):
+            actual = run_focal_loss(library, logits, target, 2.0, torch.ones(9), reduction="none", kind=kind,
+                                    label_smoothing=smoothing)  # fmt: skip
+            assert actual["loss"].isnan().nonzero().tolist() == [[6]]
+            assert actual["grad_logits"].isnan().any(1).nonzero().tolist() == [[6]]
+            assert actual["grad_logits"][6].isnan().all()
+            assert (actual["grad_logits"][5] == 0).all()

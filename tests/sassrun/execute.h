@@ -207,6 +207,10 @@ struct SassExecute : SassOperands {
         setp(o[1], l, combine(in.boolean, !r, with));
         return;
       }
+      case s_FSET: {  // a number 1 or all bits instead of a predicate
+        const bool r = combine(in.boolean, compare<float>(in.cmp, f32(o[1], l), f32(o[2], l)), pred(o[3], l));
+        return set(o[0], l, r ? in.mufu == 1 ? 0x3f800000u : ~0u : 0u);
+      }
       case s_DSETP: {
         const bool r = compare<double>(in.cmp, f64(o[2], l), f64(o[3], l)), with = pred(o[4], l);
         setp(o[0], l, combine(in.boolean, r, with));

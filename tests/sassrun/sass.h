@@ -33,6 +33,7 @@ enum SOp : u8 {
   s_VIADD,
   s_ISETP,
   s_FSETP,
+  s_FSET,
   s_DSETP,
   s_DSETPMAX,
   s_DSETPMIN,
@@ -358,6 +359,11 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
   } else if (base == "FSETP") {
     in.op = s_FSETP;
     all();
+  } else if (base == "FSET") {
+    in.op = s_FSET;
+    all();
+    in.mufu = has("BF") ? 1 : 0;
+    in.cmp = cmps.at(in.mod[in.mufu]);
   } else if (base == "DSETP") {
     in.op = has("MAX") ? s_DSETPMAX : has("MIN") ? s_DSETPMIN : s_DSETP;
     all();

@@ -1,0 +1,227 @@
+// Rows of logits among groups of threads: lanes of a warp, a warp, or the block; where classes lie further apart than
+// rows, a thread for each row, so that a warp reads neighbours.
+#pragma once
+
+#include "cuda/common.cuh"
+#include "cuda/grid_sum.cuh"
+#include "cuda/row_loss.cuh"
+#include "kernels.h"
+
+namespace focalkern::cuda {
+
+constexpr int kNoClass = INT32_MAX;  // loses against any class when the first one is asked for
+
+// How a launch divides its work, and where its rows are.
+struct RowGeometry {
+  int lanes;
+  int lane_bits;
+  int64_t tiles;  // of kBlock / lanes rows
+  int64_t grid;
+  RowOffset logits;
+  RowOffset target_probs;
+  RowOffset grad_logits;
+};
+
+// A row as one thread of its group sees it.
+template <typename Scalar>
+struct Row {
+  using Real = compute_t<Scalar>;
+  int64_t row;
+  const Scalar* logits;
+  int64_t class_stride;
+  int classes;
+  const Real* targets;  // or null: labels
+  int64_t target_stride;
+  int label;
+  bool is_live;
+  int index;
+  int lanes;
+
+  __device__ __forceinline__ Real z(int64_t j) const { return load_as_compute(logits[j * class_stride]); }
+  __device__ __forceinline__ Real share(const FocalLossArgs<Scalar>& args, int64_t j) const {
+    const Real kept = Real(1) - args.label_smoothing;
+    const Real spread = args.label_smoothing / static_cast<Real>(args.classes);
+    if (targets != nullptr) return kept * targets[j * target_stride] + spread;
+    return j == label ? kept + spread : spread;
+  }
+};
+
+// Row number `thread of the block / lanes` of a tile; it may lie beyond the last one.
+template <typename Scalar>
+__device__ __forceinline__ Row<Scalar> row_of(const FocalLossArgs<Scalar>& args, const RowGeometry& geometry,
+                                              int64_t tile) {
+  const int thread = static_cast<int>(threadIdx.x);
+  Row<Scalar> result = {};
+  result.row = tile * (kBlock >> geometry.lane_bits) + (thread >> geometry.lane_bits);
+  result.index = thread & (geometry.lanes - 1);
+  result.lanes = geometry.lanes;
+  result.class_stride = args.layout.class_stride;
+  result.target_stride = args.target_layout.class_stride;
+  result.classes = static_cast<int>(args.classes);
+  result.label = kIgnored;
+  if (result.row < args.rows) {
+    result.logits = args.logits + geometry.logits(result.row);
+    if (args.target_probs != nullptr) {
+      result.targets = args.target_probs + geometry.target_probs(result.row);
+      result.label = 0;
+    } else {
+      result.label = read_label(args, result.row);
+    }
+  }
+  result.is_live = result.label >= 0;
+  return result;
+}
+
+// ---- the classes of a thread ---------------------------------------------------------------------------------------
+
+// A row whose classes lie next to each other, as a warp or the block shares it out: 16-byte vectors, and what is before
+// the first boundary and after the last.
+struct Vectors {
+  int head;  // classes before them
+  int count;
+  int tail;  // the first class after them
+
+  template <typename Scalar>
+  __device__ __forceinline__ explicit Vectors(const Row<Scalar>& row) {
+    const int to_boundary = elements_to_boundary(row.logits);
+    head = to_boundary < row.classes ? to_boundary : row.classes;
+    count = (row.classes - head) / kVectorSize<Scalar>;
+    tail = head + count * kVectorSize<Scalar>;
+  }
+};
+
+template <typename Scalar>
+__device__ __forceinline__ bool is_in_vectors(const Row<Scalar>& row) {
+  return row.lanes >= kWarp && row.class_stride == 1;
+}
+
+// Calls take(logits, first, step) for all of a thread's classes, some at a time: logits[k] is that of class
+// first + k * step. A thread meets its classes in their order, but for those beside the vectors.
+template <typename Scalar, typename Take>
+__device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take) {
+  using Real = compute_t<Scalar>;
+  constexpr int kSize = kVectorSize<Scalar>;
+  if (!row.is_live) return;
+  if (is_in_vectors(row)) {
+    const Vectors vectors(row);
+    // Fewer than a warp has lanes.
+    const int loose = row.index < vectors.head ? row.index : vectors.tail + (row.index - vectors.head);
+    if (loose < row.classes) {
+      const Real values[1] = {load_as_compute(row.logits[loose])};
+      take(values, loose, 1);
+    }
+    Real values[kSize];
+    const Scalar* at = row.logits + vectors.head + row.index * kSize;
+    int vector = row.index;
+    // Two at a time as long as the whole warp has two.
+    for (; (vector | (kWarp - 1)) + row.lanes < vectors.count; vector += 2 * row.lanes, at += 2 * row.lanes * kSize) {
+      const uint4 one = load_vector(at), other = load_vector(at + row.lanes * kSize);
+      unpack<Scalar>(one, values);
+      take(values, vectors.head + vector * kSize, 1);
+      unpack<Scalar>(other, values);
+      take(values, vectors.head + (vector + row.lanes) * kSize, 1);
+    }
+    for (; vector < vectors.count; vector += row.lanes, at += row.lanes * kSize) {
+      unpack<Scalar>(load_vector(at), values);
+      take(values, vectors.head + vector * kSize, 1);
+    }
+    return;
+  }
+  constexpr int kUnroll = 4;
+  const int64_t step = row.lanes * row.class_stride;
+  const Scalar* at = row.logits + row.index * row.class_stride;
+  int j = row.index;
+  for (; j + (kUnroll - 1) * row.lanes < row.classes; j += kUnroll * row.lanes) {
+    Real values[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k, at += step) values[k] = load_as_compute(*at);
+    take(values, j, row.lanes);
+  }
+  for (; j < row.classes; j += row.lanes, at += step) {
+    const Real values[1] = {load_as_compute(*at)};
+    take(values, j, row.lanes);
+  }
+}
+
+// Whether a class is among those of this thread.
+template <typename Scalar>
+__device__ __forceinline__ bool is_mine(const Row<Scalar>& row, int j) {
+  if (!is_in_vectors(row)) return (j & (row.lanes - 1)) == row.index;
+  const Vectors vectors(row);
+  if (j < vectors.head) return j == row.index;
+  if (j >= vectors.tail) return vectors.head + (j - vectors.tail) == row.index;
+  return (((j - vectors.head) / kVectorSize<Scalar>)&(row.lanes - 1)) == row.index;
+}
+
+// The sum of e^(z - max) over the classes of a thread other than the first of its largest.
+template <typename Real>
+struct SumBesideLargest {
+  Real max = -kInfinity<Real>;
+  Real rest = 0;
+
+  template <int count>
+  __device__ __forceinline__ void add(const Real (&values)[count]) {
+    Real others[count];
+    Real largest = max;
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+      // What is no longer the largest is one of the others. NaN is not above anything, and stays among them.
+      const bool is_above = values[k] > largest;
+      others[k] = is_above ? largest : values[k];
+      largest = is_above ? values[k] : largest;
+    }
+    const Real base = exp_base(largest);
+    Real sum = 0;
+#pragma unroll
+    for (int k = 0; k < count; ++k) sum += summand(others[k] - base);
+    rest = rest * summand(max - base) + sum;
+    max = largest;
+  }
+
+  // Of the row, with the sum of all classes but one that is the largest.
+  __device__ __forceinline__ SumBesideLargest of(const RowGroup& group) const {
+    SumBesideLargest row;
+    row.max = group.max(max);
+    const bool has_largest = max == row.max;
+    const Real others = has_largest ? rest : (rest + Real(1)) * exponential(max - exp_base(row.max));
+    row.rest = group.sum(others) + (group.sum(has_largest ? Real(1) : Real(0)) - Real(1));
+    return row;
+  }
+};
+
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+template <typename Scalar>
+RowGeometry plan_groups(const FocalLossArgs<Scalar>& args, const RowLayout& grad_layout) {
+  const RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), false, class_is_outermost(args));
+  RowGeometry geometry = {plan.path == RowPath::kPixels ? 1 : plan.lanes,
+                          plan.path == RowPath::kPixels ? 0 : plan.lane_bits,
+                          0,
+                          0,
+                          RowOffset(args.layout),
+                          RowOffset(args.target_layout),
+                          RowOffset(grad_layout)};
+  geometry.tiles = divide_up(args.rows, kBlock >> geometry.lane_bits);
+  // A block for no rows at all, too: it writes the sum of nothing. One where there is no memory for more sums.
+  geometry.grid = geometry.tiles < kMaxGrid ? geometry.tiles : kMaxGrid;
+  if (geometry.grid < 1 || fits_one_block(args.rows, args.classes)) geometry.grid = 1;
+  return geometry;
+}
+
+template <typename Scalar>
+int launch_forward(void (*kernel)(FocalLossForward<Scalar>, RowGeometry, GridSum<compute_t<Scalar>>),
+                   const FocalLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
+                   void* stream) {
+  const RowGeometry geometry = plan_groups(args, args.layout);
+  const cudaError_t error = prepare_grid_sum(totals, geometry.grid, workspace, stream);
+  return error != cudaSuccess ? error : launch(kernel, geometry.grid, kBlock, stream, args, geometry, totals);
+}
+
+template <typename Scalar>
+int launch_backward(void (*kernel)(FocalLossBackward<Scalar>, RowGeometry), const FocalLossBackward<Scalar>& args,
+                    void* stream) {
+  const RowGeometry geometry = plan_groups(args, args.grad_layout);
+  return launch(kernel, geometry.grid, kBlock, stream, args, geometry);
+}
+
+}  // namespace focalkern::cuda

@@ -1,0 +1,410 @@
+// Losses of rows of logits with class probabilities or label smoothing, which need the terms of every class, in any of
+// the layouts that RowLayout describes, forward and backward.
+//
+// Who owns a row is in row_groups.cuh. Forward, a group reads its row twice: for the largest logit and the sum beside
+// it, then for the terms. Backward twice again: for the sum of the slopes, then for the gradient. A class that has more
+// than about half of the probability, of which there is one at most, takes the exact formulas, once per row; for all
+// others 1 - p does not cancel, and a few operations do (unlikely_terms). Where only the label's share differs from
+// that of the rest (kUniform), the label is added apart, too.
+
+#include <type_traits>
+
+#include "cuda/common.cuh"
+#include "cuda/grid_sum.cuh"
+#include "cuda/row_groups.cuh"
+#include "cuda/row_loss.cuh"
+#include "kernels.h"
+#include "math/brier.h"
+#include "math/poly_focal.h"
+
+namespace focalkern::cuda {
+namespace {
+
+template <typename Array>
+constexpr int kCount = std::extent_v<std::remove_reference_t<Array>>;
+
+// ---- a row and its classes -----------------------------------------------------------------------------------------
+
+// The shares of a row in what its loss weighs: those of the classes, or the row's own.
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> class_share(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
+                                                         int64_t j) {
+  const compute_t<Scalar> share = row.share(args, j);
+  return Loss::kTarget == SoftTarget::kClasses ? weight_of(args, j) * share : share;
+}
+
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> row_weight(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
+                                                        const RowGroup& group) {
+  using Real = compute_t<Scalar>;
+  if (Loss::kTarget != SoftTarget::kRows || args.class_weight == nullptr) return Real(1);
+  if (args.target_probs == nullptr) return row.is_live ? args.class_weight[row.label] : Real(0);
+  Real mean = 0;
+  for (int64_t j = row.index; row.is_live && j < row.classes; j += row.lanes) {
+    mean += args.class_weight[j] * row.targets[j * row.target_stride];
+  }
+  return group.sum(mean);
+}
+
+// What all classes of a row have in common.
+template <typename Scalar>
+struct SoftRow {
+  using Real = compute_t<Scalar>;
+  Real max;
+  Real log_s;
+  Real log_u;   // of the largest class
+  Real likely;  // the logit of a class above kUnlikely, or NaN
+  Real gamma;
+  Real epsilon;
+  bool is_square;
+  bool is_detached;
+
+  __device__ __forceinline__ SoftRow(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row, Real max, Real log_s,
+                                     Real log_u, bool is_detached, bool has_gamma_slope)
+      : max(max), log_s(log_s), log_u(log_u), epsilon(args.epsilon), is_detached(is_detached) {
+    likely = exponential(-log_s) > kUnlikely<Real> ? max : kNaN<Real>;
+    gamma = row.is_live && args.edges == nullptr ? gamma_at(args, row.row, Real(0)) : Real(0);
+    is_square = gamma == Real(2) && !has_gamma_slope;
+  }
+};
+
+// A loss without an inverse is NaN below 0.
+template <typename Loss, typename Real>
+__device__ __forceinline__ Real gamma_of_loss(Real gamma) {
+  return Loss::kHasInverse || !(gamma < Real(0)) ? gamma : kNaN<Real>;
+}
+
+// Calls f(gamma_of) with what tells the gamma of a class from its probability.
+template <typename Loss, typename Scalar, typename Function>
+__device__ __forceinline__ void with_gamma(const FocalLossArgs<Scalar>& args, const SoftRow<Scalar>& numbers,
+                                           Function f) {
+  using Real = compute_t<Scalar>;
+  const bool detached = numbers.is_detached;
+  if (!Loss::kHasGamma || numbers.is_square) {
+    f([&](Real) { return SquareGamma<Real>(detached); });
+  } else if (args.edges == nullptr) {
+    const AnyGamma<Real> gamma(gamma_of_loss<Loss>(numbers.gamma), detached);
+    f([&](Real) { return gamma; });
+  } else {
+    f([&](Real p) {
+      return AnyGamma<Real>(gamma_of_loss<Loss>(table_gamma(p, args.edges, args.gamma, args.n_bins)), detached);
+    });
+  }
+}
+
+template <typename Real>
+struct UnlikelyClass {
+  Real p;
+  ClassTerms<Real> terms;
+};
+
+template <typename Loss, typename Scalar, typename Gamma>
+__device__ __forceinline__ UnlikelyClass<compute_t<Scalar>> unlikely_class(const SoftRow<Scalar>& row,
+                                                                           compute_t<Scalar> z, Gamma gamma_of,
+                                                                           compute_t<Scalar> share) {
+  using Real = compute_t<Scalar>;
+  const Real log_p = (z - row.max) - row.log_s;
+  const Real p = quick_exponential(log_p);
+  return {p, Loss::unlikely_terms(p, -log_p, gamma_of(p), row.epsilon, share)};
+}
+
+// The same by itself, with a share of 1.
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ UnlikelyClass<compute_t<Scalar>> unlikely_class(const FocalLossArgs<Scalar>& args,
+                                                                           const SoftRow<Scalar>& row,
+                                                                           compute_t<Scalar> z) {
+  using Real = compute_t<Scalar>;
+  UnlikelyClass<Real> result = {};
+  with_gamma<Loss>(args, row, [&](auto gamma_of) { result = unlikely_class<Loss>(row, z, gamma_of, Real(1)); });
+  return result;
+}
+
+// The terms of the largest class.
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ ClassTerms<compute_t<Scalar>> likely_terms(const FocalLossArgs<Scalar>& args,
+                                                                      const Row<Scalar>& row,
+                                                                      const SoftRow<Scalar>& numbers, int j) {
+  const compute_t<Scalar> log_p = -numbers.log_s;
+  return Loss::class_terms(log_p, numbers.log_u, gamma_at(args, row.row, exponential(log_p)), numbers.epsilon,
+                           numbers.is_detached, class_share<Loss>(args, row, j));
+}
+
+// Calls take(k, z, share, gamma_of) for the classes of a thread but a likely one, which it returns if it meets it.
+// Where shares are uniform, they are 1 here.
+template <typename Loss, bool kUniform, typename Scalar, typename Values, typename Take>
+__device__ __forceinline__ void each_unlikely(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
+                                              const SoftRow<Scalar>& numbers, const Values& values, int first, int step,
+                                              int& top, Take take) {
+  using Real = compute_t<Scalar>;
+  with_gamma<Loss>(args, numbers, [&](auto gamma_of) {
+#pragma unroll
+    for (int k = 0; k < kCount<Values>; ++k) {
+      const int j = first + k * step;
+      const auto of_class =
+          unlikely_class<Loss>(numbers, values[k], gamma_of, kUniform ? Real(1) : class_share<Loss>(args, row, j));
+      if (values[k] == numbers.likely) {
+        top = j;
+      } else {
+        take(of_class.terms);
+      }
+    }
+  });
+}
+
+// The share of the label beyond that of the other classes, and theirs.
+template <typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> label_share(const FocalLossArgs<Scalar>& args) {
+  return compute_t<Scalar>(1) - args.label_smoothing;
+}
+template <bool kUniform, typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> uniform_share(const FocalLossArgs<Scalar>& args) {
+  return kUniform ? args.label_smoothing / static_cast<compute_t<Scalar>>(args.classes) : compute_t<Scalar>(1);
+}
+
+// ---- forward -------------------------------------------------------------------------------------------------------
+
+template <typename Loss, typename Scalar, bool kUniform>
+__global__ __launch_bounds__(kBlock, 2) void row_loss_soft_forward_kernel(
+    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
+  using Real = compute_t<Scalar>;
+  __shared__ double scratch[kWarpsPerBlock];
+  const RowGroup group = {geometry.lanes, scratch};
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const auto row = row_of<Scalar>(args, geometry, t);
+    SumBesideLargest<Real> mine;
+    each_class(row, [&](const auto& values, int, int) { mine.add(values); });
+    const SumBesideLargest<Real> sums = mine.of(group);
+    // m - m is NaN for an infinite m, which the sum over the others would not show.
+    const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
+    const SoftRow<Scalar> numbers(args, row, sums.max, log_s, logarithm(sums.rest) - log_s, false, false);
+
+    double row_sum = 0;
+    int top = kNoClass;
+    each_class(row, [&](const auto& values, int first, int step) {
+      Real sum = 0;
+      each_unlikely<Loss, kUniform>(args, row, numbers, values, first, step, top,
+                                    [&](const ClassTerms<Real>& terms) { sum += terms.loss; });
+      row_sum += static_cast<double>(sum);
+    });
+    Real loss = group.sum(static_cast<Real>(row_sum) * uniform_share<kUniform>(args));
+    const int row_top = group.min(top);
+    const Real weight = row_weight<Loss>(args, row, group);
+    if (row.row >= args.rows || row.index != 0) continue;
+
+    if (row.is_live) {
+      if (row_top != kNoClass) loss += likely_terms<Loss>(args, row, numbers, row_top).loss;
+      if (kUniform && row.label != row_top) {
+        loss += label_share(args) * unlikely_class<Loss>(args, numbers, row.z(row.label)).terms.loss;
+      }
+      loss *= weight;
+      // Probability targets: the mean is over the rows.
+      weight_sum += args.target_probs != nullptr ? 1.0 : static_cast<double>(weight_of(args, row.label));
+    } else {
+      loss = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+    }
+    args.saved[row.row] = row.is_live ? numbers.max : Real(0);
+    args.saved[args.rows + row.row] = row.is_live ? numbers.log_s : Real(0);
+    args.saved[2 * args.rows + row.row] = row.is_live ? numbers.log_u : Real(0);
+    if constexpr (Loss::kMarked != Marked::kNone) args.saved[3 * args.rows + row.row] = Real(0);
+    if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
+    loss_sum += static_cast<double>(loss);
+  }
+  sum_over_grid(totals, loss_sum, weight_sum);
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+// What every class of a row knows of the gradients.
+template <typename Scalar>
+struct SoftSlopes {
+  using Real = compute_t<Scalar>;
+  Real scale;  // what the loss of the row is multiplied with
+  Real all;    // sum of the slopes a
+  Real given;  // scale without the weight of the row
+  Real loss;   // of the row, without its weight
+};
+
+// The gradient in the share of a class, whose loss has `slope` in it.
+template <typename Loss, typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> target_gradient(const FocalLossArgs<Scalar>& args,
+                                                             const SoftSlopes<Scalar>& row, int64_t j,
+                                                             compute_t<Scalar> slope) {
+  using Real = compute_t<Scalar>;
+  const Real weight = weight_of(args, j);
+  const Real value = row.scale * (Real(1) - args.label_smoothing) * slope;
+  if constexpr (Loss::kTarget == SoftTarget::kClasses) return weighted_slope(weight, value);
+  // The target is also what the weight of a row is the mean under.
+  return args.class_weight != nullptr ? value + weight * row.given * row.loss : value;
+}
+
+template <typename Loss, typename Scalar, bool kUniform>
+__global__ __launch_bounds__(kBlock, 2) void row_loss_soft_backward_kernel(
+    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
+  using Real = compute_t<Scalar>;
+  __shared__ double scratch[kWarpsPerBlock];
+  const RowGroup group = {geometry.lanes, scratch};
+  const bool with_gamma_slope = args.grad_gamma != nullptr;
+  for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
+    const auto row = row_of<Scalar>(args, geometry, t);
+    Real max = 0, log_s = 0, log_u = 0, given = 0;
+    if (row.is_live) {
+      max = args.saved[row.row];
+      log_s = args.saved[args.rows + row.row];
+      log_u = args.saved[2 * args.rows + row.row];
+      given = upstream(args, row.row);
+    }
+    const SoftRow<Scalar> numbers(args, row, max, log_s, log_u, args.detach_modulation, with_gamma_slope);
+
+    // Over the classes other than a likely one.
+    double slope_sum = 0;
+    double gamma_sum = 0;
+    [[maybe_unused]] double loss_sum = 0;
+    int top = kNoClass;
+    each_class(row, [&](const auto& values, int first, int step) {
+      Real slope = 0;
+      Real of_gamma = 0;
+      [[maybe_unused]] Real loss = 0;
+      each_unlikely<Loss, kUniform>(args, row, numbers, values, first, step, top, [&](const ClassTerms<Real>& terms) {
+        slope += terms.slope;
+        of_gamma += terms.grad_gamma;
+        if constexpr (Loss::kTarget == SoftTarget::kRows) loss += terms.loss;
+      });
+      slope_sum += static_cast<double>(slope);
+      if (with_gamma_slope) gamma_sum += static_cast<double>(of_gamma);
+      if constexpr (Loss::kTarget == SoftTarget::kRows) loss_sum += static_cast<double>(loss);
+    });
+    const Real share = uniform_share<kUniform>(args);
+    const int row_top = group.min(top);
+    Real others = share * group.sum(static_cast<Real>(slope_sum));
+    Real of_gamma = with_gamma_slope ? share * group.sum(static_cast<Real>(gamma_sum)) : Real(0);
+    SoftSlopes<Scalar> slopes = {given * row_weight<Loss>(args, row, group), Real(0), given, Real(0)};
+    if constexpr (Loss::kTarget == SoftTarget::kRows) slopes.loss = group.sum(static_cast<Real>(loss_sum));
+    if (row.row >= args.rows) continue;
+
+    Scalar* grad = args.grad_logits == nullptr ? nullptr : args.grad_logits + geometry.grad_logits(row.row);
+    Real* grad_target = args.grad_target == nullptr ? nullptr : args.grad_target + geometry.target_probs(row.row);
+    const int64_t stride = args.grad_layout.class_stride;
+    if (!row.is_live) {
+      const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
+      if (with_gamma_slope && row.index == 0) args.grad_gamma[row.row] = missing;
+      for (int64_t j = row.index; grad != nullptr && j < row.classes; j += row.lanes) {
+        grad[j * stride] = Store<Scalar>::from_compute(missing);
+      }
+      continue;
+    }
+
+    UnlikelyClass<Real> of_label = {};
+    if (kUniform && row.label != row_top) {
+      of_label = unlikely_class<Loss>(args, numbers, row.z(row.label));
+      others += label_share(args) * of_label.terms.slope;
+      of_gamma += label_share(args) * of_label.terms.grad_gamma;
+    }
+    ClassTerms<Real> of_top = {};
+    if (row_top != kNoClass) {
+      of_top = likely_terms<Loss>(args, row, numbers, row_top);
+      of_gamma += of_top.grad_gamma;
+      slopes.loss += of_top.loss;
+    }
+    slopes.all = others + of_top.slope;
+    const Real scale = slopes.scale;
+    if (with_gamma_slope && row.index == 0) args.grad_gamma[row.row] = scale * of_gamma;
+    if (grad == nullptr && grad_target == nullptr) continue;
+
+    // dL/dz_j = p_j (sum a) - a_j
+    const Real of_p = scale * slopes.all;
+    const Real of_slope = scale * share;
+    const bool is_wide =
+        is_in_vectors(row) && stride == 1 && elements_to_boundary(grad) == elements_to_boundary(row.logits);
+    each_class(row, [&](const auto& values, int first, int step) {
+      constexpr int count = kCount<decltype(values)>;
+      Scalar result[count];
+      with_gamma<Loss>(args, numbers, [&](auto gamma_of) {
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+          const int j = first + k * step;
+          const auto of_class =
+              unlikely_class<Loss>(numbers, values[k], gamma_of, kUniform ? Real(1) : class_share<Loss>(args, row, j));
+          result[k] = Store<Scalar>::from_compute(of_class.p * of_p - of_slope * of_class.terms.slope);
+          if (!kUniform && grad_target != nullptr) {
+            grad_target[j * row.target_stride] = target_gradient<Loss>(args, slopes, j, of_class.terms.grad_share);
+          }
+        }
+      });
+      if (grad == nullptr) return;
+      if constexpr (count == kVectorSize<Scalar>) {
+        if (is_wide) {
+          Elements<Scalar> vector;
+#pragma unroll
+          for (int k = 0; k < count; ++k) vector.at[k] = result[k];
+          store_vector(grad + first, bit_cast<uint4>(vector));
+          return;
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < count; ++k) grad[(first + k * step) * stride] = result[k];
+    });
+    // Over what was written there, by the same thread.
+    if (kUniform && grad != nullptr && row.label != row_top && is_mine(row, row.label)) {
+      const Real slope = (label_share(args) + share) * of_label.terms.slope;
+      grad[row.label * stride] = Store<Scalar>::from_compute(of_label.p * of_p - scale * slope);
+    }
+    if (row_top != kNoClass && is_mine(row, row_top)) {
+      if (grad != nullptr) {
+        // p_j (sum a - a_j) - u a_j, which does not subtract a_j from p a_j as p -> 1.
+        const Real value = scale * (exponential(-log_s) * others - exponential(log_u) * of_top.slope);
+        grad[row_top * stride] = Store<Scalar>::from_compute(value);
+      }
+      if (grad_target != nullptr) {
+        grad_target[row_top * row.target_stride] = target_gradient<Loss>(args, slopes, row_top, of_top.grad_share);
+      }
+    }
+  }
+}
+
+// Whether all classes but the label have the same share, and their terms are in proportion to it.
+template <typename Loss, typename Scalar>
+bool is_uniform(const FocalLossArgs<Scalar>& args) {
+  return Loss::kTarget == SoftTarget::kClasses && args.target_probs == nullptr && args.class_weight == nullptr;
+}
+
+}  // namespace
+
+template <typename Loss, typename Scalar>
+int row_loss_soft_forward(const FocalLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
+                          void* stream) {
+  if constexpr (Loss::kTarget == SoftTarget::kClasses) {
+    if (is_uniform<Loss, Scalar>(args)) {
+      return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, true>, args, totals, workspace, stream);
+    }
+  }
+  return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, false>, args, totals, workspace, stream);
+}
+
+template <typename Loss, typename Scalar>
+int row_loss_soft_backward(const FocalLossBackward<Scalar>& args, void* stream) {
+  if constexpr (Loss::kTarget == SoftTarget::kClasses) {
+    if (is_uniform<Loss, Scalar>(args)) {
+      return launch_backward(row_loss_soft_backward_kernel<Loss, Scalar, true>, args, stream);
+    }
+  }
+  return launch_backward(row_loss_soft_backward_kernel<Loss, Scalar, false>, args, stream);
+}
+
+#define FK_ROW_LOSS(Loss, Scalar)                                                                                      \
+  template int row_loss_soft_forward<Loss>(const FocalLossForward<Scalar>&, GridSum<compute_t<Scalar>>, void*, void*); \
+  template int row_loss_soft_backward<Loss>(const FocalLossBackward<Scalar>&, void*);
+#define FK_INSTANTIATE(Scalar)      \
+  FK_ROW_LOSS(FocalRow, Scalar)     \
+  FK_ROW_LOSS(PolyFocalRow, Scalar) \
+  FK_ROW_LOSS(BrierRow, Scalar)
+FK_INSTANTIATE(Half)
+FK_INSTANTIATE(BFloat16)
+FK_INSTANTIATE(float)
+FK_INSTANTIATE(double)
+#undef FK_INSTANTIATE
+#undef FK_ROW_LOSS
+
+}  // namespace focalkern::cuda
