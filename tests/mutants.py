@@ -529,13 +529,13 @@ FAULTS = [
     Fault(
         "any thread writes the target's gradient of a row",
         "row_loss.cu",
-        "if ((row.label & mask) == row.index) grad",
+        "if (is_mine(row, row.label)) grad",
         "if (row.index == 0) grad",
     ),
     Fault(
         "any thread writes the marked class's gradient of a row",
         "row_loss.cu",
-        "(marked & mask) == row.index) {",
+        "is_mine(row, marked)) {",
         "row.index == 0) {",
     ),
     Fault(
@@ -552,7 +552,7 @@ FAULTS = [
     ),
     Fault(
         "a row's vectors go to a gradient on other boundaries",
-        "row_loss_soft.cu",
+        "row_groups.cuh",
         "elements_to_boundary(grad) == elements_to_boundary(row.logits)",
         "elements_to_boundary(grad) >= 0",
     ),
@@ -560,10 +560,15 @@ FAULTS = [
     Fault(
         "no class before the first vector",
         "row_groups.cuh",
-        "row.index < vectors.head ? row.index :",
-        "row.index < vectors.head ? row.classes :",
+        "if (row.index < vectors.head) {",
+        "if (row.index < 0) {",
     ),
-    Fault("no class after the last vector", "row_groups.cuh", "if (loose < row.classes)", "if (loose < vectors.head)"),
+    Fault(
+        "no class after the last vector",
+        "row_groups.cuh",
+        "if (vectors.tail + row.index < row.classes) {",
+        "if (row.index < 0) {",
+    ),
     Fault(
         "two vectors where some lanes have one",
         "row_groups.cuh",
@@ -586,8 +591,8 @@ FAULTS = [
     Fault(
         "the largest class is left out once for every lane",
         "row_groups.cuh",
-        "(group.sum(has_largest ? Real(1) : Real(0)) - Real(1))",
-        "Real(0)",
+        "group.sum(has_largest ? Real(1) : Real(0)) - Real(1);",
+        "Real(0);",
     ),
     Fault("too few slots for a short row", "focal_loss.cu", "if (steps <= 13)", "if (steps <= 16)"),
     # ---- sizes

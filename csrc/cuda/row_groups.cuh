@@ -96,7 +96,7 @@ __device__ __forceinline__ bool is_in_vectors(const Row<Scalar>& row) {
 }
 
 // Calls take(logits, first, step) for all of a thread's classes, some at a time: logits[k] is that of class
-// first + k * step. A thread meets its classes in their order, but for those beside the vectors.
+// first + k * step. A thread meets its classes in their order.
 template <typename Scalar, typename Take>
 __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take) {
   using Real = compute_t<Scalar>;
@@ -104,11 +104,9 @@ __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take) {
   if (!row.is_live) return;
   if (is_in_vectors(row)) {
     const Vectors vectors(row);
-    // Fewer than a warp has lanes.
-    const int loose = row.index < vectors.head ? row.index : vectors.tail + (row.index - vectors.head);
-    if (loose < row.classes) {
-      const Real values[1] = {load_as_compute(row.logits[loose])};
-      take(values, loose, 1);
+    if (row.index < vectors.head) {
+      const Real values[1] = {load_as_compute(row.logits[row.index])};
+      take(values, row.index, 1);
     }
     Real values[kSize];
     const Scalar* at = row.logits + vectors.head + row.index * kSize;
@@ -124,6 +122,11 @@ __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take) {
     for (; vector < vectors.count; vector += row.lanes, at += row.lanes * kSize) {
       unpack<Scalar>(load_vector(at), values);
       take(values, vectors.head + vector * kSize, 1);
+    }
+    // Before and after the vectors there are fewer classes than a warp has lanes.
+    if (vectors.tail + row.index < row.classes) {
+      const Real values[1] = {load_as_compute(row.logits[vectors.tail + row.index])};
+      take(values, vectors.tail + row.index, 1);
     }
     return;
   }
@@ -149,42 +152,90 @@ __device__ __forceinline__ bool is_mine(const Row<Scalar>& row, int j) {
   if (!is_in_vectors(row)) return (j & (row.lanes - 1)) == row.index;
   const Vectors vectors(row);
   if (j < vectors.head) return j == row.index;
-  if (j >= vectors.tail) return vectors.head + (j - vectors.tail) == row.index;
+  if (j >= vectors.tail) return j - vectors.tail == row.index;
   return (((j - vectors.head) / kVectorSize<Scalar>)&(row.lanes - 1)) == row.index;
 }
 
-// The sum of e^(z - max) over the classes of a thread other than the first of its largest.
-template <typename Real>
+// The gradient of a row, written as each_class reads it.
+template <typename Scalar>
+struct RowWriter {
+  Scalar* grad;
+  int64_t stride;
+  bool is_wide;  // in the vectors of the logits
+
+  __device__ __forceinline__ RowWriter(const Row<Scalar>& row, Scalar* grad, int64_t stride)
+      : grad(grad),
+        stride(stride),
+        is_wide(is_in_vectors(row) && stride == 1 && elements_to_boundary(grad) == elements_to_boundary(row.logits)) {}
+
+  template <int count>
+  __device__ __forceinline__ void write(const Scalar (&values)[count], int first, int step) const {
+    if constexpr (count == kVectorSize<Scalar>) {
+      if (is_wide) {
+        Elements<Scalar> vector;
+#pragma unroll
+        for (int k = 0; k < count; ++k) vector.at[k] = values[k];
+        store_vector(grad + first, bit_cast<uint4>(vector));
+        return;
+      }
+    }
+    Scalar* at = grad + first * stride;
+#pragma unroll
+    for (int k = 0; k < count; ++k, at += step * stride) *at = values[k];
+  }
+};
+
+// The sum of e^(z - max) over the classes of a thread other than the first of its largest; that of the squares and the
+// index of the largest, too, if they are asked for.
+template <typename Real, bool kSquares = false>
 struct SumBesideLargest {
   Real max = -kInfinity<Real>;
   Real rest = 0;
+  Real squares = 0;
+  int largest = kNoClass;
 
   template <int count>
-  __device__ __forceinline__ void add(const Real (&values)[count]) {
+  __device__ __forceinline__ void add(const Real (&values)[count], int first, int step) {
     Real others[count];
-    Real largest = max;
+    Real above = max;
 #pragma unroll
     for (int k = 0; k < count; ++k) {
       // What is no longer the largest is one of the others. NaN is not above anything, and stays among them.
-      const bool is_above = values[k] > largest;
-      others[k] = is_above ? largest : values[k];
-      largest = is_above ? values[k] : largest;
+      const bool is_above = values[k] > above;
+      others[k] = is_above ? above : values[k];
+      above = is_above ? values[k] : above;
+      if constexpr (kSquares) largest = is_above ? first + k * step : largest;
     }
-    const Real base = exp_base(largest);
+    const Real base = exp_base(above);
+    const Real shrink = summand(max - base);
     Real sum = 0;
+    [[maybe_unused]] Real of_squares = 0;
 #pragma unroll
-    for (int k = 0; k < count; ++k) sum += summand(others[k] - base);
-    rest = rest * summand(max - base) + sum;
-    max = largest;
+    for (int k = 0; k < count; ++k) {
+      const Real e = summand(others[k] - base);
+      sum += e;
+      if constexpr (kSquares) of_squares += e * e;
+    }
+    rest = rest * shrink + sum;
+    if constexpr (kSquares) squares = squares * (shrink * shrink) + of_squares;
+    max = above;
   }
 
-  // Of the row, with the sum of all classes but one that is the largest.
+  // Of the row, with the sums of all classes but one that is the largest.
   __device__ __forceinline__ SumBesideLargest of(const RowGroup& group) const {
     SumBesideLargest row;
     row.max = group.max(max);
-    const bool has_largest = max == row.max;
-    const Real others = has_largest ? rest : (rest + Real(1)) * exponential(max - exp_base(row.max));
-    row.rest = group.sum(others) + (group.sum(has_largest ? Real(1) : Real(0)) - Real(1));
+    const Real shrink = exponential(max - exp_base(row.max));
+    if constexpr (kSquares) {
+      row.largest = group.min(max == row.max ? largest : kNoClass);
+      const Real left_out = largest == row.largest ? Real(0) : Real(1);
+      row.rest = group.sum((rest + left_out) * shrink);
+      row.squares = group.sum((squares + left_out) * (shrink * shrink));
+    } else {
+      const bool has_largest = max == row.max;
+      row.rest = group.sum(has_largest ? rest : (rest + Real(1)) * shrink);
+      row.rest += group.sum(has_largest ? Real(1) : Real(0)) - Real(1);
+    }
     return row;
   }
 };

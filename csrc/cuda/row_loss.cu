@@ -5,6 +5,8 @@
 // One pass over the logits each way. The group's threads share the classes out and reduce them to the sums of the row;
 // each thread then has the numbers of the row, and writes its share of the gradient.
 
+#include <type_traits>
+
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_groups.cuh"
@@ -17,77 +19,10 @@
 namespace focalkern::cuda {
 namespace {
 
-constexpr int kUnroll = 8;
-
 template <typename Real>
 using class_int = decltype(number_as_class(Real()));
 
-// The next logits of a thread, -inf where there are none.
-template <typename Scalar>
-__device__ __forceinline__ void load_values(const Row<Scalar>& row, int first, compute_t<Scalar> (&values)[kUnroll]) {
-  const int64_t step = row.lanes * row.class_stride;
-  const Scalar* at = row.logits + first * row.class_stride;
-#pragma unroll
-  for (int k = 0; k < kUnroll; ++k, at += step) {
-    values[k] = first + k * row.lanes < row.classes ? load_as_compute(*at) : -kInfinity<compute_t<Scalar>>;
-  }
-}
-
 // ---- sums over the classes -----------------------------------------------------------------------------------------
-
-// Over the classes other than the first of the largest.
-template <typename Real>
-struct SumsBesideLargest {
-  Real max;
-  Real rest;     // sum e^(z - max)
-  Real squares;  // sum e^(2 (z - max)), if it is asked for
-  int largest;
-};
-
-template <bool kSquares, typename Scalar>
-__device__ __forceinline__ SumsBesideLargest<compute_t<Scalar>> sums_beside_largest(const Row<Scalar>& row,
-                                                                                    const RowGroup& group) {
-  using Real = compute_t<Scalar>;
-  SumsBesideLargest<Real> mine = {-kInfinity<Real>, Real(0), Real(0), kNoClass};
-  for (int first = row.index; row.is_live && first < row.classes; first += kUnroll * row.lanes) {
-    Real values[kUnroll];
-    load_values(row, first, values);
-    Real max = values[0];
-    int largest = first;
-#pragma unroll
-    for (int k = 1; k < kUnroll; ++k) {
-      largest = values[k] > max ? first + k * row.lanes : largest;
-      max = fmax(max, values[k]);
-    }
-    if (max > mine.max) {
-      // The one left out so far is one of the others from here on.
-      const Real shrink = exponential(mine.max - exp_base(max));
-      mine.rest = (mine.rest + Real(1)) * shrink;
-      mine.squares = (mine.squares + Real(1)) * (shrink * shrink);
-      mine.max = max;
-      mine.largest = largest;
-    }
-    const Real base = exp_base(mine.max);
-    Real rest = 0;
-    Real squares = 0;
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      const bool is_left_out = first + k * row.lanes == mine.largest;
-      const Real e = is_left_out ? Real(0) : exponential(values[k] - base);
-      rest += e;
-      squares += e * e;
-    }
-    mine.rest += rest;
-    mine.squares += squares;
-  }
-  const Real max = group.max(mine.max);
-  const int largest = group.min(mine.max == max ? mine.largest : kNoClass);
-  const Real shrink = exponential(mine.max - exp_base(max));
-  const Real left_out = mine.largest == largest ? Real(0) : Real(1);
-  const Real rest = group.sum((mine.rest + left_out) * shrink);
-  const Real squares = kSquares ? group.sum((mine.squares + left_out) * (shrink * shrink)) : Real(0);
-  return {max, rest, squares, largest == kNoClass ? 0 : largest};
-}
 
 // What is kept of a row beside its label, and what the loss asks for.
 template <typename Real>
@@ -98,36 +33,57 @@ struct KeptNumbers {
   int marked;  // or kIgnored
 };
 
+// add_to_exp_sum for so few numbers that the rescaling counts: it may cost the sum what a summand may.
+template <int count, typename Real>
+__device__ __forceinline__ void add_some(ExpSum<Real>& total, const Real (&values)[count]) {
+  Real max = total.max;
+#pragma unroll
+  for (int k = 0; k < count; ++k) max = fmax(max, values[k]);
+  const Real base = exp_base(max);
+  Real sum = summand(values[0] - base);
+#pragma unroll
+  for (int k = 1; k < count; ++k) sum += summand(values[k] - base);
+  total = {max, total.sum * summand(total.max - base) + sum};
+}
+
 template <typename Loss, typename Scalar>
 __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<Scalar>& row, const RowGroup& group) {
   using Real = compute_t<Scalar>;
   if constexpr (Loss::kLargestIsLeftOut) {
-    const SumsBesideLargest<Real> sums = sums_beside_largest<Loss::kSquares>(row, group);
+    SumBesideLargest<Real, Loss::kSquares> mine;
+    each_class(row, [&](const auto& values, int first, int step) { mine.add(values, first, step); });
+    const auto sums = mine.of(group);
     // m - m is NaN for an infinite m, which the sum over the others would not show.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
-    return {sums.max, log_s, sums.squares * exponential(Real(-2) * log_s), sums.largest};
+    const int largest = sums.largest == kNoClass ? 0 : sums.largest;
+    return {sums.max, log_s, sums.squares * exponential(Real(-2) * log_s), largest};
   } else {
     const Real z_target = row.is_live ? row.z(row.label) : Real(0);
     ExpSum<Real> rest = empty_exp_sum<Real>();
     [[maybe_unused]] Real rival = -kInfinity<Real>;
     [[maybe_unused]] int rival_class = kNoClass;
-    for (int first = row.index; row.is_live && first < row.classes; first += kUnroll * row.lanes) {
-      Real values[kUnroll];
-      load_values(row, first, values);
-      if constexpr (Loss::kMarked == Marked::kRival) {
+    each_class(row, [&](const auto& values, int first, int step) {
+      constexpr int count = std::extent_v<std::remove_reference_t<decltype(values)>>;
+      Real others[count];
+      const int target_at = row.label - first;
 #pragma unroll
-        for (int k = 0; k < kUnroll; ++k) {
+      for (int k = 0; k < count; ++k) {
+        if constexpr (Loss::kMarked == Marked::kRival) {
           const bool is_closer = values[k] < z_target && values[k] > rival;
           rival = is_closer ? values[k] : rival;
-          rival_class = is_closer ? first + k * row.lanes : rival_class;
+          rival_class = is_closer ? first + k * step : rival_class;
+        }
+        others[k] = values[k];
+      }
+      // Classes next to each other seldom have the target among them.
+      if (step != 1 || static_cast<unsigned>(target_at) < static_cast<unsigned>(count)) {
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+          if (k * step == target_at) others[k] = -kInfinity<Real>;
         }
       }
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        if (first + k * row.lanes == row.label) values[k] = -kInfinity<Real>;
-      }
-      add_to_exp_sum(rest, values);
-    }
+      add_some(rest, others);
+    });
     const Real rest_max = group.max(rest.max);
     const Real rest_sum = group.sum(rest.sum * exponential(rest.max - exp_base(rest_max)));
     int marked = kNoClass;
@@ -248,30 +204,26 @@ __global__ __launch_bounds__(kBlock,
       }
       continue;
     }
-    const int64_t step = row.lanes * stride;
-    Scalar* at = grad + row.index * stride;
-    for (int first = row.index; first < row.classes; first += kUnroll * row.lanes) {
-      Real values[kUnroll];
-      load_values(row, first, values);
+    const RowWriter<Scalar> writer(row, grad, stride);
+    each_class(row, [&](const auto& values, int first, int step) {
+      constexpr int count = std::extent_v<std::remove_reference_t<decltype(values)>>;
+      Scalar result[count];
 #pragma unroll
-      for (int k = 0; k < kUnroll; ++k, at += step) {
+      for (int k = 0; k < count; ++k) {
         // A gradient that is stored in 16 bits loses more by that than `summand` costs it.
         const Real below_max = values[k] - max;
         const Real e = sizeof(Scalar) < sizeof(Real) ? summand(below_max) : exponential(below_max);
-        const Real value = e * (Loss::kSquares ? slope.factor + e * slope.square : slope.factor);
-        if (first + k * row.lanes < row.classes) *at = Store<Scalar>::from_compute(value);
+        result[k] = Store<Scalar>::from_compute(e * (Loss::kSquares ? slope.factor + e * slope.square : slope.factor));
       }
-    }
+      writer.write(result, first, step);
+    });
     // Over what was written there: to choose for every element costs it a branch. This thread wrote that, too.
-    const int mask = row.lanes - 1;
-    if (Loss::kMarked != Marked::kNone && marked >= 0 && (marked & mask) == row.index) {
+    if (Loss::kMarked != Marked::kNone && marked >= 0 && is_mine(row, marked)) {
       grad[marked * stride] = Store<Scalar>::from_compute(slope.at_marked);
     }
-    if ((row.label & mask) == row.index) grad[row.label * stride] = Store<Scalar>::from_compute(slope.at_target);
+    if (is_mine(row, row.label)) grad[row.label * stride] = Store<Scalar>::from_compute(slope.at_target);
   }
 }
-
-// ---- launchers -----------------------------------------------------------------------------------------------------
 
 }  // namespace
 

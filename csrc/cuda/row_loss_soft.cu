@@ -20,6 +20,10 @@
 namespace focalkern::cuda {
 namespace {
 
+// In double precision the exact formulas take more registers than two blocks leave each other.
+template <typename Scalar>
+constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 1 : 2;
+
 template <typename Array>
 constexpr int kCount = std::extent_v<std::remove_reference_t<Array>>;
 
@@ -164,7 +168,7 @@ __device__ __forceinline__ compute_t<Scalar> uniform_share(const FocalLossArgs<S
 // ---- forward -------------------------------------------------------------------------------------------------------
 
 template <typename Loss, typename Scalar, bool kUniform>
-__global__ __launch_bounds__(kBlock, 2) void row_loss_soft_forward_kernel(
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_forward_kernel(
     const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
     const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
   using Real = compute_t<Scalar>;
@@ -175,7 +179,7 @@ __global__ __launch_bounds__(kBlock, 2) void row_loss_soft_forward_kernel(
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
     const auto row = row_of<Scalar>(args, geometry, t);
     SumBesideLargest<Real> mine;
-    each_class(row, [&](const auto& values, int, int) { mine.add(values); });
+    each_class(row, [&](const auto& values, int first, int step) { mine.add(values, first, step); });
     const SumBesideLargest<Real> sums = mine.of(group);
     // m - m is NaN for an infinite m, which the sum over the others would not show.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
@@ -241,7 +245,7 @@ __device__ __forceinline__ compute_t<Scalar> target_gradient(const FocalLossArgs
 }
 
 template <typename Loss, typename Scalar, bool kUniform>
-__global__ __launch_bounds__(kBlock, 2) void row_loss_soft_backward_kernel(
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_backward_kernel(
     const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
@@ -316,8 +320,7 @@ __global__ __launch_bounds__(kBlock, 2) void row_loss_soft_backward_kernel(
     // dL/dz_j = p_j (sum a) - a_j
     const Real of_p = scale * slopes.all;
     const Real of_slope = scale * share;
-    const bool is_wide =
-        is_in_vectors(row) && stride == 1 && elements_to_boundary(grad) == elements_to_boundary(row.logits);
+    const RowWriter<Scalar> writer(row, grad, stride);
     each_class(row, [&](const auto& values, int first, int step) {
       constexpr int count = kCount<decltype(values)>;
       Scalar result[count];
@@ -333,18 +336,7 @@ __global__ __launch_bounds__(kBlock, 2) void row_loss_soft_backward_kernel(
           }
         }
       });
-      if (grad == nullptr) return;
-      if constexpr (count == kVectorSize<Scalar>) {
-        if (is_wide) {
-          Elements<Scalar> vector;
-#pragma unroll
-          for (int k = 0; k < count; ++k) vector.at[k] = result[k];
-          store_vector(grad + first, bit_cast<uint4>(vector));
-          return;
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < count; ++k) grad[(first + k * step) * stride] = result[k];
+      if (grad != nullptr) writer.write(result, first, step);
     });
     // Over what was written there, by the same thread.
     if (kUniform && grad != nullptr && row.label != row_top && is_mine(row, row.label)) {
