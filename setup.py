@@ -3,7 +3,7 @@
 It compiles for the one torch at hand. Environment: FOCALKERN_CUDA=auto|0|1 (auto builds the CUDA kernels where torch is
 a CUDA build and nvcc is found; no GPU is needed), TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS. FOCALKERN_NATIVE=none
 compiles nothing, and plain torch computes; FOCALKERN_NATIVE=folder takes what tools/wheel.py compiled for several
-releases of torch.
+releases of torch. FOCALKERN_REPOSITORY is the address that the package's page links to (tools/long_description.py).
 """
 
 import os
@@ -20,6 +20,7 @@ from setuptools.command.build_py import build_py
 from setuptools.command.dist_info import dist_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from tools.long_description import long_description, version_of
 from tools.toolchain import HOST_FLAGS, fail, toolkit_folder, toolkit_version
 
 DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
@@ -133,10 +134,19 @@ class PlatformWheel(Distribution):
 
 native = os.environ.get("FOCALKERN_NATIVE") or None
 commands: dict[str, type[Command]] = {"dist_info": CheckedDistInfo}
+texts = {
+    "license": "MIT",
+    "long_description": long_description(
+        Path("README.md").read_text(encoding="utf-8"),
+        os.environ.get("FOCALKERN_REPOSITORY", ""),
+        version_of(Path("focalkern/__init__.py").read_text(encoding="utf-8")),
+    ),
+    "long_description_content_type": "text/markdown",
+}
 if native == "none":
-    setup(license="MIT", cmdclass=commands)
+    setup(**texts, cmdclass=commands)
 elif native:
-    setup(license="MIT", cmdclass=commands | {"build_py": PrebuiltFiles}, distclass=PlatformWheel)
+    setup(**texts, cmdclass=commands | {"build_py": PrebuiltFiles}, distclass=PlatformWheel)
 else:
     module, build_command = extension()
-    setup(license="MIT", ext_modules=[module], cmdclass=commands | {"build_ext": build_command})
+    setup(**texts, ext_modules=[module], cmdclass=commands | {"build_ext": build_command})

@@ -13,6 +13,9 @@ import pytest
 pytest.importorskip("setuptools")
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.long_description import long_description, version_of  # noqa: E402
 
 
 @pytest.fixture
@@ -151,3 +154,36 @@ def test_source_archive_needs_no_torch(tmp_path):
     (tmp_path / "packages" / "torch.py").write_text("raise ModuleNotFoundError('no torch')\n")
     done = setup_py(tmp_path, "--name")
     assert (done.returncode, done.stdout) == (0, "focalkern\n"), done.stderr
+
+
+README = """[Docs](docs/a.md) and [torch](https://pytorch.org)
+
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="docs/dark.svg">
+  <img src="docs/light.svg" alt="Two
+  curves.">
+</picture>
+
+```python
+table[key](value)
+```
+"""
+
+
+def test_the_long_description_points_to_the_repository():
+    text = long_description(README, "https://example.org/us/focalkern/", "1.2.3")
+    assert "[Docs](https://example.org/us/focalkern/blob/v1.2.3/docs/a.md) and [torch](https://pytorch.org)" in text
+    assert 'srcset="https://example.org/us/focalkern/raw/v1.2.3/docs/dark.svg"' in text
+    assert 'src="https://example.org/us/focalkern/raw/v1.2.3/docs/light.svg"' in text
+    assert "table[key](value)" in text
+
+
+def test_the_long_description_without_a_repository_points_nowhere():
+    text = long_description(README, "", "1.2.3")
+    assert text.startswith("Docs and [torch](https://pytorch.org)\n\n*Two curves.*\n\n```python\ntable[key](value)\n")
+
+
+def test_the_packages_own_long_description():
+    init = (ROOT / "focalkern" / "__init__.py").read_text()
+    text = long_description((ROOT / "README.md").read_text(), "", version_of(init))
+    assert "](docs/" not in text and "<picture>" not in text and "Two reliability diagrams" in text

@@ -1,0 +1,34 @@
+"""The package's long description: README.md as it reads away from its folder, on the page of a package index.
+
+With the environment variable FOCALKERN_REPOSITORY (https://github.com/OWNER/focalkern), its pictures and links point to
+the files of the version's tag there. Without it they would point nowhere: a picture becomes the words that stand for
+it, and a link its text.
+"""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:|#)([^)]+)\)")
+PICTURE = re.compile(r"<picture>.*?alt=\"([^\"]*)\".*?</picture>", re.DOTALL)
+ADDRESS = re.compile(r"((?:src|srcset)=\")(?!\w+:)")
+
+
+def long_description(readme: str, repository: str, version: str) -> str:
+    repository = repository.rstrip("/")
+    page, file = (f"{repository}/{kind}/v{version}/" for kind in ("blob", "raw"))
+
+    def converted(text: str) -> str:
+        if not repository:
+            return LINK.sub(r"\1", PICTURE.sub(lambda found: "*" + " ".join(found[1].split()) + "*", text))
+        return LINK.sub(rf"[\1]({page}\2)", ADDRESS.sub(rf"\1{file}", text))
+
+    # Code is not text: the odd places of the list are its blocks.
+    return "".join(part if place % 2 else converted(part) for place, part in enumerate(CODE.split(readme)))
+
+
+def version_of(init: str) -> str:
+    found = re.search(r"^__version__ = \"([^\"]+)\"$", init, re.MULTILINE)
+    assert found, "focalkern/__init__.py has no __version__"
+    return found[1]
