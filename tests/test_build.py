@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("setuptools")
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT))  # after what is installed
 
 from tools.long_description import long_description, version_of  # noqa: E402
 
