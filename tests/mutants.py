@@ -42,11 +42,13 @@ CASES = {
     "row_loss.cu": "row_loss+focal_loss",
     "row_loss_soft.cu": "row_loss+focal_loss",
     "row_groups.cuh": "row_loss+focal_loss",
+    "row_loss.cuh": "row_loss+focal_loss",
 }
 # What is compiled anew where a header changes: files that together use all of it.
 COMPILED = {
     "common.cuh": ("focal_loss.cu", "row_loss.cu", "row_loss_soft.cu"),
     "row_groups.cuh": ("row_loss.cu", "row_loss_soft.cu"),
+    "row_loss.cuh": ("focal_loss.cu", "row_loss.cu", "row_loss_soft.cu"),
     "grid_sum.cuh": ("focal_loss.cu",),
     "grid_confidence.cuh": ("calibration_grid.cu",),
     "grid_bins.cuh": ("calibration_grid.cu",),
@@ -556,6 +558,7 @@ FAULTS = [
         "elements_to_boundary(grad) == elements_to_boundary(row.logits)",
         "elements_to_boundary(grad) >= 0",
     ),
+    Fault("all rows lie in one run", "row_loss.cuh", "if (row < inner) return", "if (row >= 0) return"),
     # ---- the classes of a thread
     Fault(
         "no class before the first vector",

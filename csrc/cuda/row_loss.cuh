@@ -54,6 +54,7 @@ struct RowOffset {
         reciprocal(1.0 / static_cast<double>(layout.inner)) {}
 
   __device__ __forceinline__ int64_t operator()(int64_t row) const {
+    if (row < inner) return row * inner_stride;  // all rows of a matrix
     auto outer = static_cast<int64_t>(static_cast<double>(row) * reciprocal);
     int64_t rest = row - outer * inner;
     if (rest < 0) {
