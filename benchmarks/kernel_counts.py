@@ -55,10 +55,11 @@ ROW_LOSS = [
     ("dual", "float32", (16896, 1000)), ("brier", "float32", (16896, 1000)), ("focal", "float32", (16896, 1000)),
     ("focal", "float32", (135168, 10)),
 ]  # fmt: skip
-# Targets of the type of the logits, or a label for each row; hard, or soft. Enough for several rounds of the grid.
+# Targets of the type of the logits, hard or soft, or a label for each row, or for each pixel of 128 images. Enough for
+# several rounds of the grid.
 SIGMOID_LOSS = [
     ("float32", "hard"), ("bfloat16", "hard"), ("float32", "soft"), ("bfloat16", "soft"), ("float32", "labels"),
-    ("bfloat16", "labels"), ("float64", "hard"),
+    ("bfloat16", "labels"), ("float64", "hard"), ("float32", "labels of pixels"), ("bfloat16", "labels of pixels"),
 ]  # fmt: skip
 SIGMOID_SHAPE = (131072, 80)
 MAP = [("float32", (64, 1000)), ("float32", (4, 32000)), ("bfloat16", (64, 1000)), ("float32", (4000, 10))]
@@ -272,15 +273,19 @@ def sigmoid_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterato
         target = (shares if targets == "soft" else shares.round()).to(dtype).repeat(rows // 64, 1)
         if targets == "labels":
             target = labels.repeat(rows // 64)
-        grad = torch.ones((1, 1), dtype=real_of(dtype))
+        elif targets == "labels of pixels":
+            logits, target = logits.reshape(128, classes, -1), labels.repeat(rows // 64).reshape(128, -1)
+        grad = torch.ones((1,) * logits.dim(), dtype=real_of(dtype))
         library.ptxrun_set(b"only_blocks", c_int64(blocks))
         run_sigmoid_loss(library, FOCAL, logits, target, 2.0, 0.25, grad, reduction="sum", all_gradients=False)
         library.ptxrun_set(b"only_blocks", c_int64(0))
         for name, code in executed(library).items():
             pack = 16 // dtype.itemsize if "plain" in name else 2 if kind == "float64" else 4
+            if targets == "labels of pixels" and "plain" in name:
+                pack *= 8  # a thread has so many classes
             some = taken_by(blocks, logits.numel(), 256 * pack)
-            tensors = (1 if targets == "labels" else 2) + ("backward" in name)
-            moved = some * (tensors * dtype.itemsize + (8 / classes if targets == "labels" else 0))
+            tensors = (1 if "labels" in targets else 2) + ("backward" in name)
+            moved = some * (tensors * dtype.itemsize + (8 / classes if "labels" in targets else 0))
             yield Count(case, short(name), **count(code, some, moved))
 
 

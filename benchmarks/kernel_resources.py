@@ -98,7 +98,10 @@ def demangle(names: list[str]) -> list[str]:
     plain = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
     short = [re.sub(r"focalkern::(cuda::)?|\(anonymous namespace\)::|^void ", "", name) for name in plain.splitlines()]
     return [
-        re.sub(r"\((RowPath|bool|int)\)", r"\1 ", re.sub(r"(?<=[>a-z])\((?!RowPath|bool|int).*$", "", s)) for s in short
+        re.sub(
+            r"\((RowPath|Targets|bool|int)\)", r"\1 ", re.sub(r"(?<=[>a-z])\((?!RowPath|Targets|bool|int).*$", "", s)
+        )
+        for s in short
     ]
 
 

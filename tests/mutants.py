@@ -321,15 +321,8 @@ FAULTS = [
     Fault(
         "the plain losses of one logit stop after the first round",
         "sigmoid_loss_plain.cu",
-        "first += stride",
+        "first += threads * kSize",
         "first += args.space.size",
-    ),
-    Fault(
-        "the plain gradients of one logit stop after the first round",
-        "sigmoid_loss_plain.cu",
-        "first += stride",
-        "first += args.space.size",
-        1,
     ),
     Fault(
         "samples beyond the first run are not checked",
@@ -513,6 +506,36 @@ FAULTS = [
     ),
     Fault(
         "soft targets count as hard", "sigmoid_loss_plain.cu", "pack.is_hard = soft == Real(0);", "pack.is_hard = true;"
+    ),
+    Fault(
+        "a vector of pixels has the label of its first",
+        "sigmoid_loss_plain.cu",
+        "outer * pixels + pack_of_pixels * kSize + e);",
+        "outer * pixels + pack_of_pixels * kSize);",
+    ),
+    Fault(
+        "pixels: a thread takes one class alone",
+        "sigmoid_loss_plain.cu",
+        "j < end; ++j",
+        "j < begin + 1; ++j",
+    ),
+    Fault(
+        "pixels: classes beyond the last are taken",
+        "sigmoid_loss_plain.cu",
+        "begin + places.chunk_classes < classes ? begin + places.chunk_classes : classes;",
+        "begin + places.chunk_classes;",
+    ),
+    Fault(
+        "pixels: only the first vector of a thread",
+        "sigmoid_loss_plain.cu",
+        "unit < places.units; unit += threads",
+        "unit < places.units; unit += places.units",
+    ),
+    Fault(
+        "pixels that are no whole vectors",
+        "sigmoid_loss_plain.cu",
+        "pixels % kVectorSize<Scalar> == 0 &&",
+        "pixels % 1 == 0 &&",
     ),
     Fault(
         "plain packs without regard to the boundary",

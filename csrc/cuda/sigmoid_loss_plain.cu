@@ -2,10 +2,11 @@
 // logits and results lie alike, and only the logits' gradient is wanted. Forward and backward; sigmoid_loss.cu has the
 // rest.
 //
-// A thread takes 16 bytes of logits at a time, and with them either 16 bytes of targets or the label of their row. A
-// pack of hard targets (0 and 1, or labels) takes the short formulas, a pack with a soft one the general ones. Nothing
-// is kept between the passes. Elements that count nothing, because their row is ignored or because they lie beyond the
-// end, get a logit without loss and gradient, so that nothing has to be chosen afterwards.
+// A thread takes 16 bytes of logits at a time, and with them either 16 bytes of targets or the label of their row.
+// Where labels are those of pixels ([N, C, H, W]), it takes 16 bytes of pixels through several classes with the same
+// labels. A pack of hard targets (0 and 1, or labels) takes the short formulas, a pack with a soft one the general
+// ones. Nothing is kept between the passes. Elements that count nothing, because their row is ignored or because they
+// lie beyond the end, get a logit without loss and gradient, so that nothing has to be chosen afterwards.
 
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
@@ -53,6 +54,17 @@ struct RowDivider {
       j -= classes;
     }
   }
+};
+
+enum class Targets { kDense, kLabels, kPixelLabels };
+
+// Where labels belong: each to a row of the memory, [rows, classes], or to a pixel of [outer, classes, pixels].
+struct Places {
+  RowDivider rows;
+  RowDivider packs;   // of pixels
+  RowDivider chunks;  // of classes, for one thread
+  int chunk_classes;
+  int64_t units;  // packs of pixels in all chunks
 };
 
 // ---- a pack of elements --------------------------------------------------------------------------------------------
@@ -104,7 +116,7 @@ __device__ __forceinline__ RowLabel<compute_t<Scalar>> row_label(const SigmoidLo
   return {is_live ? static_cast<uint32_t>(label) : ~0u, counts, is_live, counts ? kNaN<Real> : kLogitWithoutLoss<Real>};
 }
 
-template <bool kLabels, typename Scalar>
+template <Targets targets, typename Scalar>
 __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>& args, const RowDivider& divide,
                                                   int64_t first) {
   using Real = compute_t<Scalar>;
@@ -113,7 +125,7 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>&
   const int64_t left = args.space.size - first;
   pack.size = left < kSize ? static_cast<int>(left) : kSize;
   const auto x = load_elements(args.input.data, first, pack.size, Store<Scalar>::from_compute(kLogitWithoutLoss<Real>));
-  if constexpr (kLabels) {
+  if constexpr (targets == Targets::kLabels) {
     uint32_t row, j;
     divide(static_cast<uint32_t>(first), row, j);
     RowLabel<Real> label = row_label(args, row);
@@ -158,6 +170,50 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>&
   return pack;
 }
 
+// Calls take(first, pack) for every pack of the thread; `first` is the pack's first element.
+template <Targets targets, typename Scalar, typename Take>
+__device__ __forceinline__ void each_pack(const SigmoidLossArgs<Scalar>& args, const Places& places, Take take) {
+  using Real = compute_t<Scalar>;
+  constexpr int kSize = kVectorSize<Scalar>;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kBlock;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
+  if constexpr (targets != Targets::kPixelLabels) {
+    for (int64_t first = thread * kSize; first < args.space.size; first += threads * kSize) {
+      take(first, load_pack<targets>(args, places.rows, first));
+    }
+  } else {
+    const uint32_t pixels = places.packs.classes * kSize;
+    const int classes = static_cast<int>(args.classes);
+    for (int64_t unit = thread; unit < places.units; unit += threads) {
+      uint32_t rest, pack_of_pixels, outer, chunk;
+      places.packs(static_cast<uint32_t>(unit), rest, pack_of_pixels);
+      places.chunks(rest, outer, chunk);
+      RowLabel<Real> labels[kSize];
+      Pack<Scalar> pack;
+      pack.size = kSize;
+      pack.counts = 0;
+      pack.is_hard = true;
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        labels[e] = row_label(args, outer * pixels + pack_of_pixels * kSize + e);
+        pack.counts += labels[e].counts;
+      }
+      const int begin = static_cast<int>(chunk) * places.chunk_classes;
+      const int end = begin + places.chunk_classes < classes ? begin + places.chunk_classes : classes;
+      int64_t first = (static_cast<int64_t>(outer) * classes + begin) * pixels + pack_of_pixels * kSize;
+      for (int j = begin; j < end; ++j, first += pixels) {
+        const auto x = bit_cast<Elements<Scalar>>(load_vector(static_cast<const Scalar*>(args.input.data) + first));
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) {
+          pack.x[e] = labels[e].is_live ? load_as_compute(x.at[e]) : labels[e].otherwise;
+          pack.share[e] = static_cast<uint32_t>(j) == labels[e].class_index ? Real(1) : Real(0);
+        }
+        take(first, pack);
+      }
+    }
+  }
+}
+
 template <typename Loss, bool kHard, PowerKind kind, typename Scalar, typename Take>
 __device__ __forceinline__ void each_of_kind(const Pack<Scalar>& pack, const PlainNumbers<compute_t<Scalar>>& numbers,
                                              compute_t<Scalar> margin, Take take) {
@@ -190,10 +246,10 @@ __device__ __forceinline__ void each_of(const Pack<Scalar>& pack, const PlainNum
   }
 }
 
-template <typename Loss, bool kLabels, typename Scalar, typename Take>
+template <typename Loss, Targets targets, typename Scalar, typename Take>
 __device__ __forceinline__ void each(const Pack<Scalar>& pack, const PlainNumbers<compute_t<Scalar>>& numbers,
                                      compute_t<Scalar> margin, Take take) {
-  if (kLabels || pack.is_hard) {
+  if (targets != Targets::kDense || pack.is_hard) {
     each_of<Loss, true>(pack, numbers, margin, take);
   } else {
     each_of<Loss, false>(pack, numbers, margin, take);
@@ -202,64 +258,58 @@ __device__ __forceinline__ void each(const Pack<Scalar>& pack, const PlainNumber
 
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
-template <typename Scalar, typename Loss, bool kLabels>
+template <typename Scalar, typename Loss, Targets targets>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce) void sigmoid_loss_plain_forward_kernel(
     const __grid_constant__ SigmoidLossForward<Scalar> args,
-    const __grid_constant__ PlainNumbers<compute_t<Scalar>> numbers, const __grid_constant__ RowDivider divide,
+    const __grid_constant__ PlainNumbers<compute_t<Scalar>> numbers, const __grid_constant__ Places places,
     const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
   using Real = compute_t<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kBlock * kSize;
   double sum = 0;
   int64_t count = 0;
-  for (int64_t first = (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) * kSize; first < args.space.size;
-       first += stride) {
-    const Pack<Scalar> pack = load_pack<kLabels>(args, divide, first);
+  each_pack<targets>(args, places, [&](int64_t first, const Pack<Scalar>& pack) {
     Real losses[kSize];
     Real pack_sum = 0;
-    each<Loss, kLabels>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
+    each<Loss, targets>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
       losses[e] = terms.loss * numbers.weight;
       pack_sum += losses[e];
     });
     sum += static_cast<double>(pack_sum);
     count += pack.counts;
-    if (args.loss == nullptr && args.loss_wide == nullptr) continue;
+    if (args.loss == nullptr && args.loss_wide == nullptr) return;
 #pragma unroll
     for (int e = 0; e < kSize; ++e) {
       if (e >= pack.size) break;
       if (args.loss != nullptr) args.loss[first + e] = Store<Scalar>::from_compute(losses[e]);
       if (args.loss_wide != nullptr) args.loss_wide[first + e] = losses[e];
     }
-  }
+  });
   sum_over_grid(totals, sum, static_cast<double>(count));
 }
 
-template <typename Scalar, typename Loss, bool kLabels>
+template <typename Scalar, typename Loss, Targets targets>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce) void sigmoid_loss_plain_backward_kernel(
     const __grid_constant__ SigmoidLossBackward<Scalar> args,
-    const __grid_constant__ PlainNumbers<compute_t<Scalar>> numbers, const __grid_constant__ RowDivider divide) {
+    const __grid_constant__ PlainNumbers<compute_t<Scalar>> numbers, const __grid_constant__ Places places) {
   using Real = compute_t<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kBlock * kSize;
   const Real upstream = args.grad_loss.data != nullptr ? *static_cast<const Real*>(args.grad_loss.data)
                                                        : static_cast<Real>(args.grad_loss.value);
   const Real scale = numbers.weight * (args.divisor != nullptr ? upstream / *args.divisor : upstream);
-  for (int64_t first = (static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x) * kSize; first < args.space.size;
-       first += stride) {
-    const Pack<Scalar> pack = load_pack<kLabels>(args, divide, first);
+  each_pack<targets>(args, places, [&](int64_t first, const Pack<Scalar>& pack) {
     Elements<Scalar> result;
-    each<Loss, kLabels>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
+    each<Loss, targets>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
       result.at[e] = Store<Scalar>::from_compute(terms.slope * scale);
     });
     if (pack.size == kSize) {
       store_vector(args.grad_input + first, bit_cast<uint4>(result));
-      continue;
+      return;
     }
 #pragma unroll
     for (int e = 0; e < kSize; ++e) {
       if (e < pack.size) args.grad_input[first + e] = result.at[e];
     }
-  }
+  });
 }
 
 // ---- launch --------------------------------------------------------------------------------------------------------
@@ -275,6 +325,17 @@ constexpr ElementType kTypeOf<BFloat16> = ElementType::kBFloat16;
 
 bool on_boundary(const void* address) { return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0; }
 
+// Whether the space is [outer, classes, pixels] with a label for each pixel, in whole vectors.
+template <typename Scalar>
+bool labels_are_of_pixels(const SigmoidLossArgs<Scalar>& args) {
+  const ElementSpace& space = args.space;
+  const int last = space.dims - 1;
+  if (!args.target_is_labels || last < 1 || last > 2 || args.class_dim != last - 1) return false;
+  const int64_t pixels = space.sizes[last];
+  return pixels > 0 && pixels % kVectorSize<Scalar> == 0 && args.target.strides[last] == 1 &&
+         (last == 1 || space.sizes[0] <= 1 || args.target.strides[0] == pixels);
+}
+
 template <typename Scalar>
 bool has_plain_arguments(const SigmoidLossArgs<Scalar>& args) {
   if (args.gamma.data != nullptr || args.second.data != nullptr || args.weight.data != nullptr) return false;
@@ -284,8 +345,25 @@ bool has_plain_arguments(const SigmoidLossArgs<Scalar>& args) {
   }
   // A row of the memory for each label. Its elements are counted in 32 bits.
   const ElementSpace& space = args.space;
-  return space.dims == 2 && args.class_dim == 1 && space.sizes[1] == args.classes && args.target.strides[0] == 1 &&
-         args.classes > 0 && space.size <= INT32_MAX;
+  if (args.classes <= 0 || args.class_dim < 0 || space.sizes[args.class_dim] != args.classes) return false;
+  if (space.size > INT32_MAX) return false;
+  return labels_are_of_pixels(args) || (space.dims == 2 && args.class_dim == 1 && args.target.strides[0] == 1);
+}
+
+template <typename Scalar>
+Places places_of(const SigmoidLossArgs<Scalar>& args) {
+  Places places = {RowDivider(args.classes), RowDivider(0), RowDivider(0), 0, 0};
+  if (!labels_are_of_pixels(args) || args.space.size == 0) return places;
+  const int64_t packs = args.space.sizes[args.space.dims - 1] / kVectorSize<Scalar>;
+  const int64_t vectors = args.space.size / kVectorSize<Scalar>;
+  // The more classes a thread has, the less often labels are read: as many as leave enough blocks.
+  places.chunk_classes = 8;
+  while (places.chunk_classes > 1 && vectors / places.chunk_classes < kMaxGrid / 8 * kBlock) places.chunk_classes /= 2;
+  const int64_t chunks = divide_up(args.classes, places.chunk_classes);
+  places.packs = RowDivider(packs);
+  places.chunks = RowDivider(chunks);
+  places.units = vectors / args.classes * chunks;
+  return places;
 }
 
 template <typename Scalar>
@@ -308,15 +386,17 @@ PlainNumbers<compute_t<Scalar>> numbers_of(const SigmoidLossArgs<Scalar>& args) 
           static_cast<Real>(args.weight.value)};
 }
 
-// Calls f(loss, with labels or not).
-template <typename Function>
-int with_kernel(SigmoidLoss loss, bool labels, Function f) {
-  const auto with_loss = [&](auto is_labels) {
-    return loss == SigmoidLoss::kFocal     ? f(FocalElement{}, is_labels)
-           : loss == SigmoidLoss::kQuality ? f(QualityElement{}, is_labels)
-                                           : f(AsymmetricElement{}, is_labels);
+// Calls f(loss, kind of targets).
+template <typename Scalar, typename Function>
+int with_kernel(const SigmoidLossArgs<Scalar>& args, Function f) {
+  const auto with_loss = [&](auto targets) {
+    return args.loss_kind == SigmoidLoss::kFocal     ? f(FocalElement{}, targets)
+           : args.loss_kind == SigmoidLoss::kQuality ? f(QualityElement{}, targets)
+                                                     : f(AsymmetricElement{}, targets);
   };
-  return labels ? with_loss(std::true_type{}) : with_loss(std::false_type{});
+  if (!args.target_is_labels) return with_loss(std::integral_constant<Targets, Targets::kDense>{});
+  return labels_are_of_pixels(args) ? with_loss(std::integral_constant<Targets, Targets::kPixelLabels>{})
+                                    : with_loss(std::integral_constant<Targets, Targets::kLabels>{});
 }
 
 }  // namespace
@@ -342,22 +422,28 @@ int64_t sigmoid_loss_plain_grid(int64_t size) {
   return blocks < 1 ? 1 : blocks < kMaxGrid ? blocks : kMaxGrid;
 }
 
+// Never more than those of sigmoid_loss_plain_grid, for which there is scratch memory.
+template <typename Scalar>
+int64_t grid_of(const SigmoidLossArgs<Scalar>& args, const Places& places) {
+  return sigmoid_loss_plain_grid<Scalar>(places.units > 0 ? places.units * kVectorSize<Scalar> : args.space.size);
+}
+
 template <typename Scalar>
 int sigmoid_loss_plain_forward(const SigmoidLossForward<Scalar>& args, const GridSum<compute_t<Scalar>>& totals,
                                void* stream) {
-  return with_kernel(args.loss_kind, args.target_is_labels, [&](auto loss, auto labels) {
-    return launch(sigmoid_loss_plain_forward_kernel<Scalar, decltype(loss), labels.value>,
-                  sigmoid_loss_plain_grid<Scalar>(args.space.size), kBlock, stream, args, numbers_of<Scalar>(args),
-                  RowDivider(args.classes), totals);
+  const Places places = places_of<Scalar>(args);
+  return with_kernel<Scalar>(args, [&](auto loss, auto targets) {
+    return launch(sigmoid_loss_plain_forward_kernel<Scalar, decltype(loss), targets.value>, grid_of(args, places),
+                  kBlock, stream, args, numbers_of<Scalar>(args), places, totals);
   });
 }
 
 template <typename Scalar>
 int sigmoid_loss_plain_backward(const SigmoidLossBackward<Scalar>& args, void* stream) {
-  return with_kernel(args.loss_kind, args.target_is_labels, [&](auto loss, auto labels) {
-    return launch(sigmoid_loss_plain_backward_kernel<Scalar, decltype(loss), labels.value>,
-                  sigmoid_loss_plain_grid<Scalar>(args.space.size), kBlock, stream, args, numbers_of<Scalar>(args),
-                  RowDivider(args.classes));
+  const Places places = places_of<Scalar>(args);
+  return with_kernel<Scalar>(args, [&](auto loss, auto targets) {
+    return launch(sigmoid_loss_plain_backward_kernel<Scalar, decltype(loss), targets.value>, grid_of(args, places),
+                  kBlock, stream, args, numbers_of<Scalar>(args), places);
   });
 }
 

@@ -178,6 +178,34 @@ def test_sigmoid_loss_of_labels_in_rows(library, shape):
                                ignore_index=255 if kind == torch.uint8 else -100)  # fmt: skip
 
 
+# A thread has some classes of a vector of pixels: fewer and more of them than it takes, several vectors for a thread of
+# the small grid, and one image without its dimension. 28 pixels are no whole vectors of 16 bits: the other kernels.
+@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 19, 40), (1, 8, 3208), (2, 1, 8), (2, 17, 28)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sigmoid_loss_of_labels_of_pixels(library, dtype, shape):
+    x = (torch.randn(shape) * 4).to(dtype)
+    for kind in (torch.int32, torch.uint8, torch.int64):
+        labels = torch.randint(shape[1] + 1, (shape[0], *shape[2:])).to(kind)
+        ignored = 255 if kind == torch.uint8 else -100
+        labels.view(-1)[::7] = ignored
+        labels.view(-1)[-1] = shape[1] - 1
+        for loss, gamma, reduction in ((FOCAL, 2.0, "mean"), (ASYMMETRIC, 0.7, "sum"), (QUALITY, 3.0, "none")):
+            check_sigmoid_loss(library, loss, x, labels, gamma, reduction=reduction, ignore_index=ignored)
+    x = x.detach().clone()
+    x.movedim(1, -1)[0, 0] = NAN  # ignored
+    labels[-1, 2] = shape[1] + 1
+    most = library.max_grid()
+    for blocks in (most, 64):  # with more blocks a thread has fewer classes
+        library.set_max_grid(c_int64(blocks))
+        actual = run_sigmoid_loss(library, FOCAL, x, labels, 2.0, 0.25, torch.ones((1, 1, 1)), reduction="none",
+                                  all_gradients=False)  # fmt: skip
+        library.set_max_grid(c_int64(most))
+        for name in ("loss", "grad_input"):
+            assert (actual[name].movedim(1, -1)[0, 0] == 0).all()
+            assert actual[name].movedim(1, -1)[-1, 2].isnan().all()
+            assert actual[name].isnan().sum() == shape[1]
+
+
 def reduction_may_be_nan(shape):
     """One shape has a label out of range, whose row is NaN."""
     return shape == (7, 5)
