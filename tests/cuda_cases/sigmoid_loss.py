@@ -48,8 +48,9 @@ BACKWARD = [
 
 
 def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.0, margin=0.0, ignore_index=-100,
-                     reduction="mean", wide=True, all_gradients=True):  # fmt: skip
-    """Everything that the two kernels write, by name; without `all_gradients`, of the gradients only the logits'."""
+                     reduction="mean", wide=True, all_gradients=True, one_image=False):  # fmt: skip
+    """Everything that the two kernels write, by name; without `all_gradients`, of the gradients only the logits'; with
+    `one_image`, the first dimension, of size 1, is none of the space."""
     dtype, real, shape = x.dtype, real_of(x.dtype), x.shape
     labels = target.dim() < x.dim()
     in_real = [v.to(real) if isinstance(v, torch.Tensor) else v for v in (gamma, second, weight)]
@@ -60,6 +61,10 @@ def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.
         forward.input = Operand.of(memory, x, shape)
         forward.target = Operand.of(memory, target.unsqueeze(1) if labels else target, shape)
         forward.target_is_labels, forward.class_dim = labels, 1 if labels else -1
+        if one_image:
+            forward.space = Space(x.numel(), x.dim() - 1, (c_int64 * MAX_DIMS)(*shape[1:]))
+            forward.input = Operand.of(memory, x[0], shape[1:])
+            forward.target, forward.class_dim = Operand.of(memory, target, shape[1:]), 0
         forward.classes, forward.ignore_index, forward.margin = shape[1], ignore_index, margin
         forward.gamma, forward.second, forward.weight = (Operand.of(memory, v, shape) for v in in_real)
         one, all_real = torch.full((1,), NAN, dtype=real), torch.full(shape, NAN, dtype=real)
@@ -192,6 +197,14 @@ def test_sigmoid_loss_of_labels_of_pixels(library, dtype, shape):
         for loss, gamma, reduction in ((FOCAL, 2.0, "mean"), (ASYMMETRIC, 0.7, "sum"), (QUALITY, 3.0, "none")):
             check_sigmoid_loss(library, loss, x, labels, gamma, reduction=reduction, ignore_index=ignored)
     x = x.detach().clone()
+    if len(x) == 1:
+        grad = torch.ones((1, 1, 1))
+        as_three, as_two = (
+            run_sigmoid_loss(library, FOCAL, x, labels, 2.0, 0.25, grad, all_gradients=False, one_image=one_image)
+            for one_image in (False, True)
+        )
+        for name, values in as_three.items():
+            assert torch.equal(as_two[name], values) and not values.isnan().any()
     x.movedim(1, -1)[0, 0] = NAN  # ignored
     labels[-1, 2] = shape[1] + 1
     most = library.max_grid()
