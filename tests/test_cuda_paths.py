@@ -8,8 +8,8 @@ import focalkern as fk
 from focalkern import reference
 
 # (rows, classes): the shared-memory tile; a warp, several and one row at a time; a block per row; one block and many;
-# a last tile that is not full; row lengths off the vector width.
-ROWS = [(3, 10), (700, 10), (65, 17), (300, 100), (33, 130), (20, 1000), (3, 5001)]
+# a last tile that is not full; row lengths off the vector width; few rows, in chunks.
+ROWS = [(3, 10), (700, 10), (65, 17), (300, 100), (33, 130), (20, 1000), (3, 5001), (3, 20_011)]
 
 
 def both_ways(function, logits):
