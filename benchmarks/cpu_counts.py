@@ -1,10 +1,10 @@
-"""Instructions per element of `focal_loss` on this processor, forward and backward: python -m benchmarks.cpu_counts
+"""Instructions per element of the losses on this processor, forward and backward: python -m benchmarks.cpu_counts
 
 A small program steps through one chunk of rows, one instruction at a time (Linux, x86-64 with AVX-512, a C++
 compiler). Counts do not depend on who else uses the machine. `--write` records them, `--summary` prints what is
 recorded.
 
-The floor of a shape is what its arithmetic needs in vectors of sixteen, without addresses, loops and spills:
+The floor of `focal_loss` is what its arithmetic needs in vectors of sixteen, without addresses, loops and spills:
 
 - per element: the maximum, a difference and an exponential (13 instructions) twice, a comparison with the label twice,
   a sum, a product and a store: 34;
@@ -25,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "benchmarks" / "results" / "cpu_counts.csv"
+ELEMENTS_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_sigmoid.csv"
 LANES = 16
 FEW_CLASSES = 32  # as in csrc/cpu/row_loss.h
 CASES = [
@@ -32,6 +33,13 @@ CASES = [
     for classes, gammas in ((10, ("number", "table")), (17, ("number",)), (100, ("number",)), (1000, ("number",)))
     for dtype in ("float32", "bfloat16")
     for gamma in gammas
+]
+# The losses of independent logits, 80 classes: what a detector's head has.
+ELEMENT_CASES = [
+    (loss, dtype, target)
+    for loss in ("focal", "asymmetric")
+    for dtype in ("float32", "bfloat16")
+    for target in ("dense", "labels")
 ]
 
 
@@ -44,6 +52,15 @@ class Count:
     backward: float
     floor: float
     ratio: float
+
+
+@dataclass(frozen=True)
+class ElementCount:
+    loss: str
+    dtype: str
+    target: str
+    forward: float
+    backward: float
 
 
 def floor(classes: int, dtype: str) -> float:
@@ -62,52 +79,66 @@ def build(folder: Path) -> Path:
     from tools.toolchain import HOST_FLAGS
 
     program = folder / "cpu_counts"
-    source = ROOT / "benchmarks" / "cpu_counts.cpp"
-    command = ["c++", "-std=c++20", "-fwrapv", *HOST_FLAGS, "-I", ROOT / "csrc", source, "-o", program]
+    sources = [ROOT / "benchmarks" / "cpu_counts.cpp", ROOT / "csrc" / "cpu" / "sigmoid_loss.cpp"]
+    command = ["c++", "-std=c++20", "-fwrapv", *HOST_FLAGS, "-I", ROOT / "csrc", *sources, "-o", program]
     subprocess.run(command, check=True)
     return program
 
 
+def steps(program: Path, *case: object) -> tuple[float, float]:
+    """Instructions per element, forward and backward."""
+    answer = subprocess.run([program, *map(str, case)], check=True, capture_output=True, text=True).stdout
+    elements, forward, backward = map(int, answer.split())
+    return forward / elements, backward / elements
+
+
 def count(program: Path, classes: int, dtype: str, gamma: str) -> Count:
-    command = [program, str(classes), dtype, *(["table"] if gamma == "table" else [])]
-    answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    rows, forward, backward = map(int, answer.split())
-    elements = rows * classes
+    forward, backward = steps(program, "rows", classes, dtype, gamma)
     least = floor(classes, dtype)
-    total = (forward + backward) / elements
-    numbers = forward / elements, backward / elements, least, total / least
+    numbers = forward, backward, least, (forward + backward) / least
     return Count(classes, dtype, gamma, *(round(number, 2) for number in numbers))
 
 
-def summary() -> str:
-    lines = [
-        "| classes | dtype | gamma | forward | backward | floor of both | ratio |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    with TABLE.open(newline="") as file:
+def count_elements(program: Path, loss: str, dtype: str, target: str) -> ElementCount:
+    return ElementCount(loss, dtype, target, *(round(n, 2) for n in steps(program, loss, 80, dtype, target)))
+
+
+def table(path: Path, header: list[str]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    with path.open(newline="") as file:
         lines += ["| " + " | ".join(row.values()) + " |" for row in csv.DictReader(file)]
     return "\n".join(lines)
 
 
+def summary() -> str:
+    return table(TABLE, ["classes", "dtype", "gamma", "forward", "backward", "floor of both", "ratio"])
+
+
+def element_summary() -> str:
+    return table(ELEMENTS_TABLE, ["loss", "dtype", "target", "forward", "backward"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--write", action="store_true", help=f"record in {TABLE.relative_to(ROOT)}")
-    parser.add_argument("--summary", action="store_true", help="print the recorded table")
+    parser.add_argument("--write", action="store_true", help=f"record in {TABLE.parent.relative_to(ROOT)}")
+    parser.add_argument("--summary", action="store_true", help="print the recorded tables")
     arguments = parser.parse_args()
     if arguments.summary:
-        print(summary())
+        print(summary(), element_summary(), sep="\n\n")
         return
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
         counts = [count(program, *case) for case in CASES]
-    rows = [asdict(found) for found in counts]
-    for row in rows:
-        print(*(f"{name} {value}" for name, value in row.items()), sep="  ")
-    if arguments.write:
-        with TABLE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Count)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        element_counts = [count_elements(program, *case) for case in ELEMENT_CASES]
+    for path, kind, found in ((TABLE, Count, counts), (ELEMENTS_TABLE, ElementCount, element_counts)):
+        rows = [asdict(one) for one in found]
+        for row in rows:
+            print(*(f"{name} {value}" for name, value in row.items()), sep="  ")
+        if arguments.write:
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -356,10 +356,15 @@ std::tuple<Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor& target
     }
     const int64_t chunk = cpu::kSigmoidLossChunk, size = args.space.size;
     const int64_t n_chunks = (size + chunk - 1) / chunk;
+    std::vector<Real> every;
+    if constexpr (std::is_same_v<Scalar, BFloat16>) {
+      if (size >= cpu::kEveryLogitPays * at::get_num_threads()) every = cpu::sigmoid_loss_of_every_logit(args);
+    }
     std::vector<SigmoidLossSums> chunks(n_chunks);
     at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        chunks[i] = cpu::sigmoid_loss_forward(args, i * chunk, std::min(size, (i + 1) * chunk));
+        chunks[i] = cpu::sigmoid_loss_forward(args, i * chunk, std::min(size, (i + 1) * chunk),
+                                              every.empty() ? nullptr : every.data());
       }
     });
     double total = 0;
@@ -430,11 +435,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad, cons
                                                         int64_t ignore_index, std::array<bool, 4> needed) {
   const Options options = options_of(kind, margin, reduction, ignore_index);
   return backward(grad, input, target, gamma, second, weight, divisor, options, needed, [](const auto& args) {
+    using Scalar = std::remove_pointer_t<decltype(args.grad_input)>;
     const int64_t chunk = cpu::kSigmoidLossChunk, size = args.space.size;
+    std::vector<Scalar> every;
+    if constexpr (std::is_same_v<Scalar, BFloat16>) {
+      if (size >= cpu::kEveryLogitPays * at::get_num_threads()) every = cpu::sigmoid_slope_of_every_logit(args);
+    }
     at::parallel_for(0, (size + chunk - 1) / chunk, 1, [&](int64_t begin, int64_t end) {
       // Backwards: what the forward pass read last may still be in the cache.
       for (int64_t i = end - 1; i >= begin; --i) {
-        cpu::sigmoid_loss_backward(args, i * chunk, std::min(size, (i + 1) * chunk));
+        cpu::sigmoid_loss_backward(args, i * chunk, std::min(size, (i + 1) * chunk),
+                                   every.empty() ? nullptr : every.data());
       }
     });
   });

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "math/binning.h"
 #include "math/portable.h"
@@ -212,11 +213,18 @@ namespace cpu {
 // Elements per unit of work, whatever the number of threads.
 constexpr int64_t kSigmoidLossChunk = 16384;
 
+// `every` are the losses of every logit there is, or null, as are the slopes in the backward pass.
 template <typename Scalar>
-SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int64_t begin, int64_t end);
+SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int64_t begin, int64_t end,
+                                     const compute_t<Scalar>* every);
 
 template <typename Scalar>
-void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begin, int64_t end);
+void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begin, int64_t end, const Scalar* every);
+
+// To be looked up instead of computed, from kEveryLogitPays elements per thread on; empty where they cannot be.
+constexpr int64_t kEveryLogitPays = int64_t(1) << 18;
+std::vector<float> sigmoid_loss_of_every_logit(const SigmoidLossForward<BFloat16>& args);
+std::vector<BFloat16> sigmoid_slope_of_every_logit(const SigmoidLossBackward<BFloat16>& args);
 
 }  // namespace cpu
 

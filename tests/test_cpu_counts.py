@@ -10,7 +10,9 @@ counts = pytest.importorskip("benchmarks.cpu_counts", reason="the benchmarks are
 
 
 def test_the_documentation_has_the_recorded_table():
-    assert counts.summary() in (counts.ROOT / "docs" / "evidence" / "speed.md").read_text()
+    page = (counts.ROOT / "docs" / "evidence" / "speed.md").read_text()
+    assert counts.summary() in page
+    assert counts.element_summary() in page
 
 
 def test_the_floor_of_a_long_row_is_that_of_its_elements():
@@ -32,3 +34,7 @@ def test_counts_repeat(tmp_path: Path):
     table = counts.count(program, 10, "float32", "table")
     assert table.forward > first.forward
     assert table.backward > first.backward
+    computed = counts.count_elements(program, "focal", "float32", "dense")
+    looked_up = counts.count_elements(program, "focal", "bfloat16", "dense")
+    assert 1 < looked_up.forward < computed.forward < 6
+    assert 1 < looked_up.backward < computed.backward < 6

@@ -387,6 +387,65 @@ def test_the_same_bits_for_every_number_of_threads(device):
         assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("gamma", [2.0, 0.7])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bfloat16_results_that_are_looked_up_are_those_that_are_computed(name, gamma, threads):
+    """Large tensors of one thread look them up; parts of them do not, nor does a tile with a soft target."""
+    rows, classes, ignored = 8192, 33, 255  # above 2^18 elements, below 2^19; no multiple of a tile
+    x = (torch.randn(rows, classes) * 8).bfloat16()
+    x[0, :5] = torch.tensor([0.0, -0.0, 1000.0, -1000.0, float("nan")])
+    labels = torch.randint(2 * classes, (rows,)).clamp(max=classes)
+    dense = torch.nn.functional.one_hot(labels, classes + 1)[:, :classes]
+    some_soft = dense.float()
+    some_soft[rows // 2] = 0.5
+    labels[5:9] = ignored
+    function = functools.partial(getattr(fk, name), ignore_index=ignored)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for target in (labels, dense.bfloat16(), dense.bool(), some_soft):
+            whole, parts = leaf(x), leaf(x)
+            loss = function(whole, target, gamma)
+            expected = torch.cat(
+                [function(z, t, gamma) for z, t in zip(parts.split(999), target.split(999), strict=True)]
+            )
+            assert torch.equal(loss.nan_to_num(), expected.nan_to_num())
+            assert torch.equal(loss.isnan(), expected.isnan())
+            found = grads(function(whole[1:], target[1:], gamma, reduction="sum"), whole)[0]
+            assert torch.equal(found[1:].nan_to_num(), grads(expected[1:].sum(), parts)[0][1:].nan_to_num())
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("gamma", [2.0, 3.0, 0.7])
+# Labels along the classes, with parameters that are numbers and such that each element has its own; every element may
+# be a one, and a tile may have more of them than a vector.
+@pytest.mark.parametrize("classes", [1, 2, 16, 80, 700])
+def test_labels_along_the_classes_are_their_dense_target(name, gamma, classes):
+    rows = 5000 // classes
+    x = torch.randn(rows, classes) * 5
+    x[0], x[-1] = float("nan"), float("inf")
+    labels = torch.randint(classes + 1, (rows,))
+    labels[0] = labels[-1] = -100
+    dense = torch.nn.functional.one_hot(labels.clamp(min=0), classes + 1)[:, :classes].float()
+    counts = (labels != -100)[:, None].expand(-1, classes)
+    weight = torch.rand(classes)
+    gammas = torch.full((classes,), gamma) + torch.rand(classes)
+    for options in ({}, {"weight": weight}, {"gamma": gammas}):
+        gamma_of = options.pop("gamma", gamma)
+        of_labels, of_dense = leaf(x), leaf(x.where(counts, 0.0).double())
+        found = getattr(fk, name)(of_labels, labels, gamma_of, **options)
+        doubled = {key: value.double() for key, value in options.items()}
+        exponents = gamma_of.double() if isinstance(gamma_of, torch.Tensor) else gamma_of
+        expected = getattr(fk, name)(of_dense, dense.double(), exponents, **doubled) * counts
+        assert_close(found, expected)
+        upstream = torch.randn(rows, classes)
+        assert_close(grads(found, of_labels, upstream)[0], grads(expected, of_dense, upstream.double())[0])
+        assert_close(grads(found, of_labels)[0], grads(expected, of_dense)[0])
+
+
 # ---- derivatives and transforms ------------------------------------------------------------------------------------
 
 

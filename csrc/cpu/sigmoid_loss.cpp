@@ -3,14 +3,20 @@
 //   forward   input, target (and gamma, alpha, weight) -> loss per element, or its sum
 //   backward  the same and grad_loss -> grad_input (and grad_target, grad_gamma)
 //
-// Memory: each direction reads the logits and the dense target once; labels are turned into one-hot shares in cache.
-// Elements are taken a tile at a time. What is not there in the right type and order (a broadcast alpha, a bool target,
-// logits with strides) is brought into a buffer of the tile; then one loop over the tile, with the formula of
-// math/sigmoid_loss.h inside. It exists for hard and for soft tiles, and for gammas that are small whole numbers (no
-// logarithm, no second exponential) and any others.
+// Memory: each direction reads the logits and the dense target once. Elements are taken a tile at a time. What is not
+// there in the right type and order (a broadcast alpha, a bool target, logits with strides) is brought into a buffer of
+// the tile; then one loop over the tile, with the formula of math/sigmoid_loss.h inside. It exists for soft and for
+// hard targets, for labels along rows of classes (as if all were background; the few others are computed again and put
+// in their places), and for gammas that are small whole numbers (no logarithm, no second exponential) and any others.
+//
+// A bfloat16 has only 65536 values: where a large tensor of them has hard targets and one number for each parameter,
+// all results there are come first, and the tiles look them up.
 
 #include <algorithm>
+#include <memory>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "cpu/vector_clones.h"
 #include "kernels.h"
@@ -22,10 +28,19 @@ namespace {
 constexpr int64_t kTile = 512;  // elements
 constexpr int64_t kBlock = 64;  // elements between two requests for memory
 
-struct LabelCount {
-  int64_t ignored = 0;  // elements
+enum class Targets { kSoft, kHard, kBackground };  // any share; 0 or 1; 0 everywhere but at TileLabels::one
+
+// What the labels of a tile say, beside shares.
+struct TileLabels {
   bool is_valid = true;
   int64_t invalid_label = 0;
+  int64_t ones = 0;
+  int64_t ignored_runs = 0;
+  int64_t ignored = 0;  // elements
+  int16_t one[kTile];
+  struct Run {
+    int16_t first, length;
+  } ignored_run[kTile];
 };
 
 // What the loops read: a buffer of the tile, or the user's memory.
@@ -38,8 +53,9 @@ struct TileView {
   const Real* second;    // alpha, or gamma_positive
   const Real* negative;  // 1 - alpha
   const Real* scale;     // weight, and in the backward pass times the upstream gradient
-  bool hard;             // all targets are 0 or 1
-  LabelCount labels;
+  const Real* one;   // of hard focal losses: alpha times scale, negative in the backward pass, where -x is looked at
+  const Real* zero;  // and (1 - alpha) times scale
+  Targets targets;
   const char* target_source;  // the dense target's elements as they lie in the user's memory,
   int64_t target_size;        // and the bytes of one; 0 for what is not dense
 };
@@ -170,28 +186,24 @@ FK_VECTOR_CLONES void compare_labels(const Label* labels, int64_t stride, int64_
   }
 }
 
-// One-hot shares of the elements [begin, end). `ignored` is called with each run of elements that count nothing.
-template <typename Scalar, typename Label, typename Ignored>
-LabelCount read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels, int64_t begin, int64_t end,
-                       compute_t<Scalar>* share, Ignored ignored) {
-  using Real = compute_t<Scalar>;
-  LabelCount count;
+// The labels of the elements [begin, end): along the classes the places of the ones, otherwise one-hot shares.
+template <typename Scalar, typename Label>
+void read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels, int64_t begin, int64_t end,
+                 compute_t<Scalar>* share, TileLabels* found) {
   const int last = args.space.dims - 1;
   const int64_t stride = args.target.strides[last];
   // Returns whether the run of elements is to be left out.
   const auto leave_out = [&](int64_t label, int64_t first, int64_t n) {
     if (label >= 0 && label <= args.classes && label != args.ignore_index) return false;
     if (label == args.ignore_index) {
-      count.ignored += n;
-      ignored(first, n);
+      found->ignored += n;
+      found->ignored_run[found->ignored_runs++] = {static_cast<int16_t>(first), static_cast<int16_t>(n)};
     } else {
-      count.is_valid = false;
-      count.invalid_label = label;
+      found->is_valid = false;
+      found->invalid_label = label;
     }
     return true;
   };
-  int64_t first = 0;
-  if (args.class_dim == last) std::fill_n(share, end - begin, Real(0));
   if (args.class_dim == last && args.space.dims <= 2) {
     // Rows of classes, by far the most frequent case.
     const int64_t classes = args.space.sizes[last], row_stride = last > 0 ? args.target.strides[0] : 0;
@@ -204,11 +216,12 @@ LabelCount read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels,
         const int64_t from = std::max<int64_t>(row, 0);
         leave_out(this_label, from, std::min(row + classes, n) - from);
       } else if (at < static_cast<uint64_t>(n)) {
-        share[at] = Real(1);
+        found->one[found->ones++] = static_cast<int16_t>(at);
       }
     }
-    return count;
+    return;
   }
+  int64_t first = 0;
   for (Runs runs(args.space, begin, end); runs.more(); first += runs.length(), runs.next()) {
     const Label* label = labels + runs.offset(args.target);
     const int64_t n = runs.length();
@@ -216,13 +229,12 @@ LabelCount read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels,
       // A run is a row of classes, or a part of one.
       if (leave_out(*label, first, n)) continue;
       const int64_t at = static_cast<int64_t>(*label) - runs.position(last);
-      if (at >= 0 && at < n) share[first + at] = Real(1);
+      if (at >= 0 && at < n) found->one[found->ones++] = static_cast<int16_t>(first + at);
       continue;
     }
     for (int64_t i = 0; i < n; ++i) leave_out(label[i * stride], first + i, 1);
     compare_labels(label, stride, runs.position(args.class_dim), n, share + first);
   }
-  return count;
 }
 
 // Whether all targets are 0 or 1. Of positive numbers only these have their bits change, from one to the next, nowhere
@@ -230,8 +242,18 @@ LabelCount read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels,
 template <typename Stored, typename Bits, int kMantissaBits>
 FK_VECTOR_CLONES bool all_hard(const Stored* target, int64_t n) {
   Bits changes = 0, set = 0;
+  const int64_t quarter = n / 4;
 #pragma omp simd reduction(| : changes, set)
-  for (int64_t i = 0; i < n; ++i) {
+  for (int64_t i = 0; i < quarter; ++i) {
+    const Bits first = bit_cast<Bits>(target[i]), second = bit_cast<Bits>(target[i + quarter]);
+    const Bits third = bit_cast<Bits>(target[i + 2 * quarter]), fourth = bit_cast<Bits>(target[i + 3 * quarter]);
+    changes |=
+        static_cast<Bits>((first ^ static_cast<Bits>(first + first)) | (second ^ static_cast<Bits>(second + second)));
+    changes |=
+        static_cast<Bits>((third ^ static_cast<Bits>(third + third)) | (fourth ^ static_cast<Bits>(fourth + fourth)));
+    set |= static_cast<Bits>((first | second) | (third | fourth));
+  }
+  for (int64_t i = 4 * quarter; i < n; ++i) {
     const Bits bits = bit_cast<Bits>(target[i]);
     changes |= static_cast<Bits>(bits ^ static_cast<Bits>(bits + bits));
     set |= bits;
@@ -264,6 +286,12 @@ FK_VECTOR_CLONES void multiply(const Real* by, int64_t n, Real* scale) {
   for (int64_t i = 0; i < n; ++i) scale[i] = scale[i] == Real(0) ? Real(0) : scale[i] * by[i];
 }
 
+template <typename Real>
+FK_VECTOR_CLONES void products(Real sign, const Real* a, const Real* b, int64_t n, Real* product) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) product[i] = sign * a[i] * b[i];
+}
+
 // What is known of the gammas, and spares the loop a logarithm and an exponential, or a handful of products.
 enum class Powers { kAny, kSmall, kSquare };
 
@@ -274,8 +302,13 @@ class TileReader {
  public:
   using Real = compute_t<Scalar>;
 
-  // What is one number for all elements is written once.
-  TileReader(const SigmoidLossArgs<Scalar>& args, Real factor) : args_(args), factor_(factor) {
+  // What is one number for all elements is written once. `sign_of_one` is that of TileView::one, `grad_loss` null in
+  // the forward pass.
+  TileReader(const SigmoidLossArgs<Scalar>& args, Real factor, Real sign_of_one, const Operand* grad_loss)
+      : args_(args),
+        factor_(factor),
+        sign_of_one_(sign_of_one),
+        grad_loss_(grad_loss && grad_loss->data ? grad_loss : nullptr) {
     fill_number(args.gamma, gamma_);
     if (args.loss_kind == SigmoidLoss::kAsymmetric) fill_number(args.second, second_);
     has_alpha_ = args.loss_kind == SigmoidLoss::kFocal && (args.second.data || args.second.value >= 0);
@@ -287,6 +320,8 @@ class TileReader {
       std::fill_n(negative_, kTile, Real(1));
     }
     if (!args.weight.data) std::fill_n(scale_, kTile, factor * static_cast<Real>(args.weight.value));
+    has_numbers_ = !args.weight.data && !grad_loss_ && !(has_alpha_ && args.second.data);
+    if (has_numbers_ && args.loss_kind != SigmoidLoss::kAsymmetric) weigh(second_, scale_, kTile);
   }
 
   Powers powers() const {
@@ -311,37 +346,92 @@ class TileReader {
       view.scale = own_scale(read(args_.weight, args_.space, begin, end, scale_), n);
       multiply(factor_, n, own_scale_);
     }
-    if (!args_.target_is_labels) {
-      view.target = read(args_.target, args_.space, begin, end, target_);
-      bool known = false;
-      if (args_.target.dense) {
-        with_type(args_.target, [&](const auto* data) {
-          view.target_source = reinterpret_cast<const char*>(data + begin);
-          view.target_size = sizeof(*data);
-          if constexpr (!std::is_integral_v<std::decay_t<decltype(*data)>>) {
-            known = true;
-            view.hard = all_hard(data + begin, n);
-          }
-        });
-      }
-      if (!known) view.hard = all_hard(view.target, n);
-      return view;
+    if (grad_loss_) {
+      view.scale = own_scale(view.scale, n);
+      multiply(read(*grad_loss_, args_.space, begin, end, grad_), n, own_scale_);
     }
-    view.target = target_;
-    view.hard = true;
-    with_type(args_.target, [&](const auto* labels) {
-      if constexpr (!std::is_integral_v<std::decay_t<decltype(*labels)>>)
-        return;  // labels are integers
-      else
-        view.labels = read_labels(args_, labels, begin, end, target_, [&](int64_t first, int64_t length) {
-          // Whatever the logits of these hold, they add nothing.
-          if (view.input != input_) view.input = std::copy(view.input, view.input + n, input_) - n;
-          std::fill_n(input_ + first, length, Scalar{});
-          view.scale = own_scale(view.scale, n);
-          std::fill_n(own_scale_ + first, length, Real(0));
-        });
-    });
+    if (args_.target_is_labels) {
+      labels_.is_valid = true;
+      labels_.ones = labels_.ignored_runs = labels_.ignored = 0;
+      with_type(args_.target, [&](const auto* labels) {
+        if constexpr (std::is_integral_v<std::decay_t<decltype(*labels)>>) {
+          read_labels(args_, labels, begin, end, target_, &labels_);
+        }
+      });
+      view.targets = args_.class_dim == args_.space.dims - 1 ? Targets::kBackground : Targets::kHard;
+      view.target = target_;
+    } else {
+      read_target(begin, end, &view);
+    }
+    if (!has_numbers_ && view.targets != Targets::kSoft && args_.loss_kind != SigmoidLoss::kAsymmetric) {
+      weigh(view.second, view.scale, n);
+    }
+    view.one = one_;
+    view.zero = zero_;
     return view;
+  }
+
+  const TileLabels& labels() const { return labels_; }
+
+  // The ones of a tile of labels side by side, and the first of them again until the last vector is full.
+  int64_t padded_ones() const { return (labels_.ones + 15) / 16 * 16; }
+  TileView<Scalar> ones(const TileView<Scalar>& tile) {
+    if (!ones_) {
+      ones_ = std::make_unique_for_overwrite<Ones>();
+      std::fill_n(ones_->target, kTile, Real(1));
+    }
+    const auto gather = [&](const auto* from, auto* to) {
+      for (int64_t k = 0; k < padded_ones(); ++k) to[k] = from[labels_.one[k < labels_.ones ? k : 0]];
+      return to;
+    };
+    TileView<Scalar> view = tile;
+    view.targets = Targets::kHard;
+    view.target_size = 0;
+    view.input = gather(tile.input, ones_->input);
+    view.target = ones_->target;
+    if (args_.gamma.data) view.gamma = gather(tile.gamma, ones_->gamma);
+    if (args_.second.data) view.second = gather(tile.second, ones_->second);
+    if (args_.weight.data || grad_loss_) view.scale = gather(tile.scale, ones_->scale);
+    if (!has_numbers_) view.one = gather(tile.one, ones_->one);
+    return view;
+  }
+
+  // For the formulas of soft targets.
+  void write_shares(int64_t n) {
+    std::fill_n(target_, n, Real(0));
+    for (int64_t k = 0; k < labels_.ones; ++k) target_[labels_.one[k]] = Real(1);
+  }
+
+  // Whatever the logits of ignored labels hold, they add nothing.
+  template <typename Result>
+  void clear_ignored(Result* results) const {
+    for (int64_t k = 0; k < labels_.ignored_runs; ++k) {
+      std::fill_n(results + labels_.ignored_run[k].first, labels_.ignored_run[k].length, Result{});
+    }
+  }
+
+ private:
+  void read_target(int64_t begin, int64_t end, TileView<Scalar>* view) {
+    const int64_t n = end - begin;
+    view->target = read(args_.target, args_.space, begin, end, target_);
+    bool known = false, hard = false;
+    if (args_.target.dense) {
+      with_type(args_.target, [&](const auto* data) {
+        view->target_source = reinterpret_cast<const char*>(data + begin);
+        view->target_size = sizeof(*data);
+        if constexpr (!std::is_integral_v<std::decay_t<decltype(*data)>>) {
+          known = true;
+          hard = all_hard(data + begin, n);
+        }
+      });
+    }
+    if (!known) hard = all_hard(view->target, n);
+    view->targets = hard ? Targets::kHard : Targets::kSoft;
+  }
+
+  void weigh(const Real* alpha, const Real* scale, int64_t n) {
+    products(sign_of_one_, alpha, scale, n, one_);
+    products(Real(1), negative_, scale, n, zero_);
   }
 
   // The scale in memory that may be written to.
@@ -350,7 +440,6 @@ class TileReader {
     return own_scale_;
   }
 
- private:
   void fill_number(const Operand& operand, Real* buffer) {
     if (!operand.data) std::fill_n(buffer, kTile, static_cast<Real>(operand.value));
   }
@@ -360,7 +449,16 @@ class TileReader {
 
   const SigmoidLossArgs<Scalar>& args_;
   Real factor_;  // of every scale
+  Real sign_of_one_;
+  const Operand* grad_loss_;  // or null, where it is one number
   bool has_alpha_;
+  bool has_numbers_;  // for all that TileView::one and zero are made of
+  TileLabels labels_;
+  struct Ones {
+    Scalar input[kTile];
+    Real target[kTile], gamma[kTile], second[kTile], scale[kTile], one[kTile];
+  };
+  std::unique_ptr<Ones> ones_;
   alignas(64) Scalar input_[kTile];
   alignas(64) Real target_[kTile];
   alignas(64) Real gamma_[kTile];
@@ -368,31 +466,52 @@ class TileReader {
   alignas(64) Real negative_[kTile];
   alignas(64) Real scale_[kTile];
   alignas(64) Real own_scale_[kTile];
+  alignas(64) Real one_[kTile];
+  alignas(64) Real zero_[kTile];
+  alignas(64) Real grad_[kTile];
 };
 
 // ---- the loops -----------------------------------------------------------------------------------------------------
 
-template <typename Loss, bool kHard, Powers kPowers, typename Scalar>
-FK_HOST_DEVICE SigmoidTerms<compute_t<Scalar>> terms_at(const TileView<Scalar>& view, int64_t i,
-                                                        const SmallPower<compute_t<Scalar>>& gamma,
-                                                        const SmallPower<compute_t<Scalar>>& gamma_positive,
-                                                        compute_t<Scalar> margin) {
+template <typename Loss, Targets kTargets, typename Power, typename Scalar>
+FK_HOST_DEVICE SigmoidTerms<compute_t<Scalar>> terms_with(const TileView<Scalar>& view, int64_t i, const Power& gamma,
+                                                          const Power& gamma_positive, compute_t<Scalar> margin) {
   using Real = compute_t<Scalar>;
-  const Real x = load_as_compute(view.input[i]);
+  const Real share = kTargets == Targets::kBackground ? Real(0) : view.target[i];
+  return Loss::template terms<kTargets != Targets::kSoft>(
+      load_as_compute(view.input[i]), share,
+      SigmoidParameters<Real, Power>{gamma, gamma_positive, view.second[i], view.negative[i], margin});
+}
+
+// Loss and slope as they go into the results.
+template <typename Loss, Targets kTargets, typename Power, typename Scalar>
+FK_HOST_DEVICE LossAndSlope<compute_t<Scalar>> result_with(const TileView<Scalar>& view, int64_t i, const Power& gamma,
+                                                           const Power& gamma_positive, compute_t<Scalar> margin) {
+  using Real = compute_t<Scalar>;
+  if constexpr (std::is_same_v<Loss, FocalElement> && kTargets != Targets::kSoft) {
+    const Real x = load_as_compute(view.input[i]), one = view.one[i], zero = view.zero[i];
+    const bool is_one = kTargets == Targets::kHard && view.target[i] > Real(0);
+    return FocalElement::against_zero(is_one ? -x : x, is_one ? one : zero, gamma);
+  } else {
+    const SigmoidTerms<Real> terms = terms_with<Loss, kTargets>(view, i, gamma, gamma_positive, margin);
+    return {terms.loss * view.scale[i], terms.slope * view.scale[i]};
+  }
+}
+
+template <typename Loss, Targets kTargets, Powers kPowers, typename Scalar>
+FK_HOST_DEVICE LossAndSlope<compute_t<Scalar>> result_at(const TileView<Scalar>& view, int64_t i,
+                                                         const SmallPower<compute_t<Scalar>>& gamma,
+                                                         const SmallPower<compute_t<Scalar>>& gamma_positive,
+                                                         compute_t<Scalar> margin) {
+  using Real = compute_t<Scalar>;
   if constexpr (kPowers == Powers::kSquare) {
     const Square<Real> square;
-    return Loss::template terms<kHard>(
-        x, view.target[i],
-        SigmoidParameters<Real, Square<Real>>{square, square, view.second[i], view.negative[i], margin});
+    return result_with<Loss, kTargets>(view, i, square, square, margin);
   } else if constexpr (kPowers == Powers::kSmall) {
-    return Loss::template terms<kHard>(
-        x, view.target[i],
-        SigmoidParameters<Real, SmallPower<Real>>{gamma, gamma_positive, view.second[i], view.negative[i], margin});
+    return result_with<Loss, kTargets>(view, i, gamma, gamma_positive, margin);
   } else {
     const AnyPower<Real> any{view.gamma[i]}, any_positive{view.second[i]};
-    return Loss::template terms<kHard>(
-        x, view.target[i],
-        SigmoidParameters<Real, AnyPower<Real>>{any, any_positive, view.second[i], view.negative[i], margin});
+    return result_with<Loss, kTargets>(view, i, any, any_positive, margin);
   }
 }
 
@@ -427,7 +546,7 @@ FK_HOST_DEVICE void for_each_element(int64_t n, Ask ask, Function f) {
 }
 
 // Numbers of one width in one loop: the sum in double is another.
-template <typename Loss, bool kHard, Powers kPowers, typename Scalar>
+template <typename Loss, Targets kTargets, Powers kPowers, typename Scalar>
 FK_VECTOR_CLONES void forward_loop(const TileView<Scalar>& tile, compute_t<Scalar> margin, int64_t n,
                                    compute_t<Scalar>* loss) {
   using Real = compute_t<Scalar>;
@@ -441,7 +560,7 @@ FK_VECTOR_CLONES void forward_loop(const TileView<Scalar>& tile, compute_t<Scala
         ask_for_target(view, i);
       },
       [&](int64_t i) __attribute__((always_inline)) {
-        loss[i] = terms_at<Loss, kHard, kPowers>(view, i, gamma, gamma_positive, margin).loss * view.scale[i];
+        loss[i] = result_at<Loss, kTargets, kPowers>(view, i, gamma, gamma_positive, margin).loss;
       });
 }
 
@@ -465,7 +584,7 @@ FK_VECTOR_CLONES double sum_of(const Real* loss, int64_t n) {
   return sum;
 }
 
-template <typename Loss, bool kHard, Powers kPowers, typename Scalar>
+template <typename Loss, Targets kTargets, Powers kPowers, typename Scalar>
 FK_VECTOR_CLONES void backward_loop(const TileView<Scalar>& tile, compute_t<Scalar> margin, int64_t n,
                                     Scalar* grad_input) {
   using Real = compute_t<Scalar>;
@@ -480,7 +599,7 @@ FK_VECTOR_CLONES void backward_loop(const TileView<Scalar>& tile, compute_t<Scal
         ask_ahead(grad_input + i, sizeof(Scalar));
       },
       [&](int64_t i) __attribute__((always_inline)) {
-        const Real slope = terms_at<Loss, kHard, kPowers>(view, i, gamma, gamma_positive, margin).slope * view.scale[i];
+        const Real slope = result_at<Loss, kTargets, kPowers>(view, i, gamma, gamma_positive, margin).slope;
         grad_input[i] = Store<Scalar>::from_compute(slope);
       });
 }
@@ -498,10 +617,10 @@ FK_VECTOR_CLONES void slopes_loop(const TileView<Scalar>& tile, compute_t<Scalar
                                   Slopes<compute_t<Scalar>>& slopes) {
   using Real = compute_t<Scalar>;
   const TileView<Scalar> view = tile;
-  const SmallPower<Real> unused{Real(0)};
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const SigmoidTerms<Real> terms = terms_at<Loss, false, Powers::kAny>(view, i, unused, unused, margin);
+    const AnyPower<Real> gamma{view.gamma[i]}, gamma_positive{view.second[i]};
+    const SigmoidTerms<Real> terms = terms_with<Loss, Targets::kSoft>(view, i, gamma, gamma_positive, margin);
     const Real scale = view.scale[i];
     slopes.target[i] = scale == Real(0) ? Real(0) : terms.slope_target * scale;
     slopes.gamma[i] = scale == Real(0) ? Real(0) : terms.slope_gamma * scale;
@@ -509,50 +628,160 @@ FK_VECTOR_CLONES void slopes_loop(const TileView<Scalar>& tile, compute_t<Scalar
   }
 }
 
+// A margin that is known to be there, or not, spares a loop one of two logarithms.
+template <bool kShifted>
+struct AsymmetricOfKnown {
+  template <bool kHard, typename Real, typename Power>
+  static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
+    return AsymmetricElement::terms_of<kHard>(x, share, with, kShifted);
+  }
+};
+
+template <typename Loss>
+constexpr bool kIsAsymmetric =
+    std::is_same_v<Loss, AsymmetricOfKnown<false>> || std::is_same_v<Loss, AsymmetricOfKnown<true>>;
+
 // Calls f with the formula of the loss; hard targets make the quality focal loss a focal loss.
-template <typename Function>
-auto with_loss(SigmoidLoss loss, bool hard, Function f) {
-  if (loss == SigmoidLoss::kAsymmetric) return f(AsymmetricElement{});
+template <typename Scalar, typename Function>
+auto with_loss(const SigmoidLossArgs<Scalar>& args, bool hard, Function f) {
+  const SigmoidLoss loss = args.loss_kind;
+  if (loss == SigmoidLoss::kAsymmetric) {
+    return args.margin > 0 ? f(AsymmetricOfKnown<true>{}) : f(AsymmetricOfKnown<false>{});
+  }
   if (loss == SigmoidLoss::kQuality && !hard) return f(QualityElement{});
   return f(FocalElement{});
 }
 
-// Calls f<hard, powers>, of those that there are for the formula.
+// Calls f<targets, powers>, of those that there are for the formula.
 template <typename Loss, typename Function>
-void with_variant(bool hard, Powers powers, Function f) {
-  const auto with_powers = [&](auto is_hard) {
-    if constexpr (!std::is_same_v<Loss, AsymmetricElement>) {
-      if (powers == Powers::kSquare) return f(is_hard, std::integral_constant<Powers, Powers::kSquare>{});
+void with_variant(Targets targets, Powers powers, Function f) {
+  const auto with_powers = [&](auto known) {
+    if constexpr (!kIsAsymmetric<Loss>) {
+      if (powers == Powers::kSquare) return f(known, std::integral_constant<Powers, Powers::kSquare>{});
     }
-    if (powers == Powers::kAny) return f(is_hard, std::integral_constant<Powers, Powers::kAny>{});
-    return f(is_hard, std::integral_constant<Powers, Powers::kSmall>{});
+    if (powers == Powers::kAny) return f(known, std::integral_constant<Powers, Powers::kAny>{});
+    return f(known, std::integral_constant<Powers, Powers::kSmall>{});
   };
   if constexpr (!std::is_same_v<Loss, QualityElement>) {
-    if (hard) return with_powers(std::true_type{});
+    if (targets == Targets::kHard) return with_powers(std::integral_constant<Targets, Targets::kHard>{});
+    if (targets == Targets::kBackground) return with_powers(std::integral_constant<Targets, Targets::kBackground>{});
   }
-  with_powers(std::false_type{});
+  with_powers(std::integral_constant<Targets, Targets::kSoft>{});
 }
 
 template <typename Scalar>
-void forward_tile(SigmoidLoss loss, const TileView<Scalar>& view, Powers powers, compute_t<Scalar> margin, int64_t n,
+void forward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<Scalar>& view, Powers powers, int64_t n,
                   compute_t<Scalar>* to) {
-  with_loss(loss, view.hard, [&](auto formula) {
+  with_loss(args, view.targets != Targets::kSoft, [&](auto formula) {
     using Loss = decltype(formula);
-    with_variant<Loss>(view.hard, powers, [&](auto hard, auto known) {
-      forward_loop<Loss, decltype(hard)::value, decltype(known)::value>(view, margin, n, to);
+    with_variant<Loss>(view.targets, powers, [&](auto targets, auto known) {
+      forward_loop<Loss, decltype(targets)::value, decltype(known)::value>(view, args.margin, n, to);
     });
   });
 }
 
 template <typename Scalar>
-void backward_tile(SigmoidLoss loss, const TileView<Scalar>& view, Powers powers, compute_t<Scalar> margin, int64_t n,
+void backward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<Scalar>& view, Powers powers, int64_t n,
                    Scalar* to) {
-  with_loss(loss, view.hard, [&](auto formula) {
+  with_loss(args, view.targets != Targets::kSoft, [&](auto formula) {
     using Loss = decltype(formula);
-    with_variant<Loss>(view.hard, powers, [&](auto hard, auto known) {
-      backward_loop<Loss, decltype(hard)::value, decltype(known)::value>(view, margin, n, to);
+    with_variant<Loss>(view.targets, powers, [&](auto targets, auto known) {
+      backward_loop<Loss, decltype(targets)::value, decltype(known)::value>(view, args.margin, n, to);
     });
   });
+}
+
+// Computes a tile with compute(view, n, to), and again what the labels say is not background.
+template <typename Scalar, typename Result, typename Compute>
+void compute_tile(TileReader<Scalar>& reader, const TileView<Scalar>& view, int64_t n, Result* to, Compute compute) {
+  compute(view, n, to);
+  const TileLabels& labels = reader.labels();
+  if (view.targets == Targets::kBackground && labels.ones > 0) {
+    alignas(64) Result of_ones[kTile];
+    compute(reader.ones(view), reader.padded_ones(), of_ones);
+    for (int64_t k = 0; k < labels.ones; ++k) to[labels.one[k]] = of_ones[k];
+  }
+}
+
+// ---- results that are looked up ------------------------------------------------------------------------------------
+
+constexpr int64_t kBFloat16Values = 65536;
+
+#ifdef FK_HAS_AVX512_CODE
+// `every` has the results for all values and a target of 0, then those for 1.
+template <bool kHard>
+FK_AVX512 FK_HOST_DEVICE __m512i place_in_table(const BFloat16* input, const float* target, __mmask16 mask) {
+  const __m512i value = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, input));
+  if constexpr (!kHard) return value;
+  const __mmask16 is_one = _mm512_cmp_ps_mask(_mm512_maskz_loadu_ps(mask, target), _mm512_setzero_ps(), _CMP_GT_OQ);
+  return _mm512_mask_add_epi32(value, is_one, value, _mm512_set1_epi32(kBFloat16Values));
+}
+
+FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const float* every, __mmask16 mask, float* to) {
+  _mm512_mask_storeu_ps(to, mask, _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, place, every, 4));
+}
+// Reads two bytes beyond each result, and with the last one beyond the table.
+FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const BFloat16* every, __mmask16 mask, BFloat16* to) {
+  const __m512i found = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), mask, place, every, 2);
+  _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(found));
+}
+
+template <bool kHard, typename Result>
+FK_AVX512 void look_up(const BFloat16* input, const float* target, const Result* every, int64_t n, Result* to) {
+  constexpr __mmask16 kAll = 0xffff;
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    look_up_vector(place_in_table<kHard>(input + i, target + i, kAll), every, kAll, to + i);
+  }
+  if (i == n) return;
+  const auto mask = static_cast<__mmask16>((1u << (n - i)) - 1);
+  look_up_vector(place_in_table<kHard>(input + i, target + i, mask), every, mask, to + i);
+}
+
+template <typename Result>
+void look_up_tile(const TileReader<BFloat16>& reader, const TileView<BFloat16>& view, const Result* every, int64_t n,
+                  Result* to) {
+  if (view.targets == Targets::kHard) return look_up<true>(view.input, view.target, every, n, to);
+  look_up<false>(view.input, view.target, every, n, to);
+  const TileLabels& labels = reader.labels();
+  for (int64_t k = 0; k < labels.ones; ++k) {
+    const int64_t i = labels.one[k];
+    to[i] = every[kBFloat16Values + view.input[i].bits];
+  }
+}
+#endif
+
+// Returns whether the tile was looked up.
+template <typename Scalar, typename Result>
+bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<Scalar>& view, const Result* every, int64_t n,
+                         Result* to) {
+#ifdef FK_HAS_AVX512_CODE
+  if constexpr (std::is_same_v<Scalar, BFloat16>) {
+    if (every != nullptr && view.targets != Targets::kSoft) {
+      look_up_tile(reader, view, every, n, to);
+      return true;
+    }
+  }
+#endif
+  return false;
+}
+
+bool depends_on_logit_and_target_only(const SigmoidLossArgs<BFloat16>& args) {
+  return has_avx512() && !args.gamma.data && !args.second.data && !args.weight.data;
+}
+
+// The same loss of every bfloat16, against a target of 0 and of 1.
+template <typename Args>
+Args of_every_logit(const Args& args, std::vector<BFloat16>* logits) {
+  static const uint8_t kTargets[2] = {0, 1};
+  logits->resize(kBFloat16Values);
+  for (int64_t k = 0; k < kBFloat16Values; ++k) (*logits)[k].bits = static_cast<uint16_t>(k);
+  Args every = args;
+  every.space = {2 * kBFloat16Values, 2, {2, kBFloat16Values}};
+  every.input = {logits->data(), ElementType::kBFloat16, false, {0, 1}, 0};
+  every.target = {kTargets, ElementType::kUInt8, false, {1, 0}, 0};
+  every.target_is_labels = false;
+  return every;
 }
 
 template <typename Scalar>
@@ -564,9 +793,10 @@ FK_VECTOR_CLONES void store_loss(const compute_t<Scalar>* loss, int64_t n, Scala
 }  // namespace
 
 template <typename Scalar>
-SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int64_t begin, int64_t end) {
+SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int64_t begin, int64_t end,
+                                     const compute_t<Scalar>* every) {
   using Real = compute_t<Scalar>;
-  TileReader<Scalar> reader(args, Real(1));
+  TileReader<Scalar> reader(args, Real(1), Real(1), nullptr);
   const Powers powers = reader.powers();
   alignas(64) Real buffer[kTile];
   SigmoidLossSums sums{0, end - begin, true, 0};
@@ -574,10 +804,15 @@ SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int
     last = std::min(end, first + kTile);
     const int64_t n = last - first;
     const TileView<Scalar> view = reader.view(first, last);
-    if (!view.labels.is_valid) return {0, 0, false, view.labels.invalid_label};
-    sums.count -= view.labels.ignored;
+    if (!reader.labels().is_valid) return {0, 0, false, reader.labels().invalid_label};
+    sums.count -= reader.labels().ignored;
     Real* to = args.loss_wide ? args.loss_wide + first : buffer;
-    forward_tile(args.loss_kind, view, powers, args.margin, n, to);
+    if (!look_up_if_possible(reader, view, every, n, to)) {
+      compute_tile(reader, view, n, to, [&](const TileView<Scalar>& part, int64_t size, Real* loss) {
+        forward_tile<Scalar>(args, part, powers, size, loss);
+      });
+    }
+    reader.clear_ignored(to);
     sums.loss += sum_of(to, n);
     if (args.loss) store_loss(to, n, args.loss + first);
   }
@@ -585,36 +820,63 @@ SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int
 }
 
 template <typename Scalar>
-void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begin, int64_t end) {
+void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begin, int64_t end, const Scalar* every) {
   using Real = compute_t<Scalar>;
   const Real upstream = args.grad_loss.data ? Real(1) : static_cast<Real>(args.grad_loss.value);
-  TileReader<Scalar> reader(args, upstream / (args.divisor ? *args.divisor : Real(1)));
+  TileReader<Scalar> reader(args, upstream / (args.divisor ? *args.divisor : Real(1)), Real(-1), &args.grad_loss);
   const Powers powers = reader.powers();
   const bool everything = args.grad_target || args.grad_gamma || args.grad_second;
-  alignas(64) Real buffer[kTile];
   Slopes<Real> slopes;
   for (int64_t first = begin, last; first < end; first = last) {
     last = std::min(end, first + kTile);
     const int64_t n = last - first;
-    TileView<Scalar> view = reader.view(first, last);
-    if (args.grad_loss.data) {
-      Real* scale = reader.own_scale(view.scale, n);
-      multiply(read(args.grad_loss, args.space, first, last, buffer), n, scale);
-      view.scale = scale;
+    const TileView<Scalar> view = reader.view(first, last);
+    if (args.grad_input) {
+      Scalar* to = args.grad_input + first;
+      if (!look_up_if_possible(reader, view, every, n, to)) {
+        compute_tile(reader, view, n, to, [&](const TileView<Scalar>& part, int64_t size, Scalar* slope) {
+          backward_tile<Scalar>(args, part, powers, size, slope);
+        });
+      }
+      reader.clear_ignored(to);
     }
-    if (args.grad_input) backward_tile(args.loss_kind, view, powers, args.margin, n, args.grad_input + first);
     if (!everything) continue;
-    with_loss(args.loss_kind, false,
-              [&](auto formula) { slopes_loop<decltype(formula)>(view, args.margin, n, slopes); });
-    if (args.grad_target) std::copy(slopes.target, slopes.target + n, args.grad_target + first);
-    if (args.grad_gamma) std::copy(slopes.gamma, slopes.gamma + n, args.grad_gamma + first);
-    if (args.grad_second) std::copy(slopes.second, slopes.second + n, args.grad_second + first);
+    if (view.targets == Targets::kBackground) reader.write_shares(n);
+    with_loss<Scalar>(args, false, [&](auto formula) { slopes_loop<decltype(formula)>(view, args.margin, n, slopes); });
+    for (auto [slope, to] : {std::pair(slopes.target, args.grad_target), std::pair(slopes.gamma, args.grad_gamma),
+                             std::pair(slopes.second, args.grad_second)}) {
+      if (to == nullptr) continue;
+      reader.clear_ignored(slope);
+      std::copy(slope, slope + n, to + first);
+    }
   }
 }
 
-#define FK_INSTANTIATE(Scalar)                                                                                \
-  template SigmoidLossSums sigmoid_loss_forward<Scalar>(const SigmoidLossForward<Scalar>&, int64_t, int64_t); \
-  template void sigmoid_loss_backward<Scalar>(const SigmoidLossBackward<Scalar>&, int64_t, int64_t);
+std::vector<float> sigmoid_loss_of_every_logit(const SigmoidLossForward<BFloat16>& args) {
+  if (!depends_on_logit_and_target_only(args)) return {};
+  std::vector<BFloat16> logits;
+  std::vector<float> losses(2 * kBFloat16Values);
+  auto every = of_every_logit(args, &logits);
+  every.loss = nullptr;
+  every.loss_wide = losses.data();
+  sigmoid_loss_forward(every, 0, every.space.size, nullptr);
+  return losses;
+}
+
+std::vector<BFloat16> sigmoid_slope_of_every_logit(const SigmoidLossBackward<BFloat16>& args) {
+  if (!depends_on_logit_and_target_only(args) || args.grad_loss.data || !args.grad_input) return {};
+  std::vector<BFloat16> logits, slopes(2 * kBFloat16Values + 1);  // look_up reads beyond the last
+  auto every = of_every_logit(args, &logits);
+  every.grad_input = slopes.data();
+  every.grad_target = every.grad_gamma = every.grad_second = nullptr;
+  sigmoid_loss_backward(every, 0, every.space.size, static_cast<const BFloat16*>(nullptr));
+  return slopes;
+}
+
+#define FK_INSTANTIATE(Scalar)                                                                               \
+  template SigmoidLossSums sigmoid_loss_forward<Scalar>(const SigmoidLossForward<Scalar>&, int64_t, int64_t, \
+                                                        const compute_t<Scalar>*);                           \
+  template void sigmoid_loss_backward<Scalar>(const SigmoidLossBackward<Scalar>&, int64_t, int64_t, const Scalar*);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)
 FK_INSTANTIATE(float)

@@ -110,7 +110,8 @@ FK_HOST_DEVICE Real exponential_of_minus(Real x) {
 }
 
 // The same in fewer operations, for a caller that looks after NaN itself: here it becomes any number. The bits of
-// numbers that are not negative have their order, and 2^n is added to the exponent's.
+// numbers that are not negative have their order, and 2^n is added to the exponent's. In float to a relative 2^-23 and
+// x 2^-26: the fraction of -x / ln 2 is the remainder of a fused product.
 template <typename Real>
 FK_HOST_DEVICE Real exponential_of_minus_number(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -123,9 +124,19 @@ FK_HOST_DEVICE Real exponential_of_minus_number(Real x) {
   const Real bounded = bit_cast<Real>(bits < most ? bits : most);
   const Real shifted = F::kRoundToInt - bounded * F::kLog2e;
   const Real n = shifted - F::kRoundToInt;
-  const Real r = (-bounded - n * F::kLn2Hi) - n * F::kLn2Lo;
-  const Bits mantissa = bit_cast<Bits>(detail::exp_of_reduced(r));
-  return bit_cast<Real>(static_cast<Bits>(mantissa + (bit_cast<Bits>(shifted) << F::kMantissaBits)));
+  Real mantissa;
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    const Real f = -bounded * F::kLog2e - n;
+    mantissa = 1.3264727e-3f;  // 2^f for |f| <= 1/2, exactly 1 at 0
+    mantissa = mantissa * f + 9.6715130e-3f;
+    mantissa = mantissa * f + 5.5507336e-2f;
+    mantissa = mantissa * f + 2.4022242e-1f;
+    mantissa = mantissa * f + 6.9314700e-1f;
+    mantissa = mantissa * f + 1.0f;
+  } else {
+    mantissa = detail::exp_of_reduced((-bounded - n * F::kLn2Hi) - n * F::kLn2Lo);
+  }
+  return bit_cast<Real>(static_cast<Bits>(bit_cast<Bits>(mantissa) + (bit_cast<Bits>(shifted) << F::kMantissaBits)));
 #endif
 }
 
@@ -217,6 +228,12 @@ FK_HOST_DEVICE Real times_log(Real x, Real log_y) {
 
 // ---- the losses ----------------------------------------------------------------------------------------------------
 
+template <typename Real>
+struct LossAndSlope {
+  Real loss;
+  Real slope;
+};
+
 struct FocalElement {
   template <bool kHard, typename Real, typename Power>
   static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
@@ -243,6 +260,20 @@ struct FocalElement {
     const Real slope = factor * (u + with.gamma.exponent * p * b);
     return {factor * b, is_one ? -slope : slope, Real(0), Real(0), Real(0)};
   }
+
+#if !defined(__CUDA_ARCH__)
+  // The same for the host's loops, as few instructions as it takes: the loss of s with `weight`, and its slope in s.
+  template <typename Real, typename Power>
+  static FK_HOST_DEVICE LossAndSlope<Real> against_zero(Real s, Real weight, const Power& gamma) {
+    const LogitPieces<Real> z = logit_pieces<false>(s);
+    const bool positive = !(s < Real(0));  // NaN with those, so that one comparison serves everything
+    const Real u = z.r * (positive ? Real(1) : z.e), p = z.r * (positive ? z.e : Real(1));
+    const Real log_u = (positive ? Real(0) : s) - z.log1p_e;
+    const Real b = (positive ? s : Real(0)) + z.log1p_e;
+    const Real factor = weight * gamma(u, log_u);
+    return {factor * b, factor * (u + gamma.exponent * p * b)};
+  }
+#endif
 
   template <typename Real, typename Power>
   static FK_HOST_DEVICE SigmoidTerms<Real> soft_terms(Real x, Real t, const SigmoidParameters<Real, Power>& with) {
@@ -314,6 +345,12 @@ struct QualityElement {
 struct AsymmetricElement {
   template <bool kHard, typename Real, typename Power>
   static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
+    return terms_of<kHard>(x, share, with, with.margin > Real(0));
+  }
+
+  template <bool kHard, typename Real, typename Power>
+  static FK_HOST_DEVICE SigmoidTerms<Real> terms_of(Real x, Real share, const SigmoidParameters<Real, Power>& with,
+                                                    bool shifted) {
     const Real t = kHard ? share : checked_share(share);
     const LogitPieces<Real> z = logit_pieces(x);
     const Real small = z.e * z.r;
@@ -325,7 +362,6 @@ struct AsymmetricElement {
     const Real positive_loss = positive_factor * minus_log_p;
     const Real positive_slope = -positive_factor * (q + with.gamma_positive.exponent * (p * minus_log_p));
     // 1 - t: v^gamma (-log(1 - v)), where 1 - v = q + margin. Without a margin it is the mirror image of the other.
-    const bool shifted = with.margin > Real(0);
     const Real v = p - with.margin;
     const bool counts = v > (shifted ? Real(0) : Real(-1));
     const Real rest = q + with.margin;  // 1 - v
