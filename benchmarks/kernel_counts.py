@@ -213,9 +213,10 @@ def focal_loss(library: ctypes.CDLL, cycles: bool, wanted: Callable[[str], bool]
         target = torch.randint(shape[1], (shape[0], *shape[2:]))
         rows = logits.numel() // shape[1]
         blocks = 3 * resident * (2 if shape[1] < 200 else 1) if cycles else 6
-        tile = library.rows_of_a_tile(*map(c_int64, (rows, shape[1], dtype.itemsize, len(shape) == 2, len(shape) == 3)))
+        pixels = len(shape) == 3
+        tile = library.rows_of_a_tile(*map(c_int64, (rows, shape[1], dtype.itemsize, not pixels, pixels, pixels)))
         some = blocks * tile * shape[1]
-        cut = len(shape) == 2 and library.chunk_of_a_row(*map(c_int64, (rows, shape[1], dtype.itemsize))) > 0
+        cut = not pixels and library.chunk_of_a_row(*map(c_int64, (rows, shape[1], dtype.itemsize))) > 0
         if cut:  # all blocks, for the sums of all chunks are brought together
             blocks, some = 0, rows * shape[1]
         library.ptxrun_set(b"only_blocks", c_int64(blocks))

@@ -96,6 +96,20 @@ FAULTS = [
         1,
     ),
     Fault(
+        "forward: only the first tile of own rows",
+        "focal_loss.cu",
+        "t < plan.tiles; t += gridDim.x",
+        "t < plan.tiles; t += plan.tiles",
+        2,
+    ),
+    Fault(
+        "backward: only the first tile of own rows",
+        "focal_loss.cu",
+        "t < plan.tiles; t += gridDim.x",
+        "t < plan.tiles; t += plan.tiles",
+        3,
+    ),
+    Fault(
         "forward: a block takes its neighbour's tiles",
         "focal_loss.cu",
         "t < plan.tiles; t += gridDim.x",
@@ -407,16 +421,25 @@ FAULTS = [
     ),
     Fault("the last row of a tile lends its neighbour's gradient", "focal_loss.cu", "r += r + 1 < rows;", "r += 1;"),
     Fault(
-        "a thread reads on behind its own row",
+        "a thread's own row is taken for a longer one",
         "focal_loss.cu",
-        "values[k] = k < classes ? load_as_compute(row[k]) : -kInfinity<Real>;",
-        "values[k] = load_as_compute(row[k]);",
+        "if (classes <= middle)",
+        "if (classes < middle)",
     ),
     Fault(
-        "a thread's own row is too long for it",
+        "a thread's own row has its target among the others",
         "focal_loss.cu",
-        "if (classes <= 10) return",
-        "if (classes <= 16) return",
+        "        target = Store<Scalar>::from_compute(-kInfinity<float>);\n",
+        "",
+    ),
+    Fault(
+        "the tail of a tile of gradients is not stored", "focal_loss.cu", "if (at < count) target[at] = tile[at];", ""
+    ),
+    Fault(
+        "a thread stores one vector of a tile of gradients",
+        "focal_loss.cu",
+        "vector < vectors; vector += kBlock",
+        "vector < vectors; vector += vectors",
     ),
     Fault(
         "elements beyond the last count",
@@ -543,6 +566,57 @@ FAULTS = [
         "% kVectorBytes == 0; }",
         "% 1 == 0; }",
     ),
+    # ---- pairs of pixels
+    Fault(
+        "forward: pairs of the first round only",
+        "focal_loss.cu",
+        "row += 2 * int64_t{gridDim.x} * kBlock",
+        "row += args.rows",
+    ),
+    Fault(
+        "backward: pairs of the first round only",
+        "focal_loss.cu",
+        "row += 2 * int64_t{gridDim.x} * kBlock",
+        "row += args.rows",
+        1,
+    ),
+    Fault("pairs without regard to the boundary", "focal_loss.cu", "% (2 * kBytes) == 0;", "% 1 == 0;"),
+    Fault("pairs of an odd plane", "focal_loss.cu", "layout.inner % 2 == 0 && rows % 2 == 0 && ", ""),
+    Fault("pairs at an odd distance of planes", "focal_loss.cu", "layout.class_stride % 2 == 0", "true"),
+    Fault("pairs at an odd distance of images", "focal_loss.cu", "layout.outer_stride % 2 == 0", "true"),
+    Fault("pairs of pixels that are apart", "focal_loss.cu", "layout.inner_stride == 1 && ", ""),
+    Fault(
+        "pairs of classes beyond the last",
+        "focal_loss.cu",
+        "if (k < count) pair = load_pair",
+        "pair = load_pair",
+    ),
+    Fault("too few slots for what is over", "focal_loss.cu", "if (over <= 4)", "if (over <= 8)"),
+    Fault("too few slots for what is over, 8", "focal_loss.cu", "} else if (over <= 8)", "} else if (over <= 16)"),
+    Fault(
+        "the second of a pair has the target of the first",
+        "focal_loss.cu",
+        "values[1][k] = k == target[1]",
+        "values[1][k] = k == target[0]",
+    ),
+    Fault(
+        "the second of a pair has the upstream gradient of the first",
+        "focal_loss.cu",
+        "p == 0 ? grad_loss : next_grad_loss",
+        "grad_loss",
+    ),
+    Fault(
+        "gradients of pairs beyond the last class are read",
+        "focal_loss.cu",
+        "if (!kIsLast || k < left) values[k]",
+        "values[k]",
+    ),
+    Fault(
+        "gradients of pairs beyond the last class are written",
+        "focal_loss.cu",
+        "if (!kIsLast || k < left) *to",
+        "*to",
+    ),
     # ---- the target's gradient, which goes over another value
     Fault("any thread writes the target's gradient", "focal_loss.cu", "index == writer", "index == 0"),
     Fault(
@@ -620,7 +694,7 @@ FAULTS = [
         "group.sum(has_largest ? Real(1) : Real(0)) - Real(1);",
         "Real(0);",
     ),
-    Fault("too few slots for a short row", "focal_loss.cu", "if (steps <= 13)", "if (steps <= 16)"),
+    Fault("too few slots for a short row", "focal_loss.cu", "|| steps <= 13)", "|| steps <= 16)"),
     # ---- sizes
     Fault(
         "the tile of shared memory is one vector short",

@@ -173,6 +173,18 @@ __device__ __forceinline__ float summand(float x) {
 #endif
 }
 
+template <int count, typename Real>
+__device__ __forceinline__ ExpSum<Real> exp_sum_of(const Real* values) {
+  Real max = values[0];
+#pragma unroll
+  for (int k = 1; k < count; ++k) max = fmax(max, values[k]);
+  const Real base = exp_base(max);
+  Real sum = summand(values[0] - base);
+#pragma unroll
+  for (int k = 1; k < count; ++k) sum += summand(values[k] - base);
+  return {max, sum};
+}
+
 // One rescaling for `count` numbers.
 template <int count, typename Real>
 __device__ __forceinline__ void add_to_exp_sum(ExpSum<Real>& total, const Real (&values)[count]) {

@@ -7,10 +7,10 @@
 //   backward: one thread per row turns the three numbers into the factor of p_j; then the block writes
 //             factor * p_j, or the target's own value, for every element.
 // plan_rows in launch.h says which threads share a row: for short rows the whole block reads the tile as one run of
-// vectors, for longer ones a group of lanes, a warp or the block reads a row, and where classes lie further apart than
-// rows ([N, C, H, W]) a lane reads a row, so that a warp reads neighbours.
-// Long rows that are fewer than multiprocessors are cut into chunks of classes, a block for each: forward, a second
-// kernel of one block brings their sums together.
+// vectors (and a thread then has one or two of the shortest for itself), for longer ones a group of lanes, a warp or
+// the block reads a row, and where classes lie further apart than rows ([N, C, H, W]) a lane reads a row, or two that
+// lie side by side, so that a warp reads neighbours. Long rows that are fewer than multiprocessors are cut into chunks
+// of classes, a block for each: forward, a second kernel of one block brings their sums together.
 //
 // Probability targets and label smoothing need the focal terms of every class: those kernels are in
 // row_loss_soft.cu, as for the other losses of rows.
@@ -28,6 +28,9 @@ namespace {
 // more of them.
 template <typename Scalar>
 constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 2 : 4;
+// A lane holds up to 26 values of a short row in 16 bits.
+template <typename Scalar, RowPath path>
+constexpr int kForwardBlocks = path == RowPath::kTile && sizeof(Scalar) == sizeof(uint16_t) ? 3 : kBlocksAtOnce<Scalar>;
 
 // n / classes for the places of a tile, by multiplication: exact for as many as 2^31 / classes^2.
 struct ClassDivider {
@@ -115,6 +118,13 @@ __device__ __forceinline__ TargetLogs<Real> target_logs(Real z, const ExpSum<Rea
   const Real log_p = (z - max) - log_s;
   const Real log_u = is_likely ? (rest.max - max) + log_others - log_larger : -log_larger;
   return {max, log_s, log_p, log_u};
+}
+
+// The inverse loss is rare, and costs another exponential, a logarithm and a quotient.
+template <typename Real>
+__device__ __forceinline__ FocalTerms<Real> terms_of_row(Real log_p, Real log_u, Real gamma) {
+  if (gamma < Real(0)) return focal_terms(log_p, log_u, gamma);
+  return focal_terms<false>(log_p, log_u, gamma);
 }
 
 // ---- index targets: forward ----------------------------------------------------------------------------------------
@@ -208,6 +218,32 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* r
   }
 }
 
+// Two neighbours in memory, as one word.
+template <typename Scalar>
+using PairWord = std::conditional_t<sizeof(Scalar) == sizeof(uint16_t), uint32_t, uint64_t>;
+
+template <typename Scalar>
+struct Pair {
+  Scalar at[2];
+};
+
+template <typename Scalar>
+__device__ __forceinline__ Pair<compute_t<Scalar>> load_pair(const void* address) {
+  const auto word = *static_cast<const PairWord<Scalar>*>(address);
+  if constexpr (std::is_same_v<Scalar, BFloat16>) {
+    return {bit_cast<float>(word << 16), bit_cast<float>(word & 0xffff0000u)};
+  } else {
+    const auto pair = bit_cast<Pair<Scalar>>(word);
+    return {load_as_compute(pair.at[0]), load_as_compute(pair.at[1])};
+  }
+}
+
+template <typename Scalar>
+__device__ __forceinline__ void store_pair(void* address, compute_t<Scalar> first, compute_t<Scalar> second) {
+  const Pair<Scalar> pair = {Store<Scalar>::from_compute(first), Store<Scalar>::from_compute(second)};
+  *static_cast<PairWord<Scalar>*>(address) = bit_cast<PairWord<Scalar>>(pair);
+}
+
 // A tile on its way to shared memory: all of a thread's loads are issued before the first is waited for. Both ends
 // start on a 16-byte boundary.
 template <typename Scalar>
@@ -243,100 +279,124 @@ struct TileLoad {
   }
 };
 
-// A group's share of a short row in shared memory, in `steps` of at most kSlots: all of it is held in registers between
-// the maximum and the sum. Places are counted in bytes, which need no multiplication.
-template <int kSlots, bool kAround, typename Scalar>
-__device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, bool is_live,
-                                                                  int classes, int steps, int index, int lanes) {
+// Back again.
+template <typename Scalar>
+__device__ __forceinline__ void store_tile(Scalar* target, const Scalar* tile, int count) {
+  constexpr int kSize = kVectorSize<Scalar>;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int vectors = count / kSize;
+  for (int vector = thread; vector < vectors; vector += kBlock) {
+    store_vector(target + vector * kSize, load_vector(tile + vector * kSize));
+  }
+  const int at = vectors * kSize + thread;
+  if (at < count) target[at] = tile[at];
+}
+
+// A group's share of a short row in shared memory, in at most kSlots steps, of which it surely has the first kSure: all
+// of it is held in registers between the maximum and the sum. A step is an element of each lane, or a word of two;
+// places are counted in bytes, which need no multiplication.
+template <int kSlots, int kSure, bool kAround, typename Scalar, int kValues>
+__device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, int classes,
+                                                                  int steps, int index, int lanes) {
   using Real = compute_t<Scalar>;
-  constexpr int kBytes = static_cast<int>(sizeof(Scalar));
-  const int begin = row * classes * kBytes;
-  const int limit = is_live ? begin + classes * kBytes : 0;
+  constexpr int kBytes = kValues * static_cast<int>(sizeof(Scalar));
+  const int begin = row * classes * static_cast<int>(sizeof(Scalar));
+  const int limit = begin + classes * static_cast<int>(sizeof(Scalar));
   const int step = lanes * kBytes;
   const int around = steps * step;
   int at = begin + index * kBytes;
   // Rows begin a step apart from each other, as far as a power of two allows: at row lengths of many 2s their lanes
   // would meet in one bank.
   if constexpr (kAround) at += (row & ((1 << (31 - __clz(steps))) - 1)) * step;
-  Real values[kSlots];
-  Real max = -kInfinity<Real>;
+  Real values[kSlots * kValues];
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
-    values[k] = -kInfinity<Real>;
-    if (kAround ? k < steps && at < limit : at < limit)
-      values[k] = load_as_compute(*reinterpret_cast<const Scalar*>(tile + at));
+    const bool exists = kAround ? (k < kSure || k < steps) && at < limit : k < kSure || at < limit;
+    if constexpr (kValues == 2) {
+      Pair<Real> pair = {-kInfinity<Real>, -kInfinity<Real>};
+      if (exists) pair = load_pair<Scalar>(tile + at);
+      values[2 * k] = pair.at[0];
+      values[2 * k + 1] = pair.at[1];
+    } else {
+      values[k] = -kInfinity<Real>;
+      if (exists) values[k] = load_as_compute(*reinterpret_cast<const Scalar*>(tile + at));
+    }
     at += step;
     if (kAround && at >= begin + around) at -= around;
-    max = fmax(max, values[k]);
   }
+  Real max = values[0];
+#pragma unroll
+  for (int k = 1; k < kSlots * kValues; ++k) max = fmax(max, values[k]);
   max = group_max(max, lanes);
   const Real base = exp_base(max);
-  Real sum = 0;
+  Real sum = summand(values[0] - base);
 #pragma unroll
-  for (int k = 0; k < kSlots; ++k) sum += summand(values[k] - base);
+  for (int k = 1; k < kSlots * kValues; ++k) sum += summand(values[k] - base);
   return {max, group_sum(sum, lanes)};
 }
 
 // Slots beyond the steps cost as much as others: of some numbers of them, the least that will do.
+template <bool kAround, typename Scalar, int kValues>
+__device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, int classes,
+                                                                  int steps, int index, int lanes) {
+  static_assert(kValuesPerLane == 16 && kWordsPerLane == 13, "as many slots as there may be steps");
+  if (steps <= 4) return tile_exp_sum<4, 0, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
+  if (steps <= 8) return tile_exp_sum<8, 4, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
+  if (steps <= 10) return tile_exp_sum<10, 8, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
+  if (kValues == 2 || steps <= 13) {
+    return tile_exp_sum<13, 10, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
+  }
+  return tile_exp_sum<16, 13, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
+}
+
 template <bool kAround, typename Scalar>
-__device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, bool is_live,
-                                                                  int classes, int steps, int index, int lanes) {
-  static_assert(kValuesPerLane == 16, "as many slots as there may be steps");
-  if (steps <= 4) return tile_exp_sum<4, kAround, Scalar>(tile, row, is_live, classes, steps, index, lanes);
-  if (steps <= 8) return tile_exp_sum<8, kAround, Scalar>(tile, row, is_live, classes, steps, index, lanes);
-  if (steps <= 10) return tile_exp_sum<10, kAround, Scalar>(tile, row, is_live, classes, steps, index, lanes);
-  if (steps <= 13) return tile_exp_sum<13, kAround, Scalar>(tile, row, is_live, classes, steps, index, lanes);
-  return tile_exp_sum<16, kAround, Scalar>(tile, row, is_live, classes, steps, index, lanes);
-}
-
-// The same of a row that one thread has for itself.
-template <int kSlots, typename Scalar>
-__device__ __forceinline__ ExpSum<compute_t<Scalar>> own_exp_sum(const Scalar* row, int classes) {
-  using Real = compute_t<Scalar>;
-  Real values[kSlots];
-#pragma unroll
-  for (int k = 0; k < kSlots; ++k) values[k] = k < classes ? load_as_compute(row[k]) : -kInfinity<Real>;
-  ExpSum<Real> total = empty_exp_sum<Real>();
-#pragma unroll
-  for (int k = 0; k < kSlots; ++k) total.max = fmax(total.max, values[k]);
-  const Real base = exp_base(total.max);
-#pragma unroll
-  for (int k = 0; k < kSlots; ++k) total.sum += summand(values[k] - base);
-  return total;
-}
-
-template <typename Scalar>
-__device__ __forceinline__ ExpSum<compute_t<Scalar>> own_exp_sum(const Scalar* row, int classes) {
-  static_assert(kValuesPerLane == 16, "as many slots as there may be classes");
-  if (classes <= 4) return own_exp_sum<4>(row, classes);
-  if (classes <= 10) return own_exp_sum<10>(row, classes);
-  return own_exp_sum<16>(row, classes);
+__device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, int classes,
+                                                                  int lane_bits, int index, int lanes) {
+  if constexpr (sizeof(Scalar) == sizeof(uint16_t)) {
+    if (tile_values_per_lane(sizeof(Scalar), classes) > kValuesPerLane) {
+      const int steps = (classes / 2 + lanes - 1) >> lane_bits;
+      return tile_exp_sum<kAround, Scalar, 2>(tile, row, classes, steps, index, lanes);
+    }
+  }
+  const int steps = (classes + lanes - 1) >> lane_bits;
+  return tile_exp_sum<kAround, Scalar, 1>(tile, row, classes, steps, index, lanes);
 }
 
 // What comes of a row, by the thread that has its target's logit and the sum over its other classes.
+template <typename Real>
+struct RowLoss {
+  TargetLogs<Real> logs;
+  Real loss;
+  Real weight;  // 0 in a row that is not counted
+};
+
+template <typename Scalar>
+__device__ __forceinline__ RowLoss<compute_t<Scalar>> loss_of_row(const FocalLossForward<Scalar>& args, int64_t row,
+                                                                  int label, compute_t<Scalar> z_target,
+                                                                  const ExpSum<compute_t<Scalar>>& rest) {
+  using Real = compute_t<Scalar>;
+  if (label < 0) return {{0, 0, 0, 0}, label == kIgnored ? Real(0) : kNaN<Real>, 0};
+  const TargetLogs<Real> logs = target_logs(z_target, rest);
+  const Real gamma = gamma_at_log(args, row, logs.log_p);
+  const Real weight = args.class_weight != nullptr ? args.class_weight[label] : Real(1);
+  return {logs, weight * terms_of_row(logs.log_p, logs.log_u, gamma).loss, weight};
+}
+
 template <typename Scalar>
 __device__ __forceinline__ void finish_row(const FocalLossForward<Scalar>& args, int64_t row, int label,
                                            compute_t<Scalar> z_target, const ExpSum<compute_t<Scalar>>& rest,
                                            double& loss_sum, double& weight_sum) {
-  using Real = compute_t<Scalar>;
-  TargetLogs<Real> logs = {0, 0, 0, 0};
-  Real loss = label == kIgnored ? Real(0) : kNaN<Real>;
-  if (label >= 0) {
-    logs = target_logs(z_target, rest);
-    const Real gamma = gamma_at(args, row, exponential(logs.log_p));
-    const Real weight = args.class_weight != nullptr ? args.class_weight[label] : Real(1);
-    loss = weight * focal_terms(logs.log_p, logs.log_u, gamma).loss;
-    weight_sum += static_cast<double>(weight);
-  }
+  const auto [logs, loss, weight] = loss_of_row(args, row, label, z_target, rest);
   args.saved[row] = logs.max;
   args.saved[args.rows + row] = logs.log_s;
   args.saved[2 * args.rows + row] = logs.log_u;
   if (args.row_loss != nullptr) args.row_loss[row] = loss;
   loss_sum += static_cast<double>(loss);
+  weight_sum += static_cast<double>(weight);
 }
 
 template <typename Scalar, RowPath path>
-__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forward_kernel(
+__global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, path>) void focal_loss_forward_kernel(
     const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
     const __grid_constant__ GridSum<compute_t<Scalar>> reduction) {
   using Real = compute_t<Scalar>;
@@ -349,12 +409,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
 
   const int thread = static_cast<int>(threadIdx.x);
   const int classes = static_cast<int>(args.classes);
-  // Whether a thread has its row for itself. Short rows that begin in few banks of shared memory are left to the way
-  // that goes around in them. (In double, both ways together would spill registers.)
-  const bool is_alone = sizeof(Scalar) != sizeof(double) &&
-                        (path == RowPath::kPixels ? plan.parts == 1
-                                                  : path == RowPath::kTile && plan.lanes == 1 &&
-                                                        classes * static_cast<int>(sizeof(Scalar)) % kVectorBytes != 0);
+  // Whether a thread has its row for itself. (In double, both ways together would spill registers.)
+  const bool is_alone = sizeof(Scalar) != sizeof(double) && path == RowPath::kPixels && plan.parts == 1;
   double loss_sum = 0;
   double weight_sum = 0;
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
@@ -369,7 +425,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     Real z_target = 0;
     [[maybe_unused]] int64_t offset = 0;
     if (thread < rows) {
-      label = read_label(args, first + thread);
+      label = as_class(args, args.labels[first + thread]);
       labels[thread] = label;
       if constexpr (path != RowPath::kTile) {
         offset = geometry.logits(first + thread);
@@ -390,11 +446,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     ExpSum<Real> rest = empty_exp_sum<Real>();
     if (is_alone) {
       if (label >= 0) {
-        if constexpr (path == RowPath::kPixels) {
-          rest = strided_exp_sum(args.logits + offset, args.layout.class_stride, classes, label, 0, 1);
-        } else {
-          rest = own_exp_sum(tile + thread * classes, classes);
-        }
+        rest = strided_exp_sum(args.logits + offset, args.layout.class_stride, classes, label, 0, 1);
       }
     } else {
       __syncthreads();
@@ -411,7 +463,6 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
         const int rows_at_once = kBlock >> plan.lane_bits;
         const int warp_lanes = lanes < kWarp ? lanes : kWarp;
         const int index = thread & (lanes - 1);
-        const int steps = (classes + lanes - 1) >> plan.lane_bits;
         // Whether four groups of a warp, or more, would meet in one bank.
         [[maybe_unused]] const bool meets =
             sizeof(Scalar) == sizeof(double) || (classes * static_cast<int>(sizeof(Scalar)) & (16 * lanes - 1)) == 0;
@@ -420,8 +471,10 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
           const bool is_live = r < rows && labels[r < rows ? r : 0] >= 0;
           ExpSum<Real> share;
           if constexpr (path == RowPath::kTile) {
-            share = meets ? tile_exp_sum<true, Scalar>(tile_bytes, r, is_live, classes, steps, index, lanes)
-                          : tile_exp_sum<false, Scalar>(tile_bytes, r, is_live, classes, steps, index, lanes);
+            // Any row will do where there is none: its sum goes nowhere.
+            const int of = r < rows ? r : 0;
+            share = meets ? tile_exp_sum<true, Scalar>(tile_bytes, of, classes, plan.lane_bits, index, lanes)
+                          : tile_exp_sum<false, Scalar>(tile_bytes, of, classes, plan.lane_bits, index, lanes);
           } else {
             share = empty_exp_sum<Real>();
             const Scalar* row = args.logits + offsets[r < rows ? r : 0];
@@ -474,24 +527,31 @@ struct RowGradient {
   int target;  // or kIgnored, kOutOfRange
 };
 
+// What the forward pass kept of a row.
+template <typename Real>
+struct SavedRow {
+  Real max;
+  Real log_s;
+  Real log_u;
+};
+
+// z: the target's logit.
 template <typename Scalar>
 __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const FocalLossBackward<Scalar>& args,
-                                                                       int64_t row, int64_t offset,
+                                                                       int64_t row, int label, compute_t<Scalar> z,
+                                                                       const SavedRow<compute_t<Scalar>>& saved,
+                                                                       compute_t<Scalar> grad_loss,
                                                                        bool has_grad_gamma = true) {
   using Real = compute_t<Scalar>;
-  const int label = read_label(args, row);
   RowGradient<Real> result = {0, 0, 0, label};
   Real grad_gamma = 0;
   if (label >= 0) {
-    const Real max = args.saved[row];
-    const Real log_s = args.saved[args.rows + row];
-    const Real log_u = args.saved[2 * args.rows + row];
-    const Real z = load_as_compute(args.logits[offset + label * args.layout.class_stride]);
+    const auto [max, log_s, log_u] = saved;
     const Real log_p = (z - max) - log_s;
-    const Real gamma = gamma_at(args, row, exponential(log_p));
-    const FocalTerms<Real> terms = focal_terms(log_p, log_u, gamma);
+    const Real gamma = gamma_at_log(args, row, log_p);
+    const FocalTerms<Real> terms = terms_of_row(log_p, log_u, gamma);
     const Real weight = args.class_weight != nullptr ? args.class_weight[label] : Real(1);
-    const Real row_scale = weight * upstream(args, row);
+    const Real row_scale = weight * grad_loss;
     const Real coefficient = row_scale * (args.detach_modulation ? terms.factor : terms.coefficient);
     result.max = max;
     result.scale = coefficient * exponential(-log_s);
@@ -504,6 +564,23 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Foc
   }
   if (has_grad_gamma && args.grad_gamma != nullptr) args.grad_gamma[row] = grad_gamma;
   return result;
+}
+
+template <typename Scalar>
+__device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const FocalLossBackward<Scalar>& args,
+                                                                       int64_t row, int64_t offset,
+                                                                       bool has_grad_gamma = true) {
+  using Real = compute_t<Scalar>;
+  const int label = as_class(args, args.labels[row]);
+  SavedRow<Real> saved = {0, 0, 0};
+  Real z = 0;
+  Real grad_loss = 0;
+  if (label >= 0) {
+    saved = {args.saved[row], args.saved[args.rows + row], args.saved[2 * args.rows + row]};
+    z = load_as_compute(args.logits[offset + label * args.layout.class_stride]);
+    grad_loss = upstream(args, row);
+  }
+  return row_gradient(args, row, label, z, saved, grad_loss, has_grad_gamma);
 }
 
 // One element, the target's aside. No logit is above the maximum, and a NaN reaches the whole row through the saved
@@ -697,6 +774,322 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
   }
 }
 
+// ---- index targets: rows of a few classes ---------------------------------------------------------------------------
+// A thread has a row of a tile for itself, or two in 16 bits, which are read a word at a time. How many classes there
+// are is known when the loops are compiled.
+
+template <typename Scalar>
+constexpr int kOwnRows = 4 / static_cast<int>(sizeof(Scalar));
+
+// f(an integral constant) for the number of classes, which is at most kValuesPerLane and fills no vectors.
+template <typename Scalar, int least = 1, int most = kValuesPerLane, typename Function>
+__device__ __forceinline__ void with_classes(int classes, const Function& f) {
+  if constexpr (least < most) {
+    constexpr int middle = (least + most) / 2;
+    if (classes <= middle) {
+      with_classes<Scalar, least, middle>(classes, f);
+    } else {
+      with_classes<Scalar, middle + 1, most>(classes, f);
+    }
+  } else if constexpr (least * sizeof(Scalar) % kVectorBytes != 0) {
+    f(std::integral_constant<int, least>());
+  }
+}
+
+// All values of the thread's rows.
+template <int count, typename Scalar>
+__device__ __forceinline__ void load_own(const Scalar* own, float* values) {
+#pragma unroll
+  for (int k = 0; k < count; k += kOwnRows<Scalar>) {
+    if constexpr (kOwnRows<Scalar> == 2) {
+      const Pair<float> pair = load_pair<Scalar>(own + k);
+      values[k] = pair.at[0];
+      values[k + 1] = pair.at[1];
+    } else {
+      values[k] = load_as_compute(own[k]);
+    }
+  }
+}
+
+// The row beyond the last, beside it, has zeros.
+template <typename Scalar>
+__device__ __forceinline__ void fill_beyond(Scalar* own, int mine, int rows, int classes) {
+  if (kOwnRows<Scalar> == 1 || mine + 1 != rows) return;
+  for (int j = classes; j < 2 * classes; ++j) own[j] = Store<Scalar>::from_compute(0);
+}
+
+template <typename Scalar>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forward_own_kernel(
+    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
+    const __grid_constant__ GridSum<float> reduction) {
+  __shared__ __align__(16) unsigned char tile_bytes[kTileBytes];
+  Scalar* tile = reinterpret_cast<Scalar*>(tile_bytes);
+  const int classes = static_cast<int>(args.classes);
+  const int mine = kOwnRows<Scalar> * static_cast<int>(threadIdx.x);
+  Scalar* own = tile + mine * classes;
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
+    const int64_t first = t * plan.rows_per_tile;
+    const int64_t left = args.rows - first;
+    const int rows = left < plan.rows_per_tile ? static_cast<int>(left) : plan.rows_per_tile;
+    TileLoad<Scalar> load;
+    load.start(args.logits + first * classes, rows * classes);
+    int labels[kOwnRows<Scalar>];
+    if (mine < rows) read_labels(args, first + mine, rows - mine, labels);
+    load.finish(tile, rows * classes);
+    __syncthreads();
+    if (mine < rows) {
+      fill_beyond(own, mine, rows, classes);
+      float z_target[kOwnRows<Scalar>];
+      ExpSum<float> rest[kOwnRows<Scalar>];
+#pragma unroll
+      for (int p = 0; p < kOwnRows<Scalar>; ++p) {
+        z_target[p] = 0;
+        if (labels[p] < 0) continue;
+        Scalar& target = own[p * classes + labels[p]];
+        z_target[p] = load_as_compute(target);
+        target = Store<Scalar>::from_compute(-kInfinity<float>);
+      }
+      with_classes<Scalar>(classes, [&](auto count) {
+        float values[kOwnRows<Scalar> * count];
+        load_own<kOwnRows<Scalar> * count>(own, values);
+#pragma unroll
+        for (int p = 0; p < kOwnRows<Scalar>; ++p) rest[p] = exp_sum_of<count>(values + p * count);
+      });
+      const int64_t row = first + mine;
+      float* const saved = args.saved + row;
+#pragma unroll
+      for (int p = 0; p < kOwnRows<Scalar>; ++p) {
+        if (mine + p >= rows) break;
+        const auto [logs, loss, weight] = loss_of_row(args, row + p, labels[p], z_target[p], rest[p]);
+        saved[p] = logs.max;
+        saved[args.rows + p] = logs.log_s;
+        saved[2 * args.rows + p] = logs.log_u;
+        if (args.row_loss != nullptr) args.row_loss[row + p] = loss;
+        loss_sum += static_cast<double>(loss);
+        weight_sum += static_cast<double>(weight);
+      }
+    }
+    __syncthreads();  // before the next tile
+  }
+  sum_over_grid(reduction, loss_sum, weight_sum);
+}
+
+template <typename Scalar>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_backward_own_kernel(
+    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ RowPlan plan) {
+  __shared__ __align__(16) unsigned char tile_bytes[kTileBytes];
+  Scalar* tile = reinterpret_cast<Scalar*>(tile_bytes);
+  const int classes = static_cast<int>(args.classes);
+  const int mine = kOwnRows<Scalar> * static_cast<int>(threadIdx.x);
+  Scalar* own = tile + mine * classes;
+  for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
+    const int64_t first = t * plan.rows_per_tile;
+    const int64_t left = args.rows - first;
+    const int rows = left < plan.rows_per_tile ? static_cast<int>(left) : plan.rows_per_tile;
+    TileLoad<Scalar> load;
+    load.start(args.logits + first * classes, rows * classes);
+    int labels[kOwnRows<Scalar>];
+    if (mine < rows) read_labels(args, first + mine, rows - mine, labels);
+    load.finish(tile, rows * classes);
+    __syncthreads();
+    if (mine < rows) {
+      fill_beyond(own, mine, rows, classes);
+      RowGradient<float> gradients[kOwnRows<Scalar>];
+#pragma unroll
+      for (int p = 0; p < kOwnRows<Scalar>; ++p) {
+        gradients[p] = {0, 0, 0, kIgnored};
+        if (mine + p >= rows) break;
+        const int64_t row = first + mine + p;
+        SavedRow<float> saved = {0, 0, 0};
+        float z = 0;
+        float grad_loss = 0;
+        if (labels[p] >= 0) {
+          saved = {args.saved[row], args.saved[args.rows + row], args.saved[2 * args.rows + row]};
+          z = load_as_compute(own[p * classes + labels[p]]);
+          grad_loss = upstream(args, row);
+        }
+        gradients[p] = row_gradient(args, row, labels[p], z, saved, grad_loss);
+      }
+      with_classes<Scalar>(classes, [&](auto count) {
+        float values[kOwnRows<Scalar> * count];
+        load_own<kOwnRows<Scalar> * count>(own, values);
+#pragma unroll
+        for (int k = 0; k < kOwnRows<Scalar> * count; k += kOwnRows<Scalar>) {
+          if constexpr (kOwnRows<Scalar> == 2) {
+            const Pair<Scalar> pair = {gradient_at<Scalar>(gradients[k / count], values[k]),
+                                       gradient_at<Scalar>(gradients[(k + 1) / count], values[k + 1])};
+            *reinterpret_cast<PairWord<Scalar>*>(own + k) = bit_cast<PairWord<Scalar>>(pair);
+          } else {
+            own[k] = gradient_at<Scalar>(gradients[0], values[k]);
+          }
+        }
+      });
+#pragma unroll
+      for (int p = 0; p < kOwnRows<Scalar>; ++p) {
+        if (labels[p] >= 0) own[p * classes + labels[p]] = Store<Scalar>::from_compute(gradients[p].at_target);
+      }
+    }
+    __syncthreads();
+    store_tile(args.grad_logits + first * classes, tile, rows * classes);
+    __syncthreads();  // before the next tile
+  }
+}
+
+// ---- index targets: pairs of pixels --------------------------------------------------------------------------------
+// Where there are pixels enough for a thread to have several for itself: two neighbours, whose logits of a class are
+// one word, so that they share its place, its load and the loop.
+
+// The values of `size` classes, or of `count` where those are fewer; -inf for none, and for the targets.
+template <int size, typename Scalar>
+__device__ __forceinline__ void load_pairs(float (&values)[2][size], const char* logits, int stride, int count,
+                                           const int (&target)[2]) {
+#pragma unroll
+  for (int k = 0; k < size; ++k) {
+    Pair<float> pair = {-kInfinity<float>, -kInfinity<float>};
+    if (k < count) pair = load_pair<Scalar>(logits + k * static_cast<int64_t>(stride));
+    values[0][k] = k == target[0] ? -kInfinity<float> : pair.at[0];
+    values[1][k] = k == target[1] ? -kInfinity<float> : pair.at[1];
+  }
+}
+
+template <int size, typename Scalar>
+__device__ __forceinline__ void first_pairs(ExpSum<float> (&total)[2], const char* logits, int stride, int count,
+                                            const int (&target)[2]) {
+  float values[2][size];
+  load_pairs<size, Scalar>(values, logits, stride, count, target);
+  total[0] = exp_sum_of<size>(values[0]);
+  total[1] = exp_sum_of<size>(values[1]);
+}
+
+template <typename Scalar>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forward_pairs_kernel(
+    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowOffset offset_of,
+    const __grid_constant__ GridSum<float> reduction) {
+  constexpr int kUnroll = 16;
+  const int classes = static_cast<int>(args.classes);
+  const int stride = static_cast<int>(args.layout.class_stride) * static_cast<int>(sizeof(Scalar));
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int64_t row = 2 * (int64_t{blockIdx.x} * kBlock + threadIdx.x); row < args.rows;
+       row += 2 * int64_t{gridDim.x} * kBlock) {
+    int labels[2];
+    read_labels(args, row, 2, labels);
+    const char* at = reinterpret_cast<const char*>(args.logits + offset_of(row));
+    float z_target[2];
+    ExpSum<float> rest[2];
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const auto* mine = reinterpret_cast<const Scalar*>(at + labels[p] * static_cast<int64_t>(stride)) + p;
+      z_target[p] = labels[p] >= 0 ? load_as_compute(*mine) : 0.0f;
+    }
+    // What is over comes first: it has nothing before it to be brought to the same maximum.
+    const int over = (classes - 1) % kUnroll + 1;
+    int target[2] = {labels[0], labels[1]};  // from the class that `at` is at
+    if (over <= 4) {
+      first_pairs<4, Scalar>(rest, at, stride, over, target);
+    } else if (over <= 8) {
+      first_pairs<8, Scalar>(rest, at, stride, over, target);
+    } else {
+      first_pairs<kUnroll, Scalar>(rest, at, stride, over, target);
+    }
+    at += over * static_cast<int64_t>(stride);
+    target[0] -= over;
+    target[1] -= over;
+    for (int left = classes - over; left > 0; left -= kUnroll) {
+      float values[2][kUnroll];
+      load_pairs<kUnroll, Scalar>(values, at, stride, kUnroll, target);
+      add_to_exp_sum(rest[0], values[0]);
+      add_to_exp_sum(rest[1], values[1]);
+      at += kUnroll * static_cast<int64_t>(stride);
+      target[0] -= kUnroll;
+      target[1] -= kUnroll;
+    }
+    const RowLoss<float> of[2] = {loss_of_row(args, row, labels[0], z_target[0], rest[0]),
+                                  loss_of_row(args, row + 1, labels[1], z_target[1], rest[1])};
+    float* saved = args.saved + row;
+    store_pair<float>(saved, of[0].logs.max, of[1].logs.max);
+    store_pair<float>(saved + args.rows, of[0].logs.log_s, of[1].logs.log_s);
+    store_pair<float>(saved + 2 * args.rows, of[0].logs.log_u, of[1].logs.log_u);
+    if (args.row_loss != nullptr) {
+      args.row_loss[row] = of[0].loss;
+      args.row_loss[row + 1] = of[1].loss;
+    }
+    loss_sum += static_cast<double>(of[0].loss) + static_cast<double>(of[1].loss);
+    weight_sum += static_cast<double>(of[0].weight) + static_cast<double>(of[1].weight);
+  }
+  sum_over_grid(reduction, loss_sum, weight_sum);
+}
+
+// `count` classes, or those that there are of them.
+template <int count, bool kIsLast, typename Scalar>
+__device__ __forceinline__ void write_pairs(char* grad, int grad_stride, const char* logits, int stride, int left,
+                                            const RowGradient<float> (&gradients)[2]) {
+  Pair<float> values[count];
+#pragma unroll
+  for (int k = 0; k < count; ++k) {
+    values[k] = {0, 0};
+    if (!kIsLast || k < left) values[k] = load_pair<Scalar>(logits + k * static_cast<int64_t>(stride));
+  }
+#pragma unroll
+  for (int k = 0; k < count; ++k) {
+    const Pair<Scalar> pair = {gradient_at<Scalar>(gradients[0], values[k].at[0]),
+                               gradient_at<Scalar>(gradients[1], values[k].at[1])};
+    auto* to = reinterpret_cast<PairWord<Scalar>*>(grad + k * static_cast<int64_t>(grad_stride));
+    if (!kIsLast || k < left) *to = bit_cast<PairWord<Scalar>>(pair);
+  }
+}
+
+template <typename Scalar>
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_backward_pairs_kernel(
+    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ RowOffset offset_of,
+    const __grid_constant__ RowOffset grad_offset_of) {
+  constexpr int kUnroll = 8;
+  constexpr int kBytes = static_cast<int>(sizeof(Scalar));
+  const int classes = static_cast<int>(args.classes);
+  const int stride = static_cast<int>(args.layout.class_stride) * kBytes;
+  const int grad_stride = static_cast<int>(args.grad_layout.class_stride) * kBytes;
+  for (int64_t row = 2 * (int64_t{blockIdx.x} * kBlock + threadIdx.x); row < args.rows;
+       row += 2 * int64_t{gridDim.x} * kBlock) {
+    int labels[2];
+    read_labels(args, row, 2, labels);
+    const char* at = reinterpret_cast<const char*>(args.logits + offset_of(row));
+    const float* saved = args.saved + row;
+    const Pair<float> max = load_pair<float>(saved);
+    const Pair<float> log_s = load_pair<float>(saved + args.rows);
+    const Pair<float> log_u = load_pair<float>(saved + 2 * args.rows);
+    const float grad_loss = upstream(args, row);
+    const float next_grad_loss = args.grad_stride != 0 ? upstream(args, row + 1) : grad_loss;
+    RowGradient<float> gradients[2];
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const auto* mine = reinterpret_cast<const Scalar*>(at + labels[p] * static_cast<int64_t>(stride)) + p;
+      const float z = labels[p] >= 0 ? load_as_compute(*mine) : 0.0f;
+      const SavedRow<float> of_row = {max.at[p], log_s.at[p], log_u.at[p]};
+      gradients[p] = row_gradient(args, row + p, labels[p], z, of_row, p == 0 ? grad_loss : next_grad_loss);
+    }
+    char* const grad = reinterpret_cast<char*>(args.grad_logits + grad_offset_of(row));
+    char* to = grad;
+    int left = classes;
+    for (; left >= kUnroll; left -= kUnroll) {
+      write_pairs<kUnroll, false, Scalar>(to, grad_stride, at, stride, left, gradients);
+      at += kUnroll * static_cast<int64_t>(stride);
+      to += kUnroll * static_cast<int64_t>(grad_stride);
+    }
+    if (left > kUnroll / 2) {
+      write_pairs<kUnroll, true, Scalar>(to, grad_stride, at, stride, left, gradients);
+    } else if (left > 0) {
+      write_pairs<kUnroll / 2, true, Scalar>(to, grad_stride, at, stride, left, gradients);
+    }
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      auto* target = reinterpret_cast<Scalar*>(grad + labels[p] * static_cast<int64_t>(grad_stride)) + p;
+      if (labels[p] >= 0) *target = Store<Scalar>::from_compute(gradients[p].at_target);
+    }
+  }
+}
+
 // ---- few long rows -------------------------------------------------------------------------------------------------
 
 // The part of a row that a block has.
@@ -723,7 +1116,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chun
   __shared__ ExpSum<Real> shares[kWarpsPerBlock];
   const int thread = static_cast<int>(threadIdx.x);
   const Chunk chunk(geometry.plan, args.classes);
-  const int label = read_label(args, chunk.row);
+  const int label = as_class(args, args.labels[chunk.row]);
   if (label < 0) return;
   const int64_t class_stride = args.layout.class_stride;
   const Scalar* logits = args.logits + geometry.logits(chunk.row) + chunk.first * class_stride;
@@ -757,7 +1150,7 @@ __global__ __launch_bounds__(kBlock) void focal_loss_chunk_total_kernel(
   double weight_sum = 0;
   for (int first = 0; first < rows; first += rows_at_once) {
     const int row = first + thread / lanes;
-    const int label = row < rows ? read_label(args, row) : kIgnored;
+    const int label = row < rows ? as_class(args, args.labels[row]) : kIgnored;
     Real z_target = 0;
     ExpSum<Real> rest = empty_exp_sum<Real>();
     if (label >= 0) {
@@ -804,9 +1197,21 @@ bool has_no_gaps(const RowLayout& layout, int64_t rows, int64_t classes) {
 
 bool on_boundary(const void* address) { return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0; }
 
+// Whether neighbouring rows lie side by side, two in a word of memory, and classes not too far apart for 32 bits.
 template <typename Scalar>
-RowPlan plan_for(const FocalLossArgs<Scalar>& args, bool end_to_end) {
-  return plan_rows(args.rows, args.classes, sizeof(Scalar), end_to_end, class_is_outermost(args));
+bool in_pairs(const Scalar* address, const RowLayout& layout, int64_t rows) {
+  constexpr int64_t kMostBytes = int64_t{1} << 30;
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(Scalar));
+  return layout.inner_stride == 1 && layout.inner % 2 == 0 && rows % 2 == 0 && layout.class_stride % 2 == 0 &&
+         (rows <= layout.inner || layout.outer_stride % 2 == 0) && layout.class_stride < kMostBytes / kBytes &&
+         layout.class_stride > -kMostBytes / kBytes && reinterpret_cast<uintptr_t>(address) % (2 * kBytes) == 0;
+}
+
+template <typename Scalar>
+RowPlan plan_for(const FocalLossArgs<Scalar>& args, bool end_to_end, bool pairs) {
+  pairs = pairs && sizeof(Scalar) != sizeof(double) && in_pairs(args.logits, args.layout, args.rows) &&
+          reinterpret_cast<uintptr_t>(args.saved) % (2 * sizeof(float)) == 0;
+  return plan_rows(args.rows, args.classes, sizeof(Scalar), end_to_end, class_is_outermost(args), pairs);
 }
 
 template <typename Scalar>
@@ -837,11 +1242,21 @@ int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_
   if (args.rows > 0 && !sizes_are_valid(args)) return cudaErrorInvalidValue;
   GridSum<compute_t<Scalar>> reduction = {loss, divisor, mean, nullptr, nullptr};
   if (is_soft(args)) return row_loss_soft_forward<FocalRow>(args, reduction, workspace, stream);
-  const RowPlan plan = plan_for(args, has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits));
+  const bool end_to_end = has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits);
+  const RowPlan plan = plan_for(args, end_to_end, true);
   const Geometry geometry = {plan, ClassDivider(args.classes), RowOffset(args.layout), RowOffset(args.layout)};
   if (plan.chunks > 1) return forward_in_chunks(args, geometry, reduction, workspace, stream);
   const cudaError_t error = prepare_grid_sum(reduction, plan.grid, workspace, stream);
   if (error != cudaSuccess) return error;
+  if constexpr (sizeof(Scalar) != sizeof(double)) {
+    if (plan.path == RowPath::kPairs) {
+      return launch(focal_loss_forward_pairs_kernel<Scalar>, plan.grid, kBlock, stream, args, RowOffset(args.layout),
+                    reduction);
+    }
+    if (plan.path == RowPath::kOwn) {
+      return launch(focal_loss_forward_own_kernel<Scalar>, plan.grid, kBlock, stream, args, plan, reduction);
+    }
+  }
   void (*kernel)(FocalLossForward<Scalar>, Geometry, GridSum<compute_t<Scalar>>) =
       plan.path == RowPath::kTile     ? focal_loss_forward_kernel<Scalar, RowPath::kTile>
       : plan.path == RowPath::kPixels ? focal_loss_forward_kernel<Scalar, RowPath::kPixels>
@@ -858,7 +1273,17 @@ int focal_loss_backward(const FocalLossBackward<Scalar>& args, void* stream) {
   const bool end_to_end = has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits) &&
                           args.grad_logits != nullptr && has_no_gaps(args.grad_layout, args.rows, args.classes) &&
                           on_boundary(args.grad_logits);
-  const RowPlan plan = plan_for(args, end_to_end);
+  const bool pairs = args.grad_logits != nullptr && in_pairs(args.grad_logits, args.grad_layout, args.rows);
+  const RowPlan plan = plan_for(args, end_to_end, pairs);
+  if constexpr (sizeof(Scalar) != sizeof(double)) {
+    if (plan.path == RowPath::kPairs) {
+      return launch(focal_loss_backward_pairs_kernel<Scalar>, plan.grid, kBlock, stream, args, RowOffset(args.layout),
+                    RowOffset(args.grad_layout));
+    }
+    if (plan.path == RowPath::kOwn && args.grad_logits != nullptr) {
+      return launch(focal_loss_backward_own_kernel<Scalar>, plan.grid, kBlock, stream, args, plan);
+    }
+  }
   const Geometry geometry = {plan, ClassDivider(args.classes), RowOffset(args.layout), RowOffset(args.grad_layout)};
   if (plan.chunks > 1 && args.grad_logits != nullptr) {
     return launch(focal_loss_chunk_backward_kernel<Scalar>, args.rows * plan.chunks, kBlock, stream, args, geometry);

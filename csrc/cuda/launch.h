@@ -28,6 +28,13 @@ constexpr int64_t kLongRowBytes = 32768;
 constexpr int64_t kChunkBytes = 16384;                         // four vectors for each thread
 constexpr int64_t kMostChunks = kEnoughBlocks + kFewRows - 1;  // of all rows
 
+// Pixels that keep a large chip busy with a thread for each.
+#ifdef FOCALKERN_TEST_GRID
+inline int64_t kManyPixels = kEnoughBlocks * kBlock * 2;  // tests choose it, so that few pixels are many
+#else
+constexpr int64_t kManyPixels = kEnoughBlocks * kBlock * 2;
+#endif
+
 constexpr int kTileBytes = 16384;   // shared memory for a tile of short rows
 constexpr int kValuesPerLane = 16;  // of a short row, kept in registers between finding its maximum and its sum
 constexpr int kVectorBytes = 16;    // the widest load a thread can make
@@ -36,6 +43,8 @@ enum class RowPath : int {
   kTile,    // short rows that lie end to end: read as one run, whatever the row length
   kRows,    // a group of lanes, a warp, or the block for each row
   kPixels,  // classes lie further apart than rows: a lane for each row, so that neighbours read neighbours
+  kPairs,   // the same with a lane for two rows that lie side by side
+  kOwn,     // as kTile, for the shortest rows: a thread has one or two of them for itself
 };
 
 struct RowPlan {
@@ -57,6 +66,13 @@ inline int power_of_two_at_least(int64_t value, int limit) {
 }
 
 inline int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// Values of a short row that a lane has at most: of 16 bits, two can be read at once where all rows begin with a word.
+// More words would spill registers.
+constexpr int kWordsPerLane = 13;
+constexpr int tile_values_per_lane(int element_bytes, int64_t classes) {
+  return element_bytes == 2 && classes % 2 == 0 ? 2 * kWordsPerLane : kValuesPerLane;
+}
 
 // The largest power of two up to `most` that leaves enough tiles to fill the chip, but not below `least`.
 inline int rows_per_tile(int64_t rows, int most, int least) {
@@ -80,17 +96,24 @@ inline bool fits_one_block(int64_t rows, int64_t classes) {
 }
 
 // element_bytes: of the logits. end_to_end: every operand is [rows, classes] without gaps and starts on a 16-byte
-// boundary. class_outermost: the classes of a row lie further apart than neighbouring rows.
-inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool end_to_end, bool class_outermost) {
+// boundary. class_outermost: the classes of a row lie further apart than neighbouring rows. pairs: those are even in
+// number, and may be read two at a time.
+inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool end_to_end, bool class_outermost,
+                         bool pairs = false) {
   const int64_t row_bytes = classes * element_bytes;
   RowPlan plan = {};
   plan.parts = 1;
   plan.chunks = 1;
   if (end_to_end && classes > 0 && row_bytes <= 1024 && classes <= kValuesPerLane * kWarp) {
     plan.path = RowPath::kTile;
-    plan.lanes = power_of_two_at_least(divide_up(classes, kValuesPerLane), kWarp);
+    plan.lanes = power_of_two_at_least(divide_up(classes, tile_values_per_lane(element_bytes, classes)), kWarp);
     // 16 rows or a multiple of them fill whole vectors at every row length.
     int most = kBlock;
+    // Rows that begin in few banks of shared memory are left to the way that goes around in them.
+    if (classes <= kValuesPerLane && element_bytes <= 4 && row_bytes % kVectorBytes != 0) {
+      plan.path = RowPath::kOwn;
+      most = kBlock * (4 / element_bytes);
+    }
     while (most * row_bytes > kTileBytes) most /= 2;
     // What fits one tile is left in one: a single block needs no counter to find out who is last.
     plan.rows_per_tile = rows <= most ? most : rows_per_tile(rows, most, 16);
@@ -98,9 +121,12 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
     plan.path = RowPath::kPixels;
     plan.lanes = 1;
     // Few rows: several warps share 32 of them, each with every n-th class.
-    const int64_t enough_rows = kEnoughBlocks * kBlock * 2;
-    while (plan.parts < kWarpsPerBlock && rows * plan.parts < enough_rows && plan.parts * 8 < classes) plan.parts *= 2;
+    while (plan.parts < kWarpsPerBlock && rows * plan.parts < kManyPixels && plan.parts * 8 < classes) plan.parts *= 2;
     plan.rows_per_tile = kBlock / plan.parts;
+    if (pairs && plan.parts == 1) {
+      plan.path = RowPath::kPairs;
+      plan.rows_per_tile = 2 * kBlock;
+    }
   } else {
     plan.path = RowPath::kRows;
     // A warp has a row of this size at most. The block has longer ones: its sums cost as much as a hundred values do.

@@ -13,6 +13,14 @@ namespace focalkern::cuda {
 constexpr int kIgnored = -1;
 constexpr int kOutOfRange = -2;
 
+// Without a branch.
+template <typename Scalar>
+__device__ __forceinline__ int as_class(const FocalLossArgs<Scalar>& args, int64_t label) {
+  const bool is_class = static_cast<uint64_t>(label) < static_cast<uint64_t>(args.classes);
+  const int found = is_class ? static_cast<int>(label) : kOutOfRange;
+  return label == args.ignore_index ? kIgnored : found;
+}
+
 template <typename Scalar>
 __device__ __forceinline__ int read_label(const FocalLossArgs<Scalar>& args, int64_t row) {
   const int64_t label = args.labels[row];
@@ -20,11 +28,35 @@ __device__ __forceinline__ int read_label(const FocalLossArgs<Scalar>& args, int
   return label < 0 || label >= args.classes ? kOutOfRange : static_cast<int>(label);
 }
 
+// The labels of some rows from `row` on, of which `there` exist, at least one; the others count as ignored.
+template <int rows, typename Scalar>
+__device__ __forceinline__ void read_labels(const FocalLossArgs<Scalar>& args, int64_t row, int there,
+                                            int (&labels)[rows]) {
+  int64_t given[rows];
+  if (args.labels.type == Labels::Type::kInt64) {  // one question for all of them
+    const auto* at = static_cast<const int64_t*>(args.labels.data) + row;
+#pragma unroll
+    for (int p = 0; p < rows; ++p) given[p] = at[p < there ? p : 0];
+  } else {
+#pragma unroll
+    for (int p = 0; p < rows; ++p) given[p] = args.labels[row + (p < there ? p : 0)];
+  }
+#pragma unroll
+  for (int p = 0; p < rows; ++p) labels[p] = p < there ? as_class(args, given[p]) : kIgnored;
+}
+
 template <typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> gamma_at(const FocalLossArgs<Scalar>& args, int64_t row,
                                                       compute_t<Scalar> p) {
   if (args.edges != nullptr) return table_gamma(p, args.edges, args.gamma, args.n_bins);
   return args.gamma != nullptr ? args.gamma[row * args.gamma_stride] : args.gamma_value;
+}
+
+// The same from log p, for who needs p for nothing else.
+template <typename Scalar>
+__device__ __forceinline__ compute_t<Scalar> gamma_at_log(const FocalLossArgs<Scalar>& args, int64_t row,
+                                                          compute_t<Scalar> log_p) {
+  return gamma_at(args, row, args.edges != nullptr ? exponential(log_p) : compute_t<Scalar>(0));
 }
 
 template <typename Scalar>

@@ -45,11 +45,13 @@ bool takes_each_row_once(int64_t rows, int64_t rows_at_once, int64_t grid) {
 
 // Every row in exactly one tile, tiles and partial results within what a block has, and few enough blocks. Returns
 // what is broken, or null.
-const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_end, int class_outermost) {
+const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_end, int class_outermost, int pairs) {
   using namespace cuda;
-  const RowPlan plan = plan_rows(rows, classes, bytes, end_to_end != 0, class_outermost != 0);
-  FK_REQUIRE(plan.rows_per_tile >= 1 && plan.rows_per_tile <= kBlock);
-  FK_REQUIRE(plan.parts >= 1 && plan.rows_per_tile * plan.parts <= kBlock);
+  const RowPlan plan = plan_rows(rows, classes, bytes, end_to_end != 0, class_outermost != 0, pairs != 0);
+  const bool two = plan.path == RowPath::kPairs || (plan.path == RowPath::kOwn && bytes == 2);
+  const int rows_of_a_thread = two ? 2 : 1;
+  FK_REQUIRE(plan.rows_per_tile >= 1 && plan.rows_per_tile <= kBlock * rows_of_a_thread);
+  FK_REQUIRE(plan.parts >= 1 && plan.rows_per_tile * plan.parts <= kBlock * rows_of_a_thread);
   FK_REQUIRE(plan.grid >= 1 && plan.grid <= kMaxGrid && (plan.grid <= plan.tiles || rows == 0));
   FK_REQUIRE(plan.tiles == rows / plan.rows_per_tile + (rows % plan.rows_per_tile != 0));
   if (rows <= kEnumerated / classes && rows % 61 == 1) {
@@ -60,12 +62,15 @@ const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_
   FK_REQUIRE((plan.lanes & (plan.lanes - 1)) == 0 && plan.lanes <= kBlock);
   FK_REQUIRE(plan.lanes <= kWarp || plan.lanes == kBlock);
   FK_REQUIRE(!fits_one_block(rows, classes) || plan.grid == 1);
-  if (plan.path == RowPath::kTile) {
+  if (plan.path == RowPath::kTile || plan.path == RowPath::kOwn) {
     FK_REQUIRE(end_to_end && plan.rows_per_tile * classes * bytes <= kTileBytes);
     FK_REQUIRE(plan.rows_per_tile * classes * bytes % kVectorBytes == 0);
-    FK_REQUIRE(plan.lanes * kValuesPerLane >= classes && plan.lanes <= kWarp);
+    FK_REQUIRE(plan.lanes * tile_values_per_lane(bytes, classes) >= classes && plan.lanes <= kWarp);
+    FK_REQUIRE(plan.path == RowPath::kTile || (plan.lanes == 1 && classes <= kValuesPerLane && bytes <= 4));
   } else if (plan.path == RowPath::kPixels) {
     FK_REQUIRE(class_outermost && plan.rows_per_tile * plan.parts == kBlock && plan.rows_per_tile % kWarp == 0);
+  } else if (plan.path == RowPath::kPairs) {
+    FK_REQUIRE(class_outermost && pairs && plan.parts == 1 && plan.rows_per_tile == 2 * kBlock);
   } else {
     FK_REQUIRE(plan.parts == (plan.lanes > kWarp ? plan.lanes / kWarp : 1));
     FK_REQUIRE(plan.lanes > kWarp || plan.rows_per_tile % (kBlock / plan.lanes) == 0);
@@ -123,7 +128,7 @@ const char* check_grid_plan(int64_t rows, int64_t n_temperatures) {
 // of classes up to a limit, at rows around each threshold, tells the runs of classes; and at both ends of each run,
 // every number of rows up to kMostRows is checked, and powers of two and their neighbours beyond.
 
-constexpr int64_t kMostRows = cuda::kEnoughBlocks * cuda::kBlock * 2 + 2;
+constexpr int64_t kMostRows = cuda::kManyPixels + 2;
 
 std::vector<int64_t> rows_at_thresholds() {
   std::vector<int64_t> rows;
@@ -150,34 +155,35 @@ bool same_choice(const cuda::RowPlan& a, const cuda::RowPlan& b) {
   return a.path == b.path && a.rows_per_tile == b.rows_per_tile && a.lanes == b.lanes && a.parts == b.parts;
 }
 
-const char* check_rows_of(int64_t classes, int bytes, int end_to_end, int class_outermost) {
+const char* check_rows_of(int64_t classes, int bytes, int end_to_end, int class_outermost, int pairs) {
   for (int64_t rows = 0; rows <= kMostRows; ++rows) {
-    const char* broken = check_row_plan(rows, classes, bytes, end_to_end, class_outermost);
+    const char* broken = check_row_plan(rows, classes, bytes, end_to_end, class_outermost, pairs);
     if (broken != nullptr) return broken;
   }
-  const auto last = cuda::plan_rows(kMostRows, classes, bytes, end_to_end != 0, class_outermost != 0);
+  const auto last = cuda::plan_rows(kMostRows, classes, bytes, end_to_end != 0, class_outermost != 0, pairs != 0);
   for (const int64_t rows : rows_beyond()) {
-    const char* broken = check_row_plan(rows, classes, bytes, end_to_end, class_outermost);
+    const char* broken = check_row_plan(rows, classes, bytes, end_to_end, class_outermost, pairs);
     if (broken != nullptr) return broken;
-    FK_REQUIRE(same_choice(cuda::plan_rows(rows, classes, bytes, end_to_end != 0, class_outermost != 0), last));
+    FK_REQUIRE(
+        same_choice(cuda::plan_rows(rows, classes, bytes, end_to_end != 0, class_outermost != 0, pairs != 0), last));
   }
   return nullptr;
 }
 
-const char* check_layout(int64_t most_classes, int bytes, int end_to_end, int class_outermost) {
+const char* check_layout(int64_t most_classes, int bytes, int end_to_end, int class_outermost, int pairs) {
   const std::vector<int64_t> thresholds = rows_at_thresholds();
   std::vector<cuda::RowPlan> run(thresholds.size()), next(thresholds.size());
   for (int64_t classes = 1; classes <= most_classes + 1; ++classes) {
     bool same = classes > 1 && classes <= most_classes;
     for (size_t i = 0; i < thresholds.size(); ++i) {
-      next[i] = cuda::plan_rows(thresholds[i], classes, bytes, end_to_end != 0, class_outermost != 0);
+      next[i] = cuda::plan_rows(thresholds[i], classes, bytes, end_to_end != 0, class_outermost != 0, pairs != 0);
       same = same && same_choice(next[i], run[i]);
     }
     if (same) continue;
     const char* broken = nullptr;
-    if (classes > 1) broken = check_rows_of(classes - 1, bytes, end_to_end, class_outermost);
+    if (classes > 1) broken = check_rows_of(classes - 1, bytes, end_to_end, class_outermost, pairs);
     if (broken == nullptr && classes <= most_classes) {
-      broken = check_rows_of(classes, bytes, end_to_end, class_outermost);
+      broken = check_rows_of(classes, bytes, end_to_end, class_outermost, pairs);
     }
     if (broken != nullptr) return broken;
     run = next;
@@ -187,8 +193,8 @@ const char* check_layout(int64_t most_classes, int bytes, int end_to_end, int cl
 
 const char* check_all_row_plans(int64_t most_classes) {
   for (const int bytes : {2, 4, 8}) {
-    for (const int layout : {0, 1, 2}) {
-      const char* broken = check_layout(most_classes, bytes, layout == 0, layout == 2);
+    for (const int layout : {0, 1, 2, 3}) {
+      const char* broken = check_layout(most_classes, bytes, layout == 0, layout >= 2, layout == 3);
       if (broken != nullptr) return broken;
     }
   }

@@ -67,8 +67,12 @@ int has_dtype(int dtype) {
 }
 void set_max_grid(int64_t blocks) { cuda::kMaxGrid = blocks; }
 int64_t max_grid() { return cuda::kMaxGrid; }
-int64_t rows_of_a_tile(int64_t rows, int64_t classes, int64_t bytes, int64_t end_to_end, int64_t class_outermost) {
-  return cuda::plan_rows(rows, classes, static_cast<int>(bytes), end_to_end != 0, class_outermost != 0).rows_per_tile;
+void set_many_pixels(int64_t pixels) { cuda::kManyPixels = pixels; }
+int64_t many_pixels() { return cuda::kManyPixels; }
+int64_t rows_of_a_tile(int64_t rows, int64_t classes, int64_t bytes, int64_t end_to_end, int64_t class_outermost,
+                       int64_t pairs) {
+  return cuda::plan_rows(rows, classes, static_cast<int>(bytes), end_to_end != 0, class_outermost != 0, pairs != 0)
+      .rows_per_tile;
 }
 int64_t chunk_of_a_row(int64_t rows, int64_t classes, int64_t bytes) {  // or 0: rows are not cut
   return cuda::plan_rows(rows, classes, static_cast<int>(bytes), true, false).chunk_classes;
