@@ -155,8 +155,8 @@ FAULTS = [
     Fault(
         "labels of rows beyond those in chunks are read",
         "focal_loss.cu",
-        "row < rows ? read_label(args, row) : kIgnored;",
-        "read_label(args, row);",
+        "row < rows ? as_class(args, args.labels[row]) : kIgnored;",
+        "as_class(args, args.labels[row]);",
     ),
     Fault(
         "every lane brings the chunks of a row to an end",
