@@ -185,8 +185,15 @@ struct RowWriter {
   }
 };
 
-// The sum of e^(z - max) over the classes of a thread other than the first of its largest; that of the squares and the
-// index of the largest, too, if they are asked for.
+// The base of running sums: whole numbers, so that few classes change it, and rescale the sum, where many are a little
+// larger than all before them. Rounding is the same in each of them, and would add up.
+template <typename Real>
+__device__ __forceinline__ Real coarse_base(Real max) {
+  return exp_base(floor(max));
+}
+
+// The sum of e^(z - coarse_base(max)) over the classes of a thread other than the first of its largest; that of the
+// squares and the index of the largest, too, if they are asked for.
 template <typename Real, bool kSquares = false>
 struct SumBesideLargest {
   Real max = -kInfinity<Real>;
@@ -206,8 +213,8 @@ struct SumBesideLargest {
       above = is_above ? values[k] : above;
       if constexpr (kSquares) largest = is_above ? first + k * step : largest;
     }
-    const Real base = exp_base(above);
-    const Real shrink = summand(max - base);
+    const Real base = coarse_base(above);
+    const Real shrink = summand(floor(max) - base);
     Real sum = 0;
     [[maybe_unused]] Real of_squares = 0;
 #pragma unroll
@@ -221,19 +228,21 @@ struct SumBesideLargest {
     max = above;
   }
 
-  // Of the row, with the sums of all classes but one that is the largest.
+  // Of the row, in e^(z - max), with the sums of all classes but one that is the largest.
   __device__ __forceinline__ SumBesideLargest of(const RowGroup& group) const {
     SumBesideLargest row;
     row.max = group.max(max);
-    const Real shrink = exponential(max - exp_base(row.max));
+    const Real base = exp_base(row.max);
+    const Real shrink = exponential(floor(max) - base);
+    const Real own = exponential(max - base);  // of the thread's largest class
     if constexpr (kSquares) {
       row.largest = group.min(max == row.max ? largest : kNoClass);
-      const Real left_out = largest == row.largest ? Real(0) : Real(1);
-      row.rest = group.sum((rest + left_out) * shrink);
-      row.squares = group.sum((squares + left_out) * (shrink * shrink));
+      const Real left_out = largest == row.largest ? Real(0) : own;
+      row.rest = group.sum(rest * shrink + left_out);
+      row.squares = group.sum(squares * (shrink * shrink) + left_out * left_out);
     } else {
       const bool has_largest = max == row.max;
-      row.rest = group.sum(has_largest ? rest : (rest + Real(1)) * shrink);
+      row.rest = group.sum(rest * shrink + (has_largest ? Real(0) : own));
       row.rest += group.sum(has_largest ? Real(1) : Real(0)) - Real(1);
     }
     return row;

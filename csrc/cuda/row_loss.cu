@@ -33,17 +33,18 @@ struct KeptNumbers {
   int marked;  // or kIgnored
 };
 
-// add_to_exp_sum for so few numbers that the rescaling counts: it may cost the sum what a summand may.
+// add_to_exp_sum for so few numbers that the rescaling counts: it may cost the sum what a summand may. The sum is to
+// the base coarse_base(max).
 template <int count, typename Real>
 __device__ __forceinline__ void add_some(ExpSum<Real>& total, const Real (&values)[count]) {
   Real max = total.max;
 #pragma unroll
   for (int k = 0; k < count; ++k) max = fmax(max, values[k]);
-  const Real base = exp_base(max);
+  const Real base = coarse_base(max);
   Real sum = summand(values[0] - base);
 #pragma unroll
   for (int k = 1; k < count; ++k) sum += summand(values[k] - base);
-  total = {max, total.sum * summand(total.max - base) + sum};
+  total = {max, total.sum * summand(floor(total.max) - base) + sum};
 }
 
 template <typename Loss, typename Scalar>
@@ -85,7 +86,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
       add_some(rest, others);
     });
     const Real rest_max = group.max(rest.max);
-    const Real rest_sum = group.sum(rest.sum * exponential(rest.max - exp_base(rest_max)));
+    const Real rest_sum = group.sum(rest.sum * exponential(floor(rest.max) - exp_base(rest_max)));
     int marked = kNoClass;
     if constexpr (Loss::kMarked == Marked::kRival) {
       const Real row_rival = group.max(rival);

@@ -187,20 +187,22 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
 
     double row_sum = 0;
     int top = kNoClass;
+    const Real share = uniform_share<kUniform>(args);
     each_class(row, [&](const auto& values, int first, int step) {
       Real sum = 0;
+      // Each by its share: the sum of the losses of several classes masked by a large number is infinite.
       each_unlikely<Loss, kUniform>(args, row, numbers, values, first, step, top,
-                                    [&](const ClassTerms<Real>& terms) { sum += terms.loss; });
+                                    [&](const ClassTerms<Real>& terms) { sum += share * terms.loss; });
       row_sum += static_cast<double>(sum);
     });
-    Real loss = group.sum(static_cast<Real>(row_sum) * uniform_share<kUniform>(args));
+    Real loss = group.sum(static_cast<Real>(row_sum));
     const int row_top = group.min(top);
     const Real weight = row_weight<Loss>(args, row, group);
     if (row.row >= args.rows || row.index != 0) continue;
 
     if (row.is_live) {
       if (row_top != kNoClass) loss += likely_terms<Loss>(args, row, numbers, row_top).loss;
-      if (kUniform && row.label != row_top) {
+      if (kUniform && row.label != row_top && label_share(args) != Real(0)) {
         loss += label_share(args) * unlikely_class<Loss>(args, numbers, row.z(row.label)).terms.loss;
       }
       loss *= weight;

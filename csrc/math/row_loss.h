@@ -105,8 +105,9 @@ struct SumOverClasses {
   static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(Real p, Real minus_log_p, const Gamma& gamma, Real epsilon,
                                                         Real share) {
     const FocalTerms<Real> terms = Loss::unlikely(p, minus_log_p, gamma, epsilon);
-    return {share != Real(0) ? share * terms.loss : Real(0), share * terms.coefficient, terms.loss,
-            share * terms.grad_gamma};
+    const bool has_share = share != Real(0);
+    return {has_share ? share * terms.loss : Real(0), has_share ? share * terms.coefficient : Real(0), terms.loss,
+            has_share ? share * terms.grad_gamma : Real(0)};
   }
 };
 

@@ -1,5 +1,7 @@
 """The losses of rows that share the focal loss's arguments: poly focal, dual focal and Brier."""
 
+import math
+
 import pytest
 import torch
 
@@ -264,6 +266,43 @@ def test_soft_gammas_of_rows(library, loss, classes):
     # Not asked for the slope in gamma, a row with gamma 2 takes another way.
     for options in ({}, {"detach_modulation": True}) if loss == "focal" else ({},):
         check_soft(library, loss, logits, labels_for(logits), 2.0, label_smoothing=0.1, **options)
+
+
+# Masks of a large finite number, impossible labels without a share, factors that overflow where a class has no share.
+@pytest.mark.parametrize("loss", SOFT)
+@pytest.mark.parametrize("classes", [4, 700])
+def test_soft_extremes(library, loss, classes):
+    kind = {"focal": 0, **KINDS}[loss]
+    logits = torch.randn(3, classes)
+    logits[0, 0] = 3e38
+    logits[1, 1:] = -1.2e38
+    target = torch.tensor([0, 0, 1])
+    check_soft(library, loss, logits, target, label_smoothing=0.1, reduction="none")
+    logits = torch.randn(3, classes)
+    logits[1, 1] = -torch.inf
+    actual = run_focal_loss(library, logits, torch.ones(3, dtype=torch.int64), 2.0, torch.ones(3), reduction="none",
+                            kind=kind, label_smoothing=1.0)  # fmt: skip
+    assert not actual["grad_logits"].isnan().any()
+    if loss != "brier":
+        assert actual["loss"].isinf().tolist() == [False, True, False] and not actual["loss"].isnan().any()
+    if loss == "focal":
+        logits = torch.zeros(1, classes)
+        logits[0, 0] = math.log(1.17 * (classes - 1))  # p = 0.54
+        shares = torch.zeros(1, classes)
+        shares[0, 1] = 1
+        actual = run_focal_loss(library, logits, shares, -250.0, torch.ones(1), reduction="none")
+        assert actual["loss"].isfinite().all() and actual["grad_logits"].isfinite().all()
+
+
+# Logits that rise with the class: the running sums are rescaled again and again, and may not drift.
+@pytest.mark.parametrize("loss", ["focal", "poly", "dual", "brier"])
+def test_slowly_rising_logits(library, loss):
+    logits = torch.linspace(0, 2.4, 24000)[None, :, None].expand(2, -1, 2).contiguous()
+    target = torch.full((2, 2), 23999)
+    if loss != "focal":
+        check_row_loss(library, KINDS[loss], logits, target, 2.0)
+    if loss != "dual":
+        check_soft(library, loss, logits, target, label_smoothing=0.1)
 
 
 @pytest.mark.parametrize("loss", SOFT)
