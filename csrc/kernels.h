@@ -222,7 +222,7 @@ template <typename Scalar>
 void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begin, int64_t end, const Scalar* every);
 
 // To be looked up instead of computed, from kEveryLogitPays elements per thread on; empty where they cannot be.
-constexpr int64_t kEveryLogitPays = int64_t(1) << 18;
+constexpr int64_t kEveryLogitPays = int64_t(1) << 20;
 std::vector<float> sigmoid_loss_of_every_logit(const SigmoidLossForward<BFloat16>& args);
 std::vector<BFloat16> sigmoid_slope_of_every_logit(const SigmoidLossBackward<BFloat16>& args);
 

@@ -392,7 +392,7 @@ def test_the_same_bits_for_every_number_of_threads(device):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bfloat16_results_that_are_looked_up_are_those_that_are_computed(name, gamma, threads):
     """Large tensors of one thread look them up; parts of them do not, nor does a tile with a soft target."""
-    rows, classes, ignored = 8192, 33, 255  # above 2^18 elements, below 2^19; no multiple of a tile
+    rows, classes, ignored = 32768 * threads, 33, 255  # above 2^20 elements per thread
     x = (torch.randn(rows, classes) * 8).bfloat16()
     x[0, :5] = torch.tensor([0.0, -0.0, 1000.0, -1000.0, float("nan")])
     labels = torch.randint(2 * classes, (rows,)).clamp(max=classes)
@@ -408,12 +408,13 @@ def test_bfloat16_results_that_are_looked_up_are_those_that_are_computed(name, g
             whole, parts = leaf(x), leaf(x)
             loss = function(whole, target, gamma)
             expected = torch.cat(
-                [function(z, t, gamma) for z, t in zip(parts.split(999), target.split(999), strict=True)]
+                # As long as tiles: a soft target changes how its neighbours in the tile are rounded.
+                [function(z, t, gamma) for z, t in zip(parts.split(512), target.split(512), strict=True)]
             )
             assert torch.equal(loss.nan_to_num(), expected.nan_to_num())
             assert torch.equal(loss.isnan(), expected.isnan())
-            found = grads(function(whole[1:], target[1:], gamma, reduction="sum"), whole)[0]
-            assert torch.equal(found[1:].nan_to_num(), grads(expected[1:].sum(), parts)[0][1:].nan_to_num())
+            found = grads(function(whole, target, gamma, reduction="sum"), whole)[0]
+            assert torch.equal(found.nan_to_num(), grads(expected.sum(), parts)[0].nan_to_num())
     finally:
         torch.set_num_threads(before)
 
@@ -444,6 +445,14 @@ def test_labels_along_the_classes_are_their_dense_target(name, gamma, classes):
         upstream = torch.randn(rows, classes)
         assert_close(grads(found, of_labels, upstream)[0], grads(expected, of_dense, upstream.double())[0])
         assert_close(grads(found, of_labels)[0], grads(expected, of_dense)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_of_one_byte_with_more_classes(device, name):
+    x = torch.randn(2, 300, 3, 4, device=device)
+    labels = torch.randint(256, (2, 3, 4), device=device)
+    found = getattr(fk, name)(x, labels.byte())
+    assert torch.equal(found, getattr(fk, name)(x, labels))
 
 
 # ---- derivatives and transforms ------------------------------------------------------------------------------------

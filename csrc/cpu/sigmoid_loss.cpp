@@ -178,11 +178,14 @@ const Scalar* read_input(const SigmoidLossArgs<Scalar>& args, int64_t begin, int
 // 1 where the label is this class.
 template <typename Label, typename Real>
 FK_VECTOR_CLONES void compare_labels(const Label* labels, int64_t stride, int64_t this_class, int64_t n, Real* share) {
-  if (stride == 1) {
+  const auto wanted = static_cast<Label>(this_class);
+  if (static_cast<int64_t>(wanted) != this_class) {  // class 256 of uint8: no label can be it
+    std::fill_n(share, n, Real(0));
+  } else if (stride == 1) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) share[i] = labels[i] == static_cast<Label>(this_class) ? Real(1) : Real(0);
+    for (int64_t i = 0; i < n; ++i) share[i] = labels[i] == wanted ? Real(1) : Real(0);
   } else {
-    for (int64_t i = 0; i < n; ++i) share[i] = labels[i * stride] == static_cast<Label>(this_class) ? Real(1) : Real(0);
+    for (int64_t i = 0; i < n; ++i) share[i] = labels[i * stride] == wanted ? Real(1) : Real(0);
   }
 }
 
@@ -358,7 +361,11 @@ class TileReader {
           read_labels(args_, labels, begin, end, target_, &labels_);
         }
       });
-      view.targets = args_.class_dim == args_.space.dims - 1 ? Targets::kBackground : Targets::kHard;
+      const bool are_shares = args_.class_dim != args_.space.dims - 1;
+      // Where ones are many, two or three classes, computing them twice costs more than reading shares.
+      const bool are_many = labels_.ones > n / 8;
+      if (!are_shares && are_many) write_shares(n);
+      view.targets = are_shares || are_many ? Targets::kHard : Targets::kBackground;
       view.target = target_;
     } else {
       read_target(begin, end, &view);
@@ -396,7 +403,7 @@ class TileReader {
     return view;
   }
 
-  // For the formulas of soft targets.
+  // For the formulas that read the target.
   void write_shares(int64_t n) {
     std::fill_n(target_, n, Real(0));
     for (int64_t k = 0; k < labels_.ones; ++k) target_[labels_.one[k]] = Real(1);
@@ -766,8 +773,11 @@ bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<Scalar
   return false;
 }
 
-bool depends_on_logit_and_target_only(const SigmoidLossArgs<BFloat16>& args) {
-  return has_avx512() && !args.gamma.data && !args.second.data && !args.weight.data;
+// Results depend on the logit and a hard target alone, as far as the first tile shows.
+bool can_be_looked_up(const SigmoidLossArgs<BFloat16>& args) {
+  if (!has_avx512() || args.gamma.data || args.second.data || args.weight.data) return false;
+  TileReader<BFloat16> reader(args, 1.0f, 1.0f, nullptr);
+  return reader.view(0, std::min(kTile, args.space.size)).targets != Targets::kSoft;
 }
 
 // The same loss of every bfloat16, against a target of 0 and of 1.
@@ -853,7 +863,7 @@ void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begi
 }
 
 std::vector<float> sigmoid_loss_of_every_logit(const SigmoidLossForward<BFloat16>& args) {
-  if (!depends_on_logit_and_target_only(args)) return {};
+  if (!can_be_looked_up(args)) return {};
   std::vector<BFloat16> logits;
   std::vector<float> losses(2 * kBFloat16Values);
   auto every = of_every_logit(args, &logits);
@@ -864,7 +874,7 @@ std::vector<float> sigmoid_loss_of_every_logit(const SigmoidLossForward<BFloat16
 }
 
 std::vector<BFloat16> sigmoid_slope_of_every_logit(const SigmoidLossBackward<BFloat16>& args) {
-  if (!depends_on_logit_and_target_only(args) || args.grad_loss.data || !args.grad_input) return {};
+  if (args.grad_loss.data || !args.grad_input || !can_be_looked_up(args)) return {};
   std::vector<BFloat16> logits, slopes(2 * kBFloat16Values + 1);  // look_up reads beyond the last
   auto every = of_every_logit(args, &logits);
   every.grad_input = slopes.data();
