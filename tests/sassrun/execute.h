@@ -306,8 +306,11 @@ struct SassExecute : SassOperands {
         if (in.mod[0] == "F64") return setd(o[0], l, static_cast<double>(f32(o[1], l)));
         return setf(o[0], l, static_cast<float>(f64(o[1], l)));
       }
-      case s_FRND:
-        return setf(o[0], l, std::nearbyint(f32(o[1], l)));
+      case s_FRND: {
+        const auto whole = [&](auto x) { return in.mufu & 1 ? std::floor(x) : std::nearbyint(x); };
+        if (in.mufu & 2) return setd(o[0], l, whole(f64(o[1], l)));
+        return setf(o[0], l, whole(f32(o[1], l)));
+      }
       case s_F2FP: {
         const float a = f32(o[1], l), b2 = f32(o[2], l);
         const u32 r = in.mufu == 1 ? static_cast<u32>(float_to_bfloat(a)) << 16 | float_to_bfloat(b2)

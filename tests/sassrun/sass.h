@@ -393,8 +393,11 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
     all();
   } else if (base == "FRND") {
     in.op = s_FRND;
-    if (!in.mod.empty()) bad_sass(text);
+    for (const std::string& mod : in.mod) {
+      if (mod != "F64" && mod != "FLOOR") bad_sass(text);
+    }
     all();
+    in.mufu = (has("F64") ? 2 : 0) + (has("FLOOR") ? 1 : 0);
   } else if (base == "F2FP") {
     in.op = s_F2FP;
     in.mufu = has("BF16") ? 1 : 0;
