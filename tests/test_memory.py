@@ -21,6 +21,12 @@ def gradient(seed, rows=ROWS):
     return logits.grad
 
 
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """Whatever the tests before this one have left."""
+    fk.empty_cache()
+
+
 @pytest.mark.parametrize("rows", [ROWS, ROWS - ROWS // 8])  # a batch that is a little smaller fits too
 def test_freed_gradient_is_used_again(rows):
     first = gradient(0)
