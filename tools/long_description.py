@@ -6,9 +6,7 @@ it, and a link its text.
 """
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 CODE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:|#)([^)]+)\)")
 PICTURE = re.compile(r"<picture>.*?alt=\"([^\"]*)\".*?</picture>", re.DOTALL)

@@ -82,7 +82,7 @@ FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) 
 template <typename Real>
 constexpr Real kUnlikely = Real(0.55);
 
-// log(1 + x) for |x| <= kUnlikely, to 3 units in the last place.
+// log(1 + x) for |x| <= kUnlikely, to 3 units in the last place beside what the quotient errs.
 template <typename Real>
 FK_HOST_DEVICE Real log_one_plus_small(Real x) {
   if constexpr (sizeof(Real) == sizeof(float)) {
