@@ -143,6 +143,7 @@ int count_elements(SigmoidLoss loss, int64_t classes, bool with_labels) {
   }
   const bool asymmetric = loss == SigmoidLoss::kAsymmetric;
   forward.gamma.value = asymmetric ? 4 : 2;
+  forward.has_alpha = !asymmetric;
   forward.second.value = asymmetric ? 1 : 0.25;
   forward.weight.value = 1;
   forward.margin = asymmetric ? Real(0.05) : Real(0);

@@ -308,7 +308,8 @@ void prepare(SigmoidLossArgs<Scalar>& args, Walk& walk, Operand* grad_loss, cons
   if (args.target_is_labels) given = given.unsqueeze(class_dim_of(input));
   args.target = walk.add(given);
   args.gamma = parameter(gamma, 0, real, walk);
-  args.second = parameter(second, -1, real, walk);
+  args.has_alpha = options.kind == SigmoidLoss::kFocal && second.has_value();
+  args.second = parameter(second, 0, real, walk);
   args.weight = parameter(weight, 1, real, walk);
   if (grad_loss) {
     if (grad.numel() == 1 && grad.device().is_cpu()) {

@@ -174,11 +174,12 @@ struct SigmoidLossArgs {
   Operand input;          // of Scalar
   Operand target;         // shares, or labels
   bool target_is_labels;  // one-hot: 1 where the label is the position along `class_dim`
+  bool has_alpha;         // of the focal loss; without it t and 1 - t weigh 1
   int class_dim;          // a dim of the space of its own, with stride 0 in `target`
   int64_t classes;        // label `classes` is background, a row of zeros
   int64_t ignore_index;   // of labels: elements that count nothing
   Operand gamma;          // numbers or of Real, as those that follow
-  Operand second;         // alpha (a negative number for none), or gamma_positive
+  Operand second;         // alpha, or gamma_positive
   Operand weight;         // or the number 1
   Real margin;            // asymmetric loss
 };

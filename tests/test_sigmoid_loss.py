@@ -185,6 +185,18 @@ def test_without_gamma_it_is_binary_cross_entropy(device):
     assert_close(fk.asymmetric_loss(x, t, 0.0, 0.0, 0.0), expected)
 
 
+@pytest.mark.parametrize("alpha", [float("nan"), -0.5, -1.0])
+def test_alpha_of_a_tensor_without_dimensions_counts_whatever_it_is(device, alpha):
+    """It is handed over as a number, of which none means no alpha."""
+    x, labels = torch.randn(7, 33, device=device), torch.randint(34, (7,), device=device)
+    for target in (torch.rand(7, 33, device=device), torch.randint(2, (7, 33), device=device), labels):
+        found, expected = leaf(x), leaf(x.double())
+        loss = fk.sigmoid_focal_loss(found, target, alpha=torch.tensor(alpha))
+        exact = reference.sigmoid_focal_loss(expected, target, alpha=torch.tensor(alpha))
+        assert_close(loss, exact)
+        assert_close(grads(loss, found)[0], grads(exact, expected)[0])
+
+
 # ---- targets, layouts, dtypes --------------------------------------------------------------------------------------
 
 

@@ -314,8 +314,7 @@ class TileReader {
         grad_loss_(grad_loss && grad_loss->data ? grad_loss : nullptr) {
     fill_number(args.gamma, gamma_);
     if (args.loss_kind == SigmoidLoss::kAsymmetric) fill_number(args.second, second_);
-    has_alpha_ = args.loss_kind == SigmoidLoss::kFocal && (args.second.data || args.second.value >= 0);
-    if (has_alpha_) {
+    if (args.has_alpha) {
       fill_number(args.second, second_);
       if (!args.second.data) one_minus(second_, kTile, negative_);
     } else if (args.loss_kind != SigmoidLoss::kAsymmetric) {
@@ -323,7 +322,7 @@ class TileReader {
       std::fill_n(negative_, kTile, Real(1));
     }
     if (!args.weight.data) std::fill_n(scale_, kTile, factor * static_cast<Real>(args.weight.value));
-    has_numbers_ = !args.weight.data && !grad_loss_ && !(has_alpha_ && args.second.data);
+    has_numbers_ = !args.weight.data && !grad_loss_ && !(args.has_alpha && args.second.data);
     if (has_numbers_ && args.loss_kind != SigmoidLoss::kAsymmetric) weigh(second_, scale_, kTile);
   }
 
@@ -343,7 +342,7 @@ class TileReader {
     view.gamma = read_or_number(args_.gamma, begin, end, gamma_);
     view.second = read_or_number(args_.second, begin, end, second_);
     view.negative = negative_;
-    if (has_alpha_ && args_.second.data) one_minus(view.second, n, negative_);
+    if (args_.has_alpha && args_.second.data) one_minus(view.second, n, negative_);
     view.scale = scale_;
     if (args_.weight.data) {
       view.scale = own_scale(read(args_.weight, args_.space, begin, end, scale_), n);
@@ -458,8 +457,7 @@ class TileReader {
   Real factor_;  // of every scale
   Real sign_of_one_;
   const Operand* grad_loss_;  // or null, where it is one number
-  bool has_alpha_;
-  bool has_numbers_;  // for all that TileView::one and zero are made of
+  bool has_numbers_;          // for all that TileView::one and zero are made of
   TileLabels labels_;
   struct Ones {
     Scalar input[kTile];

@@ -313,8 +313,8 @@ bool must_walk(const Operand& operand) { return operand.data != nullptr && !oper
 template <typename Scalar>
 Plan<compute_t<Scalar>> plan_of(const SigmoidLossArgs<Scalar>& args) {
   using Real = compute_t<Scalar>;
-  Plan<Real> plan = {power_of<Real>(args.gamma), power_of<Real>(args.second), false, false, false, false, false};
-  plan.has_alpha = args.loss_kind == SigmoidLoss::kFocal && (args.second.data || args.second.value >= 0);
+  Plan<Real> plan = {
+      power_of<Real>(args.gamma), power_of<Real>(args.second), args.has_alpha, false, false, false, false};
   plan.walks = args.target_is_labels || must_walk(args.input) || must_walk(args.target) || must_walk(args.gamma) ||
                must_walk(args.second) || must_walk(args.weight);
   plan.input_in_packs = args.input.dense && on_boundary<Scalar>(args.input.data);

@@ -372,7 +372,6 @@ PlainNumbers<compute_t<Scalar>> numbers_of(const SigmoidLossArgs<Scalar>& args) 
   const auto gamma = static_cast<Real>(args.gamma.value), second = static_cast<Real>(args.second.value);
   const bool is_asymmetric = args.loss_kind == SigmoidLoss::kAsymmetric;
   const bool is_small = SmallPower<Real>::covers(gamma) && (!is_asymmetric || SmallPower<Real>::covers(second));
-  const bool has_alpha = args.loss_kind == SigmoidLoss::kFocal && args.second.value >= 0;
   const PowerKind power = !is_small                            ? PowerKind::kAny
                           : gamma == Real(2) && !is_asymmetric ? PowerKind::kSquare
                                                                : PowerKind::kSmall;
@@ -381,8 +380,8 @@ PlainNumbers<compute_t<Scalar>> numbers_of(const SigmoidLossArgs<Scalar>& args) 
           second,
           SmallPower<Real>(is_small ? gamma : Real(0)),
           SmallPower<Real>(is_small && is_asymmetric ? second : Real(0)),
-          has_alpha ? second : Real(1),
-          has_alpha ? Real(1) - second : Real(1),
+          args.has_alpha ? second : Real(1),
+          args.has_alpha ? Real(1) - second : Real(1),
           static_cast<Real>(args.weight.value)};
 }
 

@@ -37,8 +37,8 @@ class Operand(ctypes.Structure):
 
 ARGS = [
     ("loss_kind", c_int32), ("space", Space), ("input", Operand), ("target", Operand), ("target_is_labels", c_bool),
-    ("class_dim", c_int), ("classes", c_int64), ("ignore_index", c_int64), ("gamma", Operand), ("second", Operand),
-    ("weight", Operand), ("margin", "real"),
+    ("has_alpha", c_bool), ("class_dim", c_int), ("classes", c_int64), ("ignore_index", c_int64), ("gamma", Operand),
+    ("second", Operand), ("weight", Operand), ("margin", "real"),
 ]  # fmt: skip
 FORWARD = [*ARGS, ("loss", c_void_p), ("loss_wide", c_void_p)]
 BACKWARD = [
@@ -53,6 +53,8 @@ def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.
     `one_image`, the first dimension, of size 1, is none of the space."""
     dtype, real, shape = x.dtype, real_of(x.dtype), x.shape
     labels = target.dim() < x.dim()
+    has_alpha = kind == FOCAL and second is not None
+    second = 1.0 if second is None else second
     in_real = [v.to(real) if isinstance(v, torch.Tensor) else v for v in (gamma, second, weight)]
     with Memory(library) as memory:
         forward = structure(library, "SigmoidLossForward", dtype, FORWARD)
@@ -61,6 +63,7 @@ def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.
         forward.input = Operand.of(memory, x, shape)
         forward.target = Operand.of(memory, target.unsqueeze(1) if labels else target, shape)
         forward.target_is_labels, forward.class_dim = labels, 1 if labels else -1
+        forward.has_alpha = has_alpha
         if one_image:
             forward.space = Space(x.numel(), x.dim() - 1, (c_int64 * MAX_DIMS)(*shape[1:]))
             forward.input = Operand.of(memory, x[0], shape[1:])
@@ -99,8 +102,6 @@ def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.
 
 def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, reduction="mean", **options):
     dtype, real = x.dtype, real_of(x.dtype)
-    if second is None:
-        second = -1.0 if kind == FOCAL else 1.0
     grad = torch.randn(x.shape if reduction == "none" else (1,) * x.dim(), dtype=real)
     actual = run_sigmoid_loss(library, kind, x, target, gamma, second, grad, reduction=reduction, **options)
     wide = options.pop("wide", True)
@@ -113,14 +114,14 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
     gammas = [
         (v.double() if isinstance(v, torch.Tensor) else torch.tensor(v, dtype=torch.float64))
         .expand(x.shape).clone().requires_grad_()
-        for v in (gamma, second)
+        for v in (gamma, 1.0 if second is None else second)
     ]  # fmt: skip
     if kind == ASYMMETRIC:
         expected = reference.asymmetric_loss(z, t, *gammas, margin, reduction, **options)
     elif kind == QUALITY:
         expected = reference.quality_focal_loss(z, t, gammas[0], reduction, **options)
     else:
-        alpha = gammas[1].detach() if isinstance(second, torch.Tensor) or second >= 0 else None
+        alpha = None if second is None else gammas[1].detach()
         expected = reference.sigmoid_focal_loss(z, t, gammas[0], alpha, reduction, **options)
     inputs = [z, gammas[0], *([] if labels else [t]), *([gammas[1]] if kind == ASYMMETRIC else [])]
     upstream = grad.double().reshape(expected.shape)
@@ -228,6 +229,14 @@ def reduction_may_be_nan(shape):
 def test_sigmoid_loss_of_targets_of_other_types(library, target):
     x = torch.randn(6, 33)
     check_sigmoid_loss(library, FOCAL, x, torch.randint(2, (6, 33)).to(target), second=0.25, reduction="none")
+
+
+# A number from a tensor is not looked at beforehand: what is no weight counts all the same.
+@pytest.mark.parametrize("alpha", [NAN, -0.5, -1.0])
+def test_sigmoid_loss_of_an_alpha_that_is_no_weight(library, alpha):
+    x, labels = torch.randn(7, 33), torch.randint(34, (7,))
+    for target in (torch.rand(7, 33), torch.randint(2, (7, 33)).float(), labels):
+        check_sigmoid_loss(library, FOCAL, x, target, second=alpha, reduction="sum")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

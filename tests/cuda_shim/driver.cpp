@@ -195,6 +195,7 @@ void sigmoid(SigmoidLoss kind, int rows, int classes, int target, int offset, bo
   a.classes = classes;
   a.ignore_index = -100;
   a.gamma.value = 1.5;
+  a.has_alpha = kind == SigmoidLoss::kFocal;
   a.second.value = 0.25;
   a.weight.value = 1;
   if (target == 2) {
