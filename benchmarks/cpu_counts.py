@@ -18,10 +18,11 @@ The floor of `focal_loss` is what its arithmetic needs in vectors of sixteen, wi
 import argparse
 import csv
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from tools.toolchain import HOST_FLAGS
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "benchmarks" / "results" / "cpu_counts.csv"
@@ -75,9 +76,6 @@ def floor(classes: int, dtype: str) -> float:
 
 
 def build(folder: Path) -> Path:
-    sys.path.insert(0, str(ROOT))
-    from tools.toolchain import HOST_FLAGS
-
     program = folder / "cpu_counts"
     sources = [ROOT / "benchmarks" / "cpu_counts.cpp", ROOT / "csrc" / "cpu" / "sigmoid_loss.cpp"]
     command = ["c++", "-std=c++20", "-fwrapv", *HOST_FLAGS, "-I", ROOT / "csrc", *sources, "-o", program]

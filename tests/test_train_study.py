@@ -116,8 +116,10 @@ torch.set_num_threads(1)
 run(data.load("digits"), {settings(digits)!r}, "adafocal", 0, pathlib.Path("seed-0"), kill)
 """
     (tmp_path / "killed.py").write_text(script)
+    # The package of this process comes before the tree, whose module may be that of another torch.
+    paths = os.pathsep.join([str(Path(fk.__file__).parents[1]), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "killed.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300
+        [sys.executable, "killed.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, timeout=300
     )
     assert done.returncode == -signal.SIGKILL
     folder = tmp_path / "seed-0"
