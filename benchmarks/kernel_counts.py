@@ -133,7 +133,7 @@ def executed(library: ctypes.CDLL) -> dict[str, list[tuple[int, int, str]]]:
 
 
 def short(name: str) -> str:
-    """focal_loss_forward tile, of a mangled name."""
+    """focal_loss_backward tile, of a mangled name."""
     found = re.search(r"\d((?:[a-z]+_)+)kernel(?:I|E|$)", name)
     path = re.search(r"RowPathE(\d)", name)
     return (found[1].strip("_") if found else name[-30:]) + (

@@ -89,25 +89,32 @@ FAULTS = [
         "t < plan.tiles; t += plan.tiles",
     ),
     Fault(
-        "backward: only the first tile of a block",
+        "forward: only the first tile of short rows",
         "focal_loss.cu",
         "t < plan.tiles; t += gridDim.x",
         "t < plan.tiles; t += plan.tiles",
         1,
     ),
     Fault(
-        "forward: only the first tile of own rows",
+        "backward: only the first tile of a block",
         "focal_loss.cu",
         "t < plan.tiles; t += gridDim.x",
         "t < plan.tiles; t += plan.tiles",
         2,
     ),
     Fault(
-        "backward: only the first tile of own rows",
+        "forward: only the first tile of own rows",
         "focal_loss.cu",
         "t < plan.tiles; t += gridDim.x",
         "t < plan.tiles; t += plan.tiles",
         3,
+    ),
+    Fault(
+        "backward: only the first tile of own rows",
+        "focal_loss.cu",
+        "t < plan.tiles; t += gridDim.x",
+        "t < plan.tiles; t += plan.tiles",
+        4,
     ),
     Fault(
         "forward: a block takes its neighbour's tiles",
@@ -345,7 +352,48 @@ FAULTS = [
         "row += samples.rows",
     ),
     # ---- tails
-    Fault("the tile's tail is not staged", "focal_loss.cu", "if (at < count) tile[at] = rest;", ""),
+    Fault("the tile's tail is not staged", "focal_loss.cu", "tile[at] = source[at];", ";"),
+    Fault("the tile's tail is a vector of nothing", "focal_loss.cu", "count & ~(kVectorSize<Scalar> - 1)", "count"),
+    Fault(
+        "a tile's last vector is left out",
+        "focal_loss.cu",
+        "if (k * kBlock < left) loaded",
+        "if (k * kBlock < left - 1) loaded",
+    ),
+    Fault("vectors beyond a tile are loaded", "focal_loss.cu", "if (k * kBlock < left) loaded", "loaded"),
+    Fault(
+        "the last tile has as many rows as others",
+        "focal_loss.cu",
+        "left < most ? static_cast<uint32_t>(left) : most",
+        "most",
+    ),
+    Fault(
+        "warps with rows bring nothing to the sums",
+        "focal_loss.cu",
+        "thread < plan.rows_per_tile || thread < kWarp",
+        "thread < kWarp",
+    ),
+    Fault(
+        "half a warp brings its rows to the sums",
+        "focal_loss.cu",
+        "thread < plan.rows_per_tile || thread < kWarp",
+        "thread < 16",
+    ),
+    Fault(
+        "what rounding the base leaves is not made up for",
+        "focal_loss.cu",
+        "return sum * power_of_two(-fmaf(base, scale, -scaled_base));",
+        "return sum;",
+    ),
+    Fault(
+        "the base's product is infinite", "focal_loss.cu", "fabsf(base) < 0x1p30f ? 1.44269504f : 1.0f", "1.44269504f"
+    ),
+    Fault(
+        "rows beyond a tile are read",
+        "focal_loss.cu",
+        "        const int of = r < rows ? r : 0;\n",
+        "        const int of = r;\n",
+    ),
     Fault(
         "the tile's tail gets no gradient",
         "focal_loss.cu",
@@ -695,12 +743,24 @@ FAULTS = [
         "Real(0);",
     ),
     Fault("too few slots for a short row", "focal_loss.cu", "|| steps <= 13)", "|| steps <= 16)"),
+    Fault(
+        "too few slots for a short row, 10", "focal_loss.cu", "  if (steps <= 10) return", "  if (steps <= 11) return"
+    ),
+    Fault(
+        "too few slots for a short row, 8", "focal_loss.cu", "    if (steps <= 8) return", "    if (steps <= 12) return"
+    ),
+    Fault(
+        "more slots than are there for sure",
+        "focal_loss.cu",
+        "tile_exp_sum<10, 8, kAround",
+        "tile_exp_sum<10, 10, kAround",
+    ),
     # ---- sizes
     Fault(
         "the tile of shared memory is one vector short",
         "focal_loss.cu",
-        "path == RowPath::kTile ? kTileBytes : 16]",
-        "path == RowPath::kTile ? kTileBytes - 16 : 16]",
+        "tile_bytes[kTileBytes];\n  __shared__ ExpSum<Real>",
+        "tile_bytes[kTileBytes - 16];\n  __shared__ ExpSum<Real>",
     ),
     Fault(
         "the counter of finished blocks is not cleared",
@@ -818,6 +878,8 @@ REDUNDANT = {
     "calibration_sums.cu: __syncthreads 3": "a thread clears no bucket but those that it has written out itself",
     "the last row of a tile lends its neighbour's gradient": "a whole vector ends with the last row at the latest, and "
     "what its last element fetches is for no other",
+    "rows beyond a tile are read": "in 32 bits they lie within the tile's memory, and their sum goes nowhere; "
+    "in double, which is not compiled for the faults, they lie beyond it",
     "an ignored row is read": "what it brings is not looked at: leaving it out saves time",
 }
 

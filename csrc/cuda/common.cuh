@@ -160,14 +160,23 @@ __device__ __forceinline__ Real exp_base(Real max) {
   return max == -kInfinity<Real> ? Real(0) : max;
 }
 
+// To a relative 2^-22.
+__device__ __forceinline__ float power_of_two(float x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return exp2f(x);
+#endif
+}
+
 // e^x for an x of at most 0, to be added to a sum of at least 1. Rounding x log2(e) and the unit for powers of two cost
 // it a relative |x| 2^-24 + 2^-22; as the summand is e^x, that is less than the sum has to lose.
 __device__ __forceinline__ double summand(double x) { return exponential(x); }
 __device__ __forceinline__ float summand(float x) {
 #if defined(__CUDA_ARCH__)
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
-  return result;
+  return power_of_two(x * 1.44269504f);
 #else
   return exponential(x);
 #endif

@@ -29,8 +29,8 @@ namespace {
 template <typename Scalar>
 constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 2 : 4;
 // A lane holds up to 26 values of a short row in 16 bits.
-template <typename Scalar, RowPath path>
-constexpr int kForwardBlocks = path == RowPath::kTile && sizeof(Scalar) == sizeof(uint16_t) ? 3 : kBlocksAtOnce<Scalar>;
+template <typename Scalar>
+constexpr int kTileBlocks = sizeof(Scalar) == sizeof(uint16_t) ? 3 : kBlocksAtOnce<Scalar>;
 
 // n / classes for the places of a tile, by multiplication: exact for as many as 2^31 / classes^2.
 struct ClassDivider {
@@ -227,9 +227,12 @@ struct Pair {
   Scalar at[2];
 };
 
+// Minus infinity twice, where there is none.
 template <typename Scalar>
-__device__ __forceinline__ Pair<compute_t<Scalar>> load_pair(const void* address) {
-  const auto word = *static_cast<const PairWord<Scalar>*>(address);
+__device__ __forceinline__ Pair<compute_t<Scalar>> load_pair(const void* address, bool exists = true) {
+  const Scalar nothing = Store<Scalar>::from_compute(-kInfinity<compute_t<Scalar>>);
+  auto word = bit_cast<PairWord<Scalar>>(Pair<Scalar>{nothing, nothing});
+  if (exists) word = *static_cast<const PairWord<Scalar>*>(address);
   if constexpr (std::is_same_v<Scalar, BFloat16>) {
     return {bit_cast<float>(word << 16), bit_cast<float>(word & 0xffff0000u)};
   } else {
@@ -244,38 +247,51 @@ __device__ __forceinline__ void store_pair(void* address, compute_t<Scalar> firs
   *static_cast<PairWord<Scalar>*>(address) = bit_cast<PairWord<Scalar>>(pair);
 }
 
+// The rows of a tile; the last one may have fewer. (Unsigned: a product with a sign takes twice the instructions.)
+struct TileRows {
+  int64_t first;
+  int rows;
+
+  __device__ __forceinline__ TileRows(const RowPlan& plan, int64_t all, int64_t t) {
+    const auto most = static_cast<uint32_t>(plan.rows_per_tile);
+    first = t * most;
+    const auto left = static_cast<uint64_t>(all - first);
+    rows = static_cast<int>(left < most ? static_cast<uint32_t>(left) : most);
+  }
+
+  template <typename Scalar>
+  __device__ __forceinline__ Scalar* of(Scalar* operand, int classes) const {
+    return operand + first * static_cast<uint32_t>(classes);
+  }
+};
+
 // A tile on its way to shared memory: all of a thread's loads are issued before the first is waited for. Both ends
 // start on a 16-byte boundary.
 template <typename Scalar>
 struct TileLoad {
   static constexpr int kVectors = kTileBytes / kVectorBytes / kBlock;
   uint4 loaded[kVectors];
-  Scalar rest;
+  int left;  // vectors from the thread's first on
 
   __device__ __forceinline__ void start(const Scalar* source, int count) {
-    constexpr int kSize = kVectorSize<Scalar>;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int vectors = count / kSize;
+    const auto* at = reinterpret_cast<const uint4*>(source) + threadIdx.x;
+    left = static_cast<int>(static_cast<uint32_t>(count) / kVectorSize<Scalar> - threadIdx.x);
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      const int vector = thread + k * kBlock;
-      if (vector < vectors) loaded[k] = load_vector(source + vector * kSize);
+      if (k * kBlock < left) loaded[k] = at[k * kBlock];
     }
-    const int at = vectors * kSize + thread;
-    if (at < count) rest = source[at];
   }
 
-  __device__ __forceinline__ void finish(Scalar* tile, int count) const {
-    constexpr int kSize = kVectorSize<Scalar>;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int vectors = count / kSize;
+  __device__ __forceinline__ void finish(Scalar* tile, const Scalar* source, int count) const {
+    auto* to = reinterpret_cast<uint4*>(tile) + threadIdx.x;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      const int vector = thread + k * kBlock;
-      if (vector < vectors) *reinterpret_cast<uint4*>(tile + vector * kSize) = loaded[k];
+      if (k * kBlock < left) to[k * kBlock] = loaded[k];
     }
-    const int at = vectors * kSize + thread;
-    if (at < count) tile[at] = rest;
+    // What fills no vector, in the last tile alone: a loop, which others step over.
+    const int in_vectors = count & ~(kVectorSize<Scalar> - 1);
+#pragma unroll 1
+    for (int at = in_vectors + static_cast<int>(threadIdx.x); at < count; at += kBlock) tile[at] = source[at];
   }
 };
 
@@ -292,56 +308,81 @@ __device__ __forceinline__ void store_tile(Scalar* target, const Scalar* tile, i
   if (at < count) target[at] = tile[at];
 }
 
+// sum e^(z - base), for a base that is the maximum or exp_base of it. A product and a difference are one operation:
+// what rounding the base's own product leaves is the same for all of them, and is made up for in the end. From 2^30 on
+// that would be too much; numbers that differ there differ by 32 at the least, and any scale will do.
+template <int count>
+__device__ __forceinline__ double sum_of_exponentials(const double* values, double base) {
+  double sum = summand(values[0] - base);
+#pragma unroll
+  for (int k = 1; k < count; ++k) sum += summand(values[k] - base);
+  return sum;
+}
+template <int count>
+__device__ __forceinline__ float sum_of_exponentials(const float* values, float base) {
+  const float scale = fabsf(base) < 0x1p30f ? 1.44269504f : 1.0f;
+  const float scaled_base = base * scale;
+  float sum = power_of_two(fmaf(values[0], scale, -scaled_base));
+#pragma unroll
+  for (int k = 1; k < count; ++k) sum += power_of_two(fmaf(values[k], scale, -scaled_base));
+  return sum * power_of_two(-fmaf(base, scale, -scaled_base));
+}
+
 // A group's share of a short row in shared memory, in at most kSlots steps, of which it surely has the first kSure: all
 // of it is held in registers between the maximum and the sum. A step is an element of each lane, or a word of two;
-// places are counted in bytes, which need no multiplication.
-template <int kSlots, int kSure, bool kAround, typename Scalar, int kValues>
+// places are counted in bytes, which need no multiplication. Lanes: int, or a constant.
+template <int kSlots, int kSure, bool kAround, typename Scalar, int kValues, typename Lanes>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, int classes,
-                                                                  int steps, int index, int lanes) {
+                                                                  int steps, int index, Lanes lanes) {
   using Real = compute_t<Scalar>;
-  constexpr int kBytes = kValues * static_cast<int>(sizeof(Scalar));
-  const int begin = row * classes * static_cast<int>(sizeof(Scalar));
-  const int limit = begin + classes * static_cast<int>(sizeof(Scalar));
+  using Step = std::conditional_t<kValues == 2, Pair<Scalar>, Scalar>;
+  constexpr int kBytes = static_cast<int>(sizeof(Step));
+  const int row_bytes = classes * static_cast<int>(sizeof(Scalar));
   const int step = lanes * kBytes;
   const int around = steps * step;
-  int at = begin + index * kBytes;
+  int at = index * kBytes;  // in the row
   // Rows begin a step apart from each other, as far as a power of two allows: at row lengths of many 2s their lanes
   // would meet in one bank.
   if constexpr (kAround) at += (row & ((1 << (31 - __clz(steps))) - 1)) * step;
+  const unsigned char* of_row = tile + row * row_bytes;
   Real values[kSlots * kValues];
 #pragma unroll
   for (int k = 0; k < kSlots; ++k) {
-    const bool exists = kAround ? (k < kSure || k < steps) && at < limit : k < kSure || at < limit;
+    const int place = kAround ? at : at + k * step;
+    const bool exists = kAround ? (k < kSure || k < steps) && place < row_bytes : k < kSure || place < row_bytes;
     if constexpr (kValues == 2) {
-      Pair<Real> pair = {-kInfinity<Real>, -kInfinity<Real>};
-      if (exists) pair = load_pair<Scalar>(tile + at);
+      const Pair<Real> pair = load_pair<Scalar>(of_row + place, exists);
       values[2 * k] = pair.at[0];
       values[2 * k + 1] = pair.at[1];
     } else {
       values[k] = -kInfinity<Real>;
-      if (exists) values[k] = load_as_compute(*reinterpret_cast<const Scalar*>(tile + at));
+      if (exists) values[k] = load_as_compute(*reinterpret_cast<const Scalar*>(of_row + place));
     }
-    at += step;
-    if (kAround && at >= begin + around) at -= around;
+    if constexpr (kAround) {
+      at += step;
+      if (at >= around) at -= around;
+    }
   }
   Real max = values[0];
 #pragma unroll
   for (int k = 1; k < kSlots * kValues; ++k) max = fmax(max, values[k]);
   max = group_max(max, lanes);
-  const Real base = exp_base(max);
-  Real sum = summand(values[0] - base);
-#pragma unroll
-  for (int k = 1; k < kSlots * kValues; ++k) sum += summand(values[k] - base);
-  return {max, group_sum(sum, lanes)};
+  return {max, group_sum(sum_of_exponentials<kSlots * kValues>(values, exp_base(max)), lanes)};
 }
 
 // Slots beyond the steps cost as much as others: of some numbers of them, the least that will do.
-template <bool kAround, typename Scalar, int kValues>
+template <bool kAround, typename Scalar, int kValues, typename Lanes>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, int classes,
-                                                                  int steps, int index, int lanes) {
+                                                                  int steps, int index, Lanes lanes) {
   static_assert(kValuesPerLane == 16 && kWordsPerLane == 13, "as many slots as there may be steps");
-  if (steps <= 4) return tile_exp_sum<4, 0, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
-  if (steps <= 8) return tile_exp_sum<8, 4, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
+  // Several lanes have more than half of the most that a lane can have.
+  constexpr bool kMayBeFew = std::is_same_v<Lanes, int> || Lanes() == 1;
+  if constexpr (kMayBeFew) {
+    if (steps <= 4) return tile_exp_sum<4, 0, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
+  }
+  if constexpr (kMayBeFew || kValues == 2) {
+    if (steps <= 8) return tile_exp_sum<8, 4, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
+  }
   if (steps <= 10) return tile_exp_sum<10, 8, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
   if (kValues == 2 || steps <= 13) {
     return tile_exp_sum<13, 10, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
@@ -349,17 +390,28 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned
   return tile_exp_sum<16, 13, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
 }
 
-template <bool kAround, typename Scalar>
+template <bool kAround, typename Scalar, typename Lanes>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, int classes,
-                                                                  int lane_bits, int index, int lanes) {
+                                                                  int steps, int index, Lanes lanes) {
   if constexpr (sizeof(Scalar) == sizeof(uint16_t)) {
-    if (tile_values_per_lane(sizeof(Scalar), classes) > kValuesPerLane) {
-      const int steps = (classes / 2 + lanes - 1) >> lane_bits;
-      return tile_exp_sum<kAround, Scalar, 2>(tile, row, classes, steps, index, lanes);
+    if (classes % 2 == 0) return tile_exp_sum<kAround, Scalar, 2>(tile, row, classes, steps, index, lanes);
+  }
+  return tile_exp_sum<kAround, Scalar, 1>(tile, row, classes, steps, index, lanes);
+}
+
+// f(an integral constant) for the logarithm of the number of lanes.
+template <int least, int most, typename Function>
+__device__ __forceinline__ void with_lane_bits(int bits, const Function& f) {
+  if constexpr (least == most) {
+    f(std::integral_constant<int, least>());
+  } else {
+    constexpr int middle = (least + most) / 2;
+    if (bits <= middle) {
+      with_lane_bits<least, middle>(bits, f);
+    } else {
+      with_lane_bits<middle + 1, most>(bits, f);
     }
   }
-  const int steps = (classes + lanes - 1) >> lane_bits;
-  return tile_exp_sum<kAround, Scalar, 1>(tile, row, classes, steps, index, lanes);
 }
 
 // What comes of a row, by the thread that has its target's logit and the sum over its other classes.
@@ -379,7 +431,7 @@ __device__ __forceinline__ RowLoss<compute_t<Scalar>> loss_of_row(const FocalLos
   const TargetLogs<Real> logs = target_logs(z_target, rest);
   const Real gamma = gamma_at_log(args, row, logs.log_p);
   const Real weight = args.class_weight != nullptr ? args.class_weight[label] : Real(1);
-  return {logs, weight * terms_of_row(logs.log_p, logs.log_u, gamma).loss, weight};
+  return {logs, weight * focal_loss_alone(logs.log_p, logs.log_u, gamma), weight};
 }
 
 template <typename Scalar>
@@ -396,16 +448,14 @@ __device__ __forceinline__ void finish_row(const FocalLossForward<Scalar>& args,
 }
 
 template <typename Scalar, RowPath path>
-__global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, path>) void focal_loss_forward_kernel(
+__global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forward_kernel(
     const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
     const __grid_constant__ GridSum<compute_t<Scalar>> reduction) {
   using Real = compute_t<Scalar>;
   const RowPlan& plan = geometry.plan;
-  __shared__ __align__(16) unsigned char tile_bytes[path == RowPath::kTile ? kTileBytes : 16];
-  __shared__ int labels[kBlock];                                    // [rows_per_tile]
-  __shared__ int64_t offsets[path == RowPath::kTile ? 1 : kBlock];  // [rows_per_tile]
-  __shared__ ExpSum<Real> shares[kBlock];                           // [rows_per_tile, parts]
-  Scalar* tile = reinterpret_cast<Scalar*>(tile_bytes);
+  __shared__ int labels[kBlock];           // [rows_per_tile]
+  __shared__ int64_t offsets[kBlock];      // [rows_per_tile]
+  __shared__ ExpSum<Real> shares[kBlock];  // [rows_per_tile, parts]
 
   const int thread = static_cast<int>(threadIdx.x);
   const int classes = static_cast<int>(args.classes);
@@ -418,28 +468,16 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, path>) void focal_lo
     const int64_t left = args.rows - first;
     const int rows = left < plan.rows_per_tile ? static_cast<int>(left) : plan.rows_per_tile;
 
-    [[maybe_unused]] TileLoad<Scalar> load;
-    if constexpr (path == RowPath::kTile) load.start(args.logits + first * classes, rows * classes);
     // A thread for each row finds its label and the target's logit.
     int label = kIgnored;
     Real z_target = 0;
-    [[maybe_unused]] int64_t offset = 0;
+    int64_t offset = 0;
     if (thread < rows) {
       label = as_class(args, args.labels[first + thread]);
       labels[thread] = label;
-      if constexpr (path != RowPath::kTile) {
-        offset = geometry.logits(first + thread);
-        offsets[thread] = offset;
-        if (label >= 0) z_target = load_as_compute(args.logits[offset + label * args.layout.class_stride]);
-      }
-    }
-    if constexpr (path == RowPath::kTile) {
-      load.finish(tile, rows * classes);
-      __syncthreads();
-      if (label >= 0) {
-        z_target = load_as_compute(tile[thread * classes + label]);
-        tile[thread * classes + label] = Store<Scalar>::from_compute(-kInfinity<Real>);
-      }
+      offset = geometry.logits(first + thread);
+      offsets[thread] = offset;
+      if (label >= 0) z_target = load_as_compute(args.logits[offset + label * args.layout.class_stride]);
     }
 
     // All threads reduce the classes other than the target. Rows that are ignored are not read.
@@ -463,30 +501,19 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, path>) void focal_lo
         const int rows_at_once = kBlock >> plan.lane_bits;
         const int warp_lanes = lanes < kWarp ? lanes : kWarp;
         const int index = thread & (lanes - 1);
-        // Whether four groups of a warp, or more, would meet in one bank.
-        [[maybe_unused]] const bool meets =
-            sizeof(Scalar) == sizeof(double) || (classes * static_cast<int>(sizeof(Scalar)) & (16 * lanes - 1)) == 0;
         for (int r0 = 0; r0 < rows; r0 += rows_at_once) {
           const int r = r0 + (thread >> plan.lane_bits);
           const bool is_live = r < rows && labels[r < rows ? r : 0] >= 0;
-          ExpSum<Real> share;
-          if constexpr (path == RowPath::kTile) {
-            // Any row will do where there is none: its sum goes nowhere.
-            const int of = r < rows ? r : 0;
-            share = meets ? tile_exp_sum<true, Scalar>(tile_bytes, of, classes, plan.lane_bits, index, lanes)
-                          : tile_exp_sum<false, Scalar>(tile_bytes, of, classes, plan.lane_bits, index, lanes);
+          ExpSum<Real> share = empty_exp_sum<Real>();
+          const Scalar* row = args.logits + offsets[r < rows ? r : 0];
+          // A warp or the block is of one mind about a row.
+          if (lanes >= kWarp && args.layout.class_stride == 1) {
+            if (is_live) share = row_exp_sum(row, classes, labels[r], index, lanes);
           } else {
-            share = empty_exp_sum<Real>();
-            const Scalar* row = args.logits + offsets[r < rows ? r : 0];
-            // A warp or the block is of one mind about a row.
-            if (lanes >= kWarp && args.layout.class_stride == 1) {
-              if (is_live) share = row_exp_sum(row, classes, labels[r], index, lanes);
-            } else {
-              if (is_live) {
-                share = strided_exp_sum(row, args.layout.class_stride, classes, labels[r], index, lanes);
-              }
-              share = group_exp_sum(share, warp_lanes);
+            if (is_live) {
+              share = strided_exp_sum(row, args.layout.class_stride, classes, labels[r], index, lanes);
             }
+            share = group_exp_sum(share, warp_lanes);
           }
           const int part = plan.parts == 1 ? 0 : thread / kWarp;
           if ((thread & (warp_lanes - 1)) == 0 && is_live) shares[r * plan.parts + part] = share;
@@ -513,6 +540,67 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, path>) void focal_lo
     }
   }
   sum_over_grid(reduction, loss_sum, weight_sum);
+}
+
+// Short rows that lie end to end: a group of lanes for each row of a tile in shared memory.
+template <typename Scalar>
+__global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forward_tile_kernel(
+    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
+    const __grid_constant__ GridSum<compute_t<Scalar>> reduction) {
+  using Real = compute_t<Scalar>;
+  __shared__ __align__(16) unsigned char tile_bytes[kTileBytes];
+  __shared__ ExpSum<Real> shares[kBlock];  // [rows_per_tile]
+  Scalar* tile = reinterpret_cast<Scalar*>(tile_bytes);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int classes = static_cast<int>(args.classes);
+  double loss_sum = 0;
+  double weight_sum = 0;
+  for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
+    const TileRows of_tile(plan, args.rows, t);
+    const int64_t first = of_tile.first;
+    const int rows = of_tile.rows;
+    const Scalar* logits = of_tile.of(args.logits, classes);
+    TileLoad<Scalar> load;
+    load.start(logits, rows * classes);
+    // A thread for each row finds its label, and takes the target's logit out of the tile.
+    int label = kIgnored;
+    if (thread < rows) label = as_class(args, args.labels[first + thread]);
+    load.finish(tile, logits, rows * classes);
+    __syncthreads();
+    Real z_target = 0;
+    if (label >= 0) {
+      z_target = load_as_compute(tile[thread * classes + label]);
+      tile[thread * classes + label] = Store<Scalar>::from_compute(-kInfinity<Real>);
+    }
+    __syncthreads();
+
+    // All threads reduce the other classes, of rows without a target too. Any row will do where there is none: its sum
+    // goes nowhere.
+    const auto reduce = [&](auto around, int lane_bits, auto lanes) {
+      const int index = thread & (lanes - 1);
+      int first_of_round = 0;
+      do {
+        const int r = first_of_round + (thread >> lane_bits);
+        const int of = r < rows ? r : 0;
+        const auto share = tile_exp_sum<around, Scalar>(tile_bytes, of, classes, plan.steps, index, lanes);
+        if (index == 0) shares[r] = share;
+        first_of_round += kBlock / lanes;
+      } while (first_of_round < rows);
+    };
+    if (sizeof(Scalar) == sizeof(double) || plan.around) {
+      reduce(std::true_type(), plan.lane_bits, plan.lanes);
+    } else {
+      with_lane_bits<0, 5>(plan.lane_bits, [&](auto lane_bits) {
+        reduce(std::false_type(), lane_bits, std::integral_constant<int, (1 << lane_bits)>());
+      });
+    }
+    __syncthreads();
+
+    // A thread for each row again.
+    if (thread < rows) finish_row(args, first + thread, label, z_target, shares[thread], loss_sum, weight_sum);
+  }
+  // Warps beyond the rows of a tile have nothing to add.
+  sum_over_grid(reduction, loss_sum, weight_sum, thread < plan.rows_per_tile || thread < kWarp);
 }
 
 // ---- index targets: backward ---------------------------------------------------------------------------------------
@@ -830,14 +918,15 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
   double loss_sum = 0;
   double weight_sum = 0;
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
-    const int64_t first = t * plan.rows_per_tile;
-    const int64_t left = args.rows - first;
-    const int rows = left < plan.rows_per_tile ? static_cast<int>(left) : plan.rows_per_tile;
+    const TileRows of_tile(plan, args.rows, t);
+    const int64_t first = of_tile.first;
+    const int rows = of_tile.rows;
+    const Scalar* logits = of_tile.of(args.logits, classes);
     TileLoad<Scalar> load;
-    load.start(args.logits + first * classes, rows * classes);
+    load.start(logits, rows * classes);
     int labels[kOwnRows<Scalar>];
     if (mine < rows) read_labels(args, first + mine, rows - mine, labels);
-    load.finish(tile, rows * classes);
+    load.finish(tile, logits, rows * classes);
     __syncthreads();
     if (mine < rows) {
       fill_beyond(own, mine, rows, classes);
@@ -885,14 +974,15 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
   const int mine = kOwnRows<Scalar> * static_cast<int>(threadIdx.x);
   Scalar* own = tile + mine * classes;
   for (int64_t t = blockIdx.x; t < plan.tiles; t += gridDim.x) {
-    const int64_t first = t * plan.rows_per_tile;
-    const int64_t left = args.rows - first;
-    const int rows = left < plan.rows_per_tile ? static_cast<int>(left) : plan.rows_per_tile;
+    const TileRows of_tile(plan, args.rows, t);
+    const int64_t first = of_tile.first;
+    const int rows = of_tile.rows;
+    const Scalar* logits = of_tile.of(args.logits, classes);
     TileLoad<Scalar> load;
-    load.start(args.logits + first * classes, rows * classes);
+    load.start(logits, rows * classes);
     int labels[kOwnRows<Scalar>];
     if (mine < rows) read_labels(args, first + mine, rows - mine, labels);
-    load.finish(tile, rows * classes);
+    load.finish(tile, logits, rows * classes);
     __syncthreads();
     if (mine < rows) {
       fill_beyond(own, mine, rows, classes);
@@ -932,7 +1022,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
       }
     }
     __syncthreads();
-    store_tile(args.grad_logits + first * classes, tile, rows * classes);
+    store_tile(of_tile.of(args.grad_logits, classes), tile, rows * classes);
     __syncthreads();  // before the next tile
   }
 }
@@ -1257,10 +1347,12 @@ int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_
       return launch(focal_loss_forward_own_kernel<Scalar>, plan.grid, kBlock, stream, args, plan, reduction);
     }
   }
+  if (plan.path == RowPath::kTile) {
+    return launch(focal_loss_forward_tile_kernel<Scalar>, plan.grid, kBlock, stream, args, plan, reduction);
+  }
   void (*kernel)(FocalLossForward<Scalar>, Geometry, GridSum<compute_t<Scalar>>) =
-      plan.path == RowPath::kTile     ? focal_loss_forward_kernel<Scalar, RowPath::kTile>
-      : plan.path == RowPath::kPixels ? focal_loss_forward_kernel<Scalar, RowPath::kPixels>
-                                      : focal_loss_forward_kernel<Scalar, RowPath::kRows>;
+      plan.path == RowPath::kPixels ? focal_loss_forward_kernel<Scalar, RowPath::kPixels>
+                                    : focal_loss_forward_kernel<Scalar, RowPath::kRows>;
   return launch(kernel, plan.grid, kBlock, stream, args, geometry, reduction);
 }
 

@@ -41,12 +41,16 @@ __device__ __forceinline__ void write_grid_sum(const GridSum<Real>& to, double v
 }
 
 // Both sums over the block, in thread 0. The lower half of each warp goes on with one of them, the upper with the
-// other.
-__device__ __forceinline__ void block_sums(double& value, double& weight, double (*scratch)[kWarpsPerBlock]) {
+// other. Warps that bring nothing but zeros need not add them.
+__device__ __forceinline__ void block_sums(double& value, double& weight, double (*scratch)[kWarpsPerBlock],
+                                           bool brings_any) {
   const int thread = static_cast<int>(threadIdx.x);
   const int which = thread / (kWarp / 2) % 2;
-  const double theirs = __shfl_xor_sync(kFullWarp, which == 0 ? weight : value, kWarp / 2);
-  const double mine = group_sum((which == 0 ? value : weight) + theirs, kWarp / 2);
+  double mine = 0;
+  if (brings_any) {
+    const double theirs = __shfl_xor_sync(kFullWarp, which == 0 ? weight : value, kWarp / 2);
+    mine = group_sum((which == 0 ? value : weight) + theirs, kWarp / 2);
+  }
   if (thread % (kWarp / 2) == 0) scratch[which][thread / kWarp] = mine;
   __syncthreads();
   if (thread != 0) return;
@@ -59,9 +63,11 @@ __device__ __forceinline__ void block_sums(double& value, double& weight, double
 }
 
 // Every thread of every block calls it, once. Which block does the last step varies; what it adds and in which order
-// does not. (Internal linkage: its shared memory lies with that of the kernels, which tests on the host look for.)
+// does not. brings_any: whether a thread of the warp may have anything but zeros. (Internal linkage: its shared memory
+// lies with that of the kernels, which tests on the host look for.)
 template <typename Real>
-static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, double value, double weight) {
+static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, double value, double weight,
+                                                     bool brings_any = true) {
   __shared__ double scratch[2][kWarpsPerBlock];
   __shared__ bool is_last;
   const int thread = static_cast<int>(threadIdx.x);
@@ -69,7 +75,7 @@ static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, do
     if (to.divisor != nullptr && blockIdx.x == 0 && thread == 0) *to.divisor = Real(1);
     return;
   }
-  block_sums(value, weight, scratch);
+  block_sums(value, weight, scratch, brings_any);
   if (gridDim.x == 1) {
     if (thread == 0) write_grid_sum(to, value, weight);
     return;
@@ -89,7 +95,7 @@ static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, do
     value += __ldcg(to.sums + block);
     weight += __ldcg(to.sums + gridDim.x + block);
   }
-  block_sums(value, weight, scratch);  // the barrier above is behind the last reading of `scratch`
+  block_sums(value, weight, scratch, true);  // the barrier above is behind the last reading of `scratch`
   if (thread == 0) write_grid_sum(to, value, weight);
 }
 

@@ -52,6 +52,8 @@ struct RowPlan {
   int rows_per_tile;
   int lanes;          // threads on one row, a power of two up to a warp, or the block
   int lane_bits;      // its logarithm: the kernels divide by shifting
+  int steps;          // of a lane on a row of a tile: an element, or two of 16 bits, in each
+  bool around;        // whether the rows of a tile begin in few banks of shared memory, and lanes go around in them
   int parts;          // partial results of one row: one per warp that works on it; rows_per_tile * parts <= kBlock
   int chunks;         // of one row, a block for each; 1 where rows are not cut
   int chunk_classes;  // in each but the last
@@ -70,8 +72,11 @@ inline int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 // Values of a short row that a lane has at most: of 16 bits, two can be read at once where all rows begin with a word.
 // More words would spill registers.
 constexpr int kWordsPerLane = 13;
+constexpr int tile_values_at_once(int element_bytes, int64_t classes) {
+  return element_bytes == 2 && classes % 2 == 0 ? 2 : 1;
+}
 constexpr int tile_values_per_lane(int element_bytes, int64_t classes) {
-  return element_bytes == 2 && classes % 2 == 0 ? 2 * kWordsPerLane : kValuesPerLane;
+  return tile_values_at_once(element_bytes, classes) == 2 ? 2 * kWordsPerLane : kValuesPerLane;
 }
 
 // The largest power of two up to `most` that leaves enough tiles to fill the chip, but not below `least`.
@@ -107,6 +112,10 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
   if (end_to_end && classes > 0 && row_bytes <= 1024 && classes <= kValuesPerLane * kWarp) {
     plan.path = RowPath::kTile;
     plan.lanes = power_of_two_at_least(divide_up(classes, tile_values_per_lane(element_bytes, classes)), kWarp);
+    const int of_a_step = plan.lanes * tile_values_at_once(element_bytes, classes);
+    plan.steps = static_cast<int>(divide_up(classes, of_a_step));
+    // Whether four groups of a warp, or more, would meet in one bank.
+    plan.around = element_bytes == 8 || row_bytes % (16 * plan.lanes) == 0;
     // 16 rows or a multiple of them fill whole vectors at every row length.
     int most = kBlock;
     // Rows that begin in few banks of shared memory are left to the way that goes around in them.

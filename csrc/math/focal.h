@@ -75,6 +75,14 @@ FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) 
   return terms;
 }
 
+// The loss where no gradient is asked for. Without p, which only the inverse loss needs: each formula in a branch of
+// its own, nothing of one is computed for the other.
+template <typename Real>
+FK_HOST_DEVICE Real focal_loss_alone(Real log_p, Real log_u, Real gamma) {
+  if (gamma < Real(0)) return focal_terms(log_p, log_u, gamma).loss;
+  return -exponential(scaled_log(gamma, log_u)) * log_p;
+}
+
 // ---- classes of at most kUnlikely ---------------------------------------------------------------------------------
 //
 // 1 - p does not cancel there, so that p and log p are enough. One class of a row can be above.

@@ -167,6 +167,41 @@ def test_focal_loss_takes_each_element_once(library, dtype, first):
             check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="sum")
 
 
+# Tiles of short rows: each number of lanes for a row (1 to 32); rows that begin in few banks (64, 96, 128 and 256
+# classes); in 16 bits 33 and 54 classes have two rounds of rows in a tile. A full tile, several, and a last one of a
+# row or of a few.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [18, 33, 54, 64, 96, 100, 101, 128, 210, 255, 256, 420, 511])
+def test_focal_loss_tiles_of_short_rows(library, dtype, classes):
+    full = 16
+    while 2 * full * classes * dtype.itemsize <= 16384 and full < 256:
+        full *= 2
+    for rows in (full, full - 1, 4 * full + 1, 5 * full - 3):
+        logits = (3 * torch.randn(rows, classes)).to(dtype)
+        target = labels_for(logits, torch.uint8 if rows == full else torch.int64)
+        target[rows // 2 :: 7] = 255 if rows == full else -100
+        gamma = torch.rand(rows) if rows == full - 1 else 2.0
+        reduction = "none" if rows == full - 1 else "mean"
+        check_focal_loss(
+            library, logits, target, gamma, reduction=reduction, ignore_index=255 if rows == full else -100
+        )
+
+
+# The sum over a short row takes a product of each logit, not of its distance from the largest.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [20, 33, 100])
+def test_focal_loss_of_logits_far_from_zero(library, dtype, classes):
+    limit = torch.finfo(dtype).max
+    for offset in (1e3, -3e4, 1e6, -(2.0**24), 2.0**27, 2.0**30, -(2.0**30), 1e38, -2.5e38, 3.3e38):
+        if abs(offset) >= limit:
+            continue
+        logits = (offset + 3 * torch.randn(40, classes, dtype=torch.float64)).to(dtype)
+        nearest = abs(offset) * torch.finfo(dtype).eps  # a few steps from one number to the next
+        spread = (offset + nearest * torch.randint(-2, 3, (40, classes), dtype=torch.float64)).to(dtype)
+        for z in (logits, spread):
+            check_focal_loss(library, z, labels_for(z), 2.0, reduction="sum")
+
+
 # A thread has one row of a tile for itself, or two: as many threads as there are, and the last with half of its rows.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", range(1, 17))

@@ -66,6 +66,14 @@ const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_
     FK_REQUIRE(end_to_end && plan.rows_per_tile * classes * bytes <= kTileBytes);
     FK_REQUIRE(plan.rows_per_tile * classes * bytes % kVectorBytes == 0);
     FK_REQUIRE(plan.lanes * tile_values_per_lane(bytes, classes) >= classes && plan.lanes <= kWarp);
+    const int at_once = tile_values_at_once(bytes, classes);
+    FK_REQUIRE(classes % at_once == 0 && plan.steps <= tile_values_per_lane(bytes, classes) / at_once);
+    FK_REQUIRE(plan.steps * plan.lanes * at_once >= classes && (plan.steps - 1) * plan.lanes * at_once < classes);
+    FK_REQUIRE(1 << plan.lane_bits == plan.lanes);
+    // What the kernels take for granted of several lanes, and of the number of sums.
+    FK_REQUIRE(plan.lanes == 1 || plan.steps > (at_once == 2 ? 4 : 8));
+    FK_REQUIRE(plan.path == RowPath::kOwn || plan.rows_per_tile <= kBlock);
+    FK_REQUIRE(bytes < 8 || plan.around);
     FK_REQUIRE(plan.path == RowPath::kTile || (plan.lanes == 1 && classes <= kValuesPerLane && bytes <= 4));
   } else if (plan.path == RowPath::kPixels) {
     FK_REQUIRE(class_outermost && plan.rows_per_tile * plan.parts == kBlock && plan.rows_per_tile % kWarp == 0);
