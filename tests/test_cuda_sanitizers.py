@@ -37,7 +37,7 @@ def build(tmp_path_factory: pytest.TempPathFactory):
     def make(name: str, *flags: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
         shutil.copytree(cuda_build.CSRC, folder / "csrc")
-        focal_loss = folder / "csrc/cuda/focal_loss.cu"
+        focal_loss = folder / "csrc/cuda/focal_loss_rows.cuh"
         assert STORE in focal_loss.read_text()
         focal_loss.write_text(focal_loss.read_text().replace(STORE, MEMBERS))
         return cuda_build.build_shim(folder, folder / "csrc", ("-g1", *flags), "driver.cpp")
