@@ -254,11 +254,33 @@ def test_labels_of_one_row():
     assert torch.equal(fk.sigmoid_focal_loss(x, torch.tensor(2)), expected)
 
 
-@pytest.mark.parametrize("bad", [-1, 6, 2**40])
-def test_labels_out_of_range_name_their_row(bad):
-    labels = torch.tensor([0, 5, bad, -100])
-    with pytest.raises(IndexError, match=rf"sigmoid_focal_loss: target must be in \[0, 5\].*got {bad} at row 2"):
-        fk.sigmoid_focal_loss(torch.randn(4, 5), labels)
+@pytest.mark.parametrize("bad", [-1, 21, 2**32, 2**40, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("shape", [(900, 1), (900, 5), (900, 20), (90, 5, 10)])
+def test_labels_out_of_range_name_their_row(bad, shape):
+    labels = torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
+    labels.view(-1)[[1, 500]] = torch.tensor([shape[1], -100])
+    x = torch.randn(shape)
+    assert fk.sigmoid_focal_loss(x, labels).isfinite().all()
+    labels.view(-1)[802] = bad
+    message = rf"sigmoid_focal_loss: target must be in \[0, {shape[1]}\].*got {bad} at row 802"
+    with pytest.raises(IndexError, match=message):
+        fk.sigmoid_focal_loss(x, labels)
+
+
+@pytest.mark.parametrize("ignored", [0, 2, "background"])
+@pytest.mark.parametrize("shape", [(700, 3), (700, 8), (700, 9), (70, 5, 10)])
+def test_a_class_may_be_ignored(shape, ignored):
+    ignored = shape[1] if ignored == "background" else ignored
+    x = leaf(torch.randn(shape))
+    labels = torch.randint(shape[1] + 1, (shape[0], *shape[2:]))
+    t, counts = one_hot(labels, shape[1], ignored)
+    dense = leaf(x)
+    for name in NAMES:
+        loss = getattr(fk, name)(x, labels, ignore_index=ignored)
+        expected = torch.where(counts, getattr(fk, name)(dense, t), 0.0)
+        assert_close(loss, expected)
+        upstream = torch.randn(shape)
+        assert_close(grads(loss, x, upstream)[0], grads(expected, dense, upstream)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS])
@@ -435,7 +457,7 @@ def test_bfloat16_results_that_are_looked_up_are_those_that_are_computed(name, g
 @pytest.mark.parametrize("gamma", [2.0, 3.0, 0.7])
 # Labels along the classes, with parameters that are numbers and such that each element has its own; every element may
 # be a one, and a tile may have more of them than a vector.
-@pytest.mark.parametrize("classes", [1, 2, 16, 80, 700])
+@pytest.mark.parametrize("classes", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 80, 700, 1500])
 def test_labels_along_the_classes_are_their_dense_target(name, gamma, classes):
     rows = 5000 // classes
     x = torch.randn(rows, classes) * 5

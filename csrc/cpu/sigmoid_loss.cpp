@@ -6,8 +6,9 @@
 // Memory: each direction reads the logits and the dense target once. Elements are taken a tile at a time. What is not
 // there in the right type and order (a broadcast alpha, a bool target, logits with strides) is brought into a buffer of
 // the tile; then one loop over the tile, with the formula of math/sigmoid_loss.h inside. It exists for soft and for
-// hard targets, for labels along rows of classes (as if all were background; the few others are computed again and put
-// in their places), and for gammas that are small whole numbers (no logarithm, no second exponential) and any others.
+// hard targets, for labels along rows of classes (as if all were background; where they say 1, the logit's sign and the
+// weight change beforehand, or the asymmetric loss is computed again), and for gammas that are small whole numbers (no
+// logarithm, no second exponential) and any others. Labels of a few classes become shares.
 //
 // A bfloat16 has only 65536 values: where a large tensor of them has hard targets and one number for each parameter,
 // all results there are come first, and the tiles look them up.
@@ -25,10 +26,12 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int64_t kTile = 512;  // elements
-constexpr int64_t kBlock = 64;  // elements between two requests for memory
+constexpr int64_t kTile = 1024;     // elements
+constexpr int64_t kBlock = 64;      // elements between two requests for memory
+constexpr int64_t kFewClasses = 8;  // in a row of labels, whose shares are written down
+constexpr int64_t kRowGroup = 16;   // rows of few classes at once
 
-enum class Targets { kSoft, kHard, kBackground };  // any share; 0 or 1; 0 everywhere but at TileLabels::one
+enum class Targets { kSoft, kHard, kLabels };  // any share; 0 or 1; 0 everywhere but at TileLabels::one
 
 // What the labels of a tile say, beside shares.
 struct TileLabels {
@@ -54,7 +57,8 @@ struct TileView {
   const Real* negative;  // 1 - alpha
   const Real* scale;     // weight, and in the backward pass times the upstream gradient
   const Real* one;   // of hard focal losses: alpha times scale, negative in the backward pass, where -x is looked at
-  const Real* zero;  // and (1 - alpha) times scale
+  const Real* zero;  // and (1 - alpha) times scale; of labels also where they say 1
+  const Real* sign;  // of labels: -1 where they say 1, otherwise 1
   Targets targets;
   const char* target_source;  // the dense target's elements as they lie in the user's memory,
   int64_t target_size;        // and the bytes of one; 0 for what is not dense
@@ -189,10 +193,128 @@ FK_VECTOR_CLONES void compare_labels(const Label* labels, int64_t stride, int64_
   }
 }
 
-// The labels of the elements [begin, end): along the classes the places of the ones, otherwise one-hot shares.
+// Whether all labels are in [0, classes] and none is to be ignored.
+template <typename Label>
+FK_VECTOR_CLONES bool all_count(const Label* labels, int64_t stride, int64_t n, int64_t classes, int64_t ignore_index) {
+  using Wide = std::conditional_t<sizeof(Label) == 8, int64_t, int32_t>;
+  using Bits = std::make_unsigned_t<Wide>;  // whose differences wrap
+  const auto top = static_cast<Bits>(std::min<int64_t>(classes, std::numeric_limits<Wide>::max()));
+  // Out of range: the label is negative, or what is left up to the top.
+  Bits signs = 0;
+  if (stride == 1) {
+#pragma omp simd reduction(| : signs)
+    for (int64_t i = 0; i < n; ++i) signs |= static_cast<Bits>(labels[i]) | (top - static_cast<Bits>(labels[i]));
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      signs |= static_cast<Bits>(labels[i * stride]) | (top - static_cast<Bits>(labels[i * stride]));
+    }
+  }
+  int64_t ignored = 0;
+  if (ignore_index >= 0 && ignore_index <= classes) {
+    for (int64_t i = 0; i < n; ++i) ignored += static_cast<int64_t>(labels[i * stride]) == ignore_index;
+  }
+  return static_cast<Wide>(signs) >= 0 && ignored == 0;
+}
+
+// The shares of rows of few classes.
+template <int kClasses, typename Real>
+FK_VECTOR_CLONES void spread_loop(const int32_t* labels, int64_t rows, Real* share) {
+#pragma omp simd
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int c = 0; c < kClasses; ++c) share[row * kClasses + c] = labels[row] == c ? Real(1) : Real(0);
+  }
+}
+
+#ifdef FK_HAS_AVX512_CODE
+// Sixteen rows, and as many vectors of shares as there are classes.
+template <int kClasses>
+struct SpreadOrder {
+  alignas(64) int32_t row[kClasses * kRowGroup];
+  alignas(64) int32_t class_index[kClasses * kRowGroup];
+  constexpr SpreadOrder() : row(), class_index() {
+    for (int i = 0; i < kClasses * kRowGroup; ++i) {
+      row[i] = i / kClasses;
+      class_index[i] = i % kClasses;
+    }
+  }
+};
+
+FK_AVX512 FK_HOST_DEVICE void store_shares(__mmask16 is_one, float* to) {
+  _mm512_storeu_ps(to, _mm512_maskz_mov_ps(is_one, _mm512_set1_ps(1)));
+}
+FK_AVX512 FK_HOST_DEVICE void store_shares(__mmask16 is_one, double* to) {
+  _mm512_storeu_pd(to, _mm512_maskz_mov_pd(static_cast<__mmask8>(is_one), _mm512_set1_pd(1)));
+  _mm512_storeu_pd(to + 8, _mm512_maskz_mov_pd(static_cast<__mmask8>(is_one >> 8), _mm512_set1_pd(1)));
+}
+
+// Reads and writes whole groups of rows.
+template <int kClasses, typename Real>
+FK_AVX512 void spread_groups(const int32_t* labels, int64_t rows, Real* share) {
+  static constexpr SpreadOrder<kClasses> kOrder;
+  for (int64_t row = 0; row < rows; row += kRowGroup, share += kRowGroup * kClasses) {
+    const __m512i of_rows = _mm512_loadu_si512(labels + row);
+    for (int v = 0; v < kClasses * kRowGroup; v += kRowGroup) {
+      const __m512i label = _mm512_permutexvar_epi32(_mm512_load_si512(kOrder.row + v), of_rows);
+      store_shares(_mm512_cmpeq_epi32_mask(label, _mm512_load_si512(kOrder.class_index + v)), share + v);
+    }
+  }
+}
+#endif
+
+template <int kClasses, typename Real>
+void spread(const int32_t* labels, int64_t rows, Real* share) {
+#ifdef FK_HAS_AVX512_CODE
+  if (has_avx512()) return spread_groups<kClasses>(labels, rows, share);
+#endif
+  spread_loop<kClasses>(labels, rows, share);
+}
+
+// Calls f<classes>, of 1 to kFewClasses of them.
+template <typename Function>
+void with_few_classes(int64_t classes, Function f) {
+  [&]<int... k>(std::integer_sequence<int, k...>) {
+    ((classes == k + 1 ? f(std::integral_constant<int, k + 1>{}) : void()), ...);
+  }(std::make_integer_sequence<int, kFewClasses>{});
+}
+
+// The places of the ones of rows of classes, the first of which begins at `row`. Returns whether all labels count. It
+// does not branch: half of a detector's rows are background, in no order.
+template <typename Label>
+bool find_ones(const Label* label, int64_t row_stride, int64_t row, int64_t n, int64_t classes, int64_t ignore_index,
+               TileLabels* found) {
+  const auto top = static_cast<uint64_t>(classes), ignored = static_cast<uint64_t>(ignore_index);
+  int64_t ones = 0;
+  uint64_t most = 0;
+  bool none_ignored = true;
+  const auto take_checked = [&] {
+    const auto of_row = static_cast<uint64_t>(*label), at = static_cast<uint64_t>(row) + of_row;
+    const bool counts = of_row != ignored;
+    found->one[ones] = static_cast<int16_t>(at);
+    ones += (of_row < top) & (at < static_cast<uint64_t>(n)) & counts;
+    none_ignored &= counts;
+    most = std::max(most, of_row);
+    row += classes;
+    label += row_stride;
+  };
+  if (row < 0) take_checked();
+  if (ignored > top) {
+    for (; row + classes <= n; row += classes, label += row_stride) {
+      const auto of_row = static_cast<uint64_t>(*label);
+      found->one[ones] = static_cast<int16_t>(row + of_row);
+      ones += of_row < top;
+      most = std::max(most, of_row);
+    }
+  }
+  while (row < n) take_checked();
+  found->ones = ones;
+  return none_ignored && most <= top;
+}
+
+// The labels of the elements [begin, end): the places of the ones, or where rows have few classes or the labels do not
+// lie along the classes, one-hot shares, which are returned. They are in `buffer`, of a tile and a group of rows.
 template <typename Scalar, typename Label>
-void read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels, int64_t begin, int64_t end,
-                 compute_t<Scalar>* share, TileLabels* found) {
+const compute_t<Scalar>* read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels, int64_t begin,
+                                     int64_t end, compute_t<Scalar>* buffer, TileLabels* found) {
   const int last = args.space.dims - 1;
   const int64_t stride = args.target.strides[last];
   // Returns whether the run of elements is to be left out.
@@ -210,19 +332,24 @@ void read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels, int64
   if (args.class_dim == last && args.space.dims <= 2) {
     // Rows of classes, by far the most frequent case.
     const int64_t classes = args.space.sizes[last], row_stride = last > 0 ? args.target.strides[0] : 0;
-    const Label* label = labels + begin / classes * row_stride;
-    const int64_t ignore_index = args.ignore_index;
-    for (int64_t row = -(begin % classes), n = end - begin; row < n; row += classes, label += row_stride) {
-      const auto this_label = static_cast<int64_t>(*label);
-      const auto at = static_cast<uint64_t>(row + this_label);
-      if (static_cast<uint64_t>(this_label) >= static_cast<uint64_t>(classes) || this_label == ignore_index) {
-        const int64_t from = std::max<int64_t>(row, 0);
-        leave_out(this_label, from, std::min(row + classes, n) - from);
-      } else if (at < static_cast<uint64_t>(n)) {
-        found->one[found->ones++] = static_cast<int16_t>(at);
-      }
+    const int64_t first_row = begin / classes, start = first_row * classes - begin, n = end - begin;
+    const Label* label = labels + first_row * row_stride;
+    const bool are_few = classes <= kFewClasses;
+    bool all;
+    if (are_few) {
+      const int64_t rows = (end - 1) / classes - first_row + 1;
+      int32_t narrow[kTile + kRowGroup];
+      read_run(label, row_stride, rows, narrow);
+      with_few_classes(classes, [&](auto known) { spread<decltype(known)::value>(narrow, rows, buffer); });
+      all = all_count(label, row_stride, rows, classes, args.ignore_index);
+    } else {
+      all = find_ones(label, row_stride, start, n, classes, args.ignore_index, found);
     }
-    return;
+    for (int64_t row = start; row < n && !all; row += classes, label += row_stride) {
+      const int64_t from = std::max<int64_t>(row, 0);
+      leave_out(static_cast<int64_t>(*label), from, std::min(row + classes, n) - from);
+    }
+    return are_few ? buffer - start : nullptr;
   }
   int64_t first = 0;
   for (Runs runs(args.space, begin, end); runs.more(); first += runs.length(), runs.next()) {
@@ -235,15 +362,32 @@ void read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels, int64
       if (at >= 0 && at < n) found->one[found->ones++] = static_cast<int16_t>(first + at);
       continue;
     }
-    for (int64_t i = 0; i < n; ++i) leave_out(label[i * stride], first + i, 1);
-    compare_labels(label, stride, runs.position(args.class_dim), n, share + first);
+    if (!all_count(label, stride, n, args.classes, args.ignore_index)) {
+      for (int64_t i = 0; i < n; ++i) leave_out(label[i * stride], first + i, 1);
+    }
+    compare_labels(label, stride, runs.position(args.class_dim), n, buffer + first);
   }
+  return args.class_dim == last ? nullptr : buffer;
 }
 
-// Whether all targets are 0 or 1. Of positive numbers only these have their bits change, from one to the next, nowhere
-// or at both ends of those that 1 has: two instructions per vector instead of comparisons.
+// Whether all targets are 0 or 1. t^2 - t is 0 there alone, rounded once or twice, and never -0.
+template <typename Bits, typename Real>
+FK_VECTOR_CLONES bool all_hard_of_real(const Real* target, int64_t n) {
+  Bits found = 0;
+  const int64_t half = n / 2;
+#pragma omp simd reduction(| : found)
+  for (int64_t i = 0; i < half; ++i) {
+    const Real first = target[i], second = target[i + half];
+    found |= bit_cast<Bits>(first * first - first) | bit_cast<Bits>(second * second - second);
+  }
+  for (int64_t i = 2 * half; i < n; ++i) found |= bit_cast<Bits>(target[i] * target[i] - target[i]);
+  return found == 0;
+}
+
+// The same of 16 bits. Of positive numbers only 0 and 1 have their bits change, from one to the next, nowhere or at
+// both ends of those that 1 has: two instructions per vector instead of conversions.
 template <typename Stored, typename Bits, int kMantissaBits>
-FK_VECTOR_CLONES bool all_hard(const Stored* target, int64_t n) {
+FK_VECTOR_CLONES bool all_hard_of_bits(const Stored* target, int64_t n) {
   Bits changes = 0, set = 0;
   const int64_t quarter = n / 4;
 #pragma omp simd reduction(| : changes, set)
@@ -265,10 +409,17 @@ FK_VECTOR_CLONES bool all_hard(const Stored* target, int64_t n) {
   constexpr auto kOfOne = static_cast<Bits>(Bits(1) << kMantissaBits | Bits(1) << (kBits - 2));
   return (changes & static_cast<Bits>(~kOfOne)) == 0 && set >> (kBits - 1) == 0;
 }
-bool all_hard(const float* target, int64_t n) { return all_hard<float, uint32_t, 23>(target, n); }
-bool all_hard(const double* target, int64_t n) { return all_hard<double, uint64_t, 52>(target, n); }
-bool all_hard(const Half* target, int64_t n) { return all_hard<Half, uint16_t, 10>(target, n); }
-bool all_hard(const BFloat16* target, int64_t n) { return all_hard<BFloat16, uint16_t, 7>(target, n); }
+
+bool all_hard(const float* target, int64_t n) { return all_hard_of_real<uint32_t>(target, n); }
+bool all_hard(const double* target, int64_t n) { return all_hard_of_real<uint64_t>(target, n); }
+bool all_hard(const Half* target, int64_t n) { return all_hard_of_bits<Half, uint16_t, 10>(target, n); }
+bool all_hard(const BFloat16* target, int64_t n) { return all_hard_of_bits<BFloat16, uint16_t, 7>(target, n); }
+
+template <typename Real>
+FK_VECTOR_CLONES void fill(Real value, int64_t n, Real* to) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i] = value;
+}
 
 template <typename Real>
 FK_VECTOR_CLONES void one_minus(const Real* from, int64_t n, Real* to) {
@@ -312,16 +463,17 @@ class TileReader {
         factor_(factor),
         sign_of_one_(sign_of_one),
         grad_loss_(grad_loss && grad_loss->data ? grad_loss : nullptr) {
+    if (args.target_is_labels) fill(Real(1), kTile, signs_);
     fill_number(args.gamma, gamma_);
     if (args.loss_kind == SigmoidLoss::kAsymmetric) fill_number(args.second, second_);
     if (args.has_alpha) {
       fill_number(args.second, second_);
       if (!args.second.data) one_minus(second_, kTile, negative_);
     } else if (args.loss_kind != SigmoidLoss::kAsymmetric) {
-      std::fill_n(second_, kTile, Real(1));
-      std::fill_n(negative_, kTile, Real(1));
+      fill(Real(1), kTile, second_);
+      fill(Real(1), kTile, negative_);
     }
-    if (!args.weight.data) std::fill_n(scale_, kTile, factor * static_cast<Real>(args.weight.value));
+    if (!args.weight.data) fill(factor * static_cast<Real>(args.weight.value), kTile, scale_);
     has_numbers_ = !args.weight.data && !grad_loss_ && !(args.has_alpha && args.second.data);
     if (has_numbers_ && args.loss_kind != SigmoidLoss::kAsymmetric) weigh(second_, scale_, kTile);
   }
@@ -338,6 +490,7 @@ class TileReader {
   TileView<Scalar> view(int64_t begin, int64_t end) {
     const int64_t n = end - begin;
     TileView<Scalar> view{};
+    flip_ones(false);
     view.input = read_input(args_, begin, end, input_);
     view.gamma = read_or_number(args_.gamma, begin, end, gamma_);
     view.second = read_or_number(args_.second, begin, end, second_);
@@ -355,17 +508,14 @@ class TileReader {
     if (args_.target_is_labels) {
       labels_.is_valid = true;
       labels_.ones = labels_.ignored_runs = labels_.ignored = 0;
+      const Real* shares = nullptr;
       with_type(args_.target, [&](const auto* labels) {
         if constexpr (std::is_integral_v<std::decay_t<decltype(*labels)>>) {
-          read_labels(args_, labels, begin, end, target_, &labels_);
+          shares = read_labels(args_, labels, begin, end, target_, &labels_);
         }
       });
-      const bool are_shares = args_.class_dim != args_.space.dims - 1;
-      // Where ones are many, two or three classes, computing them twice costs more than reading shares.
-      const bool are_many = labels_.ones > n / 8;
-      if (!are_shares && are_many) write_shares(n);
-      view.targets = are_shares || are_many ? Targets::kHard : Targets::kBackground;
-      view.target = target_;
+      view.targets = shares ? Targets::kHard : Targets::kLabels;
+      view.target = shares ? shares : target_;
     } else {
       read_target(begin, end, &view);
     }
@@ -374,10 +524,13 @@ class TileReader {
     }
     view.one = one_;
     view.zero = zero_;
+    view.sign = signs_;
+    if (view.targets == Targets::kLabels && args_.loss_kind != SigmoidLoss::kAsymmetric) flip_ones(true);
     return view;
   }
 
   const TileLabels& labels() const { return labels_; }
+  bool computes_ones_again() const { return args_.loss_kind == SigmoidLoss::kAsymmetric; }
 
   // The ones of a tile of labels side by side, and the first of them again until the last vector is full.
   int64_t padded_ones() const { return (labels_.ones + 15) / 16 * 16; }
@@ -404,7 +557,7 @@ class TileReader {
 
   // For the formulas that read the target.
   void write_shares(int64_t n) {
-    std::fill_n(target_, n, Real(0));
+    fill(Real(0), n, target_);
     for (int64_t k = 0; k < labels_.ones; ++k) target_[labels_.one[k]] = Real(1);
   }
 
@@ -435,6 +588,18 @@ class TileReader {
     view->targets = hard ? Targets::kHard : Targets::kSoft;
   }
 
+  // The ones of the tile as the loops want them: logits that change their sign, with the weight of a one. Or back.
+  void flip_ones(bool flip) {
+    if (are_flipped_ == flip) return;
+    are_flipped_ = flip;
+    const Real zero = has_numbers_ ? negative_[0] * scale_[0] : Real(0);
+    for (int64_t k = 0; k < labels_.ones; ++k) {
+      const int64_t i = labels_.one[k];
+      signs_[i] = flip ? Real(-1) : Real(1);
+      zero_[i] = flip ? one_[i] : zero;
+    }
+  }
+
   void weigh(const Real* alpha, const Real* scale, int64_t n) {
     products(sign_of_one_, alpha, scale, n, one_);
     products(Real(1), negative_, scale, n, zero_);
@@ -447,7 +612,7 @@ class TileReader {
   }
 
   void fill_number(const Operand& operand, Real* buffer) {
-    if (!operand.data) std::fill_n(buffer, kTile, static_cast<Real>(operand.value));
+    if (!operand.data) fill(static_cast<Real>(operand.value), kTile, buffer);
   }
   const Real* read_or_number(const Operand& operand, int64_t begin, int64_t end, Real* buffer) {
     return operand.data ? read(operand, args_.space, begin, end, buffer) : buffer;
@@ -458,6 +623,7 @@ class TileReader {
   Real sign_of_one_;
   const Operand* grad_loss_;  // or null, where it is one number
   bool has_numbers_;          // for all that TileView::one and zero are made of
+  bool are_flipped_ = false;  // the ones of labels_, in signs_ and zero_
   TileLabels labels_;
   struct Ones {
     Scalar input[kTile];
@@ -465,7 +631,7 @@ class TileReader {
   };
   std::unique_ptr<Ones> ones_;
   alignas(64) Scalar input_[kTile];
-  alignas(64) Real target_[kTile];
+  alignas(64) Real target_[kTile + (kRowGroup + 1) * kFewClasses];
   alignas(64) Real gamma_[kTile];
   alignas(64) Real second_[kTile];  // alpha, or gamma_positive
   alignas(64) Real negative_[kTile];
@@ -473,6 +639,7 @@ class TileReader {
   alignas(64) Real own_scale_[kTile];
   alignas(64) Real one_[kTile];
   alignas(64) Real zero_[kTile];
+  alignas(64) Real signs_[kTile];
   alignas(64) Real grad_[kTile];
 };
 
@@ -482,7 +649,7 @@ template <typename Loss, Targets kTargets, typename Power, typename Scalar>
 FK_HOST_DEVICE SigmoidTerms<compute_t<Scalar>> terms_with(const TileView<Scalar>& view, int64_t i, const Power& gamma,
                                                           const Power& gamma_positive, compute_t<Scalar> margin) {
   using Real = compute_t<Scalar>;
-  const Real share = kTargets == Targets::kBackground ? Real(0) : view.target[i];
+  const Real share = kTargets == Targets::kLabels ? Real(0) : view.target[i];
   return Loss::template terms<kTargets != Targets::kSoft>(
       load_as_compute(view.input[i]), share,
       SigmoidParameters<Real, Power>{gamma, gamma_positive, view.second[i], view.negative[i], margin});
@@ -494,9 +661,14 @@ FK_HOST_DEVICE LossAndSlope<compute_t<Scalar>> result_with(const TileView<Scalar
                                                            const Power& gamma_positive, compute_t<Scalar> margin) {
   using Real = compute_t<Scalar>;
   if constexpr (std::is_same_v<Loss, FocalElement> && kTargets != Targets::kSoft) {
-    const Real x = load_as_compute(view.input[i]), one = view.one[i], zero = view.zero[i];
-    const bool is_one = kTargets == Targets::kHard && view.target[i] > Real(0);
-    return FocalElement::against_zero(is_one ? -x : x, is_one ? one : zero, gamma);
+    const Real x = load_as_compute(view.input[i]), zero = view.zero[i];
+    if constexpr (kTargets == Targets::kLabels) {
+      return FocalElement::against_zero(x * view.sign[i], zero, gamma);
+    } else {
+      const Real one = view.one[i];
+      const bool is_one = view.target[i] > Real(0);
+      return FocalElement::against_zero(is_one ? -x : x, is_one ? one : zero, gamma);
+    }
   } else {
     const SigmoidTerms<Real> terms = terms_with<Loss, kTargets>(view, i, gamma, gamma_positive, margin);
     return {terms.loss * view.scale[i], terms.slope * view.scale[i]};
@@ -562,7 +734,7 @@ FK_VECTOR_CLONES void forward_loop(const TileView<Scalar>& tile, compute_t<Scala
       n,
       [&](int64_t i) __attribute__((always_inline)) {
         ask_ahead(view.input + i, sizeof(Scalar));
-        ask_for_target(view, i);
+        if (kTargets != Targets::kLabels) ask_for_target(view, i);
       },
       [&](int64_t i) __attribute__((always_inline)) {
         loss[i] = result_at<Loss, kTargets, kPowers>(view, i, gamma, gamma_positive, margin).loss;
@@ -600,7 +772,7 @@ FK_VECTOR_CLONES void backward_loop(const TileView<Scalar>& tile, compute_t<Scal
       n,
       [&](int64_t i) __attribute__((always_inline)) {
         ask_ahead(view.input + i, sizeof(Scalar));
-        ask_for_target(view, i);
+        if (kTargets != Targets::kLabels) ask_for_target(view, i);
         ask_ahead(grad_input + i, sizeof(Scalar));
       },
       [&](int64_t i) __attribute__((always_inline)) {
@@ -669,7 +841,7 @@ void with_variant(Targets targets, Powers powers, Function f) {
   };
   if constexpr (!std::is_same_v<Loss, QualityElement>) {
     if (targets == Targets::kHard) return with_powers(std::integral_constant<Targets, Targets::kHard>{});
-    if (targets == Targets::kBackground) return with_powers(std::integral_constant<Targets, Targets::kBackground>{});
+    if (targets == Targets::kLabels) return with_powers(std::integral_constant<Targets, Targets::kLabels>{});
   }
   with_powers(std::integral_constant<Targets, Targets::kSoft>{});
 }
@@ -696,12 +868,12 @@ void backward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<Scalar>& 
   });
 }
 
-// Computes a tile with compute(view, n, to), and again what the labels say is not background.
+// Computes a tile with compute(view, n, to); of the asymmetric loss again what the labels say is not background.
 template <typename Scalar, typename Result, typename Compute>
 void compute_tile(TileReader<Scalar>& reader, const TileView<Scalar>& view, int64_t n, Result* to, Compute compute) {
   compute(view, n, to);
   const TileLabels& labels = reader.labels();
-  if (view.targets == Targets::kBackground && labels.ones > 0) {
+  if (view.targets == Targets::kLabels && labels.ones > 0 && reader.computes_ones_again()) {
     alignas(64) Result of_ones[kTile];
     compute(reader.ones(view), reader.padded_ones(), of_ones);
     for (int64_t k = 0; k < labels.ones; ++k) to[labels.one[k]] = of_ones[k];
@@ -849,7 +1021,7 @@ void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begi
       reader.clear_ignored(to);
     }
     if (!everything) continue;
-    if (view.targets == Targets::kBackground) reader.write_shares(n);
+    if (view.targets == Targets::kLabels) reader.write_shares(n);
     with_loss<Scalar>(args, false, [&](auto formula) { slopes_loop<decltype(formula)>(view, args.margin, n, slopes); });
     for (auto [slope, to] : {std::pair(slopes.target, args.grad_target), std::pair(slopes.gamma, args.grad_gamma),
                              std::pair(slopes.second, args.grad_second)}) {
