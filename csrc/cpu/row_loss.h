@@ -18,6 +18,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "cpu/elementary.h"
 #include "cpu/transpose.h"
 #include "cpu/vector_clones.h"
 #include "kernels.h"
@@ -35,17 +36,15 @@ constexpr int64_t kAhead = 1024;         // how many logits ahead a prefetch rea
 template <typename Real>
 using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so that comparisons stay in one vector
 
-// Classes that a row is cut into: whole vectors of the widest kind, of Scalar and of what it is computed in.
+// Classes that a loop over a row takes at once: whole vectors of the widest kind, of Scalar and of its compute type.
 template <typename Scalar>
 constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
-
-constexpr int64_t kColumnLanes = 16;  // rows of a column tile whose sums are kept in registers
 
 constexpr int kNoTarget = -1;  // never equals a class: the label of an ignored row
 
 // The numbers of a tile of rows on their way from sums to loss and gradient.
 template <typename Real>
-struct Tile {
+struct alignas(64) Tile {
   label_int<Real> label[kTileRows];
   Real weight[kTileRows];
   Real gamma[kTileRows];
@@ -59,22 +58,138 @@ struct Tile {
   Real log_p[kTileRows];
   Real log_u[kTileRows];
   Real loss[kTileRows];
-  Real scale[kTileRows];          // what multiplies p_j - [j = y] in the gradient
-  Real factor[kTileRows];         // scale / S: what multiplies e^(z_j - m)
+  Real upstream[kTileRows];       // the gradient of the row's loss
+  Real factor[kTileRows];         // what multiplies e^(z_j - m) in the gradient
   Real square_factor[kTileRows];  // what multiplies e^(2 (z_j - m))
   Real target_slope[kTileRows];   // the gradient of the target's logit
   Real marked_slope[kTileRows];   // and of the marked class's
   Real grad_gamma[kTileRows];
+  Real exp_zero = kExpZero<Real>;  // here compilers do not see it: of a constant gcc makes no maximum
 };
 
 // The processor foresees a run of addresses, but not beyond a page, and not the many runs of a tile of columns. The
 // address may lie outside the tensor: a prefetch never faults.
 FK_HOST_DEVICE void prefetch(const void* address) { __builtin_prefetch(address); }
 
+// ---- lanes ---------------------------------------------------------------------------------------------------------
+
+// n numbers in one vector. Compilers keep it in a register, where they may give up on an array; wider than a register,
+// they keep it in memory.
+template <typename Number, int64_t n>
+struct Lanes {
+  using type [[gnu::vector_size(n * sizeof(Number))]] = Number;
+};
+template <typename Number, int64_t n>
+using lanes_t = typename Lanes<Number, n>::type;
+
+// How many numbers of the computation, or classes of a row, are in one vector of so many bytes.
+template <int64_t bytes, typename Scalar>
+constexpr int64_t kLanesOf = bytes / static_cast<int64_t>(sizeof(compute_t<Scalar>));
+
+// As load_as_compute and Store, in vectors. Comparisons are of floats: of integers that are not equal gcc makes one for
+// each lane.
+template <typename To, typename From>
+FK_HOST_DEVICE To lanes_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <typename Vector, typename Number>
+FK_HOST_DEVICE Vector load_lanes(const Number* from) {
+  using Lane = std::remove_reference_t<decltype(std::declval<Vector&>()[0])>;
+  constexpr int64_t n = sizeof(Vector) / sizeof(Lane);
+  if constexpr (std::is_same_v<Number, Lane>) {
+    Vector lanes;
+    std::memcpy(&lanes, from, sizeof(Vector));
+    return lanes;
+  } else {
+    lanes_t<uint16_t, n> halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    using Words = lanes_t<uint32_t, n>;
+    const Words bits = __builtin_convertvector(halves, Words);
+    if constexpr (std::is_same_v<Number, BFloat16>) {
+      return lanes_cast<Vector>(bits << 16);
+    } else {
+      const Words magnitude = (bits & 0x7fffu) << 13;
+      const Vector small = lanes_cast<Vector>(magnitude), special = lanes_cast<Vector>(magnitude | 0x7f800000u);
+      const Vector least_special = bit_cast<float>(0x0f800000u) - Vector{};
+      const Vector positive = small < least_special ? small * 0x1p112f : special;
+      return lanes_cast<Vector>(lanes_cast<Words>(positive) | ((bits & 0x8000u) << 16));
+    }
+  }
+}
+
+template <typename Vector, typename Number>
+FK_HOST_DEVICE void store_lanes(const Vector& lanes, Number* to) {
+  using Lane = std::remove_cvref_t<decltype(lanes[0])>;
+  constexpr int64_t n = sizeof(Vector) / sizeof(Lane);
+  if constexpr (std::is_same_v<Number, Lane>) {
+    std::memcpy(to, &lanes, sizeof(Vector));
+  } else {
+    using Words = lanes_t<uint32_t, n>;
+    Words bits = lanes_cast<Words>(lanes);
+    if constexpr (std::is_same_v<Number, BFloat16>) {
+      bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+      bits = lanes == lanes ? bits : Words{} + 0x7fc0u;
+    } else {
+      const Words sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+      const Vector size = lanes_cast<Vector>(magnitude);
+      const Vector least_normal = 0x1p-14f - Vector{}, least_infinite = 65520.0f - Vector{};
+      const Words rounded = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+      const Words normal = size < least_infinite ? rounded : Words{} + 0x7c00u;
+      const Words finite = size < least_normal ? lanes_cast<Words>(size + 0.5f) - 0x3f000000u : normal;
+      bits = (lanes == lanes ? finite : Words{} + 0x7e00u) | sign;
+    }
+    const auto halves = __builtin_convertvector(bits, lanes_t<uint16_t, n>);
+    std::memcpy(to, &halves, sizeof(halves));
+  }
+}
+
+template <typename Int>
+constexpr Int kFirst[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                            16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+
+// The lanes folded in halves: one after the other they would wait for each other longer than a short row takes.
+template <typename Vector, typename Combine>
+FK_HOST_DEVICE auto fold_lanes(const Vector& lanes, Combine combine);
+
+template <typename Vector, typename Combine, size_t... index>
+FK_HOST_DEVICE auto fold_halves(const Vector& lanes, Combine combine, std::index_sequence<index...>) {
+  // Not through memory: gcc would keep `lanes` there all along.
+  const auto low = __builtin_shufflevector(lanes, lanes, index...);
+  const auto high = __builtin_shufflevector(lanes, lanes, (index + sizeof...(index))...);
+  return fold_lanes(combine(low, high), combine);
+}
+
+template <typename Vector, typename Combine>
+FK_HOST_DEVICE auto fold_lanes(const Vector& lanes, Combine combine) {
+  using Lane = std::remove_cvref_t<decltype(lanes[0])>;
+  constexpr size_t n = sizeof(Vector) / sizeof(Lane);
+  if constexpr (n == 2) {
+    return combine(Lane(lanes[0]), Lane(lanes[1]));
+  } else {
+    return fold_halves(lanes, combine, std::make_index_sequence<n / 2>());
+  }
+}
+struct Larger {
+  template <typename Vector>
+  FK_HOST_DEVICE Vector operator()(const Vector& a, const Vector& b) const {
+    return a > b ? a : b;
+  }
+};
+struct Sum {
+  template <typename Vector>
+  FK_HOST_DEVICE Vector operator()(const Vector& a, const Vector& b) const {
+    return a + b;
+  }
+};
+
 // ---- a row of adjacent classes -------------------------------------------------------------------------------------
 //
-// Groups of kLanes classes; if the last one is not full, it starts earlier and overlaps its neighbour. A row that has
-// fewer classes than one vector takes another road (kFewClasses).
+// A vector of classes after another; if the last one is not full, it starts earlier and overlaps its neighbour. A row
+// that has fewer classes than one vector takes another road (kFewClasses).
 
 // Offsets of one row after another, without two divisions each.
 class RowCursor {
@@ -94,23 +209,16 @@ class RowCursor {
   int64_t position_, offset_;
 };
 
-template <typename Scalar>
-FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t n) {
-  using Real = compute_t<Scalar>;
-  Real lanes[kLanes<Scalar>];
-#pragma omp simd
-  for (int64_t l = 0; l < kLanes<Scalar>; ++l) lanes[l] = load_as_compute(z[n - kLanes<Scalar> + l]);
-  for (int64_t j = 0; j + kLanes<Scalar> <= n; j += kLanes<Scalar>) {
-#pragma omp simd
-    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
-      const Real v = load_as_compute(z[j + l]);
-      lanes[l] = v > lanes[l] ? v : lanes[l];
-    }
+template <int64_t n, typename Scalar>
+FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t classes) {
+  using Reals = lanes_t<compute_t<Scalar>, n>;
+  Reals max = load_lanes<Reals>(z + classes - n);
+#pragma GCC unroll 2
+  for (const Scalar* end = z + (classes & -n); z != end; z += n) {
+    const Reals v = load_lanes<Reals>(z);
+    max = v > max ? v : max;
   }
-  Real m = -std::numeric_limits<Real>::infinity();
-#pragma omp simd reduction(max : m)
-  for (int64_t l = 0; l < kLanes<Scalar>; ++l) m = lanes[l] > m ? lanes[l] : m;
-  return m;
+  return fold_lanes(max, Larger{});
 }
 
 // What is subtracted before exponentials: the maximum. Where no class has any probability, -inf - -inf would be NaN
@@ -120,18 +228,6 @@ FK_HOST_DEVICE Real finite_shift(Real max) {
   return max == -std::numeric_limits<Real>::infinity() ? Real(0) : max;
 }
 
-// Added one after the other, the lanes would wait for each other longer than a short row takes.
-template <int64_t n, typename Real>
-FK_HOST_DEVICE Real sum_by_halves(Real* lanes /* [n], overwritten */) {
-  if constexpr (n == 1) {
-    return lanes[0];
-  } else {
-#pragma omp simd
-    for (int64_t l = 0; l < n / 2; ++l) lanes[l] += lanes[l + n / 2];
-    return sum_by_halves<n / 2>(lanes);
-  }
-}
-
 template <typename Real>
 struct ExpSums {
   Real first;
@@ -139,46 +235,48 @@ struct ExpSums {
 };
 
 // Leaving a class out of the sum, rather than subtracting it afterwards, keeps 1 - p of it exact as p -> 1.
-template <bool kSquares, typename Scalar>
-FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_t n, compute_t<Scalar> shift,
-                                                         int64_t except) {
+template <int64_t n, bool kSquares, typename Scalar>
+FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_t classes, compute_t<Scalar> shift,
+                                                         int64_t except, compute_t<Scalar> exp_zero) {
   using Real = compute_t<Scalar>;
   using Int = label_int<Real>;
+  using Reals = lanes_t<Real, n>;
+  using Ints = lanes_t<Int, n>;
   // Out of this block: any number that no index equals.
-  const Int skipped = except >= 0 && except < n ? static_cast<Int>(except) : Int(kNoTarget);
-  const int64_t whole = n & -kLanes<Scalar>;
-  Real lanes[kLanes<Scalar>] = {};
-  [[maybe_unused]] Real squares[kLanes<Scalar>] = {};
-  Int index[kLanes<Scalar>];  // kept in a register beside `lanes`
-#pragma omp simd
-  for (int64_t l = 0; l < kLanes<Scalar>; ++l) index[l] = static_cast<Int>(l);
-  for (int64_t j = 0; j < whole; j += kLanes<Scalar>) {
-    const Scalar* group = z + j;
+  const Ints skipped = Ints{} + (except >= 0 && except < classes ? static_cast<Int>(except) : Int(kNoTarget));
+  const Reals lowest = exp_zero - Reals{}, shifts = shift - Reals{};
+  const int64_t whole = classes & -n;
+  Reals sum{};
+  [[maybe_unused]] Reals squares{};
+  Ints index = load_lanes<Ints>(kFirst<Int>);
+  const Scalar* group = z;
+#pragma GCC unroll 2
+  for (const Scalar* end = z + whole; group != end; group += n, index += static_cast<Int>(n)) {
     prefetch(group + kBlock);  // for the next max_of, which has little to do but wait for memory
-#pragma omp simd
-    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
-      const Real e = bounded_exponential(load_as_compute(group[l]) - shift);
-      lanes[l] = index[l] == skipped ? lanes[l] : lanes[l] + e;
-      if constexpr (kSquares) squares[l] = index[l] == skipped ? squares[l] : squares[l] + e * e;
-      index[l] += Int(kLanes<Scalar>);
-    }
+    const Reals x = load_lanes<Reals>(group) - shifts;
+    const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
+    const Reals scale = index != skipped ? e.scale : Reals{};
+    sum += e.mantissa * scale;
+    if constexpr (kSquares) squares += (e.mantissa * scale) * (e.mantissa * scale);
   }
-  if (whole < n) {
-    const Scalar* group = z + n - kLanes<Scalar>;
-    const Int first = static_cast<Int>(whole), back = static_cast<Int>(whole - (n - kLanes<Scalar>));
-#pragma omp simd
-    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
-      const Real e = bounded_exponential(load_as_compute(group[l]) - shift);
-      // Not from l, on which the compiler would split the loop in two, and not by ||, which is a branch.
-      const Int position = index[l] - back;
-      const bool left_out = (position == skipped) | (position < first);
-      lanes[l] += left_out ? Real(0) : e;
-      if constexpr (kSquares) squares[l] += left_out ? Real(0) : e * e;
-    }
+  if (whole < classes) {
+    const Reals x = load_lanes<Reals>(z + classes - n) - shifts;
+    const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
+    index -= static_cast<Int>(whole - (classes - n));
+    // Without the classes before, whose difference is negative. Not by a comparison: gcc would make one for each lane.
+    const Ints were_before = (index - static_cast<Int>(whole)) >> (8 * sizeof(Int) - 1);
+    Ints bits;
+    std::memcpy(&bits, &e.scale, sizeof(bits));
+    bits &= ~were_before;
+    Reals new_scale;
+    std::memcpy(&new_scale, &bits, sizeof(bits));
+    const Reals scale = index != skipped ? new_scale : Reals{};
+    sum += e.mantissa * scale;
+    if constexpr (kSquares) squares += (e.mantissa * scale) * (e.mantissa * scale);
   }
   Real square_sum = 0;
-  if constexpr (kSquares) square_sum = sum_by_halves<kLanes<Scalar>>(squares);
-  return {sum_by_halves<kLanes<Scalar>>(lanes), square_sum};
+  if constexpr (kSquares) square_sum = fold_lanes(squares, Sum{});
+  return {fold_lanes(sum, Sum{}), square_sum};
 }
 
 // The largest logit below `limit`, or -inf.
@@ -220,112 +318,144 @@ FK_HOST_DEVICE int64_t first_equal(const Scalar* z, int64_t n, compute_t<Scalar>
   return 0;
 }
 
-// The sums of a row of several blocks, with a running maximum. A function of its own: inlined beside the loop for short
-// rows, it would take registers from it.
-template <typename Loss, typename Scalar>
-FK_VECTOR_CLONES void sums_of_long_row(const Scalar* z, int64_t classes, int64_t target, int64_t r,
-                                       Tile<compute_t<Scalar>>& tile) {
-  using Real = compute_t<Scalar>;
-  constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
-  [[maybe_unused]] const Real target_logit = load_as_compute(z[target]);
-  Real m = kMinusInfinity;
-  [[maybe_unused]] Real rival = kMinusInfinity;
-  int64_t marked = Loss::kMarked == Marked::kLargest ? 0 : kNoTarget;
-  double sum = 0, squares = 0;
-  const int64_t blocks = classes / kBlock;  // the last one also takes what is left
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t begin = block * kBlock;
-    const int64_t n = block + 1 < blocks ? kBlock : classes - begin;
-    const Real block_max = max_of(z + begin, n);
-    if (block_max > m) {
-      const Real shrink = exponential(m - block_max);
-      if constexpr (Loss::kLargestIsLeftOut) {
-        // The one left out so far is one of the others from here on.
-        sum = (sum + 1) * shrink;
-        squares = (squares + 1) * shrink * shrink;
-        marked = begin + first_equal(z + begin, n, block_max);
-      } else {
-        sum *= shrink;
+// The sums of a row of several blocks, with a running maximum.
+template <typename Loss>
+struct SumsOfLongRow {
+  template <int64_t bytes, typename Scalar>
+  static FK_HOST_DEVICE void run(const Scalar* z, int64_t classes, int64_t target, int64_t r,
+                                 Tile<compute_t<Scalar>>& tile) {
+    constexpr int64_t kWidth = kLanesOf<bytes, Scalar>;
+    using Real = compute_t<Scalar>;
+    constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
+    [[maybe_unused]] const Real target_logit = load_as_compute(z[target]);
+    Real m = kMinusInfinity;
+    [[maybe_unused]] Real rival = kMinusInfinity;
+    int64_t marked = Loss::kMarked == Marked::kLargest ? 0 : kNoTarget;
+    double sum = 0, squares = 0;
+    const int64_t blocks = classes / kBlock;  // the last one also takes what is left
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t begin = block * kBlock;
+      const int64_t n = block + 1 < blocks ? kBlock : classes - begin;
+      const Real block_max = max_of<kWidth>(z + begin, n);
+      if (block_max > m) {
+        const Real shrink = exponential(m - block_max);
+        if constexpr (Loss::kLargestIsLeftOut) {
+          // The one left out so far is one of the others from here on.
+          sum = (sum + 1) * shrink;
+          squares = (squares + 1) * shrink * shrink;
+          marked = begin + first_equal(z + begin, n, block_max);
+        } else {
+          sum *= shrink;
+        }
+        m = block_max;
       }
-      m = block_max;
-    }
-    if constexpr (Loss::kMarked == Marked::kRival) {
-      const Real of_block = max_below(z + begin, n, target_logit);
-      if (of_block > rival) {
-        rival = of_block;
-        marked = begin + first_equal(z + begin, n, of_block);
+      if constexpr (Loss::kMarked == Marked::kRival) {
+        const Real of_block = max_below(z + begin, n, target_logit);
+        if (of_block > rival) {
+          rival = of_block;
+          marked = begin + first_equal(z + begin, n, of_block);
+        }
       }
+      const int64_t left_out = Loss::kLargestIsLeftOut ? marked : target;
+      const auto sums =
+          sum_exp_except<kWidth, Loss::kSquares>(z + begin, n, finite_shift(m), left_out - begin, tile.exp_zero);
+      sum += sums.first;
+      squares += sums.squares;
     }
-    const int64_t left_out = Loss::kLargestIsLeftOut ? marked : target;
-    const auto sums = sum_exp_except<Loss::kSquares>(z + begin, n, finite_shift(m), left_out - begin);
-    sum += sums.first;
-    squares += sums.squares;
+    tile.max[r] = m;
+    tile.rest[r] = static_cast<Real>(sum);
+    if constexpr (Loss::kSquares) tile.squares[r] = static_cast<Real>(squares);
+    if constexpr (Loss::kMarked != Marked::kNone) tile.marked[r] = static_cast<label_int<Real>>(marked);
   }
-  tile.max[r] = m;
-  tile.rest[r] = static_cast<Real>(sum);
-  if constexpr (Loss::kSquares) tile.squares[r] = static_cast<Real>(squares);
-  if constexpr (Loss::kMarked != Marked::kNone) tile.marked[r] = static_cast<label_int<Real>>(marked);
-}
+};
 
 // grad_j = e^(z_j - m) * factor, or e (factor + e square)
-template <bool kSquares, typename Scalar>
-FK_HOST_DEVICE void scaled_exp(const Scalar* z, int64_t n, compute_t<Scalar> max, compute_t<Scalar> factor,
-                               [[maybe_unused]] compute_t<Scalar> square, Scalar* grad) {
-  const int64_t last = n - kLanes<Scalar>;
-  for (int64_t j = 0; j < n; j += kLanes<Scalar>) {
-    const int64_t begin = j < last ? j : last;
-    prefetch(z + j + kAhead);
-    prefetch(grad + j + kAhead);
-#pragma omp simd
-    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
-      const compute_t<Scalar> e = bounded_exponential(load_as_compute(z[begin + l]) - max);
-      grad[begin + l] = Store<Scalar>::from_compute(e * (kSquares ? factor + e * square : factor));
-    }
+template <int64_t n, bool kSquares, typename Scalar>
+FK_HOST_DEVICE void scaled_exp_of_group(const Scalar* z, compute_t<Scalar> max, compute_t<Scalar> factor,
+                                        [[maybe_unused]] compute_t<Scalar> square, compute_t<Scalar> exp_zero,
+                                        Scalar* grad) {
+  using Reals = lanes_t<compute_t<Scalar>, n>;
+  const Reals lowest = exp_zero - Reals{}, x = load_lanes<Reals>(z) - max;
+  // 0 for NaN, which is in the factor already. A row without a gradient has an infinite maximum, whatever it holds.
+  const ScaledExponential<Reals> parts = scaled_exponential(x > lowest ? x : lowest);
+  const Reals e = parts.mantissa * parts.scale;
+  if constexpr (kSquares) {
+    store_lanes(e * (factor + e * square), grad);
+  } else {
+    store_lanes(e * factor, grad);
+  }
+}
+template <int64_t n, bool kSquares, typename Scalar>
+FK_HOST_DEVICE void scaled_exp(const Scalar* z, int64_t classes, compute_t<Scalar> max, compute_t<Scalar> factor,
+                               compute_t<Scalar> square, compute_t<Scalar> exp_zero, Scalar* grad) {
+  scaled_exp_of_group<n, kSquares>(z + classes - n, max, factor, square, exp_zero, grad + classes - n);
+#pragma GCC unroll 2
+  for (const Scalar* end = z + (classes & -n); z != end; z += n, grad += n) {
+    prefetch(z + kAhead);
+    prefetch(grad + kAhead);
+    scaled_exp_of_group<n, kSquares>(z, max, factor, square, exp_zero, grad);
   }
 }
 
+// Rows of one block at most. In a function of their own, which calls no other: constants stay in registers from row to
+// row.
+template <typename Loss>
+struct SumsOfRows {
+  template <int64_t bytes, typename Scalar>
+  static FK_HOST_DEVICE void run(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                 Tile<compute_t<Scalar>>& tile) {
+    constexpr int64_t n = kLanesOf<bytes, Scalar>;
+    // As many rows together as stay in the first-level cache: one waits for the other neither for its maximum nor its
+    // sum.
+    using Real = compute_t<Scalar>;
+    const int64_t group = std::max<int64_t>(1, kBlock / args.classes);
+    RowCursor row(args.layout, row_begin);
+    for (int64_t begin = 0; begin < n_rows; begin += group) {
+      const int64_t end = std::min(n_rows, begin + group);
+      const RowCursor first = row;
+      for (int64_t r = begin; r < end; ++r, row.next()) {
+        if (tile.label[r] == kNoTarget) {
+          tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+          continue;
+        }
+        const Scalar* z = args.logits + row.offset();
+        tile.max[r] = max_of<n>(z, args.classes);
+        tile.target_logit[r] = load_as_compute(z[tile.label[r]]);
+      }
+      row = first;
+      for (int64_t r = begin; r < end; ++r, row.next()) {
+        if (tile.label[r] == kNoTarget) continue;
+        const Scalar* z = args.logits + row.offset();
+        int64_t left_out = tile.label[r];
+        if constexpr (Loss::kMarked == Marked::kLargest) {
+          tile.marked[r] = static_cast<label_int<Real>>(first_equal(z, args.classes, tile.max[r]));
+          left_out = tile.marked[r];
+        } else if constexpr (Loss::kMarked == Marked::kRival) {
+          const Real rival = max_below(z, args.classes, tile.target_logit[r]);
+          const bool alone = rival == -std::numeric_limits<Real>::infinity();
+          tile.marked[r] = alone ? kNoTarget : static_cast<label_int<Real>>(first_equal(z, args.classes, rival));
+        }
+        const auto sums =
+            sum_exp_except<n, Loss::kSquares>(z, args.classes, finite_shift(tile.max[r]), left_out, tile.exp_zero);
+        tile.rest[r] = sums.first;
+        if constexpr (Loss::kSquares) tile.squares[r] = sums.squares;
+      }
+    }
+  }
+};
+
 template <typename Loss, typename Scalar>
-FK_VECTOR_CLONES void sums_of_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                                   Tile<compute_t<Scalar>>& tile) {
-  // As many rows together as stay in the first-level cache: one waits for the other neither for its maximum nor its
-  // sum.
-  using Real = compute_t<Scalar>;
-  const int64_t group = std::max<int64_t>(1, kBlock / args.classes);
+void sums_of_long_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                       Tile<compute_t<Scalar>>& tile) {
   RowCursor row(args.layout, row_begin);
-  for (int64_t begin = 0; begin < n_rows; begin += group) {
-    const int64_t end = std::min(n_rows, begin + group);
-    const RowCursor first = row;
-    for (int64_t r = begin; r < end; ++r, row.next()) {
-      const Scalar* z = args.logits + row.offset();
-      const int64_t target = tile.label[r];
-      if (target == kNoTarget) {
-        tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
-      } else if (args.classes > kBlock) {
-        sums_of_long_row<Loss>(z, args.classes, target, r, tile);
-        tile.target_logit[r] = load_as_compute(z[target]);
-      } else {
-        tile.max[r] = max_of(z, args.classes);
-        tile.target_logit[r] = load_as_compute(z[target]);
-      }
+  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+    if (tile.label[r] == kNoTarget) {
+      tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+      continue;
     }
-    if (args.classes > kBlock) continue;
-    row = first;
-    for (int64_t r = begin; r < end; ++r, row.next()) {
-      if (tile.label[r] == kNoTarget) continue;
-      const Scalar* z = args.logits + row.offset();
-      int64_t left_out = tile.label[r];
-      if constexpr (Loss::kMarked == Marked::kLargest) {
-        tile.marked[r] = static_cast<label_int<Real>>(first_equal(z, args.classes, tile.max[r]));
-        left_out = tile.marked[r];
-      } else if constexpr (Loss::kMarked == Marked::kRival) {
-        const Real rival = max_below(z, args.classes, tile.target_logit[r]);
-        const bool alone = rival == -std::numeric_limits<Real>::infinity();
-        tile.marked[r] = alone ? kNoTarget : static_cast<label_int<Real>>(first_equal(z, args.classes, rival));
-      }
-      const auto sums = sum_exp_except<Loss::kSquares>(z, args.classes, finite_shift(tile.max[r]), left_out);
-      tile.rest[r] = sums.first;
-      if constexpr (Loss::kSquares) tile.squares[r] = sums.squares;
-    }
+    const Scalar* z = args.logits + row.offset();
+    run_in_widest<SumsOfLongRow<Loss>>(z, args.classes, tile.label[r], r, tile);
+    tile.target_logit[r] = load_as_compute(z[tile.label[r]]);
   }
 }
 
@@ -342,164 +472,165 @@ void read_gaps(const Scalar* logits, const RowLayout& layout, int64_t row_begin,
   }
 }
 
-template <typename Loss, typename Scalar>
-FK_VECTOR_CLONES void grad_of_rows(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                                   const Tile<compute_t<Scalar>>& tile) {
-  RowCursor row(args.layout, row_begin), grad_row(args.grad_layout, row_begin);
-  for (int64_t r = 0; r < n_rows; ++r, row.next(), grad_row.next()) {
-    Scalar* grad = args.grad_logits + grad_row.offset();
-    // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
-    if (tile.scale[r] == 0) {
-      std::fill(grad, grad + args.classes, Scalar{});
-      continue;
+template <typename Loss>
+struct GradOfRows {
+  template <int64_t bytes, typename Scalar>
+  static FK_HOST_DEVICE void run(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                 const Tile<compute_t<Scalar>>& tile) {
+    constexpr int64_t n = kLanesOf<bytes, Scalar>;
+    RowCursor row(args.layout, row_begin), grad_row(args.grad_layout, row_begin);
+    for (int64_t r = 0; r < n_rows; ++r, row.next(), grad_row.next()) {
+      Scalar* grad = args.grad_logits + grad_row.offset();
+      scaled_exp<n, Loss::kSquares>(args.logits + row.offset(), args.classes, tile.max[r], tile.factor[r],
+                                    tile.square_factor[r], tile.exp_zero, grad);
+      if constexpr (Loss::kMarked != Marked::kNone) {
+        if (tile.marked[r] != kNoTarget) grad[tile.marked[r]] = Store<Scalar>::from_compute(tile.marked_slope[r]);
+      }
+      if (tile.label[r] != kNoTarget) grad[tile.label[r]] = Store<Scalar>::from_compute(tile.target_slope[r]);
     }
-    scaled_exp<Loss::kSquares>(args.logits + row.offset(), args.classes, tile.max[r], tile.factor[r],
-                               tile.square_factor[r], grad);
-    if constexpr (Loss::kMarked != Marked::kNone) {
-      if (tile.marked[r] != kNoTarget) grad[tile.marked[r]] = Store<Scalar>::from_compute(tile.marked_slope[r]);
-    }
-    grad[tile.label[r]] = Store<Scalar>::from_compute(tile.target_slope[r]);
   }
-}
+};
 
 // ---- a tile of adjacent rows ---------------------------------------------------------------------------------------
 //
 // A vector of rows at a time, whose sums stay in registers from class to class. If the last one is not full, it starts
 // earlier and overlaps its neighbour; fewer rows than one vector go one by one.
 
-template <typename Loss, int64_t n, typename Scalar>
+template <typename Loss, int64_t n, bool kTurned, typename Scalar>
 FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t classes, int64_t row,
                                   Tile<compute_t<Scalar>>& tile) {
   using Real = compute_t<Scalar>;
   using Int = label_int<Real>;
-  constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
+  using Reals = lanes_t<Real, n>;
+  using Ints = lanes_t<Int, n>;
   constexpr bool kRival = Loss::kMarked == Marked::kRival;
-  Real max[n], rest[n], target_logit[n];
-  [[maybe_unused]] Real squares[n], rival[n];
-  [[maybe_unused]] Int marked[n];
-  Int label[n];
-#pragma omp simd
-  for (int64_t l = 0; l < n; ++l) {
-    max[l] = kMinusInfinity;
-    rest[l] = target_logit[l] = 0;
-    label[l] = tile.label[row + l];
-    if constexpr (Loss::kSquares) squares[l] = 0;
-    if constexpr (Loss::kMarked != Marked::kNone) marked[l] = kRival ? Int(kNoTarget) : Int(0);
-    if constexpr (kRival) rival[l] = kMinusInfinity;
-  }
-  for (int64_t c = 0; c < classes; ++c) {
-    const Scalar* column = z + c * class_stride + row;
-    [[maybe_unused]] const Int this_class = static_cast<Int>(c);
-#pragma omp simd
-    for (int64_t l = 0; l < n; ++l) {
-      const Real v = load_as_compute(column[l]);
-      if constexpr (Loss::kMarked == Marked::kLargest) marked[l] = v > max[l] ? this_class : marked[l];
-      if constexpr (kRival) target_logit[l] = label[l] == this_class ? v : target_logit[l];
-      max[l] = v > max[l] ? v : max[l];
+  const Reals minus_infinity = -std::numeric_limits<Real>::infinity() - Reals{}, lowest = tile.exp_zero - Reals{};
+  const Ints label = load_lanes<Ints>(tile.label + row);
+  const Int n_classes = static_cast<Int>(classes);
+  const Scalar* column = z + row;
+  Reals max = minus_infinity, rest{}, target_logit{};
+  [[maybe_unused]] Reals squares{}, rival = minus_infinity;
+  [[maybe_unused]] Ints marked = Ints{} + (kRival ? Int(kNoTarget) : Int(0));
+  Int first = 0;
+  if constexpr (Loss::kMarked == Marked::kNone) {
+    for (; first < n_classes - 1; first += 2, column += 2 * class_stride) {
+      const Reals v = load_lanes<Reals>(column), w = load_lanes<Reals>(column + class_stride);
+      max = v > max ? v : max;
+      max = w > max ? w : max;
     }
   }
-  for (int64_t c = 0; c < classes; ++c) {
-    const Scalar* column = z + c * class_stride + row;
-    prefetch(column + kTileRows);  // the same class of the next tile
-    const Int this_class = static_cast<Int>(c);
-#pragma omp simd
-    for (int64_t l = 0; l < n; ++l) {
-      const Real v = load_as_compute(column[l]);
-      const Real e = bounded_exponential(v - max[l]);
-      const bool is_target = label[l] == this_class;
-      if constexpr (Loss::kLargestIsLeftOut) {
-        const bool is_left_out = marked[l] == this_class;
-        rest[l] += is_left_out ? Real(0) : e;
-        if constexpr (Loss::kSquares) squares[l] += is_left_out ? Real(0) : e * e;
-      } else {
-        rest[l] += is_target ? Real(0) : e;
-      }
-      if constexpr (kRival) {
-        const bool is_rival = (v < target_logit[l]) & (v > rival[l]);
-        rival[l] = is_rival ? v : rival[l];
-        marked[l] = is_rival ? this_class : marked[l];
-      } else {
-        target_logit[l] = is_target ? v : target_logit[l];
-      }
+  for (Int c = first; c < n_classes; ++c, column += class_stride) {
+    const Reals v = load_lanes<Reals>(column);
+    if constexpr (Loss::kMarked == Marked::kLargest) marked = v > max ? Ints{} + c : marked;
+    if constexpr (kRival) target_logit = label == c ? v : target_logit;
+    max = v > max ? v : max;
+  }
+  column = z + row;
+  Ints this_class{};
+#pragma GCC unroll 2
+  for (Int c = 0; c < n_classes; ++c, column += class_stride, this_class += 1) {
+    if constexpr (!kTurned) prefetch(column + kTileRows);  // the same class of the next tile
+    const Reals v = load_lanes<Reals>(column);
+    const Reals x = v - max;
+    const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
+    const auto is_other = label != this_class;
+    const auto counts = Loss::kLargestIsLeftOut ? marked != this_class : is_other;
+    const Reals scale = counts ? e.scale : Reals{};
+    rest += e.mantissa * scale;
+    if constexpr (Loss::kSquares) squares += (e.mantissa * scale) * (e.mantissa * scale);
+    if constexpr (kRival) {
+      // One comparison at a time: of two joined by & gcc makes one for each lane.
+      const Reals lower = v < target_logit ? v : minus_infinity;
+      marked = lower > rival ? this_class : marked;
+      rival = lower > rival ? lower : rival;
+    } else {
+      target_logit = is_other ? target_logit : v;
     }
   }
-#pragma omp simd
-  for (int64_t l = 0; l < n; ++l) {
-    tile.max[row + l] = max[l];
-    tile.rest[row + l] = rest[l];
-    tile.target_logit[row + l] = target_logit[l];
-    if constexpr (Loss::kSquares) tile.squares[row + l] = squares[l];
-    if constexpr (Loss::kMarked != Marked::kNone) tile.marked[row + l] = marked[l];
-    if constexpr (kRival) tile.gap[row + l] = rival[l] - target_logit[l];
-  }
+  store_lanes(max, tile.max + row);
+  store_lanes(rest, tile.rest + row);
+  store_lanes(target_logit, tile.target_logit + row);
+  if constexpr (Loss::kSquares) store_lanes(squares, tile.squares + row);
+  if constexpr (Loss::kMarked != Marked::kNone) store_lanes(marked, tile.marked + row);
+  if constexpr (kRival) store_lanes(rival - target_logit, tile.gap + row);
 }
 
-template <typename Loss, typename Scalar>
-FK_VECTOR_CLONES void sums_of_columns(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
-                                      Tile<compute_t<Scalar>>& tile) {
-  constexpr int64_t n = kColumnLanes;
-  if (n_rows < n) {
-    for (int64_t r = 0; r < n_rows; ++r) sums_of_lanes<Loss, 1>(z, class_stride, classes, r, tile);
-    return;
+// kTurned: a tile that was made of rows, all of it in the cache.
+template <typename Loss, bool kTurned>
+struct SumsOfColumns {
+  template <int64_t bytes, typename Scalar>
+  static FK_HOST_DEVICE void run(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
+                                 Tile<compute_t<Scalar>>& tile) {
+    constexpr int64_t n = kLanesOf<bytes, Scalar>;
+    if (n_rows < n) {
+      for (int64_t r = 0; r < n_rows; ++r) sums_of_lanes<Loss, 1, kTurned>(z, class_stride, classes, r, tile);
+      return;
+    }
+    for (int64_t r = 0; r < n_rows; r += n) {
+      sums_of_lanes<Loss, n, kTurned>(z, class_stride, classes, std::min(r, n_rows - n), tile);
+    }
   }
-  for (int64_t r = 0; r < n_rows; r += n) {
-    sums_of_lanes<Loss, n>(z, class_stride, classes, std::min(r, n_rows - n), tile);
-  }
-}
+};
 
-template <typename Loss, int64_t n, typename Scalar>
+template <typename Loss, int64_t n, bool kTurned, typename Scalar>
 FK_HOST_DEVICE void grad_of_lanes(const Scalar* z, int64_t class_stride, int64_t classes, int64_t row,
                                   const Tile<compute_t<Scalar>>& tile, Scalar* grad, int64_t grad_class_stride) {
   using Real = compute_t<Scalar>;
   using Int = label_int<Real>;
-  Real max[n], factor[n], target_slope[n], scale[n];
-  [[maybe_unused]] Real square_factor[n], marked_slope[n];
-  [[maybe_unused]] Int marked[n];
-  Int label[n];
-#pragma omp simd
-  for (int64_t l = 0; l < n; ++l) {
-    max[l] = tile.max[row + l];
-    factor[l] = tile.factor[row + l];
-    target_slope[l] = tile.target_slope[row + l];
-    scale[l] = tile.scale[row + l];
-    label[l] = tile.label[row + l];
-    if constexpr (Loss::kSquares) square_factor[l] = tile.square_factor[row + l];
-    if constexpr (Loss::kMarked != Marked::kNone) {
-      marked[l] = tile.marked[row + l];
-      marked_slope[l] = tile.marked_slope[row + l];
-    }
+  using Reals = lanes_t<Real, n>;
+  using Ints = lanes_t<Int, n>;
+  const Reals lowest = tile.exp_zero - Reals{};
+  const Reals max = load_lanes<Reals>(tile.max + row), factor = load_lanes<Reals>(tile.factor + row);
+  const Reals target_slope = load_lanes<Reals>(tile.target_slope + row);
+  const Ints label = load_lanes<Ints>(tile.label + row);
+  [[maybe_unused]] Reals square_factor, marked_slope;
+  [[maybe_unused]] Ints marked;
+  if constexpr (Loss::kSquares) square_factor = load_lanes<Reals>(tile.square_factor + row);
+  if constexpr (Loss::kMarked != Marked::kNone) {
+    marked = load_lanes<Ints>(tile.marked + row);
+    marked_slope = load_lanes<Reals>(tile.marked_slope + row);
   }
-  for (int64_t c = 0; c < classes; ++c) {
-    const Scalar* column = z + c * class_stride + row;
-    Scalar* grad_column = grad + c * grad_class_stride + row;
-    prefetch(column + kTileRows);
-    prefetch(grad_column + kTileRows);
-    const Int this_class = static_cast<Int>(c);
-#pragma omp simd
-    for (int64_t l = 0; l < n; ++l) {
-      const Real e = bounded_exponential(load_as_compute(column[l]) - max[l]);
-      Real other = e * (Loss::kSquares ? factor[l] + e * square_factor[l] : factor[l]);
-      if constexpr (Loss::kMarked != Marked::kNone) other = marked[l] == this_class ? marked_slope[l] : other;
-      const Real slope = label[l] == this_class ? target_slope[l] : other;
-      grad_column[l] = Store<Scalar>::from_compute(scale[l] == Real(0) ? Real(0) : slope);
+  const Scalar* column = z + row;
+  Scalar* grad_column = grad + row;
+  const Int n_classes = static_cast<Int>(classes);
+  Ints this_class{};
+#pragma GCC unroll 2
+  for (Int c = 0; c < n_classes; ++c, column += class_stride, grad_column += grad_class_stride, this_class += 1) {
+    if constexpr (!kTurned) {
+      prefetch(column + kTileRows);
+      prefetch(grad_column + kTileRows);
     }
+    const Reals x = load_lanes<Reals>(column) - max;
+    const ScaledExponential<Reals> e = scaled_exponential(x > lowest ? x : lowest);  // as in a row
+    Reals slope = e.mantissa * e.scale;
+    if constexpr (Loss::kSquares) {
+      slope *= factor + slope * square_factor;
+    } else {
+      slope *= factor;
+    }
+    if constexpr (Loss::kMarked != Marked::kNone) slope = marked == this_class ? marked_slope : slope;
+    slope = label == this_class ? target_slope : slope;
+    store_lanes(slope, grad_column);
   }
 }
 
-template <typename Loss, typename Scalar>
-FK_VECTOR_CLONES void grad_of_columns(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
-                                      const Tile<compute_t<Scalar>>& tile, Scalar* grad, int64_t grad_class_stride) {
-  constexpr int64_t n = kColumnLanes;
-  if (n_rows < n) {
-    for (int64_t r = 0; r < n_rows; ++r) {
-      grad_of_lanes<Loss, 1>(z, class_stride, classes, r, tile, grad, grad_class_stride);
+template <typename Loss, bool kTurned>
+struct GradOfColumns {
+  template <int64_t bytes, typename Scalar>
+  static FK_HOST_DEVICE void run(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
+                                 const Tile<compute_t<Scalar>>& tile, Scalar* grad, int64_t grad_class_stride) {
+    constexpr int64_t n = kLanesOf<bytes, Scalar>;
+    if (n_rows < n) {
+      for (int64_t r = 0; r < n_rows; ++r) {
+        grad_of_lanes<Loss, 1, kTurned>(z, class_stride, classes, r, tile, grad, grad_class_stride);
+      }
+      return;
     }
-    return;
+    for (int64_t r = 0; r < n_rows; r += n) {
+      grad_of_lanes<Loss, n, kTurned>(z, class_stride, classes, std::min(r, n_rows - n), tile, grad, grad_class_stride);
+    }
   }
-  for (int64_t r = 0; r < n_rows; r += n) {
-    grad_of_lanes<Loss, n>(z, class_stride, classes, std::min(r, n_rows - n), tile, grad, grad_class_stride);
-  }
-}
+};
 
 // ---- from sums to loss and slope, a tile of rows at a time ---------------------------------------------------------
 
@@ -510,22 +641,23 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
     const Real z_minus_max = tile.target_logit[r] - tile.max[r];
     if constexpr (Loss::kLargestIsLeftOut) {
       // The largest class adds exactly 1. m - m is NaN for an infinite m, which the sum over the others would not show.
-      const Real log_s = log_one_plus(tile.rest[r]) + (tile.max[r] - tile.max[r]);
+      const Real log_s = log_of_unit_sum(Real(1), tile.rest[r]) + (tile.max[r] - tile.max[r]);
       tile.log_s[r] = log_s;
       tile.log_p[r] = z_minus_max - log_s;
       tile.log_u[r] = 0;
-      if constexpr (Loss::kSquares) tile.squares[r] *= exponential(Real(-2) * log_s);
+      if constexpr (Loss::kSquares) tile.squares[r] *= bounded_exponential(Real(-2) * log_s);
       continue;
     }
     // If the target is the largest class its own term is exactly 1, and the sum is 1 + rest without rounding.
-    const Real log_s = log_one_plus(tile.rest[r] + (exponential(z_minus_max) - Real(1)));
-    const Real log_p = z_minus_max - log_s;
+    const Real e = bounded_exponential(z_minus_max);
+    const Real rest = tile.rest[r], all_but_one = rest + (e - Real(1));
+    const Real log_s = log_of_unit_sum(Real(1), all_but_one);
     // The target's u = rest / S; as p -> 0 it approaches 1, and only log(1 - p) keeps its digits.
     const bool is_top = z_minus_max == Real(0);
-    const Real p = exponential(log_p);
-    const Real log_rest_or_u = log_of_sum(is_top ? tile.rest[r] : Real(1), is_top ? Real(0) : -p);
+    const Real p = e / (Real(1) + all_but_one);
+    const Real log_rest_or_u = log_of_unit_sum(is_top ? rest : Real(1), is_top ? Real(0) : -p);
     tile.log_s[r] = log_s;
-    tile.log_p[r] = log_p;
+    tile.log_p[r] = z_minus_max - log_s;
     tile.log_u[r] = log_rest_or_u - (is_top ? log_s : Real(0));
   }
 }
@@ -597,20 +729,18 @@ void look_up_gamma(const Real* log_p, int64_t n, const Real* edges, const Real* 
 
 // Whether any row of a tile needs the formula of the inverse focal loss, which would otherwise be computed in vain.
 template <typename Real>
-FK_HOST_DEVICE bool any_inverse(int64_t n_rows, const Tile<Real>& tile) {
+FK_HOST_DEVICE bool any_inverse(int64_t n_rows, bool one_gamma, const Tile<Real>& tile) {
+  if (one_gamma) return tile.gamma[0] < Real(0);
   label_int<Real> any = 0;
 #pragma omp simd reduction(| : any)
   for (int64_t r = 0; r < n_rows; ++r) any |= tile.gamma[r] < Real(0) ? 1 : 0;
   return any != 0;
 }
 
+// Without the logarithms and squares.
 template <typename Loss, typename Real>
 FK_HOST_DEVICE RowNumbers<Real> numbers_of(const Tile<Real>& tile, int64_t r, Real epsilon, bool detached) {
   RowNumbers<Real> row;
-  row.log_s = tile.log_s[r];
-  row.log_p = tile.log_p[r];
-  row.log_u = Loss::kLargestIsLeftOut ? Real(0) : tile.log_u[r];
-  row.squares = Loss::kSquares ? tile.squares[r] : Real(0);
   row.gap = Loss::kMarked == Marked::kRival ? tile.gap[r] : Real(0);
   row.target_is_marked = Loss::kMarked != Marked::kNone && tile.label[r] == tile.marked[r];
   row.gamma = tile.gamma[r];
@@ -627,13 +757,20 @@ FK_HOST_DEVICE void finish_loss_of(int64_t n_rows, Real epsilon, Tile<Real>& til
 #pragma omp simd reduction(+ : loss_sum, weight_sum)
   for (int64_t r = 0; r < n_rows; ++r) {
     const bool ignored = tile.label[r] == kNoTarget;
-    const Real loss = Loss::template loss<kEverInverse>(numbers_of<Loss>(tile, r, epsilon, false)) * tile.weight[r];
-    tile.loss[r] = ignored ? Real(0) : loss;
-    loss_sum += static_cast<double>(tile.loss[r]);
-    weight_sum += static_cast<double>(tile.weight[r]);
-    saved[r] = ignored ? Real(0) : tile.max[r];
-    saved[rows + r] = ignored ? Real(0) : tile.log_s[r];
-    saved[2 * rows + r] = ignored ? Real(0) : (Loss::kSquares ? tile.squares[r] : tile.log_u[r]);
+    const Real weight = tile.weight[r], max = tile.max[r];
+    RowNumbers<Real> row = numbers_of<Loss>(tile, r, epsilon, false);
+    row.log_s = tile.log_s[r];
+    row.log_p = tile.log_p[r];
+    row.log_u = tile.log_u[r];
+    row.squares = Loss::kSquares ? tile.squares[r] : Real(0);
+    const Real loss_of_row = Loss::template loss<kEverInverse>(row) * weight;
+    const Real loss = ignored ? Real(0) : loss_of_row;
+    tile.loss[r] = loss;
+    loss_sum += static_cast<double>(loss);
+    weight_sum += static_cast<double>(weight);
+    saved[r] = ignored ? Real(0) : max;
+    saved[rows + r] = ignored ? Real(0) : row.log_s;
+    saved[2 * rows + r] = ignored ? Real(0) : (Loss::kSquares ? row.squares : row.log_u);
     if constexpr (Loss::kMarked != Marked::kNone) {
       saved[3 * rows + r] = class_as_number(ignored ? label_int<Real>(kNoTarget) : tile.marked[r]);
     }
@@ -643,60 +780,100 @@ FK_HOST_DEVICE void finish_loss_of(int64_t n_rows, Real epsilon, Tile<Real>& til
 }
 
 template <typename Loss, typename Real>
-FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Real epsilon, Tile<Real>& tile, Real* saved, int64_t rows,
-                                  FocalLossSums* sums) {
-  if (Loss::kHasInverse && any_inverse(n_rows, tile)) {
+FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Real epsilon, bool one_gamma, Tile<Real>& tile, Real* saved,
+                                  int64_t rows, FocalLossSums* sums) {
+  if (Loss::kHasInverse && any_inverse(n_rows, one_gamma, tile)) {
     finish_loss_of<Loss, Loss::kHasInverse>(n_rows, epsilon, tile, saved, rows, sums);
   } else {
     finish_loss_of<Loss, false>(n_rows, epsilon, tile, saved, rows, sums);
   }
 }
 
-// On entry `scale` holds the upstream gradient.
-template <typename Loss, bool kEverInverse, typename Real>
-FK_HOST_DEVICE void finish_slope_of(int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
+template <typename Real>
+FK_VECTOR_CLONES void log_p_of_targets(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) tile.log_p[r] = (tile.target_logit[r] - saved[r]) - saved[rows + r];
+}
+
+template <typename Loss, bool kEverInverse, bool kGradGamma, typename Real>
+FK_HOST_DEVICE void finish_slope_of(const Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
+                                    int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
+  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    const RowSlope<Real> slope =
-        Loss::template slope<kEverInverse>(numbers_of<Loss>(tile, r, epsilon, detached > Real(0)));
-    const Real upstream = tile.scale[r] * tile.weight[r];
+    const Real max = saved[r], log_s = saved[rows + r], third = saved[2 * rows + r];
+    RowNumbers<Real> row = numbers_of<Loss>(tile, r, epsilon, detached > Real(0));
+    row.log_s = log_s;
+    row.log_p = (tile.target_logit[r] - max) - log_s;
+    row.log_u = Loss::kLargestIsLeftOut ? Real(0) : third;
+    row.squares = Loss::kSquares ? third : Real(0);
+    const RowSlope<Real> slope = Loss::template slope<kEverInverse>(row);
     const bool ignored = tile.label[r] == kNoTarget;
-    const Real per_sum = exponential(-tile.log_s[r]);
-    tile.scale[r] = ignored ? Real(0) : upstream;
-    tile.factor[r] = upstream * slope.factor * per_sum;
-    tile.target_slope[r] = upstream * slope.at_target;
-    tile.grad_gamma[r] = ignored ? Real(0) : upstream * slope.grad_gamma;
-    if constexpr (Loss::kSquares) tile.square_factor[r] = upstream * slope.square * (per_sum * per_sum);
-    if constexpr (Loss::kMarked != Marked::kNone) tile.marked_slope[r] = upstream * slope.at_marked;
+    const Real upstream = tile.upstream[r] * tile.weight[r];
+    const Real scale = ignored ? Real(0) : upstream;
+    // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
+    const bool is_zero = scale == Real(0);
+    const Real per_sum = bounded_exponential(-log_s);
+    const Real factor = upstream * slope.factor * per_sum, target_slope = upstream * slope.at_target;
+    tile.max[r] = is_zero ? kInfinity : max;
+    tile.factor[r] = is_zero ? Real(0) : factor;
+    tile.target_slope[r] = is_zero ? Real(0) : target_slope;
+    if constexpr (kGradGamma) tile.grad_gamma[r] = ignored ? Real(0) : upstream * slope.grad_gamma;
+    if constexpr (Loss::kSquares) {
+      const Real square = upstream * slope.square * (per_sum * per_sum);
+      tile.square_factor[r] = is_zero ? Real(0) : square;
+    }
+    if constexpr (Loss::kMarked != Marked::kNone) {
+      const Real marked_slope = upstream * slope.at_marked;
+      tile.marked_slope[r] = is_zero ? Real(0) : marked_slope;
+    }
   }
 }
 
-template <typename Loss, typename Real>
-FK_VECTOR_CLONES void finish_slope(int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
-  if (Loss::kHasInverse && any_inverse(n_rows, tile)) {
-    finish_slope_of<Loss, Loss::kHasInverse>(n_rows, epsilon, detach_modulation, tile);
+template <typename Loss, bool kGradGamma, typename Real>
+FK_VECTOR_CLONES void finish_slope(const Real* saved, int64_t rows, int64_t n_rows, Real epsilon,
+                                   bool detach_modulation, bool one_gamma, Tile<Real>& tile) {
+  if (Loss::kHasInverse && any_inverse(n_rows, one_gamma, tile)) {
+    finish_slope_of<Loss, Loss::kHasInverse, kGradGamma>(saved, rows, n_rows, epsilon, detach_modulation, tile);
   } else {
-    finish_slope_of<Loss, false>(n_rows, epsilon, detach_modulation, tile);
+    finish_slope_of<Loss, false, kGradGamma>(saved, rows, n_rows, epsilon, detach_modulation, tile);
   }
+}
+
+// Returns whether any label is neither in range nor the ignored one.
+template <typename Label, typename Int, typename Real>
+FK_HOST_DEVICE bool read_labels(const void* labels, int64_t row_begin, int64_t n_rows, int64_t classes,
+                                int64_t ignore_index, Int* found, Real* weight) {
+  const Label* given = static_cast<const Label*>(labels) + row_begin;
+  int64_t wrong = 0;
+#pragma omp simd reduction(| : wrong)
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const int64_t label = given[r];
+    const bool in_range = static_cast<uint64_t>(label) < static_cast<uint64_t>(classes);
+    const bool kept = label != ignore_index;
+    wrong |= !in_range & kept ? 1 : 0;
+    found[r] = in_range & kept ? static_cast<Int>(label) : Int(kNoTarget);
+    weight[r] = in_range & kept ? Real(1) : Real(0);
+  }
+  return wrong != 0;
 }
 
 // Labels, class weights and gammas of a tile. Returns the first row whose label is out of range, or -1.
 template <typename Scalar>
 FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                                    Tile<compute_t<Scalar>>& tile) {
-  using Real = compute_t<Scalar>;
-  const int64_t classes = args.classes, ignore_index = args.ignore_index;
-  int64_t label[kTileRows];
-  for (int64_t r = 0; r < n_rows; ++r) label[r] = args.labels[row_begin + r];
-  int64_t wrong = 0;
-#pragma omp simd reduction(| : wrong)
-  for (int64_t r = 0; r < n_rows; ++r) {
-    const bool in_range = (label[r] >= 0) & (label[r] < classes);
-    const bool kept = label[r] != ignore_index;
-    wrong |= !in_range & kept ? 1 : 0;
-    tile.label[r] = in_range & kept ? static_cast<label_int<Real>>(label[r]) : label_int<Real>(kNoTarget);
-    tile.weight[r] = in_range & kept ? Real(1) : Real(0);
+  const Labels& labels = args.labels;
+  bool wrong;
+  if (labels.type == Labels::Type::kInt64) {
+    wrong =
+        read_labels<int64_t>(labels.data, row_begin, n_rows, args.classes, args.ignore_index, tile.label, tile.weight);
+  } else if (labels.type == Labels::Type::kInt32) {
+    wrong =
+        read_labels<int32_t>(labels.data, row_begin, n_rows, args.classes, args.ignore_index, tile.label, tile.weight);
+  } else {
+    wrong =
+        read_labels<uint8_t>(labels.data, row_begin, n_rows, args.classes, args.ignore_index, tile.label, tile.weight);
   }
   if (args.class_weight) {
     for (int64_t r = 0; r < n_rows; ++r) {
@@ -705,13 +882,11 @@ FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t ro
   }
   if (args.gamma && !args.edges) {
     for (int64_t r = 0; r < n_rows; ++r) tile.gamma[r] = args.gamma[(row_begin + r) * args.gamma_stride];
-  } else {
-    std::fill_n(tile.gamma, n_rows, args.gamma_value);
   }
   if (!wrong) return -1;
-  int64_t r = 0;
-  while ((label[r] >= 0 && label[r] < classes) || label[r] == ignore_index) ++r;
-  return row_begin + r;
+  int64_t row = row_begin;
+  while ((labels[row] >= 0 && labels[row] < args.classes) || labels[row] == args.ignore_index) ++row;
+  return row;
 }
 
 // How many rows of a tile can be handled together: for columns, those that are adjacent in memory.
@@ -776,6 +951,7 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
   const bool few_classes = !columns && args.classes <= kFewClasses;
   alignas(64) Real transposed[kFewClasses * kTileRows];
   Tile<Real> tile;
+  if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);
   FocalLossSums sums{0, 0, -1};
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);
@@ -785,64 +961,56 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
       return sums;
     }
     if (columns) {
-      sums_of_columns<Loss>(args.logits + args.layout.row_offset(row), args.layout.class_stride, args.classes, n, tile);
+      run_in_widest<SumsOfColumns<Loss, false>>(args.logits + args.layout.row_offset(row), args.layout.class_stride,
+                                                args.classes, n, tile);
     } else if (few_classes) {
       gather_tile(args, row, n, transposed);
-      sums_of_columns<Loss>(transposed, kTileRows, args.classes, n, tile);
+      run_in_widest<SumsOfColumns<Loss, true>>(transposed, kTileRows, args.classes, n, tile);
     } else {
-      sums_of_rows<Loss>(args, row, n, tile);
+      if (args.classes > kBlock) {
+        sums_of_long_rows<Loss>(args, row, n, tile);
+      } else {
+        run_in_widest<SumsOfRows<Loss>>(args, row, n, tile);
+      }
       if constexpr (Loss::kMarked == Marked::kRival) read_gaps<Loss>(args.logits, args.layout, row, n, tile);
     }
     finish_sums<Loss>(n, tile);
     if (args.edges) look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
-    finish_loss<Loss>(n, args.epsilon, tile, args.saved + row, args.rows, &sums);
+    finish_loss<Loss>(n, args.epsilon, !args.gamma, tile, args.saved + row, args.rows, &sums);
     if (args.row_loss) std::copy(tile.loss, tile.loss + n, args.row_loss + row);
   }
   return sums;
 }
 
 // The logit of each row's target among columns of logits.
-template <typename Real>
-FK_VECTOR_CLONES void target_of_columns(const Real* z /* [classes, kTileRows] */, int64_t classes, int64_t n_rows,
-                                        Tile<Real>& tile) {
-  for (int64_t begin = 0; begin < n_rows; begin += kColumnLanes) {
-    Real found[kColumnLanes] = {};
-    label_int<Real> label[kColumnLanes];
-#pragma omp simd
-    for (int64_t l = 0; l < kColumnLanes; ++l) label[l] = tile.label[begin + l];
-    const Real* column = z + begin;
-    for (label_int<Real> c = 0; c < classes; ++c, column += kTileRows) {
-#pragma omp simd
-      for (int64_t l = 0; l < kColumnLanes; ++l) {
-        found[l] = label[l] == c ? column[l] : found[l];
+struct TargetOfColumns {
+  template <int64_t bytes, typename Real>
+  static FK_HOST_DEVICE void run(const Real* z /* [classes, kTileRows] */, int64_t classes, int64_t n_rows,
+                                 Tile<Real>& tile) {
+    using Int = label_int<Real>;
+    constexpr int64_t n = kLanesOf<bytes, Real>;
+    for (int64_t row = 0; row < n_rows; row += n) {
+      using Reals = lanes_t<Real, n>;
+      const auto label = load_lanes<lanes_t<Int, n>>(tile.label + row);
+      const Real* column = z + row;
+      Reals found{};
+      lanes_t<Int, n> this_class{};
+      const Int n_classes = static_cast<Int>(classes);
+#pragma GCC unroll 2
+      for (Int c = 0; c < n_classes; ++c, column += kTileRows, this_class += 1) {
+        found = label == this_class ? load_lanes<Reals>(column) : found;
       }
+      store_lanes(found, tile.target_logit + row);
     }
-#pragma omp simd
-    for (int64_t l = 0; l < kColumnLanes; ++l) tile.target_logit[begin + l] = found[l];
   }
-}
+};
 
-template <typename Real>
-FK_VECTOR_CLONES void log_p_of_targets(int64_t n_rows, Tile<Real>& tile) {
-#pragma omp simd
-  for (int64_t r = 0; r < n_rows; ++r) tile.log_p[r] = (tile.target_logit[r] - tile.max[r]) - tile.log_s[r];
-}
-
-// The numbers of a tile that the forward pass saved, and the upstream gradient into `scale`. The target's logit comes
-// from `transposed`, if the logits were brought there.
+// The logits of the targets and the upstream gradient. The former come from `transposed`, if they were brought there.
 template <typename Loss, typename Scalar>
-void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                const compute_t<Scalar>* transposed, Tile<compute_t<Scalar>>& tile) {
-  using Real = compute_t<Scalar>;
-  const Real* saved = args.saved + row_begin;
-  std::copy(saved, saved + n_rows, tile.max);
-  std::copy(saved + args.rows, saved + args.rows + n_rows, tile.log_s);
-  std::copy(saved + 2 * args.rows, saved + 2 * args.rows + n_rows, Loss::kSquares ? tile.squares : tile.log_u);
-  if constexpr (Loss::kMarked != Marked::kNone) {
-    for (int64_t r = 0; r < n_rows; ++r) tile.marked[r] = number_as_class(saved[3 * args.rows + r]);
-  }
+void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                    const compute_t<Scalar>* transposed, Tile<compute_t<Scalar>>& tile) {
   if (transposed && args.classes <= kFewClasses) {
-    target_of_columns(transposed, args.classes, n_rows, tile);
+    run_in_widest<TargetOfColumns>(transposed, args.classes, n_rows, tile);
   } else {
     RowCursor row(args.layout, row_begin);
     for (int64_t r = 0; r < n_rows; ++r, row.next()) {
@@ -850,14 +1018,14 @@ void read_saved(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_
       tile.target_logit[r] = load_as_compute(args.logits[row.offset() + target * args.layout.class_stride]);
     }
   }
-  if constexpr (Loss::kMarked == Marked::kRival) read_gaps<Loss>(args.logits, args.layout, row_begin, n_rows, tile);
-  const Real divisor = args.divisor ? *args.divisor : Real(1);
-  if (args.grad_stride == 0) {
-    std::fill_n(tile.scale, n_rows, args.grad_loss[0] / divisor);
-  } else {
-    for (int64_t r = 0; r < n_rows; ++r) tile.scale[r] = args.grad_loss[(row_begin + r) * args.grad_stride] / divisor;
+  if constexpr (Loss::kMarked != Marked::kNone) {
+    const auto* marked = args.saved + 3 * args.rows + row_begin;
+    for (int64_t r = 0; r < n_rows; ++r) tile.marked[r] = number_as_class(marked[r]);
   }
-  log_p_of_targets(n_rows, tile);
+  if constexpr (Loss::kMarked == Marked::kRival) read_gaps<Loss>(args.logits, args.layout, row_begin, n_rows, tile);
+  if (args.grad_stride == 0) return;
+  const compute_t<Scalar> divisor = args.divisor ? *args.divisor : compute_t<Scalar>(1);
+  for (int64_t r = 0; r < n_rows; ++r) tile.upstream[r] = args.grad_loss[(row_begin + r) * args.grad_stride] / divisor;
 }
 
 template <typename Loss, typename Scalar>
@@ -874,23 +1042,37 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
   Real* transposed = large ? large.get() : small;
   Real* grad_transposed = transposed + args.classes * kTileRows;
   Tile<Real> tile;
+  if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);
+  if (args.grad_stride == 0) {
+    std::fill_n(tile.upstream, kTileRows, args.grad_loss[0] / (args.divisor ? *args.divisor : Real(1)));
+  }
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);
     read_rows(args, row, n, tile);
     const bool through_tile = args.grad_logits && !columns && !rows;
     if (through_tile) gather_tile(args, row, n, transposed);
-    read_saved<Loss>(args, row, n, through_tile ? transposed : nullptr, tile);
-    if (args.edges) look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
-    finish_slope<Loss>(n, args.epsilon, args.detach_modulation, tile);
-    if (args.grad_gamma) std::copy(tile.grad_gamma, tile.grad_gamma + n, args.grad_gamma + row);
+    read_for_slope<Loss>(args, row, n, through_tile ? transposed : nullptr, tile);
+    const Real* saved = args.saved + row;
+    if (args.edges) {
+      log_p_of_targets(saved, args.rows, n, tile);
+      look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
+    }
+    if (args.grad_gamma) {
+      finish_slope<Loss, true>(saved, args.rows, n, args.epsilon, args.detach_modulation, !args.gamma, tile);
+      std::copy(tile.grad_gamma, tile.grad_gamma + n, args.grad_gamma + row);
+    } else {
+      finish_slope<Loss, false>(saved, args.rows, n, args.epsilon, args.detach_modulation, !args.gamma, tile);
+    }
     if (!args.grad_logits) continue;
     if (columns) {
-      grad_of_columns<Loss>(args.logits + args.layout.row_offset(row), args.layout.class_stride, args.classes, n, tile,
-                            args.grad_logits + args.grad_layout.row_offset(row), args.grad_layout.class_stride);
+      run_in_widest<GradOfColumns<Loss, false>>(
+          args.logits + args.layout.row_offset(row), args.layout.class_stride, args.classes, n, tile,
+          args.grad_logits + args.grad_layout.row_offset(row), args.grad_layout.class_stride);
     } else if (rows) {
-      grad_of_rows<Loss>(args, row, n, tile);
+      run_in_widest<GradOfRows<Loss>>(args, row, n, tile);
     } else {
-      grad_of_columns<Loss>(transposed, kTileRows, args.classes, n, tile, grad_transposed, kTileRows);
+      run_in_widest<GradOfColumns<Loss, true>>(transposed, kTileRows, args.classes, n, tile, grad_transposed,
+                                               kTileRows);
       scatter_tile(args, row, n, grad_transposed);
     }
   }
@@ -924,22 +1106,28 @@ struct SoftRow {
   Real* slope;   // a_i
   int64_t top;   // first largest class
   Real weight;   // of the row, where it has one
+  Real exp_zero = kExpZero<Real>;
 };
 
-template <typename Real>
-FK_VECTOR_CLONES void soft_sums(int64_t classes, SoftRow<Real>& row, Real* max, Real* log_s, Real* log_u_top) {
-  const Real m = max_of(row.z, row.padded);
-  row.top = 0;
-  while (row.top + 1 < classes && row.z[row.top] != m) ++row.top;
-  double rest = 0;
-  for (int64_t begin = 0; begin < row.padded; begin += kBlock) {
-    rest += sum_exp_except<false>(row.z + begin, std::min(kBlock, row.padded - begin), m, row.top - begin).first;
+struct SoftSums {
+  template <int64_t bytes, typename Real>
+  static FK_HOST_DEVICE void run(int64_t classes, SoftRow<Real>& row, Real* max, Real* log_s, Real* log_u_top) {
+    constexpr int64_t n = kLanesOf<bytes, Real>;
+    const Real m = max_of<n>(row.z, row.padded);
+    row.top = 0;
+    while (row.top + 1 < classes && row.z[row.top] != m) ++row.top;
+    double rest = 0;
+    for (int64_t begin = 0; begin < row.padded; begin += kBlock) {
+      rest += sum_exp_except<n, false>(row.z + begin, std::min(kBlock, row.padded - begin), m, row.top - begin,
+                                       row.exp_zero)
+                  .first;
+    }
+    *max = m;
+    // m - m is NaN for an infinite m, which the sum over the other classes would not show.
+    *log_s = log_one_plus(static_cast<Real>(rest)) + (m - m);
+    *log_u_top = logarithm(static_cast<Real>(rest)) - *log_s;
   }
-  *max = m;
-  // m - m is NaN for an infinite m, which the sum over the other classes would not show.
-  *log_s = log_one_plus(static_cast<Real>(rest)) + (m - m);
-  *log_u_top = logarithm(static_cast<Real>(rest)) - *log_s;
-}
+};
 
 template <typename Real>
 FK_VECTOR_CLONES void soft_pieces(int64_t classes, Real max, Real log_s, Real log_u_top, SoftRow<Real>& row) {
@@ -1066,7 +1254,7 @@ FocalLossSums forward_soft(const FocalLossForward<Scalar>& args, int64_t row_beg
       return sums;
     }
     if (!ignored) {
-      soft_sums(args.classes, row, &max, &log_s, &log_u_top);
+      run_in_widest<SoftSums>(args.classes, row, &max, &log_s, &log_u_top);
       soft_pieces(args.classes, max, log_s, log_u_top, row);
       if (args.edges) look_up_gamma(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
       loss = row.weight * soft_loss<Loss>(args.classes, args.epsilon, row);

@@ -58,20 +58,23 @@ FK_AVX512 inline __attribute__((always_inline)) void turn_quarters(__m512i (&v)[
 // Register i holds four words of the rows i, i + 4, i + 8 and i + 12.
 template <typename Scalar>
 FK_AVX512 inline __attribute__((always_inline)) void load_rows(const Scalar* in, int64_t stride, __m512i (&v)[4]) {
-  for (int64_t i = 0; i < 4; ++i, in += stride) {
+  const auto* third = in + 12 * stride;
+  for (int64_t i = 0; i < 4; ++i, in += stride, third += stride) {
     v[i] = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
     v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 4 * stride)), 1);
     v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 8 * stride)), 2);
-    v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 12 * stride)), 3);
+    v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(third)), 3);
   }
 }
 template <typename Scalar>
 FK_AVX512 inline __attribute__((always_inline)) void store_rows(const __m512i (&v)[4], Scalar* out, int64_t stride) {
-  for (int64_t i = 0; i < 4; ++i, out += stride) {
+  auto* third = out + 12 * stride;
+  for (int64_t i = 0; i < 4; ++i, out += stride, third += stride) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(v[i]));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 4 * stride), _mm512_extracti32x4_epi32(v[i], 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8 * stride), _mm512_extracti32x4_epi32(v[i], 2));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 12 * stride), _mm512_extracti32x4_epi32(v[i], 3));
+    // Of 64-bit words, because gcc stores only these in the instruction that extracts them.
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 4 * stride), _mm512_extracti64x2_epi64(v[i], 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8 * stride), _mm512_extracti64x2_epi64(v[i], 2));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(third), _mm512_extracti64x2_epi64(v[i], 3));
   }
 }
 
@@ -117,16 +120,22 @@ constexpr int64_t kWideRows = 16;
 template <typename Scalar>
 constexpr int64_t kWideClasses = 16 / sizeof(Scalar);  // of four words
 
+// The last words of a row and the last rows overlap their neighbours.
 template <int64_t kStride, typename Scalar>
 FK_AVX512 void wide_to_columns(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t classes, float* out) {
-  for (int64_t r = 0; r < n_rows; r += kWideRows) {
-    const int64_t row = std::min(r, n_rows - kWideRows);
-    for (int64_t c = 0; c < classes; c += kWideClasses<Scalar>) {
-      const int64_t column = std::min(c, classes - kWideClasses<Scalar>);
+  constexpr int64_t width = kWideClasses<Scalar>;
+  for (int64_t c = 0; c < classes; c += width) {
+    const int64_t column = std::min(c, classes - width);
+    const Scalar* from = in + column;
+    float* to = out + column * kStride;
+    for (int64_t left = n_rows; left > 0; left -= kWideRows, from += kWideRows * in_stride, to += kWideRows) {
+      if (left < kWideRows) {
+        from += (left - kWideRows) * in_stride;
+        to += left - kWideRows;
+      }
       __m512i v[4];
-      load_rows(in + row * in_stride + column, in_stride, v);
+      load_rows(from, in_stride, v);
       turn_quarters(v);
-      float* to = out + column * kStride + row;
       for (int64_t i = 0; i < 4; ++i) {
         if constexpr (sizeof(Scalar) == sizeof(float)) {
           _mm512_storeu_si512(to + i * kStride, v[i]);
@@ -143,11 +152,16 @@ FK_AVX512 void wide_to_columns(const Scalar* in, int64_t in_stride, int64_t n_ro
 
 template <int64_t kStride, typename Scalar>
 FK_AVX512 void wide_to_rows(const float* in, int64_t n_rows, int64_t classes, Scalar* out, int64_t out_stride) {
-  for (int64_t r = 0; r < n_rows; r += kWideRows) {
-    const int64_t row = std::min(r, n_rows - kWideRows);
-    for (int64_t c = 0; c < classes; c += kWideClasses<Scalar>) {
-      const int64_t column = std::min(c, classes - kWideClasses<Scalar>);
-      const float* from = in + column * kStride + row;
+  constexpr int64_t width = kWideClasses<Scalar>;
+  for (int64_t c = 0; c < classes; c += width) {
+    const int64_t column = std::min(c, classes - width);
+    const float* from = in + column * kStride;
+    Scalar* to = out + column;
+    for (int64_t left = n_rows; left > 0; left -= kWideRows, from += kWideRows, to += kWideRows * out_stride) {
+      if (left < kWideRows) {
+        from += left - kWideRows;
+        to += (left - kWideRows) * out_stride;
+      }
       __m512i v[4];
       for (int64_t i = 0; i < 4; ++i) {
         if constexpr (sizeof(Scalar) == sizeof(float)) {
@@ -158,7 +172,7 @@ FK_AVX512 void wide_to_rows(const float* in, int64_t n_rows, int64_t classes, Sc
         }
       }
       turn_quarters(v);
-      store_rows(v, out + row * out_stride + column, out_stride);
+      store_rows(v, to, out_stride);
     }
   }
 }

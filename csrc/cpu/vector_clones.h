@@ -4,6 +4,9 @@
 //
 // What no loop says (shuffles between rows) is written for AVX-512 by hand, beside a loop for all others: a function
 // marked FK_AVX512 is called where has_avx512() says so, and is there where FK_HAS_AVX512_CODE is defined.
+//
+// What is written in vectors of the compiler (gnu::vector_size) rather than in loops has to know how wide they are:
+// run_in_widest<Body>(arguments...) calls Body::run<bytes>(arguments...) for the widest that the machine has.
 #pragma once
 
 #include <cstdlib>  // defines __GLIBC__
@@ -11,6 +14,7 @@
 // musl has no ifunc, and clang spells the architectures differently.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
 #define FK_VECTOR_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#define FK_AVX2 __attribute__((target("arch=x86-64-v3")))
 #define FK_AVX512 __attribute__((target("arch=x86-64-v4")))
 #define FK_HAS_AVX512_CODE
 // g++ 12 takes the undefined registers in this header for a fault.
@@ -32,6 +36,30 @@ inline bool has_avx512() {
 #else
   return false;
 #endif
+}
+
+#ifdef FK_HAS_AVX512_CODE
+inline bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+}
+
+template <typename Body, typename... Arguments>
+FK_AVX512 void run_in_64_bytes(Arguments&... arguments) {
+  Body::template run<64>(arguments...);
+}
+template <typename Body, typename... Arguments>
+FK_AVX2 void run_in_32_bytes(Arguments&... arguments) {
+  Body::template run<32>(arguments...);
+}
+#endif
+
+template <typename Body, typename... Arguments>
+void run_in_widest(Arguments&&... arguments) {
+#ifdef FK_HAS_AVX512_CODE
+  if (has_avx512()) return run_in_64_bytes<Body>(arguments...);
+  if (has_avx2()) return run_in_32_bytes<Body>(arguments...);
+#endif
+  Body::template run<16>(arguments...);
 }
 
 }  // namespace focalkern::cpu

@@ -1,0 +1,102 @@
+// Elementary functions for the loops over rows: as in math/portable.h, for narrower domains in fewer instructions, and
+// the exponential for vectors of numbers (gnu::vector_size), too.
+#pragma once
+
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#include "math/portable.h"
+
+// g++ warns that vectors would be returned otherwise where the processor has wider ones. What takes them is inlined.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+namespace focalkern::cpu {
+namespace {
+
+// What a vector has in each lane, and what its bits are. A number is one lane.
+template <typename Real, bool = std::is_floating_point_v<Real>>
+struct Lane {
+  using type = Real;
+  using Bits = std::make_unsigned_t<typename detail::Format<Real>::Int>;
+};
+template <typename Vector>
+struct Lane<Vector, false> {
+  using type = std::remove_reference_t<decltype(std::declval<Vector&>()[0])>;
+  using Bits = decltype(std::declval<Vector>() < std::declval<Vector>());
+};
+
+// The x from which on down e^x is 0 in a sum of numbers around 1: the power of two in it has the biased exponent 0.
+template <typename Real>
+constexpr Real kExpZero = sizeof(Real) == sizeof(float) ? -88 : -709;
+
+template <typename Real>
+struct ScaledExponential {
+  Real mantissa;  // in [sqrt(1/2), sqrt(2)]
+  Real scale;     // a power of two, or 0
+};
+
+// e^x in two factors, of a number or a vector. For x from kExpZero, where the scale is 0, to below 88; any numbers for
+// other x, and a NaN mantissa for NaN. A little above kExpZero e^x is a denormal number.
+template <typename Real>
+FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
+  using Number = typename Lane<Real>::type;
+  using F = detail::Format<Number>;
+  using Bits = typename Lane<Real>::Bits;
+  constexpr Number kOne = 1;
+  // As bounded_exponential: the bias of 2^n is in the low bits beside n, and the shift alone makes 2^n of them.
+  const Real shifted = x * F::kLog2e + F::kRoundToBiased;
+  const Real n = shifted - F::kRoundToBiased;
+  const Real r = (x - n * F::kLn2Hi) - n * F::kLn2Lo;
+  Bits bits;
+  __builtin_memcpy(&bits, &shifted, sizeof(bits));
+  bits <<= F::kMantissaBits;
+  Real scale;
+  __builtin_memcpy(&scale, &bits, sizeof(scale));
+  // The polynomial of detail::exp_tail.
+  Real q;
+  if constexpr (sizeof(Number) == sizeof(float)) {
+    q = 1.3926251e-3f * r + 8.3632329e-3f;
+    q = q * r + 4.1666554e-2f;
+    q = q * r + 1.6666577e-1f;
+    q = q * r + 0.5f;
+  } else {
+    q = 2.5100472505694996e-8 * r + 2.7620201591031549e-7;
+    q = q * r + 2.7557268976905696e-6;
+    q = q * r + 2.4801521057868205e-5;
+    q = q * r + 1.9841269863171556e-4;
+    q = q * r + 1.3888888917367081e-3;
+    q = q * r + 8.3333333333300382e-3;
+    q = q * r + 4.1666666666623821e-2;
+    q = q * r + 1.6666666666666667e-1;
+    q = q * r + 0.5;
+  }
+  return {kOne + r * (kOne + r * q), scale};
+}
+
+// log(a + b) where a is 1 or b is 0: one call that is log in some lanes and log1p in others, with one division. For
+// sums below 2^126; -inf at 0, and NaN stays NaN. Denormal and negative sums are not expected.
+template <typename Real>
+FK_HOST_DEVICE Real log_of_unit_sum(Real a, Real b) {
+  using F = detail::Format<Real>;
+  using Int = typename F::Int;
+  using Bits = std::make_unsigned_t<Int>;  // whose differences and shifts wrap
+  constexpr Bits kSqrtHalf = sizeof(Real) == 4 ? Bits(0x3f3504f3) : Bits(0x3fe6a09e667f3bcd);
+  const Real sum = a + b;
+  const Int exponent = static_cast<Int>(bit_cast<Bits>(sum) - kSqrtHalf) >> F::kMantissaBits;
+  const Bits shift = static_cast<Bits>(exponent) << F::kMantissaBits;
+  const Real scale = bit_cast<Real>(static_cast<Bits>(bit_cast<Bits>(Real(1)) - shift));  // 2^-exponent
+  // As detail::log_of_normal with m - 1 = f, of which rounding the sum has taken nothing: products and difference are
+  // exact, so that one rounding is left.
+  const Real f = b * scale + (a * scale - Real(1));
+  const Real n = bit_cast<Real>(static_cast<Int>(exponent + bit_cast<Int>(F::kRoundToInt))) - F::kRoundToInt;
+  const Real s = f / (Real(2) + f);
+  const Real w = s * s;
+  const Real half_square = Real(0.5) * f * f;
+  const Real tail = s * (half_square + w * detail::log_tail(w)) + n * F::kLn2Lo;
+  const Real result = n * F::kLn2Hi + (f - (half_square - tail));
+  return sum == Real(0) ? -std::numeric_limits<Real>::infinity() : result;
+}
+
+}  // namespace
+}  // namespace focalkern::cpu
