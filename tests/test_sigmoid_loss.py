@@ -142,6 +142,29 @@ def test_finite_at_every_logit(device, dtype, name):
             assert grads(loss, x)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("share", [0.0, 0.5])  # hard targets, and a soft one that makes all others soft, too
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_slopes_at_enormous_logits(device, dtype, share, sign):
+    """A probability of 0 times any logit is 0, up to half of the largest number."""
+    sizes = torch.tensor([1e4, 1e30, 1e36, 1e37, 1e38, 1.6e38], dtype=dtype, device=device)
+    if dtype == torch.float64:
+        sizes = sizes**8
+    x = leaf(sign * torch.cat([sizes, sizes]))
+    t = torch.zeros_like(x)
+    t[6:] = 1
+    t[0] = share
+    # Where sigmoid(x) is 0 or 1, the distance to the target is the share on the other side, and the loss is linear.
+    distance = 1 - t if sign > 0 else t
+    for function, expected in (
+        (lambda: fk.sigmoid_focal_loss(x, t, 2.0, 0.25), (0.25 * t + 0.75 * (1 - t)) * distance**3),
+        (lambda: fk.quality_focal_loss(x, t, 2.0), distance**3),
+        (lambda: fk.asymmetric_loss(x, t, 4.0, 1.0, 0.0), distance),
+    ):
+        (slope,) = grads(function(), x)
+        assert_close(slope, sign * expected.double())
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 0x7FC00000), (torch.float64, 0x7FF8000000000000)])
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 2.0, 7.0])
 def test_every_nan_stays_nan(dtype, bits, gamma):

@@ -96,8 +96,7 @@ FK_HOST_DEVICE float reciprocal_of_sum(float y) {
 #endif
 }
 
-// e^-x for x >= 0. Where that is below the smallest normal number, it is about that number: as small beside anything
-// that it is added to, and cheaper than 0 would be.
+// e^-x for x >= 0; 0 below the smallest normal number, also in products with an enormous x.
 template <typename Real>
 FK_HOST_DEVICE Real exponential_of_minus(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -105,13 +104,15 @@ FK_HOST_DEVICE Real exponential_of_minus(Real x) {
 #else
   constexpr Real kMost = -detail::Format<Real>::kExpMin;
   const auto reduced = detail::reduce_exponent(-(kMost < x ? kMost : x));  // NaN stays NaN
-  return detail::exp_of_reduced(reduced.r) * detail::power_of_two<Real>(reduced.n);
+  const Real e = detail::exp_of_reduced(reduced.r) * detail::power_of_two<Real>(reduced.n);
+  return kMost < x ? Real(0) : e;
 #endif
 }
 
-// The same in fewer operations, for a caller that looks after NaN itself: here it becomes any number. The bits of
-// numbers that are not negative have their order, and 2^n is added to the exponent's. In float to a relative 2^-23 and
-// x 2^-26: the fraction of -x / ln 2 is the remainder of a fused product. (A processor without one: x 2^-24.)
+// The same in fewer operations, for a caller that looks after NaN itself: here it becomes any number. Below the
+// smallest normal number it is about that number: as small beside anything that it is added to, and cheaper than 0. The
+// bits of numbers that are not negative have their order, and 2^n is added to the exponent's. In float to a relative
+// 2^-23 and x 2^-26: the fraction of -x / ln 2 is the remainder of a fused product. (A processor without one: x 2^-24.)
 template <typename Real>
 FK_HOST_DEVICE Real exponential_of_minus_number(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -250,7 +251,7 @@ struct FocalElement {
   static FK_HOST_DEVICE SigmoidTerms<Real> hard_terms(Real x, Real t, const SigmoidParameters<Real, Power>& with) {
     const bool is_one = t > Real(0);
     const Real s = is_one ? -x : x;
-    const LogitPieces<Real> z = logit_pieces<false>(s);  // b is NaN where s is, and with it everything
+    const LogitPieces<Real> z = logit_pieces(s);
     // Where the logit agrees with the target, u = e r may underflow; its logarithm does not.
     const Real excess = s > Real(0) ? s : s - s;  // 0, but NaN for NaN
     const Real u = z.r * (z.positive ? Real(1) : z.e), p = z.r * (z.positive ? z.e : Real(1));
@@ -271,7 +272,9 @@ struct FocalElement {
     const Real log_u = (positive ? Real(0) : s) - z.log1p_e;
     const Real b = (positive ? s : Real(0)) + z.log1p_e;
     const Real factor = weight * gamma(u, log_u);
-    return {factor * b, factor * (u + gamma.exponent * p * b)};
+    // There p is as good as 0; its product with the largest logits would not be.
+    constexpr Real kMost = Real(1e4);
+    return {factor * b, factor * (u + gamma.exponent * p * (b > kMost ? kMost : b))};
   }
 #endif
 
