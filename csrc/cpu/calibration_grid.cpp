@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/lanes.h"
 #include "cpu/vector_clones.h"
 #include "kernels.h"
 #include "math/focal.h"
@@ -489,25 +490,14 @@ void write_confidences(const Real* __restrict in, int64_t in_stride, int64_t n_r
   if constexpr (sizeof(Real) == sizeof(float)) {
     // By squares of four, which fit any vector unit.
     using Four [[gnu::vector_size(16)]] = float;
-    using Pick [[gnu::vector_size(16)]] = int32_t;
     if (n_rows == kSamples) {
       for (int64_t t = 0; t < n_lanes; t += 4) {
         for (int64_t i = 0; i < kSamples; i += 4) {
-          Four a, b, c, d;
-          std::memcpy(&a, in + i * in_stride + t, sizeof(a));
-          std::memcpy(&b, in + (i + 1) * in_stride + t, sizeof(b));
-          std::memcpy(&c, in + (i + 2) * in_stride + t, sizeof(c));
-          std::memcpy(&d, in + (i + 3) * in_stride + t, sizeof(d));
-          const Four ab_low = __builtin_shuffle(a, b, Pick{0, 4, 1, 5}),
-                     ab_high = __builtin_shuffle(a, b, Pick{2, 6, 3, 7});
-          const Four cd_low = __builtin_shuffle(c, d, Pick{0, 4, 1, 5}),
-                     cd_high = __builtin_shuffle(c, d, Pick{2, 6, 3, 7});
-          const Four column[4] = {__builtin_shuffle(ab_low, cd_low, Pick{0, 1, 4, 5}),
-                                  __builtin_shuffle(ab_low, cd_low, Pick{2, 3, 6, 7}),
-                                  __builtin_shuffle(ab_high, cd_high, Pick{0, 1, 4, 5}),
-                                  __builtin_shuffle(ab_high, cd_high, Pick{2, 3, 6, 7})};
+          Four v[4];
+          for (int64_t j = 0; j < 4; ++j) std::memcpy(&v[j], in + (i + j) * in_stride + t, sizeof(v[j]));
+          turn_four(v);
           for (int64_t j = 0; j < std::min<int64_t>(4, n_lanes - t); ++j) {
-            std::memcpy(out + (t + j) * out_stride + i, &column[j], sizeof(column[j]));
+            std::memcpy(out + (t + j) * out_stride + i, &v[j], sizeof(v[j]));
           }
         }
       }

@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "cpu/elementary.h"
+#include "cpu/lanes.h"
 #include "cpu/transpose.h"
 #include "cpu/vector_clones.h"
 #include "kernels.h"
@@ -32,6 +33,7 @@ constexpr int64_t kFewClasses = 32;      // up to here a transposed tile wastes 
 constexpr int64_t kBlock = 4096;         // logits of a row that are looked at twice while in the first-level cache
 constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
 constexpr int64_t kAhead = 1024;         // how many logits ahead a prefetch reaches along a row
+constexpr int64_t kPart = 32;            // vectors of a row that are added one after the other
 
 template <typename Real>
 using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so that comparisons stay in one vector
@@ -70,121 +72,6 @@ struct alignas(64) Tile {
 // The processor foresees a run of addresses, but not beyond a page, and not the many runs of a tile of columns. The
 // address may lie outside the tensor: a prefetch never faults.
 FK_HOST_DEVICE void prefetch(const void* address) { __builtin_prefetch(address); }
-
-// ---- lanes ---------------------------------------------------------------------------------------------------------
-
-// n numbers in one vector. Compilers keep it in a register, where they may give up on an array; wider than a register,
-// they keep it in memory.
-template <typename Number, int64_t n>
-struct Lanes {
-  using type [[gnu::vector_size(n * sizeof(Number))]] = Number;
-};
-template <typename Number, int64_t n>
-using lanes_t = typename Lanes<Number, n>::type;
-
-// How many numbers of the computation, or classes of a row, are in one vector of so many bytes.
-template <int64_t bytes, typename Scalar>
-constexpr int64_t kLanesOf = bytes / static_cast<int64_t>(sizeof(compute_t<Scalar>));
-
-// As load_as_compute and Store, in vectors. Comparisons are of floats: of integers that are not equal gcc makes one for
-// each lane.
-template <typename To, typename From>
-FK_HOST_DEVICE To lanes_cast(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(To));
-  return to;
-}
-
-template <typename Vector, typename Number>
-FK_HOST_DEVICE Vector load_lanes(const Number* from) {
-  using Lane = std::remove_reference_t<decltype(std::declval<Vector&>()[0])>;
-  constexpr int64_t n = sizeof(Vector) / sizeof(Lane);
-  if constexpr (std::is_same_v<Number, Lane>) {
-    Vector lanes;
-    std::memcpy(&lanes, from, sizeof(Vector));
-    return lanes;
-  } else {
-    lanes_t<uint16_t, n> halves;
-    std::memcpy(&halves, from, sizeof(halves));
-    using Words = lanes_t<uint32_t, n>;
-    const Words bits = __builtin_convertvector(halves, Words);
-    if constexpr (std::is_same_v<Number, BFloat16>) {
-      return lanes_cast<Vector>(bits << 16);
-    } else {
-      const Words magnitude = (bits & 0x7fffu) << 13;
-      const Vector small = lanes_cast<Vector>(magnitude), special = lanes_cast<Vector>(magnitude | 0x7f800000u);
-      const Vector least_special = bit_cast<float>(0x0f800000u) - Vector{};
-      const Vector positive = small < least_special ? small * 0x1p112f : special;
-      return lanes_cast<Vector>(lanes_cast<Words>(positive) | ((bits & 0x8000u) << 16));
-    }
-  }
-}
-
-template <typename Vector, typename Number>
-FK_HOST_DEVICE void store_lanes(const Vector& lanes, Number* to) {
-  using Lane = std::remove_cvref_t<decltype(lanes[0])>;
-  constexpr int64_t n = sizeof(Vector) / sizeof(Lane);
-  if constexpr (std::is_same_v<Number, Lane>) {
-    std::memcpy(to, &lanes, sizeof(Vector));
-  } else {
-    using Words = lanes_t<uint32_t, n>;
-    Words bits = lanes_cast<Words>(lanes);
-    if constexpr (std::is_same_v<Number, BFloat16>) {
-      bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-      bits = lanes == lanes ? bits : Words{} + 0x7fc0u;
-    } else {
-      const Words sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-      const Vector size = lanes_cast<Vector>(magnitude);
-      const Vector least_normal = 0x1p-14f - Vector{}, least_infinite = 65520.0f - Vector{};
-      const Words rounded = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
-      const Words normal = size < least_infinite ? rounded : Words{} + 0x7c00u;
-      const Words finite = size < least_normal ? lanes_cast<Words>(size + 0.5f) - 0x3f000000u : normal;
-      bits = (lanes == lanes ? finite : Words{} + 0x7e00u) | sign;
-    }
-    const auto halves = __builtin_convertvector(bits, lanes_t<uint16_t, n>);
-    std::memcpy(to, &halves, sizeof(halves));
-  }
-}
-
-template <typename Int>
-constexpr Int kFirst[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
-                            16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
-
-// The lanes folded in halves: one after the other they would wait for each other longer than a short row takes.
-template <typename Vector, typename Combine>
-FK_HOST_DEVICE auto fold_lanes(const Vector& lanes, Combine combine);
-
-template <typename Vector, typename Combine, size_t... index>
-FK_HOST_DEVICE auto fold_halves(const Vector& lanes, Combine combine, std::index_sequence<index...>) {
-  // Not through memory: gcc would keep `lanes` there all along.
-  const auto low = __builtin_shufflevector(lanes, lanes, index...);
-  const auto high = __builtin_shufflevector(lanes, lanes, (index + sizeof...(index))...);
-  return fold_lanes(combine(low, high), combine);
-}
-
-template <typename Vector, typename Combine>
-FK_HOST_DEVICE auto fold_lanes(const Vector& lanes, Combine combine) {
-  using Lane = std::remove_cvref_t<decltype(lanes[0])>;
-  constexpr size_t n = sizeof(Vector) / sizeof(Lane);
-  if constexpr (n == 2) {
-    return combine(Lane(lanes[0]), Lane(lanes[1]));
-  } else {
-    return fold_halves(lanes, combine, std::make_index_sequence<n / 2>());
-  }
-}
-struct Larger {
-  template <typename Vector>
-  FK_HOST_DEVICE Vector operator()(const Vector& a, const Vector& b) const {
-    return a > b ? a : b;
-  }
-};
-struct Sum {
-  template <typename Vector>
-  FK_HOST_DEVICE Vector operator()(const Vector& a, const Vector& b) const {
-    return a + b;
-  }
-};
 
 // ---- a row of adjacent classes -------------------------------------------------------------------------------------
 //
@@ -250,14 +137,22 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
   [[maybe_unused]] Reals squares{};
   Ints index = load_lanes<Ints>(kFirst<Int>);
   const Scalar* group = z;
+  for (const Scalar* end = z + whole; group != end;) {
+    // In parts, whose sums are added up: a long run of roundings would all go one way where logits are equal.
+    const Scalar* stop = end - group < kPart * n ? end : group + kPart * n;
+    Reals part{};
+    [[maybe_unused]] Reals part_squares{};
 #pragma GCC unroll 2
-  for (const Scalar* end = z + whole; group != end; group += n, index += static_cast<Int>(n)) {
-    prefetch(group + kBlock);  // for the next max_of, which has little to do but wait for memory
-    const Reals x = load_lanes<Reals>(group) - shifts;
-    const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
-    const Reals scale = index != skipped ? e.scale : Reals{};
-    sum += e.mantissa * scale;
-    if constexpr (kSquares) squares += (e.mantissa * scale) * (e.mantissa * scale);
+    for (; group != stop; group += n, index += static_cast<Int>(n)) {
+      prefetch(group + kBlock);  // for the next max_of, which has little to do but wait for memory
+      const Reals x = load_lanes<Reals>(group) - shifts;
+      const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
+      const Reals scale = index != skipped ? e.scale : Reals{};
+      part += e.mantissa * scale;
+      if constexpr (kSquares) part_squares += (e.mantissa * scale) * (e.mantissa * scale);
+    }
+    sum += part;
+    if constexpr (kSquares) squares += part_squares;
   }
   if (whole < classes) {
     const Reals x = load_lanes<Reals>(z + classes - n) - shifts;

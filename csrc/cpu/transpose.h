@@ -11,6 +11,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cpu/lanes.h"
 #include "cpu/vector_clones.h"
 #include "math/portable.h"
 
@@ -24,21 +25,14 @@ FK_HOST_DEVICE void transpose_by_four(const Scalar* in, int64_t in_stride, int64
                                       Scalar* out, int64_t out_stride) {
   using Int = std::conditional_t<sizeof(Scalar) == 2, int16_t, int32_t>;
   using Four [[gnu::vector_size(4 * sizeof(Scalar))]] = Int;
-  using Pick = Four;
   for (int64_t r = 0; r < n_rows; r += 4) {
     const int64_t row = std::min(r, n_rows - 4);
     for (int64_t c = 0; c < n_columns; c += 4) {
       const int64_t column = std::min(c, n_columns - 4);
       Four line[4];
       for (int64_t i = 0; i < 4; ++i) std::memcpy(&line[i], in + (row + i) * in_stride + column, sizeof(Four));
-      const Four low01 = __builtin_shuffle(line[0], line[1], Pick{0, 4, 1, 5});
-      const Four high01 = __builtin_shuffle(line[0], line[1], Pick{2, 6, 3, 7});
-      const Four low23 = __builtin_shuffle(line[2], line[3], Pick{0, 4, 1, 5});
-      const Four high23 = __builtin_shuffle(line[2], line[3], Pick{2, 6, 3, 7});
-      const Four turned[4] = {
-          __builtin_shuffle(low01, low23, Pick{0, 1, 4, 5}), __builtin_shuffle(low01, low23, Pick{2, 3, 6, 7}),
-          __builtin_shuffle(high01, high23, Pick{0, 1, 4, 5}), __builtin_shuffle(high01, high23, Pick{2, 3, 6, 7})};
-      for (int64_t i = 0; i < 4; ++i) std::memcpy(out + (column + i) * out_stride + row, &turned[i], sizeof(Four));
+      turn_four(line);
+      for (int64_t i = 0; i < 4; ++i) std::memcpy(out + (column + i) * out_stride + row, &line[i], sizeof(Four));
     }
   }
 }

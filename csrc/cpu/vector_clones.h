@@ -11,8 +11,9 @@
 
 #include <cstdlib>  // defines __GLIBC__
 
-// musl has no ifunc, and clang spells the architectures differently.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
+// musl has no ifunc, clang spells the architectures differently, and g++ before 12 chooses between none: there, a
+// kernel is compiled once, for the processor that the compiler's flags say.
+#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && defined(__GLIBC__)
 #define FK_VECTOR_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #define FK_AVX2 __attribute__((target("arch=x86-64-v3")))
 #define FK_AVX512 __attribute__((target("arch=x86-64-v4")))

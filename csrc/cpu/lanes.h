@@ -1,0 +1,179 @@
+// Vectors of numbers (gnu::vector_size): loads and stores that convert, shuffles, sums across.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "math/portable.h"
+
+// clang has only this one; g++ before 12 only the other.
+#if defined(__clang__) || __GNUC__ >= 12
+#define FK_HAS_SHUFFLEVECTOR
+#endif
+
+// g++ warns that vectors would be returned otherwise where the processor has wider ones. What takes them is inlined.
+#ifdef __GNUC__
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
+namespace focalkern::cpu {
+namespace {
+
+// n numbers in one vector. Compilers keep it in a register, where they may give up on an array; wider than a register,
+// they keep it in memory.
+template <typename Number, int64_t n>
+struct VectorOf {
+  using type [[gnu::vector_size(n * sizeof(Number))]] = Number;
+};
+template <typename Number, int64_t n>
+using lanes_t = typename VectorOf<Number, n>::type;
+
+// How many numbers of the computation, or classes of a row, are in one vector of so many bytes.
+template <int64_t bytes, typename Scalar>
+constexpr int64_t kLanesOf = bytes / static_cast<int64_t>(sizeof(compute_t<Scalar>));
+
+// As load_as_compute and Store, in vectors. Comparisons are of floats: of integers that are not equal gcc makes one for
+// each lane.
+template <typename To, typename From>
+FK_HOST_DEVICE To lanes_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// Squares of four numbers turned: an involution.
+template <typename Four>
+FK_HOST_DEVICE void turn_four(Four (&v)[4]) {
+#ifdef FK_HAS_SHUFFLEVECTOR
+  const Four low01 = __builtin_shufflevector(v[0], v[1], 0, 4, 1, 5);
+  const Four high01 = __builtin_shufflevector(v[0], v[1], 2, 6, 3, 7);
+  const Four low23 = __builtin_shufflevector(v[2], v[3], 0, 4, 1, 5);
+  const Four high23 = __builtin_shufflevector(v[2], v[3], 2, 6, 3, 7);
+  v[0] = __builtin_shufflevector(low01, low23, 0, 1, 4, 5);
+  v[1] = __builtin_shufflevector(low01, low23, 2, 3, 6, 7);
+  v[2] = __builtin_shufflevector(high01, high23, 0, 1, 4, 5);
+  v[3] = __builtin_shufflevector(high01, high23, 2, 3, 6, 7);
+#else
+  using Pick = decltype(v[0] < v[0]);
+  const Four low01 = __builtin_shuffle(v[0], v[1], Pick{0, 4, 1, 5});
+  const Four high01 = __builtin_shuffle(v[0], v[1], Pick{2, 6, 3, 7});
+  const Four low23 = __builtin_shuffle(v[2], v[3], Pick{0, 4, 1, 5});
+  const Four high23 = __builtin_shuffle(v[2], v[3], Pick{2, 6, 3, 7});
+  v[0] = __builtin_shuffle(low01, low23, Pick{0, 1, 4, 5});
+  v[1] = __builtin_shuffle(low01, low23, Pick{2, 3, 6, 7});
+  v[2] = __builtin_shuffle(high01, high23, Pick{0, 1, 4, 5});
+  v[3] = __builtin_shuffle(high01, high23, Pick{2, 3, 6, 7});
+#endif
+}
+
+// Each number as the upper half of a word. Widening and shifting takes several shuffles.
+template <typename Words, typename Halves, size_t... index>
+FK_HOST_DEVICE Words upper_halves(const Halves& halves, std::index_sequence<index...>) {
+#ifdef FK_HAS_SHUFFLEVECTOR
+  return lanes_cast<Words>(__builtin_shufflevector(halves, halves, (index / 2)...)) & 0xffff0000u;
+#else
+  return __builtin_convertvector(halves, Words) << 16;
+#endif
+}
+
+template <typename Vector, typename Number>
+FK_HOST_DEVICE Vector load_lanes(const Number* from) {
+  using Lane = std::remove_reference_t<decltype(std::declval<Vector&>()[0])>;
+  constexpr int64_t n = sizeof(Vector) / sizeof(Lane);
+  if constexpr (std::is_same_v<Number, Lane>) {
+    Vector lanes;
+    std::memcpy(&lanes, from, sizeof(Vector));
+    return lanes;
+  } else {
+    lanes_t<uint16_t, n> halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    using Words = lanes_t<uint32_t, n>;
+    if constexpr (std::is_same_v<Number, BFloat16>) {
+      return lanes_cast<Vector>(upper_halves<Words>(halves, std::make_index_sequence<2 * n>()));
+    } else {
+      const Words bits = __builtin_convertvector(halves, Words);
+      const Words magnitude = (bits & 0x7fffu) << 13;
+      const Vector small = lanes_cast<Vector>(magnitude), special = lanes_cast<Vector>(magnitude | 0x7f800000u);
+      const Vector least_special = bit_cast<float>(0x0f800000u) - Vector{};
+      const Vector positive = small < least_special ? small * 0x1p112f : special;
+      return lanes_cast<Vector>(lanes_cast<Words>(positive) | ((bits & 0x8000u) << 16));
+    }
+  }
+}
+
+template <typename Vector, typename Number>
+FK_HOST_DEVICE void store_lanes(const Vector& lanes, Number* to) {
+  using Lane = std::remove_cvref_t<decltype(lanes[0])>;
+  constexpr int64_t n = sizeof(Vector) / sizeof(Lane);
+  if constexpr (std::is_same_v<Number, Lane>) {
+    std::memcpy(to, &lanes, sizeof(Vector));
+  } else {
+    using Words = lanes_t<uint32_t, n>;
+    Words bits = lanes_cast<Words>(lanes);
+    if constexpr (std::is_same_v<Number, BFloat16>) {
+      bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+      bits = lanes == lanes ? bits : Words{} + 0x7fc0u;
+    } else {
+      const Words sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+      const Vector size = lanes_cast<Vector>(magnitude);
+      const Vector least_normal = 0x1p-14f - Vector{}, least_infinite = 65520.0f - Vector{};
+      const Words rounded = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+      const Words normal = size < least_infinite ? rounded : Words{} + 0x7c00u;
+      const Words finite = size < least_normal ? lanes_cast<Words>(size + 0.5f) - 0x3f000000u : normal;
+      bits = (lanes == lanes ? finite : Words{} + 0x7e00u) | sign;
+    }
+    const auto halves = __builtin_convertvector(bits, lanes_t<uint16_t, n>);
+    std::memcpy(to, &halves, sizeof(halves));
+  }
+}
+
+template <typename Int>
+constexpr Int kFirst[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                            16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+
+// The lanes folded in halves: one after the other they would wait for each other longer than a short row takes.
+template <typename Vector, typename Combine>
+FK_HOST_DEVICE auto fold_lanes(const Vector& lanes, Combine combine);
+
+template <typename Vector, typename Combine, size_t... index>
+FK_HOST_DEVICE auto fold_halves(const Vector& lanes, Combine combine, std::index_sequence<index...>) {
+#ifdef FK_HAS_SHUFFLEVECTOR  // not through memory: gcc would keep `lanes` there all along
+  const auto low = __builtin_shufflevector(lanes, lanes, index...);
+  const auto high = __builtin_shufflevector(lanes, lanes, (index + sizeof...(index))...);
+#else
+  lanes_t<std::remove_cvref_t<decltype(lanes[0])>, sizeof...(index)> low, high;
+  std::memcpy(&low, &lanes, sizeof(low));
+  std::memcpy(&high, reinterpret_cast<const char*>(&lanes) + sizeof(low), sizeof(high));
+#endif
+  return fold_lanes(combine(low, high), combine);
+}
+
+template <typename Vector, typename Combine>
+FK_HOST_DEVICE auto fold_lanes(const Vector& lanes, Combine combine) {
+  using Lane = std::remove_cvref_t<decltype(lanes[0])>;
+  constexpr size_t n = sizeof(Vector) / sizeof(Lane);
+  if constexpr (n == 2) {
+    return combine(Lane(lanes[0]), Lane(lanes[1]));
+  } else {
+    return fold_halves(lanes, combine, std::make_index_sequence<n / 2>());
+  }
+}
+struct Larger {
+  template <typename Vector>
+  FK_HOST_DEVICE Vector operator()(const Vector& a, const Vector& b) const {
+    return a > b ? a : b;
+  }
+};
+struct Sum {
+  template <typename Vector>
+  FK_HOST_DEVICE Vector operator()(const Vector& a, const Vector& b) const {
+    return a + b;
+  }
+};
+
+}  // namespace
+}  // namespace focalkern::cpu
