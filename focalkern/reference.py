@@ -432,6 +432,12 @@ def _of_share(share: Tensor, value: Tensor) -> Tensor:
     return share * value if share.requires_grad else torch.where(share == 0, 0.0, share * value)
 
 
+def _log_sigmoid(x: Tensor) -> Tensor:
+    """log sigmoid(x). Where that is 0 it has no slope: 0 times the slope of a loss that overflows would be NaN."""
+    zero = x > 1e4
+    return torch.where(zero, 0.0, torch.nn.functional.logsigmoid(torch.where(zero, 0.0, x)))
+
+
 def _power(log_base: Tensor, exponent: Tensor) -> Tensor:
     """base^exponent from log base, with 0^0 = 1, and without a slope where the base is 0."""
     nothing = log_base == -torch.inf
@@ -496,7 +502,7 @@ def sigmoid_focal_loss(
     """
     x, t, counts = _shares(input, target, ignore_index)
     rest = 1.0 - t
-    log_p, log_q = torch.nn.functional.logsigmoid(x), torch.nn.functional.logsigmoid(-x)
+    log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
     b = _of_share(t, -log_p) + _of_share(rest, -log_q)
     u = t * log_q.exp() + rest * log_p.exp()
     gamma = _number_tensor(gamma, x)
@@ -552,7 +558,7 @@ def asymmetric_loss(
         tensor([[0.0151, 0.0245, 0.0006]], dtype=torch.float64)
     """
     x, t, counts = _shares(input, target, ignore_index)
-    log_p, log_q = torch.nn.functional.logsigmoid(x), torch.nn.functional.logsigmoid(-x)
+    log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
     log_v, log_rest = log_p, log_q
     if margin > 0:
         v = log_p.exp() - margin
@@ -603,7 +609,7 @@ def quality_focal_loss(
     """
     x, t, counts = _shares(input, target, ignore_index)
     rest = 1.0 - t
-    log_p, log_q = torch.nn.functional.logsigmoid(x), torch.nn.functional.logsigmoid(-x)
+    log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
     b = _of_share(t, -log_p) + _of_share(rest, -log_q)
     # Of the two forms of the difference, that in which a hard target does not cancel.
     positive = x > 0
