@@ -74,28 +74,52 @@ FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
   return {kOne + r * (kOne + r * q), scale};
 }
 
-// log(a + b) where a is 1 or b is 0: one call that is log in some lanes and log1p in others, with one division. For
-// sums below 2^126; -inf at 0, and NaN stays NaN. Denormal and negative sums are not expected.
+// log(2^n (1 + f)) for 1 + f in [sqrt(1/2), sqrt(2)], in float without a division, to 8e-9 and the last rounding.
 template <typename Real>
-FK_HOST_DEVICE Real log_of_unit_sum(Real a, Real b) {
+FK_HOST_DEVICE Real log_of_parts(Real f, Real n) {
+  using F = detail::Format<Real>;
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    // (log(1 + f) - f + f^2 / 2) / f^3
+    float q = -7.6342300e-2f;
+    q = q * f + 1.2761469e-1f;
+    q = q * f - 1.3160233e-1f;
+    q = q * f + 1.4201777e-1f;
+    q = q * f - 1.6623354e-1f;
+    q = q * f + 2.0001227e-1f;
+    q = q * f - 2.5000823e-1f;
+    q = q * f + 3.3333331e-1f;
+    const float tail = (f * f) * (f * q - 0.5f) + n * F::kLn2Lo;
+    return n * F::kLn2Hi + (f + tail);
+  } else {
+    const Real s = f / (Real(2) + f);
+    const Real w = s * s;
+    const Real half_square = Real(0.5) * f * f;
+    const Real tail = s * (half_square + w * detail::log_tail(w)) + n * F::kLn2Lo;
+    return n * F::kLn2Hi + (f - (half_square - tail));
+  }
+}
+
+// log(a + b) for a >= |b| and a normal sum below 2^126, with what rounding the sum takes from it. NaN stays NaN.
+template <typename Real>
+FK_HOST_DEVICE Real log_of_sum(Real a, Real b) {
   using F = detail::Format<Real>;
   using Int = typename F::Int;
   using Bits = std::make_unsigned_t<Int>;  // whose differences and shifts wrap
   constexpr Bits kSqrtHalf = sizeof(Real) == 4 ? Bits(0x3f3504f3) : Bits(0x3fe6a09e667f3bcd);
-  const Real sum = a + b;
-  const Int exponent = static_cast<Int>(bit_cast<Bits>(sum) - kSqrtHalf) >> F::kMantissaBits;
+  const Int exponent = static_cast<Int>(bit_cast<Bits>(a + b) - kSqrtHalf) >> F::kMantissaBits;
   const Bits shift = static_cast<Bits>(exponent) << F::kMantissaBits;
   const Real scale = bit_cast<Real>(static_cast<Bits>(bit_cast<Bits>(Real(1)) - shift));  // 2^-exponent
-  // As detail::log_of_normal with m - 1 = f, of which rounding the sum has taken nothing: products and difference are
-  // exact, so that one rounding is left.
+  // As detail::log_of_normal with m - 1 = f: of a sum near 1 all products and differences are exact, but one.
   const Real f = b * scale + (a * scale - Real(1));
   const Real n = bit_cast<Real>(static_cast<Int>(exponent + bit_cast<Int>(F::kRoundToInt))) - F::kRoundToInt;
-  const Real s = f / (Real(2) + f);
-  const Real w = s * s;
-  const Real half_square = Real(0.5) * f * f;
-  const Real tail = s * (half_square + w * detail::log_tail(w)) + n * F::kLn2Lo;
-  const Real result = n * F::kLn2Hi + (f - (half_square - tail));
-  return sum == Real(0) ? -std::numeric_limits<Real>::infinity() : result;
+  return log_of_parts(f, n);
+}
+
+// The same where a is 1 or b is 0: one call that is log in some lanes and log1p in others. -inf at 0.
+template <typename Real>
+FK_HOST_DEVICE Real log_of_unit_sum(Real a, Real b) {
+  const Real result = log_of_sum(a, b);
+  return a + b == Real(0) ? -std::numeric_limits<Real>::infinity() : result;
 }
 
 }  // namespace

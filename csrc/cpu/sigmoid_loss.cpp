@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/asymmetric_loss.h"
 #include "cpu/vector_clones.h"
 #include "kernels.h"
 #include "math/sigmoid_loss.h"
@@ -645,6 +646,20 @@ class TileReader {
 
 // ---- the loops -----------------------------------------------------------------------------------------------------
 
+// A margin that is known to be there, or not, spares a loop one of two logarithms.
+template <bool kShifted>
+struct AsymmetricOfKnown {
+  static constexpr bool kHasMargin = kShifted;
+  template <bool kHard, typename Real, typename Power>
+  static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
+    return AsymmetricElement::terms_of<kHard>(x, share, with, kShifted);
+  }
+};
+
+template <typename Loss>
+constexpr bool kIsAsymmetric =
+    std::is_same_v<Loss, AsymmetricOfKnown<false>> || std::is_same_v<Loss, AsymmetricOfKnown<true>>;
+
 template <typename Loss, Targets kTargets, typename Power, typename Scalar>
 FK_HOST_DEVICE SigmoidTerms<compute_t<Scalar>> terms_with(const TileView<Scalar>& view, int64_t i, const Power& gamma,
                                                           const Power& gamma_positive, compute_t<Scalar> margin) {
@@ -669,6 +684,11 @@ FK_HOST_DEVICE LossAndSlope<compute_t<Scalar>> result_with(const TileView<Scalar
       const bool is_one = view.target[i] > Real(0);
       return FocalElement::against_zero(is_one ? -x : x, is_one ? one : zero, gamma);
     }
+  } else if constexpr (kIsAsymmetric<Loss> && kTargets != Targets::kSoft) {
+    const bool is_one = kTargets == Targets::kHard && view.target[i] > Real(0);
+    const LossAndSlope<Real> result =
+        hard_asymmetric_loss<Loss::kHasMargin>(load_as_compute(view.input[i]), is_one, margin, gamma, gamma_positive);
+    return {result.loss * view.scale[i], result.slope * view.scale[i]};
   } else {
     const SigmoidTerms<Real> terms = terms_with<Loss, kTargets>(view, i, gamma, gamma_positive, margin);
     return {terms.loss * view.scale[i], terms.slope * view.scale[i]};
@@ -804,19 +824,6 @@ FK_VECTOR_CLONES void slopes_loop(const TileView<Scalar>& tile, compute_t<Scalar
     slopes.second[i] = scale == Real(0) ? Real(0) : terms.slope_positive * scale;
   }
 }
-
-// A margin that is known to be there, or not, spares a loop one of two logarithms.
-template <bool kShifted>
-struct AsymmetricOfKnown {
-  template <bool kHard, typename Real, typename Power>
-  static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
-    return AsymmetricElement::terms_of<kHard>(x, share, with, kShifted);
-  }
-};
-
-template <typename Loss>
-constexpr bool kIsAsymmetric =
-    std::is_same_v<Loss, AsymmetricOfKnown<false>> || std::is_same_v<Loss, AsymmetricOfKnown<true>>;
 
 // Calls f with the formula of the loss; hard targets make the quality focal loss a focal loss.
 template <typename Scalar, typename Function>
