@@ -20,6 +20,7 @@
 
 #include "cpu/elementary.h"
 #include "cpu/lanes.h"
+#include "cpu/short_rows.h"
 #include "cpu/transpose.h"
 #include "cpu/vector_clones.h"
 #include "kernels.h"
@@ -900,13 +901,25 @@ struct TargetOfColumns {
   }
 };
 
-// The logits of the targets and the upstream gradient. The former come from `transposed`, if they were brought there.
+// The logits of the targets and the upstream gradient. The former come from `transposed`, if they were brought there,
+// or from short rows, if there is a distance between them.
 template <typename Loss, typename Scalar>
 void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                    const compute_t<Scalar>* transposed, Tile<compute_t<Scalar>>& tile) {
+                    const compute_t<Scalar>* transposed, [[maybe_unused]] int64_t short_row,
+                    Tile<compute_t<Scalar>>& tile) {
+  bool found = false;
+#ifdef FK_HAS_AVX512_CODE
+  if constexpr (std::is_same_v<Scalar, float>) {
+    found = short_row != 0 && !transposed;
+    if (found) {
+      const float* z = args.logits + args.layout.row_offset(row_begin);
+      short_row_targets(z, short_row, n_rows, tile.label, tile.target_logit);
+    }
+  }
+#endif
   if (transposed && args.classes <= kFewClasses) {
     run_in_widest<TargetOfColumns>(transposed, args.classes, n_rows, tile);
-  } else {
+  } else if (!found) {
     RowCursor row(args.layout, row_begin);
     for (int64_t r = 0; r < n_rows; ++r, row.next()) {
       const int64_t target = std::max<int64_t>(tile.label[r], 0);
@@ -921,6 +934,34 @@ void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, in
   if (args.grad_stride == 0) return;
   const compute_t<Scalar> divisor = args.divisor ? *args.divisor : compute_t<Scalar>(1);
   for (int64_t r = 0; r < n_rows; ++r) tile.upstream[r] = args.grad_loss[(row_begin + r) * args.grad_stride] / divisor;
+}
+
+// The distance between rows that cpu/short_rows.h takes, or 0 where it does not take them.
+template <typename Scalar>
+int64_t short_row_stride(const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows) {
+#ifdef FK_HAS_AVX512_CODE
+  if (std::is_same_v<Scalar, float> && classes >= kLeastOfShortRow && classes <= kMostOfShortRow && has_avx512()) {
+    const int64_t stride = matrix_stride<Scalar>(layout, classes, row_begin, n_rows);
+    return stride < kMostOfShortStride ? std::max<int64_t>(stride, 0) : 0;
+  }
+#endif
+  return 0;
+}
+
+template <typename Loss, typename Scalar>
+void grad_of_short_rows(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, int64_t stride,
+                        int64_t grad_stride, const Tile<compute_t<Scalar>>& tile) {
+#ifdef FK_HAS_AVX512_CODE
+  if constexpr (std::is_same_v<Scalar, float>) {
+    const float* z = args.logits + args.layout.row_offset(row_begin);
+    float* grad = args.grad_logits + args.grad_layout.row_offset(row_begin);
+    if (args.classes <= 16) {
+      short_row_grad<Loss, 1>(z, stride, args.classes, n_rows, tile, grad, grad_stride);
+    } else {
+      short_row_grad<Loss, 2>(z, stride, args.classes, n_rows, tile, grad, grad_stride);
+    }
+  }
+#endif
 }
 
 template <typename Loss, typename Scalar>
@@ -944,9 +985,12 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);
     read_rows(args, row, n, tile);
-    const bool through_tile = args.grad_logits && !columns && !rows;
+    const int64_t short_row = short_row_stride<Scalar>(args.layout, args.classes, row, n);
+    const int64_t short_grad_row = short_row_stride<Scalar>(args.grad_layout, args.classes, row, n);
+    const bool short_rows = short_row != 0 && short_grad_row != 0;
+    const bool through_tile = args.grad_logits && !columns && !rows && !short_rows;
     if (through_tile) gather_tile(args, row, n, transposed);
-    read_for_slope<Loss>(args, row, n, through_tile ? transposed : nullptr, tile);
+    read_for_slope<Loss>(args, row, n, through_tile ? transposed : nullptr, short_row, tile);
     const Real* saved = args.saved + row;
     if (args.edges) {
       log_p_of_targets(saved, args.rows, n, tile);
@@ -965,6 +1009,8 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
           args.grad_logits + args.grad_layout.row_offset(row), args.grad_layout.class_stride);
     } else if (rows) {
       run_in_widest<GradOfRows<Loss>>(args, row, n, tile);
+    } else if (short_rows) {
+      grad_of_short_rows<Loss>(args, row, n, short_row, short_grad_row, tile);
     } else {
       run_in_widest<GradOfColumns<Loss, true>>(transposed, kTileRows, args.classes, n, tile, grad_transposed,
                                                kTileRows);
