@@ -48,10 +48,9 @@ struct TileLabels {
 };
 
 // What the loops read: a buffer of the tile, or the user's memory.
-template <typename Scalar>
+template <typename Real>
 struct TileView {
-  using Real = compute_t<Scalar>;
-  const Scalar* input;
+  const Real* input;
   const Real* target;
   const Real* gamma;
   const Real* second;    // alpha, or gamma_positive
@@ -488,11 +487,12 @@ class TileReader {
     return args_.gamma.value == 2 ? Powers::kSquare : Powers::kSmall;
   }
 
-  TileView<Scalar> view(int64_t begin, int64_t end) {
+  // Without the logits, which a tile that is looked up needs as they are.
+  TileView<Real> view(int64_t begin, int64_t end) {
     const int64_t n = end - begin;
-    TileView<Scalar> view{};
+    TileView<Real> view{};
     flip_ones(false);
-    view.input = read_input(args_, begin, end, input_);
+    logits_ = read_input(args_, begin, end, raw_);
     view.gamma = read_or_number(args_.gamma, begin, end, gamma_);
     view.second = read_or_number(args_.second, begin, end, second_);
     view.negative = negative_;
@@ -530,12 +530,23 @@ class TileReader {
     return view;
   }
 
+  // The logits of the last view, and in the type of the computation.
+  const Scalar* logits() const { return logits_; }
+  const Real* input(int64_t n) {
+    if constexpr (std::is_same_v<Scalar, Real>) {
+      return logits_;
+    } else {
+      read_run(logits_, 1, n, input_);
+      return input_;
+    }
+  }
+
   const TileLabels& labels() const { return labels_; }
   bool computes_ones_again() const { return args_.loss_kind == SigmoidLoss::kAsymmetric; }
 
   // The ones of a tile of labels side by side, and the first of them again until the last vector is full.
   int64_t padded_ones() const { return (labels_.ones + 15) / 16 * 16; }
-  TileView<Scalar> ones(const TileView<Scalar>& tile) {
+  TileView<Real> ones(const TileView<Real>& tile) {
     if (!ones_) {
       ones_ = std::make_unique_for_overwrite<Ones>();
       std::fill_n(ones_->target, kTile, Real(1));
@@ -544,7 +555,7 @@ class TileReader {
       for (int64_t k = 0; k < padded_ones(); ++k) to[k] = from[labels_.one[k < labels_.ones ? k : 0]];
       return to;
     };
-    TileView<Scalar> view = tile;
+    TileView<Real> view = tile;
     view.targets = Targets::kHard;
     view.target_size = 0;
     view.input = gather(tile.input, ones_->input);
@@ -571,7 +582,7 @@ class TileReader {
   }
 
  private:
-  void read_target(int64_t begin, int64_t end, TileView<Scalar>* view) {
+  void read_target(int64_t begin, int64_t end, TileView<Real>* view) {
     const int64_t n = end - begin;
     view->target = read(args_.target, args_.space, begin, end, target_);
     bool known = false, hard = false;
@@ -627,11 +638,12 @@ class TileReader {
   bool are_flipped_ = false;  // the ones of labels_, in signs_ and zero_
   TileLabels labels_;
   struct Ones {
-    Scalar input[kTile];
-    Real target[kTile], gamma[kTile], second[kTile], scale[kTile], one[kTile];
+    Real input[kTile], target[kTile], gamma[kTile], second[kTile], scale[kTile], one[kTile];
   };
   std::unique_ptr<Ones> ones_;
-  alignas(64) Scalar input_[kTile];
+  const Scalar* logits_ = nullptr;
+  alignas(64) Scalar raw_[kTile];
+  alignas(64) Real input_[std::is_same_v<Scalar, Real> ? 1 : kTile];
   alignas(64) Real target_[kTile + (kRowGroup + 1) * kFewClasses];
   alignas(64) Real gamma_[kTile];
   alignas(64) Real second_[kTile];  // alpha, or gamma_positive
@@ -660,23 +672,21 @@ template <typename Loss>
 constexpr bool kIsAsymmetric =
     std::is_same_v<Loss, AsymmetricOfKnown<false>> || std::is_same_v<Loss, AsymmetricOfKnown<true>>;
 
-template <typename Loss, Targets kTargets, typename Power, typename Scalar>
-FK_HOST_DEVICE SigmoidTerms<compute_t<Scalar>> terms_with(const TileView<Scalar>& view, int64_t i, const Power& gamma,
-                                                          const Power& gamma_positive, compute_t<Scalar> margin) {
-  using Real = compute_t<Scalar>;
+template <typename Loss, Targets kTargets, typename Power, typename Real>
+FK_HOST_DEVICE SigmoidTerms<Real> terms_with(const TileView<Real>& view, int64_t i, const Power& gamma,
+                                             const Power& gamma_positive, Real margin) {
   const Real share = kTargets == Targets::kLabels ? Real(0) : view.target[i];
   return Loss::template terms<kTargets != Targets::kSoft>(
-      load_as_compute(view.input[i]), share,
+      view.input[i], share,
       SigmoidParameters<Real, Power>{gamma, gamma_positive, view.second[i], view.negative[i], margin});
 }
 
 // Loss and slope as they go into the results.
-template <typename Loss, Targets kTargets, typename Power, typename Scalar>
-FK_HOST_DEVICE LossAndSlope<compute_t<Scalar>> result_with(const TileView<Scalar>& view, int64_t i, const Power& gamma,
-                                                           const Power& gamma_positive, compute_t<Scalar> margin) {
-  using Real = compute_t<Scalar>;
+template <typename Loss, Targets kTargets, typename Power, typename Real>
+FK_HOST_DEVICE LossAndSlope<Real> result_with(const TileView<Real>& view, int64_t i, const Power& gamma,
+                                              const Power& gamma_positive, Real margin) {
   if constexpr (std::is_same_v<Loss, FocalElement> && kTargets != Targets::kSoft) {
-    const Real x = load_as_compute(view.input[i]), zero = view.zero[i];
+    const Real x = view.input[i], zero = view.zero[i];
     if constexpr (kTargets == Targets::kLabels) {
       return FocalElement::against_zero(x * view.sign[i], zero, gamma);
     } else {
@@ -687,7 +697,7 @@ FK_HOST_DEVICE LossAndSlope<compute_t<Scalar>> result_with(const TileView<Scalar
   } else if constexpr (kIsAsymmetric<Loss> && kTargets != Targets::kSoft) {
     const bool is_one = kTargets == Targets::kHard && view.target[i] > Real(0);
     const LossAndSlope<Real> result =
-        hard_asymmetric_loss<Loss::kHasMargin>(load_as_compute(view.input[i]), is_one, margin, gamma, gamma_positive);
+        hard_asymmetric_loss<Loss::kHasMargin>(view.input[i], is_one, margin, gamma, gamma_positive);
     return {result.loss * view.scale[i], result.slope * view.scale[i]};
   } else {
     const SigmoidTerms<Real> terms = terms_with<Loss, kTargets>(view, i, gamma, gamma_positive, margin);
@@ -695,12 +705,9 @@ FK_HOST_DEVICE LossAndSlope<compute_t<Scalar>> result_with(const TileView<Scalar
   }
 }
 
-template <typename Loss, Targets kTargets, Powers kPowers, typename Scalar>
-FK_HOST_DEVICE LossAndSlope<compute_t<Scalar>> result_at(const TileView<Scalar>& view, int64_t i,
-                                                         const SmallPower<compute_t<Scalar>>& gamma,
-                                                         const SmallPower<compute_t<Scalar>>& gamma_positive,
-                                                         compute_t<Scalar> margin) {
-  using Real = compute_t<Scalar>;
+template <typename Loss, Targets kTargets, Powers kPowers, typename Real>
+FK_HOST_DEVICE LossAndSlope<Real> result_at(const TileView<Real>& view, int64_t i, const SmallPower<Real>& gamma,
+                                            const SmallPower<Real>& gamma_positive, Real margin) {
   if constexpr (kPowers == Powers::kSquare) {
     const Square<Real> square;
     return result_with<Loss, kTargets>(view, i, square, square, margin);
@@ -719,11 +726,11 @@ FK_HOST_DEVICE void ask_ahead(const void* block, int64_t size_of_element) {
   for (int64_t i = 0; i < kBlock * size_of_element; i += 64) __builtin_prefetch(ahead + i);
 }
 
-template <typename Scalar>
-FK_HOST_DEVICE void ask_for_target(const TileView<Scalar>& view, int64_t first) {
+template <typename Real>
+FK_HOST_DEVICE void ask_for_target(const TileView<Real>& view, int64_t first) {
   const char* block = view.target_source + first * view.target_size;
-  if (view.target_size == static_cast<int64_t>(sizeof(Scalar))) {
-    ask_ahead(block, sizeof(Scalar));  // without a loop
+  if (view.target_size == static_cast<int64_t>(sizeof(Real))) {
+    ask_ahead(block, sizeof(Real));  // without a loop
   } else if (view.target_size > 0) {
     ask_ahead(block, view.target_size);
   }
@@ -743,17 +750,15 @@ FK_HOST_DEVICE void for_each_element(int64_t n, Ask ask, Function f) {
 }
 
 // Numbers of one width in one loop: the sum in double is another.
-template <typename Loss, Targets kTargets, Powers kPowers, typename Scalar>
-FK_VECTOR_CLONES void forward_loop(const TileView<Scalar>& tile, compute_t<Scalar> margin, int64_t n,
-                                   compute_t<Scalar>* loss) {
-  using Real = compute_t<Scalar>;
-  const TileView<Scalar> view = tile;
+template <typename Loss, Targets kTargets, Powers kPowers, typename Real>
+FK_VECTOR_CLONES void forward_loop(const TileView<Real>& tile, Real margin, int64_t n, Real* loss) {
+  const TileView<Real> view = tile;
   constexpr bool kSmall = kPowers == Powers::kSmall;
   const SmallPower<Real> gamma(kSmall ? view.gamma[0] : Real(0)), gamma_positive(kSmall ? view.second[0] : Real(0));
   for_each_element(
       n,
       [&](int64_t i) __attribute__((always_inline)) {
-        ask_ahead(view.input + i, sizeof(Scalar));
+        ask_ahead(view.input + i, sizeof(Real));
         if (kTargets != Targets::kLabels) ask_for_target(view, i);
       },
       [&](int64_t i) __attribute__((always_inline)) {
@@ -781,23 +786,20 @@ FK_VECTOR_CLONES double sum_of(const Real* loss, int64_t n) {
   return sum;
 }
 
-template <typename Loss, Targets kTargets, Powers kPowers, typename Scalar>
-FK_VECTOR_CLONES void backward_loop(const TileView<Scalar>& tile, compute_t<Scalar> margin, int64_t n,
-                                    Scalar* grad_input) {
-  using Real = compute_t<Scalar>;
-  const TileView<Scalar> view = tile;
+template <typename Loss, Targets kTargets, Powers kPowers, typename Real>
+FK_VECTOR_CLONES void backward_loop(const TileView<Real>& tile, Real margin, int64_t n, Real* grad_input) {
+  const TileView<Real> view = tile;
   constexpr bool kSmall = kPowers == Powers::kSmall;
   const SmallPower<Real> gamma(kSmall ? view.gamma[0] : Real(0)), gamma_positive(kSmall ? view.second[0] : Real(0));
   for_each_element(
       n,
       [&](int64_t i) __attribute__((always_inline)) {
-        ask_ahead(view.input + i, sizeof(Scalar));
+        ask_ahead(view.input + i, sizeof(Real));
         if (kTargets != Targets::kLabels) ask_for_target(view, i);
-        ask_ahead(grad_input + i, sizeof(Scalar));
+        ask_ahead(grad_input + i, sizeof(Real));
       },
       [&](int64_t i) __attribute__((always_inline)) {
-        const Real slope = result_at<Loss, kTargets, kPowers>(view, i, gamma, gamma_positive, margin).slope;
-        grad_input[i] = Store<Scalar>::from_compute(slope);
+        grad_input[i] = result_at<Loss, kTargets, kPowers>(view, i, gamma, gamma_positive, margin).slope;
       });
 }
 
@@ -809,11 +811,9 @@ struct Slopes {
   Real second[kTile];
 };
 
-template <typename Loss, typename Scalar>
-FK_VECTOR_CLONES void slopes_loop(const TileView<Scalar>& tile, compute_t<Scalar> margin, int64_t n,
-                                  Slopes<compute_t<Scalar>>& slopes) {
-  using Real = compute_t<Scalar>;
-  const TileView<Scalar> view = tile;
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void slopes_loop(const TileView<Real>& tile, Real margin, int64_t n, Slopes<Real>& slopes) {
+  const TileView<Real> view = tile;
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const AnyPower<Real> gamma{view.gamma[i]}, gamma_positive{view.second[i]};
@@ -854,8 +854,8 @@ void with_variant(Targets targets, Powers powers, Function f) {
 }
 
 template <typename Scalar>
-void forward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<Scalar>& view, Powers powers, int64_t n,
-                  compute_t<Scalar>* to) {
+void forward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<compute_t<Scalar>>& view, Powers powers,
+                  int64_t n, compute_t<Scalar>* to) {
   with_loss(args, view.targets != Targets::kSoft, [&](auto formula) {
     using Loss = decltype(formula);
     with_variant<Loss>(view.targets, powers, [&](auto targets, auto known) {
@@ -865,8 +865,8 @@ void forward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<Scalar>& v
 }
 
 template <typename Scalar>
-void backward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<Scalar>& view, Powers powers, int64_t n,
-                   Scalar* to) {
+void backward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<compute_t<Scalar>>& view, Powers powers,
+                   int64_t n, compute_t<Scalar>* to) {
   with_loss(args, view.targets != Targets::kSoft, [&](auto formula) {
     using Loss = decltype(formula);
     with_variant<Loss>(view.targets, powers, [&](auto targets, auto known) {
@@ -876,12 +876,13 @@ void backward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<Scalar>& 
 }
 
 // Computes a tile with compute(view, n, to); of the asymmetric loss again what the labels say is not background.
-template <typename Scalar, typename Result, typename Compute>
-void compute_tile(TileReader<Scalar>& reader, const TileView<Scalar>& view, int64_t n, Result* to, Compute compute) {
+template <typename Scalar, typename Compute>
+void compute_tile(TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>& view, int64_t n, compute_t<Scalar>* to,
+                  Compute compute) {
   compute(view, n, to);
   const TileLabels& labels = reader.labels();
   if (view.targets == Targets::kLabels && labels.ones > 0 && reader.computes_ones_again()) {
-    alignas(64) Result of_ones[kTile];
+    alignas(64) compute_t<Scalar> of_ones[kTile];
     compute(reader.ones(view), reader.padded_ones(), of_ones);
     for (int64_t k = 0; k < labels.ones; ++k) to[labels.one[k]] = of_ones[k];
   }
@@ -923,22 +924,22 @@ FK_AVX512 void look_up(const BFloat16* input, const float* target, const Result*
 }
 
 template <typename Result>
-void look_up_tile(const TileReader<BFloat16>& reader, const TileView<BFloat16>& view, const Result* every, int64_t n,
+void look_up_tile(const TileReader<BFloat16>& reader, const TileView<float>& view, const Result* every, int64_t n,
                   Result* to) {
-  if (view.targets == Targets::kHard) return look_up<true>(view.input, view.target, every, n, to);
-  look_up<false>(view.input, view.target, every, n, to);
+  if (view.targets == Targets::kHard) return look_up<true>(reader.logits(), view.target, every, n, to);
+  look_up<false>(reader.logits(), view.target, every, n, to);
   const TileLabels& labels = reader.labels();
   for (int64_t k = 0; k < labels.ones; ++k) {
     const int64_t i = labels.one[k];
-    to[i] = every[kBFloat16Values + view.input[i].bits];
+    to[i] = every[kBFloat16Values + reader.logits()[i].bits];
   }
 }
 #endif
 
 // Returns whether the tile was looked up.
 template <typename Scalar, typename Result>
-bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<Scalar>& view, const Result* every, int64_t n,
-                         Result* to) {
+bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>& view, const Result* every,
+                         int64_t n, Result* to) {
 #ifdef FK_HAS_AVX512_CODE
   if constexpr (std::is_same_v<Scalar, BFloat16>) {
     if (every != nullptr && view.targets != Targets::kSoft) {
@@ -972,9 +973,9 @@ Args of_every_logit(const Args& args, std::vector<BFloat16>* logits) {
 }
 
 template <typename Scalar>
-FK_VECTOR_CLONES void store_loss(const compute_t<Scalar>* loss, int64_t n, Scalar* to) {
+FK_VECTOR_CLONES void store_run(const compute_t<Scalar>* results, int64_t n, Scalar* to) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) to[i] = Store<Scalar>::from_compute(loss[i]);
+  for (int64_t i = 0; i < n; ++i) to[i] = Store<Scalar>::from_compute(results[i]);
 }
 
 }  // namespace
@@ -990,18 +991,19 @@ SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int
   for (int64_t first = begin, last; first < end; first = last) {
     last = std::min(end, first + kTile);
     const int64_t n = last - first;
-    const TileView<Scalar> view = reader.view(first, last);
+    TileView<Real> view = reader.view(first, last);
     if (!reader.labels().is_valid) return {0, 0, false, reader.labels().invalid_label};
     sums.count -= reader.labels().ignored;
     Real* to = args.loss_wide ? args.loss_wide + first : buffer;
     if (!look_up_if_possible(reader, view, every, n, to)) {
-      compute_tile(reader, view, n, to, [&](const TileView<Scalar>& part, int64_t size, Real* loss) {
+      view.input = reader.input(n);
+      compute_tile(reader, view, n, to, [&](const TileView<Real>& part, int64_t size, Real* loss) {
         forward_tile<Scalar>(args, part, powers, size, loss);
       });
     }
     reader.clear_ignored(to);
     sums.loss += sum_of(to, n);
-    if (args.loss) store_loss(to, n, args.loss + first);
+    if (args.loss) store_run(to, n, args.loss + first);
   }
   return sums;
 }
@@ -1014,20 +1016,26 @@ void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begi
   const Powers powers = reader.powers();
   const bool everything = args.grad_target || args.grad_gamma || args.grad_second;
   Slopes<Real> slopes;
+  alignas(64) Real buffer[kTile];
   for (int64_t first = begin, last; first < end; first = last) {
     last = std::min(end, first + kTile);
     const int64_t n = last - first;
-    const TileView<Scalar> view = reader.view(first, last);
+    TileView<Real> view = reader.view(first, last);
     if (args.grad_input) {
       Scalar* to = args.grad_input + first;
       if (!look_up_if_possible(reader, view, every, n, to)) {
-        compute_tile(reader, view, n, to, [&](const TileView<Scalar>& part, int64_t size, Scalar* slope) {
+        view.input = reader.input(n);
+        Real* slopes_of_input = buffer;
+        if constexpr (std::is_same_v<Scalar, Real>) slopes_of_input = to;
+        compute_tile(reader, view, n, slopes_of_input, [&](const TileView<Real>& part, int64_t size, Real* slope) {
           backward_tile<Scalar>(args, part, powers, size, slope);
         });
+        if constexpr (!std::is_same_v<Scalar, Real>) store_run(buffer, n, to);
       }
       reader.clear_ignored(to);
     }
     if (!everything) continue;
+    view.input = reader.input(n);
     if (view.targets == Targets::kLabels) reader.write_shares(n);
     with_loss<Scalar>(args, false, [&](auto formula) { slopes_loop<decltype(formula)>(view, args.margin, n, slopes); });
     for (auto [slope, to] : {std::pair(slopes.target, args.grad_target), std::pair(slopes.gamma, args.grad_gamma),
