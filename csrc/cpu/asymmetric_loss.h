@@ -33,7 +33,8 @@ FK_HOST_DEVICE AnyPower<Real> power_of_side(bool is_one, const AnyPower<Real>& z
   return {is_one ? one.exponent : zero.exponent};
 }
 
-// kShifted: there is a margin.
+// kShifted: there is a margin, and it is not beside the smallest numbers: 1 - p stops there (see
+// exponential_of_minus_number), and from a margin of 1e-30 up that is nothing.
 template <bool kShifted, typename Real, typename Power>
 FK_HOST_DEVICE LossAndSlope<Real> hard_asymmetric_loss(Real x, bool is_one, Real margin, const Power& negative,
                                                        const Power& positive) {
@@ -57,7 +58,7 @@ FK_HOST_DEVICE LossAndSlope<Real> hard_asymmetric_loss(Real x, bool is_one, Real
     const Real added = is_one ? z.e : -base;
     const Real log = log_of_sum(is_large ? larger : Real(1), is_large ? smaller : added);
     const Real of_one = excess_of_p + log, log_of_q = -excess_of_q - log;
-    w = is_one ? of_one : -log;
+    w = is_one ? of_one : Real(0) - log;  // not -0
     const Real log_of_v = logarithm(is_one ? Real(1) : base);
     log_base = is_one ? log_of_q : log_of_v;
     const Real quotient = p * q / (base * rest), v = is_one ? Real(0) : base;

@@ -99,7 +99,8 @@ FK_HOST_DEVICE Real log_of_parts(Real f, Real n) {
   }
 }
 
-// log(a + b) for a >= |b| and a normal sum below 2^126, with what rounding the sum takes from it. NaN stays NaN.
+// log(a + b) for a sum below 2^126, with what rounding the sum takes from it where a >= |b|. NaN stays NaN. Denormal
+// and negative sums are not expected; that of a denormal one is right to 4e-5.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_sum(Real a, Real b) {
   using F = detail::Format<Real>;
