@@ -5,6 +5,7 @@
 
 #include "cpu/elementary.h"
 #include "cpu/lanes.h"
+#include "cpu/row_loss_tile.h"
 #include "cpu/vector_clones.h"
 #include "math/row_loss.h"
 
@@ -34,8 +35,8 @@ FK_AVX512 inline void short_row_targets(const float* z, int64_t stride, int64_t 
 }
 
 // As GradOfColumns.
-template <typename Loss, int kVectors, typename RowTile>
-FK_AVX512 void short_row_grad(const float* z, int64_t stride, int64_t classes, int64_t n_rows, const RowTile& tile,
+template <typename Loss, int kVectors>
+FK_AVX512 void short_row_grad(const float* z, int64_t stride, int64_t classes, int64_t n_rows, const Tile<float>& tile,
                               float* grad, int64_t grad_stride) {
   using Reals = lanes_t<float, 16>;
   __mmask16 mask[kVectors];

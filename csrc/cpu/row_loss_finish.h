@@ -1,0 +1,223 @@
+// From sums to loss and slope, a tile of rows at a time.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "cpu/elementary.h"
+#include "cpu/row_loss_tile.h"
+#include "cpu/vector_clones.h"
+
+namespace focalkern::cpu {
+namespace {
+
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Real z_minus_max = tile.target_logit[r] - tile.max[r];
+    if constexpr (Loss::kLargestIsLeftOut) {
+      // The largest class adds exactly 1. m - m is NaN for an infinite m, which the sum over the others would not show.
+      const Real log_s = log_of_unit_sum(Real(1), tile.rest[r]) + (tile.max[r] - tile.max[r]);
+      tile.log_s[r] = log_s;
+      tile.log_p[r] = z_minus_max - log_s;
+      tile.log_u[r] = 0;
+      if constexpr (Loss::kSquares) tile.squares[r] *= bounded_exponential(Real(-2) * log_s);
+      continue;
+    }
+    // If the target is the largest class its own term is exactly 1, and the sum is 1 + rest without rounding.
+    const Real e = bounded_exponential(z_minus_max);
+    const Real rest = tile.rest[r], all_but_one = rest + (e - Real(1));
+    const Real log_s = log_of_unit_sum(Real(1), all_but_one);
+    // The target's u = rest / S; as p -> 0 it approaches 1, and only log(1 - p) keeps its digits.
+    const bool is_top = z_minus_max == Real(0);
+    const Real p = e / (Real(1) + all_but_one);
+    const Real log_rest_or_u = log_of_unit_sum(is_top ? rest : Real(1), is_top ? Real(0) : -p);
+    tile.log_s[r] = log_s;
+    tile.log_p[r] = z_minus_max - log_s;
+    tile.log_u[r] = log_rest_or_u - (is_top ? log_s : Real(0));
+  }
+}
+
+// table_gamma for many probabilities, bins outermost, so that the rows of a tile are compared together.
+template <typename Real>
+FK_VECTOR_CLONES void look_up_gamma_by_steps(const Real* log_p, int64_t n, const Real* edges, const Real* gammas,
+                                             int64_t n_bins, Real* gamma) {
+  Real p[kTileRows];
+  for (int64_t begin = 0; begin < n; begin += kTileRows) {
+    const int64_t count = std::min(kTileRows, n - begin);
+    for (int64_t r = 0; r < count; ++r) {
+      p[r] = exponential(log_p[begin + r]);
+      gamma[begin + r] = gammas[0];
+    }
+    for (int64_t bin = 1; bin < n_bins; ++bin) {
+      const Real edge = edges[bin], gamma_of_bin = gammas[bin];
+#pragma omp simd
+      for (int64_t r = 0; r < count; ++r) {
+        gamma[begin + r] = table_step(p[r], edge, gamma_of_bin, gamma[begin + r]);
+      }
+    }
+  }
+}
+
+#ifdef FK_HAS_AVX512_CODE
+constexpr int64_t kWideTable = 16;
+
+// The same for a table that fits a register each for its edges and gammas: halving instead of steps, the edges being in
+// ascending order.
+FK_AVX512 inline void look_up_gamma_in_registers(const float* log_p, int64_t n, const float* edges, const float* gammas,
+                                                 int64_t n_bins, float* gamma) {
+  float lower[kWideTable], of_bin[kWideTable];
+  for (int64_t bin = 0; bin < kWideTable; ++bin) {
+    lower[bin] = bin < n_bins ? edges[bin] : std::numeric_limits<float>::infinity();
+    of_bin[bin] = gammas[std::min(bin, n_bins - 1)];
+  }
+  const __m512 all_edges = _mm512_loadu_ps(lower), all_gammas = _mm512_loadu_ps(of_bin);
+  for (int64_t begin = 0; begin < n; begin += kWideTable) {
+    const int64_t count = std::min(kWideTable, n - begin);
+    const __mmask16 there = static_cast<__mmask16>((1u << count) - 1);
+    float lanes[kWideTable];
+    _mm512_storeu_ps(lanes, _mm512_maskz_loadu_ps(there, log_p + begin));
+#pragma omp simd
+    for (int64_t l = 0; l < kWideTable; ++l) lanes[l] = exponential(lanes[l]);
+    const __m512 p = _mm512_loadu_ps(lanes);
+    __m512i bin = _mm512_setzero_si512();
+    for (int step = kWideTable / 2; step > 0; step /= 2) {
+      const __m512i next = _mm512_or_si512(bin, _mm512_set1_epi32(step));
+      const __mmask16 reached = _mm512_cmp_ps_mask(_mm512_permutexvar_ps(next, all_edges), p, _CMP_LE_OQ);
+      bin = _mm512_mask_mov_epi32(bin, reached, next);
+    }
+    _mm512_mask_storeu_ps(gamma + begin, there, _mm512_permutexvar_ps(bin, all_gammas));
+  }
+}
+#endif
+
+template <typename Real>
+void look_up_gamma(const Real* log_p, int64_t n, const Real* edges, const Real* gammas, int64_t n_bins, Real* gamma) {
+#ifdef FK_HAS_AVX512_CODE
+  if constexpr (std::is_same_v<Real, float>) {
+    if (n_bins <= kWideTable && has_avx512()) {
+      return look_up_gamma_in_registers(log_p, n, edges, gammas, n_bins, gamma);
+    }
+  }
+#endif
+  look_up_gamma_by_steps(log_p, n, edges, gammas, n_bins, gamma);
+}
+
+// Whether any row of a tile needs the formula of the inverse focal loss, which would otherwise be computed in vain.
+template <typename Real>
+FK_HOST_DEVICE bool any_inverse(int64_t n_rows, bool one_gamma, const Tile<Real>& tile) {
+  if (one_gamma) return tile.gamma[0] < Real(0);
+  label_int<Real> any = 0;
+#pragma omp simd reduction(| : any)
+  for (int64_t r = 0; r < n_rows; ++r) any |= tile.gamma[r] < Real(0) ? 1 : 0;
+  return any != 0;
+}
+
+// Without the logarithms and squares.
+template <typename Loss, typename Real>
+FK_HOST_DEVICE RowNumbers<Real> numbers_of(const Tile<Real>& tile, int64_t r, Real epsilon, bool detached) {
+  RowNumbers<Real> row;
+  row.gap = Loss::kMarked == Marked::kRival ? tile.gap[r] : Real(0);
+  row.target_is_marked = Loss::kMarked != Marked::kNone && tile.label[r] == tile.marked[r];
+  row.gamma = tile.gamma[r];
+  row.epsilon = epsilon;
+  row.detached = detached;
+  return row;
+}
+
+template <typename Loss, bool kEverInverse, typename Real>
+FK_HOST_DEVICE void finish_loss_of(int64_t n_rows, Real epsilon, Tile<Real>& tile,
+                                   Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
+                                   FocalLossSums* sums) {
+  double loss_sum = 0, weight_sum = 0;
+#pragma omp simd reduction(+ : loss_sum, weight_sum)
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const bool ignored = tile.label[r] == kNoTarget;
+    const Real weight = tile.weight[r], max = tile.max[r];
+    RowNumbers<Real> row = numbers_of<Loss>(tile, r, epsilon, false);
+    row.log_s = tile.log_s[r];
+    row.log_p = tile.log_p[r];
+    row.log_u = tile.log_u[r];
+    row.squares = Loss::kSquares ? tile.squares[r] : Real(0);
+    const Real loss_of_row = Loss::template loss<kEverInverse>(row) * weight;
+    const Real loss = ignored ? Real(0) : loss_of_row;
+    tile.loss[r] = loss;
+    loss_sum += static_cast<double>(loss);
+    weight_sum += static_cast<double>(weight);
+    saved[r] = ignored ? Real(0) : max;
+    saved[rows + r] = ignored ? Real(0) : row.log_s;
+    saved[2 * rows + r] = ignored ? Real(0) : (Loss::kSquares ? row.squares : row.log_u);
+    if constexpr (Loss::kMarked != Marked::kNone) {
+      saved[3 * rows + r] = class_as_number(ignored ? label_int<Real>(kNoTarget) : tile.marked[r]);
+    }
+  }
+  sums->loss += loss_sum;
+  sums->weight += weight_sum;
+}
+
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Real epsilon, bool one_gamma, Tile<Real>& tile, Real* saved,
+                                  int64_t rows, FocalLossSums* sums) {
+  if (Loss::kHasInverse && any_inverse(n_rows, one_gamma, tile)) {
+    finish_loss_of<Loss, Loss::kHasInverse>(n_rows, epsilon, tile, saved, rows, sums);
+  } else {
+    finish_loss_of<Loss, false>(n_rows, epsilon, tile, saved, rows, sums);
+  }
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void log_p_of_targets(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) tile.log_p[r] = (tile.target_logit[r] - saved[r]) - saved[rows + r];
+}
+
+template <typename Loss, bool kEverInverse, bool kGradGamma, typename Real>
+FK_HOST_DEVICE void finish_slope_of(const Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
+                                    int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
+  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Real max = saved[r], log_s = saved[rows + r], third = saved[2 * rows + r];
+    RowNumbers<Real> row = numbers_of<Loss>(tile, r, epsilon, detached > Real(0));
+    row.log_s = log_s;
+    row.log_p = (tile.target_logit[r] - max) - log_s;
+    row.log_u = Loss::kLargestIsLeftOut ? Real(0) : third;
+    row.squares = Loss::kSquares ? third : Real(0);
+    const RowSlope<Real> slope = Loss::template slope<kEverInverse>(row);
+    const bool ignored = tile.label[r] == kNoTarget;
+    const Real upstream = tile.upstream[r] * tile.weight[r];
+    const Real scale = ignored ? Real(0) : upstream;
+    // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
+    const bool is_zero = scale == Real(0);
+    const Real per_sum = bounded_exponential(-log_s);
+    const Real factor = upstream * slope.factor * per_sum, target_slope = upstream * slope.at_target;
+    tile.max[r] = is_zero ? kInfinity : max;
+    tile.factor[r] = is_zero ? Real(0) : factor;
+    tile.target_slope[r] = is_zero ? Real(0) : target_slope;
+    if constexpr (kGradGamma) tile.grad_gamma[r] = ignored ? Real(0) : upstream * slope.grad_gamma;
+    if constexpr (Loss::kSquares) {
+      const Real square = upstream * slope.square * (per_sum * per_sum);
+      tile.square_factor[r] = is_zero ? Real(0) : square;
+    }
+    if constexpr (Loss::kMarked != Marked::kNone) {
+      const Real marked_slope = upstream * slope.at_marked;
+      tile.marked_slope[r] = is_zero ? Real(0) : marked_slope;
+    }
+  }
+}
+
+template <typename Loss, bool kGradGamma, typename Real>
+FK_VECTOR_CLONES void finish_slope(const Real* saved, int64_t rows, int64_t n_rows, Real epsilon,
+                                   bool detach_modulation, bool one_gamma, Tile<Real>& tile) {
+  if (Loss::kHasInverse && any_inverse(n_rows, one_gamma, tile)) {
+    finish_slope_of<Loss, Loss::kHasInverse, kGradGamma>(saved, rows, n_rows, epsilon, detach_modulation, tile);
+  } else {
+    finish_slope_of<Loss, false, kGradGamma>(saved, rows, n_rows, epsilon, detach_modulation, tile);
+  }
+}
+
+}  // namespace
+}  // namespace focalkern::cpu

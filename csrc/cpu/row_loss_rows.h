@@ -1,0 +1,310 @@
+// Sums and gradient of rows of adjacent classes.
+//
+// A vector of classes after another; if the last one is not full, it starts earlier and overlaps its neighbour. A row
+// that has fewer classes than one vector takes another road (kFewClasses).
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "cpu/elementary.h"
+#include "cpu/lanes.h"
+#include "cpu/row_loss_tile.h"
+#include "cpu/vector_clones.h"
+
+namespace focalkern::cpu {
+namespace {
+
+template <int64_t n, typename Scalar>
+FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t classes) {
+  using Reals = lanes_t<compute_t<Scalar>, n>;
+  Reals max = load_lanes<Reals>(z + classes - n);
+#pragma GCC unroll 2
+  for (const Scalar* end = z + (classes & -n); z != end; z += n) {
+    const Reals v = load_lanes<Reals>(z);
+    max = v > max ? v : max;
+  }
+  return fold_lanes(max, Larger{});
+}
+
+// What is subtracted before exponentials: the maximum. Where no class has any probability, -inf - -inf would be NaN
+// where 0 is meant; log p_y becomes NaN all the same, from z_y - m.
+template <typename Real>
+FK_HOST_DEVICE Real finite_shift(Real max) {
+  return max == -std::numeric_limits<Real>::infinity() ? Real(0) : max;
+}
+
+template <typename Real>
+struct ExpSums {
+  Real first;
+  Real squares;  // of the exponentials
+};
+
+// Leaving a class out of the sum, rather than subtracting it afterwards, keeps 1 - p of it exact as p -> 1.
+template <int64_t n, bool kSquares, typename Scalar>
+FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_t classes, compute_t<Scalar> shift,
+                                                         int64_t except, compute_t<Scalar> exp_zero) {
+  using Real = compute_t<Scalar>;
+  using Int = label_int<Real>;
+  using Reals = lanes_t<Real, n>;
+  using Ints = lanes_t<Int, n>;
+  // Out of this block: any number that no index equals.
+  const Ints skipped = Ints{} + (except >= 0 && except < classes ? static_cast<Int>(except) : Int(kNoTarget));
+  const Reals lowest = exp_zero - Reals{}, shifts = shift - Reals{};
+  const int64_t whole = classes & -n;
+  Reals sum{};
+  [[maybe_unused]] Reals squares{};
+  Ints index = load_lanes<Ints>(kFirst<Int>);
+  const Scalar* group = z;
+  for (const Scalar* end = z + whole; group != end;) {
+    // In parts, whose sums are added up: a long run of roundings would all go one way where logits are equal.
+    const Scalar* stop = end - group < kPart * n ? end : group + kPart * n;
+    Reals part{};
+    [[maybe_unused]] Reals part_squares{};
+#pragma GCC unroll 2
+    for (; group != stop; group += n, index += static_cast<Int>(n)) {
+      prefetch(group + kBlock);  // for the next max_of, which has little to do but wait for memory
+      const Reals x = load_lanes<Reals>(group) - shifts;
+      const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
+      const Reals scale = index != skipped ? e.scale : Reals{};
+      part += e.mantissa * scale;
+      if constexpr (kSquares) part_squares += (e.mantissa * scale) * (e.mantissa * scale);
+    }
+    sum += part;
+    if constexpr (kSquares) squares += part_squares;
+  }
+  if (whole < classes) {
+    const Reals x = load_lanes<Reals>(z + classes - n) - shifts;
+    const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
+    index -= static_cast<Int>(whole - (classes - n));
+    // Without the classes before, whose difference is negative. Not by a comparison: gcc would make one for each lane.
+    const Ints were_before = (index - static_cast<Int>(whole)) >> (8 * sizeof(Int) - 1);
+    Ints bits;
+    std::memcpy(&bits, &e.scale, sizeof(bits));
+    bits &= ~were_before;
+    Reals new_scale;
+    std::memcpy(&new_scale, &bits, sizeof(bits));
+    const Reals scale = index != skipped ? new_scale : Reals{};
+    sum += e.mantissa * scale;
+    if constexpr (kSquares) squares += (e.mantissa * scale) * (e.mantissa * scale);
+  }
+  Real square_sum = 0;
+  if constexpr (kSquares) square_sum = fold_lanes(squares, Sum{});
+  return {fold_lanes(sum, Sum{}), square_sum};
+}
+
+// The largest logit below `limit`, or -inf.
+template <typename Scalar>
+FK_HOST_DEVICE compute_t<Scalar> max_below(const Scalar* z, int64_t n, compute_t<Scalar> limit) {
+  using Real = compute_t<Scalar>;
+  Real lanes[kLanes<Scalar>];
+  std::fill_n(lanes, kLanes<Scalar>, -std::numeric_limits<Real>::infinity());
+  const int64_t last = n - kLanes<Scalar>;
+  for (int64_t j = 0; j < n; j += kLanes<Scalar>) {
+    const Scalar* group = z + (j < last ? j : last);
+#pragma omp simd
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) {
+      const Real v = load_as_compute(group[l]);
+      lanes[l] = (v < limit) & (v > lanes[l]) ? v : lanes[l];
+    }
+  }
+  Real m = -std::numeric_limits<Real>::infinity();
+#pragma omp simd reduction(max : m)
+  for (int64_t l = 0; l < kLanes<Scalar>; ++l) m = lanes[l] > m ? lanes[l] : m;
+  return m;
+}
+
+// The first class with this logit, or 0 where there is none.
+template <typename Scalar>
+FK_HOST_DEVICE int64_t first_equal(const Scalar* z, int64_t n, compute_t<Scalar> value) {
+  using Int = label_int<compute_t<Scalar>>;
+  const int64_t last = n - kLanes<Scalar>;
+  for (int64_t j = 0; j < n; j += kLanes<Scalar>) {
+    const int64_t begin = j < last ? j : last;
+    Int any = 0;
+#pragma omp simd reduction(| : any)
+    for (int64_t l = 0; l < kLanes<Scalar>; ++l) any |= load_as_compute(z[begin + l]) == value ? 1 : 0;
+    if (!any) continue;
+    int64_t c = begin;
+    while (load_as_compute(z[c]) != value) ++c;
+    return c;
+  }
+  return 0;
+}
+
+// The sums of a row of several blocks, with a running maximum.
+template <typename Loss>
+struct SumsOfLongRow {
+  template <int64_t bytes, typename Scalar>
+  static FK_HOST_DEVICE void run(const Scalar* z, int64_t classes, int64_t target, int64_t r,
+                                 Tile<compute_t<Scalar>>& tile) {
+    constexpr int64_t kWidth = kLanesOf<bytes, Scalar>;
+    using Real = compute_t<Scalar>;
+    constexpr Real kMinusInfinity = -std::numeric_limits<Real>::infinity();
+    [[maybe_unused]] const Real target_logit = load_as_compute(z[target]);
+    Real m = kMinusInfinity;
+    [[maybe_unused]] Real rival = kMinusInfinity;
+    int64_t marked = Loss::kMarked == Marked::kLargest ? 0 : kNoTarget;
+    double sum = 0, squares = 0;
+    const int64_t blocks = classes / kBlock;  // the last one also takes what is left
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t begin = block * kBlock;
+      const int64_t n = block + 1 < blocks ? kBlock : classes - begin;
+      const Real block_max = max_of<kWidth>(z + begin, n);
+      if (block_max > m) {
+        const Real shrink = exponential(m - block_max);
+        if constexpr (Loss::kLargestIsLeftOut) {
+          // The one left out so far is one of the others from here on.
+          sum = (sum + 1) * shrink;
+          squares = (squares + 1) * shrink * shrink;
+          marked = begin + first_equal(z + begin, n, block_max);
+        } else {
+          sum *= shrink;
+        }
+        m = block_max;
+      }
+      if constexpr (Loss::kMarked == Marked::kRival) {
+        const Real of_block = max_below(z + begin, n, target_logit);
+        if (of_block > rival) {
+          rival = of_block;
+          marked = begin + first_equal(z + begin, n, of_block);
+        }
+      }
+      const int64_t left_out = Loss::kLargestIsLeftOut ? marked : target;
+      const auto sums =
+          sum_exp_except<kWidth, Loss::kSquares>(z + begin, n, finite_shift(m), left_out - begin, tile.exp_zero);
+      sum += sums.first;
+      squares += sums.squares;
+    }
+    tile.max[r] = m;
+    tile.rest[r] = static_cast<Real>(sum);
+    if constexpr (Loss::kSquares) tile.squares[r] = static_cast<Real>(squares);
+    if constexpr (Loss::kMarked != Marked::kNone) tile.marked[r] = static_cast<label_int<Real>>(marked);
+  }
+};
+
+// grad_j = e^(z_j - m) * factor, or e (factor + e square)
+template <int64_t n, bool kSquares, typename Scalar>
+FK_HOST_DEVICE void scaled_exp_of_group(const Scalar* z, compute_t<Scalar> max, compute_t<Scalar> factor,
+                                        [[maybe_unused]] compute_t<Scalar> square, compute_t<Scalar> exp_zero,
+                                        Scalar* grad) {
+  using Reals = lanes_t<compute_t<Scalar>, n>;
+  const Reals lowest = exp_zero - Reals{}, x = load_lanes<Reals>(z) - max;
+  // 0 for NaN, which is in the factor already. A row without a gradient has an infinite maximum, whatever it holds.
+  const ScaledExponential<Reals> parts = scaled_exponential(x > lowest ? x : lowest);
+  const Reals e = parts.mantissa * parts.scale;
+  if constexpr (kSquares) {
+    store_lanes(e * (factor + e * square), grad);
+  } else {
+    store_lanes(e * factor, grad);
+  }
+}
+template <int64_t n, bool kSquares, typename Scalar>
+FK_HOST_DEVICE void scaled_exp(const Scalar* z, int64_t classes, compute_t<Scalar> max, compute_t<Scalar> factor,
+                               compute_t<Scalar> square, compute_t<Scalar> exp_zero, Scalar* grad) {
+  scaled_exp_of_group<n, kSquares>(z + classes - n, max, factor, square, exp_zero, grad + classes - n);
+#pragma GCC unroll 2
+  for (const Scalar* end = z + (classes & -n); z != end; z += n, grad += n) {
+    prefetch(z + kAhead);
+    prefetch(grad + kAhead);
+    scaled_exp_of_group<n, kSquares>(z, max, factor, square, exp_zero, grad);
+  }
+}
+
+// Rows of one block at most. In a function of their own, which calls no other: constants stay in registers from row to
+// row.
+template <typename Loss>
+struct SumsOfRows {
+  template <int64_t bytes, typename Scalar>
+  static FK_HOST_DEVICE void run(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                 Tile<compute_t<Scalar>>& tile) {
+    constexpr int64_t n = kLanesOf<bytes, Scalar>;
+    // As many rows together as stay in the first-level cache: one waits for the other neither for its maximum nor its
+    // sum.
+    using Real = compute_t<Scalar>;
+    const int64_t group = std::max<int64_t>(1, kBlock / args.classes);
+    RowCursor row(args.layout, row_begin);
+    for (int64_t begin = 0; begin < n_rows; begin += group) {
+      const int64_t end = std::min(n_rows, begin + group);
+      const RowCursor first = row;
+      for (int64_t r = begin; r < end; ++r, row.next()) {
+        if (tile.label[r] == kNoTarget) {
+          tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+          continue;
+        }
+        const Scalar* z = args.logits + row.offset();
+        tile.max[r] = max_of<n>(z, args.classes);
+        tile.target_logit[r] = load_as_compute(z[tile.label[r]]);
+      }
+      row = first;
+      for (int64_t r = begin; r < end; ++r, row.next()) {
+        if (tile.label[r] == kNoTarget) continue;
+        const Scalar* z = args.logits + row.offset();
+        int64_t left_out = tile.label[r];
+        if constexpr (Loss::kMarked == Marked::kLargest) {
+          tile.marked[r] = static_cast<label_int<Real>>(first_equal(z, args.classes, tile.max[r]));
+          left_out = tile.marked[r];
+        } else if constexpr (Loss::kMarked == Marked::kRival) {
+          const Real rival = max_below(z, args.classes, tile.target_logit[r]);
+          const bool alone = rival == -std::numeric_limits<Real>::infinity();
+          tile.marked[r] = alone ? kNoTarget : static_cast<label_int<Real>>(first_equal(z, args.classes, rival));
+        }
+        const auto sums =
+            sum_exp_except<n, Loss::kSquares>(z, args.classes, finite_shift(tile.max[r]), left_out, tile.exp_zero);
+        tile.rest[r] = sums.first;
+        if constexpr (Loss::kSquares) tile.squares[r] = sums.squares;
+      }
+    }
+  }
+};
+
+template <typename Loss, typename Scalar>
+void sums_of_long_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                       Tile<compute_t<Scalar>>& tile) {
+  RowCursor row(args.layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+    if (tile.label[r] == kNoTarget) {
+      tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+      continue;
+    }
+    const Scalar* z = args.logits + row.offset();
+    run_in_widest<SumsOfLongRow<Loss>>(z, args.classes, tile.label[r], r, tile);
+    tile.target_logit[r] = load_as_compute(z[tile.label[r]]);
+  }
+}
+
+// The marked class's logit beside the target's.
+template <typename Loss, typename Scalar>
+void read_gaps(const Scalar* logits, const RowLayout& layout, int64_t row_begin, int64_t n_rows,
+               Tile<compute_t<Scalar>>& tile) {
+  using Real = compute_t<Scalar>;
+  RowCursor row(layout, row_begin);
+  for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+    const bool is_there = tile.label[r] != kNoTarget && tile.marked[r] != kNoTarget;
+    const Real marked = is_there ? load_as_compute(logits[row.offset() + tile.marked[r] * layout.class_stride]) : 0;
+    tile.gap[r] = is_there ? marked - tile.target_logit[r] : -std::numeric_limits<Real>::infinity();
+  }
+}
+
+template <typename Loss>
+struct GradOfRows {
+  template <int64_t bytes, typename Scalar>
+  static FK_HOST_DEVICE void run(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                 const Tile<compute_t<Scalar>>& tile) {
+    constexpr int64_t n = kLanesOf<bytes, Scalar>;
+    RowCursor row(args.layout, row_begin), grad_row(args.grad_layout, row_begin);
+    for (int64_t r = 0; r < n_rows; ++r, row.next(), grad_row.next()) {
+      Scalar* grad = args.grad_logits + grad_row.offset();
+      scaled_exp<n, Loss::kSquares>(args.logits + row.offset(), args.classes, tile.max[r], tile.factor[r],
+                                    tile.square_factor[r], tile.exp_zero, grad);
+      if constexpr (Loss::kMarked != Marked::kNone) {
+        if (tile.marked[r] != kNoTarget) grad[tile.marked[r]] = Store<Scalar>::from_compute(tile.marked_slope[r]);
+      }
+      if (tile.label[r] != kNoTarget) grad[tile.label[r]] = Store<Scalar>::from_compute(tile.target_slope[r]);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace focalkern::cpu

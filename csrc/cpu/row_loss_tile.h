@@ -1,0 +1,77 @@
+// What the loops of a loss of rows share: a tile of rows, whose numbers are finished together, and the way along rows.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/elementary.h"
+#include "kernels.h"
+#include "math/row_loss.h"
+
+namespace focalkern::cpu {
+namespace {
+
+constexpr int64_t kTileRows = 64;        // rows whose scalars are finished together; also the width of a column tile
+constexpr int64_t kFewClasses = 32;      // up to here a transposed tile wastes less than padding a row to full vectors
+constexpr int64_t kBlock = 4096;         // logits of a row that are looked at twice while in the first-level cache
+constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
+constexpr int64_t kAhead = 1024;         // how many logits ahead a prefetch reaches along a row
+constexpr int64_t kPart = 32;            // vectors of a row that are added one after the other
+
+template <typename Real>
+using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so that comparisons stay in one vector
+
+// Classes that a loop over a row takes at once: whole vectors of the widest kind, of Scalar and of its compute type.
+template <typename Scalar>
+constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
+
+constexpr int kNoTarget = -1;  // never equals a class: the label of an ignored row
+
+// The numbers of a tile of rows on their way from sums to loss and gradient.
+template <typename Real>
+struct alignas(64) Tile {
+  label_int<Real> label[kTileRows];
+  Real weight[kTileRows];
+  Real gamma[kTileRows];
+  Real max[kTileRows];                // m
+  Real rest[kTileRows];               // sum of exp(z_j - m) over every class but the one left out
+  Real squares[kTileRows];            // sum of exp(z_j - m)^2 over the same classes, then of p_j^2
+  Real gap[kTileRows];                // logit of the marked class minus that of the target
+  label_int<Real> marked[kTileRows];  // or kNoTarget
+  Real target_logit[kTileRows];       // z_y
+  Real log_s[kTileRows];              // log sum_j exp(z_j - m)
+  Real log_p[kTileRows];
+  Real log_u[kTileRows];
+  Real loss[kTileRows];
+  Real upstream[kTileRows];       // the gradient of the row's loss
+  Real factor[kTileRows];         // what multiplies e^(z_j - m) in the gradient
+  Real square_factor[kTileRows];  // what multiplies e^(2 (z_j - m))
+  Real target_slope[kTileRows];   // the gradient of the target's logit
+  Real marked_slope[kTileRows];   // and of the marked class's
+  Real grad_gamma[kTileRows];
+  Real exp_zero = kExpZero<Real>;  // here compilers do not see it: of a constant gcc makes no maximum
+};
+
+// The processor foresees a run of addresses, but not beyond a page, and not the many runs of a tile of columns. The
+// address may lie outside the tensor: a prefetch never faults.
+FK_HOST_DEVICE void prefetch(const void* address) { __builtin_prefetch(address); }
+
+// Offsets of one row after another, without two divisions each.
+class RowCursor {
+ public:
+  FK_HOST_DEVICE RowCursor(const RowLayout& layout, int64_t row)
+      : layout_(layout), position_(row % layout.inner), offset_(layout.row_offset(row)) {}
+  FK_HOST_DEVICE int64_t offset() const { return offset_; }
+  FK_HOST_DEVICE void next() {
+    offset_ += layout_.inner_stride;
+    if (++position_ < layout_.inner) return;
+    offset_ += layout_.outer_stride - layout_.inner * layout_.inner_stride;
+    position_ = 0;
+  }
+
+ private:
+  RowLayout layout_;
+  int64_t position_, offset_;
+};
+
+}  // namespace
+}  // namespace focalkern::cpu
