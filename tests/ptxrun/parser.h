@@ -69,9 +69,8 @@ struct Parser {
 
   int operand(const std::string& s, bool wide, int line) {
     if (s == "_") return -1;
+    if (const int reg = lookup(s); reg >= 0) return reg;
     if (s[0] == '%') {
-      const int reg = lookup(s);
-      if (reg >= 0) return reg;
       auto it = k.specials.find(s);
       if (it != k.specials.end()) return it->second;
       static const std::set<std::string> known = {"%tid.x",    "%tid.y",    "%tid.z",   "%ntid.x",  "%ntid.y",
