@@ -50,6 +50,7 @@ PARTS = [
     Part("larger", "PTX, larger cases", "90", "cases=larger"),
     Part("random", "PTX, random cases", "90", "cases=random_cases"),
     Part("machine_code", "machine code for sm_90", "machine_code"),
+    Part("machine_code_100", "machine code for sm_100", "machine_code_100"),
 ]
 
 
@@ -80,12 +81,8 @@ class Libraries:
             library, code = folder / "kernels.so", folder / "code.txt"
             if not library.is_file():
                 folder.mkdir(parents=True, exist_ok=True)
-                (
-                    cuda_build.build_machine_code(folder)
-                    if arch == "machine_code"
-                    else cuda_build.build_ptx(folder, arch)
-                )
-            self.built[arch] = f"library={library}" + (f",code={code}" if arch == "machine_code" else "")
+                cuda_build.build(folder, arch)
+            self.built[arch] = f"library={library}" + (f",code={code}" if code.is_file() else "")
         return self.built[arch]
 
 

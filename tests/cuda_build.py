@@ -22,6 +22,7 @@ NVCC_FLAGS = [
 ]  # fmt: skip
 # Several of these libraries may live in one process, each with its own state: hence no-gnu-unique.
 HOST_FLAGS = ["-std=c++17", "-fPIC", "-fno-gnu-unique"]
+MACHINE_CODE = {"machine_code": "90", "machine_code_100": "100"}
 EXACT = ["-O3", "-march=native", "-fno-strict-aliasing", "-ffp-contract=off"]
 
 
@@ -121,13 +122,13 @@ def build_ptx(folder: Path, arch: str = "90", csrc: Path = CSRC) -> Path:
     return link(folder)
 
 
-def build_machine_code(folder: Path, csrc: Path = CSRC) -> tuple[Path, Path]:
-    """The same with machine code for sm_90 beside the PTX: the library, and the code as text for sassrun_load."""
+def build_machine_code(folder: Path, arch: str = "90", csrc: Path = CSRC) -> tuple[Path, Path]:
+    """The same with machine code beside the PTX: the library, and the code as text for sassrun_load."""
     from sassrun.extract import extract
 
     objdump, _ = tool("cuobjdump"), tool("nvdisasm")
     environment = {**os.environ, "PATH": os.pathsep.join([str(Path(tool("nvdisasm")).parent), os.environ["PATH"]])}
-    code = "arch=compute_90,code=[compute_90,sm_90]"
+    code = f"arch=compute_{arch},code=[compute_{arch},sm_{arch}]"
     run_all(
         [nvcc_command(k, folder, csrc, code) for k in kernels(csrc)] + interpreter_commands(folder, csrc, sass=True)
     )
@@ -142,6 +143,13 @@ def build_machine_code(folder: Path, csrc: Path = CSRC) -> tuple[Path, Path]:
         )
     extract(folder, folder / "code.txt")
     return link(folder), folder / "code.txt"
+
+
+def build(folder: Path, kind: str) -> tuple[Path, Path | None]:
+    """PTX by its architecture, or machine code by its name in MACHINE_CODE: the library, and the code that it runs."""
+    if kind in MACHINE_CODE:
+        return build_machine_code(folder, MACHINE_CODE[kind])
+    return build_ptx(folder, kind), None
 
 
 def load(path: Path) -> ctypes.CDLL:

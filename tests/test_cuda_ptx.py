@@ -4,7 +4,7 @@ run by tests/sassrun; through the real launchers. The cases are those of test_cu
 Beyond their results, every access is checked: bounds, alignment, races, and values that were never written.
 
 Other ways of running them (benchmarks/cuda_proof.py tries them all), by FOCALKERN_PTX="name=value,...":
-    arch          75, 80, 90 (the default), or machine_code for that of sm_90
+    arch          75, 80, 90 (the default), 100; or machine_code for that of sm_90, machine_code_100 of sm_100
     library       one that was built before, and code, the text of its machine code
     cases         modules of cuda_cases, joined by "+"
     report        a file that takes how much was executed: launches, blocks, instructions of warps and of threads
@@ -28,9 +28,7 @@ def built(folder: Path) -> tuple[Path, Path | None]:
     """The library, and the machine code that it shall run."""
     if "library" in SETTINGS:
         return Path(SETTINGS["library"]), Path(SETTINGS["code"]) if "code" in SETTINGS else None
-    if SETTINGS.get("arch") == "machine_code":
-        return cuda_build.build_machine_code(folder)
-    return cuda_build.build_ptx(folder, SETTINGS.get("arch", "90")), None
+    return cuda_build.build(folder, SETTINGS.get("arch", "90"))
 
 
 @pytest.fixture(scope="module")

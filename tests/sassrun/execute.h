@@ -168,7 +168,12 @@ struct SassExecute : SassOperands {
       }
       case s_FMNMX: {
         const float a = f32(o[1], l), b2 = f32(o[2], l);
-        return setf(o[0], l, pred(o[3], l) ? fmin_ptx(a, b2) : fmax_ptx(a, b2));
+        return setf(o[0], l, float_minmax(in, a, b2, pred(o[3], l)));
+      }
+      case s_FMNMX3: {
+        const float a = f32(o[1], l), b2 = f32(o[2], l), c = f32(o[3], l);
+        const bool smaller = pred(o[4], l);
+        return setf(o[0], l, float_minmax(in, float_minmax(in, a, b2, smaller), c, smaller));
       }
       case s_VIMNMX:
         return set(o[0], l, minmax(in, ival(o[1], l), ival(o[2], l), pred(o[3], l)));
@@ -257,7 +262,7 @@ struct SassExecute : SassOperands {
         const bool to_u64 = std::find(in.mod.begin(), in.mod.end(), "U64") != in.mod.end();
         const bool to_s64 = std::find(in.mod.begin(), in.mod.end(), "S64") != in.mod.end();
         double v = from64 ? f64(o[1], l) : static_cast<double>(f32(o[1], l));
-        v = std::trunc(v);
+        v = std::find(in.mod.begin(), in.mod.end(), "TRUNC") != in.mod.end() ? std::trunc(v) : std::nearbyint(v);
         const int n = to_u64 || to_s64 ? 64 : 32;
         const bool is_u = to_u64 || in.is_unsigned;
         u64 out;
@@ -299,9 +304,10 @@ struct SassExecute : SassOperands {
         return setf(o[0], l, f);
       }
       case s_I2FP:
-        return setf(
-            o[0], l,
-            in.is_unsigned ? static_cast<float>(ival(o[1], l)) : static_cast<float>(static_cast<i32>(ival(o[1], l))));
+        return setf(o[0], l, rounded_as(in.rnd, [&] {
+                      volatile u32 v = ival(o[1], l);
+                      return in.is_unsigned ? static_cast<float>(v) : static_cast<float>(static_cast<i32>(v));
+                    }));
       case s_F2F: {
         if (in.mod[0] == "F64") return setd(o[0], l, static_cast<double>(f32(o[1], l)));
         return setf(o[0], l, static_cast<float>(f64(o[1], l)));
@@ -365,10 +371,10 @@ struct SassExecute : SassOperands {
                     }));
       }
       case s_LDC: {
-        if (in.width == 8) {
-          const u32 lo = constant(o[1], l, 0), hi = constant(o[1], l, 4);
-          set(o[0], l, lo);
-          set(o[0], l, hi, 1);
+        if (in.width >= 8) {
+          u32 words[4];  // the address may lie in what is written
+          for (int i = 0; i < in.width / 4; ++i) words[i] = constant(o[1], l, static_cast<u32>(4 * i));
+          for (int i = 0; i < in.width / 4; ++i) set(o[0], l, words[i], i);
           return;
         }
         u32 v;
@@ -415,7 +421,7 @@ struct SassExecute : SassOperands {
           memcpy(to, &v, in.width);
         } else
           for (int i = 0; i < in.width / 4; ++i) {
-            const u32 v = o[0].kind == oR && o[0].index == 255 ? 0 : raw(o[0], l, i);
+            const u32 v = raw(o[0], l, i);
             memcpy(to + 4 * i, &v, 4);
           }
         mark_defined(carrier, to, in.width, false);
@@ -471,7 +477,13 @@ struct SassExecute : SassOperands {
       }
       case s_S2R: {
         const u32 t = static_cast<u32>(w->index * kLanes + l);
-        return set(o[0], l, in.mufu == 1 ? t : in.mufu == 2 ? b->index : in.mufu == 3 ? 0 : static_cast<u32>(l));
+        const u32 lane = static_cast<u32>(l);
+        return set(o[0], l,
+                   in.mufu == 1   ? t
+                   : in.mufu == 2 ? b->index
+                   : in.mufu == 3 ? 0
+                   : in.mufu == 4 ? lane
+                                  : (1u << lane) - 1);
       }
       case s_CS2R:
         set(o[0], l, 0);
@@ -506,6 +518,10 @@ struct SassExecute : SassOperands {
     if (in.ftz) r = flush(r);
     if (in.sat) r = r != r ? 0 : std::min(1.0f, std::max(0.0f, r));
     return r;
+  }
+  float float_minmax(const SInstr& in, float a, float b2, bool smaller) {
+    if (in.mufu == 1 && (a != a || b2 != b2)) return std::numeric_limits<float>::quiet_NaN();
+    return smaller ? fmin_ptx(a, b2) : fmax_ptx(a, b2);
   }
   u32 minmax(const SInstr& in, u32 a, u32 b2, bool smaller) {
     const bool less = in.is_unsigned ? a < b2 : static_cast<i32>(a) < static_cast<i32>(b2);

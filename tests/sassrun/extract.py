@@ -1,6 +1,7 @@
 """One text file for sassrun, from what cuobjdump prints (*.sass) and extracts (*.cubins) of the compiled kernels.
 
-Per kernel a line "K name shared-bytes jump-tables", then a line per instruction: address, its two encoded words, text.
+Per kernel a line "K name shared-bytes params-at jump-tables", then a line per instruction: address, its two encoded
+words, text.
 """
 
 import re
@@ -8,6 +9,7 @@ import struct
 from pathlib import Path
 
 NO_BITS = 8  # the section type that takes no room in the file
+PARAMS, SIZED = 0x0A, 0x04  # of .nv.info: EIATTR_PARAM_CBANK; the form of what has a size
 
 
 def sections(path: Path) -> dict[str, tuple[bytes, int]]:
@@ -24,6 +26,17 @@ def sections(path: Path) -> dict[str, tuple[bytes, int]]:
     return found
 
 
+def params_at(info: bytes) -> int:
+    """Where the parameters begin in c[0x0], of the section .nv.info of a kernel."""
+    at = 0
+    while at < len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        if attribute == PARAMS:
+            return struct.unpack_from("<H", info, at + 8)[0]
+        at += 4 + (size if form == SIZED else 0)
+    return 0
+
+
 def extract(folder: Path, out: Path) -> None:
     with out.open("w") as file:
         for listing in sorted(folder.glob("*.sass")):
@@ -35,9 +48,12 @@ def extract(folder: Path, out: Path) -> None:
                 if name := re.match(r"\s*Function : (\S+)", line):
                     kernel = name[1]
                     tables = elf.get(f".nv.constant2.{kernel}", (b"", 0))[0].hex() or "-"
-                    if any(elf.get(f"{kind}.nv.constant2.{kernel}", (b"", 0))[0] for kind in (".rela", ".rel")):
-                        raise ValueError(f"the jump table of {kernel} is relocated")
-                    file.write(f"K {kernel} {elf.get(f'.nv.shared.{kernel}', (b'', 0))[1]} {tables}\n")
+                    for what in ("nv.constant2", "text"):
+                        if any(elf.get(f"{kind}.{what}.{kernel}", (b"", 0))[0] for kind in (".rela", ".rel")):
+                            raise ValueError(f"the section {what} of {kernel} is relocated")
+                    shared = elf.get(f".nv.shared.{kernel}", (b"", 0))[1]
+                    at = params_at(elf.get(f".nv.info.{kernel}", (b"", 0))[0])
+                    file.write(f"K {kernel} {shared} {at} {tables}\n")
                 elif half := re.match(r"\s*/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;\s*/\* (0x[0-9a-f]+) \*/", line):
                     first_half = half
                 elif first_half and (half := re.match(r"\s*/\* (0x[0-9a-f]+) \*/", line)):

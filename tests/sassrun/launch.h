@@ -144,15 +144,19 @@ struct SassLaunch : SassExecute {
             if (m >> l & 1) x->barrier[in.ra][l] = m;
           ++pc;
           continue;
-        case s_BREAK:
-          for (int l = 0; l < kLanes; ++l) x->barrier[in.ra][l] &= ~m;
+        case s_BREAK: {
+          u32 gone = m;
+          for (int l = 0; l < kLanes && !in.o.empty(); ++l)
+            if ((m >> l & 1) && !pred(in.o[0], l)) gone &= ~(1u << l);
+          for (int l = 0; l < kLanes; ++l) x->barrier[in.ra][l] &= ~gone;
           ++pc;
-          if (m != 0) {
+          if (gone != 0) {
             park(mask, pc);
             try_warp_sync();
             return done;
           }
           continue;
+        }
         case s_BSYNC:
         case s_WARPSYNC: {
           if (m == 0) {
@@ -188,6 +192,15 @@ struct SassLaunch : SassExecute {
           ++pc;
           continue;
         }
+        case s_VOTE: {
+          u32 votes = 0;
+          for (int l = 0; l < kLanes; ++l)
+            if ((m >> l & 1) && pred(in.o[1], l)) votes |= 1u << l;
+          if (m != 0 && in.o[0].kind == oU) set(in.o[0], 0, votes);
+          if (m != 0 && in.o[0].kind == oUP) setp(in.o[0], 0, in.mufu == 1 ? votes == m : votes != 0);
+          ++pc;
+          continue;
+        }
         default:
           if (in.uniform || in.op == s_R2UR || (in.op == s_S2R && in.o[0].kind == oU)) {
             if (m != 0) exec(in, k.code[static_cast<size_t>(pc)], __builtin_ctz(m));
@@ -204,9 +217,9 @@ struct SassLaunch : SassExecute {
 
   void start_block(Block& slot, u32 index) override {
     if (bank.empty()) {
-      bank.assign(0x210, 0);
-      memcpy(bank.data(), block, 12);
-      memcpy(bank.data() + 12, grid, 12);
+      bank.assign(s.params_at, 0);
+      if (s.params_at == kParams90) memcpy(bank.data(), block, 12);
+      memcpy(bank.data() + grid_at(), grid, 12);
       bank.insert(bank.end(), params.begin(), params.end());
       state.resize(slots.size() * static_cast<size_t>(warps));
     }
@@ -215,7 +228,7 @@ struct SassLaunch : SassExecute {
       for (u32& v : warp.file_memory) v = 0x7fa00000u | (rng.next() & 0xffff);  // whatever was left there
       SassWarp& e = state[static_cast<size_t>((&slot - slots.data()) * warps + warp.index)];
       for (u32& p : e.P) p = rng.next();
-      for (u32& u : e.U) u = rng.next();
+      for (int i = 0; i < (s.params_at == kParams100 ? 128 : 64); ++i) e.U[i] = rng.next();
       for (u8& u : e.UP) u = rng.next() & 1;
     }
   }

@@ -164,13 +164,15 @@ inline void load_sass(const char* path) {
     if (s[0] == 'K') {
       finish();
       char name[1024], table[4096];
-      unsigned shared = 0;
-      sscanf(s.c_str(), "K %1023s %u %4095s", name, &shared, table);
+      unsigned shared = 0, params_at = 0;
+      if (sscanf(s.c_str(), "K %1023s %u %u %4095s", name, &shared, &params_at, table) != 4) bad_sass(s);
+      if (params_at != kParams90 && params_at != kParams100) bad_sass("parameters in another place: " + s);
       auto& slot = sass_kernels()[name];
       slot = std::make_unique<SassKernel>();
       k = slot.get();
       k->carrier.name = name;
       k->shared = shared;
+      k->params_at = params_at;
       if (table[0] != '-')
         for (size_t i = 0; table[i] && table[i + 1]; i += 2) {
           unsigned byte = 0;

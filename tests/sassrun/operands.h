@@ -21,7 +21,7 @@ inline Trace trace;
 inline i64 trace_blocks = 0;
 
 struct SassWarp {
-  u32 P[8], U[64];
+  u32 P[8], U[128];
   u8 UP[8];
   u32 barrier[16][kLanes];
 };
@@ -34,17 +34,24 @@ struct SassOperands : Launch {
   SassOperands(SassKernel& kernel, const u32 (&g)[3], const u32 (&c)[3]) : Launch(kernel.carrier, g, c), s(kernel) {}
 
   u32* R(int i) { return w->file + i * 32; }
-  u32 reg(int i, int lane) { return i == 255 ? 0 : R(i)[lane]; }
-  u64 reg64(int i, int lane) { return i == 255 ? 0 : R(i)[lane] | static_cast<u64>(R(i + 1)[lane]) << 32; }
+  u32 reg(int i, int lane) { return i == kZero ? 0 : R(i)[lane]; }
+  u64 reg64(int i, int lane) { return i == kZero ? 0 : R(i)[lane] | static_cast<u64>(R(i + 1)[lane]) << 32; }
   void set(const Operand& o, int lane, u32 v, int plus = 0) {
     if (o.kind == oU) {
-      if (o.index != 63) x->U[o.index + plus] = v;
-    } else if (o.index != 255)
+      if (o.index != kZero) x->U[o.index + plus] = v;
+    } else if (o.index != kZero)
       R(o.index + plus)[lane] = v;
   }
   void set64(const Operand& o, int lane, u64 v) {
     set(o, lane, static_cast<u32>(v));
     set(o, lane, static_cast<u32>(v >> 32), 1);
+  }
+  // Where c[0x0] has what, before the parameters. sm_100 has the size of a block elsewhere, too: no kernel asks for it.
+  u32 grid_at() const { return s.params_at == kParams100 ? 0x370 : 0xc; }
+  bool is_set(u32 at) const {
+    if (at >= grid_at() && at < grid_at() + 12) return true;
+    if (s.params_at == kParams100) return at == 0x37c || at == 0x358 || at == 0x35c;
+    return at < 12 || at == 0x28 || at == 0x208 || at == 0x20c;
   }
   u32 constant(const Operand& o, int lane, u32 plus) {
     u32 at = o.imm + plus;
@@ -55,6 +62,7 @@ struct SassOperands : Launch {
     const std::vector<u8>& from = o.bank == 0 ? bank : s.table;
     u32 v = 0;
     if (o.bank != 0 && o.bank != 2) fail(lane, "constant bank");
+    if (o.bank == 0 && at < s.params_at && !is_set(at)) fail(lane, "constant bank offset " + std::to_string(at));
     if (at + 4 > from.size()) {
       if (at + 4 > from.size() + 8) fail(lane, "constant bank offset " + std::to_string(at));
     } else
@@ -65,9 +73,9 @@ struct SassOperands : Launch {
   u32 raw(const Operand& o, int lane, int plus = 0) {
     switch (o.kind) {
       case oR:
-        return o.index == 255 ? 0 : R(o.index + plus)[lane];
+        return o.index == kZero ? 0 : R(o.index + plus)[lane];
       case oU:
-        return o.index == 63 ? 0 : x->U[o.index + plus];
+        return o.index == kZero ? 0 : x->U[o.index + plus];
       case oIMM:
         return plus == 0 ? o.imm : 0;
       case oCONST:
@@ -102,7 +110,7 @@ struct SassOperands : Launch {
     u64 v;
     if (o.kind == oIMM)
       v = o.imm;
-    else if ((o.kind == oR && o.index == 255) || (o.kind == oU && o.index == 63))
+    else if ((o.kind == oR || o.kind == oU) && o.index == kZero)
       v = 0;
     else
       v = raw(o, lane) | static_cast<u64>(raw(o, lane, 1)) << 32;
@@ -110,7 +118,7 @@ struct SassOperands : Launch {
     return v;
   }
   double f64(const Operand& o, int lane) {
-    u64 v = (o.kind == oR && o.index == 255) ? 0 : raw64(o, lane);
+    u64 v = (o.kind == oR && o.index == kZero) ? 0 : raw64(o, lane);
     if (o.abs) v &= 0x7fffffffffffffffull;
     if (o.neg) v ^= 0x8000000000000000ull;
     double d;

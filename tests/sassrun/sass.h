@@ -1,8 +1,9 @@
-// Machine code of sm_90 as cuobjdump prints it (tests/sassrun/extract.py), decoded. SASS is not documented beyond its
-// mnemonics; the meaning of each is inferred, and tested by the results.
+// Machine code of sm_90 and sm_100 as cuobjdump prints it (tests/sassrun/extract.py), decoded. SASS is not documented
+// beyond its mnemonics; the meaning of each is inferred, and tested by the results.
 #pragma once
 
 #include "ptxrun/parser.h"
+#include "sassrun/known.h"
 
 namespace ptxrun {
 
@@ -27,6 +28,7 @@ enum SOp : u8 {
   s_SEL,
   s_IABS,
   s_FMNMX,
+  s_FMNMX3,
   s_VIMNMX,
   s_VIMNMX3,
   s_VIADDMNMX,
@@ -64,6 +66,7 @@ enum SOp : u8 {
   s_ATOMG,
   s_REDG,
   s_SHFL,
+  s_VOTE,
   s_S2R,
   s_CS2R,
   s_R2UR,
@@ -84,6 +87,8 @@ enum SOp : u8 {
   s_POPC,
   s_FLO
 };
+constexpr u32 kParams90 = 0x210, kParams100 = 0x380;  // where they begin in c[0x0]
+constexpr int kZero = 255;                            // RZ and URZ: of both files there are fewer registers
 enum OKind : u8 { oNONE, oR, oU, oP, oUP, oIMM, oCONST, oPR };
 struct Operand {
   OKind kind = oNONE;
@@ -117,6 +122,7 @@ struct SassKernel {
   std::vector<SInstr> code;
   std::vector<u8> table;
   u32 shared = 0;
+  u32 params_at = 0;  // in c[0x0]
 };
 inline std::unordered_map<std::string, std::unique_ptr<SassKernel>>& sass_kernels() {
   static auto* all = new std::unordered_map<std::string, std::unique_ptr<SassKernel>>;
@@ -155,12 +161,12 @@ inline Operand parse_operand(std::string s, u64 low) {
   const auto number = [](const std::string& t, size_t skip) { return atoi(t.c_str() + skip); };
   if (s == "RZ" || s == "SRZ") {
     o.kind = oR;
-    o.index = 255;
+    o.index = kZero;
     return o;
   }
   if (s == "URZ") {
     o.kind = oU;
-    o.index = 63;
+    o.index = kZero;
     return o;
   }
   if (s == "PT") {
@@ -223,6 +229,8 @@ inline Operand parse_operand(std::string s, u64 low) {
   return o;
 }
 
+inline bool is_true(const Operand& o) { return (o.kind == oP || o.kind == oUP) && o.index == 7 && !o.inv; }
+
 inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const std::unordered_map<u32, int>& at_of,
                    u32 address) {
   in.low = low;
@@ -242,12 +250,21 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
   std::vector<std::string> ops = Parser::split(text.substr(end), ',');
   std::string base = m[0];
   if (base.size() > 1 && base[0] == 'U' && base != "UNUSED") {
-    static const std::set<std::string> u = {"UIADD3", "UIMAD", "ULEA", "ULOP3", "USEL", "USHF",
-                                            "UISETP", "UMOV",  "UFLO", "ULDC",  "UP2UR"};
+    static const std::set<std::string> u = {"UIADD3", "UIMAD", "ULEA", "ULOP3", "USEL",  "USHF",
+                                            "UISETP", "UMOV",  "UFLO", "ULDC",  "UP2UR", "UPRMT"};
     if (u.count(base)) {
       in.uniform = true;
       base = base == "UP2UR" ? "P2R" : base.substr(1);
     }
+  }
+  if (base == "LDCU") {  // ULDC of sm_90
+    in.uniform = true;
+    base = "LDC";
+  }
+  const auto known = modifiers().find(base);
+  if (known == modifiers().end()) bad_sass("unknown instruction " + text);
+  for (const std::string& mod : in.mod) {
+    if (known->second.count(mod) == 0) bad_sass("unknown modifier " + mod + " of " + text);
   }
   static const std::map<std::string, Cmp> cmps = {{"EQ", EQ},   {"NE", NE},   {"LT", LT},   {"LE", LE},   {"GT", GT},
                                                   {"GE", GE},   {"EQU", EQU}, {"NEU", NEU}, {"LTU", LTU}, {"LEU", LEU},
@@ -341,12 +358,17 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
   } else if (base == "IABS") {
     in.op = s_IABS;
     all();
-  } else if (base == "FMNMX") {
-    in.op = s_FMNMX;
+  } else if (base == "FMNMX" || base == "FMNMX3") {
+    in.op = base == "FMNMX" ? s_FMNMX : s_FMNMX3;
+    in.mufu = has("NAN");
     all();
   } else if (base == "VIMNMX") {
     in.op = s_VIMNMX;
     all();
+    if (in.o.size() == 6) {  // sm_100 names two predicates, too
+      if (!is_true(in.o[1]) || !is_true(in.o[2])) bad_sass(text);
+      in.o.erase(in.o.begin() + 1, in.o.begin() + 3);
+    }
   } else if (base == "VIMNMX3") {
     in.op = s_VIMNMX3;
     all();
@@ -393,9 +415,6 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
     all();
   } else if (base == "FRND") {
     in.op = s_FRND;
-    for (const std::string& mod : in.mod) {
-      if (mod != "F64" && mod != "FLOOR") bad_sass(text);
-    }
     all();
     in.mufu = (has("F64") ? 2 : 0) + (has("FLOOR") ? 1 : 0);
   } else if (base == "F2FP") {
@@ -409,7 +428,7 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
   } else if (base == "HFMA2") {
     in.op = s_HFMA2;
     all();
-    if (!(in.o[1].index == 255 && in.o[2].index == 255 && in.o.size() == 5)) bad_sass(text);
+    if (!(in.o[1].index == kZero && in.o[2].index == kZero && in.o.size() == 5)) bad_sass(text);
   } else if (base == "I2FP") {
     in.op = s_I2FP;
     all();
@@ -442,7 +461,7 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
     in.op = s_STS;
     address_of(ops[0]);
     in.o.push_back(parse_operand(ops[1], low));
-  } else if (base == "LDG") {
+  } else if (base == "LDG" || base == "LD") {  // LD: of any space; a shared address would be reported
     in.op = s_LDG;
     in.o.push_back(parse_operand(ops[0], low));
     address_of(ops[1]);
@@ -455,7 +474,7 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
       in.op = s_ATOMS_INC;
       in.o.push_back(parse_operand(ops[0], low));
       address_of(ops[1]);
-      if (in.o[0].index != 255) bad_sass(text);
+      if (in.o[0].index != kZero) bad_sass(text);
     } else if (has("ADD") && in.width == 4) {
       in.op = s_ATOMS_ADD;
       in.o.push_back(parse_operand(ops[0], low));
@@ -484,6 +503,16 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
     in.op = s_SHFL;
     in.mufu = has("UP") ? 0 : has("DOWN") ? 1 : has("BFLY") ? 2 : 3;
     all();
+  } else if (base == "VOTEU") {
+    in.op = s_VOTE;
+    in.mufu = has("ALL");
+    for (size_t i = 0; i + 1 < ops.size(); ++i) {
+      const Operand to = parse_operand(ops[i], low);
+      if (to.kind != oU && to.kind != oUP) bad_sass(text);
+      if (!is_true(to)) in.o.push_back(to);
+    }
+    in.o.push_back(parse_operand(ops.back(), low));
+    if (in.o.size() != 2 || in.o[1].kind != oP) bad_sass(text);
   } else if (base == "S2R" || base == "S2UR") {
     in.op = s_S2R;
     in.o.push_back(parse_operand(ops[0], low));
@@ -491,6 +520,7 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
               : ops[1] == "SR_CTAID.X"  ? 2
               : ops[1] == "SR_CgaCtaId" ? 3
               : ops[1] == "SR_LANEID"   ? 4
+              : ops[1] == "SR_LTMASK"   ? 5
                                         : 0;
     if (in.mufu == 0) bad_sass(text);
   } else if (base == "CS2R") {
@@ -548,7 +578,9 @@ inline void decode(SassKernel& k, SInstr& in, std::string text, u64 low, const s
     in.ra = atoi(ops[0].c_str() + 1);
   } else if (base == "BREAK") {
     in.op = s_BREAK;
-    in.ra = atoi(ops[0].c_str() + 1);
+    if (ops.size() == 2) in.o.push_back(parse_operand(ops[0], low));
+    if (ops.back()[0] != 'B') bad_sass(text);
+    in.ra = atoi(ops.back().c_str() + 1);
   } else if (base == "WARPSYNC") {
     in.op = s_WARPSYNC;
     if (!has("ALL")) in.o.push_back(parse_operand(ops[0], low));

@@ -1,5 +1,5 @@
-// Runs machine code (sm_90) where ptxrun runs PTX, with the same checks of every access; counts how often each
-// instruction is executed, and can record what warps issue. Link it beside ptxrun/runtime.cpp.
+// Runs machine code (of sm_90 or sm_100) where ptxrun runs PTX, with the same checks of every access; counts how often
+// each instruction is executed, and can record what warps issue. Link it beside ptxrun/runtime.cpp.
 #include "sassrun/launch.h"
 #include "sassrun/load.h"
 

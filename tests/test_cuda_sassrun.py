@@ -1,0 +1,82 @@
+"""The reader of machine code (sassrun): what it does not know is an error, and no guess. What instructions do is tested
+by the results of the kernels: FOCALKERN_PTX=arch=machine_code, and machine_code_100.
+"""
+
+import struct
+import subprocess
+from pathlib import Path
+
+import cuda_build
+import pytest
+from sassrun.extract import params_at
+
+KNOWN = [  # of sm_90, of sm_100, of both
+    "ULDC.64 UR4, c[0x0][0x208]",
+    "VIMNMX R3, R3, R4, PT",
+    "LDCU.128 UR72, c[0x0][0x3f0]",
+    "VIMNMX R3, PT, PT, R3, UR4, !PT",
+    "FMNMX3 R3, R3, R4, R5, !PT",
+    "FMNMX.NAN R3, RZ, R3, PT",
+    "VOTEU.ANY UR5, UPT, PT",
+    "VOTEU.ALL UP0, P1",
+    "@!P1 BREAK.RELIABLE P2, B0",
+    "S2R R7, SR_LTMASK",
+    "LD.E R53, desc[UR10][R52.64+0x4]",
+    "IADD3 R3, PT, PT, R3, 0x1, RZ",
+    "@UP0 UPRMT UR4, UR4, 0x5410, URZ",
+]
+UNKNOWN = {
+    "FMNMX4 R3, R3, R4, R5, R6, !PT": "unknown instruction",
+    "FFMA2 R4, R4.F32x2.HI_LO, R6.F32x2.HI_LO, R8.F32x2.HI_LO": "unknown instruction",
+    "FMNMX.XORSIGN R3, R3, R4, PT": "unknown modifier XORSIGN",
+    "LDG.E.ENL2.256 R8, R4, desc[UR4][R2.64]": "unknown modifier ENL2",
+    "VIMNMX R3, P0, PT, R3, R4, PT": "VIMNMX",
+    "VOTEU.ANY UR5, UP0, P1": "VOTEU",
+    "S2R R7, SR_CLOCKLO": "S2R",
+    "BREAK P2, P3": "BREAK",
+}
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory):
+    """Reads one kernel: the output of decode.cpp, and what it says on stderr."""
+    folder = tmp_path_factory.mktemp("sassrun")
+    program, source = folder / "decode", cuda_build.TESTS / "sassrun/decode.cpp"
+    try:
+        compiler = cuda_build.compiler()
+    except cuda_build.ToolMissingError as problem:
+        pytest.skip(str(problem))
+    subprocess.run([compiler, "-std=c++17", f"-I{cuda_build.TESTS}", str(source), "-o", str(program)], check=True)
+
+    def run(instructions: list[str], at: int = 0x210) -> tuple[str, str]:
+        text = Path(folder, "code.txt")
+        lines = [f"{16 * i:04x} 0x0 0x0 {instruction}" for i, instruction in enumerate(instructions)]
+        text.write_text("\n".join([f"K kernel 0 {at} -", *lines]) + "\n")
+        done = subprocess.run([str(program), str(text)], capture_output=True, text=True)
+        return done.stdout, done.stderr
+
+    return run
+
+
+def test_what_is_known(decode):
+    assert decode(KNOWN) == ("kernel 528\n", "")
+    assert decode(["NOP"], 0x380) == ("kernel 896\n", "")
+
+
+@pytest.mark.parametrize("instruction", UNKNOWN)
+def test_what_is_not_known_is_an_error(decode, instruction):
+    names, error = decode(["NOP", instruction])
+    assert names == ""
+    assert UNKNOWN[instruction] in error
+
+
+def test_parameters_elsewhere_are_an_error(decode):
+    names, error = decode(["NOP"], 0x160)  # of sm_80
+    assert names == ""
+    assert "parameters in another place" in error
+
+
+def test_where_parameters_begin():
+    before = struct.pack("<BBHII", 4, 0x17, 8, 0, 0) + struct.pack("<BBH", 3, 0x1B, 255)
+    assert params_at(before + struct.pack("<BBHIHH", 4, 0x0A, 8, 12, 0x380, 88)) == 0x380
+    assert params_at(before) == 0
