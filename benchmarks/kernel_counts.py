@@ -1,12 +1,14 @@
 """Machine instructions per element of the CUDA kernels, counted while they run: python -m benchmarks.kernel_counts
 
-The machine code of sm_90 is executed by tests/sassrun, block by block as a GPU would get them; no GPU is needed, but
-nvcc, cuobjdump and nvdisasm are (on PATH, in CUDA_HOME, or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`).
+The machine code of sm_90, or with --arch 100 of sm_100, is executed by tests/sassrun, block by block as a GPU would get
+them; no GPU is needed, but nvcc, cuobjdump and nvdisasm are (on PATH, in CUDA_HOME, or `pip install
+nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`).
 
 Per case and kernel, warp instructions x 32 per element: all of them; those in double precision; branch regions (a
 divergent `if`); special functions. Then the part of the loaded and stored bytes that moves 16 bytes a thread, and
 `pipes`, the time that the busiest pipe of an H100 needs at full rate over the time that its memory takes at 3.35 TB/s:
-below 1, memory is the bound. --cycles adds a rough simulation of one multiprocessor.
+below 1, memory is the bound. --cycles adds a rough simulation of one multiprocessor. Both are of an H100 alone: for
+sm_100 instructions are counted, and no pipe is judged.
 """
 
 import argparse
@@ -19,14 +21,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from ctypes import c_double, c_int64
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 CLOCK, MULTIPROCESSORS, MEMORY = 1.755e9, 132, 3.35e12  # of the H100 SXM: Hz, count, bytes per second
 MEMORY_LATENCY = 650  # cycles
 MAX_GRID = 2048  # blocks, as in csrc/cuda/launch.h
 BYTES_PER_CYCLE = 0.93 * MEMORY / MULTIPROCESSORS / CLOCK  # what a copy reaches of the memory's rate
-TABLE = Path(__file__).parent / "results" / "kernel_counts.csv"
+RESULTS = Path(__file__).parent / "results"
+TABLE = RESULTS / "kernel_counts.csv"
+TABLES = {"90": TABLE, "100": RESULTS / "kernel_counts_sm_100.csv"}
 MORE = 1.03  # how many times the table's instructions a kernel may take before --check fails
 
 PIPES = {
@@ -34,7 +38,7 @@ PIPES = {
     "imad": "IMAD",
     "fp64": "DADD DMUL DFMA DSETP",
     "special": "MUFU I2F F2I F2F FRND POPC FCHK",
-    "memory": "LDG STG LDS STS ATOMS ATOMG REDG SHFL LDC",
+    "memory": "LD LDG STG LDS STS ATOMS ATOMG REDG SHFL LDC",
     "control": "BRA BSSY BSYNC EXIT CALL RET BAR WARPSYNC NOP BREAK YIELD MEMBAR BRX BRXU ERRBAR CCTL CGAERRBAR "
     "ENDCOLLECTIVE",
 }
@@ -74,8 +78,8 @@ class Count:
     regions: float
     special: float
     wide: float  # part of the bytes
-    bound: str
-    pipes: float
+    bound: str  # these two of an H100: empty for another architecture
+    pipes: float | None
     cycles: float | None = None  # per element and multiprocessor
     tb_per_s: float | None = None  # of the simulated chip
 
@@ -84,7 +88,7 @@ class CountsUnavailableError(Exception):
     """Why nothing can be counted here."""
 
 
-def load(folder: Path) -> ctypes.CDLL:
+def load(folder: Path, arch: str = "90") -> ctypes.CDLL:
     """The library that runs machine code. What was built in the folder before is taken as it is."""
     tests = Path(__file__).parents[1] / "tests"
     if not (tests / "sassrun").is_dir():
@@ -97,7 +101,7 @@ def load(folder: Path) -> ctypes.CDLL:
         path, code = folder / "kernels.so", folder / "code.txt"
         if not (path.is_file() and code.is_file()):
             folder.mkdir(parents=True, exist_ok=True)
-            path, code = cuda_build.build_machine_code(folder)
+            path, code = cuda_build.build_machine_code(folder, arch)
     except cuda_build.ToolMissingError as problem:
         raise CountsUnavailableError(str(problem)) from None
     library = cuda_build.load(path)
@@ -112,7 +116,7 @@ def pipe(instruction: str) -> str:
     name = re.sub(r"^@!?U?P\w+ +", "", instruction).split()[0].split(".")[0]
     if name in PIPE_OF:
         return PIPE_OF[name]
-    return "uniform" if name.startswith("U") or name in ("R2UR", "S2UR") else "alu"
+    return "uniform" if name.startswith("U") or name in ("R2UR", "S2UR", "LDCU", "VOTEU") else "alu"
 
 
 def executed(library: ctypes.CDLL) -> dict[str, list[tuple[int, int, str]]]:
@@ -151,7 +155,7 @@ def count(code: list[tuple[int, int, str]], elements: float, moved: float) -> di
         size = 16 if "128" in parts else 8 if "64" in parts else 2 if "U16" in parts or "S16" in parts else 4
         if kind == "memory":
             memory_cycles += times * max(1, size // 4)
-        if parts[0] in ("LDG", "STG"):
+        if parts[0] in ("LD", "LDG", "STG"):
             wide += lanes * size if size == 16 else 0
             narrow += lanes * size if size < 16 else 0
     cycles = {
@@ -334,11 +338,21 @@ def calibration(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator
                 yield Count(title, short(name), **count(code, cells * (classes if stage != "bins" else 1), cells * 4))
 
 
-def counts(folder: Path, *, cycles: bool = False, words: list[str] = []) -> Iterator[Count]:  # noqa: B006
+def counts(
+    folder: Path,
+    *,
+    arch: str = "90",
+    cycles: bool = False,
+    words: list[str] = [],  # noqa: B006
+) -> Iterator[Count]:
     """Raises CountsUnavailableError where a tool is missing."""
+    for row in all_counts(load(folder, arch), cycles, words):
+        yield row if arch == "90" else replace(row, bound="", pipes=None)
+
+
+def all_counts(library: ctypes.CDLL, cycles: bool, words: list[str]) -> Iterator[Count]:
     import torch
 
-    library = load(folder)
     executed(library)
 
     def wanted(case: str) -> bool:
@@ -394,16 +408,22 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only cases whose name holds one of them")
     parser.add_argument("--out", type=Path, help="write the table to this CSV file; default: standard output")
     parser.add_argument("--build", type=Path, help="a folder for the library; what is there is taken as it is")
+    parser.add_argument(
+        "--arch", choices=sorted(TABLES, key=int), default="90", help="of the machine code (%(default)s)"
+    )
     parser.add_argument("--cycles", action="store_true", help="simulate cycles of the focal loss, too")
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 if a kernel got worse than {TABLE.name}")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel got worse than the table")
     arguments = parser.parse_args()
+    if arguments.cycles and arguments.arch != "90":
+        parser.error("--cycles simulates an H100: sm_90 alone")
     with contextlib.ExitStack() as stack:
         folder = arguments.build or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
             rows = []
-            for row in counts(folder, cycles=arguments.cycles, words=arguments.words):
+            for row in counts(folder, arch=arguments.arch, cycles=arguments.cycles, words=arguments.words):
                 rows.append(row)
-                print(f"{row.case:24} {row.kernel:30} {row.instructions:8.2f} {row.pipes:6.2f}", file=sys.stderr)
+                pipes = "" if row.pipes is None else f" {row.pipes:6.2f}"
+                print(f"{row.case:24} {row.kernel:30} {row.instructions:8.2f}{pipes}", file=sys.stderr)
         except CountsUnavailableError as problem:
             print(f"kernel_counts: {problem}", file=sys.stderr)
             return 2
@@ -412,7 +432,7 @@ def main() -> int:
     elif not arguments.check:
         print(as_csv(rows), end="")
     if arguments.check:
-        for problem in (wrong := problems(rows, read(TABLE))):
+        for problem in (wrong := problems(rows, read(TABLES[arguments.arch]))):
             print(f"kernel_counts: {problem}", file=sys.stderr)
         return int(bool(wrong))
     return 0

@@ -27,6 +27,7 @@ def test_names_of_kernels():
     assert counts.short(name) == "focal_loss_forward rows"
     assert counts.pipe("@P0 IMAD.WIDE R2, R3, 0x4, R4") == "imad"
     assert counts.pipe("UIADD3 UR4, UR4, 0x1, URZ") == "uniform"
+    assert counts.pipe("LDCU.64 UR4, c[0x0][0x358]") == counts.pipe("@P0 VOTEU.ANY UR5, UPT, PT") == "uniform"
 
 
 def test_table_is_whole_and_passes_its_own_check():
@@ -36,6 +37,30 @@ def test_table_is_whole_and_passes_its_own_check():
     assert {f"{kind} {'x'.join(map(str, shape))}" for kind, shape, _ in counts.FOCAL_LOSS} <= cases
     assert len([case for case in cases if case.startswith("sigmoid")]) == len(counts.SIGMOID_LOSS)
     assert counts.TABLE.read_text() == counts.as_csv(table)
+
+
+def test_table_of_sm_100_has_the_same_kernels_and_judges_no_pipe():
+    table = counts.read(counts.TABLES["100"])
+    assert counts.problems(table, table) == []
+    assert {(row.case, row.kernel) for row in table} == {(row.case, row.kernel) for row in counts.read(counts.TABLE)}
+    assert {(row.bound, row.pipes, row.cycles) for row in table} == {("", None, None)}
+    assert counts.TABLES["100"].read_text() == counts.as_csv(table)
+
+
+def test_counts_of_another_architecture_have_no_pipes(monkeypatch, tmp_path):
+    (row, *_) = counts.read(counts.TABLE)
+    monkeypatch.setattr(counts, "load", lambda folder, arch: None)
+    monkeypatch.setattr(counts, "all_counts", lambda *_: iter([row]))
+    assert list(counts.counts(tmp_path)) == [row]
+    (other,) = counts.counts(tmp_path, arch="100")
+    assert (other.instructions, other.bound, other.pipes) == (row.instructions, "", None)
+
+
+def test_cycles_are_of_sm_90_alone(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["kernel_counts", "--arch", "100", "--cycles"])
+    with pytest.raises(SystemExit):
+        counts.main()
+    assert "sm_90 alone" in capsys.readouterr().err
 
 
 def test_more_instructions_are_a_problem():
