@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from pathlib import Path
 
@@ -23,6 +24,8 @@ NVCC_FLAGS = [
 # Several of these libraries may live in one process, each with its own state: hence no-gnu-unique.
 HOST_FLAGS = ["-std=c++17", "-fPIC", "-fno-gnu-unique"]
 MACHINE_CODE = {"machine_code": "90", "machine_code_100": "100"}
+# What takes more than a few seconds to compile.
+LONGEST = ("row_loss_soft", "sassrun", "calibration_map", "sigmoid_loss_plain", "focal_loss", "runtime")
 EXACT = ["-O3", "-march=native", "-fno-strict-aliasing", "-ffp-contract=off"]
 
 
@@ -49,18 +52,19 @@ def compiler() -> str:
     return tool("g++")
 
 
-def run_all(commands: Iterable[list[str]]) -> None:
-    """As many at a time as there are processors; the first that fails raises."""
-    waiting, running, at_once = list(commands), [], max(1, os.cpu_count() or 1)
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            command = waiting.pop(0)
-            running.append((command, subprocess.Popen(command)))
-        command, job = running.pop(0)
-        if job.wait() != 0:
-            for _, other in running:
-                other.wait()
-            raise RuntimeError(f"failed: {' '.join(command)}")
+def run_all(commands: Iterable[list[str]], at_once: int | None = None) -> None:
+    """As many at a time as there are processors, the longest first; the first that fails raises."""
+
+    def place(command: list[str]) -> int:
+        stem = Path(command[command.index("-o") + 1]).stem if "-o" in command else ""
+        return LONGEST.index(stem) if stem in LONGEST else len(LONGEST)
+
+    with ThreadPoolExecutor(at_once or os.cpu_count() or 1) as pool:
+        jobs = {pool.submit(subprocess.call, command): command for command in sorted(commands, key=place)}
+        for job in as_completed(jobs):
+            if job.result() != 0:
+                pool.shutdown(cancel_futures=True)
+                raise RuntimeError(f"failed: {' '.join(jobs[job])}")
 
 
 def kernels(csrc: Path = CSRC) -> list[Path]:
@@ -83,7 +87,13 @@ def harness_command(folder: Path, csrc: Path) -> list[str]:
     return [compiler(), *HOST_FLAGS, "-O1", *include, "-c", harness, "-o", str(folder / "harness.o")]
 
 
-def build_shim(folder: Path, csrc: Path = CSRC, flags: tuple[str, ...] = (), program: str | None = None) -> Path:
+def build_shim(
+    folder: Path,
+    csrc: Path = CSRC,
+    flags: tuple[str, ...] = (),
+    program: str | None = None,
+    at_once: int | None = None,
+) -> Path:
     """The source of the kernels, compiled by g++: a fiber for each thread (cuda_shim/cuda_runtime.h). With `program`, a
     source beside the harness, an executable instead of a library.
     """
@@ -91,8 +101,11 @@ def build_shim(folder: Path, csrc: Path = CSRC, flags: tuple[str, ...] = (), pro
     options = [*HOST_FLAGS, "-O1", "-fno-trapping-math", *flags, f"-I{shim}", f"-I{csrc}", "-DFOCALKERN_TEST_GRID"]
     sources = [*kernels(csrc), shim / "machine.cpp", shim / (program or "harness.cpp")]
     run_all(
-        [compiler(), *options, "-x", "c++", "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
-        for source in sources
+        (
+            [compiler(), *options, "-x", "c++", "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+            for source in sources
+        ),
+        at_once,
     )
     for kernel in kernels(csrc):
         # Zeroed statics are the shared memory: into one section, which is filled with poison at the start of a block.
@@ -132,15 +145,19 @@ def build_machine_code(folder: Path, arch: str = "90", csrc: Path = CSRC) -> tup
     run_all(
         [nvcc_command(k, folder, csrc, code) for k in kernels(csrc)] + interpreter_commands(folder, csrc, sass=True)
     )
-    for k in kernels(csrc):
-        target = folder / f"{k.stem}.o"
-        with (folder / f"{k.stem}.sass").open("w") as file:
+
+    def dump(kernel: Path) -> None:
+        target = folder / f"{kernel.stem}.o"
+        with (folder / f"{kernel.stem}.sass").open("w") as file:
             subprocess.run([objdump, "-sass", str(target)], stdout=file, env=environment, check=True)
-        cubins = folder / f"{k.stem}.cubins"
+        cubins = folder / f"{kernel.stem}.cubins"
         cubins.mkdir(exist_ok=True)
         subprocess.run(
             [objdump, "-xelf", "all", str(target)], cwd=cubins, env=environment, check=True, stdout=subprocess.DEVNULL
         )
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(dump, sorted(kernels(csrc), key=lambda kernel: -(folder / f"{kernel.stem}.o").stat().st_size)))
     extract(folder, folder / "code.txt")
     return link(folder), folder / "code.txt"
 
