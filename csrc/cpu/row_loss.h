@@ -8,8 +8,8 @@
 // the same work:
 //   rows      classes are adjacent and many: vectors run along a row, in blocks that stay in the first-level cache
 //   columns   rows are adjacent (pixels, [N, C, d1, ...]): vectors run across a tile of rows
-//   few classes in adjacent memory are turned into a tile of columns first; with AVX-512 the gradient of 9 to 32
-//   float32 classes is written without (row_loss_short.h)
+//   few classes in adjacent memory are turned into a tile of columns first; with AVX-512 they are turned in registers
+//   forward (row_loss_turned.h), and backward, where rows are contiguous, not at all (row_loss_flat.h)
 // What is left of a row after its sums, a handful of numbers, is computed for a whole tile of rows at once
 // (row_loss_finish.h). Soft targets and label smoothing need every class's factor; they take a plainer path
 // (row_loss_soft.h).
@@ -22,10 +22,11 @@
 #include "cpu/lanes.h"
 #include "cpu/row_loss_columns.h"
 #include "cpu/row_loss_finish.h"
+#include "cpu/row_loss_flat.h"
 #include "cpu/row_loss_rows.h"
-#include "cpu/row_loss_short.h"
 #include "cpu/row_loss_soft.h"
 #include "cpu/row_loss_tile.h"
+#include "cpu/row_loss_turned.h"
 #include "cpu/transpose.h"
 #include "cpu/vector_clones.h"
 #include "kernels.h"
@@ -94,12 +95,17 @@ bool is_columns(const FocalLossArgs<Scalar>& args) {
   return args.layout.class_stride != 1 && args.classes > 1;
 }
 
-// The distance between rows that can be turned as a matrix, or 0 where it cannot.
+// The distance between rows where it is the same for all of them, or 0.
+inline int64_t row_stride(const RowLayout& layout, int64_t row_begin, int64_t n_rows) {
+  if (layout.inner == 1) return layout.outer_stride;
+  return row_begin % layout.inner + n_rows <= layout.inner ? layout.inner_stride : 0;
+}
+
+// The same where they can be turned as a matrix.
 template <typename Scalar>
 int64_t matrix_stride(const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows) {
   if (sizeof(Scalar) > sizeof(float) || layout.class_stride != 1 || classes < 4 || n_rows < 4) return 0;
-  if (layout.inner == 1) return layout.outer_stride;
-  return row_begin % layout.inner + n_rows <= layout.inner ? layout.inner_stride : 0;
+  return row_stride(layout, row_begin, n_rows);
 }
 
 // [n_rows, classes] in any layout <-> [classes, kTileRows] in the type of the computation
@@ -137,6 +143,31 @@ void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int6
   }
 }
 
+// The distance between rows that row_loss_turned.h takes, or 0 where it does not take them.
+template <typename Scalar>
+int64_t turned_stride(const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows) {
+#ifdef FK_HAS_AVX512_CODE
+  // Classes that are fewer than four words are gathered, which beats a tile where even the tile is not turned.
+  const bool fits = classes >= kWideClasses<Scalar> || classes == 2 || classes == 3;
+  if (sizeof(Scalar) <= sizeof(float) && layout.class_stride == 1 && n_rows >= kWideRows && fits &&
+      classes <= kMostTurned && has_avx512()) {
+    const int64_t stride = row_stride(layout, row_begin, n_rows);
+    return stride < kFarthest / 16 ? stride : 0;
+  }
+#endif
+  return 0;
+}
+
+template <typename Loss, typename Scalar>
+void sums_of_turned(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, int64_t stride,
+                    Tile<compute_t<Scalar>>& tile) {
+#ifdef FK_HAS_AVX512_CODE
+  if constexpr (sizeof(Scalar) <= sizeof(float)) {
+    sums_of_turned_rows<Loss>(args.logits + args.layout.row_offset(row_begin), stride, args.classes, n_rows, tile);
+  }
+#endif
+}
+
 template <typename Loss, typename Scalar>
 FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
   using Real = compute_t<Scalar>;
@@ -156,6 +187,8 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
     if (columns) {
       run_in_widest<SumsOfColumns<Loss, false>>(args.logits + args.layout.row_offset(row), args.layout.class_stride,
                                                 args.classes, n, tile);
+    } else if (const int64_t stride = turned_stride<Scalar>(args.layout, args.classes, row, n)) {
+      sums_of_turned<Loss>(args, row, n, stride, tile);
     } else if (few_classes) {
       gather_tile(args, row, n, transposed);
       run_in_widest<SumsOfColumns<Loss, true>>(transposed, kTileRows, args.classes, n, tile);
@@ -198,25 +231,31 @@ struct TargetOfColumns {
   }
 };
 
-// The logits of the targets and the upstream gradient. The former come from `transposed`, if they were brought there,
-// or from short rows, if there is a distance between them.
-template <typename Loss, typename Scalar>
-void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                    const compute_t<Scalar>* transposed, [[maybe_unused]] int64_t short_row,
-                    Tile<compute_t<Scalar>>& tile) {
-  bool found = false;
+// Whether the targets of these rows were gathered.
+template <typename Scalar>
+bool gather_targets_of(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                       Tile<compute_t<Scalar>>& tile) {
 #ifdef FK_HAS_AVX512_CODE
-  if constexpr (std::is_same_v<Scalar, float>) {
-    found = short_row != 0 && !transposed;
-    if (found) {
-      const float* z = args.logits + args.layout.row_offset(row_begin);
-      short_row_targets(z, short_row, n_rows, tile.label, tile.target_logit);
+  if constexpr (sizeof(Scalar) <= sizeof(float)) {
+    const int64_t stride = row_stride(args.layout, row_begin, n_rows), class_stride = args.layout.class_stride;
+    const bool is_near = stride < kFarthest / 16 && class_stride < kFarthest / args.classes;
+    if (stride > 0 && class_stride > 0 && is_near && n_rows >= kWideRows && has_avx512()) {
+      gather_targets(args.logits + args.layout.row_offset(row_begin), stride, class_stride, n_rows, tile.label,
+                     tile.target_logit);
+      return true;
     }
   }
 #endif
+  return false;
+}
+
+// The logits of the targets and the upstream gradient. The former come from `transposed`, if they were brought there.
+template <typename Loss, typename Scalar>
+void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                    const compute_t<Scalar>* transposed, Tile<compute_t<Scalar>>& tile) {
   if (transposed && args.classes <= kFewClasses) {
     run_in_widest<TargetOfColumns>(transposed, args.classes, n_rows, tile);
-  } else if (!found) {
+  } else if (!gather_targets_of(args, row_begin, n_rows, tile)) {
     RowCursor row(args.layout, row_begin);
     for (int64_t r = 0; r < n_rows; ++r, row.next()) {
       const int64_t target = std::max<int64_t>(tile.label[r], 0);
@@ -233,33 +272,37 @@ void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, in
   for (int64_t r = 0; r < n_rows; ++r) tile.upstream[r] = args.grad_loss[(row_begin + r) * args.grad_stride] / divisor;
 }
 
-// The distance between rows that row_loss_short.h takes, or 0 where it does not take them.
+// Whether rows follow each other without a gap, and have few enough classes for row_loss_flat.h.
 template <typename Scalar>
-int64_t short_row_stride(const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows) {
+bool is_flat(const RowLayout& layout, int64_t classes) {
 #ifdef FK_HAS_AVX512_CODE
-  if (std::is_same_v<Scalar, float> && classes >= kLeastOfShortRow && classes <= kMostOfShortRow && has_avx512()) {
-    const int64_t stride = matrix_stride<Scalar>(layout, classes, row_begin, n_rows);
-    return stride < kMostOfShortStride ? std::max<int64_t>(stride, 0) : 0;
-  }
+  if (sizeof(Scalar) > sizeof(float) || classes < 2 || classes > kMostFlat<Scalar> || !has_avx512()) return false;
+  return layout.class_stride == 1 && layout.outer_stride == layout.inner * classes &&
+         (layout.inner == 1 || layout.inner_stride == classes);
+#else
+  return false;
 #endif
-  return 0;
 }
 
-template <typename Loss, typename Scalar>
-void grad_of_short_rows(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, int64_t stride,
-                        int64_t grad_stride, const Tile<compute_t<Scalar>>& tile) {
+// For what is not flat, nothing.
+template <typename Scalar, bool = sizeof(Scalar) <= sizeof(float)>
+struct FlatGradient {
+  void prepare(int64_t /*classes*/) {}
+  template <typename Loss>
+  void run(const FocalLossBackward<Scalar>&, int64_t, int64_t, const Tile<compute_t<Scalar>>&) const {}
+};
 #ifdef FK_HAS_AVX512_CODE
-  if constexpr (std::is_same_v<Scalar, float>) {
-    const float* z = args.logits + args.layout.row_offset(row_begin);
-    float* grad = args.grad_logits + args.grad_layout.row_offset(row_begin);
-    if (args.classes <= 16) {
-      short_row_grad<Loss, 1>(z, stride, args.classes, n_rows, tile, grad, grad_stride);
-    } else {
-      short_row_grad<Loss, 2>(z, stride, args.classes, n_rows, tile, grad, grad_stride);
-    }
+template <typename Scalar>
+struct FlatGradient<Scalar, true> {
+  FlatRows<Scalar> flat;
+  void prepare(int64_t classes) { flat.prepare(classes); }
+  template <typename Loss>
+  void run(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, const Tile<float>& tile) const {
+    grad_of_flat_rows<Loss>(args.logits + args.layout.row_offset(row_begin), args.classes, n_rows, flat, tile,
+                            args.grad_logits + args.grad_layout.row_offset(row_begin));
   }
+};
 #endif
-}
 
 template <typename Loss, typename Scalar>
 void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
@@ -268,12 +311,15 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
   const bool columns = is_columns(args) && args.grad_layout.class_stride != 1 &&
                        args.grad_layout.inner == args.layout.inner && args.grad_layout.inner_stride == 1;
   const bool rows = !is_columns(args) && args.grad_layout.class_stride == 1 && args.classes > kFewClasses;
+  const bool all_flat = is_flat<Scalar>(args.layout, args.classes) && is_flat<Scalar>(args.grad_layout, args.classes);
   // On the stack where it fits: an allocation of this size would be a tenth of a small batch's time.
   alignas(64) Real small[2 * kFewClasses * kTileRows];
   std::unique_ptr<Real[]> large;
   if (!columns && !rows && args.classes > kFewClasses) large.reset(new Real[2 * args.classes * kTileRows]);
   Real* transposed = large ? large.get() : small;
   Real* grad_transposed = transposed + args.classes * kTileRows;
+  FlatGradient<Scalar> flat_gradient;
+  if (all_flat) flat_gradient.prepare(args.classes);
   Tile<Real> tile;
   if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);
   if (args.grad_stride == 0) {
@@ -282,12 +328,10 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);
     read_rows(args, row, n, tile);
-    const int64_t short_row = short_row_stride<Scalar>(args.layout, args.classes, row, n);
-    const int64_t short_grad_row = short_row_stride<Scalar>(args.grad_layout, args.classes, row, n);
-    const bool short_rows = short_row != 0 && short_grad_row != 0;
-    const bool through_tile = args.grad_logits && !columns && !rows && !short_rows;
+    const bool flat = all_flat && n >= 16;
+    const bool through_tile = args.grad_logits && !columns && !rows && !flat;
     if (through_tile) gather_tile(args, row, n, transposed);
-    read_for_slope<Loss>(args, row, n, through_tile ? transposed : nullptr, short_row, tile);
+    read_for_slope<Loss>(args, row, n, through_tile ? transposed : nullptr, tile);
     const Real* saved = args.saved + row;
     if (args.edges) {
       log_p_of_targets(saved, args.rows, n, tile);
@@ -304,10 +348,10 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
       run_in_widest<GradOfColumns<Loss, false>>(
           args.logits + args.layout.row_offset(row), args.layout.class_stride, args.classes, n, tile,
           args.grad_logits + args.grad_layout.row_offset(row), args.grad_layout.class_stride);
+    } else if (flat) {
+      flat_gradient.template run<Loss>(args, row, n, tile);
     } else if (rows) {
       run_in_widest<GradOfRows<Loss>>(args, row, n, tile);
-    } else if (short_rows) {
-      grad_of_short_rows<Loss>(args, row, n, short_row, short_grad_row, tile);
     } else {
       run_in_widest<GradOfColumns<Loss, true>>(transposed, kTileRows, args.classes, n, tile, grad_transposed,
                                                kTileRows);

@@ -173,7 +173,7 @@ struct SumsOfLongRow {
       }
       const int64_t left_out = Loss::kLargestIsLeftOut ? marked : target;
       const auto sums =
-          sum_exp_except<kWidth, Loss::kSquares>(z + begin, n, finite_shift(m), left_out - begin, tile.exp_zero);
+          sum_exp_except<kWidth, Loss::kSquares>(z + begin, n, finite_shift(m), left_out - begin, tile.exp_zero[0]);
       sum += sums.first;
       squares += sums.squares;
     }
@@ -251,7 +251,7 @@ struct SumsOfRows {
           tile.marked[r] = alone ? kNoTarget : static_cast<label_int<Real>>(first_equal(z, args.classes, rival));
         }
         const auto sums =
-            sum_exp_except<n, Loss::kSquares>(z, args.classes, finite_shift(tile.max[r]), left_out, tile.exp_zero);
+            sum_exp_except<n, Loss::kSquares>(z, args.classes, finite_shift(tile.max[r]), left_out, tile.exp_zero[0]);
         tile.rest[r] = sums.first;
         if constexpr (Loss::kSquares) tile.squares[r] = sums.squares;
       }
@@ -297,7 +297,7 @@ struct GradOfRows {
     for (int64_t r = 0; r < n_rows; ++r, row.next(), grad_row.next()) {
       Scalar* grad = args.grad_logits + grad_row.offset();
       scaled_exp<n, Loss::kSquares>(args.logits + row.offset(), args.classes, tile.max[r], tile.factor[r],
-                                    tile.square_factor[r], tile.exp_zero, grad);
+                                    tile.square_factor[r], tile.exp_zero[0], grad);
       if constexpr (Loss::kMarked != Marked::kNone) {
         if (tile.marked[r] != kNoTarget) grad[tile.marked[r]] = Store<Scalar>::from_compute(tile.marked_slope[r]);
       }

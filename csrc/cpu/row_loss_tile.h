@@ -1,6 +1,7 @@
 // What the loops of a loss of rows share: a tile of rows, whose numbers are finished together, and the way along rows.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/elementary.h"
@@ -48,7 +49,9 @@ struct alignas(64) Tile {
   Real target_slope[kTileRows];   // the gradient of the target's logit
   Real marked_slope[kTileRows];   // and of the marked class's
   Real grad_gamma[kTileRows];
-  Real exp_zero = kExpZero<Real>;  // here compilers do not see it: of a constant gcc makes no maximum
+  Real exp_zero[16];  // kExpZero in each lane. Here compilers do not see it: of a constant gcc makes no maximum.
+
+  Tile() { std::fill_n(exp_zero, 16, kExpZero<Real>); }
 };
 
 // The processor foresees a run of addresses, but not beyond a page, and not the many runs of a tile of columns. The

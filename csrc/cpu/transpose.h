@@ -49,27 +49,66 @@ FK_AVX512 inline __attribute__((always_inline)) void turn_quarters(__m512i (&v)[
   v[3] = _mm512_unpackhi_epi64(high01, high23);
 }
 
-// Register i holds four words of the rows i, i + 4, i + 8 and i + 12.
+// Four words of each of sixteen rows. The addresses are two and four distances, the rest is in the instructions.
 template <typename Scalar>
-FK_AVX512 inline __attribute__((always_inline)) void load_rows(const Scalar* in, int64_t stride, __m512i (&v)[4]) {
-  const auto* third = in + 12 * stride;
-  for (int64_t i = 0; i < 4; ++i, in += stride, third += stride) {
-    v[i] = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
-    v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 4 * stride)), 1);
-    v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 8 * stride)), 2);
-    v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128(reinterpret_cast<const __m128i*>(third)), 3);
+class RowsOfSixteen {
+ public:
+  FK_AVX512 inline __attribute__((always_inline)) RowsOfSixteen(Scalar* rows, int64_t stride)
+      : low_(reinterpret_cast<Byte*>(rows)),
+        high_(reinterpret_cast<Byte*>(rows + 8 * stride)),
+        one_(stride * static_cast<int64_t>(sizeof(Scalar))),
+        three_(opaque(3 * one_)),
+        five_(opaque(5 * one_)),
+        seven_(opaque(7 * one_)) {}
+  FK_AVX512 inline __attribute__((always_inline)) void move(int64_t classes) {
+    low_ += classes * static_cast<int64_t>(sizeof(Scalar));
+    high_ += classes * static_cast<int64_t>(sizeof(Scalar));
   }
-}
-template <typename Scalar>
-FK_AVX512 inline __attribute__((always_inline)) void store_rows(const __m512i (&v)[4], Scalar* out, int64_t stride) {
-  auto* third = out + 12 * stride;
-  for (int64_t i = 0; i < 4; ++i, out += stride, third += stride) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(v[i]));
+
+  // Register i holds the rows i, i + 4, i + 8 and i + 12.
+  FK_AVX512 inline __attribute__((always_inline)) void load(__m512i (&v)[4]) const {
+    v[0] = joined(low_, low_ + 4 * one_, high_, high_ + 4 * one_);
+    v[1] = joined(low_ + one_, low_ + five_, high_ + one_, high_ + five_);
+    v[2] = joined(low_ + 2 * one_, low_ + 2 * three_, high_ + 2 * one_, high_ + 2 * three_);
+    v[3] = joined(low_ + three_, low_ + seven_, high_ + three_, high_ + seven_);
+  }
+  FK_AVX512 inline __attribute__((always_inline)) void store(const __m512i (&v)[4]) const {
+    split(v[0], low_, low_ + 4 * one_, high_, high_ + 4 * one_);
+    split(v[1], low_ + one_, low_ + five_, high_ + one_, high_ + five_);
+    split(v[2], low_ + 2 * one_, low_ + 2 * three_, high_ + 2 * one_, high_ + 2 * three_);
+    split(v[3], low_ + three_, low_ + seven_, high_ + three_, high_ + seven_);
+  }
+
+ private:
+  using Byte = std::conditional_t<std::is_const_v<Scalar>, const char, char>;
+
+  // Or gcc would keep an address for each row.
+  static inline __attribute__((always_inline)) int64_t opaque(int64_t distance) {
+    asm("" : "+r"(distance));
+    return distance;
+  }
+  FK_AVX512 static inline __attribute__((always_inline)) __m512i joined(const char* a, const char* b, const char* c,
+                                                                        const char* d) {
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a)));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128(reinterpret_cast<const __m128i*>(b)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128(reinterpret_cast<const __m128i*>(c)), 2);
+    return _mm512_inserti32x4(v, _mm_loadu_si128(reinterpret_cast<const __m128i*>(d)), 3);
+  }
+  FK_AVX512 static inline __attribute__((always_inline)) void split(__m512i v, char* a, char* b, char* c, char* d) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(a), _mm512_castsi512_si128(v));
     // Of 64-bit words, because gcc stores only these in the instruction that extracts them.
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 4 * stride), _mm512_extracti64x2_epi64(v[i], 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8 * stride), _mm512_extracti64x2_epi64(v[i], 2));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(third), _mm512_extracti64x2_epi64(v[i], 3));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(b), _mm512_extracti64x2_epi64(v, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(c), _mm512_extracti64x2_epi64(v, 2));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(d), _mm512_extracti64x2_epi64(v, 3));
   }
+
+  Byte *low_, *high_;
+  int64_t one_, three_, five_, seven_;
+};
+
+FK_AVX512 inline __attribute__((always_inline)) __m512i with_plain_nan(__m512i bits) {
+  const __m512 x = _mm512_castsi512_ps(bits);
+  return _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
 }
 
 // Words of two half-precision numbers: the first of them is the lower half.
@@ -81,15 +120,17 @@ struct Pair<BFloat16> {
     *first = _mm512_slli_epi32(v, 16);
     *second = _mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
   }
-  // As Store<BFloat16>: the processor's own conversion would make denormal numbers 0.
+  // As Store<BFloat16>: the processor's own conversion would make denormal numbers 0. A NaN has to be a plain one: what
+  // is added would make a number of some.
   FK_AVX512 static inline __attribute__((always_inline)) __m512i rounded(__m512i bits) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    const __m512 x = _mm512_castsi512_ps(bits);
-    return _mm512_mask_mov_epi32(sum, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  }
+  FK_AVX512 static inline __attribute__((always_inline)) __m512i join_plain(__m512i first, __m512i second) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(rounded(first), 16), rounded(second));
   }
   FK_AVX512 static inline __attribute__((always_inline)) __m512i join(__m512i first, __m512i second) {
-    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(rounded(first), 16), rounded(second));
+    return join_plain(with_plain_nan(first), with_plain_nan(second));
   }
 };
 template <>
@@ -104,12 +145,31 @@ struct Pair<Half> {
   FK_AVX512 static inline __attribute__((always_inline)) __m512i narrowed(__m512i v) {
     return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(_mm512_castsi512_ps(v), _MM_FROUND_TO_NEAREST_INT));
   }
-  FK_AVX512 static inline __attribute__((always_inline)) __m512i join(__m512i first, __m512i second) {
+  FK_AVX512 static inline __attribute__((always_inline)) __m512i join_plain(__m512i first, __m512i second) {
     return _mm512_or_si512(narrowed(first), _mm512_slli_epi32(narrowed(second), 16));
+  }
+  FK_AVX512 static inline __attribute__((always_inline)) __m512i join(__m512i first, __m512i second) {
+    return join_plain(first, second);
   }
 };
 
+// The numbers at these places, where they are wanted; else 0. There are at least two.
+template <typename Scalar>
+FK_AVX512 inline __attribute__((always_inline)) __m512 gathered(const Scalar* from, __m512i place, __mmask16 wanted) {
+  if constexpr (sizeof(Scalar) == sizeof(float)) {
+    return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), wanted, place, from, sizeof(Scalar));
+  } else {
+    // Only words are gathered: of the number and the one before, or after the first of all.
+    const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi32(1);
+    const __m512i word = _mm512_sub_epi32(_mm512_max_epi32(place, one), one);
+    __m512i before, numbers;
+    Pair<Scalar>::split(_mm512_mask_i32gather_epi32(zero, wanted, word, from, sizeof(Scalar)), &before, &numbers);
+    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(numbers, _mm512_cmpeq_epi32_mask(place, word), before));
+  }
+}
+
 constexpr int64_t kWideRows = 16;
+constexpr int64_t kFarthest = int64_t(1) << 30;  // how far places may reach, in 32 bits
 
 template <typename Scalar>
 constexpr int64_t kWideClasses = 16 / sizeof(Scalar);  // of four words
@@ -128,7 +188,7 @@ FK_AVX512 void wide_to_columns(const Scalar* in, int64_t in_stride, int64_t n_ro
         to += left - kWideRows;
       }
       __m512i v[4];
-      load_rows(from, in_stride, v);
+      RowsOfSixteen<const Scalar>(from, in_stride).load(v);
       turn_quarters(v);
       for (int64_t i = 0; i < 4; ++i) {
         if constexpr (sizeof(Scalar) == sizeof(float)) {
@@ -166,7 +226,7 @@ FK_AVX512 void wide_to_rows(const float* in, int64_t n_rows, int64_t classes, Sc
         }
       }
       turn_quarters(v);
-      store_rows(v, to, out_stride);
+      RowsOfSixteen<Scalar>(to, out_stride).store(v);
     }
   }
 }

@@ -1,0 +1,140 @@
+// One vector of rows on its way through the classes: what the sums and the gradient of columns of logits do with each.
+#pragma once
+
+#include <limits>
+
+#include "cpu/elementary.h"
+#include "cpu/lanes.h"
+#include "cpu/row_loss_tile.h"
+
+namespace focalkern::cpu {
+namespace {
+
+// Two passes over the classes in order: first look() at each, then add() each.
+template <typename Loss, typename Real, int64_t n>
+struct SumsOfLanes {
+  using Int = label_int<Real>;
+  using Reals = lanes_t<Real, n>;
+  using Ints = lanes_t<Int, n>;
+  static constexpr bool kRival = Loss::kMarked == Marked::kRival;
+
+  Ints label, this_class{}, marked;
+  Reals lowest, max, rest{}, target_logit{}, squares{}, rival;
+
+  FK_HOST_DEVICE SumsOfLanes(const Tile<Real>& tile, int64_t row)
+      : label(load_lanes<Ints>(tile.label + row)),
+        marked(Ints{} + (kRival ? Int(kNoTarget) : Int(0))),
+        lowest(load_lanes<Reals>(tile.exp_zero)),
+        max(-std::numeric_limits<Real>::infinity() - Reals{}),
+        rival(max) {}
+
+  // Twice the same class does no harm.
+  FK_HOST_DEVICE void look(const Reals& v, [[maybe_unused]] Int c) {
+    if constexpr (Loss::kMarked == Marked::kLargest) marked = v > max ? Ints{} + c : marked;
+    if constexpr (kRival) target_logit = label == c ? v : target_logit;
+    max = v > max ? v : max;
+  }
+
+  FK_HOST_DEVICE void add(const Reals& v) {
+    const Reals x = v - max;
+    const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
+    const auto is_other = label != this_class;
+    const auto counts = Loss::kLargestIsLeftOut ? marked != this_class : is_other;
+    rest = counts ? rest + e.mantissa * e.scale : rest;
+    if constexpr (Loss::kSquares) {
+      const Reals product = e.mantissa * e.scale;
+      squares = counts ? squares + product * product : squares;
+    }
+    if constexpr (kRival) {
+      // One comparison at a time: of two joined by & gcc makes one for each lane.
+      const Reals lower = v < target_logit ? v : -std::numeric_limits<Real>::infinity() - Reals{};
+      marked = lower > rival ? this_class : marked;
+      rival = lower > rival ? lower : rival;
+    } else {
+      target_logit = is_other ? target_logit : v;
+    }
+    this_class += 1;
+  }
+
+  // What look() found.
+  FK_HOST_DEVICE void store_looked(Tile<Real>& tile, int64_t row) const {
+    store_lanes(max, tile.max + row);
+    if constexpr (Loss::kMarked == Marked::kLargest) store_lanes(marked, tile.marked + row);
+    if constexpr (kRival) store_lanes(target_logit, tile.target_logit + row);
+  }
+  FK_HOST_DEVICE void load_looked(const Tile<Real>& tile, int64_t row) {
+    max = load_lanes<Reals>(tile.max + row);
+    if constexpr (Loss::kMarked == Marked::kLargest) marked = load_lanes<Ints>(tile.marked + row);
+    if constexpr (kRival) target_logit = load_lanes<Reals>(tile.target_logit + row);
+  }
+
+  // Where the class that is left out has been made -inf, and the target's logit was read: nothing is compared.
+  FK_HOST_DEVICE void add_all(const Reals& v) {
+    const Reals fall = max - v, most = -lowest;
+    const ScaledExponential<Reals> e = scaled_exponential(-(fall > most ? most : fall));
+    rest += e.mantissa * e.scale;
+    if constexpr (Loss::kSquares) {
+      const Reals product = e.mantissa * e.scale;
+      squares += product * product;
+    }
+  }
+
+  // Adds the sums to others, and goes on from 0.
+  FK_HOST_DEVICE void move_sums(Reals& all, Reals& all_squares) {
+    all += rest;
+    all_squares += squares;
+    rest = squares = Reals{};
+  }
+
+  FK_HOST_DEVICE void store(Tile<Real>& tile, int64_t row) const {
+    store_lanes(max, tile.max + row);
+    store_lanes(rest, tile.rest + row);
+    store_lanes(target_logit, tile.target_logit + row);
+    if constexpr (Loss::kSquares) store_lanes(squares, tile.squares + row);
+    if constexpr (Loss::kMarked != Marked::kNone) store_lanes(marked, tile.marked + row);
+    if constexpr (kRival) store_lanes(rival - target_logit, tile.gap + row);
+  }
+};
+
+// The gradient of one class after another.
+template <typename Loss, typename Real, int64_t n>
+struct GradOfLanes {
+  using Int = label_int<Real>;
+  using Reals = lanes_t<Real, n>;
+  using Ints = lanes_t<Int, n>;
+
+  Ints label, this_class{}, marked{};
+  Reals lowest, max, factor, target_slope, square_factor{}, marked_slope{};
+
+  FK_HOST_DEVICE GradOfLanes(const Tile<Real>& tile, int64_t row)
+      : label(load_lanes<Ints>(tile.label + row)),
+        lowest(load_lanes<Reals>(tile.exp_zero)),
+        max(load_lanes<Reals>(tile.max + row)),
+        factor(load_lanes<Reals>(tile.factor + row)),
+        target_slope(load_lanes<Reals>(tile.target_slope + row)) {
+    if constexpr (Loss::kSquares) square_factor = load_lanes<Reals>(tile.square_factor + row);
+    if constexpr (Loss::kMarked != Marked::kNone) {
+      marked = load_lanes<Ints>(tile.marked + row);
+      marked_slope = load_lanes<Reals>(tile.marked_slope + row);
+    }
+  }
+
+  FK_HOST_DEVICE Reals next(const Reals& v) {
+    const Reals x = v - max;
+    // 0 for NaN, which is in the factor already. A row without a gradient has an infinite maximum, whatever it holds.
+    const ScaledExponential<Reals> e = scaled_exponential(x > lowest ? x : lowest);
+    Reals slope = e.mantissa * e.scale;
+    if constexpr (Loss::kSquares) {
+      slope *= factor + slope * square_factor;
+    } else {
+      slope *= factor;
+    }
+    if constexpr (Loss::kMarked != Marked::kNone) slope = marked == this_class ? marked_slope : slope;
+    slope = label == this_class ? target_slope : slope;
+    this_class += 1;
+    return slope;
+  }
+};
+
+}  // namespace
+}  // namespace focalkern::cpu

@@ -1,0 +1,148 @@
+// Sums and gradient of rows of few adjacent classes, with AVX-512: sixteen rows at a time are turned in registers, four
+// words of each, so that a vector has one class of sixteen rows (cpu/transpose.h, cpu/row_loss_lanes.h). Nothing
+// is folded across a vector, and what a row costs beside its classes is shared by sixteen.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "cpu/lanes.h"
+#include "cpu/row_loss_lanes.h"
+#include "cpu/row_loss_tile.h"
+#include "cpu/transpose.h"
+#include "cpu/vector_clones.h"
+
+namespace focalkern::cpu {
+namespace {
+
+#ifdef FK_HAS_AVX512_CODE
+
+constexpr int64_t kMostTurned = 256;  // classes: sixteen rows of them, in float, are half of a first-level cache
+
+// Four words of sixteen rows from the class `column` on, as one vector for each class, and back.
+template <typename Scalar>
+struct TurnedRows {
+  static constexpr int64_t kWidth = kWideClasses<Scalar>;
+  using Reals = lanes_t<float, 16>;
+
+  FK_AVX512 static inline __attribute__((always_inline)) void load(const RowsOfSixteen<const Scalar>& rows,
+                                                                   Reals (&columns)[kWidth]) {
+    __m512i v[4];
+    rows.load(v);
+    turn_quarters(v);
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(Scalar) == sizeof(float)) {
+        columns[i] = lanes_cast<Reals>(v[i]);
+      } else {
+        __m512i first, second;
+        Pair<Scalar>::split(v[i], &first, &second);
+        columns[2 * i] = lanes_cast<Reals>(first);
+        columns[2 * i + 1] = lanes_cast<Reals>(second);
+      }
+    }
+  }
+};
+
+// The first pass over the classes of the rows from `first` of the tile on, sixteen after sixteen. Their logits are kept
+// for the second, [n_rows / 16, classes, 16]. At least sixteen rows and kWidth classes: the last of each overlap their
+// neighbours.
+template <typename Loss, typename Scalar>
+FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
+                                   Tile<float>& tile, float* kept) {
+  using Turned = TurnedRows<Scalar>;
+  constexpr int64_t kWidth = Turned::kWidth;
+  const __m512i step = _mm512_set1_epi32(static_cast<int32_t>(stride));
+  for (int64_t r = 0; r < n_rows; r += 16) {
+    const int64_t row = std::min(r, n_rows - 16);
+    SumsOfLanes<Loss, float, 16> sums(tile, first + row);
+    if (classes < kWidth) {
+      __m512i place = _mm512_mullo_epi32(_mm512_loadu_si512(kFirst<int32_t>), step);
+      for (int64_t c = 0; c < classes; ++c, kept += 16, place = _mm512_add_epi32(place, _mm512_set1_epi32(1))) {
+        const auto column = lanes_cast<typename Turned::Reals>(gathered(z + row * stride, place, 0xffff));
+        sums.look(column, static_cast<int32_t>(c));
+        store_lanes(column, kept);
+      }
+      sums.store_looked(tile, first + row);
+      continue;
+    }
+    RowsOfSixteen<const Scalar> rows(z + row * stride, stride);
+    for (int64_t c = 0; c < classes; c += kWidth, kept += kWidth * 16, rows.move(kWidth)) {
+      if (const int64_t beyond = c + kWidth - classes; beyond > 0) {
+        c -= beyond;
+        kept -= beyond * 16;
+        rows.move(-beyond);
+      }
+      typename Turned::Reals columns[kWidth];
+      Turned::load(rows, columns);
+      for (int64_t i = 0; i < kWidth; ++i) {
+        sums.look(columns[i], static_cast<int32_t>(c + i));
+        store_lanes(columns[i], kept + i * 16);
+      }
+    }
+    sums.store_looked(tile, first + row);
+  }
+}
+
+constexpr int64_t kComparedClasses = 32;  // up to here comparing every class with the label is faster than taken_out
+
+// Classes that are added one after the other: a long run of roundings would all go one way where logits are equal.
+constexpr int64_t kTurnedPart = 16;
+
+// The logits of the targets, whose places take -inf; 0 where a row has none.
+FK_AVX512 inline __attribute__((always_inline)) lanes_t<float, 16> taken_out(float* columns,
+                                                                             const lanes_t<int32_t, 16>& label) {
+  const __m512i labels = lanes_cast<__m512i>(label);
+  const __mmask16 is_there = _mm512_cmpge_epi32_mask(labels, _mm512_setzero_si512());
+  const __m512i place = _mm512_add_epi32(_mm512_slli_epi32(labels, 4), _mm512_loadu_si512(kFirst<int32_t>));
+  const __m512 logits = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), is_there, place, columns, sizeof(float));
+  const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  _mm512_mask_i32scatter_ps(columns, is_there, place, nothing, sizeof(float));
+  return lanes_cast<lanes_t<float, 16>>(logits);
+}
+
+// The second pass.
+template <typename Loss>
+FK_AVX512 void add_kept_rows(float* kept, int64_t classes, int64_t first, int64_t n_rows, Tile<float>& tile) {
+  using Sums = SumsOfLanes<Loss, float, 16>;
+  using Reals = typename Sums::Reals;
+  for (int64_t r = 0; r < n_rows; r += 16) {
+    const int64_t row = std::min(r, n_rows - 16);
+    Sums sums(tile, first + row);
+    sums.load_looked(tile, first + row);
+    const float* const end = kept + classes * 16;
+    if (Loss::kMarked == Marked::kNone && classes > kComparedClasses) {
+      sums.target_logit = taken_out(kept, sums.label);
+      Reals rest{}, squares{};
+      while (kept != end) {
+        const float* const stop = end - kept < kTurnedPart * 16 ? end : kept + kTurnedPart * 16;
+#pragma GCC unroll 2
+        for (; kept != stop; kept += 16) sums.add_all(load_lanes<Reals>(kept));
+        sums.move_sums(rest, squares);
+      }
+      sums.rest = rest;
+      sums.squares = squares;
+    } else {
+#pragma GCC unroll 2
+      for (; kept != end; kept += 16) sums.add(load_lanes<Reals>(kept));
+    }
+    sums.store(tile, first + row);
+  }
+}
+
+// As SumsOfColumns.
+template <typename Loss, typename Scalar>
+void sums_of_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t n_rows, Tile<float>& tile) {
+  alignas(64) float kept[kMostTurned * 16];
+  // As many rows at once as can be kept.
+  const int64_t at_once = classes * kTileRows <= kMostTurned * 16 ? n_rows : 16;
+  for (int64_t r = 0; r < n_rows; r += at_once) {
+    const int64_t row = std::min(r, n_rows - at_once);
+    look_at_turned_rows<Loss>(z + row * stride, stride, classes, row, at_once, tile, kept);
+    add_kept_rows<Loss>(kept, classes, row, at_once, tile);
+  }
+}
+
+#endif  // FK_HAS_AVX512_CODE
+
+}  // namespace
+}  // namespace focalkern::cpu
