@@ -30,11 +30,18 @@ def brier(z, t, **options):
     return fk.BrierLoss(**options)(z, t)
 
 
+def focal(z, t, **options):
+    return fk.focal_loss(z, t, 2.0, **options)
+
+
 LOSSES = {
     "poly": (poly, lambda z, t, **o: reference.poly_focal_loss(z, t, 2.0, 1.5, **o)),
     "dual": (dual, lambda z, t, **o: reference.dual_focal_loss(z, t, 2.5, **o)),
     "brier": (brier, reference.brier_loss),
 }
+
+
+ALL_LOSSES = {**LOSSES, "focal": (focal, lambda z, t, **o: reference.focal_loss(z, t, 2.0, **o))}
 
 
 @pytest.fixture
@@ -54,7 +61,7 @@ def near(actual, expected, factor):
 
 def check(name, z, target, **options):
     """Value and gradient beside the reference in float64, with a random upstream gradient."""
-    loss, defined = LOSSES[name]
+    loss, defined = ALL_LOSSES[name]
     z = z.detach().requires_grad_()
     found = loss(z, target, reduction="none", **options)
     upstream = torch.randn(found.shape, dtype=torch.float64)
@@ -76,7 +83,7 @@ def check(name, z, target, **options):
 
 # Classes below and above a vector, a tile of few classes (32), a block of a long row (4096), and off their multiples.
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ALL_LOSSES)
 @pytest.mark.parametrize("classes", [1, 2, 10, 31, 33, 100, 4099, 9001])
 def test_rows_of_every_length(name, dtype, classes):
     n = 70 if classes < 1000 else 5
@@ -84,6 +91,48 @@ def test_rows_of_every_length(name, dtype, classes):
     target = torch.randint(classes, (n,))
     target[::2] = z.argmax(1)[::2]
     check(name, z, target)
+
+
+def as_slices(z):
+    return torch.cat([z, z], 1)[:, : z.shape[1]]
+
+
+def as_pixels(z):  # [2, classes, 1, rows / 2]
+    return z.reshape(2, -1, 1, z.shape[1]).permute(0, 3, 2, 1).contiguous()
+
+
+def as_channels_last(z):
+    return as_pixels(z).to(memory_format=torch.channels_last)
+
+
+# Sixteen rows and more are taken together where classes are few. Below and above words of four classes, or of eight in
+# half precision; 32, where labels are no longer compared; 64 and 128, up to which rows are taken flat; 256, the most.
+ROWS = [16, 38, 64, 82]
+CLASSES = [2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 31, 32, 33, 40, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257]
+
+
+@pytest.mark.parametrize("name", ALL_LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", [torch.clone, as_slices, as_pixels, as_channels_last])
+def test_rows_that_are_taken_together(layout, dtype, name):
+    for i, classes in enumerate(CLASSES):
+        rows = ROWS[i % len(ROWS)]
+        z = layout(3 * torch.randn(rows, classes)).to(dtype)
+        target = torch.randint(classes, (rows,))
+        target[[0, 1, 3, rows - 1]] = torch.tensor([0, classes - 1, -100, 0])  # the first number, an ignored row
+        check(name, z, target.reshape(2, 1, -1) if z.dim() == 4 else target)
+
+
+@pytest.mark.parametrize("classes", [5, 19, 100])
+def test_any_nan_stays_nan_in_half_precision(classes):
+    """Also one of all ones, which rounding by adding would turn into a number."""
+    odd = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    target = torch.arange(40) % classes
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        z = torch.randn(40, classes, dtype=dtype, requires_grad=True)
+        for loss in (fk.focal_loss(z, target, odd.expand(40)), fk.focal_loss(z, target, weight=odd.expand(classes))):
+            (gradient,) = torch.autograd.grad(loss, z)
+            assert gradient.isnan().all()
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -40,10 +40,14 @@ struct SumsOfLanes {
     const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
     const auto is_other = label != this_class;
     const auto counts = Loss::kLargestIsLeftOut ? marked != this_class : is_other;
-    rest = counts ? rest + e.mantissa * e.scale : rest;
-    if constexpr (Loss::kSquares) {
+    if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
       const Reals product = e.mantissa * e.scale;
-      squares = counts ? squares + product * product : squares;
+      rest = counts ? rest + product : rest;
+      if constexpr (Loss::kSquares) squares = counts ? squares + product * product : squares;
+    } else {
+      const Reals product = e.mantissa * (counts ? e.scale : Reals{});
+      rest += product;
+      if constexpr (Loss::kSquares) squares += product * product;
     }
     if constexpr (kRival) {
       // One comparison at a time: of two joined by & gcc makes one for each lane.

@@ -1,6 +1,6 @@
-// Sums and gradient of rows of few adjacent classes, with AVX-512: sixteen rows at a time are turned in registers, four
-// words of each, so that a vector has one class of sixteen rows (cpu/transpose.h, cpu/row_loss_lanes.h). Nothing
-// is folded across a vector, and what a row costs beside its classes is shared by sixteen.
+// Sums of rows of few adjacent classes, with AVX-512: sixteen rows at a time are turned in registers, four words of
+// each (cpu/transpose.h), so that a vector has one class of sixteen rows (cpu/row_loss_lanes.h). Nothing is folded
+// across a vector, and what a row costs beside its classes is shared by sixteen.
 #pragma once
 
 #include <algorithm>
@@ -19,38 +19,34 @@ namespace {
 
 constexpr int64_t kMostTurned = 256;  // classes: sixteen rows of them, in float, are half of a first-level cache
 
-// Four words of sixteen rows from the class `column` on, as one vector for each class, and back.
+// Four words of each of sixteen rows, as a vector for each class.
 template <typename Scalar>
-struct TurnedRows {
-  static constexpr int64_t kWidth = kWideClasses<Scalar>;
+FK_AVX512 inline __attribute__((always_inline)) void load_turned(const RowsOfSixteen<const Scalar>& rows,
+                                                                 lanes_t<float, 16> (&columns)[kWideClasses<Scalar>]) {
   using Reals = lanes_t<float, 16>;
-
-  FK_AVX512 static inline __attribute__((always_inline)) void load(const RowsOfSixteen<const Scalar>& rows,
-                                                                   Reals (&columns)[kWidth]) {
-    __m512i v[4];
-    rows.load(v);
-    turn_quarters(v);
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(Scalar) == sizeof(float)) {
-        columns[i] = lanes_cast<Reals>(v[i]);
-      } else {
-        __m512i first, second;
-        Pair<Scalar>::split(v[i], &first, &second);
-        columns[2 * i] = lanes_cast<Reals>(first);
-        columns[2 * i + 1] = lanes_cast<Reals>(second);
-      }
+  __m512i v[4];
+  rows.load(v);
+  turn_quarters(v);
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(Scalar) == sizeof(float)) {
+      columns[i] = lanes_cast<Reals>(v[i]);
+    } else {
+      __m512i first, second;
+      Pair<Scalar>::split(v[i], &first, &second);
+      columns[2 * i] = lanes_cast<Reals>(first);
+      columns[2 * i + 1] = lanes_cast<Reals>(second);
     }
   }
-};
+}
 
 // The first pass over the classes of the rows from `first` of the tile on, sixteen after sixteen. Their logits are kept
-// for the second, [n_rows / 16, classes, 16]. At least sixteen rows and kWidth classes: the last of each overlap their
-// neighbours.
+// for the second, [n_rows / 16, classes, 16]. At least sixteen rows; the last of them, and the last classes, overlap
+// their neighbours. Classes that are fewer than four words are gathered.
 template <typename Loss, typename Scalar>
 FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
                                    Tile<float>& tile, float* kept) {
-  using Turned = TurnedRows<Scalar>;
-  constexpr int64_t kWidth = Turned::kWidth;
+  using Reals = lanes_t<float, 16>;
+  constexpr int64_t kWidth = kWideClasses<Scalar>;
   const __m512i step = _mm512_set1_epi32(static_cast<int32_t>(stride));
   for (int64_t r = 0; r < n_rows; r += 16) {
     const int64_t row = std::min(r, n_rows - 16);
@@ -58,7 +54,7 @@ FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t clas
     if (classes < kWidth) {
       __m512i place = _mm512_mullo_epi32(_mm512_loadu_si512(kFirst<int32_t>), step);
       for (int64_t c = 0; c < classes; ++c, kept += 16, place = _mm512_add_epi32(place, _mm512_set1_epi32(1))) {
-        const auto column = lanes_cast<typename Turned::Reals>(gathered(z + row * stride, place, 0xffff));
+        const auto column = lanes_cast<Reals>(gathered(z + row * stride, place, 0xffff));
         sums.look(column, static_cast<int32_t>(c));
         store_lanes(column, kept);
       }
@@ -72,8 +68,8 @@ FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t clas
         kept -= beyond * 16;
         rows.move(-beyond);
       }
-      typename Turned::Reals columns[kWidth];
-      Turned::load(rows, columns);
+      Reals columns[kWidth];
+      load_turned(rows, columns);
       for (int64_t i = 0; i < kWidth; ++i) {
         sums.look(columns[i], static_cast<int32_t>(c + i));
         store_lanes(columns[i], kept + i * 16);
@@ -133,7 +129,7 @@ FK_AVX512 void add_kept_rows(float* kept, int64_t classes, int64_t first, int64_
 template <typename Loss, typename Scalar>
 void sums_of_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t n_rows, Tile<float>& tile) {
   alignas(64) float kept[kMostTurned * 16];
-  // As many rows at once as can be kept.
+  // The whole tile where it can be kept, or sixteen rows at a time.
   const int64_t at_once = classes * kTileRows <= kMostTurned * 16 ? n_rows : 16;
   for (int64_t r = 0; r < n_rows; r += at_once) {
     const int64_t row = std::min(r, n_rows - at_once);
