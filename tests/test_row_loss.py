@@ -108,7 +108,7 @@ def as_channels_last(z):
 # Sixteen rows and more are taken together where classes are few. Below and above words of four classes, or of eight in
 # half precision; 32, where labels are no longer compared; 64 and 128, up to which rows are taken flat; 256, the most.
 ROWS = [16, 38, 64, 82]
-CLASSES = [2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 31, 32, 33, 40, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257]
+CLASSES = [2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 31, 32, 33, 40, 55, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257]
 
 
 @pytest.mark.parametrize("name", ALL_LOSSES)

@@ -274,11 +274,11 @@ void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, in
 
 // Whether rows follow each other without a gap, and have few enough classes for row_loss_flat.h.
 template <typename Scalar>
-bool is_flat(const RowLayout& layout, int64_t classes) {
+bool is_flat(const RowLayout& layout, int64_t rows, int64_t classes) {
 #ifdef FK_HAS_AVX512_CODE
   if (sizeof(Scalar) > sizeof(float) || classes < 2 || classes > kMostFlat<Scalar> || !has_avx512()) return false;
-  return layout.class_stride == 1 && layout.outer_stride == layout.inner * classes &&
-         (layout.inner == 1 || layout.inner_stride == classes);
+  const bool runs_follow = layout.inner >= rows || layout.outer_stride == layout.inner * classes;
+  return layout.class_stride == 1 && runs_follow && (layout.inner == 1 || layout.inner_stride == classes);
 #else
   return false;
 #endif
@@ -311,7 +311,8 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
   const bool columns = is_columns(args) && args.grad_layout.class_stride != 1 &&
                        args.grad_layout.inner == args.layout.inner && args.grad_layout.inner_stride == 1;
   const bool rows = !is_columns(args) && args.grad_layout.class_stride == 1 && args.classes > kFewClasses;
-  const bool all_flat = is_flat<Scalar>(args.layout, args.classes) && is_flat<Scalar>(args.grad_layout, args.classes);
+  const bool all_flat = is_flat<Scalar>(args.layout, args.rows, args.classes) &&
+                        is_flat<Scalar>(args.grad_layout, args.rows, args.classes);
   // On the stack where it fits: an allocation of this size would be a tenth of a small batch's time.
   alignas(64) Real small[2 * kFewClasses * kTileRows];
   std::unique_ptr<Real[]> large;
