@@ -36,14 +36,18 @@ struct ScaledExponential {
   Real scale;     // a power of two, or 0
 };
 
-// e^x in two factors, of a number or a vector. For x from kExpZero, where the scale is 0, to below 88; any numbers for
-// other x, and a NaN mantissa for NaN. A little above kExpZero e^x is a denormal number.
+// x = n ln 2 + r with |r| <= ln(2)/2, of a number or a vector. For x from kExpZero, where the scale is 0, to below 88.
 template <typename Real>
-FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
+struct ReducedPower {
+  Real r;
+  Real tail;   // (e^r - 1 - r) / r^2
+  Real scale;  // 2^n, or 0
+};
+template <typename Real>
+FK_HOST_DEVICE ReducedPower<Real> reduced_power(const Real& x) {
   using Number = typename Lane<Real>::type;
   using F = detail::Format<Number>;
   using Bits = typename Lane<Real>::Bits;
-  constexpr Number kOne = 1;
   // As bounded_exponential: the bias of 2^n is in the low bits beside n, and the shift alone makes 2^n of them.
   const Real shifted = x * F::kLog2e + F::kRoundToBiased;
   const Real n = shifted - F::kRoundToBiased;
@@ -71,14 +75,38 @@ FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
     q = q * r + 1.6666666666666667e-1;
     q = q * r + 0.5;
   }
-  return {kOne + r * (kOne + r * q), scale};
+  return {r, q, scale};
 }
 
-// log(2^n (1 + f)) for 1 + f in [sqrt(1/2), sqrt(2)], in float without a division, to 8e-9 and the last rounding.
+// e^x in two factors, for the same x; any numbers for other x, and a NaN mantissa for NaN. A little above kExpZero e^x
+// is a denormal number.
 template <typename Real>
-FK_HOST_DEVICE Real log_of_parts(Real f, Real n) {
+FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
+  constexpr typename Lane<Real>::type kOne = 1;
+  const ReducedPower<Real> power = reduced_power(x);
+  return {kOne + power.r * (kOne + power.r * power.tail), power.scale};
+}
+
+// e^x and e^x - 1 for the same x, both with all their digits.
+template <typename Real>
+struct PowerPair {
+  Real power;
+  Real minus_one;
+};
+template <typename Real>
+FK_HOST_DEVICE PowerPair<Real> power_and_minus_one(Real x) {
+  const ReducedPower<Real> reduced = reduced_power(x);
+  const Real fraction = reduced.r + (reduced.r * reduced.r) * reduced.tail;  // e^r - 1
+  return {reduced.scale * fraction + reduced.scale, reduced.scale * fraction + (reduced.scale - Real(1))};
+}
+
+// log(2^n (1 + f)) for 1 + f in [sqrt(1/2), sqrt(2)], in float without a division, to 8e-9 and the last rounding. The
+// power is n in the place of the exponent: n times a power of two, which the constants take back.
+template <typename Real>
+FK_HOST_DEVICE Real log_of_parts(Real f, typename detail::Format<Real>::Int power) {
   using F = detail::Format<Real>;
   if constexpr (sizeof(Real) == sizeof(float)) {
+    const float n = static_cast<float>(power);
     // (log(1 + f) - f + f^2 / 2) / f^3
     float q = -7.6342300e-2f;
     q = q * f + 1.2761469e-1f;
@@ -88,9 +116,12 @@ FK_HOST_DEVICE Real log_of_parts(Real f, Real n) {
     q = q * f + 2.0001227e-1f;
     q = q * f - 2.5000823e-1f;
     q = q * f + 3.3333331e-1f;
-    const float tail = (f * f) * (f * q - 0.5f) + n * F::kLn2Lo;
-    return n * F::kLn2Hi + (f + tail);
+    const float tail = (f * f) * (f * q - 0.5f) + n * (F::kLn2Lo * 0x1p-23f);
+    return n * (F::kLn2Hi * 0x1p-23f) + (f + tail);
   } else {
+    // Below AVX-512 there is no conversion of these integers, but their bits may be added to a number.
+    const Real n =
+        bit_cast<Real>((power >> F::kMantissaBits) + bit_cast<decltype(power)>(F::kRoundToInt)) - F::kRoundToInt;
     const Real s = f / (Real(2) + f);
     const Real w = s * s;
     const Real half_square = Real(0.5) * f * f;
@@ -100,20 +131,19 @@ FK_HOST_DEVICE Real log_of_parts(Real f, Real n) {
 }
 
 // log(a + b) for a sum below 2^126, with what rounding the sum takes from it where a >= |b|. NaN stays NaN. Denormal
-// and negative sums are not expected; that of a denormal one is right to 4e-5.
+// and negative sums are not expected; that of a denormal one is right to 4e-5, and of 0 some number below kExpZero.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_sum(Real a, Real b) {
   using F = detail::Format<Real>;
   using Int = typename F::Int;
   using Bits = std::make_unsigned_t<Int>;  // whose differences and shifts wrap
   constexpr Bits kSqrtHalf = sizeof(Real) == 4 ? Bits(0x3f3504f3) : Bits(0x3fe6a09e667f3bcd);
-  const Int exponent = static_cast<Int>(bit_cast<Bits>(a + b) - kSqrtHalf) >> F::kMantissaBits;
-  const Bits shift = static_cast<Bits>(exponent) << F::kMantissaBits;
-  const Real scale = bit_cast<Real>(static_cast<Bits>(bit_cast<Bits>(Real(1)) - shift));  // 2^-exponent
+  constexpr Bits kMantissa = (Bits(1) << F::kMantissaBits) - 1;
+  const Bits power = (bit_cast<Bits>(a + b) - kSqrtHalf) & ~kMantissa;
+  const Real scale = bit_cast<Real>(static_cast<Bits>(bit_cast<Bits>(Real(1)) - power));
   // As detail::log_of_normal with m - 1 = f: of a sum near 1 all products and differences are exact, but one.
   const Real f = b * scale + (a * scale - Real(1));
-  const Real n = bit_cast<Real>(static_cast<Int>(exponent + bit_cast<Int>(F::kRoundToInt))) - F::kRoundToInt;
-  return log_of_parts(f, n);
+  return log_of_parts(f, static_cast<Int>(power));
 }
 
 // The same where a is 1 or b is 0: one call that is log in some lanes and log1p in others. -inf at 0.

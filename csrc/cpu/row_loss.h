@@ -1,7 +1,8 @@
 // Losses of rows of logits, forward and backward, on the CPU: the loops, which are the same for every loss. What a loss
 // is besides is in its header in math (see math/row_loss.h), and its kernels are made by FK_ROW_LOSS.
 //
-//   forward   logits [rows, classes] -> row_loss [rows], saved [3 or 4, rows] = (m, log S, log u or squares, marked)
+//   forward   logits [rows, classes] -> row_loss [rows], saved [3 or 4, rows] = (m, log S, log u or squares, marked),
+//             of the focal loss (m, 1 / S, -log p)
 //   backward  logits, saved, grad_loss -> grad_logits [rows, classes] (and grad_gamma, grad_target)
 //
 // Memory: each direction reads the logits from memory once; second looks at a row find it in cache. Three shapes of
@@ -16,6 +17,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <type_traits>
 
@@ -23,6 +25,7 @@
 #include "cpu/row_loss_columns.h"
 #include "cpu/row_loss_finish.h"
 #include "cpu/row_loss_flat.h"
+#include "cpu/row_loss_focal.h"
 #include "cpu/row_loss_rows.h"
 #include "cpu/row_loss_soft.h"
 #include "cpu/row_loss_tile.h"
@@ -35,22 +38,46 @@
 namespace focalkern::cpu {
 namespace {
 
+// Returns whether all labels are in range: if not, what it wrote is not to be used.
+template <typename Label, typename Real>
+FK_HOST_DEVICE bool read_labels_in_range(const Label* labels, int64_t n_rows, int64_t classes, Tile<Real>& tile) {
+  using Bits = std::make_unsigned_t<Label>;  // in which a negative label is a large one
+  Bits largest = 0;
+#pragma GCC ivdep  // of a reduction of integers: for one of `omp simd` gcc goes through memory
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Bits label = static_cast<Bits>(labels[r]);
+    largest = label > largest ? label : largest;
+    tile.label[r] = static_cast<label_int<Real>>(labels[r]);
+    tile.weight[r] = Real(1);
+  }
+  return static_cast<uint64_t>(largest) < static_cast<uint64_t>(classes) && static_cast<Label>(largest) >= 0;
+}
+
 // Returns whether any label is neither in range nor the ignored one.
-template <typename Label, typename Int, typename Real>
-FK_HOST_DEVICE bool read_labels(const void* labels, int64_t row_begin, int64_t n_rows, int64_t classes,
-                                int64_t ignore_index, Int* found, Real* weight) {
-  const Label* given = static_cast<const Label*>(labels) + row_begin;
+template <typename Label, typename Real>
+FK_HOST_DEVICE bool read_any_labels(const Label* labels, int64_t n_rows, int64_t classes, int64_t ignore_index,
+                                    Tile<Real>& tile) {
   int64_t wrong = 0;
 #pragma omp simd reduction(| : wrong)
   for (int64_t r = 0; r < n_rows; ++r) {
-    const int64_t label = given[r];
+    const int64_t label = labels[r];
     const bool in_range = static_cast<uint64_t>(label) < static_cast<uint64_t>(classes);
     const bool kept = label != ignore_index;
     wrong |= !in_range & kept ? 1 : 0;
-    found[r] = in_range & kept ? static_cast<Int>(label) : Int(kNoTarget);
-    weight[r] = in_range & kept ? Real(1) : Real(0);
+    tile.label[r] = in_range & kept ? static_cast<label_int<Real>>(label) : label_int<Real>(kNoTarget);
+    tile.weight[r] = in_range & kept ? Real(1) : Real(0);
   }
   return wrong != 0;
+}
+
+// Returns whether any label is wrong. The tile is plain if none is ignored.
+template <typename Label, typename Scalar>
+FK_HOST_DEVICE bool read_labels(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                Tile<compute_t<Scalar>>& tile) {
+  const Label* labels = static_cast<const Label*>(args.labels.data) + row_begin;
+  const bool ignores_a_class = args.ignore_index >= 0 && args.ignore_index < args.classes;
+  tile.is_plain = !ignores_a_class && read_labels_in_range(labels, n_rows, args.classes, tile);
+  return !tile.is_plain && read_any_labels(labels, n_rows, args.classes, args.ignore_index, tile);
 }
 
 // Labels, class weights and gammas of a tile. Returns the first row whose label is out of range, or -1.
@@ -60,16 +87,14 @@ FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t ro
   const Labels& labels = args.labels;
   bool wrong;
   if (labels.type == Labels::Type::kInt64) {
-    wrong =
-        read_labels<int64_t>(labels.data, row_begin, n_rows, args.classes, args.ignore_index, tile.label, tile.weight);
+    wrong = read_labels<int64_t>(args, row_begin, n_rows, tile);
   } else if (labels.type == Labels::Type::kInt32) {
-    wrong =
-        read_labels<int32_t>(labels.data, row_begin, n_rows, args.classes, args.ignore_index, tile.label, tile.weight);
+    wrong = read_labels<int32_t>(args, row_begin, n_rows, tile);
   } else {
-    wrong =
-        read_labels<uint8_t>(labels.data, row_begin, n_rows, args.classes, args.ignore_index, tile.label, tile.weight);
+    wrong = read_labels<uint8_t>(args, row_begin, n_rows, tile);
   }
   if (args.class_weight) {
+    tile.is_plain = false;
     for (int64_t r = 0; r < n_rows; ++r) {
       if (tile.label[r] != kNoTarget) tile.weight[r] = args.class_weight[tile.label[r]];
     }
@@ -200,10 +225,14 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
       }
       if constexpr (Loss::kMarked == Marked::kRival) read_gaps<Loss>(args.logits, args.layout, row, n, tile);
     }
-    finish_sums<Loss>(n, tile);
-    if (args.edges) look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
-    finish_loss<Loss>(n, args.epsilon, !args.gamma, tile, args.saved + row, args.rows, &sums);
-    if (args.row_loss) std::copy(tile.loss, tile.loss + n, args.row_loss + row);
+    if constexpr (kIsFocal<Loss>) {
+      finish_focal_loss(args, row, n, tile, &sums);
+    } else {
+      finish_sums<Loss>(n, tile);
+      if (args.edges) look_up_gamma_of_log(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
+      finish_loss<Loss>(n, args.epsilon, tile, args.saved + row, args.rows, &sums);
+      if (args.row_loss) std::copy(tile.loss, tile.loss + n, args.row_loss + row);
+    }
   }
   return sums;
 }
@@ -253,9 +282,10 @@ bool gather_targets_of(const FocalLossArgs<Scalar>& args, int64_t row_begin, int
 template <typename Loss, typename Scalar>
 void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
                     const compute_t<Scalar>* transposed, Tile<compute_t<Scalar>>& tile) {
-  if (transposed && args.classes <= kFewClasses) {
+  const bool needed = !kIsFocal<Loss> || args.grad_gamma;  // the focal loss has all else from the forward pass
+  if (needed && transposed && args.classes <= kFewClasses) {
     run_in_widest<TargetOfColumns>(transposed, args.classes, n_rows, tile);
-  } else if (!gather_targets_of(args, row_begin, n_rows, tile)) {
+  } else if (needed && !gather_targets_of(args, row_begin, n_rows, tile)) {
     RowCursor row(args.layout, row_begin);
     for (int64_t r = 0; r < n_rows; ++r, row.next()) {
       const int64_t target = std::max<int64_t>(tile.label[r], 0);
@@ -270,6 +300,22 @@ void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, in
   if (args.grad_stride == 0) return;
   const compute_t<Scalar> divisor = args.divisor ? *args.divisor : compute_t<Scalar>(1);
   for (int64_t r = 0; r < n_rows; ++r) tile.upstream[r] = args.grad_loss[(row_begin + r) * args.grad_stride] / divisor;
+}
+
+template <typename Loss, typename Scalar>
+void finish_any_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                      Tile<compute_t<Scalar>>& tile) {
+  const auto* saved = args.saved + row_begin;
+  if (args.edges) {
+    log_p_of_targets(saved, args.rows, n_rows, tile);
+    look_up_gamma_of_log(tile.log_p, n_rows, args.edges, args.gamma, args.n_bins, tile.gamma);
+  }
+  if (args.grad_gamma) {
+    finish_slope<Loss, true>(saved, args.rows, n_rows, args.epsilon, args.detach_modulation, tile);
+    std::copy(tile.grad_gamma, tile.grad_gamma + n_rows, args.grad_gamma + row_begin);
+  } else {
+    finish_slope<Loss, false>(saved, args.rows, n_rows, args.epsilon, args.detach_modulation, tile);
+  }
 }
 
 // Whether rows follow each other without a gap, and have few enough classes for row_loss_flat.h.
@@ -333,16 +379,10 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
     const bool through_tile = args.grad_logits && !columns && !rows && !flat;
     if (through_tile) gather_tile(args, row, n, transposed);
     read_for_slope<Loss>(args, row, n, through_tile ? transposed : nullptr, tile);
-    const Real* saved = args.saved + row;
-    if (args.edges) {
-      log_p_of_targets(saved, args.rows, n, tile);
-      look_up_gamma(tile.log_p, n, args.edges, args.gamma, args.n_bins, tile.gamma);
-    }
-    if (args.grad_gamma) {
-      finish_slope<Loss, true>(saved, args.rows, n, args.epsilon, args.detach_modulation, !args.gamma, tile);
-      std::copy(tile.grad_gamma, tile.grad_gamma + n, args.grad_gamma + row);
+    if constexpr (kIsFocal<Loss>) {
+      finish_focal_slope(args, row, n, tile);
     } else {
-      finish_slope<Loss, false>(saved, args.rows, n, args.epsilon, args.detach_modulation, !args.gamma, tile);
+      finish_any_slope<Loss>(args, row, n, tile);
     }
     if (!args.grad_logits) continue;
     if (columns) {

@@ -1,4 +1,4 @@
-// From sums to loss and slope, a tile of rows at a time.
+// From sums to loss and slope, a tile of rows at a time; of the focal loss in row_loss_focal.h.
 #pragma once
 
 #include <algorithm>
@@ -42,21 +42,15 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
 
 // table_gamma for many probabilities, bins outermost, so that the rows of a tile are compared together.
 template <typename Real>
-FK_VECTOR_CLONES void look_up_gamma_by_steps(const Real* log_p, int64_t n, const Real* edges, const Real* gammas,
+FK_VECTOR_CLONES void look_up_gamma_by_steps(const Real* p, int64_t n, const Real* edges, const Real* gammas,
                                              int64_t n_bins, Real* gamma) {
-  Real p[kTileRows];
   for (int64_t begin = 0; begin < n; begin += kTileRows) {
-    const int64_t count = std::min(kTileRows, n - begin);
-    for (int64_t r = 0; r < count; ++r) {
-      p[r] = exponential(log_p[begin + r]);
-      gamma[begin + r] = gammas[0];
-    }
+    const int64_t end = std::min(begin + kTileRows, n);
+    for (int64_t r = begin; r < end; ++r) gamma[r] = gammas[0];
     for (int64_t bin = 1; bin < n_bins; ++bin) {
       const Real edge = edges[bin], gamma_of_bin = gammas[bin];
 #pragma omp simd
-      for (int64_t r = 0; r < count; ++r) {
-        gamma[begin + r] = table_step(p[r], edge, gamma_of_bin, gamma[begin + r]);
-      }
+      for (int64_t r = begin; r < end; ++r) gamma[r] = table_step(p[r], edge, gamma_of_bin, gamma[r]);
     }
   }
 }
@@ -66,53 +60,52 @@ constexpr int64_t kWideTable = 16;
 
 // The same for a table that fits a register each for its edges and gammas: halving instead of steps, the edges being in
 // ascending order.
-FK_AVX512 inline void look_up_gamma_in_registers(const float* log_p, int64_t n, const float* edges, const float* gammas,
+FK_AVX512 inline void look_up_gamma_in_registers(const float* p, int64_t n, const float* edges, const float* gammas,
                                                  int64_t n_bins, float* gamma) {
-  float lower[kWideTable], of_bin[kWideTable];
-  for (int64_t bin = 0; bin < kWideTable; ++bin) {
-    lower[bin] = bin < n_bins ? edges[bin] : std::numeric_limits<float>::infinity();
-    of_bin[bin] = gammas[std::min(bin, n_bins - 1)];
-  }
-  const __m512 all_edges = _mm512_loadu_ps(lower), all_gammas = _mm512_loadu_ps(of_bin);
+  const auto is_bin = static_cast<__mmask16>((1u << n_bins) - 1);
+  const __m512 never = _mm512_set1_ps(std::numeric_limits<float>::infinity());
+  const __m512 all_edges = _mm512_mask_loadu_ps(never, is_bin, edges);
+  const __m512 all_gammas = _mm512_maskz_loadu_ps(is_bin, gammas);
   for (int64_t begin = 0; begin < n; begin += kWideTable) {
-    const int64_t count = std::min(kWideTable, n - begin);
-    const __mmask16 there = static_cast<__mmask16>((1u << count) - 1);
-    float lanes[kWideTable];
-    _mm512_storeu_ps(lanes, _mm512_maskz_loadu_ps(there, log_p + begin));
-#pragma omp simd
-    for (int64_t l = 0; l < kWideTable; ++l) lanes[l] = exponential(lanes[l]);
-    const __m512 p = _mm512_loadu_ps(lanes);
+    const auto is_row = static_cast<__mmask16>(n - begin < kWideTable ? (1u << (n - begin)) - 1 : 0xffffu);
+    const __m512 x = _mm512_maskz_loadu_ps(is_row, p + begin);
     __m512i bin = _mm512_setzero_si512();
     for (int step = kWideTable / 2; step > 0; step /= 2) {
       const __m512i next = _mm512_or_si512(bin, _mm512_set1_epi32(step));
-      const __mmask16 reached = _mm512_cmp_ps_mask(_mm512_permutexvar_ps(next, all_edges), p, _CMP_LE_OQ);
+      const __mmask16 reached = _mm512_cmp_ps_mask(_mm512_permutexvar_ps(next, all_edges), x, _CMP_LE_OQ);
       bin = _mm512_mask_mov_epi32(bin, reached, next);
     }
-    _mm512_mask_storeu_ps(gamma + begin, there, _mm512_permutexvar_ps(bin, all_gammas));
+    _mm512_mask_storeu_ps(gamma + begin, is_row, _mm512_permutexvar_ps(bin, all_gammas));
   }
 }
 #endif
 
 template <typename Real>
-void look_up_gamma(const Real* log_p, int64_t n, const Real* edges, const Real* gammas, int64_t n_bins, Real* gamma) {
+void look_up_gamma(const Real* p, int64_t n, const Real* edges, const Real* gammas, int64_t n_bins, Real* gamma) {
 #ifdef FK_HAS_AVX512_CODE
   if constexpr (std::is_same_v<Real, float>) {
-    if (n_bins <= kWideTable && has_avx512()) {
-      return look_up_gamma_in_registers(log_p, n, edges, gammas, n_bins, gamma);
-    }
+    if (n_bins <= kWideTable && has_avx512()) return look_up_gamma_in_registers(p, n, edges, gammas, n_bins, gamma);
   }
 #endif
-  look_up_gamma_by_steps(log_p, n, edges, gammas, n_bins, gamma);
+  look_up_gamma_by_steps(p, n, edges, gammas, n_bins, gamma);
 }
 
-// Whether any row of a tile needs the formula of the inverse focal loss, which would otherwise be computed in vain.
 template <typename Real>
-FK_HOST_DEVICE bool any_inverse(int64_t n_rows, bool one_gamma, const Tile<Real>& tile) {
-  if (one_gamma) return tile.gamma[0] < Real(0);
-  label_int<Real> any = 0;
-#pragma omp simd reduction(| : any)
-  for (int64_t r = 0; r < n_rows; ++r) any |= tile.gamma[r] < Real(0) ? 1 : 0;
-  return any != 0;
+FK_VECTOR_CLONES void exponentials(const Real* x, int64_t n, Real* result) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) result[i] = exponential(x[i]);
+}
+
+// The same from log p.
+template <typename Real>
+void look_up_gamma_of_log(const Real* log_p, int64_t n, const Real* edges, const Real* gammas, int64_t n_bins,
+                          Real* gamma) {
+  Real p[kTileRows];
+  for (int64_t begin = 0; begin < n; begin += kTileRows) {
+    const int64_t count = std::min(kTileRows, n - begin);
+    exponentials(log_p + begin, count, p);
+    look_up_gamma(p, count, edges, gammas, n_bins, gamma + begin);
+  }
 }
 
 // Without the logarithms and squares.
@@ -127,10 +120,10 @@ FK_HOST_DEVICE RowNumbers<Real> numbers_of(const Tile<Real>& tile, int64_t r, Re
   return row;
 }
 
-template <typename Loss, bool kEverInverse, typename Real>
-FK_HOST_DEVICE void finish_loss_of(int64_t n_rows, Real epsilon, Tile<Real>& tile,
-                                   Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
-                                   FocalLossSums* sums) {
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Real epsilon, Tile<Real>& tile,
+                                  Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
+                                  FocalLossSums* sums) {
   double loss_sum = 0, weight_sum = 0;
 #pragma omp simd reduction(+ : loss_sum, weight_sum)
   for (int64_t r = 0; r < n_rows; ++r) {
@@ -141,7 +134,7 @@ FK_HOST_DEVICE void finish_loss_of(int64_t n_rows, Real epsilon, Tile<Real>& til
     row.log_p = tile.log_p[r];
     row.log_u = tile.log_u[r];
     row.squares = Loss::kSquares ? tile.squares[r] : Real(0);
-    const Real loss_of_row = Loss::template loss<kEverInverse>(row) * weight;
+    const Real loss_of_row = Loss::template loss<false>(row) * weight;
     const Real loss = ignored ? Real(0) : loss_of_row;
     tile.loss[r] = loss;
     loss_sum += static_cast<double>(loss);
@@ -157,25 +150,15 @@ FK_HOST_DEVICE void finish_loss_of(int64_t n_rows, Real epsilon, Tile<Real>& til
   sums->weight += weight_sum;
 }
 
-template <typename Loss, typename Real>
-FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Real epsilon, bool one_gamma, Tile<Real>& tile, Real* saved,
-                                  int64_t rows, FocalLossSums* sums) {
-  if (Loss::kHasInverse && any_inverse(n_rows, one_gamma, tile)) {
-    finish_loss_of<Loss, Loss::kHasInverse>(n_rows, epsilon, tile, saved, rows, sums);
-  } else {
-    finish_loss_of<Loss, false>(n_rows, epsilon, tile, saved, rows, sums);
-  }
-}
-
 template <typename Real>
 FK_VECTOR_CLONES void log_p_of_targets(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile) {
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) tile.log_p[r] = (tile.target_logit[r] - saved[r]) - saved[rows + r];
 }
 
-template <typename Loss, bool kEverInverse, bool kGradGamma, typename Real>
-FK_HOST_DEVICE void finish_slope_of(const Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
-                                    int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
+template <typename Loss, bool kGradGamma, typename Real>
+FK_VECTOR_CLONES void finish_slope(const Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
+                                   int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
 #pragma omp simd
@@ -186,7 +169,7 @@ FK_HOST_DEVICE void finish_slope_of(const Real* saved /* [kSavedNumbers, rows], 
     row.log_p = (tile.target_logit[r] - max) - log_s;
     row.log_u = Loss::kLargestIsLeftOut ? Real(0) : third;
     row.squares = Loss::kSquares ? third : Real(0);
-    const RowSlope<Real> slope = Loss::template slope<kEverInverse>(row);
+    const RowSlope<Real> slope = Loss::template slope<false>(row);
     const bool ignored = tile.label[r] == kNoTarget;
     const Real upstream = tile.upstream[r] * tile.weight[r];
     const Real scale = ignored ? Real(0) : upstream;
@@ -206,16 +189,6 @@ FK_HOST_DEVICE void finish_slope_of(const Real* saved /* [kSavedNumbers, rows], 
       const Real marked_slope = upstream * slope.at_marked;
       tile.marked_slope[r] = is_zero ? Real(0) : marked_slope;
     }
-  }
-}
-
-template <typename Loss, bool kGradGamma, typename Real>
-FK_VECTOR_CLONES void finish_slope(const Real* saved, int64_t rows, int64_t n_rows, Real epsilon,
-                                   bool detach_modulation, bool one_gamma, Tile<Real>& tile) {
-  if (Loss::kHasInverse && any_inverse(n_rows, one_gamma, tile)) {
-    finish_slope_of<Loss, Loss::kHasInverse, kGradGamma>(saved, rows, n_rows, epsilon, detach_modulation, tile);
-  } else {
-    finish_slope_of<Loss, false, kGradGamma>(saved, rows, n_rows, epsilon, detach_modulation, tile);
   }
 }
 

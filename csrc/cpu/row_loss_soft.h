@@ -189,7 +189,7 @@ FocalLossSums forward_soft(const FocalLossForward<Scalar>& args, int64_t row_beg
     if (!ignored) {
       run_in_widest<SoftSums>(args.classes, row, &max, &log_s, &log_u_top);
       soft_pieces(args.classes, max, log_s, log_u_top, row);
-      if (args.edges) look_up_gamma(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
+      if (args.edges) look_up_gamma_of_log(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
       loss = row.weight * soft_loss<Loss>(args.classes, args.epsilon, row);
     }
     args.saved[index] = max;
@@ -221,7 +221,7 @@ void backward_soft(const FocalLossBackward<Scalar>& args, int64_t row_begin, int
     row.top = 0;
     while (row.top + 1 < args.classes && row.z[row.top] != max) ++row.top;
     soft_pieces(args.classes, max, args.saved[args.rows + index], args.saved[2 * args.rows + index], row);
-    if (args.edges) look_up_gamma(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
+    if (args.edges) look_up_gamma_of_log(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
     const Real upstream = args.grad_loss[index * args.grad_stride] / (args.divisor ? *args.divisor : Real(1));
     const Real scale = upstream * row.weight;
     Real grad_gamma;
