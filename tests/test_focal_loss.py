@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import focalkern as fk
 from focalkern import reference
+from focalkern.ops._extension import has_kernels
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TABLE = fk.GammaTable([0.0, 0.1, 0.2, 0.2, 0.6, 1.0], [5.0, -1.0, 9.0, 0.5, 2.0])
@@ -218,6 +219,99 @@ def test_soft_targets_at_300_digits(device, gamma):
         p = oracle.softmax([mpmath.mpf(v) for v in row])
         exact = [-0.75 * oracle.factor(q, mpmath.mpf(gamma)) * mpmath.log(q) for q in p]
         assert_close(grad_t, torch.tensor([[float(v) for v in exact]], dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:focal_loss. gamma = -5.0 is below")
+@pytest.mark.parametrize("gamma", EDGE_GAMMAS)
+def test_the_edges_of_every_form_of_gamma(device, gamma):
+    # One gamma for all rows or many, rows that all count alike or not: the loops know. More than a vector of rows.
+    edges = [(gap, target) for gap in EDGE_GAPS for target in (0, 1)] * 3
+    exact = [edge_oracle(gap, gamma, target) for gap, target in edges]
+    table = fk.GammaTable([0.0, 0.5, 1.0], [gamma, gamma]).to(device)
+    for dtype in (torch.float32, torch.float64):
+        rtol, atol = TOLERANCE[dtype]
+        z = torch.tensor([edge_row(gap) for gap, _ in edges], dtype=dtype, device=device, requires_grad=True)
+        labels = torch.tensor([target for _, target in edges], device=device)
+        ignored = labels.masked_fill(torch.arange(len(edges), device=device) % 5 == 0, -100)
+        weight = torch.tensor([0.5, 2.0, 1.0], dtype=dtype, device=device)
+        for form in (gamma, torch.full((len(edges),), gamma, dtype=dtype, device=device), table):
+            for target, of_class in ((labels, None), (ignored, None), (labels, weight)):
+                counts = (target != -100).double()
+                scale = counts if of_class is None else counts * of_class.double()[labels]
+                losses = fk.focal_loss(z, target, form, weight=of_class, reduction="none")
+                expected = torch.tensor([loss for loss, _, _ in exact], dtype=torch.float64, device=device) * scale
+                torch.testing.assert_close(losses.double(), expected, rtol=rtol, atol=atol)
+                total = fk.focal_loss(z, target, form, weight=of_class, reduction="sum")
+                assert_close(total, expected.sum(), dtype)
+                expected = torch.tensor([grad for _, grad, _ in exact], dtype=torch.float64, device=device)
+                for loss in (losses.sum(), total):
+                    (grad,) = torch.autograd.grad(loss, z)
+                    torch.testing.assert_close(grad.double(), expected * scale[:, None], rtol=rtol, atol=atol)
+
+
+def test_digits_of_a_certain_target():
+    # The loss is in proportion to a power of 1 - p, which has all its digits.
+    gaps = torch.arange(1, 26, dtype=torch.float64)
+    z = torch.stack([gaps, torch.zeros_like(gaps)], dim=1).float().requires_grad_()
+    u = torch.sigmoid(-gaps)
+    losses = fk.focal_loss(z, torch.zeros(25, dtype=torch.int64), 2.0, reduction="none")
+    minus_log_p = torch.nn.functional.softplus(-gaps)
+    torch.testing.assert_close(losses.double(), u * u * minus_log_p, rtol=1e-6, atol=0)
+    (grad,) = torch.autograd.grad(losses.sum(), z)
+    slope = u * u * (u + 2 * (1 - u) * minus_log_p)
+    torch.testing.assert_close(grad.double(), torch.stack([-slope, slope], dim=1), rtol=2e-6, atol=0)
+
+
+def test_digits_of_the_slope_in_gamma_of_a_likely_class_among_many():
+    # The target is the largest class, and p is small all the same: log(1 - p) is no difference of large logarithms.
+    z = torch.zeros(20, 1000)
+    g = torch.full((20,), 1.5, requires_grad=True)
+    (grad,) = torch.autograd.grad(fk.focal_loss(z, torch.arange(20), g, reduction="sum"), g)
+    assert_close(grad, torch.full((20,), 0.999**1.5 * math.log(1e3) * math.log(0.999), dtype=torch.float64))
+
+
+def test_digits_of_the_slope_in_gamma_of_an_unlikely_target():
+    gaps = torch.arange(1, 61, dtype=torch.float64)
+    z = torch.stack([-gaps, torch.zeros_like(gaps)], dim=1).float()
+    target = torch.zeros(60, dtype=torch.int64)
+    p, log_p = torch.sigmoid(-gaps), torch.nn.functional.logsigmoid(-gaps)
+    for gamma, slope in ((2.0, (1 - p) ** 2 * -log_p * torch.log1p(-p)), (-1.5, (1 + p) ** 1.5 * log_p * p.log1p())):
+        g = torch.full((60,), gamma, requires_grad=True)
+        (grad,) = torch.autograd.grad(fk.focal_loss(z, target, g, reduction="sum"), g)
+        torch.testing.assert_close(grad.double(), slope, rtol=2e-6, atol=0)
+
+
+def test_the_gradient_is_that_of_the_gamma_of_the_loss(device):
+    # p is on an edge of the table, and rounding decides which gamma that is: once for both.
+    for classes in range(2, 33):
+        edges = torch.arange(classes + 1, dtype=torch.float64) / classes
+        table = fk.GammaTable(edges, torch.arange(classes) % 2 * 2.0 - 0.5).to(device)
+        for dtype in (torch.float32, torch.float64):
+            z = torch.zeros(20, classes, dtype=dtype, device=device, requires_grad=True)
+            target = torch.zeros(20, dtype=torch.int64, device=device)
+            loss = fk.focal_loss(z, target, table)
+            (grad,) = torch.autograd.grad(loss, z)
+            matches = []
+            for gamma in (-0.5, 1.5):
+                of_one = fk.focal_loss(z, target, gamma)
+                (expected,) = torch.autograd.grad(of_one, z)
+                same = [torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in ((loss, of_one), (grad, expected))]
+                assert same[0] == same[1], (classes, dtype, gamma)
+                matches.append(same[0])
+            assert sum(matches) == 1
+
+
+def test_an_upstream_gradient_of_zero_is_zero_whatever_the_logits(device):
+    if not has_kernels(torch.empty(0, device=device)):
+        pytest.skip("plain torch multiplies 0 by NaN")
+    z = torch.randn(40, 10, device=device)
+    z[3, 4], z[20] = math.nan, math.inf
+    target = torch.randint(10, (40,), device=device)
+    for gamma in (2.0, 0.5, -1.0, TABLE.to(device)):
+        for reduction in ("sum", "none"):
+            x = leaf(z)
+            (grad,) = torch.autograd.grad(fk.focal_loss(x, target, gamma, reduction=reduction).sum() * 0, x)
+            assert (grad == 0).all()
 
 
 def test_infinite_logits(device):
@@ -1056,7 +1150,7 @@ def test_options_are_keywords():
 
 
 # The first label out of range, in row 2; below 0; ignored rows before it; and in a layout of several dimensions.
-@pytest.mark.parametrize("bad", [3, -1, -99, 2**40, -(2**62)])
+@pytest.mark.parametrize("bad", [3, -1, -99, 2**32, 2**32 + 1, 2**40, -(2**62), -(2**63)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_labels_out_of_range_on_the_cpu_name_the_row(bad, smoothing):
     target = torch.tensor([0, -100, bad, 2, 7])

@@ -98,11 +98,9 @@ struct FlatGroup {
     const __m512 numbers = _mm512_loadu_ps(from);
     return sizeof(Scalar) == 2 ? _mm512_castsi512_ps(with_plain_nan(_mm512_castps_si512(numbers))) : numbers;
   }
-  // Where the number of a label is; nowhere without one.
+  // Where the number of a label is; of -1, a number of another row or none.
   FK_AVX512 static inline __attribute__((always_inline)) __m512i place_of(const int32_t* label, __m512i begins) {
-    const __m512i labels = _mm512_loadu_si512(label);
-    const __mmask16 is_there = _mm512_cmpge_epi32_mask(labels, _mm512_setzero_si512());
-    return _mm512_mask_add_epi32(_mm512_set1_epi32(-1), is_there, labels, begins);
+    return _mm512_add_epi32(_mm512_loadu_si512(label), begins);
   }
 };
 

@@ -8,6 +8,9 @@
 // L has all its digits at both ends, and p and u get theirs from it with one exponential. So that is what a row keeps:
 // saved [3, rows] = (m, 1 / S, L), and no logit of a target is looked up for the gradient. gamma = 2 for every row, the
 // common case, is a square: no logarithm and no power.
+//
+// A loop has one exponential or logarithm, and leaves to the next what it found of the tile: in a longer one the steps
+// of a row wait for each other, and those of the next are out of the processor's sight.
 #pragma once
 
 #include <algorithm>
@@ -25,21 +28,29 @@ namespace {
 template <typename Loss>
 constexpr bool kIsFocal = std::is_same_v<Loss, FocalRow>;
 
+// e^(z_y - m), in the place of p.
+template <typename Real>
+FK_HOST_DEVICE void exponentials_of_targets(int64_t n_rows, Tile<Real>& tile) {
+  const Real lowest = tile.exp_zero[0];
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Real z_minus_max = tile.target_logit[r] - tile.max[r];
+    const ScaledExponential<Real> e = scaled_exponential(lowest > z_minus_max ? lowest : z_minus_max);
+    tile.p[r] = e.mantissa * e.scale;
+  }
+}
+
 template <typename Real>
 struct RowOfSums {
   Real per_sum;      // 1 / S
   Real minus_log_p;  // L
-  Real u;
 };
 template <typename Real>
-FK_HOST_DEVICE RowOfSums<Real> row_of_sums(const Tile<Real>& tile, int64_t r, Real lowest) {
-  const Real z_minus_max = tile.target_logit[r] - tile.max[r], rest = tile.rest[r];
-  const ScaledExponential<Real> parts = scaled_exponential(lowest > z_minus_max ? lowest : z_minus_max);
+FK_HOST_DEVICE RowOfSums<Real> row_of_sums(const Tile<Real>& tile, int64_t r) {
   // If the target is the largest class its own term is exactly 1, and the sum is 1 + rest without rounding.
-  const Real e = parts.mantissa * parts.scale;
+  const Real e = tile.p[r], rest = tile.rest[r];
   const Real log_s = log_of_sum(Real(1), rest + (e - Real(1)));
-  const Real per_sum = Real(1) / (rest + e);
-  return {per_sum, log_s - z_minus_max, rest * per_sum};
+  return {Real(1) / (rest + e), log_s - (tile.target_logit[r] - tile.max[r])};
 }
 
 // p and -u, and an L that is finite: where it was cut off p is 0.
@@ -56,61 +67,85 @@ FK_HOST_DEVICE Shares<Real> shares_of(Real minus_log_p, Real largest) {
   return {e.power, e.minus_one, finite};
 }
 
-// f, and of which number it is a power. With one logarithm: of a likely class log u is that of u itself, otherwise it
-// is log1p(-p). Where u is 0 the logarithm is not -inf but far below 0; L is 0 there, and so is all that f multiplies.
+// The base of f as a sum that keeps its digits: of a likely class it is u itself, otherwise 1 - p or 1 + p.
 template <typename Real>
-struct FocalFactor {
-  Real factor;
-  Real base;
-  Real log_base;
+struct TwoTerms {
+  Real large;
+  Real small;
 };
-template <typename Real>
-FK_HOST_DEVICE FocalFactor<Real> focal_factor(Real p, Real minus_u, Real gamma) {
-  const bool inverse = gamma < Real(0);
-  const Real magnitude = inverse ? -gamma : gamma;
-  const Real a = inverse ? Real(1) : -minus_u, b = inverse ? p : -p;
-  const bool likely = a < Real(0.5);
-  const Real large = likely ? a : Real(1), small = likely ? Real(0) : b;
-  const Real log_base = log_of_sum(large, small);
-  return {exponential(magnitude * log_base), large + small, log_base};
+// Without kEverInverse gamma is not negative.
+template <bool kEverInverse, typename Real>
+FK_HOST_DEVICE TwoTerms<Real> base_of_factor(const Tile<Real>& tile, int64_t r) {
+  const Real p = tile.p[r];
+  const bool inverse = kEverInverse && tile.gamma[r] < Real(0);
+  const Real u_or_one = inverse ? Real(1) : -tile.minus_u[r], other = inverse ? p : -p;
+  const bool likely = u_or_one < Real(0.5);
+  return {likely ? u_or_one : Real(1), likely ? Real(0) : other};
 }
 
-// Of rows that all count, with weight 1 (kPlain), or not.
-template <bool kPlain, typename Real>
-FK_HOST_DEVICE Real weighted_loss(const Tile<Real>& tile, int64_t r, Real loss) {
-  if constexpr (kPlain) return loss;
-  const Real weighted = loss * tile.weight[r];
-  return tile.label[r] == kNoTarget ? Real(0) : weighted;
+// Where the base is 0 its logarithm is not -inf but far below 0: L is 0 there, and so is all that f multiplies.
+template <bool kEverInverse, bool kKeepsBase, typename Real>
+FK_HOST_DEVICE void logs_of_bases(int64_t n_rows, Tile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const TwoTerms<Real> base = base_of_factor<kEverInverse>(tile, r);
+    if constexpr (kKeepsBase) tile.base[r] = base.large + base.small;
+    tile.log_base[r] = log_of_sum(base.large, base.small);
+  }
 }
+template <bool kEverInverse, typename Real>
+FK_HOST_DEVICE Real focal_factor(const Tile<Real>& tile, int64_t r, Real lowest) {
+  const Real gamma = tile.gamma[r], log_base = tile.log_base[r];
+  if constexpr (kEverInverse) return exponential((gamma < Real(0) ? -gamma : gamma) * log_base);
+  const Real log_factor = gamma * log_base;
+  const ScaledExponential<Real> e = scaled_exponential(lowest > log_factor ? lowest : log_factor);
+  return e.mantissa * e.scale;
+}
+
+// ---- forward -------------------------------------------------------------------------------------------------------
+
+// A number of a row, 0 if it is ignored. Where all count, with weight 1 (kPlain), there is nothing to ask.
 template <bool kPlain, typename Real>
 FK_HOST_DEVICE Real kept(const Tile<Real>& tile, int64_t r, Real number) {
   if constexpr (kPlain) return number;
   return tile.label[r] == kNoTarget ? Real(0) : number;
 }
+template <bool kPlain, typename Real>
+FK_HOST_DEVICE Real kept_loss(const Tile<Real>& tile, int64_t r, Real loss) {
+  if constexpr (kPlain) return loss;
+  return kept<kPlain>(tile, r, loss * tile.weight[r]);
+}
 
 template <bool kPlain, typename Real>
-FK_HOST_DEVICE void square_loss_of(int64_t n_rows, const Tile<Real>& tile, Real* saved, int64_t rows, Real* losses,
+FK_HOST_DEVICE void save_row(const Tile<Real>& tile, int64_t r, Real per_sum, Real minus_log_p, Real* saved,
+                             int64_t rows) {
+  saved[r] = kept<kPlain>(tile, r, tile.max[r]);
+  saved[rows + r] = kept<kPlain>(tile, r, per_sum);
+  saved[2 * rows + r] = kept<kPlain>(tile, r, minus_log_p);
+}
+
+template <bool kPlain, typename Real>
+FK_HOST_DEVICE void square_loss_of(int64_t n_rows, Tile<Real>& tile, Real* saved, int64_t rows, Real* losses,
                                    FocalLossSums* sums) {
-  const Real lowest = tile.exp_zero[0];
+  exponentials_of_targets(n_rows, tile);
   double loss_sum = 0, weight_sum = 0;
 #pragma omp simd reduction(+ : loss_sum, weight_sum)
   for (int64_t r = 0; r < n_rows; ++r) {
-    const RowOfSums<Real> row = row_of_sums(tile, r, lowest);
-    const Real loss = weighted_loss<kPlain>(tile, r, (row.u * row.u) * row.minus_log_p);
+    const RowOfSums<Real> row = row_of_sums(tile, r);
+    const Real u = tile.rest[r] * row.per_sum;
+    const Real loss = kept_loss<kPlain>(tile, r, (u * u) * row.minus_log_p);
     losses[r] = loss;
     loss_sum += static_cast<double>(loss);
     if constexpr (!kPlain) weight_sum += static_cast<double>(tile.weight[r]);
-    saved[r] = kept<kPlain>(tile, r, tile.max[r]);
-    saved[rows + r] = kept<kPlain>(tile, r, row.per_sum);
-    saved[2 * rows + r] = kept<kPlain>(tile, r, row.minus_log_p);
+    save_row<kPlain>(tile, r, row.per_sum, row.minus_log_p, saved, rows);
   }
   sums->loss += loss_sum;
   sums->weight += kPlain ? static_cast<double>(n_rows) : weight_sum;
 }
 
-// The loss for gamma = 2 and, as all that follow, the numbers of rows for the backward pass.
+// The loss for gamma = 2, and the numbers of the rows for the backward pass.
 template <typename Real>
-FK_VECTOR_CLONES void finish_square_loss(int64_t n_rows, const Tile<Real>& tile,
+FK_VECTOR_CLONES void finish_square_loss(int64_t n_rows, Tile<Real>& tile,
                                          Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
                                          Real* losses, FocalLossSums* sums) {
   if (tile.is_plain) {
@@ -120,30 +155,28 @@ FK_VECTOR_CLONES void finish_square_loss(int64_t n_rows, const Tile<Real>& tile,
   }
 }
 
-// p and u first, in which a table of gammas may be looked up.
+// p and u for other gammas, and the same numbers for the backward pass.
 template <typename Real>
 FK_VECTOR_CLONES void finish_shares(int64_t n_rows, Tile<Real>& tile, Real* saved, int64_t rows) {
-  const Real lowest = tile.exp_zero[0];
+  exponentials_of_targets(n_rows, tile);
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    const RowOfSums<Real> row = row_of_sums(tile, r, lowest);
-    const Shares<Real> shares = shares_of(row.minus_log_p, -lowest);
-    tile.p[r] = shares.p;
-    tile.minus_u[r] = shares.minus_u;
+    const RowOfSums<Real> row = row_of_sums(tile, r);
+    tile.p[r] *= row.per_sum;
+    tile.minus_u[r] = -tile.rest[r] * row.per_sum;
     tile.minus_log_p[r] = row.minus_log_p;
-    saved[r] = kept<false>(tile, r, tile.max[r]);
-    saved[rows + r] = kept<false>(tile, r, row.per_sum);
-    saved[2 * rows + r] = kept<false>(tile, r, row.minus_log_p);
+    save_row<false>(tile, r, row.per_sum, row.minus_log_p, saved, rows);
   }
 }
 
-template <bool kPlain, typename Real>
+template <bool kEverInverse, bool kPlain, typename Real>
 FK_HOST_DEVICE void power_loss_of(int64_t n_rows, const Tile<Real>& tile, Real* losses, FocalLossSums* sums) {
+  const Real lowest = tile.exp_zero[0];
   double loss_sum = 0, weight_sum = 0;
 #pragma omp simd reduction(+ : loss_sum, weight_sum)
   for (int64_t r = 0; r < n_rows; ++r) {
-    const Real factor = focal_factor(tile.p[r], tile.minus_u[r], tile.gamma[r]).factor;
-    const Real loss = weighted_loss<kPlain>(tile, r, factor * tile.minus_log_p[r]);
+    const Real factor = focal_factor<kEverInverse>(tile, r, lowest);
+    const Real loss = kept_loss<kPlain>(tile, r, factor * tile.minus_log_p[r]);
     losses[r] = loss;
     loss_sum += static_cast<double>(loss);
     if constexpr (!kPlain) weight_sum += static_cast<double>(tile.weight[r]);
@@ -152,12 +185,27 @@ FK_HOST_DEVICE void power_loss_of(int64_t n_rows, const Tile<Real>& tile, Real* 
   sums->weight += kPlain ? static_cast<double>(n_rows) : weight_sum;
 }
 
-template <typename Real>
-FK_VECTOR_CLONES void finish_power_loss(int64_t n_rows, const Tile<Real>& tile, Real* losses, FocalLossSums* sums) {
+template <bool kEverInverse, typename Real>
+FK_VECTOR_CLONES void finish_power_loss(int64_t n_rows, Tile<Real>& tile, Real* losses, FocalLossSums* sums) {
+  logs_of_bases<kEverInverse, false>(n_rows, tile);
   if (tile.is_plain) {
-    power_loss_of<true>(n_rows, tile, losses, sums);
+    power_loss_of<kEverInverse, true>(n_rows, tile, losses, sums);
   } else {
-    power_loss_of<false>(n_rows, tile, losses, sums);
+    power_loss_of<kEverInverse, false>(n_rows, tile, losses, sums);
+  }
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+// p and u of L: what a table is looked up in, in both directions, because they have to find the same gammas.
+template <typename Real>
+FK_VECTOR_CLONES void shares_of_logs(int64_t n_rows, const Real* minus_log_p, Tile<Real>& tile) {
+  const Real largest = -tile.exp_zero[0];
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Shares<Real> shares = shares_of(minus_log_p[r], largest);
+    tile.p[r] = shares.p;
+    tile.minus_u[r] = shares.minus_u;
   }
 }
 
@@ -174,31 +222,24 @@ FK_HOST_DEVICE void store_slope(const Real* saved, int64_t rows, int64_t r, Real
     tile.target_slope[r] = target_slope;
   } else {
     // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
-    const Real scale = tile.label[r] == kNoTarget ? Real(0) : upstream;
-    const bool is_zero = scale == Real(0);
+    const bool is_zero = kept<kPlain>(tile, r, upstream) == Real(0);
     tile.max[r] = is_zero ? kInfinity : max;
     tile.factor[r] = is_zero ? Real(0) : factor;
     tile.target_slope[r] = is_zero ? Real(0) : target_slope;
   }
 }
 
-// A plain row's upstream gradient is one number, and not 0.
-template <bool kPlain, typename Real>
-FK_HOST_DEVICE Real upstream_of(const Tile<Real>& tile, int64_t r, Real one_upstream) {
-  if constexpr (kPlain) return one_upstream;
-  return tile.upstream[r] * tile.weight[r];
-}
-
+// The upstream gradient of plain rows is one number here, and not 0.
 template <bool kPlain, typename Real>
 FK_HOST_DEVICE void square_slope_of(const Real* saved, int64_t rows, int64_t n_rows, bool detach_modulation,
                                     Tile<Real>& tile) {
   const Real largest = -tile.exp_zero[0], one_upstream = tile.upstream[0];
-  const Real pull = detach_modulation ? Real(0) : Real(2);
+  const Real pull = detach_modulation ? 0 : 2;
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const Shares<Real> shares = shares_of(saved[2 * rows + r], largest);
     const Real coefficient = shares.minus_u * (shares.minus_u - pull * (shares.p * shares.finite));
-    const Real upstream = upstream_of<kPlain>(tile, r, one_upstream);
+    const Real upstream = kPlain ? one_upstream : tile.upstream[r] * tile.weight[r];
     store_slope<kPlain>(saved, rows, r, upstream, coefficient, shares.minus_u, tile);
   }
 }
@@ -213,62 +254,50 @@ FK_VECTOR_CLONES void finish_square_slope(const Real* saved, int64_t rows, int64
   }
 }
 
+// p of the logit: the slope in gamma of a small p is in proportion to it, and L has rounded that by more than one unit.
 template <typename Real>
-FK_VECTOR_CLONES void read_shares(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile) {
-  const Real largest = -tile.exp_zero[0];
+FK_VECTOR_CLONES void read_small_shares(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile) {
 #pragma omp simd
-  for (int64_t r = 0; r < n_rows; ++r) {
-    const Shares<Real> shares = shares_of(saved[2 * rows + r], largest);
-    tile.p[r] = shares.p;
-    tile.minus_u[r] = shares.minus_u;
-    tile.minus_log_p[r] = shares.finite;
-  }
+  for (int64_t r = 0; r < n_rows; ++r) tile.max[r] = saved[r];
+  exponentials_of_targets(n_rows, tile);
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) tile.p[r] *= saved[rows + r];
 }
 
-template <bool kPlain, bool kGradGamma, typename Real>
-FK_HOST_DEVICE void power_slope_of(const Real* saved, int64_t rows, int64_t n_rows, bool detach_modulation,
-                                   Tile<Real>& tile) {
+template <bool kEverInverse, bool kGradGamma, typename Real>
+FK_VECTOR_CLONES void finish_power_slope(const Real* saved, int64_t rows, int64_t n_rows, bool detach_modulation,
+                                         Tile<Real>& tile) {
   constexpr Real kTiny = std::numeric_limits<Real>::epsilon() / 2;
-  const Real one_upstream = tile.upstream[0], lowest = tile.exp_zero[0];
+  logs_of_bases<kEverInverse, true>(n_rows, tile);
+  const Real lowest = tile.exp_zero[0], largest = -lowest;
   const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    const Real gamma = tile.gamma[r], minus_u = tile.minus_u[r], finite = tile.minus_log_p[r];
-    Real p = tile.p[r];
+    const Real gamma = tile.gamma[r], base = tile.base[r], minus_log_p = saved[2 * rows + r];
+    const Real finite = largest < minus_log_p ? largest : minus_log_p;  // where it was cut off p is 0
+    const Real factor = focal_factor<kEverInverse>(tile, r, lowest);
+    const Real ratio = (tile.p[r] * finite) / base;
+    const Real phi = base < kTiny ? Real(1) : ratio;  // 0 / 0 in the end
+    const Real whole = factor * (Real(1) + gamma * phi);
+    const Real coefficient = detached > Real(0) ? factor : whole;
+    const Real upstream = tile.upstream[r] * tile.weight[r];
+    store_slope<false>(saved, rows, r, upstream, coefficient, tile.minus_u[r], tile);
     if constexpr (kGradGamma) {
-      // The slope in gamma of a small p is in proportion to it, and L has rounded that by more than one unit.
-      const Real z_minus_max = tile.target_logit[r] - saved[r];
-      const ScaledExponential<Real> e = scaled_exponential(lowest > z_minus_max ? lowest : z_minus_max);
-      p = (e.mantissa * e.scale) * saved[rows + r];
-    }
-    const FocalFactor<Real> f = focal_factor(p, minus_u, gamma);
-    // p L / u is 0 / 0 in the end.
-    const Real ratio = (p * finite) / f.base;
-    const Real phi = f.base < kTiny ? Real(1) : ratio;
-    const Real whole = f.factor * (Real(1) + gamma * phi);
-    const Real coefficient = detached > Real(0) ? f.factor : whole;
-    const Real upstream = upstream_of<kPlain>(tile, r, one_upstream);
-    store_slope<kPlain>(saved, rows, r, upstream, coefficient, minus_u, tile);
-    if constexpr (kGradGamma) {
-      const Real size = f.factor * (f.log_base * finite);
+      const Real size = factor * (tile.log_base[r] * finite);
       tile.grad_gamma[r] = kept<false>(tile, r, upstream * (gamma < Real(0) ? -size : size));
     }
   }
 }
 
-template <bool kGradGamma, typename Real>
-FK_VECTOR_CLONES void finish_power_slope(const Real* saved, int64_t rows, int64_t n_rows, bool detach_modulation,
-                                         bool is_plain, Tile<Real>& tile) {
-  if (!kGradGamma && is_plain) {
-    power_slope_of<!kGradGamma, kGradGamma>(saved, rows, n_rows, detach_modulation, tile);
-  } else {
-    power_slope_of<false, kGradGamma>(saved, rows, n_rows, detach_modulation, tile);
-  }
-}
+// ---- a tile --------------------------------------------------------------------------------------------------------
 
 template <typename Scalar>
 FK_HOST_DEVICE bool gamma_is_two(const FocalLossArgs<Scalar>& args) {
-  return !args.gamma && args.gamma_value == compute_t<Scalar>(2);
+  return !args.gamma && args.gamma_value == 2;
+}
+template <typename Scalar>
+FK_HOST_DEVICE bool ever_inverse(const FocalLossArgs<Scalar>& args) {
+  return args.gamma || !(args.gamma_value >= 0);
 }
 
 template <typename Scalar>
@@ -278,27 +307,37 @@ void finish_focal_loss(const FocalLossForward<Scalar>& args, int64_t row_begin, 
   auto* const losses = args.row_loss ? args.row_loss + row_begin : tile.loss;
   if (gamma_is_two(args)) return finish_square_loss(n_rows, tile, saved, args.rows, losses, sums);
   finish_shares(n_rows, tile, saved, args.rows);
-  if (args.edges) look_up_gamma(tile.p, n_rows, args.edges, args.gamma, args.n_bins, tile.gamma);
-  finish_power_loss(n_rows, tile, losses, sums);
+  if (args.edges) {
+    shares_of_logs(n_rows, tile.minus_log_p, tile);
+    look_up_gamma(tile.p, n_rows, args.edges, args.gamma, args.n_bins, tile.gamma);
+  }
+  if (ever_inverse(args)) {
+    finish_power_loss<true>(n_rows, tile, losses, sums);
+  } else {
+    finish_power_loss<false>(n_rows, tile, losses, sums);
+  }
 }
 
-// tile.target_logit is needed for the slope in gamma alone.
+// tile.target_logit is needed for the slope in gamma alone, which is never wanted of a table.
 template <typename Scalar>
 void finish_focal_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
                         Tile<compute_t<Scalar>>& tile) {
-  using Real = compute_t<Scalar>;
   const auto* const saved = args.saved + row_begin;
-  const bool is_plain = tile.is_plain && args.grad_stride == 0 && tile.upstream[0] != Real(0);
+  const bool detached = args.detach_modulation;
   if (gamma_is_two(args) && !args.grad_gamma) {
-    return finish_square_slope(saved, args.rows, n_rows, args.detach_modulation, is_plain, tile);
+    const bool is_plain = tile.is_plain && args.grad_stride == 0 && tile.upstream[0] != 0;
+    return finish_square_slope(saved, args.rows, n_rows, detached, is_plain, tile);
   }
-  read_shares(saved, args.rows, n_rows, tile);
+  shares_of_logs(n_rows, saved + 2 * args.rows, tile);
   if (args.edges) look_up_gamma(tile.p, n_rows, args.edges, args.gamma, args.n_bins, tile.gamma);
   if (args.grad_gamma) {
-    finish_power_slope<true>(saved, args.rows, n_rows, args.detach_modulation, false, tile);
+    read_small_shares(saved, args.rows, n_rows, tile);
+    finish_power_slope<true, true>(saved, args.rows, n_rows, detached, tile);
     std::copy(tile.grad_gamma, tile.grad_gamma + n_rows, args.grad_gamma + row_begin);
+  } else if (ever_inverse(args)) {
+    finish_power_slope<true, false>(saved, args.rows, n_rows, detached, tile);
   } else {
-    finish_power_slope<false>(saved, args.rows, n_rows, args.detach_modulation, is_plain, tile);
+    finish_power_slope<false, false>(saved, args.rows, n_rows, detached, tile);
   }
 }
 
