@@ -68,6 +68,10 @@ FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t clas
         kept -= beyond * 16;
         rows.move(-beyond);
       }
+      // As much as is read here, of what contiguous rows have a few pages on: the processor does not foresee sixteen
+      // runs.
+      const Scalar* ahead = z + row * stride + c * 16 + kBlock;
+      for (int64_t i = 0; i < kWidth * 16; i += 64 / static_cast<int64_t>(sizeof(Scalar))) prefetch(ahead + i);
       Reals columns[kWidth];
       load_turned(rows, columns);
       for (int64_t i = 0; i < kWidth; ++i) {
