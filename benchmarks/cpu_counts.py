@@ -8,10 +8,9 @@ The floor of `focal_loss` is what its arithmetic needs in vectors of sixteen, wi
 
 - per element: the maximum, a difference and an exponential (13 instructions) twice, a comparison with the label twice,
   a sum, a product and a store: 34;
-- up to 32 classes three transpositions, 28 instructions for sixteen rows and four words (in float32 the kernels make do
-  with one, and pay with empty lanes); of half precision, where a word has two classes, 8 more for the conversion, or
-  56 with rounding;
-- per row two logarithms (22) and seven exponentials (14);
+- up to 32 classes three transpositions, 28 instructions for sixteen rows and four words (the kernels make do with one);
+  of half precision, where a word has two classes, 8 more for the conversion, or 56 with rounding;
+- per row two logarithms (22) and seven exponentials (14) (for gamma = 2 the kernels make do with one and two);
 - of a half-precision row that is not transposed, one instruction to convert each class in each of three readings, and 7
   to round it.
 """
