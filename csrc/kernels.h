@@ -73,7 +73,7 @@ struct FocalLossArgs {
 
   // What a row keeps for its backward pass, as three or four arrays: its largest logit m; log sum_j exp(z_j - m); log u
   // of the target (labels without smoothing) or of the largest class (otherwise), or a sum of squares; and the class
-  // that some losses mark.
+  // that some losses mark. On the CPU the focal loss of labels keeps other numbers (cpu/row_loss_focal.h).
   Real* saved;  // [kSavedNumbers, rows]
 };
 

@@ -49,7 +49,7 @@ struct alignas(64) Tile {
   Real target_slope[kTileRows];   // the gradient of the target's logit
   Real marked_slope[kTileRows];   // and of the marked class's
   Real grad_gamma[kTileRows];
-  Real p[kTileRows];        // these five of the focal loss
+  Real p[kTileRows];        // of the target; this and the next four of the focal loss alone
   Real minus_u[kTileRows];  // p - 1, with all its digits
   Real minus_log_p[kTileRows];
   Real base[kTileRows];  // of the factor
