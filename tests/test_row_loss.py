@@ -130,9 +130,8 @@ def test_any_nan_stays_nan_in_half_precision(classes):
     target = torch.arange(40) % classes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         z = torch.randn(40, classes, dtype=dtype, requires_grad=True)
-        for loss in (fk.focal_loss(z, target, odd.expand(40)), fk.focal_loss(z, target, weight=odd.expand(classes))):
-            (gradient,) = torch.autograd.grad(loss, z)
-            assert gradient.isnan().all()
+        (gradient,) = torch.autograd.grad(fk.focal_loss(z, target, weight=odd.expand(classes)), z)
+        assert gradient.isnan().all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
