@@ -66,7 +66,11 @@ SIGMOID_LOSS = [
     ("bfloat16", "labels"), ("float64", "hard"), ("float32", "labels of pixels"), ("bfloat16", "labels of pixels"),
 ]  # fmt: skip
 SIGMOID_SHAPE = (131072, 80)
-MAP = [("float32", (64, 1000)), ("float32", (4, 32000)), ("bfloat16", (64, 1000)), ("float32", (4000, 10))]
+MAP = [
+    ("float32", (64, 1000)), ("float32", (4, 32000)), ("bfloat16", (64, 1000)), ("float32", (4000, 10)),
+    ("bfloat16", (4000, 10)), ("float32", (512, 100)), ("bfloat16", (512, 100)), ("float32", (16, 4096)),
+    ("bfloat16", (16, 4096)), ("bfloat16", (4, 32000)), ("float64", (64, 1000)),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

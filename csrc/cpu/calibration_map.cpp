@@ -61,6 +61,10 @@ struct TileRows {
   Real keep[kMaxTileRows], spread[kMaxTileRows], grad_x_top[kMaxTileRows], shared[kMaxTileRows];
   Real grad_gamma[kMaxTileRows];
   Real grad_beta[kMaxTileRows];  // sum dL/dx_k (x_k - x_t)
+
+  FK_HOST_DEVICE MapTerms<Real> terms(int64_t r) const {
+    return {gamma_real[r], gamma_real[r] - Real(1), q_scale[r], log_q_offset[r], ratio_offset[r]};
+  }
 };
 
 // A tile of rows in scratch memory. Element (row r, class c) is at r * row_stride + c * class_stride.
@@ -314,11 +318,11 @@ FK_VECTOR_CLONES void finish_rows(const Tile<Real>& tile) {
   for (int64_t r = 0; r < rows; ++r) {
     // Only one class can occur: every e is 0, and any S gives p_t = 1.
     const Real rest = row.rest[r] > Real(0) ? row.rest[r] : Real(1);
-    const MapRow<Real> m = map_row(row.gap[r], rest, row.gamma[r]);
-    row.gamma_real[r] = m.gamma;
-    row.q_scale[r] = m.q_scale;
-    row.log_q_offset[r] = m.log_q_offset;
-    row.ratio_offset[r] = m.ratio_offset;
+    const MapRow<Real> m = map_row(row.gap[r], rest, map_gamma<Real>(row.gamma[r]));
+    row.gamma_real[r] = m.terms.gamma;
+    row.q_scale[r] = m.terms.q_scale;
+    row.log_q_offset[r] = m.terms.log_q_offset;
+    row.ratio_offset[r] = m.terms.ratio_offset;
     row.q_top[r] = m.q_top;
     row.u_top[r] = m.u_top;
     row.inverse_rest[r] = m.inverse_rest;
@@ -349,8 +353,8 @@ FK_VECTOR_CLONES void ratios_of_rows(const Tile<Real>& tile) {
   for (int64_t r = 0; r < tile.n_rows; ++r) {
     Real* x = tile.x + r * tile.row_stride;
     Real* e = tile.e + r * tile.row_stride;
-    const Real shift = row.next_x[r], beta = row.beta[r], gamma = row.gamma_real[r], q_scale = row.q_scale[r];
-    const Real log_q_offset = row.log_q_offset[r], ratio_offset = row.ratio_offset[r];
+    const Real shift = row.next_x[r], beta = row.beta[r];
+    const MapTerms<Real> terms = row.terms(r);
     double sum = 0;
     for (int64_t begin = 0; begin < tile.classes; begin += kSumBlock) {
       const int64_t end = std::min(begin + kSumBlock, tile.classes);
@@ -359,10 +363,10 @@ FK_VECTOR_CLONES void ratios_of_rows(const Tile<Real>& tile) {
       for (int64_t c = begin; c < end; ++c) {
         const Real y = (x[c] - shift) * beta;
         if constexpr (log_output) {
-          x[c] = map_log_ratio(y, e[c], gamma, q_scale, log_q_offset, ratio_offset);
+          x[c] = map_log_ratio(y, e[c], terms);
           block += exponential(x[c]);
         } else {
-          e[c] = map_ratio(y, e[c], gamma, q_scale, log_q_offset, ratio_offset);
+          e[c] = map_ratio(y, e[c], terms);
           block += e[c];
         }
       }
@@ -383,10 +387,10 @@ FK_VECTOR_CLONES void ratios_of_columns(const Tile<Real>& tile) {
     for (int64_t r = 0; r < kMaxTileRows; ++r) {
       const Real y = (x[r] - row.next_x[r]) * row.beta[r];
       if constexpr (log_output) {
-        x[r] = map_log_ratio(y, e[r], row.gamma_real[r], row.q_scale[r], row.log_q_offset[r], row.ratio_offset[r]);
+        x[r] = map_log_ratio(y, e[r], row.terms(r));
         row.ratio_sum[r] += exponential(x[r]);
       } else {
-        e[r] = map_ratio(y, e[r], row.gamma_real[r], row.q_scale[r], row.log_q_offset[r], row.ratio_offset[r]);
+        e[r] = map_ratio(y, e[r], row.terms(r));
         row.ratio_sum[r] += e[r];
       }
     }
@@ -485,8 +489,8 @@ FK_VECTOR_CLONES void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
     const Real* e = tile.e + i * tile.row_stride;
     Real* g = tile.g + i * tile.row_stride;
     Real* h = tile.h + i * tile.row_stride;
-    const Real shift = row.next_x[i], beta = row.beta[i], gamma = row.gamma_real[i], q_scale = row.q_scale[i];
-    const Real log_q_offset = row.log_q_offset[i], ratio_offset = row.ratio_offset[i];
+    const Real shift = row.next_x[i], beta = row.beta[i];
+    const MapTerms<Real> terms = row.terms(i);
     const Real shared_grad = factor * row.grad_top[i];
     double r_all = 0, m_all = 0, hr_all = 0, hm_all = 0, cr_all = 0, cm_all = 0;
     for (int64_t begin = 0; begin < tile.classes; begin += kSumBlock) {
@@ -494,7 +498,7 @@ FK_VECTOR_CLONES void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
       Real r_sum = 0, m_sum = 0, hr_sum = 0, hm_sum = 0, cr_sum = 0, cm_sum = 0;
 #pragma omp simd reduction(+ : r_sum, m_sum, hr_sum, hm_sum, cr_sum, cm_sum)
       for (int64_t c = begin; c < end; ++c) {
-        const auto k = map_class((x[c] - shift) * beta, e[c], gamma, q_scale, log_q_offset, ratio_offset);
+        const auto k = map_class((x[c] - shift) * beta, e[c], terms);
         const Real ratio = k.ratio;
         const Real m = (g[c] - shared_grad) * (bias + factor * ratio);
         const Real hr = k.slope * ratio;
@@ -538,8 +542,7 @@ FK_VECTOR_CLONES void slopes_of_columns(const Tile<Real>& tile, bool log_output)
     Real* h = tile.h + c * kMaxTileRows;
 #pragma omp simd
     for (int64_t i = 0; i < kMaxTileRows; ++i) {
-      const auto k = map_class((x[i] - row.next_x[i]) * row.beta[i], e[i], row.gamma_real[i], row.q_scale[i],
-                               row.log_q_offset[i], row.ratio_offset[i]);
+      const auto k = map_class((x[i] - row.next_x[i]) * row.beta[i], e[i], row.terms(i));
       const Real ratio = k.ratio;
       const Real m = (g[i] - factor * row.grad_top[i]) * (bias + factor * ratio);
       const Real hr = k.slope * ratio;

@@ -1,7 +1,7 @@
 // The focal calibration map of [rows, classes] inputs, forward and backward, and its binary form, elementwise.
 //
-// A group of threads shares a row: lanes of a warp for few classes, a warp, or the block. Passes over a row, with t its
-// largest class:
+// A thread has a row of few classes to itself; else a group shares it: lanes of a warp, a warp, or the block. Passes
+// over a row, with t its largest class:
 //   1. t, and the largest of the others      2. sum of exp over the others
 //   3. p_k / p_t or its logarithm, and sums  4. normalise and write
 // Memory: the inputs are read once and the outputs written once as long as each thread's part of a row fits registers;
@@ -16,18 +16,17 @@
 namespace focalkern::cuda {
 namespace {
 
+// Classes that one thread takes in registers: a row of few, or as many as it can.
 template <typename Scalar>
-constexpr int kForwardSmall = sizeof(Scalar) == sizeof(double) ? 8 : 16;
-template <typename Scalar>
-constexpr int kBackwardSmall = sizeof(Scalar) == sizeof(double)  ? 4
-                               : sizeof(Scalar) == sizeof(float) ? 12
-                                                                 : 8;
+constexpr int kSmall = sizeof(Scalar) == sizeof(double) ? 8 : 16;
 template <typename Scalar>
 constexpr int kLarge = sizeof(Scalar) == sizeof(double) ? 16 : 32;
 
-// Registers for large parts, of the backward kernel and in double, leave room for one block on a multiprocessor.
-template <typename Scalar>
-constexpr int kBlocksOfLarge = sizeof(Scalar) == sizeof(double) ? 1 : 2;
+// Blocks on a multiprocessor that the registers leave room for.
+template <typename Scalar, int capacity>
+constexpr int kForwardBlocks = sizeof(Scalar) == sizeof(double) && capacity == kLarge<Scalar> ? 1 : 2;
+template <typename Scalar, int capacity>
+constexpr int kBackwardBlocks = sizeof(Scalar) == sizeof(double) || capacity == kLarge<Scalar> ? 1 : 2;
 
 // Terms in double only where there may be many of them.
 template <typename Real, bool few>
@@ -87,12 +86,26 @@ struct MapGroup {
     add(values);
     return values[0];
   }
+  template <typename Number>
+  __device__ __forceinline__ Number max(Number value) const {
+    Number values[1] = {value};
+    reduce(values, [](Number(&a)[1], const Number(&b)[1]) { a[0] = fmax(a[0], b[0]); });
+    return values[0];
+  }
   __device__ __forceinline__ int min(int value) const {
     int values[1] = {value};
     reduce(values, [](int (&a)[1], const int (&b)[1]) { a[0] = a[0] < b[0] ? a[0] : b[0]; });
     return values[0];
   }
 };
+
+// More than half of a warp's part, where a warp has a row (plan_map): some of the vectors need no check.
+template <typename Scalar, int constant_lanes>
+__device__ __forceinline__ void assume_classes([[maybe_unused]] int classes) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (constant_lanes == kWarp) __builtin_assume(classes > kLarge<Scalar> * kWarp / 2);
+#endif
+}
 
 // The compiler would work out the address of a row again for each of its vectors.
 template <typename T>
@@ -104,6 +117,20 @@ __device__ __forceinline__ T* worked_out(T* address) {
   return address;
 }
 
+// What gamma and temperature give to a row.
+template <typename Real>
+struct MapNumbers {
+  MapGamma<Real> gamma;
+  Real beta;  // 1/T
+  bool valid;
+};
+template <typename Real>
+FK_HOST_DEVICE MapNumbers<Real> map_numbers(double gamma, double temperature) {
+  // A gamma that is infinite in float has no answer.
+  const bool valid = map_parameters_valid(gamma, temperature) && gamma <= static_cast<double>(largest_finite<Real>());
+  return {map_gamma<Real>(gamma), inverse_temperature<Real>(temperature), valid};
+}
+
 // What passes 1 and 2 find out.
 template <typename Real>
 struct RowStart {
@@ -111,19 +138,24 @@ struct RowStart {
   int top;
   Real shift;  // largest of the other inputs
   Real beta;
+  Real scale;  // beta, for logarithms to the base of quick_power
   Real gap;
   MapRow<Real> map;
 };
 
-// A thread's part of a row, in vectors: the thread's n-th, then `lanes` threads further. Where rows do not begin on a
+// A thread's part of a row, in vectors, each `lanes` threads after the one before. Where rows do not begin on a
 // boundary, a vector is gathered of classes `lanes` apart, so that neighbours still read neighbours. With `capacity` 0
 // nothing is kept, and each pass loads it again. Slots beyond the row hold -inf, a class that cannot occur.
 template <typename Scalar, int capacity>
 struct RowPart {
   using Real = compute_t<Scalar>;
-  static constexpr int kVector = kVectorSize<Scalar>;
+  // Where a thread has a row to itself, eight classes at once would leave too many slots empty.
+  static constexpr bool kWhole = sizeof(Scalar) >= sizeof(Real) || capacity != kSmall<Scalar>;
+  static constexpr int kVector = kWhole ? kVectorSize<Scalar> : 4;
   static constexpr bool kKept = capacity > 0;
   static constexpr int kSlots = kKept ? capacity : kVector;
+  static constexpr int kVectorsOfSum = 8;  // are added in Real before the sum goes on in double
+  static constexpr bool kPowers = kKept && sizeof(Scalar) < sizeof(Real);  // are kept by pass 2
   using Sum = SumOf<Real, kKept>;
 
   const Scalar* input;  // of the thread's first class
@@ -133,112 +165,148 @@ struct RowPart {
   int lanes;
   int vectors;  // whether every row begins on a boundary
   bool probs;
-  int top_slot;  // of the largest class; -1 in a thread that does not have it
+  int top_vector;  // where the vector with the largest class begins; -1 in a thread that does not have it
+  int top_place;   // of the largest class in that vector
   Real at[kSlots];
+  Real power_at[kPowers ? capacity : 1];
 
-  __device__ __forceinline__ int class_of(int n, int i) const {
-    return first + n * lanes * kVector + (vectors ? i : i * lanes);
-  }
+  __device__ __forceinline__ int left() const { return classes - first; }
+  __device__ __forceinline__ int step() const { return lanes * kVector; }
+  __device__ __forceinline__ int class_of(int begin, int i) const { return first + begin + (vectors ? i : i * lanes); }
 
-  // f(n, k): the n-th vector, which is kept from slot k on.
-  template <typename Function>
-  __device__ __forceinline__ void each(Function f) const {
+  // f(begin, k): the vector that begins so many classes after the thread's first, kept from slot k on. Now and then,
+  // and at the end, pause().
+  template <typename Function, typename Pause>
+  __device__ __forceinline__ void each(Function f, Pause pause) const {
     if constexpr (kKept) {
 #pragma unroll
       for (int n = 0; n < capacity / kVector; ++n) {
-        if (n * lanes * kVector < classes) f(n, n * kVector);
+        if (n == 0 || n * step() < classes) f(n * step(), n * kVector);
       }
+      pause();
     } else {
-      for (int n = 0; n * lanes * kVector < classes; ++n) f(n, 0);
+      for (int begin = 0; begin < left();) {
+        const int64_t wanted = begin + int64_t{kVectorsOfSum} * step();
+        const int end = wanted < left() ? static_cast<int>(wanted) : left();
+        for (; begin < end; begin += step()) f(begin, 0);
+        pause();
+      }
     }
   }
 
   // `from` and `to` are those of the thread's first class, in this row.
   template <typename From>
-  __device__ __forceinline__ void load(const From* from, int n, Real missing, Real* values) const {
-    const int skipped = n * lanes * kVector;
-    const int left = classes - first;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) values[i] = missing;
-    if (vectors) {
+  __device__ __forceinline__ void load(const From* from, int begin, Real missing, Real* values) const {
+    vectors ? load_vectors(from, begin, missing, values) : gather(from, begin, missing, values);
+  }
+  template <typename From>
+  __device__ __forceinline__ void load_vectors(const From* from, int begin, Real missing, Real* values) const {
+    if constexpr (kWhole) {
       constexpr int kWide = kVectorSize<From>;
-      if (skipped >= left) return;
+      Elements<From> nothing;
 #pragma unroll
-      for (int i0 = 0; i0 < kVector; i0 += kWide) {
-        const auto elements = bit_cast<Elements<From>>(load_vector(from + skipped + i0));
+      for (int i = 0; i < kWide; ++i) nothing.at[i] = Store<From>::from_compute(missing);
 #pragma unroll
-        for (int i = 0; i < kWide; ++i) values[i0 + i] = load_as_compute(elements.at[i]);
+      for (int i = 0; i < kVector; i += kWide) {
+        auto vector = bit_cast<uint4>(nothing);
+        if (!kKept || begin < left()) vector = load_vector(from + begin + i);
+        unpack<From>(vector, values + i);
       }
+    }
+  }
+  template <typename From>
+  __device__ __forceinline__ void gather(const From* from, int begin, Real missing, Real* values) const {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      values[i] = begin + i * lanes < left() ? load_as_compute(from[begin + i * lanes]) : missing;
+    }
+  }
+  // All that is kept.
+  template <typename From>
+  __device__ __forceinline__ void load_all(const From* from, Real missing, Real* values) const {
+    const auto pause = [] {};
+    if (vectors) {
+      each([&](int begin, int k) { load_vectors(from, begin, missing, values + k); }, pause);
     } else {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        if (skipped + i * lanes < left) values[i] = load_as_compute(from[skipped + i * lanes]);
-      }
+      each([&](int begin, int k) { gather(from, begin, missing, values + k); }, pause);
     }
   }
   template <typename To>
-  __device__ __forceinline__ void store(To* to, int n, const Real* values) const {
-    const int skipped = n * lanes * kVector;
-    const int left = classes - first;
-    if (vectors) {
-      constexpr int kWide = kVectorSize<To>;
-      if (skipped >= left) return;
+  __device__ __forceinline__ void store(To* to, int begin, const Real* values) const {
+    if constexpr (kWhole) {
+      if (vectors) {
+        if (kKept && begin >= left()) return;
+        constexpr int kWide = kVectorSize<To>;
 #pragma unroll
-      for (int i0 = 0; i0 < kVector; i0 += kWide) {
-        Elements<To> elements;
+        for (int i0 = 0; i0 < kVector; i0 += kWide) {
+          Elements<To> elements;
 #pragma unroll
-        for (int i = 0; i < kWide; ++i) elements.at[i] = Store<To>::from_compute(values[i0 + i]);
-        store_vector(to + skipped + i0, bit_cast<uint4>(elements));
+          for (int i = 0; i < kWide; ++i) elements.at[i] = Store<To>::from_compute(values[i0 + i]);
+          store_vector(to + begin + i0, bit_cast<uint4>(elements));
+        }
+        return;
       }
-    } else {
+    }
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        if (skipped + i * lanes < left) to[skipped + i * lanes] = Store<To>::from_compute(values[i]);
-      }
+    for (int i = 0; i < kVector; ++i) {
+      if (begin + i * lanes < left()) to[begin + i * lanes] = Store<To>::from_compute(values[i]);
     }
   }
 
-  __device__ __forceinline__ void load_logits(int n, Real* x) const {
-    load(input, n, probs ? Real(0) : -kInfinity<Real>, x);
+  __device__ __forceinline__ Real missing() const { return probs ? Real(0) : -kInfinity<Real>; }
+  __device__ __forceinline__ void load_logits(int begin, Real* x) const {
+    load(input, begin, missing(), x);
     if (!probs) return;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x[i] = logit_of_probability(x[i]);
   }
 
-  // f(n, k, x): the logits of the n-th vector.
-  template <typename Function>
-  __device__ __forceinline__ void each_logit(Function f) {
-    each([&](int n, int k) {
-      if constexpr (kKept) {
-        f(n, k, at + k);
-      } else {
-        Real x[kVector];
-        load_logits(n, x);
-        f(n, k, x);
-      }
-    });
+  // f(begin, k, x): the logits of a vector. Those that are kept may be changed.
+  template <typename Function, typename Pause>
+  __device__ __forceinline__ void each_logit(Function f, Pause pause) {
+    each(
+        [&](int begin, int k) {
+          if constexpr (kKept) {
+            f(begin, k, at + k);
+          } else {
+            Real x[kVector];
+            load_logits(begin, x);
+            f(begin, k, x);
+          }
+        },
+        pause);
   }
-  // f(n, k, y) with y = (x - shift) / T, and -inf for the largest class, which then adds nothing to any sum. Pass 2
-  // leaves them in the slots.
-  template <typename Function>
-  __device__ __forceinline__ void each_exponent(const RowStart<Real>& start, Function f) {
-    each([&](int n, int k) {
-      if constexpr (kKept) {
-        f(n, k, at + k);
-      } else {
-        Real y[kVector];
-        load_logits(n, y);
-        take_out_top(start, n, y);
-        f(n, k, y);
-      }
-    });
+  // f(begin, k, y) with y = (x - shift) / T as a logarithm to the base of quick_power, and -inf for the largest class,
+  // which then adds nothing to any sum. Pass 2 leaves them in the slots.
+  template <typename Function, typename Pause>
+  __device__ __forceinline__ void each_exponent(const RowStart<Real>& start, Function f, Pause pause) {
+    each(
+        [&](int begin, int k) {
+          if constexpr (kKept) {
+            f(begin, k, at + k);
+          } else {
+            Real y[kVector];
+            load_logits(begin, y);
+            take_out_top(begin, y);
+            make_exponents(start, y);
+            f(begin, k, y);
+          }
+        },
+        pause);
   }
-  __device__ __forceinline__ void take_out_top(const RowStart<Real>& start, int n, Real* x) const {
+  __device__ __forceinline__ void take_out_top(int begin, Real* x) const {
+    if (begin != top_vector) return;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const Real others = top_slot - n * kVector == i ? -kInfinity<Real> : x[i];
-      x[i] = (others - start.shift) * start.beta;
-    }
+    for (int i = 0; i < kVector; ++i) x[i] = i == top_place ? -kInfinity<Real> : x[i];
+  }
+  // base^y of a slot.
+  __device__ __forceinline__ Real power(int slot, Real y) const {
+    if constexpr (kPowers) return power_at[slot];
+    return quick_power(y);
+  }
+  static __device__ __forceinline__ void make_exponents(const RowStart<Real>& start, Real* x) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = (x[i] - start.shift) * start.scale;
   }
 };
 
@@ -247,174 +315,247 @@ __device__ __forceinline__ RowPart<Scalar, capacity> row_part(const CalibrationM
                                                               int lanes, int vectors) {
   RowPart<Scalar, capacity> x;
   x.lanes = lanes;
-  x.vectors = vectors;
-  x.first = (static_cast<int>(threadIdx.x) & (lanes - 1)) * (vectors ? RowPart<Scalar, capacity>::kVector : 1);
+  x.vectors = x.kWhole ? vectors : 0;
+  x.first = (static_cast<int>(threadIdx.x) & (lanes - 1)) * (x.vectors ? x.kVector : 1);
   x.offset = row * args.classes + x.first;
   x.input = worked_out(args.input + x.offset);
   x.classes = static_cast<int>(args.classes);
   x.probs = args.input_is_probs;
-  x.top_slot = -1;
+  x.top_vector = -1;
+  x.top_place = 0;
   return x;
+}
+
+// Takes the largest class out of the row, which may be NaN: then it has none, and stays as it is. Of several equals it
+// is the first, and the others are among the others.
+template <typename Scalar, int capacity>
+__device__ __forceinline__ void find_top_two(RowPart<Scalar, capacity>& x, const MapGroup& group, int* top,
+                                             compute_t<Scalar>* largest, compute_t<Scalar>* next) {
+  using Part = RowPart<Scalar, capacity>;
+  using Real = typename Part::Real;
+  constexpr int kVector = Part::kVector;
+  const auto pause = [] {};
+  int own_class = INT32_MAX;
+  // Keeps the first place in which `values`, a vector of the thread's part, have the largest.
+  const auto find = [&](int begin, const Real* values) {
+#pragma unroll
+    for (int i = kVector - 1; i >= 0; --i) {
+      if (values[i] != *largest) continue;
+      x.top_vector = begin;
+      x.top_place = i;
+    }
+  };
+  if constexpr (Part::kKept) {
+    Real own_top = -kInfinity<Real>;
+    int top_vector = 0;
+    x.each_logit(
+        [&](int begin, int, const Real* values) {
+          const Real before = own_top;
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) own_top = fmax(own_top, values[i]);
+          if (own_top > before) top_vector = begin;
+        },
+        pause);
+    *largest = group.max(own_top);
+    if (own_top == *largest && own_top > -kInfinity<Real>) {
+      x.each_logit(
+          [&](int begin, int, const Real* values) {
+            if (begin == top_vector) find(begin, values);
+          },
+          pause);
+      own_class = x.class_of(x.top_vector, x.top_place);
+    }
+  } else {
+    Real two[2] = {-kInfinity<Real>, -kInfinity<Real>};
+    int top_vector = 0;
+    x.each_logit(
+        [&](int begin, int, const Real* values) {
+          const Real before = two[0];
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) {
+            two[1] = fmax(two[1], fmin(two[0], values[i]));
+            two[0] = fmax(two[0], values[i]);
+          }
+          if (two[0] > before) top_vector = begin;
+        },
+        pause);
+    const Real own_top = two[0];
+    group.reduce(two, [](Real(&a)[2], const Real(&b)[2]) {
+      a[1] = fmax(fmax(a[1], b[1]), fmin(a[0], b[0]));
+      a[0] = fmax(a[0], b[0]);
+    });
+    *largest = two[0];
+    *next = two[1];
+    if (own_top == *largest && own_top > -kInfinity<Real>) {
+      Real values[kVector];
+      x.load_logits(top_vector, values);
+      find(top_vector, values);
+      own_class = x.class_of(x.top_vector, x.top_place);
+    }
+  }
+  *top = group.min(own_class);
+  if (own_class != *top) x.top_vector = -1;
+  if constexpr (Part::kKept) {
+    Real others = -kInfinity<Real>;
+    x.each_logit(
+        [&](int begin, int, Real* values) {
+          x.take_out_top(begin, values);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) others = fmax(others, values[i]);
+        },
+        pause);
+    *next = group.max(others);
+  }
 }
 
 // Passes 1 and 2. Every thread of the block calls it.
 template <typename Scalar, int capacity>
-__device__ __forceinline__ RowStart<compute_t<Scalar>> start_row(const CalibrationMapArgs<Scalar>& args, int64_t row,
-                                                                 RowPart<Scalar, capacity>& x, const MapGroup& group) {
+__device__ __forceinline__ RowStart<compute_t<Scalar>> start_row(const CalibrationMapArgs<Scalar>& args,
+                                                                 const MapNumbers<compute_t<Scalar>>& numbers,
+                                                                 int64_t row, RowPart<Scalar, capacity>& x,
+                                                                 const MapGroup& group) {
   using Part = RowPart<Scalar, capacity>;
   using Real = typename Part::Real;
   using Sum = typename Part::Sum;
   constexpr int kVector = Part::kVector;
-  if constexpr (Part::kKept) {
-#pragma unroll
-    for (int n = 0; n < capacity / kVector; ++n) {
-      x.load(x.input, n, x.probs ? Real(0) : -kInfinity<Real>, x.at + n * kVector);
-    }
+  if constexpr (Part::kKept) x.load_all(x.input, x.missing(), x.at);
+  MapNumbers<Real> of_row = numbers;
+  if (args.gamma != nullptr || args.temperature != nullptr) {
+    of_row = map_numbers<Real>(args.gamma_of(row), args.temperature_of(row));
   }
   RowStart<Real> start = {};
-  const double gamma = args.gamma_of(row);
-  const double temperature = args.temperature_of(row);
-  start.valid = map_parameters_valid(gamma, temperature);
-  start.beta = inverse_temperature<Real>(temperature);
+  start.valid = of_row.valid;
+  start.beta = of_row.beta;
+  start.scale = fmin(of_row.beta * quick_unit<Real>(), largest_finite<Real>());
 
   if (x.probs) {
     double sum = 0;
-    x.each([&](int n, int k) {
-      Real loaded[kVector];
-      Real* p = loaded;
-      if constexpr (Part::kKept) {
-        p = x.at + k;
-      } else {
-        x.load(x.input, n, Real(0), p);
-      }
+    x.each(
+        [&](int begin, int k) {
+          Real loaded[kVector];
+          Real* p = loaded;
+          if constexpr (Part::kKept) {
+            p = x.at + k;
+          } else {
+            x.load(x.input, begin, Real(0), p);
+          }
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        sum += static_cast<double>(p[i]);
-        p[i] = logit_of_probability(p[i]);
-      }
-    });
+          for (int i = 0; i < kVector; ++i) {
+            sum += static_cast<double>(p[i]);
+            p[i] = logit_of_probability(p[i]);
+          }
+        },
+        [] {});
     sum = group.sum(sum);
     const double tolerance = probability_sum_tolerance<Scalar>();
     start.valid = start.valid && sum >= 1 - tolerance && sum <= 1 + tolerance;
   }
 
-  // The two largest, and the vector that has the largest.
-  Real two[2] = {-kInfinity<Real>, -kInfinity<Real>};
-  int top_vector = 0;
-  x.each_logit([&](int n, int, const Real* values) {
-    const Real before = two[0];
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      two[1] = fmax(two[1], fmin(two[0], values[i]));
-      two[0] = fmax(two[0], values[i]);
-    }
-    if (two[0] > before) top_vector = n;
-  });
-  const Real own_top = two[0];
-  group.reduce(two, [](Real(&a)[2], const Real(&b)[2]) {
-    a[1] = fmax(fmax(a[1], b[1]), fmin(a[0], b[0]));
-    a[0] = fmax(a[0], b[0]);
-  });
-  const Real row_top = two[0];
-  // Of several equals the first is taken out, and the others are among the others.
-  int own_class = INT32_MAX;
-  if (own_top == row_top) {
-    Real values[kVector];
-    x.load_logits(top_vector, values);
-#pragma unroll
-    for (int i = kVector - 1; i >= 0; --i) {
-      if (values[i] != row_top) continue;
-      own_class = x.class_of(top_vector, i);
-      x.top_slot = top_vector * kVector + i;
-    }
-  }
-  start.top = group.min(own_class);
-  if (own_class != start.top) x.top_slot = -1;
+  Real largest, next;
+  find_top_two(x, group, &start.top, &largest, &next);
   // Also false for a row of NaN; a NaN beside numbers shows in the sum of exponentials.
-  start.valid = start.valid && row_top > -kInfinity<Real> && row_top < kInfinity<Real>;
+  start.valid = start.valid && largest > -kInfinity<Real> && largest < kInfinity<Real>;
   // No other class can occur: any number serves as the shift.
-  start.shift = two[1] > -kInfinity<Real> ? two[1] : row_top;
+  start.shift = next > -kInfinity<Real> ? next : largest;
   const Real lowest_gap = -largest_finite<Real>() / Real(16);
-  start.gap = fmax((start.shift - row_top) * start.beta, lowest_gap);
+  start.gap = fmax((start.shift - largest) * start.beta, lowest_gap);
 
   Sum sum = 0;
-  x.each_logit([&](int n, int, Real* values) {
-    x.take_out_top(start, n, values);
-    Real part = 0;
+  Real part = 0;
+  x.each_logit(
+      [&](int begin, int k, Real* values) {
+        if constexpr (!Part::kKept) x.take_out_top(begin, values);
+        x.make_exponents(start, values);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) part += quick_exponential(values[i]);
-    sum += part;
-  });
+        for (int i = 0; i < kVector; ++i) {
+          const Real e = quick_power(values[i]);
+          if constexpr (Part::kPowers) x.power_at[k + i] = e;
+          part += e;
+        }
+      },
+      [&] {
+        sum = Part::kKept ? Sum(part) : sum + part;
+        part = 0;
+      });
   const auto others = static_cast<Real>(group.sum(sum));
   start.valid = start.valid && others == others;
-  start.map = map_row(start.gap, others > Real(0) ? others : Real(1), gamma);
+  start.map = map_row(start.gap, others > Real(0) ? others : Real(1), of_row.gamma);
   return start;
 }
 
-template <typename Scalar, int capacity>
-__global__ __launch_bounds__(
-    kBlock, capacity == kLarge<Scalar>
-                ? kBlocksOfLarge<Scalar>
-                : 2) void calibration_map_forward_kernel(const __grid_constant__ CalibrationMapForward<Scalar> args,
-                                                         int lane_bits, int vectors) {
+// `constant_lanes` of a row, where that is one thread, one warp or the block; else 0, and it is 1 << lane_bits.
+template <typename Scalar, int capacity, int constant_lanes>
+__global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void calibration_map_forward_kernel(
+    const __grid_constant__ CalibrationMapForward<Scalar> args,
+    const __grid_constant__ MapNumbers<compute_t<Scalar>> numbers, int lane_bits, int vectors) {
   using Part = RowPart<Scalar, capacity>;
   using Real = typename Part::Real;
   constexpr int kVector = Part::kVector;
+  constexpr bool kNarrow = sizeof(Scalar) < sizeof(Real);
   __shared__ double scratch[kWarpsPerBlock * MapGroup::kMost];
-  const int lanes = 1 << lane_bits;
+  const int lanes = constant_lanes > 0 ? constant_lanes : 1 << lane_bits;
   const MapGroup group = {lanes, scratch};
-  const int rows_at_once = kBlock >> lane_bits;
+  const int rows_at_once = constant_lanes > 0 ? kBlock / constant_lanes : kBlock >> lane_bits;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * rows_at_once; first < args.rows;
        first += static_cast<int64_t>(gridDim.x) * rows_at_once) {
     // The last row stands in for those beyond it, for which nothing is written.
-    const int64_t wanted = first + (static_cast<int>(threadIdx.x) >> lane_bits);
+    const int64_t wanted = first + (constant_lanes > 0 ? static_cast<int>(threadIdx.x) / constant_lanes
+                                                       : static_cast<int>(threadIdx.x) >> lane_bits);
     const bool exists = wanted < args.rows;
     const int64_t row = exists ? wanted : args.rows - 1;
     auto x = row_part<Scalar, capacity>(args, row, lanes, vectors);
-    const RowStart<Real> start = start_row(args, row, x, group);
-    const MapRow<Real>& map = start.map;
+    assume_classes<Scalar, constant_lanes>(x.classes);
+    const RowStart<Real> start = start_row(args, numbers, row, x, group);
 
     const auto finish = [&](auto log_output) {
       constexpr bool kLog = decltype(log_output)::value;
-      const auto map_of = [&](Real y) {
-        const Real e = quick_exponential(y);
-        if constexpr (kLog) return map_log_ratio(y, e, map.gamma, map.q_scale, map.log_q_offset, map.ratio_offset);
-        return map_ratio(y, e, map.gamma, map.q_scale, map.log_q_offset, map.ratio_offset);
+      const auto map_of = [&](int slot, Real y) {
+        const Real e = x.power(slot, y);
+        if constexpr (kLog) return map_log_ratio(y, e, start.map.terms);
+        return map_ratio<kNarrow>(y, e, start.map.terms);
       };
       typename Part::Sum sum = 0;
-      x.each_exponent(start, [&](int, int, Real* y) {
-        Real part = 0;
+      Real part = 0;
+      x.each_exponent(
+          start,
+          [&](int, int k, Real* y) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          y[i] = map_of(y[i]);
-          part += kLog ? quick_exponential(y[i]) : y[i];
-        }
-        sum += part;
-      });
+            for (int i = 0; i < kVector; ++i) {
+              y[i] = map_of(k + i, y[i]);
+              part += kLog ? quick_power(y[i]) : y[i];
+            }
+          },
+          [&] {
+            sum = Part::kKept ? typename Part::Sum(part) : sum + part;
+            part = 0;
+          });
       const auto ratio_sum = static_cast<Real>(group.sum(sum));
-      Real top = kLog ? Real(0) - log_one_plus(ratio_sum) : Real(1) / (Real(1) + ratio_sum);  // 0, not -0
+      // 0, not -0
+      Real top = kLog ? Real(0) - log_one_plus(ratio_sum) : quick_quotient(Real(1), Real(1) + ratio_sum);
       if (!start.valid) top = kNaN<Real>;
       if (!exists) return;
-      Scalar* const output = worked_out(args.output + x.offset);
-      Real* const output_wide = worked_out(args.output_wide + x.offset);
-      x.each_exponent(start, [&](int n, int, Real* y) {
+      const auto write = [&](auto* output) {
+        output = worked_out(output + x.offset);
+        x.each_exponent(
+            start,
+            [&](int begin, int k, Real* y) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          const Real own = Part::kKept ? y[i] : map_of(y[i]);
-          y[i] = kLog ? own + top : own * top;
-        }
-        if (args.output != nullptr) {
-          x.store(output, n, y);
-        } else {
-          x.store(output_wide, n, y);
-        }
-      });
-      // Over what the same thread has just written for it.
-      if (x.top_slot < 0) return;
-      if (args.output != nullptr) {
-        output[start.top - x.first] = Store<Scalar>::from_compute(top);
+              for (int i = 0; i < kVector; ++i) {
+                const Real ratio = Part::kKept ? y[i] : map_of(k + i, y[i]);
+                y[i] = kLog ? ratio * (Real(1) / quick_unit<Real>()) + top : ratio * top;
+              }
+              x.store(output, begin, y);
+            },
+            [] {});
+        // Over what the same thread has just written for it.
+        using To = std::remove_reference_t<decltype(*output)>;
+        if (x.top_vector >= 0) output[start.top - x.first] = Store<To>::from_compute(top);
+      };
+      if constexpr (kNarrow) {
+        if (args.output != nullptr) return write(args.output);
+        write(args.output_wide);
       } else {
-        output_wide[start.top - x.first] = top;
+        write(args.output != nullptr ? args.output : args.output_wide);
       }
     };
     if (args.log_output) {
@@ -425,43 +566,51 @@ __global__ __launch_bounds__(
   }
 }
 
-template <typename Scalar, int capacity>
-__global__ __launch_bounds__(kBlock, capacity == kLarge<Scalar> ? 1 : 2) void calibration_map_backward_kernel(
-    const __grid_constant__ CalibrationMapBackward<Scalar> args, int lane_bits, int vectors) {
+template <typename Scalar, int capacity, int constant_lanes>
+__global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void calibration_map_backward_kernel(
+    const __grid_constant__ CalibrationMapBackward<Scalar> args,
+    const __grid_constant__ MapNumbers<compute_t<Scalar>> numbers, int lane_bits, int vectors) {
   using Part = RowPart<Scalar, capacity>;
   using Real = typename Part::Real;
   using Sum = typename Part::Sum;
   constexpr int kVector = Part::kVector;
+  constexpr bool kNarrow = sizeof(Scalar) < sizeof(Real);
+  // Stands for an exponent of -inf, a class that cannot occur, and can be multiplied by 0.
+  const Real kImpossible = -largest_finite<Real>() * Real(0.75);
   __shared__ double scratch[kWarpsPerBlock * MapGroup::kMost];
-  const int lanes = 1 << lane_bits;
+  const int lanes = constant_lanes > 0 ? constant_lanes : 1 << lane_bits;
   const MapGroup group = {lanes, scratch};
-  const int rows_at_once = kBlock >> lane_bits;
+  const int rows_at_once = constant_lanes > 0 ? kBlock / constant_lanes : kBlock >> lane_bits;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * rows_at_once; first < args.rows;
        first += static_cast<int64_t>(gridDim.x) * rows_at_once) {
-    const int64_t wanted = first + (static_cast<int>(threadIdx.x) >> lane_bits);
+    const int64_t wanted = first + (constant_lanes > 0 ? static_cast<int>(threadIdx.x) / constant_lanes
+                                                       : static_cast<int>(threadIdx.x) >> lane_bits);
     const bool exists = wanted < args.rows;
     const int64_t row = exists ? wanted : args.rows - 1;
     auto x = row_part<Scalar, capacity>(args, row, lanes, vectors);
+    assume_classes<Scalar, constant_lanes>(x.classes);
     const Scalar* const grad_output = worked_out(args.grad_output + x.offset);
     const Real* const grad_output_wide = worked_out(args.grad_output_wide + x.offset);
-    const auto load_grad = [&](int n, Real* grad) {
+    const auto load_grad = [&](int begin, Real* grad) {
       if (args.grad_output != nullptr) {
-        x.load(grad_output, n, Real(0), grad);
+        x.load(grad_output, begin, Real(0), grad);
       } else {
-        x.load(grad_output_wide, n, Real(0), grad);
+        x.load(grad_output_wide, begin, Real(0), grad);
       }
     };
-    // Where few warps fit a multiprocessor, the upstream gradient is asked for at once; pass 3 puts h_k m_k in its
-    // place.
+    // Where few warps fit a multiprocessor, the upstream gradient is asked for at once; pass 3 puts what it makes of it
+    // in its place.
     constexpr bool kEarly = capacity == kLarge<Scalar>;
-    Real kept_hm[Part::kSlots];
+    Real kept_w[Part::kSlots];
     Real kept_hr[Part::kSlots];
     if constexpr (kEarly) {
-#pragma unroll
-      for (int n = 0; n < capacity / kVector; ++n) load_grad(n, kept_hm + n * kVector);
+      if (args.grad_output != nullptr) {
+        x.load_all(grad_output, Real(0), kept_w);
+      } else {
+        x.load_all(grad_output_wide, Real(0), kept_w);
+      }
     }
-    const RowStart<Real> start = start_row(args, row, x, group);
-    const MapRow<Real>& map = start.map;
+    const RowStart<Real> start = start_row(args, numbers, row, x, group);
     Real grad_top = 0;
     if (start.top < x.classes) {
       const int step = start.top - x.first;
@@ -470,91 +619,116 @@ __global__ __launch_bounds__(kBlock, capacity == kLarge<Scalar> ? 1 : 2) void ca
 
     const auto finish = [&](auto log_output) {
       constexpr bool kLog = decltype(log_output)::value;
-      // One class other than the largest: h_k r_k, h_k m_k and what else its sums need.
-      struct Slopes {
-        Real r, m, hr, hm, grad_gamma;
+      // What a class other than the largest has of the upstream gradient: w_k, or v_k where probabilities are the
+      // output. One that cannot occur takes no part.
+      const auto weight_of = [&](Real y, Real grad) {
+        return y <= kImpossible ? Real(0) : kLog ? grad : grad - grad_top;
       };
-      const auto slopes_of = [&](Real y, Real grad) {
-        const MapClass<Real> c =
-            map_class(y, quick_exponential(y), map.gamma, map.q_scale, map.log_q_offset, map.ratio_offset);
-        Slopes s;
-        s.r = c.ratio;
-        const Real m = kLog ? grad : s.r * (grad - grad_top);
-        s.m = y == -kInfinity<Real> ? Real(0) : m;  // a class that cannot occur takes no part
-        s.hr = c.slope * s.r;
-        s.hm = c.slope * s.m;
-        s.grad_gamma = c.grad_gamma;
-        return s;
+      const auto class_of = [&](int slot, Real y) {
+        return map_class<kNarrow, true>(y, x.power(slot, y), start.map.terms);
       };
       Sum totals[6] = {};
-      x.each_exponent(start, [&](int n, int k, const Real* y) {
-        Real loaded[kVector];
-        if constexpr (!kEarly) load_grad(n, loaded);
-        Real part[6] = {};
+      Real part[6] = {};
+      x.each_exponent(
+          start,
+          [&](int begin, int k, Real* y) {
+            Real loaded[kVector];
+            if constexpr (!kEarly) load_grad(begin, loaded);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          const Slopes s = slopes_of(y[i], kEarly ? kept_hm[k + i] : loaded[i]);
-          kept_hr[k + i] = s.hr;
-          kept_hm[k + i] = s.hm;
-          part[0] += s.r;
-          part[1] += s.m;
-          part[2] += s.hr;
-          part[3] += s.hm;
-          part[4] += s.grad_gamma * s.r;
-          part[5] += s.grad_gamma * s.m;
-        }
+            for (int i = 0; i < kVector; ++i) {
+              y[i] = fmax(y[i], kImpossible);
+              const MapClass<Real> c = class_of(k + i, y[i]);
+              const Real w = weight_of(y[i], kEarly ? kept_w[k + i] : loaded[i]);
+              const Real hr = c.slope * c.ratio, cr = c.grad_gamma * c.ratio;
+              part[0] += c.ratio;
+              part[1] += kLog ? w : c.ratio * w;
+              part[2] += hr;
+              part[3] += (kLog ? c.slope : hr) * w;
+              part[4] += cr;
+              part[5] += (kLog ? c.grad_gamma : cr) * w;
+              kept_hr[k + i] = hr;
+              kept_w[k + i] = kLog ? c.slope * w : w;
+            }
+          },
+          [&] {
 #pragma unroll
-        for (int i = 0; i < 6; ++i) totals[i] += part[i];
-      });
+            for (int i = 0; i < 6; ++i) {
+              totals[i] = Part::kKept ? Sum(part[i]) : totals[i] + part[i];
+              part[i] = 0;
+            }
+          });
       group.add(totals);
       const MapGradSums<Real> sums = {static_cast<Real>(totals[0]), static_cast<Real>(totals[1]),
                                       static_cast<Real>(totals[2]), static_cast<Real>(totals[3]),
                                       static_cast<Real>(totals[4]), static_cast<Real>(totals[5])};
-      MapRowGrad<Real> grad = map_row_grad(map, sums, grad_top, kLog);
+      MapRowGrad<Real> grad = map_row_grad(start.map, sums, grad_top, kLog);
       if (!start.valid) grad.keep = grad.top = kNaN<Real>;
+      // From dL/d(z / T) to dL/dz. The 1/T of a tiny T comes last, so that what is 0 meets no infinity before.
+      constexpr Real kSafe = Real(1e18);
+      const Real inner = fmin(start.beta, kSafe), outer = start.beta > kSafe ? start.beta * Real(1e-18) : Real(1);
+      grad.keep *= inner;
+      grad.spread *= inner;
+      grad.shared *= inner;
+      grad.top *= start.beta;
 
+      // dL/dT is minus the sum of dL/dz_k (x_k - x_t), and that of all dL/dz is 0.
       Scalar* const grad_input = worked_out(args.grad_input + x.offset);
-      Sum beta_sum = 0;
-      x.each_exponent(start, [&](int n, int k, const Real* y) {
-        Real result[kVector];
-        if constexpr (!Part::kKept) load_grad(n, result);
-        Real part = 0;
+      const bool writes = args.grad_input != nullptr && exists;
+      Sum temperature_sum = 0;
+      Real temperature_part = 0;
+      x.each_exponent(
+          start,
+          [&](int begin, int k, Real* y) {
+            Real result[kVector];
+            if constexpr (!Part::kKept) load_grad(begin, result);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          Real of_hr = kept_hr[k + i], of_hm = kept_hm[k + i];
-          if constexpr (!Part::kKept) {
-            const Slopes s = slopes_of(y[i], result[i]);
-            of_hr = s.hr;
-            of_hm = s.hm;
-          }
-          result[i] = grad.keep * of_hm - (grad.spread * of_hr + grad.shared * quick_exponential(y[i]));
-          part += y[i] == -kInfinity<Real> ? Real(0) : result[i] * (y[i] + start.gap);
-          result[i] *= start.beta;
-        }
-        beta_sum += part;
-        if (args.grad_input == nullptr || !exists) return;
-        if (x.probs) {
-          // The gradient at p = 0 is not defined; as the class is left out of the map, it is given as 0.
-          Real p[kVector];
-          x.load(x.input, n, Real(0), p);
+            for (int i = 0; i < kVector; ++i) {
+              Real hr = kept_hr[k + i], w = kept_w[k + i];
+              if constexpr (!Part::kKept) {
+                y[i] = fmax(y[i], kImpossible);
+                const MapClass<Real> c = class_of(k + i, y[i]);
+                hr = c.slope * c.ratio;
+                w = weight_of(y[i], result[i]) * (kLog ? c.slope : Real(1));
+              }
+              // keep h_k m_k - spread h_k r_k
+              const Real own = kLog ? grad.keep * w - grad.spread * hr : hr * (grad.keep * w - grad.spread);
+              result[i] = own - grad.shared * x.power(k + i, y[i]);
+            }
+            if (outer != Real(1)) {
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) result[i] = p[i] == Real(0) ? Real(0) * grad.keep : result[i] / p[i];
-        }
-        x.store(grad_input, n, result);
-      });
+              for (int i = 0; i < kVector; ++i) result[i] *= outer;
+            }
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) temperature_part += result[i] * y[i];
+            if (!writes) return;
+            if (x.probs) {
+              // The gradient at p = 0 is not defined; as the class is left out of the map, it is given as 0.
+              Real p[kVector];
+              x.load(x.input, begin, Real(0), p);
+#pragma unroll
+              for (int i = 0; i < kVector; ++i) p[i] = p[i] == Real(0) ? Real(0) * grad.keep : result[i] / p[i];
+              return x.store(grad_input, begin, p);
+            }
+            x.store(grad_input, begin, result);
+          },
+          [&] {
+            temperature_sum = Part::kKept ? Sum(temperature_part) : temperature_sum + temperature_part;
+            temperature_part = 0;
+          });
       // Over what the same thread has just written for it.
-      if (args.grad_input != nullptr && exists && x.top_slot >= 0) {
-        Real result = grad.top * start.beta;
+      if (writes && x.top_vector >= 0) {
+        Real result = grad.top;
         if (x.probs) result /= load_as_compute(x.input[start.top - x.first]);
         grad_input[start.top - x.first] = Store<Scalar>::from_compute(result);
       }
-      const auto grad_beta = static_cast<double>(group.sum(beta_sum));
+      const double grad_temperature = static_cast<double>(group.sum(temperature_sum)) * (-1.0 / quick_unit<Real>()) +
+                                      static_cast<double>(grad.top * start.gap);
       if (exists && x.first == 0) {
         if (args.grad_gamma != nullptr) {
           args.grad_gamma[row] = start.valid ? static_cast<double>(grad.gamma) : kNaN<double>;
         }
         if (args.grad_temperature != nullptr) {
-          args.grad_temperature[row] = start.valid ? -grad_beta / args.temperature_of(row) : kNaN<double>;
+          args.grad_temperature[row] = start.valid ? grad_temperature : kNaN<double>;
         }
       }
     };
@@ -646,26 +820,32 @@ template <typename Scalar>
 int calibration_map_forward(const CalibrationMapForward<Scalar>& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
   if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
-  const MapPlan plan = plan_map(args.rows, args.classes, kForwardSmall<Scalar>, kLarge<Scalar>);
-  void (*kernel)(CalibrationMapForward<Scalar>, int, int) =
-      plan.capacity == 0                ? calibration_map_forward_kernel<Scalar, 0>
-      : plan.capacity == kLarge<Scalar> ? calibration_map_forward_kernel<Scalar, kLarge<Scalar>>
-                                        : calibration_map_forward_kernel<Scalar, kForwardSmall<Scalar>>;
+  const MapPlan plan = plan_map(args.rows, args.classes, kSmall<Scalar>, kLarge<Scalar>);
+  const auto numbers = map_numbers<compute_t<Scalar>>(args.gamma_value, args.temperature_value);
+  void (*kernel)(CalibrationMapForward<Scalar>, MapNumbers<compute_t<Scalar>>, int, int) =
+      plan.capacity == 0                ? calibration_map_forward_kernel<Scalar, 0, kBlock>
+      : plan.capacity == kSmall<Scalar> ? calibration_map_forward_kernel<Scalar, kSmall<Scalar>, 1>
+      : plan.lanes == kBlock            ? calibration_map_forward_kernel<Scalar, kLarge<Scalar>, kBlock>
+      : plan.lanes == kWarp             ? calibration_map_forward_kernel<Scalar, kLarge<Scalar>, kWarp>
+                                        : calibration_map_forward_kernel<Scalar, kLarge<Scalar>, 0>;
   const int vectors = rows_are_vectors(args, {args.output, args.output_wide});
-  return launch(kernel, plan.grid, kBlock, stream, args, lane_bits(plan.lanes), vectors);
+  return launch(kernel, plan.grid, kBlock, stream, args, numbers, lane_bits(plan.lanes), vectors);
 }
 
 template <typename Scalar>
 int calibration_map_backward(const CalibrationMapBackward<Scalar>& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
   if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
-  const MapPlan plan = plan_map(args.rows, args.classes, kBackwardSmall<Scalar>, kLarge<Scalar>);
-  void (*kernel)(CalibrationMapBackward<Scalar>, int, int) =
-      plan.capacity == 0                ? calibration_map_backward_kernel<Scalar, 0>
-      : plan.capacity == kLarge<Scalar> ? calibration_map_backward_kernel<Scalar, kLarge<Scalar>>
-                                        : calibration_map_backward_kernel<Scalar, kBackwardSmall<Scalar>>;
+  const MapPlan plan = plan_map(args.rows, args.classes, kSmall<Scalar>, kLarge<Scalar>);
+  const auto numbers = map_numbers<compute_t<Scalar>>(args.gamma_value, args.temperature_value);
+  void (*kernel)(CalibrationMapBackward<Scalar>, MapNumbers<compute_t<Scalar>>, int, int) =
+      plan.capacity == 0                ? calibration_map_backward_kernel<Scalar, 0, kBlock>
+      : plan.capacity == kSmall<Scalar> ? calibration_map_backward_kernel<Scalar, kSmall<Scalar>, 1>
+      : plan.lanes == kBlock            ? calibration_map_backward_kernel<Scalar, kLarge<Scalar>, kBlock>
+      : plan.lanes == kWarp             ? calibration_map_backward_kernel<Scalar, kLarge<Scalar>, kWarp>
+                                        : calibration_map_backward_kernel<Scalar, kLarge<Scalar>, 0>;
   const int vectors = rows_are_vectors(args, {args.grad_output, args.grad_output_wide, args.grad_input});
-  return launch(kernel, plan.grid, kBlock, stream, args, lane_bits(plan.lanes), vectors);
+  return launch(kernel, plan.grid, kBlock, stream, args, numbers, lane_bits(plan.lanes), vectors);
 }
 
 template <typename Scalar>

@@ -60,30 +60,11 @@ struct OtherGammas {
 };
 
 // ---- exponents -----------------------------------------------------------------------------------------------------
-// In units of log 2 in float and of 1 in double: what the exponential of either takes.
+// They are logarithms to the base of quick_power.
 
 template <typename Real>
-constexpr Real kUnit = sizeof(Real) == sizeof(float) ? Real(0.693147180559945309) : Real(1);
-
-__device__ __forceinline__ double power(double x) { return exponential(x); }
-__device__ __forceinline__ double inverse(double x) { return 1 / x; }
-__device__ __forceinline__ float power(float x) {
-#if defined(__CUDA_ARCH__)
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-#else
-  return std::exp2(x);
-#endif
-}
-__device__ __forceinline__ float inverse(float x) {
-#if defined(__CUDA_ARCH__)
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-#else
-  return 1 / x;
-#endif
+__device__ __forceinline__ Real natural(Real exponent) {
+  return exponent * (Real(1) / quick_unit<Real>());
 }
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
@@ -149,7 +130,7 @@ struct GridRow {
     shift = next > -kInfinity<Real> ? next : top_logit;
     beta = inverse_temperature<Real>(temperature);
     gap = fmax((shift - top_logit) * beta, -largest_finite<Real>() / Real(16));
-    per_unit = fmin(beta * (Real(1) / kUnit<Real>), largest_finite<Real>());
+    per_unit = fmin(beta * quick_unit<Real>(), largest_finite<Real>());
     fill(0);
   }
 
@@ -189,7 +170,7 @@ struct GridRow {
   __device__ __forceinline__ MapSoftmax<Real> softmax() const {
     double sum = 0;
     Real part = 0;
-    each([&](Real d) { part += power(d * per_unit); },
+    each([&](Real d) { part += quick_power(d * per_unit); },
          [&] {
            sum += static_cast<double>(part);
            part = 0;
@@ -244,9 +225,9 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_grid_shared_kernel(
     x.each(
         [&](Real d) {
           const Real y = x.exponent(d);
-          const Real e = power(y);
+          const Real e = quick_power(y);
           const Real q = e * soft.q_scale;
-          const Real s = q * (offset - y * kUnit<Real>);
+          const Real s = q * (offset - natural(y));
           Real term[kMoments];
           WideBasis::terms(e, q, s, term);
 #pragma unroll
@@ -260,7 +241,7 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_grid_shared_kernel(
               // 1 / G(q) is 1 / (u^(gamma - 1) (u + gamma s)).
               const Real power_of_u = (gammas.bit[i][0] != 0 ? u : Real(1)) * (gammas.bit[i][1] != 0 ? u2 : Real(1)) *
                                       (gammas.bit[i][2] != 0 ? u4 : Real(1));
-              part[kMoments + i] += e * inverse(power_of_u * (u + gammas.whole[i] * s));
+              part[kMoments + i] += quick_quotient(e, power_of_u * (u + gammas.whole[i] * s));
             }
           }
         },
@@ -279,7 +260,7 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_grid_shared_kernel(
       Real numerator = 0;
 #pragma unroll
       for (int i = 0; i < kMoments + reciprocals; ++i) numerator += gammas.coefficient[g][i] * sum[i];
-      const MapOffset<Real> of_gamma = map_offset(soft, gammas.gamma[g]);
+      const MapOffset<Real> of_gamma = map_offset(soft, map_gamma<Real>(gammas.gamma[g]));
       const Real ratios = numerator * of_gamma.denominator * exponential(of_gamma.offset);
       if (scratch.confidence != nullptr) {
         scratch.confidence[(place.temperature * block.n_gammas + gammas.index[g]) * samples.rows + row] =
@@ -351,24 +332,24 @@ __global__ __launch_bounds__(
     Real squares[kGammasAtOnce] = {};
 #pragma unroll
     for (int g = 0; g < kGammasAtOnce; ++g) {
-      of_gamma[g] = map_offset(soft, gammas.gamma[g]);
+      of_gamma[g] = map_offset(soft, map_gamma<Real>(gammas.gamma[g]));
       gamma[g] = of_gamma[g].gamma;
-      slope[g] = (gamma[g] - Real(1)) / kUnit<Real>;
-      ratio_offset[g] = (of_gamma[g].offset + logarithm(of_gamma[g].denominator)) / kUnit<Real>;
+      slope[g] = (gamma[g] - Real(1)) * quick_unit<Real>();
+      ratio_offset[g] = (of_gamma[g].offset + logarithm_of_normal(of_gamma[g].denominator)) * quick_unit<Real>();
     }
     const Real offset = -soft.log_q_offset;
     x.each(
         [&](Real d) {
           const Real y = x.exponent(d);
-          const Real e = power(y);
+          const Real e = quick_power(y);
           const Real q = e * soft.q_scale;
-          const Real s = q * (offset - y * kUnit<Real>);
+          const Real s = q * (offset - natural(y));
           const Real u = Real(1) - q;
           const Real minus_log_u = -log_complement(q);
 #pragma unroll
           for (int g = 0; g < kGammasAtOnce; ++g) {
-            const Real weight = power(ratio_offset[g] + slope[g] * minus_log_u);
-            const Real ratio = e * (weight * inverse(u + gamma[g] * s));
+            const Real weight = quick_power(ratio_offset[g] + slope[g] * minus_log_u);
+            const Real ratio = e * quick_quotient(weight, u + gamma[g] * s);
             sum[g] += ratio;
             if (with_brier) squares[g] += ratio * ratio;
           }

@@ -169,20 +169,17 @@ struct MapPlan {
   int capacity;  // registers set aside for a thread's part of a row; 0: it does not fit, and is read again by each pass
   int64_t grid;
 };
-
-// Two sizes of parts: most rows take the small one; the large one lets a warp have a row for which it would otherwise
-// take the block, whose reductions cost more than the row.
 inline MapPlan plan_map(int64_t rows, int64_t classes, int small, int large) {
   MapPlan plan = {};
-  if (classes <= int64_t{small} * kWarp) {
-    plan.lanes = power_of_two_at_least(divide_up(classes, small), kWarp);
+  if (classes <= small) {
+    plan.lanes = 1;
     plan.capacity = small;
   } else if (classes <= int64_t{large} * kWarp) {
-    plan.lanes = kWarp;
+    plan.lanes = power_of_two_at_least(divide_up(classes, large), kWarp);
     plan.capacity = large;
   } else {
     plan.lanes = kBlock;
-    plan.capacity = classes <= int64_t{small} * kBlock ? small : 0;
+    plan.capacity = classes <= int64_t{large} * kBlock ? large : 0;
   }
   const int64_t blocks = divide_up(rows, kBlock / plan.lanes);
   plan.grid = blocks < 8 * kMaxGrid ? blocks : 8 * kMaxGrid;

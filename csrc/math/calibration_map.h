@@ -64,13 +64,20 @@ FK_HOST_DEVICE Real one_minus_phi_series(Real u) {
   return sum * u;
 }
 
-// What a row needs once.
+// What a row gives to each of its classes. Logarithms are to the base of quick_power.
 template <typename Real>
-struct MapRow {
-  Real gamma;
+struct MapTerms {
+  Real gamma;         // per unit of such a logarithm
+  Real power;         // gamma - 1
   Real q_scale;       // q_k = e_k * q_scale
   Real log_q_offset;  // log q_k = y_k + log_q_offset
   Real ratio_offset;  // log(p_k / p_t) = y_k + ratio_offset - log G(q_k)
+};
+
+// What a row needs once.
+template <typename Real>
+struct MapRow {
+  MapTerms<Real> terms;
 
   // For the derivatives.
   Real q_top;
@@ -97,14 +104,14 @@ struct MapSoftmax {
 template <typename Real>
 FK_HOST_DEVICE MapSoftmax<Real> map_softmax(Real gap, Real rest) {
   MapSoftmax<Real> row;
-  const Real exp_gap = exponential(gap);
+  const Real exp_gap = quick_exponential(gap);
   const Real odds = rest * exp_gap;  // u_t / q_t = sum_{k != t} q_k / q_t
   row.gap = gap;
-  row.log_rest = logarithm(rest);
-  row.minus_log_q = log_one_plus(odds);
-  row.q = Real(1) / (Real(1) + odds);
+  row.log_rest = logarithm_of_normal(rest);
+  row.q = quick_quotient(Real(1), Real(1) + odds);
+  row.minus_log_q = log_one_plus(odds, row.q);
   row.u = odds * row.q;
-  const Real direct = Real(1) - row.q * row.minus_log_q / row.u;
+  const Real direct = Real(1) - quick_quotient(row.q * row.minus_log_q, row.u);
   row.one_minus_phi = row.u < Real(0.125) ? one_minus_phi_series(row.u) : direct;
   row.q_scale = exp_gap * row.q;
   row.log_q_offset = gap - row.minus_log_q;
@@ -119,33 +126,44 @@ struct MapOffset {
   Real denominator;  // 1 + gamma phi_t
 };
 
+// gamma -> -1: 1 + gamma phi_t = (1 + gamma) - gamma (1 - phi_t) is small, and so is each of its terms. Rounding gamma
+// to float before adding 1 would cost it half of its digits.
 template <typename Real>
-FK_HOST_DEVICE MapOffset<Real> map_offset(const MapSoftmax<Real>& row, double gamma_wide) {
-  // gamma -> -1: 1 + gamma phi_t = (1 + gamma) - gamma (1 - phi_t) is small, and so is each of its terms. Rounding
-  // gamma to float before adding 1 would cost it half of its digits.
-  const Real gamma = static_cast<Real>(gamma_wide);
-  const Real one_plus_gamma = static_cast<Real>(1.0 + gamma_wide);
-  // a_k - a_t = (y_k + M) + gamma log u_t + log(1 + gamma phi_t) - log G(q_k), with log u_t = M + log S - log1p(odds).
-  // Collecting M by hand keeps (1 + gamma) M accurate as gamma -> -1.
-  return {gamma, one_plus_gamma * row.gap + gamma * (row.log_rest - row.minus_log_q),
-          one_plus_gamma - gamma * row.one_minus_phi};
+struct MapGamma {
+  Real gamma;
+  Real one_plus;
+};
+template <typename Real>
+FK_HOST_DEVICE MapGamma<Real> map_gamma(double gamma) {
+  return {static_cast<Real>(gamma), static_cast<Real>(1.0 + gamma)};
 }
 
 template <typename Real>
-FK_HOST_DEVICE MapRow<Real> map_row(Real gap, Real rest, double gamma_wide) {
+FK_HOST_DEVICE MapOffset<Real> map_offset(const MapSoftmax<Real>& row, const MapGamma<Real>& of) {
+  // a_k - a_t = (y_k + M) + gamma log u_t + log(1 + gamma phi_t) - log G(q_k), with log u_t = M + log S - log1p(odds).
+  // Collecting M by hand keeps (1 + gamma) M accurate as gamma -> -1.
+  return {of.gamma, of.one_plus * row.gap + of.gamma * (row.log_rest - row.minus_log_q),
+          of.one_plus - of.gamma * row.one_minus_phi};
+}
+
+template <typename Real>
+FK_HOST_DEVICE MapRow<Real> map_row(Real gap, Real rest, const MapGamma<Real>& of) {
+  constexpr Real kUnit = quick_unit<Real>();
   const MapSoftmax<Real> soft = map_softmax(gap, rest);
-  const MapOffset<Real> offset = map_offset(soft, gamma_wide);
+  const MapOffset<Real> offset = map_offset(soft, of);
+  const Real inverse_denominator = quick_quotient(Real(1), offset.denominator);
   MapRow<Real> row;
-  row.gamma = offset.gamma;
-  row.q_scale = soft.q_scale;
-  row.log_q_offset = soft.log_q_offset;
-  row.ratio_offset = offset.offset + logarithm(offset.denominator);
+  row.terms.gamma = of.gamma * (Real(1) / kUnit);
+  row.terms.power = of.gamma - Real(1);
+  row.terms.q_scale = soft.q_scale;
+  row.terms.log_q_offset = soft.log_q_offset * kUnit;
+  row.terms.ratio_offset = (offset.offset + logarithm_of_normal(offset.denominator)) * kUnit;
   row.q_top = soft.q;
   row.u_top = soft.u;
-  row.inverse_rest = Real(1) / rest;
-  row.scaled_slope_top = soft.u + offset.gamma * (soft.q - (soft.u - soft.one_minus_phi) / offset.denominator);
+  row.inverse_rest = quick_quotient(Real(1), rest);
+  row.scaled_slope_top = soft.u + of.gamma * (soft.q - (soft.u - soft.one_minus_phi) * inverse_denominator);
   row.grad_gamma_top =
-      -(gap + (soft.log_rest - soft.minus_log_q)) - (Real(1) - soft.one_minus_phi) / offset.denominator;
+      -(gap + (soft.log_rest - soft.minus_log_q)) - (Real(1) - soft.one_minus_phi) * inverse_denominator;
   return row;
 }
 
@@ -153,27 +171,26 @@ FK_HOST_DEVICE MapRow<Real> map_row(Real gap, Real rest, double gamma_wide) {
 template <typename Real>
 struct MapClass {
   Real ratio;       // p_k / p_t
-  Real log_ratio;   // a_k - a_t, its logarithm
   Real slope;       // h = da_k / dlog q_k
-  Real grad_gamma;  // da_k / dgamma
+  Real grad_gamma;  // c = da_k / dgamma, as a logarithm to the base of quick_power
 };
 
 namespace detail {
 
-// -log(1 - q) / q for 0 <= q <= 1/2, relative error 4e-9 (float) and 8e-18 (double).
-FK_HOST_DEVICE float minus_log_complement_over_q(float q) {
-  float p = 1.73361195f;
-  p = p * q - 2.45896188f;
-  p = p * q + 1.95987057f;
-  p = p * q - 0.590088703f;
-  p = p * q + 0.340746471f;
-  p = p * q + 0.175440773f;
-  p = p * q + 0.251956794f;
-  p = p * q + 0.333255162f;
-  p = p * q + 0.500001199f;
-  return p * q + 0.999999997f;
+// -log(1 - q) / q times `unit` for 0 <= q <= 1/2, relative error 4e-9 (float) and 8e-18 (double).
+FK_HOST_DEVICE float minus_log_complement_over_q(float q, float unit) {
+  float p = 1.73361195f * unit;
+  p = p * q - 2.45896188f * unit;
+  p = p * q + 1.95987057f * unit;
+  p = p * q - 0.590088703f * unit;
+  p = p * q + 0.340746471f * unit;
+  p = p * q + 0.175440773f * unit;
+  p = p * q + 0.251956794f * unit;
+  p = p * q + 0.333255162f * unit;
+  p = p * q + 0.500001199f * unit;
+  return p * q + 0.999999997f * unit;
 }
-FK_HOST_DEVICE double minus_log_complement_over_q(double q) {
+FK_HOST_DEVICE double minus_log_complement_over_q(double q, double /* 1 */) {
   double p = 26.459987993950119;
   p = p * q - 111.5016083008295;
   p = p * q + 223.12436325902685;
@@ -202,24 +219,16 @@ FK_HOST_DEVICE double minus_log_complement_over_q(double q) {
 // log(1 - q) for q <= 1/2. A polynomial in q has no 1 - q in it that could cancel, and no division.
 template <typename Real>
 FK_HOST_DEVICE Real log_complement(Real q) {
-  return -q * detail::minus_log_complement_over_q(q);
+  return -q * detail::minus_log_complement_over_q(q, Real(1));
 }
 
-// log v for v = u + gamma (-q log q), which is above 0.15 here: a normal number. It is a summand of log p_k, which is
-// below -log 2.
-template <typename Real>
-FK_HOST_DEVICE Real log_weighted(Real v) {
+// The same to the base of quick_power; `u` = 1 - q. For 16 bits (`narrow`) it may be 2^-22 off in absolute terms.
+template <bool narrow, typename Real>
+FK_HOST_DEVICE Real quick_log_complement(Real q, [[maybe_unused]] Real u) {
 #if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(Real) == sizeof(float)) {
-    float result;  // to 2^-22 in absolute terms
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
-    return result * 0.693147181f;
-  } else {
-    return log(v);
-  }
-#else
-  return detail::log_of_normal(v, Real(0));
+  if constexpr (narrow) return quick_logarithm(u);
 #endif
+  return -q * detail::minus_log_complement_over_q(q, quick_unit<Real>());
 }
 
 // -q log q, which is 0 at q = 0. There the product is NaN, and loses.
@@ -236,48 +245,59 @@ FK_HOST_DEVICE Real minus_q_log_q(Real q, Real log_q) {
 //   log G = (gamma - 1) log u + log v
 //   h = 1 + gamma (q v - s + q u) / (u v),   c = -log u - s / v
 // which leaves one division to the derivatives and none to the logarithm. Nothing here is undefined at probability zero
-// (y = -inf, e = 0): log_ratio = -inf, slope = 1, grad_gamma = 0.
+// (y = -inf, e = 0): log_ratio = -inf, slope = 1, grad_gamma = 0. Here all logarithms, `y` too, are to the base of
+// quick_power; log v is a summand of log p_k, which is below -log 2, and v is above 0.15.
 template <typename Real>
-FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset, Real ratio_offset) {
-  const Real q = e * q_scale;
-  const Real s = minus_q_log_q(q, y + log_q_offset);
-  const Real v = (Real(1) - q) + gamma * s;
-  return (y + ratio_offset) - ((gamma - Real(1)) * log_complement(q) + log_weighted(v));
+FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, const MapTerms<Real>& row) {
+  const Real q = e * row.q_scale;
+  const Real u = Real(1) - q;
+  const Real v = u + row.gamma * minus_q_log_q(q, y + row.log_q_offset);
+  return (y + row.ratio_offset) - (row.power * quick_log_complement<false>(q, u) + quick_logarithm(v));
 }
 
-// The same with the logarithms of two quotients in one, from what all gammas of a row share.
+// The power of map_log_ratio where the logarithm itself is not wanted: e_k base^... / v takes none. Neither factor
+// overflows: the power is p_k v / (p_t e_k), which is far above 1 for no e_k.
+template <bool narrow = false, typename Real>
+FK_HOST_DEVICE Real map_ratio(Real y, Real e, const MapTerms<Real>& row) {
+  const Real q = e * row.q_scale;
+  const Real u = Real(1) - q;
+  const Real v = u + row.gamma * minus_q_log_q(q, y + row.log_q_offset);
+  return quick_quotient(e * quick_power(row.ratio_offset - row.power * quick_log_complement<narrow>(q, u)), v);
+}
+
+// `finite`: no y is -inf; one that is very low stands for it.
+template <bool narrow = false, bool finite = false, typename Real>
+FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, const MapTerms<Real>& row) {
+  [[maybe_unused]] constexpr Real kUnit = quick_unit<Real>();
+  const Real q = e * row.q_scale;
+  const Real u = Real(1) - q;
+  const Real log_q = y + row.log_q_offset;
+  const Real s = finite ? -q * log_q : minus_q_log_q(q, log_q);
+  const Real v = u + row.gamma * s;
+  const Real log_u = quick_log_complement<narrow>(q, u);
+  MapClass<Real> c;
+  Real inverse_v;
+  if constexpr (narrow) {
+    // h = 1 + (gamma q + 1) / v + (gamma q - 1) / u, where 1 / v - 1 / u loses digits of what is beside 1.
+    const Real gamma_q = e * (row.q_scale * (row.power + Real(1)));
+    inverse_v = quick_quotient(Real(1), v);
+    c.slope = (Real(1) + (gamma_q - Real(1)) * quick_quotient(Real(1), u)) + (gamma_q + Real(1)) * inverse_v;
+  } else {
+    const Real inverse_uv = quick_quotient(Real(1), u * v);
+    inverse_v = u * inverse_uv;
+    c.slope = Real(1) + row.gamma * (q * kUnit * (u + v) - s) * inverse_uv;
+  }
+  c.ratio = e * quick_power(row.ratio_offset - row.power * log_u) * inverse_v;
+  c.grad_gamma = -log_u - s * inverse_v;
+  return c;
+}
+
+// map_log_ratio with the logarithms of two quotients in one, from what all gammas of a row share; natural logarithms.
 template <typename Real>
 FK_HOST_DEVICE Real map_log_ratio_of_q(Real y, Real q, Real log_q_offset, const MapOffset<Real>& row) {
   const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
   const Real v = (Real(1) - q) + row.gamma * s;
   return (y + row.offset) - ((row.gamma - Real(1)) * log_complement(q) + logarithm(v / row.denominator));
-}
-
-// exp(map_log_ratio) where the logarithm itself is not wanted: e_k exp(...) / v takes none. Neither factor overflows:
-// the exponential is p_k v / (p_t e_k), which is far above 1 for no e_k.
-template <typename Real>
-FK_HOST_DEVICE Real map_ratio(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset, Real ratio_offset) {
-  const Real q = e * q_scale;
-  const Real s = minus_q_log_q(q, y + log_q_offset);
-  const Real v = (Real(1) - q) + gamma * s;
-  return quick_quotient(e * quick_exponential(ratio_offset - (gamma - Real(1)) * log_complement(q)), v);
-}
-
-template <typename Real>
-FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, Real gamma, Real q_scale, Real log_q_offset,
-                                        Real ratio_offset) {
-  const Real q = e * q_scale;
-  const Real u = Real(1) - q;
-  const Real s = minus_q_log_q(q, y + log_q_offset);
-  const Real v = u + gamma * s;
-  const Real log_u = log_complement(q);
-  const Real inverse_uv = quick_quotient(Real(1), u * v);
-  MapClass<Real> c;
-  c.ratio = e * quick_exponential(ratio_offset - (gamma - Real(1)) * log_u) * (u * inverse_uv);
-  c.log_ratio = (y + ratio_offset) - ((gamma - Real(1)) * log_u + log_weighted(v));
-  c.slope = Real(1) + gamma * (q * (u + v) - s) * inverse_uv;
-  c.grad_gamma = -log_u - s * (u * inverse_uv);
-  return c;
 }
 
 // The vector-Jacobian product of a row, from w_j = dL/dlog p_j. With h_j = da_j/dlog q_j, c_j = da_j/dgamma, sums over
@@ -314,7 +334,7 @@ struct MapRowGrad {
 template <typename Real>
 FK_HOST_DEVICE MapRowGrad<Real> map_row_grad(const MapRow<Real>& row, const MapGradSums<Real>& sums, Real grad_top,
                                              bool log_output) {
-  const Real p_top = Real(1) / (Real(1) + sums.r);
+  const Real p_top = quick_quotient(Real(1), Real(1) + sums.r);
   MapRowGrad<Real> grad;
   grad.keep = log_output ? Real(1) : p_top;
   grad.spread = log_output ? (sums.m + grad_top) * p_top : sums.m * p_top * p_top;
@@ -323,7 +343,8 @@ FK_HOST_DEVICE MapRowGrad<Real> map_row_grad(const MapRow<Real>& row, const MapG
   const Real own = row.scaled_slope_top * s_top;
   grad.top = own - row.q_top * sum_hs;
   grad.shared = (own + row.u_top * sum_hs) * row.inverse_rest;
-  grad.gamma = row.grad_gamma_top * s_top + (grad.keep * sums.cm - grad.spread * sums.cr);
+  grad.gamma =
+      row.grad_gamma_top * s_top + (grad.keep * sums.cm - grad.spread * sums.cr) * (Real(1) / quick_unit<Real>());
   return grad;
 }
 

@@ -375,6 +375,87 @@ FK_HOST_DEVICE Real quick_exponential(Real x) {
   return exponential(x);
 }
 
+// The base whose powers take one instruction, 2 in float on the device and e elsewhere: logarithms to it are
+// quick_unit() times the natural ones.
+template <typename Real>
+FK_HOST_DEVICE constexpr Real quick_unit() {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Real) == sizeof(float)) return Real(1.44269504);
+#endif
+  return Real(1);
+}
+
+// base^x to a relative |x| 2^-24 + 2^-22.
+template <typename Real>
+FK_HOST_DEVICE Real quick_power(Real x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  }
+#endif
+  return exponential(x);
+}
+
+// The logarithm of a positive normal number to that base: to 2^-22 in absolute terms between 1/2 and 2, to a relative
+// 2^-22 beyond.
+template <typename Real>
+FK_HOST_DEVICE Real quick_logarithm(Real x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    float result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  } else {
+    return log(x);
+  }
+#else
+  return detail::log_of_normal(x, Real(0));
+#endif
+}
+
+// log x to two units in the last place, for a positive normal number.
+template <typename Real>
+FK_HOST_DEVICE Real logarithm_of_normal(Real x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    // x = 2^n (1 + f) with 2/3 <= 1 + f < 4/3, and (log(1 + f) - f + f^2 / 2) / f^3 as a polynomial.
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    const uint32_t scaled = (bits - 0x3f2aaaabu) & 0xff800000u;  // n 2^23
+    const float n = static_cast<float>(static_cast<int32_t>(scaled)) * 0x1p-23f;
+    const float f = bit_cast<float>(bits - scaled) - 1.0f;
+    float p = -0.128916889f;
+    p = p * f + 0.139844432f;
+    p = p * f - 0.1218426f;
+    p = p * f + 0.140058681f;
+    p = p * f - 0.16680488f;
+    p = p * f + 0.200104058f;
+    p = p * f - 0.249997973f;
+    p = p * f + 0.333332151f;
+    p = p * f - 0.5f;
+    return n * 0.693147181f + (f * f * p + f);
+  } else {
+    return log(x);
+  }
+#else
+  return detail::log_of_normal(x, Real(0));
+#endif
+}
+
+// log(1 + x) for a finite x of at least 0, with 1 / (1 + x) at hand.
+template <typename Real>
+FK_HOST_DEVICE Real log_one_plus(Real x, Real inverse) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    const Real sum = Real(1) + x;
+    const Real lost = fmin(x, Real(1)) - (sum - fmax(x, Real(1)));
+    return logarithm_of_normal(sum) + lost * inverse;
+  }
+#endif
+  return log_one_plus(x);
+}
+
 // a / b to two units in the last place, for b below 2^126.
 template <typename Real>
 FK_HOST_DEVICE Real quick_quotient(Real a, Real b) {

@@ -87,7 +87,8 @@ def check_map(library, values, gamma, temperature, *, kind="logits", log=False, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "classes"), [(1, 2), (300, 3), (65, 10), (33, 17), (9, 129), (5, 513), (3, 2049), (2, 4097)]
+    ("rows", "classes"),
+    [(1, 2), (300, 3), (65, 10), (33, 17), (257, 33), (17, 66), (9, 129), (5, 513), (3, 2049), (2, 4097), (2, 8193)],
 )
 def test_map_rows(library, dtype, rows, classes):
     logits = (3 * torch.randn(rows, classes)).to(dtype)
@@ -100,7 +101,7 @@ def test_map_rows(library, dtype, rows, classes):
 # the last vector of a thread in or beyond the row. Else class by class: rows off the vectors, and data off a boundary.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("off", [0, 1])
-@pytest.mark.parametrize("classes", [8, 16, 200, 1000, 1024, 1032, 4104])
+@pytest.mark.parametrize("classes", [8, 16, 32, 200, 1000, 1024, 1032, 4104, 8200])
 def test_map_of_vectors(library, dtype, classes, off):
     rows = 19 if classes < 1000 else 9
     values = torch.full((rows * classes + off,), NAN, dtype=dtype)[off:].view(rows, classes)
@@ -148,16 +149,55 @@ def test_binary_map(library, dtype):
         check_map(library, values, torch.rand(1000).double(), 0.7, kind="binary", log=log)
 
 
-@pytest.mark.parametrize("classes", [3, 5000])
-def test_map_rows_without_an_answer(library, classes):
-    logits = torch.randn(20, classes)
-    gamma, temperature = torch.ones(20).double(), torch.ones(20).double()
+# 3 and 10 classes leave slots of a thread empty; 9000 are not kept.
+@pytest.mark.parametrize("classes", [3, 10, 1000, 5000, 9000])
+@pytest.mark.parametrize("log", [False, True])
+def test_map_rows_without_an_answer(library, classes, log):
+    logits = torch.randn(21, classes)
+    gamma, temperature = torch.ones(21).double(), torch.ones(21).double()
     logits[1, 2] = NAN
     logits[2, 0] = torch.inf
     logits[3] = -torch.inf
     gamma[4] = -1
+    gamma[6] = 1e39  # infinite in float32
     temperature[5] = 0
-    for result in run_map(library, logits, gamma, temperature, torch.ones(20, classes)):
-        bad = result.reshape(20, -1).isnan()
-        assert bad.any(1).nonzero().reshape(-1).tolist() == [1, 2, 3, 4, 5]
-        assert bad[1:6].all()
+    logits[20] = NAN  # nothing may be written beyond the last row
+    for result in run_map(library, logits, gamma, temperature, torch.ones(21, classes), log=log):
+        bad = result.reshape(21, -1).isnan()
+        assert bad.any(1).nonzero().reshape(-1).tolist() == [1, 2, 3, 4, 5, 6, 20]
+        assert bad[bad.any(1)].all()
+
+
+# Rows at a temperature at which 1/T is at the end of float32: what is 0 stays 0, equals stay equal.
+@pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-40, 1e-300, 1e38])
+@pytest.mark.parametrize("classes", [3, 40, 9000])
+def test_map_of_extreme_temperatures(library, classes, temperature):
+    logits = torch.zeros(2, classes)
+    logits[0] = torch.linspace(-3, 3, classes)
+    grad = torch.linspace(-5, 5, 2 * classes).view(2, classes)
+    flat = temperature > 1
+    for log in (False, True):
+        output, grad_logits, *_ = run_map(library, logits, 1.0, temperature, grad, log=log)
+        chance = torch.full((classes,), 1 / classes).double()
+        assert_near(output[1].exp() if log else output[1], chance, torch.float32, 4)
+        if not log or flat:
+            wanted = chance if flat else torch.eye(classes).double()[-1]
+            assert_near(output[0].exp() if log else output[0], wanted, torch.float32, 4)
+        if not log and not flat:
+            assert grad_logits[0].tolist() == [0] * classes
+        assert not grad_logits.isnan().any()
+
+
+# What arrives from above at a class that cannot occur is left out, even where it is not a number.
+@pytest.mark.parametrize("classes", [3, 40, 1000, 9000])
+@pytest.mark.parametrize("log", [False, True])
+def test_map_of_gradients_at_classes_that_cannot_occur(library, classes, log):
+    logits = torch.randn(6, classes)
+    logits[:, 1] = -torch.inf
+    grad = torch.randn(6, classes)
+    grad[:, 1] = 0
+    expected = run_map(library, logits, 0.7, 1.2, grad, log=log)
+    for value in (NAN, torch.inf):
+        grad[:, 1] = value
+        for result, wanted in zip(run_map(library, logits, 0.7, 1.2, grad, log=log), expected, strict=True):
+            torch.testing.assert_close(result, wanted, rtol=0, atol=0)
