@@ -28,7 +28,7 @@ constexpr int kForwardBlocks = sizeof(Scalar) == sizeof(double) && capacity == k
 template <typename Scalar, int capacity>
 constexpr int kBackwardBlocks = sizeof(Scalar) == sizeof(double) || capacity == kLarge<Scalar> ? 1 : 2;
 
-// Terms in double only where there may be many of them.
+// Sums go on in double only where there may be many terms.
 template <typename Real, bool few>
 using SumOf = std::conditional_t<few, Real, double>;
 
@@ -99,7 +99,8 @@ struct MapGroup {
   }
 };
 
-// More than half of a warp's part, where a warp has a row (plan_map): some of the vectors need no check.
+// Where a warp has a row, that has more than half of the classes which a warp can hold (plan_map): the first half of
+// the vectors needs no check.
 template <typename Scalar, int constant_lanes>
 __device__ __forceinline__ void assume_classes([[maybe_unused]] int classes) {
 #if defined(__CUDA_ARCH__)
@@ -622,7 +623,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
       // What a class other than the largest has of the upstream gradient: w_k, or v_k where probabilities are the
       // output. One that cannot occur takes no part.
       const auto weight_of = [&](Real y, Real grad) {
-        return y <= kImpossible ? Real(0) : kLog ? grad : grad - grad_top;
+        return y == -kInfinity<Real> ? Real(0) : kLog ? grad : grad - grad_top;
       };
       const auto class_of = [&](int slot, Real y) {
         return map_class<kNarrow, true>(y, x.power(slot, y), start.map.terms);
@@ -636,9 +637,9 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
             if constexpr (!kEarly) load_grad(begin, loaded);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
+              const Real w = weight_of(y[i], kEarly ? kept_w[k + i] : loaded[i]);
               y[i] = fmax(y[i], kImpossible);
               const MapClass<Real> c = class_of(k + i, y[i]);
-              const Real w = weight_of(y[i], kEarly ? kept_w[k + i] : loaded[i]);
               const Real hr = c.slope * c.ratio, cr = c.grad_gamma * c.ratio;
               part[0] += c.ratio;
               part[1] += kLog ? w : c.ratio * w;
@@ -663,13 +664,13 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
                                       static_cast<Real>(totals[4]), static_cast<Real>(totals[5])};
       MapRowGrad<Real> grad = map_row_grad(start.map, sums, grad_top, kLog);
       if (!start.valid) grad.keep = grad.top = kNaN<Real>;
-      // From dL/d(z / T) to dL/dz. The 1/T of a tiny T comes last, so that what is 0 meets no infinity before.
-      constexpr Real kSafe = Real(1e18);
-      const Real inner = fmin(start.beta, kSafe), outer = start.beta > kSafe ? start.beta * Real(1e-18) : Real(1);
+      // From dL/d(z / T) to dL/dz. A 1/T that is far from 1 comes last, after the sums: 0 shall meet no infinity.
+      const bool extreme = start.beta > Real(1e9) || start.beta < Real(1e-9);
+      const Real inner = extreme ? Real(1) : start.beta, outer = extreme ? start.beta : Real(1);
       grad.keep *= inner;
       grad.spread *= inner;
       grad.shared *= inner;
-      grad.top *= start.beta;
+      grad.top *= inner;
 
       // dL/dT is minus the sum of dL/dz_k (x_k - x_t), and that of all dL/dz is 0.
       Scalar* const grad_input = worked_out(args.grad_input + x.offset);
@@ -685,22 +686,23 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
             for (int i = 0; i < kVector; ++i) {
               Real hr = kept_hr[k + i], w = kept_w[k + i];
               if constexpr (!Part::kKept) {
+                w = weight_of(y[i], result[i]);
                 y[i] = fmax(y[i], kImpossible);
                 const MapClass<Real> c = class_of(k + i, y[i]);
                 hr = c.slope * c.ratio;
-                w = weight_of(y[i], result[i]) * (kLog ? c.slope : Real(1));
+                if (kLog) w *= c.slope;
               }
               // keep h_k m_k - spread h_k r_k
               const Real own = kLog ? grad.keep * w - grad.spread * hr : hr * (grad.keep * w - grad.spread);
               result[i] = own - grad.shared * x.power(k + i, y[i]);
             }
-            if (outer != Real(1)) {
-#pragma unroll
-              for (int i = 0; i < kVector; ++i) result[i] *= outer;
-            }
 #pragma unroll
             for (int i = 0; i < kVector; ++i) temperature_part += result[i] * y[i];
             if (!writes) return;
+            if (extreme) {
+#pragma unroll
+              for (int i = 0; i < kVector; ++i) result[i] *= outer;
+            }
             if (x.probs) {
               // The gradient at p = 0 is not defined; as the class is left out of the map, it is given as 0.
               Real p[kVector];
@@ -717,12 +719,13 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
           });
       // Over what the same thread has just written for it.
       if (writes && x.top_vector >= 0) {
-        Real result = grad.top;
+        Real result = grad.top * outer;
         if (x.probs) result /= load_as_compute(x.input[start.top - x.first]);
         grad_input[start.top - x.first] = Store<Scalar>::from_compute(result);
       }
-      const double grad_temperature = static_cast<double>(group.sum(temperature_sum)) * (-1.0 / quick_unit<Real>()) +
-                                      static_cast<double>(grad.top * start.gap);
+      const double grad_temperature = (static_cast<double>(group.sum(temperature_sum)) * (-1.0 / quick_unit<Real>()) +
+                                       static_cast<double>(grad.top) * static_cast<double>(start.gap)) *
+                                      static_cast<double>(outer);
       if (exists && x.first == 0) {
         if (args.grad_gamma != nullptr) {
           args.grad_gamma[row] = start.valid ? static_cast<double>(grad.gamma) : kNaN<double>;

@@ -177,7 +177,7 @@ def test_map_of_extreme_temperatures(library, classes, temperature):
     grad = torch.linspace(-5, 5, 2 * classes).view(2, classes)
     flat = temperature > 1
     for log in (False, True):
-        output, grad_logits, *_ = run_map(library, logits, 1.0, temperature, grad, log=log)
+        output, grad_logits, grad_gamma, grad_temperature = run_map(library, logits, 1.0, temperature, grad, log=log)
         chance = torch.full((classes,), 1 / classes).double()
         assert_near(output[1].exp() if log else output[1], chance, torch.float32, 4)
         if not log or flat:
@@ -185,7 +185,23 @@ def test_map_of_extreme_temperatures(library, classes, temperature):
             assert_near(output[0].exp() if log else output[0], wanted, torch.float32, 4)
         if not log and not flat:
             assert grad_logits[0].tolist() == [0] * classes
-        assert not grad_logits.isnan().any()
+        assert not (grad_logits.isnan().any() or grad_gamma.isnan().any() or grad_temperature.isnan().any())
+        assert abs(grad_temperature[1]) <= (1e-5 / temperature**2 if flat else 0)
+
+
+# dL/dT is a number in double even where 1/T^2 is none in float32: of log p_k = (x_k - x_t) / T. Classes that differ by
+# more than float32 holds, times T, can occur.
+@pytest.mark.parametrize("temperature", [1e-20, 1e-30, 1e25])
+def test_map_slope_of_extreme_temperatures(library, temperature):
+    logits, grad = torch.tensor([[2.0, 0.0], [2.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    _, grad_logits, _, slope = run_map(library, logits, 0.0, temperature, grad, log=True)
+    share = 1.0 if temperature < 1 else 0.5  # of the other class
+    torch.testing.assert_close(slope[0].item(), 2 * share / temperature**2, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad_logits[0, 1].item(), share / temperature, rtol=1e-6, atol=0)
+    assert slope[1] == 0
+    logits, grad = torch.tensor([[2.0, 2.0, 0.0]]), torch.tensor([[0.0, 0.0, 1.0]])
+    _, grad_logits, *_ = run_map(library, logits, 0.0, 1e-38, grad, log=True)
+    torch.testing.assert_close(grad_logits, torch.tensor([[-0.5e38, -0.5e38, 1e38]]), rtol=1e-6, atol=0)
 
 
 # What arrives from above at a class that cannot occur is left out, even where it is not a number.
