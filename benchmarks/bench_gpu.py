@@ -58,6 +58,19 @@ class GpuRow:
     date: str = field(default_factory=lambda: datetime.date.today().isoformat())
 
 
+@dataclass
+class Comparison:
+    """What was counted of a kernel, beside what was measured of it."""
+
+    op: str
+    case: str
+    dtype: str
+    pipes: float  # time of the busiest pipe over that of the memory, from kernel_counts.csv, at this GPU's copy
+    expected_of_copy: float  # what the pipes alone leave: 1 at most
+    of_copy: float  # measured
+    measured_over_expected: float
+
+
 Providers = dict[str, Callable[[], object] | str]  # a string says why there is none
 
 
@@ -213,18 +226,27 @@ def check(logits: Tensor, target: Tensor) -> None:
         torch.testing.assert_close(grad[rows].double(), wanted, rtol=tolerance, atol=atol)
 
 
-def map_rows(classes: int, copy: float) -> Iterator[GpuRow]:
-    logits = 3 * torch.randn(BYTES // 4 // classes, classes, device="cuda")
-    expected = fk.reference.focal_calibration_map(logits[:100].double(), GAMMA, 1.5)
-    torch.testing.assert_close(
-        fk.focal_calibration_map(logits, GAMMA, 1.5)[:100].double(), expected, rtol=1e-5, atol=1e-6
-    )
-    case = f"forward {logits.shape[0]}x{classes}"
-    providers: Providers = {
+def map_rows(classes: int, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]:
+    """Forward and backward, each alone."""
+    rows = BYTES // dtype.itemsize // classes
+    logits = (3 * torch.randn(rows, classes, device="cuda")).to(dtype).requires_grad_()
+    grad = torch.randn(rows, classes, device="cuda", dtype=dtype)
+    exact = logits[:100].detach().double().requires_grad_()
+    expected = fk.reference.focal_calibration_map(exact, GAMMA, 1.5)
+    (wanted,) = torch.autograd.grad(expected, exact, grad[:100].double())
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    output = fk.focal_calibration_map(logits, GAMMA, 1.5)
+    torch.testing.assert_close(output[:100].double(), expected, rtol=tolerance, atol=0.1 * tolerance)
+    (found,) = torch.autograd.grad(output, logits, grad, retain_graph=True)
+    torch.testing.assert_close(found[:100].double(), wanted, rtol=tolerance, atol=tolerance)
+    size = f"{rows}x{classes}"
+    forward: Providers = {
         "focalkern": lambda: fk.focal_calibration_map(logits, GAMMA, 1.5),
         "composite": lambda: fk.reference.focal_calibration_map(logits, GAMMA, 1.5),
     }
-    yield from timed("calibration_map", case, torch.float32, providers, 2 * logits.nbytes, copy, MAP_TARGET)
+    yield from timed("calibration_map", f"forward {size}", dtype, forward, 2 * logits.nbytes, copy, MAP_TARGET)
+    both: Providers = {"focalkern": lambda: torch.autograd.grad(output, logits, grad, retain_graph=True)}
+    yield from timed("calibration_map", f"backward {size}", dtype, both, 3 * logits.nbytes, copy, None)
 
 
 def grid_rows(n: int, classes: int) -> Iterator[GpuRow]:
@@ -289,8 +311,8 @@ def cases(copy: float) -> Iterator[tuple[str, str, Callable[[], Iterator[GpuRow]
     for classes, dtype in itertools.product(by_interest, (torch.bfloat16, torch.float32)):
         label = f"{classes} classes, {dtype}"
         yield "focal_loss", label, functools.partial(loss_rows, classes, dtype, copy)
-    for classes in (10, 100, 1000):
-        yield "calibration_map", f"{classes} classes", functools.partial(map_rows, classes, copy)
+    for classes, dtype in itertools.product((1000, 100, 10), (torch.float32, torch.bfloat16)):
+        yield "calibration_map", f"{classes} classes, {dtype}", functools.partial(map_rows, classes, dtype, copy)
     for n, classes in GRID_TARGETS_MS:
         yield "calibration_grid", f"{n}x{classes}", functools.partial(grid_rows, n, classes)
     for classes, dtype in itertools.product(by_interest, (torch.bfloat16, torch.float32)):
@@ -335,7 +357,7 @@ def run(file: Path, deadline: float) -> list[GpuRow]:
     return rows
 
 
-def _text(row: GpuRow) -> dict[str, object]:
+def _text(row: GpuRow | Comparison) -> dict[str, object]:
     return {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(row).items()}
 
 
@@ -345,6 +367,48 @@ def markdown(file: Path) -> str:
         rows = list(csv.DictReader(stream))
     shown = ("op", "case", "dtype", "provider", "median_us", "gb_per_s", "of_copy", "ratio", "target", "met", "note")
     return tabulate([[row[name] for name in shown] for row in rows], shown, tablefmt="github", disable_numparse=True)
+
+
+def comparisons(measured: Path, counted: Path) -> list[Comparison]:
+    """Every measured kernel of which machine instructions were counted, of the same type and number of classes.
+
+    The counts are of an H100, whose memory moves 3.35 TB/s; another GPU's pipes are taken to be as fast.
+    """
+    with measured.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    with counted.open(newline="") as stream:
+        counts = list(csv.DictReader(stream))
+    copy = next((float(row["gb_per_s"]) for row in rows if row["op"] == "copy"), float("nan"))
+    found = []
+    for row in rows:
+        direction, _, shape = row["case"].partition(" ")
+        if row["provider"] != "focalkern" or direction not in ("forward", "backward") or row["note"]:
+            continue
+        for count in counts:
+            *kind, dtype, size = count["case"].split(" ")
+            same = (
+                kind == (["map"] if row["op"] == "calibration_map" else [])
+                and dtype == row["dtype"]
+                and size.split("x")[1] == shape.split("x")[1]
+                and f"{row['op']}_{direction}" in count["kernel"]  # not those of few rows, which are cut
+            )
+            if not same:
+                continue
+            pipes = float(count["pipes"]) * copy / 3350
+            expected, of_copy = min(1.0, 1 / pipes), float(row["of_copy"])
+            found.append(Comparison(row["op"], row["case"], dtype, pipes, expected, of_copy, of_copy / expected))
+    return found
+
+
+def write_comparisons(measured: Path, counted: Path, out: Path) -> str:
+    """The comparisons as a CSV file and as a table."""
+    rows = [_text(row) for row in comparisons(measured, counted)]
+    names = [f.name for f in fields(Comparison)]
+    with out.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return tabulate([list(row.values()) for row in rows], names, tablefmt="github", disable_numparse=True)
 
 
 def main() -> int:

@@ -415,7 +415,11 @@ def summary(document: Result, out: Path) -> str:
         with contextlib.suppress(ImportError):  # without the module there are no new timings either
             from benchmarks import bench_gpu
 
+            counted = ROOT / "benchmarks/results/kernel_counts.csv"
             lines += ["", bench_gpu.markdown(csv_file)]
+            if counted.exists():
+                table = bench_gpu.write_comparisons(csv_file, counted, out / "counted_and_measured.csv")
+                lines += ["", "Counted instructions, and what was measured:", "", table]
     return "\n".join(lines) + "\n"
 
 

@@ -116,6 +116,58 @@ def test_a_case_that_fails_is_a_row(tmp_path, monkeypatch):
     assert late.note == "not run: out of time"
 
 
+def test_what_was_counted_stands_beside_what_was_measured(tmp_path, monkeypatch):
+    pytest.importorskip("tabulate", reason="tabulate is not installed")
+    from benchmarks import bench_gpu
+
+    measured, counted = tmp_path / "measured.csv", tmp_path / "counted.csv"
+    monkeypatch.setattr(bench_gpu, "device_name", lambda _: "a GPU")
+    monkeypatch.setattr(bench_gpu, "copy_gb_per_s", lambda: 2680.0)  # 0.8 of an H100's 3350
+    row = bench_gpu.GpuRow
+
+    def rows():
+        yield row("focal_loss", "forward 500x1000", "float32", "focalkern", 1.0, of_copy=0.9)
+        yield row("focal_loss", "forward 500x1000", "float32", "cross_entropy", 1.0, of_copy=0.5)
+        yield row("focal_loss", "forward 500x1000", "float64", "focalkern", 1.0, of_copy=0.9)
+        yield row("focal_loss", "backward 500x1000", "float32", "focalkern", 1.0, of_copy=0.9)
+        yield row("calibration_map", "forward 500x1000", "float32", "focalkern", 1.0, of_copy=0.4)
+        yield row("focal_loss", "backward 2x19x4x4", "float32", "focalkern", 1.0, of_copy=0.7)
+
+    monkeypatch.setattr(bench_gpu, "cases", lambda _: [("focal_loss", "all", rows)])
+    bench_gpu.run(measured, deadline=time.monotonic() + 100)
+    counted.write_text(
+        "case,kernel,pipes\n"
+        "float32 16896x1000,focal_loss_forward rows,0.5\n"
+        "float32 8x1000,focal_loss_chunk_forward,0.9\n"
+        "map float32 64x1000,calibration_map_forward,2.5\n"
+        "float32 2x19x16,focal_loss_backward_pairs,1.0\n"
+        "poly float32 16896x1000,row_loss_forward,3.0\n"
+    )
+    table = bench_gpu.write_comparisons(measured, counted, tmp_path / "both.csv")
+    found = [(c.op, c.case, c.expected_of_copy, c.of_copy) for c in bench_gpu.comparisons(measured, counted)]
+    assert found == [
+        ("focal_loss", "forward 500x1000", 1.0, 0.9),
+        ("calibration_map", "forward 500x1000", pytest.approx(0.5), 0.4),
+        ("focal_loss", "backward 2x19x4x4", 1.0, 0.7),
+    ]
+    assert (tmp_path / "both.csv").read_text().splitlines()[2].endswith(",2,0.5,0.4,0.8")
+    assert "measured_over_expected" in table
+
+
+def test_the_committed_counts_can_be_compared(tmp_path):
+    pytest.importorskip("tabulate", reason="tabulate is not installed")
+    from benchmarks import bench_gpu
+
+    counted = gpu_check.ROOT / "benchmarks/results/kernel_counts.csv"
+    names = ("op", "case", "dtype", "provider", "gb_per_s", "of_copy", "note")
+    lines = [",".join(names), "copy,256 MiB,float32,Tensor.copy_,3350,1,"]
+    for op, classes in (("focal_loss", 10), ("focal_loss", 100), ("focal_loss", 1000), ("calibration_map", 1000)):
+        for dtype in ("float32", "bfloat16"):
+            lines += [f"{op},{way} 500x{classes},{dtype},focalkern,3000,0.9," for way in ("forward", "backward")]
+    (tmp_path / "measured.csv").write_text("\n".join(lines))
+    assert len(bench_gpu.comparisons(tmp_path / "measured.csv", counted)) == len(lines) - 2
+
+
 def test_a_stage_leaves_time_for_those_after_it(arguments):
     # 100 seconds are wanted by others: the tests do not begin, and the sanitizer after them could.
     end = time.monotonic() + 100
