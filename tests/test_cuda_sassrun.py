@@ -24,6 +24,8 @@ KNOWN = [  # of sm_90, of sm_100, of both
     "LD.E R53, desc[UR10][R52.64+0x4]",
     "IADD3 R3, PT, PT, R3, 0x1, RZ",
     "@UP0 UPRMT UR4, UR4, 0x5410, URZ",
+    "MOV.SPILL R238, UR5",
+    "R2UR.FILL UR5, R238",
 ]
 UNKNOWN = {
     "FMNMX4 R3, R3, R4, R5, R6, !PT": "unknown instruction",
