@@ -67,6 +67,7 @@ class Comparison:
     dtype: str
     pipes: float  # time of the busiest pipe over that of the memory, from kernel_counts.csv, at this GPU's copy
     expected_of_copy: float  # what the pipes alone leave: 1 at most
+    simulated_of_copy: float  # by the rough model of kernel_counts --cycles; NaN where that knows nothing
     of_copy: float  # measured
     measured_over_expected: float
 
@@ -396,7 +397,10 @@ def comparisons(measured: Path, counted: Path) -> list[Comparison]:
                 continue
             pipes = float(count["pipes"]) * copy / 3350
             expected, of_copy = min(1.0, 1 / pipes), float(row["of_copy"])
-            found.append(Comparison(row["op"], row["case"], dtype, pipes, expected, of_copy, of_copy / expected))
+            simulated = float(count.get("tb_per_s") or "nan") / (0.93 * 3.35)  # a copy is taken to reach so much
+            found.append(
+                Comparison(row["op"], row["case"], dtype, pipes, expected, simulated, of_copy, of_copy / expected)
+            )
     return found
 
 

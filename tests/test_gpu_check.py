@@ -136,12 +136,12 @@ def test_what_was_counted_stands_beside_what_was_measured(tmp_path, monkeypatch)
     monkeypatch.setattr(bench_gpu, "cases", lambda _: [("focal_loss", "all", rows)])
     bench_gpu.run(measured, deadline=time.monotonic() + 100)
     counted.write_text(
-        "case,kernel,pipes\n"
-        "float32 16896x1000,focal_loss_forward rows,0.5\n"
-        "float32 8x1000,focal_loss_chunk_forward,0.9\n"
-        "map float32 64x1000,calibration_map_forward,2.5\n"
-        "float32 2x19x16,focal_loss_backward_pairs,1.0\n"
-        "poly float32 16896x1000,row_loss_forward,3.0\n"
+        "case,kernel,pipes,tb_per_s\n"
+        "float32 16896x1000,focal_loss_forward rows,0.5,3.35\n"
+        "float32 8x1000,focal_loss_chunk_forward,0.9,\n"
+        "map float32 64x1000,calibration_map_forward,2.5,\n"
+        "float32 2x19x16,focal_loss_backward_pairs,1.0,3.0\n"
+        "poly float32 16896x1000,row_loss_forward,3.0,\n"
     )
     table = bench_gpu.write_comparisons(measured, counted, tmp_path / "both.csv")
     found = [(c.op, c.case, c.expected_of_copy, c.of_copy) for c in bench_gpu.comparisons(measured, counted)]
@@ -150,7 +150,7 @@ def test_what_was_counted_stands_beside_what_was_measured(tmp_path, monkeypatch)
         ("calibration_map", "forward 500x1000", pytest.approx(0.5), 0.4),
         ("focal_loss", "backward 2x19x4x4", 1.0, 0.7),
     ]
-    assert (tmp_path / "both.csv").read_text().splitlines()[2].endswith(",2,0.5,0.4,0.8")
+    assert (tmp_path / "both.csv").read_text().splitlines()[2].endswith(",2,0.5,nan,0.4,0.8")
     assert "measured_over_expected" in table
 
 
