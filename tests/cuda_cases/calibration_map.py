@@ -161,10 +161,10 @@ def test_map_rows_without_an_answer(library, classes, log):
     gamma[4] = -1
     gamma[6] = 1e39  # infinite in float32
     temperature[5] = 0
-    logits[20] = NAN  # nothing may be written beyond the last row
+    logits[0] = logits[20] = NAN  # nothing may be read before the first row, or written beyond the last
     for result in run_map(library, logits, gamma, temperature, torch.ones(21, classes), log=log):
         bad = result.reshape(21, -1).isnan()
-        assert bad.any(1).nonzero().reshape(-1).tolist() == [1, 2, 3, 4, 5, 6, 20]
+        assert bad.any(1).nonzero().reshape(-1).tolist() == [0, 1, 2, 3, 4, 5, 6, 20]
         assert bad[bad.any(1)].all()
 
 

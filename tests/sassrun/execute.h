@@ -92,12 +92,14 @@ struct SassExecute : SassOperands {
         const u64 pair = static_cast<u64>(c) << 32 | a;
         u32 high = static_cast<u32>(pair >> (32 - n));
         if (o[i].neg) high = ~high;  // the low part carries
-        u32 sum = high + ival(b2, l);
+        u64 sum = high + addend(b2, l);
         if (in.op == s_LEAHIX)
           sum += pred(o[j + 1], l) ? 1 : 0;
         else if (o[i].neg)
           fail(l, "negated LEA.HI");
-        return set(o[0], l, sum);
+        set(o[0], l, static_cast<u32>(sum));
+        if (i == 2) setp(o[1], l, sum >> 32 != 0);
+        return;
       }
       case s_LOP3: {
         size_t i = 0;
