@@ -163,7 +163,8 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
 
 // ---- calibration map -----------------------------------------------------------------------------------------------
 
-// Groups of threads share rows that lie end to end, and go on to further rows in strides of the grid.
+// Groups of threads share rows that lie end to end, and go on to further rows in strides of the grid. What a row needs
+// once, each of its threads works out: so they are as few as can hold it.
 struct MapPlan {
   int lanes;     // a power of two up to a warp, or the block
   int capacity;  // registers set aside for a thread's part of a row; 0: it does not fit, and is read again by each pass

@@ -7,8 +7,8 @@
 //
 // How a row is computed. Let t be its largest class (any one of equals), m2 the largest of the other inputs, and
 //   y_k = (z_k - m2) / T,  e_k = exp(y_k) for k != t,   S = sum_{k != t} e_k,   M = (m2 - z_t) / T
-// From S and M everything that is one number per row follows (MapRow). Then, for each k != t, MapClass holds
-//   log_ratio = log(p_k / p_t)
+// From S and M everything that is one number per row follows (MapRow). Then, for each k != t,
+//   log_ratio = log(p_k / p_t)   (map_log_ratio; map_ratio without the logarithm, map_class with the derivatives)
 // and with P = sum_{k != t} exp(log_ratio):   log p_t = -log1p(P),   log p_k = log_ratio - log1p(P).
 // No difference of large numbers occurs: a row may saturate completely and keeps its digits in log space, and the
 // largest class never forms 1 - q_t.
