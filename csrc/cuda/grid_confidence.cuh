@@ -367,6 +367,15 @@ __global__ __launch_bounds__(
 
     const Real y_label = x.correct ? Real(0) : x.y(x.label);
     const Real q_label = exponential(y_label) * soft.q_scale;
+    const auto offset_of = [&](int g) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+      // Registers are short by one: what was kept through the loop is worked out again, of a gamma that is read again.
+      const volatile double& gamma = gammas.gamma[g];
+      return map_offset(soft, map_gamma<Real>(gamma));
+#else
+      return of_gamma[g];
+#endif
+    };
 #pragma unroll
     for (int g = 0; g < kGammasAtOnce; ++g) {
       if (g < gammas.count) {
@@ -374,7 +383,7 @@ __global__ __launch_bounds__(
         const Real confidence = Real(1) / (Real(1) + ratios);
         const Real log_norm = log_one_plus(ratios);  // -log p_t
         Real log_ratio = 0;
-        if (!x.correct) log_ratio = map_log_ratio_of_q(y_label, q_label, soft.log_q_offset, of_gamma[g]);
+        if (!x.correct) log_ratio = map_log_ratio_of_q(y_label, q_label, soft.log_q_offset, offset_of(g));
         if (scratch.confidence != nullptr) {
           scratch.confidence[(place.temperature * block.n_gammas + gammas.index[g]) * samples.rows + row] = confidence;
         }
