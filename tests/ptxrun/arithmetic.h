@@ -350,6 +350,13 @@ struct Arithmetic : Access {
       case MUL:
         binary16<full>(in, mask, [](i32 a, i32 b) { return a * b; });
         return true;
+      case DIV:
+        for (int l = 0; l < kLanes; ++l) {
+          if ((mask >> l & 1) && (def(in.a[1]) >> l & 1) && static_cast<u16>(r32(in.a[1])[l]) == 0)
+            report(l, "an integer division by zero");
+        }
+        binary16<full>(in, mask, [](i32 a, i32 b) { return b == 0 ? -1 : a / b; });
+        return true;
       case AND:
         binary16<full>(in, mask, [](i32 a, i32 b) { return a & b; });
         return true;
