@@ -112,14 +112,15 @@ def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
     """f(p) = (1 - p)^gamma for gamma >= 0 and (1 + p)^-gamma below; log_u = log(1 - p), gamma broadcasts to log_p."""
     # f is 1 at p = 0, and f * log p keeps derivatives 0 * inf = 0 in p and gamma there. At p = 1, (1 - p)^gamma is 0
     # for gamma > 0 and 1 for gamma = 0.
-    absent = log_p == -torch.inf
+    # A NaN gamma comes out of every comparison, also where f is known otherwise.
+    absent = (log_p == -torch.inf) & (gamma == gamma)
     certain = log_u == -torch.inf
     # Not clamp: the derivative in gamma at 0 is the one from the right, which torch's own convention there need not be.
     zero = torch.zeros_like(gamma)
-    gamma_focal, gamma_inverse = torch.where(gamma >= 0, gamma, zero), torch.where(gamma < 0, -gamma, zero)
-    focal = torch.where(certain, (gamma == 0).to(log_u.dtype), (gamma_focal * torch.where(certain, 0.0, log_u)).exp())
-    inverse = (gamma_inverse * torch.where(absent, 0.0, log_p).exp().log1p()).exp()
-    # Written so that a NaN gamma comes out.
+    gamma_focal, gamma_inverse = torch.where(gamma < 0, zero, gamma), torch.where(gamma < 0, -gamma, zero)
+    focal = (gamma_focal * torch.where(certain, 0.0, log_u)).exp()
+    focal = torch.where(certain & (gamma_focal > 0), 0.0, focal)
+    inverse = (gamma_inverse * torch.where(log_p == -torch.inf, 0.0, log_p).exp().log1p()).exp()
     return torch.where(absent, 1.0, torch.where(gamma < 0, inverse, focal))
 
 

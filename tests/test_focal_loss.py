@@ -137,6 +137,50 @@ def test_gamma_0_is_cross_entropy_at_the_edges(device):
             assert torch.equal(grad.isnan(), expected_grad.isnan())
 
 
+# Lengths that the kernels treat differently, with and without a last vector that is not full.
+LONG_ROWS = [33, 40, 64, 100, 112, 113, 128, 250, 256, 257, 1000, 4096, 4097, 5001]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("classes", LONG_ROWS)
+def test_numbers_that_are_not_finite_in_long_rows(device, classes, dtype):
+    """At every place of the first and the last vectors, beside the target and at it."""
+    places = sorted({*range(min(classes, 36)), *range(max(classes - 36, 0), classes)})
+    target = torch.tensor(places, device=device)
+    logits = torch.randn(len(places), classes, device=device)
+    for value in (math.nan, math.inf, -math.inf):
+        for distance in (0, 1, 17):
+            z = logits.clone()
+            z[range(len(places)), (target + distance) % classes] = value
+            z = leaf(z.to(dtype))
+            exact = leaf(z.double())
+            expected = F.cross_entropy(exact, target, reduction="none")
+            (expected_grad,) = torch.autograd.grad(expected.sum(), exact)
+            for gamma in (0.0, 2.0):
+                loss = fk.focal_loss(z, target, gamma, reduction="none")
+                (grad,) = torch.autograd.grad(loss.sum(), z)
+                assert torch.equal(loss.isnan(), expected.isnan())
+                assert torch.equal(loss.isinf(), expected.isinf())
+                assert torch.equal(grad.isnan(), expected_grad.isnan())
+                if gamma == 0:
+                    assert_close(loss, expected)
+                    assert_close(grad, expected_grad)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("classes", [2, 10, *LONG_ROWS])
+def test_a_gamma_that_is_nan_spoils_its_rows_alone(device, classes, dtype):
+    """Also one with a payload, of which rounding to 16 bits makes a number."""
+    z = leaf(torch.randn(40, classes, device=device).to(dtype))
+    target = torch.arange(40, device=device) % classes
+    gamma = torch.full((40,), 2.0)
+    gamma[[3, 20]] = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    loss = fk.focal_loss(z, target, gamma.to(device), reduction="none")
+    (grad,) = torch.autograd.grad(loss.sum(), z)
+    assert loss.isnan().nonzero().flatten().tolist() == [3, 20]
+    assert torch.equal(grad.isnan(), gamma.isnan().to(device)[:, None].expand_as(grad))
+
+
 def test_one_broken_row_spoils_no_other_row(device):
     z = torch.randn(6, 5, device=device)
     target = torch.arange(6, device=device) % 5
