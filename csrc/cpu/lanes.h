@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -134,6 +135,70 @@ FK_HOST_DEVICE void store_lanes(const Vector& lanes, Number* to) {
 template <typename Int>
 constexpr Int kFirst[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                             16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+
+// One number in every lane. Of a sum with zeros gcc may make a store to each lane where a choice was made before.
+template <typename Vector, size_t... index>
+FK_HOST_DEVICE Vector spread_first(const Vector& v, std::index_sequence<index...>) {
+#ifdef FK_HAS_SHUFFLEVECTOR
+  return __builtin_shufflevector(v, v, (index * 0)...);
+#else
+  return __builtin_shuffle(v, decltype(v < v){});
+#endif
+}
+template <typename Vector, typename Number>
+FK_HOST_DEVICE Vector spread(Number number) {
+  Vector v{};
+  v[0] = number;
+  return spread_first(v, std::make_index_sequence<sizeof(Vector) / sizeof(Number)>());
+}
+
+// As many adjacent classes as are looked at together, in vectors of n numbers of the computation. Of bfloat16 these are
+// two, the even classes and the odd ones: either half of a word is a float after one instruction.
+template <typename Scalar, int64_t n>
+struct ClassGroup {
+  static constexpr int64_t kVectors = std::is_same_v<Scalar, BFloat16> ? 2 : 1;
+  static constexpr int64_t kClasses = n * kVectors;
+  using Reals = lanes_t<compute_t<Scalar>, n>;
+  using Ints = lanes_t<typename detail::Format<compute_t<Scalar>>::Int, n>;
+
+  // Of the first vector; those of the second are one more each.
+  static FK_HOST_DEVICE Ints first_classes() {
+    using Int = typename detail::Format<compute_t<Scalar>>::Int;
+    return load_lanes<Ints>(kFirst<Int>) * static_cast<Int>(kVectors);
+  }
+
+  static FK_HOST_DEVICE void load(const Scalar* from, Reals (&v)[kVectors]) {
+    if constexpr (kVectors == 1) {
+      v[0] = load_lanes<Reals>(from);
+    } else {
+      using Words = lanes_t<uint32_t, n>;
+      Words words;
+      std::memcpy(&words, from, sizeof(words));
+      v[0] = lanes_cast<Reals>(Words(words << 16));
+      v[1] = lanes_cast<Reals>(Words(words & 0xffff0000u));
+    }
+  }
+
+  // A NaN has to be a plain one, which rounding leaves one.
+  static FK_HOST_DEVICE void store(const Reals (&v)[kVectors], Scalar* to) {
+    if constexpr (kVectors == 1) {
+      store_lanes(v[0], to);
+    } else {
+      const auto words = (rounded(v[0]) >> 16) | (rounded(v[1]) & 0xffff0000u);
+      std::memcpy(to, &words, sizeof(words));
+    }
+  }
+  static FK_HOST_DEVICE compute_t<Scalar> with_plain_nan(compute_t<Scalar> x) {
+    return kVectors == 1 || x == x ? x : std::numeric_limits<compute_t<Scalar>>::quiet_NaN();
+  }
+
+ private:
+  // As Store<BFloat16>, in the upper halves.
+  static FK_HOST_DEVICE lanes_t<uint32_t, n> rounded(const Reals& v) {
+    const auto bits = lanes_cast<lanes_t<uint32_t, n>>(v);
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
+  }
+};
 
 // The lanes folded in halves: one after the other they would wait for each other longer than a short row takes.
 template <typename Vector, typename Combine>

@@ -169,13 +169,13 @@ void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int6
 }
 
 // The distance between rows that row_loss_turned.h takes, or 0 where it does not take them.
-template <typename Scalar>
+template <typename Loss, typename Scalar>
 int64_t turned_stride(const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows) {
 #ifdef FK_HAS_AVX512_CODE
   // Classes that are fewer than four words are gathered, which beats a tile where even the tile is not turned.
   const bool fits = classes >= kWideClasses<Scalar> || classes == 2 || classes == 3;
   if (sizeof(Scalar) <= sizeof(float) && layout.class_stride == 1 && n_rows >= kWideRows && fits &&
-      classes <= kMostTurned && has_avx512()) {
+      classes <= kMostTurnedOf<Loss, Scalar> && has_avx512()) {
     const int64_t stride = row_stride(layout, row_begin, n_rows);
     return stride < kFarthest / 16 ? stride : 0;
   }
@@ -212,7 +212,7 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
     if (columns) {
       run_in_widest<SumsOfColumns<Loss, false>>(args.logits + args.layout.row_offset(row), args.layout.class_stride,
                                                 args.classes, n, tile);
-    } else if (const int64_t stride = turned_stride<Scalar>(args.layout, args.classes, row, n)) {
+    } else if (const int64_t stride = turned_stride<Loss, Scalar>(args.layout, args.classes, row, n)) {
       sums_of_turned<Loss>(args, row, n, stride, tile);
     } else if (few_classes) {
       gather_tile(args, row, n, transposed);

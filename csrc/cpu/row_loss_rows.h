@@ -1,7 +1,7 @@
 // Sums and gradient of rows of adjacent classes.
 //
-// A vector of classes after another; if the last one is not full, it starts earlier and overlaps its neighbour. A row
-// that has fewer classes than one vector takes another road (kFewClasses).
+// A group of classes after another (ClassGroup); if the last one is not full, it starts earlier and overlaps its
+// neighbour. A row that has fewer classes than one group takes another road (kFewClasses).
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,20 @@
 namespace focalkern::cpu {
 namespace {
 
+// The largest number of a row, or any if one is NaN.
 template <int64_t n, typename Scalar>
 FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t classes) {
-  using Reals = lanes_t<compute_t<Scalar>, n>;
-  Reals max = load_lanes<Reals>(z + classes - n);
+  using Group = ClassGroup<Scalar, n>;
+  using Reals = typename Group::Reals;
+  Reals max[Group::kVectors], v[Group::kVectors];
+  Group::load(z + classes - Group::kClasses, max);
 #pragma GCC unroll 2
-  for (const Scalar* end = z + (classes & -n); z != end; z += n) {
-    const Reals v = load_lanes<Reals>(z);
-    max = v > max ? v : max;
+  for (const Scalar* end = z + (classes & -Group::kClasses); z != end; z += Group::kClasses) {
+    Group::load(z, v);
+    for (int64_t i = 0; i < Group::kVectors; ++i) max[i] = max[i] > v[i] ? max[i] : v[i];
   }
-  return fold_lanes(max, Larger{});
+  for (int64_t i = 1; i < Group::kVectors; ++i) max[0] = Larger{}(max[0], max[i]);
+  return fold_lanes(max[0], Larger{});
 }
 
 // What is subtracted before exponentials: the maximum. Where no class has any probability, -inf - -inf would be NaN
@@ -41,57 +45,81 @@ struct ExpSums {
   Real squares;  // of the exponentials
 };
 
+// e^-fall, which is 0 from `most` on.
+template <typename Reals>
+FK_HOST_DEVICE ScaledExponential<Reals> exponential_of_fall(const Reals& fall, const Reals& most) {
+  return scaled_exponential(-(fall > most ? most : fall));
+}
+
 // Leaving a class out of the sum, rather than subtracting it afterwards, keeps 1 - p of it exact as p -> 1.
 template <int64_t n, bool kSquares, typename Scalar>
 FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_t classes, compute_t<Scalar> shift,
                                                          int64_t except, compute_t<Scalar> exp_zero) {
   using Real = compute_t<Scalar>;
   using Int = label_int<Real>;
-  using Reals = lanes_t<Real, n>;
-  using Ints = lanes_t<Int, n>;
-  // Out of this block: any number that no index equals.
-  const Ints skipped = Ints{} + (except >= 0 && except < classes ? static_cast<Int>(except) : Int(kNoTarget));
-  const Reals lowest = exp_zero - Reals{}, shifts = shift - Reals{};
-  const int64_t whole = classes & -n;
-  Reals sum{};
-  [[maybe_unused]] Reals squares{};
-  Ints index = load_lanes<Ints>(kFirst<Int>);
+  using Group = ClassGroup<Scalar, n>;
+  using Reals = typename Group::Reals;
+  using Ints = typename Group::Ints;
+  constexpr int64_t kVectors = Group::kVectors, kClasses = Group::kClasses;
+  const Reals most = spread<Reals>(-exp_zero), shifts = spread<Reals>(shift);
+  // Compared with the class of the first vector, which is one less than that of the second. Out of this block: any
+  // number that no class equals.
+  const bool is_here = except >= 0 && except < classes;
+  Ints skipped[kVectors];
+  for (int64_t i = 0; i < kVectors; ++i) {
+    skipped[i] = spread<Ints>(static_cast<Int>((is_here ? except : int64_t(-kVectors)) - i));
+  }
+  const int64_t whole = classes & -kClasses;
+  Reals v[kVectors], sum{}, part[kVectors];
+  [[maybe_unused]] Reals squares{}, part_squares[kVectors];
+  Ints index = Group::first_classes();
   const Scalar* group = z;
   for (const Scalar* end = z + whole; group != end;) {
     // In parts, whose sums are added up: a long run of roundings would all go one way where logits are equal.
-    const Scalar* stop = end - group < kPart * n ? end : group + kPart * n;
-    Reals part{};
-    [[maybe_unused]] Reals part_squares{};
-#pragma GCC unroll 2
-    for (; group != stop; group += n, index += static_cast<Int>(n)) {
-      prefetch(group + kBlock);  // for the next max_of, which has little to do but wait for memory
-      const Reals x = load_lanes<Reals>(group) - shifts;
-      const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
-      const Reals scale = index != skipped ? e.scale : Reals{};
-      part += e.mantissa * scale;
-      if constexpr (kSquares) part_squares += (e.mantissa * scale) * (e.mantissa * scale);
+    const Scalar* stop = end - group < kPart * kClasses ? end : group + kPart * kClasses;
+    for (int64_t i = 0; i < kVectors; ++i) {
+      part[i] = Reals{};
+      if constexpr (kSquares) part_squares[i] = Reals{};
     }
-    sum += part;
-    if constexpr (kSquares) squares += part_squares;
+#pragma GCC unroll 4
+    for (; group != stop; group += kClasses, index += static_cast<Int>(kClasses)) {
+      prefetch(group + kBlock);  // for the next max_of, which has little to do but wait for memory
+      Group::load(group, v);
+      for (int64_t i = 0; i < kVectors; ++i) {
+        const ScaledExponential<Reals> e = exponential_of_fall(Reals(shifts - v[i]), most);
+        if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
+          const Reals product = e.mantissa * e.scale;
+          part[i] = index != skipped[i] ? part[i] + product : part[i];
+          if constexpr (kSquares) {
+            part_squares[i] = index != skipped[i] ? part_squares[i] + product * product : part_squares[i];
+          }
+        } else {
+          const Reals product = e.mantissa * (index != skipped[i] ? e.scale : Reals{});
+          part[i] += product;
+          if constexpr (kSquares) part_squares[i] += product * product;
+        }
+      }
+    }
+    for (int64_t i = 0; i < kVectors; ++i) {
+      sum += part[i];
+      if constexpr (kSquares) squares += part_squares[i];
+    }
   }
   if (whole < classes) {
-    const Reals x = load_lanes<Reals>(z + classes - n) - shifts;
-    const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
-    index -= static_cast<Int>(whole - (classes - n));
-    // Without the classes before, whose difference is negative. Not by a comparison: gcc would make one for each lane.
-    const Ints were_before = (index - static_cast<Int>(whole)) >> (8 * sizeof(Int) - 1);
-    Ints bits;
-    std::memcpy(&bits, &e.scale, sizeof(bits));
-    bits &= ~were_before;
-    Reals new_scale;
-    std::memcpy(&new_scale, &bits, sizeof(bits));
-    const Reals scale = index != skipped ? new_scale : Reals{};
-    sum += e.mantissa * scale;
-    if constexpr (kSquares) squares += (e.mantissa * scale) * (e.mantissa * scale);
+    Group::load(z + classes - kClasses, v);
+    index -= static_cast<Int>(whole - (classes - kClasses));
+    for (int64_t i = 0; i < kVectors; ++i) {
+      const ScaledExponential<Reals> e = exponential_of_fall(Reals(shifts - v[i]), most);
+      // Without the classes before, whose difference is negative. Not by a comparison: gcc would make one for each
+      // lane.
+      const Ints were_before = (index + static_cast<Int>(i - whole)) >> (8 * sizeof(Int) - 1);
+      const Reals new_scale = lanes_cast<Reals>(lanes_cast<Ints>(e.scale) & ~were_before);
+      const Reals product = e.mantissa * (index != skipped[i] ? new_scale : Reals{});
+      sum += product;
+      if constexpr (kSquares) squares += product * product;
+    }
   }
-  Real square_sum = 0;
-  if constexpr (kSquares) square_sum = fold_lanes(squares, Sum{});
-  return {fold_lanes(sum, Sum{}), square_sum};
+  return {fold_lanes(sum, Sum{}), kSquares ? fold_lanes(squares, Sum{}) : Real(0)};
 }
 
 // The largest logit below `limit`, or -inf.
@@ -189,23 +217,31 @@ template <int64_t n, bool kSquares, typename Scalar>
 FK_HOST_DEVICE void scaled_exp_of_group(const Scalar* z, compute_t<Scalar> max, compute_t<Scalar> factor,
                                         [[maybe_unused]] compute_t<Scalar> square, compute_t<Scalar> exp_zero,
                                         Scalar* grad) {
-  using Reals = lanes_t<compute_t<Scalar>, n>;
-  const Reals lowest = exp_zero - Reals{}, x = load_lanes<Reals>(z) - max;
-  // 0 for NaN, which is in the factor already. A row without a gradient has an infinite maximum, whatever it holds.
-  const ScaledExponential<Reals> parts = scaled_exponential(x > lowest ? x : lowest);
-  const Reals e = parts.mantissa * parts.scale;
-  if constexpr (kSquares) {
-    store_lanes(e * (factor + e * square), grad);
-  } else {
-    store_lanes(e * factor, grad);
+  using Group = ClassGroup<Scalar, n>;
+  using Reals = typename Group::Reals;
+  const Reals most = -exp_zero - Reals{};
+  Reals v[Group::kVectors];
+  Group::load(z, v);
+  for (int64_t i = 0; i < Group::kVectors; ++i) {
+    const Reals fall = max - v[i];
+    // 0 for NaN, which is in the factor already. A row without a gradient has an infinite maximum, whatever it holds.
+    const ScaledExponential<Reals> parts = scaled_exponential(-(fall < most ? fall : most));
+    const Reals e = parts.mantissa * parts.scale;
+    if constexpr (kSquares) {
+      v[i] = e * (factor + e * square);
+    } else {
+      v[i] = e * factor;
+    }
   }
+  Group::store(v, grad);
 }
 template <int64_t n, bool kSquares, typename Scalar>
 FK_HOST_DEVICE void scaled_exp(const Scalar* z, int64_t classes, compute_t<Scalar> max, compute_t<Scalar> factor,
                                compute_t<Scalar> square, compute_t<Scalar> exp_zero, Scalar* grad) {
-  scaled_exp_of_group<n, kSquares>(z + classes - n, max, factor, square, exp_zero, grad + classes - n);
+  constexpr int64_t kClasses = ClassGroup<Scalar, n>::kClasses;
+  scaled_exp_of_group<n, kSquares>(z + classes - kClasses, max, factor, square, exp_zero, grad + classes - kClasses);
 #pragma GCC unroll 2
-  for (const Scalar* end = z + (classes & -n); z != end; z += n, grad += n) {
+  for (const Scalar* end = z + (classes & -kClasses); z != end; z += kClasses, grad += kClasses) {
     prefetch(z + kAhead);
     prefetch(grad + kAhead);
     scaled_exp_of_group<n, kSquares>(z, max, factor, square, exp_zero, grad);
@@ -296,8 +332,10 @@ struct GradOfRows {
     RowCursor row(args.layout, row_begin), grad_row(args.grad_layout, row_begin);
     for (int64_t r = 0; r < n_rows; ++r, row.next(), grad_row.next()) {
       Scalar* grad = args.grad_logits + grad_row.offset();
-      scaled_exp<n, Loss::kSquares>(args.logits + row.offset(), args.classes, tile.max[r], tile.factor[r],
-                                    tile.square_factor[r], tile.exp_zero[0], grad);
+      using Group = ClassGroup<Scalar, n>;
+      scaled_exp<n, Loss::kSquares>(args.logits + row.offset(), args.classes, tile.max[r],
+                                    Group::with_plain_nan(tile.factor[r]), Group::with_plain_nan(tile.square_factor[r]),
+                                    tile.exp_zero[0], grad);
       if constexpr (Loss::kMarked != Marked::kNone) {
         if (tile.marked[r] != kNoTarget) grad[tile.marked[r]] = Store<Scalar>::from_compute(tile.marked_slope[r]);
       }

@@ -15,7 +15,7 @@ constexpr int64_t kTileRows = 64;        // rows whose scalars are finished toge
 constexpr int64_t kFewClasses = 32;      // up to here a transposed tile wastes less than padding a row to full vectors
 constexpr int64_t kBlock = 4096;         // logits of a row that are looked at twice while in the first-level cache
 constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
-constexpr int64_t kAhead = 1024;         // how many logits ahead a prefetch reaches along a row
+constexpr int64_t kAhead = 2048;         // how many logits ahead a prefetch reaches along a row
 constexpr int64_t kPart = 32;            // vectors of a row that are added one after the other
 
 template <typename Real>
