@@ -143,12 +143,12 @@ LONG_ROWS = [33, 40, 64, 100, 112, 113, 128, 250, 256, 257, 1000, 4096, 4097, 50
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("classes", LONG_ROWS)
-def test_numbers_that_are_not_finite_in_long_rows(device, classes, dtype):
-    """At every place of the first and the last vectors, beside the target and at it."""
+def test_numbers_that_stand_out_in_long_rows(device, classes, dtype):
+    """Not finite, or far from all others; at every place of the first and the last vectors, and beside the target."""
     places = sorted({*range(min(classes, 36)), *range(max(classes - 36, 0), classes)})
     target = torch.tensor(places, device=device)
     logits = torch.randn(len(places), classes, device=device)
-    for value in (math.nan, math.inf, -math.inf):
+    for value in (math.nan, math.inf, -math.inf, 1000.0, -1000.0):
         for distance in (0, 1, 17):
             z = logits.clone()
             z[range(len(places)), (target + distance) % classes] = value
@@ -179,6 +179,20 @@ def test_a_gamma_that_is_nan_spoils_its_rows_alone(device, classes, dtype):
     (grad,) = torch.autograd.grad(loss.sum(), z)
     assert loss.isnan().nonzero().flatten().tolist() == [3, 20]
     assert torch.equal(grad.isnan(), gamma.isnan().to(device)[:, None].expand_as(grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("classes", [2, 8, 32, 64, 128, 256, 512, 4096, 8192])
+def test_a_gradient_is_rounded_to_the_even_neighbour(device, classes, dtype):
+    """Equal logits have the slope weight / classes, here half way between two numbers."""
+    half_step = torch.finfo(dtype).eps / 2
+    for steps in (1, 3, 5, 7):
+        weight = torch.full((classes,), 1 + steps * half_step, device=device)
+        z = leaf(torch.zeros(40, classes, device=device, dtype=dtype))
+        target = torch.zeros(40, dtype=torch.int64, device=device)
+        loss = fk.focal_loss(z, target, 0.0, weight=weight, reduction="sum")
+        (grad,) = torch.autograd.grad(loss, z)
+        assert (grad[:, 1:] == (weight[1:] / classes).to(dtype)).all()
 
 
 def test_one_broken_row_spoils_no_other_row(device):
