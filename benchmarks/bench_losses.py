@@ -139,6 +139,8 @@ def run(
                 ),
                 Provider("cross_entropy", forward_backward(F.cross_entropy, logits, target)),
             ]
+            source, destination = logits.detach(), torch.empty_like(logits.detach())
+            copy = Provider("copy", lambda source=source, destination=destination: destination.copy_(source))
             rows = measure(
                 op="losses",
                 case=f"{name} {n}x{classes}",
@@ -147,7 +149,7 @@ def run(
                 dtype=torch.float32,
                 providers=providers,
                 bytes_moved=3 * logits.numel() * logits.element_size(),
-                copy=None,
+                copy=copy,
                 seconds=seconds,
                 device=device,
             )

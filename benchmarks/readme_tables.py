@@ -142,11 +142,12 @@ def modules(out: Path = RESULTS) -> str:
     rows = []
     for case, device in last.items():
         own, slower = recorded("losses", case, "median_ms", out), recorded("losses", case, "speedup", out)
+        copies = recorded("losses", case, "ratio_to_copy", out)["focalkern"]
         ratios = ("published algorithm", "published algorithm, compiled", "cross_entropy")
         shown = [f"{slower[name]:.3g} x" if name in slower else "" for name in ratios]
         machine = "AMD EPYC" if "EPYC" in device else "Intel Xeon" if "Xeon" in device else device
-        rows.append([case, machine, f"{own['focalkern']:.3g} ms", *shown])
-    return github(rows, ["loss and shape", "machine", "focalkern", "as published", "compiled", "cross_entropy"])
+        rows.append([case, machine, f"{own['focalkern']:.3g} ms", f"{copies:.3g}", *shown])
+    return github(rows, ["loss and shape", "machine", "focalkern", "copies", "as published", "compiled", "cross_entropy"])
 
 
 TABLES = {
