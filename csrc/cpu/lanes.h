@@ -1,6 +1,7 @@
 // Vectors of numbers (gnu::vector_size): loads and stores that convert, shuffles, sums across.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -156,7 +157,8 @@ FK_HOST_DEVICE Vector spread(Number number) {
 // two, the even classes and the odd ones: either half of a word is a float after one instruction.
 template <typename Scalar, int64_t n>
 struct ClassGroup {
-  static constexpr int64_t kVectors = std::is_same_v<Scalar, BFloat16> ? 2 : 1;
+  static constexpr bool kIsPairs = std::is_same_v<Scalar, BFloat16> && std::endian::native == std::endian::little;
+  static constexpr int64_t kVectors = kIsPairs ? 2 : 1;
   static constexpr int64_t kClasses = n * kVectors;
   using Reals = lanes_t<compute_t<Scalar>, n>;
   using Ints = lanes_t<typename detail::Format<compute_t<Scalar>>::Int, n>;
