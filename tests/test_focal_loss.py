@@ -183,13 +183,15 @@ def test_a_gamma_that_is_nan_spoils_its_rows_alone(device, classes, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("classes", [2, 8, 32, 64, 128, 256, 512, 4096, 8192])
-def test_a_gradient_is_rounded_to_the_even_neighbour(device, classes, dtype):
+def test_a_gradient_is_rounded_to_the_even_neighbour(classes, dtype):
     """Equal logits have the slope weight / classes, here half way between two numbers."""
+    if not has_kernels(torch.empty(0)):
+        pytest.skip("plain torch takes the probability from its logarithm, which is not exact")
     half_step = torch.finfo(dtype).eps / 2
     for steps in (1, 3, 5, 7):
-        weight = torch.full((classes,), 1 + steps * half_step, device=device)
-        z = leaf(torch.zeros(40, classes, device=device, dtype=dtype))
-        target = torch.zeros(40, dtype=torch.int64, device=device)
+        weight = torch.full((classes,), 1 + steps * half_step)
+        z = leaf(torch.zeros(40, classes, dtype=dtype))
+        target = torch.zeros(40, dtype=torch.int64)
         loss = fk.focal_loss(z, target, 0.0, weight=weight, reduction="sum")
         (grad,) = torch.autograd.grad(loss, z)
         assert (grad[:, 1:] == (weight[1:] / classes).to(dtype)).all()
