@@ -147,7 +147,8 @@ def modules(out: Path = RESULTS) -> str:
         shown = [f"{slower[name]:.3g} x" if name in slower else "" for name in ratios]
         machine = "AMD EPYC" if "EPYC" in device else "Intel Xeon" if "Xeon" in device else device
         rows.append([case, machine, f"{own['focalkern']:.3g} ms", f"{copies:.3g}", *shown])
-    return github(rows, ["loss and shape", "machine", "focalkern", "copies", "as published", "compiled", "cross_entropy"])
+    header = ["loss and shape", "machine", "focalkern", "copies", "as published", "compiled", "cross_entropy"]
+    return github(rows, header)
 
 
 TABLES = {
