@@ -236,6 +236,7 @@ def process(rank, world, folder):
         out["dtensor"] = with_dtensor(rank, world)
         out["training"] = in_training(rank, world)
     torch.save(out, f"{folder}/{rank}.pt")
+    dist.barrier()  # none leaves while another may still speak to it
     dist.destroy_process_group()
 
 
