@@ -2,7 +2,7 @@
 // is besides is in its header in math (see math/row_loss.h), and its kernels are made by FK_ROW_LOSS.
 //
 //   forward   logits [rows, classes] -> row_loss [rows], saved [3 or 4, rows] = (m, log S, log u or squares, marked),
-//             of the focal loss (m, 1 / S, -log p)
+//             of the focal loss (m, c / S, -c u): see row_loss_focal.h
 //   backward  logits, saved, grad_loss -> grad_logits [rows, classes] (and grad_gamma, grad_target)
 //
 // Memory: each direction reads the logits from memory once; second looks at a row find it in cache. Three shapes of
@@ -80,6 +80,26 @@ FK_HOST_DEVICE bool read_labels(const FocalLossArgs<Scalar>& args, int64_t row_b
   return !tile.is_plain && read_any_labels(labels, n_rows, args.classes, args.ignore_index, tile);
 }
 
+// Whether any gamma is negative or NaN.
+template <typename Real>
+FK_HOST_DEVICE bool any_inverse(const Real* gamma, int64_t n) {
+  label_int<Real> count = 0;
+#pragma omp simd reduction(+ : count)
+  for (int64_t i = 0; i < n; ++i) count += gamma[i] >= Real(0) ? 0 : 1;
+  return count != 0;
+}
+
+// One gamma for each row, or one for all of them (stride 0).
+template <typename Real>
+FK_HOST_DEVICE void read_gammas(const Real* gamma, int64_t stride, int64_t n_rows, Tile<Real>& tile) {
+  if (stride == 0) {
+    for (int64_t r = 0; r < n_rows; ++r) tile.gamma[r] = gamma[0];
+  } else {
+    for (int64_t r = 0; r < n_rows; ++r) tile.gamma[r] = gamma[r];
+  }
+  tile.ever_inverse = any_inverse(tile.gamma, n_rows);
+}
+
 // Labels, class weights and gammas of a tile. Returns the first row whose label is out of range, or -1.
 template <typename Scalar>
 FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
@@ -100,7 +120,7 @@ FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t ro
     }
   }
   if (args.gamma && !args.edges) {
-    for (int64_t r = 0; r < n_rows; ++r) tile.gamma[r] = args.gamma[(row_begin + r) * args.gamma_stride];
+    read_gammas(args.gamma + row_begin * args.gamma_stride, args.gamma_stride, n_rows, tile);
   }
   if (!wrong) return -1;
   int64_t row = row_begin;
@@ -201,6 +221,9 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
   alignas(64) Real transposed[kFewClasses * kTileRows];
   Tile<Real> tile;
   if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);
+  if (kIsFocal<Loss> && (!args.gamma || args.edges)) {
+    tile.ever_inverse = args.edges ? any_inverse(args.gamma, args.n_bins) : any_inverse(&args.gamma_value, 1);
+  }
   FocalLossSums sums{0, 0, -1};
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);

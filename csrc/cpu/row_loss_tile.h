@@ -49,12 +49,14 @@ struct alignas(64) Tile {
   Real target_slope[kTileRows];   // the gradient of the target's logit
   Real marked_slope[kTileRows];   // and of the marked class's
   Real grad_gamma[kTileRows];
-  Real p[kTileRows];        // of the target; this and the next four of the focal loss alone
+  Real p[kTileRows];        // of the target; this and the next five of the focal loss alone
+  Real per_sum[kTileRows];  // 1 / sum_j exp(z_j - m)
   Real minus_u[kTileRows];  // p - 1, with all its digits
   Real minus_log_p[kTileRows];
   Real base[kTileRows];  // of the factor
   Real log_base[kTileRows];
   bool is_plain;      // every row counts, and with weight 1
+  bool ever_inverse;  // a gamma may be negative or NaN
   Real exp_zero[16];  // kExpZero in each lane. Here compilers do not see it: of a constant gcc makes no maximum.
 
   Tile() { std::fill_n(exp_zero, 16, kExpZero<Real>); }

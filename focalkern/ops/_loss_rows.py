@@ -82,8 +82,8 @@ def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Ten
         block = _cross_entropy(logits, label)
         saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, -100, 0.0, False, True)[1].double()
         top, log_sum, log_u = saved[:-1].view(3, -1)
-        if logits.is_cpu:  # which keeps 1 / sum_j exp(z_j - top) and -log p
-            return top, -log_sum.log(), (-torch.expm1(-log_u)).log()
+        if logits.is_cpu:  # which keeps 1 / sum_j exp(z_j - top) and p - 1
+            return top, -log_sum.log(), (-log_u).log()
         return top, log_sum, log_u
     z = logits.double()
     top = z.amax(1)
@@ -100,8 +100,8 @@ def slice_gradient(scale: Tensor, logits: Tensor, label: Tensor, top: Tensor, lo
     real = _real(logits)
     if has_kernels(logits):
         numbers = (top, log_sum, log_u)
-        if logits.is_cpu:  # of -log p it takes 1 - p alone, so that digits of a small p may be lost
-            numbers = (top, (-log_sum).exp(), -torch.log1p(-log_u.exp()))
+        if logits.is_cpu:
+            numbers = (top, (-log_sum).exp(), -log_u.exp())
         saved = torch.cat([*numbers, top.new_ones(1)]).to(real)
         gradient: Tensor = torch.ops.focalkern.focal_loss_backward(
             scale.to(real),
