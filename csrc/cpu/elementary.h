@@ -87,17 +87,10 @@ FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
   return {kOne + power.r * (kOne + power.r * power.tail), power.scale};
 }
 
-// e^x and e^x - 1 for the same x, both with all their digits.
-template <typename Real>
-struct PowerPair {
-  Real power;
-  Real minus_one;
-};
-template <typename Real>
-FK_HOST_DEVICE PowerPair<Real> power_and_minus_one(Real x) {
-  const ReducedPower<Real> reduced = reduced_power(x);
-  const Real fraction = reduced.r + (reduced.r * reduced.r) * reduced.tail;  // e^r - 1
-  return {reduced.scale * fraction + reduced.scale, reduced.scale * fraction + (reduced.scale - Real(1))};
+// e^-fall, which is 0 from `most` on.
+template <typename Reals>
+FK_HOST_DEVICE ScaledExponential<Reals> exponential_of_fall(const Reals& fall, const Reals& most) {
+  return scaled_exponential(-(fall > most ? most : fall));
 }
 
 // log(2^n (1 + f)) for 1 + f in [sqrt(1/2), sqrt(2)], in float without a division, to 8e-9 and the last rounding. The

@@ -10,7 +10,8 @@
 //   rows      classes are adjacent and many: vectors run along a row, in blocks that stay in the first-level cache
 //   columns   rows are adjacent (pixels, [N, C, d1, ...]): vectors run across a tile of rows
 //   few classes in adjacent memory are turned into a tile of columns first; with AVX-512 they are turned in registers
-//   forward (row_loss_turned.h), and backward, where rows are contiguous, not at all (row_loss_flat.h)
+//   forward (row_loss_turned.h), or some dozens of them taken in four rows side by side (row_loss_abreast.h), and
+//   backward, where rows are contiguous, they are not turned at all (row_loss_flat.h)
 // What is left of a row after its sums, a handful of numbers, is computed for a whole tile of rows at once
 // (row_loss_finish.h). Soft targets and label smoothing need every class's factor; they take a plainer path
 // (row_loss_soft.h).
@@ -22,6 +23,7 @@
 #include <type_traits>
 
 #include "cpu/lanes.h"
+#include "cpu/row_loss_abreast.h"
 #include "cpu/row_loss_columns.h"
 #include "cpu/row_loss_finish.h"
 #include "cpu/row_loss_flat.h"
@@ -203,6 +205,29 @@ int64_t turned_stride(const RowLayout& layout, int64_t classes, int64_t row_begi
   return 0;
 }
 
+// The same of row_loss_abreast.h.
+template <typename Loss, typename Scalar>
+int64_t abreast_stride(const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows) {
+#ifdef FK_HAS_AVX512_CODE
+  if (kIsAbreast<Loss, Scalar> && classes > kFewClasses && classes <= kMostAbreast && layout.class_stride == 1 &&
+      n_rows >= kRowsAbreast && has_avx512()) {
+    const int64_t stride = row_stride(layout, row_begin, n_rows);
+    return stride < kFarthest / 16 ? stride : 0;
+  }
+#endif
+  return 0;
+}
+
+template <typename Scalar>
+void sums_abreast(const FocalLossArgs<Scalar>& args, int64_t row, int64_t n_rows, int64_t stride,
+                  Tile<compute_t<Scalar>>& tile) {
+#ifdef FK_HAS_AVX512_CODE
+  if constexpr (std::is_same_v<Scalar, float>) {
+    sums_of_rows_abreast(args.logits + args.layout.row_offset(row), stride, args.classes, n_rows, tile);
+  }
+#endif
+}
+
 template <typename Loss, typename Scalar>
 void sums_of_turned(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, int64_t stride,
                     Tile<compute_t<Scalar>>& tile) {
@@ -235,6 +260,8 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
     if (columns) {
       run_in_widest<SumsOfColumns<Loss, false>>(args.logits + args.layout.row_offset(row), args.layout.class_stride,
                                                 args.classes, n, tile);
+    } else if (const int64_t stride = abreast_stride<Loss, Scalar>(args.layout, args.classes, row, n)) {
+      sums_abreast(args, row, n, stride, tile);
     } else if (const int64_t stride = turned_stride<Loss, Scalar>(args.layout, args.classes, row, n)) {
       sums_of_turned<Loss>(args, row, n, stride, tile);
     } else if (few_classes) {
@@ -345,7 +372,7 @@ void finish_any_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, 
 template <typename Scalar>
 bool is_flat(const RowLayout& layout, int64_t rows, int64_t classes) {
 #ifdef FK_HAS_AVX512_CODE
-  if (sizeof(Scalar) > sizeof(float) || classes < 2 || classes > kMostFlat<Scalar> || !has_avx512()) return false;
+  if (sizeof(Scalar) > sizeof(float) || classes < 2 || classes > kMostFlat || !has_avx512()) return false;
   const bool runs_follow = layout.inner >= rows || layout.outer_stride == layout.inner * classes;
   return layout.class_stride == 1 && runs_follow && (layout.inner == 1 || layout.inner_stride == classes);
 #else
@@ -363,7 +390,7 @@ struct FlatGradient {
 #ifdef FK_HAS_AVX512_CODE
 template <typename Scalar>
 struct FlatGradient<Scalar, true> {
-  FlatRows<Scalar> flat;
+  FlatRows<sizeof(Scalar) == 2>& flat = flat_rows_of_this_thread<sizeof(Scalar) == 2>();
   void prepare(int64_t classes) { flat.prepare(classes); }
   template <typename Loss>
   void run(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, const Tile<float>& tile) const {

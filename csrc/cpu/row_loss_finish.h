@@ -60,22 +60,29 @@ constexpr int64_t kWideTable = 16;
 
 // The same for a table that fits a register each for its edges and gammas: halving instead of steps, the edges being in
 // ascending order.
+FK_AVX512 inline __attribute__((always_inline)) __m512 gammas_of_bins(__m512 p, __m512 edges, __m512 gammas) {
+  __m512i bin = _mm512_setzero_si512();
+  for (int step = kWideTable / 2; step > 0; step /= 2) {
+    const __m512i next = _mm512_or_si512(bin, _mm512_set1_epi32(step));
+    const __mmask16 reached = _mm512_cmp_ps_mask(_mm512_permutexvar_ps(next, edges), p, _CMP_LE_OQ);
+    bin = _mm512_mask_mov_epi32(bin, reached, next);
+  }
+  return _mm512_permutexvar_ps(bin, gammas);
+}
+
 FK_AVX512 inline void look_up_gamma_in_registers(const float* p, int64_t n, const float* edges, const float* gammas,
                                                  int64_t n_bins, float* gamma) {
   const auto is_bin = static_cast<__mmask16>((1u << n_bins) - 1);
   const __m512 never = _mm512_set1_ps(std::numeric_limits<float>::infinity());
   const __m512 all_edges = _mm512_mask_loadu_ps(never, is_bin, edges);
   const __m512 all_gammas = _mm512_maskz_loadu_ps(is_bin, gammas);
-  for (int64_t begin = 0; begin < n; begin += kWideTable) {
-    const auto is_row = static_cast<__mmask16>(n - begin < kWideTable ? (1u << (n - begin)) - 1 : 0xffffu);
-    const __m512 x = _mm512_maskz_loadu_ps(is_row, p + begin);
-    __m512i bin = _mm512_setzero_si512();
-    for (int step = kWideTable / 2; step > 0; step /= 2) {
-      const __m512i next = _mm512_or_si512(bin, _mm512_set1_epi32(step));
-      const __mmask16 reached = _mm512_cmp_ps_mask(_mm512_permutexvar_ps(next, all_edges), x, _CMP_LE_OQ);
-      bin = _mm512_mask_mov_epi32(bin, reached, next);
-    }
-    _mm512_mask_storeu_ps(gamma + begin, is_row, _mm512_permutexvar_ps(bin, all_gammas));
+  int64_t r = 0;
+  for (; r <= n - 16; r += 16)
+    _mm512_storeu_ps(gamma + r, gammas_of_bins(_mm512_loadu_ps(p + r), all_edges, all_gammas));
+  if (r < n) {
+    const auto is_row = static_cast<__mmask16>((1u << (n - r)) - 1);
+    const __m512 last = gammas_of_bins(_mm512_maskz_loadu_ps(is_row, p + r), all_edges, all_gammas);
+    _mm512_mask_storeu_ps(gamma + r, is_row, last);
   }
 }
 #endif

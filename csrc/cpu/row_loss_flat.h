@@ -12,24 +12,24 @@
 #include "math/row_loss.h"
 
 namespace focalkern::cpu {
-namespace {
 
-// Classes. Longer rows fill vectors of their own well enough; half precision takes more to be converted there.
-template <typename Scalar>
-constexpr int64_t kMostFlat = sizeof(Scalar) == 2 ? 128 : 64;
+constexpr int64_t kMostFlat = 128;        // classes: longer rows fill vectors of their own well enough
+constexpr int64_t kTargetsTogether = 32;  // classes: above, the targets' slopes are stored one by one, afterwards
 
 #ifdef FK_HAS_AVX512_CODE
 
-// The numbers 0, 1, 2, ... of sixteen rows one after the other: which of these rows each belongs to. Of half precision
-// the even ones of 32 come first, then the odd ones, as words of two are split.
-template <typename Scalar>
+// The numbers 0, 1, 2, ... of sixteen rows one after the other: which of these rows each belongs to. In pairs, of half
+// precision, the even ones of 32 come first, then the odd ones, as words of two are split.
+template <bool kPairs>
 struct FlatRows {
-  alignas(64) int32_t row[(kMostFlat<Scalar> + 1) * 16];
+  alignas(64) int32_t row[(kMostFlat + 1) * 16];
+  int64_t prepared = 0;  // classes
 
   FK_AVX512 void prepare(int64_t classes) {
-    constexpr bool kPairs = sizeof(Scalar) == 2;
+    if (classes == prepared) return;
+    prepared = classes;
     const __m512 per_class = _mm512_set1_ps(1.0f / static_cast<float>(classes));
-    const __m512i lane = _mm512_loadu_si512(kFirst<int32_t>);
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const int64_t end = kPairs ? (classes + 1) / 2 * 32 : classes * 16;
     for (int64_t i = 0; i < end; i += 16) {
       const auto begin = static_cast<int32_t>(kPairs ? i / 32 * 32 + i / 16 % 2 : i);
@@ -41,6 +41,19 @@ struct FlatRows {
   }
 };
 
+// Kept from call to call: a table of a hundred classes takes as long as a few rows.
+template <bool kPairs>
+FlatRows<kPairs>& flat_rows_of_this_thread() {
+  static thread_local FlatRows<kPairs> rows;
+  return rows;
+}
+
+#endif  // FK_HAS_AVX512_CODE
+
+namespace {
+
+#ifdef FK_HAS_AVX512_CODE
+
 // What sixteen rows have, in registers, and the gradient of sixteen of their numbers.
 template <typename Loss, typename Scalar>
 struct FlatGroup {
@@ -48,22 +61,24 @@ struct FlatGroup {
   static constexpr bool kMarks = Loss::kMarked != Marked::kNone;
 
   __m512 most, max, factor, target_slope, square_factor, marked_slope;
-  __m512i target, marked;
+  __m512i target[2], marked[2];  // places, and one less
 
   FK_AVX512 inline __attribute__((always_inline)) FlatGroup(const Tile<float>& tile, int64_t row, __m512i begins)
       : most(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(tile.exp_zero))),
         max(_mm512_loadu_ps(tile.max + row)),
         factor(load(tile.factor + row)),
-        target_slope(load(tile.target_slope + row)),
-        target(place_of(tile.label + row, begins)) {
+        target_slope(load(tile.target_slope + row)) {
+    find_places(tile.label + row, begins, target);
     if constexpr (Loss::kSquares) square_factor = load(tile.square_factor + row);
     if constexpr (kMarks) {
       marked_slope = load(tile.marked_slope + row);
-      marked = place_of(tile.marked + row, begins);
+      find_places(tile.marked + row, begins, marked);
     }
   }
 
-  // Of the numbers z in the rows `own`, at `place`.
+  // Of the numbers z in the rows `own`, at `place`, or at the next ones; with kLater not those of targets and marked
+  // classes.
+  template <bool kLater, int kNext = 0>
   FK_AVX512 inline __attribute__((always_inline)) __m512 slopes(__m512 z, __m512i own, __m512i place) const {
     // 0 for NaN, as in a row.
     const __m512 fall = _mm512_min_ps(_mm512_sub_ps(_mm512_permutexvar_ps(own, max), z), most);
@@ -74,23 +89,44 @@ struct FlatGroup {
       own_factor = _mm512_fmadd_ps(slope, _mm512_permutexvar_ps(own, square_factor), own_factor);
     }
     slope = _mm512_mul_ps(slope, own_factor);
-    if constexpr (kMarks) {
-      const __mmask16 is_marked = _mm512_cmpeq_epi32_mask(_mm512_permutexvar_epi32(own, marked), place);
-      slope = _mm512_mask_permutexvar_ps(slope, is_marked, own, marked_slope);
+    if constexpr (!kLater) {
+      if constexpr (kMarks) {
+        const __mmask16 is_marked = _mm512_cmpeq_epi32_mask(_mm512_permutexvar_epi32(own, marked[kNext]), place);
+        slope = _mm512_mask_permutexvar_ps(slope, is_marked, own, marked_slope);
+      }
+      const __mmask16 is_target = _mm512_cmpeq_epi32_mask(_mm512_permutexvar_epi32(own, target[kNext]), place);
+      slope = _mm512_mask_permutexvar_ps(slope, is_target, own, target_slope);
     }
-    const __mmask16 is_target = _mm512_cmpeq_epi32_mask(_mm512_permutexvar_epi32(own, target), place);
-    return _mm512_mask_permutexvar_ps(slope, is_target, own, target_slope);
+    return slope;
   }
 
   // The same of words of two numbers.
+  template <bool kLater>
   FK_AVX512 inline __attribute__((always_inline)) __m512i slopes_of_pairs(__m512i z, const int32_t* own,
                                                                           __m512i even) const {
     __m512i low, high;
     Pair<Scalar>::split(z, &low, &high);
-    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    const __m512 of_low = slopes(_mm512_castsi512_ps(low), _mm512_load_si512(own), even);
-    const __m512 of_high = slopes(_mm512_castsi512_ps(high), _mm512_load_si512(own + 16), odd);
+    const __m512 of_low = slopes<kLater, 0>(_mm512_castsi512_ps(low), _mm512_load_si512(own), even);
+    const __m512 of_high = slopes<kLater, 1>(_mm512_castsi512_ps(high), _mm512_load_si512(own + 16), even);
     return Pair<Scalar>::join_plain(_mm512_castps_si512(of_low), _mm512_castps_si512(of_high));
+  }
+
+  // Of a vector full of words at so many bytes from the first, which has the numbers at `place`; the next place.
+  template <bool kLater>
+  FK_AVX512 inline __attribute__((always_inline)) __m512i store_slopes(const char* z, const char* own, int64_t bytes,
+                                                                       __m512i place, char* grad) const {
+    constexpr int64_t kPerWord = sizeof(float) / sizeof(Scalar);
+    if constexpr (kLater) {
+      prefetch(z + bytes + kAhead * sizeof(Scalar));
+      prefetch(grad + bytes + kAhead * sizeof(Scalar));
+    }
+    const auto* const rows = reinterpret_cast<const int32_t*>(own + bytes * kPerWord);
+    if constexpr (kPerWord == 1) {
+      _mm512_storeu_ps(grad + bytes, slopes<kLater>(_mm512_loadu_ps(z + bytes), _mm512_load_si512(rows), place));
+    } else {
+      _mm512_storeu_si512(grad + bytes, slopes_of_pairs<kLater>(_mm512_loadu_si512(z + bytes), rows, place));
+    }
+    return kLater ? place : _mm512_add_epi32(place, _mm512_set1_epi32(16 * kPerWord));
   }
 
  private:
@@ -99,41 +135,59 @@ struct FlatGroup {
     return sizeof(Scalar) == 2 ? _mm512_castsi512_ps(with_plain_nan(_mm512_castps_si512(numbers))) : numbers;
   }
   // Where the number of a label is; of -1, a number of another row or none.
-  FK_AVX512 static inline __attribute__((always_inline)) __m512i place_of(const int32_t* label, __m512i begins) {
-    return _mm512_add_epi32(_mm512_loadu_si512(label), begins);
+  FK_AVX512 static inline __attribute__((always_inline)) void find_places(const int32_t* label, __m512i begins,
+                                                                          __m512i (&places)[2]) {
+    places[0] = _mm512_add_epi32(_mm512_loadu_si512(label), begins);
+    places[1] = _mm512_sub_epi32(places[0], _mm512_set1_epi32(1));
   }
 };
 
-// As GradOfColumns, at least sixteen rows, the last of which overlap their neighbours.
-template <typename Loss, typename Scalar>
-FK_AVX512 void grad_of_flat_rows(const Scalar* logits, int64_t classes, int64_t n_rows, const FlatRows<Scalar>& flat,
-                                 const Tile<float>& tile, Scalar* grads) {
-  const __m512i first = _mm512_loadu_si512(kFirst<int32_t>), step = _mm512_set1_epi32(sizeof(Scalar) == 2 ? 32 : 16);
+template <typename Loss, bool kLater, typename Scalar>
+FK_AVX512 void grad_of_flat_rows(const Scalar* logits, int64_t classes, int64_t n_rows,
+                                 const FlatRows<sizeof(Scalar) == 2>& flat, const Tile<float>& tile, Scalar* grads) {
+  const __m512i first = _mm512_loadu_si512(kFirst<int32_t>);
   const __m512i begins = _mm512_mullo_epi32(first, _mm512_set1_epi32(static_cast<int32_t>(classes)));
   for (int64_t r = 0; r < n_rows; r += 16) {
-    const int64_t row = std::min(r, n_rows - 16);
+    const int64_t row = std::min(r, n_rows - 16), end = classes * 16 * static_cast<int64_t>(sizeof(Scalar));  // bytes
     const Scalar* z = logits + row * classes;
     Scalar* grad = grads + row * classes;
     const FlatGroup<Loss, Scalar> group(tile, row, begins);
-    if constexpr (sizeof(Scalar) == sizeof(float)) {
-      __m512i place = first;
-      for (int64_t i = 0; i < classes * 16; i += 16, place = _mm512_add_epi32(place, step)) {
-        const __m512i own = _mm512_load_si512(flat.row + i);
-        _mm512_storeu_ps(grad + i, group.slopes(_mm512_loadu_ps(z + i), own, place));
-      }
-    } else {
-      __m512i even = _mm512_add_epi32(first, first);
-      int64_t i = 0;
-      for (; i <= classes * 16 - 32; i += 32, even = _mm512_add_epi32(even, step)) {
-        const __m512i z_pairs = _mm512_loadu_si512(z + i);
-        _mm512_storeu_si512(grad + i, group.slopes_of_pairs(z_pairs, flat.row + i, even));
-      }
-      if (i < classes * 16) {  // half of a vector
-        const __m512i z_pairs = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(z + i)));
-        const __m512i slopes = group.slopes_of_pairs(z_pairs, flat.row + i, even);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(grad + i), _mm512_castsi512_si256(slopes));
+    const char* const z_bytes = reinterpret_cast<const char*>(z);
+    const char* const own = reinterpret_cast<const char*>(flat.row);
+    char* const grad_bytes = reinterpret_cast<char*>(grad);
+    __m512i place = sizeof(Scalar) == 2 ? _mm512_add_epi32(first, first) : first;
+    int64_t i = 0;
+    for (; i <= end - 128; i += 128) {
+      asm("" : "+r"(i));  // or gcc would keep an address for each of the five
+      place = group.template store_slopes<kLater>(z_bytes, own, i, place, grad_bytes);
+      place = group.template store_slopes<kLater>(z_bytes, own, i + 64, place, grad_bytes);
+    }
+    if (i <= end - 64) {
+      place = group.template store_slopes<kLater>(z_bytes, own, i, place, grad_bytes);
+      i += 64;
+    }
+    if constexpr (sizeof(Scalar) == 2) {
+      if (i < end) {  // half of a vector
+        const __m512i z_pairs =
+            _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(z_bytes + i)));
+        const __m512i slopes = group.template slopes_of_pairs<kLater>(z_pairs, flat.row + i / 2, place);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(grad_bytes + i), _mm512_castsi512_si256(slopes));
       }
     }
+    if constexpr (kLater) {
+      for (int64_t k = 0; k < 16; ++k, grad += classes) store_marked_slopes<Loss>(tile, row + k, grad);
+    }
+  }
+}
+
+// As GradOfColumns, at least sixteen rows, the last of which overlap their neighbours.
+template <typename Loss, typename Scalar>
+void grad_of_flat_rows(const Scalar* logits, int64_t classes, int64_t n_rows, const FlatRows<sizeof(Scalar) == 2>& flat,
+                       const Tile<float>& tile, Scalar* grads) {
+  if (classes <= kTargetsTogether) {
+    grad_of_flat_rows<Loss, false>(logits, classes, n_rows, flat, tile, grads);
+  } else {
+    grad_of_flat_rows<Loss, true>(logits, classes, n_rows, flat, tile, grads);
   }
 }
 

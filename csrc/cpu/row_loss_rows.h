@@ -45,12 +45,6 @@ struct ExpSums {
   Real squares;  // of the exponentials
 };
 
-// e^-fall, which is 0 from `most` on.
-template <typename Reals>
-FK_HOST_DEVICE ScaledExponential<Reals> exponential_of_fall(const Reals& fall, const Reals& most) {
-  return scaled_exponential(-(fall > most ? most : fall));
-}
-
 // Leaving a class out of the sum, rather than subtracting it afterwards, keeps 1 - p of it exact as p -> 1.
 template <int64_t n, bool kSquares, typename Scalar>
 FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_t classes, compute_t<Scalar> shift,
@@ -336,10 +330,7 @@ struct GradOfRows {
       scaled_exp<n, Loss::kSquares>(args.logits + row.offset(), args.classes, tile.max[r],
                                     Group::with_plain_nan(tile.factor[r]), Group::with_plain_nan(tile.square_factor[r]),
                                     tile.exp_zero[0], grad);
-      if constexpr (Loss::kMarked != Marked::kNone) {
-        if (tile.marked[r] != kNoTarget) grad[tile.marked[r]] = Store<Scalar>::from_compute(tile.marked_slope[r]);
-      }
-      if (tile.label[r] != kNoTarget) grad[tile.label[r]] = Store<Scalar>::from_compute(tile.target_slope[r]);
+      store_marked_slopes<Loss>(tile, r, grad);
     }
   }
 };

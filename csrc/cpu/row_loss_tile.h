@@ -66,6 +66,15 @@ struct alignas(64) Tile {
 // address may lie outside the tensor: a prefetch never faults.
 FK_HOST_DEVICE void prefetch(const void* address) { __builtin_prefetch(address); }
 
+// The slopes of classes that are not like the rest.
+template <typename Loss, typename Scalar>
+FK_HOST_DEVICE void store_marked_slopes(const Tile<compute_t<Scalar>>& tile, int64_t r, Scalar* grad) {
+  if constexpr (Loss::kMarked != Marked::kNone) {
+    if (tile.marked[r] != kNoTarget) grad[tile.marked[r]] = Store<Scalar>::from_compute(tile.marked_slope[r]);
+  }
+  if (tile.label[r] != kNoTarget) grad[tile.label[r]] = Store<Scalar>::from_compute(tile.target_slope[r]);
+}
+
 // Offsets of one row after another, without two divisions each.
 class RowCursor {
  public:

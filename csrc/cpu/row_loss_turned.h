@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cpu/lanes.h"
+#include "cpu/row_loss_abreast.h"
 #include "cpu/row_loss_lanes.h"
 #include "cpu/row_loss_tile.h"
 #include "cpu/transpose.h"
@@ -19,10 +20,9 @@ namespace {
 #ifdef FK_HAS_AVX512_CODE
 
 constexpr int64_t kMostTurned = 256;  // classes: sixteen rows of them, in float, are half of a first-level cache
-// Of floats whose sum alone is wanted, rows one by one are faster from here on.
+// Rows of more take other roads where these are faster: row_loss_abreast.h and row_loss_rows.h.
 template <typename Loss, typename Scalar>
-constexpr int64_t kMostTurnedOf =
-    Loss::kMarked == Marked::kNone && std::is_same_v<Scalar, float> ? int64_t(112) : kMostTurned;
+constexpr int64_t kMostTurnedOf = kIsAbreast<Loss, Scalar> ? kFewClasses : kMostTurned;
 
 // Four words of each of sixteen rows, as a vector for each class.
 template <typename Scalar>
@@ -44,45 +44,62 @@ FK_AVX512 inline __attribute__((always_inline)) void load_turned(const RowsOfSix
   }
 }
 
+// The first look at four words of each of sixteen rows, from the class c on, which are kept for the second.
+template <typename Loss, typename Scalar>
+FK_AVX512 inline __attribute__((always_inline)) void look_at_words(const RowsOfSixteen<const Scalar>& rows,
+                                                                   const Scalar* ahead, int64_t c,
+                                                                   SumsOfLanes<Loss, float, 16>& sums, float* kept) {
+  constexpr int64_t kWidth = kWideClasses<Scalar>;
+  // As much as is read here, of what contiguous rows have a few pages on: the processor does not foresee sixteen runs.
+  for (int64_t i = 0; i < kWidth * 16; i += 64 / static_cast<int64_t>(sizeof(Scalar))) prefetch(ahead + i);
+  lanes_t<float, 16> columns[kWidth];
+  load_turned(rows, columns);
+  for (int64_t i = 0; i < kWidth; ++i) {
+    sums.look(columns[i], static_cast<int32_t>(c + i));
+    store_lanes(columns[i], kept + i * 16);
+  }
+}
+
 // The first pass over the classes of the rows from `first` of the tile on, sixteen after sixteen. Their logits are kept
 // for the second, [n_rows / 16, classes, 16]. At least sixteen rows; the last of them, and the last classes, overlap
-// their neighbours. Classes that are fewer than four words are gathered.
+// their neighbours.
 template <typename Loss, typename Scalar>
 FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
                                    Tile<float>& tile, float* kept) {
-  using Reals = lanes_t<float, 16>;
   constexpr int64_t kWidth = kWideClasses<Scalar>;
+  const int64_t last = classes - kWidth;
+  for (int64_t r = 0; r < n_rows; r += 16, kept += classes * 16) {
+    const int64_t row = std::min(r, n_rows - 16);
+    SumsOfLanes<Loss, float, 16> sums(tile, first + row);
+    RowsOfSixteen<const Scalar> rows(z + row * stride, stride);
+    const Scalar* const ahead = z + row * stride + kBlock;
+    int64_t c = 0;
+    for (; c <= last; c += kWidth, rows.move(kWidth)) {
+      look_at_words(rows, ahead + c * 16, c, sums, kept + c * 16);
+    }
+    if (c < classes) {
+      rows.move(last - c);
+      look_at_words(rows, ahead + last * 16, last, sums, kept + last * 16);
+    }
+    sums.store_looked(tile, first + row);
+  }
+}
+
+// The same of fewer classes than four words: they are gathered.
+template <typename Loss, typename Scalar>
+FK_AVX512 void look_at_gathered_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
+                                     Tile<float>& tile, float* kept) {
+  using Reals = lanes_t<float, 16>;
   const __m512i step = _mm512_set1_epi32(static_cast<int32_t>(stride));
+  const __m512i begins = _mm512_mullo_epi32(_mm512_loadu_si512(kFirst<int32_t>), step);
   for (int64_t r = 0; r < n_rows; r += 16) {
     const int64_t row = std::min(r, n_rows - 16);
     SumsOfLanes<Loss, float, 16> sums(tile, first + row);
-    if (classes < kWidth) {
-      __m512i place = _mm512_mullo_epi32(_mm512_loadu_si512(kFirst<int32_t>), step);
-      for (int64_t c = 0; c < classes; ++c, kept += 16, place = _mm512_add_epi32(place, _mm512_set1_epi32(1))) {
-        const auto column = lanes_cast<Reals>(gathered(z + row * stride, place, 0xffff));
-        sums.look(column, static_cast<int32_t>(c));
-        store_lanes(column, kept);
-      }
-      sums.store_looked(tile, first + row);
-      continue;
-    }
-    RowsOfSixteen<const Scalar> rows(z + row * stride, stride);
-    for (int64_t c = 0; c < classes; c += kWidth, kept += kWidth * 16, rows.move(kWidth)) {
-      if (const int64_t beyond = c + kWidth - classes; beyond > 0) {
-        c -= beyond;
-        kept -= beyond * 16;
-        rows.move(-beyond);
-      }
-      // As much as is read here, of what contiguous rows have a few pages on: the processor does not foresee sixteen
-      // runs.
-      const Scalar* ahead = z + row * stride + c * 16 + kBlock;
-      for (int64_t i = 0; i < kWidth * 16; i += 64 / static_cast<int64_t>(sizeof(Scalar))) prefetch(ahead + i);
-      Reals columns[kWidth];
-      load_turned(rows, columns);
-      for (int64_t i = 0; i < kWidth; ++i) {
-        sums.look(columns[i], static_cast<int32_t>(c + i));
-        store_lanes(columns[i], kept + i * 16);
-      }
+    __m512i place = begins;
+    for (int64_t c = 0; c < classes; ++c, kept += 16, place = _mm512_add_epi32(place, _mm512_set1_epi32(1))) {
+      const auto column = lanes_cast<Reals>(gathered(z + row * stride, place, 0xffff));
+      sums.look(column, static_cast<int32_t>(c));
+      store_lanes(column, kept);
     }
     sums.store_looked(tile, first + row);
   }
@@ -105,8 +122,8 @@ FK_AVX512 inline __attribute__((always_inline)) lanes_t<float, 16> taken_out(flo
   return lanes_cast<lanes_t<float, 16>>(logits);
 }
 
-// The second pass.
-template <typename Loss>
+// The second pass, of one kind or the other: what a loop holds in registers is not what the other does.
+template <typename Loss, bool kTakesOut>
 FK_AVX512 void add_kept_rows(float* kept, int64_t classes, int64_t first, int64_t n_rows, Tile<float>& tile) {
   using Sums = SumsOfLanes<Loss, float, 16>;
   using Reals = typename Sums::Reals;
@@ -115,7 +132,7 @@ FK_AVX512 void add_kept_rows(float* kept, int64_t classes, int64_t first, int64_
     Sums sums(tile, first + row);
     sums.load_looked(tile, first + row);
     const float* const end = kept + classes * 16;
-    if (Loss::kMarked == Marked::kNone && classes > kComparedClasses) {
+    if constexpr (kTakesOut) {
       sums.target_logit = taken_out(kept, sums.label);
       Reals rest{}, squares{};
       while (kept != end) {
@@ -142,8 +159,16 @@ void sums_of_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64
   const int64_t at_once = classes * kTileRows <= kMostTurned * 16 ? n_rows : 16;
   for (int64_t r = 0; r < n_rows; r += at_once) {
     const int64_t row = std::min(r, n_rows - at_once);
-    look_at_turned_rows<Loss>(z + row * stride, stride, classes, row, at_once, tile, kept);
-    add_kept_rows<Loss>(kept, classes, row, at_once, tile);
+    if (classes < kWideClasses<Scalar>) {
+      look_at_gathered_rows<Loss>(z + row * stride, stride, classes, row, at_once, tile, kept);
+    } else {
+      look_at_turned_rows<Loss>(z + row * stride, stride, classes, row, at_once, tile, kept);
+    }
+    if (Loss::kMarked == Marked::kNone && classes > kComparedClasses) {
+      add_kept_rows<Loss, true>(kept, classes, row, at_once, tile);
+    } else {
+      add_kept_rows<Loss, false>(kept, classes, row, at_once, tile);
+    }
   }
 }
 

@@ -1,0 +1,128 @@
+// Sums of float rows of some dozens of adjacent classes, with AVX-512: four rows side by side, vector after vector.
+// They share what a loop costs, and four of their vectors are folded together. (Of half precision, which has to be
+// converted, and of fewer classes, sums of turned rows are faster; of more classes, rows one by one.)
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "cpu/elementary.h"
+#include "cpu/lanes.h"
+#include "cpu/row_loss_flat.h"
+#include "cpu/row_loss_tile.h"
+#include "cpu/vector_clones.h"
+
+namespace focalkern::cpu {
+namespace {
+
+// Of losses whose sum alone is wanted.
+template <typename Loss, typename Scalar>
+constexpr bool kIsAbreast = Loss::kMarked == Marked::kNone && !Loss::kSquares && std::is_same_v<Scalar, float>;
+constexpr int64_t kMostAbreast = 192;  // classes
+constexpr int64_t kRowsAbreast = 16;   // rows whose logits stay in the first-level cache beside those to come
+
+#ifdef FK_HAS_AVX512_CODE
+
+// A row in vectors. Only some classes of the first, at least one, are its own: the second has the others again.
+struct RowVectors {
+  int64_t count, own;
+  explicit RowVectors(int64_t classes) : count((classes + 15) / 16), own(classes - (count - 1) * 16) {}
+};
+
+// Four vectors, each folded to one lane.
+template <typename Combine>
+FK_AVX512 inline __attribute__((always_inline)) __m128 folded(const lanes_t<float, 16> (&rows)[4], Combine combine) {
+  using Reals = lanes_t<float, 16>;
+  using Half = lanes_t<float, 8>;
+  using Quarter = lanes_t<float, 4>;
+  __m512 v[4];
+  for (int i = 0; i < 4; ++i) v[i] = lanes_cast<__m512>(rows[i]);
+  for (int i = 0; i < 4; i += 2) {
+    v[i] = lanes_cast<__m512>(combine(lanes_cast<Reals>(_mm512_unpacklo_ps(v[i], v[i + 1])),
+                                      lanes_cast<Reals>(_mm512_unpackhi_ps(v[i], v[i + 1]))));
+  }
+  const __m512 all = lanes_cast<__m512>(combine(lanes_cast<Reals>(_mm512_shuffle_ps(v[0], v[2], 0x44)),
+                                                lanes_cast<Reals>(_mm512_shuffle_ps(v[0], v[2], 0xee))));
+  const __m256 half = lanes_cast<__m256>(
+      combine(lanes_cast<Half>(_mm512_castps512_ps256(all)), lanes_cast<Half>(_mm512_extractf32x8_ps(all, 1))));
+  return lanes_cast<__m128>(
+      combine(lanes_cast<Quarter>(_mm256_castps256_ps128(half)), lanes_cast<Quarter>(_mm256_extractf128_ps(half, 1))));
+}
+
+// As max_of.
+FK_AVX512 inline __attribute__((always_inline)) __m128 maxima_of_four(const float* z, int64_t stride,
+                                                                      const RowVectors& vectors) {
+  using Reals = lanes_t<float, 16>;
+  Reals max[4];
+  for (int i = 0; i < 4; ++i) max[i] = load_lanes<Reals>(z + i * stride);
+  z += vectors.own;
+  for (const float* const end = z + (vectors.count - 1) * 16; z != end; z += 16) {
+    for (int i = 0; i < 4; ++i) max[i] = Larger{}(max[i], load_lanes<Reals>(z + i * stride));
+  }
+  return folded(max, Larger{});
+}
+
+// The sums over every class but the target.
+FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float* z, int64_t stride,
+                                                                    const RowVectors& vectors, const float* shift,
+                                                                    const int32_t* label, const float* exp_zero) {
+  using Reals = lanes_t<float, 16>;
+  const Reals most = lanes_cast<Reals>(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(exp_zero)));
+  Reals shifts[4], sums[4];
+  __m512i labels[4];
+  for (int i = 0; i < 4; ++i) {
+    shifts[i] = lanes_cast<Reals>(_mm512_set1_ps(shift[i]));
+    labels[i] = _mm512_set1_epi32(label[i]);
+    sums[i] = Reals{};
+  }
+  // As much is prefetched as is read here: contiguous rows follow each other, and in the order of addresses. In that of
+  // the reads, four runs at a time, it takes longer.
+  const float* ahead = z + kBlock;
+  int64_t step = vectors.own;
+  __m512i index = _mm512_loadu_si512(kFirst<int32_t>), index_step = _mm512_set1_epi32(static_cast<int32_t>(step));
+  __mmask16 is_own = _mm512_cmplt_epi32_mask(index, index_step);
+  for (int64_t k = 0; k < vectors.count; ++k, ahead += 64) {
+    for (int i = 0; i < 4; ++i) {
+      prefetch(ahead + i * 16);
+      const Reals fall = shifts[i] - load_lanes<Reals>(z + i * stride);
+      const ScaledExponential<Reals> e = exponential_of_fall(fall, most);
+      const __mmask16 is_other = _mm512_mask_cmpneq_epi32_mask(is_own, index, labels[i]);
+      sums[i] = lanes_cast<Reals>(_mm512_mask3_fmadd_ps(lanes_cast<__m512>(e.mantissa), lanes_cast<__m512>(e.scale),
+                                                        lanes_cast<__m512>(sums[i]), is_other));
+    }
+    z += step;
+    index = _mm512_add_epi32(index, index_step);
+    step = 16;
+    index_step = _mm512_set1_epi32(16);
+    is_own = 0xffff;
+  }
+  return folded(sums, Sum{});
+}
+
+// Of at least sixteen rows; the last of them overlap their neighbours.
+FK_AVX512 inline void sums_of_rows_abreast(const float* z, int64_t stride, int64_t classes, int64_t n_rows,
+                                           Tile<float>& tile) {
+  const RowVectors vectors(classes);
+  const __m128 nothing = _mm_set1_ps(-std::numeric_limits<float>::infinity());
+  alignas(64) float shift[kRowsAbreast];  // as finite_shift
+  for (int64_t begin = 0; begin < n_rows; begin += kRowsAbreast) {
+    const int64_t row = std::min(begin, n_rows - kRowsAbreast);
+    const float* const rows = z + row * stride;
+    for (int64_t r = 0; r < kRowsAbreast; r += 4) {
+      const __m128 max = maxima_of_four(rows + r * stride, stride, vectors);
+      _mm_storeu_ps(tile.max + row + r, max);
+      _mm_storeu_ps(shift + r, _mm_maskz_mov_ps(_mm_cmp_ps_mask(max, nothing, _CMP_NEQ_UQ), max));
+    }
+    gather_targets(rows, stride, 1, kRowsAbreast, tile.label + row, tile.target_logit + row);
+    for (int64_t r = 0; r < kRowsAbreast; r += 4) {
+      _mm_storeu_ps(tile.rest + row + r,
+                    sums_of_four(rows + r * stride, stride, vectors, shift + r, tile.label + row + r, tile.exp_zero));
+    }
+  }
+}
+
+#endif  // FK_HAS_AVX512_CODE
+
+}  // namespace
+}  // namespace focalkern::cpu
