@@ -202,11 +202,12 @@ def test_ties_make_empty_bins_that_keep_their_gamma():
 def test_a_training_sample_is_looked_up_by_the_probability_of_its_target():
     """Not by its confidence, and in [lo, hi), outer bins open-ended."""
     loss = fk.AdaFocalLoss(3, reduction="none")
-    loss.update_bins([0.3, 0.5, 0.75, 0.9], [0.4, 0.6, 0.8], [0.2, 0.9, 0.8])
+    loss.update_bins([0.1, 0.3, 0.5, 0.9], [0.2, 0.4, 0.8], [0.05, 0.9, 0.8])
     gammas = loss.bin_gammas.tolist()
     assert len(set(gammas)) == 3
-    p = torch.tensor([0.1, 0.4, 0.5, 0.7, 0.75, 0.99], dtype=torch.float64)
-    logits = torch.stack([p, 1 - p], 1).log()
+    # Probabilities of 0.05, 0.25, 0.35, 0.4, 0.5 without rounding, and 0.97.
+    shares = [[1, 5, 7, 7], [5, 5, 5, 5], [7, 5, 4, 4], [4, 2, 2, 2], [1, 1, 0, 0], [97, 1, 1, 1]]
+    logits = torch.tensor(shares, dtype=torch.float64).log()
     expected = torch.tensor([gammas[b] for b in (0, 0, 1, 1, 2, 2)], dtype=torch.float64)
     target = torch.zeros(6, dtype=torch.long)
     assert_close(loss(logits, target), fk.focal_loss(logits, target, expected, reduction="none"))
