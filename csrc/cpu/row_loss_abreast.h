@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 #include <type_traits>
 
 #include "cpu/elementary.h"
@@ -65,14 +64,14 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 maxima_of_four(const floa
 
 // The sums over every class but the target.
 FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float* z, int64_t stride,
-                                                                    const RowVectors& vectors, const float* shift,
+                                                                    const RowVectors& vectors, const float* max,
                                                                     const int32_t* label, const float* exp_zero) {
   using Reals = lanes_t<float, 16>;
   const Reals most = lanes_cast<Reals>(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(exp_zero)));
-  Reals shifts[4], sums[4];
+  Reals maxima[4], sums[4];
   __m512i labels[4];
   for (int i = 0; i < 4; ++i) {
-    shifts[i] = lanes_cast<Reals>(_mm512_set1_ps(shift[i]));
+    maxima[i] = lanes_cast<Reals>(_mm512_set1_ps(max[i]));
     labels[i] = _mm512_set1_epi32(label[i]);
     sums[i] = Reals{};
   }
@@ -85,7 +84,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
   for (int64_t k = 0; k < vectors.count; ++k, ahead += 64) {
     for (int i = 0; i < 4; ++i) {
       prefetch(ahead + i * 16);
-      const Reals fall = shifts[i] - load_lanes<Reals>(z + i * stride);
+      const Reals fall = maxima[i] - load_lanes<Reals>(z + i * stride);
       const ScaledExponential<Reals> e = exponential_of_fall(fall, most);
       const __mmask16 is_other = _mm512_mask_cmpneq_epi32_mask(is_own, index, labels[i]);
       sums[i] = lanes_cast<Reals>(_mm512_mask3_fmadd_ps(lanes_cast<__m512>(e.mantissa), lanes_cast<__m512>(e.scale),
@@ -104,20 +103,16 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
 FK_AVX512 inline void sums_of_rows_abreast(const float* z, int64_t stride, int64_t classes, int64_t n_rows,
                                            Tile<float>& tile) {
   const RowVectors vectors(classes);
-  const __m128 nothing = _mm_set1_ps(-std::numeric_limits<float>::infinity());
-  alignas(64) float shift[kRowsAbreast];  // as finite_shift
   for (int64_t begin = 0; begin < n_rows; begin += kRowsAbreast) {
     const int64_t row = std::min(begin, n_rows - kRowsAbreast);
     const float* const rows = z + row * stride;
     for (int64_t r = 0; r < kRowsAbreast; r += 4) {
-      const __m128 max = maxima_of_four(rows + r * stride, stride, vectors);
-      _mm_storeu_ps(tile.max + row + r, max);
-      _mm_storeu_ps(shift + r, _mm_maskz_mov_ps(_mm_cmp_ps_mask(max, nothing, _CMP_NEQ_UQ), max));
+      _mm_storeu_ps(tile.max + row + r, maxima_of_four(rows + r * stride, stride, vectors));
     }
     gather_targets(rows, stride, 1, kRowsAbreast, tile.label + row, tile.target_logit + row);
     for (int64_t r = 0; r < kRowsAbreast; r += 4) {
-      _mm_storeu_ps(tile.rest + row + r,
-                    sums_of_four(rows + r * stride, stride, vectors, shift + r, tile.label + row + r, tile.exp_zero));
+      _mm_storeu_ps(tile.rest + row + r, sums_of_four(rows + r * stride, stride, vectors, tile.max + row + r,
+                                                      tile.label + row + r, tile.exp_zero));
     }
   }
 }
