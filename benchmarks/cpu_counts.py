@@ -10,7 +10,9 @@ The floor of `focal_loss` is what its arithmetic needs in vectors of sixteen, wi
   a sum, a product and a store: 34;
 - up to 32 classes three transpositions, 28 instructions for sixteen rows and four words (the kernels make do with one);
   of half precision, where a word has two classes, 8 more for the conversion, or 56 with rounding;
-- per row two logarithms (22) and seven exponentials (14) (for gamma = 2 the kernels make do with one and two);
+- of more classes a row is in vectors of its own: the last of them is not full and costs as much as the others, and the
+  maximum and the sum are folded, each in 13 instructions for four rows together;
+- per row two logarithms (22) and seven exponentials (14) (for gamma = 2 the kernels make do with one and one);
 - of a half-precision row that is not transposed, one instruction to convert each class in each of three readings, and 7
   to round it.
 """
@@ -67,12 +69,13 @@ class ElementCount:
 def floor(classes: int, dtype: str) -> float:
     """Instructions per element, forward and backward."""
     half = dtype == "bfloat16"
-    needed = 34 / LANES + (2 * 22 + 7 * 14) / LANES / classes
+    finishing = (2 * 22 + 7 * 14) / LANES / classes
     if classes <= FEW_CLASSES:
         turned = (36 + 36 + 84) / 128 if half else 3 * 28 / 64
         group = 8 if half else 4
-        return needed + turned * (-(-classes // group) * group) / classes
-    return needed + ((3 + 7) / LANES if half else 0)
+        return 34 / LANES + finishing + turned * (-(-classes // group) * group) / classes
+    vectors = -(-classes // LANES)
+    return (vectors * (34 + (3 + 7 if half else 0)) + 2 * 13 / 4) / classes + finishing
 
 
 def build(folder: Path) -> Path:
