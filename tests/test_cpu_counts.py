@@ -21,6 +21,8 @@ def test_the_floor_of_a_long_row_is_that_of_its_elements():
     # Three transpositions of 28 instructions for sixteen rows and four classes.
     rows = (2 * 22 + 7 * 14) / 16 / 32
     assert counts.floor(32, "float32") == pytest.approx(34 / 16 + 3 * 28 / 64 + rows)
+    # Seven vectors, the last of which has four classes, and two folds of four rows in 13 instructions each.
+    assert counts.floor(100, "float32") == pytest.approx((7 * 34 + 2 * 13 / 4 + rows * 32) / 100)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("c++"), reason="steps through x86-64 code")
@@ -33,7 +35,7 @@ def test_counts_repeat(tmp_path: Path):
     assert 1 < first.ratio < 5
     table = counts.count(program, 10, "float32", "table")
     assert table.forward > first.forward
-    assert table.backward > first.backward
+    assert table.backward == first.backward  # what the gradient takes of gamma comes from the forward pass
     computed = counts.count_elements(program, "focal", "float32", "dense")
     looked_up = counts.count_elements(program, "focal", "bfloat16", "dense")
     assert 1 < looked_up.forward < computed.forward < 6
