@@ -330,6 +330,15 @@ def test_digits_of_the_slope_in_gamma_of_a_likely_class_among_many():
     assert_close(grad, torch.full((20,), 0.999**1.5 * math.log(1e3) * math.log(0.999), dtype=torch.float64))
 
 
+def test_a_factor_that_vanishes_has_no_gradient_beside_an_inverse_gamma(device):
+    z = torch.tensor([[40.0, 0.0], [40.0, 0.0]], dtype=torch.float64, device=device, requires_grad=True)
+    gamma = torch.tensor([200.0, -1.0], dtype=torch.float64, device=device)
+    fk.focal_loss(z, torch.zeros(2, dtype=torch.long, device=device), gamma, reduction="sum").backward()
+    assert z.grad is not None
+    assert (z.grad[0] == 0).all()  # u ** 200 of u = 4e-18
+    assert (z.grad[1] != 0).all()
+
+
 def test_digits_of_the_slope_in_gamma_of_an_unlikely_target():
     gaps = torch.arange(1, 61, dtype=torch.float64)
     z = torch.stack([-gaps, torch.zeros_like(gaps), torch.zeros_like(gaps)], dim=1).float()

@@ -176,7 +176,10 @@ FK_HOST_DEVICE void power_loss_of(int64_t n_rows, bool detach_modulation, const 
     const Real phi = base < kTiny ? Real(1) : ratio;  // 0 / 0 in the end
     const Real whole = factor * (Real(1) + tile.gamma[r] * phi);
     Real coefficient = detached > Real(0) ? factor : whole;
-    if constexpr (kEverInverse) coefficient = coefficient == Real(0) ? kAlmostZero : coefficient;
+    if constexpr (kEverInverse) {
+      const bool is_lost = (tile.gamma[r] < Real(0)) & (coefficient == Real(0));
+      coefficient = is_lost ? kAlmostZero : coefficient;
+    }
     save_row<kPlain>(tile, r, coefficient, saved, rows);
   }
   sums->loss += loss_sum;
