@@ -378,6 +378,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
   TORCH_CHECK_VALUE(
       saved.dim() == 1 && saved.numel() == numbers * rows + 1 && saved.scalar_type() == real && saved.is_contiguous(),
       op, ": saved must be what the forward pass returned for this input");
+  TORCH_CHECK_VALUE(!edges || !needed[2], op, ": the gammas of a table have no gradient, and needed[2] asks for it");
   check_same_device(op, "grad", grad, input);
   check_same_device(op, "saved", saved, input);
   Tensor grad_input = at::empty({0}, input.options());

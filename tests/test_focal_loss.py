@@ -339,6 +339,33 @@ def test_a_factor_that_vanishes_has_no_gradient_beside_an_inverse_gamma(device):
     assert (z.grad[1] != 0).all()
 
 
+# (1 + p)^-gamma is finite, and gamma times it is not.
+@pytest.mark.parametrize(("dtype", "gamma"), [(torch.float32, -160.0), (torch.float64, -1290.0)])
+def test_slope_in_an_inverse_gamma_where_that_in_the_logits_is_infinite(dtype, gamma):
+    z = torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=dtype, requires_grad=True)
+    gammas = torch.tensor([gamma, 2.0], dtype=dtype, requires_grad=True)
+    fk.focal_loss(z, torch.zeros(2, dtype=torch.long), gammas, reduction="sum").backward()
+    assert z.grad is not None and gammas.grad is not None
+    log_p, log_base = -math.log1p(math.exp(-1)), math.log1p(1 / (1 + math.exp(-1)))
+    expected = log_p * log_base * math.exp(-gamma * log_base)
+    assert gammas.grad[0].item() == pytest.approx(expected, rel=1e-3 if dtype == torch.float32 else 1e-11)
+    assert z.grad[0].tolist() == [math.inf, -math.inf]
+    assert z.grad[1].isfinite().all()
+
+
+@pytest.mark.parametrize("gamma", [126.5, 128.0])  # 2^-gamma is a denormal float
+def test_a_row_does_not_depend_on_the_sign_of_another_gamma(gamma):
+    def of_first(other: float) -> list[torch.Tensor]:
+        z = torch.zeros(2, 2, requires_grad=True)
+        gammas = torch.tensor([gamma, other], requires_grad=True)
+        loss = fk.focal_loss(z, torch.zeros(2, dtype=torch.long), gammas, reduction="none")
+        grads = torch.autograd.grad(loss.sum(), (z, gammas))
+        return [loss[0], grads[0][0], grads[1][0]]
+
+    for with_positive, with_negative in zip(of_first(1.0), of_first(-1.0), strict=True):
+        assert torch.equal(with_positive, with_negative)
+
+
 def test_digits_of_the_slope_in_gamma_of_an_unlikely_target():
     gaps = torch.arange(1, 61, dtype=torch.float64)
     z = torch.stack([-gaps, torch.zeros_like(gaps), torch.zeros_like(gaps)], dim=1).float()

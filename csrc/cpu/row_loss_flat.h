@@ -41,18 +41,18 @@ struct FlatRows {
   }
 };
 
+#endif  // FK_HAS_AVX512_CODE
+
+namespace {
+
+#ifdef FK_HAS_AVX512_CODE
+
 // Kept from call to call: a table of a hundred classes takes as long as a few rows.
 template <bool kPairs>
 FlatRows<kPairs>& flat_rows_of_this_thread() {
   static thread_local FlatRows<kPairs> rows;
   return rows;
 }
-
-#endif  // FK_HAS_AVX512_CODE
-
-namespace {
-
-#ifdef FK_HAS_AVX512_CODE
 
 // What sixteen rows have, in registers, and the gradient of sixteen of their numbers.
 template <typename Loss, typename Scalar>

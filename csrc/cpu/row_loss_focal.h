@@ -5,9 +5,9 @@
 //   f = base^|gamma|          base = u, or 1 + p for a negative gamma
 //   loss = f L                c = f (1 + gamma p L / base), or f where the modulation is detached
 //
-// The gradient is c p_j, and -c u of the target. The forward pass has all of that at hand, and keeps it: saved [3,
-// rows] = (m, c / S, -c u). Only the slope in gamma needs more, and -c u / (c / S) = rest. gamma = 2 for every row, the
-// common case, is a square: no logarithm and no power.
+// The gradient is c p_j = (c / S) e^(z_j - m), and that of the target -c u = -(c / S) rest. The forward pass has all of
+// that at hand, and keeps it: saved [3, rows] = (m, c / S, -rest). gamma = 2 for every row, the common case, is a
+// square: no logarithm and no power.
 //
 // A loop has one exponential or logarithm, and leaves to the next what it found of the tile: in a longer one the steps
 // of a row wait for each other, and those of the next are out of the processor's sight.
@@ -92,10 +92,11 @@ FK_HOST_DEVICE void logs_of_bases(int64_t n_rows, Tile<Real>& tile) {
 template <bool kEverInverse, typename Real>
 FK_HOST_DEVICE Real focal_factor(const Tile<Real>& tile, int64_t r, Real lowest) {
   const Real gamma = tile.gamma[r], log_base = tile.log_base[r];
-  if constexpr (kEverInverse) return exponential((gamma < Real(0) ? -gamma : gamma) * log_base);
-  const Real log_factor = gamma * log_base;
+  const Real log_factor = (kEverInverse && gamma < Real(0) ? -gamma : gamma) * log_base;
   const ScaledExponential<Real> e = scaled_exponential(lowest > log_factor ? lowest : log_factor);
-  return e.mantissa * e.scale;
+  const Real factor = e.mantissa * e.scale;
+  // From half of the largest number on.
+  return kEverInverse && log_factor > -lowest ? std::numeric_limits<Real>::infinity() : factor;
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ template <bool kPlain, typename Real>
 FK_HOST_DEVICE void save_row(const Tile<Real>& tile, int64_t r, Real coefficient, Real* saved, int64_t rows) {
   saved[r] = kept<kPlain>(tile, r, tile.max[r]);
   saved[rows + r] = kept<kPlain>(tile, r, coefficient * tile.per_sum[r]);
-  saved[2 * rows + r] = kept<kPlain>(tile, r, coefficient * tile.minus_u[r]);
+  saved[2 * rows + r] = kept<kPlain>(tile, r, -tile.rest[r]);
 }
 
 template <bool kPlain, typename Real>
@@ -159,9 +160,6 @@ template <bool kEverInverse, bool kPlain, typename Real>
 FK_HOST_DEVICE void power_loss_of(int64_t n_rows, bool detach_modulation, const Tile<Real>& tile, Real* saved,
                                   int64_t rows, Real* losses, FocalLossSums* sums) {
   constexpr Real kTiny = std::numeric_limits<Real>::epsilon() / 2;
-  // Where an inverse coefficient comes out as 0, which says no more than that it is small. The slope in gamma needs the
-  // ratio of what is kept.
-  constexpr Real kAlmostZero = Real(1e-30);
   const Real lowest = tile.exp_zero[0], largest = -lowest;
   const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
   double loss_sum = 0, weight_sum = 0;
@@ -175,12 +173,7 @@ FK_HOST_DEVICE void power_loss_of(int64_t n_rows, bool detach_modulation, const 
     const Real ratio = (tile.p[r] * finite_part(tile.minus_log_p[r], largest)) / base;
     const Real phi = base < kTiny ? Real(1) : ratio;  // 0 / 0 in the end
     const Real whole = factor * (Real(1) + tile.gamma[r] * phi);
-    Real coefficient = detached > Real(0) ? factor : whole;
-    if constexpr (kEverInverse) {
-      const bool is_lost = (tile.gamma[r] < Real(0)) & (coefficient == Real(0));
-      coefficient = is_lost ? kAlmostZero : coefficient;
-    }
-    save_row<kPlain>(tile, r, coefficient, saved, rows);
+    save_row<kPlain>(tile, r, detached > Real(0) ? factor : whole, saved, rows);
   }
   sums->loss += loss_sum;
   sums->weight += kPlain ? static_cast<double>(n_rows) : weight_sum;
@@ -207,7 +200,7 @@ FK_HOST_DEVICE void slopes_of(const Real* saved, int64_t rows, int64_t n_rows, T
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const Real max = saved[r], upstream = kPlain ? one_upstream : tile.upstream[r] * tile.weight[r];
-    const Real factor = upstream * saved[rows + r], target_slope = upstream * saved[2 * rows + r];
+    const Real factor = upstream * saved[rows + r], target_slope = factor * saved[2 * rows + r];
     if constexpr (kPlain) {
       tile.max[r] = max;
       tile.factor[r] = factor;
@@ -237,9 +230,8 @@ FK_VECTOR_CLONES void finish_gamma_slopes(const Real* saved, int64_t rows, int64
                                           Real* grad_gamma) {
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    const Real of_others = saved[rows + r], ratio = -saved[2 * rows + r] / of_others;
     tile.max[r] = saved[r];
-    tile.rest[r] = of_others == Real(0) ? Real(0) : ratio;  // c = 0, where f = 0 or u = 0: the slope is 0, too
+    tile.rest[r] = -saved[2 * rows + r];
   }
   shares_of_sums(n_rows, tile);
   logs_of_bases<true>(n_rows, tile);
