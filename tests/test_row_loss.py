@@ -123,6 +123,24 @@ def test_rows_that_are_taken_together(layout, dtype, name):
         check(name, z, target.reshape(2, 1, -1) if z.dim() == 4 else target)
 
 
+# From the target's logit, sums are taken up to e^69 (float32) and e^623 (float64).
+@pytest.mark.parametrize("classes", [10, 50, 200, 1000, 5000])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_targets_of_any_probability(name, dtype, classes):
+    below = torch.tensor([0.0, 1, 15, 40, 65, 68, 69, 70, 71, 80, 87, 88, 89, 100, 300, 620, 625, 705, 800, 9000, -90])
+    z = torch.randn(len(below), classes)
+    target = torch.randint(classes, (len(below),))
+    rows = torch.arange(len(below))
+    z[rows, target] = z.max(1).values - below
+    z[:8, :3] = -below[-3]  # far below all targets
+    target[:8].clamp_(min=3)
+    check(name, z.to(dtype), target)
+    check(name, z[3:].to(dtype), target[3:])
+    one_by_one = [check(name, z[i : i + 1].to(dtype), target[i : i + 1])[0] for i in range(len(below))]
+    assert torch.cat(one_by_one).isfinite().all()
+
+
 @pytest.mark.parametrize("classes", [5, 19, 100])
 def test_any_nan_stays_nan_in_half_precision(classes):
     """Also one of all ones, which rounding by adding would turn into a number."""
@@ -263,7 +281,7 @@ def test_a_tied_rival_is_the_first():
 @pytest.mark.parametrize("name", LOSSES)
 def test_infinite_and_ignored_logits(name):
     loss, _ = LOSSES[name]
-    for classes in (4, 12, 20, 50):
+    for classes in (4, 12, 20, 50, 200, 5000):
         z = torch.randn(6, classes)
         z[0, 1:] = -math.inf  # certain
         z[1, 1] = -math.inf
@@ -271,14 +289,16 @@ def test_infinite_and_ignored_logits(name):
         z[3, 2] = math.nan
         z[4, 1] = math.inf
         z[5] = -math.inf
-        z.requires_grad_()
         target = torch.tensor([0, 0, 9 % classes, 0, 0, 0])
-        found = loss(z, target, ignore_index=9 % classes, reduction="none")
-        (gradient,) = torch.autograd.grad(found.sum(), z)
-        assert found.isnan().tolist() == [False, False, False, True, True, True]
-        assert (gradient[:3].isfinite()).all()
-        assert (gradient[[0, 2]] == 0).all()
-        assert gradient[3].isnan().any()
+        for copies in (1, 3):
+            many = z.repeat(copies, 1).requires_grad_()
+            found = loss(many, target.repeat(copies), ignore_index=9 % classes, reduction="none")
+            gradients = torch.autograd.grad(found.sum(), many)[0].split(6)
+            assert found.isnan().tolist() == [False, False, False, True, True, True] * copies
+            for gradient in gradients:
+                assert (gradient[:3].isfinite()).all()
+                assert (gradient[[0, 2]] == 0).all()
+                assert gradient[3].isnan().any()
 
 
 @pytest.mark.parametrize("gamma", [2.0, 0.0, -1.5])

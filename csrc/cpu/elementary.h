@@ -87,10 +87,15 @@ FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
   return {kOne + power.r * (kOne + power.r * power.tail), power.scale};
 }
 
-// e^-fall, which is 0 from `most` on.
-template <typename Reals>
+// e^-fall, which is 0 from `most` on. With kMayRise the fall may be below 0, too: from -most on it counts as that.
+template <bool kMayRise = false, typename Reals>
 FK_HOST_DEVICE ScaledExponential<Reals> exponential_of_fall(const Reals& fall, const Reals& most) {
-  return scaled_exponential(-(fall > most ? most : fall));
+  const Reals bounded = fall > most ? most : fall;
+  if constexpr (kMayRise) {
+    const Reals least = -most;
+    return scaled_exponential(-(bounded < least ? least : bounded));
+  }
+  return scaled_exponential(-bounded);
 }
 
 // log(2^n (1 + f)) for 1 + f in [sqrt(1/2), sqrt(2)], in float without a division, to 8e-9 and the last rounding. The

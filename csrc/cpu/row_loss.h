@@ -2,7 +2,7 @@
 // is besides is in its header in math (see math/row_loss.h), and its kernels are made by FK_ROW_LOSS.
 //
 //   forward   logits [rows, classes] -> row_loss [rows], saved [3 or 4, rows] = (m, log S, log u or squares, marked),
-//             of the focal loss (m, c / S, -c u): see row_loss_focal.h
+//             of the focal loss (m, c / S, -rest): see row_loss_focal.h
 //   backward  logits, saved, grad_loss -> grad_logits [rows, classes] (and grad_gamma, grad_target)
 //
 // Memory: each direction reads the logits from memory once; second looks at a row find it in cache. Three shapes of
@@ -102,10 +102,11 @@ FK_HOST_DEVICE void read_gammas(const Real* gamma, int64_t stride, int64_t n_row
   tile.ever_inverse = any_inverse(tile.gamma, n_rows);
 }
 
-// Labels, class weights and gammas of a tile. Returns the first row whose label is out of range, or -1.
+// Labels, class weights and, where they are wanted, gammas of a tile. Returns the first row whose label is out of
+// range, or -1.
 template <typename Scalar>
 FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                                   Tile<compute_t<Scalar>>& tile) {
+                                   bool with_gammas, Tile<compute_t<Scalar>>& tile) {
   const Labels& labels = args.labels;
   bool wrong;
   if (labels.type == Labels::Type::kInt64) {
@@ -121,7 +122,7 @@ FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t ro
       if (tile.label[r] != kNoTarget) tile.weight[r] = args.class_weight[tile.label[r]];
     }
   }
-  if (args.gamma && !args.edges) {
+  if (with_gammas && args.gamma && !args.edges) {
     read_gammas(args.gamma + row_begin * args.gamma_stride, args.gamma_stride, n_rows, tile);
   }
   if (!wrong) return -1;
@@ -252,7 +253,7 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
   FocalLossSums sums{0, 0, -1};
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);
-    const int64_t invalid = read_rows(args, row, n, tile);
+    const int64_t invalid = read_rows(args, row, n, true, tile);
     if (invalid >= 0) {
       sums.invalid_row = invalid;
       return sums;
@@ -270,6 +271,8 @@ FocalLossSums forward_labels(const FocalLossForward<Scalar>& args, int64_t row_b
     } else {
       if (args.classes > kBlock) {
         sums_of_long_rows<Loss>(args, row, n, tile);
+      } else if constexpr (kSumOnly<Loss>) {
+        run_in_widest<SumOfRows>(args, row, n, tile);
       } else {
         run_in_widest<SumsOfRows<Loss>>(args, row, n, tile);
       }
@@ -328,11 +331,11 @@ bool gather_targets_of(const FocalLossArgs<Scalar>& args, int64_t row_begin, int
   return false;
 }
 
-// The logits of the targets and the upstream gradient. The former come from `transposed`, if they were brought there.
+// The logits of the targets, where they are needed, and the upstream gradient. The former come from `transposed`, if
+// they were brought there.
 template <typename Loss, typename Scalar>
-void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, bool needed,
                     const compute_t<Scalar>* transposed, Tile<compute_t<Scalar>>& tile) {
-  const bool needed = !kIsFocal<Loss> || args.grad_gamma;  // the focal loss has all else from the forward pass
   if (needed && transposed && args.classes <= kFewClasses) {
     run_in_widest<TargetOfColumns>(transposed, args.classes, n_rows, tile);
   } else if (needed && !gather_targets_of(args, row_begin, n_rows, tile)) {
@@ -417,6 +420,7 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
   Real* grad_transposed = transposed + args.classes * kTileRows;
   FlatGradient<Scalar> flat_gradient;
   if (all_flat) flat_gradient.prepare(args.classes);
+  const bool needs_more = !kIsFocal<Loss> || args.grad_gamma;  // the focal loss has all else from the forward pass
   Tile<Real> tile;
   if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);
   if (args.grad_stride == 0) {
@@ -424,11 +428,11 @@ void backward_labels(const FocalLossBackward<Scalar>& args, int64_t row_begin, i
   }
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = tile_rows(args, columns, row, row_end);
-    read_rows(args, row, n, tile);
+    read_rows(args, row, n, needs_more, tile);
     const bool flat = all_flat && n >= 16;
     const bool through_tile = args.grad_logits && !columns && !rows && !flat;
     if (through_tile) gather_tile(args, row, n, transposed);
-    read_for_slope<Loss>(args, row, n, through_tile ? transposed : nullptr, tile);
+    read_for_slope<Loss>(args, row, n, needs_more, through_tile ? transposed : nullptr, tile);
     if constexpr (kIsFocal<Loss>) {
       finish_focal_slope(args, row, n, tile);
     } else {

@@ -15,9 +15,8 @@
 namespace focalkern::cpu {
 namespace {
 
-// Of losses whose sum alone is wanted.
 template <typename Loss, typename Scalar>
-constexpr bool kIsAbreast = Loss::kMarked == Marked::kNone && !Loss::kSquares && std::is_same_v<Scalar, float>;
+constexpr bool kIsAbreast = kSumOnly<Loss> && std::is_same_v<Scalar, float>;
 constexpr int64_t kMostAbreast = 192;  // classes
 constexpr int64_t kRowsAbreast = 16;   // rows whose logits stay in the first-level cache beside those to come
 
@@ -62,7 +61,8 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 maxima_of_four(const floa
   return folded(max, Larger{});
 }
 
-// The sums over every class but the target.
+// As sum_exp_except over every class but the target.
+template <bool kMayRise>
 FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float* z, int64_t stride,
                                                                     const RowVectors& vectors, const float* max,
                                                                     const int32_t* label, const float* exp_zero) {
@@ -85,7 +85,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
     for (int i = 0; i < 4; ++i) {
       prefetch(ahead + i * 16);
       const Reals fall = maxima[i] - load_lanes<Reals>(z + i * stride);
-      const ScaledExponential<Reals> e = exponential_of_fall(fall, most);
+      const ScaledExponential<Reals> e = exponential_of_fall<kMayRise>(fall, most);
       const __mmask16 is_other = _mm512_mask_cmpneq_epi32_mask(is_own, index, labels[i]);
       sums[i] = lanes_cast<Reals>(_mm512_mask3_fmadd_ps(lanes_cast<__m512>(e.mantissa), lanes_cast<__m512>(e.scale),
                                                         lanes_cast<__m512>(sums[i]), is_other));
@@ -99,6 +99,17 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
   return folded(sums, Sum{});
 }
 
+// Sixteen of them.
+template <bool kMayRise>
+FK_AVX512 inline __attribute__((always_inline)) void add_rows_abreast(const float* z, int64_t stride,
+                                                                      const RowVectors& vectors, int64_t row,
+                                                                      Tile<float>& tile) {
+  for (int64_t r = row; r < row + kRowsAbreast; r += 4, z += 4 * stride) {
+    _mm_storeu_ps(tile.rest + r,
+                  sums_of_four<kMayRise>(z, stride, vectors, tile.max + r, tile.label + r, tile.exp_zero));
+  }
+}
+
 // Of at least sixteen rows; the last of them overlap their neighbours.
 FK_AVX512 inline void sums_of_rows_abreast(const float* z, int64_t stride, int64_t classes, int64_t n_rows,
                                            Tile<float>& tile) {
@@ -106,14 +117,15 @@ FK_AVX512 inline void sums_of_rows_abreast(const float* z, int64_t stride, int64
   for (int64_t begin = 0; begin < n_rows; begin += kRowsAbreast) {
     const int64_t row = std::min(begin, n_rows - kRowsAbreast);
     const float* const rows = z + row * stride;
+    gather_targets(rows, stride, 1, kRowsAbreast, tile.label + row, tile.target_logit + row);
+    _mm512_storeu_ps(tile.max + row, _mm512_loadu_ps(tile.target_logit + row));
+    add_rows_abreast<true>(rows, stride, vectors, row, tile);
+    const __m512 largest = _mm512_set1_ps(kLargestSum<float>);
+    if (_mm512_cmp_ps_mask(_mm512_loadu_ps(tile.rest + row), largest, _CMP_LT_OQ) == 0xffff) continue;
     for (int64_t r = 0; r < kRowsAbreast; r += 4) {
       _mm_storeu_ps(tile.max + row + r, maxima_of_four(rows + r * stride, stride, vectors));
     }
-    gather_targets(rows, stride, 1, kRowsAbreast, tile.label + row, tile.target_logit + row);
-    for (int64_t r = 0; r < kRowsAbreast; r += 4) {
-      _mm_storeu_ps(tile.rest + row + r, sums_of_four(rows + r * stride, stride, vectors, tile.max + row + r,
-                                                      tile.label + row + r, tile.exp_zero));
-    }
+    add_rows_abreast<false>(rows, stride, vectors, row, tile);
   }
 }
 

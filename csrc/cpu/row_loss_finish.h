@@ -31,12 +31,12 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
     const Real rest = tile.rest[r], all_but_one = rest + (e - Real(1));
     const Real log_s = log_of_unit_sum(Real(1), all_but_one);
     // The target's u = rest / S; as p -> 0 it approaches 1, and only log(1 - p) keeps its digits.
-    const bool is_top = z_minus_max == Real(0);
+    const bool is_likely = rest < e;  // and then the largest, and m its logit
     const Real p = e / (Real(1) + all_but_one);
-    const Real log_rest_or_u = log_of_unit_sum(is_top ? rest : Real(1), is_top ? Real(0) : -p);
+    const Real log_rest_or_u = log_of_unit_sum(is_likely ? rest : Real(1), is_likely ? Real(0) : -p);
     tile.log_s[r] = log_s;
     tile.log_p[r] = z_minus_max - log_s;
-    tile.log_u[r] = log_rest_or_u - (is_top ? log_s : Real(0));
+    tile.log_u[r] = log_rest_or_u - (is_likely ? log_s : Real(0));
   }
 }
 

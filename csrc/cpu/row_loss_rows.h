@@ -45,8 +45,9 @@ struct ExpSums {
   Real squares;  // of the exponentials
 };
 
-// Leaving a class out of the sum, rather than subtracting it afterwards, keeps 1 - p of it exact as p -> 1.
-template <int64_t n, bool kSquares, typename Scalar>
+// Leaving a class out of the sum, rather than subtracting it afterwards, keeps 1 - p of it exact as p -> 1. With
+// kMayRise the shift need not be the largest: if it is too small, the sum is not below kLargestSum.
+template <int64_t n, bool kSquares, bool kMayRise = false, typename Scalar>
 FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_t classes, compute_t<Scalar> shift,
                                                          int64_t except, compute_t<Scalar> exp_zero) {
   using Real = compute_t<Scalar>;
@@ -80,7 +81,7 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
       prefetch(group + kBlock);  // for the next max_of, which has little to do but wait for memory
       Group::load(group, v);
       for (int64_t i = 0; i < kVectors; ++i) {
-        const ScaledExponential<Reals> e = exponential_of_fall(Reals(shifts - v[i]), most);
+        const ScaledExponential<Reals> e = exponential_of_fall<kMayRise>(Reals(shifts - v[i]), most);
         if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
           const Reals product = e.mantissa * e.scale;
           part[i] = index != skipped[i] ? part[i] + product : part[i];
@@ -103,7 +104,7 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
     Group::load(z + classes - kClasses, v);
     index -= static_cast<Int>(whole - (classes - kClasses));
     for (int64_t i = 0; i < kVectors; ++i) {
-      const ScaledExponential<Reals> e = exponential_of_fall(Reals(shifts - v[i]), most);
+      const ScaledExponential<Reals> e = exponential_of_fall<kMayRise>(Reals(shifts - v[i]), most);
       // Without the classes before, whose difference is negative. Not by a comparison: gcc would make one for each
       // lane.
       const Ints were_before = (index + static_cast<Int>(i - whole)) >> (8 * sizeof(Int) - 1);
@@ -154,6 +155,27 @@ FK_HOST_DEVICE int64_t first_equal(const Scalar* z, int64_t n, compute_t<Scalar>
   }
   return 0;
 }
+
+// The sum of a row of several blocks for kSumOnly.
+struct SumOfLongRow {
+  template <int64_t bytes, typename Scalar>
+  static FK_HOST_DEVICE void run(const Scalar* z, int64_t classes, int64_t target, int64_t r,
+                                 Tile<compute_t<Scalar>>& tile) {
+    using Real = compute_t<Scalar>;
+    const Real target_logit = load_as_compute(z[target]);
+    double sum = 0;
+    const int64_t blocks = classes / kBlock;  // the last one also takes what is left
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t begin = block * kBlock;
+      const int64_t n = block + 1 < blocks ? kBlock : classes - begin;
+      sum += sum_exp_except<kLanesOf<bytes, Scalar>, false, true>(z + begin, n, target_logit, target - begin,
+                                                                  tile.exp_zero[0])
+                 .first;
+    }
+    tile.max[r] = target_logit;
+    tile.rest[r] = static_cast<Real>(sum);
+  }
+};
 
 // The sums of a row of several blocks, with a running maximum.
 template <typename Loss>
@@ -289,6 +311,35 @@ struct SumsOfRows {
   }
 };
 
+// The same for kSumOnly.
+struct SumOfRows {
+  template <int64_t bytes, typename Scalar>
+  static FK_HOST_DEVICE void run(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                                 Tile<compute_t<Scalar>>& tile) {
+    constexpr int64_t n = kLanesOf<bytes, Scalar>;
+    using Real = compute_t<Scalar>;
+    const Real exp_zero = tile.exp_zero[0];
+    RowCursor row(args.layout, row_begin);
+    for (int64_t r = 0; r < n_rows; ++r, row.next()) {
+      const int64_t label = tile.label[r];
+      if (label == kNoTarget) {
+        tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+        continue;
+      }
+      const Scalar* z = args.logits + row.offset();
+      Real shift = load_as_compute(z[label]);
+      tile.target_logit[r] = shift;
+      Real rest = sum_exp_except<n, false, true>(z, args.classes, shift, label, exp_zero).first;
+      if (!(rest < kLargestSum<Real>)) {  // or NaN
+        shift = max_of<n>(z, args.classes);
+        rest = sum_exp_except<n, false>(z, args.classes, finite_shift(shift), label, exp_zero).first;
+      }
+      tile.max[r] = shift;
+      tile.rest[r] = rest;
+    }
+  }
+};
+
 template <typename Loss, typename Scalar>
 void sums_of_long_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                        Tile<compute_t<Scalar>>& tile) {
@@ -299,7 +350,12 @@ void sums_of_long_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int
       continue;
     }
     const Scalar* z = args.logits + row.offset();
-    run_in_widest<SumsOfLongRow<Loss>>(z, args.classes, tile.label[r], r, tile);
+    bool is_done = false;
+    if constexpr (kSumOnly<Loss>) {
+      run_in_widest<SumOfLongRow>(z, args.classes, tile.label[r], r, tile);
+      is_done = tile.rest[r] < kLargestSum<compute_t<Scalar>>;
+    }
+    if (!is_done) run_in_widest<SumsOfLongRow<Loss>>(z, args.classes, tile.label[r], r, tile);
     tile.target_logit[r] = load_as_compute(z[tile.label[r]]);
   }
 }

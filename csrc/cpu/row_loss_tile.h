@@ -25,6 +25,15 @@ using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so th
 template <typename Scalar>
 constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
 
+// The losses that want no more of a row than the sum of exp(z_j - m) over the classes that are not the target. Their m
+// is the target's logit: it is at hand, where the largest takes a look at the whole row, and the target's term is 1.
+// Only of rows where that makes the sum too large, which are rare, the largest is looked for.
+template <typename Loss>
+constexpr bool kSumOnly = Loss::kMarked == Marked::kNone && !Loss::kSquares;
+// Below a single clipped term, e^-kExpZero, and so that 1 / sum is far from underflow.
+template <typename Real>
+constexpr Real kLargestSum = sizeof(Real) == sizeof(float) ? Real(0x1p100) : Real(0x1p900);
+
 constexpr int kNoTarget = -1;  // never equals a class: the label of an ignored row
 
 // The numbers of a tile of rows on their way from sums to loss and gradient.
@@ -33,7 +42,7 @@ struct alignas(64) Tile {
   label_int<Real> label[kTileRows];
   Real weight[kTileRows];
   Real gamma[kTileRows];
-  Real max[kTileRows];                // m
+  Real max[kTileRows];                // m, the largest logit or, of kSumOnly, mostly that of the target
   Real rest[kTileRows];               // sum of exp(z_j - m) over every class but the one left out
   Real squares[kTileRows];            // sum of exp(z_j - m)^2 over the same classes, then of p_j^2
   Real gap[kTileRows];                // logit of the marked class minus that of the target
