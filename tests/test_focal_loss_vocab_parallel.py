@@ -1,6 +1,7 @@
 """Losses over a vocabulary that is split over ranks: gloo processes against one process with all classes."""
 
 import datetime
+import math
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from conftest import assert_close
 from torch import nn
 
 import focalkern as fk
+from focalkern.ops._loss_rows import slice_gradient
 
 # An end for processes that wait for each other for ever. Nothing is measured by it: it is far above what any of this
 # takes on a busy machine.
@@ -483,3 +485,19 @@ def test_what_does_not_go_with_ranks(alone):
         fk.linear_focal_loss(x, w, torch.zeros(4, 5), process_group=alone)
     with pytest.raises(NotImplementedError, match=r"torch.func does not transform"):
         torch.func.grad(lambda x: fk.linear_focal_loss(x, w, target, process_group=alone))(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slope_of_a_slice_far_below_the_others(dtype):
+    """The label's p is e^-d, its u 1, for sums of exponentials that do not fit into a float32."""
+    for distance in (0.7, 50.0, 70.0, 100.0, 900.0, math.inf):
+        logits = torch.randn(20, 50, dtype=dtype)
+        label = torch.arange(20)
+        top = logits.amax(1).double()
+        log_sum = torch.full((20,), distance, dtype=torch.float64) + torch.logsumexp(logits.double() - top[:, None], 1)
+        p = (logits.double() - (top + log_sum)[:, None]).exp()
+        log_u = torch.log1p(-p[range(20), label])
+        expected = 2 * p
+        expected[range(20), label] = -2 * log_u.exp()
+        found = slice_gradient(torch.full((20,), 2.0, dtype=torch.float64), logits, label, top, log_sum, log_u)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-11, atol=1e-30)

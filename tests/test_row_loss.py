@@ -123,12 +123,12 @@ def test_rows_that_are_taken_together(layout, dtype, name):
         check(name, z, target.reshape(2, 1, -1) if z.dim() == 4 else target)
 
 
-# From the target's logit, sums are taken up to e^69 (float32) and e^623 (float64).
+# From the target's logit, sums are taken up to e^16.
 @pytest.mark.parametrize("classes", [10, 50, 200, 1000, 5000])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_targets_of_any_probability(name, dtype, classes):
-    below = torch.tensor([0.0, 1, 15, 40, 65, 68, 69, 70, 71, 80, 87, 88, 89, 100, 300, 620, 625, 705, 800, 9000, -90])
+    below = torch.tensor([0.0, 1, 8, 11, 13, 15, 15.9, 16, 17, 20, 40, 80, 87, 88, 89, 100, 300, 705, 800, 9000, -90])
     z = torch.randn(len(below), classes)
     target = torch.randint(classes, (len(below),))
     rows = torch.arange(len(below))

@@ -99,33 +99,24 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
   return folded(sums, Sum{});
 }
 
-// Sixteen of them.
-template <bool kMayRise>
-FK_AVX512 inline __attribute__((always_inline)) void add_rows_abreast(const float* z, int64_t stride,
-                                                                      const RowVectors& vectors, int64_t row,
-                                                                      Tile<float>& tile) {
-  for (int64_t r = row; r < row + kRowsAbreast; r += 4, z += 4 * stride) {
-    _mm_storeu_ps(tile.rest + r,
-                  sums_of_four<kMayRise>(z, stride, vectors, tile.max + r, tile.label + r, tile.exp_zero));
-  }
-}
-
 // Of at least sixteen rows; the last of them overlap their neighbours.
 FK_AVX512 inline void sums_of_rows_abreast(const float* z, int64_t stride, int64_t classes, int64_t n_rows,
                                            Tile<float>& tile) {
   const RowVectors vectors(classes);
+  const __m128 largest = _mm_set1_ps(kLargestSum<float>);
   for (int64_t begin = 0; begin < n_rows; begin += kRowsAbreast) {
     const int64_t row = std::min(begin, n_rows - kRowsAbreast);
-    const float* const rows = z + row * stride;
-    gather_targets(rows, stride, 1, kRowsAbreast, tile.label + row, tile.target_logit + row);
+    gather_targets(z + row * stride, stride, 1, kRowsAbreast, tile.label + row, tile.target_logit + row);
     _mm512_storeu_ps(tile.max + row, _mm512_loadu_ps(tile.target_logit + row));
-    add_rows_abreast<true>(rows, stride, vectors, row, tile);
-    const __m512 largest = _mm512_set1_ps(kLargestSum<float>);
-    if (_mm512_cmp_ps_mask(_mm512_loadu_ps(tile.rest + row), largest, _CMP_LT_OQ) == 0xffff) continue;
-    for (int64_t r = 0; r < kRowsAbreast; r += 4) {
-      _mm_storeu_ps(tile.max + row + r, maxima_of_four(rows + r * stride, stride, vectors));
+    for (int64_t r = row; r < row + kRowsAbreast; r += 4) {
+      const float* const rows = z + r * stride;
+      __m128 rest = sums_of_four<true>(rows, stride, vectors, tile.max + r, tile.label + r, tile.exp_zero);
+      if (_mm_cmp_ps_mask(rest, largest, _CMP_LT_OQ) != 0xf) {  // or NaN
+        _mm_storeu_ps(tile.max + r, maxima_of_four(rows, stride, vectors));
+        rest = sums_of_four<false>(rows, stride, vectors, tile.max + r, tile.label + r, tile.exp_zero);
+      }
+      _mm_storeu_ps(tile.rest + r, rest);
     }
-    add_rows_abreast<false>(rows, stride, vectors, row, tile);
   }
 }
 

@@ -30,9 +30,9 @@ constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
 // Only of rows where that makes the sum too large, which are rare, the largest is looked for.
 template <typename Loss>
 constexpr bool kSumOnly = Loss::kMarked == Marked::kNone && !Loss::kSquares;
-// Below a single clipped term, e^-kExpZero, and so that 1 / sum is far from underflow.
+// No term of such a sum has more than e^16: of larger differences, rounding would show.
 template <typename Real>
-constexpr Real kLargestSum = sizeof(Real) == sizeof(float) ? Real(0x1p100) : Real(0x1p900);
+constexpr Real kLargestSum = Real(0x1p23);
 
 constexpr int kNoTarget = -1;  // never equals a class: the label of an ignored row
 

@@ -77,13 +77,15 @@ def _cross_entropy(logits: Tensor, label: Tensor) -> Block:
 
 
 def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row in float64: the largest logit, log sum_j exp(z_j - largest), and log(1 - p) of the label."""
+    """Of each row in float64: the largest logit or that of the label, log sum_j exp(z_j - that), and log(1 - p) of the
+    label."""
     if has_kernels(logits):
         block = _cross_entropy(logits, label)
         saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, -100, 0.0, False, True)[1].double()
         top, log_sum, log_u = saved[:-1].view(3, -1)
-        if logits.is_cpu:  # which keeps 1 / sum_j exp(z_j - top) and p - 1
-            return top, -log_sum.log(), (-log_u).log()
+        if logits.is_cpu:  # which keeps 1 / sum_j exp(z_j - top), and minus that sum without the label
+            per_sum, minus_rest = log_sum, log_u
+            return top, -per_sum.log(), (-minus_rest * per_sum).log()
         return top, log_sum, log_u
     z = logits.double()
     top = z.amax(1)
@@ -101,7 +103,10 @@ def slice_gradient(scale: Tensor, logits: Tensor, label: Tensor, top: Tensor, lo
     if has_kernels(logits):
         numbers = (top, log_sum, log_u)
         if logits.is_cpu:
-            numbers = (top, (-log_sum).exp(), -log_u.exp())
+            # Of a slice far below the others the sum of all would overflow: it becomes part of what is subtracted.
+            is_far = log_sum > 60
+            near = torch.where(is_far, 0.0, log_sum)
+            numbers = (torch.where(is_far, top + log_sum, top), (-near).exp(), -(near + log_u).exp())
         saved = torch.cat([*numbers, top.new_ones(1)]).to(real)
         gradient: Tensor = torch.ops.focalkern.focal_loss_backward(
             scale.to(real),

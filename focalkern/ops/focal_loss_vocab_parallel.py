@@ -258,7 +258,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Rows:
-    """Of each row, in float64: the slice's largest logit, and of all ranks' classes log-sum-exp and d."""
+    """Of each row, in float64: the slice's largest logit or its label's, and of all classes log-sum-exp and d."""
 
     top: Tensor
     lse: Tensor
