@@ -71,9 +71,10 @@ struct FocalLossArgs {
   const Real* edges;  // [n_bins + 1], or null
   int64_t n_bins;
 
-  // What a row keeps for its backward pass, as three or four arrays: its largest logit m; log sum_j exp(z_j - m); log u
-  // of the target (labels without smoothing) or of the largest class (otherwise), or a sum of squares; and the class
-  // that some losses mark. On the CPU the focal loss of labels keeps other numbers (cpu/row_loss_focal.h).
+  // What a row keeps for its backward pass, as three or four arrays: m, its largest logit or that of its target;
+  // log sum_j exp(z_j - m); log u of the target (labels without smoothing) or of the largest class (otherwise), or a
+  // sum of squares; and the class that some losses mark. On the CPU the focal loss of labels keeps other numbers
+  // (cpu/row_loss_focal.h).
   Real* saved;  // [kSavedNumbers, rows]
 };
 

@@ -366,6 +366,26 @@ def test_a_row_does_not_depend_on_the_sign_of_another_gamma(gamma):
         assert torch.equal(with_positive, with_negative)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [10, 50, 100, 1000, 5000])
+def test_a_row_does_not_depend_on_the_logits_of_another(classes, dtype):
+    torch.manual_seed(classes)
+    logits, target = torch.randn(32, classes, dtype=dtype), torch.arange(32) % classes
+    changed = logits.clone()
+    for row, value in zip(range(1, 32, 5), (-40.0, -math.inf, math.nan, 40.0, -200.0, math.inf, -20.0), strict=True):
+        changed[row, target[row]] = value
+    kept = torch.arange(32) % 5 != 1
+
+    def of_kept(logits: torch.Tensor) -> list[torch.Tensor]:
+        z = leaf(logits)
+        loss = fk.focal_loss(z, target, gamma=2.0, reduction="none")
+        loss.sum().backward()
+        return [loss[kept], z.grad[kept]]
+
+    for alone, beside in zip(of_kept(logits), of_kept(changed), strict=True):
+        assert torch.equal(alone, beside)
+
+
 def test_digits_of_the_slope_in_gamma_of_an_unlikely_target():
     gaps = torch.arange(1, 61, dtype=torch.float64)
     z = torch.stack([-gaps, torch.zeros_like(gaps), torch.zeros_like(gaps)], dim=1).float()

@@ -5,8 +5,8 @@
 //             of the focal loss (m, c / S, -rest): see row_loss_focal.h
 //   backward  logits, saved, grad_loss -> grad_logits [rows, classes] (and grad_gamma, grad_target)
 //
-// Memory: each direction reads the logits from memory once; second looks at a row find it in cache. Three shapes of
-// the same work:
+// Memory: each direction reads the logits from memory once; second looks at a row find it in cache, unless it is longer
+// than a block and its target very unlikely. Three shapes of the same work:
 //   rows      classes are adjacent and many: vectors run along a row, in blocks that stay in the first-level cache
 //   columns   rows are adjacent (pixels, [N, C, d1, ...]): vectors run across a tile of rows
 //   few classes in adjacent memory are turned into a tile of columns first; with AVX-512 they are turned in registers

@@ -64,14 +64,14 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 maxima_of_four(const floa
 // As sum_exp_except over every class but the target.
 template <bool kMayRise>
 FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float* z, int64_t stride,
-                                                                    const RowVectors& vectors, const float* max,
+                                                                    const RowVectors& vectors, const float* shift,
                                                                     const int32_t* label, const float* exp_zero) {
   using Reals = lanes_t<float, 16>;
   const Reals most = lanes_cast<Reals>(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(exp_zero)));
-  Reals maxima[4], sums[4];
+  Reals shifts[4], sums[4];
   __m512i labels[4];
   for (int i = 0; i < 4; ++i) {
-    maxima[i] = lanes_cast<Reals>(_mm512_set1_ps(max[i]));
+    shifts[i] = lanes_cast<Reals>(_mm512_set1_ps(shift[i]));
     labels[i] = _mm512_set1_epi32(label[i]);
     sums[i] = Reals{};
   }
@@ -84,7 +84,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
   for (int64_t k = 0; k < vectors.count; ++k, ahead += 64) {
     for (int i = 0; i < 4; ++i) {
       prefetch(ahead + i * 16);
-      const Reals fall = maxima[i] - load_lanes<Reals>(z + i * stride);
+      const Reals fall = shifts[i] - load_lanes<Reals>(z + i * stride);
       const ScaledExponential<Reals> e = exponential_of_fall<kMayRise>(fall, most);
       const __mmask16 is_other = _mm512_mask_cmpneq_epi32_mask(is_own, index, labels[i]);
       sums[i] = lanes_cast<Reals>(_mm512_mask3_fmadd_ps(lanes_cast<__m512>(e.mantissa), lanes_cast<__m512>(e.scale),
@@ -107,13 +107,17 @@ FK_AVX512 inline void sums_of_rows_abreast(const float* z, int64_t stride, int64
   for (int64_t begin = 0; begin < n_rows; begin += kRowsAbreast) {
     const int64_t row = std::min(begin, n_rows - kRowsAbreast);
     gather_targets(z + row * stride, stride, 1, kRowsAbreast, tile.label + row, tile.target_logit + row);
-    _mm512_storeu_ps(tile.max + row, _mm512_loadu_ps(tile.target_logit + row));
+    _mm512_storeu_ps(tile.shift + row, _mm512_loadu_ps(tile.target_logit + row));
     for (int64_t r = row; r < row + kRowsAbreast; r += 4) {
       const float* const rows = z + r * stride;
-      __m128 rest = sums_of_four<true>(rows, stride, vectors, tile.max + r, tile.label + r, tile.exp_zero);
-      if (_mm_cmp_ps_mask(rest, largest, _CMP_LT_OQ) != 0xf) {  // or NaN
-        _mm_storeu_ps(tile.max + r, maxima_of_four(rows, stride, vectors));
-        rest = sums_of_four<false>(rows, stride, vectors, tile.max + r, tile.label + r, tile.exp_zero);
+      float* const shift = tile.shift + r;
+      __m128 rest = sums_of_four<true>(rows, stride, vectors, shift, tile.label + r, tile.exp_zero);
+      const __mmask8 is_large = _mm_cmp_ps_mask(rest, largest, _CMP_NLT_UQ);  // or NaN
+      if (is_large) {
+        // Of those rows alone: the numbers of a row are not to depend on its neighbours.
+        _mm_mask_storeu_ps(shift, is_large, maxima_of_four(rows, stride, vectors));
+        rest = _mm_mask_mov_ps(rest, is_large,
+                               sums_of_four<false>(rows, stride, vectors, shift, tile.label + r, tile.exp_zero));
       }
       _mm_storeu_ps(tile.rest + r, rest);
     }

@@ -16,22 +16,22 @@ template <typename Loss, typename Real>
 FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    const Real z_minus_max = tile.target_logit[r] - tile.max[r];
+    const Real z_minus_max = tile.target_logit[r] - tile.shift[r];
     if constexpr (Loss::kLargestIsLeftOut) {
       // The largest class adds exactly 1. m - m is NaN for an infinite m, which the sum over the others would not show.
-      const Real log_s = log_of_unit_sum(Real(1), tile.rest[r]) + (tile.max[r] - tile.max[r]);
+      const Real log_s = log_of_unit_sum(Real(1), tile.rest[r]) + (tile.shift[r] - tile.shift[r]);
       tile.log_s[r] = log_s;
       tile.log_p[r] = z_minus_max - log_s;
       tile.log_u[r] = 0;
       if constexpr (Loss::kSquares) tile.squares[r] *= bounded_exponential(Real(-2) * log_s);
       continue;
     }
-    // If the target is the largest class its own term is exactly 1, and the sum is 1 + rest without rounding.
+    // Where m is the target's logit its own term is exactly 1, and the sum is 1 + rest without rounding.
     const Real e = bounded_exponential(z_minus_max);
     const Real rest = tile.rest[r], all_but_one = rest + (e - Real(1));
     const Real log_s = log_of_unit_sum(Real(1), all_but_one);
     // The target's u = rest / S; as p -> 0 it approaches 1, and only log(1 - p) keeps its digits.
-    const bool is_likely = rest < e;  // and then the largest, and m its logit
+    const bool is_likely = rest < e;  // and then m is its logit, whichever was subtracted
     const Real p = e / (Real(1) + all_but_one);
     const Real log_rest_or_u = log_of_unit_sum(is_likely ? rest : Real(1), is_likely ? Real(0) : -p);
     tile.log_s[r] = log_s;
@@ -135,7 +135,7 @@ FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Real epsilon, Tile<Real>& tile
 #pragma omp simd reduction(+ : loss_sum, weight_sum)
   for (int64_t r = 0; r < n_rows; ++r) {
     const bool ignored = tile.label[r] == kNoTarget;
-    const Real weight = tile.weight[r], max = tile.max[r];
+    const Real weight = tile.weight[r], max = tile.shift[r];
     RowNumbers<Real> row = numbers_of<Loss>(tile, r, epsilon, false);
     row.log_s = tile.log_s[r];
     row.log_p = tile.log_p[r];
@@ -184,7 +184,7 @@ FK_VECTOR_CLONES void finish_slope(const Real* saved /* [kSavedNumbers, rows], a
     const bool is_zero = scale == Real(0);
     const Real per_sum = bounded_exponential(-log_s);
     const Real factor = upstream * slope.factor * per_sum, target_slope = upstream * slope.at_target;
-    tile.max[r] = is_zero ? kInfinity : max;
+    tile.shift[r] = is_zero ? kInfinity : max;
     tile.factor[r] = is_zero ? Real(0) : factor;
     tile.target_slope[r] = is_zero ? Real(0) : target_slope;
     if constexpr (kGradGamma) tile.grad_gamma[r] = ignored ? Real(0) : upstream * slope.grad_gamma;

@@ -65,7 +65,7 @@ struct FlatGroup {
 
   FK_AVX512 inline __attribute__((always_inline)) FlatGroup(const Tile<float>& tile, int64_t row, __m512i begins)
       : most(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(tile.exp_zero))),
-        max(_mm512_loadu_ps(tile.max + row)),
+        max(_mm512_loadu_ps(tile.shift + row)),
         factor(load(tile.factor + row)),
         target_slope(load(tile.target_slope + row)) {
     find_places(tile.label + row, begins, target);

@@ -34,7 +34,7 @@ FK_HOST_DEVICE void exponentials_of_targets(int64_t n_rows, Tile<Real>& tile) {
   const Real lowest = tile.exp_zero[0];
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    const Real z_minus_max = tile.target_logit[r] - tile.max[r];
+    const Real z_minus_max = tile.target_logit[r] - tile.shift[r];
     const ScaledExponential<Real> e = scaled_exponential(lowest > z_minus_max ? lowest : z_minus_max);
     tile.p[r] = e.mantissa * e.scale;
   }
@@ -46,14 +46,14 @@ FK_HOST_DEVICE void shares_of_sums(int64_t n_rows, Tile<Real>& tile) {
   exponentials_of_targets(n_rows, tile);
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    // If the target is the largest class its own term is exactly 1, and the sum is 1 + rest without rounding.
+    // Where m is the target's logit its own term is exactly 1, and the sum is 1 + rest without rounding.
     const Real e = tile.p[r], rest = tile.rest[r];
     const Real log_s = log_of_sum(Real(1), rest + (e - Real(1)));
     const Real per_sum = Real(1) / (rest + e);
     tile.per_sum[r] = per_sum;
     tile.p[r] = e * per_sum;
     tile.minus_u[r] = -rest * per_sum;
-    tile.minus_log_p[r] = log_s - (tile.target_logit[r] - tile.max[r]);
+    tile.minus_log_p[r] = log_s - (tile.target_logit[r] - tile.shift[r]);
   }
 }
 
@@ -115,7 +115,7 @@ FK_HOST_DEVICE Real kept_loss(const Tile<Real>& tile, int64_t r, Real loss) {
 
 template <bool kPlain, typename Real>
 FK_HOST_DEVICE void save_row(const Tile<Real>& tile, int64_t r, Real coefficient, Real* saved, int64_t rows) {
-  saved[r] = kept<kPlain>(tile, r, tile.max[r]);
+  saved[r] = kept<kPlain>(tile, r, tile.shift[r]);
   saved[rows + r] = kept<kPlain>(tile, r, coefficient * tile.per_sum[r]);
   saved[2 * rows + r] = kept<kPlain>(tile, r, -tile.rest[r]);
 }
@@ -202,13 +202,13 @@ FK_HOST_DEVICE void slopes_of(const Real* saved, int64_t rows, int64_t n_rows, T
     const Real max = saved[r], upstream = kPlain ? one_upstream : tile.upstream[r] * tile.weight[r];
     const Real factor = upstream * saved[rows + r], target_slope = factor * saved[2 * rows + r];
     if constexpr (kPlain) {
-      tile.max[r] = max;
+      tile.shift[r] = max;
       tile.factor[r] = factor;
       tile.target_slope[r] = target_slope;
     } else {
       // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
       const bool is_zero = kept<kPlain>(tile, r, upstream) == Real(0);
-      tile.max[r] = is_zero ? kInfinity : max;
+      tile.shift[r] = is_zero ? kInfinity : max;
       tile.factor[r] = is_zero ? Real(0) : factor;
       tile.target_slope[r] = is_zero ? Real(0) : target_slope;
     }
@@ -230,7 +230,7 @@ FK_VECTOR_CLONES void finish_gamma_slopes(const Real* saved, int64_t rows, int64
                                           Real* grad_gamma) {
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    tile.max[r] = saved[r];
+    tile.shift[r] = saved[r];
     tile.rest[r] = -saved[2 * rows + r];
   }
   shares_of_sums(n_rows, tile);

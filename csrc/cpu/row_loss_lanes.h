@@ -62,12 +62,12 @@ struct SumsOfLanes {
 
   // What look() found.
   FK_HOST_DEVICE void store_looked(Tile<Real>& tile, int64_t row) const {
-    store_lanes(max, tile.max + row);
+    store_lanes(max, tile.shift + row);
     if constexpr (Loss::kMarked == Marked::kLargest) store_lanes(marked, tile.marked + row);
     if constexpr (kRival) store_lanes(target_logit, tile.target_logit + row);
   }
   FK_HOST_DEVICE void load_looked(const Tile<Real>& tile, int64_t row) {
-    max = load_lanes<Reals>(tile.max + row);
+    max = load_lanes<Reals>(tile.shift + row);
     if constexpr (Loss::kMarked == Marked::kLargest) marked = load_lanes<Ints>(tile.marked + row);
     if constexpr (kRival) target_logit = load_lanes<Reals>(tile.target_logit + row);
   }
@@ -91,7 +91,7 @@ struct SumsOfLanes {
   }
 
   FK_HOST_DEVICE void store(Tile<Real>& tile, int64_t row) const {
-    store_lanes(max, tile.max + row);
+    store_lanes(max, tile.shift + row);
     store_lanes(rest, tile.rest + row);
     store_lanes(target_logit, tile.target_logit + row);
     if constexpr (Loss::kSquares) store_lanes(squares, tile.squares + row);
@@ -113,7 +113,7 @@ struct GradOfLanes {
   FK_HOST_DEVICE GradOfLanes(const Tile<Real>& tile, int64_t row)
       : label(load_lanes<Ints>(tile.label + row)),
         lowest(load_lanes<Reals>(tile.exp_zero)),
-        max(load_lanes<Reals>(tile.max + row)),
+        max(load_lanes<Reals>(tile.shift + row)),
         factor(load_lanes<Reals>(tile.factor + row)),
         target_slope(load_lanes<Reals>(tile.target_slope + row)) {
     if constexpr (Loss::kSquares) square_factor = load_lanes<Reals>(tile.square_factor + row);

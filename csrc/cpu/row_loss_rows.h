@@ -32,7 +32,7 @@ FK_HOST_DEVICE compute_t<Scalar> max_of(const Scalar* z, int64_t classes) {
   return fold_lanes(max[0], Larger{});
 }
 
-// What is subtracted before exponentials: the maximum. Where no class has any probability, -inf - -inf would be NaN
+// The maximum as what is subtracted before exponentials. Where no class has any probability, -inf - -inf would be NaN
 // where 0 is meant; log p_y becomes NaN all the same, from z_y - m.
 template <typename Real>
 FK_HOST_DEVICE Real finite_shift(Real max) {
@@ -78,7 +78,7 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
     }
 #pragma GCC unroll 4
     for (; group != stop; group += kClasses, index += static_cast<Int>(kClasses)) {
-      prefetch(group + kBlock);  // for the next max_of, which has little to do but wait for memory
+      prefetch(group + kBlock);  // what is read next: rows to come, or where it does little but wait (max_of)
       Group::load(group, v);
       for (int64_t i = 0; i < kVectors; ++i) {
         const ScaledExponential<Reals> e = exponential_of_fall<kMayRise>(Reals(shifts - v[i]), most);
@@ -156,7 +156,7 @@ FK_HOST_DEVICE int64_t first_equal(const Scalar* z, int64_t n, compute_t<Scalar>
   return 0;
 }
 
-// The sum of a row of several blocks for kSumOnly.
+// The sum of a row of several blocks for kSumOnly; if it is too large, some of it.
 struct SumOfLongRow {
   template <int64_t bytes, typename Scalar>
   static FK_HOST_DEVICE void run(const Scalar* z, int64_t classes, int64_t target, int64_t r,
@@ -165,14 +165,14 @@ struct SumOfLongRow {
     const Real target_logit = load_as_compute(z[target]);
     double sum = 0;
     const int64_t blocks = classes / kBlock;  // the last one also takes what is left
-    for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t block = 0; block < blocks && sum < kLargestSum<Real>; ++block) {  // not NaN
       const int64_t begin = block * kBlock;
       const int64_t n = block + 1 < blocks ? kBlock : classes - begin;
       sum += sum_exp_except<kLanesOf<bytes, Scalar>, false, true>(z + begin, n, target_logit, target - begin,
                                                                   tile.exp_zero[0])
                  .first;
     }
-    tile.max[r] = target_logit;
+    tile.shift[r] = target_logit;
     tile.rest[r] = static_cast<Real>(sum);
   }
 };
@@ -221,7 +221,7 @@ struct SumsOfLongRow {
       sum += sums.first;
       squares += sums.squares;
     }
-    tile.max[r] = m;
+    tile.shift[r] = m;
     tile.rest[r] = static_cast<Real>(sum);
     if constexpr (Loss::kSquares) tile.squares[r] = static_cast<Real>(squares);
     if constexpr (Loss::kMarked != Marked::kNone) tile.marked[r] = static_cast<label_int<Real>>(marked);
@@ -282,11 +282,11 @@ struct SumsOfRows {
       const RowCursor first = row;
       for (int64_t r = begin; r < end; ++r, row.next()) {
         if (tile.label[r] == kNoTarget) {
-          tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+          tile.shift[r] = tile.rest[r] = tile.target_logit[r] = 0;
           continue;
         }
         const Scalar* z = args.logits + row.offset();
-        tile.max[r] = max_of<n>(z, args.classes);
+        tile.shift[r] = max_of<n>(z, args.classes);
         tile.target_logit[r] = load_as_compute(z[tile.label[r]]);
       }
       row = first;
@@ -295,7 +295,7 @@ struct SumsOfRows {
         const Scalar* z = args.logits + row.offset();
         int64_t left_out = tile.label[r];
         if constexpr (Loss::kMarked == Marked::kLargest) {
-          tile.marked[r] = static_cast<label_int<Real>>(first_equal(z, args.classes, tile.max[r]));
+          tile.marked[r] = static_cast<label_int<Real>>(first_equal(z, args.classes, tile.shift[r]));
           left_out = tile.marked[r];
         } else if constexpr (Loss::kMarked == Marked::kRival) {
           const Real rival = max_below(z, args.classes, tile.target_logit[r]);
@@ -303,7 +303,7 @@ struct SumsOfRows {
           tile.marked[r] = alone ? kNoTarget : static_cast<label_int<Real>>(first_equal(z, args.classes, rival));
         }
         const auto sums =
-            sum_exp_except<n, Loss::kSquares>(z, args.classes, finite_shift(tile.max[r]), left_out, tile.exp_zero[0]);
+            sum_exp_except<n, Loss::kSquares>(z, args.classes, finite_shift(tile.shift[r]), left_out, tile.exp_zero[0]);
         tile.rest[r] = sums.first;
         if constexpr (Loss::kSquares) tile.squares[r] = sums.squares;
       }
@@ -311,7 +311,7 @@ struct SumsOfRows {
   }
 };
 
-// The same for kSumOnly.
+// The same for kSumOnly, from the target's logit or, where that is too small, the largest.
 struct SumOfRows {
   template <int64_t bytes, typename Scalar>
   static FK_HOST_DEVICE void run(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
@@ -323,7 +323,7 @@ struct SumOfRows {
     for (int64_t r = 0; r < n_rows; ++r, row.next()) {
       const int64_t label = tile.label[r];
       if (label == kNoTarget) {
-        tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+        tile.shift[r] = tile.rest[r] = tile.target_logit[r] = 0;
         continue;
       }
       const Scalar* z = args.logits + row.offset();
@@ -334,7 +334,7 @@ struct SumOfRows {
         shift = max_of<n>(z, args.classes);
         rest = sum_exp_except<n, false>(z, args.classes, finite_shift(shift), label, exp_zero).first;
       }
-      tile.max[r] = shift;
+      tile.shift[r] = shift;
       tile.rest[r] = rest;
     }
   }
@@ -346,7 +346,7 @@ void sums_of_long_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int
   RowCursor row(args.layout, row_begin);
   for (int64_t r = 0; r < n_rows; ++r, row.next()) {
     if (tile.label[r] == kNoTarget) {
-      tile.max[r] = tile.rest[r] = tile.target_logit[r] = 0;
+      tile.shift[r] = tile.rest[r] = tile.target_logit[r] = 0;
       continue;
     }
     const Scalar* z = args.logits + row.offset();
@@ -383,7 +383,7 @@ struct GradOfRows {
     for (int64_t r = 0; r < n_rows; ++r, row.next(), grad_row.next()) {
       Scalar* grad = args.grad_logits + grad_row.offset();
       using Group = ClassGroup<Scalar, n>;
-      scaled_exp<n, Loss::kSquares>(args.logits + row.offset(), args.classes, tile.max[r],
+      scaled_exp<n, Loss::kSquares>(args.logits + row.offset(), args.classes, tile.shift[r],
                                     Group::with_plain_nan(tile.factor[r]), Group::with_plain_nan(tile.square_factor[r]),
                                     tile.exp_zero[0], grad);
       store_marked_slopes<Loss>(tile, r, grad);

@@ -25,9 +25,10 @@ using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so th
 template <typename Scalar>
 constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
 
-// The losses that want no more of a row than the sum of exp(z_j - m) over the classes that are not the target. Their m
-// is the target's logit: it is at hand, where the largest takes a look at the whole row, and the target's term is 1.
-// Only of rows where that makes the sum too large, which are rare, the largest is looked for.
+// The losses that want no more of a row than the sum of exp(z_j - m) over the classes that are not the target. Where
+// their rows are long and not turned, m is the target's logit: it is at hand, where the largest takes a look at the
+// whole row, and the target's term is 1. Only of rows where that makes the sum too large, which are rare, the largest
+// is looked for.
 template <typename Loss>
 constexpr bool kSumOnly = Loss::kMarked == Marked::kNone && !Loss::kSquares;
 // No term of such a sum has more than e^16: of larger differences, rounding would show.
@@ -42,7 +43,7 @@ struct alignas(64) Tile {
   label_int<Real> label[kTileRows];
   Real weight[kTileRows];
   Real gamma[kTileRows];
-  Real max[kTileRows];                // m, the largest logit or, of kSumOnly, mostly that of the target
+  Real shift[kTileRows];              // m, the largest logit or that of the target (kSumOnly)
   Real rest[kTileRows];               // sum of exp(z_j - m) over every class but the one left out
   Real squares[kTileRows];            // sum of exp(z_j - m)^2 over the same classes, then of p_j^2
   Real gap[kTileRows];                // logit of the marked class minus that of the target

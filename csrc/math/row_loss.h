@@ -38,7 +38,7 @@ enum class SoftTarget {
 // p_k is the softmax of the row and y its target.
 template <typename Real>
 struct RowNumbers {
-  Real log_s;    // log sum_k e^(z_k - max)
+  Real log_s;    // log sum_k e^(z_k - m)
   Real log_p;    // log p_y
   Real log_u;    // log(1 - p_y); not where the largest class is left out
   Real squares;  // sum of p_k^2 over the classes that are not left out
@@ -126,7 +126,7 @@ struct FocalRow : SumOverClasses<FocalRow> {
   }
 };
 
-// How many numbers a row keeps for its backward pass: its largest logit, log_s, log_u or squares, and the marked class.
+// How many numbers a row keeps for its backward pass: the m of its sums, log_s, log_u or squares, and the marked class.
 template <typename Loss>
 constexpr int64_t kSavedNumbers = Loss::kMarked == Marked::kNone ? 3 : 4;
 
