@@ -363,6 +363,26 @@ def test_opcheck(device):
                 torch.library.opcheck(torch.ops.focalkern.focal_loss_backward, (torch.randn_like(loss), z_, t_, *rest))
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", [2, 3])
+@pytest.mark.parametrize("classes", [10, 40, 5000])
+@pytest.mark.parametrize("beyond", [-1, 1])
+def test_a_saved_class_beyond_the_row_writes_into_no_other(kind, classes, beyond):
+    z, target = torch.randn(20, classes), torch.randint(classes, (20,))
+    numbers, options = (torch.tensor(2.0, dtype=torch.float64), None, None), (0, -100, 0.0, False)
+    loss, saved = torch.ops.focalkern.focal_loss_forward(z, target, *numbers, *options, False, kind, 1.0)
+
+    def gradient(saved: torch.Tensor) -> torch.Tensor:
+        needed = [True, False, False]
+        ones = torch.ones_like(loss)
+        return torch.ops.focalkern.focal_loss_backward(ones, z, target, *numbers, saved, *options, needed, kind, 1.0)[0]
+
+    forged = saved.clone()
+    forged.view(torch.int32)[3 * 20 + 7] = beyond * classes + 1  # class 0 of a neighbour, as the kernels count
+    others = torch.arange(20) != 7
+    assert torch.equal(gradient(forged)[others], gradient(saved)[others])
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_compiles_and_exports(device, dynamo, name):
     loss, _ = LOSSES[name]

@@ -347,7 +347,12 @@ void read_for_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, in
   }
   if constexpr (Loss::kMarked != Marked::kNone) {
     const auto* marked = args.saved + 3 * args.rows + row_begin;
-    for (int64_t r = 0; r < n_rows; ++r) tile.marked[r] = number_as_class(marked[r]);
+    const auto classes = static_cast<label_int<compute_t<Scalar>>>(args.classes);
+    for (int64_t r = 0; r < n_rows; ++r) {
+      // Not beyond the row, whatever was given as saved.
+      const auto c = number_as_class(marked[r]);
+      tile.marked[r] = c >= 0 && c < classes ? c : kNoTarget;
+    }
   }
   if constexpr (Loss::kMarked == Marked::kRival) read_gaps<Loss>(args.logits, args.layout, row_begin, n_rows, tile);
   if (args.grad_stride == 0) return;
