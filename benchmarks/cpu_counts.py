@@ -6,8 +6,9 @@ recorded.
 
 The floor of `focal_loss` is what its arithmetic needs in vectors of sixteen, without addresses, loops and spills:
 
-- per element: the maximum (or a bound, from the target's logit), a difference and an exponential (13 instructions)
-  twice, a comparison with the label twice, a sum, a product and a store: 34;
+- per element: the maximum (or a bound, from the target's logit), a difference and an exponential (13 instructions, of
+  which a table of roots saves the kernels two) twice, a comparison with the label twice, a sum, a product and a store:
+  34;
 - up to 32 classes three transpositions, 28 instructions for sixteen rows and four words (the kernels make do with one);
   of half precision, where a word has two classes, 8 more for the conversion, or 56 with rounding;
 - of more classes a row is in vectors of its own: the last of them is not full and costs as much as the others, and the
