@@ -365,9 +365,8 @@ def test_opcheck(device):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("kind", [2, 3])
-@pytest.mark.parametrize("classes", [10, 40, 5000])
-@pytest.mark.parametrize("beyond", [-1, 1])
-def test_a_saved_class_beyond_the_row_writes_into_no_other(kind, classes, beyond):
+@pytest.mark.parametrize("classes", [40, 5000])
+def test_a_saved_class_beyond_the_row_is_none(kind, classes):
     z, target = torch.randn(20, classes), torch.randint(classes, (20,))
     numbers, options = (torch.tensor(2.0, dtype=torch.float64), None, None), (0, -100, 0.0, False)
     loss, saved = torch.ops.focalkern.focal_loss_forward(z, target, *numbers, *options, False, kind, 1.0)
@@ -377,10 +376,15 @@ def test_a_saved_class_beyond_the_row_writes_into_no_other(kind, classes, beyond
         ones = torch.ones_like(loss)
         return torch.ops.focalkern.focal_loss_backward(ones, z, target, *numbers, saved, *options, needed, kind, 1.0)[0]
 
-    forged = saved.clone()
-    forged.view(torch.int32)[3 * 20 + 7] = beyond * classes + 1  # class 0 of a neighbour, as the kernels count
+    def with_class(marked: int) -> torch.Tensor:
+        forged = saved.clone()
+        forged.view(torch.int32)[3 * 20 + 7] = marked + 1  # as the kernels count
+        return gradient(forged)
+
     others = torch.arange(20) != 7
-    assert torch.equal(gradient(forged)[others], gradient(saved)[others])
+    for marked in (-classes, classes):  # class 0 of a neighbour
+        assert torch.equal(with_class(marked), with_class(-1))
+        assert torch.equal(with_class(marked)[others], gradient(saved)[others])
 
 
 @pytest.mark.parametrize("name", LOSSES)
