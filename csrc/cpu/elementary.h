@@ -2,10 +2,12 @@
 // the exponential for vectors of numbers (gnu::vector_size), too.
 #pragma once
 
+#include <cstdint>
 #include <limits>
 #include <type_traits>
 #include <utility>
 
+#include "cpu/lanes.h"
 #include "cpu/vector_clones.h"
 #include "math/portable.h"
 
@@ -27,15 +29,15 @@ struct Lane<Vector, false> {
   using Bits = decltype(std::declval<Vector>() < std::declval<Vector>());
 };
 
-// The x from which on down e^x is 0 in a sum of numbers around 1: a little below -127 ln 2, and the power of two in it
-// has the biased exponent 0.
+// The x from which on down e^x is 0 in a sum of numbers around 1: the power of two in it has the biased exponent 0.
+// That of the tables below is 0 only where x is -127 ln 2 to half of a step.
 template <typename Real>
 constexpr Real kExpZero = static_cast<Real>(sizeof(Real) == sizeof(float) ? -88.03 : -709);
 
 template <typename Real>
 struct ScaledExponential {
   Real mantissa;  // in [sqrt(1/2), sqrt(2)]
-  Real scale;     // a power of two or, by a table, of its root; or 0
+  Real scale;     // a power of two or, by a table, of its root; below 2^-126 any number down to 0
 };
 
 // x = n ln 2 + r with |r| <= ln(2)/2, of a number or a vector. For x from kExpZero, where the scale is 0, to -kExpZero.
@@ -84,14 +86,14 @@ FK_HOST_DEVICE ReducedPower<Real> reduced_power(const Real& x) {
 // A register of 8 or 16 floats may hold a table of the roots 2^(k / lanes), in which one instruction looks up. Then
 // x = m ln(2) / lanes + r: of so small an r a polynomial of third degree will do, four multiply-adds less. It is off by
 // 1.6e-9 with 16 lanes and 2.6e-8 with 8. That ln(2) is one float adds 2.7e-9 |x|, a twentieth of what rounding of x
-// does.
+// does, where x was rounded. x - m ln(2) / lanes has to be one operation, a fused multiply-add.
 template <int lanes>
 struct RootsOfTwo;
 template <>
 struct RootsOfTwo<16> {
   static constexpr int kBits = 4;
   static constexpr float kPerLn2 = 23.08312f, kLn2 = 0.0433217f, kSquare = 0.50001615f, kCube = 0.16666718f;
-  // The bits of 2^(k / 16) without those of k / 16 in the place of the exponent, which adding m brings.
+  // The bits of 2^(k / 16) minus k << 19: adding m << 19 brings that k back beside the exponent.
   static constexpr int kTable[] = {0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532,
                                    0x3f75fed7, 0x3f75583f, 0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c,
                                    0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
@@ -107,8 +109,10 @@ struct RootsOfTwo<8> {
 template <typename Reals>
 FK_HOST_DEVICE ScaledExponential<Reals> exponential_by_table(const Reals& x) {
   using Roots = RootsOfTwo<sizeof(Reals) / sizeof(float)>;
-  using Bits = typename Lane<Reals>::Bits;
+  using Bits = lanes_t<uint32_t, sizeof(Reals) / sizeof(float)>;  // whose sums wrap
   constexpr float kRoundToInt = detail::Format<float>::kRoundToInt;
+  constexpr float kStepsToZero = kExpZero<float> * Roots::kPerLn2 + 127 * (1 << Roots::kBits);
+  static_assert(kStepsToZero > -0.5f && kStepsToZero < 0.5f);
   const Reals shifted = x * Roots::kPerLn2 + kRoundToInt;
   const Reals m = shifted - kRoundToInt;
   const Reals r = x - m * Roots::kLn2;
@@ -125,7 +129,7 @@ FK_HOST_DEVICE ScaledExponential<Reals> exponential_by_table(const Reals& x) {
 #endif
 
 // e^x in two factors, for the same x; any numbers for other x, and a NaN mantissa for NaN. A little above kExpZero,
-// where e^x is a denormal number, it may be less.
+// where e^x is a denormal number, it may be less, down to 0.
 template <typename Real>
 FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
 #ifdef FK_HAS_AVX512_CODE

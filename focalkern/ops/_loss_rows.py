@@ -103,7 +103,8 @@ def slice_gradient(scale: Tensor, logits: Tensor, label: Tensor, top: Tensor, lo
     if has_kernels(logits):
         numbers = (top, log_sum, log_u)
         if logits.is_cpu:
-            # Of a slice far below the others the sum of all would overflow: it becomes part of what is subtracted.
+            # Of a slice far below the others the sum of all would overflow, and before that the slope of the label
+            # vanish in what the kernel multiplies: it becomes part of what is subtracted.
             is_far = log_sum > 30
             near = torch.where(is_far, 0.0, log_sum)
             numbers = (torch.where(is_far, top + log_sum, top), (-near).exp(), -(near + log_u).exp())
