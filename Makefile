@@ -51,9 +51,9 @@ docs:
 wheel: build
 	$(BIN)/python -m tools.wheel $(WHEEL_ARGS)
 
-# Needs nvcc; machine code is a part where cuobjdump and nvdisasm are (see benchmarks/kernel_counts.py).
+# Needs nvcc; machine code is a part where cuobjdump and nvdisasm are (see tools/cuda/instruction_counts.py).
 cuda-proof: build
-	$(BIN)/python -m benchmarks.cuda_proof --out benchmarks/results/cuda_proof.md $(CUDA_PROOF_ARGS)
+	$(BIN)/python -m tools.cuda.proof --out benchmarks/results/cuda_proof.md $(CUDA_PROOF_ARGS)
 
 # Not in .venv: a machine with a GPU has its own torch, and often no network.
 gpu-check:

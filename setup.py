@@ -32,7 +32,7 @@ NO_TORCH = (
 PLAIN = f"or, to compute with plain torch: FOCALKERN_NATIVE=none {INSTALL}"
 
 
-def cuda_toolkit(torch_cuda: str | None) -> Path | None:
+def cuda_toolkit(torch_cuda: str | None, torch_hip: str | None) -> Path | None:
     """The toolkit to build the CUDA kernels with, or None for a build without them."""
     wanted = os.environ.get("FOCALKERN_CUDA") or "auto"
     if wanted not in ("auto", "0", "1"):
@@ -41,8 +41,13 @@ def cuda_toolkit(torch_cuda: str | None) -> Path | None:
         return None
     toolkit = toolkit_folder()
     problem = None
-    if torch_cuda is None:
-        problem = "the installed torch is a CPU-only build"
+    if torch_hip is not None:
+        problem = (
+            f"the installed torch is a ROCm build (HIP {torch_hip}), for which focalkern has no kernels; its GPUs "
+            "compute with plain torch, its CPU with the compiled kernels"
+        )
+    elif torch_cuda is None:
+        problem = "the installed torch is built without CUDA"
     elif toolkit is None:
         problem = "nvcc was not found (put it on PATH or set CUDA_HOME)"
     elif toolkit_version(toolkit).split(".")[0] != torch_cuda.split(".")[0]:
@@ -55,13 +60,13 @@ def cuda_toolkit(torch_cuda: str | None) -> Path | None:
 
 
 def extension() -> tuple[Extension, type[build_ext]]:
-    host_sources = sorted(glob("csrc/bindings*.cpp") + glob("csrc/cpu/*.cpp"))
+    host_sources = sorted(glob("csrc/bindings/*.cpp") + glob("csrc/cpu/*.cpp"))
     try:
         import torch
     except ImportError:  # an sdist needs no torch; a build does
         return Extension("focalkern._C", host_sources), BuildWithoutTorch
 
-    toolkit = cuda_toolkit(torch.version.cuda)
+    toolkit = cuda_toolkit(torch.version.cuda, getattr(torch.version, "hip", None))
     if toolkit:
         os.environ["CUDA_HOME"] = str(toolkit)  # torch reads it when cpp_extension is imported
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCH_LIST)
@@ -89,7 +94,7 @@ def extension() -> tuple[Extension, type[build_ext]]:
     settings = {
         "name": "focalkern._C",
         "include_dirs": [os.path.abspath("csrc")],
-        "depends": sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True)),
+        "depends": sorted(path for kind in ("h", "cuh", "def") for path in glob(f"csrc/**/*.{kind}", recursive=True)),
         "define_macros": [("FOCALKERN_WITH_CUDA", None)] if toolkit else [],
     }
     if not toolkit:
@@ -139,7 +144,7 @@ texts = {
     "long_description": long_description(
         Path("README.md").read_text(encoding="utf-8"),
         os.environ.get("FOCALKERN_REPOSITORY", ""),
-        version_of(Path("focalkern/__init__.py").read_text(encoding="utf-8")),
+        version_of(Path("focalkern/_version.py").read_text(encoding="utf-8")),
     ),
     "long_description_content_type": "text/markdown",
 }

@@ -15,6 +15,7 @@ from benchmarks import (
     bench_losses,
     bench_package,
     bench_sigmoid_loss,
+    bench_spline,
 )
 from benchmarks.harness import RESULTS, Row, append_rows, keep_freed_memory, recorded_medians
 from benchmarks.targets import target_lines
@@ -26,6 +27,7 @@ BENCHMARKS = {
     "sigmoid_loss": bench_sigmoid_loss,
     "calibration_map": bench_calibration_map,
     "calibration_grid": bench_calibration_grid,
+    "spline": bench_spline,
     "package": bench_package,
 }
 # For cases that are timed a second time under another allocator.

@@ -26,7 +26,7 @@ import focalkern as fk
 from benchmarks.harness import device_name
 from focalkern import metrics
 from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling
-from focalkern.study.contest import identity
+from focalkern.calibrators._selection import identity
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (100, 200, 500, 1000, 5000)

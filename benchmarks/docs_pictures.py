@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 import focalkern as fk
+from focalkern.calibrators._spline_shown import shown_curve
 
 PICTURES = Path(__file__).parents[1] / "docs" / "_static"
 # Ink, paper, and Okabe & Ito's colours in two brightnesses.
@@ -47,6 +48,44 @@ def focal_map(ink: str, paper: str, colours: tuple[str, ...]) -> Figure:
         axis.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False, labelcolor=ink, loc="upper right")
     right.legend(frameon=False, labelcolor=ink, loc="upper left")
+    return figure
+
+
+def spline_scaling(ink: str, paper: str, colours: tuple[str, ...]) -> Figure:
+    """A curve that is learned: two classes whose truth is a focal map up to 0.8 and flatter beyond."""
+    figure = figure_of(6.2, 4.9, ink)
+    axis = figure.subplots()
+    random = torch.Generator().manual_seed(0)
+    u = torch.linspace(-4, 4, 2001, dtype=torch.float64)[torch.randint(2001, (5000,), generator=random)]
+
+    def truth(u: torch.Tensor) -> torch.Tensor:
+        curve = (
+            fk.binary_focal_calibration_map(u.abs().clamp(max=1.4), 1.0, log_odds=True)
+            + (u.abs() - 1.4).clamp(min=0) / 4
+        )
+        return (u.sign() * curve).sigmoid()
+
+    labels = (torch.rand(len(u), generator=random, dtype=torch.float64) < truth(u)).long()
+    calibrator = fk.SplineScaling().fit(torch.stack([torch.zeros_like(u), u], -1), labels)
+    shown = shown_curve(calibrator)
+    # In the scale of the network: the temperature is part of the map.
+    q = (torch.from_numpy(shown.confidence).logit() * calibrator.temperature_).sigmoid()
+    inside = torch.linspace(0.5, 0.982, 300, dtype=torch.float64)
+    axis.fill_between(q, shown.lower, shown.upper, color=colours[1], alpha=0.25, linewidth=0)
+    axis.plot(q, shown.calibrated, color=colours[1], linewidth=2.6, label="spline, learned")
+    axis.plot(inside, truth(inside.logit()), color=colours[3], linestyle="--", linewidth=2, label="truth")
+    axis.plot([0.5, 1], [0.5, 1], color=ink, linestyle=(0, (4, 4)), linewidth=1)
+    for gamma, line in ((1.0, "-."), (3.0, ":")):
+        mapped = fk.binary_focal_calibration_map(inside.logit(), gamma)
+        axis.plot(
+            inside, mapped, color=colours[0], linestyle=line, linewidth=1.6, label=f"focal map, gamma = {gamma:g}"
+        )
+    axis.set(xlabel="the network says q", ylabel="calibrated", xlim=(0.5, 1), ylim=(0.5, 1))
+    axis.patch.set_alpha(0)
+    axis.tick_params(colors=ink)
+    axis.spines[:].set_color(ink)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, labelcolor=ink, loc="lower right")
     return figure
 
 
@@ -115,7 +154,7 @@ def tile(ink: str, paper: str, colours: tuple[str, ...]) -> Figure:
 def main() -> None:
     for mode, (ink, paper, colours) in MODES.items():
         words = {"svg.hashsalt": "focalkern", "font.size": 13, "text.color": ink, "axes.labelcolor": ink}
-        for name, draw in (("focal_map", focal_map), ("tile", tile)):
+        for name, draw in (("focal_map", focal_map), ("spline_scaling", spline_scaling), ("tile", tile)):
             path = PICTURES / f"{name}_{mode}.svg"
             with matplotlib.rc_context(words):
                 draw(ink, paper, colours).savefig(path, metadata={"Date": None, "Creator": None})

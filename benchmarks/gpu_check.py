@@ -108,9 +108,9 @@ def build(arguments: argparse.Namespace) -> Result:
 
 
 def resources(arguments: argparse.Namespace) -> Result:
-    from benchmarks import kernel_resources
+    from tools.cuda import resources
 
-    rows = kernel_resources.read()
+    rows = resources.read()
     with (arguments.out / "kernel_resources.csv").open("w") as file:
         file.write("kernel,arch,registers,stack_bytes,local_bytes,shared_bytes\n")
         for row in rows:

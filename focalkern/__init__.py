@@ -14,6 +14,7 @@ What is here, by what it is for::
         compare_calibrators (gives a Study with its Verdict)         which one to use, and why
         AutoCalibrator                                               the same choice as one calibrator
         TemperatureScaling, FocalTemperatureScaling                  one or two parameters
+        RobustTemperatureScaling, SplineScaling                      finite on any rows; the map as a learned curve
         StructuredScaling, IsotonicCalibration, HistogramBinning     more parameters, for more rows
         MultiLabelScaling, CalibratedClassifier                      several labels per row; scikit-learn's classifiers
         load_calibrator, CalibrationWarning
@@ -29,6 +30,7 @@ What is here, by what it is for::
         sigmoid_focal_loss, asymmetric_loss, quality_focal_loss, properized_focal_loss
         focal_calibration_map, inverse_focal_calibration_map
         binary_focal_calibration_map, binary_inverse_focal_calibration_map
+        spline_calibration_map
         calibration_grid (gives a CalibrationGrid), CalibrationGridState, PAPER_GAMMAS, PAPER_TEMPERATURES
 
     Besides
@@ -49,14 +51,19 @@ if importlib.util.find_spec("torch") is None:  # installed with --no-deps
     raise ImportError("focalkern needs torch, and there is none: pip install torch")
 
 from focalkern import bootstrap, losses, metrics, reference
+from focalkern._version import __version__ as __version__
 from focalkern.calibrators import (
+    AutoCalibrator,
     CalibrationWarning,
     FocalTemperatureScaling,
     HistogramBinning,
     IsotonicCalibration,
     MultiLabelScaling,
+    RobustTemperatureScaling,
+    SplineScaling,
     StructuredScaling,
     TemperatureScaling,
+    Verdict,
     load_calibrator,
     per_class_report,
 )
@@ -93,14 +100,13 @@ from focalkern.ops.linear_focal_loss import linear_focal_loss
 from focalkern.ops.memory import empty_cache
 from focalkern.ops.row_loss import poly_focal_loss
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
+from focalkern.ops.spline_map import spline_calibration_map
 from focalkern.streaming import CalibrationGridState
-from focalkern.study import AutoCalibrator, Study, Verdict, compare_calibrators
+from focalkern.study import Study, compare_calibrators
 
 if TYPE_CHECKING:  # __getattr__ has them at run time
     from focalkern import plots as plots
     from focalkern.integrations.sklearn import CalibratedClassifier as CalibratedClassifier
-
-__version__ = "0.2.0"
 
 __all__ = [
     "FLSD_53",
@@ -129,7 +135,9 @@ __all__ = [
     "MultiLabelScaling",
     "PolyFocalLoss",
     "QualityFocalLoss",
+    "RobustTemperatureScaling",
     "SigmoidFocalLoss",
+    "SplineScaling",
     "StructuredScaling",
     "Study",
     "TemperatureScaling",
@@ -158,6 +166,7 @@ __all__ = [
     "quality_focal_loss",
     "reference",
     "sigmoid_focal_loss",
+    "spline_calibration_map",
 ]
 
 

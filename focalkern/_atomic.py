@@ -3,18 +3,38 @@
 import contextlib
 import errno
 import os
+import signal
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["opened_atomically", "write_atomically"]
+__all__ = ["opened_atomically", "write_atomically", "write_together"]
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` to ``path``, all of it or nothing; see :func:`opened_atomically`."""
     with opened_atomically(path) as stream:
         stream.write(data)
+
+
+def write_together(folder: str | os.PathLike[str], files: Mapping[str, bytes]) -> list[Path]:
+    """Write several files of one folder, in their order: all of them, or none where anything fails or interrupts.
+
+    All bytes are on the disk before the first file takes its place. Ctrl-C and SIGTERM wait until the last one has.
+    Only SIGKILL or a power cut within these few renames leaves old and new files side by side, each of them whole.
+
+    Raises:
+        OSError: as :func:`opened_atomically`.
+    """
+    paths = [Path(folder, name) for name in files]
+    with contextlib.ExitStack() as begun:
+        partials = [begun.enter_context(_partial(path, data)) for path, data in zip(paths, files.values(), strict=True)]
+        with _signals_wait():
+            for path, partial in zip(paths, partials, strict=True):
+                _take_place(partial, path)
+    return paths
 
 
 @contextlib.contextmanager
@@ -28,23 +48,57 @@ def opened_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         path: the file to write; a symbolic link is followed, and what it points to is replaced.
 
     Raises:
-        OSError: the folder is missing or not writable, the disk is full, ``path`` is a folder. It names the file.
+        OSError: the folder is missing, the folder or the old file is not writable, the disk is full, ``path`` is a
+            folder. It names the file.
     """
+    partial = _name_of_partial(path)
+    with _cleaned_up(path, partial):
+        with open(partial, "xb") as stream:
+            yield stream
+            _to_disk(stream)
+        _take_place(partial, path)
+
+
+@contextlib.contextmanager
+def _partial(path: Path, data: bytes) -> Iterator[Path]:
+    """A new file beside ``path`` with the data, which is removed at the end unless it has taken the place."""
+    partial = _name_of_partial(path)
+    with _cleaned_up(path, partial):
+        with open(partial, "xb") as stream:
+            stream.write(data)
+            _to_disk(stream)
+        yield partial
+
+
+def _name_of_partial(path: str | os.PathLike[str]) -> Path:
     final = Path(os.path.realpath(path))
     if final.is_dir():
         raise IsADirectoryError(f"{path} is a folder")
     if not final.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+    if final.exists() and not os.access(final, os.W_OK):  # its owner wants to keep it, though its folder lets it go
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+    return final.with_name(f".{final.name}.{uuid.uuid4().hex}.part")
+
+
+def _to_disk(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _take_place(partial: Path, path: str | os.PathLike[str]) -> None:
+    final = os.path.realpath(path)
     # open(), not tempfile: the file gets the permissions that any new file of this user gets.
-    partial = final.with_name(f".{final.name}.{uuid.uuid4().hex}.part")
+    if os.path.exists(final):
+        os.chmod(partial, os.stat(final).st_mode & 0o7777)
+    os.replace(partial, final)
+
+
+@contextlib.contextmanager
+def _cleaned_up(path: str | os.PathLike[str], partial: Path) -> Iterator[None]:
+    """Removes the new file when anything fails, and names the user's file in the error."""
     try:
-        with open(partial, "xb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        if final.exists():
-            os.chmod(partial, final.stat().st_mode & 0o7777)
-        os.replace(partial, final)
+        yield
     except OSError as error:
         _remove(partial)
         if error.errno is None or error.filename not in (None, os.fspath(partial)):  # of what was written, not of this
@@ -59,3 +113,23 @@ def opened_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def _remove(partial: Path) -> None:
     with contextlib.suppress(OSError):  # a folder that became read-only; the first error is the one to tell
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Python's handlers of Ctrl-C and SIGTERM run at the end of the block. (They run in the main thread only.)"""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: dict[int, Any] = {}
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {int(number): handler for number, handler in found.items() if callable(handler)}
+    try:
+        for number in before:
+            signal.signal(number, lambda number, frame: arrived.update({number: frame}))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number, frame in arrived.items():
+            before[number](number, frame)

@@ -21,10 +21,13 @@ __all__ = [
     "label",
     "number",
     "one_of",
+    "parsed_float",
+    "parsed_int",
     "path_text",
     "reduction_code",
     "reworded",
     "short",
+    "target_misfit",
 ]
 
 _LONGEST = 80
@@ -94,6 +97,26 @@ def label(op: str, name: str, value: Any, or_none: str = "") -> int:
     return integer(op, name, value, -(2**63), 2**63 - 1, or_none)
 
 
+def parsed_float(text: str) -> float:
+    """The number that a text writes in ASCII digits. float() also reads 1_0 as 10, and the digits of other scripts.
+
+    Raises:
+        ValueError: it writes none.
+    """
+    text = text.strip()
+    if "_" in text or not text.isascii():
+        raise ValueError(f"could not convert string to float: {text!r}")
+    return float(text)
+
+
+def parsed_int(text: str) -> int:
+    """As :func:`parsed_float`, without a fraction."""
+    text = text.strip()
+    if "_" in text or not text.isascii():
+        raise ValueError(f"invalid literal for int(): {text!r}")
+    return int(text)
+
+
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
@@ -136,6 +159,30 @@ def dense(op: str, name: str, value: Tensor) -> Tensor:
     return value
 
 
+ONE_LOGIT = "for one logit per sample use SigmoidFocalLoss (sigmoid_focal_loss)"
+
+
+def target_misfit(op: str, input: Tensor, target: Tensor, input_name: str = "input") -> ValueError | None:
+    """The error of labels whose shape does not fit logits [C], [N, C] or [N, C, d1, ...], with the likely remedy."""
+    found, shape, n_dims = list(target.shape), list(input.shape), input.dim()
+    expected = shape[: min(n_dims - 1, 1)] + shape[2:]
+    if found == expected:
+        return None
+    what = "one label, []," if n_dims == 1 else f"{'[N]' if n_dims == 2 else '[N, d1, ...]'} = {expected}"
+    remedy = ""
+    if n_dims == 1:
+        what += f" for one sample of [C] = {shape} logits"
+        remedy = ONE_LOGIT if found == shape else ""
+    elif n_dims > 2 and found == shape[:-1]:
+        last = n_dims - 2
+        remedy = f"classes are dimension 1, not the last: {input_name}.flatten(0, {last}), target.flatten(0, {last})"
+    elif found == [*expected, 1]:
+        remedy = "target.squeeze(-1)"
+    elif found == shape:
+        remedy = "one-hot rows are class probabilities: target.to(torch.float32)"
+    return ValueError(f"{op}: target must be {what}, got {found}{remedy and '; '}{remedy}")
+
+
 # float8 and the like have no arithmetic in torch.
 _COMPUTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -145,7 +192,12 @@ def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
 
     For the road of errors only, so that checks of what is rarely wrong cost nothing where all is well.
     """
-    if str(error).startswith(op):
+    if isinstance(error, ValueError | IndexError) and f"{op}: target must be" in str(error):
+        input, target = arguments["input"], arguments["target"]
+        if isinstance(error, ValueError):
+            return target_misfit(op, input, target) or error
+        return IndexError(f"{error}; {ONE_LOGIT}") if input.shape[min(input.dim() - 1, 1)] == 1 else error
+    if str(error).startswith(op) or isinstance(error, ValueError | IndexError):
         return error
     for name, value in arguments.items():
         if isinstance(value, Tensor):

@@ -14,7 +14,7 @@ _NO_CLASS = re.compile(
     r"labels?|targets?|y|y_?true|true_label|gt|ground_?truth",
     re.IGNORECASE,
 )
-_NUMBERED = re.compile(r"(.*?)(\d+)(?:\.0+)?")
+_NUMBERED = re.compile(r"(.*?)([0-9]+)(?:\.0+)?")
 
 
 class ColumnsError(ValueError):

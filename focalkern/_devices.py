@@ -1,9 +1,9 @@
-"""What devices differ in: some have no float64, and some know nothing of autocast."""
+"""Properties of devices: float64, autocast, and numbers that stay on the host."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_is_on", "has_float64", "on_device", "where_float64"]
+__all__ = ["as_parameter", "autocast_is_on", "has_float64", "is_host_number", "on_device", "where_float64"]
 
 # Types of devices on which no tensor can be float64, and of those without autocast, of which torch must not be asked.
 _WITHOUT_FLOAT64 = {"mps"}
@@ -26,6 +26,16 @@ def on_device(parameter: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device; float32 where it is float64 and the device has none."""
     narrows = parameter.dtype == torch.float64 and not has_float64(device)
     return parameter.to(device, torch.float32 if narrows else parameter.dtype)
+
+
+def is_host_number(parameter: Tensor) -> bool:
+    """Whether torch takes the parameter as a number beside tensors of any device."""
+    return parameter.dim() == 0 and parameter.device.type == "cpu"
+
+
+def as_parameter(parameter: Tensor, like: Tensor) -> Tensor:
+    """In the dtype and on the device of ``like``. A number on the host stays there: a copy waits for the device."""
+    return parameter.to(like.dtype) if is_host_number(parameter) else parameter.to(like)
 
 
 def autocast_is_on(device_type: str) -> bool:

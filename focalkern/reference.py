@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from focalkern._devices import autocast_is_on
+from focalkern._devices import as_parameter, autocast_is_on
 from focalkern.gamma import GammaTable
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "poly_focal_loss",
     "quality_focal_loss",
     "sigmoid_focal_loss",
+    "spline_calibration_map",
 ]
 
 
@@ -55,19 +56,29 @@ def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:
     top = z.argmax(-1, keepdim=True)
     z_top = z.gather(-1, top)
     is_top = torch.arange(z.shape[-1], device=z.device) == top
-    shifted = z - z_top
+    # The shift is a constant.
+    shifted = z - z_top.detach()
     others = torch.where(is_top, -torch.inf, shifted)
+    zero = z_top - z_top.detach()
 
     # A class alone in its row, all others -inf (or C = 1), has q = 1 whatever its logit: constants, no gradient.
     alone = (others == -torch.inf).all(-1, keepdim=True) & z_top.isfinite()
-    d = _logsumexp(torch.where(alone, 0.0, others))
+    log_others = _logsumexp(torch.where(alone, 0.0, others))
     # d <= log(C - 1), so exp(d) never overflows.
+    d = log_others - zero
     log1p_exp_d = d.exp().log1p()
     log_q_top = torch.where(alone, 0.0, -log1p_exp_d)
-    log_u_top = torch.where(alone, -torch.inf, d - log1p_exp_d)
+    # Where q <= 1/2 the first forms of log u and of the sum's logarithm lose digits: one is a difference, and the slope
+    # of the other in the largest logit is a difference of two sums over all classes.
+    above_half = d < 0
+    log_u_below = -(-torch.where(above_half, 0.0, d)).exp().log1p()
+    log_u_top = torch.where(above_half, d - log1p_exp_d, log_u_below)
+    log_u_top = torch.where(alone, -torch.inf, log_u_top)
+    log_sum_below = (log_others.exp() + (zero.exp() - 1.0)).log1p()
+    log_sum = torch.where(alone, zero, torch.where(above_half, zero + log1p_exp_d, log_sum_below))
 
     # inf - inf: a row whose largest logit is NaN or infinite has no softmax, and says so in all its classes.
-    log_q = torch.where(is_top, log_q_top, shifted + log_q_top) + (z_top - z_top)
+    log_q = torch.where(is_top, log_q_top, shifted - log_sum) + (z_top - z_top)
     absent = log_q == -torch.inf
     log_u_below_half = torch.where(absent, 0.0, torch.log1p(-torch.where(is_top | absent, -1.0, log_q).exp()))
     log_u = torch.where(is_top, log_u_top + (z_top - z_top), log_u_below_half)
@@ -118,10 +129,9 @@ def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
     # Not clamp: the derivative in gamma at 0 is the one from the right, which torch's own convention there need not be.
     zero = torch.zeros_like(gamma)
     gamma_focal, gamma_inverse = torch.where(gamma < 0, zero, gamma), torch.where(gamma < 0, -gamma, zero)
-    focal = (gamma_focal * torch.where(certain, 0.0, log_u)).exp()
-    focal = torch.where(certain & (gamma_focal > 0), 0.0, focal)
-    inverse = (gamma_inverse * torch.where(log_p == -torch.inf, 0.0, log_p).exp().log1p()).exp()
-    return torch.where(absent, 1.0, torch.where(gamma < 0, inverse, focal))
+    p = torch.where(log_p == -torch.inf, 0.0, log_p).exp()
+    factor = (gamma_focal * torch.where(certain, 0.0, log_u) + gamma_inverse * p.log1p()).exp()
+    return torch.where(absent, 1.0, torch.where(certain & (gamma_focal > 0), 0.0, factor))
 
 
 def _number_tensor(value: float | Tensor, like: Tensor) -> Tensor:
@@ -132,6 +142,11 @@ def _number_tensor(value: float | Tensor, like: Tensor) -> Tensor:
     return value.to(like) if isinstance(value, Tensor) else torch.tensor(value, dtype=like.dtype, device=like.device)
 
 
+def _parameter(value: float | Tensor, like: Tensor) -> Tensor:
+    """As _number_tensor, but a number on the host stays there."""
+    return as_parameter(value, like) if isinstance(value, Tensor) else _number_tensor(value, like)
+
+
 def _gamma_tensor(gamma: float | Tensor | GammaTable, p: Tensor) -> Tensor:
     """Gamma for the probabilities p [..., C]: a table is looked up at each p, a tensor has the shape [...]."""
     if isinstance(gamma, GammaTable):
@@ -139,8 +154,8 @@ def _gamma_tensor(gamma: float | Tensor | GammaTable, p: Tensor) -> Tensor:
         # right=True gives bins [lo, hi); the outer edges are not compared.
         bins = torch.bucketize(p.detach(), edges[1:-1].contiguous(), right=True)
         return gamma.gammas.to(p.device, p.dtype)[bins]
-    gamma = _number_tensor(gamma, p)
-    return gamma.expand(p.shape[:-1]).unsqueeze(-1)
+    gamma = _parameter(gamma, p)
+    return gamma if gamma.dim() == 0 else gamma.expand(p.shape[:-1]).unsqueeze(-1)
 
 
 def focal_loss(
@@ -294,7 +309,7 @@ def poly_focal_loss(
 def dual_focal_loss(
     input: Tensor,
     target: Tensor,
-    gamma: float = 5.0,
+    gamma: float | Tensor | GammaTable = 5.0,
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -311,7 +326,7 @@ def dual_focal_loss(
     Args:
         input: logits (C), (N, C) or (N, C, d1, ...), floating point.
         target: class indices, the shape of ``input`` without its class axis.
-        gamma: a number >= 0.
+        gamma: as of :func:`focal_loss`, >= 0.
         weight: [C], the class weights w.
         ignore_index: index targets equal to it contribute nothing.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, as of :func:`focal_loss`.
@@ -339,7 +354,7 @@ def dual_focal_loss(
     # log(u + p_below), where p_below <= u = 1 - p. (logaddexp has no second derivative for p_below = 0.)
     log_u = log_u.clamp(min=_NOTHING)
     log_m = log_u - torch.nn.functional.logsigmoid(log_u - log_p_below)
-    factor = (gamma * log_m).exp()
+    factor = (_gamma_tensor(gamma, log_p.exp()) * log_m).exp()
     if detach_modulation:
         factor = factor.detach()
     # At p = 0 the slope of the factor is 0, also times log p; computed, it would be 0 * inf.
@@ -433,16 +448,26 @@ def _of_share(share: Tensor, value: Tensor) -> Tensor:
     return share * value if share.requires_grad else torch.where(share == 0, 0.0, share * value)
 
 
+# Beyond this logit, sigmoid is 0 or 1 in every dtype, and has no slope: 0 times a slope that overflows would be NaN.
+_SATURATED = 1e4
+
+
 def _log_sigmoid(x: Tensor) -> Tensor:
-    """log sigmoid(x). Where that is 0 it has no slope: 0 times the slope of a loss that overflows would be NaN."""
-    zero = x > 1e4
+    zero = x > _SATURATED
     return torch.where(zero, 0.0, torch.nn.functional.logsigmoid(torch.where(zero, 0.0, x)))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    saturated = x.abs() > _SATURATED
+    inner = torch.nn.functional.logsigmoid(torch.where(saturated, 0.0, x)).exp()
+    return torch.where(saturated, (x > 0).to(x.dtype), inner)
 
 
 def _power(log_base: Tensor, exponent: Tensor) -> Tensor:
     """base^exponent from log base, with 0^0 = 1, and without a slope where the base is 0."""
     nothing = log_base == -torch.inf
-    return torch.where(nothing, (exponent == 0).to(log_base), (exponent * torch.where(nothing, 0.0, log_base)).exp())
+    power = (exponent * torch.where(nothing, 0.0, log_base)).exp()
+    return torch.where(nothing, (exponent == 0).to(power.dtype), power)
 
 
 def _log(base: Tensor) -> Tensor:
@@ -454,7 +479,7 @@ def _reduce_elements(
     loss: Tensor, input: Tensor, weight: Tensor | None, counts: Tensor | None, reduction: str
 ) -> Tensor:
     if weight is not None:
-        loss = loss * weight.to(loss)
+        loss = loss * as_parameter(weight, loss)
     if counts is not None:
         loss = torch.where(counts, loss, 0.0)
     if reduction == "sum":
@@ -505,18 +530,18 @@ def sigmoid_focal_loss(
     rest = 1.0 - t
     log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
     b = _of_share(t, -log_p) + _of_share(rest, -log_q)
-    u = t * log_q.exp() + rest * log_p.exp()
-    gamma = _number_tensor(gamma, x)
+    u = torch.where(x.abs() > _SATURATED, torch.where(x > 0, rest, t), t * _sigmoid(-x) + rest * _sigmoid(x))
+    gamma = _parameter(gamma, x)
     if t.requires_grad:
         # The slope in a hard target needs the sum itself.
-        factor = torch.where(u == 0, (gamma == 0).to(x), torch.where(u == 0, 1.0, u).pow(gamma))
+        factor = torch.where(u == 0, (gamma == 0).to(x.dtype), torch.where(u == 0, 1.0, u).pow(gamma))
     else:
         # In a hard one u is one of the two, and may underflow where its logarithm does not.
         log_u = torch.where(t == 1, log_q, torch.where(t == 0, log_p, _log(torch.where((t == 0) | (t == 1), 1.0, u))))
         factor = _power(log_u, gamma)
     loss = factor * b
     if alpha is not None:
-        alpha = _number_tensor(alpha, x)
+        alpha = _parameter(alpha, x)
         loss = loss * (alpha * t + (1.0 - alpha) * rest)
     return _reduce_elements(loss, input, weight, counts, reduction)
 
@@ -570,8 +595,8 @@ def asymmetric_loss(
             small, (-torch.where(small, v, 0.0)).log1p(), (torch.where(small, 1.0, log_q.exp() + margin)).log()
         )
         log_rest = torch.where(easy, 0.0, log_rest)
-    positive = _power(log_q, _number_tensor(gamma_positive, x)) * -log_p
-    negative = _power(log_v, _number_tensor(gamma_negative, x)) * -log_rest
+    positive = _power(log_q, _parameter(gamma_positive, x)) * -log_p
+    negative = _power(log_v, _parameter(gamma_negative, x)) * -log_rest
     loss = _of_share(t, positive) + _of_share(1.0 - t, negative)
     return _reduce_elements(loss, input, weight, counts, reduction)
 
@@ -614,11 +639,11 @@ def quality_focal_loss(
     b = _of_share(t, -log_p) + _of_share(rest, -log_q)
     # Of the two forms of the difference, that in which a hard target does not cancel.
     positive = x > 0
-    gap = torch.where(positive, rest - log_q.exp(), t - log_p.exp())
+    gap = torch.where(positive, rest - _sigmoid(-x), t - _sigmoid(x))
     size = torch.where(gap < 0, -gap, gap)
-    beta = _number_tensor(beta, x)
+    beta = _parameter(beta, x)
     if t.requires_grad:
-        factor = torch.where(size == 0, (beta == 0).to(x), torch.where(size == 0, 1.0, size).pow(beta))
+        factor = torch.where(size == 0, (beta == 0).to(x.dtype), torch.where(size == 0, 1.0, size).pow(beta))
     else:
         agrees = torch.where(positive, t == 1, t == 0)
         log_size = torch.where(agrees, torch.where(positive, log_q, log_p), _log(torch.where(agrees, 1.0, size)))
@@ -629,6 +654,22 @@ def quality_focal_loss(
 # ---------------------------------------------------------------------------------------------------------------------
 # Focal calibration map
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _in_order(result: Tensor, given: Tensor) -> Tensor:
+    """``result`` [..., C], an increasing function of ``given``, where rounding has not kept the order, or has made
+    equals differ: the largest result of all classes up to the last of the equals. Derivatives stay those of ``result``.
+    """
+    if torch.onnx.is_in_onnx_export():  # ONNX has no running extrema, and its exponentials round in their own way
+        return result
+    value, order = result.detach(), given.detach().argsort(-1)
+    ascending = given.detach().gather(-1, order)
+    place = torch.arange(given.shape[-1], device=given.device).expand_as(order)
+    goes_on = torch.nn.functional.pad(ascending[..., 1:] == ascending[..., :-1], (0, 1))
+    last_equal = place.masked_fill(goes_on, given.shape[-1]).flip(-1).cummin(-1).values.flip(-1)
+    ordered = value.gather(-1, order).cummax(-1).values.gather(-1, last_equal)
+    ordered = torch.empty_like(value).scatter(-1, order, ordered)
+    return torch.where(ordered == value, result, result + (ordered - value))
 
 
 def focal_calibration_map(
@@ -685,8 +726,92 @@ def focal_calibration_map(
     certain = log_u == -torch.inf  # q = 1: every other class is absent and the result is 1 again
     a = log_q - gamma * torch.where(certain, 0.0, log_u) - (gamma * phi_of(log_q, log_u)).log1p()
     log_p, _ = log_softmax_and_complement(a)
+    log_p = _in_order(log_p, finite.masked_fill(absent, -torch.inf))
     log_p = torch.where((gamma > -1) & (temperature > 0), log_p, torch.nan)
     return (log_p if log else log_p.exp()).to(input.dtype)
+
+
+def spline_calibration_map(
+    input: Tensor,
+    temperature: float,
+    floor: float,
+    slope: float,
+    knots: Tensor,
+    values: Tensor,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    input_kind: str = "logits",
+    log: bool = False,
+) -> Tensor:
+    r"""The map of spline scaling: a natural cubic spline of the log-odds of every class, in the softmax.
+
+    .. math::
+        \hat p = \mathrm{softmax}\big((1 + a) x + f(u) + W x + b\big), \qquad
+        x = \log\big((1 - e)\, \mathrm{softmax}(z / T) + e / C\big), \quad u_j = x_j - \log \sum_{k \ne j} e^{x_k}
+
+    With the second derivatives M of the spline at its knots, h_i = t_{i+1} - t_i and B = (u - t_i) / h_i = 1 - A,
+
+    .. math::
+        f(u) = A f_i + B f_{i+1} + \big((A^3 - A) M_i + (B^3 - B) M_{i+1}\big) h_i^2 / 6
+
+    between t_i and t_{i+1}, and a straight line beyond the first and the last knot.
+
+    Args:
+        input: [..., C] logits, or probabilities with ``input_kind="probs"``; -inf, or probability 0, counts as e / C.
+        temperature: T > 0.
+        floor: e, between 0 and 1.
+        slope: a.
+        knots, values: [m] ascending t and f(t), m >= 3.
+        weight: W [C, C], or its diagonal [C]; None is 0.
+        bias: b [C]; None is 0.
+        input_kind: ``"logits"`` or ``"probs"``.
+        log: return log-probabilities.
+
+    Returns:
+        [..., C] calibrated probabilities in ``input``'s dtype.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Source: Green & Silverman, Nonparametric Regression and Generalized Linear Models, 1994, section 2.1.2.
+
+    Example:
+        >>> logits, knots = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64), torch.tensor([-2.0, -1.0, 0.0, 1.0])
+        >>> fk.reference.spline_calibration_map(logits, 1.0, 1e-3, 0.0, knots, torch.zeros(4))
+        tensor([0.8433, 0.1144, 0.0423], dtype=torch.float64)
+        >>> fk.reference.spline_calibration_map(logits, 1.0, 1e-3, 0.0, knots, torch.tensor([0.0, 0.0, 0.1, 0.5]))
+        tensor([0.9244, 0.0551, 0.0205], dtype=torch.float64)
+    """
+    z = input.to(_compute_dtype(input.dtype))
+    t, f = knots.to(z), values.to(z)
+    q = ((z.log() if input_kind == "probs" else z) / temperature).softmax(-1)
+    x = ((1 - floor) * q + floor / z.shape[-1]).log()
+    itself = torch.eye(z.shape[-1], dtype=torch.bool, device=z.device)
+    others = x.unsqueeze(-2).masked_fill(itself, -torch.inf)
+    u = x - others.logsumexp(-1)
+
+    h = t.diff()
+    middle = (h[:-1] + h[1:]).diag() / 3 + h[1:-1].diag(1) / 6 + h[1:-1].diag(-1) / 6
+    inner = torch.linalg.solve(middle.double(), (f.diff() / h).diff().double()).to(z)
+    second = torch.cat([f.new_zeros(1), inner, f.new_zeros(1)])
+    i = torch.searchsorted(t[1:-1].contiguous(), u.contiguous())
+    inside = u.clamp(t[0], t[-1])
+    far = (inside - t[i]) / h[i]
+    near = 1 - far
+    cubic = ((near**3 - near) * second[i] + (far**3 - far) * second[i + 1]) * h[i] ** 2 / 6
+    curve = near * f[i] + far * f[i + 1] + cubic
+    first = (f[1] - f[0]) / h[0] - h[0] * second[1] / 6
+    last = (f[-1] - f[-2]) / h[-1] + h[-1] * second[-2] / 6
+    curve = curve + torch.where(u < t[0], first, last) * (u - inside)
+
+    scores = (1 + slope) * x + curve
+    if weight is not None:
+        scores = scores + (x * weight.to(z) if weight.dim() == 1 else x @ weight.to(z).T)
+    if bias is not None:
+        scores = scores + bias.to(z)
+    result = scores.log_softmax(-1) if log else scores.softmax(-1)
+    return result.to(input.dtype)
 
 
 def binary_focal_calibration_map(

@@ -25,7 +25,7 @@ TOLERANCE = {
 }
 
 
-pytest.register_assert_rewrite("cuda_cases")
+pytest.register_assert_rewrite("tools.cuda.cases")
 
 os.environ.pop("FOCALKERN_CACHE_MIB", None)  # read once in a process; the tests are written for its default
 
@@ -54,6 +54,10 @@ def cuda() -> torch.device:
     if (reason := cuda_skip_reason()) is not None:
         pytest.skip(reason)
     return torch.device("cuda")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--renew", action="store_true", help="write tests/golden anew (tests/test_golden.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -121,6 +121,15 @@ def calls() -> dict[str, Call]:
         "class_balanced_weight": call(fk.class_balanced_weight, counts=[3.0, 4.0]),
         "focal_calibration_map": call(fk.focal_calibration_map, input=z, gamma=1.0),
         "binary_focal_calibration_map": call(fk.binary_focal_calibration_map, **binary, gamma=1.0),
+        "spline_calibration_map": call(
+            fk.spline_calibration_map,
+            input=z,
+            temperature=1.0,
+            floor=1e-3,
+            slope=0.0,
+            knots=torch.tensor([-1.0, 0.0, 1.0]),
+            values=torch.zeros(3),
+        ),
         "inverse_focal_calibration_map": call(fk.inverse_focal_calibration_map, input=p, gamma=1.0, input_kind="probs"),
         "binary_inverse_focal_calibration_map": call(fk.binary_inverse_focal_calibration_map, **binary, gamma=1.0),
         "calibration_grid": call(fk.calibration_grid, **pair, gammas=[0.0, 1.0], temperatures=[1.0, 2.0]),
@@ -172,6 +181,8 @@ def calls() -> dict[str, Call]:
         fk.FocalTemperatureScaling,
         fk.HistogramBinning,
         fk.IsotonicCalibration,
+        calibrators.RobustTemperatureScaling,
+        fk.SplineScaling,
         fk.StructuredScaling,
         fk.MultiLabelScaling,
         fk.AutoCalibrator,
@@ -218,7 +229,7 @@ def calls() -> dict[str, Call]:
     for name in ("fit_ridge", "ridge_diagram", "grid_heatmap"):
         many[name] = call(getattr(plots, name), "CalibrationGrid", name, grid=both)
     many["adafocal_history"] = call(plots.adafocal_history, history=[adafocal.update(z, y)])
-    found_by_study = fk.compare_calibrators((Z, Y), resamples=0, candidates=["temperature"])
+    found_by_study = fk.compare_calibrators((Z, Y), resamples=0, candidates={"plain": fk.TemperatureScaling()})
     many["Study.save"] = call(found_by_study.save, "TemperatureScaling", path="no/where")
     many["Study.table"] = call(found_by_study.table, "Study.table")
     many["Study.write_report"] = call(found_by_study.write_report, "Study.write_report", folder="no\0where")

@@ -39,11 +39,17 @@ def written(name):
     if name.endswith(".csv"):
         with open(name, newline="") as stream:
             rows = list(csv.reader(stream))
-        return {"probs": torch.tensor([[float(cell) for cell in row] for row in rows[1:]], dtype=torch.float64)}
+        places = [place for place, column in enumerate(rows[0]) if column.startswith("prob_")]
+        cells = [[float(row[place]) for place in places] for row in rows[1:]]
+        return {"probs": torch.tensor(cells, dtype=torch.float64)}
     if name.endswith((".parquet", ".feather")):
         module = pytest.importorskip(f"pyarrow.{'parquet' if name.endswith('.parquet') else 'feather'}")
         table = module.read_table(name)
-        return {"probs": torch.from_numpy(np.stack([column.to_numpy() for column in table.columns], 1))}
+        return {
+            "probs": torch.from_numpy(
+                np.stack([table[key].to_numpy() for key in table.column_names if key.startswith("prob_")], 1)
+            )
+        }
     return pytest.importorskip("safetensors.torch").load_file(name)
 
 
@@ -79,10 +85,10 @@ def test_every_format(folder, run, suffix, dtype):
     assert probs.dtype == logits.dtype
     assert torch.equal(probs, expected(logits))
     if suffix == ".csv":
-        assert (folder / "p.csv").read_text().startswith("ant,bee,cat,dog\n")
+        assert (folder / "p.csv").read_text().startswith("prob_ant,prob_bee,prob_cat,prob_dog\n")
     if suffix in (".parquet", ".feather"):
         module = importlib.import_module(f"pyarrow.{suffix[1:]}")
-        assert module.read_table(f"p{suffix}").column_names == NAMES
+        assert module.read_table(f"p{suffix}").column_names == [f"prob_{name}" for name in NAMES]
 
 
 def test_labels_in_a_parquet_file_are_not_read_and_columns_keep_their_names(folder):
@@ -94,7 +100,8 @@ def test_labels_in_a_parquet_file_are_not_read_and_columns_keep_their_names(fold
     }
     table = importlib.import_module("pyarrow.feather").read_table("p.feather")
     # In the order of the numbers, which are the classes.
-    assert table.column_names == ["p_0", "p_1", "p_2", "p_3"]
+    assert table.column_names == ["label", "prob_0", "prob_1", "prob_2", "prob_3"]
+    assert table["label"].to_pylist() == [0] * 50
     assert torch.equal(written("p.feather")["probs"], expected(LOGITS[:, [2, 3, 1, 0]]))
 
 
@@ -156,3 +163,65 @@ def test_a_mistake_is_one_line_and_nothing_is_written(folder, run, arguments, wo
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert words in err
     assert sorted(os.listdir()) == before
+
+
+def test_a_table_keeps_its_other_columns_and_says_what_it_holds(folder, run):
+    """Written, read again, measured: probabilities are never taken for logits."""
+    labels = (LOGITS.argmax(-1) + (torch.arange(50) % 4 == 0)) % 4
+    lines = [
+        f"row {row},{','.join(map(repr, logits))},{NAMES[label]},a note"
+        for row, (logits, label) in enumerate(zip(LOGITS.tolist(), labels.tolist(), strict=True))
+    ]
+    header = ",".join(["id", *(f"logit_{name}" for name in NAMES), "label", "note"])
+    (folder / "t.csv").write_text("\n".join([header, *lines]))
+    for name in ("p.csv", "p.parquet", "p.feather"):
+        if name != "p.csv":
+            pytest.importorskip("pyarrow")
+        code, _, err = run("apply", "c.json", "t.csv", "--logits-key", "logit_*", "--out", name)
+        assert code == 0, err
+        assert torch.equal(written(name)["probs"], expected(LOGITS))
+        code, _, err = run("apply", "c.json", name, "--logits-key", "prob_*", "--out", "again.csv")
+        assert code == 2 and "expected logits, for which c.json was fitted, found probs" in err
+        (rows,) = fk.files.read_sets(name, logits_key="prob_*").values()
+        assert rows.kind == "probs" and torch.equal(rows.labels, labels)
+    with open("p.csv", newline="") as stream:
+        found = list(csv.reader(stream))
+    assert found[0] == ["id", *(f"prob_{name}" for name in NAMES), "label", "note"]
+    assert [(row[0], *row[-2:]) for row in found[1:]] == [
+        (f"row {row}", NAMES[label], "a note") for row, label in enumerate(labels.tolist())
+    ]
+    (folder / "twice.csv").write_text("\n".join(["prob_2," + ",".join("0123"), *(f"1,{line}" for line in ["1,2,3,4"])]))
+    code, _, err = run("apply", "c.json", "twice.csv", "--logits-key", "[0-3]", "--out", "q.csv")
+    assert code == 2 and "expected no column prob_2 beside the classes, found one" in err
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".csv", ".pt"])
+def test_probabilities_given_as_logits_are_refused_until_said(folder, run, suffix):
+    probs = LOGITS.softmax(-1)
+    if suffix == ".npy":
+        np.save("x.npy", probs.numpy())
+    elif suffix == ".npz":
+        np.savez("x.npz", logits=probs.numpy())
+    elif suffix == ".pt":
+        torch.save({"logits": probs}, "x.pt")
+    else:
+        (folder / "x.csv").write_text(
+            "\n".join([",".join(NAMES), *(",".join(map(repr, row)) for row in probs.tolist())])
+        )
+    code, _, err = run("apply", "c.json", f"x{suffix}", "--out", "p.npy")
+    assert code == 2 and "found rows that are not negative and sum to 1" in err
+    assert not os.path.exists("p.npy")
+    code, _, err = run("apply", "c.json", f"x{suffix}", "--out", "p.npy", "--input-kind", "logits")
+    assert code == 0, err
+
+
+def test_a_tensor_without_a_name(folder, run):
+    torch.save(LOGITS, "x.pt")
+    torch.save(LOGITS.softmax(-1), "x_probs.pt")
+    code, _, err = run("apply", "c.json", "x.pt", "--out", "p.npy")
+    assert code == 0, err
+    assert torch.equal(written("p.npy")["probs"], expected(LOGITS))
+    code, _, err = run("apply", "c.json", "x_probs.pt", "--out", "p.npy")
+    assert code == 2 and "expected logits, for which c.json was fitted, found probs" in err
+    code, _, err = run("evaluate", "x.pt")
+    assert code == 2 and "expected a dict of tensors with logits and labels, found a tensor [50, 4]" in err

@@ -10,6 +10,8 @@ from conftest import assert_close
 
 from focalkern import bootstrap, metrics
 from focalkern.bootstrap import bias_floor, paired_bootstrap
+from focalkern.bootstrap._figures import NAMES_IN_WORDS
+from focalkern.bootstrap._resampling import resample_weights, uniform_draws
 
 METRICS = {
     "accuracy": metrics.accuracy,
@@ -47,7 +49,7 @@ def test_replicates_are_the_metrics_of_rows_drawn_again(n, n_bins, dtype, device
     probs = {"sharp": (2 * logits).softmax(-1), "flat": (logits / 2).softmax(-1)}
     probs["sharp"][n // 3 : n // 2] = probs["sharp"][0]  # ties, also across the cuts of equal-mass bins
     found = paired_bootstrap(probs, target, n_bins=n_bins, n_resamples=8, seed=5)
-    weights = bootstrap._weights(n, range(8), 5)
+    weights = resample_weights(n, range(8), 5)
     assert weights.sum(1).tolist() == [n] * 8
     for k, name in enumerate(found.names):
         for j, figure in enumerate(found.figures):
@@ -98,7 +100,7 @@ def test_the_result_does_not_depend_on_memory_and_company(monkeypatch):
     logits, target = sample(60)
     probs = {"a": logits.softmax(-1), "b": (logits / 3).softmax(-1)}
     together = paired_bootstrap(probs, target, n_resamples=30, seed=1)
-    monkeypatch.setattr(bootstrap, "_CHUNK", 60 * 7)
+    monkeypatch.setattr("focalkern.bootstrap._resampling._CHUNK", 60 * 7)
     assert_close(paired_bootstrap(probs, target, n_resamples=30, seed=1).replicates, together.replicates)
     alone = paired_bootstrap({"b": probs["b"]}, target, n_resamples=30, seed=1)
     assert_close(alone.replicates[0], together.replicates[1])
@@ -195,7 +197,7 @@ def test_words_say_what_the_interval_says():
     assert floor.in_words(0.4).startswith("ECE (equal_mass) of 0.4000 is more than noise: a perfectly calibrated model")
     assert f"scores {floor.mean:.4f} on average, and at most {floor.quantile(0.95):.4f} on" in floor.in_words(0.4)
     assert "of 0.0100 is not to be told from noise" in floor.in_words(0.01)
-    assert set(bootstrap._WORDS) == set(bootstrap.FIGURES)
+    assert set(NAMES_IN_WORDS) == set(bootstrap.FIGURES)
 
 
 def test_pairing_takes_shared_luck_out_of_the_difference():
@@ -216,7 +218,7 @@ def test_an_infinite_likelihood_has_no_interval_and_spoils_no_other():
     assert not found.difference("a", "b", "nll").excludes_zero
     assert not found.wins("b", "a", "nll")
     # Resamples without the row in question are finite.
-    drawn = bootstrap._weights(4, range(20), 0)[:, 1] > 0
+    drawn = resample_weights(4, range(20), 0)[:, 1] > 0
     replicates = found.replicates[0, found.figures.index("nll")]
     assert 0 < int(drawn.sum()) < 20
     assert torch.equal(replicates.isinf(), drawn) and not replicates.isnan().any()
@@ -312,7 +314,7 @@ def test_the_floor_is_the_metric_of_labels_drawn_from_the_model(n_bins, device):
     confidence = probs.amax(-1).sort().values
     ladder = probs.cumsum(-1)
     for r in range(6):
-        draws = bootstrap._uniform(90, range(r, r + 1), 3)[0].to(device)
+        draws = uniform_draws(90, range(r, r + 1), 3)[0].to(device)
         for estimator in metrics.ESTIMATORS:
             expected = metrics.expected_calibration_error(
                 confidence=confidence, correct=draws < confidence, n_bins=n_bins, estimator=estimator
@@ -358,7 +360,7 @@ def test_p_values_tell_calibrated_from_overconfident():
 def test_the_floor_does_not_depend_on_memory(monkeypatch):
     probs = sample(70)[0].softmax(-1)
     before = bias_floor(probs, n_resamples=20)
-    monkeypatch.setattr(bootstrap, "_CHUNK", 300)
+    monkeypatch.setattr("focalkern.bootstrap._resampling._CHUNK", 300)
     for figure, floor in bias_floor(probs, n_resamples=20).items():
         assert_close(floor.samples, before[figure].samples)
 

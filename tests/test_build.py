@@ -22,10 +22,10 @@ from tools.long_description import long_description, version_of  # noqa: E402
 def fake_torch(tmp_path):
     """Writes a torch whose extension builder only says with which toolkit it would build."""
 
-    def write(cuda):
+    def write(cuda, hip=None):
         utils = tmp_path / "packages" / "torch" / "utils"
         utils.mkdir(parents=True)
-        (utils.parent / "__init__.py").write_text(f"class version:\n    cuda = {cuda!r}\n")
+        (utils.parent / "__init__.py").write_text(f"class version:\n    cuda, hip = {cuda!r}, {hip!r}\n")
         (utils / "__init__.py").touch()
         (utils / "cpp_extension.py").write_text(
             "import os\nraise SystemExit(f\"{os.environ.get('CUDA_HOME')} {os.environ.get('TORCH_CUDA_ARCH_LIST')}\")\n"
@@ -79,7 +79,7 @@ def test_cuda_wanted_with_a_cpu_only_torch(tmp_path, fake_torch, fake_nvcc):
     fake_torch(cuda=None)
     done = setup_py(tmp_path, FOCALKERN_CUDA="1", CUDA_HOME=str(fake_nvcc("13.0")))
     assert done.returncode == 1
-    assert done.stderr == "focalkern: FOCALKERN_CUDA=1, but the installed torch is a CPU-only build\n"
+    assert done.stderr == "focalkern: FOCALKERN_CUDA=1, but the installed torch is built without CUDA\n"
 
 
 @pytest.mark.parametrize("named", [{}, {"CUDA_HOME": "/nowhere"}])
@@ -100,7 +100,7 @@ def test_cuda_wanted_with_an_nvcc_of_another_release(tmp_path, fake_torch, fake_
 @pytest.mark.parametrize(
     ("cuda", "release", "reason"),
     [
-        (None, "13.0", "the installed torch is a CPU-only build"),
+        (None, "13.0", "the installed torch is built without CUDA"),
         ("13.0", None, "nvcc was not found (put it on PATH or set CUDA_HOME)"),
         ("13.0", "12.4", "nvcc is CUDA 12.4 and torch was built with CUDA 13.0"),
     ],
@@ -110,6 +110,19 @@ def test_auto_builds_without_cuda_and_says_why(tmp_path, fake_torch, fake_nvcc, 
     done = setup_py(tmp_path, CUDA_HOME=str(fake_nvcc(release)) if release else "")
     assert done.stdout == f"focalkern: building without CUDA kernels: {reason}\n"
     assert done.stderr.split()[0] in ("None", "") or release  # no toolkit is handed to torch
+
+
+def test_a_rocm_build_is_called_one(tmp_path, fake_torch, fake_nvcc):
+    fake_torch(cuda=None, hip="6.2.41134")
+    toolkit = str(fake_nvcc("13.0"))
+    words = (
+        "the installed torch is a ROCm build (HIP 6.2.41134), for which focalkern has no kernels; its GPUs compute "
+        "with plain torch, its CPU with the compiled kernels\n"
+    )
+    assert setup_py(tmp_path, CUDA_HOME=toolkit).stdout == f"focalkern: building without CUDA kernels: {words}"
+    assert (
+        setup_py(tmp_path, FOCALKERN_CUDA="1", CUDA_HOME=toolkit).stderr == f"focalkern: FOCALKERN_CUDA=1, but {words}"
+    )
 
 
 @pytest.mark.parametrize("setting", [{}, {"FOCALKERN_CUDA": "auto"}, {"FOCALKERN_CUDA": "1"}])
@@ -184,6 +197,6 @@ def test_the_long_description_without_a_repository_points_nowhere():
 
 
 def test_the_packages_own_long_description():
-    init = (ROOT / "focalkern" / "__init__.py").read_text()
-    text = long_description((ROOT / "README.md").read_text(), "", version_of(init))
+    source = (ROOT / "focalkern" / "_version.py").read_text()
+    text = long_description((ROOT / "README.md").read_text(), "", version_of(source))
     assert "](docs/" not in text and "<picture>" not in text and "Two reliability diagrams" in text

@@ -14,6 +14,7 @@ sklearn = pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 from sklearn.base import BaseEstimator, ClassifierMixin  # noqa: E402
 from sklearn.calibration import CalibratedClassifierCV  # noqa: E402
 from sklearn.datasets import make_classification  # noqa: E402
+from sklearn.ensemble import RandomForestClassifier  # noqa: E402
 from sklearn.frozen import FrozenEstimator  # noqa: E402
 from sklearn.linear_model import LogisticRegression  # noqa: E402
 from sklearn.metrics import log_loss  # noqa: E402
@@ -209,3 +210,20 @@ def test_weights_that_the_classifier_does_not_take():
     X, y = sample()
     with pytest.warns(UserWarning, match="KNeighborsClassifier takes no sample_weight, which only the calibrator gets"):
         fk.CalibratedClassifier(KNeighborsClassifier(50), cv=3).fit(X, y, np.arange(400) % 3)
+
+
+@pytest.mark.parametrize("estimator", [KNeighborsClassifier(7), RandomForestClassifier(10, random_state=0)], ids=repr)
+@pytest.mark.parametrize("calibrator", [TemperatureScaling(), FocalTemperatureScaling()], ids=repr)
+@pytest.mark.parametrize("names", [False, True])
+def test_the_predictions_of_the_classifier_stay(estimator, calibrator, names):
+    """Votes are full of ties, and their logarithms round different ones to the same number."""
+    X, y = sample(2400, 4)
+    y = np.array(["ape", "bee", "cat", "dog"])[y] if names else y
+    classifier = fk.CalibratedClassifier(estimator, calibrator, cv=3).fit(X[:400], y[:400])
+    found = classifier.predict(X[400:])
+    assert np.array_equal(found, classifier.estimator_.predict(X[400:]))
+    assert found.dtype == classifier.classes_.dtype
+    frozen = fk.CalibratedClassifier(FrozenEstimator(classifier.estimator_), calibrator).fit(X[:400], y[:400])
+    assert np.array_equal(frozen.predict(X[400:]), found)
+    with pytest.raises(sklearn.exceptions.NotFittedError):
+        fk.CalibratedClassifier(estimator, calibrator).predict(X)

@@ -341,7 +341,7 @@ def test_files_of_version_1_load(criterion, tmp_path):
     assert focal.n_cells_ == 6
     assert_close(focal.predict_proba(logits), logits.softmax(-1))
     focal.save(path)
-    assert json.loads(path.read_text())["format_version"] == 3
+    assert json.loads(path.read_text())["format_version"] == 4
     assert_close(load_calibrator(path).predict_proba(logits), logits.softmax(-1))
 
 
@@ -371,10 +371,10 @@ def change(**changes):
         (change(format="other"), "found other JSON"),
         (change(format_version=99), "upgrade focalkern"),
         (change(format_version="1"), "found '1'"),
-        (change(method="spline"), "found 'spline'"),
+        (change(method="curve"), "found 'curve'"),
         (change(temperature=None), "'temperature' is missing"),
         (change(fit__n_classes=None), "'n_classes' is missing"),
-        (change(temperature=0), "expected gamma > -1 and temperature > 0, found 0.0 and 0.0"),
+        (change(temperature=0), "expected gamma > -1 and temperature > 0, at most 1e+06 and 1e+30, found 0.0 and 0.0"),
         (change(gamma=-1), "expected gamma > -1"),
         (change(temperature="2"), "temperature must be a finite number, found '2'"),
         (change(parameters="none"), "not a valid calibrator"),

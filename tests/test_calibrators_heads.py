@@ -202,7 +202,7 @@ def test_independent_labels_are_saved(tmp_path):
         (lambda z, y: (z.long(), y), TypeError, "must be floating point"),
         (lambda z, y: (z[:, 0], y[:, 0]), ValueError, "must be [N, L]"),
         (lambda z, y: (z[:0], y[:0]), ValueError, "at least one row"),
-        (lambda z, y: (z.index_fill(0, torch.tensor(5), math.nan), y), ValueError, "label 0: "),
+        (lambda z, y: (z.index_fill(0, torch.tensor(5), math.nan), y), ValueError, "got nan at row 5, label 0"),
     ],
 )
 def test_bad_heads_are_named_and_leave_the_fitted_calibrator(spoil, error, words):

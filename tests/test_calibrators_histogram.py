@@ -132,10 +132,12 @@ def test_saturated_rows_share_the_rest_by_their_logits(dtype, tolerance):
     assert found.tolist() == pytest.approx([0.75, 0.25 * e / (1 + e), 0.25 / (1 + e)], rel=tolerance)
 
 
-def test_where_all_others_are_zero_they_share_equally():
-    probs = np.array([[1.0, 0.0, 0.0]] * 4)
-    calibrator = HistogramBinning(n_bins=5, input_kind="probs").fit(probs, np.array([0, 0, 0, 2]))
-    assert calibrator.predict_proba(probs)[0].tolist() == pytest.approx([0.75, 0.125, 0.125])
+def test_where_all_others_can_occur_and_are_too_small_they_share_equally():
+    logits = torch.tensor([[0.0, -3e38, -3e38], [0.0, -3e38, -math.inf], [0.0, -math.inf, -math.inf]])
+    scaling = TemperatureScaling(temperatures=[1e-3], criterion="brier")
+    calibrator = HistogramBinning(n_bins=5, scaling=scaling)
+    calibrator.fit(logits[:1].repeat(4, 1), torch.tensor([0, 0, 0, 2]))
+    assert calibrator.predict_proba(logits).tolist() == [[0.75, 0.125, 0.125], [0.75, 0.25, 0.0], [1.0, 0.0, 0.0]]
 
 
 def test_an_exact_zero_beside_others_stays_zero():

@@ -243,7 +243,9 @@ def test_classes_that_cannot_occur_are_left_out():
 def test_an_impossible_target_is_counted(kind):
     probs = torch.tensor([[0.4, 0.6], [0.0, 1.0], [0.3, 0.7], [1.0, 0.0]])
     input = probs if kind == "probs" else probs.log()
-    words = r"2 of 4 rows \(the first is 1\) give their target (probability 0|a logit of -inf); criterion='brier' and"
+    words = (
+        r"2 of 4 rows \(the first is 1\) give their target (probability 0|a logit of -inf): floor=0\.025 gives every"
+    )
     with pytest.raises(ValueError, match=words):
         TemperatureScaling(input_kind=kind).fit(input, torch.tensor([0, 0, 1, 1]))
 

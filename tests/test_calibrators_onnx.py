@@ -10,9 +10,11 @@ from conftest import assert_close, peer
 from focalkern.calibrators import (
     CalibratedLogits,
     CalibratedLogProbs,
+    FlooredInput,
     HistogramLogProbs,
     IsotonicLogProbs,
     MultiLabelLogits,
+    SplineLogProbs,
     StructuredLogProbs,
 )
 
@@ -49,15 +51,24 @@ class Everything(torch.nn.Module):
         # As many points as a class has, one of them only one.
         steps = [(np.linspace(0, 1, 2 + k), np.linspace(0.01 * k, 1 - 0.1 * k, 2 + k) ** 2) for k in range(5)]
         steps.append((np.array([0.4]), np.array([0.2])))
+        curve = torch.tensor([[-6.0, -2.0, -1.5, 0.5, 3.0], [0.3, 0.0, -0.1, 0.6, 2.0]], dtype=torch.float64)
         self.of_logits = torch.nn.ModuleDict(
             {
                 "structured vector": StructuredLogProbs(1.4, 0.01, vector, bias, (0.0, 1.0)),
                 "structured focal matrix": StructuredLogProbs(0.7, 0.002, matrix, bias, (0.8, 1.2)),
                 "isotonic": IsotonicLogProbs(steps, 0.01),
+                "spline": SplineLogProbs(1.3, 1e-3, 0.1, *curve),
+                "spline vector": SplineLogProbs(0.8, 1e-3, 0.1, *curve, vector - 1, bias),
+                "spline matrix": SplineLogProbs(0.8, 1e-3, 0.1, *curve, 0.1 * matrix, bias, masks=False),
                 "focal": CalibratedLogProbs(2.0, 1.7),
                 "histogram": binned,
                 "one_logit": CalibratedLogits(1.5, 0.6),
                 "labels": labels,
+                "floor": FlooredInput(CalibratedLogProbs(2.0, 1.7), 0.01, "logits"),
+                "floor of one logit": FlooredInput(CalibratedLogits(1.5, 0.6), 0.01, "logits", one_logit=True),
+                "bins after a floor": HistogramLogProbs(
+                    FlooredInput(CalibratedLogProbs(0.0, 0.9), 0.01, "logits"), [0.3, 0.6], [0.2, 0.5, 0.97]
+                ),
             }
         )
         self.of_probs = torch.nn.ModuleDict(
@@ -65,6 +76,8 @@ class Everything(torch.nn.Module):
                 "focal": CalibratedLogProbs(1.0, 0.8, "probs"),
                 "structured": StructuredLogProbs(1.4, 0.01, matrix, bias, (0.0, 1.0), "probs"),
                 "isotonic": IsotonicLogProbs(steps, 0.01, "probs"),
+                "spline": SplineLogProbs(1.3, 1e-3, 0.1, *curve, input_kind="probs"),
+                "floor": FlooredInput(CalibratedLogProbs(1.0, 0.8, "probs"), 0.01, "probs"),
             }
         )
 

@@ -14,6 +14,7 @@ from focalkern.calibrators import (
     HistogramBinning,
     IsotonicCalibration,
     MultiLabelScaling,
+    SplineScaling,
     StructuredScaling,
     TemperatureScaling,
     load_calibrator,
@@ -37,6 +38,7 @@ CALIBRATORS = [
     StructuredScaling(kind="vector", solver="lbfgs"),  # weights are nothing for the other one
     StructuredScaling(kind="matrix", focal=True, solver="lbfgs"),
     IsotonicCalibration(),
+    *(SplineScaling(kind=kind) for kind in ("scalar", "vector", "matrix")),
 ]
 
 
@@ -89,6 +91,8 @@ def test_the_weighted_ece_is_that_of_repeated_rows(estimator):
         (-torch.ones(150), ValueError, "sample_weight must be at least 0 and finite, got -1.0"),
         (torch.full((150,), torch.nan), ValueError, "at least 0 and finite, got nan"),
         (torch.zeros(150), ValueError, "fit needs at least one row, got none"),
+        (torch.full((150,), 1e307, dtype=torch.float64), ValueError, "a sum between 1e-100 and 1e+100, got inf"),
+        (torch.full((150,), 1e-161, dtype=torch.float64), ValueError, "got 1.5e-159; a weight says how often its row"),
         (["a"] * 150, TypeError, "sample_weight must be a tensor or an array of numbers, got list"),
     ],
 )
@@ -99,6 +103,38 @@ def test_bad_weights_are_named(weight, error, words):
     scaling = FocalTemperatureScaling(criterion="ece", estimator="equal_mass_interp", temperatures=FEW)
     with pytest.raises(ValueError, match="'equal_mass' or 'equal_width' with sample_weight"):
         scaling.fit(*sample(), torch.arange(150))
+
+
+@pytest.mark.parametrize("calibrator", CALIBRATORS, ids=repr)
+@pytest.mark.parametrize("size", [1e307, 1e-161, 5e-324])
+def test_weights_beyond_all_counts_are_refused(calibrator, size):
+    logits, target = sample()
+    weight = torch.full((150,), size, dtype=torch.float64)
+    with pytest.raises(ValueError, match=f"{type(calibrator).__name__}: sample_weight must have a sum between"):
+        copy(calibrator).fit(logits, target, weight)
+    fitted = copy(calibrator).fit(logits, target)
+    with pytest.raises(ValueError, match=f"{type(calibrator).__name__}: sample_weight must have a sum between"):
+        fitted.score(logits, target, weight)
+    with pytest.raises(ValueError, match="sample_weight must have a sum between"):
+        MultiLabelScaling().fit(logits, torch.nn.functional.one_hot(target, 3), weight)
+
+
+@pytest.mark.parametrize("scale", [1e-90, 1e-3, 1e90])
+def test_the_optimum_does_not_know_the_scale_of_the_weights(scale):
+    logits, target = sample()
+    times = torch.arange(150, dtype=torch.float64) % 4
+    for calibrator in (TemperatureScaling(), FocalTemperatureScaling(), FocalTemperatureScaling(criterion="brier")):
+        one, other = (copy(calibrator).fit(logits, target, weight) for weight in (times, times * scale))
+        assert other.temperature_ == pytest.approx(one.temperature_, rel=1e-6)
+        assert other.gamma_ == pytest.approx(one.gamma_, rel=1e-5)
+
+
+@pytest.mark.parametrize("calibrator", [StructuredScaling(solver="lbfgs"), IsotonicCalibration()], ids=repr)
+def test_weights_that_make_many_rows_few_are_said(calibrator):
+    logits, target = sample()
+    fitted = copy(calibrator).fit(logits, target, torch.full((150,), 1 / 150))
+    assert any("sum to 1, so that 150 rows count as 1 (divide" in words for words in fitted.doubts_)
+    assert not any("weights" in words for words in copy(calibrator).fit(logits, target, torch.arange(150)).doubts_)
 
 
 def test_a_score_is_weighted():
@@ -165,7 +201,7 @@ def test_rows_are_left_out():
 
 @pytest.mark.parametrize(
     "calibrator",
-    [TemperatureScaling(), FocalTemperatureScaling(), HistogramBinning(n_bins=3), StructuredScaling()],
+    [TemperatureScaling(), FocalTemperatureScaling(), HistogramBinning(n_bins=3), StructuredScaling(), SplineScaling()],
     ids=repr,
 )
 def test_segmentation_maps(calibrator, tmp_path):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from focalkern.calibrators import (
 )
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 from focalkern.ops.calibration_map import focal_calibration_map
-from focalkern.study import memory, trust
+from focalkern.study import intervals, memory
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -31,7 +32,7 @@ pytest.importorskip("tabulate", reason="tabulate is not installed")
 PAPER = ("--method", "focal-temperature", "--criterion", "ece", "--temperatures", "0.1:5:0.1")
 GRID = (*PAPER, "--bootstrap", "0")
 INTERVALS = (*PAPER, "--bootstrap", "40")
-FIGURES = [
+SCORES = [
     "accuracy",
     "nll",
     "brier",
@@ -112,7 +113,7 @@ def test_the_rows_are_what_the_library_computes(both, run):
         for part, prefix in (("validation", "val"), ("test", "test")):
             logits, labels = arrays[f"{prefix}_logits"].double(), arrays[f"{prefix}_labels"]
             probs = focal_calibration_map(logits, row["gamma"], row["temperature"])
-            assert list(row[part]) == FIGURES
+            assert list(row[part]) == SCORES
             assert row[part]["accuracy"] == float((logits.argmax(-1) == labels).double().mean())
             assert row[part]["nll"] == pytest.approx(float(metrics.nll(probs, labels)))
             assert row[part]["brier"] == pytest.approx(float(metrics.brier_score(probs, labels)))
@@ -135,17 +136,19 @@ def test_the_printed_table_is_the_json(both, run):
     lines = out.splitlines()
     labels = {
         "none": "uncalibrated",
-        "temperature": "temperature, {}-optimal",
-        "focal-temperature": "focal temperature, {}-optimal",
+        "temperature": "temperature{}, {}-optimal",
+        "focal-temperature": "focal temperature{}, {}-optimal",
     }
     for row in document["rows"]:
-        label = labels[row["method"]].format((row["criterion"] or "").upper())
+        # By another search than the usual one for NLL: the temperatures are not the default.
+        search = " (grid)" if row["criterion"] == "nll" else ""
+        label = re.escape(labels[row["method"]].format(search, (row["criterion"] or "").upper()))
         (line,) = [line for line in lines if re.match(rf"(-> |   ){label} ", line)]
         numbers = re.findall(r"-?\d+\.\d+", line)
         if row["method"] != "none":
             assert float(numbers.pop(0)) == row["gamma"]
             assert float(numbers.pop(0)) == pytest.approx(row["temperature"])
-        assert numbers == [f"{row['test'][name]:.4f}" for name in FIGURES]
+        assert numbers == [f"{row['test'][name]:.4f}" for name in SCORES]
     assert next(line for line in lines if line.startswith("-> ")).startswith("-> focal temperature, ECE-optimal")
     for words in (
         "validation   400 rows",
@@ -382,13 +385,16 @@ def test_probabilities_with_a_zero_on_the_true_class(tmp_path, run):
         assert document["rows"][-1]["gamma"] is None
 
 
-def test_logits_that_look_like_probabilities_are_said(tmp_path, run):
+def test_logits_that_look_like_probabilities_are_refused_until_said(tmp_path, run):
     logits, labels = sample(300, 0)
     probs = torch.from_numpy(logits).double().softmax(-1)
     rows = [f"{label}," + ",".join(map(repr, row)) for label, row in zip(labels.tolist(), probs.tolist(), strict=True)]
     (tmp_path / "a.csv").write_text("\n".join(["label,a,b,c,d,e", *rows]))
-    document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID)
-    assert any("say --input-kind probs" in remark for remark in document["remarks"])
+    for command in (("calibrate", *GRID), ("evaluate",)):
+        code, out, err = run(command[0], tmp_path / "a.csv", *command[1:])
+        assert (code, out) == (2, "") and "say --input-kind probs or, if they are logits, --input-kind logits" in err
+    document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID, "--input-kind", "logits")
+    assert any("pass input_kind=probs" in remark for remark in document["remarks"])
     document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID, "--input-kind", "probs")
     assert document["data"]["validation"]["input_kind"] == "probs"
     assert not any("--input-kind" in remark for remark in document["remarks"])
@@ -448,7 +454,7 @@ def test_the_report(both, run, tmp_path):
     assert len(table) == 10
     for row, of in zip(table[5:], document["rows"], strict=True):
         assert (row["rows"], row["method"], row["criterion"]) == ("test", of["method"], of["criterion"] or "")
-        assert {name: float(row[name]) for name in FIGURES} == of["test"]
+        assert {name: float(row[name]) for name in SCORES} == of["test"]
     assert [row["chosen"] for row in table[:5]] == ["0", "0", "1", "0", "0"]
 
 
@@ -471,7 +477,7 @@ def test_the_intervals_are_those_of_the_library(both, run):
     against = {1: 0, 2: 1, 3: 0, 4: 3}
     verdicts = set()
     for index, row in enumerate(document["rows"]):
-        for name in FIGURES:
+        for name in SCORES:
             interval = expected.interval(str(index), name)
             assert row["intervals"][name] == pytest.approx([interval.low, interval.high])
             assert row["intervals"][name][0] <= row["test"][name] <= row["intervals"][name][1]
@@ -508,19 +514,19 @@ def test_the_printed_intervals_and_marks_are_the_json(both, run):
     assert len(seconds) == len(document["rows"])
     marks = {"better": "*", "worse": "!", "undecided": ""}
     for cells, row in zip(seconds, document["rows"], strict=True):
-        for cell, name in zip(cells, FIGURES, strict=True):
+        for cell, name in zip(cells, SCORES, strict=True):
             low, high = row["intervals"][name]
             half = f"{max(high - row['test'][name], row['test'][name] - low):.4f}".removeprefix("0")
             verdict = "undecided" if row["difference"] is None else row["difference"]["figures"][name]["verdict"]
             assert cell == f"+-{half}{marks[verdict]}"
     (floor,) = [index for index, line in enumerate(lines) if "bias floor of the row ->" in line]
     chosen = document["rows"][document["chosen"]]["bias_floor"]
-    errors = [name for name in FIGURES if "ece" in name]
+    errors = [name for name in SCORES if "ece" in name]
     assert lines[floor].split()[-4:] == [f"{chosen[name]['mean']:.4f}" for name in errors]
     assert lines[floor + 1].split() == ["<" + f"{chosen[name]['quantile_95']:.4f}"[1:] for name in errors]
     assert "40 resamples of the test rows" in " ".join(out.split())
     first = next(index for index, line in enumerate(lines) if line.startswith("   uncalibrated"))
-    assert max(map(len, lines[first:floor])) <= 130
+    assert max(map(len, lines[first:floor])) <= 131
 
 
 def test_intervals_are_in_the_csv(both, run, tmp_path):
@@ -529,7 +535,7 @@ def test_intervals_are_in_the_csv(both, run, tmp_path):
     with open(tmp_path / "table.csv", newline="") as stream:
         table = list(csv.DictReader(stream))
     for index, row in enumerate(document["rows"]):
-        for name in FIGURES:
+        for name in SCORES:
             assert [float(table[5 + index][f"{name}_{end}"]) for end in ("low", "high")] == row["intervals"][name]
             assert table[index][f"{name}_low"] == ""
 
@@ -545,11 +551,11 @@ def test_no_intervals_where_they_are_not_wanted(both, run):
 
 def test_no_intervals_by_default_where_they_would_take_minutes(both, run, monkeypatch):
     # 500 rows of 5 classes report.
-    for module, name, limit in ((memory, "_MOST_RESAMPLED_FIGURES", 2500), (trust, "_MOST_RESAMPLED_ROWS", 500)):
+    for module, name, limit in ((memory, "_MOST_RESAMPLED_NUMBERS", 2500), (intervals, "_MOST_RESAMPLED_ROWS", 500)):
         monkeypatch.setattr(module, name, limit - 1)
         document = run_json(run, "calibrate", both, *GRID[:2])
         assert document["bootstrap"] is None
-        assert any("Say --bootstrap 200 to have them" in remark for remark in document["remarks"])
+        assert any("Pass resamples=200 to have them" in remark for remark in document["remarks"])
         assert run_json(run, "calibrate", both, *INTERVALS)["bootstrap"]["resamples"] == 40
         monkeypatch.setattr(module, name, limit)
     assert run_json(run, "calibrate", both, *GRID[:2])["bootstrap"]["resamples"] == 200
@@ -606,18 +612,33 @@ def one_line(code, out, err):
         (("calibrate",), "the following arguments are required: VAL"),
         (("calibrate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
         (("evaluate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
-        (("calibrate", "BOTH", "--split", "0.5"), "expected one set for --split, found val_* and test_*"),
-        (("calibrate", "SINGLE", "--split", "0.5", "--test", "BOTH"), "either --test or --split, found both"),
+        (("calibrate", "BOTH", "--split", "0.5"), "expected one set to split, found val_* and test_*"),
+        (
+            ("calibrate", "SINGLE", "--split", "0.5", "--test", "BOTH"),
+            "expected either a file of test rows or a share to split off, found both",
+        ),
         (("calibrate", "SINGLE", "--split", "1"), "expected a number between 0 and 1, found '1'"),
         (("calibrate", "SINGLE", "--split", "0.5", "--seed", str(2**63)), "expected a whole number of at most 64 bits"),
         (("demo", "--seed", "one"), "expected a whole number of at most 64 bits, found 'one'"),
         (("calibrate", "SINGLE", "--split", "0.0001"), "to leave some on both sides, found 400"),
-        (("calibrate", "SINGLE", "--test-labels", "a.npy"), "--test-labels goes with --test"),
+        (
+            ("calibrate", "SINGLE", "--test-labels", "a.npy"),
+            "expected a file of test rows for these labels, found none; say --test FILE",
+        ),
         (("calibrate", "SINGLE", "--test", "missing.npz"), "missing.npz: expected a file"),
-        (("calibrate", "SINGLE", "--test", "SOME.npy"), "or --test-labels FILE.npy, found neither"),
-        (("calibrate", "SINGLE", "--test", "OTHER", "--test-labels", "a.npy"), "--test-labels goes with a .npy file"),
+        (
+            ("calibrate", "SINGLE", "--test", "SOME.npy"),
+            "which tells where the labels are, found another; say --test-labels FILE.npy",
+        ),
+        (
+            ("calibrate", "SINGLE", "--test", "OTHER", "--test-labels", "a.npy"),
+            "expected no other file of labels, because a .npz file has them in it, found",
+        ),
         (("calibrate", "SINGLE", "--test", "OTHER"), "expected the 5 classes of"),
-        (("calibrate", "SINGLE", "--input-kind", "probs"), "expected probs (as --input-kind probs says)"),
+        (
+            ("calibrate", "SINGLE", "--input-kind", "probs"),
+            "expected probs, found logits [400, 5], labels [400]; say --input-kind logits",
+        ),
         (("calibrate", "SINGLE", "--bootstrap", "-1"), "expected a whole number of at least 0, found '-1'"),
         (("calibrate", "SINGLE", "--search", "all"), "argument --search: invalid choice: 'all'"),
         (("calibrate", "SINGLE", "--binning", "quantile"), "argument --binning: invalid choice: 'quantile'"),
@@ -654,7 +675,7 @@ def one_line(code, out, err):
         (("calibrate", "SINGLE", "--temperatures", "0.5:5:0.2"), "expected LO to be a multiple of STEP"),
         (("calibrate", "SINGLE", "--temperatures", "1:9e9:1"), "at most a million temperatures"),
         (("calibrate", "SINGLE", "--out", "no/such/folder/a.json"), "expected a file in an existing folder"),
-        (("calibrate", "SINGLE", "--out", "."), "expected a file to write, found a folder"),
+        (("calibrate", "SINGLE", "--out", "."), "expected a file for --out, found a folder"),
         (("calibrate", "SINGLE", "--report", "SINGLE"), "expected a folder for --report, found a file"),
         (("evaluate", "SINGLE", "--calibrator", "missing.json"), "missing.json: No such file or directory"),
         (("evaluate", "SINGLE", "--calibrator", "SINGLE"), "expected a calibrator in JSON"),
@@ -807,6 +828,42 @@ def test_without_a_command_there_is_help_and_the_version_is_told(run):
     assert run("--version") == (0, f"focalkern {focalkern.__version__}\n", "")
 
 
+# -- the candidates --------------------------------------------------------------------------------------------------
+
+
+def test_candidates_by_name_and_predictions_that_are_kept(both, run):
+    document = run_json(run, "calibrate", both, "--bootstrap", "0", "--candidates", "structured-vector, temperature")
+    names = [one["name"] for one in document["cross_validation"]["candidates"]]
+    assert names == ["none", "temperature", "structured-vector"]
+    document = run_json(run, "calibrate", both, "--bootstrap", "0", "--keep-predictions")
+    assert [one["name"] for one in document["cross_validation"]["candidates"]] == ["none", "temperature", "spline"]
+    assert document["verdict"]["costs"] == "No predicted class changes."
+    code, out, err = run("calibrate", both, "--candidates", "platt")
+    assert (code, out) == (2, "") and "expected names out of none, temperature, " in err and "got 'platt'" in err
+    code, out, err = run("calibrate", both, "--keep-predictions", "--candidates", "isotonic")
+    assert (code, out) == (2, "") and "isotonic may change predicted classes" in err
+    code, out, err = run("calibrate", both, "--keep-predictions", "--method", "temperature")
+    assert (code, out) == (2, "") and "--keep-predictions: expected --method auto beside it, found temperature" in err
+
+
+def test_a_forest_gets_a_calibrated_model(run, tmp_path):
+    """Votes of ten trees: probability 0 for the true class of some rows, where no calibration has an infinite NLL."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(800, 4, generator=generator)
+    labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    votes = torch.multinomial((1.5 * logits).softmax(-1), 10, replacement=True, generator=generator)
+    probs = torch.nn.functional.one_hot(votes, 4).float().mean(1)
+    assert bool((probs.gather(1, labels.unsqueeze(1)) == 0).any())
+    np.savez(tmp_path / "forest.npz", probs=probs.numpy(), labels=labels.numpy())
+    command = ("calibrate", tmp_path / "forest.npz", "--split", "0.5", "--bootstrap", "0")
+    code, out, err = run(*command, "--out", tmp_path / "c.json")
+    assert (code, err) == (0, "")
+    assert out.startswith(("Use spline ", "Use temperature scaling, T = "))
+    assert "NLL inf -> " in out
+    found = load_calibrator(tmp_path / "c.json").predict_proba(probs)
+    assert float(found.min()) > 0
+
+
 # -- the verdict -----------------------------------------------------------------------------------------------------
 
 
@@ -815,17 +872,25 @@ def test_the_verdict_is_said_first_and_what_is_saved_does_no_harm(both, run, tmp
     code, out, err = run("calibrate", both, "--bootstrap", "0", "--out", out_file)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("Use temperature scaling, T = ") and "on 500 test rows" in lines[0]
+    assert lines[0].startswith("Use spline ")
     end = lines.index("")
     assert end <= 3 and max(map(len, lines[:end])) <= 100
-    assert "cross-validated NLL" in " ".join(lines[:end])
+    assert "on 500 test rows. Cross-validated NLL " in " ".join(lines[:end])
+    assert lines[-5:] == [
+        f"Next: focalkern apply {out_file} FILE --out probs.npz",
+        "In Python:",
+        "  import focalkern as fk",
+        f'  calibrator = fk.load_calibrator("{out_file}")',
+        "  probs = calibrator.predict_proba(logits)",
+    ]
     table = lines[end + 1 : lines.index("", end + 1)]
     assert max(map(len, table)) <= 100
     document = run_json(run, "calibrate", both, "--bootstrap", "0")
     assert document["verdict"]["use"] in " ".join(lines[:end])
     before, after = (document["rows"][place]["test"]["nll"] for place in (0, document["chosen"]))
     assert after < before
-    assert load_calibrator(out_file).temperature_ == document["rows"][document["chosen"]]["temperature"]
+    chosen = document["rows"][document["chosen"]]
+    assert load_calibrator(out_file).method == "spline" and chosen["method"].startswith("spline")
     evidence = json.loads(out_file.read_text())["fit"]["evidence"]
     assert evidence["candidates"] == document["cross_validation"]["candidates"]
     assert {name: evidence[name] for name in document["verdict"]} == document["verdict"]
@@ -844,8 +909,8 @@ def test_the_papers_choice_has_its_price_in_the_verdict(both, run):
 def test_the_demo(run, tmp_path, monkeypatch):
     for package in ("sklearn", "matplotlib", "tqdm"):
         pytest.importorskip(package, reason=f"{package} is not installed")
+    from focalkern.cli import _demo_data as networks
     from focalkern.cli import demo
-    from focalkern.study import demo as networks
 
     # Two epochs and a coarse grid: the same road as the real thing, in a fraction of its time.
     monkeypatch.setattr(networks, "_EPOCHS", 2)
@@ -856,7 +921,8 @@ def test_the_demo(run, tmp_path, monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
     assert err == ""
     for name in ("cross_entropy", "focal_loss", "inverse_focal_loss"):
-        assert sorted(os.listdir(tmp_path / "a" / name)) == [
+        written = sorted(os.listdir(tmp_path / "a" / name))
+        assert [one for one in written if one != "calibration_curve.png"] == [
             "grid_ece.png",
             "grid_nll.png",
             "logits.npz",
@@ -874,7 +940,52 @@ def test_the_demo(run, tmp_path, monkeypatch):
         assert document["rows"][0]["test"]["accuracy"] > 0.3
         evaluated = run_json(run, "evaluate", tmp_path / "a" / name / "logits.npz")
         assert evaluated["sets"][1]["rows"][0]["figures"] == pytest.approx(document["rows"][0]["test"])
-    assert out.count("focal temperature, ECE-optimal") >= 3
+    assert out.count("focal temperature, NLL-optimal") >= 3
     monkeypatch.setattr(networks, "LOSSES", {"focal loss": 3.0})
     run("demo", "--out", tmp_path / "b")
     assert (tmp_path / "a/focal_loss/table.csv").read_text() == (tmp_path / "b/focal_loss/table.csv").read_text()
+
+
+def test_one_label_has_one_number_whatever_the_mode(both, run):
+    """The automatic choice, a method by name and the calibrator in Python search alike; another search is named."""
+    options = ("--bootstrap", "0")
+    auto = run_json(run, "calibrate", both, *options)
+    method = "focal-temperature"
+    named = run_json(run, "calibrate", both, *options, "--method", method)
+    expected, found = row_of(auto, method, "nll"), row_of(named, method, "nll")
+    assert (found["gamma"], found["temperature"]) == (expected["gamma"], expected["temperature"])
+    assert named["rows"][named["chosen"]] == found and found["search"] == "nll"
+    with np.load(both) as arrays:
+        fitted = FocalTemperatureScaling().fit_quietly(arrays["val_logits"], arrays["val_labels"])
+    assert (fitted.gamma_, fitted.temperature_) == pytest.approx((found["gamma"], found["temperature"]), rel=1e-6)
+    _, out, _ = run("calibrate", both, *options, "--method", "focal-temperature", "--search", "grid")
+    assert "focal temperature (grid), NLL-optimal" in out and "focal temperature, NLL-optimal" not in out
+
+
+def test_a_bound_of_the_search_is_shown_and_noted_once(both, run):
+    for method in (("--method", "focal-temperature"), ()):
+        _, out, _ = run("calibrate", both, *method, "--temperatures", "0.5:1:0.1", "--gammas", "0", "--bootstrap", "0")
+        text = " ".join(out.split())
+        assert text.count("ECE-optimal: temperature = 1 is the largest that was searched") <= 2
+        if method:
+            assert text.startswith("Use focal temperature scaling, gamma = 0, T = 1 (at the bound)")
+            assert text.count("focal temperature (grid), NLL-optimal: temperature = 1 is the largest") == 1
+
+
+def test_figures_on_the_rows_of_the_fit_are_called_optimistic_first(single, run):
+    document = run_json(run, "calibrate", single, "--bootstrap", "0")
+    assert document["data"]["same_rows"]
+    _, out, _ = run("calibrate", single, "--bootstrap", "0")
+    assert out.startswith("Optimistic, because the validation rows are the test rows: use ")
+
+
+def test_only_the_command_knows_its_options():
+    """The library names arguments of its functions in errors, remarks and docstrings."""
+    package = Path(focalkern.__file__).parent
+    parser = "".join(path.read_text() for path in (package / "cli").glob("*.py"))
+    options = set(re.findall(r'"(--[a-z-]+)"', parser))
+    assert {"--input-kind", "--bootstrap", "--split"} <= options
+    for path in package.rglob("*.py"):
+        if path.parent.name != "cli":
+            text = path.read_text()
+            assert [option for option in options if re.search(rf"{option}(?![a-z-])", text)] == [], path

@@ -10,10 +10,16 @@ import torch
 from conftest import peer
 
 import focalkern as fk
-from focalkern.calibrators import FocalTemperatureScaling, TemperatureScaling
-from focalkern.study import passes, stream_sets
-from focalkern.study.contest import as_candidates, stratified_folds
-from focalkern.study.streamed_contest import hold_streamed_contest
+from focalkern.calibrators import (
+    FocalTemperatureScaling,
+    RobustTemperatureScaling,
+    SplineScaling,
+    TemperatureScaling,
+)
+from focalkern.calibrators._selection import DEFAULT_CANDIDATES, as_candidates, stratified_folds
+from focalkern.calibrators._verdict import describe_method
+from focalkern.study import samples, stream_sets
+from focalkern.study.grid_search import cross_validate_streamed
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -34,35 +40,40 @@ def study():
 
 
 def test_the_verdict_of_over_confident_rows_is_temperature_scaling(study):
-    fitted = TemperatureScaling().fit(*sample(400, 0))
-    assert isinstance(study.calibrator, TemperatureScaling)
+    fitted = RobustTemperatureScaling().fit(*sample(400, 0))
+    assert isinstance(study.calibrator, RobustTemperatureScaling)
     assert study.calibrator.temperature_ == pytest.approx(fitted.temperature_, rel=1e-6)
     lines = str(study.verdict).splitlines()
     assert 1 <= len(lines) <= 3
     assert lines[0].startswith(f"Use temperature scaling, T = {fitted.temperature_:.4g}: NLL ")
-    assert "on 500 test rows" in lines[0]
+    assert "on 500 test rows" in " ".join(lines)
     assert max(map(len, lines)) <= 100
-    assert study.verdict.because.startswith("Lowest cross-validated NLL (no calibration +")
+    assert re.match(r"Cross-validated NLL 0\.\d+ \+-0\.\d+ below no calibration", study.verdict.because)
+    assert study.verdict.costs == "No predicted class changes."
     assert str(study) == str(study.verdict)
-    before, after = study.choices[0].test["nll"], study.chosen.test["nll"]
+    before, after = study.results[0].test["nll"], study.chosen.test["nll"]
     assert f"NLL {before:.4f} -> {after:.4f}" in lines[0]
 
 
 def test_the_table_keeps_the_papers_rows(study):
-    rows = [(row.method, row.criterion, row.search) for row in study.choices]
+    rows = [(row.method, row.criterion, row.search) for row in study.results]
     assert [row[:2] for row in rows] == [
         ("none", None),
-        ("temperature", "nll"),
+        ("temperature", None),
+        ("spline", None),
+        ("spline-vector", None),
+        ("spline-matrix", None),
         ("focal-temperature", "nll"),
         ("temperature", "ece"),
         ("focal-temperature", "ece"),
     ]
     paper = FocalTemperatureScaling(search="grid", criterion="ece", estimator="equal_mass").fit(*sample(400, 0))
-    assert (study.choices[-1].gamma, study.choices[-1].temperature) == (paper.gamma_, paper.temperature_)
+    assert (study.results[-1].gamma, study.results[-1].temperature) == (paper.gamma_, paper.temperature_)
     text = study.table()
     assert max(map(len, text.splitlines())) <= 100
     assert "equal_width" in text and "equal_mass" not in text
-    assert "classwise" in study.table(all=True)
+    assert "ECE-optimal" not in text
+    assert "classwise" in study.table(all=True) and "focal temperature, ECE-optimal" in study.table(all=True)
 
 
 def test_a_study_for_machines_and_for_notebooks(study, tmp_path):
@@ -70,14 +81,17 @@ def test_a_study_for_machines_and_for_notebooks(study, tmp_path):
     assert document["verdict"]["use"] == study.verdict.use
     assert document["rows"][document["chosen"]]["method"] == "temperature"
     candidates = document["cross_validation"]["candidates"]
-    assert [one["name"] for one in candidates] == ["none", "temperature", "focal-temperature"]
-    assert [one["chosen"] for one in candidates] == [False, True, False]
+    assert [one["name"] for one in candidates] == list(DEFAULT_CANDIDATES)
+    assert [one["chosen"] for one in candidates] == [False, True, False, False, False]
     assert candidates[0]["excluded"] is None
     html = study._repr_html_()
-    assert "Use temperature scaling" in html and "<table" in html and html.count("<tr") == 6
+    assert "Use temperature scaling" in html and "<table" in html and html.count("<tr") == 9
     assert [row.split("<")[0] for row in html.split('role="rowheader">')[1:]] == [
         "uncalibrated",
-        "\u2192 temperature, NLL-optimal",
+        "\u2192 temperature",
+        "spline",
+        "spline-vector",
+        "spline-matrix",
         "focal temperature, NLL-optimal",
         "temperature, ECE-optimal",
         "focal temperature, ECE-optimal",
@@ -89,7 +103,7 @@ def test_a_study_for_machines_and_for_notebooks(study, tmp_path):
 def test_a_data_frame(study):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = study.to_dataframe()
-    assert isinstance(frame, pandas.DataFrame) and len(frame) == 5
+    assert isinstance(frame, pandas.DataFrame) and len(frame) == 8
     assert frame.loc[frame.chosen, "method"].tolist() == ["temperature"]
     low, high = frame.loc[1, ["nll_low", "nll_high"]]
     assert low < frame.loc[1, "nll"] < high
@@ -113,20 +127,20 @@ def test_calibrated_rows_are_left_as_they_are():
 def test_test_rows_never_choose():
     validation = sample(300, 0)
     studies = [fk.compare_calibrators(validation, sample(200, 1, temperature=t), **FAST) for t in (0.5, 2.0)]
-    assert studies[0].chosen.method == studies[1].chosen.method == "temperature"
+    assert studies[0].chosen.method == studies[1].chosen.method != "none"
     assert studies[0].calibrator.temperature_ == studies[1].calibrator.temperature_
-    assert studies[0].contest.table() == studies[1].contest.table()
+    assert studies[0].cross_validation.table() == studies[1].cross_validation.table()
 
 
 def test_ece_is_the_papers_choice_with_its_price():
     study = fk.compare_calibrators(sample(300, 0), sample(300, 1), criterion="ece", resamples=30, folds=3)
     assert (study.chosen.method, study.chosen.criterion, study.chosen.search) == ("focal-temperature", "ece", "grid")
-    in_words = {"none": "no calibration"}.get(study.contest.winner.name, "temperature scaling")
+    in_words = describe_method(study.cross_validation.winner.name)
     assert study.verdict.because == f"The ECE was asked for (by NLL: {in_words})."
     costs = study.verdict.costs
     assert costs.startswith("Against no calibration: NLL ") and "; against temperature scaling: NLL " in costs
-    plain, place = study.choices[1], study.choices.index(study.chosen)
-    interval = study.trust.between(place, 1, "nll")
+    plain, place = study.results[1], study.results.index(study.chosen)
+    interval = study.intervals.between(place, 1, "nll")
     difference = study.chosen.test["nll"] - plain.test["nll"]
     half = max(interval.high - difference, difference - interval.low)
     assert f"NLL {difference:+.4f} +-{half:.4f}" in costs
@@ -134,25 +148,50 @@ def test_ece_is_the_papers_choice_with_its_price():
 
 def test_brier_is_a_criterion():
     study = fk.compare_calibrators(sample(300, 0), sample(300, 1), criterion="brier", **FAST)
-    assert study.chosen.criterion == "brier" and study.contest.criterion == "brier"
-    assert "Brier score" in study.verdict.use
+    assert study.cross_validation.criterion == "brier"
+    assert study.results[1].criterion == "brier"
+    assert "Brier" in study.verdict.use
 
 
-def test_few_rows_are_said_and_the_simplest_is_taken():
+def test_few_rows_are_said():
     study = fk.compare_calibrators(sample(12, 3, temperature=1.3), sample(300, 1), **FAST)
     assert any("rows are few" in doubt or "too few" in doubt for doubt in study.verdict.doubts)
-    calibrated = fk.compare_calibrators(sample(40, 5, temperature=1.0), sample(300, 1), **FAST)
-    assert calibrated.chosen.method == "none"
+    changing = fk.compare_calibrators(mixed(100, 0), mixed(300, 1), candidates=("spline-matrix",), **FAST)
+    assert changing.chosen.method == "spline-matrix"
+    assert "keep_predictions=True is the cautious choice" in changing.verdict.doubts[0]
+    changed = int((changing.calibrator.changed(mixed(300, 1)[0])).sum())
+    assert f"Predictions change in {changed} of 300 rows" in changing.verdict.costs
+
+
+def mixed(n, seed):
+    """Logits whose classes are mixed up, which a matrix undoes."""
+    logits, labels = sample(n, seed)
+    return logits @ (torch.eye(4, dtype=torch.float64) + 0.6 * torch.eye(4, dtype=torch.float64).roll(1, 0)), labels
+
+
+def test_predictions_can_be_kept():
+    kept = fk.compare_calibrators(mixed(300, 0), mixed(300, 1), keep_predictions=True, **FAST)
+    assert [one.name for one in kept.cross_validation.entries] == ["none", "temperature", "spline"]
+    assert kept.verdict.costs == "No predicted class changes."
+    free = fk.compare_calibrators(mixed(300, 0), mixed(300, 1), **FAST)
+    assert free.chosen.method in ("spline-vector", "spline-matrix")
+    assert "For data of another source keep_predictions=True is safer." in free.verdict.notes()
+    with pytest.raises(ValueError, match="compare_calibrators: candidates: isotonic may change predicted classes"):
+        fk.compare_calibrators(mixed(300, 0), candidates=("isotonic",), keep_predictions=True)
+
+
+def test_one_row_is_too_few():
     alone = fk.compare_calibrators((np.array([[1.0, 0.0]]), np.array([0])), **FAST)
     assert alone.chosen.method == "none" and "too few to compare anything" in alone.verdict.because
 
 
-def test_an_impossible_row_leaves_no_calibration():
+def test_an_impossible_row_leaves_what_has_a_floor():
     logits, labels = sample(100, 0)
     logits[3, labels[3]] = -math.inf
     study = fk.compare_calibrators((logits, labels), **FAST)
-    assert study.chosen.method == "none"
-    assert "infinite with and without calibration" in study.verdict.because
+    assert study.chosen.method in ("temperature", "spline")
+    assert math.isfinite(study.chosen.test["nll"])
+    assert "gives probability 0 to classes that are possible in other rows" in " ".join(study.verdict.doubts)
     json.dumps(study.to_dict(), allow_nan=False)
     assert "Validation and test rows are the same" in str(study.verdict) or study.verdict.doubts
 
@@ -169,7 +208,7 @@ def test_a_candidate_from_elsewhere():
     study = fk.compare_calibrators(sample(300, 0), sample(300, 1), candidates={"half": Half()}, **FAST)
     assert isinstance(study.calibrator, Half)
     assert study.verdict.use.startswith("half: NLL ")
-    assert [row.method for row in study.choices] == ["none", "half", "temperature", "focal-temperature"]
+    assert [row.method for row in study.results] == ["none", "half", "temperature", "focal-temperature"]
     logits, labels = sample(300, 1)
     assert study.chosen.test["nll"] == pytest.approx(float(fk.metrics.nll((logits / 2).softmax(-1), labels)))
     study.table()
@@ -204,8 +243,8 @@ def shards(tmp_path, monkeypatch):
     for part, rows in enumerate(np.array_split(np.arange(300), 3)):
         np.save(tmp_path / f"val_logits-{part}.npy", logits[rows].numpy())
         np.save(tmp_path / f"val_labels-{part}.npy", labels[rows].numpy())
-    monkeypatch.setattr(passes, "_SEARCH_BATCH", 4 * 70)
-    monkeypatch.setattr(passes, "_FLOAT64_BATCH", 4 * 40)
+    monkeypatch.setattr(samples, "_SEARCH_BATCH", 4 * 70)
+    monkeypatch.setattr(samples, "_FLOAT64_BATCH", 4 * 40)
     return str(tmp_path / "val_logits-*.npy")
 
 
@@ -220,20 +259,22 @@ def test_streamed_folds_are_those_of_the_row_numbers(shards):
     for k in range(3):
         expected = fk.calibration_grid(logits[fold == k], labels[fold == k], gammas, temperatures, criteria="nll")
         torch.testing.assert_close(totals[k], expected.tables["nll"] * 100, rtol=1e-12, atol=0)
-    contest = hold_streamed_contest(rows, as_candidates(None, "nll", "logits"), grid, gammas, criterion="nll")
+    cross_validation = cross_validate_streamed(
+        rows, as_candidates(None, "nll", "logits"), grid, gammas, criterion="nll"
+    )
     losses = torch.zeros(2, 300, dtype=torch.float64)
     for k in range(3):
         part = TemperatureScaling(temperatures=temperatures).fit(logits[fold != k], labels[fold != k])
         for place, temperature in enumerate((1.0, part.temperature_)):
             log_probs = (logits[fold == k] / temperature).log_softmax(-1)
             losses[place, fold == k] = -log_probs.gather(1, labels[fold == k, None]).squeeze(1)
-    assert [entry.loss for entry in contest.entries[:2]] == pytest.approx(losses.mean(1).tolist(), rel=1e-12)
+    assert [entry.loss for entry in cross_validation.entries[:2]] == pytest.approx(losses.mean(1).tolist(), rel=1e-12)
     difference = losses[0] - losses[1]
-    first, second = contest.entries[:2]
+    first, second = cross_validation.entries[:2]
     assert first.difference - second.difference == pytest.approx(float(difference.mean()), rel=1e-9)
-    if contest.best == 1:
+    if cross_validation.best == 1:
         assert first.error == pytest.approx(float(difference.std()) / math.sqrt(300), rel=1e-9)
-    assert contest.winner.name == "temperature"
+    assert cross_validation.winner.name == "temperature"
 
 
 def test_streamed_rows_leave_out_what_needs_them_all(shards):
@@ -251,7 +292,7 @@ def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
     remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
     assert [words for words in remarks if "of the 300 rows, but in" in words and "one too high" in words]
     assert "the same 300 rows are validation and test rows, so that the figures are too good." in remarks
-    monkeypatch.setattr(passes, "_SAMPLED_ROWS", 128)
+    monkeypatch.setattr(samples, "_SAMPLED_ROWS", 128)
     remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
     assert [words for words in remarks if "(128 of its rows): the labels are the largest logit in" in words]
     assert "of 128 rows that were compared, the same 128 rows are validation and test rows" in " ".join(remarks)
@@ -261,12 +302,14 @@ def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):
     (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
     gammas, temperatures = (0.0, 0.25), (0.5, 0.75, 1.0)
     grid = rows.grid(gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
-    contest = hold_streamed_contest(rows, as_candidates(None, "nll", "logits"), grid, gammas, criterion="nll")
-    plain = contest.entries[1]
+    cross_validation = cross_validate_streamed(
+        rows, as_candidates(None, "nll", "logits"), grid, gammas, criterion="nll"
+    )
+    plain = cross_validation.entries[1]
     assert not plain.excluded and plain.calibrator.at_border_ == ()
     exact = TemperatureScaling().fit(*sample(300, 0)).temperature_
     assert 1.5 < plain.calibrator.temperature_ < 2.5 and 1.5 < exact < 2.5
-    assert contest.winner.name == "temperature"
+    assert cross_validation.winner.name == "temperature"
 
 
 # -- what a verdict says and saves -----------------------------------------------------------------------------------
@@ -291,9 +334,9 @@ def test_a_study_saves_its_calibrator_with_the_evidence(study, tmp_path):
     assert loaded.temperature_ == study.calibrator.temperature_
     evidence = json.loads((tmp_path / "calibrator.json").read_text())["fit"]["evidence"]
     assert (evidence["use"], evidence["because"]) == (study.verdict.use, study.verdict.because)
-    assert evidence["candidates"] == study.contest.table() and evidence["folds"] == 3
+    assert evidence["candidates"] == study.cross_validation.table() and evidence["folds"] == 3
     (chosen,) = [row for row in evidence["table"] if row["chosen"]]
-    assert chosen["test"] == study.chosen.test and len(evidence["table"]) == len(study.choices)
+    assert chosen["test"] == study.chosen.test and len(evidence["table"]) == len(study.results)
     assert evidence["test_rows"] == {"n_samples": 500, "same_rows": False}
     study.calibrator.save(tmp_path / "alone.json")
     alone = json.loads((tmp_path / "alone.json").read_text())
@@ -309,15 +352,16 @@ def test_a_study_saves_its_calibrator_with_the_evidence(study, tmp_path):
 def test_auto_is_the_calibrator_it_chose(tmp_path):
     logits, labels = sample(300, 0)
     auto = fk.AutoCalibrator(folds=3).fit(logits, labels)
-    assert auto.chosen_ == "temperature"
-    same = TemperatureScaling().fit(logits, labels)
+    assert auto.chosen_ == "spline"
+    same = SplineScaling().fit(logits, labels)
     assert torch.equal(auto.predict_proba(logits), same.predict_proba(logits))
     assert torch.equal(auto.predict(logits), logits.argmax(-1))
-    assert [row["name"] for row in auto.table_] == ["none", "temperature", "focal-temperature"]
-    assert auto.verdict_.use == f"temperature scaling, T = {same.temperature_:.4g}"
+    assert [row["name"] for row in auto.table_] == list(DEFAULT_CANDIDATES)
+    assert auto.verdict_.use == "spline scaling"
+    assert auto.verdict_.costs == "No predicted class changes."
     auto.save(tmp_path / "auto.json")
     loaded = fk.load_calibrator(tmp_path / "auto.json")
-    assert isinstance(loaded, TemperatureScaling) and loaded.temperature_ == auto.calibrator_.temperature_
+    assert isinstance(loaded, SplineScaling) and loaded.temperature_ == auto.calibrator_.temperature_
     evidence = json.loads((tmp_path / "auto.json").read_text())["fit"]["evidence"]
     assert evidence["candidates"] == auto.table_ and evidence["because"] == auto.verdict_.because
     assert torch.equal(auto.as_module()(logits), same.as_module()(logits))
@@ -328,19 +372,19 @@ def test_auto_weights_its_fits_and_its_losses():
     logits, labels = sample(300, 0)
     weight = torch.rand(300, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
     auto = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels, weight)
-    assert auto.calibrator_.temperature_ == TemperatureScaling().fit(logits, labels, weight).temperature_
+    assert auto.calibrator_.temperature_ == RobustTemperatureScaling().fit(logits, labels, weight).temperature_
     fold = stratified_folds(labels, 3, 7)
     losses = torch.empty(2, 300, dtype=torch.float64)
     for k in range(3):
-        part = TemperatureScaling().fit(logits[fold != k], labels[fold != k], weight[fold != k])
+        part = RobustTemperatureScaling().fit(logits[fold != k], labels[fold != k], weight[fold != k])
         probs = [logits[fold == k].double().softmax(-1), part.predict_proba(logits[fold == k].double())]
         for row, of_all in zip(losses, probs, strict=True):
             row[fold == k] = -of_all.gather(1, labels[fold == k].unsqueeze(1)).squeeze(1).log()
     means, difference = np.average(losses, axis=1, weights=weight), (losses[0] - losses[1]).numpy()
-    assert [row["loss"] for row in auto.table_] == pytest.approx(means.tolist(), rel=1e-12)
+    assert [row["loss"] for row in auto.table_] == pytest.approx(means.tolist(), rel=1e-9)
     share = (weight / weight.sum()).numpy()
     error = np.sqrt((share**2 * (difference - share @ difference) ** 2).sum() / (1 - (share**2).sum()))
-    assert auto.table_[0]["standard_error"] == pytest.approx(error, rel=1e-9)
+    assert auto.table_[0]["standard_error"] == pytest.approx(error, rel=1e-6)
 
     none = (torch.arange(300) % 3 > 0).double()
     left = fk.AutoCalibrator(folds=3).fit(logits, labels, none)
@@ -349,7 +393,8 @@ def test_auto_weights_its_fits_and_its_losses():
     equal = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels, 2 * torch.ones(300)).table_
     for one, other in zip(equal, plain, strict=True):
         for name in ("loss", "difference", "standard_error"):
-            assert one[name] == pytest.approx(other[name], rel=1e-6, abs=1e-9), name
+            # A weight of 2 is two rows, which the prior on the temperature hardly tells from one.
+            assert one[name] == pytest.approx(other[name], rel=1e-2, abs=1e-9), name
 
 
 def test_auto_names_what_takes_no_weights():
@@ -414,8 +459,8 @@ def test_candidates_of_netcal_probmetrics_and_scikit_learn():
         },
         **FAST,
     )
-    assert [row.method for row in study.choices[:5]] == ["none", "temperature", "netcal", "probmetrics", "regression"]
-    assert all(entry.excluded in ("", "is worse than no calibration") for entry in study.contest.entries)
-    ours, theirs = study.choices[1].test, study.choices[2].test
+    assert [row.method for row in study.results[:5]] == ["none", "temperature", "netcal", "probmetrics", "regression"]
+    assert all(entry.excluded in ("", "is worse than no calibration") for entry in study.cross_validation.entries)
+    ours, theirs = study.results[1].test, study.results[2].test
     assert theirs["nll"] == pytest.approx(ours["nll"], rel=1e-2)
     assert study.chosen.method in ("temperature", "netcal")  # the same map, to the last digits

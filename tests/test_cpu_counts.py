@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-counts = pytest.importorskip("benchmarks.cpu_counts", reason="the benchmarks are in the source tree only")
+counts = pytest.importorskip("tools.cpu.instruction_counts", reason="the benchmarks are in the source tree only")
 
 
 def test_the_documentation_has_the_recorded_table():

@@ -2,7 +2,7 @@
 
 import pytest
 
-counts = pytest.importorskip("benchmarks.kernel_counts", reason="the benchmarks are in the source tree only")
+counts = pytest.importorskip("tools.cuda.instruction_counts", reason="the benchmarks are in the source tree only")
 
 CODE = [  # warps, lanes, text
     (8, 256, "LDG.E.128 R4, desc[UR4][R2.64]"),
@@ -57,7 +57,7 @@ def test_counts_of_another_architecture_have_no_pipes(monkeypatch, tmp_path):
 
 
 def test_cycles_are_of_sm_90_alone(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["kernel_counts", "--arch", "100", "--cycles"])
+    monkeypatch.setattr("sys.argv", ["instruction_counts", "--arch", "100", "--cycles"])
     with pytest.raises(SystemExit):
         counts.main()
     assert "sm_90 alone" in capsys.readouterr().err

@@ -4,19 +4,20 @@ import ctypes
 import subprocess
 from ctypes import c_int64
 
-import cuda_build
 import pytest
+
+build = pytest.importorskip("tools.cuda.build", reason="the tools are in the source tree only")
 
 
 @pytest.fixture(scope="module")
 def geometry(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     try:
-        compiler = cuda_build.compiler()
-    except cuda_build.ToolMissingError as problem:
+        compiler = build.compiler()
+    except build.ToolMissingError as problem:
         pytest.skip(str(problem))
     library = tmp_path_factory.mktemp("cuda_geometry") / "geometry.so"
-    source = cuda_build.TESTS / "cuda_shim/geometry.cpp"
-    flags = [*cuda_build.HOST_FLAGS, "-O2", "-shared", f"-I{cuda_build.CSRC}"]
+    source = build.HERE / "shim/geometry.cpp"
+    flags = [*build.HOST_FLAGS, "-O2", "-shared", f"-I{build.CSRC}"]
     subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     for name in ("row_plans", "chunks", "map_plans", "grid_plans"):

@@ -1,14 +1,14 @@
-"""The compiled CUDA kernels on the CPU: the PTX that nvcc embeds in the objects, run by tests/ptxrun, or machine code,
-run by tests/sassrun; through the real launchers. The cases are those of test_cuda_shim, which runs the source instead.
+"""The compiled CUDA kernels on the CPU, through the real launchers: tools/cuda/ptx runs the PTX that nvcc embeds in the
+objects, tools/cuda/sass runs machine code. The cases are those of test_cuda_shim, which runs the source.
 
 Beyond their results, every access is checked: bounds, alignment, races, and values that were never written.
 
-Other ways of running them (benchmarks/cuda_proof.py tries them all), by FOCALKERN_PTX="name=value,...":
+Other ways of running them (tools/cuda/proof.py tries them all), by FOCALKERN_PTX="name=value,...":
     arch          75, 80, 90 (the default), 100; or machine_code for that of sm_90, machine_code_100 of sm_100
     library       one that was built before, and code, the text of its machine code
-    cases         modules of cuda_cases, joined by "+"
+    cases         modules of tools.cuda.cases, joined by "+"
     report        a file that takes how much was executed: launches, blocks, instructions of warps and of threads
-    random_lanes, resident, approx_error, global_races: see Settings in ptxrun/basics.h
+    random_lanes, resident, approx_error, global_races: see Settings in ptx/basics.h
 """
 
 import ctypes
@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from ctypes import c_int64
 from pathlib import Path
 
-import cuda_build
-import cuda_cases
 import pytest
+
+build = pytest.importorskip("tools.cuda.build", reason="the tools are in the source tree only")
+cases = pytest.importorskip("tools.cuda.cases", reason="the tools are in the source tree only")
 
 SETTINGS = dict(item.split("=") for item in os.environ.get("FOCALKERN_PTX", "").split(",") if item)
 
@@ -28,18 +29,18 @@ def built(folder: Path) -> tuple[Path, Path | None]:
     """The library, and the machine code that it shall run."""
     if "library" in SETTINGS:
         return Path(SETTINGS["library"]), Path(SETTINGS["code"]) if "code" in SETTINGS else None
-    return cuda_build.build(folder, SETTINGS.get("arch", "90"))
+    return build.build(folder, SETTINGS.get("arch", "90"))
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     try:
         path, code = built(tmp_path_factory.mktemp("cuda_ptx"))
-    except cuda_build.ToolMissingError as problem:
+    except build.ToolMissingError as problem:
         if os.environ.get("FOCALKERN_REQUIRE_NVCC") == "1":
             raise
         pytest.skip(str(problem))
-    loaded = cuda_build.load(path)
+    loaded = build.load(path)
     if code is not None:
         assert loaded.sassrun_load(str(code).encode()) > 0
     for name in ("random_lanes", "resident", "approx_error", "global_races"):
@@ -60,4 +61,4 @@ def nothing_to_report(library: ctypes.CDLL) -> Iterator[None]:
     assert library.ptxrun_error_count() == 0, library.ptxrun_error(c_int64(0)).decode()
 
 
-globals().update(cuda_cases.collect(*(SETTINGS["cases"].split("+") if "cases" in SETTINGS else ())))
+globals().update(cases.collect(*(SETTINGS["cases"].split("+") if "cases" in SETTINGS else ())))

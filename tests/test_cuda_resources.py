@@ -2,7 +2,7 @@
 
 import pytest
 
-resources = pytest.importorskip("benchmarks.kernel_resources", reason="the benchmarks are in the source tree only")
+resources = pytest.importorskip("tools.cuda.resources", reason="the benchmarks are in the source tree only")
 
 DUMP = """
 Fatbin elf code:

@@ -1,4 +1,4 @@
-"""The source of the CUDA kernels on the host shim, every kernel over shapes and layouts (cuda_shim/driver.cpp), under
+"""The source of the CUDA kernels on the host shim, every kernel over shapes and layouts (shim/driver.cpp), under
 ThreadSanitizer and AddressSanitizer; and under UndefinedBehaviorSanitizer the formulas that host and device share.
 """
 
@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import cuda_build
 import pytest
+
+build = pytest.importorskip("tools.cuda.build", reason="the tools are in the source tree only")
 
 # ThreadSanitizer misses a struct that a call stores into shared memory; member by member it sees the store.
 STORE = "gradients[thread] = row_gradient(args, first + thread, offset);"
@@ -36,12 +37,12 @@ def result(program: Path, seed: int, poison: int) -> str:
 
 def built_and_run(folder: Path, flags: tuple[str, ...], runs: list[tuple[int, int]]) -> list[str]:
     """With half of the processors: the hash of each run, by seed and poison."""
-    shutil.copytree(cuda_build.CSRC, folder / "csrc")
+    shutil.copytree(build.CSRC, folder / "csrc")
     focal_loss = folder / "csrc/cuda/focal_loss_rows.cuh"
     assert STORE in focal_loss.read_text()
     focal_loss.write_text(focal_loss.read_text().replace(STORE, MEMBERS))
     half = max(1, (os.cpu_count() or 1) // 2)
-    program = cuda_build.build_shim(folder, folder / "csrc", ("-g1", *flags), "driver.cpp", half)
+    program = build.build_shim(folder, folder / "csrc", ("-g1", *flags), "driver.cpp", half)
     return [result(program, seed, poison) for seed, poison in runs]
 
 
@@ -49,9 +50,9 @@ def built_and_run(folder: Path, flags: tuple[str, ...], runs: list[tuple[int, in
 def hashes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[list[str]]]]:
     """By sanitizer. Both are built and run at the same time: they take about as long."""
     try:
-        cuda_build.compiler()
-        cuda_build.tool("setarch")
-    except cuda_build.ToolMissingError as problem:
+        build.compiler()
+        build.tool("setarch")
+    except build.ToolMissingError as problem:
         pytest.skip(str(problem))
     # -O0: optimizing would take longer than the run.
     how = {
@@ -73,11 +74,11 @@ def test_thread_sanitizer_has_no_report(hashes):
 def test_formulas_are_defined_everywhere(tmp_path):
     """Whatever the argument: no overflow of an integer, no shift of a negative one."""
     try:
-        compiler = cuda_build.compiler()
-    except cuda_build.ToolMissingError as problem:
+        compiler = build.compiler()
+    except build.ToolMissingError as problem:
         pytest.skip(str(problem))
-    flags = ["-std=c++17", "-O1", "-fsanitize=undefined", "-fno-sanitize=float-divide-by-zero", f"-I{cuda_build.CSRC}"]
-    source = cuda_build.TESTS / "cuda_shim/formulas.cpp"
+    flags = ["-std=c++17", "-O1", "-fsanitize=undefined", "-fno-sanitize=float-divide-by-zero", f"-I{build.CSRC}"]
+    source = build.HERE / "shim/formulas.cpp"
     subprocess.run([compiler, *flags, str(source), "-o", str(tmp_path / "run")], check=True)
     done = subprocess.run([str(tmp_path / "run")], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr[:2000]

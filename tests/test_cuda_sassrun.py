@@ -6,9 +6,10 @@ import struct
 import subprocess
 from pathlib import Path
 
-import cuda_build
 import pytest
-from sassrun.extract import params_at
+
+build = pytest.importorskip("tools.cuda.build", reason="the tools are in the source tree only")
+extract = pytest.importorskip("tools.cuda.sass.extract", reason="the tools are in the source tree only")
 
 KNOWN = [  # of sm_90, of sm_100, of both
     "ULDC.64 UR4, c[0x0][0x208]",
@@ -43,12 +44,12 @@ UNKNOWN = {
 def decode(tmp_path_factory: pytest.TempPathFactory):
     """Reads one kernel: the output of decode.cpp, and what it says on stderr."""
     folder = tmp_path_factory.mktemp("sassrun")
-    program, source = folder / "decode", cuda_build.TESTS / "sassrun/decode.cpp"
+    program, source = folder / "decode", build.HERE / "sass/decode.cpp"
     try:
-        compiler = cuda_build.compiler()
-    except cuda_build.ToolMissingError as problem:
+        compiler = build.compiler()
+    except build.ToolMissingError as problem:
         pytest.skip(str(problem))
-    subprocess.run([compiler, "-std=c++17", f"-I{cuda_build.TESTS}", str(source), "-o", str(program)], check=True)
+    subprocess.run([compiler, "-std=c++17", f"-I{build.HERE}", str(source), "-o", str(program)], check=True)
 
     def run(instructions: list[str], at: int = 0x210) -> tuple[str, str]:
         text = Path(folder, "code.txt")
@@ -80,5 +81,5 @@ def test_parameters_elsewhere_are_an_error(decode):
 
 def test_where_parameters_begin():
     before = struct.pack("<BBHII", 4, 0x17, 8, 0, 0) + struct.pack("<BBH", 3, 0x1B, 255)
-    assert params_at(before + struct.pack("<BBHIHH", 4, 0x0A, 8, 12, 0x380, 88)) == 0x380
-    assert params_at(before) == 0
+    assert extract.params_at(before + struct.pack("<BBHIHH", 4, 0x0A, 8, 12, 0x380, 88)) == 0x380
+    assert extract.params_at(before) == 0

@@ -28,6 +28,7 @@ MODULES = {
     "focalkern.study.sweep": None,
     "focalkern.integrations.sklearn": "sklearn",
     "focalkern.integrations.torchmetrics": "torchmetrics",
+    "focalkern.integrations.transformers": "transformers",
 }
 NEEDS = {
     "focalkern.CalibratedClassifier": "sklearn",
@@ -37,12 +38,15 @@ NEEDS = {
 # Rooms whose files use each other's names: what the reference has of them.
 OF_THE_ROOM = {
     "focalkern": dir(fk),
-    "focalkern.study": ["Evaluation", "Sweep", "apply_calibrator", "evaluate_rows", "stream_sets"],
+    "focalkern.study": ["CalibratorResult", "Evaluation", "Sweep", "apply_calibrator", "evaluate_rows", "stream_sets"],
     "focalkern.study.sweep": ["sweep"],
 }
 
-# Hooks of torch and of scikit-learn, which document them.
+# Hooks of torch, scikit-learn and transformers, which document them.
 HOOKS = {
+    "on_evaluate",
+    "on_init_end",
+    "on_prediction_step",
     "extra_repr",
     "get_extra_state",
     "set_extra_state",

@@ -34,9 +34,9 @@ def run(code, *folders, kernels="auto"):
     )
 
 
-def last_line_of_failed_import(package):
+def last_line_of_failed_import(package, code="import focalkern"):
     """What an import ends with where the compiled module is required; otherwise the same text is a warning."""
-    done = run("import focalkern", package.parent, kernels="require")
+    done = run(code, package.parent, kernels="require")
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stderr.strip().splitlines()[-1]
 
@@ -165,6 +165,26 @@ def test_required_kernels_and_a_device_without_them(copy):
     done = run(code, copy.parent)
     assert done.stdout == "0.5\n", done.stderr
     assert "focalkern has no kernel for device cpu" in done.stderr
+
+
+def test_a_rocm_build_of_torch_is_told_what_runs(copy):
+    """Its GPUs are called cuda, and no build of this package has kernels for them."""
+    code = (
+        "import torch\n"
+        "torch.version.cuda, torch.version.hip = None, '6.2.41134'\n"
+        "import focalkern\n"
+        "from focalkern.ops import _extension\n"
+        "_extension._say_why('cuda')\n"
+    )
+    write_build_info(copy)
+    done = run(code, copy.parent)
+    words = "torch was built for ROCm (HIP 6.2.41134), and focalkern has compiled kernels for CUDA and the CPU only"
+    assert f"computes with plain torch, which is slower: {words} (FOCALKERN_KERNELS=0 silences this)" in done.stderr
+    assert "FOCALKERN_CUDA" not in done.stderr
+    last = run(code, copy.parent, kernels="require").stderr.splitlines()[-1]
+    assert last == f"NotImplementedError: FOCALKERN_KERNELS=require, but {words}"
+    write_build_info(copy, cuda="13.0")
+    assert "was built for ROCm (HIP 6.2.41134). To build it, run" in last_line_of_failed_import(copy, code)
 
 
 def test_source_tree_names_the_in_place_build(copy):

@@ -87,7 +87,11 @@ def test_npy_of_probabilities_and_with_labels_elsewhere(tmp_path):
     np.save(tmp_path / "labels.npy", PROB_LABELS)
     same(read_sets(tmp_path / "probs.npy")[""], PROBS, PROB_LABELS, "probs")
     np.save(tmp_path / "scores.npy", PROBS)
-    same(read_sets(tmp_path / "scores.npy", labels=tmp_path / "labels.npy")[""], PROBS, PROB_LABELS)
+    with pytest.raises(InputError, match=r"scores.npy: logits: expected logits, found rows that are not neg"):
+        read_sets(tmp_path / "scores.npy", labels=tmp_path / "labels.npy")
+    same(
+        read_sets(tmp_path / "scores.npy", labels=tmp_path / "labels.npy", input_kind="logits")[""], PROBS, PROB_LABELS
+    )
     same(
         read_sets(tmp_path / "scores.npy", labels=tmp_path / "labels.npy", input_kind="probs")[""],
         PROBS,
@@ -121,10 +125,10 @@ def test_the_kind_is_what_the_caller_or_the_name_says(tmp_path):
     path = write(tmp_path / "a.npz", logits=LOGITS[:3, :2], probs=PROBS, labels=PROB_LABELS)
     same(read_sets(path, input_kind="probs")[""], PROBS, PROB_LABELS, "probs")
     same(read_sets(path, input_kind="logits")[""], LOGITS[:3, :2], PROB_LABELS)
-    with pytest.raises(InputError, match="found both; say --input-kind"):
+    with pytest.raises(InputError, match="found both; pass input_kind=logits or input_kind=probs"):
         read_sets(path)
     only = write(tmp_path / "b.npz", val_logits=LOGITS, val_labels=LABELS)
-    with pytest.raises(InputError, match=r"expected val_probs \(as --input-kind .*\), found val_logits \[4, 3\]"):
+    with pytest.raises(InputError, match=r"expected val_probs, found val_logits \[4, 3\].*; pass input_kind=logits"):
         read_sets(only, input_kind="probs")
 
 
@@ -272,12 +276,14 @@ def test_paths_that_are_no_file(tmp_path):
 
 def test_npy_without_labels(tmp_path):
     np.save(tmp_path / "val_logits.npy", LOGITS)
-    with pytest.raises(InputError, match=r"its labels in .*val_labels\.npy, found nothing there; say --labels"):
+    with pytest.raises(InputError, match=r"its labels in .*val_labels\.npy, found nothing there; pass labels=FILE.npy"):
         read_sets(tmp_path / "val_logits.npy")
     with pytest.raises(InputError, match=r"nothing\.npy: expected the labels of .*val_logits\.npy, found nothing"):
         read_sets(tmp_path / "val_logits.npy", labels=tmp_path / "nothing.npy")
     np.save(tmp_path / "scores.npy", LOGITS)
-    with pytest.raises(InputError, match=r"expected a name that ends in logits\.npy or probs\.npy, or --labels"):
+    with pytest.raises(
+        InputError, match=r"expected a name that ends in logits\.npy or probs\.npy, .*; pass labels=FILE.npy"
+    ):
         read_sets(tmp_path / "scores.npy")
     np.save(tmp_path / "val_labels.npy", LABELS)
     with pytest.raises(InputError, match="found a file that is called logits"):
@@ -286,7 +292,7 @@ def test_npy_without_labels(tmp_path):
 
 def test_labels_option_for_a_file_that_has_its_own(tmp_path):
     path = write(tmp_path / "a.npz", logits=LOGITS, labels=LABELS)
-    with pytest.raises(InputError, match=r"--labels goes with a \.npy file"):
+    with pytest.raises(InputError, match=r"expected no other file of labels, because a \.\w+ file has them in it"):
         read_sets(path, labels=path)
 
 

@@ -779,6 +779,31 @@ def test_second_derivatives_of_saturated_rows(device, gamma):
             assert_close(product, torch.tensor([[float(v) for v in exact]], dtype=torch.float64))
 
 
+# 1 - p or p is denormal, and 0.
+@pytest.mark.parametrize(
+    ("dtype", "gap"), [(torch.float32, 95.0), (torch.float32, 110.0), (torch.float64, 720.0), (torch.float64, 760.0)]
+)
+@pytest.mark.parametrize("gamma", [*EDGE_GAMMAS, 1e-3])
+@pytest.mark.parametrize("smoothing", [0.0, 0.25])
+def test_second_derivatives_where_a_probability_is_denormal(device, dtype, gap, gamma, smoothing):
+    direction = torch.tensor([0.5, -1.25, 2.0], dtype=dtype, device=device)
+    for target in (0, 1):
+        z = torch.tensor([edge_row(gap)], dtype=dtype, device=device, requires_grad=True)
+        number = torch.tensor(gamma, dtype=dtype, device=device, requires_grad=True)
+        label = torch.tensor([target], device=device)
+        loss = fk.focal_loss(z, label, number, label_smoothing=smoothing)
+        first = torch.autograd.grad(loss, (z, number), create_graph=True)
+        products = torch.autograd.grad((first[0] @ direction).sum() + first[1], (z, number), materialize_grads=True)
+        assert all(product.isfinite().all() for product in (*first, *products))
+        (grad,) = torch.autograd.grad(fk.focal_loss(z, label, number.detach()), z, create_graph=True)
+        (product,) = torch.autograd.grad(grad @ direction, z)
+        with oracle.precision():
+            exact = oracle.hessian_product(
+                lambda x, t=target: oracle.loss(x, t, gamma), edge_row(gap), direction.tolist()
+            )
+        assert_close(product, torch.tensor([[float(v) for v in exact]], dtype=torch.float64))
+
+
 def test_gradients_accumulate_and_parameters_train(device):
     z = torch.nn.Parameter(torch.randn(8, 5, device=device))
     target = torch.randint(5, (8,), device=device)
@@ -1229,7 +1254,7 @@ T = torch.tensor([0, 1, 2, 0])
         ((Z, T[:2]), {}, ValueError, r"target must be \[N\] = \[4\], got \[2\]"),
         ((Z, T[None]), {}, ValueError, r"target must be .*\[4\], got \[1, 4\]"),
         ((torch.zeros(4, 3, 2), T), {}, ValueError, r"target must be .*\[4, 2\], got \[4\]"),
-        ((torch.zeros(3), T), {}, ValueError, r"target must be .*\[\], got \[4\]"),
+        ((torch.zeros(3), T), {}, ValueError, r"target must be .*\[\], .* logits, got \[4\]"),
         ((Z, torch.zeros(4, 2)), {}, ValueError, r"target of class probabilities must .*\[4, 3\], got \[4, 2\]"),
         ((torch.zeros(4, 0), T), {}, ValueError, r"input must .*class"),
         ((Z, T), {"weight": torch.ones(4)}, ValueError, r"weight must be \[C\] = \[3\], got \[4\]"),

@@ -6,7 +6,9 @@ import functools
 import io
 import json
 import os
+import pathlib
 import re
+import tomllib
 from html.parser import HTMLParser
 
 import numpy as np
@@ -15,10 +17,12 @@ import torch
 
 import focalkern
 from focalkern.cli import main
-from focalkern.study import html
+from focalkern.study.report import html
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
+PROJECT = tomllib.loads((pathlib.Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())
+PACKAGE_DATA = PROJECT["tool"]["setuptools"]["package-data"]["focalkern"]
 VOID = {"meta", "img", "wbr", "br", "input"}
 
 
@@ -72,6 +76,7 @@ def report(tmp_path_factory):
         source = os.path.join(str(folder), name)
         write_logits(source)
         command = ["calibrate", source, "--temperatures", "0.1:5:0.1", "--bootstrap", "40", "--report", str(folder)]
+        command += ["--out", str(folder / "calibrator.json")]
         with contextlib.redirect_stdout(io.StringIO()):
             assert main([*command, *more]) == 0
         return folder
@@ -124,7 +129,7 @@ def test_the_page_says_everything(report):
     chosen = document["rows"][document["chosen"]]
     assert f"{chosen['bias_floor']['ece_equal_mass']['mean']:.4f}" in "\n".join(page.cells)
     assert f"Use {document['verdict']['use']}.".replace("->", "\u2192") in page.said
-    assert f"{chosen['temperature']:.4f}" in page.cells
+    assert f"{document['rows'][1]['temperature']:.4f}" in page.cells
     assert document["remarks"]
     # Signs of numbers are set; hyphens in words are not.
     assert all(re.sub(r"(?<= )-(?=\d)", "\u2212", remark) in page.said for remark in document["remarks"])
@@ -142,19 +147,17 @@ def test_the_page_says_everything(report):
 
 
 def test_differences_of_accuracy_are_shown_where_bins_make_any(report):
-    scaled, binned = report()[0], report("logits.npz", "--method", "histogram")[0]
+    scaled, binned = (report("logits.npz", "--method", method)[0] for method in ("temperature", "histogram"))
     headings = [[cell.split()[:1] == ["accuracy"] for cell in page.cells].count(True) for page in (scaled, binned)]
     assert headings[1] == headings[0] + 2  # in the short table of differences and in the long one
 
 
 def test_the_bins_of_the_page_are_those_of_the_metrics(report):
     page, folder = report()
-    document = json.loads((folder / "report.json").read_text())
     arrays = {name: torch.from_numpy(array) for name, array in np.load(folder / "logits.npz").items()}
     logits, labels = arrays["test_logits"].double(), arrays["test_labels"]
-    chosen = document["rows"][document["chosen"]]
-    for gamma, temperature in ((0.0, 1.0), (chosen["gamma"], chosen["temperature"])):
-        probs = focalkern.focal_calibration_map(logits, gamma, temperature)
+    calibrator = focalkern.load_calibrator(folder / "calibrator.json")
+    for probs in (logits.softmax(-1), calibrator.predict_proba(logits)):
         bins = focalkern.metrics.reliability_bins(probs, labels)
         first = page.cells.index(f"{0:.3f}\u00a0\u2013\u00a0{1 / 15:.3f}")
         rows = [page.cells[first + 8 * index : first + 8 * index + 8] for index in range(15)]
@@ -186,35 +189,43 @@ def test_a_page_where_nothing_was_chosen(tmp_path, capsys):
     probs[:, 2] = 0
     np.savez(tmp_path / "zeros.npz", probs=probs, labels=np.full(40, 2))
     code = main(
-        ["calibrate", str(tmp_path / "zeros.npz"), "--criterion", "nll", "--temperatures", "1:3:1",
+        ["calibrate", str(tmp_path / "zeros.npz"), "--method", "temperature", "--temperatures", "1:3:1",
          "--report", str(tmp_path / "r")]
     )  # fmt: skip
     assert code == 0, capsys.readouterr().err
     page = Page((tmp_path / "r" / "report.html").read_bytes())
     assert "Use no calibration" in page.said
-    assert page.said.lower().count("validation and test rows are the same") == 1
     assert not (tmp_path / "r" / "reliability_after.png").exists()
 
 
-def test_the_parts_escape_what_they_are_given():
-    nasty = "<i>&\"'"
-    png = b"\x89PNG"
-    parts = [
-        html.paragraph(nasty),
-        html.unordered([nasty]),
-        html.table([nasty], [[f"{nasty}\n{nasty}"]], caption=nasty, marked=0),
-        html.figures(html.figure(png, alt=nasty, caption=nasty)),
-    ]
-    page = Page(html.page(nasty, lead="", sections=[html.section(nasty, *parts)], foot="", generator=nasty))
+def rendered(title, words):
+    table = html.Table([words], [[f"{words}\n{words}"]], words, 0)
+    sections = {"use": words, "failed": words}
+    values = {"sections": sections, "tables": {"use": table}, "failed": [words], "n_networks": 1, "loss": words}
+    return Page(html.render_page("sweep.html.j2", title=title, **values))
+
+
+def test_the_templates_escape_what_they_are_given():
+    nasty = "<i>&\"'{{ title }}"
+    page = rendered(nasty, nasty)
     assert "i" not in {tag for tag, _ in page.tags}
-    assert page.said.count(nasty) == 10
-    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert image["alt"] == nasty
+    assert page.said.count(nasty) == 12
     assert ("tr", {"role": "row", "class": "marked"}) in page.tags
     (heading,) = [attributes for tag, attributes in page.tags if tag == "th" and attributes["scope"] == "col"]
     (name,) = [attributes for tag, attributes in page.tags if tag == "th" and attributes["scope"] == "row"]
     assert (heading["role"], name["role"]) == ("columnheader", "rowheader")
+    template = '{% from "_parts.html.j2" import figure %}{{ figure(png, nasty, nasty) }}'
+    page = Page(html._environment().from_string(template).render(png=b"\x89PNG", nasty=nasty).encode())
+    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert image["alt"] == nasty and page.said.count(nasty) == 1
 
 
 def test_a_name_that_is_no_utf_8_does_not_break_the_page():
-    assert "caf?.npz" in Page(html.page("caf\udce9.npz", lead="", sections=[], foot="", generator="")).said
+    assert "caf?.npz" in rendered("caf\udce9.npz", "").said
+
+
+def test_templates_are_package_data():
+    package = pathlib.Path(html.__file__).parents[2]
+    kept = {file for pattern in PACKAGE_DATA for file in package.glob(pattern)}
+    templates = {file for file in (package / "study" / "report" / "templates").iterdir() if file.is_file()}
+    assert len(templates) >= 8 and templates <= kept

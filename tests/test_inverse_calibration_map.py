@@ -1,5 +1,7 @@
 """The inverse calibration maps against their definitions, and the properized loss."""
 
+from typing import Any
+
 import mpmath
 import oracle
 import pytest
@@ -151,6 +153,38 @@ def test_derivatives(device: torch.device) -> None:
     for function, first in ((inverse, z), (binary, t), (properized, z)):
         assert torch.autograd.gradcheck(function, (first, gamma))
         assert torch.autograd.gradgradcheck(function, (first, gamma))
+
+
+# 1 - p is denormal, and 0.
+@pytest.mark.parametrize(
+    ("dtype", "gap"), [(torch.float32, 95.0), (torch.float32, 110.0), (torch.float64, 720.0), (torch.float64, 760.0)]
+)
+@pytest.mark.parametrize("gamma", [0.0, 1e-3, 0.5, 2.0])
+def test_derivatives_of_a_row_that_is_nearly_certain(
+    device: torch.device, dtype: torch.dtype, gap: float, gamma: float
+) -> None:
+    direction = torch.tensor([[0.5, -1.25, 2.0]], dtype=dtype, device=device)
+
+    def derivatives(function: Any, z: Tensor) -> list[Tensor]:
+        z, number = z.detach().requires_grad_(), torch.tensor([gamma], dtype=z.dtype, device=device, requires_grad=True)
+        first = torch.autograd.grad(function(z, number), (z, number), create_graph=True)
+        whole = (first[0] * direction).sum() + first[1].sum()
+        return [*first, *torch.autograd.grad(whole, (z, number))]
+
+    z = torch.tensor([[gap, 0.25, -0.5]], dtype=dtype, device=device)
+    label, number = torch.tensor([1], device=device), torch.tensor([gamma], dtype=dtype, device=device)
+    for function in (
+        lambda z, g: fk.inverse_focal_calibration_map(z, g, log=True)[0, 1],
+        lambda z, g: fk.inverse_focal_calibration_map(z, g, log=True)[0, 0],
+        lambda z, g: fk.properized_focal_loss(z, label, g),
+    ):
+        found = derivatives(function, z)
+        assert all(values.isfinite().all() for values in found)
+        if dtype == torch.float32:
+            for actual, expected in zip(found, derivatives(function, z.double()), strict=True):
+                torch.testing.assert_close(actual.double(), expected, rtol=3e-5, atol=3e-5)
+        else:
+            assert torch.autograd.gradgradcheck(lambda z, f=function: f(z, number), z.clone().requires_grad_())
 
 
 def test_gradient_of_a_saturated_row(device: torch.device) -> None:

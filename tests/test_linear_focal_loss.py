@@ -370,6 +370,18 @@ def test_the_weight_may_change_between_the_passes():
         torch.autograd.grad(loss, x)
 
 
+@pytest.mark.parametrize("leading", [(6,), (2, 3)])
+def test_the_order_of_other_libraries_is_recognized(leading):
+    """Weight first: the hidden states would be a head of 6 classes, or of 2 x 3."""
+    hidden, weight, target = torch.randn(*leading, 4), torch.randn(5, 4), torch.randint(5, leading)
+    expected = (
+        r"linear_focal_loss: target of labels must be .* The order is linear_focal_loss\(input, linear_weight, target"
+    )
+    for labels in (target, target.reshape(-1)):
+        with pytest.raises(ValueError, match=expected):
+            fk.linear_focal_loss(weight, hidden, labels)
+
+
 # ---- derivatives of higher order, torch.func, torch.compile ----------------------------------------------------------
 
 

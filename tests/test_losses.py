@@ -17,6 +17,7 @@ from mpmath import mpf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import focalkern as fk
+from focalkern.ops import _extension
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -899,7 +900,11 @@ NAN = float("nan")
         (lambda: fk.FLSDLoss(torch.ones(3)), ValueError, r"FLSDLoss: gammas must be given.*class weights are weight="),
         (lambda: fk.AdaFocalLoss(torch.ones(5)), TypeError, r"n_bins must be an int, got.*class weights are weight="),
         (lambda: fk.MMCELoss(torch.ones(5)), TypeError, r"coefficient must be a number, got.*weights are weight="),
-        (lambda: fk.FocalLoss(alpha=0.25), TypeError, r"FocalLoss: alpha is no setting.*docs/howto/migrate.md"),
+        (
+            lambda: fk.FocalLoss(alpha=0.25),
+            TypeError,
+            r"FocalLoss: alpha is no argument.*weight=torch.tensor\(.*Sigmoid",
+        ),
         (lambda: fk.FocalLoss(2.0, [1.0]), TypeError, r"FocalLoss: weight must be a tensor, got list"),
         (lambda: fk.FocalLoss(2.0, torch.ones(2, 2)), ValueError, r"weight must be \[C\], got shape \[2, 2\]"),
         (lambda: fk.BrierLoss(torch.ones(2).int()), TypeError, r"BrierLoss: weight must be floating point"),
@@ -982,3 +987,48 @@ def test_dual_takes_labels_only():
 def test_bad_batches_of_sigmoid_focal_loss(input, target, error, message):
     with pytest.raises(error, match="sigmoid_focal_loss: " + message):
         fk.sigmoid_focal_loss(input, target)
+
+
+_LOSSES_OF_LABELS = [
+    fk.FocalLoss(),
+    fk.FLSDLoss(),
+    fk.PolyFocalLoss(),
+    fk.DualFocalLoss(),
+    fk.BrierLoss(),
+    fk.MMCELoss(),
+    fk.InverseFocalLoss(),
+]
+
+
+@pytest.mark.parametrize("road", ["kernels", "plain torch"])
+@pytest.mark.parametrize("loss", _LOSSES_OF_LABELS, ids=repr)
+@pytest.mark.parametrize(
+    ("shape", "target", "kind", "words"),
+    [
+        (
+            (8,),
+            torch.ones(8).long(),
+            ValueError,
+            r"target must be one label, \[\], for one sample of \[C\] = \[8\] logits",
+        ),
+        ((8,), torch.ones(8).long(), ValueError, "got \\[8\\]; for one logit per sample use SigmoidFocalLoss"),
+        ((8, 1), torch.ones(8).long(), IndexError, "got 1 at row 0; for one logit per sample use SigmoidFocalLoss"),
+        ((8,), torch.ones(3).long(), ValueError, r"logits, got \[3\]$"),
+        (
+            (2, 5, 7),
+            torch.ones(2, 5).long(),
+            ValueError,
+            r"\[N, d1, ...\] = \[2, 7\], got \[2, 5\]; classes are dimension 1",
+        ),
+        ((2, 5, 7), torch.ones(2, 5).long(), ValueError, r"input.flatten\(0, 1\), target.flatten\(0, 1\)"),
+        ((2, 4, 5, 7), torch.ones(2, 4, 5).long(), ValueError, r"input.flatten\(0, 2\), target.flatten\(0, 2\)"),
+        ((8, 3), torch.ones(8, 1).long(), ValueError, r"\[N\] = \[8\], got \[8, 1\]; target.squeeze\(-1\)"),
+        ((8, 3), torch.ones(8, 3).long(), ValueError, r"got \[8, 3\]; one-hot rows are class probabilities: target.to"),
+    ],
+)
+def test_a_target_that_does_not_fit_is_told_what_does(loss, road, shape, target, kind, words, monkeypatch):
+    if road == "plain torch":
+        monkeypatch.setattr(_extension, "_DEVICES", ())
+        monkeypatch.setattr(_extension, "_SETTING", "0")
+    with pytest.raises(kind, match=words):
+        loss(torch.zeros(shape), target)

@@ -297,7 +297,7 @@ def test_smooth_error_in_blocks_is_smooth_error_at_once(monkeypatch):
     correct = torch.rand(2, 3, 20) < confidence
     at_once = metrics.smooth_calibration_error(confidence=confidence, correct=correct)
     assert at_once.shape == (2, 3)
-    monkeypatch.setattr(metrics, "_SMOOTH_BLOCK", 4)
+    monkeypatch.setattr("focalkern.metrics._smooth._BLOCK", 4)
     assert_close(metrics.smooth_calibration_error(confidence=confidence, correct=correct), at_once)
 
 
@@ -321,7 +321,7 @@ def test_aurc_is_the_mean_risk_over_all_orders_of_ties(device):
 def test_classwise_in_blocks_is_classwise_at_once(monkeypatch):
     probs, target = sample(50, n_classes=9)
     at_once = metrics.classwise_calibration_error(probs, target)
-    monkeypatch.setattr(metrics, "_CLASSWISE_BLOCK", 100)
+    monkeypatch.setattr("focalkern.metrics._errors._BLOCK", 100)
     assert_close(metrics.classwise_calibration_error(probs, target), at_once)
 
 
@@ -436,3 +436,15 @@ def test_bad_input_is_named(call, error, words):
     with pytest.raises(error) as caught:
         call(probs, target)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bins_of_equal_width_are_found_without_a_search(dtype):
+    """On every edge and beside it, for numbers of bins whose edges are rounded up and down."""
+    from focalkern.metrics._bins import _equal_width_index, equal_width_edges
+
+    for n_bins in (*range(1, 120), 511, 777, 1023, 1024):
+        edges = equal_width_edges(torch.zeros(1, dtype=dtype), n_bins)
+        far = torch.tensor(math.inf, dtype=dtype)
+        near = torch.cat([edges, torch.nextafter(edges, far), torch.nextafter(edges, -far), edges.new_tensor([1e-40])])
+        assert torch.equal(_equal_width_index(near, edges), torch.searchsorted(edges, near)), n_bins

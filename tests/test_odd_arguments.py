@@ -22,7 +22,17 @@ NO_CALL = {"CalibrationGrid", "CalibrationWarning", "Study", "Verdict", "build_i
 NO_CALL |= {"AdaFocalRecord", "BiasFloor", "Interval", "PairedBootstrap", "ReliabilityBins", "NotFittedError"}
 # The base class, types for annotations, and modules that the calibrators make, of arrays that they have checked.
 NO_CALL |= {"Calibrator", "Binning", "Criterion", "Estimator", "InputKind", "Search", "Structure"}
-NO_CALL |= {"ClassAxis", "HistogramLogProbs", "IsotonicLogProbs", "MultiLabelLogits", "StructuredLogProbs"}
+NO_CALL |= {
+    "ClassAxis",
+    "FlooredInput",
+    "FlooredLogProbs",
+    "HistogramLogProbs",
+    "IsotonicLogProbs",
+    "MultiLabelLogits",
+    "SplineKind",
+    "SplineLogProbs",
+    "StructuredLogProbs",
+}
 NO_CALL |= {"grid_border"}
 
 # With 6 rows each takes a tenth of a second: they get values that they must refuse, and few others.
@@ -79,7 +89,7 @@ def test_several_at_once(calls):
 
 @pytest.mark.parametrize("odd", [3, "x", [], {}, torch.zeros(3), object()], ids=lambda odd: type(odd).__name__)
 def test_a_study_of_something_else_is_refused(odd, tmp_path):
-    np.savez(tmp_path / "a.npz", logits=np.eye(3), labels=np.arange(3))
+    np.savez(tmp_path / "a.npz", logits=3 * np.eye(3), labels=np.arange(3))
     rows = fk.files.read_sets(tmp_path / "a.npz")[""]
     for call in (
         lambda: fk.study.evaluate_rows(odd),

@@ -17,8 +17,8 @@ from odd_arguments import Y, Z, examples
 
 import focalkern as fk
 from focalkern.files import InputError, from_frame, read_sets
+from focalkern.files.inputs import open_unlabelled
 from focalkern.files.shards import open_shards
-from focalkern.files.unlabelled import open_unlabelled
 
 
 def csv_text(rows):
@@ -184,6 +184,8 @@ FITTED = {
     "focal": lambda: fk.FocalTemperatureScaling(),
     "histogram": lambda: fk.HistogramBinning(n_bins=3, scaling=fk.TemperatureScaling()),
     "isotonic": lambda: fk.IsotonicCalibration(),
+    "spline": lambda: fk.SplineScaling(),
+    "spline-matrix": lambda: fk.SplineScaling(kind="matrix"),
     "structured": lambda: fk.StructuredScaling(),
     "multi-label": lambda: fk.MultiLabelScaling(),
 }

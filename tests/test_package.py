@@ -94,3 +94,88 @@ def test_kernels_include_no_torch(folder):
     lines = [line for path in [CSRC / "kernels.h", *sources] for line in path.read_text().splitlines()]
     includes = [line for line in lines if line.lstrip().startswith("#include")]
     assert [line for line in includes if any(word in line for word in ("torch", "ATen", "c10", "pybind"))] == []
+
+
+# From the ground up: a file imports only from its own folder and from lines above. "_" are the private files.
+FLOORS = (
+    "_ gamma",
+    "reference",
+    "fallback",
+    "metrics bootstrap",
+    "ops",
+    "losses streaming",
+    "calibrators",
+    "files",
+    "plots integrations",
+    "study",
+    "__init__",
+    "cli",
+    "__main__",
+)
+# The same within the study.
+STUDY = (
+    "distributed",
+    "samples",
+    "scores",
+    "grid_search",
+    "memory streamed",
+    "split results",
+    "candidates intervals",
+    "verdict remarks",
+    "report",
+    "study",
+    "compare",
+    "evaluate apply networks sweep",
+    "__init__",
+)
+OPTIONAL = {"focalkern.plots"}  # imports matplotlib
+
+
+def module_name(path):
+    return ".".join(["focalkern", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+
+
+NAMES = {module_name(path) for path in MODULES}
+
+
+def imports_of(path):
+    """(module, whether the import is inside a function) of all imports from this package."""
+
+    def visit(node, inside):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, inside) for alias in child.names if alias.name in NAMES)
+            elif isinstance(child, ast.ImportFrom) and child.module in NAMES:
+                for alias in child.names:
+                    name = f"{child.module}.{alias.name}"
+                    yield name if name in NAMES else child.module, inside
+            yield from visit(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    return sorted(set(visit(ast.parse(path.read_text()), False)))
+
+
+def floor_of(name, floors, depth):
+    room = [*name.split("."), "__init__"][depth]
+    room = "_" if depth == 1 and room.startswith("_") and not room.startswith("__") else room
+    return next(place for place, rooms in enumerate(floors) if room in rooms.split())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_go_down(path):
+    """From lower floors of the package, and of the study; inside functions only for optional packages."""
+    name, found = module_name(path), imports_of(path)
+    assert [other for other, inside in found if inside and other not in OPTIONAL] == []
+    floor = floor_of(name, FLOORS, 1)
+    assert [other for other, _ in found if floor_of(other, FLOORS, 1) > floor] == []
+    if name.startswith("focalkern.study"):
+        floor = floor_of(name, STUDY, 2)
+        inner = [other for other, _ in found if other.startswith("focalkern.study.")]
+        assert [other for other in inner if floor_of(other, STUDY, 2) > floor] == []
+
+
+def test_no_files_import_each_other():
+    left = {module_name(path): {other for other, _ in imports_of(path)} for path in MODULES}
+    while free := [name for name, others in left.items() if not others & left.keys() - {name}]:
+        for name in free:
+            del left[name]
+    assert left == {}, "a circle, or files that import from one"

@@ -314,3 +314,28 @@ def test_a_criterion_that_is_not_there_is_refused():
 def test_no_figure_belongs_to_pyplot():
     code = "import focalkern.plots, sys; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_curve_of_spline_scaling_is_what_it_does_to_two_classes():
+    from focalkern.calibrators import SplineScaling, TemperatureScaling
+    from focalkern.calibrators._spline_shown import describe_curve, shown_curve
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2000, 2, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial((logits / 2).softmax(-1), 1, generator=generator).squeeze(1)
+    calibrator = SplineScaling().fit(logits, labels)
+    figure = plots.calibration_curve(calibrator, title="A curve")
+    assert "focal map, gamma = 3" in texts(figure)
+    shown = shown_curve(calibrator)
+    # Of two classes with q after the temperature; the floor is the difference.
+    pairs = torch.from_numpy(np.stack([1 - shown.confidence, shown.confidence], -1)).log() * calibrator.temperature_
+    found = calibrator.predict_proba(pairs)[:, 1].numpy()
+    assert shown.calibrated == pytest.approx(found, abs=1e-4)
+    assert (shown.lower <= shown.calibrated).all() and (shown.calibrated <= shown.upper).all()
+    assert describe_curve(calibrator).startswith("For two classes, after temperature scaling, ")
+    calibrator.values_, calibrator.slope_ = calibrator.values_ * 0, 0.0
+    assert "leaves every confidence as it is" in describe_curve(calibrator)
+    calibrator.slope_ = 0.5
+    assert "all confidences are raised" in describe_curve(calibrator)
+    with pytest.raises(TypeError, match="calibration_curve: calibrator must be a fitted SplineScaling"):
+        plots.calibration_curve(TemperatureScaling())

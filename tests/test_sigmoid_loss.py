@@ -165,6 +165,30 @@ def test_slopes_at_enormous_logits(device, dtype, share, sign):
         assert_close(slope, sign * expected.double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0.25, 0.9])  # of the largest number: gamma |x| is beyond it
+@pytest.mark.parametrize("gamma", [5.0, 100.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_derivatives_where_gamma_times_the_logit_overflows(device, dtype, size, gamma, name):
+    """There p is 0 or 1, so that with A the share of the other side the loss is A^gamma A |x|, asymmetric A |x|."""
+    share = torch.tensor([0.3, 0.75, 0.999, 0.999], dtype=dtype, device=device)
+    x = leaf(torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=dtype, device=device) * size * torch.finfo(dtype).max)
+    against = torch.where(x > 0, 1 - share, share).detach().double()
+    power = 1.0 if name == "asymmetric_loss" else against**gamma
+    options = {"sigmoid_focal_loss": {"alpha": None}, "asymmetric_loss": {"margin": 0.0}}.get(name, {})
+    for differentiable in (False, True):
+        t, number = share.clone().requires_grad_(differentiable), leaf(torch.tensor(gamma, dtype=dtype))
+        loss = getattr(fk, name)(x, t, number, **options)
+        assert_close(loss / x.abs(), power * against)
+        inputs = [x, number, *([t] if differentiable else [])]
+        for again in (False, True):  # by the kernel, and by the definition that is differentiated again
+            slopes = torch.autograd.grad(loss.sum(), inputs, retain_graph=True, create_graph=again)
+            assert_close(slopes[0], x.detach().sign().double() * power * against)
+            assert not any(slope.isnan().any() for slope in slopes)
+        (second,) = torch.autograd.grad(slopes[0].sum(), x)
+        assert (second == 0).all()
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 0x7FC00000), (torch.float64, 0x7FF8000000000000)])
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 2.0, 7.0])
 def test_every_nan_stays_nan(dtype, bits, gamma):

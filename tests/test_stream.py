@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from focalkern.files.shards import open_shards
 from focalkern.streaming import CalibrationGridState
-from focalkern.study import passes, streamed_figures
+from focalkern.study import samples, scores
 from focalkern.study import streamed as stream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,8 +51,8 @@ def folder(tmp_path, monkeypatch):
     write_shards(tmp_path, "test", 400, 1, 2)
     monkeypatch.chdir(tmp_path)
     # Batches of 30 and of 20 rows.
-    monkeypatch.setattr(passes, "_SEARCH_BATCH", 30 * 5)
-    monkeypatch.setattr(passes, "_FLOAT64_BATCH", 20 * 5)
+    monkeypatch.setattr(samples, "_SEARCH_BATCH", 30 * 5)
+    monkeypatch.setattr(samples, "_FLOAT64_BATCH", 20 * 5)
     return tmp_path
 
 
@@ -93,7 +94,7 @@ def test_more_rows_than_confidences_are_kept_of(folder, run, monkeypatch, estima
     files = (("val_logits.npy", "--test", "test_logits.npy"), ("val_logits-*.npy", "--test", "test_logits-*.npy"))
     options = ("--estimator", estimator, "--bootstrap", "0")
     whole = result(run, *files[0], *options)
-    monkeypatch.setattr(streamed_figures, "MOST_KEPT", 300)
+    monkeypatch.setattr(scores, "MOST_KEPT", 300)
     streamed = result(run, *files[1], *options)
     said = [float(remark.split("at most ")[1].split()[0]) for remark in streamed["remarks"] if "at most" in remark]
     assert len(said) == (1 if estimator == "equal_width" else 2) and 0 < max(said) < 2e-2
@@ -141,7 +142,11 @@ def test_probabilities_with_zeros_on_the_target(folder, run):
     assert streamed["remarks"] == whole["remarks"]
     assert streamed["rows"][0]["test"] == pytest.approx(whole["rows"][0]["test"])
     np.save("val_logits.npy", probs.clamp(min=1e-9).numpy())
-    assert any("say --input-kind probs" in remark for remark in result(run, "val_logits.npy", "--stream")["remarks"])
+    for more in ((), ("--stream",)):
+        code, _, err = run("calibrate", "val_logits.npy", *GRID, *more)
+        assert code == 2 and "say --input-kind probs or, if they are logits, --input-kind logits" in err
+    said = result(run, "val_logits.npy", "--stream", "--input-kind", "logits")
+    assert any("pass input_kind=probs" in remark for remark in said["remarks"])
 
 
 def test_table_calibrator_and_report(folder, run):
@@ -169,7 +174,7 @@ def test_files_that_are_large_for_the_memory_are_streamed(folder, monkeypatch, r
 def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
     """Batches of 8 MiB in float64; each calibrator would keep one of every batch if its memory were not used again."""
     harness = pytest.importorskip("benchmarks.harness", reason=IN_SOURCE_TREE)
-    monkeypatch.setattr(passes, "_FLOAT64_BATCH", 1 << 20)
+    monkeypatch.setattr(samples, "_FLOAT64_BATCH", 1 << 20)
     np.save(tmp_path / "logits.npy", np.zeros((512, 32768), np.float32))
     np.save(tmp_path / "labels.npy", np.arange(512))
     (rows,) = stream.stream_sets(str(tmp_path / "logits.npy"), labels=None, input_kind=None).values()
@@ -224,9 +229,19 @@ def change_a_file(folder):
     return ()
 
 
+def other_files(folder):
+    """Of the same names, sizes and times, in another folder."""
+    (folder / "b").mkdir()
+    for path in folder.glob("*.npy"):
+        shutil.copy2(path, folder / "b")
+    os.chdir(folder / "b")
+    return ("--state", "../s.state")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (other_files, r"expected the state of this command, found one of other data"),
         (change_a_file, r"expected the state of this command, found one of other data"),
         (lambda folder: ("--n-bins", "10"), "it must have n_bins = 10, got 15; delete it, or name another file"),
         (lambda folder: "--gammas=0,2", "it must have gammas"),
@@ -394,19 +409,23 @@ def test_two_processes_of_torchrun_give_what_one_gives(folder, run):
 
 
 @needs_distributed
-def test_a_process_that_dies_is_told_by_the_other_and_nothing_is_written(folder):
+@pytest.mark.parametrize(("end", "timeout"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 20)])
+def test_a_process_that_dies_or_stops_is_told_by_the_other_and_nothing_is_written(end, timeout, folder):
     """As torchrun starts them, but without torchrun, which would end the other one too."""
     store = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 10_000)}
     dies = (
         "import os, sys; from focalkern.cli import main; from focalkern.study import Processes\n"
-        "Processes.reduce = lambda *_: os.kill(os.getpid(), 9)\n"
+        f"Processes.reduce = lambda *_: os.kill(os.getpid(), {int(end)})\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    command = ("calibrate", "val_logits-*.npy", *GRID, "--out", "c.json", "--report", "r", "--timeout", 60)
+    command = ("calibrate", "val_logits-*.npy", *GRID, "--out", "c.json", "--report", "r", "--timeout", timeout)
     start = time.monotonic()
     both = [launch("-m", "focalkern", *command, RANK="0", **store), launch("-c", dies, *command, RANK="1", **store)]
     try:
         out, err = both[0].communicate(timeout=120)
+        if end == signal.SIGSTOP:
+            assert both[1].poll() is None
+            both[1].kill()
         both[1].communicate(timeout=60)
     finally:
         for process in both:
@@ -414,7 +433,7 @@ def test_a_process_that_dies_is_told_by_the_other_and_nothing_is_written(folder)
     assert [process.returncode for process in both] == [2, -signal.SIGKILL]
     assert time.monotonic() - start < 100
     assert out == ""
-    assert "focalkern calibrate: rank 0 of 2: another process has died, or did not answer within 60 s" in err
+    assert f"focalkern calibrate: rank 0 of 2: another process has died, or did not answer within {timeout} s" in err
     assert not (folder / "c.json").exists() and not (folder / "r").exists()
     assert [path for path in folder.iterdir() if path.name.endswith(".part")] == []
 

@@ -2,7 +2,6 @@
 
 import base64
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +11,10 @@ from focalkern import metrics
 from focalkern.files import LogitSet
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
-from focalkern.study import cells as module
-from focalkern.study.cells import Cells, cells_on, thinned
-from focalkern.study.explorer import payload
-from focalkern.study.memory import MemorySet
+from focalkern.study.memory import MemorySamples
+from focalkern.study.report import explorer as module
+from focalkern.study.report.explorer import Cells, cells_on, payload, subsampled_grid
+from focalkern.study.results import Comparison
 from focalkern.study.streamed import stream_sets
 
 GAMMAS = torch.tensor([-0.5, 0.0, 2.0], dtype=torch.float64)
@@ -26,7 +25,7 @@ def some_rows(n=300, n_classes=5, kind="logits"):
     logits = torch.randn(n, n_classes) * 3
     labels = torch.multinomial(logits.softmax(-1), 1).squeeze(1)
     rows = LogitSet(logits if kind == "logits" else logits.softmax(-1), labels, kind, "test", "rows.npz")
-    return MemorySet(rows)
+    return MemorySamples(rows)
 
 
 @pytest.mark.parametrize("kind", ["logits", "probs"])
@@ -73,23 +72,23 @@ def a_grid(n_temperatures):
 
 
 def test_a_map_has_every_cell_where_that_costs_little():
-    gammas, temperatures, every = thinned(a_grid(500), some_rows(), 15, [])
+    gammas, temperatures, every = subsampled_grid(a_grid(500), some_rows(), 15, [])
     assert (gammas.tolist(), len(temperatures), every) == ([0.0, 1.0], 500, 1)
 
 
 def test_a_map_that_would_cost_much_is_thinned_but_keeps_what_was_chosen(monkeypatch):
     monkeypatch.setattr(module, "_NUMBERS", 300 * 5 * 100)  # a hundred cells
-    _, temperatures, every = thinned(a_grid(500), some_rows(), 15, [0.01, 3.33, 7.77])
+    _, temperatures, every = subsampled_grid(a_grid(500), some_rows(), 15, [0.01, 3.33, 7.77])
     assert every == 10
     assert {0.01, 3.33} <= set(temperatures.tolist())
     assert 50 <= len(temperatures) <= 52
     # Never fewer than a sixteenth of the search, however large the rows are.
     monkeypatch.setattr(module, "_NUMBERS", 1)
-    assert thinned(a_grid(512), some_rows(), 15, [])[2] == 16
+    assert subsampled_grid(a_grid(512), some_rows(), 15, [])[2] == 16
 
 
 def test_a_map_is_never_larger_than_its_page_may_be():
-    _, temperatures, every = thinned(a_grid(100_000), some_rows(n=2), 15, [])
+    _, temperatures, every = subsampled_grid(a_grid(100_000), some_rows(n=2), 15, [])
     cells = 2 * len(temperatures)
     assert every > 1
     assert len(base64.b64encode(bytes(cells * (36 + 10 * 15)))) < 2_000_000
@@ -106,7 +105,7 @@ def test_the_page_keeps_the_counts_and_stays_small(n, dtype):
     tables = {name: torch.rand(2, 2500, dtype=torch.float64) for name in module.CRITERIA}
     gammas = grid.gammas.sort().values
     cells = Cells(gammas, grid.temperatures, count, correct, count * mean, tables, n, 1)
-    study = SimpleNamespace(choices=(), chosen=None, grid=grid, validation=some_rows(n=3), test=rows)
+    study = Comparison(some_rows(n=3), rows, grid, (), None, None, None, "equal_width", "nll")
     found = payload(study, cells)
     assert len(json.dumps(found)) < 1_500_000  # 5000 cells; the pictures of the page have another megabyte
 

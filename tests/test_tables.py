@@ -74,10 +74,10 @@ def test_columns_and_labels(form, frame, options, tmp_path):
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        (FRAME.assign(label=LABELS, id=range(60)), "found 'id' beside '0' to '3'; say which are the classes:"),
+        (FRAME.assign(label=LABELS, id=range(60)), "found 'id' beside '0' to '3'; pass logits_key="),
         (FRAME.add_prefix("p_").assign(label=LABELS, pred=LABELS), "found 'pred' beside 'p_0' to 'p_3'"),
         (FRAME.assign(label=LABELS, anything=LABELS), "found 'anything' beside"),
-        (NAMED.assign(label=WORDS, prediction=LOGITS.argmax(1)), "found 'prediction'; say which"),
+        (NAMED.assign(label=WORDS, prediction=LOGITS.argmax(1)), "found 'prediction'; pass logits_key="),
         (NAMED.assign(label=WORDS, sample_id=0.5), "found 'sample_id'"),
         (
             NAMED.assign(label=WORDS, other=LOGITS.argmax(1)),
@@ -134,7 +134,7 @@ def test_columns_of_lists(form, tmp_path):
     ragged = pd.DataFrame({"logits": [[1.0, 2.0], [1.0]], "labels": [0, 1]})
     with pytest.raises(InputError, match="logits: expected lists of one length, found 1 to 2"):
         read(form, ragged, tmp_path)
-    with pytest.raises(InputError, match=r"found out \[60, 4\], y \[60\]; say --logits-key NAME --labels-key NAME"):
+    with pytest.raises(InputError, match=r"found out \[60, 4\], y \[60\]; pass logits_key=NAME, labels_key=NAME"):
         read(form, frame, tmp_path)
 
 
@@ -153,15 +153,15 @@ def test_keys_of_arrays(tmp_path):
     np.savez(tmp_path / "a.npz", outputs=LOGITS, y=LABELS.astype(float), words=np.array(list("abcd"))[LABELS])
     same(read_sets(tmp_path / "a.npz", logits_key="outputs", labels_key="y")[""])
     same(read_sets(tmp_path / "a.npz", logits_key="outputs", labels_key="words")[""])
-    with pytest.raises(InputError, match=r"expected labels \(as --labels-key says\), found outputs"):
+    with pytest.raises(InputError, match=r"expected an array labels, found outputs.*; pass labels_key=NAME"):
         read_sets(tmp_path / "a.npz", logits_key="outputs")
     np.savez(tmp_path / "b.npz", logits=LOGITS, y=LABELS)
     same(read_sets(tmp_path / "b.npz", labels_key="y")[""])
-    with pytest.raises(InputError, match=r"expected labels beside logits.*say --labels-key NAME"):
+    with pytest.raises(InputError, match=r"expected labels beside logits.*pass labels_key=NAME"):
         read_sets(tmp_path / "b.npz")
     np.save(tmp_path / "logits.npy", LOGITS)
     np.save(tmp_path / "labels.npy", LABELS)
-    with pytest.raises(InputError, match="--logits-key and --labels-key go with arrays or columns of a name"):
+    with pytest.raises(InputError, match="expected arrays or columns of a name for logits_key and labels_key, found"):
         read_sets(tmp_path / "logits.npy", logits_key="a")
 
 
@@ -178,3 +178,30 @@ def test_frames_are_read_by_their_columns_everywhere():
     for frame in (FRAME.assign(id=1.0), FRAME.reset_index(), NAMED.assign(pred=1.0)):
         with pytest.raises(ValueError, match="focal_calibration_map: input: expected classes alone"):
             fk.focal_calibration_map(frame, 1.0)
+
+
+# Python reads all of these as numbers; whoever wrote them meant something else, or another program reads another one.
+@pytest.mark.parametrize("cell", ["1_0", "\u0661", "\uff11"])
+def test_a_number_is_written_in_ascii_digits_without_underscores(cell, tmp_path, run):
+    fk.TemperatureScaling().fit_quietly(torch.from_numpy(LOGITS), torch.from_numpy(LABELS)).save(tmp_path / "c.json")
+    lines = [",".join(map(repr, row)) for row in LOGITS.tolist()]
+    lines[7] = lines[7].replace(lines[7].split(",")[1], cell)
+    (tmp_path / "a.csv").write_text("\n".join(["0,1,2,3", *lines]), encoding="utf-8")
+    for action in ("evaluate", "apply"):
+        if action == "evaluate":
+            labelled = [f"{line},{label}" for line, label in zip(lines, LABELS, strict=True)]
+            (tmp_path / "a.csv").write_text("\n".join(["0,1,2,3,label", *labelled]), encoding="utf-8")
+            code, _, err = run("evaluate", tmp_path / "a.csv")
+        else:
+            code, _, err = run("apply", tmp_path / "c.json", tmp_path / "a.csv", "--out", tmp_path / "p.csv")
+        assert code == 2 and cell in err and "line 9: expected numbers" in err
+    labels = [cell if row == 3 else label for row, label in enumerate(LABELS.tolist())]
+    with pytest.raises(InputError, match="expected class numbers, or the names of all 4 classes"):
+        from_frame(FRAME.assign(label=np.array(labels, dtype=object)))
+
+
+@pytest.mark.parametrize("option", [("--n-bins", "1_5"), ("--gammas=1_0",), ("--split", "0.2_5"), ("--seed", "\u0661")])
+def test_so_is_an_option(option, tmp_path, run):
+    np.savez(tmp_path / "a.npz", logits=LOGITS, labels=LABELS)
+    code, _, err = run("calibrate", tmp_path / "a.npz", *option)
+    assert code == 2 and "expected" in err

@@ -40,6 +40,9 @@ OPERATORS = {
     "properized_focal_loss": with_gradient(lambda z, y: fk.properized_focal_loss(z, y)),
     "focal_calibration_map": with_gradient(lambda z, y: fk.focal_calibration_map(z, 1.0, 2.0)),
     "binary_focal_calibration_map": with_gradient(lambda z, y: fk.binary_focal_calibration_map(z, 1.0)),
+    "spline_calibration_map": with_gradient(
+        lambda z, y: fk.spline_calibration_map(z, 2.0, 1e-3, 0.0, torch.arange(-2.0, 2.0), torch.ones(4))
+    ),
     "inverse_focal_calibration_map": with_gradient(lambda z, y: fk.inverse_focal_calibration_map(z, 1.0)),
     "calibration_grid": lambda seed: tuple(
         fk.calibration_grid(*batch(seed), [0.0, 1.0], [1.0, 2.0], criteria=("ece", "nll", "brier")).tables.values()
@@ -48,18 +51,51 @@ OPERATORS = {
 }
 
 
+def shared(calibrator):
+    """Every thread asks the same fitted calibrator, in each of the ways that it has."""
+    calibrator.fit_quietly(*batch(99))
+
+    def run(seed):
+        logits, _ = batch(seed)
+        return calibrator.predict_proba(logits), calibrator.predict_log_proba(logits), calibrator.predict(logits)
+
+    return run
+
+
+def calibrators():
+    scaling = fk.TemperatureScaling()
+    made = {
+        "temperature": fk.TemperatureScaling(),
+        "focal": fk.FocalTemperatureScaling(criterion="brier"),
+        "bins": fk.HistogramBinning(n_bins=5),
+        "bins after a scaling": fk.HistogramBinning(n_bins=5, scaling=scaling),
+        "isotonic": fk.IsotonicCalibration(),
+        "structured": fk.StructuredScaling(kind="vector"),
+        "auto": fk.AutoCalibrator(),
+    }
+    return {name: shared(calibrator) for name, calibrator in made.items()}
+
+
+def test_eight_threads_may_share_a_calibrator():
+    check_threads(calibrators())
+
+
 def test_eight_threads_give_the_bits_of_one():
-    expected = {name: [run(seed) for seed in range(ROUNDS)] for name, run in OPERATORS.items()}
+    check_threads(OPERATORS)
+
+
+def check_threads(operators):
+    expected = {name: [run(seed) for seed in range(ROUNDS)] for name, run in operators.items()}
     differ, ready = [], threading.Barrier(THREADS)
 
     def work(number):
         try:
             ready.wait()
             # Each begins elsewhere, so that different operators run at a time.
-            names = [*OPERATORS][number:] + [*OPERATORS][:number]
+            names = [*operators][number:] + [*operators][:number]
             for seed in range(ROUNDS):
                 for name in names:
-                    found = OPERATORS[name](seed)
+                    found = operators[name](seed)
                     if not all(map(torch.equal, found, expected[name][seed])):
                         differ.append(name)
         except BaseException as error:  # an assertion in a thread would be lost

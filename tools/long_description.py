@@ -26,7 +26,7 @@ def long_description(readme: str, repository: str, version: str) -> str:
     return "".join(part if place % 2 else converted(part) for place, part in enumerate(CODE.split(readme)))
 
 
-def version_of(init: str) -> str:
-    found = re.search(r"^__version__ = \"([^\"]+)\"$", init, re.MULTILINE)
-    assert found, "focalkern/__init__.py has no __version__"
+def version_of(source: str) -> str:
+    found = re.search(r"^__version__ = \"([^\"]+)\"$", source, re.MULTILINE)
+    assert found, "focalkern/_version.py has no __version__"
     return found[1]

@@ -71,7 +71,9 @@ class Compiler:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(JOBS)
-        self._text = b"".join(path.read_bytes() for path in sorted((ROOT / "csrc").rglob("*.*h")))
+        self._text = b"".join(
+            path.read_bytes() for kind in ("*.*h", "*.def") for path in sorted((ROOT / "csrc").rglob(kind))
+        )
         (BUILD / "objects").mkdir(parents=True, exist_ok=True)
 
     def object(self, source: Path, command: Sequence[str | Path], macros: dict[str, str], torch: str) -> Path:
@@ -116,7 +118,7 @@ def precompiled(include: list[str], compiler: list[str | Path], name: str) -> li
     """Flags that read what all bindings include of torch, compiled once: most of the time goes there."""
     lines = {
         line
-        for path in sources("bindings*")
+        for path in sources("bindings/*")
         for line in path.read_text().splitlines()
         if re.match(r"#include <(ATen|c10|torch|pybind11)/", line) and "cuda" not in line
     }
@@ -163,7 +165,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
         for with_cuda in (False, True) if toolkit else (False,):
             module = f"_C_{minor}_cuda" if with_cuda else f"_C_{minor}"
             macros = {"TORCH_EXTENSION_NAME": module} | ({"FOCALKERN_WITH_CUDA": "1"} if with_cuda else {})
-            objects = compiler.objects(sources("bindings*.cpp"), [*command, *ready, *where], macros, torch)
+            objects = compiler.objects(sources("bindings/*.cpp"), [*command, *ready, *where], macros, torch)
             ours = [f"-L{folder}", "-lfocalkern_cpu", *(["-lfocalkern_cuda"] if with_cuda else [])]
             cuda = stand_ins(BUILD / "stand_ins", ["c10_cuda"]) if with_cuda else []
             link(folder / f"{module}{suffix}", objects, *libraries, *cuda, *ours)

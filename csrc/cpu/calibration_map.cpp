@@ -47,6 +47,7 @@ struct TileRows {
 
   // MapRow, field by field
   Real gamma_real[kMaxTileRows], q_scale[kMaxTileRows], log_q_offset[kMaxTileRows], ratio_offset[kMaxTileRows];
+  Real power_offset[kMaxTileRows], ratio_scale[kMaxTileRows], tie[kMaxTileRows];
   Real q_top[kMaxTileRows], u_top[kMaxTileRows], inverse_rest[kMaxTileRows], scaled_slope_top[kMaxTileRows];
   Real grad_gamma_top[kMaxTileRows];
 
@@ -63,7 +64,8 @@ struct TileRows {
   Real grad_beta[kMaxTileRows];  // sum dL/dx_k (x_k - x_t)
 
   FK_HOST_DEVICE MapTerms<Real> terms(int64_t r) const {
-    return {gamma_real[r], gamma_real[r] - Real(1), q_scale[r], log_q_offset[r], ratio_offset[r]};
+    return {gamma_real[r],   gamma_real[r] - Real(1), q_scale[r],     log_q_offset[r],
+            ratio_offset[r], power_offset[r],         ratio_scale[r], tie[r]};
   }
 };
 
@@ -76,8 +78,8 @@ struct Tile {
   int64_t row_stride;
   int64_t class_stride;
   bool column;
-  Real* x;  // inputs as logits; -inf at the largest class, which is kept apart, and at padding
-  Real* e;  // exp((x - next_x) / T); later log(p_k / p_t), or its exponential
+  Real* x;  // inputs as logits; from pass 2 on y; -inf at the largest class, which is kept apart, and at padding
+  Real* e;  // exp(y); later log(p_k / p_t), or its exponential
   Real* g;  // backward: upstream gradient, later h m
   Real* h;  // backward: h r
   TileRows<Real>* row;
@@ -269,11 +271,11 @@ FK_HOST_DEVICE void read_tile(const CalibrationMapArgs<Scalar>& args, int64_t ro
 
 // ---- pass 2: exponentials, then what a row needs once --------------------------------------------------------------
 
-template <typename Real>
+template <bool on_grid, typename Real>
 FK_VECTOR_CLONES void exponentials_of_rows(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < tile.n_rows; ++r) {
-    const Real* x = tile.x + r * tile.row_stride;
+    Real* x = tile.x + r * tile.row_stride;
     Real* e = tile.e + r * tile.row_stride;
     const Real shift = row.next_x[r];
     const Real beta = row.beta[r];
@@ -283,7 +285,8 @@ FK_VECTOR_CLONES void exponentials_of_rows(const Tile<Real>& tile) {
       Real block = 0;
 #pragma omp simd reduction(+ : block)
       for (int64_t c = begin; c < end; ++c) {
-        e[c] = bounded_exponential((x[c] - shift) * beta);
+        x[c] = map_exponent<on_grid>(x[c], shift, beta);
+        e[c] = bounded_exponential(x[c]);
         block += e[c];
       }
       sum += block;
@@ -292,16 +295,17 @@ FK_VECTOR_CLONES void exponentials_of_rows(const Tile<Real>& tile) {
   }
 }
 
-template <typename Real>
+template <bool on_grid, typename Real>
 FK_VECTOR_CLONES void exponentials_of_columns(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < kMaxTileRows; ++r) row.rest[r] = 0;
   for (int64_t c = 0; c < tile.classes; ++c) {
-    const Real* x = tile.x + c * kMaxTileRows;
+    Real* x = tile.x + c * kMaxTileRows;
     Real* e = tile.e + c * kMaxTileRows;
 #pragma omp simd
     for (int64_t r = 0; r < kMaxTileRows; ++r) {
-      e[r] = bounded_exponential((x[r] - row.next_x[r]) * row.beta[r]);
+      x[r] = map_exponent<on_grid>(x[r], row.next_x[r], row.beta[r]);
+      e[r] = bounded_exponential(x[r]);
       row.rest[r] += e[r];
     }
   }
@@ -323,6 +327,9 @@ FK_VECTOR_CLONES void finish_rows(const Tile<Real>& tile) {
     row.q_scale[r] = m.terms.q_scale;
     row.log_q_offset[r] = m.terms.log_q_offset;
     row.ratio_offset[r] = m.terms.ratio_offset;
+    row.power_offset[r] = m.terms.power_offset;
+    row.ratio_scale[r] = m.terms.ratio_scale;
+    row.tie[r] = m.terms.tie;
     row.q_top[r] = m.q_top;
     row.u_top[r] = m.u_top;
     row.inverse_rest[r] = m.inverse_rest;
@@ -353,7 +360,6 @@ FK_VECTOR_CLONES void ratios_of_rows(const Tile<Real>& tile) {
   for (int64_t r = 0; r < tile.n_rows; ++r) {
     Real* x = tile.x + r * tile.row_stride;
     Real* e = tile.e + r * tile.row_stride;
-    const Real shift = row.next_x[r], beta = row.beta[r];
     const MapTerms<Real> terms = row.terms(r);
     double sum = 0;
     for (int64_t begin = 0; begin < tile.classes; begin += kSumBlock) {
@@ -361,12 +367,11 @@ FK_VECTOR_CLONES void ratios_of_rows(const Tile<Real>& tile) {
       Real block = 0;
 #pragma omp simd reduction(+ : block)
       for (int64_t c = begin; c < end; ++c) {
-        const Real y = (x[c] - shift) * beta;
         if constexpr (log_output) {
-          x[c] = map_log_ratio(y, e[c], terms);
+          x[c] = map_log_ratio(x[c], e[c], terms);
           block += exponential(x[c]);
         } else {
-          e[c] = map_ratio(y, e[c], terms);
+          e[c] = map_ratio(x[c], e[c], terms);
           block += e[c];
         }
       }
@@ -385,12 +390,11 @@ FK_VECTOR_CLONES void ratios_of_columns(const Tile<Real>& tile) {
     Real* e = tile.e + c * kMaxTileRows;
 #pragma omp simd
     for (int64_t r = 0; r < kMaxTileRows; ++r) {
-      const Real y = (x[r] - row.next_x[r]) * row.beta[r];
       if constexpr (log_output) {
-        x[r] = map_log_ratio(y, e[r], row.terms(r));
+        x[r] = map_log_ratio(x[r], e[r], row.terms(r));
         row.ratio_sum[r] += exponential(x[r]);
       } else {
-        e[r] = map_ratio(y, e[r], row.terms(r));
+        e[r] = map_ratio(x[r], e[r], row.terms(r));
         row.ratio_sum[r] += e[r];
       }
     }
@@ -430,7 +434,7 @@ FK_VECTOR_CLONES void forward_tile(const CalibrationMapForward<Scalar>& args, in
   using Real = compute_t<Scalar>;
   TileRows<Real>& row = *tile.row;
   read_tile(args, row_begin, tile);
-  tile.column ? exponentials_of_columns(tile) : exponentials_of_rows(tile);
+  tile.column ? exponentials_of_columns<true>(tile) : exponentials_of_rows<true>(tile);
   finish_rows(tile);
   args.log_output ? ratios<true>(tile) : ratios<false>(tile);
   const int64_t rows = round_up(tile.n_rows);
@@ -489,7 +493,6 @@ FK_VECTOR_CLONES void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
     const Real* e = tile.e + i * tile.row_stride;
     Real* g = tile.g + i * tile.row_stride;
     Real* h = tile.h + i * tile.row_stride;
-    const Real shift = row.next_x[i], beta = row.beta[i];
     const MapTerms<Real> terms = row.terms(i);
     const Real shared_grad = factor * row.grad_top[i];
     double r_all = 0, m_all = 0, hr_all = 0, hm_all = 0, cr_all = 0, cm_all = 0;
@@ -498,7 +501,7 @@ FK_VECTOR_CLONES void slopes_of_rows(const Tile<Real>& tile, bool log_output) {
       Real r_sum = 0, m_sum = 0, hr_sum = 0, hm_sum = 0, cr_sum = 0, cm_sum = 0;
 #pragma omp simd reduction(+ : r_sum, m_sum, hr_sum, hm_sum, cr_sum, cm_sum)
       for (int64_t c = begin; c < end; ++c) {
-        const auto k = map_class((x[c] - shift) * beta, e[c], terms);
+        const auto k = map_class(x[c], e[c], terms);
         const Real ratio = k.ratio;
         const Real m = (g[c] - shared_grad) * (bias + factor * ratio);
         const Real hr = k.slope * ratio;
@@ -542,7 +545,7 @@ FK_VECTOR_CLONES void slopes_of_columns(const Tile<Real>& tile, bool log_output)
     Real* h = tile.h + c * kMaxTileRows;
 #pragma omp simd
     for (int64_t i = 0; i < kMaxTileRows; ++i) {
-      const auto k = map_class((x[i] - row.next_x[i]) * row.beta[i], e[i], row.terms(i));
+      const auto k = map_class(x[i], e[i], row.terms(i));
       const Real ratio = k.ratio;
       const Real m = (g[i] - factor * row.grad_top[i]) * (bias + factor * ratio);
       const Real hr = k.slope * ratio;
@@ -592,7 +595,7 @@ FK_VECTOR_CLONES void gradients_of_rows(const Tile<Real>& tile) {
     const Real* e = tile.e + r * tile.row_stride;
     const Real* h = tile.h + r * tile.row_stride;
     Real* g = tile.g + r * tile.row_stride;
-    const Real shift = row.next_x[r], beta = row.beta[r], gap = row.gap[r];
+    const Real gap = row.gap[r];
     const Real keep = row.keep[r], spread = row.spread[r], shared = row.shared[r];
     double sum = 0;
     for (int64_t begin = 0; begin < tile.classes; begin += kSumBlock) {
@@ -602,7 +605,7 @@ FK_VECTOR_CLONES void gradients_of_rows(const Tile<Real>& tile) {
       for (int64_t c = begin; c < end; ++c) {
         const Real grad = keep * g[c] - (spread * h[c] + shared * e[c]);
         g[c] = grad;
-        block += x[c] == kMinusInfinity ? Real(0) : grad * ((x[c] - shift) * beta + gap);
+        block += x[c] == kMinusInfinity ? Real(0) : grad * (x[c] + gap);
       }
       sum += block;
     }
@@ -624,7 +627,7 @@ FK_VECTOR_CLONES void gradients_of_columns(const Tile<Real>& tile) {
     for (int64_t r = 0; r < kMaxTileRows; ++r) {
       const Real grad = row.keep[r] * g[r] - (row.spread[r] * h[r] + row.shared[r] * e[r]);
       g[r] = grad;
-      row.grad_beta[r] += x[r] == kMinusInfinity ? Real(0) : grad * ((x[r] - row.next_x[r]) * row.beta[r] + row.gap[r]);
+      row.grad_beta[r] += x[r] == kMinusInfinity ? Real(0) : grad * (x[r] + row.gap[r]);
     }
   }
 }
@@ -678,7 +681,7 @@ FK_VECTOR_CLONES void backward_tile(const CalibrationMapBackward<Scalar>& args, 
   } else {
     read_gradient(tile, args.classes, args.grad_output_wide + offset);
   }
-  tile.column ? exponentials_of_columns(tile) : exponentials_of_rows(tile);
+  tile.column ? exponentials_of_columns<false>(tile) : exponentials_of_rows<false>(tile);
   finish_rows(tile);
   tile.column ? slopes_of_columns(tile, args.log_output) : slopes_of_rows(tile, args.log_output);
   finish_gradients(tile, args.log_output);

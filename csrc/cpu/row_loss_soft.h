@@ -1,204 +1,305 @@
 // Soft targets and label smoothing.
 //
-//   t = (1 - e) target + e / C,   dL/dz_j = p_j sum_i a_i - a_j,  a_i = -p_i dL/dp_i
+//   t = (1 - e) target + e / C,   dL/dz_j = p_j A - a_j,  A = sum_i a_i,  a_i = -p_i dL/dp_i
 //   focal: L = -sum_i w_i t_i f(p_i) log p_i,  a = w t c(p)
 //
-// One row at a time, in scratch arrays over the classes.
+// Forward, a row is read three times while it is in a cache: for its largest logit, for the sum of exponentials beside
+// it, and for the terms of its classes. saved [3 or 4, rows] = (m, rest, others): the largest logit, the sum of e^(z_j
+// - m) over all other classes, and the sum of a_j over all classes but one above kUnlikely. With that the backward pass
+// reads a row once and writes its gradient. Vectors run along the classes of rows or, where classes are few or rows
+// adjacent, across rows (row_loss_soft_lanes.h); the type of both is that of the computation, and narrower logits are
+// copied.
 #pragma once
 
 #include <algorithm>
 #include <limits>
 #include <memory>
+#include <type_traits>
 
-#include "cpu/row_loss_finish.h"
-#include "cpu/row_loss_rows.h"
-#include "cpu/row_loss_tile.h"
-#include "cpu/vector_clones.h"
+#include "cpu/row_loss_read.h"
+#include "cpu/row_loss_soft_lanes.h"
+#include "cpu/row_loss_soft_tile.h"
 
 namespace focalkern::cpu {
 namespace {
 
-template <typename Real>
-struct SoftRow {
-  explicit SoftRow(int64_t classes)
-      : padded((classes + kLanes<Real> - 1) & -kLanes<Real>),
-        storage(new Real[padded + 5 * classes]),
-        z(storage.get()),
-        log_q(z + padded),
-        log_u(log_q + classes),
-        gamma(log_u + classes),
-        target(gamma + classes),
-        slope(target + classes) {}
-  int64_t padded;  // classes, up to whole vectors
-  std::unique_ptr<Real[]> storage;
-  Real* z;       // [padded] logits, then the gradient
-  Real* log_q;   // log-probabilities
-  Real* log_u;   // log(1 - q)
-  Real* gamma;   // gamma of each class (one table look-up each)
-  Real* target;  // w_i t_i, or t_i where the row has one weight
-  Real* slope;   // a_i
-  int64_t top;   // first largest class
-  Real weight;   // of the row, where it has one
-  Real exp_zero = kExpZero<Real>;
-};
-
-struct SoftSums {
-  template <int64_t bytes, typename Real>
-  static FK_HOST_DEVICE void run(int64_t classes, SoftRow<Real>& row, Real* max, Real* log_s, Real* log_u_top) {
-    constexpr int64_t n = kLanesOf<bytes, Real>;
-    const Real m = max_of<n>(row.z, row.padded);
-    row.top = 0;
-    while (row.top + 1 < classes && row.z[row.top] != m) ++row.top;
-    double rest = 0;
-    for (int64_t begin = 0; begin < row.padded; begin += kBlock) {
-      rest += sum_exp_except<n, false>(row.z + begin, std::min(kBlock, row.padded - begin), m, row.top - begin,
-                                       row.exp_zero)
-                  .first;
-    }
-    *max = m;
-    // m - m is NaN for an infinite m, which the sum over the other classes would not show.
-    *log_s = log_one_plus(static_cast<Real>(rest)) + (m - m);
-    *log_u_top = logarithm(static_cast<Real>(rest)) - *log_s;
-  }
-};
-
-template <typename Real>
-FK_VECTOR_CLONES void soft_pieces(int64_t classes, Real max, Real log_s, Real log_u_top, SoftRow<Real>& row) {
-#pragma omp simd
-  for (int64_t c = 0; c < classes; ++c) {
-    const Real log_q = (row.z[c] - max) - log_s;
-    row.log_q[c] = log_q;
-    row.log_u[c] = log_one_plus(-exponential(log_q));
-  }
-  row.log_u[row.top] = log_u_top;
-}
-
-template <typename Loss, typename Real>
-FK_VECTOR_CLONES Real soft_loss(int64_t classes, Real epsilon, const SoftRow<Real>& row) {
-  const Real *log_q = row.log_q, *log_u = row.log_u, *gamma = row.gamma, *target = row.target;
-  Real sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t c = 0; c < classes; ++c) {
-    sum += Loss::class_terms(log_q[c], log_u[c], gamma[c], epsilon, false, target[c]).loss;
-  }
-  return sum;
-}
-
-template <typename Loss, typename Real>
-FK_VECTOR_CLONES void soft_slopes(int64_t classes, Real epsilon, bool detach_modulation, SoftRow<Real>& row,
-                                  Real* grad_gamma) {
-  const Real *log_q = row.log_q, *log_u = row.log_u, *gamma = row.gamma, *target = row.target;
-  Real* slope = row.slope;
-  const Real detached = detach_modulation ? 1 : 0;
-  Real gamma_sum = 0;
-#pragma omp simd reduction(+ : gamma_sum)
-  for (int64_t c = 0; c < classes; ++c) {
-    const ClassTerms<Real> terms =
-        Loss::class_terms(log_q[c], log_u[c], gamma[c], epsilon, detached > Real(0), target[c]);
-    slope[c] = terms.slope;
-    gamma_sum += terms.grad_gamma;
-  }
-  *grad_gamma = gamma_sum;
-}
-
-// dL/dz_j = q_j (A - a_j) - u_j a_j: written so that the largest class does not subtract a_j from q_j a_j as q_j -> 1.
-template <typename Real>
-FK_VECTOR_CLONES void soft_grad(int64_t classes, Real scale, SoftRow<Real>& row) {
-  Real others = 0;
-  const Real top_slope = row.slope[row.top];
-  row.slope[row.top] = 0;
-#pragma omp simd reduction(+ : others)
-  for (int64_t c = 0; c < classes; ++c) others += row.slope[c];
-  const Real all = others + top_slope;
-#pragma omp simd
-  for (int64_t c = 0; c < classes; ++c) {
-    const Real a = row.slope[c];
-    row.z[c] = scale * (exponential(row.log_q[c]) * (all - a) - exponential(row.log_u[c]) * a);
-  }
-  row.slope[row.top] = top_slope;
-  row.z[row.top] = scale * (exponential(row.log_q[row.top]) * others - exponential(row.log_u[row.top]) * top_slope);
-}
-
-template <typename Loss, typename Real>
-FK_VECTOR_CLONES void soft_grad_target(int64_t classes, Real epsilon, Real scale, SoftRow<Real>& row) {
-  const Real *log_q = row.log_q, *log_u = row.log_u, *gamma = row.gamma, *target = row.target;
-  Real* slope = row.slope;
-#pragma omp simd
-  for (int64_t c = 0; c < classes; ++c) {
-    slope[c] = scale * Loss::class_terms(log_q[c], log_u[c], gamma[c], epsilon, false, target[c]).grad_share;
-  }
-}
-
-// Logits and target of one row. Returns the weight that the row adds to the mean, or -1 for an invalid label; an
-// ignored row has weight 0 and `ignored` set.
+// How the logits and targets of a chunk of rows are reached, and what they are copied to where they have to be.
 template <typename Loss, typename Scalar>
-double read_soft_row(const FocalLossArgs<Scalar>& args, int64_t index, SoftRow<compute_t<Scalar>>& row, bool* ignored) {
+class SoftReader {
+ public:
   using Real = compute_t<Scalar>;
-  const Scalar* z = args.logits + args.layout.row_offset(index);
-  for (int64_t c = 0; c < args.classes; ++c) row.z[c] = load_as_compute(z[c * args.layout.class_stride]);
-  std::fill(row.z + args.classes, row.z + row.padded, -std::numeric_limits<Real>::infinity());
-  const Real kept = Real(1) - args.label_smoothing;
-  const Real spread = args.label_smoothing / static_cast<Real>(args.classes);
-  double weight = 1;
-  row.weight = 1;
-  *ignored = false;
-  if (args.target_probs) {
-    const Real* target = args.target_probs + args.target_layout.row_offset(index);
-    Real mean = 0;
-    for (int64_t c = 0; c < args.classes; ++c) {
-      const Real share = target[c * args.target_layout.class_stride];
-      row.target[c] = kept * share + spread;
-      if (Loss::kTarget == SoftTarget::kRows && args.class_weight) mean += args.class_weight[c] * share;
+  static constexpr bool kIsDirect = std::is_same_v<Scalar, Real>;
+
+  const FocalLossArgs<Scalar>& args;
+  const bool is_columns_of_memory = is_columns(args);
+  const bool across = is_columns_of_memory || args.classes <= kFewClasses;  // vectors run across rows
+  const bool uniform = !args.target_probs && !(Loss::kTarget == SoftTarget::kClasses && args.class_weight);
+  SoftShares<Real> shares;
+  GammaTableOf<Real> table{args.edges, args.gamma, args.n_bins};
+  Real uniform_share;
+  SoftTile<Real> tile;
+  SoftRows<Real> rows;
+  SoftColumns<Real> columns;
+
+  explicit SoftReader(const FocalLossArgs<Scalar>& given) : args(given) {
+    const bool weighs_classes = Loss::kTarget == SoftTarget::kClasses && args.class_weight;
+    shares = {Real(1) - args.label_smoothing, args.label_smoothing / static_cast<Real>(args.classes),
+              weighs_classes ? args.class_weight : constants<Real>().ones, weighs_classes ? 1 : 0};
+    uniform_share = uniform && !kLabelApart<Loss> ? shares.spread : Real(1);
+    tile.has_labels = !args.target_probs;
+    tile.target_step = args.target_probs ? 1 : 0;
+    if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);
+    rows.classes = columns.classes = args.classes;
+  }
+
+  // Rows that are taken together; along classes, as many as stay in the first-level cache.
+  int64_t count(int64_t row, int64_t row_end) const {
+    const int64_t n = tile_rows(args, is_columns_of_memory, row, row_end);
+    return across ? n : std::min(n, std::max<int64_t>(1, kBlock / args.classes));
+  }
+
+  // Labels, gammas and pointers of a tile. Returns the first row whose label is out of range, or -1.
+  int64_t read(int64_t row, int64_t n) {
+    if (args.target_probs) {
+      std::fill_n(tile.label, kTileRows, label_int<Real>(kNoTarget));
+      std::fill_n(tile.weight, kTileRows, Real(1));
+      if (args.gamma && !args.edges) {
+        read_gammas(args.gamma + row * args.gamma_stride, args.gamma_stride, n, static_cast<Tile<Real>&>(tile));
+      }
+    } else {
+      const int64_t invalid = read_rows(args, row, n, true, static_cast<Tile<Real>&>(tile));
+      if (invalid >= 0) return invalid;
     }
-    if (Loss::kTarget == SoftTarget::kRows && args.class_weight) row.weight = mean;
-  } else {
-    const int64_t label = args.labels[index];
-    if (label == args.ignore_index) {
-      *ignored = true;
-      return 0;
+    whole_gamma_ = -1;
+    if (!args.edges && Loss::kHasGamma) {
+      const Real first = tile.gamma[0];
+      bool all = first == Real(0) || first == Real(1) || first == Real(2) || first == Real(3);
+      for (int64_t r = 1; all && r < n && args.gamma_stride != 0; ++r) all = tile.gamma[r] == first;
+      if (all) whole_gamma_ = static_cast<int>(first);
     }
-    if (label < 0 || label >= args.classes) return -1;
-    std::fill(row.target, row.target + args.classes, spread);
-    row.target[label] += kept;
-    if (args.class_weight) weight = args.class_weight[label];
-    if (Loss::kTarget == SoftTarget::kRows) row.weight = static_cast<Real>(weight);
+    across ? read_columns(row, n) : read_rows_of_classes(row, n);
+    for (int64_t r = 0; r < n; ++r) {
+      const int64_t label = tile.label[r];
+      tile.target_logit[r] = label == kNoTarget ? Real(0) : logit(r, label);
+    }
+    read_weights(n);
+    return -1;
   }
-  if (Loss::kTarget == SoftTarget::kClasses && args.class_weight) {
-    for (int64_t c = 0; c < args.classes; ++c) row.target[c] *= args.class_weight[c];
+
+  Real logit(int64_t r, int64_t c) const { return across ? columns.z[c * columns.stride + r] : rows.z[r][c]; }
+  Real target(int64_t r, int64_t c) const {
+    return across ? columns.target[c * columns.target_stride + r] : rows.target[r][c * tile.target_step];
   }
-  if (!args.edges) {
-    const Real gamma = args.gamma ? args.gamma[index * args.gamma_stride] : args.gamma_value;
-    std::fill(row.gamma, row.gamma + args.classes, gamma);
+
+  int64_t padded(int64_t n) const { return across ? padded_ : n; }
+
+  void find_largest(int64_t n) {
+    if (across) {
+      run_in_widest<LargestOfColumns>(columns, padded_, tile);
+    } else {
+      run_in_widest<LargestOfRows>(rows, n, tile);
+    }
   }
-  return weight;
-}
+
+  // The whole share of the largest class, whose index is in tile.marked where shares are not uniform.
+  void read_top_shares(int64_t n) {
+    for (int64_t r = 0; r < n; ++r) {
+      const bool is_label = tile.has_labels && tile.target_logit[r] == tile.likely[r];
+      if (uniform) {
+        tile.top_share[r] = shares.spread + (is_label ? shares.kept : Real(0));
+      } else {
+        const int64_t top = tile.marked[r];
+        const Real given = args.target_probs ? target(r, top) : (is_label ? Real(1) : Real(0));
+        tile.top_share[r] = (shares.kept * given + shares.spread) * shares.weight[top * shares.weight_step];
+      }
+    }
+  }
+
+  // Calls f with the kind of gammas of this tile.
+  template <typename Function>
+  void with_gammas(Function f) const {
+    if constexpr (!Loss::kHasGamma) {
+      f(WholeGammas<0>());
+    } else if constexpr (std::is_same_v<Real, double>) {
+      whole_gamma_ == 0 ? f(WholeGammas<0>()) : whole_gamma_ == 2 ? f(WholeGammas<2>()) : f(AnyGammas());
+    } else {
+      switch (whole_gamma_) {
+        case 0:
+          return f(WholeGammas<0>());
+        case 1:
+          return f(WholeGammas<1>());
+        case 2:
+          return f(WholeGammas<2>());
+        case 3:
+          return f(WholeGammas<3>());
+        default:
+          return f(AnyGammas());
+      }
+    }
+  }
+
+  template <bool kGamma, typename Gammas>
+  void add_classes(int64_t n, Gammas) {
+    uniform ? add_with_shares<true, kGamma, Gammas>(n) : add_with_shares<false, kGamma, Gammas>(n);
+  }
+  template <typename Gammas>
+  void grad_of_classes(int64_t n, Gammas) {
+    if (uniform) {
+      grad_with_shares<true, Gammas>(n);
+    } else {
+      grad_with_shares<false, Gammas>(n);
+    }
+  }
+
+  std::unique_ptr<Real[]> memory_of_logits, memory_of_targets, memory_of_grads, memory_of_target_grads;
+
+  // Memory for a tile in the form that the loops take.
+  Real* scratch(std::unique_ptr<Real[]>& memory) const {
+    const int64_t most = across ? kTileRows : std::min(kTileRows, std::max<int64_t>(1, kBlock / args.classes));
+    if (!memory) memory.reset(new Real[args.classes * most]());
+    return memory.get();
+  }
+
+ private:
+  int whole_gamma_ = -1;
+  int64_t padded_ = 0;
+
+  void read_columns(int64_t row, int64_t n) {
+    const bool direct = kIsDirect && is_columns_of_memory && n >= kLanes<Real>;
+    padded_ = direct ? n : (n + kLanes<Real> - 1) & -kLanes<Real>;
+    if constexpr (kIsDirect) {
+      if (direct) columns.z = args.logits + args.layout.row_offset(row);
+    }
+    columns.stride = args.layout.class_stride;
+    if (!direct) {
+      gather_columns(args.logits, args.layout, args.classes, row, n, scratch(memory_of_logits));
+      columns.z = memory_of_logits.get();
+      columns.stride = kTileRows;
+    }
+    const RowLayout& layout = args.target_layout;
+    columns.target = constants<Real>().zeros;
+    columns.target_stride = 0;
+    if (args.target_probs && direct && layout.inner == args.layout.inner && layout.inner_stride == 1) {
+      columns.target = args.target_probs + layout.row_offset(row);
+      columns.target_stride = layout.class_stride;
+    } else if (args.target_probs) {
+      gather_columns(args.target_probs, layout, args.classes, row, n, scratch(memory_of_targets));
+      columns.target = memory_of_targets.get();
+      columns.target_stride = kTileRows;
+    }
+  }
+
+  template <typename Number>
+  const Real* row_of(const Number* from, const RowLayout& layout, int64_t offset, std::unique_ptr<Real[]>& memory,
+                     int64_t r) {
+    if constexpr (std::is_same_v<Number, Real>) {
+      if (layout.class_stride == 1) return from + offset;
+    }
+    Real* to = scratch(memory) + r * args.classes;
+    if (layout.class_stride == 1) {
+      copy_row(from + offset, args.classes, to);
+    } else {
+      for (int64_t c = 0; c < args.classes; ++c) to[c] = load_as_compute(from[offset + c * layout.class_stride]);
+    }
+    return to;
+  }
+  template <typename Number>
+  static FK_VECTOR_CLONES void copy_row(const Number* from, int64_t n, Real* to) {
+#pragma omp simd
+    for (int64_t c = 0; c < n; ++c) to[c] = load_as_compute(from[c]);
+  }
+
+  void read_rows_of_classes(int64_t row, int64_t n) {
+    RowCursor at(args.layout, row);
+    for (int64_t r = 0; r < n; ++r, at.next()) {
+      rows.z[r] = row_of(args.logits, args.layout, at.offset(), memory_of_logits, r);
+    }
+    if (args.target_probs) {
+      RowCursor target_at(args.target_layout, row);
+      for (int64_t r = 0; r < n; ++r, target_at.next()) {
+        rows.target[r] = row_of(args.target_probs, args.target_layout, target_at.offset(), memory_of_targets, r);
+      }
+    } else {
+      std::fill_n(rows.target, n, constants<Real>().zeros);
+    }
+    std::fill_n(rows.grad, n, nullptr);
+    std::fill_n(rows.grad_target, n, nullptr);
+  }
+
+  // Of the label what its share is beyond that of the others, and of the row what its loss is multiplied with.
+  void read_weights(int64_t n) {
+    constexpr bool kOfRows = Loss::kTarget == SoftTarget::kRows;
+    for (int64_t r = 0; r < n; ++r) {
+      tile.label_share[r] = shares.kept;
+      tile.row_weight[r] = Real(1);
+      if (kOfRows) tile.label_share[r] += shares.spread;
+      if (!args.class_weight) continue;
+      if (tile.has_labels) {
+        (kOfRows ? tile.row_weight[r] : tile.label_share[r]) *= tile.weight[r];
+      } else if (kOfRows) {
+        double mean = 0;
+        for (int64_t c = 0; c < args.classes; ++c) {
+          mean += static_cast<double>(args.class_weight[c]) * static_cast<double>(target(r, c));
+        }
+        tile.row_weight[r] = static_cast<Real>(mean);
+      }
+    }
+  }
+
+  template <bool kUniform, bool kGamma, typename Gammas>
+  void add_with_shares(int64_t n) {
+    if (across) {
+      run_in_widest<SoftSumsOfColumns<Loss, Gammas, kUniform, kGamma>>(columns, padded_, shares, args.epsilon,
+                                                                       args.detach_modulation, table, tile);
+    } else {
+      run_in_widest<SoftSumsOfRows<Loss, Gammas, kUniform, kGamma>>(rows, n, shares, args.epsilon,
+                                                                    args.detach_modulation, table, tile);
+    }
+  }
+  template <bool kUniform, typename Gammas>
+  void grad_with_shares(int64_t n) {
+    const Real* weight = args.class_weight ? args.class_weight : constants<Real>().ones;
+    const int64_t step = args.class_weight ? 1 : 0;
+    if (across) {
+      run_in_widest<SoftGradOfColumns<Loss, Gammas, kUniform>>(columns, padded_, shares, args.epsilon,
+                                                               args.detach_modulation, table, weight, step, tile);
+    } else {
+      run_in_widest<SoftGradOfRows<Loss, Gammas, kUniform>>(rows, n, shares, args.epsilon, args.detach_modulation,
+                                                            table, weight, step, tile);
+    }
+  }
+};
 
 template <typename Loss, typename Scalar>
 FocalLossSums forward_soft(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
   using Real = compute_t<Scalar>;
-  SoftRow<Real> row(args.classes);
+  SoftReader<Loss, Scalar> reader(args);
+  auto& tile = reader.tile;
   FocalLossSums sums{0, 0, -1};
-  for (int64_t index = row_begin; index < row_end; ++index) {
-    Real max = 0, log_s = 0, log_u_top = 0, loss = 0;
-    bool ignored;
-    const double weight = read_soft_row<Loss>(args, index, row, &ignored);
-    if (weight < 0) {
-      sums.invalid_row = index;
+  for (int64_t row = row_begin, n; row < row_end; row += n) {
+    n = reader.count(row, row_end);
+    const int64_t invalid = reader.read(row, n);
+    if (invalid >= 0) {
+      sums.invalid_row = invalid;
       return sums;
     }
-    if (!ignored) {
-      run_in_widest<SoftSums>(args.classes, row, &max, &log_s, &log_u_top);
-      soft_pieces(args.classes, max, log_s, log_u_top, row);
-      if (args.edges) look_up_gamma_of_log(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
-      loss = row.weight * soft_loss<Loss>(args.classes, args.epsilon, row);
+    reader.find_largest(n);
+    soft_numbers(reader.padded(n), tile);
+    soft_gammas(args, n, tile);
+    reader.with_gammas([&](auto gammas) { reader.template add_classes<false>(n, gammas); });
+    reader.read_top_shares(n);
+    soft_losses<Loss>(n, args.epsilon, args.detach_modulation, reader.uniform_share, tile);
+    for (int64_t r = 0; r < n; ++r) {
+      const bool ignored = tile.has_labels && tile.label[r] == kNoTarget;
+      const Real loss = ignored ? Real(0) : tile.row_weight[r] * tile.loss[r];
+      args.saved[row + r] = ignored ? Real(0) : tile.shift[r];
+      args.saved[args.rows + row + r] = ignored ? Real(0) : tile.rest[r];
+      args.saved[2 * args.rows + row + r] = ignored ? Real(0) : tile.others[r];
+      if constexpr (Loss::kMarked != Marked::kNone) args.saved[3 * args.rows + row + r] = 0;
+      if (args.row_loss) args.row_loss[row + r] = loss;
+      sums.loss += static_cast<double>(loss);
+      sums.weight += static_cast<double>(tile.weight[r]);
     }
-    args.saved[index] = max;
-    args.saved[args.rows + index] = log_s;
-    args.saved[2 * args.rows + index] = log_u_top;
-    if constexpr (Loss::kMarked != Marked::kNone) args.saved[3 * args.rows + index] = 0;
-    if (args.row_loss) args.row_loss[index] = loss;
-    sums.loss += loss;
-    sums.weight += weight;
   }
   return sums;
 }
@@ -206,49 +307,134 @@ FocalLossSums forward_soft(const FocalLossForward<Scalar>& args, int64_t row_beg
 template <typename Loss, typename Scalar>
 void backward_soft(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
   using Real = compute_t<Scalar>;
-  SoftRow<Real> row(args.classes);
-  for (int64_t index = row_begin; index < row_end; ++index) {
-    bool ignored;
-    read_soft_row<Loss>(args, index, row, &ignored);
-    Scalar* grad = args.grad_logits ? args.grad_logits + args.grad_layout.row_offset(index) : nullptr;
-    Real* grad_target = args.grad_target ? args.grad_target + args.target_layout.row_offset(index) : nullptr;
-    if (ignored) {
-      for (int64_t c = 0; grad && c < args.classes; ++c) grad[c * args.grad_layout.class_stride] = Scalar{};
-      if (args.grad_gamma) args.grad_gamma[index] = 0;
-      continue;
+  SoftReader<Loss, Scalar> reader(args);
+  auto& tile = reader.tile;
+  const bool needs_loss = kLabelApart<Loss> && args.grad_target && args.class_weight;
+  const Real divisor = args.divisor ? *args.divisor : Real(1);
+  const Real kept = reader.shares.kept, spread_share = reader.shares.spread;
+  for (int64_t row = row_begin, n; row < row_end; row += n) {
+    n = reader.count(row, row_end);
+    reader.read(row, n);
+    if (!reader.uniform && reader.across) reader.find_largest(n);
+    for (int64_t r = 0; r < n; ++r) {
+      tile.shift[r] = args.saved[row + r];
+      tile.rest[r] = args.saved[args.rows + row + r];
+      tile.upstream[r] = args.grad_loss[(row + r) * args.grad_stride] / divisor;
+      tile.is_zero[r] = (tile.has_labels && tile.label[r] == kNoTarget) || tile.upstream[r] == Real(0) ? 1 : 0;
+      tile.gamma_sum[r] = 0;
     }
-    const Real max = args.saved[index];
-    row.top = 0;
-    while (row.top + 1 < args.classes && row.z[row.top] != max) ++row.top;
-    soft_pieces(args.classes, max, args.saved[args.rows + index], args.saved[2 * args.rows + index], row);
-    if (args.edges) look_up_gamma_of_log(row.log_q, args.classes, args.edges, args.gamma, args.n_bins, row.gamma);
-    const Real upstream = args.grad_loss[index * args.grad_stride] / (args.divisor ? *args.divisor : Real(1));
-    const Real scale = upstream * row.weight;
-    Real grad_gamma;
-    soft_slopes<Loss>(args.classes, args.epsilon, args.detach_modulation, row, &grad_gamma);
-    if (args.grad_gamma) args.grad_gamma[index] = scale * grad_gamma;
-    if (grad) {
-      soft_grad(args.classes, scale, row);
-      for (int64_t c = 0; c < args.classes; ++c) {
-        grad[c * args.grad_layout.class_stride] = Store<Scalar>::from_compute(row.z[c]);
+    soft_numbers(reader.padded(n), tile);
+    soft_gammas(args, n, tile);
+    if (!reader.uniform && !reader.across) {
+      for (int64_t r = 0; r < n; ++r) {
+        const bool is_likely = tile.per_sum[r] > kUnlikely<Real>;
+        tile.marked[r] = is_likely ? first_equal(reader.rows.z[r], args.classes, tile.likely[r]) : 0;
       }
     }
-    if (grad_target) {
-      // The target is also what the weight of a row is the mean under.
-      [[maybe_unused]] Real of_weight = 0;
-      if constexpr (Loss::kTarget == SoftTarget::kRows) {
-        if (args.class_weight) of_weight = upstream * soft_loss<Loss>(args.classes, args.epsilon, row);
+    reader.read_top_shares(n);
+    if (args.grad_gamma && Loss::kHasGamma) reader.template add_classes<true>(n, AnyGammas());
+    if (needs_loss) {
+      reader.with_gammas([&](auto gammas) { reader.template add_classes<false>(n, gammas); });
+      soft_losses<Loss>(n, args.epsilon, args.detach_modulation, reader.uniform_share, tile);
+    }
+    for (int64_t r = 0; r < n; ++r) {
+      tile.others[r] = args.saved[2 * args.rows + row + r];
+      tile.weight_grad[r] = needs_loss ? tile.upstream[r] * tile.loss[r] : Real(0);
+      if (!kLabelApart<Loss>) {
+        const Real weight = args.class_weight && tile.has_labels ? tile.weight[r] : Real(1);
+        tile.label_share[r] = (kept + spread_share) * weight;
       }
-      soft_grad_target<Loss>(args.classes, args.epsilon, scale * (Real(1) - args.label_smoothing), row);
-      for (int64_t c = 0; c < args.classes; ++c) {
-        const Real weight = args.class_weight ? args.class_weight[c] : Real(1);
-        Real& result = grad_target[c * args.target_layout.class_stride];
-        if constexpr (Loss::kTarget == SoftTarget::kRows) {
-          result = row.slope[c] + weight * of_weight;
-        } else {
-          result = weighted_slope(weight, row.slope[c]);
-        }
+    }
+    soft_grads<Loss>(n, args.epsilon, args.detach_modulation, reader.uniform_share, kept / (kept + spread_share), kept,
+                     tile);
+    if (args.grad_gamma) {
+      for (int64_t r = 0; r < n; ++r) args.grad_gamma[row + r] = tile.is_zero[r] != 0 ? Real(0) : tile.grad_gamma[r];
+    }
+    if (!args.grad_logits && !args.grad_target) continue;
+    write_soft_grads<Loss>(args, row, n, reader);
+  }
+}
+
+template <typename Real, typename Number>
+FK_VECTOR_CLONES void store_row(const Real* from, int64_t n, Number* to) {
+#pragma omp simd
+  for (int64_t c = 0; c < n; ++c) to[c] = Store<Number>::from_compute(from[c]);
+}
+
+// The gradients of a tile, where they belong or by way of memory in the form that the loops take.
+template <typename Loss, typename Scalar>
+void write_soft_grads(const FocalLossBackward<Scalar>& args, int64_t row, int64_t n, SoftReader<Loss, Scalar>& reader) {
+  using Real = compute_t<Scalar>;
+  const auto run = [&] { reader.with_gammas([&](auto gammas) { reader.grad_of_classes(n, gammas); }); };
+  if (reader.across) {
+    auto& columns = reader.columns;
+    const bool direct = columns.stride != kTileRows || reader.memory_of_logits == nullptr;
+    const bool same = args.grad_layout.inner == args.layout.inner && args.grad_layout.inner_stride == 1 &&
+                      args.grad_layout.class_stride != 1;
+    bool in_place = false;
+    columns.grad = columns.grad_target = nullptr;
+    if constexpr (SoftReader<Loss, Scalar>::kIsDirect) {
+      in_place = args.grad_logits && direct && same && columns.z != reader.memory_of_logits.get();
+      if (in_place) {
+        columns.grad = args.grad_logits + args.grad_layout.row_offset(row);
+        columns.grad_stride = args.grad_layout.class_stride;
       }
+    }
+    if (args.grad_logits && !in_place) {
+      columns.grad = reader.scratch(reader.memory_of_grads);
+      columns.grad_stride = kTileRows;
+    }
+    const bool target_in_place = args.grad_target && columns.target != reader.memory_of_targets.get();
+    if (args.grad_target) {
+      columns.grad_target = target_in_place ? args.grad_target + args.target_layout.row_offset(row)
+                                            : reader.scratch(reader.memory_of_target_grads);
+    }
+    run();
+    if (args.grad_logits && !in_place) {
+      scatter_columns(columns.grad, args.classes, row, n, args.grad_layout, args.grad_logits);
+    }
+    if (args.grad_target && !target_in_place) {
+      scatter_columns(columns.grad_target, args.classes, row, n, args.target_layout, args.grad_target);
+    }
+    return;
+  }
+  auto& rows = reader.rows;
+  // A layout that is not there has no rows to count.
+  const RowLayout& grad_layout = args.grad_logits ? args.grad_layout : args.layout;
+  const RowLayout& target_layout = args.grad_target ? args.target_layout : args.layout;
+  const bool target_in_place = target_layout.class_stride == 1;
+  const bool in_place = SoftReader<Loss, Scalar>::kIsDirect && grad_layout.class_stride == 1;
+  RowCursor at(grad_layout, row), target_at(target_layout, row);
+  for (int64_t r = 0; r < n; ++r, at.next()) {
+    if (args.grad_logits && !in_place) rows.grad[r] = reader.scratch(reader.memory_of_grads) + r * args.classes;
+    if constexpr (SoftReader<Loss, Scalar>::kIsDirect) {
+      if (args.grad_logits && in_place) rows.grad[r] = args.grad_logits + at.offset();
+    }
+    if (args.grad_target) {
+      rows.grad_target[r] = target_in_place ? args.grad_target + target_at.offset()
+                                            : reader.scratch(reader.memory_of_target_grads) + r * args.classes;
+      target_at.next();
+    }
+  }
+  run();
+  at = RowCursor(grad_layout, row);
+  target_at = RowCursor(target_layout, row);
+  for (int64_t r = 0; r < n; ++r, at.next()) {
+    if (args.grad_logits && !in_place) {
+      Scalar* to = args.grad_logits + at.offset();
+      const int64_t stride = grad_layout.class_stride;
+      if (stride == 1) {
+        store_row(rows.grad[r], args.classes, to);
+      } else {
+        for (int64_t c = 0; c < args.classes; ++c) to[c * stride] = Store<Scalar>::from_compute(rows.grad[r][c]);
+      }
+    }
+    if (args.grad_target) {
+      if (!target_in_place) {
+        Real* to = args.grad_target + target_at.offset();
+        for (int64_t c = 0; c < args.classes; ++c) to[c * target_layout.class_stride] = rows.grad_target[r][c];
+      }
+      target_at.next();
     }
   }
 }

@@ -146,8 +146,9 @@ struct RowStart {
 
 // A thread's part of a row, in vectors, each `lanes` threads after the one before. Where rows do not begin on a
 // boundary, a vector is gathered of classes `lanes` apart, so that neighbours still read neighbours. With `capacity` 0
-// nothing is kept, and each pass loads it again. Slots beyond the row hold -inf, a class that cannot occur.
-template <typename Scalar, int capacity>
+// nothing is kept, and each pass loads it again. Slots beyond the row hold -inf, a class that cannot occur. `on_grid`:
+// as in map_exponent.
+template <typename Scalar, int capacity, bool on_grid>
 struct RowPart {
   using Real = compute_t<Scalar>;
   // Where a thread has a row to itself, eight classes at once would leave too many slots empty.
@@ -277,8 +278,8 @@ struct RowPart {
         },
         pause);
   }
-  // f(begin, k, y) with y = (x - shift) / T as a logarithm to the base of quick_power, and -inf for the largest class,
-  // which then adds nothing to any sum. Pass 2 leaves them in the slots.
+  // f(begin, k, y) with y = (x - shift) / T as a logarithm to the base of quick_power, and -inf for the
+  // largest class, which then adds nothing to any sum. Pass 2 leaves them in the slots.
   template <typename Function, typename Pause>
   __device__ __forceinline__ void each_exponent(const RowStart<Real>& start, Function f, Pause pause) {
     each(
@@ -307,14 +308,14 @@ struct RowPart {
   }
   static __device__ __forceinline__ void make_exponents(const RowStart<Real>& start, Real* x) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = (x[i] - start.shift) * start.scale;
+    for (int i = 0; i < kVector; ++i) x[i] = map_exponent<on_grid>(x[i], start.shift, start.scale);
   }
 };
 
-template <typename Scalar, int capacity>
-__device__ __forceinline__ RowPart<Scalar, capacity> row_part(const CalibrationMapArgs<Scalar>& args, int64_t row,
-                                                              int lanes, int vectors) {
-  RowPart<Scalar, capacity> x;
+template <typename Scalar, int capacity, bool on_grid>
+__device__ __forceinline__ RowPart<Scalar, capacity, on_grid> row_part(const CalibrationMapArgs<Scalar>& args,
+                                                                       int64_t row, int lanes, int vectors) {
+  RowPart<Scalar, capacity, on_grid> x;
   x.lanes = lanes;
   x.vectors = x.kWhole ? vectors : 0;
   x.first = (static_cast<int>(threadIdx.x) & (lanes - 1)) * (x.vectors ? x.kVector : 1);
@@ -329,10 +330,10 @@ __device__ __forceinline__ RowPart<Scalar, capacity> row_part(const CalibrationM
 
 // Takes the largest class out of the row, which may be NaN: then it has none, and stays as it is. Of several equals it
 // is the first, and the others are among the others.
-template <typename Scalar, int capacity>
-__device__ __forceinline__ void find_top_two(RowPart<Scalar, capacity>& x, const MapGroup& group, int* top,
+template <typename Scalar, int capacity, bool on_grid>
+__device__ __forceinline__ void find_top_two(RowPart<Scalar, capacity, on_grid>& x, const MapGroup& group, int* top,
                                              compute_t<Scalar>* largest, compute_t<Scalar>* next) {
-  using Part = RowPart<Scalar, capacity>;
+  using Part = RowPart<Scalar, capacity, on_grid>;
   using Real = typename Part::Real;
   constexpr int kVector = Part::kVector;
   const auto pause = [] {};
@@ -410,12 +411,12 @@ __device__ __forceinline__ void find_top_two(RowPart<Scalar, capacity>& x, const
 }
 
 // Passes 1 and 2. Every thread of the block calls it.
-template <typename Scalar, int capacity>
+template <typename Scalar, int capacity, bool on_grid>
 __device__ __forceinline__ RowStart<compute_t<Scalar>> start_row(const CalibrationMapArgs<Scalar>& args,
                                                                  const MapNumbers<compute_t<Scalar>>& numbers,
-                                                                 int64_t row, RowPart<Scalar, capacity>& x,
+                                                                 int64_t row, RowPart<Scalar, capacity, on_grid>& x,
                                                                  const MapGroup& group) {
-  using Part = RowPart<Scalar, capacity>;
+  using Part = RowPart<Scalar, capacity, on_grid>;
   using Real = typename Part::Real;
   using Sum = typename Part::Sum;
   constexpr int kVector = Part::kVector;
@@ -489,7 +490,7 @@ template <typename Scalar, int capacity, int constant_lanes>
 __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void calibration_map_forward_kernel(
     const __grid_constant__ CalibrationMapForward<Scalar> args,
     const __grid_constant__ MapNumbers<compute_t<Scalar>> numbers, int lane_bits, int vectors) {
-  using Part = RowPart<Scalar, capacity>;
+  using Part = RowPart<Scalar, capacity, true>;
   using Real = typename Part::Real;
   constexpr int kVector = Part::kVector;
   constexpr bool kNarrow = sizeof(Scalar) < sizeof(Real);
@@ -504,7 +505,7 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void cali
                                                        : static_cast<int>(threadIdx.x) >> lane_bits);
     const bool exists = wanted < args.rows;
     const int64_t row = exists ? wanted : args.rows - 1;
-    auto x = row_part<Scalar, capacity>(args, row, lanes, vectors);
+    auto x = row_part<Scalar, capacity, true>(args, row, lanes, vectors);
     assume_classes<Scalar, constant_lanes>(x.classes);
     const RowStart<Real> start = start_row(args, numbers, row, x, group);
 
@@ -513,7 +514,7 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void cali
       const auto map_of = [&](int slot, Real y) {
         const Real e = x.power(slot, y);
         if constexpr (kLog) return map_log_ratio(y, e, start.map.terms);
-        return map_ratio<kNarrow>(y, e, start.map.terms);
+        return map_ratio(y, e, start.map.terms);
       };
       typename Part::Sum sum = 0;
       Real part = 0;
@@ -571,7 +572,7 @@ template <typename Scalar, int capacity, int constant_lanes>
 __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void calibration_map_backward_kernel(
     const __grid_constant__ CalibrationMapBackward<Scalar> args,
     const __grid_constant__ MapNumbers<compute_t<Scalar>> numbers, int lane_bits, int vectors) {
-  using Part = RowPart<Scalar, capacity>;
+  using Part = RowPart<Scalar, capacity, false>;
   using Real = typename Part::Real;
   using Sum = typename Part::Sum;
   constexpr int kVector = Part::kVector;
@@ -588,7 +589,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
                                                        : static_cast<int>(threadIdx.x) >> lane_bits);
     const bool exists = wanted < args.rows;
     const int64_t row = exists ? wanted : args.rows - 1;
-    auto x = row_part<Scalar, capacity>(args, row, lanes, vectors);
+    auto x = row_part<Scalar, capacity, false>(args, row, lanes, vectors);
     assume_classes<Scalar, constant_lanes>(x.classes);
     const Scalar* const grad_output = worked_out(args.grad_output + x.offset);
     const Real* const grad_output_wide = worked_out(args.grad_output_wide + x.offset);

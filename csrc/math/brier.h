@@ -56,10 +56,11 @@ struct BrierRow {
   }
 
   template <typename Gamma, typename Real>
-  static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(Real p, Real /*minus_log_p*/, const Gamma& /*gamma*/,
-                                                        Real /*epsilon*/, Real share) {
-    const Real difference = p - share;
-    return {difference * difference, Real(-2) * p * difference, Real(-2) * difference, Real(0)};
+  static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(const Real& p, const Real& /*minus_log_p*/,
+                                                        const Gamma& /*gamma*/, number_t<Real> /*epsilon*/,
+                                                        const Real& share) {
+    const Real difference = p - share, twice = number_t<Real>(-2) * difference;
+    return {difference * difference, p * twice, twice, Real{}};
   }
 };
 

@@ -12,6 +12,11 @@
 // and with P = sum_{k != t} exp(log_ratio):   log p_t = -log1p(P),   log p_k = log_ratio - log1p(P).
 // No difference of large numbers occurs: a row may saturate completely and keeps its digits in log space, and the
 // largest class never forms 1 - q_t.
+//
+// Order. Equal inputs have equal results to the bit, and a larger input never has a smaller result:
+//   - y_k is rounded to a grid (map_exponent) whose step changes log_ratio by more than the functions below err;
+//   - log_ratio = (y_k - log G(q_k)) + a constant of the row, so that rounding of the sum cannot change the order;
+//   - log_ratio is at most 0, and 0 for every class that ties with t (in_order).
 #pragma once
 
 #include "math/focal.h"
@@ -40,6 +45,14 @@ FK_HOST_DEVICE Real inverse_temperature(double temperature) {
   return static_cast<Real>(beta > bound ? bound : beta < lowest ? lowest : beta);
 }
 
+// x rounded to a multiple of `step` units of its last place, a power of two: functions that err by less keep the order.
+template <typename Real>
+FK_HOST_DEVICE Real rounded_to(Real x, typename detail::Format<Real>::Int step) {
+  using Bits = std::make_unsigned_t<typename detail::Format<Real>::Int>;
+  const Bits units = static_cast<Bits>(step);
+  return bit_cast<Real>(static_cast<Bits>((bit_cast<Bits>(x) + (units >> 1)) & (Bits(0) - units)));
+}
+
 // What a probability stands for as a logit. Denormal probabilities count: they are scaled up before the logarithm.
 template <typename Real>
 FK_HOST_DEVICE Real logit_of_probability(Real p) {
@@ -47,7 +60,7 @@ FK_HOST_DEVICE Real logit_of_probability(Real p) {
   const Real smallest_normal = kFloat ? Real(1.17549435e-38) : Real(2.2250738585072014e-308);
   const bool denormal = p < smallest_normal && p > Real(0);
   const Real scaled = denormal ? p * Real(0x1p64) : p;
-  return logarithm(scaled) - (denormal ? Real(44.361419555836498) : Real(0));
+  return logarithm(rounded_to(scaled, 4)) - (denormal ? Real(44.361419555836498) : Real(0));
 }
 
 // 1 - phi in terms of u = 1 - q: sum_{k >= 1} u^k / (k (k + 1)), for u <= 1/8.
@@ -64,6 +77,16 @@ FK_HOST_DEVICE Real one_minus_phi_series(Real u) {
   return sum * u;
 }
 
+// y = (x - shift) * scale <= 0. In the forward direction on a grid: the sum is rounded to 4 units in the last place of
+// 1 where y > -4. Below, the numbers are as far apart themselves. The device's quick functions err by more, in units of
+// log 2. The slope in T, a sum of such differences, is of those that are not rounded.
+template <bool on_grid, typename Real>
+FK_HOST_DEVICE Real map_exponent(Real x, Real shift, Real scale) {
+  constexpr Real kGrid = quick_unit<Real>() == Real(1) ? 8 : 16;
+  const Real y = (x - shift) * scale;
+  return on_grid ? (y + kGrid) - kGrid : y;
+}
+
 // What a row gives to each of its classes. Logarithms are to the base of quick_power.
 template <typename Real>
 struct MapTerms {
@@ -72,6 +95,9 @@ struct MapTerms {
   Real q_scale;       // q_k = e_k * q_scale
   Real log_q_offset;  // log q_k = y_k + log_q_offset
   Real ratio_offset;  // log(p_k / p_t) = y_k + ratio_offset - log G(q_k)
+  Real power_offset;  // p_k / p_t = e_k base^(power_offset - log G(q_k)) ratio_scale
+  Real ratio_scale;
+  Real tie;  // classes with y_k of at least this have the input of the largest: 0, or 1 where there is none
 };
 
 // What a row needs once.
@@ -146,6 +172,15 @@ FK_HOST_DEVICE MapOffset<Real> map_offset(const MapSoftmax<Real>& row, MapGamma<
           of.one_plus - of.gamma * row.one_minus_phi};
 }
 
+// How much of ratio_offset may be a factor beside the power in map_ratio, which grows by the rest: to 1 + gamma at
+// most.
+template <typename Real>
+FK_HOST_DEVICE Real lowest_scale(Real gamma) {
+  constexpr bool kFloat = sizeof(Real) == sizeof(float);
+  const Real of_large = gamma < Real(1e4) ? Real(kFloat ? -76 : -695) : Real(0);
+  return gamma < Real(1) ? -std::numeric_limits<Real>::infinity() : of_large;
+}
+
 template <typename Real>
 FK_HOST_DEVICE MapRow<Real> map_row(Real gap, Real rest, MapGamma<Real> of) {
   constexpr Real kUnit = quick_unit<Real>();
@@ -158,6 +193,11 @@ FK_HOST_DEVICE MapRow<Real> map_row(Real gap, Real rest, MapGamma<Real> of) {
   row.terms.q_scale = soft.q_scale;
   row.terms.log_q_offset = soft.log_q_offset * kUnit;
   row.terms.ratio_offset = (offset.offset + logarithm_of_normal(offset.denominator)) * kUnit;
+  const Real natural_offset = row.terms.ratio_offset * (Real(1) / kUnit);
+  const Real factor = natural_offset > lowest_scale(of.gamma) ? natural_offset : lowest_scale(of.gamma);
+  row.terms.power_offset = row.terms.ratio_offset - factor * kUnit;
+  row.terms.ratio_scale = quick_power(factor * kUnit);
+  row.terms.tie = gap == Real(0) ? Real(0) : Real(1);
   row.q_top = soft.q;
   row.u_top = soft.u;
   row.inverse_rest = quick_quotient(Real(1), rest);
@@ -243,6 +283,14 @@ FK_HOST_DEVICE Real minus_q_log_q(Real q, Real log_q) {
 #endif
 }
 
+// A ratio, or its logarithm, that rounding keeps from exceeding that of the largest class, and from differing among
+// ties.
+template <typename Real>
+FK_HOST_DEVICE Real in_order(Real ratio, Real y, Real of_largest, const MapTerms<Real>& row) {
+  const Real bounded = ratio < of_largest ? ratio : of_largest;
+  return y < row.tie ? bounded : of_largest;
+}
+
 // With s = -q log q and v = u + gamma s, that is 1 + gamma phi = v / u:
 //   log G = (gamma - 1) log u + log v
 //   h = 1 + gamma (q v - s + q u) / (u v),   c = -log u - s / v
@@ -254,17 +302,20 @@ FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, const MapTerms<Real>& row) {
   const Real q = e * row.q_scale;
   const Real u = Real(1) - q;
   const Real v = u + row.gamma * minus_q_log_q(q, y + row.log_q_offset);
-  return (y + row.ratio_offset) - (row.power * quick_log_complement<false>(q, u) + quick_logarithm(v));
+  const Real a = y - (row.power * quick_log_complement<false>(q, u) + quick_logarithm(v));
+  return in_order(a + row.ratio_offset, y, Real(0), row);
 }
 
-// The power of map_log_ratio where the logarithm itself is not wanted: e_k base^... / v takes none. Neither factor
-// overflows: the power is p_k v / (p_t e_k), which is never far above 1.
-template <bool narrow = false, typename Real>
+// The power of map_log_ratio where the logarithm itself is not wanted: e_k base^... / v takes none. As much of the
+// row's constant as possible is a factor beside the power: added to the exponent, it would round away differences of q.
+// Nothing overflows: without that factor the power is p_k v / (p_t e_k), which is never far above 1 + gamma.
+template <typename Real>
 FK_HOST_DEVICE Real map_ratio(Real y, Real e, const MapTerms<Real>& row) {
   const Real q = e * row.q_scale;
   const Real u = Real(1) - q;
   const Real v = u + row.gamma * minus_q_log_q(q, y + row.log_q_offset);
-  return quick_quotient(e * quick_power(row.ratio_offset - row.power * quick_log_complement<narrow>(q, u)), v);
+  const Real power = quick_power(row.power_offset - row.power * quick_log_complement<false>(q, u));
+  return in_order(quick_quotient(e * power, v) * row.ratio_scale, y, Real(1), row);
 }
 
 // `finite`: no y is -inf; one that is very low stands for it.
@@ -360,26 +411,44 @@ struct BinaryMap {
   Real grad_gamma;  // dlog_odds / dgamma
 };
 
+// 1 - phi = 1 - log(1 + t) / t of the odds 1 : t, 0 <= t <= 1, to 2 units in the last place: log(1 + t) = 2 atanh s
+// with s = t / (2 + t), and of the series nothing cancels.
 template <typename Real>
-FK_HOST_DEVICE BinaryMap<Real> binary_map(Real x /* s / T */, double gamma_wide) {
+FK_HOST_DEVICE Real one_minus_phi_of_odds(Real t) {
+  constexpr int kTerms = sizeof(Real) == sizeof(float) ? 7 : 16;
+  const Real inverse = Real(1) / (Real(2) + t);
+  const Real s = t * inverse;
+  const Real w = s * s;
+  Real sum = Real(1.0 / (2 * kTerms + 1));
+#if defined(__CUDACC__)
+#pragma unroll
+#else
+#pragma GCC unroll 16
+#endif
+  for (int k = kTerms - 1; k >= 1; --k) sum = sum * w + Real(1.0 / (2 * k + 1));
+  return (t - Real(2) * w * sum) * inverse;
+}
+
+template <typename Real>
+FK_HOST_DEVICE BinaryMap<Real> binary_map(Real s_over_t, double gamma_wide) {
   const Real gamma = static_cast<Real>(gamma_wide);
+  // So that the order is kept: what is added to (1 + gamma) a errs by more as gamma -> -1, and is 0 where gamma is.
+  const int step = gamma < Real(-0.9) ? 16 : gamma < Real(0) ? 8 : gamma > Real(0) ? 4 : 1;
+  const Real x = rounded_to(s_over_t, step);
   const Real one_plus_gamma = static_cast<Real>(1.0 + gamma_wide);
   const Real a = x < Real(0) ? -x : x;
   const Real odds = exponential(-a);
-  const Real minus_log_q = log_one_plus(odds);
   const Real q = Real(1) / (Real(1) + odds);  // the likelier class
   const Real u = odds * q;
-  const Real direct = Real(1) - q * minus_log_q / u;
-  const Real one_minus_phi = u < Real(0.125) ? one_minus_phi_series(u) : direct;
+  const Real one_minus_phi = one_minus_phi_of_odds(odds);
   const Real phi = Real(1) - one_minus_phi;
   const Real denominator = one_plus_gamma - gamma * one_minus_phi;
 
   // phi of the other class minus phi of this one. As a -> 0 both tend to log 2: their difference must be had without
-  // subtracting them. It is (u^2 a + (u - q) log q * -1) / (u q), with q - u = tanh(a / 2).
-  const Real u_a = u == Real(0) ? Real(0) : u * a;
-  const Real tanh_half = -exponential_minus_one(-a) * q;
-  const Real difference = u_a / q - tanh_half * phi / (q * q);
-  const Real other_phi = u == Real(0) ? Real(0) : u * (minus_log_q + a) / q;
+  // subtracting them. It is odds a - (1 - odds^2) phi.
+  const Real odds_a = odds == Real(0) ? Real(0) : odds * a;
+  const Real difference = odds_a + exponential_minus_one(Real(-2) * a) * phi;
+  const Real other_phi = odds_a + odds * odds * phi;
   const Real other_denominator = Real(1) + gamma * other_phi;
 
   BinaryMap<Real> map;
@@ -394,7 +463,7 @@ FK_HOST_DEVICE BinaryMap<Real> binary_map(Real x /* s / T */, double gamma_wide)
 
 template <typename Real>
 FK_HOST_DEVICE Real sigmoid(Real x) {
-  return Real(1) / (Real(1) + exponential(-x));
+  return Real(1) / (Real(1) + exponential(-rounded_to(x, 4)));
 }
 
 // The vector-Jacobian product of the map (w = dL/dlog_odds) or of its sigmoid (w = dL/dp).

@@ -8,9 +8,25 @@
 // logarithms can be had to full precision from the log-sum-exp of the other classes.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "math/portable.h"
 
 namespace focalkern {
+
+// The type of one lane of a vector (gnu::vector_size); a number is one lane. Formulas for both declare their constants
+// in this type.
+template <typename Real, bool = std::is_floating_point_v<Real>>
+struct NumberOf {
+  using type = Real;
+};
+template <typename Vector>
+struct NumberOf<Vector, false> {
+  using type = std::remove_cv_t<std::remove_reference_t<decltype(std::declval<Vector&>()[0])>>;
+};
+template <typename Real>
+using number_t = typename NumberOf<Real>::type;
 
 // Below this u the ratio -p log p / u would divide two vanishing numbers, and its series is exact to rounding.
 template <typename Real>
@@ -92,19 +108,32 @@ constexpr Real kUnlikely = Real(0.55);
 
 // log(1 + x) for |x| <= kUnlikely, to 3 units in the last place beside what the quotient errs.
 template <typename Real>
-FK_HOST_DEVICE Real log_one_plus_small(Real x) {
-  if constexpr (sizeof(Real) == sizeof(float)) {
-    // 2 atanh(s) for s = x / (2 + x)
-    const Real s = quick_quotient(x, Real(2) + x);
-    const Real w = s * s;
-    Real q = Real(2.50911623e-1);
-    q = q * w + Real(2.12891594e-1);
-    q = q * w + Real(2.86210895e-1);
-    q = q * w + Real(3.99990886e-1);
-    q = q * w + Real(6.66666687e-1);
-    return s * (w * q) + (s + s);
-  } else {
+FK_HOST_DEVICE Real log_one_plus_small(const Real& x) {
+  using Number = number_t<Real>;
+  constexpr bool kIsNumber = std::is_floating_point_v<Real>;
+  if constexpr (kIsNumber && sizeof(Number) == sizeof(double)) {
     return log_one_plus(x);
+  } else {
+    // 2 atanh(s) for s = x / (2 + x)
+    Real s;
+    if constexpr (kIsNumber) {
+      s = quick_quotient(x, Number(2) + x);
+    } else {
+      s = x / (Number(2) + x);
+    }
+    const Real w = s * s;
+    Real q;
+    if constexpr (sizeof(Number) == sizeof(float)) {
+      q = Number(2.50911623e-1) * w + Number(2.12891594e-1);
+      q = q * w + Number(2.86210895e-1);
+      q = q * w + Number(3.99990886e-1);
+      q = q * w + Number(6.66666687e-1);
+    } else {
+      q = Number(2.0 / 39) * w + Number(2.0 / 37);  // the first term left out is below 2^-59
+#pragma GCC unroll 17
+      for (int n = 35; n > 1; n -= 2) q = q * w + Number(2) / Number(n);
+    }
+    return s * (w * q) + (s + s);
   }
 }
 
@@ -119,6 +148,7 @@ struct FactorParts {
 // What of gamma goes into the coefficient; nothing where the factor is detached.
 template <typename Real>
 struct SlopeOfGamma {
+  static constexpr bool kIsZero = false;
   Real pull;  // gamma
   Real rise;  // gamma + 1
 
@@ -126,13 +156,26 @@ struct SlopeOfGamma {
       : pull(detached ? Real(0) : gamma), rise(detached ? Real(0) : gamma + Real(1)) {}
 };
 
-template <typename Real>
-struct SquareGamma : SlopeOfGamma<Real> {
-  explicit FK_HOST_DEVICE SquareGamma(bool detached) : SlopeOfGamma<Real>(Real(2), detached) {}
-  // Without the logarithm, which only the slope in gamma needs.
-  FK_HOST_DEVICE FactorParts<Real> factor_at(Real p) const { return {Real(1) - p, Real(1) - p, Real(0)}; }
-  FK_HOST_DEVICE Real signed_like_gamma(Real x) const { return x; }
+// gamma = 0, 1, 2 or 3. Without the logarithm, which only the slope in gamma needs.
+template <typename Real, int kGamma>
+struct WholeGamma : SlopeOfGamma<Real> {
+  static constexpr bool kIsZero = kGamma == 0;
+
+  explicit FK_HOST_DEVICE WholeGamma(bool detached) : SlopeOfGamma<Real>(Real(kGamma), detached) {}
+  template <typename Reals>
+  FK_HOST_DEVICE FactorParts<Reals> factor_at(const Reals& p) const {
+    const Reals u = Real(1) - p;
+    if constexpr (kGamma == 2) return {u, u, Reals{}};
+    if constexpr (kGamma == 3) return {u, u * u, Reals{}};
+    return {u, Reals{} + Real(1), Reals{}};  // not the factor of gamma = 0: see kIsZero
+  }
+  template <typename Reals>
+  FK_HOST_DEVICE Reals signed_like_gamma(const Reals& x) const {
+    return x;
+  }
 };
+template <typename Real>
+using SquareGamma = WholeGamma<Real, 2>;
 
 template <typename Real>
 struct AnyGamma : SlopeOfGamma<Real> {
@@ -153,22 +196,33 @@ struct AnyGamma : SlopeOfGamma<Real> {
 
 // What a product with p can take in the place of an infinite -log p at p = 0, where it is 0.
 template <typename Real>
-FK_HOST_DEVICE Real finite_log(Real minus_log_p) {
+FK_HOST_DEVICE Real finite_log(const Real& minus_log_p) {
+#if defined(__CUDA_ARCH__)
   return fmin(minus_log_p, Real(1e30));
+#else
+  const Real most = Real{} + number_t<Real>(1e30);
+  return most < minus_log_p ? most : minus_log_p;
+#endif
 }
 
 // The terms of the focal and of the inverse focal loss are the same in base and gamma:
 //   f = base^|gamma|,  c = base^(|gamma| - 1) (base - gamma p log p)
 template <typename Gamma, typename Real>
-FK_HOST_DEVICE FocalTerms<Real> unlikely_focal_terms(Real p, Real minus_log_p, const Gamma& gamma) {
+FK_HOST_DEVICE FocalTerms<Real> unlikely_focal_terms(const Real& p, const Real& minus_log_p, const Gamma& gamma) {
+  FocalTerms<Real> terms;
+  if constexpr (Gamma::kIsZero) {
+    terms.factor = terms.coefficient = Real{} + number_t<Real>(1);
+    terms.loss = minus_log_p;
+    terms.grad_gamma = Real{};
+    return terms;
+  }
   const FactorParts<Real> parts = gamma.factor_at(p);
   const Real factor = parts.lower * parts.base;
   const Real finite = finite_log(minus_log_p);
-  FocalTerms<Real> terms;
   terms.factor = factor;
   terms.coefficient = parts.lower * (parts.base + gamma.pull * (p * finite));
   terms.loss = factor * minus_log_p;
-  terms.grad_gamma = gamma.signed_like_gamma(factor * parts.log_base * finite);
+  terms.grad_gamma = gamma.signed_like_gamma(Real(factor * parts.log_base * finite));
   return terms;
 }
 

@@ -54,12 +54,21 @@ struct PolyFocalRow : SumOverClasses<PolyFocalRow> {
 
   // With -log p as it is: it does not cancel against epsilon u.
   template <typename Gamma, typename Real>
-  static FK_HOST_DEVICE FocalTerms<Real> unlikely(Real p, Real minus_log_p, const Gamma& gamma, Real epsilon) {
+  static FK_HOST_DEVICE FocalTerms<Real> unlikely(const Real& p, const Real& minus_log_p, const Gamma& gamma,
+                                                  number_t<Real> epsilon) {
     const FactorParts<Real> parts = gamma.factor_at(p);
     const Real u = parts.base;
+    FocalTerms<Real> terms;
+    if constexpr (Gamma::kIsZero) {
+      const number_t<Real> one = 1;
+      terms.factor = Real{} + one;
+      terms.coefficient = one + (epsilon * gamma.rise) * p;
+      terms.loss = minus_log_p + epsilon * u;
+      terms.grad_gamma = Real{};
+      return terms;
+    }
     const Real factor = parts.lower * u;
     const Real finite = finite_log(minus_log_p);
-    FocalTerms<Real> terms;
     terms.factor = factor;
     terms.coefficient = parts.lower * (u + p * (gamma.pull * finite + epsilon * gamma.rise * u));
     terms.loss = factor * (minus_log_p + epsilon * u);

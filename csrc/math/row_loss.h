@@ -102,12 +102,12 @@ struct SumOverClasses {
   }
 
   template <typename Gamma, typename Real>
-  static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(Real p, Real minus_log_p, const Gamma& gamma, Real epsilon,
-                                                        Real share) {
+  static FK_HOST_DEVICE ClassTerms<Real> unlikely_terms(const Real& p, const Real& minus_log_p, const Gamma& gamma,
+                                                        number_t<Real> epsilon, const Real& share) {
     const FocalTerms<Real> terms = Loss::unlikely(p, minus_log_p, gamma, epsilon);
-    const bool has_share = share != Real(0);
-    return {has_share ? share * terms.loss : Real(0), has_share ? share * terms.coefficient : Real(0), terms.loss,
-            has_share ? share * terms.grad_gamma : Real(0)};
+    const auto has_share = share != Real{};
+    return {has_share ? share * terms.loss : Real{}, has_share ? share * terms.coefficient : Real{}, terms.loss,
+            has_share ? share * terms.grad_gamma : Real{}};
   }
 };
 
@@ -121,7 +121,8 @@ struct FocalRow : SumOverClasses<FocalRow> {
   }
 
   template <typename Gamma, typename Real>
-  static FK_HOST_DEVICE FocalTerms<Real> unlikely(Real p, Real minus_log_p, const Gamma& gamma, Real /*epsilon*/) {
+  static FK_HOST_DEVICE FocalTerms<Real> unlikely(const Real& p, const Real& minus_log_p, const Gamma& gamma,
+                                                  number_t<Real> /*epsilon*/) {
     return unlikely_focal_terms(p, minus_log_p, gamma);
   }
 };

@@ -300,11 +300,12 @@ struct FocalElement {
     const Real e_over_v = agrees ? Real(1) : z.e / v;
     const Real distance = against - z.e * z.r;
     const Real tilt = against - in_favour;
-    terms.slope = z.sign * factor * (distance + with.gamma.exponent * z.r * b * tilt * e_over_v);
+    // b e / v first: e is 0 for an enormous |x|, and gamma b may be infinite.
+    terms.slope = z.sign * factor * (distance + with.gamma.exponent * z.r * tilt * (b * e_over_v));
     // du/dt = 1 - 2 p, db/dt = -x; b / v is log(1 + e) / e where v = e.
     const Real b_over_v = agrees ? (z.e == Real(0) ? Real(1) : z.log1p_e / z.e) : b / v;
     terms.slope_target = (with.positive - with.negative) * power * b +
-                         factor * (with.gamma.exponent * -z.sign * (Real(1) - z.e) * b_over_v - x);
+                         (with.gamma.exponent * -z.sign * (Real(1) - z.e) * (factor * b_over_v) - factor * x);
     terms.slope_gamma = times_log(terms.loss, log_u);
     terms.slope_positive = Real(0);
     return terms;

@@ -1,5 +1,6 @@
 """Calibrators: fitted on held-out logits, applied to new ones, saved as JSON, appended to a network as a module."""
 
+from focalkern.calibrators._auto import AutoCalibrator
 from focalkern.calibrators._base import (
     Calibrator,
     Criterion,
@@ -14,6 +15,7 @@ from focalkern.calibrators._modules import (
     CalibratedLogits,
     CalibratedLogProbs,
     ClassAxis,
+    FlooredInput,
     HistogramLogProbs,
     IsotonicLogProbs,
     MultiLabelLogits,
@@ -21,15 +23,22 @@ from focalkern.calibrators._modules import (
 )
 from focalkern.calibrators._multilabel import MultiLabelScaling
 from focalkern.calibrators._per_class import per_class_report
+from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
 from focalkern.calibrators._scaling import FocalTemperatureScaling, TemperatureScaling
 from focalkern.calibrators._search import DEFAULT_GAMMAS, GAMMA_BOUNDS, TEMPERATURE_BOUNDS, Search, grid_border
+from focalkern.calibrators._selection import CANDIDATES
+from focalkern.calibrators._spline import SplineKind, SplineScaling
+from focalkern.calibrators._spline_module import FlooredLogProbs, SplineLogProbs
 from focalkern.calibrators._structured import Structure, StructuredScaling
+from focalkern.calibrators._verdict import Verdict
 from focalkern.calibrators._warnings import CalibrationWarning
 
 __all__ = [
+    "CANDIDATES",
     "DEFAULT_GAMMAS",
     "GAMMA_BOUNDS",
     "TEMPERATURE_BOUNDS",
+    "AutoCalibrator",
     "Binning",
     "CalibratedLogProbs",
     "CalibratedLogits",
@@ -38,6 +47,8 @@ __all__ = [
     "ClassAxis",
     "Criterion",
     "Estimator",
+    "FlooredInput",
+    "FlooredLogProbs",
     "FocalTemperatureScaling",
     "HistogramBinning",
     "HistogramLogProbs",
@@ -47,11 +58,16 @@ __all__ = [
     "MultiLabelLogits",
     "MultiLabelScaling",
     "NotFittedError",
+    "RobustTemperatureScaling",
     "Search",
+    "SplineKind",
+    "SplineLogProbs",
+    "SplineScaling",
     "Structure",
     "StructuredLogProbs",
     "StructuredScaling",
     "TemperatureScaling",
+    "Verdict",
     "grid_border",
     "load_calibrator",
     "per_class_report",

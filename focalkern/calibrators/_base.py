@@ -6,19 +6,30 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, get_args, overload
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._arrays import as_tensor
 from focalkern._atomic import write_atomically
-from focalkern._checks import path_text, short
-from focalkern._doubts import label_doubts
-from focalkern.calibrators._modules import ClassAxis, as_pairs
-from focalkern.calibrators._rows import Rows, as_floating, as_rows, check_input, labels_array, weighted_mean
+from focalkern._checks import number, path_text, short
+from focalkern._diagnostics import input_doubts, label_doubts, one_logit_doubts, refuse_probs
+from focalkern._version import __version__
+from focalkern.calibrators._modules import ClassAxis, FlooredInput, as_pairs, floored_input
+from focalkern.calibrators._rows import (
+    Rows,
+    as_floating,
+    as_rows,
+    check_input,
+    check_values,
+    labels_array,
+    weighted_mean,
+)
 from focalkern.calibrators._warnings import warn
-from focalkern.metrics import ESTIMATORS, as_tensor
+from focalkern.metrics import ESTIMATORS
 
 __all__ = ["Calibrator", "Criterion", "Estimator", "InputKind", "NotFittedError", "load_calibrator"]
 
@@ -26,16 +37,44 @@ Criterion = Literal["nll", "brier", "ece"]
 Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]
 InputKind = Literal["logits", "probs"]
 
+
+class _Assumed(str):
+    """A default that nobody has said: equal to the word, and told from it."""
+
+
+def is_assumed(input_kind: str) -> bool:
+    """Whether it is a default that nobody has said."""
+    return isinstance(input_kind, _Assumed)
+
+
+LOGITS: Any = _Assumed("logits")
+"""The default of ``input_kind``: ``fit`` refuses rows that look like probabilities unless "logits" was said."""
+
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 INPUT_KINDS: tuple[InputKind, ...] = get_args(InputKind)
 
 _FORMAT = "focalkern-calibrator"
 # 1: gamma, temperature, parameters and fit of the two scalings. 2 adds methods, nested calibrators, the classes, the
 # version of the library, and in "fit" which search it was and how many cells it looked at. 3 adds methods, the Brier
-# score as a criterion and the doubts, and has no criterion that depends on the search.
-_FORMAT_VERSION = 3
+# score as a criterion and the doubts, and has no criterion that depends on the search. 4 adds the floor, and calls
+# epsilon what structured scaling and isotonic regression called that.
+_FORMAT_VERSION = 4
+
+# Of a file: no search goes there.
+_MOST_GAMMA, _MOST_TEMPERATURE = 1e6, 1e30
+# Of an epsilon that is 1 / (N + 1): below it there are no digits left.
+LEAST_EPSILON = 1e-100
 
 BY_METHOD: dict[str, type["Calibrator"]] = {}
+
+
+class Layout(NamedTuple):
+    """What fit was given."""
+
+    n_classes: int
+    names: np.ndarray[Any, Any] | None = None
+    one_logit: bool = False
+    dense: bool = False
 
 
 class NotFittedError(ValueError, AttributeError):
@@ -61,21 +100,36 @@ class Calibrator:
     method: ClassVar[str]
     _parameter_names: ClassVar[tuple[str, ...]]
     _estimator_type = "classifier"  # for scikit-learn before 1.6
+    _fewest_classes: ClassVar[int] = 2
 
     input_kind: InputKind
 
     # Set by fit and load.
-    classes_: np.ndarray[Any, Any]
     n_classes_: int
     n_samples_: int
+    input_floor_: float
     one_logit_: bool
     dense_: bool
     doubts_: tuple[str, ...]
+    _names: np.ndarray[Any, Any] | None  # what the columns are called; None where they are numbers
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "method" in vars(cls):
             BY_METHOD[cls.method] = cls
+
+    @property
+    def classes_(self) -> np.ndarray[Any, Any]:
+        """[C]: the names of the classes in the order of the columns, or 0, 1, ... C - 1.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), ["cat"] * 8 + ["dog"] * 2
+            >>> print(fk.TemperatureScaling().fit(logits, labels).classes_)
+            ['cat' 'dog']
+        """
+        # Made when it is wanted: a file says how many classes there are, and holds nothing of that size.
+        n_classes = self.n_classes_
+        return np.arange(n_classes) if self._names is None else self._names
 
     def fit(self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None) -> Self:
         """Fit on held-out data.
@@ -101,8 +155,9 @@ class Calibrator:
 
         Raises:
             TypeError: logits that are not floating point, a target that is neither integer nor strings.
-            ValueError: no rows; one class; shapes that do not fit; NaN or +inf logits; an option or parameter outside
-                its domain; more or fewer strings than classes.
+            ValueError: no rows; one class; shapes that do not fit; NaN or +inf logits; logits that look like
+                probabilities, unless ``input_kind`` was said; an option or parameter outside its domain; more or fewer
+                strings than classes.
             IndexError: an integer target outside [0, C).
 
         Example:
@@ -111,8 +166,12 @@ class Calibrator:
             >>> calibrator.n_samples_, calibrator.n_classes_, calibrator.doubts_
             (10, 2, ())
         """
-        rows = self._fit_rows(logits, target, sample_weight, ignore_index)
-        self.doubts_ = (*label_doubts(rows.input, rows.target), *self.doubts_)
+        rows = self._fit_rows(logits, target, sample_weight, ignore_index, assumed=is_assumed(self.input_kind))
+        if not rows.one_logit:
+            of_input = input_doubts(rows.input, self.input_kind)
+        else:
+            of_input = one_logit_doubts(rows.input[:, 1]) if self.input_kind == "logits" else []
+        self.doubts_ = (*of_input, *label_doubts(rows.input, rows.target), *self.doubts_)
         warn(type(self).__name__, self.doubts_)
         return self
 
@@ -139,17 +198,26 @@ class Calibrator:
         self._fit_rows(logits, target, sample_weight, ignore_index)
         return self
 
-    def _fit_rows(self, logits: Any, target: Any, sample_weight: Any, ignore_index: int | None) -> Rows:
-        """Fit, and return what it was fitted on."""
+    def _fit_rows(
+        self, logits: Any, target: Any, sample_weight: Any, ignore_index: int | None, *, assumed: bool = False
+    ) -> Rows:
+        """Fit, and return what it was fitted on; ``assumed``: nobody said that they are logits."""
         name = type(self).__name__
         self._check_parameters()
         input = self._as_tensor(logits)
         one_logit = input.dim() == 1
         input = self._pairs(input) if one_logit else input
-        rows = as_rows(name, input, target, sample_weight, ignore_index, one_logit=one_logit)
-        fitted = self._fit(rows)
-        self._become(fitted, classes=rows.classes, n_samples=len(rows.input), one_logit=one_logit, dense=rows.dense)
-        self.doubts_ = tuple(self._doubts(rows))
+        rows = as_rows(
+            name, input, target, sample_weight, ignore_index, input_kind=self.input_kind, one_logit=one_logit
+        )
+        if assumed:
+            refuse_probs(name, rows.input)
+        floor = float(getattr(self, "floor", 0.0))
+        of_fit = replace(rows, input=floored_input(rows.input, floor, self.input_kind)) if floor else rows
+        fitted = self._fit(of_fit)
+        layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense)
+        self._become(fitted, layout, n_samples=len(rows.input), floor=floor)
+        self.doubts_ = tuple(self._doubts(of_fit))
         return rows
 
     @overload
@@ -229,9 +297,7 @@ class Calibrator:
             ['cat' 'dog']
         """
         index = self._named(self._predicted, self._input(logits))
-        if self.classes_.dtype.kind in "iu":
-            return _like(logits, index)
-        return self.classes_[index.cpu().numpy()]
+        return _like(logits, index) if self._names is None else self._names[index.cpu().numpy()]
 
     def score(self, logits: Any, target: Any, sample_weight: Any = None) -> float:
         """Accuracy of :meth:`predict`: what scikit-learn calls the score of a classifier.
@@ -291,7 +357,9 @@ class Calibrator:
         raise NotImplementedError
 
     def _placed(self, module: torch.nn.Module) -> torch.nn.Module:
-        """A module of [..., C] for the layout of fit."""
+        """A module of what comes after the floor, for all that fit was given."""
+        if self.input_floor_:
+            module = FlooredInput(module, self.input_floor_, self.input_kind, one_logit=self.one_logit_)
         return ClassAxis(module) if self.dense_ else module
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
@@ -409,7 +477,8 @@ class Calibrator:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in params.items())})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_format_version": _FORMAT_VERSION}
+        state = {name: value for name, value in vars(self).items() if name != "_modules"}
+        return {**state, "_format_version": _FORMAT_VERSION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
@@ -427,6 +496,15 @@ class Calibrator:
                 state.setdefault("widen", False)
             if "n_classes_" in state:
                 state = {"dense_": False, "doubts_": (), **state}
+        if "n_classes_" in state and version < 4:
+            if self.method in ("structured", "isotonic"):
+                state["epsilon_"] = state.pop("floor_")
+            state["input_floor_"] = 0.0
+        if "floor" in self._parameter_names:
+            state.setdefault("floor", 0.0)
+        if "classes_" in state:
+            classes = state.pop("classes_")
+            state["_names"] = None if classes.dtype.kind in "iu" else classes
         vars(self).update(state)
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -447,9 +525,13 @@ class Calibrator:
 
     def _check_parameters(self) -> None:
         self._check_option("input_kind", INPUT_KINDS)
+        if "floor" in self._parameter_names:
+            name, floor = type(self).__name__, self.get_params(deep=False)["floor"]
+            if isinstance(floor, bool) or not 0 <= number(name, "floor", floor) < 1:
+                raise ValueError(f"{name}: floor must be at least 0 and less than 1, got {short(floor)}")
 
     def _fit(self, rows: Rows) -> dict[str, Any]:
-        """The fitted attributes (``rows.input`` may still hold bad values)."""
+        """The fitted attributes."""
         raise NotImplementedError
 
     def _doubts(self, rows: Rows) -> Iterable[str]:
@@ -460,9 +542,13 @@ class Calibrator:
         """[..., C] to calibrated (log-)probabilities [..., C]."""
         raise NotImplementedError
 
+    def _keeps_predictions(self) -> bool:
+        """Whether the map keeps the order of the classes, so that no row's predicted class changes."""
+        return False
+
     def _predicted(self, input: Tensor) -> Tensor:
-        """[..., C] to class indices [...]: the largest *input*, where the map keeps the order."""
-        return input.argmax(-1)
+        """[..., C] to class indices [...], the first of equal ones."""
+        return (input if self._keeps_predictions() else self._after_floor(input, log=True)).argmax(-1)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What ``_fit`` returned, for the top of the file and for its summary of the fit."""
@@ -474,15 +560,14 @@ class Calibrator:
 
     # -- private ------------------------------------------------------------------------------------------------
 
-    def _become(
-        self, fitted: Mapping[str, Any], *, classes: Any, n_samples: int, one_logit: bool, dense: bool = False
-    ) -> None:
+    def _become(self, fitted: Mapping[str, Any], layout: Layout, *, n_samples: int, floor: float = 0.0) -> None:
         """Replace everything that an earlier fit has left."""
         for name in [name for name in vars(self) if name.endswith("_") and not name.startswith("_")]:
             delattr(self, name)
+        vars(self).pop("_modules", None)
         vars(self).update(fitted)
-        self.classes_, self.n_classes_, self.n_samples_, self.one_logit_ = classes, len(classes), n_samples, one_logit
-        self.dense_ = dense
+        self.n_classes_, self._names, self.one_logit_, self.dense_ = layout
+        self.n_samples_, self.input_floor_ = n_samples, floor
         self.doubts_ = ()
 
     def _pairs(self, input: Tensor) -> Tensor:
@@ -501,18 +586,25 @@ class Calibrator:
         name = type(self).__name__
         input = self._as_tensor(logits)
         if self.one_logit_:
-            return self._pairs(input)
-        if self.dense_ and input.dim() > 2:
-            input = input.movedim(1, -1)
-        check_input(name, input, any_rank=True)
+            input = self._pairs(input)
+        else:
+            if self.dense_ and input.dim() > 2:
+                input = input.movedim(1, -1)
+            check_input(name, input, any_rank=True)
         if input.shape[-1] != self.n_classes_:
             raise ValueError(
                 f"{name}: logits must have the {self.n_classes_} classes of fit, got shape {list(input.shape)}"
             )
+        check_values(name, input, self.input_kind)
         return input
 
     def _applied(self, logits: Any, *, log: bool) -> Tensor:
-        return self._named(functools.partial(self._apply, log=log), self._input(logits))
+        return self._named(functools.partial(self._after_floor, log=log), self._input(logits))
+
+    def _after_floor(self, input: Tensor, *, log: bool) -> Tensor:
+        if not self.input_floor_:
+            return self._apply(input, log=log)
+        return self._apply(floored_input(input, self.input_floor_, self.input_kind), log=log).to(input.dtype)
 
     def _named(self, function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
         """Calls what computes with operators, whose errors then carry the name of the calibrator and its argument."""
@@ -520,6 +612,14 @@ class Calibrator:
             return function(input)
         except (TypeError, ValueError) as error:
             raise renamed(type(self).__name__, error) from None
+
+    def _kept_module(self, make: Callable[[], torch.nn.Module], device: torch.device) -> torch.nn.Module:
+        """What ``make`` gives, on the device: made once for a fit, because that takes longer than a row."""
+        modules: dict[Any, torch.nn.Module] = vars(self).setdefault("_modules", {})
+        key = device, self.input_kind
+        if key not in modules:
+            modules[key] = make().to(device)
+        return modules[key]
 
     def _check_option(self, option: str, known: tuple[Any, ...]) -> None:
         value = getattr(self, option)
@@ -555,13 +655,11 @@ class Calibrator:
             raise ValueError(f"{name}: input_kind of scaling must be {self.input_kind!r}, got {scaling.input_kind!r}")
 
     def _to_json(self) -> dict[str, Any]:
-        from focalkern import __version__  # which imports this module
-
         self._check_fitted()
         fitted, fit = self._fitted_to_json()
         data: dict[str, Any] = {"n_samples": self.n_samples_, "n_classes": self.n_classes_}
-        if self.classes_.dtype.kind not in "iu":
-            data["classes"] = self.classes_.tolist()
+        if self._names is not None:
+            data["classes"] = self._names.tolist()
         if self.one_logit_:
             data["one_logit"] = True
         if self.dense_:
@@ -573,6 +671,7 @@ class Calibrator:
             "format_version": _FORMAT_VERSION,
             "focalkern": __version__,
             "method": self.method,
+            **({"input_floor": self.input_floor_} if self.input_floor_ else {}),
             **fitted,
             "parameters": {key: _plain(key, value) for key, value in self.get_params(deep=False).items()},
             "fit": {**data, **fit},
@@ -618,7 +717,7 @@ def _from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) ->
         return calibrator_from_json(document)
     except KeyError as error:
         raise ValueError(f"{path}: not a complete calibrator, {error.args[0]!r} is missing") from error
-    except (TypeError, AttributeError, ValueError, OverflowError) as error:
+    except (TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path}: not a valid calibrator: {error}") from error
 
 
@@ -639,13 +738,20 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Calibrator:
     if "fit" not in document and "format" not in document:
         return calibrator
     fit = document["fit"]
-    n_samples, n_classes = as_count(fit["n_samples"]), as_count(fit["n_classes"])
-    classes = np.asarray(fit["classes"]) if "classes" in fit else np.arange(n_classes)
-    if classes.shape != (n_classes,) or ("classes" in fit and classes.dtype.kind != "U"):
-        raise ValueError(f"expected {n_classes} classes with names, found {fit['classes']!r}")
+    n_samples, n_classes = as_count(fit["n_samples"]), as_count(fit["n_classes"], cls._fewest_classes)
+    names = np.asarray(fit["classes"]) if "classes" in fit else None
+    if names is not None and (names.shape != (n_classes,) or names.dtype.kind != "U"):
+        raise ValueError(f"expected {n_classes} classes with names, found {short(fit['classes'])}")
+    layout = Layout(n_classes, names, fit.get("one_logit") is True, fit.get("dense") is True)
+    if layout.one_logit and n_classes != 2:
+        raise ValueError(f"expected 2 classes where a row is one logit, found {n_classes}")
+    if document.get("format_version", 4) < 4 and cls.method in ("structured", "isotonic"):
+        document = {**document, "epsilon": document["floor"]}
+    floor = as_number("input_floor", document.get("input_floor", 0.0))
+    if not 0 <= floor < 1:
+        raise ValueError(f"expected an input_floor of at least 0 and less than 1, found {floor}")
     fitted = calibrator._fitted_from_json(document, fit)
-    layout = {name: fit.get(name) is True for name in ("one_logit", "dense")}
-    calibrator._become(fitted, classes=classes, n_samples=n_samples, **layout)
+    calibrator._become(fitted, layout, n_samples=n_samples, floor=floor)
     calibrator.doubts_ = tuple(str(words) for words in fit.get("doubts", ()))
     return calibrator
 
@@ -682,6 +788,17 @@ def as_number(name: str, value: Any) -> float:
     return float(value)
 
 
+def as_map(gamma: Any, temperature: Any, names: tuple[str, str] = ("gamma", "temperature")) -> tuple[float, float]:
+    """gamma and T of a focal calibration map out of JSON, at which it has no overflow in float32."""
+    found = as_number(names[0], gamma), as_number(names[1], temperature)
+    if not (-1 < found[0] <= _MOST_GAMMA and 1 / _MOST_TEMPERATURE <= found[1] <= _MOST_TEMPERATURE):
+        raise ValueError(
+            f"expected {names[0]} > -1 and {names[1]} > 0, at most {_MOST_GAMMA:g} and {_MOST_TEMPERATURE:g}, "
+            f"found {found[0]} and {found[1]}"
+        )
+    return found
+
+
 def as_count(value: Any, least: int = 1) -> int:
     """A count out of JSON."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -695,7 +812,7 @@ def _read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         data = stream.read()
     try:
         document = json.loads(data)
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
         raise ValueError(f"{path}: expected a calibrator in JSON, found something else ({error})") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ValueError(f'{path}: expected a calibrator with "format": "{_FORMAT}", found other JSON')

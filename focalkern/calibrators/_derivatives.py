@@ -40,16 +40,20 @@ def _scores(
         yield scores - scores.amax(-1, keepdim=True), labels, share
 
 
-def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str) -> None:
-    """Raises where no temperature has a finite NLL; the values of ``input`` must have been checked."""
+def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str, remedy: str = "") -> None:
+    """Raises where no temperature has a finite NLL; the values of ``input`` must have been checked.
+
+    Args:
+        remedy: beside a floor.
+    """
     of_target = input.gather(1, target.unsqueeze(1)).squeeze(1)
     impossible = of_target == (0 if input_kind == "probs" else -math.inf)
     if bool(impossible.any()):
         what = "probability 0" if input_kind == "probs" else "a logit of -inf"
         raise ValueError(
             f"{name}: the NLL must be finite for some temperature, but {int(impossible.sum())} of {len(input)} rows "
-            f"(the first is {int(impossible.nonzero()[0])}) give their target {what}; criterion='brier' and 'ece' can "
-            "be fitted"
+            f"(the first is {int(impossible.nonzero()[0])}) give their target {what}: "
+            f"floor={0.1 / len(input):.2g} gives every class a little of the probability{remedy}"
         )
 
 

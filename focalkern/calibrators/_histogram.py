@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import MOST_BINS, integer
-from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number, calibrator_from_json
-from focalkern.calibrators._modules import CalibratedLogProbs, HistogramLogProbs, bin_top_class, widened
+from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_count, as_number, calibrator_from_json
+from focalkern.calibrators._modules import (
+    CalibratedLogProbs,
+    FlooredInput,
+    HistogramLogProbs,
+    bin_top_class,
+    can_occur,
+    widened,
+)
 from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._scaling import Scaling
-from focalkern.calibrators._search import every_row_grid
 from focalkern.calibrators._warnings import judged
 
 __all__ = ["Binning", "HistogramBinning"]
@@ -30,9 +36,9 @@ class HistogramBinning(Calibrator):
         \hat p_{top} = \text{acc}(B), \qquad \hat p_k = p_k \frac{1 - \text{acc}(B)}{1 - p_{top}} \quad (k \ne top)
 
     for a row whose confidence p_top lies in the bin B. A bin without rows keeps its centre, the mean of its edges.
-    Where all the other classes have probability exactly 0 they share the rest equally, so that the confidence is that
-    of the bin and a row still sums to 1. A bin that is always right gives its other classes probability 0: the NLL of
-    a row that is wrong there is infinite, which is the method's, and a reason to use few bins.
+    A class that cannot occur (a logit of -inf, a probability of 0) keeps probability 0, and a row of which only one
+    class can occur keeps it with probability 1. A bin that is always right gives its other classes probability 0: the
+    NLL of a row that is wrong there is infinite, which is the method's, and a reason to use few bins.
 
     The predicted class changes where the rest leaves another class more than acc(B): ``n_changed_`` counts such rows
     of ``fit``, :meth:`changed` tells them among others. A tie changes nothing.
@@ -45,7 +51,8 @@ class HistogramBinning(Calibrator):
             at 1 in both.
         scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`, fitted (a copy of it) on the same
             rows before the bins; None bins the probabilities as they are.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. That of ``scaling`` must be the same.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
+            probabilities. That of ``scaling`` must be the same.
 
     After ``fit`` there are ``edges_`` [M + 1] from 0 to 1, ``counts_`` [M], ``values_`` [M], ``n_changed_`` and
     ``scaling_``, the fitted copy or None.
@@ -79,7 +86,7 @@ class HistogramBinning(Calibrator):
         n_bins: int = 15,
         binning: Binning = "equal_mass",
         scaling: Scaling | None = None,
-        input_kind: InputKind = "logits",
+        input_kind: InputKind = LOGITS,
     ) -> None:
         self.n_bins = n_bins
         self.binning = binning
@@ -102,15 +109,22 @@ class HistogramBinning(Calibrator):
             NotFittedError: neither ``fit`` nor ``load`` came before.
         """
         self._check_fitted()
-        cuts, values = self.edges_[1:-1].tolist(), self.values_.tolist()
-        scaling = self._scaling_module(self.scaling_, fused)
-        return self._placed(HistogramLogProbs(scaling, cuts, values, one_logit=self.one_logit_))
+        return self._placed(self._module(fused, one_logit=self.one_logit_))
 
     # -- private ------------------------------------------------------------------------------------------------
 
-    def _scaling_module(self, scaling: Scaling | None, fused: bool = True) -> CalibratedLogProbs:
-        gamma, temperature = (0.0, 1.0) if scaling is None else (scaling.gamma_, scaling.temperature_)
-        return CalibratedLogProbs(gamma, temperature, self.input_kind, fused=fused)
+    def _module(self, fused: bool = True, *, one_logit: bool = False) -> HistogramLogProbs:
+        cuts, values = self.edges_[1:-1].tolist(), self.values_.tolist()
+        return HistogramLogProbs(self._scaling_module(self.scaling_, fused), cuts, values, one_logit=one_logit)
+
+    def _scaling_module(self, scaling: Scaling | None, fused: bool = True) -> CalibratedLogProbs | FlooredInput:
+        if scaling is None:
+            return CalibratedLogProbs(0.0, 1.0, self.input_kind, fused=fused)
+        module = CalibratedLogProbs(scaling.gamma_, scaling.temperature_, self.input_kind, fused=fused)
+        return FlooredInput(module, scaling.input_floor_, self.input_kind) if scaling.input_floor_ else module
+
+    def _possible(self, input: Tensor, scaling: Scaling | None) -> Tensor:
+        return can_occur(input, self.input_kind) | (scaling is not None and scaling.input_floor_ > 0)
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
@@ -121,10 +135,6 @@ class HistogramBinning(Calibrator):
 
     def _fit(self, rows: Rows) -> dict[str, Any]:
         input, target = rows.input, rows.target
-        # One cell, for its checks of values and labels.
-        every_row_grid(
-            type(self).__name__, input, target, (0.0,), (1.0,), criteria=("nll",), input_kind=self.input_kind
-        )
         scaling = None
         if self.scaling is not None:
             scaling = type(self.scaling)(**self.scaling.get_params(deep=False)).fit_quietly(input, target, rows.weight)
@@ -157,7 +167,7 @@ class HistogramBinning(Calibrator):
         centres = (edges[1:] + edges[:-1]) / 2
         values = torch.where(counts > 0, right / torch.where(counts > 0, mass, 1.0), centres)
         device = log_probs.device
-        binned = bin_top_class(log_probs, top, cuts.to(device), values.to(device))
+        binned = bin_top_class(log_probs, top, self._possible(input, scaling), cuts.to(device), values.to(device))
         return {
             "edges_": edges.numpy(),
             "counts_": counts.numpy(),
@@ -182,9 +192,7 @@ class HistogramBinning(Calibrator):
         return [*doubts, *judged(rows, apply, by=_PROPER, input_kind=self.input_kind, remedy=remedy)]
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        cuts, values = (torch.from_numpy(numbers).to(input.device) for numbers in (self.edges_[1:-1], self.values_))
-        scaled = self._scaling_module(self.scaling_)(widened(input))
-        log_probs = bin_top_class(scaled, input.argmax(-1, keepdim=True), cuts, values)
+        log_probs: Tensor = self._kept_module(self._module, input.device)(widened(input))
         return (log_probs if log else log_probs.exp()).to(input.dtype)
 
     def _predicted(self, input: Tensor) -> Tensor:

@@ -7,13 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number
+from focalkern.calibrators._base import LEAST_EPSILON, LOGITS, Calibrator, InputKind, as_count, as_number
 from focalkern.calibrators._modules import IsotonicLogProbs
 from focalkern.calibrators._rows import Rows
-from focalkern.calibrators._search import every_row_grid
-from focalkern.calibrators._warnings import judged
+from focalkern.calibrators._warnings import few_by_weight, judged
 
 __all__ = ["IsotonicCalibration"]
+
+# Of a file: the module has a table of classes x the longest regression, which few long ones would make large.
+_MOST_STEPS = 1 << 26
 
 Steps = tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.float64]]]
 
@@ -35,9 +37,11 @@ class IsotonicCalibration(Calibrator):
     noise, and the order of the classes may change.
 
     Args:
-        input_kind: ``"logits"`` or ``"probs"``; never guessed.
+        floor: as :class:`TemperatureScaling`.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
+            probabilities.
 
-    After ``fit`` there are ``steps_``, for each class the arrays (p, f_k(p)); ``floor_`` (epsilon); ``best_value_``,
+    After ``fit`` there are ``steps_``, for each class the arrays (p, f_k(p)); ``epsilon_``; ``best_value_``,
     the NLL of the rows of ``fit``; and ``n_changed_``: rows of ``fit`` whose predicted class changed.
 
     Source: Zadrozny & Elkan, KDD 2002.
@@ -54,14 +58,15 @@ class IsotonicCalibration(Calibrator):
     """
 
     method = "isotonic"
-    _parameter_names = ("input_kind",)
+    _parameter_names = ("floor", "input_kind")
 
     steps_: tuple[Steps, ...]
-    floor_: float
+    epsilon_: float
     best_value_: float
     n_changed_: int
 
-    def __init__(self, *, input_kind: InputKind = "logits") -> None:
+    def __init__(self, *, floor: float = 0.0, input_kind: InputKind = LOGITS) -> None:
+        self.floor = floor
         self.input_kind = input_kind
 
     def as_module(self) -> torch.nn.Module:
@@ -77,9 +82,12 @@ class IsotonicCalibration(Calibrator):
             NotFittedError: neither ``fit`` nor ``load`` came before.
         """
         self._check_fitted()
-        return self._placed(IsotonicLogProbs(self.steps_, self.floor_, self.input_kind, one_logit=self.one_logit_))
+        return self._placed(self._module(one_logit=self.one_logit_))
 
     # -- private ------------------------------------------------------------------------------------------------
+
+    def _module(self, *, one_logit: bool = False) -> IsotonicLogProbs:
+        return IsotonicLogProbs(self.steps_, self.epsilon_, self.input_kind, one_logit=one_logit)
 
     def _fit(self, rows: Rows) -> dict[str, Any]:
         input, target = rows.input, rows.target
@@ -88,8 +96,6 @@ class IsotonicCalibration(Calibrator):
             from sklearn.isotonic import IsotonicRegression
         except ImportError as error:
             raise ImportError(f"{name}: fit needs scikit-learn; pip install scikit-learn") from error
-        # One cell, for its checks of values and labels.
-        every_row_grid(name, input, target, (0.0,), (1.0,), criteria=("ece",), input_kind=self.input_kind)
         wide = input.to(torch.float64)
         probs = wide / wide.sum(-1, keepdim=True) if self.input_kind == "probs" else wide.softmax(-1)
         columns, labels = probs.cpu().numpy().T, target.cpu().numpy()
@@ -102,47 +108,51 @@ class IsotonicCalibration(Calibrator):
             regression = IsotonicRegression(out_of_bounds="clip", y_min=0.0, y_max=1.0)
             regression.fit(column, (labels == k).astype(np.float64), weight)
             steps.append((regression.X_thresholds_.astype(np.float64), regression.y_thresholds_.astype(np.float64)))
-        floor = 1 / (float(len(input) if weight is None else weight.sum()) + 1)
-        log_probs = IsotonicLogProbs(steps, floor, self.input_kind).to(input.device)(wide)
+        epsilon = 1 / (float(len(input) if weight is None else weight.sum()) + 1)
+        log_probs = IsotonicLogProbs(steps, epsilon, self.input_kind).to(input.device)(wide)
         nll = -(log_probs.gather(1, target.unsqueeze(1)).squeeze(1) @ share)
         return {
             "steps_": tuple(steps),
-            "floor_": floor,
+            "epsilon_": epsilon,
             "best_value_": float(nll),
             "n_changed_": int((log_probs.argmax(-1) != input.argmax(-1)).sum()),
         }
 
     def _doubts(self, rows: Rows) -> list[str]:
         remedy = "more rows, or TemperatureScaling"
-        return judged(rows, self._log_probs, by=("nll",), input_kind=self.input_kind, remedy=remedy)
+        return few_by_weight(rows) + judged(
+            rows, self._log_probs, by=("nll",), input_kind=self.input_kind, remedy=remedy
+        )
 
     def _log_probs(self, input: Tensor) -> Tensor:
         return self._apply(input, log=True)
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        module = IsotonicLogProbs(self.steps_, self.floor_, self.input_kind).to(input.device)
-        log_probs: Tensor = module(input)
+        log_probs: Tensor = self._kept_module(self._module, input.device)(input)
         return log_probs if log else log_probs.exp()
-
-    def _predicted(self, input: Tensor) -> Tensor:
-        return self._apply(input, log=True).argmax(-1)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         steps = [{"from": x.tolist(), "to": y.tolist()} for x, y in self.steps_]
-        return {"floor": self.floor_, "steps": steps}, {"best_value": self.best_value_, "n_changed": self.n_changed_}
+        return {"epsilon": self.epsilon_, "steps": steps}, {
+            "best_value": self.best_value_,
+            "n_changed": self.n_changed_,
+        }
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
         steps = [(np.array(one["from"], np.float64), np.array(one["to"], np.float64)) for one in document["steps"]]
         if len(steps) != as_count(fit["n_classes"]):
             raise ValueError(f"expected steps of {fit['n_classes']} classes, found {len(steps)}")
+        longest = max(len(x) for x, _ in steps)
+        if len(steps) * longest > _MOST_STEPS:
+            raise ValueError(f"expected at most {_MOST_STEPS:,} steps, found {longest:,} for {len(steps):,} classes")
         for x, y in steps:
             # Written so that NaN fails too.
             rising = bool((np.diff(x) > 0).all() and (np.diff(y) >= 0).all())
             inside = bool(((x >= 0) & (x <= 1 + 1e-6)).all() and ((y >= 0) & (y <= 1)).all())
             if x.shape != y.shape or x.ndim != 1 or not len(x) or not rising or not inside:
                 raise ValueError("expected steps that rise within [0, 1], found others")
-        floor = as_number("floor", document["floor"])
-        if not 0 < floor < 1:
-            raise ValueError(f"expected a floor between 0 and 1, found {floor}")
+        epsilon = as_number("epsilon", document["epsilon"])
+        if not LEAST_EPSILON <= epsilon < 1:
+            raise ValueError(f"expected an epsilon between {LEAST_EPSILON:g} and 1, found {epsilon}")
         value, changed = as_number("best_value", fit["best_value"]), as_count(fit["n_changed"], least=0)
-        return {"steps_": tuple(steps), "floor_": floor, "best_value_": value, "n_changed_": changed}
+        return {"steps_": tuple(steps), "epsilon_": epsilon, "best_value_": value, "n_changed_": changed}

@@ -15,6 +15,7 @@ __all__ = [
     "CalibratedLogProbs",
     "CalibratedLogits",
     "ClassAxis",
+    "FlooredInput",
     "HistogramLogProbs",
     "IsotonicLogProbs",
     "MultiLabelLogits",
@@ -121,6 +122,44 @@ class ClassAxis(torch.nn.Module):
         return result
 
 
+class FlooredInput(torch.nn.Module):
+    r"""A module of a calibrator after a floor: probabilities p become (1 - floor) p + floor / C before it.
+
+    Args:
+        module: from logits or probabilities [..., C] to log-probabilities; or of one logit per sample.
+        floor: between 0 and 1.
+        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        one_logit: ``forward`` takes one logit (or probability of class 1) per sample, and C is 2.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, floor: float, input_kind: InputKind, *, one_logit: bool = False
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.floor = float(floor)
+        self.input_kind = input_kind
+        self.one_logit = one_logit
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.floor], dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        (self.floor,) = state.tolist()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """What the module gives, in the dtype of ``input``."""
+        pairs = as_pairs(input, self.input_kind) if self.one_logit else input
+        rows = floored_input(pairs, self.floor, self.input_kind)
+        if self.one_logit:
+            rows = rows[..., 1] if self.input_kind == "probs" else rows[..., 1] - rows[..., 0]
+        result: Tensor = self.module(rows)
+        return result.to(input.dtype)
+
+    def extra_repr(self) -> str:
+        return f"floor={self.floor}"
+
+
 class _Exact(torch.nn.Module):
     """float64 buffers that move with the module and are never rounded with it."""
 
@@ -192,7 +231,12 @@ class HistogramLogProbs(_Exact):
     values: Tensor
 
     def __init__(
-        self, scaling: CalibratedLogProbs, edges: Sequence[float], values: Sequence[float], *, one_logit: bool = False
+        self,
+        scaling: CalibratedLogProbs | FlooredInput,
+        edges: Sequence[float],
+        values: Sequence[float],
+        *,
+        one_logit: bool = False,
     ) -> None:
         super().__init__()
         self.scaling = scaling
@@ -205,7 +249,8 @@ class HistogramLogProbs(_Exact):
         """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
         pairs = as_pairs(input, self.input_kind) if self.one_logit else input
         log_probs = self.scaling(widened(pairs))
-        binned = bin_top_class(log_probs, pairs.argmax(-1, keepdim=True), self.edges, self.values)
+        possible = can_occur(pairs, self.input_kind) | isinstance(self.scaling, FlooredInput)
+        binned = bin_top_class(log_probs, pairs.argmax(-1, keepdim=True), possible, self.edges, self.values)
         return (binned[..., 1] - binned[..., 0] if self.one_logit else binned).to(input.dtype)
 
 
@@ -215,12 +260,12 @@ class StructuredLogProbs(_Exact):
     .. math::
         \hat p = \text{softmax}(W x + b), \qquad x = \log\big((1 - \epsilon)\, \text{softmax}(z / T) + \epsilon / C\big)
 
-    and, where there is one, the focal calibration map of W x + b in place of the softmax. The weight and the bias are
-    float64 buffers; ``module.half()`` does not round them.
+    over the classes that can occur, and, where there is one, the focal calibration map of W x + b in place of the
+    softmax. The weight and the bias are float64 buffers; ``module.half()`` does not round them.
 
     Args:
         temperature: T > 0.
-        floor: epsilon, between 0 and 1.
+        epsilon: between 0 and 1.
         weight: W [C, C], or its diagonal [C].
         bias: b [C].
         focal: gamma and temperature of the focal map; (0, 1) is none.
@@ -237,7 +282,7 @@ class StructuredLogProbs(_Exact):
     def __init__(
         self,
         temperature: float,
-        floor: float,
+        epsilon: float,
         weight: Tensor,
         bias: Tensor,
         focal: tuple[float, float],
@@ -248,7 +293,7 @@ class StructuredLogProbs(_Exact):
     ) -> None:
         super().__init__()
         self.temperature = float(temperature)
-        self.floor = float(floor)
+        self.epsilon = float(epsilon)
         self.focal = focal
         self.input_kind = input_kind
         self.one_logit = one_logit
@@ -257,28 +302,30 @@ class StructuredLogProbs(_Exact):
         self.register_buffer("bias", bias)
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor([self.temperature, self.floor, *self.focal], dtype=torch.float64)
+        return torch.tensor([self.temperature, self.epsilon, *self.focal], dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        self.temperature, self.floor, *focal = state.tolist()
+        self.temperature, self.epsilon, *focal = state.tolist()
         self.focal = (focal[0], focal[1])
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
         pairs = widened(as_pairs(input, self.input_kind) if self.one_logit else input)
-        log_probs = self.finished(self.scores(self.features(pairs)))
+        log_probs = self.finished(self.scores(pairs))
         return (log_probs[..., 1] - log_probs[..., 0] if self.one_logit else log_probs).to(input.dtype)
 
     def features(self, input: Tensor) -> Tensor:
         """x."""
         scores = input.log() if self.input_kind == "probs" else input
-        probs = (scores / self.temperature).softmax(-1)
-        return ((1 - self.floor) * probs + self.floor / input.shape[-1]).log()
+        scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature
+        return floored(scores.log_softmax(-1), self.epsilon)
 
-    def scores(self, features: Tensor) -> Tensor:
-        """W x + b."""
+    def scores(self, input: Tensor) -> Tensor:
+        """W x + b, -inf for classes that cannot occur."""
+        features = self.features(input)
         weight, bias = self.weight.to(features.dtype), self.bias.to(features.dtype)
-        return (features * weight if weight.dim() == 1 else features @ weight.T) + bias
+        scores = (features * weight if weight.dim() == 1 else features @ weight.T) + bias
+        return scores.masked_fill(~can_occur(input, self.input_kind), -math.inf)
 
     def finished(self, scores: Tensor) -> Tensor:
         """Log-probabilities of W x + b."""
@@ -291,7 +338,7 @@ class StructuredLogProbs(_Exact):
 
     def extra_repr(self) -> str:
         return (
-            f"temperature={self.temperature}, floor={self.floor}, weight={list(self.weight.shape)}, "
+            f"temperature={self.temperature}, epsilon={self.epsilon}, weight={list(self.weight.shape)}, "
             f"focal={self.focal}, input_kind={self.input_kind!r}"
         )
 
@@ -303,7 +350,7 @@ class IsotonicLogProbs(_Exact):
 
     Args:
         steps: [C] pairs of arrays: points, ascending, and the values there.
-        floor: epsilon of :class:`IsotonicCalibration`, between 0 and 1.
+        epsilon: of :class:`IsotonicCalibration`, between 0 and 1.
         input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
         one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
 
@@ -316,13 +363,13 @@ class IsotonicLogProbs(_Exact):
     def __init__(
         self,
         steps: Sequence[tuple[Any, Any]],
-        floor: float,
+        epsilon: float,
         input_kind: InputKind = "logits",
         *,
         one_logit: bool = False,
     ) -> None:
         super().__init__()
-        self.floor = float(floor)
+        self.epsilon = float(epsilon)
         self.input_kind = input_kind
         self.one_logit = one_logit
         # As long as the longest, and no shorter than two: behind the last point its value stays.
@@ -337,15 +384,15 @@ class IsotonicLogProbs(_Exact):
         self.register_buffer("values", values)
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor([self.floor], dtype=torch.float64)
+        return torch.tensor([self.epsilon], dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        (self.floor,) = state.tolist()
+        (self.epsilon,) = state.tolist()
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
         pairs = (as_pairs(input, self.input_kind) if self.one_logit else input).to(torch.float64)
-        possible = pairs > (0 if self.input_kind == "probs" else -math.inf)
+        possible = can_occur(pairs, self.input_kind)
         probs = pairs / pairs.sum(-1, keepdim=True) if self.input_kind == "probs" else pairs.softmax(-1)
         columns = probs.movedim(-1, 0).reshape(probs.shape[-1], -1).contiguous()
         last = torch.where(self.points.isfinite(), self.points, -math.inf).amax(-1, keepdim=True)
@@ -359,7 +406,7 @@ class IsotonicLogProbs(_Exact):
         first, second = self.values.gather(1, after - 1), self.values.gather(1, after)
         regressed = first + (inside - low) / (high - low) * (second - first)
         regressed = regressed.reshape(probs.shape[-1], *probs.shape[:-1]).movedim(0, -1)
-        mixed = (1 - self.floor) * regressed + self.floor / probs.shape[-1]
+        mixed = (1 - self.epsilon) * regressed + self.epsilon / probs.shape[-1]
         mixed = torch.where(possible, mixed, 0.0)
         # NaN rows stay NaN: the search has put them into the last step.
         log_probs = torch.where(probs.isnan(), math.nan, (mixed / mixed.sum(-1, keepdim=True)).log())
@@ -381,18 +428,38 @@ def as_pairs(input: Tensor, input_kind: str) -> Tensor:
     return torch.stack([1 - input if input_kind == "probs" else torch.zeros_like(input), input], dim=-1)
 
 
-def bin_top_class(log_probs: Tensor, top: Tensor, edges: Tensor, values: Tensor) -> Tensor:
+def can_occur(input: Tensor, input_kind: str) -> Tensor:
+    """[..., C] bool: not the classes with a logit of -inf or a probability of 0."""
+    return input > (0 if input_kind == "probs" else -math.inf)
+
+
+def floored(log_probs: Tensor, floor: float) -> Tensor:
+    r"""\log((1 - \text{floor})\, p + \text{floor} / C), of log p [..., C]."""
+    least = log_probs.new_tensor(math.log(floor) - math.log(log_probs.shape[-1]))
+    return torch.logaddexp(log_probs + math.log1p(-floor), least)
+
+
+def floored_input(input: Tensor, floor: float, input_kind: str) -> Tensor:
+    """Logits or probabilities [..., C] of (1 - floor) p + floor / C, in float32 for half precision."""
+    wide = widened(input)
+    if input_kind == "probs":
+        return (1 - floor) * wide / wide.sum(-1, keepdim=True) + floor / wide.shape[-1]
+    return floored(wide.log_softmax(-1), floor)
+
+
+def bin_top_class(log_probs: Tensor, top: Tensor, possible: Tensor, edges: Tensor, values: Tensor) -> Tensor:
     """Replace the probability of the top class by the value of its bin and rescale the others to the rest.
 
     Args:
         log_probs: [..., C], normalised, float32 or float64.
         top: [..., 1] int64, the class whose probability is replaced.
+        possible: [..., C] bool, the classes that can occur.
         edges: [M - 1] float64; bin (lo, hi], compared in the dtype of ``log_probs``.
         values: [M] float64 in [0, 1].
 
     Returns:
-        Log-probabilities [..., C] in the dtype of ``log_probs``. Where all the other classes have probability 0, they
-        share the rest equally.
+        Log-probabilities [..., C] in the dtype of ``log_probs``; -inf for classes that cannot occur. Where all the
+        others that can have probability 0, they share the rest equally.
     """
     dtype = log_probs.dtype
     is_top = torch.arange(log_probs.shape[-1], device=log_probs.device) == top
@@ -401,13 +468,17 @@ def bin_top_class(log_probs: Tensor, top: Tensor, edges: Tensor, values: Tensor)
     index = (confidence > edges.to(dtype)).sum(-1, keepdim=True)
     value = values.to(dtype)[index]
 
-    others = log_probs.masked_fill(is_top, -math.inf)
+    apart = is_top | ~possible
+    alone = apart.all(-1, keepdim=True)
+    others = log_probs.masked_fill(apart, -math.inf)
     largest = others.amax(-1, keepdim=True)
     nothing = largest == -math.inf
-    others = torch.where(nothing, 0.0, others).masked_fill(is_top, -math.inf)
+    others = torch.where(nothing, 0.0, others).masked_fill(apart, -math.inf)
     # In logs: probabilities that would underflow keep their ratios.
     shares = others - torch.where(nothing, 0.0, largest)
-    shares = shares - shares.exp().sum(-1, keepdim=True).log()
-    result = torch.where(is_top, value.log(), shares + (-value).log1p())
+    shares = shares - torch.where(alone, 1.0, shares.exp().sum(-1, keepdim=True)).log()
+    value = torch.where(alone, 1.0, value)
+    rest = torch.where(alone, 0.0, (-value).log1p())
+    result = torch.where(is_top, value.log(), shares + rest)
     # NaN rows stay NaN: the comparison above has put them into the first bin.
     return torch.where(confidence.isnan(), torch.nan, result)

@@ -7,13 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._arrays import as_tensor
 from focalkern._checks import label as as_label
-from focalkern.calibrators._base import Calibrator, InputKind, as_count, calibrator_from_json
-from focalkern.calibrators._modules import MultiLabelLogits, as_pairs
+from focalkern._diagnostics import one_logit_doubts
+from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, Layout, as_count, calibrator_from_json
+from focalkern.calibrators._modules import FlooredInput, MultiLabelLogits, as_pairs, floored_input
 from focalkern.calibrators._rows import weighted_mean
 from focalkern.calibrators._scaling import Scaling, TemperatureScaling
 from focalkern.calibrators._warnings import warn
-from focalkern.metrics import as_tensor
 from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["MultiLabelScaling"]
@@ -28,12 +29,13 @@ class MultiLabelScaling(Calibrator):
 
     with g of :func:`focalkern.binary_focal_calibration_map` at the gamma and temperature of label l. A label of which
     ``fit`` saw no positive, or no negative, has nothing to be fitted to: it stays as it is (gamma = 0, T = 1), and
-    ``remarks_`` says so.
+    ``remarks_`` says so. The ``floor`` of the scaling holds for all labels.
 
     Args:
         scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`, of which every label gets a copy;
             ``TemperatureScaling()`` when None.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. That of ``scaling`` must be the same.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
+            probabilities. That of ``scaling`` must be the same.
 
     After ``fit`` there are ``gammas_`` [L], ``temperatures_`` [L], ``n_positive_`` [L], ``remarks_`` (in words: labels
     without positives or negatives, optima at a border) and ``scalings_``, the fitted copies (None for a label that
@@ -53,6 +55,7 @@ class MultiLabelScaling(Calibrator):
     """
 
     method = "multi-label"
+    _fewest_classes = 1
     _parameter_names = ("scaling", "input_kind")
 
     gammas_: np.ndarray[Any, np.dtype[np.float64]]
@@ -61,7 +64,7 @@ class MultiLabelScaling(Calibrator):
     scalings_: tuple[Scaling | None, ...]
     remarks_: tuple[str, ...]
 
-    def __init__(self, *, scaling: Scaling | None = None, input_kind: InputKind = "logits") -> None:
+    def __init__(self, *, scaling: Scaling | None = None, input_kind: InputKind = LOGITS) -> None:
         self.scaling = scaling
         self.input_kind = input_kind
 
@@ -89,6 +92,8 @@ class MultiLabelScaling(Calibrator):
             [2.885 0.721]
         """
         self.fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
+        if self.input_kind == "logits":
+            self.doubts_ = (*one_logit_doubts(self._as_tensor(logits)), *self.doubts_)
         first = self.doubts_[:_SAID]
         more = len(self.doubts_) - len(first)
         warn(type(self).__name__, (*first, f"{more} more in doubts_") if more else first)
@@ -135,6 +140,7 @@ class MultiLabelScaling(Calibrator):
             )
         labels = labels.to(input.device, torch.int64)
         known = known.to(input.device)
+        self._check_values(input, known)
         weight = None if sample_weight is None else as_tensor(sample_weight, f"{name}: sample_weight").to(input.device)
         if weight is not None and weight.shape != input.shape[:1]:
             raise ValueError(f"{name}: sample_weight must be [N] = [{len(input)}], got {list(weight.shape)}")
@@ -160,7 +166,8 @@ class MultiLabelScaling(Calibrator):
             doubts.extend(f"label {label}: {words}" for words in scaling.doubts_)
             scalings.append(scaling)
         fitted = self._of(scalings, positive, remarks)
-        self._become(fitted, classes=np.arange(input.shape[1]), n_samples=len(labels), one_logit=False)
+        floor = 0.0 if self.scaling is None else float(self.scaling.floor)
+        self._become(fitted, Layout(input.shape[1]), n_samples=len(labels), floor=floor)
         self.doubts_ = tuple(doubts)
         return self
 
@@ -288,7 +295,7 @@ class MultiLabelScaling(Calibrator):
             raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")
         return weighted_mean(name, (found.cpu() == wanted).all(-1).numpy(), sample_weight)
 
-    def as_module(self, *, fused: bool = True) -> MultiLabelLogits:
+    def as_module(self, *, fused: bool = True) -> MultiLabelLogits | FlooredInput:
         """The fitted maps as a module from logits [..., L] to calibrated logits, for a sigmoid or a loss with logits.
 
         Args:
@@ -301,7 +308,8 @@ class MultiLabelScaling(Calibrator):
             NotFittedError: neither ``fit`` nor ``load`` came before.
         """
         self._check_fitted()
-        return MultiLabelLogits(self.gammas_.tolist(), self.temperatures_.tolist(), self.input_kind, fused=fused)
+        module = MultiLabelLogits(self.gammas_.tolist(), self.temperatures_.tolist(), self.input_kind, fused=fused)
+        return FlooredInput(module, self.input_floor_, self.input_kind, one_logit=True) if self.input_floor_ else module
 
     # -- private ------------------------------------------------------------------------------------------------
 
@@ -312,6 +320,23 @@ class MultiLabelScaling(Calibrator):
     def _check_labels(self, input: Tensor) -> None:
         if not input.is_floating_point():
             raise TypeError(f"{type(self).__name__}: logits must be floating point, got {input.dtype}")
+
+    def _check_values(self, input: Tensor, known: Tensor | None = None) -> None:
+        """Raise for the first label that has no probability: the rule of :func:`check_values` for labels."""
+        if self.input_kind == "probs":
+            good, expected = (input >= 0) & (input <= 1), "probabilities in [0, 1]"
+        else:
+            good, expected = input < torch.inf, "below +inf and not NaN"
+        bad = (~good if known is None else ~good & known).reshape(-1, input.shape[-1]).nonzero()
+        if len(bad):
+            row, label = bad[0].tolist()
+            value = input.detach().reshape(-1, input.shape[-1])[row, label].item()
+            raise ValueError(
+                f"{type(self).__name__}: logits must be {expected}, got {value:g} at row {row}, label {label}"
+            )
+
+    def _keeps_predictions(self) -> bool:
+        return True  # the maps keep the side of 1/2
 
     def _of(self, scalings: list[Scaling | None], positive: list[int], remarks: list[str]) -> dict[str, Any]:
         return {
@@ -331,11 +356,20 @@ class MultiLabelScaling(Calibrator):
                 f"{type(self).__name__}: logits must have the {self.n_classes_} labels of fit, "
                 f"got shape {list(input.shape)}"
             )
+        self._check_values(input)
         return input
 
+    def _after_floor(self, input: Tensor, *, log: bool) -> Tensor:
+        if not self.input_floor_:
+            return self._apply(input, log=log)
+        pairs = floored_input(as_pairs(input, self.input_kind), self.input_floor_, self.input_kind)
+        return self._of_pairs(pairs, log=log).to(input.dtype)
+
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        gammas, temperatures = (torch.from_numpy(axis).to(input.device) for axis in (self.gammas_, self.temperatures_))
-        pairs = as_pairs(input, self.input_kind)
+        return self._of_pairs(as_pairs(input, self.input_kind), log=log)
+
+    def _of_pairs(self, pairs: Tensor, *, log: bool) -> Tensor:
+        gammas, temperatures = (torch.from_numpy(axis).to(pairs.device) for axis in (self.gammas_, self.temperatures_))
         return focal_calibration_map(pairs, gammas, temperatures, input_kind=self.input_kind, log=log)[..., 1]
 
     def _predicted(self, input: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from focalkern._arrays import as_tensor
 from focalkern._checks import MOST_BINS, integer, one_of, short
-from focalkern.metrics import ESTIMATORS, Estimator, as_tensor, expected_calibration_error
+from focalkern.metrics import ESTIMATORS, Estimator, expected_calibration_error
 
 __all__ = ["per_class_report"]
 

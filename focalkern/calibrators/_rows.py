@@ -1,5 +1,6 @@
 """What ``fit`` is given, as rows: [N, C] of logits or probabilities, labels and weights."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,21 +8,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._arrays import as_tensor
 from focalkern._checks import label, short
-from focalkern.metrics import as_tensor
+from focalkern.fallback._checks import sum_tolerance
 
-__all__ = ["Rows", "as_floating", "as_rows", "check_input", "labels_array", "weighted_mean"]
+__all__ = ["Rows", "as_floating", "as_rows", "check_input", "check_values", "labels_array", "weighted_mean"]
+
+# Of a sum of weights. Shares, their squares and 1 / (N + 1) have all digits within it.
+_MOST_WEIGHT = 1e100
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that count, checked but for the values of ``input``.
+    """Rows that count, checked.
 
     Attributes:
         input: [N, C], N >= 1.
         target: [N] int64 in [0, C).
         weight: [N] float64 > 0; None where every row counts once.
-        classes: [C], what the columns are called.
+        names: [C], what the columns are called; None where the labels are numbers.
         one_logit: given as one logit per row.
         dense: given as [N, C, d1, ...].
     """
@@ -29,19 +34,26 @@ class Rows:
     input: Tensor
     target: Tensor
     weight: Tensor | None
-    classes: np.ndarray[Any, Any]
+    names: np.ndarray[Any, Any] | None = None
     one_logit: bool = False
     dense: bool = False
 
 
 def as_rows(
-    name: str, input: Tensor, target: Any, sample_weight: Any, ignore_index: int | None, *, one_logit: bool
+    name: str,
+    input: Tensor,
+    target: Any,
+    sample_weight: Any,
+    ignore_index: int | None,
+    *,
+    input_kind: str,
+    one_logit: bool,
 ) -> Rows:
     """Rows of :meth:`Calibrator.fit`; ``name`` is the calibrator's, ``input`` [N, C] or [N, C, d1, ...]."""
     check_input(name, input, any_rank=input.dim() > 2, class_axis=1 if input.dim() > 2 else -1)
     n_classes = input.shape[1]
     expected = (input.shape[0], *input.shape[2:])
-    labels, classes = _as_target(name, target, expected, n_classes)
+    labels, names = _as_target(name, target, expected, n_classes)
     labels = labels.to(input.device)
     weight = None if sample_weight is None else _as_weight(name, sample_weight, expected).to(input.device)
     dense = input.dim() > 2
@@ -58,6 +70,7 @@ def as_rows(
         raise IndexError(f"{name}: target must be in [0, {n_classes}), got {int(labels[row])} at row {row}")
     if weight is not None:
         counts &= weight > 0
+    check_values(name, input, input_kind, counts)
     if not bool(counts.all()):
         input, labels = input[counts], labels[counts]
         weight = None if weight is None else weight[counts]
@@ -65,7 +78,7 @@ def as_rows(
         raise ValueError(f"{name}: fit needs at least one row, got none")
     if weight is not None and bool((weight == 1).all()):
         weight = None
-    return Rows(input, labels, weight, classes, one_logit, dense)
+    return Rows(input, labels, weight, names, one_logit, dense)
 
 
 def check_input(name: str, input: Tensor, *, any_rank: bool = False, class_axis: int = -1) -> None:
@@ -80,6 +93,45 @@ def check_input(name: str, input: Tensor, *, any_rank: bool = False, class_axis:
         raise ValueError(f"{name}: logits must have at least 2 classes, got shape {list(input.shape)}{hint}")
 
 
+def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | None = None) -> None:
+    """Raise for the first row that is no distribution: the one rule of all calibrators, for ``fit`` and ``predict``.
+
+    Args:
+        name: of the calibrator.
+        input: [..., C] of ``input_kind``.
+        counts: [...] bool, the rows that are looked at; None is all.
+
+    Raises:
+        ValueError: a row with NaN or +inf, or without a class that can occur; of probabilities, a negative one or
+            another sum than 1. The row is an index into the flattened leading dimensions.
+    """
+    rows = input.detach()
+    if input_kind == "probs":
+        off = (rows.sum(-1, dtype=torch.float32 if rows.dtype != torch.float64 else None) - 1).abs()
+        good = (off <= sum_tolerance(rows.dtype)) & (rows.amin(-1) >= 0)
+    else:
+        good = rows.amax(-1).isfinite()  # the maximum of a row with NaN is NaN
+    bad = (~good if counts is None else ~good & counts).reshape(-1).nonzero()
+    if len(bad) == 0:
+        return
+    row = int(bad[0])
+    values = rows.reshape(-1, rows.shape[-1])[row].cpu().double()
+    for column, value in enumerate(values.tolist()):
+        where = f"at row {row}, class {column}"
+        if math.isnan(value):
+            raise ValueError(f"{name}: logits must not be NaN, got NaN {where}")
+        if value == math.inf:
+            raise ValueError(f"{name}: logits must not be +inf, got inf {where}")
+        if input_kind == "probs" and value < 0:
+            raise ValueError(f"{name}: logits must be probabilities, got {value:g} {where}")
+    if input_kind == "probs":
+        raise ValueError(
+            f"{name}: logits must be probabilities that sum to 1 within {sum_tolerance(rows.dtype):g}, got a sum of "
+            f"{float(values.sum()):g} at row {row}"
+        )
+    raise ValueError(f"{name}: logits must have a logit above -inf in every row, got none at row {row}")
+
+
 def as_floating(name: str, input: Tensor) -> Tensor:
     if not input.is_floating_point():
         raise TypeError(f"{name}: logits must be floating point, got {input.dtype}")
@@ -88,17 +140,17 @@ def as_floating(name: str, input: Tensor) -> Tensor:
 
 def _as_target(
     name: str, values: Any, expected: tuple[int, ...], n_classes: int
-) -> tuple[Tensor, np.ndarray[Any, Any]]:
-    """Labels of shape ``expected``, int64, and the classes."""
-    classes = np.arange(n_classes)
+) -> tuple[Tensor, np.ndarray[Any, Any] | None]:
+    """Labels of shape ``expected``, int64, and the names of the classes."""
+    names = None
     array = None if isinstance(values, Tensor) else labels_array(name, values)
     if array is not None and array.dtype.kind in "USO":
         kinds = {type(value) for value in array.flat}
         if all(issubclass(kind, str) for kind in kinds):
-            classes, array = np.unique(array.astype(str), return_inverse=True)
-            if len(classes) != n_classes:
+            names, array = np.unique(array.astype(str), return_inverse=True)
+            if len(names) != n_classes:
                 raise ValueError(
-                    f"{name}: target must name each of the {n_classes} classes of the logits, got {len(classes)} "
+                    f"{name}: target must name each of the {n_classes} classes of the logits, got {len(names)} "
                     "names; integers 0 to C - 1 may leave classes out"
                 )
         elif all(issubclass(kind, int | float | np.integer | np.floating | np.bool_) for kind in kinds):
@@ -118,7 +170,7 @@ def _as_target(
         if bool(odd.any()):
             value = target[odd][0].item()
             raise ValueError(f"{name}: target must be whole numbers where it is {target.dtype}, got {value}")
-    return target.to(torch.int64), classes
+    return target.to(torch.int64), names
 
 
 def labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:
@@ -154,4 +206,10 @@ def _as_weight(name: str, values: Any, expected: tuple[int, ...]) -> Tensor:
     bad = ~((weight >= 0) & weight.isfinite())
     if bool(bad.any()):
         raise ValueError(f"{name}: sample_weight must be at least 0 and finite, got {weight[bad][0].item()}")
+    total = float(weight.sum())
+    if total > 0 and not 1 / _MOST_WEIGHT <= total <= _MOST_WEIGHT:
+        raise ValueError(
+            f"{name}: sample_weight must have a sum between {1 / _MOST_WEIGHT:g} and {_MOST_WEIGHT:g}, got {total:g}; "
+            "a weight says how often its row counts: divide the weights by their mean"
+        )
     return weight

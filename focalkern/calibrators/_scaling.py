@@ -1,21 +1,24 @@
 """Temperature scaling and focal temperature scaling."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from focalkern._checks import MOST_BINS, flag, integer, short
 from focalkern.calibrators._base import (
     CRITERIA,
+    LOGITS,
     Calibrator,
     Criterion,
     Estimator,
     InputKind,
+    Layout,
     as_count,
+    as_map,
     as_number,
     as_numbers,
 )
@@ -60,6 +63,7 @@ class Scaling(Calibrator):
         "estimator",
         "n_bins",
         "widen",
+        "floor",
         "input_kind",
     )
 
@@ -71,6 +75,7 @@ class Scaling(Calibrator):
     estimator: Estimator
     n_bins: int
     widen: bool
+    floor: float
     input_kind: InputKind
 
     # Set by fit and load.
@@ -152,7 +157,9 @@ class Scaling(Calibrator):
             raise TypeError(f"{name}: grid must be a CalibrationGrid, got {short(grid)}")
         n_samples, n_classes = integer(name, "n_samples", n_samples, 1), integer(name, "n_classes", n_classes, 2, 2**32)
         found = self._fitted(from_grid(name, grid, criterion), "grid", criterion)
-        self._become(found, classes=np.arange(n_classes), n_samples=n_samples, one_logit=False)
+        if self.floor:
+            raise ValueError(f"{name}: floor must be 0 where a grid is there already, got {self.floor}")
+        self._become(found, Layout(n_classes), n_samples=n_samples)
         return self
 
     def as_module(self, *, fused: bool = True) -> torch.nn.Module:
@@ -209,6 +216,11 @@ class Scaling(Calibrator):
         self._check_estimator()
         integer(name, "n_bins", self.n_bins, 1, MOST_BINS)
         flag(name, "widen", self.widen)
+        for axis, least in (("gammas", -1.0), ("temperatures", 0.0)):
+            values = _kept(getattr(self, axis, None))
+            if values is not None:
+                setattr(self, axis, values)
+                _check_axis(name, axis, as_numbers(name, axis, values), least)
         search = self._search()
         if search in _SMOOTH:
             if self._criterion() != search:
@@ -221,7 +233,7 @@ class Scaling(Calibrator):
         input, target, weight = rows.input, rows.target, rows.weight
         name, search, criterion = type(self).__name__, self._search(), self._criterion()
 
-        def grid(gammas: Any, temperatures: Any, weight: Tensor | None = weight) -> CalibrationGrid:
+        def grid(gammas: Any, temperatures: Any) -> CalibrationGrid:
             options: Any = {
                 "n_bins": self.n_bins,
                 "criteria": (criterion,),
@@ -235,20 +247,12 @@ class Scaling(Calibrator):
         def table(gammas: Any, temperatures: Any) -> Any:
             return grid(gammas, temperatures).tables[criterion].cpu().numpy()
 
+        if criterion == "nll":
+            check_finite_nll(name, input, target, self.input_kind, "; criterion='brier' and 'ece' need none")
         if search in _SMOOTH:
-            grid((0.0,), (1.0,), None)  # for its checks of rows
-            if criterion == "nll":
-                check_finite_nll(name, input, target, self.input_kind)
             return self._fitted(self._search_smooth(rows, search), search, criterion)
 
         gammas, temperatures = tuple(self._gammas()), tuple(self._temperatures())
-        if weight is not None:
-            grid((0.0,), (1.0,), None)  # for its checks of rows
-        if search != "grid" or weight is not None:
-            # For its checks of the numbers: all of them, on one row.
-            every_row_grid(
-                name, input[:1], target[:1], gammas, temperatures, criteria=("nll",), input_kind=self.input_kind
-            )
         cells = grid(gammas, temperatures) if search == "grid" else None
         spent = 0
         for widening in range(1 + WIDENINGS):
@@ -297,6 +301,9 @@ class Scaling(Calibrator):
     def _log_probs(self, input: Tensor) -> Tensor:
         return self._apply(input, log=True)
 
+    def _keeps_predictions(self) -> bool:
+        return True
+
     def _fitted(self, found: Found, search: Search, criterion: Criterion) -> dict[str, Any]:
         fitted = {
             "gamma_": found.gamma,
@@ -322,9 +329,7 @@ class Scaling(Calibrator):
         }
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
-        gamma, temperature = as_number("gamma", document["gamma"]), as_number("temperature", document["temperature"])
-        if not (gamma > -1 and temperature > 0):
-            raise ValueError(f"expected gamma > -1 and temperature > 0, found {gamma} and {temperature}")
+        gamma, temperature = as_map(document["gamma"], document["temperature"])
         # Version 1 has no search, which was the grid, and no count of its cells.
         search, criterion = fit.get("search", "grid"), fit.get("criterion", self._criterion())
         if search not in self._searches or criterion not in CRITERIA:
@@ -360,8 +365,12 @@ class TemperatureScaling(Scaling):
         widen: where the optimum of a grid, line or refinement is an end of an axis, search on beyond it, up to
             ``GAMMA_BOUNDS`` and ``TEMPERATURE_BOUNDS``. Cells that were searched first win ties. ``fit`` warns where
             the optimum stays at an end.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Exact zeros among probabilities stay zero, and make the
-            NLL infinite where they are the target's: ``fit`` says so.
+        floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C. Votes of
+            trees and neighbours give the true class probability 0 in some rows, where the NLL is infinite at every
+            temperature; 0.1 / N is a floor that makes it finite. With 0, a class that cannot occur (probability 0, a
+            logit of -inf) keeps probability 0, and ``fit`` raises where it is the target's.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
+            probabilities.
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2; the grid and the ECE criterion of Komisarenko & Kull 2024
     (arXiv 2408.11598), section 5.
@@ -390,7 +399,8 @@ class TemperatureScaling(Scaling):
         estimator: Estimator = "equal_mass",
         n_bins: int = 15,
         widen: bool = False,
-        input_kind: InputKind = "logits",
+        floor: float = 0.0,
+        input_kind: InputKind = LOGITS,
     ) -> None:
         self.search = search
         self.temperatures = _kept(temperatures)
@@ -398,6 +408,7 @@ class TemperatureScaling(Scaling):
         self.estimator = estimator
         self.n_bins = n_bins
         self.widen = widen
+        self.floor = floor
         self.input_kind = input_kind
 
     def _gammas(self) -> Any:
@@ -441,7 +452,7 @@ class FocalTemperatureScaling(Scaling):
             calibration by both of the others; ``fit`` warns where it is.
         estimator: as :class:`TemperatureScaling`. The paper selects by ``"equal_mass"``, its published code by
             ``"equal_mass_interp"``.
-        n_bins, widen: as :class:`TemperatureScaling`.
+        n_bins, widen, floor: as :class:`TemperatureScaling`.
         input_kind: as :class:`TemperatureScaling`.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.
@@ -473,7 +484,8 @@ class FocalTemperatureScaling(Scaling):
         estimator: Estimator = "equal_mass",
         n_bins: int = 15,
         widen: bool = False,
-        input_kind: InputKind = "logits",
+        floor: float = 0.0,
+        input_kind: InputKind = LOGITS,
     ) -> None:
         self.search = search
         self.gammas = _kept(gammas)
@@ -482,6 +494,7 @@ class FocalTemperatureScaling(Scaling):
         self.estimator = estimator
         self.n_bins = n_bins
         self.widen = widen
+        self.floor = floor
         self.input_kind = input_kind
 
     def _gammas(self) -> Any:
@@ -531,6 +544,14 @@ class FocalTemperatureScaling(Scaling):
 def _kept(axis: Any) -> Any:
     """An axis as it was given, but for an iterator, which the first use would empty."""
     return tuple(axis) if isinstance(axis, Iterator) else axis
+
+
+def _check_axis(name: str, axis: str, values: Sequence[float], least: float) -> None:
+    if not values:
+        raise ValueError(f"{name}: {axis} must have at least one value, got none")
+    for value in values:
+        if not least < value < math.inf:
+            raise ValueError(f"{name}: {axis} must be finite and greater than {least:g}, got {value}")
 
 
 def _with(axis: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:

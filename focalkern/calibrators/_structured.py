@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import flag, number
-from focalkern.calibrators._base import Calibrator, InputKind, as_count, as_number
-from focalkern.calibrators._derivatives import nll_temperature, smooth_focal
-from focalkern.calibrators._modules import StructuredLogProbs
+from focalkern.calibrators._base import LEAST_EPSILON, LOGITS, Calibrator, InputKind, as_count, as_map, as_number
+from focalkern.calibrators._derivatives import check_finite_nll, nll_temperature, smooth_focal
+from focalkern.calibrators._modules import StructuredLogProbs, can_occur
 from focalkern.calibrators._probmetrics import fit_structured
 from focalkern.calibrators._rows import Rows
-from focalkern.calibrators._search import every_row_grid
-from focalkern.calibrators._warnings import judged
+from focalkern.calibrators._warnings import few_by_weight, judged
 
 __all__ = ["Solver", "Structure", "StructuredScaling"]
 
@@ -26,6 +25,9 @@ _SOLVERS: tuple[Solver, ...] = get_args(Solver)
 # Rows are converted to float64 so many numbers at a time.
 _BLOCK = 1 << 22
 
+# Of a file: a sum of so large numbers has no overflow in float32.
+_MOST_WEIGHT = 1e20
+
 _Found = tuple[str, float, Tensor, Tensor]
 """Who has found it; temperature, weight and bias."""
 
@@ -36,8 +38,8 @@ class StructuredScaling(Calibrator):
     .. math::
         \hat p = \text{softmax}(W x + b), \qquad x = \log\big((1 - \epsilon)\, \text{softmax}(z / T) + \epsilon / C\big)
 
-    with T the NLL optimum of temperature scaling and epsilon = 1 / (N + 1), which keeps x finite; a class that could
-    not occur can afterwards. W and b minimise
+    with T the NLL optimum of temperature scaling and epsilon = 1 / (N + 1), which keeps x finite. A class that cannot
+    occur (a logit of -inf, a probability of 0) has probability 0 afterwards too. W and b minimise
 
     .. math::
         \overline{-\log \hat p_y} + \lambda \frac{C}{N} \Big(\sum_k (W_{kk} - 1)^2 + \sum_k b_k^2\Big)
@@ -57,10 +59,12 @@ class StructuredScaling(Calibrator):
             0. ``"auto"``: the former where it is installed and takes the rows, the latter elsewhere; ``solver_`` and
             the saved file say which. Their NLLs are equal to 1e-3; ask for one by name where the digits may not depend
             on what is installed.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed.
+        floor: as :class:`TemperatureScaling`.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
+            probabilities.
 
     After ``fit`` there are ``temperature_`` (the first T), ``weight_`` ([C, C], or [C], the diagonal), ``bias_`` [C],
-    ``floor_`` (epsilon), ``focal_gamma_`` and ``focal_temperature_`` (0 and 1 without ``focal``), ``best_value_`` (the
+    ``epsilon_``, ``focal_gamma_`` and ``focal_temperature_`` (0 and 1 without ``focal``), ``best_value_`` (the
     NLL of the rows of ``fit``, without the penalty), ``n_changed_``: rows of ``fit`` whose predicted class changed; and
     ``solver_``: ``"lbfgs"``, or ``"probmetrics"`` and its version.
 
@@ -78,12 +82,12 @@ class StructuredScaling(Calibrator):
     """
 
     method = "structured"
-    _parameter_names = ("kind", "focal", "penalty", "solver", "input_kind")
+    _parameter_names = ("kind", "focal", "penalty", "solver", "floor", "input_kind")
 
     temperature_: float
     weight_: np.ndarray[Any, np.dtype[np.float64]]
     bias_: np.ndarray[Any, np.dtype[np.float64]]
-    floor_: float
+    epsilon_: float
     focal_gamma_: float
     focal_temperature_: float
     best_value_: float
@@ -97,12 +101,14 @@ class StructuredScaling(Calibrator):
         focal: bool = False,
         penalty: float = 1.0,
         solver: Solver = "auto",
-        input_kind: InputKind = "logits",
+        floor: float = 0.0,
+        input_kind: InputKind = LOGITS,
     ) -> None:
         self.kind = kind
         self.focal = focal
         self.penalty = penalty
         self.solver = solver
+        self.floor = floor
         self.input_kind = input_kind
 
     def as_module(self, *, fused: bool = True) -> torch.nn.Module:
@@ -139,7 +145,7 @@ class StructuredScaling(Calibrator):
     def _module(self, fused: bool = True, *, one_logit: bool = False) -> StructuredLogProbs:
         return StructuredLogProbs(
             self.temperature_,
-            self.floor_,
+            self.epsilon_,
             torch.from_numpy(self.weight_),
             torch.from_numpy(self.bias_),
             (self.focal_gamma_, self.focal_temperature_),
@@ -150,18 +156,15 @@ class StructuredScaling(Calibrator):
 
     def _fit(self, rows: Rows) -> dict[str, Any]:
         input, target, weight = rows.input, rows.target, rows.weight
-        # One cell, for its checks of values and labels.
-        every_row_grid(
-            type(self).__name__, input, target, (0.0,), (1.0,), criteria=("ece",), input_kind=self.input_kind
-        )
+        check_finite_nll(type(self).__name__, input, target, self.input_kind)
         n_rows = float(len(input) if weight is None else weight.sum())
         share = torch.full_like(target, 1 / n_rows, dtype=torch.float64) if weight is None else weight / n_rows
         found = None if self.solver == "lbfgs" else self._by_probmetrics(rows)
         solver, temperature, module_weight, bias = found or self._by_lbfgs(rows, share, n_rows)
-        fitted: dict[str, Any] = {"solver_": solver, "temperature_": temperature, "floor_": 1 / (n_rows + 1)}
+        fitted: dict[str, Any] = {"solver_": solver, "temperature_": temperature, "epsilon_": 1 / (n_rows + 1)}
         fitted |= {"focal_gamma_": 0.0, "focal_temperature_": 1.0}
-        module = StructuredLogProbs(temperature, fitted["floor_"], module_weight, bias, (0.0, 1.0), self.input_kind)
-        scores = module.scores(module.features(input.to(torch.float64)))
+        module = StructuredLogProbs(temperature, fitted["epsilon_"], module_weight, bias, (0.0, 1.0), self.input_kind)
+        scores = module.scores(input.to(torch.float64))
         if self.focal:
             focal = smooth_focal(scores, target, "logits", "nll", weight)
             fitted["focal_gamma_"], fitted["focal_temperature_"] = focal.gamma, focal.temperature
@@ -207,11 +210,7 @@ class StructuredScaling(Calibrator):
         """``share`` [N] float64 sums to 1; the rows count as ``n_rows``."""
         input, target, weight = rows.input, rows.target, rows.weight
         n_classes = input.shape[1]
-        possible = self._possible(input, target)
-        temperature = 1.0
-        if len(possible):
-            part = None if weight is None else weight[possible]
-            temperature = nll_temperature(input[possible], target[possible], self.input_kind, part).temperature
+        temperature = nll_temperature(input, target, self.input_kind, weight).temperature
         shape = (n_classes,) if self.kind == "vector" else (n_classes, n_classes)
         ones = torch.ones(n_classes, dtype=torch.float64, device=input.device)
         identity = ones if self.kind == "vector" else torch.diag(ones)
@@ -225,26 +224,21 @@ class StructuredScaling(Calibrator):
             penalties.fill_(strength)
         else:
             penalties.fill_diagonal_(strength)
-        return "lbfgs", temperature, *_regularised(features, target, share, identity, penalties, strength)
-
-    def _possible(self, input: Tensor, target: Tensor) -> Tensor:
-        """The rows whose target can occur: the others say nothing of a temperature."""
-        of_target = input.gather(1, target.unsqueeze(1)).squeeze(1)
-        return (of_target > (0 if self.input_kind == "probs" else -torch.inf)).nonzero().squeeze(1)
+        possible = can_occur(input, self.input_kind)
+        return "lbfgs", temperature, *_regularised(features, possible, target, share, identity, penalties, strength)
 
     def _doubts(self, rows: Rows) -> list[str]:
         remedy = "a larger penalty, or TemperatureScaling"
-        return judged(rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy)
+        return few_by_weight(rows) + judged(
+            rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy
+        )
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        log_probs: Tensor = self._module().to(input.device)(input)
+        log_probs: Tensor = self._kept_module(self._module, input.device)(input)
         return log_probs if log else log_probs.exp()
 
-    def _predicted(self, input: Tensor) -> Tensor:
-        return self._apply(input, log=True).argmax(-1)
-
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        names = ("temperature_", "floor_", "focal_gamma_", "focal_temperature_")
+        names = ("temperature_", "epsilon_", "focal_gamma_", "focal_temperature_")
         numbers = {name[:-1]: getattr(self, name) for name in names}
         top = {**numbers, "weight": self.weight_.tolist(), "bias": self.bias_.tolist()}
         return top, {"solver": self.solver_, "best_value": self.best_value_, "n_changed": self.n_changed_}
@@ -259,26 +253,34 @@ class StructuredScaling(Calibrator):
                 f"expected weight {list(shape)} and bias {[n_classes]}, found {list(weight.shape)} and "
                 f"{list(bias.shape)}"
             )
-        if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
-            raise ValueError("expected finite weights and biases, found others")
-        names = ("temperature", "floor", "focal_gamma", "focal_temperature")
+        # Written so that NaN fails too.
+        if not np.abs([*weight.flat, *bias]).max() <= _MOST_WEIGHT:
+            raise ValueError(f"expected finite weights and biases of at most {_MOST_WEIGHT:g}, found others")
+        names = ("temperature", "epsilon", "focal_gamma", "focal_temperature")
         numbers = {f"{name}_": as_number(name, document[name]) for name in names}
-        if min(numbers["temperature_"], numbers["focal_temperature_"]) <= 0 or numbers["focal_gamma_"] <= -1:
-            raise ValueError(f"expected temperatures > 0 and focal_gamma > -1, found {numbers}")
-        if not 0 < numbers["floor_"] < 1:
-            raise ValueError(f"expected a floor between 0 and 1, found {numbers['floor_']}")
+        as_map(0.0, numbers["temperature_"])
+        as_map(numbers["focal_gamma_"], numbers["focal_temperature_"], names[2:])
+        if not LEAST_EPSILON <= numbers["epsilon_"] < 1:
+            raise ValueError(f"expected an epsilon between {LEAST_EPSILON:g} and 1, found {numbers['epsilon_']}")
         value, changed = as_number("best_value", fit["best_value"]), as_count(fit["n_changed"], least=0)
         done = {"best_value_": value, "n_changed_": changed, "solver_": str(fit.get("solver", "lbfgs"))}
         return {**numbers, "weight_": weight, "bias_": bias, **done}
 
 
 def _regularised(
-    features: Tensor, target: Tensor, share: Tensor, identity: Tensor, penalties: Tensor, of_bias: float
+    features: Tensor,
+    possible: Tensor,
+    target: Tensor,
+    share: Tensor,
+    identity: Tensor,
+    penalties: Tensor,
+    of_bias: float,
 ) -> tuple[Tensor, Tensor]:
     """Weight and bias with the smallest mean NLL plus penalties * (weight - identity)^2 + of_bias * bias^2.
 
     Args:
         features: [N, C] float64.
+        possible: [N, C] bool, the classes that can occur.
         target: [N] int64.
         share: [N] float64, of the mean; it sums to 1.
         identity, penalties: [C, C], or [C] for a diagonal.
@@ -294,9 +296,11 @@ def _regularised(
         weight = identity + change
         value = (penalties * change.square()).sum() + of_bias * bias.square().sum()
         of_weight, of_intercept = 2 * penalties * change, 2 * of_bias * bias
-        for x, labels, part in zip(features.split(rows), target.split(rows), share.split(rows), strict=True):
+        for x, mask, labels, part in zip(
+            *(each.split(rows) for each in (features, possible, target, share)), strict=True
+        ):
             scores = (x * weight if vector else x @ weight.T) + bias
-            log_probs = scores.log_softmax(-1)
+            log_probs = scores.masked_fill(~mask, -torch.inf).log_softmax(-1)
             value = value - log_probs.gather(1, labels.unsqueeze(1)).squeeze(1) @ part
             # Softmax minus one-hot, of which everything else is a sum.
             slope = log_probs.exp_()

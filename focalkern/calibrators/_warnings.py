@@ -11,7 +11,7 @@ from torch import Tensor
 
 from focalkern.calibrators._rows import Rows
 
-__all__ = ["CalibrationWarning", "judged", "warn"]
+__all__ = ["CalibrationWarning", "few_by_weight", "judged", "warn"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
@@ -46,6 +46,19 @@ def warn(name: str, doubts: Sequence[str]) -> None:
     warnings.warn(f"{name}: {', and '.join(doubts)}", CalibrationWarning, stacklevel=depth)
 
 
+def few_by_weight(of: Rows) -> list[str]:
+    """Whether the weights of many rows sum to few rows, where a fit depends on how many there are."""
+    if of.weight is None:
+        return []
+    total = float(of.weight.sum())
+    if total >= 0.1 * len(of.input):
+        return []
+    return [
+        f"the sample weights sum to {total:g}, so that {len(of.input)} rows count as {total:g} (divide the weights by "
+        "their mean: a weight says how often its row counts)"
+    ]
+
+
 def judged(
     of: Rows, apply: Callable[[Tensor], Tensor], *, by: Sequence[str], input_kind: str, remedy: str
 ) -> list[str]:
@@ -78,8 +91,8 @@ def judged(
     if bool(impossible.any()):
         doubts.append(
             f"the NLL is infinite because {int(impossible.sum())} of {len(input)} rows (the first is "
-            f"{int(impossible.nonzero()[0])}) give their target probability 0 (replace zeros by a small probability "
-            "such as 1e-7 before fit)"
+            f"{int(impossible.nonzero()[0])}) give their target probability 0 (floor={0.1 / len(input):.2g} gives "
+            "every class a little of the probability)"
         )
     risen = []
     for loss in by:

@@ -1,13 +1,17 @@
 """The command ``focalkern``: calibrate logits, evaluate them, apply what was saved, sweep over many networks."""
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
-import focalkern
+from focalkern._version import __version__
 from focalkern.cli import apply, calibrate, demo, evaluate, info, sweep
+from focalkern.cli._options import in_options
 from focalkern.files import InputError
 
 __all__ = ["main"]
@@ -30,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or 2 after one line on stderr when a file, a value or a missing package stands in the way, 130 after
-        Ctrl-C.
+        Ctrl-C, 143 after SIGTERM.
     """
     parser = _Parser(
         prog="focalkern", description="Calibrate classifiers by focal temperature scaling, and see how well it works."
     )
-    parser.add_argument("--version", action="version", version=f"focalkern {focalkern.__version__}")
+    parser.add_argument("--version", action="version", version=f"focalkern {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for module in _COMMANDS:
         module.add_parser(commands)
@@ -44,16 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        code: int = parsed.run(parsed)
+        with _sigterm_as_ctrl_c():
+            code: int = parsed.run(parsed)
         # There is no stdout when the shell has closed it (>&-); print puts up with that.
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
     except InputError as problem:
-        return _fail(parsed.command, str(problem))
+        return _fail(parsed.command, in_options(problem))
     except ImportError as error:
         package = error.name or ""
-        if package in ("matplotlib", "tabulate", "tqdm"):
+        if package in ("jinja2", "matplotlib", "tabulate", "tqdm"):
             return _fail(parsed.command, f"{package} is needed for this: pip install {package}")
         return _fail(parsed.command, str(error))
     except ValueError as error:
@@ -66,8 +71,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         return _fail(parsed.command, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except _Terminated:
+        return _fail(parsed.command, "terminated", code=128 + signal.SIGTERM)
     except KeyboardInterrupt:
         return _fail(parsed.command, "interrupted", code=130)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which whatever cleans up after Ctrl-C cleans up after too."""
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Not on ranks that write nothing: torchrun ends them while they wait for each other, outside Python."""
+    handler = signal.getsignal(signal.SIGTERM)
+    of_main_thread = threading.current_thread() is threading.main_thread()
+    if not of_main_thread or handler != signal.SIG_DFL or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+
+    def stop(_number: int, _frame: Any) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _fail(command: str, message: str, code: int = 2) -> int:

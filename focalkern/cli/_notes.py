@@ -1,16 +1,33 @@
 """How the commands print what has to be said besides their figures."""
 
+import re
 import textwrap
 from typing import TextIO
 
 __all__ = ["print_note", "print_wrapped"]
 
 _COLUMNS = 100
+_OPTIONS = {
+    "input_kind": "--input-kind",
+    "keep_predictions": "--keep-predictions",
+    "n_bins": "--n-bins",
+    "resamples": "--bootstrap",
+}
+_ARGUMENTS = re.compile(rf"\b([Pp]ass )?({'|'.join(_OPTIONS)})=(\w+)")
 
 
 def print_note(text: str, file: TextIO | None = None) -> None:
-    """As wide as the tables, with its further lines below the first word; no name of a file is broken."""
-    print_wrapped(f"Note: {text}", file)
+    """As wide as the tables, with its further lines below the first word; no name of a file is broken.
+
+    The library names arguments of its functions, the command its options.
+    """
+    print_wrapped(f"Note: {_ARGUMENTS.sub(_as_option, text)}", file)
+
+
+def _as_option(match: re.Match[str]) -> str:
+    verb = {"": "", "P": "Say ", "p": "say "}[(match[1] or "")[:1]]
+    value = "" if match[3] == "True" else f" {match[3]}"
+    return f"{verb}{_OPTIONS[match[2]]}{value}"
 
 
 def print_wrapped(text: str, file: TextIO | None = None) -> None:

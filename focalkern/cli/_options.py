@@ -1,10 +1,14 @@
 """Options that several commands share, and what their words mean."""
 
 import argparse
+import errno
 import math
+import os
+from pathlib import Path
 from typing import Any
 
-from focalkern.files import InputError
+from focalkern._checks import parsed_float, parsed_int
+from focalkern.files import Hint, InputError
 from focalkern.files.shards import NamedFiles
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 
@@ -12,13 +16,25 @@ __all__ = [
     "OneOrMany",
     "add_input_arguments",
     "at_least_one",
+    "check_out",
+    "check_out_folder",
     "gammas_of",
+    "in_options",
     "not_negative",
     "seconds",
     "seed",
     "share",
     "temperature_range",
 ]
+
+
+def in_options(error: Exception) -> str:
+    """The error in one line, with options of the command for the arguments that mend it."""
+    return error._spelled(_option, "say", between=" ") if isinstance(error, InputError) else str(error)
+
+
+def _option(hint: Hint) -> str:
+    return f"--{hint.argument.replace('_', '-')} {hint.value}"
 
 
 class OneOrMany(argparse.Action):
@@ -51,8 +67,34 @@ def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -
         "--input-kind",
         choices=("logits", "probs"),
         help="what the files hold; by default what the name of the array says, and logits where it "
-        "says nothing. It is not guessed from the values",
+        "says nothing. Rows that are not negative and sum to 1 are refused as logits until it is said",
     )
+
+
+def check_out(path: Path, option: str) -> None:
+    """Raises InputError unless the file can be written, before anything is computed."""
+    if os.path.isdir(path):
+        raise InputError(f"{path}: expected a file for {option}, found a folder")
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder):
+        raise InputError(f"{path}: expected a file in an existing folder for {option}, found no such folder")
+    existing = path if os.path.exists(path) else folder
+    if not os.access(existing, os.W_OK) or not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{path}: expected a file that can be written for {option}, found: {os.strerror(errno.EACCES)}"
+        )
+
+
+def check_out_folder(path: Path, option: str) -> None:
+    """Raises InputError unless files can be written into the folder, which need not be there yet."""
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise InputError(f"{path}: expected a folder for {option}, found a file")
+    folder = os.path.realpath(path)
+    while not os.path.exists(folder) and os.path.dirname(folder) != folder:
+        folder = os.path.dirname(folder)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        found = os.strerror(errno.EACCES)
+        raise InputError(f"{path}: expected a folder that can be written for {option}, found: {found}")
 
 
 def gammas_of(words: list[str]) -> tuple[float, ...]:
@@ -62,7 +104,7 @@ def gammas_of(words: list[str]) -> tuple[float, ...]:
             gammas.extend(PAPER_GAMMAS)
             continue
         try:
-            gamma = float(word)
+            gamma = parsed_float(word)
         except ValueError:
             raise InputError(f"--gammas: expected numbers or the word paper, found {word!r}") from None
         if not (gamma > -1 and math.isfinite(gamma)):
@@ -76,7 +118,7 @@ def gammas_of(words: list[str]) -> tuple[float, ...]:
 def temperature_range(text: str) -> tuple[float, ...]:
     """``LO:HI:STEP``, both ends included, as multiples of the step: never a sum that drifts."""
     try:
-        low, high, step = (float(part) for part in text.split(":"))
+        low, high, step = (parsed_float(part) for part in text.split(":"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected LO:HI:STEP, found {text!r}") from None
     if not (0 < low <= high and step > 0 and math.isfinite(high) and math.isfinite(step)):
@@ -95,7 +137,7 @@ def temperature_range(text: str) -> tuple[float, ...]:
 
 def share(text: str) -> float:
     try:
-        share = float(text)
+        share = parsed_float(text)
     except ValueError:
         share = math.nan
     if not 0 < share < 1:
@@ -105,7 +147,7 @@ def share(text: str) -> float:
 
 def seconds(text: str) -> float:
     try:
-        seconds = float(text)
+        seconds = parsed_float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
@@ -116,7 +158,7 @@ def seconds(text: str) -> float:
 def seed(text: str) -> int:
     """What torch takes as the seed of a generator."""
     try:
-        number = int(text)
+        number = parsed_int(text)
     except ValueError:
         number = 2**63
     if not -(2**63) <= number < 2**63:
@@ -126,7 +168,7 @@ def seed(text: str) -> int:
 
 def not_negative(text: str) -> int:
     try:
-        number = int(text)
+        number = parsed_int(text)
     except ValueError:
         number = -1
     if number < 0:
@@ -136,7 +178,7 @@ def not_negative(text: str) -> int:
 
 def at_least_one(text: str) -> int:
     try:
-        number = int(text)
+        number = parsed_int(text)
     except ValueError:
         number = 0
     if number < 1:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from focalkern.cli._options import OneOrMany
+from focalkern.cli._options import OneOrMany, check_out
 from focalkern.files import InputError
 from focalkern.study.apply import OUTPUTS, apply_calibrator
 
@@ -50,10 +50,9 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.out.is_dir() or not arguments.out.resolve().parent.is_dir():
-        raise InputError(f"{arguments.out}: expected a file in an existing folder for --out, found none")
+    check_out(arguments.out, "--out")
     for name in [arguments.calibrator, *getattr(arguments.input, "names", (arguments.input,))]:
-        if arguments.out.exists() and os.path.exists(name) and os.path.samefile(arguments.out, name):
+        if os.path.exists(arguments.out) and os.path.exists(name) and os.path.samefile(arguments.out, name):
             raise InputError(f"{arguments.out}: expected another file for --out, found one that is read")
     written = apply_calibrator(
         arguments.calibrator,

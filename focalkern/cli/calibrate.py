@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from focalkern import study as report
-from focalkern.calibrators import Binning, Criterion, Search
+from focalkern.calibrators import CANDIDATES, Binning, Criterion, Search
+from focalkern.calibrators._selection import DEFAULT_CANDIDATES
+from focalkern.cli._formats import FORMATS_HELP
 from focalkern.cli._notes import print_note
 from focalkern.cli._options import (
     OneOrMany,
     add_input_arguments,
     at_least_one,
+    check_out,
+    check_out_folder,
     gammas_of,
     not_negative,
     seconds,
@@ -25,11 +29,10 @@ from focalkern.cli._options import (
     temperature_range,
 )
 from focalkern.files import InputError, LogitSet, read_sets
-from focalkern.files.read import FORMATS_HELP
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
-from focalkern.study import MOST_KEPT, Processes, Progress, Rows, Study, stream_sets, wants_streaming
-from focalkern.study.sets import select_rows
+from focalkern.study import MOST_KEPT, Processes, Progress, Samples, Study, stream_sets, wants_streaming
+from focalkern.study.split import select_samples
 
 __all__ = ["add_parser"]
 
@@ -61,13 +64,17 @@ examples:
 """
 
 
+# No search of its own beside the grid.
+_GRID = (None, "grid")
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="say which calibrator to use, and what it costs; save it",
-        description="Compares no calibration, temperature scaling and focal temperature scaling by cross-validation\n"
-        "on validation rows, says which to use, and prints all of them on test rows, beside the paper's\n"
-        "choices: the lowest ECE of a grid of gamma and T.",
+        description="Compares no calibration, temperature scaling and spline scaling (scalar, vector, matrix) by\n"
+        "cross-validation on validation rows, says which to use, and prints all of them on test rows, beside\n"
+        "focal temperature scaling.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -90,23 +97,34 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--method",
         choices=("auto", "focal-temperature", "temperature", "histogram"),
-        help="what --out saves. auto, the default: of no calibration, temperature and focal temperature scaling the "
-        "simplest whose cross-validated loss is within one standard error of the best. focal-temperature is the "
-        "default with --search or --binning; histogram bins the confidence of the top class",
+        help="what --out saves. auto, the default: of the candidates the one with the lowest cross-validated loss, "
+        "the simpler one if in doubt. focal-temperature is the default with --search or --binning; histogram bins the "
+        "confidence of the top class",
+    )
+    parser.add_argument(
+        "--candidates",
+        type=_names,
+        metavar="NAME,...",
+        help=f"of --method auto, in place of {','.join(DEFAULT_CANDIDATES)}: out of {', '.join(CANDIDATES)}",
+    )
+    parser.add_argument(
+        "--keep-predictions",
+        action="store_true",
+        help="choose only among candidates that change no predicted class: none, temperature and spline",
     )
     parser.add_argument(
         "--criterion",
         choices=get_args(Criterion),
         help="by which it is chosen (default nll; with --search nll or brier, that). ece is the paper's: the best ECE "
-        "of its grid, whatever it does to the NLL; the table has it in any case",
+        "of its grid, whatever it does to the NLL; the table has it with --all",
     )
     parser.add_argument(
         "--search",
         choices=get_args(Search),
-        default="grid",
-        help="how gamma and T of the saved calibrator are found (default grid). refine: from coarse to fine between "
-        "the ends of the grid; line: along a line in it; nll: by the derivatives of the NLL, without a grid. Other "
-        "than grid they are one more row of the table, beside the grid's",
+        help="how gamma and T of the saved calibrator are found (default: by derivatives for NLL and Brier score; grid "
+        "for the ECE, for other --gammas or --temperatures, with --binning, and for rows that are read in parts). "
+        "refine: from coarse to fine between the ends of the grid; line: along a line in it; nll, brier: by "
+        "derivatives. Other than grid they are one more row of the table, beside the grid's",
     )
     parser.add_argument(
         "--binning",
@@ -152,7 +170,11 @@ def add_parser(commands: Any) -> None:
         metavar="DIR",
         help="write report.html, which needs nothing but itself, its diagrams and maps, table.csv and report.json",
     )
-    parser.add_argument("--all", action="store_true", help="every estimator in the table, however wide it gets")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="every estimator in the table, and the ECE-optimal rows",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--stream", action="store_true", help="read a few rows at a time, also what fits into memory")
     parser.add_argument(
@@ -179,7 +201,7 @@ def _run(arguments: argparse.Namespace) -> int:
     binning, criterion = _method(arguments)
     _check_outputs(arguments)
     processes = Processes(arguments.timeout)
-    validation, test = select_rows(
+    validation, test = select_samples(
         _reader(arguments, processes),
         arguments.input,
         labels=arguments.labels,
@@ -196,7 +218,7 @@ def _run(arguments: argparse.Namespace) -> int:
             f"{test.source}: expected --bootstrap 0, or at most {MOST_KEPT} test rows where they are read in "
             f"parts, found {len(test)}"
         )
-    if validation.memory is None and (arguments.search != "grid" or binning is not None):
+    if validation.memory is None and (arguments.search not in _GRID or binning is not None):
         option = "--binning or --method histogram" if binning is not None else f"--search {arguments.search}"
         raise InputError(
             f"{validation.source}: expected rows in memory for {option}, found rows that are read in parts"
@@ -207,11 +229,13 @@ def _run(arguments: argparse.Namespace) -> int:
         gammas=gammas,
         temperatures=arguments.temperatures,
         method=arguments.method,
+        candidates=arguments.candidates,
+        keep_predictions=arguments.keep_predictions,
         search=arguments.search,
         binning=binning,
         criterion=criterion,
         estimator=arguments.estimator or "equal_mass",
-        shown=arguments.estimator or "equal_width",
+        report_estimator=arguments.estimator or "equal_width",
         n_bins=arguments.n_bins,
         resamples=arguments.bootstrap if processes.rank == 0 else 0,  # it has the results
         seed=arguments.seed,
@@ -242,7 +266,7 @@ def _write(
         pictures = sum(file.suffix == ".png" for file in files)
         written.append(f"Report: {files[-1]}; table.csv, report.json and {pictures} pictures beside it")
     if arguments.out is not None:
-        if study.chosen is None or study.chosen.saved is None:
+        if study.chosen is None:
             raise InputError(f"{arguments.out}: not written, because nothing was chosen")
         study.save(arguments.out)
         written.append(f"Calibrator: {arguments.out}")
@@ -266,6 +290,8 @@ def _show(
         print(study.verdict, file=said)
     for remark in (*study.verdict.notes(), *study.remarks):
         print_note(remark, said)
+    if study.test is study.validation:
+        print_note("--test FILE or --split 0.5 gives test rows of their own.", said)
     if study.remarks:
         print(file=said)
 
@@ -277,20 +303,48 @@ def _show(
         print(f"Chosen (->): {study.chosen.label}{', ' if words else ''}{words}", file=said)
     for line in written:
         print(line, file=said)
+    if study.chosen is not None:
+        _show_next(arguments, said)
+
+
+def _show_next(arguments: argparse.Namespace, said: Any) -> None:
+    """The next command, and the calibrator in Python."""
+    saved = arguments.out or "calibrator.json"
+    if arguments.out is None:
+        print(f"Next: the same command with --out {saved}", file=said)
+    else:
+        print(f"Next: focalkern apply {saved} FILE --out probs.npz", file=said)
+    print(
+        "In Python:\n  import focalkern as fk\n"
+        f'  calibrator = fk.load_calibrator("{saved}")\n  probs = calibrator.predict_proba(logits)',
+        file=said,
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names of candidates with commas between them."""
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in CANDIDATES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected names out of {', '.join(CANDIDATES)}, got {unknown[0]!r}")
+    return names
 
 
 def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
     """The bins and the criterion that were asked for, or that go with the other options."""
     search = arguments.search
     if arguments.method is None:
-        arguments.method = "auto" if search == "grid" and arguments.binning is None else "focal-temperature"
+        arguments.method = "auto" if search in _GRID and arguments.binning is None else "focal-temperature"
     method = arguments.method
+    for option in ("candidates", "keep_predictions"):
+        if getattr(arguments, option) and method != "auto":
+            raise InputError(f"--{option.replace('_', '-')}: expected --method auto beside it, found {method}")
     if search in ("nll", "brier") and arguments.criterion not in (None, search):
         raise InputError(f"--search {search}: expected --criterion {search}, or none, found {arguments.criterion}")
-    if method == "auto" and (search != "grid" or arguments.binning is not None):
-        option = f"--search {search}" if search != "grid" else f"--binning {arguments.binning}"
+    if method == "auto" and (search not in _GRID or arguments.binning is not None):
+        option = f"--search {search}" if search not in _GRID else f"--binning {arguments.binning}"
         raise InputError(f"{option}: expected --method focal-temperature or temperature beside it, found auto")
-    if search != "grid" and method == "histogram":
+    if search not in _GRID and method == "histogram":
         raise InputError(f"--search {search}: expected --method focal-temperature or temperature, found {method}")
     if search == "line" and method == "temperature":
         raise InputError("--search line: expected --method focal-temperature, found temperature, which has one gamma")
@@ -302,20 +356,15 @@ def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """What can be known to fail is said before the search, not after it."""
     if arguments.out is not None:
-        if arguments.out.is_dir():
-            raise InputError(f"{arguments.out}: expected a file to write, found a folder")
-        if not arguments.out.resolve().parent.is_dir():
-            raise InputError(f"{arguments.out}: expected a file in an existing folder, found no such folder")
+        check_out(arguments.out, "--out")
         _check_not_read(arguments, arguments.out, "--out")
     if arguments.state is not None:
-        if arguments.state.is_dir() or not arguments.state.resolve().parent.is_dir():
-            raise InputError(f"{arguments.state}: expected a file in an existing folder for --state, found none")
+        check_out(arguments.state, "--state")
         _check_not_read(arguments, arguments.state, "--state")
         if arguments.out is not None and arguments.state.resolve() == arguments.out.resolve():
             raise InputError(f"{arguments.state}: expected different files for --state and --out, found the same")
     if arguments.report is not None:
-        if arguments.report.exists() and not arguments.report.is_dir():
-            raise InputError(f"{arguments.report}: expected a folder for --report, found a file")
+        check_out_folder(arguments.report, "--report")
         import matplotlib  # noqa: F401  # an extra; its absence is said by main
     if not arguments.json:
         import tabulate  # noqa: F401
@@ -323,13 +372,15 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 def _check_not_read(arguments: argparse.Namespace, file: Path, option: str) -> None:
     for source in (arguments.input, arguments.labels, arguments.test, arguments.test_labels):
-        named = () if source is None or not file.exists() else getattr(source, "names", (source, *glob.glob(source)))
+        named = (
+            () if source is None or not os.path.exists(file) else getattr(source, "names", (source, *glob.glob(source)))
+        )
         for name in named:
             if os.path.exists(name) and os.path.samefile(file, name):
                 raise InputError(f"{file}: expected another file for {option}, found one that is read")
 
 
-def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[..., Mapping[str, LogitSet | Rows]]:
+def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[..., Mapping[str, LogitSet | Samples]]:
     """``read_sets``, or what stands for it where rows are read a few at a time."""
     paths = (arguments.input, arguments.labels, arguments.test, arguments.test_labels)
     if not (arguments.stream or arguments.state is not None or processes.size > 1 or wants_streaming(paths)):

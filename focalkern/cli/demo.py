@@ -11,11 +11,11 @@ import numpy as np
 from focalkern import study as report
 from focalkern._atomic import write_atomically
 from focalkern.calibrators import DEFAULT_GAMMAS
+from focalkern.cli._demo_data import LOSSES, demo_rows
 from focalkern.cli._notes import print_note
+from focalkern.cli._options import check_out_folder
 from focalkern.cli._options import seed as seed_of
-from focalkern.files import InputError
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
-from focalkern.study.demo import LOSSES, demo_rows
 
 __all__ = ["add_parser"]
 
@@ -40,8 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import matplotlib  # noqa: F401  # extras whose absence is better said now than after the training; main says it
     import tabulate  # noqa: F401
 
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise InputError(f"{arguments.out}: expected a folder for --out, found a file")
+    check_out_folder(arguments.out, "--out")
     sets = demo_rows(arguments.seed)
     for place, (name, (val, test, n_train)) in enumerate(sets.items()):
         if place == 0:

@@ -5,12 +5,12 @@ import json
 import sys
 from typing import Any
 
-import focalkern
+from focalkern._version import __version__
 from focalkern.calibrators import load_calibrator
+from focalkern.cli._formats import FORMATS_HELP
 from focalkern.cli._notes import print_note
 from focalkern.cli._options import add_input_arguments, at_least_one
 from focalkern.files import read_sets
-from focalkern.files.read import FORMATS_HELP
 from focalkern.study import evaluate_rows, stream_sets, wants_streaming
 
 __all__ = ["add_parser"]
@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
             print(file=said)
     if arguments.json:
         document = {
-            "focalkern": focalkern.__version__,
+            "focalkern": __version__,
             "calibrator": arguments.calibrator,
             "n_bins": arguments.n_bins,
             "sets": documents,

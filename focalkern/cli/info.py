@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 import focalkern
+from focalkern._version import __version__
+from focalkern.ops._extension import rocm
 
 __all__ = ["add_parser"]
 
@@ -27,7 +29,7 @@ def _run(arguments: argparse.Namespace) -> int:
     built = dict(focalkern.build_info())
     cpu, cuda = built.pop("cpu_kernels", ()), built.pop("cuda_kernels", ())
     lines = {
-        "focalkern": f"{focalkern.__version__}  ({os.path.dirname(focalkern.__file__)})",
+        "focalkern": f"{__version__}  ({os.path.dirname(focalkern.__file__)})",
         "Python": f"{platform.python_version()}  ({platform.system()} {platform.machine()})",
         "torch": f"{torch.__version__}  ({_built_for(built.pop('torch'))})",
         "CUDA build": _cuda(built.pop("cuda"), built.pop("arch_list")),
@@ -52,6 +54,8 @@ def _built_for(version: str | None) -> str:
 
 
 def _cuda(version: str | None, architectures: list[str]) -> str:
+    if version is None and rocm():
+        return f"none (torch was built {rocm()}: its GPUs compute with plain torch)"
     if version is None:
         return "none (set FOCALKERN_CUDA=1 while building to have one)"
     return f"for CUDA {version}, {', '.join(architectures) or 'no architecture named'}"

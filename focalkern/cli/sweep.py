@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from focalkern.calibrators._selection import PROPER
 from focalkern.cli._notes import print_wrapped
-from focalkern.cli._options import at_least_one, seed
-from focalkern.files import InputError
-from focalkern.study.contest import PROPER
-from focalkern.study.sweep import FIGURES, METHODS, sweep
+from focalkern.cli._options import at_least_one, check_out_folder, in_options, seed
+from focalkern.study.sweep import METHODS, SCORES, sweep
 
 __all__ = ["add_parser"]
 
@@ -54,8 +53,8 @@ def add_parser(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from tabulate import tabulate  # an extra; its absence is said by main
 
-    if arguments.report is not None and arguments.report.exists() and not arguments.report.is_dir():
-        raise InputError(f"{arguments.report}: expected a folder for --report, found a file")
+    if arguments.report is not None:
+        check_out_folder(arguments.report, "--report")
     total = len(set(arguments.files))
     over = 0
 
@@ -71,12 +70,13 @@ def _run(arguments: argparse.Namespace) -> int:
         criterion=arguments.criterion,
         seed=arguments.seed,
         done=done,
+        words=in_options,
         input_kind=arguments.input_kind,
         logits_key=arguments.logits_key,
         labels_key=arguments.labels_key,
     )
     heads = [method.replace(", ", ",\n") for method in METHODS]  # two lines, so that there is room for long names
-    for figure, heading in FIGURES.items():
+    for figure, heading in SCORES.items():
         if result.networks and figure != "brier":
             rows = result.table(figure)
             body = [*rows[: len(result.networks)], [""] * len(rows[0]), *rows[len(result.networks) :]]
@@ -85,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
             print(tabulate(body, headers=["", *heads], tablefmt="simple", disable_numparse=True, colalign=columns))
             print()
     for network in result.networks:
-        infinite = math.isinf(result.value(network, "none", "nll")) and arguments.criterion == "nll"
+        infinite = math.isinf(result.value(network, "auto", "nll")) and arguments.criterion == "nll"
         hint = "; its NLL cannot be compared: --criterion brier" if infinite else ""
         print_wrapped(f"{network['name']}: {network['use']}{hint}")
     if arguments.report is not None:

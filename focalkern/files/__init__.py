@@ -1,10 +1,11 @@
 """Rows in files: logits or probabilities with their labels, read at once or a few at a time."""
 
-from focalkern.files.checks import InputError, LogitSet
+from focalkern.files.checks import Hint, InputError, LogitSet
 from focalkern.files.read import read_sets
 from focalkern.files.tables import from_frame
 
 __all__ = [
+    "Hint",
     "InputError",
     "LogitSet",
     "from_frame",

@@ -1,8 +1,10 @@
 """Rows of logits or probabilities with their labels, and what is checked of them before they are used."""
 
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._checks import one_of, path_text, short
+from focalkern._checks import one_of, parsed_float, path_text, short
+from focalkern._diagnostics import looks_like_probs
 from focalkern.calibrators import InputKind
 
 __all__ = [
     "KINDS",
+    "Hint",
     "InputError",
     "LogitSet",
     "as_tensor",
+    "check_file",
     "check_options",
     "check_rows",
+    "check_said",
     "checked_set",
     "find_sets",
     "label_numbers",
@@ -30,8 +36,37 @@ KINDS: tuple[InputKind, ...] = ("logits", "probs")
 _PREFIXES = ("", "val", "test")
 
 
+@dataclass(frozen=True)
+class Hint:
+    """What mends an error. The command spells it as an option.
+
+    Attributes:
+        argument: the name of an argument.
+        value: what to pass.
+
+    Example:
+        >>> hint = fk.files.Hint("labels_key", "NAME")
+        >>> print(hint)
+        labels_key=NAME
+    """
+
+    argument: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.argument}={self.value}"
+
+
 class InputError(Exception):
-    """A file or an option that cannot be used; one line that names it, what was expected and what was found.
+    """A file or an argument that cannot be used; one line that names it, what was expected and what was found.
+
+    Args:
+        source: the file, or the whole line where nothing else is given.
+        expected, found: in words.
+        hint: the arguments that mend it: one, several together, or several to choose from with ``"or"`` between them.
+
+    Attributes:
+        hints: what ``hint`` was, as a tuple.
 
     Example:
         >>> try:
@@ -41,8 +76,50 @@ class InputError(Exception):
         logits.txt: expected .npz, .pt, .pth, .s
     """
 
-    def __init__(self, words: str) -> None:
-        super().__init__(words.replace("\r", r"\r").replace("\n", r"\n"))  # which the names of files may have
+    def __init__(
+        self, source: str, expected: str = "", found: str = "", *, hint: Hint | Sequence["Hint | str"] = ()
+    ) -> None:
+        self.words = f"{source}: expected {expected}, found {found}" if expected else source
+        self.hints = (hint,) if isinstance(hint, Hint) else tuple(hint)
+        super().__init__(self._spelled(str))
+
+    def _spelled(self, spell: Callable[[Hint], str], verb: str = "pass", between: str = ", ") -> str:
+        """The error as one line.
+
+        Args:
+            spell: what a hint is called.
+            verb: what is done with it.
+            between: what stands between two of them.
+
+        Returns:
+            What was expected and what was found, and the hints.
+        """
+        hints = between.join(spell(part) if isinstance(part, Hint) else f" {part} " for part in self.hints)
+        hints = hints.replace(f"{between} ", " ").replace(f" {between}", " ")  # words stand between two hints
+        line = f"{self.words}; {verb} {hints}" if hints else self.words
+        return line.replace("\r", r"\r").replace("\n", r"\n")  # which the names of files may have
+
+    def _renamed(self, **arguments: str) -> "InputError":
+        """The same error where the arguments of the reader have other names.
+
+        Args:
+            arguments: by the name in a hint, the other name: ``labels="test_labels"``.
+
+        Returns:
+            Another error.
+        """
+        hints = [
+            Hint(arguments.get(part.argument, part.argument), part.value) if isinstance(part, Hint) else part
+            for part in self.hints
+        ]
+        return InputError(self.words, hint=hints)
+
+    def __reduce__(self) -> Any:
+        return _input_error, (self.words, self.hints)
+
+
+def _input_error(words: str, hints: Sequence[Hint | str]) -> InputError:
+    return InputError(words, hint=hints)
 
 
 @dataclass(frozen=True)
@@ -58,7 +135,7 @@ class LogitSet:
         part: in words, which rows of the file these are; nothing for all.
 
     Example:
-        >>> np.savez("logits.npz", logits=np.eye(3, dtype=np.float32), labels=np.arange(3))
+        >>> np.savez("logits.npz", logits=4 * np.eye(3, dtype=np.float32), labels=np.arange(3))
         >>> rows = fk.files.read_sets("logits.npz")[""]
         >>> len(rows), rows.n_classes, rows.kind
         (3, 3, 'logits')
@@ -97,6 +174,18 @@ class LogitSet:
         return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source, part)
 
 
+def check_file(source: str, expected: str = "a file") -> None:
+    """Raises InputError unless there is a file, in a folder that may be looked into."""
+    try:
+        mode = os.stat(source).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{source}: expected {expected}, found nothing there") from None
+    except OSError as error:
+        raise InputError(f"{source}: expected {expected}, found: {error.strerror}") from None
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{source}: expected {expected}, found a folder")
+
+
 def check_options(op: str, input_kind: Any, path: Any = "", **names: Any) -> str:
     """Raises unless the kind is known and the names are text or None; returns the path as text.
 
@@ -119,6 +208,17 @@ def said_kind(name: str) -> InputKind | None:
     return "probs" if words & {"prob", "probs", "proba", "probability", "probabilities"} else None
 
 
+def check_said(source: str, input_name: str, kind: InputKind, input_kind: InputKind | None, input: Tensor) -> None:
+    """Raises where logits, which nobody said they are, look like probabilities."""
+    if input_kind is None and kind == "logits" and looks_like_probs(input):
+        raise InputError(
+            f"{source}: {input_name}",
+            "logits",
+            "rows that are not negative and sum to 1, as probabilities do",
+            hint=(Hint("input_kind", "probs"), "or, if they are logits,", Hint("input_kind", "logits")),
+        )
+
+
 def find_sets(
     source: str,
     arrays: Mapping[str, Any],
@@ -130,9 +230,9 @@ def find_sets(
     sets: dict[str, tuple[InputKind, str, str]] = {}
     if logits_key is not None:
         labels_key = labels_key or "labels"
-        for option, key in (("--logits-key", logits_key), ("--labels-key", labels_key)):
+        for argument, key in (("logits_key", logits_key), ("labels_key", labels_key)):
             if key not in arrays:
-                raise InputError(f"{source}: expected {key} (as {option} says), found {_listing(arrays)}")
+                raise InputError(source, f"an array {key}", _listing(arrays), hint=Hint(argument, "NAME"))
         return {"": (input_kind or said_kind(logits_key) or "logits", logits_key, labels_key)}
     for prefix in _PREFIXES:
         names = {kind: f"{prefix}_{kind}" if prefix else kind for kind in KINDS}
@@ -140,26 +240,29 @@ def find_sets(
         if not present:
             continue
         if input_kind is None and len(present) > 1:
-            raise InputError(f"{source}: expected one of {' and '.join(names.values())}, found both; say --input-kind")
+            both = (Hint("input_kind", "logits"), "or", Hint("input_kind", "probs"))
+            raise InputError(source, f"one of {' and '.join(names.values())}", "both", hint=both)
         kind = present[0] if input_kind is None else input_kind
         if kind not in present:
-            raise InputError(
-                f"{source}: expected {names[kind]} (as --input-kind {kind} says), found {_listing(arrays)}"
-            )
+            raise InputError(source, names[kind], _listing(arrays), hint=Hint("input_kind", present[0]))
         label_name = labels_key or (f"{prefix}_labels" if prefix else "labels")
         if label_name not in arrays:
-            remedy = "" if labels_key else "; say --labels-key NAME"
-            raise InputError(f"{source}: expected {label_name} beside {names[kind]}, found {_listing(arrays)}{remedy}")
+            expected = f"{label_name} beside {names[kind]}"
+            raise InputError(source, expected, _listing(arrays), hint=Hint("labels_key", "NAME"))
         sets[prefix] = (kind, names[kind], label_name)
     if labels_key is not None and len(sets) > 1:
-        raise InputError(f"{source}: expected --logits-key beside --labels-key, found sets called {', '.join(sets)}")
+        found = f"sets called {', '.join(sets)}"
+        hint = (Hint("logits_key", "NAME"), Hint("labels_key", labels_key))
+        raise InputError(source, f"one set for the labels {labels_key}", found, hint=hint)
     if sets:
         return sets
     top_only = {"conf", "pred"} & {key.lower() for key in arrays}
+    of_all = "; the logits or probabilities of all classes are needed, not those of the top class" if top_only else ""
     raise InputError(
-        f"{source}: expected logits and labels (or probs and labels, or either with val_ or test_ in front), "
-        f"found {_listing(arrays)}; say --logits-key NAME --labels-key NAME"
-        + ("; the logits or probabilities of all classes are needed, not those of the top class" if top_only else "")
+        source,
+        "logits and labels (or probs and labels, or either with val_ or test_ in front)",
+        f"{_listing(arrays)}{of_all}",
+        hint=(Hint("logits_key", "NAME"), Hint("labels_key", "NAME")),
     )
 
 
@@ -221,7 +324,7 @@ def label_numbers(
             if not word or word.lower() == "nan":
                 raise InputError(f"{source}: {label_name}: expected a label in every row, found none in row {row}")
         try:
-            numbers = np.array([float(word) for word in text])
+            numbers = np.array([parsed_float(word) for word in text])
         except ValueError:
             return _named_labels(source, label_name, text, n_classes, names)
     if numbers.dtype.kind == "f":

@@ -13,31 +13,20 @@ from torch import Tensor
 
 from focalkern._checks import path_text
 from focalkern.calibrators import InputKind
-from focalkern.files.checks import KINDS, InputError, LogitSet, check_options, checked_set, find_sets
+from focalkern.files.checks import (
+    KINDS,
+    Hint,
+    InputError,
+    LogitSet,
+    check_file,
+    check_options,
+    check_said,
+    checked_set,
+    find_sets,
+)
 from focalkern.files.tables import read_arrow, read_csv
 
-__all__ = ["ARCHIVES", "DAMAGE", "FORMATS_HELP", "damaged", "read_sets"]
-
-FORMATS_HELP = """\
-files:
-  .npz .pt .pth .safetensors
-      arrays by name: logits [N, C] and labels [N]; or val_logits, val_labels, test_logits, test_labels in one file;
-      or the same with probs for logits. (.pt: a dict of tensors, read with weights_only=True.)
-  .npy
-      two files. For val_logits.npy the labels are looked for in val_labels.npy beside it (logits.npy: labels.npy;
-      probs likewise); for any other name, or to take another file, say --labels FILE.npy (--test-labels for --test).
-  val_logits-*.npy, val-*.safetensors
-      all the files that match (in quotes or not), read a few rows at a time, in the order of their names and numbers.
-      The labels of val_logits-3.npy are looked for in val_labels-3.npy, those of val-3.npy in val_labels-3.npy too, or
-      say --labels FILES with as many files.
-  .csv .parquet .feather
-      a column of labels (label, labels, target or --labels-key NAME) and one per class: numbered (0, 1, ... or logit_0,
-      logit_1, ...), in the order of the numbers, or named. Other columns, such as an index, an id or a prediction, are
-      an error: say which are the classes, --logits-key 'logit_*'. (.parquet, .feather: also a column of lists.)
-In other files --logits-key NAME and --labels-key NAME are the names of the arrays. Labels are class numbers, the first
-class is 0 (or as the columns are numbered); or names: those of the columns, or else all of the classes in alphabetical
-order. Files with pickled objects are refused, never executed.
-"""
+__all__ = ["ARCHIVES", "BARE", "DAMAGE", "damaged", "labels_of_npy", "read_sets"]
 
 
 def read_sets(
@@ -45,7 +34,6 @@ def read_sets(
     *,
     labels: str | os.PathLike[str] | None = None,
     input_kind: InputKind | None = None,
-    labels_option: str = "--labels",
     logits_key: str | None = None,
     labels_key: str | None = None,
 ) -> dict[str, LogitSet]:
@@ -55,8 +43,7 @@ def read_sets(
         path: .npz, .npy, .pt, .pth, .safetensors, .csv, .parquet or .feather.
         labels: the .npy file with the labels, for a .npy ``path`` only.
         input_kind: ``"logits"`` or ``"probs"``. None takes what the name of the array (or of the .npy file) says, and
-            logits where it says nothing. It is never guessed from the values.
-        labels_option: what ``labels`` is called on the command line, for the errors.
+            logits where it says nothing; rows that are not negative and sum to 1 are then an error.
         logits_key, labels_key: the names of the arrays; of tables, a pattern for the columns of the classes (``"p_*"``)
             and the column of the labels.
 
@@ -67,7 +54,8 @@ def read_sets(
         InputError: anything at all that is wrong with the files.
 
     Example:
-        >>> np.savez("logits.npz", val_logits=np.eye(2), val_labels=[0, 1], test_logits=np.eye(2), test_labels=[1, 1])
+        >>> val, test = 4 * np.eye(2), 3 * np.eye(2)
+        >>> np.savez("logits.npz", val_logits=val, val_labels=[0, 1], test_logits=test, test_labels=[1, 1])
         >>> sets = fk.files.read_sets("logits.npz")
         >>> sorted(sets), sets["test"].labels
         (['test', 'val'], tensor([1, 1]))
@@ -78,20 +66,17 @@ def read_sets(
     readers: dict[str, Callable[[str], dict[str, Any]]] = {
         **ARCHIVES,
         ".safetensors": _read_safetensors,
-        ".npy": lambda p: _read_npy_pair(p, labels, input_kind, labels_option),
+        ".npy": lambda p: _read_npy_pair(p, labels, input_kind),
     }
     tables = {".csv": read_csv, ".parquet": read_arrow, ".feather": read_arrow}
     if suffix not in readers and suffix not in tables:
         known = ", ".join([*readers, *tables])
         raise InputError(f"{source}: expected {known}, found {suffix or 'no suffix'!r}")
     if labels is not None and suffix != ".npy":
-        raise InputError(f"{source}: {labels_option} goes with a .npy file; in {suffix} files the labels are in it")
-    if not os.path.exists(source):
-        raise InputError(f"{source}: expected a file, found nothing there")
-    if os.path.isdir(source):
-        raise InputError(f"{source}: expected a file, found a folder")
+        raise InputError(source, f"no other file of labels, because a {suffix} file has them in it", labels)
+    check_file(source)
     if suffix == ".npy" and (logits_key or labels_key):
-        raise InputError(f"{source}: --logits-key and --labels-key go with arrays or columns of a name, found .npy")
+        raise InputError(source, "arrays or columns of a name for logits_key and labels_key", ".npy")
     arrays: Mapping[str, Any] | LogitSet
     if suffix in tables:
         arrays = tables[suffix](source, logits_key=logits_key, labels_key=labels_key, input_kind=input_kind)
@@ -99,12 +84,14 @@ def read_sets(
             return {"": arrays}
     else:
         arrays = readers[suffix](source)
-    return {
-        prefix: checked_set(source, prefix, kind, input_name, arrays[input_name], label_name, arrays[label_name])
-        for prefix, (kind, input_name, label_name) in find_sets(
-            source, arrays, input_kind, logits_key, labels_key
-        ).items()
-    }
+        if list(arrays) == [BARE]:
+            found = f"a tensor {list(arrays[BARE].shape)}"
+            raise InputError(f"{source}: expected a dict of tensors with logits and labels, found {found}")
+    sets = {}
+    for prefix, (kind, name, label_name) in find_sets(source, arrays, input_kind, logits_key, labels_key).items():
+        sets[prefix] = checked_set(source, prefix, kind, name, arrays[name], label_name, arrays[label_name])
+        check_said(source, name, kind, input_kind, sets[prefix].input)
+    return sets
 
 
 # What the readers below raise for files that are cut off, damaged or of another kind: there is nothing that NumPy's
@@ -115,6 +102,8 @@ DAMAGE = (Exception,)
 def damaged(source: str, expected: str, error: BaseException) -> InputError:
     if isinstance(error, InputError):
         return error
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return InputError(f"{source}: expected a file that can be read, found: {error.strerror}")
     text = str(error).strip()
     # NumPy says this of pickles and of files that are no arrays at all; torch refuses a pickle in many words.
     if "allow_pickle" in text or "Object arrays" in text:
@@ -125,8 +114,7 @@ def damaged(source: str, expected: str, error: BaseException) -> InputError:
         reason = text.splitlines()[0].partition(". ")[0][:200] if text else type(error).__name__
         found = f"a damaged or truncated file, or another format ({reason})"
         if isinstance(error, MemoryError):
-            remedy = "--stream reads .npy and .safetensors in parts"
-            found = f"a damaged file, or one too large for the memory: {remedy} ({reason})"
+            found = f"a damaged file, or one too large for the memory ({reason}); .npy and .safetensors can be streamed"
     return InputError(f"{source}: expected {expected}, found {found}")
 
 
@@ -161,24 +149,29 @@ def _read_npz(source: str) -> dict[str, Any]:
     return arrays
 
 
-def _read_npy_pair(
-    source: str, labels: str | os.PathLike[str] | None, input_kind: InputKind | None, labels_option: str
-) -> dict[str, Any]:
-    path = Path(source)
-    said = next((kind for kind in KINDS if path.stem == kind or path.stem.endswith(f"_{kind}")), None)
-    if labels is None:
-        if said is None:
-            raise InputError(
-                f"{source}: expected a name that ends in logits.npy or probs.npy, or {labels_option} FILE.npy, "
-                f"found neither, so it is not known where the labels are"
-            )
-        labels = path.with_name(path.name[: -len(f"{said}.npy")] + "labels.npy")
-        if not labels.exists():
-            raise InputError(
-                f"{source}: expected its labels in {labels}, found nothing there; say {labels_option} FILE.npy"
-            )
-    elif not os.path.exists(labels):
-        raise InputError(f"{labels}: expected the labels of {source}, found nothing there")
+def _kind_of_npy(source: str) -> InputKind | None:
+    stem = Path(source).stem
+    return next((kind for kind in KINDS if stem == kind or stem.endswith(f"_{kind}")), None)
+
+
+def labels_of_npy(source: str, labels: str | os.PathLike[str] | None = None) -> str | os.PathLike[str]:
+    """The file of the labels of a .npy file: the one that is named, or the one beside it."""
+    if labels is not None:
+        check_file(os.fspath(labels), f"the labels of {source}")
+        return labels
+    path, said = Path(source), _kind_of_npy(source)
+    if said is None:
+        expected = "a name that ends in logits.npy or probs.npy, which tells where the labels are"
+        raise InputError(source, expected, "another", hint=Hint("labels", "FILE.npy"))
+    beside = path.with_name(path.name[: -len(f"{said}.npy")] + "labels.npy")
+    if not beside.exists():
+        raise InputError(source, f"its labels in {beside}", "nothing there", hint=Hint("labels", "FILE.npy"))
+    return beside
+
+
+def _read_npy_pair(source: str, labels: str | os.PathLike[str] | None, input_kind: InputKind | None) -> dict[str, Any]:
+    said = _kind_of_npy(source)
+    labels = labels_of_npy(source, labels)
     loaded = []
     for name in (source, os.fspath(labels)):
         with _open(name) as stream:
@@ -187,11 +180,15 @@ def _read_npy_pair(
             raise InputError(f"{name}: expected an array (.npy), found an archive of {', '.join(array.files)} (.npz)")
         loaded.append(array)
     if input_kind is not None and said not in (None, input_kind):
-        raise InputError(f"{source}: expected {input_kind} (as --input-kind says), found a file that is called {said}")
+        raise InputError(source, input_kind, f"a file that is called {said}", hint=Hint("input_kind", str(said)))
     return {said or input_kind or "logits": loaded[0], "labels": loaded[1]}
 
 
+BARE = ""
+
+
 def _read_pt(source: str) -> dict[str, Any]:
+    """A dict of tensors; a single tensor, which has no name, is called :data:`BARE`."""
     expected = "a dict of tensors"
     try:
         with _open(source) as stream, warnings.catch_warnings():
@@ -200,9 +197,10 @@ def _read_pt(source: str) -> dict[str, Any]:
             loaded = torch.load(stream, map_location="cpu", weights_only=True)
     except DAMAGE as error:
         raise damaged(source, expected, error) from error
+    if isinstance(loaded, Tensor):
+        return {BARE: loaded}
     if not isinstance(loaded, dict):
-        found = f"a tensor {list(loaded.shape)}" if isinstance(loaded, Tensor) else f"a {type(loaded).__name__}"
-        raise InputError(f"{source}: expected {expected} with logits and labels, found {found}")
+        raise InputError(f"{source}: expected {expected}, found a {type(loaded).__name__}")
     return {str(key): value for key, value in loaded.items()}
 
 

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from focalkern._checks import path_text
 from focalkern.calibrators import InputKind
-from focalkern.files.checks import KINDS, InputError, as_tensor, check_options, check_rows, find_sets
+from focalkern.files.checks import (
+    KINDS,
+    Hint,
+    InputError,
+    as_tensor,
+    check_file,
+    check_options,
+    check_rows,
+    check_said,
+    find_sets,
+)
 from focalkern.files.read import DAMAGE, damaged
 
 __all__ = [
@@ -30,6 +40,9 @@ __all__ = [
     "safe_open",
     "safetensors_arrays",
 ]
+
+# Rows that tell probabilities from logits.
+LOOK = 1024
 
 _SAFETENSORS_FLOATS = ("F16", "BF16", "F32", "F64")
 _SAFETENSORS_INTEGERS = ("I8", "I16", "I32", "I64", "U8")
@@ -77,7 +90,7 @@ class Shard:
         return [
             part
             for name in dict.fromkeys((self.source, self.label_source))
-            for part in (os.path.basename(name), os.stat(name).st_size, os.stat(name).st_mtime_ns)
+            for part in (os.path.realpath(name), os.stat(name).st_size, os.stat(name).st_mtime_ns)
         ]
 
 
@@ -139,11 +152,10 @@ def open_shards(
     *,
     labels: str | None = None,
     input_kind: InputKind | None = None,
-    labels_option: str = "--labels",
     logits_key: str | None = None,
     labels_key: str | None = None,
 ) -> dict[str, ShardedRows]:
-    """The sets of a file or of the files of a pattern, by prefix as from ``read_sets``; only shapes are read.
+    """The sets of a file or of the files of a pattern, by prefix as ``read_sets``. Shapes are read, and a few rows.
 
     Raises:
         InputError: anything at all that is wrong with names and shapes.
@@ -154,14 +166,12 @@ def open_shards(
     suffixes = {Path(name).suffix.lower() for name in names}
     if suffixes == {".safetensors"}:
         if labels is not None:
-            raise InputError(
-                f"{path}: {labels_option} goes with .npy files; in .safetensors files the labels are in it"
-            )
+            raise InputError(path, "no other files of labels, because .safetensors files have them in them", labels)
         found = [_safetensors_shards(name, input_kind, logits_key, labels_key) for name in names]
     elif suffixes == {".npy"}:
         if logits_key or labels_key:
-            raise InputError(f"{path}: --logits-key and --labels-key go with arrays of a name, found .npy")
-        found = [{"": shard} for shard in _npy_shards(path, names, labels, input_kind, labels_option)]
+            raise InputError(path, "arrays of a name for logits_key and labels_key", ".npy")
+        found = [{"": shard} for shard in _npy_shards(path, names, labels, input_kind)]
     else:
         raise InputError(
             f"{path}: expected .npy or .safetensors for reading in parts, found {', '.join(sorted(suffixes))}"
@@ -182,26 +192,29 @@ def open_shards(
         sets[prefix] = ShardedRows(tuple(shards), first.kind, prefix, path)
         if not len(sets[prefix]):
             raise InputError(f"{path}: {first.input_name}: expected at least one row, found none")
+        if input_kind is None and first.kind == "logits":
+            filled = next(shard for shard in shards if shard.rows)
+            start, _ = filled.read(0, min(filled.rows, LOOK))
+            check_said(filled.source, filled.input_name, first.kind, input_kind, start)
     return sets
 
 
 def matches(path: str) -> list[str]:
     if not is_pattern(path):
-        if not os.path.exists(path):
-            raise InputError(f"{path}: expected a file, found nothing there")
         if os.path.isdir(path):
             raise InputError(
                 f"{path}: expected a file or a pattern of files ('{path.rstrip('/')}/*.npy'), found a folder"
             )
+        check_file(path)
         return [path]
     found = path.names if isinstance(path, NamedFiles) else glob.glob(path)
-    missing = next((name for name in found if not os.path.exists(name)), None)
-    if missing is not None:
-        raise InputError(f"{missing}: expected a file, found nothing there")
+    for name in found:
+        if not os.path.isdir(name):
+            check_file(name)
     # Numbers in the order that they count in: val-10 comes after val-9.
     names = sorted(
         (name for name in found if not os.path.isdir(name)),
-        key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)],
+        key=lambda name: [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))],
     )
     if not names:
         raise InputError(f"{path}: expected at least one file, found none that matches")
@@ -211,9 +224,7 @@ def matches(path: str) -> list[str]:
 # ---- .npy ----------------------------------------------------------------------------------------------------------
 
 
-def _npy_shards(
-    path: str, names: Sequence[str], labels: str | None, input_kind: InputKind | None, labels_option: str
-) -> list[Shard]:
+def _npy_shards(path: str, names: Sequence[str], labels: str | None, input_kind: InputKind | None) -> list[Shard]:
     if labels is not None:
         label_names = matches(labels)
         names = [name for name in names if name not in label_names]
@@ -221,21 +232,17 @@ def _npy_shards(
             raise InputError(f"{labels}: expected as many files as {path} has, {len(names)}, found {len(label_names)}")
     else:
         # A pattern may match the labels too.
-        derived = {name: _labels_of(name, labels_option) for name in names}
+        derived = {name: _labels_of(name) for name in names}
         names = [name for name in names if name not in derived.values()]
         label_names = [derived[name] for name in names]
         for name, label_name in zip(names, label_names, strict=True):
             if not os.path.exists(label_name):
-                raise InputError(
-                    f"{name}: expected its labels in {label_name}, found nothing there; say {labels_option} FILES"
-                )
+                raise InputError(name, f"its labels in {label_name}", "nothing there", hint=Hint("labels", "FILES"))
     shards = []
     for name, label_name in zip(names, label_names, strict=True):
         said = _kind_of(name)
         if input_kind is not None and said not in (None, input_kind):
-            raise InputError(
-                f"{name}: expected {input_kind} (as --input-kind says), found a file that is called {said}"
-            )
+            raise InputError(name, input_kind, f"a file that is called {said}", hint=Hint("input_kind", str(said)))
         kind = said or input_kind or "logits"
         shape, dtype = npy_header(name)
         label_shape, label_dtype = npy_header(label_name)
@@ -254,19 +261,19 @@ def _kind_of(name: str) -> InputKind | None:
     return next((kind for kind in KINDS if kind in words), None)
 
 
-def _labels_of(name: str, labels_option: str) -> str:
+def _labels_of(name: str) -> str:
     """val_logits-003.npy: val_labels-003.npy. val-003.npy: val_labels-003.npy."""
     path = Path(name)
     kind = _kind_of(name)
     if kind is not None:
         stem = re.sub(rf"(?<![a-zA-Z]){kind}(?![a-zA-Z])", "labels", path.stem, count=1)
     else:
-        match = re.fullmatch(r"(.*?)([-_.]?\d+)", path.stem)
+        match = re.fullmatch(r"(.*?)([-_.]?[0-9]+)", path.stem)
         if match is None:
-            raise InputError(
-                f"{name}: expected a name with the word logits or probs in it or a number at its end, or "
-                f"{labels_option} FILES, found neither, so it is not known where the labels are"
+            expected = (
+                "a name with the word logits or probs in it or a number at its end, which tells where the labels are"
             )
+            raise InputError(name, expected, "another", hint=Hint("labels", "FILES"))
         stem = f"{match[1]}_labels{match[2]}"
     return str(path.with_name(f"{stem}{path.suffix}"))
 

@@ -1,18 +1,28 @@
 """Tables with a column per class and one of labels: text, parquet, feather, and frames of pandas or polars."""
 
 import csv
-import io
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from focalkern._checks import short
+from focalkern._checks import parsed_float, short
 from focalkern._columns import ClassColumns, ColumnsError, class_columns
 from focalkern.calibrators import InputKind
-from focalkern.files.checks import InputError, LogitSet, check_options, checked_set, label_numbers, said_kind
+from focalkern.files.checks import (
+    Hint,
+    InputError,
+    LogitSet,
+    check_options,
+    check_said,
+    checked_set,
+    label_numbers,
+    said_kind,
+)
 
-__all__ = ["arrow_table", "from_frame", "read_arrow", "read_csv"]
+__all__ = ["OtherColumns", "from_frame", "read_arrow", "read_csv", "read_unlabelled"]
 
 _LABEL_COLUMNS = ("label", "labels", "target")
 
@@ -60,9 +70,7 @@ def from_frame(
         raise TypeError(f"from_frame: source must be a name, got {short(source)}")
     if not hasattr(frame, "columns") or not hasattr(frame, "to_numpy"):
         raise InputError(f"{source}: expected a frame with columns, found {type(frame).__name__}")
-    table = _Table(
-        source, [str(name) for name in frame.columns], logits_key, labels_key, options=("logits_key", "labels_key")
-    )
+    table = _Table(source, [str(name) for name in frame.columns], logits_key, labels_key)
     names = list(frame.columns)
     columns = [np.asarray(frame[names[place]]) for place in table.classes.places]
     if any(column.ndim != 1 for column in columns):
@@ -71,35 +79,45 @@ def from_frame(
 
 
 def read_csv(source: str, *, logits_key: str | None, labels_key: str | None, input_kind: InputKind | None) -> LogitSet:
+    rows = _csv_rows(source)
+    table = _Table(source, next(rows)[1], logits_key, labels_key)
+    values, (labels,) = _csv_values(source, rows, table.classes.places, [table.label_place])
+    return _set(table, list(values.T), np.array([label.strip() for label in labels], dtype=str), input_kind)
+
+
+def _csv_rows(source: str) -> Iterator[tuple[int, list[str]]]:
+    """Header and rows as text, with the numbers of their lines; every row is as long as the header."""
     try:
         with open(source, newline="", encoding="utf-8-sig") as stream:
-            return _parse_csv(source, stream, logits_key, labels_key, input_kind)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+            reader = csv.reader(stream)
+            header = [name.strip() for name in next(reader, [])]
+            yield 1, header
+            for row in reader:
+                if row and len(row) != len(header):
+                    expected = f"{len(header)} columns as in the header"
+                    raise InputError(f"{source}: line {reader.line_num}: expected {expected}, found {len(row)}")
+                if row:
+                    yield reader.line_num, row
+    except OSError as error:
+        raise InputError(f"{source}: expected a file that can be read, found: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{source}: expected a text file with comma-separated values, found: {error}") from error
 
 
-def _parse_csv(
-    source: str, stream: io.TextIOBase, logits_key: str | None, labels_key: str | None, input_kind: InputKind | None
-) -> LogitSet:
-    reader = csv.reader(stream)
-    header = [name.strip() for name in next(reader, [])]
-    table = _Table(source, header, logits_key, labels_key)
-    inputs: list[list[float]] = []
-    labels: list[str] = []
-    for row in reader:
-        if not row:
-            continue
-        if len(row) != len(header):
-            raise InputError(
-                f"{source}: line {reader.line_num}: expected {len(header)} columns as in the header, found {len(row)}"
-            )
+def _csv_values(
+    source: str, rows: Iterator[tuple[int, list[str]]], classes: Sequence[int], others: Sequence[int]
+) -> tuple[np.ndarray[Any, Any], list[list[str]]]:
+    """[N, C] float64, and the other columns as text."""
+    values: list[np.ndarray[Any, Any]] = []
+    kept: list[list[str]] = [[] for _ in others]
+    for line, row in rows:
         try:
-            inputs.append([float(row[place]) for place in table.classes.places])
+            values.append(np.array([parsed_float(row[place]) for place in classes]))
         except ValueError as error:
-            raise InputError(f"{source}: line {reader.line_num}: expected numbers, found: {error}") from error
-        labels.append(row[table.label_place].strip())
-    values = np.array(inputs, dtype=np.float64).reshape(len(inputs), len(table.classes.places))
-    return _set(table, list(values.T), np.array(labels, dtype=str), input_kind)
+            raise InputError(f"{source}: line {line}: expected numbers, found: {error}") from error
+        for column, place in zip(kept, others, strict=True):
+            column.append(row[place])
+    return np.array(values, dtype=np.float64).reshape(len(values), len(classes)), kept
 
 
 def read_arrow(
@@ -120,6 +138,73 @@ def read_arrow(
     return _set(table, columns, labels, input_kind)
 
 
+@dataclass(frozen=True)
+class OtherColumns:
+    """A table without the columns of its classes.
+
+    Attributes:
+        classes: the names of the classes, without ``logit_`` or ``prob_`` in front.
+        before, after: names and values of the columns in front of the first class, and of the others: text of a .csv,
+            columns of pyarrow.
+    """
+
+    classes: tuple[str, ...] = ()
+    before: tuple[tuple[str, Any], ...] = ()
+    after: tuple[tuple[str, Any], ...] = ()
+
+
+def read_unlabelled(
+    source: str, logits_key: str | None, input_kind: InputKind | None
+) -> tuple[InputKind, np.ndarray[Any, Any], OtherColumns]:
+    """Kind and values [N, C] of the classes, and all other columns, of which those of labels are some, as they are."""
+    is_text = source.lower().endswith(".csv")
+    if is_text:
+        rows = _csv_rows(source)
+        names = next(rows)[1]
+    else:
+        frame = arrow_table(source)
+        names = [str(name) for name in frame.column_names]
+    kept = [place for place, name in enumerate(names) if name.strip().lower() not in _LABEL_COLUMNS]
+    try:
+        found = class_columns([names[place] for place in kept], logits_key)
+    except ColumnsError as error:
+        raise InputError(f"{source}: {error}", hint=Hint("logits_key", "PATTERN")) from error
+    classes = [kept[place] for place in found.places]
+    others = [place for place in range(len(names)) if place not in set(classes)]
+    if is_text:
+        values, columns = _csv_values(source, rows, classes, others)
+    else:
+        parts = [_array_of(source, names[place], frame.column(place), False) for place in classes]
+        for name, part in zip(found.names, parts, strict=True):
+            if part.dtype.kind not in "fiu":
+                raise InputError(f"{source}: {name}: expected numbers, found {part.dtype}")
+        values = np.stack([part.astype(np.float64) for part in parts], axis=1) if parts else np.zeros((len(frame), 0))
+        columns = [frame.column(place) for place in others]
+    first = min(classes, default=0)
+    named = [(place, (names[place], column)) for place, column in zip(others, columns, strict=True)]
+    rest = OtherColumns(
+        tuple(_class_names(found)),
+        tuple(pair for place, pair in named if place < first),
+        tuple(pair for place, pair in named if place > first),
+    )
+    return input_kind or _said_by_columns(found) or "logits", values, rest
+
+
+def _class_names(classes: ClassColumns) -> list[str]:
+    """Of ``logit_cat`` and ``logit_dog``, ``cat`` and ``dog``; of numbered columns the numbers."""
+    if classes.numbers is not None:
+        return [str(number) for number in classes.numbers]
+    if _said_by_columns(classes) is None:
+        return classes.names
+    return [re.sub(r"^(logits?|prob(s|a|ability|abilities)?)[^a-zA-Z0-9]+", "", name) or name for name in classes.names]
+
+
+def _said_by_columns(classes: ClassColumns) -> InputKind | None:
+    """What the prefix of numbered columns, or the names of all others, say that they hold."""
+    said = {said_kind(name) for name in ([classes.prefix] if classes.numbers is not None else classes.names)}
+    return said.pop() if len(said) == 1 else None
+
+
 def arrow_table(source: str) -> Any:
     """The table of a .parquet or .feather file."""
     try:
@@ -131,6 +216,8 @@ def arrow_table(source: str) -> Any:
             table = (parquet.read_table if source.lower().endswith(".parquet") else feather.read_table)(stream)
         table.validate(full=True)  # of text that is no UTF-8 it would say so only when it is asked for it
         return table.rename_columns(table.column_names)
+    except PermissionError as error:
+        raise InputError(f"{source}: expected a file that can be read, found: {error.strerror}") from error
     except Exception as error:  # of damaged bytes it raises errors of many kinds
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise InputError(f"{source}: expected a table of Arrow, found a damaged file, or another ({reason})") from error
@@ -157,9 +244,8 @@ class _Table:
         names: Sequence[str],
         logits_key: str | None,
         labels_key: str | None,
-        options: tuple[str, str] = ("--logits-key", "--labels-key"),
     ) -> None:
-        self.source, self.options = source, options
+        self.source = source
         places = [
             place
             for place, name in enumerate(names)
@@ -169,10 +255,12 @@ class _Table:
             called = labels_key if labels_key is not None else "label, labels or target"
             shown = (", ".join(names[:8]) + (", ..." if len(names) > 8 else "")) or "an empty file"
             of_others = len(names) == 1 and any(separator in names[0] for separator in ";\t|")
-            remedy = "; the separator must be a comma" if of_others else f"; say {options[1]} NAME" if names else ""
+            remedy = "; the separator must be a comma" if of_others else ""
             raise InputError(
-                f"{source}: expected a header line with one column called {called}, found "
-                f"{'several' if places else 'none'} in: {shown}{remedy}"
+                source,
+                f"a header line with one column called {called}",
+                f"{'several' if places else 'none'} in: {shown}{remedy}",
+                hint=Hint("labels_key", "NAME") if names and not of_others else (),
             )
         self.label_place = places[0]
         self.label_name = names[self.label_place]
@@ -180,15 +268,16 @@ class _Table:
         try:
             found = class_columns([names[place] for place in others], logits_key)
         except ColumnsError as error:
-            remedy = f"; {self._remedy(names)}" if logits_key is None else ""
-            raise InputError(f"{source}: {error}{remedy}") from error
+            hint = self._hint(names) if logits_key is None else ()
+            raise InputError(f"{source}: {error}", hint=hint) from error
         self.classes = ClassColumns([others[place] for place in found.places], found.names, found.numbers, found.prefix)
 
-    def _remedy(self, names: Sequence[str]) -> str:
+    def _hint(self, names: Sequence[str]) -> tuple[Hint, Hint]:
+        """Which are the classes."""
         numbered = [name.rstrip("0123456789") for name in names if name[-1:].isdigit()]
         prefix = max(numbered, key=numbered.count, default="")
         pattern = f"{prefix}*" if prefix else "[0-9]*" if numbered else "PATTERN"
-        return f"say which are the classes: {self.options[0]} '{pattern}' {self.options[1]} {self.label_name}"
+        return Hint("logits_key", f"'{pattern}'"), Hint("labels_key", self.label_name)
 
     def check_values(self, columns: Sequence[np.ndarray[Any, Any]]) -> None:
         """Named columns may hold something else than their neighbours: an index, or predicted classes."""
@@ -202,8 +291,10 @@ class _Table:
             if counts or len(np.unique(column)) > 2:
                 what = "the numbers of the rows" if counts else "whole numbers only, as predicted classes are,"
                 raise InputError(
-                    f"{self.source}: expected classes alone beside the labels, found {what} in {name!r}; "
-                    f"say which are the classes: {self.options[0]} PATTERN {self.options[1]} {self.label_name}"
+                    self.source,
+                    "classes alone beside the labels",
+                    f"{what} in {name!r}",
+                    hint=(Hint("logits_key", "PATTERN"), Hint("labels_key", self.label_name)),
                 )
 
 
@@ -211,7 +302,7 @@ def _set(
     table: _Table, columns: Sequence[np.ndarray[Any, Any]], labels: np.ndarray[Any, Any], input_kind: InputKind | None
 ) -> LogitSet:
     source, classes = table.source, table.classes
-    kind = input_kind or said_kind(classes.prefix) or "logits"
+    kind = input_kind or _said_by_columns(classes) or "logits"
     for name, column in zip(classes.names, columns, strict=True):
         if column.dtype.kind not in "fiu":
             raise InputError(f"{source}: {name}: expected numbers, found {column.dtype}")
@@ -220,8 +311,12 @@ def _set(
     wide = [column if column.dtype.kind == "f" else column.astype(np.float64) for column in columns]
     values = np.stack(wide, axis=1) if wide else np.empty((len(labels), 0))
     names = None if classes.numbers is not None else classes.names
+    if names is not None and labels.dtype.kind in "OUS" and not set(map(str, labels.tolist())) <= set(names):
+        names = _class_names(classes)  # cat, of the column prob_cat
     if names is None and labels.dtype.kind in "OUS" and set(map(str, labels.tolist())) <= set(classes.names):
         names = classes.names  # p_3 as a label
     first = 0 if classes.numbers is None else classes.numbers[0]
     numbers = label_numbers(source, table.label_name, labels, len(classes.places), names=names, first=first)
-    return checked_set(source, "", kind, kind, values, table.label_name, numbers)
+    rows = checked_set(source, "", kind, kind, values, table.label_name, numbers)
+    check_said(source, f"{classes.names[0]} to {classes.names[-1]}", kind, input_kind, rows.input)
+    return rows

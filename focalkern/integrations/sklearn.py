@@ -213,13 +213,19 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
             X: rows, as the classifier takes them.
 
         Returns:
-            [N] array of labels, out of ``classes_``.
+            [N] array of labels, out of ``classes_``: the predictions of the classifier itself where there is one
+            (``ensemble=False``) and the calibrator keeps the order of the classes, such as temperature scaling.
 
         Raises:
             NotFittedError, ValueError: as :meth:`predict_proba`.
         """
-        index = self.predict_proba(X).argmax(1)  # first, for its check that there was a fit
-        return self.classes_[index]
+        check_is_fitted(self)
+        if len(self.calibrated_) == 1:
+            classifier, calibrator = self.calibrated_[0]
+            # Rounding may make a tie of two probabilities, which the classifier has told apart.
+            if isinstance(calibrator, Calibrator) and calibrator._keeps_predictions():
+                return self.classes_[np.searchsorted(self.classes_, classifier.predict(X))]
+        return self.classes_[self.predict_proba(X).argmax(1)]
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "calibrated_")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from focalkern import metrics
+from focalkern.metrics._inputs import probs_and_target
 
 try:
     from torchmetrics import Metric
@@ -73,7 +74,7 @@ class _FocalkernMetric(Metric):
         if self.ignore_index is not None:
             kept = target != self.ignore_index
             scores, target = scores[kept], target[kept]
-        return metrics._probs_and_target(op, scores, target, log=self.input_kind == "logits")
+        return probs_and_target(op, scores, target, log=self.input_kind == "logits")
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         return scores.to(torch.float64).log_softmax(-1)

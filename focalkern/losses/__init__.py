@@ -24,9 +24,9 @@ A module's state loads whole or not at all: what does not fit leaves it as it wa
 """
 
 from focalkern.losses._adafocal import AdaFocalLoss, AdaFocalRecord
+from focalkern.losses._baselines import BrierLoss, DualFocalLoss, LogitNormPenalty, MMCELoss
 from focalkern.losses._focal import FLSDLoss, FocalLoss, InverseFocalLoss, PolyFocalLoss
 from focalkern.losses._linear import LinearAdaFocalLoss, LinearFLSDLoss, LinearFocalLoss
-from focalkern.losses._plain import BrierLoss, DualFocalLoss, LogitNormPenalty, MMCELoss
 from focalkern.losses._sigmoid import AsymmetricLoss, QualityFocalLoss, SigmoidFocalLoss
 from focalkern.losses._weights import class_balanced_weight
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss

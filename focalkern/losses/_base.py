@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from focalkern._checks import dense, label, reduction_code, short
+from focalkern._checks import ONE_LOGIT, dense, label, reduction_code, short, target_misfit
 from focalkern._checks import number as any_number
 from focalkern._devices import autocast_is_on, has_float64, on_device
 from focalkern.ops.focal_loss import check_labels
@@ -290,14 +290,15 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
     if target.device != input.device:
         raise ValueError(f"{op}: target must be on the device of {input_name}, {input.device}, got {target.device}")
     if target.dtype in FLOATS:
-        expected, what = list(input.shape), f"the shape of {input_name}"
+        if target.shape != input.shape:
+            expected = f"the shape of {input_name} = {list(input.shape)}"
+            raise ValueError(f"{op}: target must be {expected}, got {list(target.shape)}")
     elif target.dtype in _LABEL_DTYPES:
-        expected = list(input.shape[:class_dim] + input.shape[class_dim + 1 :])
-        what = "[N, d1, ...]" if input.dim() > 2 else "[N]" if input.dim() == 2 else "[]"
+        misfit = target_misfit(op, input, target, input_name)
+        if misfit is not None:
+            raise misfit
     else:
         raise TypeError(f"{op}: target must be int64, int32, uint8 or floating point, got {target.dtype}")
-    if list(target.shape) != expected:
-        raise ValueError(f"{op}: target must be {what} = {expected}, got {list(target.shape)}")
     return class_dim
 
 
@@ -305,7 +306,8 @@ def check_range(op: str, target: Tensor, n_classes: int, ignore_index: int) -> N
     try:
         check_labels(target, n_classes, ignore_index=ignore_index)
     except IndexError as error:
-        raise IndexError(str(error).replace("check_labels", op)) from None
+        remedy = f"; {ONE_LOGIT}" if n_classes == 1 else ""
+        raise IndexError(f"{str(error).replace('check_labels', op)}{remedy}") from None
 
 
 def _validating() -> bool:

@@ -128,8 +128,9 @@ class FocalLoss(FocalFamily):
         )
         if alpha is not None:
             raise TypeError(
-                f"{self._name}: alpha is no setting of this loss: class weights are weight=, and what the alpha of "
-                'another library is here is in docs/howto/migrate.md, "Replace another library\'s focal loss"'
+                f"{self._name}: alpha is no argument of this loss. A weight per class is weight=alpha, a tensor [C]; "
+                "one number for foreground and background is weight=torch.tensor([1 - alpha] + [alpha] * (C - 1)); the "
+                "alpha of a binary or multi-label head is that of SigmoidFocalLoss"
             )
         self.gamma: float | Tensor | None
         if isinstance(gamma, GammaTable):

@@ -69,7 +69,7 @@ class ElementLoss(Loss):
 
 
 class SigmoidFocalLoss(ElementLoss):
-    r"""The module form of :func:`focalkern.sigmoid_focal_loss`, with the mean as default reduction.
+    r"""The module form of :func:`focalkern.sigmoid_focal_loss`.
 
     .. math:: L = -\alpha_t (1 - p_t)^\gamma \log p_t, \qquad p = \text{sigmoid of the logit}
 
@@ -77,7 +77,8 @@ class SigmoidFocalLoss(ElementLoss):
         gamma: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
             ``nn.Parameter``.
         alpha: a number in [0, 1], such a tensor, or None (or -1, as in torchvision).
-        reduction, weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
+        reduction: "mean" by default; that of :func:`focalkern.sigmoid_focal_loss` is "none".
+        weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.sigmoid_focal_loss`.
@@ -126,7 +127,7 @@ class SigmoidFocalLoss(ElementLoss):
 
 
 class AsymmetricLoss(ElementLoss):
-    r"""The module form of :func:`focalkern.asymmetric_loss`, with the mean as default reduction.
+    r"""The module form of :func:`focalkern.asymmetric_loss`.
 
     .. math:: L = -t\,(1 - p)^{\gamma_+} \log p - (1 - t)\,v^{\gamma_-} \log(1 - v), \qquad
         v = \max(p - \text{margin}, 0)
@@ -135,7 +136,8 @@ class AsymmetricLoss(ElementLoss):
         gamma_negative, gamma_positive: numbers, at least 0, or floating-point tensors that broadcast to the logits:
             buffers, or ``nn.Parameter`` s.
         margin: a number in [0, 1).
-        reduction, weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
+        reduction: "mean" by default; that of :func:`focalkern.sigmoid_focal_loss` is "none".
+        weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.asymmetric_loss`.
@@ -184,14 +186,15 @@ class AsymmetricLoss(ElementLoss):
 
 
 class QualityFocalLoss(ElementLoss):
-    r"""The module form of :func:`focalkern.quality_focal_loss`, with the mean as default reduction.
+    r"""The module form of :func:`focalkern.quality_focal_loss`.
 
     .. math:: L = |t - p|^\beta \; \text{BCE}(p, t), \qquad p = \text{sigmoid of the logit}
 
     Args:
         beta: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
             ``nn.Parameter``.
-        reduction, weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
+        reduction: "mean" by default; that of :func:`focalkern.sigmoid_focal_loss` is "none".
+        weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`focalkern.quality_focal_loss`.

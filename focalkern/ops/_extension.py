@@ -1,8 +1,8 @@
 """Chooses between the compiled module and plain torch, and says why and which command mends that.
 
 The compiled module is used where one fits the torch, the Python and the device at hand; everywhere else
-:mod:`focalkern.plain` computes the same. FOCALKERN_KERNELS=0 takes plain torch always, FOCALKERN_KERNELS=require makes
-its use an error.
+:mod:`focalkern.fallback` computes the same. FOCALKERN_KERNELS=0 takes plain torch always, FOCALKERN_KERNELS=require
+makes its use an error.
 """
 
 import importlib
@@ -37,6 +37,12 @@ def _rebuild() -> str:
     return "To build it, run in the source folder of focalkern: pip install --no-build-isolation ."
 
 
+def rocm() -> str:
+    """``for ROCm (HIP 6.2)`` where torch is such a build, whose GPUs are called cuda too; else nothing."""
+    hip = getattr(torch.version, "hip", None)
+    return f"for ROCm (HIP {hip})" if hip else ""
+
+
 def _setting() -> str:
     value = os.environ.get("FOCALKERN_KERNELS") or "auto"
     if value not in ("auto", "0", "require"):
@@ -66,7 +72,7 @@ def _candidates(built_for: ModuleType) -> list[str]:
             f"focalkern was built for torch {built_for.TORCH}, but torch {here} is imported. {_rebuild()}"
         )
     if built_for.CUDA is not None and torch.version.cuda != built_for.CUDA:
-        found = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        found = f"for CUDA {torch.version.cuda}" if torch.version.cuda else rocm() or "without CUDA"
         raise _DoesNotFitError(
             f"focalkern was built for CUDA {built_for.CUDA}, but torch {here} was built {found}. {_rebuild()}"
         )
@@ -123,17 +129,18 @@ _CUDA: str | None = _built_for.CUDA if _built_for is not None and _module.build_
 _DEVICES = () if _module is None else ("cpu", "cuda", "meta") if _CUDA else ("cpu", "meta")
 _warned = False
 # Not before the compiled module, which owns the name under which operators are registered.
-plain = importlib.import_module("focalkern.plain")
+fallback = importlib.import_module("focalkern.fallback")
+_composites = fallback.register_composites() if _module is not None else None
 
 
 def kernels_for(tensor: Tensor) -> Any:
-    """The module whose functions compute on this tensor's device: the compiled one, or :mod:`focalkern.plain`.
+    """The module whose functions compute on this tensor's device: the compiled one, or :mod:`focalkern.fallback`.
 
     An operator takes its function from here, ``kernels_for(input).focal_loss(...)``; the names, arguments and errors of
     both modules are the same. Under torch.compile an operator with kernels goes through torch.ops instead, and
     ``has_kernels`` tells; the plain functions are traced as they are.
     """
-    return _module if has_kernels(tensor) else plain
+    return _module if has_kernels(tensor) else fallback
 
 
 def has_kernels(tensor: Tensor) -> bool:
@@ -142,9 +149,9 @@ def has_kernels(tensor: Tensor) -> bool:
     return (tensor.is_cpu and "cpu" in _DEVICES) or tensor.device.type in _DEVICES or _say_why(tensor.device.type)
 
 
-def module_or_plain() -> Any:
+def module_or_fallback() -> Any:
     """For what needs no device."""
-    return _module or plain
+    return _module or fallback
 
 
 def _say_why(device_type: str) -> Literal[False]:
@@ -152,6 +159,8 @@ def _say_why(device_type: str) -> Literal[False]:
     global _warned
     if _module is None:
         reason = _why
+    elif device_type == "cuda" and rocm():
+        reason = f"torch was built {rocm()}, and focalkern has compiled kernels for CUDA and the CPU only"
     elif device_type == "cuda":
         reason = f"focalkern has no CUDA kernels for CUDA {torch.version.cuda}. {_rebuild()} (with FOCALKERN_CUDA=1)"
     else:

@@ -120,7 +120,7 @@ def slice_gradient(scale: Tensor, logits: Tensor, label: Tensor, top: Tensor, lo
             [True, False, False],
         )[0]
         return gradient
-    p = (logits.double() - (top + log_sum).unsqueeze(1)).exp()
+    p = ((logits.double() - top.unsqueeze(1)) - log_sum.unsqueeze(1)).exp()
     is_label = torch.arange(logits.shape[1], device=logits.device) == label.unsqueeze(1)
     gradient = scale.unsqueeze(1) * torch.where(is_label, -log_u.exp().unsqueeze(1), p)
     return torch.where(scale.unsqueeze(1) == 0, 0.0, gradient).to(real)

@@ -1,6 +1,5 @@
 """Calibration criteria of every (gamma, temperature) of a grid, without the probabilities of any of them."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import MOST_BINS, dense, integer, label, one_of, short
+from focalkern._progress import ProgressBar
 from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
@@ -28,8 +28,6 @@ _ESTIMATORS = {"equal_width": 0, "equal_mass": 1, "equal_mass_interp": 2}
 _INPUT_KINDS = {"logits": False, "probs": True}
 
 Criterion = Literal["ece", "mce", "nll", "brier"]
-
-_PATIENCE = 2.0  # seconds before the progress bar shows
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,24 +201,12 @@ def calibration_grid(
 
 
 def _with_progress(blocks: list[tuple[int, int]], n_gammas: int) -> Iterator[tuple[int, int]]:
-    """The blocks [begin, end), counted in cells on stderr once they have outlasted the patience of a user."""
-    bar = None
-    if len(blocks) > 1 and sys.stderr is not None and sys.stderr.isatty():
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            pass
-        else:
-            total = n_gammas * blocks[-1][1]
-            bar = tqdm(total=total, desc="calibration grid", unit="cell", delay=_PATIENCE, leave=False)
-    try:
+    """The blocks [begin, end), counted in cells by a progress bar where there is more than one."""
+    total = n_gammas * (blocks[-1][1] if blocks else 0)
+    with ProgressBar(total, "calibration grid", "cell", None if len(blocks) > 1 else False) as bar:
         for begin, end in blocks:
             yield begin, end
-            if bar is not None:
-                bar.update(n_gammas * (end - begin))
-    finally:
-        if bar is not None:
-            bar.close()
+            bar.update(n_gammas * (end - begin))
 
 
 def _check_tensor(name: str, value: object) -> None:

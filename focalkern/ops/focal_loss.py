@@ -12,15 +12,14 @@ from torch.overrides import has_torch_function
 from focalkern._arrays import as_tensor
 from focalkern._checks import finite, flag, integer, label, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
+from focalkern._types import RowLoss
 from focalkern.gamma import GammaTable
 from focalkern.ops._extension import has_kernels, kernels_for
 
 __all__ = ["check_labels", "focal_loss"]
 
-# The losses of the compiled module, by its numbers; focal_loss is 0.
-POLY_FOCAL, DUAL_FOCAL, BRIER = 1, 2, 3
 # Label smoothing gives every class a rival of its own: in torch operations.
-NO_SMOOTHING = (DUAL_FOCAL,)
+NO_SMOOTHING = (RowLoss.DUAL_FOCAL,)
 
 LABEL_DTYPES = (torch.int64, torch.int32, torch.uint8)
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -119,7 +118,12 @@ def focal_loss(
         gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value
     try:
         return through(input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
-    except (TypeError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
+    except (
+        TypeError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+    ) as error:  # of what is wrong so rarely that it is looked at only here
         check_types("focal_loss", weight, ignore_index, label_smoothing, detach_modulation)
         raise reworded("focal_loss", error, input=input, target=target, gamma=gamma, weight=weight) from None
 
@@ -202,7 +206,7 @@ def through_dispatcher(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
-    kind: int = 0,
+    kind: int = RowLoss.FOCAL,
     epsilon: float = 0.0,
 ) -> Tensor:
     """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""

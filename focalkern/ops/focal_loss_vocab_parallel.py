@@ -258,52 +258,65 @@ class Split:
 
 @dataclass(frozen=True)
 class Rows:
-    """Of each row, in float64: the slice's largest logit or its label's, and of all classes log-sum-exp and d."""
+    """Of each row, in float64: the slice's largest logit or its label's, log sum_j exp(z_j - that) of all classes, and
+    d."""
 
     top: Tensor
-    lse: Tensor
+    log_sum: Tensor
     margin: Tensor
 
     def at(self, rows: slice) -> "Rows":
-        return Rows(self.top[rows], self.lse[rows], self.margin[rows])
+        return Rows(self.top[rows], self.log_sum[rows], self.margin[rows])
 
     @classmethod
     def of(cls, parts: list["Rows"]) -> "Rows":
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("top", "lse", "margin")))
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("top", "log_sum", "margin")))
 
 
 def statistics(z: Tensor, split: Split) -> Rows:
-    """The two reductions, over the rows [n, C_r] of a chunk."""
-    tops, rests, targets = [], [], []
+    """The two reductions, over the rows [n, C_r] of a chunk.
+
+    A logarithm is added to differences of logits only: beside a logit of 1e20 it would be rounded away.
+    """
     nothing = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
-    if z.shape[1] == 0:
-        tops, rests, targets = [nothing], [nothing], [nothing]
-    for block in blocks(z) if z.shape[1] else ():
-        part, label, owned = z[block], split.label[block], split.owned[block]
-        top, log_sum, log_u = slice_statistics(part, label)
-        # The target is among the classes of the sum only where it lies in the slice; log u takes it out of there.
-        rest = top + torch.where(owned, log_sum + log_u, log_sum)
-        own = part.gather(1, label.unsqueeze(1)).squeeze(1).double()
-        tops.append(top)
-        targets.append(torch.where(owned, own, -torch.inf))
-        # A reduction by MAX may lose a NaN, one by SUM does not.
-        rests.append(torch.where(owned & own.isnan(), torch.nan, rest))
-    top = torch.cat(tops) if tops else nothing
+    parts = [_slice_statistics(z[block], split.at(block)) for block in blocks(z)] if z.shape[1] else []
+    top, log_rest, own = (torch.cat(values) for values in zip(*parts, strict=True)) if parts else [nothing] * 3
+    # A slice of which no class can occur.
+    empty = log_rest == -torch.inf
+    rest = torch.where(empty, -torch.inf, top + log_rest)
     # An ignored row has no target: any number will do. One out of range makes its row NaN.
-    absent = torch.where(split.counts, -torch.inf, 0.0)
-    own = torch.where(split.legal, torch.maximum(torch.cat(targets), absent) if targets else absent, torch.nan)
-    rest = torch.cat(rests) if rests else nothing
+    own = torch.where(split.legal, torch.maximum(own, torch.where(split.counts, -torch.inf, 0.0)), torch.nan)
     largest = torch.stack([rest, own])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=split.group)
     shift = torch.where(largest[0].isfinite(), largest[0], 0.0)
-    total = (rest - shift).exp()
+    total = torch.where(empty, 0.0, ((top - shift) + log_rest).exp())
     dist.all_reduce(total, group=split.group)
-    all_rest = shift + total.log()
+    log_rest = total.log()
     own = torch.where(split.legal, largest[1], torch.nan)
     # Nothing is left beside the target: its loss is 0, and a distance of infinity would make it NaN.
-    alone = (all_rest == -torch.inf) & own.isfinite()
-    all_rest = torch.where(alone, own - _FAR, all_rest)
-    return Rows(top, torch.logaddexp(all_rest, own), all_rest - own)
+    alone = (total == 0) & own.isfinite()
+    shift, log_rest = torch.where(alone, own, shift), torch.where(alone, -_FAR, log_rest)
+    margin = (shift - own) + log_rest
+    top = torch.where(top == -torch.inf, shift, top)
+    # log-sum-exp of all classes minus `top`, from the larger of the target and the others.
+    of_rest = (shift - top) + log_rest + torch.nn.functional.softplus(-margin)
+    of_target = (own - top) + torch.nn.functional.softplus(margin)
+    return Rows(top, torch.where(margin > 0, of_rest, of_target), margin)
+
+
+def _slice_statistics(z: Tensor, split: Split) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the rows of a block: the largest logit or that of the label, the logarithm of the sum of exp(z_j - that) over
+    the classes beside the target, and the target's logit, -inf where the slice does not have it."""
+    top, log_sum, log_u = slice_statistics(z, split.label)
+    # The target is among the classes of the sum only where it lies in the slice; log u takes it out of there.
+    log_rest = torch.where(split.owned, log_sum + log_u, log_sum)
+    own = z.gather(1, split.label.unsqueeze(1)).squeeze(1).double()
+    # A reduction by MAX may lose a NaN, one by SUM does not.
+    log_rest = torch.where(split.owned & own.isnan(), torch.nan, log_rest)
+    missing = top == -torch.inf
+    if not is_plain(z) or bool(missing.any()):
+        log_rest = torch.where(missing & (z.amax(1) == -torch.inf), -torch.inf, log_rest)  # amax keeps a NaN
+    return top, log_rest, torch.where(split.owned, own, -torch.inf)
 
 
 def row_losses(margin: Tensor, gamma: float | Tensor | GammaTable, settings: Settings) -> Tensor:
@@ -333,14 +346,14 @@ def gradients(z: Tensor, split: Split, rows: Rows, slope: Tensor) -> Iterator[tu
     u = log_u.exp()
     # c = dL/dd / u; where u vanishes, so does every p_j.
     scale = torch.where(u > 0, slope / u, torch.where(slope.isnan(), slope, 0.0))
-    top = torch.where(rows.top == -torch.inf, 0.0, rows.top)
     for block in blocks(z):
         part, label, owned = z[block], split.label[block], split.owned[block]
-        at = [values[block] for values in (top, rows.lse, log_u, scale)]
-        grad = slice_gradient(at[3], part, label, at[0], at[1] - at[0], at[2])
+        top, log_sum, log_u_here, scale_here = (values[block] for values in (rows.top, rows.log_sum, log_u, scale))
+        grad = slice_gradient(scale_here, part, label, top, log_sum, log_u_here)
         # Rows without a target here were told class 0.
         own = grad[:, 0].double()
-        without = torch.where(at[3] == 0, 0.0, at[3] * (part[:, 0].double() - at[1]).exp())
+        p = ((part[:, 0].double() - top) - log_sum).exp()
+        without = torch.where(scale_here == 0, 0.0, scale_here * p)
         grad[:, 0] = torch.where(owned, own, without).to(grad.dtype)
         yield block, grad
 

@@ -9,7 +9,7 @@ safeguarded Newton iteration needs a handful of steps for any gamma.
 """
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from focalkern._checks import dense, flag, number
 from focalkern._devices import autocast_is_on, on_device
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import focal_loss
+from focalkern.reference import _in_order
 
 __all__ = ["binary_inverse_focal_calibration_map", "inverse_focal_calibration_map", "properized_focal_loss"]
 
@@ -373,7 +374,7 @@ def _inverse(log_p: Tensor, gamma: Tensor) -> Tensor:
             break
     log_q = torch.where(is_top, F.logsigmoid(x), F.logsigmoid(others))
     # A row with one class left is certain, whatever gamma; gamma = 0 changes nothing.
-    log_q = torch.where(absent.all(-1, keepdim=True) | (g == 0), log_p, log_q)
+    log_q = torch.where(absent.all(-1, keepdim=True) | (g == 0), log_p, _in_order(log_q, log_p))
     in_domain = (g >= 0) & g.isfinite() & (log_p.gather(-1, top) <= 0)
     return torch.where(in_domain, log_q, math.nan)
 
@@ -387,37 +388,61 @@ def _inverse_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(output, inputs[1])
 
 
-def _inverse_slopes(log_q: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which classes depend on nothing; 1 / h of the others, the shares (q / h) / sum(q / h), and da/dgamma.
+class _Slopes(NamedTuple):
+    """What the derivatives of a row are made of. "Others" are the classes beside the top class that can occur."""
 
-    a_j = log p_j + c with c such that sum q = 1, and da = h d(log q) + (da/dgamma) dgamma. So, with e = d(log p) -
-    (da/dgamma) dgamma: d(log q) = (e + c) / h and sum(q d(log q)) = 0. Written in differentiable operators of the
-    result, for second derivatives.
+    top: Tensor  # [..., 1] the top class
+    others: Tensor  # [..., C] which classes are others
+    inverse_h: Tensor  # [..., C] d(log q) / da
+    weight: Tensor  # [..., C] of the others, q inverse_h / (1 - q_top)
+    slope_top: Tensor  # [..., 1] da / dx of the top class, x its log-odds
+    u_top: Tensor  # [..., 1] 1 - q_top
+    divisor: Tensor  # [..., 1] q_top + slope_top sum(weight)
+    da_dgamma: Tensor  # [..., C]
+
+
+def _inverse_slopes(log_q: Tensor, gamma: Tensor) -> _Slopes:
+    """Written in differentiable operators of the result, for second derivatives.
+
+    a_j = log p_j + c with c such that sum q = 1, and da = h d(log q) + (da/dgamma) dgamma. With e = d(log p) -
+    (da/dgamma) dgamma relative to the top class, whose d(log q) is what the others leave of sum(q d(log q)) = 0:
+
+        d(log q_top) = -u_top sum(weight e) / divisor
+        d(log q_j) = (e_j - slope_top sum(weight e) / divisor) / h_j
+
+    Nothing is divided by u_top, which may be denormal or 0.
     """
     g = gamma.unsqueeze(-1)
     absent = log_q == -math.inf
     # log-odds of every class; 1 - q_top is the sum of the others.
     finite = torch.where(absent, -1.0, log_q)
-    is_top = torch.arange(log_q.shape[-1], device=log_q.device) == log_q.argmax(-1, keepdim=True)
+    top = log_q.argmax(-1, keepdim=True)
+    is_top = torch.arange(log_q.shape[-1], device=log_q.device) == top
+    others = ~(absent | is_top)
     # A row with one class left depends on nothing.
-    certain = (absent | is_top).all(-1, keepdim=True)
-    log_rest = torch.where(absent | is_top, -math.inf, finite).masked_fill(certain, 0.0).logsumexp(-1, keepdim=True)
+    certain = ~others.any(-1, keepdim=True)
+    log_rest = torch.where(others, finite, -math.inf).masked_fill(certain, 0.0).logsumexp(-1, keepdim=True)
     log_u = torch.where(is_top, log_rest, torch.log1p(-torch.where(is_top, -1.0, finite).exp()))
     x = finite - log_u
-    phi, q = _phi(x), finite.exp()
-    slope = log_u.exp() + g * (q - (phi - q) / (1 + g * phi))
-    inverse_h = log_u.exp() / slope
-    share = torch.where(absent, -math.inf, finite + log_u - slope.log()).softmax(-1)
-    return absent | certain, inverse_h, share, -log_u - phi / (1 + g * phi)
+    phi, q, u = _phi(x), finite.exp(), log_u.exp()
+    slope = u + g * (q - (phi - q) / (1 + g * phi))
+    inverse_h = torch.where(others, u / torch.where(others, slope, 1.0), 0.0)
+    weight = torch.where(others, finite - log_rest, -math.inf).exp() * inverse_h
+    slope_top, q_top, u_top = (values.gather(-1, top) for values in (slope, q, u))
+    divisor = q_top + slope_top * weight.sum(-1, keepdim=True)
+    return _Slopes(top, others, inverse_h, weight, slope_top, u_top, divisor, -log_u - phi / (1 + g * phi))
 
 
 def _inverse_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    fixed, inverse_h, share, da_dgamma = _inverse_slopes(*ctx.saved_tensors)
-    kept = torch.where(fixed, 0.0, grad) * inverse_h
-    grad_log_p = torch.where(fixed, 0.0, kept - share * kept.sum(-1, keepdim=True))
+    row = _inverse_slopes(*ctx.saved_tensors)
+    kept = torch.where(row.others, grad, 0.0) * row.inverse_h
+    grad_top = torch.where(row.others.any(-1, keepdim=True), grad.gather(-1, row.top), 0.0)
+    pull = (row.slope_top * kept.sum(-1, keepdim=True) + row.u_top * grad_top) / row.divisor
+    grad_e = kept - row.weight * pull
+    grad_log_p = grad_e.scatter(-1, row.top, -grad_e.sum(-1, keepdim=True))
     grad_gamma = None
     if ctx.needs_input_grad[1]:
-        grad_gamma = -torch.where(fixed, 0.0, grad_log_p * da_dgamma).sum(-1)
+        grad_gamma = -(grad_log_p * row.da_dgamma).sum(-1)
     return grad_log_p, grad_gamma
 
 
@@ -442,9 +467,12 @@ class _InverseRows(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, d_log_p: Tensor, d_gamma: Tensor) -> Tensor:
-        fixed, inverse_h, share, da_dgamma = _inverse_slopes(*ctx.saved_tensors)
-        e = torch.where(fixed, 0.0, d_log_p - da_dgamma * d_gamma.unsqueeze(-1))
-        return torch.where(fixed, 0.0, (e - (share * e).sum(-1, keepdim=True)) * inverse_h)
+        row = _inverse_slopes(*ctx.saved_tensors)
+        e = d_log_p - row.da_dgamma * d_gamma.unsqueeze(-1)
+        e = torch.where(row.others, e - e.gather(-1, row.top), 0.0)
+        pull = (row.weight * e).sum(-1, keepdim=True) / row.divisor
+        d_log_q = torch.where(row.others, (e - row.slope_top * pull) * row.inverse_h, 0.0)
+        return d_log_q.scatter(-1, row.top, -row.u_top * pull)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, int | None], log_p: Tensor, gamma: Tensor) -> tuple[Tensor, int]:

@@ -142,6 +142,8 @@ def linear_focal_loss(
         return loss.to(loss_dtype)
     classes, leading = linear_weight.shape[0], input.shape[:-1]
     edges, gamma = _gamma_of(gamma, input)
+    _check_target(target, leading, linear_weight.shape[:-1], ignore_index)
+    _check_gamma_shape(gamma, edges, [*leading, *linear_weight.shape[1:-1]])
     # A graph that has no kernels, or is transformed, holds the pair, of which the compiler may make what it can.
     compiling = torch.compiler.is_compiling()
     transformed = compiling and torch._C._are_functorch_transforms_active()
@@ -159,8 +161,6 @@ def linear_focal_loss(
             label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
         )
-    _check_target(target, leading, classes, ignore_index)
-    _check_gamma_shape(gamma, edges, leading)
     dtype, loss_dtype = _dtypes(input, linear_weight, linear_bias)
     if target.is_floating_point():
         loss_dtype = torch.promote_types(loss_dtype, target.dtype)
@@ -275,27 +275,31 @@ def _check_tensors(
             raise ValueError(f"{_OP}: weight must not require grad: it is a constant of the loss")
 
 
-def _check_target(target: Tensor, leading: torch.Size, classes: int, ignore_index: int) -> None:
+def _check_target(target: Tensor, leading: torch.Size, head: torch.Size, ignore_index: int) -> None:
     if target.is_floating_point():
         if target.dtype not in _FLOATS:
             raise TypeError(f"{_OP}: target must be float16, bfloat16, float32 or float64, got {target.dtype}")
-        expected, what = [*leading, classes], "class probabilities"
-        names = ("[C]", "[N, C]", "[B, S, C]")
+        expected, what = [*leading, *head], "class probabilities"
+        name = "[N, C, d1, ...]" if len(head) > 1 else ("[C]", "[N, C]", "[B, S, C]")[len(leading)]
         if ignore_index >= 0:
             raise ValueError(
                 f"{_OP}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
             )
     elif target.dtype in _LABELS:
-        expected, what = [*leading], "labels"
-        names = ("[]", "[N]", "[B, S]")
+        expected, what = [*leading, *head[1:]], "labels"
+        name = "[N, d1, ...]" if len(head) > 1 else ("[]", "[N]", "[B, S]")[len(leading)]
     else:
         raise TypeError(
             f"{_OP}: target must be int64, int32 or uint8 labels or floating-point class probabilities, got "
             f"{target.dtype}"
         )
     if list(target.shape) != expected:
-        name = names[len(leading)]
-        raise ValueError(f"{_OP}: target of {what} must be {name} = {expected}, got {list(target.shape)}")
+        problem = f"{_OP}: target of {what} must be {name} = {expected}, got {list(target.shape)}"
+        if target.numel() == head.numel() and what == "labels":  # of the weight in the place of the input
+            problem += (
+                ". Are the first two arguments swapped? The order is linear_focal_loss(input, linear_weight, target)"
+            )
+        raise ValueError(problem)
 
 
 def _gamma_of(gamma: float | Tensor | GammaTable, input: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -323,14 +327,12 @@ def _gamma_of(gamma: float | Tensor | GammaTable, input: Tensor) -> tuple[Tensor
     return None, torch.tensor(found, dtype=torch.float64)
 
 
-def _check_gamma_shape(gamma: Tensor, edges: Tensor | None, leading: torch.Size) -> None:
+def _check_gamma_shape(gamma: Tensor, edges: Tensor | None, rows: list[int]) -> None:
     if edges is not None:
         return
-    pairs = zip(reversed(gamma.shape), reversed(leading), strict=False)
-    if gamma.dim() > len(leading) or not all(size in (1, wanted) for size, wanted in pairs):
-        raise ValueError(
-            f"{_OP}: gamma must be broadcastable to the unreduced loss {list(leading)}, got {list(gamma.shape)}"
-        )
+    pairs = zip(reversed(gamma.shape), reversed(rows), strict=False)
+    if gamma.dim() > len(rows) or not all(size in (1, wanted) for size, wanted in pairs):
+        raise ValueError(f"{_OP}: gamma must be broadcastable to the unreduced loss {rows}, got {list(gamma.shape)}")
 
 
 def _unfused(

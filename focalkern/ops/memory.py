@@ -1,6 +1,6 @@
 """The memory of large results on the CPU."""
 
-from focalkern.ops._extension import module_or_plain
+from focalkern.ops._extension import module_or_fallback
 
 __all__ = ["empty_cache"]
 
@@ -21,4 +21,4 @@ def empty_cache() -> None:
         >>> del probs  # its memory is kept for the next result
         >>> fk.empty_cache()  # and given back here
     """
-    module_or_plain().empty_cache()
+    module_or_fallback().empty_cache()

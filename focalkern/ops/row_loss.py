@@ -8,18 +8,19 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._checks import finite, reduction_code, reworded
+from focalkern._types import RowLoss
 from focalkern.gamma import GammaTable
-from focalkern.ops._extension import has_kernels, kernels_for, plain
+from focalkern.ops._extension import fallback, has_kernels, kernels_for
 from focalkern.ops.focal_loss import (
-    BRIER,
-    DUAL_FOCAL,
-    POLY_FOCAL,
     check_tensor,
     check_types,
     through_dispatcher,
 )
 
 __all__ = ["brier_loss", "dual_focal_loss", "poly_focal_loss"]
+
+# Numbers, because torch.compile cannot index by members of an enumeration.
+_POLY_FOCAL, _DUAL_FOCAL, _BRIER = (int(loss) for loss in (RowLoss.POLY_FOCAL, RowLoss.DUAL_FOCAL, RowLoss.BRIER))
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -77,7 +78,7 @@ def poly_focal_loss(
         gamma = _number(op, "gamma", gamma, low=0.0)
     epsilon = _number(op, "epsilon", epsilon)
     return _row_loss(
-        op, POLY_FOCAL, input, target, gamma, epsilon, weight, ignore_index, reduction, label_smoothing, False
+        op, _POLY_FOCAL, input, target, gamma, epsilon, weight, ignore_index, reduction, label_smoothing, False
     )
 
 
@@ -97,7 +98,7 @@ def dual_focal_loss(
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}")
     options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
-    return _row_loss(op, DUAL_FOCAL, input, target, gamma, 0.0, *options)
+    return _row_loss(op, _DUAL_FOCAL, input, target, gamma, 0.0, *options)
 
 
 def brier_loss(
@@ -111,7 +112,7 @@ def brier_loss(
 ) -> Tensor:
     """What :class:`focalkern.BrierLoss` computes."""
     return _row_loss(
-        "BrierLoss", BRIER, input, target, 0.0, 0.0, weight, ignore_index, reduction, label_smoothing, False
+        "BrierLoss", _BRIER, input, target, 0.0, 0.0, weight, ignore_index, reduction, label_smoothing, False
     )
 
 
@@ -131,10 +132,13 @@ def mmce_loss(
     if torch.compiler.is_compiling() or type(input) not in _PLAIN or type(target) not in _PLAIN:
         return None
     kernels = kernels_for(input)
-    if not input.is_cpu or kernels is plain:
+    if not input.is_cpu or kernels is fallback:
         return None
     code = reduction_code("MMCELoss", reduction)
-    result: Tensor | None = kernels.mmce_loss(input, target, coefficient, weighted, bandwidth, code, ignore_index)
+    try:
+        result: Tensor = kernels.mmce_loss(input, target, coefficient, weighted, bandwidth, code, ignore_index)
+    except (ValueError, IndexError) as error:
+        raise reworded("MMCELoss", error, input=input, target=target) from None
     return result
 
 
@@ -180,6 +184,11 @@ def _row_loss(
         return through(input, target, gamma, edges, weight, *options)
     try:
         return through(input, target, gamma, edges, weight, *options)
-    except (TypeError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
+    except (
+        TypeError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+    ) as error:  # of what is wrong so rarely that it is looked at only here
         check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
         raise reworded(op, error, input=input, target=target, gamma=gamma, weight=weight) from None

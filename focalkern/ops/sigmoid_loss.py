@@ -52,7 +52,8 @@ def sigmoid_focal_loss(
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         alpha: weight of t = 1 against 1 - alpha of t = 0: a number in [0, 1], or a floating-point tensor broadcastable
             to ``input``, a constant; None (or -1, as in torchvision) for neither.
-        reduction: "none", "mean" (over all elements that are not ignored) or "sum".
+        reduction: "none" (the default of the function, as in torchvision; that of :class:`SigmoidFocalLoss` is "mean"),
+            "mean" (over all elements that are not ignored) or "sum".
         weight: floating point, broadcastable to ``input``; multiplies the loss of each element, and is a constant. It
             does not count in the mean.
         ignore_index: label whose elements count neither in the loss nor in the mean. Label targets only.

@@ -15,7 +15,7 @@ from focalkern._checks import path_text
 from focalkern.calibrators import Calibrator, InputKind, load_calibrator
 from focalkern.files import InputError
 from focalkern.files.checks import check_options
-from focalkern.files.unlabelled import UnlabelledRows, open_unlabelled
+from focalkern.files.inputs import UnlabelledRows, open_unlabelled
 
 __all__ = ["OUTPUTS", "apply_calibrator"]
 
@@ -43,7 +43,8 @@ def apply_calibrator(
             a time.
         out: ``.npy`` (written a few rows at a time), ``.npz``, ``.safetensors`` or ``.pt`` with an array ``probs`` (or
             ``val_probs``, ``test_probs``, as the array in ``source`` is called), or ``.csv``, ``.parquet`` or
-            ``.feather`` with the columns of the source, or ``0, 1, ...``. float64 where the source is, or is a table,
+            ``.feather`` with the columns ``prob_<class>``, the class being the name or number of the column of a table,
+            or ``0, 1, ...``; all other columns of a table stay as they are. float64 where the source is, or is a table,
             else float32. An existing file is replaced only when the new one is complete.
         input_kind: ``"logits"`` or ``"probs"``: what ``source`` holds; None takes what its names say.
         logits_key: the array of the logits, or a pattern for the columns of the classes.
@@ -87,8 +88,12 @@ def apply_calibrator(
         _stream(fitted, rows, target)
     else:
         arrays = {name: _together(fitted, rows) for name, rows in named.items()}
-        (columns, *_) = (rows.columns for rows in named.values())
-        write_atomically(target, _encoded(suffix, arrays, columns))
+        if suffix in _TABLES:
+            ((rows, probs),) = zip(named.values(), arrays.values(), strict=True)
+            content = _table(suffix, probs, rows)
+        else:
+            content = _encoded(suffix, arrays)
+        write_atomically(target, content)
     return {name: (rows.n_rows, rows.n_classes) for name, rows in named.items()}
 
 
@@ -127,27 +132,48 @@ def _write_header(stream: BinaryIO, dtype: np.dtype[Any], rows: UnlabelledRows) 
     )
 
 
-def _encoded(suffix: str, arrays: dict[str, Tensor], columns: tuple[str, ...]) -> bytes:
-    if suffix == ".csv":
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        (table,) = arrays.values()
-        text_of = repr if table.dtype == torch.float64 else "{:.9g}".format  # so many digits tell float32 apart
-        writer.writerow(columns or range(table.shape[1]))
-        writer.writerows([[text_of(value) for value in row] for row in table.tolist()])
-        return text.getvalue().encode()
+def _table(suffix: str, probs: Tensor, rows: UnlabelledRows) -> bytes:
+    """The table of the source with probabilities in the place of its classes."""
+    classes = rows.table.classes or tuple(map(str, range(rows.n_classes)))
+    before, after = rows.table.before, rows.table.after
+    names = [*(name for name, _ in before), *(f"prob_{name}" for name in classes), *(name for name, _ in after)]
+    twice = next((name for name in names if names.count(name) > 1 and name.startswith("prob_")), None)
+    if twice is not None:
+        raise InputError(f"{rows.source}: expected no column {twice} beside the classes, found one")
     stream = io.BytesIO()
-    if suffix in _TABLES:
-        try:
-            import pyarrow
-            from pyarrow import feather, parquet
-        except ImportError as error:
-            raise InputError(f"pyarrow is needed to write {suffix}: pip install pyarrow") from error
-        (probs,) = arrays.values()
-        names = columns or tuple(map(str, range(probs.shape[1])))
-        content = pyarrow.table(dict(zip(names, probs.numpy().T, strict=True)))
-        (parquet.write_table if suffix == ".parquet" else feather.write_feather)(content, stream)
-    elif suffix == ".npz":
+    if suffix == ".csv":
+        text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        text_of = repr if probs.dtype == torch.float64 else "{:.9g}".format  # so many digits tell float32 apart
+        cells = [[text_of(value) for value in column] for column in probs.T.tolist()]
+        columns = [*(_as_text(column) for _, column in before), *cells, *(_as_text(column) for _, column in after)]
+        writer.writerow(names)
+        writer.writerows(zip(*columns, strict=True))
+        text.flush()
+        return stream.getvalue()
+    try:
+        import pyarrow
+        from pyarrow import feather, parquet
+    except ImportError as error:
+        raise InputError(f"pyarrow is needed to write {suffix}: pip install pyarrow") from error
+    columns = [*(column for _, column in before), *probs.numpy().T, *(column for _, column in after)]
+    content = pyarrow.Table.from_arrays(
+        [pyarrow.chunked_array([column]) if isinstance(column, list | np.ndarray) else column for column in columns],
+        names=names,
+    )
+    (parquet.write_table if suffix == ".parquet" else feather.write_feather)(content, stream)
+    return stream.getvalue()
+
+
+def _as_text(column: Any) -> list[Any]:
+    """A column as it is written into a .csv file, where nothing stands for no value."""
+    values: list[Any] = column if isinstance(column, list) else column.to_pylist()
+    return values
+
+
+def _encoded(suffix: str, arrays: dict[str, Tensor]) -> bytes:
+    stream = io.BytesIO()
+    if suffix == ".npz":
         np.savez(stream, **{name: tensor.numpy() for name, tensor in arrays.items()})  # type: ignore[arg-type]
     elif suffix == ".pt":
         torch.save(arrays, stream)

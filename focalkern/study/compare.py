@@ -1,4 +1,4 @@
-"""The comparison as a function: calibrators on validation rows, judged on test rows."""
+"""The comparison: candidates cross-validated, the grid searched, and all of them scored on test samples."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,20 +6,26 @@ from typing import Any
 
 import torch
 
-from focalkern._checks import MOST_BINS, MOST_RESAMPLES, integer, one_of, short
-from focalkern.calibrators import DEFAULT_GAMMAS, Criterion, Estimator, InputKind
+from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, one_of, short
+from focalkern._diagnostics import refuse_probs
+from focalkern.calibrators import DEFAULT_GAMMAS, Binning, Criterion, Estimator, InputKind, Search
+from focalkern.calibrators._base import LOGITS, is_assumed
+from focalkern.calibrators._selection import CANDIDATES, Proper, as_candidates, check_folds
 from focalkern.files import InputError, LogitSet
 from focalkern.files.checks import checked_set
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
-from focalkern.study.comparison import run_study
-from focalkern.study.contest import as_candidates, check_folds
-from focalkern.study.memory import MemorySet, as_rows
-from focalkern.study.result import Study
-from focalkern.study.rows import Rows
-from focalkern.study.streamed import StreamedSet, stream_sets
+from focalkern.study.candidates import of_cross_validation, of_grid, of_method
+from focalkern.study.intervals import bootstrap_intervals, default_resamples
+from focalkern.study.memory import MemorySamples, as_samples
+from focalkern.study.remarks import remarks
+from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, scored
+from focalkern.study.samples import Samples
+from focalkern.study.streamed import StreamedSamples, stream_sets
+from focalkern.study.study import Study
+from focalkern.study.verdict import judge
 
-__all__ = ["compare_calibrators"]
+__all__ = ["compare_calibrators", "run_study"]
 
 _OP = "compare_calibrators"
 _CRITERIA = ("nll", "brier", "ece")
@@ -36,48 +42,49 @@ def compare_calibrators(
     folds: int = 5,
     resamples: int | None = None,
     seed: int = 0,
-    input_kind: InputKind = "logits",
+    input_kind: InputKind = LOGITS,
+    keep_predictions: bool = False,
 ) -> Study:
-    r"""Which calibrator to use, why, and what it costs: what ``focalkern calibrate`` does.
+    r"""Compare calibrators and say which one to use, why, and what it costs, as ``focalkern calibrate`` does.
 
-    The candidates are fitted on the validation rows and compared there by cross-validation, all on the same folds. Used
-    is the simplest one whose mean loss l lies within one standard error of the best one's, b:
-
-    .. math:: \overline{l - b} \le \text{sd}(l - b) / \sqrt{N}
-
-    Never chosen are a candidate with a higher mean loss than no calibration, one whose optimum lies where its search
-    ended, on all rows or without a fold, and one whose loss is infinite on a row. Test rows never choose. Beside the
-    candidates the table has the paper's two choices, the lowest ECE (``equal_mass``) of its grid for temperature
-    scaling and for focal temperature scaling.
+    The candidates are fitted on the validation samples and compared there by cross-validation, all on the same folds.
+    Among those that change no predicted class the one with the lowest mean loss is held; a richer one takes its place
+    if its mean loss is lower by more than half a standard error of the paired difference; see
+    :class:`focalkern.AutoCalibrator`. Test samples never choose. Beside the candidates the table has focal temperature
+    scaling by the criterion, and with ``all=True`` the paper's two choices, the lowest ECE (``equal_mass``) of its grid
+    for temperature scaling and for focal temperature scaling.
 
     Args:
-        validation: the rows to choose by: a pair (logits [N, C], labels [N]) of tensors or arrays, or what
-            :func:`focalkern.study.stream_sets` has for files that are read a few rows at a time. Of streamed rows the
-            folds are by row number, temperature and focal temperature scaling are taken from the grid, and candidates
-            that need all rows in memory are left out and named.
-        test: likewise, the rows that the figures are of; the validation rows when None, which is too good and said.
-        candidates: names out of ``"none"``, ``"temperature"``, ``"focal-temperature"`` (all of these when None) and the
-            others in ``focalkern.study.CANDIDATES``; or a mapping of names to anything with ``fit(logits, labels)`` and
+        validation: samples to fit and to choose by: a pair (logits [N, C], labels [N]) of tensors or arrays, a set of
+            :func:`focalkern.study.stream_sets`, or a pattern of files for it. For files the folds are by sample number
+            and the optima are those of the grid; candidates that need all samples in memory are left out, and a doubt
+            of the verdict names them.
+        test: samples to score. None takes the validation samples; the scores are then optimistic, and the verdict says
+            so.
+        candidates: names out of ``"none"``, ``"temperature"`` (:class:`focalkern.RobustTemperatureScaling`),
+            ``"spline"``, ``"spline-vector"``, ``"spline-matrix"`` (all of these when None) and the others in
+            ``focalkern.study.CANDIDATES``; or a mapping of names to anything with ``fit(logits, labels)`` and
             ``predict_proba(logits)``, the simplest first. No calibration is always among them.
-        criterion: ``"nll"`` or ``"brier"``, proper losses, by which the candidates are fitted and compared; or
-            ``"ece"``: the paper's choice, focal temperature scaling by the ECE, whatever it does to the others. Then
-            the verdict says what that costs.
-        estimator: of the ECE that is shown: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``.
+        criterion: ``"nll"`` or ``"brier"``, proper losses, to fit and compare the candidates by; or ``"ece"``, the
+            paper's choice: focal temperature scaling by the ECE. The verdict then says what that costs in NLL.
+        estimator: of the ECE in the verdict: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``.
         n_bins: of every ECE.
         folds: of the cross-validation, at least 2.
-        resamples: of the bootstrap behind the intervals; 0 for none. By default 200, and none where that would take
+        resamples: of the bootstrap for the intervals; 0 for none. By default 200, and none where that would take
             minutes.
         seed: of the folds and of the resamples.
-        input_kind: ``"logits"`` or ``"probs"``: what the pairs hold.
+        input_kind: ``"logits"`` or ``"probs"``: what the pairs hold. Unless it is said, logits that look like
+            probabilities are refused.
+        keep_predictions: choose only among candidates that change no predicted class.
 
     Returns:
         A :class:`focalkern.Study`: ``verdict``, ``calibrator`` (fitted, the one to use), ``table()``, ``to_dict()``,
         ``to_dataframe()``, ``write_report(folder)``; it shows itself in a notebook.
 
     Raises:
-        TypeError: rows of another kind; a candidate without ``fit`` or ``predict_proba``.
-        ValueError: an unknown option or name; rows that cannot be used, naming the first; test rows with another number
-            of classes.
+        TypeError: samples of another type; a candidate without ``fit`` or ``predict_proba``.
+        ValueError: an unknown option or name; samples that cannot be used, naming the first; test samples with another
+            number of classes.
 
     Source: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3 (the rule of one standard error);
     Komisarenko & Kull 2024 (arXiv 2408.11598), section 5 (the grid).
@@ -87,9 +94,9 @@ def compare_calibrators(
         >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # sure, and wrong in 1 of 5 rows
         >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
         >>> print(study.verdict.use)
-        temperature scaling, T = 1.924: NLL 0.8360 -> 0.6390, ECE 0.1647 -> 0.0000 on 300 test rows
-        >>> study.calibrator.predict_proba(logits[1:2]).round(decimals=3)
-        tensor([[0.1000, 0.8000, 0.1000]])
+        spline matrix scaling: NLL 0.8360 -> 0.5439, Brier 0.3807 -> 0.3230, ECE 0.1647 -> 0.0004 on 300 test rows
+        >>> study.calibrator.predict_proba(logits[1:2]).round(decimals=3)  # the class above was right in 1 of 5 rows
+        tensor([[0.1610, 0.8000, 0.0390]])
     """
     for name, value, known in (
         ("criterion", criterion, _CRITERIA),
@@ -99,11 +106,12 @@ def compare_calibrators(
         one_of(_OP, name, value, known)
     folds, seed = check_folds(_OP, folds, seed)
     n_bins = integer(_OP, "n_bins", n_bins, 1, MOST_BINS)
+    flag(_OP, "keep_predictions", keep_predictions)
     if resamples is not None:
         resamples = integer(_OP, "resamples", resamples, 0, MOST_RESAMPLES, " or None")
     try:
-        validation = _rows("validation", validation, "val", input_kind)
-        test = validation if test is None else _rows("test", test, "test", input_kind)
+        validation = _samples("validation", validation, "val", input_kind)
+        test = validation if test is None else _samples("test", test, "test", input_kind)
     except InputError as error:
         raise ValueError(f"compare_calibrators: {error}") from None
     if (test.n_classes, test.kind) != (validation.n_classes, validation.kind):
@@ -112,7 +120,7 @@ def compare_calibrators(
             f"got {test.kind} of {test.n_classes}"
         )
     try:
-        as_candidates(candidates, "nll", validation.kind)  # what is wrong with them is said before the search
+        as_candidates(candidates, "nll", validation.kind, keep_predictions)  # errors come before the search
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_OP}: {error}") from None
     return run_study(
@@ -123,16 +131,17 @@ def compare_calibrators(
         candidates=candidates,
         folds=folds,
         criterion=criterion,
-        shown=estimator,
+        keep_predictions=keep_predictions,
+        report_estimator=estimator,
         n_bins=n_bins,
         resamples=resamples,
         seed=seed,
     )
 
 
-def _rows(name: str, given: Any, prefix: str, kind: InputKind) -> Rows:
-    if isinstance(given, LogitSet | MemorySet | StreamedSet):
-        return as_rows(given)
+def _samples(name: str, given: Any, prefix: str, kind: InputKind) -> Samples:
+    if isinstance(given, LogitSet | MemorySamples | StreamedSamples):
+        return as_samples(given)
     if isinstance(given, str | Path):
         if not str(given).isprintable() or len(str(given)) > 4096:
             raise ValueError(f"{_OP}: {name} must be a path or a pattern of files, got {short(given)}")
@@ -146,4 +155,134 @@ def _rows(name: str, given: Any, prefix: str, kind: InputKind) -> Rows:
             f"{type(given).__name__}"
         )
     pair = [one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in given]
-    return as_rows(checked_set(name, prefix, kind, kind, pair[0], "labels", pair[1]))
+    assumed, kind = is_assumed(kind), "probs" if kind == "probs" else "logits"
+    found = as_samples(checked_set(name, prefix, kind, kind, pair[0], "labels", pair[1]))
+    if assumed:
+        refuse_probs(_OP, found.sample()[0], name)
+    return found
+
+
+def run_study(
+    validation: LogitSet | Samples,
+    test: LogitSet | Samples,
+    *,
+    gammas: Sequence[float] = DEFAULT_GAMMAS,
+    temperatures: Sequence[float] = PAPER_TEMPERATURES,
+    method: str = "auto",
+    candidates: Sequence[str] | Mapping[str, Any] | None = None,
+    keep_predictions: bool = False,
+    folds: int = 5,
+    search: Search | None = None,
+    binning: Binning | None = None,
+    criterion: Criterion = "nll",
+    estimator: Estimator = "equal_mass",
+    report_estimator: Estimator = "equal_width",
+    n_bins: int = 15,
+    resamples: int | None = None,
+    seed: int = 0,
+) -> Study:
+    """Fit and choose calibrators on ``validation``, and score them on ``test``.
+
+    The results are no calibration and the paper's two: temperature scaling and focal temperature scaling with the
+    lowest ECE of one grid. Temperature scaling is its row gamma = 0, also where ``gammas`` has no 0. ``method="auto"``
+    adds every candidate. Another method adds both scalings by a proper loss from the same grid, and the method itself
+    by its search and bins; for a search other than ``"grid"`` and for bins, both sets must be in memory.
+
+    Args:
+        validation: samples to fit and to choose by.
+        test: samples to score; ``validation`` itself if there are no others.
+        gammas, temperatures: the grid; of equal cells the first wins.
+        method: ``"auto"``, or ``"temperature"``, ``"focal-temperature"`` or ``"histogram"``.
+        candidates, keep_predictions, folds: of the cross-validation of ``"auto"``; see
+            :func:`focalkern.compare_calibrators`.
+        criterion: to choose by.
+        search: for gamma and T of a named method. None is the search of the calibrator itself: by derivatives for NLL
+            and Brier score, unless the grid is another than the default or the samples are read in parts.
+        binning: bins after the method's scaling, or of ``"histogram"``; None for none.
+        estimator, n_bins: of the ECE to choose by; the ECEs of the scores and ``binning`` have ``n_bins``, too.
+        report_estimator: of the ECE in the verdict and the remarks.
+        resamples: of the bootstrap on ``test``; 0 for none, :func:`default_resamples` when None.
+        seed: of the folds and of the resamples.
+    """
+    same = test is validation
+    validation = as_samples(validation)
+    test = validation if same else as_samples(test)
+    proper: Proper = "brier" if criterion == "brier" else "nll"
+    auto = method == "auto"
+    default_axes = tuple(gammas) == DEFAULT_GAMMAS and tuple(temperatures) == PAPER_TEMPERATURES
+    by_derivatives = search is None and method in SCALINGS and criterion == proper and default_axes and binning is None
+    by_derivatives = by_derivatives and validation.memory is not None
+    search = search or (proper if by_derivatives else "grid")
+    grid = validation.grid(
+        tuple(gammas) if 0.0 in gammas else (0.0, *gammas),
+        tuple(temperatures),
+        n_bins=n_bins,
+        estimator=estimator,
+        criterion=proper,
+        folds=min(folds, len(validation)) if auto else 0,
+    )
+    cross_validation = None
+    chosen: int | None
+    if auto:
+        made = as_candidates(candidates, proper, validation.kind, keep_predictions)
+        focal = "focal-temperature"
+        if candidates is None and validation.memory is None:  # the default ones need their samples in memory
+            made[focal] = CANDIDATES[focal](proper, validation.kind)
+        cross_validation = validation.cross_validate(made, grid, gammas, criterion=proper, folds=folds, seed=seed)
+        others = []
+        if candidates is None and focal not in made:  # beside the candidates, for comparison
+            others = of_method(
+                validation,
+                gammas=None,
+                temperatures=None,
+                method=focal,
+                search=proper,
+                binning=None,
+                criterion=proper,
+                estimator=estimator,
+                n_bins=n_bins,
+            )
+        results = [*of_cross_validation(cross_validation), *others, *of_grid(grid, gammas, ("ece",), validation)]
+        chosen = cross_validation.chosen if criterion != "ece" else len(results) - 1  # the paper's focal scaling
+    else:
+        none = CalibratorResult("none", None, validation.identity(n_bins))
+        options: Any = {
+            "gammas": None if tuple(gammas) == DEFAULT_GAMMAS else tuple(gammas),
+            "temperatures": None if tuple(temperatures) == PAPER_TEMPERATURES else tuple(temperatures),
+            "search": search,
+            "binning": binning,
+            "criterion": criterion,
+            "estimator": estimator,
+            "n_bins": n_bins,
+        }
+        if by_derivatives:  # both scalings, so that the one that was asked for has its baseline
+            of_proper = [one for name in SCALINGS for one in of_method(validation, method=name, **options)]
+            results = [none, *of_grid(grid, gammas, ("ece",), validation), *of_proper]
+        else:
+            named = of_method(validation, method=method, **options)
+            results = [none, *of_grid(grid, gammas, ("ece", proper), validation), *named]
+            chosen = len(results) - 1 if named else None
+        if by_derivatives or (search == "grid" and binning is None):
+            keys = [(one.method, one.criterion) for one in results]
+            chosen = keys.index((method, criterion)) if (method, criterion) in keys else None
+    cells = [(one.scaling.gamma_, one.scaling.temperature_) for one in results if one.scaling is not None]
+    for samples in (validation, test):
+        samples.measure(cells, n_bins)  # one pass for all
+    results = [scored(one, validation, test, n_bins) for one in results]
+    n_resamples = default_resamples(test) if resamples is None else resamples
+    comparison = Comparison(
+        validation=validation,
+        test=test,
+        grid=grid,
+        results=tuple(results),
+        chosen=None if chosen is None or results[chosen].calibrator is None else results[chosen],
+        intervals=bootstrap_intervals(results, test, n_bins, n_resamples, seed) if n_resamples else None,
+        cross_validation=cross_validation,
+        estimator=report_estimator,
+        criterion=criterion,
+    )
+    return Study(
+        **vars(comparison),
+        verdict=judge(comparison),
+        remarks=remarks(comparison, intervals_expected=resamples is None),
+    )

@@ -1,4 +1,4 @@
-"""The figures of rows as they are, and after a fitted calibrator."""
+"""Scores of samples without calibration and after a fitted calibrator."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,23 +12,23 @@ from focalkern.calibrators import (
     TemperatureScaling,
 )
 from focalkern.files import InputError, LogitSet
-from focalkern.study.candidates import Choice
-from focalkern.study.memory import as_rows
-from focalkern.study.record import finite_or_none
-from focalkern.study.rows import Rows
-from focalkern.study.table import format_table
-from focalkern.study.words import bin_remarks, read_remarks, rows_in_words
+from focalkern.study.memory import as_samples
+from focalkern.study.remarks import remarks_on_bins, remarks_on_samples
+from focalkern.study.report.export import finite_or_none
+from focalkern.study.report.tables import format_table
+from focalkern.study.results import CalibratorResult
+from focalkern.study.samples import Samples, describe_samples, describe_source, scaling_or_none
 
 __all__ = ["Evaluation", "evaluate_rows"]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What :func:`evaluate_rows` has found.
+    """The result of :func:`evaluate_rows`.
 
     Attributes:
-        rows: the set.
-        choices: uncalibrated, and calibrated where there is a calibrator.
+        samples: the set.
+        results: no calibration, and the calibrator if there is one: a :class:`focalkern.study.CalibratorResult` each.
         n_bins: of every ECE.
         remarks: sentences that the reader needs.
 
@@ -39,49 +39,50 @@ class Evaluation:
         0.75
     """
 
-    rows: Rows
-    choices: tuple[Choice, ...]
+    samples: Samples
+    results: tuple[CalibratorResult, ...]
     n_bins: int
     remarks: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{rows_in_words(self.rows)}; {self.n_bins} bins\n\n{format_table(self.choices)}"
+        source = describe_source(self.samples, describe_samples(self.samples))
+        return f"{source}; {self.n_bins} bins\n\n{format_table(self.results)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as ``json.dumps`` takes it.
 
         Returns:
-            Texts, numbers and lists. A figure that is infinite is None.
+            Texts, numbers and lists. An infinite score is None.
         """
         return {
-            "source": self.rows.source,
-            "set": self.rows.name,
-            "input_kind": self.rows.kind,
-            "n_samples": len(self.rows),
-            "n_classes": self.rows.n_classes,
+            "source": self.samples.source,
+            "set": self.samples.name,
+            "input_kind": self.samples.kind,
+            "n_samples": len(self.samples),
+            "n_classes": self.samples.n_classes,
             "rows": [
                 {
-                    "method": choice.method,
-                    "binning": choice.binning.binning if choice.binning else None,
-                    "gamma": choice.gamma,
-                    "temperature": choice.temperature,
-                    "figures": finite_or_none(choice.test),
+                    "method": result.method,
+                    "binning": result.binning.binning if result.binning else None,
+                    "gamma": result.gamma,
+                    "temperature": result.temperature,
+                    "figures": finite_or_none(result.test),
                 }
-                for choice in self.choices
+                for result in self.results
             ],
             "remarks": list(self.remarks),
         }
 
 
 def evaluate_rows(
-    given: LogitSet | Rows, calibrator: Calibrator | None = None, *, name: str = "the calibrator", n_bins: int = 15
+    given: LogitSet | Samples, calibrator: Calibrator | None = None, *, name: str = "the calibrator", n_bins: int = 15
 ) -> Evaluation:
-    """Accuracy, NLL, Brier score and calibration errors of a set, as it is and calibrated.
+    """Accuracy, NLL, Brier score and calibration errors of a set, without calibration and calibrated.
 
     Args:
-        given: what :func:`focalkern.files.read_sets` or :func:`focalkern.study.stream_sets` has for a file.
-        calibrator: fitted; None for the figures as they are.
-        name: what errors call it.
+        given: a set of :func:`focalkern.files.read_sets` or :func:`focalkern.study.stream_sets`.
+        calibrator: fitted; None for the scores without calibration only.
+        name: of the calibrator in errors.
         n_bins: of every ECE.
 
     Returns:
@@ -95,8 +96,8 @@ def evaluate_rows(
         >>> np.savez("logits.npz", logits=4 * np.eye(3)[[0, 1, 2, 0]], labels=[0, 1, 2, 1])
         >>> rows = fk.files.read_sets("logits.npz")[""]
         >>> calibrator = fk.TemperatureScaling().fit(rows.input, rows.labels)
-        >>> for choice in fk.study.evaluate_rows(rows, calibrator).choices:
-        ...     print(choice.method, round(choice.test["nll"], 3))
+        >>> for result in fk.study.evaluate_rows(rows, calibrator).results:
+        ...     print(result.method, round(result.test["nll"], 3))
         none 1.036
         temperature 0.736
     """
@@ -104,29 +105,27 @@ def evaluate_rows(
         raise TypeError(f"evaluate_rows: given must be a set of read_sets or of stream_sets, got {short(given)}")
     if calibrator is not None and not isinstance(calibrator, Calibrator):
         raise TypeError(f"evaluate_rows: calibrator must be a fitted calibrator or None, got {short(calibrator)}")
-    rows = as_rows(given)
+    samples = as_samples(given)
     if calibrator is not None:
-        _check(name, calibrator, rows)
-    table = [Choice("none", None, 0.0, 1.0, None, None, None)]
-    binning = calibrator if isinstance(calibrator, HistogramBinning) else None
-    scaling = calibrator if binning is None else binning.scaling_
-    if isinstance(scaling, TemperatureScaling | FocalTemperatureScaling):
-        cell = (scaling.gamma_, scaling.temperature_)
-        table.append(Choice(scaling.method, None, *cell, None, None, None, binning=binning))
-    elif binning is not None:
-        table.append(Choice(binning.method, None, 0.0, 1.0, None, None, None, binning=binning))
-    elif calibrator is not None:
-        table.append(Choice(calibrator.method, None, None, None, None, None, None, other=calibrator))
-    cells = [(row.gamma, row.temperature) for row in table if row.gamma is not None and row.temperature is not None]
-    rows.measure(cells, n_bins)  # one pass for all
-    choices = [replace(row, test=rows.figures(row.what, n_bins)) for row in table]
-    remarks = read_remarks(rows)
-    if rows.memory is not None:
-        remarks += bin_remarks(choices[-1], rows.memory)
-    return Evaluation(rows, tuple(choices), n_bins, tuple(remarks))
+        _check(name, calibrator, samples)
+    fitted = [] if calibrator is None else [CalibratorResult(_method(calibrator), None, calibrator)]
+    cells = [(0.0, 1.0)] + [(one.scaling.gamma_, one.scaling.temperature_) for one in fitted if one.scaling is not None]
+    samples.measure(cells, n_bins)  # one pass for all
+    none = CalibratorResult("none", None, samples.identity(n_bins))
+    results = [replace(one, test=samples.scores(one.calibrator, n_bins)) for one in (none, *fitted)]
+    remarks = remarks_on_samples(samples)
+    if samples.memory is not None:
+        remarks += remarks_on_bins(results[-1], samples.memory)
+    return Evaluation(samples, tuple(results), n_bins, tuple(remarks))
 
 
-def _check(name: str, calibrator: Calibrator, rows: Rows) -> None:
+def _method(calibrator: Calibrator) -> str:
+    """Bins after a scaling go by the name of the scaling."""
+    scaling = scaling_or_none(calibrator.scaling_) if isinstance(calibrator, HistogramBinning) else None
+    return calibrator.method if scaling is None else scaling.method
+
+
+def _check(name: str, calibrator: Calibrator, rows: Samples) -> None:
     """Raises InputError where the calibrator cannot be applied to the rows."""
     if isinstance(calibrator, MultiLabelScaling):
         raise InputError(f"{name}: expected a calibrator of one label per row, found {calibrator.method!r}")
@@ -135,6 +134,11 @@ def _check(name: str, calibrator: Calibrator, rows: Rows) -> None:
     if rows.memory is None and not isinstance(calibrator, TemperatureScaling | FocalTemperatureScaling):
         raise InputError(
             f"{name}: expected a scaling for {rows.source}, which is read in parts, found {calibrator.method!r}"
+        )
+    if rows.memory is None and calibrator.input_floor_:
+        raise InputError(
+            f"{name}: expected a scaling without a floor for {rows.source}, which is read in parts, found a floor of "
+            f"{calibrator.input_floor_:g}"
         )
     kind = getattr(calibrator, "input_kind", rows.kind)
     if rows.kind != kind:

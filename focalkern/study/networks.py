@@ -1,4 +1,4 @@
-"""The outcome of a comparison on many networks: tables of networks by methods, mean ranks, paired wins."""
+"""The result of a sweep: tables of networks by methods, mean ranks, paired wins."""
 
 import csv
 import io
@@ -6,23 +6,22 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from focalkern._version import __version__
+from focalkern.calibrators._selection import LOSS_NAMES, Proper
+from focalkern.study.report import html
 
-from focalkern.study import html
-from focalkern.study.contest import LOSS_NAMES, Proper
-
-__all__ = ["FIGURES", "METHODS", "Sweep"]
+__all__ = ["METHODS", "SCORES", "Sweep"]
 
 METHODS = ("auto", "none", "temperature", "focal", "temperature, ECE", "focal, ECE")
 """The columns of the tables: what the cross-validation chooses; no calibration; both scalings by the proper loss; the
 paper's, by the ECE from its grid."""
 
-FIGURES = {"nll": "NLL", "brier": "Brier score", "ece_equal_width": "ECE (equal_width)"}
+SCORES = {"nll": "NLL", "brier": "Brier score", "ece_equal_width": "ECE (equal_width)"}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep has found.
+    """The result of :func:`focalkern.study.sweep.sweep`.
 
     Attributes:
         networks: one dictionary per file, in the order that they were named: ``name``, ``source``, ``n_validation``,
@@ -157,15 +156,13 @@ class Sweep:
         Returns:
             Networks with their figures, mean ranks, wins, and files that failed. A figure that is infinite is None.
         """
-        from focalkern import __version__  # which imports this module
-
         return {
             "focalkern": __version__,
             "criterion": self.criterion,
             "methods": list(METHODS),
             "networks": list(self.networks),
-            "mean_ranks": {figure: self.ranks(figure) for figure in FIGURES},
-            "wins": {figure: self.wins(figure) for figure in FIGURES},
+            "mean_ranks": {figure: self.ranks(figure) for figure in SCORES},
+            "wins": {figure: self.wins(figure) for figure in SCORES},
             "failed": self.failed,
         }
 
@@ -177,10 +174,10 @@ class Sweep:
         """
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["network", "classes", "validation_rows", "test_rows", "method", "chosen", *FIGURES])
+        writer.writerow(["network", "classes", "validation_rows", "test_rows", "method", "chosen", *SCORES])
         for network in self.networks:
             for method in METHODS:
-                values = [self.value(network, method, figure) for figure in FIGURES]
+                values = [self.value(network, method, figure) for figure in SCORES]
                 writer.writerow(
                     [
                         network["name"],
@@ -200,35 +197,21 @@ class Sweep:
         Returns:
             HTML, in UTF-8.
         """
-        from focalkern import __version__  # which imports this module
-
-        head = ["network", *METHODS]
         verdicts = [[network["name"], html.typeset(network["use"])] for network in self.networks]
-        parts = {"use": ("What to use", html.table(["network", "verdict"], verdicts, text=True))}
-        for figure, heading in FIGURES.items():
-            parts[figure] = (
-                heading,
-                html.table(head, self.table(figure), caption=f"{heading} on test rows; lower is better."),
-            )
-        if self.failed:
-            failed = [f"{name}: {reason}" for name, reason in self.failed.items()]
-            parts["failed"] = "Not used", html.unordered(failed)
-        words = (
-            "auto is what the cross-validation on the validation rows chooses; none, no calibration; temperature and "
-            f"focal, temperature and focal temperature scaling by {LOSS_NAMES[self.criterion]}; ECE, by the ECE from "
-            "the paper's grid. Equal figures share a rank."
+        tables = {"use": html.Table(["network", "verdict"], verdicts, text=True)}
+        for score, heading in SCORES.items():
+            caption = f"{heading} on test rows; lower is better."
+            tables[score] = html.Table(["network", *METHODS], self.table(score), caption)
+        sections = {"use": "What to use", **SCORES, **({"failed": "Not used"} if self.failed else {})}
+        return html.render_page(
+            "sweep.html.j2",
+            title="Sweep",
+            sections=sections,
+            n_networks=len(self.networks),
+            loss=LOSS_NAMES[self.criterion],
+            tables=tables,
+            failed=[f"{name}: {reason}" for name, reason in self.failed.items()],
         )
-        lead = "\n".join(
-            (
-                html.paragraph(f"{len(self.networks)} networks; focalkern {__version__}", "quiet"),
-                html.paragraph(words),
-                html.contents({anchor: heading for anchor, (heading, _) in parts.items()}),
-            )
-        )
-        sections = [html.section(heading, inside, anchor=anchor) for anchor, (heading, inside) in parts.items()]
-        foot = html.paragraph(f"focalkern {__version__}, torch {torch.__version__}.")
-        page = html.page("Sweep", lead=lead, sections=sections, foot=foot, generator=f"focalkern {__version__}")
-        return page
 
 
 def _cell(value: float) -> str:

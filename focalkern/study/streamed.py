@@ -1,4 +1,4 @@
-"""Sets of rows larger than memory: what a study asks of them, searched, measured, and resumed where they were left."""
+"""Samples in files larger than memory."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,25 +10,23 @@ from focalkern import metrics
 from focalkern._checks import short
 from focalkern.bootstrap import BiasFloor, PairedBootstrap, bias_floor, paired_bootstrap
 from focalkern.calibrators import Estimator
+from focalkern.calibrators._selection import CrossValidation, Proper
 from focalkern.files.shards import is_pattern, open_shards
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_sums import CalibrationSums
-from focalkern.study.contest import Contest, Proper
-from focalkern.study.processes import Processes, Progress
-from focalkern.study.rows import FIGURES, Applied
-from focalkern.study.streamed_contest import hold_streamed_contest
-from focalkern.study.streamed_figures import MOST_KEPT
-from focalkern.study.streamed_search import StreamedSearch
-from focalkern.study.sums import Measured, sums_of_cells
+from focalkern.study.distributed import Processes, Progress
+from focalkern.study.grid_search import StreamedGrid, cross_validate_streamed
+from focalkern.study.samples import SCORES, scaling_or_none
+from focalkern.study.scores import MOST_KEPT, Measured, sums_of_cells
 
-__all__ = ["MOST_KEPT", "StreamedSet", "stream_sets", "wants_streaming"]
+__all__ = ["MOST_KEPT", "StreamedSamples", "stream_sets", "wants_streaming"]
 
 # In memory there are several copies of the input, some of them in float64.
 _SHARE_OF_MEMORY = 8
 
 
-class StreamedSet(StreamedSearch):
-    """:class:`focalkern.study.rows.Rows` that are read when they are needed, and then forgotten."""
+class StreamedSamples(StreamedGrid):
+    """:class:`Samples` in files, read in batches for each pass."""
 
     memory = None
 
@@ -41,20 +39,19 @@ class StreamedSet(StreamedSearch):
         criterion: Proper,
         folds: int,
         seed: int,
-    ) -> Contest:
-        """The folds are those of :meth:`grid`, by row number."""
-        return hold_streamed_contest(self, candidates, grid, gammas, criterion=criterion)
+    ) -> CrossValidation:
+        """The folds are those of :meth:`grid`, by sample number."""
+        return cross_validate_streamed(self, candidates, grid, gammas, criterion=criterion)
 
-    def figures(self, what: Applied, n_bins: int) -> dict[str, float]:
-        gamma, temperature, _ = what
-        assert gamma is not None
-        assert temperature is not None
-        self.measure([(gamma, temperature)], n_bins)
-        found = self.measured(gamma, temperature, n_bins).figures
-        return {name: found[name] for name in FIGURES}
+    def scores(self, calibrator: Any, n_bins: int) -> dict[str, float]:
+        self.measure([_cell(calibrator)], n_bins)
+        found = self._of(calibrator, n_bins).scores
+        return {name: found[name] for name in SCORES}
 
-    def reliability(self, what: Applied, n_bins: int, estimator: Estimator = "equal_width") -> metrics.ReliabilityBins:
-        found = self._of(what, n_bins)
+    def reliability(
+        self, calibrator: Any, n_bins: int, estimator: Estimator = "equal_width"
+    ) -> metrics.ReliabilityBins:
+        found = self._of(calibrator, n_bins)
         if estimator == "equal_width" or not self.keeps_confidences:
             return found.bins
         return metrics.reliability_bins(
@@ -62,24 +59,24 @@ class StreamedSet(StreamedSearch):
         )
 
     def resampled(
-        self, cells: Mapping[str, Applied], *, n_bins: int, n_resamples: int, seed: int
+        self, calibrators: Mapping[str, Any], *, n_bins: int, n_resamples: int, seed: int
     ) -> tuple[PairedBootstrap, dict[str, dict[str, BiasFloor]]]:
-        """There are confidences, but no probabilities: accuracy and ECE have intervals."""
+        """Of accuracy and ECE only: the probabilities of the other classes are not kept."""
         options: Any = {"n_bins": n_bins, "n_resamples": n_resamples, "seed": seed}
-        confidence = {name: self._of(what, n_bins).confidence for name, what in cells.items()}
+        confidence = {name: self._of(calibrator, n_bins).confidence for name, calibrator in calibrators.items()}
         bootstrap = paired_bootstrap(confidence=confidence, correct=self.correct, **options)
-        return bootstrap, {name: bias_floor(confidence=confidence[name], **options) for name in cells}
+        return bootstrap, {name: bias_floor(confidence=confidence[name], **options) for name in calibrators}
 
     @property
     def resampled_in_seconds(self) -> bool:
-        """One confidence per row, whatever the number of classes."""
+        """One confidence per sample, for any number of classes."""
         return self.keeps_confidences
 
-    def bound_of_figures(self, gamma: float, temperature: float, n_bins: int) -> float:
+    def bound_of_scores(self, gamma: float, temperature: float, n_bins: int) -> float:
         return self.measured(gamma, temperature, n_bins).bound
 
     def cell_sums(self, gammas: Tensor, temperatures: Tensor, n_bins: int) -> CalibrationSums:
-        """In one pass, in float64: what the map of the report needs of every cell. On every process."""
+        """In one pass, in float64, for the map of the report. Every process gets the sums of all."""
         batches = ((input, target) for _, input, target, _ in self._batches("map"))
         sums = sums_of_cells(batches, gammas, temperatures, n_bins, self.kind)
         for _, tensor in sums.items():
@@ -87,19 +84,23 @@ class StreamedSet(StreamedSearch):
         return sums
 
     def remove_progress(self) -> None:
-        """The state file is of no use any more."""
+        """Remove the state file."""
         self._progress.remove()
 
-    def _of(self, what: Applied, n_bins: int) -> Measured:
-        gamma, temperature, _ = what
-        assert gamma is not None
-        assert temperature is not None
-        return self.measured(gamma, temperature, n_bins)
+    def _of(self, calibrator: Any, n_bins: int) -> Measured:
+        return self.measured(*_cell(calibrator), n_bins)
+
+
+def _cell(calibrator: Any) -> tuple[float, float]:
+    """gamma and T of a scaling."""
+    scaling = scaling_or_none(calibrator)
+    assert scaling is not None  # other calibrators need samples in memory
+    return scaling.gamma_, scaling.temperature_
 
 
 def stream_sets(
     path: str, *, processes: Processes | None = None, progress: Progress | None = None, **options: Any
-) -> dict[str, StreamedSet]:
+) -> dict[str, StreamedSamples]:
     """The sets of files whose rows are read a few at a time; only shapes are read now.
 
     Args:
@@ -132,7 +133,7 @@ def stream_sets(
     processes = processes or Processes()
     progress = progress or Progress(None, 0, processes)
     sets = open_shards(path, **options)
-    return {prefix: StreamedSet(rows, processes, progress) for prefix, rows in sets.items()}
+    return {prefix: StreamedSamples(rows, processes, progress) for prefix, rows in sets.items()}
 
 
 def wants_streaming(paths: Sequence[str | None]) -> bool:

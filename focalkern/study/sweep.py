@@ -1,28 +1,33 @@
 """Many networks in one go: the same comparison for each, resumable, in several processes."""
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from focalkern._atomic import write_atomically
+from focalkern._atomic import write_atomically, write_together
 from focalkern._checks import integer, one_of, path_text, short
+from focalkern._version import __version__
+from focalkern.calibrators._selection import PROPER, Proper, check_folds
 from focalkern.files import InputError, LogitSet, read_sets
-from focalkern.study.comparison import run_study
-from focalkern.study.contest import PROPER, Proper, check_folds
-from focalkern.study.networks import FIGURES, METHODS, Sweep
-from focalkern.study.record import finite_or_none
-from focalkern.study.result import Study
+from focalkern.files.read import labels_of_npy
+from focalkern.study.compare import run_study
+from focalkern.study.networks import METHODS, SCORES, Sweep
+from focalkern.study.report.export import finite_or_none
+from focalkern.study.split import check_alike
+from focalkern.study.study import Study
 
-__all__ = ["FIGURES", "METHODS", "Sweep", "sweep"]
+__all__ = ["METHODS", "SCORES", "Sweep", "sweep"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def sweep(
@@ -34,6 +39,7 @@ def sweep(
     folds: int = 5,
     seed: int = 0,
     done: Callable[[str, bool], None] = lambda name, fresh: None,
+    words: Callable[[Exception], str] = str,
     **options: Any,
 ) -> Sweep:
     """Compare the calibrators on every one of many files.
@@ -45,6 +51,7 @@ def sweep(
         jobs: processes.
         criterion, folds, seed: as :func:`focalkern.compare_calibrators`.
         done: is told of every file that is over, and whether it was computed now.
+        words: makes the reason of a file that cannot be used from its error; with several jobs a function of a module.
         options: for the reader of the files, ``input_kind`` and others.
 
     Returns:
@@ -79,7 +86,7 @@ def sweep(
         if known is None:
             tasks[name] = (place, stamp)
         else:
-            found[name] = known
+            found[name] = {**known, "source": name, "name": _short_name(name, names)}
             done(name, False)
     if kept is not None:
         (kept / "networks").mkdir(parents=True, exist_ok=True)
@@ -97,25 +104,47 @@ def sweep(
 
     if jobs <= 1 or len(tasks) <= 1:
         for name in tasks:
-            keep(name, _one(name, settings, None))
+            keep(name, _one(name, settings, None, words))
     else:
         threads = max(1, torch.get_num_threads() // jobs)
-        with ProcessPoolExecutor(min(jobs, len(tasks)), get_context("spawn")) as pool:
+        with ProcessPoolExecutor(min(jobs, len(tasks)), get_context("spawn")) as pool, _workers_end_too(pool):
             # The largest first, so that none of them is left at the end.
             order = sorted(tasks, key=lambda name: -os.path.getsize(name) if os.path.exists(name) else 0)
-            running = {pool.submit(_one, name, settings, threads): name for name in order}
+            running = {pool.submit(_one, name, settings, threads, words): name for name in order}
             for future in as_completed(running):
                 keep(running[future], future.result())
     result = Sweep(tuple(found[name] for name in names if name in found), failed, criterion)
     if kept is not None:
         document = json.dumps(result.to_dict(), indent=2, allow_nan=False) + "\n"
-        write_atomically(kept / "sweep.csv", result.to_csv().encode())
-        write_atomically(kept / "sweep.json", document.encode())
-        write_atomically(kept / "sweep.html", result.to_html())
+        pages = {"sweep.csv": result.to_csv().encode(), "sweep.json": document.encode(), "sweep.html": result.to_html()}
+        write_together(kept, pages)
     return result
 
 
-def _one(name: str, settings: dict[str, Any], threads: int | None) -> dict[str, Any] | str:
+@contextlib.contextmanager
+def _workers_end_too(pool: ProcessPoolExecutor) -> Iterator[None]:
+    """Ends the workers, which write nothing, where this process is to end; the pool alone would wait for them.
+
+    Raises:
+        OSError: a worker was ended from outside.
+    """
+    try:
+        yield
+    except BrokenProcessPool:
+        raise OSError(
+            "a worker process was killed (the system does so when memory runs out: fewer jobs need less); the networks "
+            "that were done are kept, and the same command goes on"
+        ) from None
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in list((getattr(pool, "_processes", None) or {}).values()):
+            worker.terminate()
+        raise
+
+
+def _one(
+    name: str, settings: dict[str, Any], threads: int | None, words: Callable[[Exception], str]
+) -> dict[str, Any] | str:
     """The result of one file, or why there is none."""
     if threads is not None:
         torch.set_num_threads(threads)
@@ -131,7 +160,7 @@ def _one(name: str, settings: dict[str, Any], threads: int | None) -> dict[str, 
             resamples=0,
         )
     except (InputError, ValueError, OSError, MemoryError) as error:
-        return " ".join(str(error).removeprefix(f"{name}: ").split()) or type(error).__name__
+        return " ".join(words(error).removeprefix(f"{name}: ").split()) or type(error).__name__
     return {
         "source": name,
         "n_classes": validation.n_classes,
@@ -146,6 +175,7 @@ def _one(name: str, settings: dict[str, Any], threads: int | None) -> dict[str, 
 
 def _halves(sets: dict[str, LogitSet], seed: int) -> tuple[LogitSet, LogitSet, bool]:
     if "val" in sets and "test" in sets:
+        check_alike(sets["val"].source, sets["val"], sets["test"])
         return sets["val"], sets["test"], False
     (rows, *others) = sets.values()
     if others or len(rows) < 2:
@@ -156,7 +186,7 @@ def _halves(sets: dict[str, LogitSet], seed: int) -> tuple[LogitSet, LogitSet, b
 
 
 def _figures(study: Study) -> dict[str, dict[str, float] | None]:
-    rows = {(row.method, row.criterion == "ece"): row.test for row in study.choices}
+    rows = {(row.method, row.criterion == "ece"): row.test for row in study.results}
     every = {
         "auto": None if study.chosen is None else study.chosen.test,
         "none": rows["none", False],
@@ -166,18 +196,26 @@ def _figures(study: Study) -> dict[str, dict[str, float] | None]:
         "focal, ECE": rows.get(("focal-temperature", True)),
     }
     return {
-        method: None if found is None else {name: found[name] for name in FIGURES} for method, found in every.items()
+        method: None if found is None else {name: found[name] for name in SCORES} for method, found in every.items()
     }
 
 
 def _stamp(name: str, settings: dict[str, Any]) -> list[Any]:
-    """What tells one task from another, without reading the file."""
-    from focalkern import __version__  # which imports this module
+    """What tells one task from another: the contents of the files. (Other files may have their size and their time.)"""
+    try:
+        files = [name]
+        if name.lower().endswith(".npy"):
+            files.append(os.fspath(labels_of_npy(name, settings.get("labels"))))
+        digests = [_digest(file) for file in files]
+    except (InputError, OSError):
+        return []  # what is wrong the reader says
+    known = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in settings.items()}
+    return [__version__, digests, json.loads(json.dumps(known, sort_keys=True))]
 
-    if not os.path.exists(name):
-        return []
-    about = os.stat(name)
-    return [__version__, about.st_size, about.st_mtime_ns, json.loads(json.dumps(settings, sort_keys=True))]
+
+def _digest(file: str) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "blake2b").hexdigest()
 
 
 def _known(place: Path | None, stamp: list[Any]) -> dict[str, Any] | None:

@@ -1,0 +1,442 @@
+// calibration_grid: argument checks, scratch memory, kernel calls and registration.
+//
+//   calibration_grid -> tables [n_criteria, n_gammas, n_temperatures]    the whole grid, through the dispatcher
+//   CalibrationGridRun, and its method run(begin, end) per block of temperatures    the same in steps, for the eager
+//   caller: it shows progress and can be interrupted between two blocks
+//   CalibrationGridRun.add_to(sums...)    what the samples add to running sums, for grids computed batch by batch
+//
+// There is nothing to differentiate: a calibration error is a step function of its bins.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/common.h"
+#include "math/grid_plan.h"
+#ifdef FOCALKERN_WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace focalkern::bindings {
+namespace {
+
+constexpr const char* kOp = "calibration_grid";
+
+// Criteria in the order of their tables, as bits of `criteria`.
+enum Criterion : int64_t { kEce = 1, kMce = 2, kNll = 4, kBrier = 8 };
+constexpr std::array<int64_t, 4> kCriteria{kEce, kMce, kNll, kBrier};
+
+int64_t count_criteria(int64_t criteria) {
+  return std::count_if(kCriteria.begin(), kCriteria.end(), [=](int64_t bit) { return (criteria & bit) != 0; });
+}
+
+// ---- checks --------------------------------------------------------------------------------------------------------
+
+// What can be said without looking at values: for real and fake tensors alike.
+void check_tensors(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures,
+                   int64_t n_bins, int64_t criteria, int64_t estimator) {
+  check_floating(kOp, "input", input);
+  TORCH_CHECK_VALUE(input.dim() == 2, kOp, ": input must be [N, C], got ", input.sym_sizes());
+  TORCH_CHECK_VALUE(input.sym_size(1) >= 2, kOp,
+                    ": input must have at least two classes, got [N, C] = ", input.sym_sizes());
+  const auto type = target.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kLong || type == at::kInt || type == at::kByte, kOp,
+                   ": target must be int64, int32 or uint8, got ", type);
+  TORCH_CHECK_VALUE(target.dim() == 1 && target.sym_size(0) == input.sym_size(0), kOp, ": target must be [N] = [",
+                    input.sym_size(0), "], got ", target.sym_sizes());
+  check_same_device(kOp, "target", target, input);
+  const auto check_axis = [](const char* name, const Tensor& axis) {
+    TORCH_CHECK_TYPE(axis.scalar_type() == at::kDouble, kOp, ": ", name, " must be float64, got ", axis.scalar_type());
+    TORCH_CHECK_VALUE(axis.dim() == 1 && axis.sym_size(0) >= 1, kOp, ": ", name,
+                      " must be one-dimensional and not empty, got shape ", axis.sym_sizes());
+  };
+  check_axis("gammas", gammas);
+  check_axis("temperatures", temperatures);
+  TORCH_CHECK_VALUE(n_bins >= 1, kOp, ": n_bins must be at least 1, got ", n_bins);
+  TORCH_CHECK_VALUE(criteria > 0 && criteria < 16, kOp, ": criteria must name at least one table, got ", criteria);
+  TORCH_CHECK_VALUE(estimator >= 0 && estimator <= 2, kOp, ": estimator must be 0, 1 or 2, got ", estimator);
+}
+
+// gammas or temperatures as contiguous float64 on the CPU, with legal values.
+Tensor axis_on_host(const char* name, const Tensor& axis, double above) {
+  const Tensor host = axis.to(at::kCPU).contiguous();
+  const double* values = host.const_data_ptr<double>();
+  for (int64_t i = 0; i < host.numel(); ++i) {
+    TORCH_CHECK_VALUE(std::isfinite(values[i]) && values[i] > above, kOp, ": ", name,
+                      " must be finite and greater than ", above, ", got ", values[i], " at index ", i);
+  }
+  return host;
+}
+
+[[noreturn]] void raise_row_problem(int64_t problem, const Tensor& input, const Tensor& target) {
+  const int64_t row = problem / kRowProblems;
+  switch (static_cast<RowProblem>(problem % kRowProblems)) {
+    case RowProblem::kNotANumber:
+      TORCH_CHECK_VALUE(false, kOp, ": input must not contain NaN, got one in row ", row);
+    case RowProblem::kPositiveInfinity:
+      TORCH_CHECK_VALUE(false, kOp, ": input must not contain +inf, got one in row ", row);
+    case RowProblem::kNoFiniteLogit:
+      TORCH_CHECK_VALUE(false, kOp, ": input must give some class a positive probability, got none in row ", row);
+    case RowProblem::kNegativeProbability:
+      TORCH_CHECK_VALUE(false, kOp, ": input must not contain negative probabilities, got one in row ", row);
+    case RowProblem::kProbabilitySum:
+      TORCH_CHECK_VALUE(false, kOp, ": input must have rows that sum to 1 within ", sum_tolerance(input.scalar_type()),
+                        ", got ", input[row].to(at::kDouble).sum().item<double>(), " in row ", row);
+    case RowProblem::kLabelOutOfRange:
+      TORCH_CHECK_INDEX(false, kOp, ": target must be in [0, ", input.size(1), ") or ignore_index, got ",
+                        target[row].item<int64_t>(), " at row ", row);
+  }
+  TORCH_INTERNAL_ASSERT(false, "unknown row problem ", problem);
+}
+
+// ---- samples -------------------------------------------------------------------------------------------------------
+
+// The samples that count, checked, with what every block needs to know of them.
+struct Samples {
+  Tensor input;                // [N, C], classes adjacent
+  Tensor target;               // [N]
+  std::optional<Tensor> kept;  // [rows] int64, or nothing if all N rows count
+  Tensor top;                  // [rows] int32
+  Tensor correct;              // [rows] uint8
+  bool input_is_probs;
+
+  int64_t rows() const { return top.numel(); }
+
+  template <typename Scalar>
+  CalibrationGridSamples<Scalar> args() const {
+    return {rows(),
+            input.size(1),
+            static_cast<const Scalar*>(input.const_data_ptr()),
+            input.stride(0),
+            input_is_probs,
+            labels_of(target),
+            pointer_or_null<int64_t>(kept),
+            static_cast<int32_t*>(top.mutable_data_ptr()),
+            static_cast<uint8_t*>(correct.mutable_data_ptr())};
+  }
+
+  // Some of them, without a copy.
+  Samples slice(int64_t begin, int64_t end) const {
+    Samples part = *this;
+    if (kept.has_value()) {
+      part.kept = kept->slice(0, begin, end);
+    } else {
+      part.input = input.slice(0, begin, end);
+      part.target = target.slice(0, begin, end);
+    }
+    part.top = top.slice(0, begin, end);
+    part.correct = correct.slice(0, begin, end);
+    return part;
+  }
+};
+
+Samples prepare(const Tensor& input, const Tensor& target, bool input_is_probs, int64_t ignore_index) {
+  TORCH_CHECK_VALUE(input.size(0) > 0, kOp, ": input must have at least one row, got [N, C] = ", input.sizes());
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max() - 256;  // room for a block's last step in int32
+  TORCH_CHECK_VALUE(input.size(0) < kLimit && input.size(1) < kLimit, kOp,
+                    ": input must have fewer than 2^31 - 257 rows and classes, got [N, C] = ", input.sizes());
+  Samples samples;
+  samples.input_is_probs = input_is_probs;
+  samples.input = input.stride(1) == 1 ? input : input.contiguous();
+  samples.target = target.contiguous();
+  // In int64: a uint8 label would be compared with the ignore_index modulo 256.
+  const Tensor valid = samples.target.to(at::kLong).ne(ignore_index);
+  int64_t rows = input.size(0);
+  if (!valid.all().item<bool>()) {
+    samples.kept = valid.nonzero().squeeze(1).contiguous();
+    rows = samples.kept->numel();
+    TORCH_CHECK_VALUE(rows > 0, kOp, ": target must have at least one label other than ignore_index = ", ignore_index);
+  }
+  samples.top = at::empty({rows}, input.options().dtype(at::kInt));
+  samples.correct = at::empty({rows}, input.options().dtype(at::kByte));
+  int64_t problem = kNoRowProblem;
+  dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    const auto args = samples.args<Scalar>();
+    if (input.is_cpu()) {
+      std::atomic<int64_t> first{kNoRowProblem};
+      at::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
+        const int64_t found = cpu::calibration_grid_prepare(args, begin, end);
+        int64_t known = first.load();
+        while (found < known && !first.compare_exchange_weak(known, found)) {
+        }
+      });
+      problem = first.load();
+    }
+#ifdef FOCALKERN_WITH_CUDA
+    if (input.is_cuda()) {
+      const Tensor first = at::empty({1}, input.options().dtype(at::kLong));
+      C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::calibration_grid_prepare(
+          args, first.mutable_data_ptr<int64_t>(), c10::cuda::getCurrentCUDAStream().stream())));
+      problem = first.item<int64_t>();
+    }
+#endif
+  });
+  if (problem != kNoRowProblem) raise_row_problem(problem, samples.input, samples.target);
+  return samples;
+}
+
+// ---- the grid, by blocks of temperatures ---------------------------------------------------------------------------
+
+class Grid {
+ public:
+  Grid(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,
+       int64_t criteria, int64_t estimator, bool input_is_probs, int64_t ignore_index)
+      : n_bins_(n_bins), criteria_(criteria), estimator_(static_cast<BinEstimator>(estimator)) {
+    check_tensors(input, target, gammas, temperatures, n_bins, criteria, estimator);
+    check_device(kOp, input);
+    TORCH_CHECK_VALUE(!input.is_meta(), kOp, ": input must hold data, got a meta tensor");
+    const c10::DeviceGuard guard(input.device());
+    gammas_ = axis_on_host("gammas", gammas, /*above=*/-1);
+    temperatures_ = axis_on_host("temperatures", temperatures, /*above=*/0).to(input.device());
+    samples_ = prepare(input, target, input_is_probs, ignore_index);
+    per_block_ = std::min(temperatures_.numel(), block_temperatures());
+  }
+
+  int64_t n_temperatures() const { return temperatures_.numel(); }
+  int64_t per_block() const { return per_block_; }
+
+  // Adds what the samples contribute: to the tables nll and brier [n_gammas, n_temperatures], where they are among the
+  // criteria, and to count, confidence and correct [n_gammas, n_temperatures, n_buckets], where ece or mce are. The
+  // buckets are those of the sketch, or else n_buckets equal bins. The number of samples goes to rows, one int64 on the
+  // CPU. All in one call, so that nobody who interrupts Python finds half of it done.
+  void add_to(const Tensor& rows_seen, const std::optional<Tensor>& count, const std::optional<Tensor>& confidence,
+              const std::optional<Tensor>& correct, const std::optional<Tensor>& nll,
+              const std::optional<Tensor>& brier, bool sketch) {
+    const bool binned = (criteria_ & (kEce | kMce)) != 0;
+    const int64_t n_buckets = binned && count.has_value() ? count->size(-1) : 1;
+    const auto check_sum = [&](const char* name, const std::optional<Tensor>& sum, at::ScalarType dtype, bool wanted,
+                               bool buckets) {
+      std::vector<int64_t> shape{gammas_.numel(), n_temperatures()};
+      if (buckets) shape.push_back(n_buckets);
+      TORCH_CHECK_VALUE(sum.has_value() == wanted, kOp, ": ", name, " must be given where the criteria need it");
+      TORCH_CHECK_VALUE(!wanted || (sum->scalar_type() == dtype && sum->sizes() == shape && sum->is_contiguous() &&
+                                    sum->device() == samples_.input.device()),
+                        kOp, ": ", name, " must be contiguous ", dtype, " ", shape, " on the device of input");
+    };
+    TORCH_CHECK_VALUE(rows_seen.is_cpu() && rows_seen.scalar_type() == at::kLong && rows_seen.numel() == 1, kOp,
+                      ": rows must be one int64 on the CPU");
+    check_sum("count", count, at::kLong, binned, true);
+    check_sum("confidence", confidence, at::kDouble, binned, true);
+    check_sum("correct", correct, at::kLong, binned, true);
+    check_sum("nll", nll, at::kDouble, (criteria_ & kNll) != 0, false);
+    check_sum("brier", brier, at::kDouble, (criteria_ & kBrier) != 0, false);
+
+    const c10::DeviceGuard guard(samples_.input.device());
+    const Samples all = samples_;
+    const int64_t means = criteria_ & (kNll | kBrier);
+    for (int64_t row = 0, row_step = rows_at_once(); row < all.rows(); row += row_step) {
+      samples_ = all.slice(row, std::min(row + row_step, all.rows()));
+      per_block_ = std::min(n_temperatures(), block_temperatures());
+      const auto rows = static_cast<double>(samples_.rows());
+      for (int64_t begin = 0; begin < n_temperatures(); begin += per_block_) {
+        const int64_t end = std::min(begin + per_block_, n_temperatures());
+        const Tensor tables = run_block(begin, end, means, /*keep_confidence=*/binned);
+        if (binned) add_buckets(begin, end, *count, *confidence, *correct, sketch);
+        int64_t table = 0;
+        for (const auto* sum : {&nll, &brier}) {
+          if (sum->has_value()) (*sum)->slice(1, begin, end).add_(tables.select(0, table++), rows);
+        }
+      }
+    }
+    samples_ = all;
+    per_block_ = std::min(n_temperatures(), block_temperatures());
+    *rows_seen.mutable_data_ptr<int64_t>() += all.rows();
+  }
+
+  // [n_criteria, n_gammas, end - begin], on the device of the input.
+  Tensor run(int64_t begin, int64_t end) {
+    TORCH_CHECK_VALUE(0 <= begin && begin < end && end <= n_temperatures() && end - begin <= per_block_, kOp,
+                      ": no such block of temperatures: [", begin, ", ", end, ")");
+    const c10::DeviceGuard guard(samples_.input.device());
+    return run_block(begin, end, criteria_, /*keep_confidence=*/false);
+  }
+
+ private:
+  // The tables of some criteria; with keep_confidence the confidences are at the start of confidence_ afterwards.
+  Tensor run_block(int64_t begin, int64_t end, int64_t criteria, bool keep_confidence) {
+    const Tensor& input = samples_.input;
+    const int64_t n_gammas = gammas_.numel(), n_temperatures = end - begin;
+    const Tensor tables =
+        at::empty({count_criteria(criteria), n_gammas, n_temperatures}, input.options().dtype(at::kDouble));
+    dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+      using Scalar = decltype(scalar);
+      CalibrationGridBlock<Scalar> block{};
+      block.samples = samples_.args<Scalar>();
+      block.n_gammas = n_gammas;
+      block.n_temperatures = n_temperatures;
+      block.gammas = gammas_.const_data_ptr<double>();
+      block.temperatures = temperatures_.const_data_ptr<double>() + begin;
+      block.n_bins = n_bins_;
+      block.estimator = estimator_;
+      block.table_stride = n_temperatures;
+      block.keep_confidence = keep_confidence;
+      double* table = tables.mutable_data_ptr<double>();
+      const std::array<double**, 4> slots{&block.ece, &block.mce, &block.nll, &block.brier};
+      for (size_t i = 0; i < slots.size(); ++i) {
+        if ((criteria & kCriteria[i]) == 0) continue;
+        *slots[i] = table;
+        table += n_gammas * n_temperatures;
+      }
+      if (!plan_.has_value()) {
+        plan_ = calibration_grid_plan(block.gammas, n_gammas, input.size(1), calibration_grid_shares_sums(block));
+      }
+      if (input.is_cpu()) run_on_cpu(block);
+#ifdef FOCALKERN_WITH_CUDA
+      if (input.is_cuda()) run_on_cuda(block);
+#endif
+    });
+    return tables;
+  }
+
+  void add_buckets(int64_t begin, int64_t end, const Tensor& count, const Tensor& confidence, const Tensor& correct,
+                   bool sketch) {
+    const Tensor& input = samples_.input;
+    const int64_t n_buckets = count.size(-1);
+    dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+      using Real = compute_t<decltype(scalar)>;
+      const CalibrationSums<Real> sums{samples_.rows(),
+                                       gammas_.numel(),
+                                       end - begin,
+                                       static_cast<const Real*>(confidence_.const_data_ptr()),
+                                       samples_.correct.const_data_ptr<uint8_t>(),
+                                       n_buckets,
+                                       sketch,
+                                       count.mutable_data_ptr<int64_t>() + begin * n_buckets,
+                                       confidence.mutable_data_ptr<double>() + begin * n_buckets,
+                                       correct.mutable_data_ptr<int64_t>() + begin * n_buckets,
+                                       n_temperatures()};
+      if (input.is_cpu()) {
+        at::parallel_for(0, sums.n_gammas * sums.n_temperatures, 1,
+                         [&](int64_t first, int64_t last) { cpu::calibration_sums(sums, first, last); });
+      }
+#ifdef FOCALKERN_WITH_CUDA
+      if (input.is_cuda()) {
+        C10_CUDA_CHECK(
+            static_cast<cudaError_t>(cuda::calibration_sums(sums, c10::cuda::getCurrentCUDAStream().stream())));
+      }
+#endif
+    });
+  }
+
+  // Rows whose confidences take about 32 MiB at the fewest temperatures of a block. From the shape alone, so that sums
+  // do not depend on the number of threads.
+  int64_t rows_at_once() const {
+    const int64_t rows = (int64_t{1} << 18) / gammas_.numel();
+    return std::clamp<int64_t>(rows, 256, kMaxCalibrationSumRows);
+  }
+
+  int64_t block_temperatures() const {
+    const Tensor& input = samples_.input;
+    const int64_t real_size = input.scalar_type() == at::kDouble ? 8 : 4;
+#ifdef FOCALKERN_WITH_CUDA
+    if (input.is_cuda()) {
+      return cuda::calibration_grid_block_temperatures(samples_.rows(), input.size(1), gammas_.numel(), real_size);
+    }
+#endif
+    return cpu::calibration_grid_block_temperatures(samples_.rows(), input.size(1), gammas_.numel(), real_size);
+  }
+
+  // Scratch memory is kept for the next block: fresh pages would cost as much as the binning.
+  template <typename T>
+  T* scratch(Tensor& tensor, int64_t elements) {
+    const int64_t bytes = elements * static_cast<int64_t>(sizeof(T));
+    if (!tensor.defined() || tensor.numel() < bytes) {
+      tensor = Tensor();  // first give back what is too small
+      tensor = at::empty({bytes}, samples_.input.options().dtype(at::kByte));
+    }
+    return static_cast<T*>(tensor.mutable_data_ptr());
+  }
+
+  template <typename Scalar>
+  void run_on_cpu(const CalibrationGridBlock<Scalar>& block) {
+    using Real = compute_t<Scalar>;
+    const int64_t rows = block.samples.rows;
+    const int64_t cells = block.n_temperatures * block.n_gammas;
+    const int64_t chunk_rows = cpu::calibration_grid_chunk_rows(rows, block.samples.classes);
+    const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
+    const cpu::CalibrationGridScratch<Scalar> memory{
+        scratch<Real>(confidence_, cells * rows),
+        block.nll == nullptr ? nullptr : scratch<double>(nll_, chunks * cells),
+        block.brier == nullptr ? nullptr : scratch<double>(brier_, chunks * cells)};
+    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      cpu::calibration_grid_confidences(block, *plan_, memory, begin, end);
+    });
+    at::parallel_for(0, cells, 1,
+                     [&](int64_t begin, int64_t end) { cpu::calibration_grid_cells(block, memory, begin, end); });
+  }
+
+#ifdef FOCALKERN_WITH_CUDA
+  template <typename Scalar>
+  void run_on_cuda(const CalibrationGridBlock<Scalar>& block) {
+    const int64_t bytes =
+        cuda::calibration_grid_workspace(block.samples.rows, block.samples.classes, block.n_gammas,
+                                         block.n_temperatures, block.n_bins, sizeof(compute_t<Scalar>));
+    C10_CUDA_CHECK(static_cast<cudaError_t>(cuda::calibration_grid_block(
+        block, *plan_, scratch<uint8_t>(confidence_, bytes), c10::cuda::getCurrentCUDAStream().stream())));
+  }
+#endif
+
+  int64_t n_bins_, criteria_, per_block_ = 0;
+  BinEstimator estimator_;
+  Tensor gammas_, temperatures_;  // on the CPU, and on the device of the input
+  Samples samples_;
+  Tensor confidence_, nll_, brier_;
+  std::optional<CalibrationGridPlan> plan_;
+};
+
+Tensor grid(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures, int64_t n_bins,
+            int64_t criteria, int64_t estimator, bool input_is_probs, int64_t ignore_index) {
+  Grid grid(input, target, gammas, temperatures, n_bins, criteria, estimator, input_is_probs, ignore_index);
+  std::vector<Tensor> blocks;
+  for (int64_t begin = 0; begin < grid.n_temperatures(); begin += grid.per_block()) {
+    blocks.push_back(grid.run(begin, std::min(begin + grid.per_block(), grid.n_temperatures())));
+  }
+  return at::cat(blocks, /*dim=*/2);
+}
+
+Tensor grid_meta(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures,
+                 int64_t n_bins, int64_t criteria, int64_t estimator, bool, int64_t) {
+  check_tensors(input, target, gammas, temperatures, n_bins, criteria, estimator);
+  return at::empty_symint({count_criteria(criteria), gammas.sym_size(0), temperatures.sym_size(0)},
+                          input.options().dtype(at::kDouble));
+}
+
+}  // namespace
+
+void register_calibration_grid(torch::Library& definitions, pybind11::module_& module) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  definitions.def(
+      "calibration_grid(Tensor input, Tensor target, Tensor gammas, Tensor temperatures, int n_bins, int criteria, "
+      "int estimator, bool input_is_probs, int ignore_index) -> Tensor",
+      tags);
+  definitions.impl("calibration_grid", torch::dispatch(c10::DispatchKey::CPU, &grid));
+#ifdef FOCALKERN_WITH_CUDA
+  definitions.impl("calibration_grid", torch::dispatch(c10::DispatchKey::CUDA, &grid));
+#endif
+  definitions.impl("calibration_grid", torch::dispatch(c10::DispatchKey::Meta, &grid_meta));
+
+  using release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  pybind11::class_<Grid>(module, "CalibrationGridRun")
+      .def(pybind11::init<const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, int64_t, bool,
+                          int64_t>(),
+           release())
+      .def_property_readonly("per_block", &Grid::per_block)
+      .def("run", &Grid::run, release())
+      .def("add_to", &Grid::add_to, release());
+}
+
+}  // namespace focalkern::bindings

@@ -1,0 +1,126 @@
+// The Python module focalkern._C and the definition of the torch library "focalkern".
+
+#include "bindings/common.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/version.h>
+
+#include <cstdlib>
+#include <vector>
+
+namespace focalkern::bindings {
+
+void check_device(const char* op, const Tensor& input) {
+  TORCH_CHECK_TYPE(input.layout() == at::kStrided, op, ": input must be a dense (strided) tensor, got layout ",
+                   input.layout());
+  const auto device = input.device();
+  if (device.is_cpu() || device.is_meta()) return;
+#ifdef FOCALKERN_WITH_CUDA
+  if (device.is_cuda()) return;
+#else
+  TORCH_CHECK_NOT_IMPLEMENTED(!device.is_cuda(), op, ": input is on ", device,
+                              ", but focalkern was built without CUDA kernels; rebuild it with FOCALKERN_CUDA=1");
+#endif
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": no kernel for device ", device,
+                              "; move the tensors to a CPU or CUDA device, or use focalkern.reference");
+}
+
+void check_floating(const char* op, const char* argument, const Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble, op,
+                   ": ", argument, " must be float16, bfloat16, float32 or float64, got ", dtype);
+}
+
+void check_same_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& input) {
+  TORCH_CHECK_VALUE(tensor.device() == input.device(), op, ": ", argument, " must be on the device of input, ",
+                    input.device(), ", got ", tensor.device());
+}
+
+bool validation_requested() {
+  const char* value = std::getenv("FOCALKERN_VALIDATE");
+  return value != nullptr && value[0] == '1';
+}
+
+at::ScalarType compute_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
+bool autocasts(const Tensor& input) {
+  const auto device = input.device().type();
+  return compute_dtype(input.scalar_type()) != input.scalar_type() && at::autocast::is_autocast_available(device) &&
+         at::autocast::is_autocast_enabled(device);
+}
+
+bool needs_composite(std::initializer_list<const Tensor*> tensors) {
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
+  for (const Tensor* tensor : tensors) {
+    if (tensor->defined() && tensor->_fw_grad(/*level=*/0).defined()) return true;
+  }
+  return false;
+}
+
+std::optional<RowLayout> row_layout(const Tensor& tensor, int64_t class_dim) {
+  if (tensor.numel() == 0) return RowLayout{1, 0, 1, 1};  // its strides say nothing
+  struct Run {
+    int64_t size;
+    int64_t stride;
+  };
+  std::vector<Run> runs;  // outermost first
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (d == class_dim || tensor.size(d) == 1) continue;
+    const Run run{tensor.size(d), tensor.stride(d)};
+    if (!runs.empty() && runs.back().stride == run.size * run.stride) {
+      runs.back() = {runs.back().size * run.size, run.stride};
+    } else {
+      runs.push_back(run);
+    }
+  }
+  if (runs.size() > 2) return std::nullopt;
+  RowLayout layout{1, 0, 1, tensor.size(class_dim) == 1 ? 1 : tensor.stride(class_dim)};
+  if (!runs.empty()) {
+    layout.inner = std::max<int64_t>(1, runs.back().size);
+    layout.inner_stride = runs.back().stride;
+  }
+  if (runs.size() == 2) layout.outer_stride = runs[0].stride;
+  const bool adjacent = layout.class_stride == 1 || layout.inner_stride == 1;
+  return adjacent ? std::optional<RowLayout>(layout) : std::nullopt;
+}
+
+Labels labels_of(const Tensor& target) {
+  const auto type = target.scalar_type() == at::kLong  ? Labels::Type::kInt64
+                    : target.scalar_type() == at::kInt ? Labels::Type::kInt32
+                                                       : Labels::Type::kUInt8;
+  return {target.const_data_ptr(), type};
+}
+
+namespace {
+
+pybind11::dict build_info() {
+  pybind11::dict info;
+  info["torch"] = TORCH_VERSION;
+#ifdef FOCALKERN_WITH_CUDA
+  info["cuda"] = true;
+#else
+  info["cuda"] = false;
+#endif
+  return info;
+}
+
+}  // namespace
+
+}  // namespace focalkern::bindings
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  // Not TORCH_LIBRARY: a second build of this library in one process then raises an ImportError here, instead of
+  // terminating the process from a static initializer.
+  static torch::Library definitions(torch::Library::DEF, "focalkern", std::nullopt, __FILE__, __LINE__);
+
+  module.def("build_info", &focalkern::bindings::build_info);
+  focalkern::bindings::register_memory(module);
+  focalkern::bindings::register_focal_loss(definitions, module);
+  focalkern::bindings::register_mmce_loss(definitions, module);
+  focalkern::bindings::register_sigmoid_loss(definitions, module);
+  focalkern::bindings::register_calibration_grid(definitions, module);
+  focalkern::bindings::register_calibration_map(definitions, module);
+  focalkern::bindings::register_spline_map(definitions, module);
+  focalkern::bindings::register_spline(module);
+}

@@ -1,0 +1,111 @@
+// From the sums over the classes of rows with soft targets to loss and gradient: the label and a likely class, which
+// take the formulas for any probability, once per row.
+//
+//   rest: the sum of e^(z_j - m) over all classes but the largest,  S = 1 + rest,  log u of the largest = log(rest / S)
+//   dL/dz_j = p_j A - a_j,  A = sum_i a_i;  of a likely class p (A - a) - u a, so that nothing cancels as p -> 1
+#pragma once
+
+#include <limits>
+
+#include "cpu/elementary.h"
+#include "cpu/row_loss_finish.h"
+#include "cpu/row_loss_soft_lanes.h"
+#include "cpu/vector_clones.h"
+
+namespace focalkern::cpu {
+namespace {
+
+template <typename Real>
+FK_VECTOR_CLONES void soft_numbers(int64_t n_rows, SoftTile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Real max = tile.shift[r], rest = tile.rest[r];
+    // m - m is NaN for an infinite m, which the sum over the others would not show.
+    const Real log_s = log_of_unit_sum(Real(1), rest) + (max - max);
+    const Real per_sum = Real(1) / (Real(1) + rest) + (max - max);
+    tile.log_s[r] = log_s;
+    tile.per_sum[r] = per_sum;
+    const Real above_all = (max + (max < Real(0) ? -max : max)) + (Real(1) + (max - max));
+    tile.likely[r] = per_sum > kUnlikely<Real> ? max : above_all;
+    // Also of a denormal sum, which `logarithm` takes for 0: log_s is not 0 there, and log u times it has to be finite.
+    tile.log_u[r] = log_of_unit_sum(rest, Real(0)) - log_s;
+    tile.log_p[r] = (tile.target_logit[r] - max) - log_s;
+  }
+}
+
+// The gammas of the largest class and of the label.
+template <typename Scalar>
+void soft_gammas(const FocalLossArgs<Scalar>& args, int64_t n_rows, SoftTile<compute_t<Scalar>>& tile) {
+  if (args.edges) {
+    look_up_gamma(tile.per_sum, n_rows, args.edges, args.gamma, args.n_bins, tile.top_gamma);
+    look_up_gamma_of_log(tile.log_p, n_rows, args.edges, args.gamma, args.n_bins, tile.label_gamma);
+  } else {
+    std::copy_n(tile.gamma, n_rows, tile.top_gamma);
+    std::copy_n(tile.gamma, n_rows, tile.label_gamma);
+  }
+}
+
+template <typename Loss, typename Real>
+FK_HOST_DEVICE ClassTerms<Real> terms_of_label(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached,
+                                               Real share) {
+  const Real log_p = tile.log_p[r], log_u = log_one_plus(-exponential(log_p));
+  return Loss::class_terms(log_p, log_u, tile.label_gamma[r], epsilon, detached, share);
+}
+template <typename Loss, typename Real>
+FK_HOST_DEVICE ClassTerms<Real> terms_of_top(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached) {
+  return Loss::class_terms(-tile.log_s[r], tile.log_u[r], tile.top_gamma[r], epsilon, detached, tile.top_share[r]);
+}
+
+// The loss of rows, without their weight, and the sum of a_j over all classes but a likely one.
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void soft_losses(int64_t n_rows, Real epsilon, bool detach_modulation, Real uniform_share,
+                                  SoftTile<Real>& tile) {
+  const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
+  const Real has_labels = tile.has_labels ? 1 : 0;
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Real likely = tile.likely[r];
+    const ClassTerms<Real> top = terms_of_top<Loss>(tile, r, epsilon, detached > Real(0));
+    const ClassTerms<Real> label = terms_of_label<Loss>(tile, r, epsilon, detached > Real(0), tile.label_share[r]);
+    const bool with_top = tile.per_sum[r] > kUnlikely<Real>;
+    const bool with_label = (has_labels > Real(0)) & !(tile.target_logit[r] == likely);
+    const Real of_label = with_label ? label.loss : Real(0), of_top = with_top ? top.loss : Real(0);
+    const Real a_label = with_label ? label.slope : Real(0);
+    tile.loss[r] = uniform_share * tile.loss_sum[r] + of_label + of_top;
+    tile.others[r] = uniform_share * tile.grad_sum[r] + a_label;
+  }
+}
+
+// Of rows whose `others` are known. `label_part`: of the share of the label, what is in label_share beyond the others'.
+template <typename Loss, typename Real>
+FK_VECTOR_CLONES void soft_grads(int64_t n_rows, Real epsilon, bool detach_modulation, Real uniform_share,
+                                 Real label_part, Real kept, SoftTile<Real>& tile) {
+  const Real detached = detach_modulation ? 1 : 0;
+  const Real has_labels = tile.has_labels ? 1 : 0;
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const Real likely = tile.likely[r], per_sum = tile.per_sum[r], others = tile.others[r];
+    const ClassTerms<Real> top = terms_of_top<Loss>(tile, r, epsilon, detached > Real(0));
+    const ClassTerms<Real> label = terms_of_label<Loss>(tile, r, epsilon, detached > Real(0), tile.label_share[r]);
+    const bool with_top = tile.per_sum[r] > kUnlikely<Real>;
+    const bool label_is_top = tile.target_logit[r] == likely;
+    const bool with_label = (has_labels > Real(0)) & !label_is_top;
+    const Real scale = tile.upstream[r] * tile.row_weight[r];
+    const Real all = others + (with_top ? top.slope : Real(0));
+    const Real p_label = exponential(tile.target_logit[r] - tile.shift[r]) * per_sum;
+    const Real top_grad = scale * (per_sum * others - tile.rest[r] * per_sum * top.slope);
+    const Real label_grad = scale * (p_label * all - label.slope);
+    tile.p_factor[r] = scale * all * per_sum;
+    tile.share_factor[r] = scale * uniform_share;
+    tile.top_grad[r] = top_grad;
+    tile.label_grad[r] = label_is_top ? top_grad : label_grad;
+    tile.top_share_grad[r] = top.grad_share;
+    tile.share_grad_factor[r] = scale * kept;
+    const Real of_label = with_label ? label_part * label.grad_gamma : Real(0);
+    const Real of_top = with_top ? top.grad_gamma : Real(0);
+    tile.grad_gamma[r] = scale * (uniform_share * tile.gamma_sum[r] + of_label + of_top);
+  }
+}
+
+}  // namespace
+}  // namespace focalkern::cpu

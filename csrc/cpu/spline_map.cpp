@@ -1,0 +1,291 @@
+// The map of spline scaling on the CPU, forward and backward.
+//
+//   forward   input [rows, classes] -> output [rows, classes]: p or log p
+//   backward  input, grad_output -> grad_input [rows, classes] and sums over rows for the parameters
+//
+// Memory: each direction reads its inputs once and writes its outputs once; nothing is kept between the two.
+
+#include <cmath>
+#include <utility>
+
+#include "cpu/spline_tile.h"
+
+namespace focalkern::cpu {
+namespace {
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+// Whether every row has an answer: no NaN, no +inf, a class above -inf; of probabilities the signs and the sum, too.
+// Before the features of the tile are computed, which take the place of its logits.
+void validate_rows(const SplineMapForward& args, int64_t row, const SplineTile& t) {
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const double* z = t.d + r * t.row_stride;
+    bool is_number = true;
+    for (int64_t c = 0; c < t.classes; ++c) is_number &= z[c * t.class_stride] == z[c * t.class_stride];
+    t.valid[r] = is_number && t.top[r] > kMinusInfinity && t.top[r] < -kMinusInfinity;
+  }
+  if (!args.rows.is_probs) return;
+  read_tile(t, args.rows.input, args.rows.storage, row, t.x, 0);
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const double* p = t.x + r * t.row_stride;
+    double sum = 0;
+    bool positive = true;
+    for (int64_t c = 0; c < t.classes; ++c) {
+      sum += p[c * t.class_stride];
+      positive &= p[c * t.class_stride] >= 0;
+    }
+    t.valid[r] &= positive && sum >= 1 - args.tolerance && sum <= 1 + args.tolerance;
+  }
+}
+
+// Rounding may exchange the results of nearly equal inputs: each class takes the largest result of all classes with at
+// most its input. By pairs of classes, from f to e:
+FK_VECTOR_CLONES void largest_up_to_each(const SplineTile& t) {
+  if (t.column) {
+    for (int64_t i = 0; i < t.classes; ++i) {
+      const double *z = t.d + i * kSplineTileRows, *p = t.f + i * kSplineTileRows;
+      double* to = t.e + i * kSplineTileRows;
+      for (int64_t r = 0; r < kSplineTileRows; ++r) to[r] = p[r];
+      for (int64_t j = 0; j < t.classes; ++j) {
+        const double *other_z = t.d + j * kSplineTileRows, *other_p = t.f + j * kSplineTileRows;
+#pragma omp simd
+        for (int64_t r = 0; r < kSplineTileRows; ++r) {
+          const double other = other_z[r] <= z[r] ? other_p[r] : kMinusInfinity;
+          to[r] = other > to[r] ? other : to[r];
+        }
+      }
+    }
+    return;
+  }
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const double *z = t.d + r * t.inner, *p = t.f + r * t.inner;
+    double* to = t.e + r * t.inner;
+    for (int64_t i = 0; i < t.inner; ++i) to[i] = p[i];
+    for (int64_t j = 0; j < t.classes; ++j) {
+      const double other_z = z[j], other_p = p[j];
+#pragma omp simd
+      for (int64_t i = 0; i < t.inner; ++i) {
+        const double other = other_z <= z[i] ? other_p : kMinusInfinity;
+        to[i] = other > to[i] ? other : to[i];
+      }
+    }
+  }
+}
+
+// By a sort, for a row of many classes.
+void put_in_order(const double* input, int64_t n, std::vector<std::pair<double, double*>>& order, double* result) {
+  order.clear();
+  for (int64_t c = 0; c < n; ++c) order.emplace_back(input[c], result + c);
+  std::sort(order.begin(), order.end());
+  double reached = kMinusInfinity;
+  for (size_t begin = 0, end = 0; begin < order.size(); begin = end) {
+    for (end = begin; end < order.size() && order[end].first == order[begin].first; ++end) {
+      reached = std::max(reached, *order[end].second);
+    }
+    for (size_t i = begin; i < end; ++i) *order[i].second = reached;
+  }
+}
+
+// Returns the results of the tile in the order of its inputs, which are read into t.d anew.
+double* keep_order(const SplineInput& input, int64_t row, const SplineTile& t,
+                   std::vector<std::pair<double, double*>>& order) {
+  constexpr int64_t kFewPairs = 400;  // classes, up to which all pairs take less time than a sort
+  read_tile(t, input.input, input.storage, row, t.d, 0);
+  if (t.classes <= kFewPairs) {
+    largest_up_to_each(t);
+    return t.e;
+  }
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    if (t.valid[r]) put_in_order(t.d + r * t.inner, t.classes, order, t.f + r * t.inner);
+  }
+  return t.f;
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+// dL/dscore into g, from the upstream gradient there and the softmax in f. Impossible classes take no part.
+FK_VECTOR_CLONES void slopes_of_scores(const SplineTile& t, bool log_output) {
+  for (int64_t i = 0; i < kSplineTileRows; ++i) t.shared[i] = 0;
+  for (int64_t o = 0; o < t.outer; ++o) {
+    const double* f = t.f + o * t.inner;
+    double* g = t.g + o * t.inner;
+    if (t.column) {
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) t.shared[i] += log_output ? g[i] : g[i] * f[i];
+    } else {
+      double sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < t.inner; ++i) sum += log_output ? g[i] : g[i] * f[i];
+      t.shared[o] = sum;
+    }
+  }
+  for (int64_t o = 0; o < t.outer; ++o) {
+    const double* f = t.f + o * t.inner;
+    double* g = t.g + o * t.inner;
+#pragma omp simd
+    for (int64_t i = 0; i < t.inner; ++i) {
+      const double shared = t.shared[t.column ? i : o];
+      g[i] = log_output ? g[i] - f[i] * shared : f[i] * (g[i] - shared);
+    }
+  }
+}
+
+FK_VECTOR_CLONES void leave_out_impossible(const SplineTile& t) {
+  const int64_t n = t.outer * t.inner;
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) t.g[i] = t.f[i] == kMinusInfinity ? 0 : t.g[i];
+}
+
+void add_parameters(const SplineTile& t, SplineMapGradient& sums) {
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    for (int64_t c = 0; c < t.classes; ++c) {
+      const int64_t i = r * t.row_stride + c * t.class_stride;
+      const double g = t.g[i], s = t.u[i];
+      double* of_piece = sums.coefficients.data() + 4 * t.piece[i];
+      of_piece[0] += g;
+      of_piece[1] += g * s;
+      of_piece[2] += g * s * s;
+      of_piece[3] += g * s * s * s;
+      sums.factor += g * t.x[i];
+      if (!sums.weight.empty()) {
+        sums.weight[c] += g * t.x[i];
+        sums.bias[c] += g;
+      }
+    }
+  }
+}
+
+// dL/dd of every class into g, from dL/dscore there, and the sums for e and T.
+void slopes_of_exponents(const SplineMapBackward& args, int64_t row, const SplineTile& t, SplineMapGradient& sums) {
+  const uint64_t kept = kept_bits_of(args.rows);
+  const double share = 1 / static_cast<double>(t.classes);
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const SplineRow<double>& of = t.row[r];
+    double rest = 0, large = 0, of_floor = 0;
+    for (int64_t c = 0; c < t.classes; ++c) {
+      const int64_t i = r * t.row_stride + c * t.class_stride;
+      const double p = spline_probability(t.e[i], of, kept);
+      const bool is_large = p > kSplineLarge<double>;
+      const double factor = args.scores.factor + (args.scores.weight ? args.scores.weight[c] : 0);
+      double of_x = spline_grad_x(t.g[i], factor, t.slope[i], is_large ? of.complement : 1 - p);
+      if (args.of_x) of_x += args.of_x[(row + r - args.scores.first_row) * t.classes + c];
+      of_floor += of_x / p * (share - t.e[i] * t.inverse[r]);
+      const double of_log_q = of_x * (t.e[i] * of.scale / p);
+      (is_large ? large : rest) += of_log_q;
+      t.slope[i] = of_log_q;  // its own value is not needed any more
+    }
+    const double complement = t.rest[r] * t.inverse[r];
+    double of_temperature = 0;
+    for (int64_t c = 0; c < t.classes; ++c) {
+      const int64_t i = r * t.row_stride + c * t.class_stride;
+      const double q = t.e[i] * t.inverse[r];
+      const bool is_large = spline_probability(t.e[i], of, kept) > kSplineLarge<double>;
+      const double of_d = is_large ? t.slope[i] * complement - q * rest : t.slope[i] - q * (rest + large);
+      t.g[i] = t.e[i] == 0 ? 0 : of_d;
+      of_temperature -= t.e[i] == 0 ? 0 : of_d * t.d[i];
+    }
+    sums.floor += of_floor;
+    sums.temperature += of_temperature / args.rows.temperature;
+  }
+}
+
+// dL/dz, or dL/dp, in the place of dL/dd.
+void slopes_of_input(const SplineMapBackward& args, int64_t row, const SplineTile& t) {
+  const double beta = inverse_temperature<double>(args.rows.temperature);
+  const int64_t n = t.outer * t.inner;
+  for (int64_t i = 0; i < n; ++i) t.g[i] *= beta;
+  if (!args.rows.is_probs) return;
+  // At p = 0 the gradient is not defined, and given as 0.
+  read_tile(t, args.rows.input, args.rows.storage, row, t.f, 0);
+  for (int64_t i = 0; i < n; ++i) t.g[i] = t.f[i] == 0 ? 0 : t.g[i] / t.f[i];
+}
+
+}  // namespace
+
+SplineMapGradient::SplineMapGradient(int64_t knots, int64_t classes)
+    : coefficients((knots + 1) * 4), weight(classes), bias(classes) {}
+
+void SplineMapGradient::add(const SplineMapGradient& other) {
+  factor += other.factor;
+  temperature += other.temperature;
+  floor += other.floor;
+  for (size_t i = 0; i < coefficients.size(); ++i) coefficients[i] += other.coefficients[i];
+  for (size_t c = 0; c < weight.size(); ++c) {
+    weight[c] += other.weight[c];
+    bias[c] += other.bias[c];
+  }
+}
+
+int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end) {
+  SplineScratch scratch(args.rows.classes, /*arrays=*/5);
+  const CurveTables tables(args.curve);
+  // Of narrow types the grid keeps the order: distinct inputs are many of its steps apart.
+  SplineInput input = args.rows;
+  input.in_steps = args.keep_order && input.storage != SplineStorage::kDouble;
+  const bool sorts = args.keep_order && !input.in_steps;
+  std::vector<std::pair<double, double*>> order;
+  int64_t invalid = -1;
+  double scale[kSplineTileRows], shift[kSplineTileRows];
+  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+    const auto t = scratch.tile(std::min(scratch.rows(), row_end - row));
+    read_logits(args.rows, row, t);
+    largest_of_rows(t, t.d, t.top);
+    validate_rows(args, row, t);
+    features_of_logits(input, t);
+    curve_of_tile<false>(t, tables);
+    scores_of_tile(args.scores, row, t);
+    largest_of_rows(t, t.f, t.score_top);
+    const int64_t rows = t.column ? kSplineTileRows : t.n_rows;
+    if (args.log_output) {
+      softmax_of_scores<true>(t);
+      for (int64_t r = 0; r < rows; ++r) scale[r] = 1, shift[r] = -(t.score_top[r] + std::log(t.sum[r]));
+    } else {
+      softmax_of_scores<false>(t);
+      for (int64_t r = 0; r < rows; ++r) scale[r] = 1 / t.sum[r], shift[r] = 0;
+    }
+    for (int64_t r = 0; r < t.n_rows; ++r) {
+      if (t.valid[r]) continue;
+      shift[r] = kNan;
+      if (invalid < 0) invalid = row + r;
+    }
+    scale_and_shift(t, scale, shift);
+    write_tile(t, sorts ? keep_order(args.rows, row, t, order) : t.f, args.output, args.to, row);
+  }
+  return invalid;
+}
+
+void spline_map_backward(const SplineMapBackward& args, int64_t row_begin, int64_t row_end, SplineMapGradient& sums) {
+  SplineScratch scratch(args.rows.classes, /*arrays=*/7);
+  const CurveTables tables(args.curve);
+  double scale[kSplineTileRows], shift[kSplineTileRows] = {};
+  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+    const auto t = scratch.tile(std::min(scratch.rows(), row_end - row));
+    features_of_rows(args.rows, row, t);
+    curve_of_tile<true>(t, tables);
+    scores_of_tile(args.scores, row, t);
+    largest_of_rows(t, t.f, t.score_top);
+    read_tile(t, args.grad_output, args.of_grad, row, t.g, 0);
+    leave_out_impossible(t);
+    softmax_of_scores<false>(t);
+    for (int64_t r = 0; r < kSplineTileRows; ++r) scale[r] = t.column || r < t.n_rows ? 1 / t.sum[r] : 0;
+    scale_and_shift(t, scale, shift);
+    slopes_of_scores(t, args.log_output);
+    if (args.grad_scores) write_tile(t, t.g, args.grad_scores, SplineStorage::kDouble, row - args.scores.first_row);
+    add_parameters(t, sums);
+    slopes_of_exponents(args, row, t, sums);
+    if (!args.grad_input) continue;
+    slopes_of_input(args, row, t);
+    write_tile(t, t.g, args.grad_input, args.rows.storage, row);
+  }
+}
+
+void spline_log_probs(const SplineInput& rows, double* output, int64_t row_begin, int64_t row_end) {
+  SplineScratch scratch(rows.classes, /*arrays=*/4);
+  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+    const auto t = scratch.tile(std::min(scratch.rows(), row_end - row));
+    features_of_rows(rows, row, t);
+    write_tile(t, t.x, output, SplineStorage::kDouble, row - row_begin);
+  }
+}
+
+}  // namespace focalkern::cpu

@@ -1,0 +1,432 @@
+// Sums over rows for the fit of spline scaling: robust temperature, histogram of log-odds, and the loss with its
+// derivatives in the curve, in a vector and for a matrix.
+//
+// Memory: one read of the logits. A tile of rows becomes x, u and p in cache (spline_tile.h); then every entry adds
+// p s^k, and p x s^k, to the sums of its piece, of which gradient and Hessian are linear in the basis of the spline.
+// With many classes most entries lie left of the first knot: these add up in vectors, the others one by one.
+
+#include <cmath>
+#include <cstring>
+
+#include "cpu/lanes.h"
+#include "cpu/spline_tile.h"
+
+namespace focalkern::cpu {
+namespace {
+
+using Four = lanes_t<double, 4>;
+constexpr int64_t kSize = SplineCurveSums::kSize;
+
+FK_HOST_DEVICE Four powers_of(double s) {
+  const double square = s * s;
+  return Four{1.0, s, square, square * s};
+}
+FK_HOST_DEVICE void add_to(double* sums, const Four& terms) { store_lanes(load_lanes<Four>(sums) + terms, sums); }
+
+// p of the tile in f, without the division by sum; the loss of each row in t.shared.
+void softmax_and_loss(const SplineInput& input, const CurveTables& curve, const SplineScores& scores,
+                      const SplineTargets& targets, int64_t row, const SplineTile& t) {
+  features_of_rows(input, row, t);
+  curve_of_tile<false>(t, curve);
+  scores_of_tile(scores, row, t);
+  largest_of_rows(t, t.f, t.score_top);
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    t.shared[r] = t.score_top[r] - t.f[r * t.row_stride + targets.target[row + r] * t.class_stride];
+  }
+  softmax_of_scores<false>(t);
+  for (int64_t r = 0; r < t.n_rows; ++r) t.shared[r] += std::log(t.sum[r]);
+}
+
+// ---- gradient and Hessian in the curve -----------------------------------------------------------------------------
+
+// The sums of one row, by piece.
+struct RowMoments {
+  double of_piece[kSize][12];
+  double x_squared;
+  uint32_t seen;  // a bit for each piece with a term; the others are 0
+};
+
+FK_HOST_DEVICE void add_entry(RowMoments& row, int64_t piece, double s, double x, double p) {
+  double* sums = row.of_piece[piece];
+  const Four powers = p * powers_of(s);
+  const double fourth = s * s * (s * s);
+  add_to(sums, powers);
+  add_to(sums + 4, fourth * powers);
+  add_to(sums + 8, x * powers);
+  row.seen |= uint32_t{1} << piece;
+}
+
+FK_HOST_DEVICE void moments_of_row(const SplineTile& t, int64_t r, RowMoments& row) {
+  row.x_squared = 0;
+  if (t.column) {
+    double squares = 0;
+    for (int64_t c = 0; c < t.classes; ++c) {
+      const int64_t i = c * kSplineTileRows + r;
+      squares += t.f[i] * t.x[i] * t.x[i];
+      add_entry(row, t.piece[i], t.u[i], t.x[i], t.f[i]);
+    }
+    row.x_squared = squares;
+    return;
+  }
+  const double *p = t.f + r * t.inner, *s = t.u + r * t.inner, *x = t.x + r * t.inner;
+  const uint8_t* piece = t.piece + r * t.inner;
+  double p0 = 0, p1 = 0, p2 = 0, x0 = 0, x1 = 0, squares = 0;
+#pragma omp simd reduction(+ : p0, p1, p2, x0, x1, squares)
+  for (int64_t i = 0; i < t.inner; ++i) {
+    const double left = piece[i] == 0 ? p[i] : 0, with_s = left * s[i], with_x = p[i] * x[i];
+    const double left_with_x = left * x[i];
+    squares += with_x * x[i];
+    p0 += left;
+    p1 += with_s;
+    p2 += with_s * s[i];
+    x0 += left_with_x;
+    x1 += left_with_x * s[i];
+  }
+  row.x_squared = squares;
+  const Four of_p{p0, p1, p2, 0.0}, of_x{x0, x1, 0.0, 0.0};
+  add_to(row.of_piece[0], of_p);
+  add_to(row.of_piece[0] + 8, of_x);
+  row.seen |= 1;
+  for (int64_t group = 0; group < t.inner; group += 8) {
+    uint64_t pieces;
+    std::memcpy(&pieces, piece + group, sizeof(pieces));
+    if (pieces == 0) continue;
+    for (int64_t i = group; i < group + 8; ++i) {
+      if (piece[i]) add_entry(row, piece[i], s[i], x[i], p[i]);
+    }
+  }
+}
+
+// basis[piece][k]: of (a, f_1, ..., f_m); that of a is 0.
+struct Basis {
+  explicit Basis(int64_t knots, const double* of) {
+    for (int64_t piece = 0; piece <= knots; ++piece) {
+      for (int64_t k = 0; k < 4; ++k) {
+        for (int64_t j = 0; j < knots; ++j) terms[piece][k][1 + j] = of[(piece * 4 + k) * knots + j];
+      }
+    }
+  }
+  double terms[kSize][4][kSize] = {};
+};
+
+FK_VECTOR_CLONES void add_curve_rows(const SplineTile& t, const SplineTargets& targets, int64_t row, int64_t knots,
+                                     const Basis& basis, RowMoments& moments, SplineCurveSums& sums) {
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const double weight = targets.weight[row + r];
+    if (weight == 0) continue;
+    const int64_t target = r * t.row_stride + targets.target[row + r] * t.class_stride;
+    moments_of_row(t, r, moments);
+    const double share = 1 / t.sum[r], total = weight * share;
+    sums.nll += weight * t.shared[r];
+    sums.x_squared += total * moments.x_squared;
+    sums.of_target_x += weight * t.x[target];
+    // The offset of the target lies on its piece.
+    add_to(sums.of_target[t.piece[target]], weight * powers_of(t.u[target]));
+    double mean[kSize] = {};
+    for (int64_t piece = 0; piece <= knots; ++piece) {
+      if (!(moments.seen >> piece & 1)) continue;
+      double* of_row = moments.of_piece[piece];
+      double* of_all = sums.moments[piece];
+      mean[0] += of_row[8] * share;
+      for (int64_t k = 0; k < 4; ++k) {
+        const double factor = of_row[k] * share;
+        const double* terms = basis.terms[piece][k];
+#pragma omp simd
+        for (int64_t j = 0; j < kSize; ++j) mean[j] += factor * terms[j];
+      }
+#pragma omp simd
+      for (int64_t k = 0; k < 12; ++k) {
+        of_all[k] += total * of_row[k];
+        of_row[k] = 0;
+      }
+    }
+    moments.seen = 0;
+    for (int64_t j = 0; j <= knots; ++j) {
+      const double factor = weight * mean[j];
+#pragma omp simd
+      for (int64_t k = 0; k < kSize; ++k) sums.means[j][k] += factor * mean[k];
+    }
+  }
+}
+
+// ---- gradient in the curve and in a vector -------------------------------------------------------------------------
+
+// r = w (p - [target]) in the place of p.
+FK_VECTOR_CLONES void residuals_of_tile(const SplineTile& t, const SplineTargets& targets, int64_t row) {
+  double share[kSplineTileRows] = {};
+  for (int64_t r = 0; r < t.n_rows; ++r) share[r] = targets.weight[row + r] / t.sum[r];
+  for (int64_t o = 0; o < t.outer; ++o) {
+    double* f = t.f + o * t.inner;
+    if (t.column) {
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) f[i] *= share[i];
+    } else {
+      const double factor = share[o];
+#pragma omp simd
+      for (int64_t i = 0; i < t.inner; ++i) f[i] *= factor;
+    }
+  }
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    t.f[r * t.row_stride + targets.target[row + r] * t.class_stride] -= targets.weight[row + r];
+  }
+}
+
+FK_VECTOR_CLONES void add_linear_rows(const SplineTile& t, SplineLinearSums& sums) {
+  const bool by_class = !sums.bias.empty();
+  if (t.column) {
+    for (int64_t c = 0; c < t.classes; ++c) {
+      const double *r = t.f + c * kSplineTileRows, *s = t.u + c * kSplineTileRows, *x = t.x + c * kSplineTileRows;
+      double of_class = 0, of_x = 0;
+#pragma omp simd reduction(+ : of_class, of_x)
+      for (int64_t i = 0; i < kSplineTileRows; ++i) {
+        of_class += r[i];
+        of_x += r[i] * x[i];
+      }
+      sums.x += of_x;
+      if (by_class) {
+        sums.bias[c] += of_class;
+        sums.weight[c] += of_x;
+      }
+      const uint8_t* piece = t.piece + c * kSplineTileRows;
+      for (int64_t i = 0; i < t.n_rows; ++i) add_to(sums.moments[piece[i]], r[i] * powers_of(s[i]));
+    }
+    return;
+  }
+  double* const bias = sums.bias.data();
+  double* const weight = sums.weight.data();
+  for (int64_t o = 0; o < t.outer; ++o) {
+    const double *r = t.f + o * t.inner, *s = t.u + o * t.inner, *x = t.x + o * t.inner;
+    const uint8_t* piece = t.piece + o * t.inner;
+    double r0 = 0, r1 = 0, of_x = 0;
+#pragma omp simd reduction(+ : r0, r1, of_x)
+    for (int64_t i = 0; i < t.inner; ++i) {
+      const double left = piece[i] == 0 ? r[i] : 0;
+      r0 += left;
+      r1 += left * s[i];
+      of_x += r[i] * x[i];
+    }
+    sums.x += of_x;
+    sums.moments[0][0] += r0;
+    sums.moments[0][1] += r1;
+    if (by_class) {
+#pragma omp simd
+      for (int64_t i = 0; i < t.classes; ++i) {
+        bias[i] += r[i];
+        weight[i] += r[i] * x[i];
+      }
+    }
+    for (int64_t group = 0; group < t.inner; group += 8) {
+      uint64_t pieces;
+      std::memcpy(&pieces, piece + group, sizeof(pieces));
+      if (pieces == 0) continue;
+      for (int64_t i = group; i < group + 8; ++i) {
+        if (piece[i]) add_to(sums.moments[piece[i]], r[i] * powers_of(s[i]));
+      }
+    }
+  }
+}
+
+// ---- temperature and histogram -------------------------------------------------------------------------------------
+
+// Sums of e^(beta d) and of d e^(beta d) per row, into t.sum and t.shared. d = z - top, finite.
+FK_VECTOR_CLONES void sums_at_beta(const SplineTile& t, double beta) {
+  if (t.column) {
+    for (int64_t i = 0; i < kSplineTileRows; ++i) t.sum[i] = t.shared[i] = 0;
+    for (int64_t o = 0; o < t.outer; ++o) {
+      const double* d = t.d + o * kSplineTileRows;
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) {
+        const double e = bounded_exponential(d[i] * beta);
+        t.sum[i] += e;
+        t.shared[i] += e * d[i];
+      }
+    }
+  } else {
+    for (int64_t o = 0; o < t.outer; ++o) {
+      const double* d = t.d + o * t.inner;
+      double sum = 0, with_d = 0;
+#pragma omp simd reduction(+ : sum, with_d)
+      for (int64_t i = 0; i < t.inner; ++i) {
+        const double e = bounded_exponential(d[i] * beta);
+        sum += e;
+        with_d += e * d[i];
+      }
+      t.sum[o] = sum;
+      t.shared[o] = with_d;
+    }
+  }
+}
+
+// z - top, at least -lowest.
+FK_VECTOR_CLONES void falls_of_tile(const SplineTile& t, double lowest) {
+  for (int64_t o = 0; o < t.outer; ++o) {
+    double* d = t.d + o * t.inner;
+#pragma omp simd
+    for (int64_t i = 0; i < t.inner; ++i) {
+      const double fall = d[i] - t.top[t.column ? i : o];
+      d[i] = fall > -lowest ? fall : -lowest;
+    }
+  }
+}
+
+}  // namespace
+
+int64_t spline_chunk_rows(int64_t rows, int64_t classes) {
+  constexpr int64_t kEntries = 1 << 16, kMostChunks = 256;
+  const int64_t few = std::max<int64_t>(1, kEntries / std::max<int64_t>(classes, 1));
+  const int64_t chunk = std::max(few, (rows + kMostChunks - 1) / kMostChunks);
+  return (chunk + kSplineTileRows - 1) / kSplineTileRows * kSplineTileRows;
+}
+
+void SplineCurveSums::add(const SplineCurveSums& other) {
+  nll += other.nll;
+  x_squared += other.x_squared;
+  of_target_x += other.of_target_x;
+  for (int64_t i = 0; i < kSize; ++i) {
+    for (int64_t k = 0; k < 12; ++k) moments[i][k] += other.moments[i][k];
+    for (int64_t k = 0; k < 4; ++k) of_target[i][k] += other.of_target[i][k];
+    for (int64_t k = 0; k < kSize; ++k) means[i][k] += other.means[i][k];
+  }
+}
+
+void SplineLinearSums::add(const SplineLinearSums& other) {
+  nll += other.nll;
+  x += other.x;
+  for (int64_t i = 0; i < kSize; ++i) {
+    for (int64_t k = 0; k < 4; ++k) moments[i][k] += other.moments[i][k];
+  }
+  for (size_t c = 0; c < weight.size(); ++c) {
+    weight[c] += other.weight[c];
+    bias[c] += other.bias[c];
+  }
+}
+
+void spline_curve_sums(const SplineInput& rows, const SplineCurve& curve, const SplineScores& scores,
+                       const SplineTargets& targets, const double* of_knots, int64_t row_begin, int64_t row_end,
+                       SplineCurveSums& sums) {
+  SplineScratch scratch(rows.classes, /*arrays=*/5);
+  const CurveTables tables(curve);
+  const Basis basis(curve.knots, of_knots);
+  RowMoments moments{};
+  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+    const auto tile = scratch.tile(std::min(scratch.rows(), row_end - row));
+    softmax_and_loss(rows, tables, scores, targets, row, tile);
+    add_curve_rows(tile, targets, row, curve.knots, basis, moments, sums);
+  }
+}
+
+void spline_curve_derivatives(const SplineCurveSums& sums, int64_t knots, const double* of_knots, double* gradient,
+                              double* hessian) {
+  const Basis basis(knots, of_knots);
+  const int64_t n = knots + 1;
+  double of[kSize] = {}, second[kSize][kSize] = {};
+  of[0] = -sums.of_target_x;
+  second[0][0] = sums.x_squared;
+  for (int64_t piece = 0; piece <= knots; ++piece) {
+    const double* moments = sums.moments[piece];
+    of[0] += moments[8];
+    for (int64_t k = 0; k < 4; ++k) {
+      const double* terms = basis.terms[piece][k];
+      for (int64_t j = 1; j < n; ++j) {
+        of[j] += (moments[k] - sums.of_target[piece][k]) * terms[j];
+        second[0][j] += moments[8 + k] * terms[j];
+      }
+      for (int64_t l = 0; l < 4; ++l) {
+        for (int64_t i = 1; i < n; ++i) {
+          const double factor = moments[k + l] * basis.terms[piece][l][i];
+          for (int64_t j = 1; j < n; ++j) second[i][j] += factor * terms[j];
+        }
+      }
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    gradient[i] = of[i];
+    for (int64_t j = 0; j < n; ++j)
+      hessian[i * n + j] = (i > j && j == 0 ? second[j][i] : second[i][j]) - sums.means[i][j];
+  }
+}
+
+void spline_linear_sums(const SplineInput& rows, const SplineCurve& curve, const SplineScores& scores,
+                        const SplineTargets& targets, double* slopes, int64_t row_begin, int64_t row_end,
+                        SplineLinearSums& sums) {
+  SplineScratch scratch(rows.classes, /*arrays=*/5);
+  const CurveTables tables(curve);
+  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+    const auto tile = scratch.tile(std::min(scratch.rows(), row_end - row));
+    softmax_and_loss(rows, tables, scores, targets, row, tile);
+    for (int64_t r = 0; r < tile.n_rows; ++r) sums.nll += targets.weight[row + r] * tile.shared[r];
+    residuals_of_tile(tile, targets, row);
+    add_linear_rows(tile, sums);
+    if (slopes) write_tile(tile, tile.f, slopes, SplineStorage::kDouble, row);
+  }
+}
+
+void spline_temperature_sums(const SplineInput& rows, const SplineTargets& targets, const double* betas,
+                             int64_t n_betas, int64_t row_begin, int64_t row_end, double* values, double* slopes) {
+  SplineScratch scratch(rows.classes, /*arrays=*/1);
+  const double floor = rows.floor / static_cast<double>(rows.classes);
+  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+    const auto tile = scratch.tile(std::min(scratch.rows(), row_end - row));
+    read_logits(rows, row, tile);
+    largest_of_rows(tile, tile.d, tile.top);
+    falls_of_tile(tile, 0x1p500);
+    for (int64_t b = 0; b < n_betas; ++b) {
+      sums_at_beta(tile, betas[b]);
+      for (int64_t r = 0; r < tile.n_rows; ++r) {
+        const double weight = targets.weight[row + r];
+        const double d = tile.d[r * tile.row_stride + targets.target[row + r] * tile.class_stride];
+        const double kept = (1 - rows.floor) * std::exp(d * betas[b]) / tile.sum[r], p = kept + floor;
+        // Without a floor the loss of a probability that underflows is still a number.
+        const double log_p = floor > 0 ? std::log(p) : d * betas[b] - std::log(tile.sum[r]);
+        const double share = floor > 0 ? kept / p : 1;
+        values[b] -= weight * log_p;
+        slopes[b] -= weight * share * (d - tile.shared[r] / tile.sum[r]);
+      }
+    }
+  }
+}
+
+void spline_histogram(const SplineInput& rows, const double* weight, int64_t row_begin, int64_t row_end,
+                      double* counts) {
+  SplineScratch scratch(rows.classes, /*arrays=*/4);
+  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+    const auto tile = scratch.tile(std::min(scratch.rows(), row_end - row));
+    features_of_rows(rows, row, tile);
+    for (int64_t r = 0; r < tile.n_rows; ++r) {
+      const double of_row = weight[row + r];
+      for (int64_t c = 0; c < rows.classes; ++c) {
+        const int64_t i = r * tile.row_stride + c * tile.class_stride;
+        const double p = tile.e[i] * tile.row[r].scale + tile.row[r].floor;
+        const double complement = p > kSplineLarge<double> ? tile.row[r].complement : 1 - p;
+        const double place = (tile.u[i] + kSplineHistogramEnd) * kSplineBinsPerUnit;
+        counts[static_cast<int64_t>(std::clamp(place, 0.0, kSplineBins - 1.0))] += of_row * p * complement;
+      }
+    }
+  }
+}
+
+double spline_spread(const SplineInput& rows, const double* weight, double scale, double lowest, int64_t row_begin,
+                     int64_t row_end) {
+  SplineScratch scratch(rows.classes, /*arrays=*/1);
+  double sum = 0;
+  for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
+    const auto tile = scratch.tile(std::min(scratch.rows(), row_end - row));
+    read_logits(rows, row, tile);
+    largest_of_rows(tile, tile.d, tile.top);
+    falls_of_tile(tile, lowest * scale);
+    for (int64_t r = 0; r < tile.n_rows; ++r) {
+      const double* d = tile.d + r * tile.row_stride;
+      double mean = 0, squares = 0;
+      for (int64_t c = 0; c < rows.classes; ++c) mean += d[c * tile.class_stride];
+      mean /= static_cast<double>(rows.classes);
+      for (int64_t c = 0; c < rows.classes; ++c) {
+        const double away = (d[c * tile.class_stride] - mean) / scale;
+        squares += away * away;
+      }
+      sum += weight[row + r] * (squares / static_cast<double>(rows.classes));
+    }
+  }
+  return sum;
+}
+
+}  // namespace focalkern::cpu

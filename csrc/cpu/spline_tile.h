@@ -1,0 +1,437 @@
+// Tiles of rows for spline scaling on the CPU: features, curve, scores and softmax of a few rows in cache.
+//
+// Two layouts: `row` has the classes of a row side by side, padded with impossible ones to whole vectors; `column` has
+// the rows side by side, for few classes. Element (r, c) is at r * row_stride + c * class_stride, and a loop over
+// [outer] [inner] runs over memory in order. All numbers are double, whatever the input is stored as.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+
+#include "cpu/spline.h"
+#include "cpu/vector_clones.h"
+#include "math/calibration_map.h"
+#include "math/spline.h"
+
+namespace focalkern::cpu {
+namespace {
+
+constexpr int64_t kSplineTileRows = 64;
+constexpr int64_t kSplineLanes = 8;        // classes of the row layout are padded to whole groups of this many
+constexpr int64_t kSplineFewClasses = 32;  // up to here the layout is `column`
+constexpr int64_t kSplineTileElements = 2048;
+constexpr int kSplineTables = 16;  // entries of a table of pieces that two registers hold
+constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+
+struct SplineTile {
+  int64_t n_rows;   // of the input
+  int64_t classes;  // of the input
+  int64_t outer, inner, row_stride, class_stride;
+  bool column;
+  double* d;  // z, then (z - top) / T
+  double* e;  // exp(d)
+  double* x;
+  double* u;      // u, then s, its offset on the piece
+  double* f;      // f(u), then the scores, then their softmax
+  double* slope;  // f'(u); backward only
+  double* g;      // upstream gradient; backward only
+  uint8_t* piece;
+  double *top, *rest, *inverse, *score_top, *sum, *shared;  // per row
+  SplineRow<double>* row;
+  bool* valid;
+};
+
+class SplineScratch {
+ public:
+  SplineScratch(int64_t classes, int arrays) : classes_(classes), arrays_(arrays) {
+    column_ = classes <= kSplineFewClasses;
+    padded_ = column_ ? classes : (classes + kSplineLanes - 1) / kSplineLanes * kSplineLanes;
+    rows_ = column_ ? kSplineTileRows : std::clamp<int64_t>(kSplineTileElements / padded_, 1, kSplineTileRows);
+    size_ = (rows_ * padded_ + 63) / 64 * 64;
+    buffer_.reset(new double[size_ * arrays + size_ / 8 + 6 * kSplineTileRows + 8]);
+    first_ = reinterpret_cast<double*>((reinterpret_cast<uintptr_t>(buffer_.get()) + 63) / 64 * 64);
+  }
+  int64_t rows() const { return rows_; }
+
+  SplineTile tile(int64_t n_rows) {
+    SplineTile t{};
+    t.n_rows = n_rows;
+    t.classes = classes_;
+    t.column = column_;
+    t.outer = column_ ? classes_ : n_rows;
+    t.inner = column_ ? kSplineTileRows : padded_;
+    t.row_stride = column_ ? 1 : padded_;
+    t.class_stride = column_ ? kSplineTileRows : 1;
+    double** const parts[] = {&t.d, &t.e, &t.x, &t.u, &t.f, &t.slope, &t.g};
+    for (int i = 0; i < arrays_; ++i) *parts[i] = first_ + i * size_;
+    double* const rest = first_ + arrays_ * size_;
+    t.piece = reinterpret_cast<uint8_t*>(rest);
+    double** const of_row[] = {&t.top, &t.rest, &t.inverse, &t.score_top, &t.sum, &t.shared};
+    for (int i = 0; i < 6; ++i) *of_row[i] = rest + size_ / 8 + i * kSplineTileRows;
+    t.row = row_;
+    t.valid = valid_;
+    return t;
+  }
+
+ private:
+  int64_t classes_, arrays_, padded_, rows_, size_;
+  bool column_;
+  std::unique_ptr<double[]> buffer_;
+  double* first_;
+  SplineRow<double> row_[kSplineTileRows] = {};
+  bool valid_[kSplineTileRows] = {};
+};
+
+template <typename Function>
+void with_storage(SplineStorage storage, Function f) {
+  switch (storage) {
+    case SplineStorage::kHalf:
+      return f(Half{});
+    case SplineStorage::kBFloat16:
+      return f(BFloat16{});
+    case SplineStorage::kFloat:
+      return f(float{});
+    default:
+      return f(double{});
+  }
+}
+
+// ---- reading and writing -------------------------------------------------------------------------------------------
+
+template <typename Scalar>
+FK_VECTOR_CLONES void read_tile(const SplineTile& t, const Scalar* from, double* to, double padding) {
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const Scalar* source = from + r * t.classes;
+    double* line = to + r * t.row_stride;
+    if (t.column) {
+      for (int64_t c = 0; c < t.classes; ++c) line[c * kSplineTileRows] = load_as_compute(source[c]);
+    } else {
+#pragma omp simd
+      for (int64_t c = 0; c < t.classes; ++c) line[c] = load_as_compute(source[c]);
+      for (int64_t c = t.classes; c < t.inner; ++c) line[c] = padding;
+    }
+  }
+  if (t.column) {  // rows that are not there: any that has an answer
+    for (int64_t c = 0; c < t.classes; ++c) {
+      for (int64_t r = t.n_rows; r < kSplineTileRows; ++r) to[c * kSplineTileRows + r] = 0;
+    }
+  }
+}
+
+template <typename Scalar>
+FK_VECTOR_CLONES void write_tile(const SplineTile& t, const double* from, Scalar* to) {
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const double* line = from + r * t.row_stride;
+    Scalar* row = to + r * t.classes;
+    if (t.column) {
+      for (int64_t c = 0; c < t.classes; ++c) {
+        row[c] = Store<Scalar>::from_compute(static_cast<compute_t<Scalar>>(line[c * kSplineTileRows]));
+      }
+    } else {
+#pragma omp simd
+      for (int64_t c = 0; c < t.classes; ++c) {
+        row[c] = Store<Scalar>::from_compute(static_cast<compute_t<Scalar>>(line[c]));
+      }
+    }
+  }
+}
+
+inline void read_tile(const SplineTile& t, const void* from, SplineStorage storage, int64_t row, double* to,
+                      double padding) {
+  with_storage(storage, [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    read_tile<Scalar>(t, static_cast<const Scalar*>(from) + row * t.classes, to, padding);
+  });
+}
+inline void write_tile(const SplineTile& t, const double* from, void* to, SplineStorage storage, int64_t row) {
+  with_storage(storage, [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    write_tile<Scalar>(t, from, static_cast<Scalar*>(to) + row * t.classes);
+  });
+}
+
+// Of probabilities; those of padding and of rows that are not there are 0.
+FK_VECTOR_CLONES inline void logits_of_probabilities(double* z, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) z[i] = logit_of_probability(z[i]);
+}
+
+inline void read_logits(const SplineInput& args, int64_t row, const SplineTile& t) {
+  read_tile(t, args.input, args.storage, row, t.d, args.is_probs ? 0 : kMinusInfinity);
+  if (!args.is_probs) return;
+  logits_of_probabilities(t.d, t.outer * t.inner);
+  for (int64_t r = t.n_rows; t.column && r < kSplineTileRows; ++r) {
+    for (int64_t c = 0; c < t.classes; ++c) t.d[c * kSplineTileRows + r] = 0;
+  }
+}
+
+// ---- features ------------------------------------------------------------------------------------------------------
+
+FK_VECTOR_CLONES inline void largest_of_rows(const SplineTile& t, const double* from, double* to) {
+  if (t.column) {
+    for (int64_t i = 0; i < kSplineTileRows; ++i) to[i] = kMinusInfinity;
+    for (int64_t o = 0; o < t.outer; ++o) {
+      const double* line = from + o * kSplineTileRows;
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) to[i] = line[i] > to[i] ? line[i] : to[i];
+    }
+  } else {
+    for (int64_t o = 0; o < t.outer; ++o) {
+      const double* line = from + o * t.inner;
+      double top = kMinusInfinity;
+#pragma omp simd reduction(max : top)
+      for (int64_t i = 0; i < t.inner; ++i) top = line[i] > top ? line[i] : top;
+      to[o] = top;
+    }
+  }
+}
+
+// d and e, and the sum of e over all classes but the largest.
+FK_VECTOR_CLONES inline void exponentials(const SplineTile& t, double beta, double grid) {
+  if (t.column) {
+    double ties[kSplineTileRows];
+    for (int64_t i = 0; i < kSplineTileRows; ++i) t.rest[i] = 0, ties[i] = -1;
+    for (int64_t o = 0; o < t.outer; ++o) {
+      double* d = t.d + o * kSplineTileRows;
+      double* e = t.e + o * kSplineTileRows;
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) {
+        d[i] = spline_exponent(d[i], t.top[i], beta, grid);
+        e[i] = bounded_exponential(d[i]);
+        t.rest[i] += d[i] < 0 ? e[i] : 0;
+        ties[i] += d[i] < 0 ? 0 : 1;
+      }
+    }
+    for (int64_t i = 0; i < kSplineTileRows; ++i) t.rest[i] += ties[i];
+  } else {
+    for (int64_t o = 0; o < t.outer; ++o) {
+      double* d = t.d + o * t.inner;
+      double* e = t.e + o * t.inner;
+      const double top = t.top[o];
+      double rest = 0, ties = -1;
+#pragma omp simd reduction(+ : rest, ties)
+      for (int64_t i = 0; i < t.inner; ++i) {
+        d[i] = spline_exponent(d[i], top, beta, grid);
+        e[i] = bounded_exponential(d[i]);
+        rest += d[i] < 0 ? e[i] : 0;
+        ties += d[i] < 0 ? 0 : 1;
+      }
+      t.rest[o] = rest + ties;
+    }
+  }
+}
+
+FK_VECTOR_CLONES inline void log_odds(const SplineTile& t, uint64_t kept_bits) {
+  for (int64_t o = 0; o < t.outer; ++o) {
+    const double* e = t.e + o * t.inner;
+    double* x = t.x + o * t.inner;
+    double* u = t.u + o * t.inner;
+    if (t.column) {
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) {
+        const auto found = spline_features(spline_probability(e[i], t.row[i], kept_bits), t.row[i]);
+        x[i] = found.x;
+        u[i] = found.u;
+      }
+    } else {
+      const SplineRow<double> row = t.row[o];
+#pragma omp simd
+      for (int64_t i = 0; i < t.inner; ++i) {
+        const auto found = spline_features(spline_probability(e[i], row, kept_bits), row);
+        x[i] = found.x;
+        u[i] = found.u;
+      }
+    }
+  }
+}
+
+inline uint64_t kept_bits_of(const SplineInput& args) { return ~uint64_t{0} << (args.in_steps ? 22 : 0); }
+
+// d, e, x and u of the rows whose logits are in d.
+inline void features_of_logits(const SplineInput& args, const SplineTile& t) {
+  exponentials(t, inverse_temperature<double>(args.temperature), args.in_steps ? 0x1.8p21 : 0.0);
+  const int64_t rows = t.column ? kSplineTileRows : t.n_rows;
+  for (int64_t r = 0; r < rows; ++r) {
+    t.inverse[r] = 1 / (1 + t.rest[r]);
+    t.row[r] = spline_row(t.rest[r], args.floor, static_cast<double>(args.classes));
+  }
+  log_odds(t, kept_bits_of(args));
+}
+
+inline void features_of_rows(const SplineInput& args, int64_t row, const SplineTile& t) {
+  read_logits(args, row, t);
+  largest_of_rows(t, t.d, t.top);
+  features_of_logits(args, t);
+}
+
+// ---- the curve -----------------------------------------------------------------------------------------------------
+
+// A curve as tables of its pieces.
+struct CurveTables {
+  explicit CurveTables(const SplineCurve& curve) : curve(curve) {
+    if (curve.knots >= kSplineTables) return;
+    for (int64_t i = 0; i < kSplineTables; ++i) {
+      const int64_t piece = std::min(i, curve.knots);
+      knot[i] = i < curve.knots ? curve.positions[i] : -kMinusInfinity;
+      origin[i] = curve.positions[std::max<int64_t>(piece - 1, 0)];
+      for (int k = 0; k < 4; ++k) power[k][i] = curve.coefficients[piece * 4 + k];
+    }
+  }
+  SplineCurve curve;
+  alignas(64) double knot[kSplineTables], origin[kSplineTables], power[4][kSplineTables];
+};
+
+#ifdef FK_HAS_AVX512_CODE
+FK_AVX512 inline __m512d look_up(const double* table, __m512i index) {
+  return _mm512_permutex2var_pd(_mm512_load_pd(table), index, _mm512_load_pd(table + 8));
+}
+
+template <bool with_slope>
+FK_AVX512 void curve_in_registers(const SplineTile& t, const CurveTables& tables) {
+  const int64_t n = t.outer * t.inner;
+  for (int64_t i = 0; i < n; i += 8) {
+    const __m512d u = _mm512_load_pd(t.u + i);
+    // Knots that are below, by bisection of 15.
+    __m512i piece = _mm512_setzero_si512();
+    for (const int step : {8, 4, 2, 1}) {
+      const __m512i next = _mm512_add_epi64(piece, _mm512_set1_epi64(step));
+      const __m512d knot = look_up(tables.knot, _mm512_sub_epi64(next, _mm512_set1_epi64(1)));
+      piece = _mm512_mask_mov_epi64(piece, _mm512_cmp_pd_mask(u, knot, _CMP_GT_OQ), next);
+    }
+    const __m512d s = _mm512_sub_pd(u, look_up(tables.origin, piece));
+    const __m512d c1 = look_up(tables.power[1], piece), c2 = look_up(tables.power[2], piece);
+    const __m512d c3 = look_up(tables.power[3], piece);
+    __m512d f = _mm512_fmadd_pd(c3, s, c2);
+    f = _mm512_fmadd_pd(f, s, c1);
+    f = _mm512_fmadd_pd(f, s, look_up(tables.power[0], piece));
+    _mm512_store_pd(t.f + i, f);
+    _mm512_store_pd(t.u + i, s);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(t.piece + i), _mm512_cvtepi64_epi8(piece));
+    if constexpr (with_slope) {
+      __m512d slope = _mm512_fmadd_pd(_mm512_mul_pd(c3, _mm512_set1_pd(3)), s, _mm512_add_pd(c2, c2));
+      _mm512_store_pd(t.slope + i, _mm512_fmadd_pd(slope, s, c1));
+    }
+  }
+}
+#endif
+
+FK_VECTOR_CLONES inline void count_knots_below(const double* u, int64_t n, const SplineCurve& curve, uint8_t* piece) {
+  for (int64_t i = 0; i < n; ++i) piece[i] = 0;
+  for (int64_t k = 0; k < curve.knots; ++k) {
+    const double knot = curve.positions[k];
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) piece[i] += u[i] > knot ? 1 : 0;
+  }
+}
+
+template <bool with_slope>
+void curve_one_by_one(const SplineTile& t, const SplineCurve& curve) {
+  const int64_t n = t.outer * t.inner;
+  if (curve.knots < kSplineTables) {
+    count_knots_below(t.u, n, curve, t.piece);
+  } else {
+    const double* end = curve.positions + curve.knots;
+    for (int64_t i = 0; i < n; ++i) {
+      t.piece[i] = static_cast<uint8_t>(std::lower_bound(curve.positions, end, t.u[i]) - curve.positions);
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t piece = t.piece[i];
+    const double* c = curve.coefficients + piece * 4;
+    const double s = t.u[i] - curve.positions[std::max<int64_t>(piece - 1, 0)];
+    t.f[i] = spline_value(c[0], c[1], c[2], c[3], s);
+    if constexpr (with_slope) t.slope[i] = spline_slope(c[1], c[2], c[3], s);
+    t.u[i] = s;
+  }
+}
+
+// f(u), the piece of u, and s in the place of u; f'(u), too, if wanted.
+template <bool with_slope>
+void curve_of_tile(const SplineTile& t, const CurveTables& tables) {
+#ifdef FK_HAS_AVX512_CODE
+  if (tables.curve.knots < kSplineTables && has_avx512()) return curve_in_registers<with_slope>(t, tables);
+#endif
+  curve_one_by_one<with_slope>(t, tables.curve);
+}
+
+// ---- scores and their softmax --------------------------------------------------------------------------------------
+
+FK_VECTOR_CLONES inline void scores_of_tile(const SplineScores& args, int64_t row, const SplineTile& t) {
+  for (int64_t o = 0; o < t.outer; ++o) {
+    const double* d = t.d + o * t.inner;
+    const double* x = t.x + o * t.inner;
+    double* f = t.f + o * t.inner;
+    if (t.column) {
+      const double factor = args.factor + (args.weight ? args.weight[o] : 0), bias = args.bias ? args.bias[o] : 0;
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) f[i] += factor * x[i] + bias;
+    } else if (args.weight || args.bias) {
+      for (int64_t i = 0; i < t.classes; ++i) {
+        f[i] += (args.factor + (args.weight ? args.weight[i] : 0)) * x[i] + (args.bias ? args.bias[i] : 0);
+      }
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < t.inner; ++i) f[i] += args.factor * x[i];
+    }
+    if (args.keep_zeros) {
+#pragma omp simd
+      for (int64_t i = 0; i < t.inner; ++i) f[i] = d[i] == kMinusInfinity ? kMinusInfinity : f[i];
+    }
+    for (int64_t i = t.column ? t.inner : t.classes; i < t.inner; ++i) f[i] = kMinusInfinity;
+  }
+  if (!args.extra) return;
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const double* extra = args.extra + (row + r - args.first_row) * t.classes;
+    double* f = t.f + r * t.row_stride;
+    for (int64_t c = 0; c < t.classes; ++c) f[c * t.class_stride] += extra[c];
+  }
+}
+
+// exp(score - largest) in the place of the scores, and its sum per row. `keep` leaves the scores.
+template <bool keep>
+FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
+  if (t.column) {
+    for (int64_t i = 0; i < kSplineTileRows; ++i) t.sum[i] = 0;
+    for (int64_t o = 0; o < t.outer; ++o) {
+      double* f = t.f + o * kSplineTileRows;
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) {
+        const double p = bounded_exponential(f[i] - t.score_top[i]);
+        t.sum[i] += p;
+        if constexpr (!keep) f[i] = p;
+      }
+    }
+  } else {
+    for (int64_t o = 0; o < t.outer; ++o) {
+      double* f = t.f + o * t.inner;
+      const double top = t.score_top[o];
+      double sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < t.inner; ++i) {
+        const double p = bounded_exponential(f[i] - top);
+        sum += p;
+        if constexpr (!keep) f[i] = p;
+      }
+      t.sum[o] = sum;
+    }
+  }
+}
+
+// f <- f * scale + shift of its row.
+FK_VECTOR_CLONES inline void scale_and_shift(const SplineTile& t, const double* scale, const double* shift) {
+  for (int64_t o = 0; o < t.outer; ++o) {
+    double* f = t.f + o * t.inner;
+    if (t.column) {
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) f[i] = f[i] * scale[i] + shift[i];
+    } else {
+      const double factor = scale[o], term = shift[o];
+#pragma omp simd
+      for (int64_t i = 0; i < t.inner; ++i) f[i] = f[i] * factor + term;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace focalkern::cpu

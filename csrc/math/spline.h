@@ -1,0 +1,93 @@
+// The map of spline scaling: log-probabilities of a floored softmax, their log-odds, a natural cubic spline of these.
+//
+//   q = softmax(z / T),   P = (1 - e) q + e / C,   x = log P,   u = x - log(1 - P)
+//   score = (1 + a) x + f(u)   + v_j x + b_j (vector), or + a given number (matrix)
+//   log p = log_softmax(score)
+//
+// 0 < e < 1, so that x and u are finite for every input. With t the largest class, d = (z - z_t) / T and
+// E = exp(d), the sum of E over the classes but t is S; q = E / (1 + S), and 1 - P_t comes from S without cancellation.
+//
+// f is a polynomial of third degree on each of the m + 1 pieces into which m knots cut the line: with o the origin of
+// the piece, f(u) = c0 + c1 s + c2 s^2 + c3 s^3, s = u - o. Beyond the first and the last knot c2 = c3 = 0.
+#pragma once
+
+#include "math/portable.h"
+
+namespace focalkern {
+
+// Above this P a class takes 1 - P from the sum of the others. No two classes of a row are above.
+template <typename Real>
+constexpr Real kSplineLarge = Real(0.75);
+
+// The numbers of a row that all its classes share.
+template <typename Real>
+struct SplineRow {
+  Real scale;           // P = E * scale + floor
+  Real floor;           // e / C
+  Real complement;      // 1 - P of the largest class
+  Real log_complement;  // its logarithm
+};
+
+// `rest`: S, which counts the classes that tie with the largest one, but for it.
+template <typename Real>
+FK_HOST_DEVICE SplineRow<Real> spline_row(Real rest, Real e, Real classes) {
+  SplineRow<Real> row;
+  const Real inverse = Real(1) / (Real(1) + rest);
+  row.scale = (Real(1) - e) * inverse;
+  row.floor = e / classes;
+  row.complement = row.scale * rest + row.floor * (classes - Real(1));
+  row.log_complement = logarithm_of_normal(row.complement);
+  return row;
+}
+
+// d = (z - z_t) / T. In steps of 2^-31, where `grid` is 2^21 * 1.5: a difference of d then outweighs the rounding of
+// all that follows, and the order of the classes is kept to the bit. grid 0: as it is.
+template <typename Real>
+FK_HOST_DEVICE Real spline_exponent(Real z, Real top, Real beta, Real grid) {
+  return ((z - top) * beta + grid) - grid;
+}
+
+// P, in which `kept` says which bits of a double are kept: without the last 22 the order is kept to the bit, as above.
+template <typename Real>
+FK_HOST_DEVICE Real spline_probability(Real e, const SplineRow<Real>& row, uint64_t kept) {
+  const Real probability = e * row.scale + row.floor;
+  if constexpr (sizeof(Real) == sizeof(double)) return bit_cast<Real>(bit_cast<uint64_t>(probability) & kept);
+  return probability;
+}
+
+template <typename Real>
+struct SplineFeatures {
+  Real x, u;
+  Real complement;  // 1 - P
+  bool large;       // whether P is above kSplineLarge
+};
+template <typename Real>
+FK_HOST_DEVICE SplineFeatures<Real> spline_features(Real probability, const SplineRow<Real>& row) {
+  SplineFeatures<Real> result;
+  result.large = probability > kSplineLarge<Real>;
+  const Real complement = Real(1) - probability;
+  const Real log_complement = logarithm_of_normal(complement);
+  result.x = logarithm_of_normal(probability);
+  result.u = result.x - (result.large ? row.log_complement : log_complement);
+  result.complement = result.large ? row.complement : complement;
+  return result;
+}
+
+// The spline with the coefficients of a piece at u = o + s, and its derivative.
+template <typename Real>
+FK_HOST_DEVICE Real spline_value(Real c0, Real c1, Real c2, Real c3, Real s) {
+  return c0 + s * (c1 + s * (c2 + s * c3));
+}
+template <typename Real>
+FK_HOST_DEVICE Real spline_slope(Real c1, Real c2, Real c3, Real s) {
+  return c1 + s * (Real(2) * c2 + s * (Real(3) * c3));
+}
+
+// dL/dx of a class, u a function of x: `of_score` = dL/dscore, `factor` = dscore/dx at a fixed u, `slope` = f'(u).
+// du/dx = 1 + P / (1 - P) = 1 / (1 - P).
+template <typename Real>
+FK_HOST_DEVICE Real spline_grad_x(Real of_score, Real factor, Real slope, Real complement) {
+  return of_score * (factor + slope / complement);
+}
+
+}  // namespace focalkern

@@ -1,0 +1,250 @@
+"""Rows and labels that can be read and cannot be right: what is odd about them, in words that name the likely cause.
+
+Every test compares with what chance would give, and says nothing of sets that are too small to tell: a model that is
+weak, labels that are rare or missing and rows that repeat are no error.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = [
+    "input_doubts",
+    "input_notes",
+    "label_doubts",
+    "looks_like_probs",
+    "one_logit_doubts",
+    "pair_doubts",
+    "refuse_probs",
+]
+
+# Fewer rows are not looked at.
+_ENOUGH = 50
+# Other than those of the commonest label, before labels are said to be no better than chance: weak models exist.
+_ENOUGH_FOR_CHANCE = 200
+# Rows of which so many differ in one direction cannot be chance: standard deviations of a sign test.
+_CERTAIN = 5.0
+# Rows that are looked at together.
+_BLOCK = 1 << 22
+
+
+def looks_like_probs(logits: Tensor) -> bool:
+    """Whether no logit is negative and every row sums to 1."""
+    return _sum_to(logits, 1.0)
+
+
+def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
+    """Raise where logits, which nobody said they are, look like probabilities.
+
+    Args:
+        op: what raises.
+        logits: [N, C].
+        name: of the argument.
+    """
+    if len(logits) < 2 or not looks_like_probs(logits):  # one row may look like anything
+        return
+    if _are_one_hot(logits):
+        raise ValueError(
+            f"{op}: {name} must not be predicted classes, got rows of one 1 and zeros; pass what the model gives "
+            "before its decision, or say input_kind='logits' if they are logits"
+        )
+    raise ValueError(
+        f"{op}: {name} must not be probabilities while input_kind is not said, got rows that are not negative and sum "
+        "to 1; say input_kind='probs', or input_kind='logits' if they are logits"
+    )
+
+
+def input_doubts(input: Tensor, kind: str) -> list[str]:
+    """Rows that can be read and are hardly what they should be: at most one doubt.
+
+    Args:
+        input: [N, C] floating point, checked.
+        kind: ``"logits"`` or ``"probs"``, what it is taken for.
+    """
+    if len(input) < 2:
+        return []
+    if _are_one_hot(input):
+        return [
+            "every row is one 1 and zeros, as predicted classes are: what the model gives before its decision can be "
+            "calibrated, a decision cannot"
+        ]
+    if kind == "logits" and _sum_to(input, 100.0):
+        return ["the rows are not negative and sum to 100: percentages are probabilities once divided by 100"]
+    return []
+
+
+def one_logit_doubts(logits: Tensor) -> list[str]:
+    """The same of one logit per row [N], or of independent labels [N, L]."""
+    if len(logits) < _ENOUGH or not bool(((logits >= 0) & (logits <= 1)).all()):
+        return []
+    return ["all logits lie in [0, 1], as probabilities do: if they are, input_kind='probs' has to say so"]
+
+
+def _sum_to(input: Tensor, total: float) -> bool:
+    if len(input) == 0 or not bool((input >= 0).all()):
+        return False
+    return bool(((input.sum(1, dtype=torch.float64) / total - 1).abs() <= 1e-3).all())
+
+
+def _are_one_hot(input: Tensor) -> bool:
+    return bool(((input == 0) | (input == 1)).all()) and bool(((input == 1).sum(-1) == 1).all())
+
+
+def input_notes(logits: Tensor) -> list[str]:
+    """What is worth knowing about logits, and no error."""
+    if not _are_log_probabilities(logits):
+        return []
+    return [
+        "the logits are log-probabilities (each row's exponentials sum to 1), which are as good: no calibrator looks "
+        "at more than their differences"
+    ]
+
+
+def pair_doubts(input: Tensor, labels: Tensor, other: Tensor, other_labels: Tensor) -> list[str]:
+    """What is odd about validation and test rows: rows that are in both."""
+    if input.shape[1:] != other.shape[1:] or len(other) == 0:
+        return []
+    if input.shape == other.shape and torch.equal(input, other) and torch.equal(labels, other_labels):
+        return [f"the same {len(other):,} rows are validation and test rows, so that the figures are too good"]
+    one, two = _hashes(input, labels), _hashes(other, other_labels)
+    # Few distinct rows, as a tree has them, are found on both sides by right.
+    if len(np.unique(two)) < 0.9 * len(two) or len(np.unique(one)) < 0.9 * len(one):
+        return []
+    shared = int(np.isin(two, one).sum())
+    if shared < 5 or shared < 0.05 * len(two):
+        return []
+    return [
+        f"{shared:,} of the {len(other):,} test rows are among the validation rows, with the same label, so that "
+        "the figures are too good: the sets should have no row in common"
+    ]
+
+
+def label_doubts(input: Tensor, labels: Tensor) -> list[str]:
+    """Labels that cannot be right: at most one doubt, the likeliest.
+
+    Args:
+        input: [N, C] floating point logits or probabilities, checked.
+        labels: [N] int64 in [0, C).
+    """
+    n_rows, n_classes = input.shape
+    if n_rows < _ENOUGH:
+        return []
+    top = input.argmax(-1)
+    own = top == labels
+    right = int(own.sum())
+    found = f"{right / n_rows:.1%} of the {n_rows:,} rows"
+
+    # Another reading of the same numbers that explains the labels much better than the one that was asked for.
+    second = input.scatter(1, top.unsqueeze(1), -math.inf).argmax(-1)
+    untied = input.amax(-1) > input.amin(-1)
+    next_label, last_label = labels.roll(-1), labels.roll(1)
+    readings = [
+        ((top + 1 == labels), "the labels are one too high: the first class is 0"),
+        ((top - 1 == labels), "the labels are one too low: the first class is 0"),
+        (top == next_label, "the labels are those of the row before: they start a row too late"),
+        (top == last_label, "the labels are those of the row behind: they start a row too early"),
+        ((input.argmin(-1) == labels) & untied, "the sign of the logits is turned round: a loss or a distance"),
+        (second == labels, "two columns are in each other's place, or one class outbids the others"),
+    ]
+    best = max(readings, key=lambda reading: int(reading[0].sum()))
+    better = int(best[0].sum()) / n_rows
+    order = _other_order(top, labels, n_classes, right)
+    if _clearly_more(best[0], own) and (order is None or better > 0.7 * order):
+        return [f"the labels are the largest logit in {found}, but in {better:.1%} if {best[1]}"]
+    if order is not None:
+        return [
+            f"the labels are the largest logit in {found}, but in {order:.1%} if the classes are in another order: the "
+            "columns are not in the order of the class numbers"
+        ]
+
+    predicted, present = (torch.bincount(values, minlength=n_classes) for values in (top, labels))
+    share_predicted, share_present = predicted.double() / n_rows, present.double() / n_rows
+    chance = float((share_predicted * share_present).sum())
+    error = math.sqrt(chance * (1 - chance) / n_rows)
+    of_minorities = n_rows - int(present.max())
+    at_chance = right / n_rows < chance + min(2.5 * error, 0.05 * (1 - chance))
+    if at_chance and of_minorities >= _ENOUGH_FOR_CHANCE and not _informative(input, labels):
+        return [
+            f"the labels are the largest logit in {found}, which is no more than chance ({chance:.1%}): the rows of "
+            "the labels are in another order than those of the logits, or the labels are of another data set"
+        ]
+    # A class that is chosen as often as others and never is right, by a model that mostly is.
+    never = (present == 0) & (predicted >= max(20.0, 0.7 * n_rows / n_classes))
+    if bool(never.any()) and right >= 0.6 * (n_rows - int(predicted[never].sum())):
+        classes = never.nonzero().flatten().tolist()
+        shown = ", ".join(str(value) for value in classes[:5]) + (", ..." if len(classes) > 5 else "")
+        times = int(predicted[never].sum())
+        return [
+            f"{'class' if len(classes) == 1 else 'the classes'} {shown} never {'is' if len(classes) == 1 else 'are'} a "
+            f"label, and the largest logit of {times:,} of the {n_rows:,} rows: the labels may be shifted, or rows are "
+            "missing"
+        ]
+    return []
+
+
+def _clearly_more(other: Tensor, own: Tensor) -> bool:
+    """A sign test of the rows on which the two differ."""
+    more, less = int((other & ~own).sum()), int((own & ~other).sum())
+    return more - less > _CERTAIN * math.sqrt(more + less)
+
+
+def _other_order(top: Tensor, labels: Tensor, n_classes: int, right: int) -> float | None:
+    """The accuracy if each label were the class that its rows have most often, where that tells something."""
+    n_rows = len(labels)
+    if n_rows < 20 * n_classes or n_classes > 4096 or right > 0.5 * n_rows:
+        return None
+    counts = torch.bincount(labels * n_classes + top, minlength=n_classes * n_classes).view(n_classes, n_classes)
+    most, place = counts.max(-1)
+    used = place[most > 0]
+    # Of one class each: a model that says the same of every row is no other order.
+    best = int(most.sum())
+    different = len(used.unique()) >= 0.8 * len(used) and len(used) > 1
+    return best / n_rows if different and best > 2 * right and best > 0.5 * n_rows else None
+
+
+def _informative(input: Tensor, labels: Tensor) -> bool:
+    """Whether the logits of the labels are higher than those of labels in any other order: the covariance of both."""
+    n_rows, n_classes = input.shape
+    shares = torch.bincount(labels, minlength=n_classes).double() / n_rows
+    size = max(1, _BLOCK // n_classes)
+    # Ruled-out classes are as low as the lowest of their row.
+    lowest = torch.where(input.isinf(), math.inf, input).amin(-1, keepdim=True)
+    scores = []
+    for block, low, of_block in zip(input.split(size), lowest.split(size), labels.split(size), strict=True):
+        apart = torch.maximum(block, low).double()
+        apart -= apart.mean(-1, keepdim=True)
+        scores.append(torch.stack([apart.gather(1, of_block.unsqueeze(1)).squeeze(1), apart @ shares]))
+    own, any_other = torch.cat(scores, 1)
+    # Less what each class has on average: a class that is high everywhere says nothing.
+    mean_of_class = torch.zeros(n_classes, dtype=torch.float64, device=input.device)
+    for block, low in zip(input.split(size), lowest.split(size), strict=True):
+        apart = torch.maximum(block, low).double()
+        mean_of_class += (apart - apart.mean(-1, keepdim=True)).sum(0) / n_rows
+    score = own - mean_of_class[labels] - any_other + mean_of_class @ shares
+    return bool(score.mean() > 2.5 * score.std() / math.sqrt(n_rows))
+
+
+def _are_log_probabilities(input: Tensor) -> bool:
+    slack = 1e-2 if input.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    first = input[:1000].double()
+    for rows in (first, input.double() if bool((first <= slack).all()) else input[:0].double()):
+        if not bool(((rows <= slack).all(-1) & (rows.logsumexp(-1).abs() <= slack)).all()):
+            return False
+    return True
+
+
+def _hashes(input: Tensor, labels: Tensor) -> np.ndarray[Any, Any]:
+    """[N] 64-bit hashes of the rows with their labels."""
+    odd = np.random.default_rng(0).integers(1 << 62, size=input.shape[1] + 1, dtype=np.uint64) | np.uint64(1)
+    parts = []
+    size = max(1, _BLOCK // input.shape[1])
+    for block, of_block in zip(input.split(size), labels.split(size), strict=True):
+        bits = np.ascontiguousarray(block.double().cpu().numpy()).view(np.uint64)
+        mixed = bits ^ (bits >> np.uint64(29))
+        with np.errstate(over="ignore"):
+            total = (mixed * odd[:-1]).sum(-1, dtype=np.uint64) + of_block.cpu().numpy().astype(np.uint64) * odd[-1]
+        parts.append(total ^ (total >> np.uint64(32)))
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)

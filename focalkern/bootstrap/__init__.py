@@ -1,0 +1,49 @@
+r"""How far to trust a figure: paired bootstrap intervals, and the calibration error of a perfectly calibrated model.
+
+Rows are drawn again with replacement, N out of N, and every figure is computed anew on each such set. All calibrators
+see the same sets (the sets depend on N and the seed only), so the spread of a *difference* between two of them is free
+of the luck that they share.
+
+Intervals of calibration errors
+-------------------------------
+ECE cannot be negative, so noise raises it: a perfectly calibrated model scores above 0, the more the fewer rows there
+are per bin (:func:`bias_floor` says how much). Resampling adds the same noise once more, so the replicates of an ECE
+lie above the ECE itself, and their plain quantiles hardly ever contain the ECE that infinitely many rows would have
+when that is small. ``method`` chooses what is done about it, with t the figure on the rows as they are:
+
+``"symmetric"`` (default)
+    t -+ the ``level`` quantile of \|replicate - t\|. What noise may do, bias included, is allowed for on both sides, so
+    the interval contains t, and a difference between two calibrators excludes 0 only where it is larger than what
+    resampling does to it. Conservative for small calibration errors, and for large ones and for means (accuracy, NLL,
+    Brier score) no different from the others.
+``"basic"``
+    [2 t - high quantile, 2 t - low quantile]: what resampling added to t is taken off t. Nearest of the three to the
+    ECE of infinitely many rows, but it may lie below t, and of two calibrators that are equally good it calls one
+    better far too often.
+``"percentile"``
+    The quantiles themselves.
+
+There is no bias-corrected (BCa) interval: its correction is estimated by how many replicates lie below t, which for a
+small ECE are next to none.
+
+None of them reaches 0 as often as it should where a model *is* perfectly calibrated, because the bootstrap fails on
+the border of what a figure can be. That question has its own answer, :meth:`BiasFloor.p_value`. For the same reason the
+difference between a calibrated and a miscalibrated model comes out too small, and its interval with it: that errs on
+the side of no win. Where two calibrators differ in how sharp their confidences are, so do their floors, and with them
+the ECEs that are compared: look at both. ``python -m benchmarks.bench_bootstrap`` counts all of this.
+
+Equal-mass bins are made anew in every resample, as they would be for another set of rows; equal-width bins are where
+they are.
+
+Sources: Efron & Tibshirani, "An Introduction to the Bootstrap", 1993; Davison & Hinkley, "Bootstrap Methods and their
+Application", 1997, section 5.2 (the basic interval); Hall 1988, "On symmetric bootstrap confidence intervals"; Kumar,
+Liang & Ma 2019 (arXiv 1909.10155) and Roelofs et al. 2022 (arXiv 2012.08668) on the bias of ECE; Broecker & Smith,
+"Increasing the Reliability of Reliability Diagrams", 2007 (the figure of a calibrated model, by drawing the outcomes
+from the forecasts).
+"""
+
+from focalkern.bootstrap._bias_floor import BiasFloor, bias_floor
+from focalkern.bootstrap._figures import FIGURES
+from focalkern.bootstrap._intervals import METHODS, Interval, PairedBootstrap, paired_bootstrap
+
+__all__ = ["FIGURES", "METHODS", "BiasFloor", "Interval", "PairedBootstrap", "bias_floor", "paired_bootstrap"]

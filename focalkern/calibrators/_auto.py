@@ -1,0 +1,196 @@
+"""AutoCalibrator: the candidate chosen by cross-validation, as one calibrator with scikit-learn's interface."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern._checks import flag
+from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, renamed
+from focalkern.calibrators._rows import Rows
+from focalkern.calibrators._selection import (
+    PROPER,
+    Proper,
+    as_candidates,
+    check_folds,
+    cross_validate,
+    keeps_predictions,
+    log_proba,
+)
+from focalkern.calibrators._spline import SplineScaling
+from focalkern.calibrators._verdict import Verdict, describe_evidence, describe_method, describe_predictions, doubts_of
+
+__all__ = ["AutoCalibrator"]
+
+
+class AutoCalibrator(Calibrator):
+    r"""The calibrator with the lowest loss in a cross-validation on the rows of ``fit``, the simpler one if in doubt.
+
+    Among the candidates that change no predicted class, none, temperature and spline scaling by default, the one with
+    the lowest mean loss is held. A richer one takes its place, spline-vector and then spline-matrix, where
+
+    .. math:: \overline{l - b} < -\tfrac12\, \text{sd}(l - b) / \sqrt{N}
+
+    with the losses l of the richer candidate and b of the one that is held, each on rows that its fit did not see.
+    Never chosen are a candidate whose mean loss is higher than that of no calibration, one whose optimum lies where its
+    search ended, on all rows or without a fold, and one whose loss is infinite on a row; nor no calibration, where a
+    row gives probability 0 to a class that is possible in another. A matrix needs 3 classes and 2 rows per class. With
+    ``sample_weight`` fits and means are weighted, and the error is that of a weighted mean, whatever the scale of the
+    weights; a candidate whose ``fit`` takes none is not chosen, and named.
+
+    Args:
+        candidates: as :func:`focalkern.compare_calibrators`.
+        criterion: ``"nll"`` or ``"brier"``, by which the candidates are fitted and compared.
+        folds: of the cross-validation, at least 2.
+        seed: of the folds.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
+            probabilities.
+        keep_predictions: only candidates that change no predicted class.
+
+    ``fit`` sets ``chosen_`` (a name), ``calibrator_`` (fitted on all samples), ``table_`` (a list with a dictionary per
+    candidate: ``name``, ``loss``, ``difference`` from the best one, its ``standard_error``, ``excluded`` and
+    ``chosen``) and ``verdict_``, a :class:`focalkern.Verdict`. ``save`` writes ``calibrator_``, with the table and the
+    verdict as ``"evidence"`` in the summary of its fit; ``load_calibrator`` returns that calibrator.
+
+    Source: the rule of one standard error of Breiman et al., Classification and Regression Trees, 1984, section 3.4.3,
+    with half of it.
+
+    Example:
+        >>> labels = torch.arange(300) % 3
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # right in 240 of 300 rows
+        >>> calibrator = fk.AutoCalibrator().fit(logits, labels)
+        >>> calibrator.chosen_
+        'spline-matrix'
+        >>> calibrator.predict_proba(logits[:1]).round(decimals=3)
+        tensor([[0.8000, 0.0390, 0.1610]])
+        >>> list(calibrator.as_module()(logits).shape)  # log-probabilities
+        [300, 3]
+    """
+
+    method = "auto"
+    _parameter_names = ("candidates", "criterion", "folds", "seed", "input_kind", "keep_predictions")
+
+    chosen_: str
+    calibrator_: Any
+    table_: list[dict[str, Any]]
+    verdict_: Verdict
+
+    def __init__(
+        self,
+        candidates: Sequence[str] | Mapping[str, Any] | None = None,
+        criterion: Proper = "nll",
+        folds: int = 5,
+        seed: int = 0,
+        input_kind: InputKind = LOGITS,
+        keep_predictions: bool = False,
+    ) -> None:
+        self.candidates = candidates
+        self.criterion = criterion
+        self.folds = folds
+        self.seed = seed
+        self.input_kind = input_kind
+        self.keep_predictions = keep_predictions
+
+    def as_module(self) -> torch.nn.Module:
+        """The module of ``calibrator_``.
+
+        Returns:
+            The module, without parameters to train.
+
+        Raises:
+            NotFittedError: ``fit`` did not come before.
+            TypeError: it is not one of this library's.
+        """
+        return self._placed(self._own("as_module").as_module())
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _own(self, what: str) -> Calibrator:
+        self._check_fitted()
+        if not isinstance(self.calibrator_, Calibrator):
+            raise TypeError(
+                f"AutoCalibrator: {what} needs a calibrator of this library, but {self.chosen_} was chosen, a "
+                f"{type(self.calibrator_).__name__}"
+            )
+        return self.calibrator_
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        self._check_option("criterion", PROPER)
+        check_folds("AutoCalibrator", self.folds, self.seed)
+        flag("AutoCalibrator", "keep_predictions", self.keep_predictions)
+        try:
+            as_candidates(self.candidates, self.criterion, self.input_kind, self.keep_predictions)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"AutoCalibrator: {error}") from None
+
+    def _fit(self, rows: Rows) -> dict[str, Any]:
+        input, target = rows.input, rows.target
+        candidates = as_candidates(self.candidates, self.criterion, self.input_kind, self.keep_predictions)
+        folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)
+        try:
+            cross_validation = cross_validate(
+                input, target, candidates, criterion=self.criterion, folds=folds, seed=seed, weight=rows.weight
+            )
+        except (TypeError, ValueError) as error:
+            raise renamed("AutoCalibrator", error) from None
+        winner = cross_validation.winner
+        use = describe_method(winner.name)
+        values = ((symbol, getattr(winner.calibrator, name, None)) for symbol, name in _SYMBOLS)
+        words = [f"{symbol} = {value:.4g}" for symbol, value in values if value]
+        if winner.name != "none" and words and not isinstance(winner.calibrator, SplineScaling):
+            use = f"{use}, {', '.join(words)}"
+        changed = 0
+        if not keeps_predictions(winner.calibrator):
+            changed = int((log_proba(winner.calibrator, input).argmax(-1) != input.argmax(-1)).sum())
+        return {
+            "chosen_": winner.name,
+            "calibrator_": winner.calibrator,
+            "table_": cross_validation.table(),
+            "verdict_": Verdict(
+                use,
+                describe_evidence(cross_validation),
+                "" if winner.name == "none" else describe_predictions(changed, len(input)),
+                tuple(doubts_of(cross_validation)),
+            ),
+        }
+
+    def _apply(self, input: Tensor, *, log: bool) -> Tensor:
+        if isinstance(self.calibrator_, Calibrator):
+            result = self.calibrator_.predict_log_proba(input) if log else self.calibrator_.predict_proba(input)
+            return torch.as_tensor(result)
+        flat = log_proba(self.calibrator_, input.reshape(-1, input.shape[-1])).reshape(input.shape)
+        return flat if log else flat.exp()
+
+    def _keeps_predictions(self) -> bool:
+        chosen = vars(self).get("calibrator_")  # there is none before fit
+        if chosen is None:
+            return self.keep_predictions
+        return isinstance(chosen, Calibrator) and chosen._keeps_predictions()
+
+    def _predicted(self, input: Tensor) -> Tensor:
+        if isinstance(self.calibrator_, Calibrator):
+            return torch.as_tensor(self.calibrator_.predict(input))
+        return self._apply(input, log=True).argmax(-1)
+
+    def _to_json(self) -> dict[str, Any]:
+        document = self._own("save")._to_json()
+        document["fit"]["evidence"] = {
+            "candidates": self.table_,
+            "criterion": self.criterion,
+            "folds": self.folds,
+            "seed": self.seed,
+            "because": self.verdict_.because,
+            "doubts": list(self.verdict_.doubts),
+        }
+        if self.classes_.dtype.kind not in "iu":
+            document["fit"]["classes"] = self.classes_.tolist()
+        if self.one_logit_:
+            document["fit"]["one_logit"] = True
+        if self.dense_:
+            document["fit"]["dense"] = True
+        return document
+
+
+_SYMBOLS = (("gamma", "gamma_"), ("T", "temperature_"))

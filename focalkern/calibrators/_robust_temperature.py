@@ -1,0 +1,131 @@
+"""Temperature scaling that is finite on any rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_number
+from focalkern.calibrators._rows import Rows
+from focalkern.calibrators._spline_features import floor_of, logit_scale, robust_temperature
+from focalkern.calibrators._spline_module import FlooredLogProbs
+from focalkern.ops.spline_sums import spline_sums_for
+
+__all__ = ["RobustTemperatureScaling"]
+
+
+class RobustTemperatureScaling(Calibrator):
+    r"""Temperature scaling with a floor: finite on any rows, and robust to few rows.
+
+    .. math:: \hat p = (1 - e)\, \text{softmax}(z / T) + e / C, \qquad e = \frac{0.1}{W + 1}
+
+    T minimises the mean NLL plus :math:`(\log T)^2 / (2 W)`, with W the number of rows (the sum of their weights). The
+    floor bounds the loss of a row whose target has probability 0, as forests and neighbours have; the second term keeps
+    T from falling to 0 where every row is right. With thousands of rows and no zeros it is :class:`TemperatureScaling`.
+    The automatic choice has it as its candidate ``"temperature"``.
+
+    A logit of -inf gives exactly 0, unless a row of ``fit`` has its label there, as :class:`SplineScaling`.
+
+    Args:
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
+            probabilities.
+
+    After ``fit`` there are ``temperature_`` (T), ``floor_`` (e), ``masks_`` (whether a logit of -inf means probability
+    0) and ``best_value_`` (the NLL of the rows of ``fit``).
+
+    Source: Guo et al. 2017 (arXiv 1706.04599); the floor of Berta et al., AISTATS 2026 (arXiv 2511.03685).
+
+    Example:
+        >>> labels = torch.arange(300) % 3
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # right in 240 of 300 rows
+        >>> calibrator = fk.RobustTemperatureScaling().fit(logits, labels)
+        >>> calibrator.predict_proba(logits[:1]).round(decimals=2)
+        tensor([[0.8000, 0.1000, 0.1000]])
+        >>> calibrator.as_module()(logits[:1]).exp().round(decimals=2)  # as the last layer of a network
+        tensor([[0.8000, 0.1000, 0.1000]])
+    """
+
+    method = "robust-temperature"
+    _parameter_names = ("input_kind",)
+
+    temperature_: float
+    floor_: float
+    masks_: bool
+    best_value_: float
+
+    # Where the search starts, in place of a grid: T of nearly the same rows.
+    _near: float | None = None
+
+    def __init__(self, *, input_kind: InputKind = LOGITS) -> None:
+        self.input_kind = input_kind
+
+    def as_module(self) -> torch.nn.Module:
+        """The fitted map as a module, to append to a network.
+
+        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
+        to calibrated logits.
+
+        Returns:
+            The module, without parameters to train.
+
+        Raises:
+            NotFittedError: neither ``fit`` nor ``load`` came before.
+        """
+        self._check_fitted()
+        return self._placed(self._module(one_logit=self.one_logit_))
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _keeps_predictions(self) -> bool:
+        return True
+
+    def _module(self, *, one_logit: bool = False) -> FlooredLogProbs:
+        return FlooredLogProbs(self.temperature_, self.floor_, self.input_kind, masks=self.masks_, one_logit=one_logit)
+
+    def _fit(self, rows: Rows) -> dict[str, Any]:
+        input, target = rows.input, rows.target
+        weight = rows.weight
+        if weight is None:
+            weight = torch.ones(len(input), dtype=torch.float64, device=input.device)
+        total = float(weight.sum())
+        share, floor = weight / total, floor_of(total)
+        scale = logit_scale(input, share, self.input_kind)
+        temperature = robust_temperature(input, target, share, total, self.input_kind, scale, self._near)
+        beta = torch.tensor([1 / temperature], dtype=torch.float64)
+        sums_of = spline_sums_for(input).spline_temperature_sums
+        value = float(sums_of(input, target, share, beta, floor, self.input_kind == "probs")[0])
+        return {
+            "temperature_": temperature,
+            "floor_": floor,
+            "masks_": masks(input, target, self.input_kind),
+            "best_value_": value,
+        }
+
+    def _apply(self, input: Tensor, *, log: bool) -> Tensor:
+        log_probs: Tensor = self._module()(input)
+        return log_probs if log else log_probs.exp()
+
+    def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        names = ("temperature_", "floor_", "masks_")
+        return {name[:-1]: getattr(self, name) for name in names}, {"best_value": self.best_value_}
+
+    def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+        return {**temperature_from_json(document), "best_value_": as_number("best_value", fit["best_value"])}
+
+
+def masks(input: Tensor, target: Tensor, input_kind: str) -> bool:
+    """Whether a logit of -inf means probability 0: no row has its label there."""
+    return input_kind == "logits" and not bool((input.gather(1, target.unsqueeze(1)) == -torch.inf).any())
+
+
+def temperature_from_json(document: Mapping[str, Any]) -> dict[str, Any]:
+    """``temperature_``, ``floor_`` and ``masks_`` of a saved calibrator, checked."""
+    temperature, floor = as_number("temperature", document["temperature"]), as_number("floor", document["floor"])
+    if not (1e-9 < temperature < 1e305 and 1e-100 <= floor < 1):
+        raise ValueError(
+            f"expected 1e-9 < temperature < 1e305 and 1e-100 <= floor < 1, found {temperature} and {floor}"
+        )
+    if not isinstance(document["masks"], bool):
+        raise ValueError(f"expected masks to be true or false, found {document['masks']!r}")
+    return {"temperature_": temperature, "floor_": floor, "masks_": document["masks"]}

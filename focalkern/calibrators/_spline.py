@@ -1,0 +1,299 @@
+"""Spline scaling: the calibration map as a smooth curve that the rows decide, alone or with a vector or matrix."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern._checks import flag, number
+from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_count, as_number
+from focalkern.calibrators._robust_temperature import temperature_from_json
+from focalkern.calibrators._rows import Rows
+from focalkern.calibrators._spline_family import fit_family
+from focalkern.calibrators._spline_features import KNOT_GAP, LEAST_KNOTS, MOST_KNOTS, row_blocks
+from focalkern.calibrators._spline_fit import LBFGS_STEPS, Fit
+from focalkern.calibrators._spline_module import SplineLogProbs
+from focalkern.calibrators._spline_rows import SplineRows
+
+__all__ = ["SplineKind", "SplineScaling"]
+
+SplineKind = Literal["scalar", "vector", "matrix"]
+SPLINE_KINDS: tuple[SplineKind, ...] = get_args(SplineKind)
+
+# Below so many rows the uncertainty of everything is that of the floor and of the priors.
+_FEW_ROWS = 10
+
+_Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class SplineScaling(Calibrator):
+    r"""Temperature scaling followed by a smooth curve that the rows decide: the calibration map without a fixed form.
+
+    .. math::
+        \hat p = \text{softmax}\big((1 + a) x + f(u)\big), \qquad
+        x = \log\big((1 - e)\, \text{softmax}(z / T) + e / C\big), \quad u = \text{logit}(\exp x)
+
+    with one natural cubic spline f on at most ten knots for all classes. A vector adds :math:`v_j x_j + b_j`, a matrix
+    :math:`\sum_k D_{jk} x_k + b_j`. The focal calibration map is the special case in which f is the curve of one gamma,
+    and temperature scaling that of f = 0. W is the number of rows (the sum of their weights) and e = 0.1 / (W + 1). The
+    parameters minimise the sum of the NLL and
+
+    .. math::
+        5 a^2 + 5 \int f''(u)^2 du + 5 s(f)^2 + 0.005\, \text{mean}(f)^2
+            + 2 C \sum_j (D_{jj}^2 + b_j^2) + 2 C (C - 1) \sum_{j \ne k} D_{jk}^2
+
+    (s is the slope of f, :math:`v_j` takes the place of :math:`D_{jj}`). The problem is convex: it has one optimum,
+    which is finite on any rows. The penalties draw the map towards temperature scaling where rows are few.
+
+    A probability of 0 counts as e / C in x, so that the class stays possible: zeros of forests and neighbours are those
+    of a finite vote. A logit of -inf says that a class is impossible and gives exactly 0, unless a row of ``fit`` has
+    its label there: then the logits were logarithms of such zeros, and count as those.
+
+    Args:
+        kind: ``"scalar"``, ``"vector"`` or ``"matrix"``.
+        keep_order: whether the curve keeps the order of the classes of every row, so that no predicted class changes.
+            None is True for ``"scalar"``; the others cannot. False fits the free curve, which can turn a binary
+            classifier round that is wrong more often than right.
+        penalty: a factor of all penalties.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
+            probabilities.
+
+    A weight says how many rows a row is. Importance weights, which do not, should be scaled to the sum
+    :math:`(\sum w)^2 / \sum w^2` first.
+
+    After ``fit`` there are ``temperature_`` (T), ``floor_`` (e), ``slope_`` (a), ``knots_`` and ``values_`` of f [m],
+    ``weight_`` (None, v [C] or D [C, C]) and ``bias_`` (None or [C]), ``masks_`` (whether a logit of -inf means
+    probability 0); of the fit ``best_value_`` (the NLL of its rows), ``objective_`` (the same with the penalties, over
+    W), ``weight_sum_`` (W), ``n_changed_`` (rows of ``fit`` whose predicted class changed), ``passes_`` over the rows,
+    ``converged_``, ``degrees_of_freedom_`` (effective, of a and f) and ``covariance_`` of (a, f), [m + 1, m + 1].
+
+    Source: arXiv 2511.03685 (Berta et al., AISTATS 2026) for x and the penalties of the matrix; Rahimi et al. 2020
+    (arXiv 2003.06820) for maps that keep the order; Hastie & Tibshirani, Generalized Additive Models, 1990.
+
+    Example:
+        >>> labels = torch.arange(300) % 3
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(300) >= 240)) % 3]  # right in 240 of 300 rows
+        >>> calibrator = fk.SplineScaling().fit(logits, labels)
+        >>> calibrator.predict_proba(logits[:1]).round(decimals=2)
+        tensor([[0.8000, 0.1000, 0.1000]])
+        >>> calibrator.n_changed_
+        0
+        >>> list(calibrator.as_module()(logits).shape)  # log-probabilities
+        [300, 3]
+    """
+
+    method = "spline"
+    _parameter_names = ("kind", "keep_order", "penalty", "input_kind")
+
+    temperature_: float
+    floor_: float
+    slope_: float
+    knots_: _Array
+    values_: _Array
+    weight_: _Array | None
+    bias_: _Array | None
+    masks_: bool
+    best_value_: float
+    objective_: float
+    weight_sum_: float
+    n_changed_: int
+    passes_: int
+    converged_: bool
+    degrees_of_freedom_: float
+    covariance_: _Array
+
+    def __init__(
+        self,
+        *,
+        kind: SplineKind = "scalar",
+        keep_order: bool | None = None,
+        penalty: float = 1.0,
+        input_kind: InputKind = LOGITS,
+    ) -> None:
+        self.kind = kind
+        self.keep_order = keep_order
+        self.penalty = penalty
+        self.input_kind = input_kind
+
+    def as_module(self) -> torch.nn.Module:
+        """The fitted map as a module, to append to a network.
+
+        It goes from logits [..., C] to calibrated log-probabilities, or, fitted on one logit per row, from logits [...]
+        to calibrated logits.
+
+        Returns:
+            The module, without parameters to train.
+
+        Raises:
+            NotFittedError: neither ``fit`` nor ``load`` came before.
+        """
+        self._check_fitted()
+        return self._placed(self._module(one_logit=self.one_logit_))
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        self._check_option("kind", SPLINE_KINDS)
+        name = type(self).__name__
+        if self.keep_order is not None:
+            flag(name, "keep_order", self.keep_order)
+        if self.keep_order and self.kind != "scalar":
+            raise ValueError(
+                f"{name}: keep_order must be None or False with kind={self.kind!r}, whose classes differ, got True"
+            )
+        if isinstance(self.penalty, bool | Tensor):
+            raise TypeError(f"{name}: penalty must be a number, got {type(self.penalty).__name__}")
+        if not 1e-6 <= number(name, "penalty", self.penalty) <= 1e6:
+            raise ValueError(f"{name}: penalty must be from 1e-6 to 1e6, got {self.penalty}")
+
+    def _keeps_predictions(self) -> bool:
+        return self.kind == "scalar" and self.keep_order is not False
+
+    def _module(self, fitted: Mapping[str, Any] | None = None, *, one_logit: bool = False) -> SplineLogProbs:
+        """Of ``fitted`` attributes; of its own when None."""
+        of = vars(self) if fitted is None else fitted
+        names = ("knots_", "values_", "weight_", "bias_")
+        knots, values, weight, bias = (None if of[name] is None else torch.from_numpy(of[name]) for name in names)
+        assert knots is not None and values is not None
+        return SplineLogProbs(
+            of["temperature_"],
+            of["floor_"],
+            of["slope_"],
+            knots,
+            values,
+            weight,
+            bias,
+            self.input_kind,
+            masks=of["masks_"],
+            keep_order=self._keeps_predictions(),
+            one_logit=one_logit,
+        )
+
+    # What a fit of several spline scalings to these rows has found.
+    _known: dict[str, Any] | None = None
+
+    def _fit(self, rows: Rows) -> dict[str, Any]:
+        if self._known is not None:
+            return self._known
+        of_rows = SplineRows.of(rows, self.input_kind, float(self.penalty))
+        return self._fitted(of_rows, fit_family(of_rows, (self._member(),))[self._member()])
+
+    def _member(self) -> str:
+        """The name of the fit in its family."""
+        return "free" if self.kind == "scalar" and not self._keeps_predictions() else self.kind
+
+    def _fitted(self, rows: SplineRows, found: Fit) -> dict[str, Any]:
+        """The attributes of a fit to ``rows``."""
+        map, here = found.map, found.derivatives
+        covariance = torch.linalg.inv(here.hessian)
+        of_penalty = 2 * rows.factor / rows.weight_sum * rows.penalty
+        fitted = {
+            "temperature_": rows.temperature,
+            "floor_": rows.floor,
+            "slope_": float(map.curve[0]),
+            "knots_": rows.spline.knots.numpy(),
+            "values_": map.curve[1:].numpy(),
+            "weight_": None if map.weight is None else map.weight.cpu().numpy(),
+            "bias_": None if map.bias is None else map.bias.cpu().numpy(),
+            "masks_": rows.masks,
+            "best_value_": here.nll,
+            "objective_": here.value,
+            "weight_sum_": rows.weight_sum,
+            "passes_": found.passes,
+            "converged_": found.converged,
+            "degrees_of_freedom_": float((covariance @ (here.hessian - of_penalty)).trace()),
+            "covariance_": (covariance / rows.weight_sum).numpy(),
+        }
+        n_changed = 0
+        if not self._keeps_predictions():
+            module = self._module(fitted).to(rows.input.device)
+            n_changed = sum(
+                int((module(part).argmax(-1) != part.argmax(-1)).sum()) for (part,) in row_blocks(rows.input)
+            )
+        return {**fitted, "n_changed_": n_changed}
+
+    def _doubts(self, rows: Rows) -> list[str]:
+        doubts = []
+        if self.weight_sum_ < _FEW_ROWS:
+            doubts.append(
+                f"fitted on {self.weight_sum_:g} rows, which say little (importance weights should sum to "
+                "(sum w)^2 / sum w^2; temperature scaling needs fewer rows)"
+            )
+        seen = torch.bincount(rows.target, minlength=rows.input.shape[1])
+        unseen = (seen == 0).nonzero().squeeze(1).tolist()
+        if unseen and self.kind != "scalar":
+            names = ", ".join(str(self.classes_[one]) for one in unseen[:5]) + (", ..." if len(unseen) > 5 else "")
+            doubts.append(
+                f"no row of class {names}, whose probability falls (fit on rows of every class, or kind='scalar')"
+            )
+        if self.input_kind == "logits" and not self.masks_:
+            doubts.append(
+                "a row has its label at a logit of -inf, so such logits count as small probabilities (logits of "
+                "impossible classes are -inf in no row of that label)"
+            )
+        if not self.converged_:
+            doubts.append(f"the fit ended after {LBFGS_STEPS} steps short of its optimum (a larger penalty)")
+        return doubts
+
+    def _apply(self, input: Tensor, *, log: bool) -> Tensor:
+        log_probs: Tensor = self._module().to(input.device)(input)
+        return log_probs if log else log_probs.exp()
+
+    def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        top = {name[:-1]: getattr(self, name) for name in ("temperature_", "floor_", "slope_", "masks_")}
+        for name in ("knots_", "values_", "weight_", "bias_"):
+            value = getattr(self, name)
+            top[name[:-1]] = None if value is None else value.tolist()
+        fit = {name[:-1]: getattr(self, name) for name in (*_FIT_NUMBERS, "n_changed_", "passes_", "converged_")}
+        return top, {**fit, "covariance": self.covariance_.tolist()}
+
+    def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+        n_classes = as_count(fit["n_classes"])
+        knots = _array(document, "knots")
+        m = len(knots)
+        if knots.ndim != 1 or not LEAST_KNOTS <= m <= MOST_KNOTS or not (np.diff(knots) >= KNOT_GAP - 1e-9).all():
+            raise ValueError(
+                f"expected {LEAST_KNOTS} to {MOST_KNOTS} knots that rise by {KNOT_GAP} at least, found {knots.tolist()}"
+            )
+        shapes: dict[str, tuple[int, ...]] = {"values": (m,)}
+        if self.kind != "scalar":
+            shapes |= {"weight": (n_classes,) * (2 if self.kind == "matrix" else 1), "bias": (n_classes,)}
+        arrays = {name: _array(document, name) for name in shapes}
+        arrays["covariance"] = _array(fit, "covariance")
+        shapes["covariance"] = (m + 1, m + 1)
+        for name, shape in shapes.items():
+            if arrays[name].shape != shape:
+                raise ValueError(f"expected {name} {list(shape)}, found {list(arrays[name].shape)}")
+        slope = as_number("slope", document["slope"])
+        if abs(slope) > _LARGEST or not isinstance(fit["converged"], bool):
+            raise ValueError(
+                f"expected slope up to {_LARGEST:g} and converged true or false, found {slope} and {fit['converged']!r}"
+            )
+        return {
+            **temperature_from_json(document),
+            "slope_": slope,
+            "knots_": knots,
+            "weight_": None,
+            "bias_": None,
+            **{f"{name}_": array for name, array in arrays.items()},
+            **{name: as_number(name, fit[name[:-1]]) for name in _FIT_NUMBERS},
+            "n_changed_": as_count(fit["n_changed"], least=0),
+            "passes_": as_count(fit["passes"]),
+            "converged_": fit["converged"],
+        }
+
+
+_FIT_NUMBERS = ("best_value_", "objective_", "weight_sum_", "degrees_of_freedom_")
+
+_LARGEST = 1e6
+"""No fitted parameter comes near; beyond, scores would overflow."""
+
+
+def _array(document: Mapping[str, Any], name: str) -> _Array:
+    array = np.array(document[name], dtype=np.float64)
+    if not (np.abs(array) <= _LARGEST).all():
+        raise ValueError(f"expected {name} to be numbers up to {_LARGEST:g}, found others")
+    return array

@@ -1,0 +1,63 @@
+"""The members of the spline family on the same rows, each fitted from the one before; in full and in folds."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from focalkern.calibrators._spline_fit import (
+    LBFGS_DONE,
+    LBFGS_DONE_IN_A_FOLD,
+    Fit,
+    Map,
+    Preconditioner,
+    fit_curve,
+    fit_linear,
+    precondition,
+)
+from focalkern.calibrators._spline_order import fit_ordered
+from focalkern.calibrators._spline_rows import SplineRows
+
+__all__ = ["Family", "fit_family"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Fits by member (``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``) and the scales they were found with."""
+
+    fits: Mapping[str, Fit]
+    scales: Mapping[str, Preconditioner]
+
+    def __getitem__(self, member: str) -> Fit:
+        return self.fits[member]
+
+
+def fit_family(rows: SplineRows, members: Collection[str], near: Family | None = None) -> Family:
+    """Fit members and those on the way to them.
+
+    The free curve is the start of the ordered one and of the vector, the vector that of the matrix.
+
+    Args:
+        members: out of ``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``.
+        near: the family on nearly the same rows, such as all of those of a fold: every fit starts there.
+    """
+    fits = {"free": fit_curve(rows, None if near is None else near["free"].map.curve)}
+    scales: dict[str, Preconditioner] = {}
+    if "scalar" in members:
+        fits["scalar"] = fit_ordered(rows, fits["free"])
+    for kind in ("vector", "matrix"):
+        if kind not in members and not (kind == "vector" and "matrix" in members):
+            continue
+        if near is None:
+            scales[kind] = precondition(rows, fits["free"].map, fits["free"].derivatives.hessian, kind)
+            start = fits["vector"].map if kind == "matrix" else fits["free"].map
+            nothing = torch.zeros(rows.n_classes, dtype=torch.float64, device=rows.input.device)
+            weight = nothing if start.weight is None else start.weight.diag()
+            found = fit_linear(
+                rows, Map(start.curve, weight, nothing if start.bias is None else start.bias), scales[kind], LBFGS_DONE
+            )
+        else:
+            scales[kind] = near.scales[kind]
+            found = fit_linear(rows, near[kind].map, scales[kind], LBFGS_DONE_IN_A_FOLD)
+        fits[kind] = found
+    return Family(fits, scales)

@@ -1,0 +1,245 @@
+"""Fits of spline scaling: Newton steps for the curve, preconditioned L-BFGS for slopes, intercepts and matrices."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._spline_rows import SplineRows
+from focalkern.ops.spline_sums import spline_sums_for
+
+__all__ = ["Derivatives", "Fit", "Map", "curve_derivatives", "fit_curve", "fit_linear"]
+
+# With more entries than that, Newton starts on a part of the rows.
+_FEW = 4_000_000
+
+_NEWTON_STEPS = 40
+_NEWTON_DONE = 1e-9  # of g' H^-1 g, on the scale of the mean loss
+LBFGS_STEPS = 300
+LBFGS_DONE = 1e-4  # of the largest entry of the preconditioned gradient
+LBFGS_DONE_IN_A_FOLD = 3e-4
+
+
+@dataclass(frozen=True)
+class Map:
+    """Parameters.
+
+    Attributes:
+        curve: [m + 1] on the CPU, a and the values of f at the knots.
+        weight: v [C] or D [C, C]; None for scalar.
+        bias: b [C]; None for scalar.
+    """
+
+    curve: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Derivatives:
+    """The penalised mean loss J / W, its gradient and Hessian in the curve, and the mean loss without the penalty."""
+
+    value: float
+    gradient: Tensor
+    hessian: Tensor
+    nll: float
+
+
+@dataclass(frozen=True)
+class Preconditioner:
+    """Scales of the parameters: the curve by a root of its inverse Hessian, the others one by one."""
+
+    curve: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An optimum, with its derivatives in the curve, after so many passes over the rows."""
+
+    map: Map
+    derivatives: Derivatives
+    passes: int
+    converged: bool = True
+
+
+def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
+    """The objective in the curve, with its gradient and Hessian."""
+    nll, n = 0.0, len(map.curve)
+    gradient, hessian = torch.zeros(n, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
+    sums_of = spline_sums_for(rows.input).spline_curve_sums
+    for part, _, extra in _parts(rows, map):
+        value, slopes, curvature = sums_of(*_arguments(part, map, extra))
+        nll += value
+        gradient += slopes
+        hessian += curvature
+    total = rows.weight_sum
+    quadratic = rows.factor / total * rows.penalty
+    pull = quadratic @ map.curve
+    value = nll / total + float(map.curve @ pull) + _linear_penalty(rows, map)
+    return Derivatives(value, gradient / total + 2 * pull, hessian / total + 2 * quadratic, nll / total)
+
+
+def _parts(rows: SplineRows, map: Map) -> Iterator[tuple[SplineRows, Tensor | None, Tensor | None]]:
+    """Rows with their x and D x for a matrix, in blocks; all rows and twice None without one."""
+    if map.weight is None or map.weight.dim() == 1:
+        yield rows, None, None
+        return
+    for part in rows.blocks():
+        x = part.log_probs()
+        yield part, x, x @ map.weight.T
+
+
+def _arguments(rows: SplineRows, map: Map, extra: Tensor | None) -> tuple[Any, ...]:
+    """As the functions of :mod:`focalkern.fallback.spline_sums` take them."""
+    vector = None if map.weight is None or map.weight.dim() == 2 else map.weight
+    spline, is_probs = rows.spline, rows.input_kind == "probs"
+    curve = (spline.knots, spline.basis, float(map.curve[0]), map.curve[1:])
+    of_rows = (rows.input, rows.target, rows.weight, rows.temperature, rows.floor)
+    return (*of_rows, *curve, vector, map.bias, extra, is_probs, rows.masks)
+
+
+def strengths(rows: SplineRows, weight: Tensor) -> tuple[Tensor, float]:
+    """The factors of the squares in the penalty of J / W: of v or D, in their shape, and of b."""
+    n_classes = rows.n_classes
+    of_bias = 2 * n_classes * rows.factor / rows.weight_sum
+    of_weight = torch.full_like(weight, of_bias)
+    if weight.dim() == 2:
+        of_weight *= n_classes - 1
+        of_weight.fill_diagonal_(of_bias)
+    return of_weight, of_bias
+
+
+def _linear_penalty(rows: SplineRows, map: Map) -> float:
+    if map.weight is None or map.bias is None:
+        return 0.0
+    of_weight, of_bias = strengths(rows, map.weight)
+    return float((of_weight * map.weight.square()).sum() + of_bias * map.bias.square().sum())
+
+
+def fit_curve(rows: SplineRows, start: Tensor | None = None) -> Fit:
+    """Newton's method in (a, f) from ``start``, which is the identity when None."""
+    curve, passes = torch.zeros(len(rows.spline.knots) + 1, dtype=torch.float64), 0
+    if start is not None:
+        curve = start
+    elif rows.input.numel() > _FEW:
+        order = torch.randperm(len(rows.target), generator=torch.Generator().manual_seed(0))
+        few = torch.zeros(len(order), dtype=torch.bool)
+        few[order[: _FEW // rows.n_classes]] = True
+        part = rows[few.to(rows.input.device)]
+        scaled = replace(part, factor=rows.factor * part.weight_sum / rows.weight_sum)
+        curve = fit_curve(scaled).map.curve
+    here = curve_derivatives(rows, Map(curve))
+    for _ in range(_NEWTON_STEPS):
+        passes += 1
+        step = newton_step(here.gradient, here.hessian)
+        decrement = -float(here.gradient @ step)
+        done = decrement < _NEWTON_DONE
+        for _ in range(40):
+            there = curve_derivatives(rows, Map(curve + step))
+            if done or there.value <= here.value - 1e-4 * decrement:
+                break
+            passes, step, decrement = passes + 1, step / 2, decrement / 2
+        else:
+            break
+        # The last step leaves an error that is the square of its own: rounding alone could make it a step up.
+        curve, here = curve + step, there
+        if done:
+            return Fit(Map(curve), here, passes + 1)
+    return Fit(Map(curve), here, passes + 1, converged=False)
+
+
+def newton_step(gradient: Tensor, hessian: Tensor) -> Tensor:
+    ridge = 1e-13 * hessian.trace() * torch.eye(len(gradient), dtype=hessian.dtype)
+    return -torch.linalg.solve(hessian + ridge, gradient)
+
+
+def precondition(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Preconditioner:
+    """Scales at the scalar optimum ``map``, with its Hessian."""
+    n_classes, device = rows.n_classes, rows.input.device
+    root = torch.linalg.inv(torch.linalg.cholesky(hessian)).T
+    shape = (n_classes,) if kind == "vector" else (n_classes, n_classes)
+    curvature = torch.zeros(shape, dtype=torch.float64, device=device)
+    of_one = torch.zeros(n_classes, dtype=torch.float64, device=device)
+    sums_of = spline_sums_for(rows.input).spline_linear_sums
+    for part in rows.blocks():
+        once = replace(part, weight=torch.ones_like(part.weight))
+        p = sums_of(*_arguments(once, map, None), True)[-1]  # softmax minus one-hot
+        labels = part.target.unsqueeze(1)
+        p.scatter_add_(1, labels, torch.ones_like(labels, dtype=p.dtype))
+        p = p * (1 - p) * (part.weight / rows.weight_sum).unsqueeze(1)
+        of_one += p.sum(0)
+        square = part.log_probs().square()
+        curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
+    of_weight, of_bias = strengths(rows, curvature)
+    return Preconditioner(root, (curvature + 2 * of_weight).rsqrt(), (of_one + 2 * of_bias).rsqrt())
+
+
+def fit_linear(rows: SplineRows, start: Map, scales: Preconditioner, done: float = LBFGS_DONE) -> Fit:
+    """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has both."""
+    assert start.weight is not None and start.bias is not None
+    device, n_curve = rows.input.device, len(start.curve)
+    sizes = [n_curve, start.weight.numel(), rows.n_classes]
+    scaled = torch.zeros(sum(sizes), dtype=torch.float64, device=device, requires_grad=True)
+    passes = 0
+
+    def at(point: Tensor) -> Map:
+        assert start.weight is not None and start.bias is not None
+        curve, weight, bias = point.detach().split(sizes)
+        return Map(
+            start.curve + scales.curve @ curve.cpu(),
+            start.weight + scales.weight * weight.reshape(start.weight.shape),
+            start.bias + scales.bias * bias,
+        )
+
+    @torch.no_grad()
+    def closure() -> float:
+        nonlocal passes
+        passes += 1
+        value, slopes = linear_gradient(rows, at(scaled))
+        assert slopes.weight is not None and slopes.bias is not None
+        scaled.grad = torch.cat(
+            [
+                (scales.curve.T @ slopes.curve).to(device),
+                (slopes.weight * scales.weight).reshape(-1),
+                slopes.bias * scales.bias,
+            ]
+        )
+        return value
+
+    optimizer = torch.optim.LBFGS(
+        [scaled],
+        max_iter=LBFGS_STEPS,
+        tolerance_grad=done,
+        tolerance_change=1e-5 * done,
+        history_size=10,
+        line_search_fn="strong_wolfe",
+    )
+    optimizer.step(closure)
+    found = at(scaled)
+    converged = optimizer.state[scaled]["n_iter"] < LBFGS_STEPS
+    return Fit(found, curve_derivatives(rows, found), passes + 1, converged)
+
+
+def linear_gradient(rows: SplineRows, map: Map) -> tuple[float, Map]:
+    """J / W with its gradient in all parameters of a vector or matrix."""
+    assert map.weight is not None and map.bias is not None
+    total, vector = rows.weight_sum, map.weight.dim() == 1
+    of_weight, of_bias = strengths(rows, map.weight)
+    of_weight = 2 * of_weight * map.weight
+    bias = 2 * of_bias * map.bias
+    quadratic = rows.factor / total * rows.penalty
+    pull = quadratic @ map.curve
+    curve, nll = 2 * pull, 0.0
+    sums_of = spline_sums_for(rows.input).spline_linear_sums
+    for part, x, extra in _parts(rows, map):
+        value, of_curve, of_classes, of_one, slopes = sums_of(*_arguments(part, map, extra), not vector)
+        nll += value / total
+        curve += of_curve / total
+        of_weight += (of_classes if x is None else slopes.T @ x) / total
+        bias += of_one / total
+    value = nll + float(map.curve @ pull) + _linear_penalty(rows, map)
+    return value, Map(curve, of_weight, bias)

@@ -1,0 +1,113 @@
+"""The scalar curve under the condition that it keeps the order of the classes of every row."""
+
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._spline_curve import NaturalSpline
+from focalkern.calibrators._spline_fit import Derivatives, Fit, Map, curve_derivatives
+from focalkern.calibrators._spline_rows import SplineRows
+
+__all__ = ["fit_ordered", "keeps_order", "order_conditions"]
+
+_MARGIN = 1e-3
+"""The order is asked of h - 0.001 log q, so that it is strict and not left to rounding."""
+
+_POINTS, _MIRRORED = 240, 160
+_CHECKED = 2000
+_PASSES = 10
+_DONE = 1e-7  # of J / W
+
+
+def order_conditions(spline: NaturalSpline, n_classes: int, points: int, mirrored: int) -> tuple[Tensor, Tensor]:
+    r"""Rows A [n, m + 1] and c [n] such that A (a, f) + c >= 0 keeps the order of the classes of every row.
+
+    With :math:`h(u) = -(1 + a)\, \text{softplus}(-u) + f(u)` a score is h of its log-odds. Two classes of a row have
+    probabilities that sum to at most one, so the order is kept if h increases on u <= 0 and h(u) >= h(-u) for u > 0.
+    Two classes alone have opposite log-odds, and need only the second.
+    """
+    first, last = float(spline.knots[0]), float(spline.knots[-1])
+    low = min(first - 3, -1.0)
+    rows, constants = [], []
+
+    def differences(high: Tensor, below: Tensor) -> None:
+        softplus = torch.nn.functional.softplus
+        of_a = softplus(-below) - softplus(-high)  # -softplus(-u) is log q
+        rows.append(torch.cat([of_a.unsqueeze(1), spline.rows(high) - spline.rows(below)], 1))
+        constants.append((1 - _MARGIN) * of_a)
+
+    if n_classes > 2:
+        left = torch.linspace(low, 0, points + 1, dtype=torch.float64)
+        differences(left[1:], left[:-1])
+    right = torch.linspace(0, max(-low, last + 3, 1.0), mirrored + 1, dtype=torch.float64)[1:]
+    differences(right, -right)
+    # Beyond: the slopes of the tails.
+    of_a = torch.ones(1, 1, dtype=torch.float64)
+    start, end = spline.basis[0, 1:2], spline.basis[-1, 1:2]
+    tails = torch.cat([torch.cat([of_a, start], 1), torch.cat([of_a, start + end], 1)])
+    rows.append(tails if n_classes > 2 else tails[1:])
+    constants.append(torch.full((len(rows[-1]),), 1 - _MARGIN, dtype=torch.float64))
+    conditions, constant = torch.cat(rows), torch.cat(constants)
+    size = conditions.abs().sum(1)
+    return conditions / size.unsqueeze(1), constant / size
+
+
+def keeps_order(spline: NaturalSpline, n_classes: int, curve: Tensor) -> bool:
+    conditions, constant = order_conditions(spline, n_classes, _CHECKED, _CHECKED)
+    return bool((conditions @ curve + constant >= 0).all())
+
+
+def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
+    """The optimum that keeps the order, by sequential quadratic programming from the free optimum."""
+    conditions, constant = order_conditions(rows.spline, rows.n_classes, _POINTS, _MIRRORED)
+    curve, here, passes = free.map.curve, free.derivatives, free.passes
+    if bool((conditions @ curve + constant < 0).any()):
+        for turn in range(_PASSES):
+            step = _quadratic_program(here, curve, conditions, constant) - curve
+            there = curve_derivatives(rows, Map(curve + step))
+            passes += 1
+            while turn > 0 and there.value > here.value and float(step.abs().max()) > 1e-12:
+                step = step / 2
+                there = curve_derivatives(rows, Map(curve + step))
+                passes += 1
+            fallen = here.value - there.value
+            curve, here = curve + step, there
+            if turn > 0 and abs(fallen) < _DONE:
+                break
+    if not keeps_order(rows.spline, rows.n_classes, curve):
+        fine, constant = order_conditions(rows.spline, rows.n_classes, _CHECKED, _CHECKED)
+        moved = fine @ curve
+        # The largest factor at which constant + factor * moved is nowhere negative; the constant is positive.
+        factor = float((constant / -moved).where(moved < 0, torch.inf).min())
+        curve = curve * min(1.0, factor) * (1 - 1e-9)
+        here, passes = curve_derivatives(rows, Map(curve)), passes + 1
+    return Fit(Map(curve), here, passes, free.converged)
+
+
+def _quadratic_program(here: Derivatives, at: Tensor, conditions: Tensor, constant: Tensor) -> Tensor:
+    """The minimum of the quadratic model at ``at`` under the conditions, by a log barrier from 0, which is inside."""
+    point = torch.zeros_like(at)
+
+    def value(point: Tensor, mu: float) -> float:
+        slack = conditions @ point + constant
+        if bool((slack <= 0).any()):
+            return torch.inf
+        step = point - at
+        return float(here.gradient @ step + step @ here.hessian @ step / 2 - mu * slack.log().sum())
+
+    for exponent in range(-2, -10, -1):
+        mu = 10.0**exponent
+        for _ in range(50):
+            slack = conditions @ point + constant
+            gradient = here.gradient + here.hessian @ (point - at) - mu * (conditions / slack.unsqueeze(1)).sum(0)
+            weighted = conditions / slack.unsqueeze(1)
+            step = -torch.linalg.solve(here.hessian + mu * weighted.T @ weighted, gradient)
+            decrement = -float(gradient @ step)
+            if decrement < 1e-3 * mu:
+                break
+            before, size = value(point, mu), 1.0
+            while size > 1e-12 and not value(point + size * step, mu) <= before - 1e-4 * size * decrement:
+                size /= 2
+            if size <= 1e-12:
+                break
+            point = point + size * step
+    return point

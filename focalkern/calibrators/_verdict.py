@@ -1,0 +1,184 @@
+"""The verdict on a comparison, and sentences on a cross-validation."""
+
+import math
+import textwrap
+from dataclasses import dataclass
+
+from focalkern.calibrators._selection import LOSS_NAMES, CandidateScore, CrossValidation
+
+__all__ = ["Verdict", "describe_evidence", "describe_method", "doubts_of", "sentence"]
+
+_METHODS = {
+    "none": "no calibration",
+    "temperature": "temperature scaling",
+    "focal-temperature": "focal temperature scaling",
+    "histogram": "histogram binning",
+    "spline": "spline scaling",
+    "spline-vector": "spline vector scaling",
+    "spline-matrix": "spline matrix scaling",
+    "structured-vector": "structured vector scaling",
+    "structured-matrix": "structured matrix scaling",
+    "structured-focal": "structured matrix scaling with the focal map",
+    "isotonic": "isotonic regression",
+}
+
+_LINES, _COLUMNS = 3, 100
+_SPACE = "\u00a0"
+
+# With fewer rows, 5 to 15 of 100 networks end above temperature scaling by more than two standard errors.
+_FEW_ROWS = 300
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to use, why, and what it costs. ``str()`` has at most three lines of at most 100 columns.
+
+    Attributes:
+        use: what to use, with its parameters, and what it does to the figures.
+        because: the evidence of the cross-validation.
+        costs: what it costs, or what another choice would gain and cost; empty where there is nothing to say.
+        doubts: what speaks against trusting all this, a sentence each.
+        optimistic: whether the figures are of the rows that it was fitted on; ``str()`` begins with it.
+
+    Example:
+        >>> verdict = fk.Verdict(use="temperature scaling, T = 1.9", because="Its NLL is the lowest.", costs="")
+        >>> print(verdict)
+        Use temperature scaling, T = 1.9.
+        Its NLL is the lowest.
+        >>> len(verdict.sentences()), verdict.notes()
+        (2, ())
+    """
+
+    use: str
+    because: str
+    costs: str
+    doubts: tuple[str, ...] = ()
+    optimistic: bool = False
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines()[0])
+
+    def notes(self) -> tuple[str, ...]:
+        """The sentences that do not fit into ``str()``, and the doubts.
+
+        Returns:
+            A sentence each.
+        """
+        said = self._lines()[1]
+        return tuple(
+            text for text in (self.because, self.costs, *map(sentence, self.doubts)) if text and text not in said
+        )
+
+    def sentences(self) -> tuple[str, ...]:
+        """What to use, why, and what it costs, or the first doubt.
+
+        Returns:
+            One to three sentences.
+        """
+        third = self.costs or (sentence(self.doubts[0]) if self.doubts else "")
+        start = "Optimistic, because the validation rows are the test rows: use" if self.optimistic else "Use"
+        return tuple(text for text in (f"{start} {self.use}.", self.because, third) if text)
+
+    def _lines(self) -> tuple[list[str], list[str]]:
+        """The lines, and the sentences in them: as many as fit."""
+        use, *others = self.sentences()
+        for parts in ((use, *others), (use, *others[1:]), (use, *others[:1])):
+            said = [text for text in parts if text]
+            if max(map(len, said)) <= _COLUMNS:
+                return said, said
+            lines = _wrapped(" ".join(said))
+            if len(lines) <= _LINES:
+                return lines, said
+        return _wrapped(use)[:_LINES], [use]
+
+
+def _wrapped(text: str) -> list[str]:
+    """Lines of the text; a number stays on the line of its name."""
+    for joined in ("-> ", " ->", "= ", " =", " +-", "NLL ", "ECE ", "Brier score "):
+        text = text.replace(joined, joined.replace(" ", _SPACE))
+    return [line.replace(_SPACE, " ") for line in textwrap.wrap(text, _COLUMNS, break_on_hyphens=False)]
+
+
+def describe_method(method: str) -> str:
+    return _METHODS.get(method, method)
+
+
+def describe_evidence(cross_validation: CrossValidation) -> str:
+    """One sentence: why the rule chose this candidate."""
+    loss = LOSS_NAMES[cross_validation.criterion]
+    if cross_validation.folds == 0:
+        return f"{cross_validation.n_samples} row is too few to compare anything: the simplest is used."
+    if not math.isfinite(cross_validation.winner.loss):
+        return (
+            f"The {loss} is infinite with and without calibration: a row gives its true class probability 0. "
+            "Choose by brier, or replace zeros by a small probability."
+        )
+    winner = cross_validation.winner
+    if cross_validation.chosen == 0:
+        return f"No candidate has a lower cross-validated {loss} ({winner.loss:.4f})."
+    none, *rest = cross_validation.entries
+    others = [one for one in rest if one is not winner and math.isfinite(one.difference) and one.difference > 0]
+    against = []
+    if math.isfinite(none.difference):
+        against.append(("no calibration", none))
+    if others:
+        nearest = min(others, key=lambda entry: entry.difference)
+        against.append((_name(nearest), nearest))
+    if not against:
+        return f"Its cross-validated {loss} is the lowest ({winner.loss:.4f})."
+    parts = [f"{_with_error(entry.difference, entry.error)} below {words}" for words, entry in against]
+    return f"Cross-validated {loss} {', '.join(parts)}."
+
+
+def describe_predictions(changed: int, rows: int) -> str:
+    """One sentence on the rows whose predicted class changes."""
+    if changed == 0:
+        return "No predicted class changes."
+    return f"Predictions change in {changed:,} of {rows:,} rows (keep_predictions=True: in none)."
+
+
+def doubts_of(cross_validation: CrossValidation) -> list[str]:
+    """Differences within the standard error, excluded candidates, and candidates that were not tried."""
+    loss = LOSS_NAMES[cross_validation.criterion]
+    winner, rows = cross_validation.winner, cross_validation.n_samples
+    doubts = []
+    if 0 < rows < _FEW_ROWS:
+        doubts.append(
+            f"{rows} rows are few: another sample of them may choose otherwise"
+            if winner.keeps_predictions
+            else f"{rows} rows are few, and {_name(winner)} can be worse than temperature scaling on others: "
+            "keep_predictions=True is the cautious choice"
+        )
+    elif cross_validation.folds > 0 and cross_validation.chosen != cross_validation.best and math.isfinite(winner.loss):
+        best = cross_validation.entries[cross_validation.best]
+        doubts.append(f"{rows} rows are too few to tell {_name(winner)} from {_name(best)}")
+    mean, error = cross_validation.brier
+    if mean > 2 * error:
+        doubts.append(f"the cross-validated Brier score is {_with_error(mean, error)} higher than without calibration")
+    if not winner.keeps_predictions and rows >= _FEW_ROWS:
+        doubts.append("for data of another source keep_predictions=True is safer")
+    for entry in cross_validation.entries:
+        if entry.excluded and not entry.excluded.startswith(("is worse", "adds nothing")):
+            doubts.append(f"{_name(entry)} {entry.excluded}, and is not chosen")
+    worse = [entry for entry in cross_validation.entries if entry.excluded.startswith("is worse")]
+    if worse:
+        names = " and ".join(map(_name, worse))
+        doubts.append(f"{names}: the cross-validated {loss} is higher than that of no calibration")
+    doubts += [f"left out: {words}" for words in cross_validation.left_out]
+    return doubts
+
+
+def sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+def _with_error(value: float, error: float) -> str:
+    """With its standard error, and as many digits as that justifies."""
+    if not 0 < error < math.inf:
+        return f"{value:.2g}"
+    digits = max(2, -math.floor(math.log10(error)))
+    return f"{value:.{digits}f} +-{error:.{digits}f}"
+
+
+def _name(entry: CandidateScore) -> str:
+    return describe_method(entry.name)

@@ -1,0 +1,46 @@
+"""The compiled module's functions in plain torch operations, which autograd differentiates to any order.
+
+Where no kernel fits, an operator calls the function of this package instead of the compiled one: names, arguments,
+results and errors are the same (:func:`focalkern.ops._extension.kernels_for`). Where a kernel fits, its operator
+``*_composite`` is one of these functions too: the compiled module calls it through torch's dispatcher for derivatives
+of derivatives, torch.func transforms and forward-mode tangents.
+"""
+
+from focalkern.fallback._operators import register_composites
+from focalkern.fallback.calibration_grid import CalibrationGridRun, calibration_grid
+from focalkern.fallback.calibration_map import calibration_map, calibration_map_scalar
+from focalkern.fallback.focal_loss import focal_loss
+from focalkern.fallback.row_loss import row_loss
+from focalkern.fallback.sigmoid_loss import sigmoid_loss
+from focalkern.fallback.spline_map import spline_map
+from focalkern.fallback.spline_sums import (
+    spline_curve_sums,
+    spline_histogram,
+    spline_linear_sums,
+    spline_log_probs,
+    spline_spread,
+    spline_temperature_sums,
+)
+
+__all__ = [
+    "CalibrationGridRun",
+    "calibration_grid",
+    "calibration_map",
+    "calibration_map_scalar",
+    "empty_cache",
+    "focal_loss",
+    "register_composites",
+    "row_loss",
+    "sigmoid_loss",
+    "spline_curve_sums",
+    "spline_histogram",
+    "spline_linear_sums",
+    "spline_log_probs",
+    "spline_map",
+    "spline_spread",
+    "spline_temperature_sums",
+]
+
+
+def empty_cache() -> None:
+    """Nothing is kept here."""

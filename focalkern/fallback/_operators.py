@@ -1,0 +1,25 @@
+"""Registers the definitions of this package as the compiled module's operators ``*_composite``."""
+
+import torch
+
+from focalkern.fallback.calibration_map import calibration_map_composite
+from focalkern.fallback.mmce_loss import mmce_loss_composite
+from focalkern.fallback.row_loss import focal_loss_composite
+from focalkern.fallback.sigmoid_loss import sigmoid_loss_composite
+from focalkern.fallback.spline_map import spline_map_composite
+
+__all__ = ["register_composites"]
+
+
+def register_composites() -> torch.library.Library:
+    """The compiled module must be loaded, which declares the operators. They live as long as the result."""
+    library = torch.library.Library("focalkern", "IMPL")
+    for function in (
+        calibration_map_composite,
+        focal_loss_composite,
+        mmce_loss_composite,
+        sigmoid_loss_composite,
+        spline_map_composite,
+    ):
+        library.impl(function.__name__, function, "CompositeImplicitAutograd")
+    return library

@@ -1,0 +1,451 @@
+"""The calibration grid in plain torch: blocks of temperatures by blocks of rows, all gammas at once.
+
+What depends on the temperature alone (q, log(1 - q), phi) is computed once and serves every gamma. The quantities are
+those of :mod:`focalkern.fallback.calibration_map`; of a cell's probabilities only sums over the classes are kept.
+"""
+
+import torch
+from torch import Tensor
+
+from focalkern.fallback._checks import (
+    LABELS,
+    check_dense,
+    check_floating,
+    check_same_device,
+    compute_dtype,
+    scalar_name,
+    sum_tolerance,
+    widest_dtype,
+)
+from focalkern.fallback.calibration_map import _one_minus_phi_of_odds
+
+__all__ = ["CalibrationGridRun"]
+
+_OP = "calibration_grid"
+_ECE, _MCE, _NLL, _BRIER = 1, 2, 4, 8  # the codes of the compiled module, in the order of its tables
+_EQUAL_WIDTH, _EQUAL_MASS, _EQUAL_MASS_INTERP = 0, 1, 2
+
+# Above it, (1 - q)^-gamma of the classes below the top, where q <= 1/2, may overflow by itself.
+_LARGE_GAMMA = 64.0
+_BLOCK_ELEMENTS = 1 << 16  # rows x classes at once: what stays in the caches
+_KEPT_CONFIDENCES = 1 << 20  # temperatures x gammas x rows between two steps
+
+
+class CalibrationGridRun:
+    """As the compiled module's CalibrationGridRun: the samples, checked, and the tables of blocks of temperatures."""
+
+    def __init__(
+        self,
+        input: Tensor,
+        target: Tensor,
+        gammas: Tensor,
+        temperatures: Tensor,
+        n_bins: int,
+        criteria: int,
+        estimator: int,
+        input_is_probs: bool,
+        ignore_index: int,
+    ) -> None:
+        _check_arguments(input, target, gammas, temperatures, n_bins)
+        # Tables are float64, which some devices do not have.
+        if widest_dtype(input) != torch.float64:
+            input, target = input.cpu(), target.cpu()
+        self._gammas = _axis("gammas", gammas, -1.0)
+        self._temperatures = _axis("temperatures", temperatures, 0.0)
+        if bool(self._gammas.max() > _LARGE_GAMMA):  # which magnifies the rounding of everything that it multiplies
+            input = input.double()
+        self._n_bins, self._criteria, self._estimator = n_bins, criteria, estimator
+        self._samples = _Samples(*_kept_rows(input, target, input_is_probs, ignore_index), input_is_probs)
+        cells = max(1, len(self._gammas) * self._samples.rows)
+        self.per_block = max(1, min(len(self._temperatures), _KEPT_CONFIDENCES // cells))
+
+    def run(self, begin: int, end: int) -> Tensor:
+        """[n_criteria, n_gammas, end - begin], on the device of the input (on the CPU for one without float64)."""
+        confidence, nll, brier = self._block(begin, end, self._samples)
+        tables = {}
+        if self._criteria & (_ECE | _MCE):
+            correct = self._samples.correct
+            tables[_ECE], tables[_MCE] = _calibration_error(confidence, correct, self._n_bins, self._estimator)
+        rows = self._samples.rows
+        tables[_NLL], tables[_BRIER] = nll / rows, brier / rows
+        wanted = [tables[code].T for code in (_ECE, _MCE, _NLL, _BRIER) if self._criteria & code]
+        return torch.stack(wanted)
+
+    def add_to(
+        self,
+        rows: Tensor,
+        count: Tensor | None,
+        confidence: Tensor | None,
+        correct: Tensor | None,
+        nll: Tensor | None,
+        brier: Tensor | None,
+        sketch: bool,
+    ) -> None:
+        """Adds what the samples contribute to sums over samples; see the compiled module's add_to."""
+        everything = self._samples
+        step = max(256, _KEPT_CONFIDENCES // 4 // len(self._gammas))
+        # First all of it, then the sums: nobody who interrupts shall find half of it done.
+        found: list[tuple[Tensor, Tensor]] = []
+        for first in range(0, everything.rows, step):
+            part = everything.slice(first, first + step)
+            wide = max(1, _KEPT_CONFIDENCES // max(1, len(self._gammas) * part.rows))
+            for begin in range(0, len(self._temperatures), wide):
+                end = min(begin + wide, len(self._temperatures))
+                conf, nll_sum, brier_sum = self._block(begin, end, part)
+                if nll is not None:
+                    found.append((nll[:, begin:end], nll_sum.T))
+                if brier is not None:
+                    found.append((brier[:, begin:end], brier_sum.T))
+                if count is not None and confidence is not None and correct is not None:
+                    found += _bucket_sums(
+                        conf, part.correct, count[:, begin:end], confidence[:, begin:end], correct[:, begin:end], sketch
+                    )
+        for total, part_of_it in found:
+            total += part_of_it
+        rows += everything.rows
+
+    def _block(self, begin: int, end: int, samples: "_Samples") -> tuple[Tensor, Tensor, Tensor]:
+        """Confidences [Gt, Gg, rows] in the dtype of the computation; sums of nll and of Brier scores, [Gt, Gg]."""
+        temperatures = self._temperatures[begin:end].tolist()
+        cells = (len(temperatures), len(self._gammas))
+        dtype, device = samples.offset.dtype, samples.offset.device
+        binned = bool(self._criteria & (_ECE | _MCE))
+        confidence = torch.empty(*cells, samples.rows if binned else 0, dtype=dtype, device=device)
+        nll = torch.zeros(cells, dtype=torch.float64, device=device)
+        brier = torch.zeros(cells, dtype=torch.float64, device=device)
+        gammas = _Gammas(self._gammas, dtype, device)
+        step = max(1, _BLOCK_ELEMENTS // samples.offset.shape[1])
+        for first in range(0, samples.rows, step):
+            part = samples.slice(first, first + step)
+            for t, temperature in enumerate(temperatures):
+                terms = _Terms(part, gammas, 1.0 / temperature, bool(self._criteria & _BRIER))
+                if binned:
+                    confidence[t, :, first : first + step] = (1 + terms.sum).reciprocal()
+                if self._criteria & _NLL:
+                    nll[t] += terms.nll().sum(-1, dtype=torch.float64)
+                if self._criteria & _BRIER:
+                    brier[t] += terms.brier().sum(-1, dtype=torch.float64)
+        return confidence, nll, brier
+
+
+class _Samples:
+    """The rows that count, with what every cell needs to know of them."""
+
+    def __init__(self, input: Tensor, target: Tensor, is_probs: bool) -> None:
+        x = input.to(compute_dtype(input.dtype))
+        # The class with the largest input as given: a computed one may tie.
+        top = x.argmax(-1, keepdim=True)
+        if is_probs:
+            x = x.log()
+        self.correct = top.squeeze(-1) == target
+        others = x.scatter(-1, top, -torch.inf)
+        largest = others.amax(-1, keepdim=True)
+        x_top = x.gather(-1, top)
+        self.alone = largest == -torch.inf
+        largest = torch.where(self.alone, x_top, largest)
+        # offset [rows, C]: logits beside the largest of the others; -inf for the top class and absent ones, which take
+        # no part in sums over the others. level: the same, finite.
+        self.offset = others - largest
+        self.level = torch.where(self.offset == -torch.inf, 0.0, self.offset)
+        self.gap = largest - x_top  # [rows, 1]
+        self.target = target.unsqueeze(-1)
+        self.rows = len(x)
+
+    def slice(self, begin: int, end: int) -> "_Samples":
+        part = object.__new__(_Samples)
+        for name, value in vars(self).items():
+            setattr(part, name, value[begin:end] if isinstance(value, Tensor) else value)
+        part.rows = len(part.offset)
+        return part
+
+
+class _Gammas:
+    """The gammas as [Gg, 1, 1] and what is formed of them in double."""
+
+    def __init__(self, gammas: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        self.value = gammas.view(-1, 1, 1).to(device, dtype)
+        self.numbers = gammas.tolist()
+        self.plus_one = (gammas + 1).view(-1, 1, 1).to(device, dtype)
+
+
+class _Terms:
+    """Ratios p_k / p_top of a block of rows at one temperature and all gammas, as sums over the classes k."""
+
+    def __init__(self, samples: _Samples, gammas: _Gammas, beta: float, squares: bool) -> None:
+        self._samples = samples
+        y = samples.offset * beta
+        # A quotient that overflows stays a number, whose exponential is 0.
+        least = -torch.finfo(y.dtype).max / 16
+        gap = (samples.gap * beta).clamp_(min=least)
+        e = y.exp()
+        rest = e.sum(-1, keepdim=True) + samples.alone
+        exp_gap = gap.exp()
+        odds = rest * exp_gap
+        minus_log_q = odds.log1p()
+        q_top = (1 + odds).reciprocal()
+        q = e.mul_(exp_gap * q_top)
+        # Beside 1 and times gamma: to a rounding of 1 it is accurate enough for a small gamma, and log is fast.
+        log_u = q.neg().log1p_() if max(gammas.numbers) > _LARGE_GAMMA else (1 - q).log_()
+        phi = (samples.level * beta).clamp_(min=least).add_(gap - minus_log_q).mul_(q).div_(q - 1)
+        g = gammas.value
+        shift = (
+            gammas.plus_one * gap
+            + g * (rest.log() - minus_log_q)
+            + (gammas.plus_one - g * _one_minus_phi_of_odds(odds, odds * q_top)).log()
+        )  # [Gg, rows, 1]
+        # [Gg, rows], of the others, without the top class, whose ratio is 1. One gamma at a time, in two buffers.
+        self.sum = torch.empty_like(shift.squeeze(-1))
+        self._square_sum = torch.empty_like(self.sum) if squares else None
+        ratio, divisor = torch.empty_like(y), torch.empty_like(y)
+        for i, number in enumerate(gammas.numbers):
+            torch.add(y, log_u, alpha=-number, out=ratio)
+            torch.mul(phi, number, out=divisor).add_(1)
+            if number > _LARGE_GAMMA:
+                # No other class exceeds the top one, but for the rounding that gamma magnifies.
+                ratio.add_(shift[i]).sub_(divisor.log_()).clamp_(max=0).exp_()
+            else:
+                ratio.exp_().div_(divisor)
+            torch.sum(ratio, -1, out=self.sum[i])
+            if self._square_sum is not None:
+                torch.sum(ratio.square_(), -1, out=self._square_sum[i])
+        scale = torch.where(g > _LARGE_GAMMA, 0.0, shift).exp().squeeze(-1)
+        self.sum *= scale
+        if self._square_sum is not None:
+            self._square_sum *= scale.square()
+        target = samples.target
+
+        def of_target(values: Tensor) -> Tensor:
+            return values.gather(-1, target)
+
+        g, shift = g.squeeze(-1), shift.squeeze(-1)
+        self._log_ratio = of_target(y).squeeze(-1) + shift
+        self._log_ratio = self._log_ratio - g * of_target(log_u).squeeze(-1)
+        self._log_ratio = self._log_ratio - (g * of_target(phi).squeeze(-1)).log1p()
+        self._log_ratio = self._log_ratio.clamp(max=0)
+
+    def nll(self) -> Tensor:
+        """-log p_target, [Gg, rows]."""
+        return self.sum.log1p() - torch.where(self._samples.correct, 0.0, self._log_ratio)
+
+    def brier(self) -> Tensor:
+        """sum over the classes of (p_k - [k = target])^2, [Gg, rows]."""
+        assert self._square_sum is not None
+        p_top = (1 + self.sum).reciprocal()
+        right = (self._square_sum + self.sum.square()) * p_top.square()
+        wrong = (self._square_sum + 1) * p_top.square() + (1 - 2 * self._log_ratio.exp() * p_top)
+        return torch.where(self._samples.correct, right, wrong)
+
+
+# -- bins -------------------------------------------------------------------------------------------------------------
+
+
+def _calibration_error(confidence: Tensor, correct: Tensor, n_bins: int, estimator: int) -> tuple[Tensor, Tensor]:
+    """ECE and MCE, [Gt, Gg], of confidences [Gt, Gg, rows]."""
+    rows = confidence.shape[-1]
+    if estimator == _EQUAL_WIDTH:
+        count, excess = _equal_width_bins(confidence, correct, n_bins)
+    else:
+        ordered, correct = _ordered(confidence, correct)
+        running = (ordered.double() - correct).cumsum(-1)
+        running = torch.nn.functional.pad(running, (1, 0))
+        if estimator == _EQUAL_MASS:
+            larger = rows % n_bins
+            bins = torch.arange(n_bins + 1, device=confidence.device)
+            ends = (bins * (rows // n_bins) + bins.clamp(max=larger)).expand(*confidence.shape[:2], -1)
+        else:
+            edges = _interpolated_edges(ordered, n_bins)
+            ends = torch.searchsorted(ordered, edges, right=True)
+        excess, count = running.gather(-1, ends).diff(dim=-1), ends.diff(dim=-1)
+    size = excess.abs()
+    # An empty bin has no gap.
+    gaps = torch.where(count > 0, size / torch.where(count > 0, count, 1), 0.0)
+    return size.sum(-1) / rows, gaps.amax(-1)
+
+
+def _ordered(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    """Confidences in ascending order, ties by row, and whether each is correct, 0 or 1."""
+    if confidence.dtype != torch.float32 or confidence.device.type != "cpu":
+        ordered, order = confidence.sort(dim=-1, stable=True)
+        return ordered, correct.double()[order]
+    # One integer each: the bits of a float that is not negative are in its order, then row and correctness. numpy sorts
+    # these several times faster than torch sorts with an index.
+    rows = torch.arange(confidence.shape[-1])
+    bits = confidence.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
+    keys = bits.bitwise_or_(rows * 2 + correct).numpy()
+    keys.sort(axis=-1)
+    sorted_keys = torch.from_numpy(keys)
+    ordered = sorted_keys.bitwise_right_shift(32).to(torch.int32).view(torch.float32)
+    return ordered, sorted_keys.bitwise_and_(1).double()
+
+
+def _equal_width_bins(confidence: Tensor, correct: Tensor, n_bins: int) -> tuple[Tensor, Tensor]:
+    """Samples, and sums of confidence - correct, per bin [Gt, Gg, n_bins]."""
+    edges = torch.arange(1, n_bins, dtype=torch.float64, device=confidence.device) / n_bins
+    bins = torch.bucketize(confidence, edges.to(confidence.dtype))
+    shape = (*confidence.shape[:2], n_bins)
+    count = torch.zeros(shape, dtype=torch.int64, device=confidence.device)
+    count.scatter_add_(-1, bins, torch.ones_like(bins))
+    excess = torch.zeros(shape, dtype=torch.float64, device=confidence.device)
+    excess.scatter_add_(-1, bins, confidence.double() - correct.double())
+    return count, excess
+
+
+def _interpolated_edges(ordered: Tensor, n_bins: int) -> Tensor:
+    """Edges [Gt, Gg, n_bins + 1] between sorted confidences, at the ranks 0, rows / n_bins, ... and the last one."""
+    rows = ordered.shape[-1]
+    place = torch.arange(n_bins + 1, dtype=torch.float64, device=ordered.device) * (rows / n_bins)
+    place[-1] = rows - 1
+    place = torch.where(place < rows - 1, place, float(rows - 1))
+    low = place.long()
+    lower, upper = ordered[..., low], ordered[..., torch.where(low + 1 < rows, low + 1, low)]
+    edges = ((upper.double() - lower.double()) * (place - low) + lower.double()).to(ordered.dtype)
+    # Rounding must not carry an edge past its neighbour.
+    return torch.minimum(edges, upper)
+
+
+def _bucket_sums(
+    confidence: Tensor, is_correct: Tensor, count: Tensor, total: Tensor, correct: Tensor, sketch: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """What confidences [Gt, Gg, rows] add to sums [Gg, Gt, n_buckets]."""
+    confidence = confidence.transpose(0, 1)
+    n_buckets = count.shape[-1]
+    if sketch:
+        buckets = _sketch_bucket(confidence, n_buckets)
+    else:
+        edges = torch.arange(1, n_buckets, dtype=torch.float64, device=confidence.device) / n_buckets
+        buckets = torch.bucketize(confidence.contiguous(), edges.to(confidence.dtype))
+
+    def summed(values: Tensor, like: Tensor) -> Tensor:
+        values = values.to(like.dtype).expand(buckets.shape)
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device).scatter_add_(-1, buckets, values)
+
+    ones = torch.ones((), device=confidence.device)
+    return [
+        (count, summed(ones, count)),
+        (total, summed(confidence, total)),
+        (correct, summed(is_correct, correct)),
+    ]
+
+
+def _sketch_bucket(confidence: Tensor, n_buckets: int) -> Tensor:
+    """As sketch_bucket of csrc/math/binning.h."""
+    middle = n_buckets // 3
+    low = ((confidence + confidence).sqrt() * (n_buckets / 3)).long().clamp(max=middle)
+    u = 1 - confidence
+    high = (n_buckets - (u + u).sqrt().sqrt() * (n_buckets * 2 / 3)).long().clamp(middle, n_buckets - 1)
+    return torch.where(confidence <= 0.5, low, high)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(input: Tensor, target: Tensor, gammas: Tensor, temperatures: Tensor, n_bins: int) -> None:
+    check_floating(_OP, "input", input)
+    if input.dim() != 2:
+        raise ValueError(f"{_OP}: input must be [N, C], got {list(input.shape)}")
+    if input.shape[1] < 2:
+        raise ValueError(f"{_OP}: input must have at least two classes, got [N, C] = {list(input.shape)}")
+    if target.dtype not in LABELS:
+        raise TypeError(f"{_OP}: target must be int64, int32 or uint8, got {scalar_name(target.dtype)}")
+    if target.dim() != 1 or len(target) != len(input):
+        raise ValueError(f"{_OP}: target must be [N] = [{len(input)}], got {list(target.shape)}")
+    check_same_device(_OP, "target", target, input)
+    for name, axis in (("gammas", gammas), ("temperatures", temperatures)):
+        if axis.dim() != 1 or len(axis) < 1:
+            raise ValueError(f"{_OP}: {name} must be one-dimensional and not empty, got shape {list(axis.shape)}")
+    if n_bins < 1:
+        raise ValueError(f"{_OP}: n_bins must be at least 1, got {n_bins}")
+    check_dense(_OP, input)
+    if input.device.type == "meta":
+        raise ValueError(f"{_OP}: input must hold data, got a meta tensor")
+
+
+def _axis(name: str, axis: Tensor, above: float) -> Tensor:
+    """[n] float64 on the CPU, with legal values."""
+    axis = axis.cpu()
+    bad = (~(axis.isfinite() & (axis > above))).nonzero()
+    if len(bad):
+        i = int(bad[0])
+        raise ValueError(
+            f"{_OP}: {name} must be finite and greater than {above:g}, got {float(axis[i]):g} at index {i}"
+        )
+    return axis
+
+
+def _kept_rows(input: Tensor, target: Tensor, is_probs: bool, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The rows that count; raises for the first bad one."""
+    if len(input) == 0:
+        raise ValueError(f"{_OP}: input must have at least one row, got [N, C] = {list(input.shape)}")
+    labels = target.long()
+    valid = labels != ignore_index
+    rows = None
+    if not bool(valid.all()):
+        rows = valid.nonzero().squeeze(1)
+        if len(rows) == 0:
+            raise ValueError(f"{_OP}: target must have at least one label other than ignore_index = {ignore_index}")
+        input, labels = input[rows], labels[rows]
+    total = input.to(compute_dtype(input.dtype)).sum(-1, dtype=torch.float64) if is_probs else None
+    _check_rows(input, labels, rows, total)
+    return input, labels
+
+
+def _check_rows(input: Tensor, labels: Tensor, rows: Tensor | None, total: Tensor | None) -> None:
+    nothing = input.amax(-1) == (-torch.inf if total is None else 0)
+    problems = {
+        "input must not contain NaN, got one in row {row}": input.isnan().any(-1),
+        "input must not contain +inf, got one in row {row}": (input == torch.inf).any(-1),
+        "input must give some class a positive probability, got none in row {row}": nothing,
+    }
+    if total is not None:
+        problems["input must not contain negative probabilities, got one in row {row}"] = (input < 0).any(-1)
+        tolerance = sum_tolerance(input.dtype)
+        within = f"input must have rows that sum to 1 within {tolerance:g}, got {{total:g}} in row {{row}}"
+        problems[within] = (total - 1).abs() > tolerance
+    label = f"target must be in [0, {input.shape[1]}) or ignore_index, got {{label}} at row {{row}}"
+    problems[label] = (labels < 0) | (labels >= input.shape[1])
+    bad = torch.stack(list(problems.values()))
+    first = bad.any(0).nonzero()
+    if len(first) == 0:
+        return
+    kept = int(first[0])
+    message = next(text for text, column in zip(problems, bad[:, kept].tolist(), strict=True) if column)
+    row = kept if rows is None else int(rows[kept])
+    values = {"row": row, "label": int(labels[kept]), "total": 0.0 if total is None else float(total[kept])}
+    raise (IndexError if message is label else ValueError)(f"{_OP}: {message.format(**values)}")
+
+
+@torch.library.custom_op("focalkern::plain_calibration_grid", mutates_args=())
+def calibration_grid(
+    input: Tensor,
+    target: Tensor,
+    gammas: Tensor,
+    temperatures: Tensor,
+    n_bins: int,
+    criteria: int,
+    estimator: int,
+    input_is_probs: bool,
+    ignore_index: int,
+) -> Tensor:
+    """The whole grid as one operator, for compiled graphs, which cannot look at the values of its rows."""
+    run = CalibrationGridRun(
+        input, target, gammas, temperatures, n_bins, criteria, estimator, input_is_probs, ignore_index
+    )
+    n = len(temperatures)
+    blocks = [run.run(begin, min(begin + run.per_block, n)) for begin in range(0, n, run.per_block)]
+    return torch.cat(blocks, dim=2)
+
+
+@calibration_grid.register_fake
+def _(
+    input: Tensor,
+    target: Tensor,
+    gammas: Tensor,
+    temperatures: Tensor,
+    n_bins: int,
+    criteria: int,
+    estimator: int,
+    input_is_probs: bool,
+    ignore_index: int,
+) -> Tensor:
+    n_criteria = sum(bool(criteria & code) for code in (_ECE, _MCE, _NLL, _BRIER))
+    return input.new_empty(n_criteria, len(gammas), len(temperatures), dtype=torch.float64)

@@ -1,0 +1,293 @@
+"""The focal and inverse focal loss in plain torch.
+
+Label targets without smoothing need one number per row: with d the log-sum-exp of the other classes' logits minus the
+target's, log p = -softplus(d) and log(1 - p) = -softplus(-d), in which nothing cancels whichever class is the target.
+Probability targets and label smoothing weigh every class, and are :func:`focalkern.reference.focal_loss`.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from focalkern import reference
+from focalkern._checks import target_misfit
+from focalkern._devices import as_parameter, is_host_number
+from focalkern.fallback._checks import (
+    LABELS,
+    autocasts,
+    check_dense,
+    check_floating,
+    check_same_device,
+    compute_dtype,
+    fits,
+    scalar_name,
+    values_may_be_read,
+)
+from focalkern.gamma import GammaTable
+
+__all__ = ["focal_loss"]
+
+_REDUCTIONS = ("none", "mean", "sum")  # the codes of the compiled module
+
+
+def focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    edges: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> Tensor:
+    """As the compiled module's focal_loss. ``edges``: gamma is the table's gammas [n_bins]."""
+    check_arguments("focal_loss", input, target, gamma, edges, weight, ignore_index, label_smoothing)
+    input, dtype = promoted(input, target)
+    check_range("focal_loss", target, input.shape[0 if input.dim() == 1 else 1], ignore_index)
+    options = (reduction, ignore_index, label_smoothing, detach_modulation)
+    return focal_definition(input, target, gamma, edges, weight, *options).to(dtype)
+
+
+def focal_definition(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    edges: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> Tensor:
+    """The loss of checked arguments in the dtype of the computation. It reads no value of a tensor."""
+    z = input.to(compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
+    gammas = gammas_of(gamma, edges, z)
+    divisor: Tensor | float
+    if target.is_floating_point():
+        loss, divisor = _of_probabilities(z, target, gammas, weight, label_smoothing, detach_modulation)
+    else:
+        loss, divisor = _of_labels(z, target, gammas, weight, ignore_index, label_smoothing, detach_modulation)
+    if reduction:
+        loss = loss.sum()
+    return loss / divisor if _REDUCTIONS[reduction] == "mean" else loss
+
+
+def promoted(input: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
+    """The input, in float64 where the target is, and the dtype of the loss."""
+    dtype = torch.float32 if autocasts(input) else input.dtype
+    if target.is_floating_point() and target.dtype != input.dtype:
+        # The loss has the dtype that logits and target probabilities promote to, as in torch.
+        dtype = torch.promote_types(input.dtype, target.dtype)
+        input = input.to(torch.float64) if dtype == torch.float64 else input
+    return input, dtype
+
+
+def check_range(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """A label out of range makes its row NaN where it cannot raise: nobody may have to wait for a device."""
+    if target.is_floating_point() or not values_may_be_read(target):
+        return
+    labels = target.long().reshape(-1)
+    invalid = ((labels != ignore_index) & ((labels < 0) | (labels >= classes))).nonzero()
+    if len(invalid):
+        row = int(invalid[0])
+        raise IndexError(f"{op}: target must be in [0, {classes}) or ignore_index, got {int(labels[row])} at row {row}")
+
+
+def _of_labels(
+    z: Tensor,
+    target: Tensor,
+    gamma: Tensor | GammaTable,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> tuple[Tensor, Tensor]:
+    """The loss per row, and what its mean is divided by."""
+    classes = z.shape[-1]
+    labels = target.long()
+    valid = labels != ignore_index
+    in_range = (labels >= 0) & (labels < classes)
+    index = torch.where(in_range, labels, 0)
+    row_weight = torch.ones_like(z[..., 0]) if weight is None else weight.to(z.dtype)[index]
+    divisor = torch.where(valid, row_weight, 0.0).sum()
+    # Rows that do not count leave before anything is computed of them, so that a NaN in them stays there.
+    z = torch.where(valid.unsqueeze(-1), z, 0.0)
+    if label_smoothing > 0:
+        loss = reference.focal_loss(
+            *_classes_second(z, index, None),
+            gamma,
+            weight=weight,
+            ignore_index=-1,
+            reduction="none",
+            label_smoothing=label_smoothing,
+            detach_modulation=detach_modulation,
+        ).reshape(labels.shape)
+    else:
+        log_p, log_u = _log_probability_of(z, index)
+        if isinstance(gamma, GammaTable):
+            gamma = reference._gamma_tensor(gamma, log_p.unsqueeze(-1).exp()).squeeze(-1)
+        factor = reference.modulating_factor(log_p, log_u, gamma)
+        if detach_modulation:
+            factor = factor.detach()
+        loss = -row_weight * factor * log_p
+        if weight is not None:  # no weight, no loss, however improbable the class is
+            loss = torch.where((row_weight == 0) & (log_p == -math.inf), 0.0, loss)
+    loss = torch.where(in_range, loss, math.nan)
+    return torch.where(valid, loss, 0.0), divisor
+
+
+def _log_probability_of(z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """log p and log(1 - p) of one class per row."""
+    index = index.unsqueeze(-1)
+    z_target = z.gather(-1, index).squeeze(-1)
+    is_target = torch.arange(z.shape[-1], device=z.device) == index
+    # The shift is a constant of the row. An infinite one would leave inf - inf, and the row is then NaN anyway.
+    others = torch.where(is_target, -math.inf, z)
+    largest = others.detach().amax(-1)
+    # A class alone in its row has p = 1, whatever its logit.
+    alone = (largest == -math.inf) & z_target.isfinite()
+    shift = torch.where(alone, 0.0, largest)
+    total = (torch.where(is_target, -math.inf, z - shift.unsqueeze(-1))).exp().sum(-1)
+    d = torch.where(alone, 1.0, total).log() + (shift - torch.where(alone, 0.0, z_target))
+    # A target at +inf has no softmax, as one beside it has none.
+    d = d + torch.where(z_target == math.inf, z_target - z_target, 0.0)
+    # At p = 0 the slope of log(1 - p) is 0, and log(1 - p) too.
+    absent = d == math.inf
+    log_p = torch.where(alone, 0.0, F.logsigmoid(-d))
+    log_u = torch.where(alone, -math.inf, torch.where(absent, 0.0, F.logsigmoid(torch.where(absent, 0.0, d))))
+    return log_p, log_u
+
+
+def _of_probabilities(
+    z: Tensor,
+    target: Tensor,
+    gamma: Tensor | GammaTable,
+    weight: Tensor | None,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> tuple[Tensor, Tensor | float]:
+    class_dim = 0 if target.dim() == 1 else 1
+    probabilities = target.to(z.dtype).movedim(class_dim, -1)
+    loss = reference.focal_loss(
+        *_classes_second(z, None, probabilities),
+        gamma,
+        weight=weight,
+        reduction="none",
+        label_smoothing=label_smoothing,
+        detach_modulation=detach_modulation,
+    )
+    return loss.reshape(z.shape[:-1]), math.prod(z.shape[:-1])
+
+
+def _classes_second(z: Tensor, labels: Tensor | None, probabilities: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As focal_loss wants them: [C] or [N, C, d1, ...]."""
+    target = labels if labels is not None else probabilities
+    assert target is not None
+    if z.dim() == 1:
+        return z, target
+    return z.movedim(-1, 1), target if labels is not None else target.movedim(-1, 1)
+
+
+def gammas_of(gamma: float | Tensor, edges: Tensor | None, z: Tensor) -> Tensor | GammaTable:
+    """A table, or one gamma per row or for all rows. A number on the host stays there: no copy waits for the device."""
+    if edges is not None:
+        assert isinstance(gamma, Tensor)
+        return GammaTable._unchecked(edges, gamma.detach())
+    if isinstance(gamma, Tensor):
+        return as_parameter(gamma, z)
+    if torch.compiler.is_compiling():
+        # Not a constant of the graph: another value must not compile again.
+        return torch.zeros((), dtype=z.dtype, device=z.device) + gamma
+    return torch.full((), gamma, dtype=z.dtype, device=z.device)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def check_arguments(
+    op: str,
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    edges: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> None:
+    _check_kinds(op, weight, ignore_index, label_smoothing)
+    check_dense(op, input)
+    check_floating(op, "input", input)
+    if input.dim() < 1:
+        raise ValueError(f"{op}: input must be [C], [N, C] or [N, C, d1, ...], got a scalar")
+    class_dim = 0 if input.dim() == 1 else 1
+    classes = input.shape[class_dim]
+    if classes < 1:
+        raise ValueError(f"{op}: input must have at least one class, got shape {list(input.shape)}")
+    check_same_device(op, "target", target, input)
+    rows = (*input.shape[:class_dim], *input.shape[class_dim + 1 :])
+    _check_target(op, input, target, ignore_index)
+    if isinstance(gamma, Tensor):
+        _check_gamma(op, input, gamma, edges, rows)
+    if weight is not None:
+        check_floating(op, "weight", weight)
+        if weight.dim() != 1 or len(weight) != classes:
+            raise ValueError(f"{op}: weight must be [C] = [{classes}], got {list(weight.shape)}")
+        check_same_device(op, "weight", weight, input)
+        if weight.requires_grad:
+            raise ValueError(f"{op}: weight must not require grad: it is a constant of the loss")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing:g}")
+
+
+def _check_kinds(op: str, weight: object, ignore_index: object, label_smoothing: object) -> None:
+    """What pybind11 refuses at the border of the compiled module; the operator then says which argument it was."""
+    integer, number = hasattr(type(ignore_index), "__index__"), hasattr(type(label_smoothing), "__float__")
+    if not (weight is None or isinstance(weight, Tensor)) or not integer:
+        raise TypeError(f"{op}: incompatible arguments")
+    if not number and not hasattr(type(label_smoothing), "__index__"):
+        raise TypeError(f"{op}: incompatible arguments")
+
+
+def _check_target(op: str, input: Tensor, target: Tensor, ignore_index: int) -> None:
+    if target.is_floating_point():
+        check_floating(op, "target", target)
+        if target.shape != input.shape:
+            raise ValueError(
+                f"{op}: target of class probabilities must have the shape of input, {list(input.shape)}, got "
+                f"{list(target.shape)}"
+            )
+        if ignore_index >= 0:
+            raise ValueError(
+                f"{op}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
+            )
+        return
+    if target.dtype not in LABELS:
+        raise TypeError(
+            f"{op}: target must be int64, int32 or uint8 labels or floating-point class probabilities, got "
+            f"{scalar_name(target.dtype)}"
+        )
+    misfit = target_misfit(op, input, target)
+    if misfit is not None:
+        raise misfit
+
+
+def _check_gamma(op: str, input: Tensor, gamma: Tensor, edges: Tensor | None, rows: tuple[int, ...]) -> None:
+    if not gamma.is_floating_point():
+        raise TypeError(
+            f"{op}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of "
+            f"{scalar_name(gamma.dtype)}"
+        )
+    if edges is not None:
+        check_same_device(op, "gamma.edges", edges, input)
+        check_same_device(op, "gamma.gammas", gamma, input)
+        return
+    if is_host_number(gamma):  # one number may stay on the host
+        return
+    check_same_device(op, "gamma", gamma, input)
+    if not fits(gamma, rows):
+        raise ValueError(
+            f"{op}: gamma must be broadcastable to the unreduced loss {list(rows)}, got {list(gamma.shape)}"
+        )

@@ -1,0 +1,143 @@
+"""The losses of independent logits in plain torch: what the compiled module checks, around the reference."""
+
+import torch
+from torch import Tensor
+
+from focalkern import reference
+from focalkern._devices import is_host_number
+from focalkern.fallback._checks import (
+    autocasts,
+    check_dense,
+    check_floating,
+    check_same_device,
+    compute_dtype,
+    fits,
+    scalar_name,
+    values_may_be_read,
+)
+
+__all__ = ["sigmoid_loss", "sigmoid_loss_composite"]
+
+_REDUCTIONS = ("none", "mean", "sum")  # the codes of the compiled module
+_NAMES = (  # operator, gamma, second
+    ("sigmoid_focal_loss", "gamma", "alpha"),
+    ("asymmetric_loss", "gamma_negative", "gamma_positive"),
+    ("quality_focal_loss", "beta", "none"),
+)
+_FOCAL, _ASYMMETRIC, _QUALITY = 0, 1, 2
+
+
+def sigmoid_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    second: float | Tensor | None,
+    weight: Tensor | None,
+    kind: int,
+    margin: float,
+    reduction: int,
+    ignore_index: int,
+) -> Tensor:
+    """As the compiled module's sigmoid_loss. ``second`` is alpha, or gamma_positive."""
+    _check_arguments(input, target, gamma, second, weight, kind)
+    _check_range(input, target, kind, ignore_index)
+    dtype = torch.float32 if autocasts(input) else input.dtype
+    return _definition(input, target, gamma, second, weight, kind, margin, reduction, ignore_index).to(dtype)
+
+
+def sigmoid_loss_composite(
+    input: Tensor,
+    target: Tensor,
+    gamma: Tensor,
+    second: Tensor | None,
+    weight: Tensor | None,
+    kind: int,
+    margin: float,
+    reduction: int,
+    ignore_index: int,
+    float32_loss: bool,
+) -> Tensor:
+    """The operator of this name. ``float32_loss``: under autocast, which the caller has looked at."""
+    _check_arguments(input, target, gamma, second, weight, kind)
+    loss = _definition(input, target, gamma, second, weight, kind, margin, reduction, ignore_index)
+    return loss if float32_loss else loss.to(input.dtype)
+
+
+def _definition(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    second: float | Tensor | None,
+    weight: Tensor | None,
+    kind: int,
+    margin: float,
+    reduction: int,
+    ignore_index: int,
+) -> Tensor:
+    """The loss of checked arguments in the dtype of the computation. It reads no value of a tensor."""
+    x, how = input.to(compute_dtype(input.dtype)), _REDUCTIONS[reduction]
+    if kind == _FOCAL:
+        return reference.sigmoid_focal_loss(x, target, gamma, second, how, weight=weight, ignore_index=ignore_index)
+    if kind == _QUALITY:
+        return reference.quality_focal_loss(x, target, gamma, how, weight=weight, ignore_index=ignore_index)
+    assert second is not None
+    return reference.asymmetric_loss(x, target, gamma, second, margin, how, weight=weight, ignore_index=ignore_index)
+
+
+def _check_arguments(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    second: float | Tensor | None,
+    weight: Tensor | None,
+    kind: int,
+) -> None:
+    op, gamma_name, second_name = _NAMES[kind]
+    check_dense(op, input)
+    if not input.is_floating_point():
+        raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
+    check_floating(op, "input", input)
+    _check_target(op, input, target)
+    for name, value in ((gamma_name, gamma), (second_name, second), ("weight", weight)):
+        if not isinstance(value, Tensor):
+            continue
+        check_floating(op, name, value)
+        if not is_host_number(value):
+            check_same_device(op, name, value, input)
+            if not fits(value, tuple(input.shape)):
+                raise ValueError(
+                    f"{op}: {name} must be broadcastable to input, {list(input.shape)}, got {list(value.shape)}"
+                )
+        if value.requires_grad and name in ("alpha", "weight"):
+            raise ValueError(f"{op}: {name} must not require grad: it is a constant of the loss")
+
+
+def _check_target(op: str, input: Tensor, target: Tensor) -> None:
+    check_same_device(op, "target", target, input)
+    if target.is_complex():
+        raise TypeError(f"{op}: target must be floating point, bool or integer, got {scalar_name(target.dtype)}")
+    if target.shape == input.shape:
+        return
+    is_integer = not target.is_floating_point() and target.dtype != torch.bool
+    if target.dim() + 1 != input.dim() or not is_integer:
+        raise ValueError(f"{op}: target must be the shape of input = {list(input.shape)}, got {list(target.shape)}")
+    class_dim = 0 if input.dim() == 1 else 1
+    shape = [*input.shape[:class_dim], *input.shape[class_dim + 1 :]]
+    if list(target.shape) != shape:
+        raise ValueError(
+            f"{op}: target of labels must be the shape of input without its class dimension, {shape}, "
+            f"got {list(target.shape)}"
+        )
+
+
+def _check_range(input: Tensor, target: Tensor, kind: int, ignore_index: int) -> None:
+    if target.dim() + 1 != input.dim() or not values_may_be_read(target):
+        return
+    n_classes, labels = input.shape[0 if input.dim() == 1 else 1], target.reshape(-1).long()
+    rows = (((labels < 0) | (labels > n_classes)) & (labels != ignore_index)).nonzero()
+    if len(rows):
+        row = int(rows[0])
+        raise IndexError(
+            f"{_NAMES[kind][0]}: target must be in [0, {n_classes}] (the last is background) or ignore_index, got "
+            f"{int(labels[row])} at row {row}"
+        )

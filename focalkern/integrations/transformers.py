@@ -1,0 +1,261 @@
+"""Focal losses and calibration metrics in Hugging Face transformers."""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern._checks import flag, integer
+from focalkern.calibrators import TemperatureScaling
+from focalkern.gamma import GammaTable
+from focalkern.losses import FocalLoss, SigmoidFocalLoss
+from focalkern.metrics import expected_calibration_error, nll
+from focalkern.ops.linear_focal_loss import linear_focal_loss
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("focalkern.integrations.transformers needs transformers: pip install transformers") from error
+
+__all__ = ["CalibrationCallback", "use_focal_loss"]
+
+_NEXT_TOKEN = ("ForCausalLM", "ForConditionalGeneration")
+_TOKEN = ("ForMaskedLM", "ForTokenClassification")
+_ROW = (
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ForAudioClassification",
+)
+# What some models apply to the logits after their head; with linear=True it would meet the features instead.
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def use_focal_loss(
+    model: Any,
+    gamma: float | GammaTable = 2.0,
+    *,
+    linear: bool = False,
+    label_smoothing: float = 0.0,
+    detach_modulation: bool = False,
+) -> contextlib.ExitStack:
+    r"""Train a transformers model with the focal loss: sets ``model.loss_function``.
+
+    .. math:: L = -\frac{1}{n} \sum_i (1 - p_i)^\gamma \log p_i
+
+    over the targets that are not -100; n is their number, or ``num_items_in_batch`` where ``Trainer`` hands it over.
+    Language models predict the next token, as with their own loss. Several labels per row
+    (``config.problem_type="multi_label_classification"``) take the sigmoid focal loss. Some models (BERT) compute their
+    loss without ``loss_function``; a forward hook then replaces ``outputs.loss``.
+
+    Args:
+        model: a model for causal or masked language modelling, or for the classification of rows or tokens.
+        gamma: as :class:`focalkern.FocalLoss`; 0 is cross-entropy. For several labels per row: a number >= 0.
+        linear: fuse the output head with the loss (:func:`focalkern.linear_focal_loss`), for language models. Logits
+            are never made while the model is in training mode and labels are given, and ``outputs.logits`` are the
+            features then. Evaluation and generation are as before.
+        label_smoothing: in [0, 1]; not for several labels per row.
+        detach_modulation: treat the factor as a constant in the gradient; not for several labels per row.
+
+    Returns:
+        An ``ExitStack``: its ``close()``, or the end of its ``with`` block, restores the model's own loss.
+
+    Raises:
+        TypeError: the model has no ``loss_function`` that can be set, or no output embeddings for ``linear``.
+        ValueError: the model's loss is of another kind; an option outside its domain; ``linear`` for a model that
+            changes its logits after the head, or that is no language model.
+
+    Source: Mukhoti et al. 2020 (arXiv 2002.09437).
+
+    Example:
+        >>> import transformers
+        >>> from focalkern.integrations.transformers import use_focal_loss
+        >>> config = transformers.LlamaConfig(vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+        >>> model, tokens = transformers.LlamaForCausalLM(config), torch.arange(24).view(2, 12)
+        >>> own, undo = model(input_ids=tokens, labels=tokens).loss, use_focal_loss(model, gamma=2.0)
+        >>> bool(model(input_ids=tokens, labels=tokens).loss < own)  # undo.close() restores the model's own loss
+        True
+    """
+    op = "use_focal_loss"
+    linear = flag(op, "linear", linear)
+    if not hasattr(type(model), "loss_function"):
+        raise TypeError(f"{op}: model must be a transformers model with a loss_function, got {type(model).__name__}")
+    kind = getattr(model, "loss_type", None)
+    if kind not in (*_NEXT_TOKEN, *_TOKEN, *_ROW):
+        raise ValueError(
+            f"{op}: model must be for one of {', '.join((*_NEXT_TOKEN, *_TOKEN, *_ROW))}, got {type(model).__name__} "
+            f"with loss_type {kind!r}; use focal_loss in a training loop of your own"
+        )
+    options: Any = {"label_smoothing": label_smoothing, "detach_modulation": detach_modulation}
+    loss = FocalLoss(gamma, reduction="sum", **options)
+    undo = contextlib.ExitStack()
+    asks_for_its_loss = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+    if linear and not asks_for_its_loss:
+        raise ValueError(
+            f"{op}: linear=True needs a model that calls loss_function, but {type(model).__name__} computes its own "
+            "loss; use linear_focal_loss on its features"
+        )
+    features = _FeaturesInTraining(model, undo) if linear else None
+
+    def loss_function(*args: Any, **kwargs: Any) -> Tensor:
+        logits, labels = _logits_and_labels(kind, args, kwargs)
+        n_items = kwargs.get("num_items_in_batch")
+        if kind in _ROW and labels.is_floating_point():
+            _check_several_labels(op, model.config, gamma, label_smoothing, detach_modulation)
+            several: Tensor = SigmoidFocalLoss(float(gamma), reduction="mean")(logits, labels.to(logits.device))  # type: ignore[arg-type]
+            return several
+        if kind in _NEXT_TOKEN:
+            labels = kwargs.get("shift_labels", torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100))
+        labels = labels.reshape(-1).to(logits.device)
+        rows = logits.reshape(-1, logits.shape[-1])
+        if features is not None and features.active:
+            head = features.head
+            total = linear_focal_loss(
+                rows, head.weight, labels, gamma, linear_bias=head.bias, reduction="sum", **options
+            )
+        else:
+            total = loss(rows, labels)
+        if n_items is None:
+            n_items = (labels != -100).sum()
+        elif isinstance(n_items, Tensor):
+            n_items = n_items.to(total.device)
+        mean: Tensor = total / n_items
+        return mean
+
+    if asks_for_its_loss:
+        before = vars(model).get("_loss_function")
+        model.loss_function = loss_function
+        undo.callback(_restore, model, before)
+    else:
+
+        def replaced(_model: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            if kwargs.get("labels") is not None:
+                items = kwargs.get("num_items_in_batch")
+                output["loss"] = loss_function(**dict(output, **kwargs, num_items_in_batch=items))
+            return output
+
+        undo.callback(model.register_forward_hook(replaced, with_kwargs=True).remove)
+    return undo
+
+
+class _FeaturesInTraining:
+    """Makes the output head of a model hand on its input while the model is called in training mode with labels."""
+
+    def __init__(self, model: Any, undo: contextlib.ExitStack) -> None:
+        op = "use_focal_loss"
+        changed = [name for name in _AFTER_THE_HEAD if getattr(model.config, name, None) not in (None, 1, 1.0)]
+        if changed:
+            raise ValueError(
+                f"{op}: linear=True needs the logits of the head as they are, but config.{changed[0]} "
+                f"is {getattr(model.config, changed[0])}; use linear_focal_loss on model.model(...).last_hidden_state"
+            )
+        self.head = model.get_output_embeddings()
+        if model.loss_type not in (*_NEXT_TOKEN, "ForMaskedLM") or not isinstance(self.head, torch.nn.Linear):
+            raise ValueError(
+                f"{op}: linear=True is for language models with a linear output head, got {type(model).__name__}"
+            )
+        self.active = False
+        undo.callback(model.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+        undo.callback(model.register_forward_hook(self._after, always_call=True).remove)
+
+    def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if model.training and kwargs.get("labels") is not None:
+            self.active = True
+            self.head.forward = lambda features: features
+
+    def _after(self, *_: Any) -> None:
+        if self.active:
+            self.active = False
+            del self.head.forward
+
+
+def _logits_and_labels(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Out of the ways in which models call their loss: by keyword, or in the order of their kind."""
+    names = ("labels", "logits") if kind in _ROW else ("logits", "labels")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    logits = given["pooled_logits"] if given.get("pooled_logits") is not None else given["logits"]
+    return logits, given["labels"]
+
+
+def _check_several_labels(op: str, config: Any, gamma: Any, label_smoothing: float, detach_modulation: bool) -> None:
+    if config.problem_type not in (None, "multi_label_classification") or config.num_labels == 1:
+        raise ValueError(f"{op}: labels must be classes, got numbers for problem_type {config.problem_type!r}")
+    if isinstance(gamma, GammaTable) or label_smoothing or detach_modulation:
+        raise ValueError(
+            f"{op}: several labels per row take a number gamma and neither label_smoothing nor detach_modulation"
+        )
+
+
+def _restore(model: Any, before: Callable[..., Tensor] | None) -> None:
+    if before is None:
+        del model._loss_function
+    else:
+        model.loss_function = before
+
+
+class CalibrationCallback(TrainerCallback):  # type: ignore[misc]
+    """Calibration at each evaluation of a ``Trainer``: ``eval_nll``, ``eval_ece`` and ``eval_temperature``.
+
+    The callback reads the logits of the evaluation's own forward passes. It adds the numbers to what
+    ``trainer.evaluate()`` returns and to the last entry of ``trainer.state.log_history``: the mean negative
+    log-likelihood in nats, the ECE (``equal_width``, a fraction) and the temperature with the lowest NLL. A temperature
+    above 1 says that the model is over-confident.
+
+    Args:
+        n_bins: bins of the ECE.
+        max_samples: number of targets that are kept for the numbers, the first ones of the evaluation. For language
+            models a target is a token, and its logits take 4 C bytes.
+
+    Raises:
+        TypeError, ValueError: ``n_bins`` or ``max_samples`` is not a positive integer.
+
+    Example:
+        >>> from focalkern.integrations.transformers import CalibrationCallback
+        >>> callback = CalibrationCallback(max_samples=2000)  # Trainer(..., callbacks=[callback])
+        >>> callback.results
+        {}
+    """
+
+    def __init__(self, n_bins: int = 15, max_samples: int = 20_000) -> None:
+        self.n_bins = integer("CalibrationCallback", "n_bins", n_bins, 1)
+        self.max_samples = integer("CalibrationCallback", "max_samples", max_samples, 1)
+        self.results: dict[str, float] = {}
+        self._last: tuple[Tensor, Tensor] | None = None
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].register_forward_hook(self._see, with_kwargs=True)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._last is not None and sum(len(labels) for _, labels in self._kept) < self.max_samples:
+            self._kept.append(self._last)
+        self._last = None
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        if not self._kept:
+            return
+        logits = torch.cat([kept for kept, _ in self._kept])[: self.max_samples]
+        labels = torch.cat([kept for _, kept in self._kept])[: self.max_samples]
+        self._kept = []
+        scaling = TemperatureScaling().fit_quietly(logits, labels)
+        self.results = {
+            "eval_nll": float(nll(logits.log_softmax(-1), labels, log=True)),
+            "eval_ece": float(expected_calibration_error(logits.softmax(-1), labels, n_bins=self.n_bins)),
+            "eval_temperature": float(scaling.temperature_),
+        }
+        metrics.update(self.results)
+        if state.log_history:
+            state.log_history[-1].update(self.results)
+
+    def _see(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        labels, logits = kwargs.get("labels"), getattr(output, "logits", None)
+        if model.training or labels is None or logits is None:
+            return
+        if getattr(model, "loss_type", None) in _NEXT_TOKEN:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        logits, labels = logits.detach().reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        counts = (labels >= 0).nonzero().squeeze(1)[: self.max_samples]
+        self._last = logits[counts].float().cpu(), labels[counts].cpu()

@@ -1,0 +1,83 @@
+"""How well probabilities are calibrated: named estimators, in plain torch.
+
+Every figure is a fraction, never percent, and every ECE is told apart by the name of its estimator, because the three
+in use differ by more than the effects they are used to compare:
+
+``equal_width``
+    Bins (k/M, (k + 1)/M]; a confidence of exactly 0 belongs to the first. The edges are rounded to the dtype of the
+    confidence and compared there (Guo et al. 2017, arXiv 1706.04599; Mukhoti et al. 2020, arXiv 2002.09437).
+``equal_mass``
+    Confidences sorted ascending, ties in row order, split as ``numpy.array_split`` does: sizes differ by at most one.
+``equal_mass_interp``
+    Edges interpolated between the sorted confidences, ``interp(linspace(0, N, M + 1), arange(N), sorted)``, bins
+    (lo, hi]. The lowest sample falls in no bin, as in the published AdaECE code of Mukhoti et al. 2020.
+
+What other libraries call it, where the rows tie nowhere and lie on no edge (``p`` probabilities, ``y`` labels):
+
+=======================================================  =============================================================
+there                                                    here
+=======================================================  =============================================================
+torchmetrics ``MulticlassCalibrationError(C, norm="l1",  ``expected_calibration_error(p, y)``; ``norm="l2"`` is
+n_bins=15)``                                             ``rms_``, ``"max"`` is ``maximum_calibration_error``. Its
+                                                         bins are [lo, hi), a confidence of exactly 1 is a bin of its
+                                                         own, and all of it is float32.
+netcal ``ECE(15).measure(p, y)``                         ``expected_calibration_error(p, y)``, ``MCE`` is
+                                                         ``maximum_calibration_error``. Its bins are [lo, hi), the
+                                                         last [lo, hi]. Two classes are measured on the second:
+                                                         ``confidence=p[:, 1], correct=y`` here.
+netcal ``ACE(15).measure(p, y)``                         ``reliability_bins(p, y).gap.abs().nanmean(-1)``: every bin
+                                                         counts the same, whatever is in it
+netcal ``ECE(15, equal_intervals=False)``                ``estimator="equal_mass"`` if N is a multiple of 15
+scikit-learn ``calibration_curve(correct, confidence,    ``accuracy`` and ``confidence`` of ``reliability_bins``, less
+n_bins=15)``                                             the empty bins; ``strategy="quantile"`` is ``"equal_mass"`` if
+                                                         N is a multiple of 15, else a cut may be some rows elsewhere
+relplot ``smECE(confidence, correct)``                   ``smooth_calibration_error`` within 0.002, where no row is
+                                                         within 0.001 of 0 or 1: relplot counts those as half a row
+uncertainty-calibration ``get_ece``, ``get_ece_em``      ``expected_calibration_error`` with ``"equal_width"``,
+                                                         ``"equal_mass"``; ``mode="marginal"`` is classwise
+uncertainty-calibration ``lower_bound_scaling_top_ce``   ``debiased_calibration_error(p, y, estimator="equal_mass")``
+Mukhoti et al. ``ECELoss``, ``AdaptiveECELoss``,         ``expected_calibration_error``, the same with
+``ClasswiseECELoss`` (on logits)                         ``"equal_mass_interp"``, ``classwise_calibration_error``
+scikit-learn ``log_loss``, ``brier_score_loss``          ``nll`` (which does not replace a probability of 0), half of
+                                                         ``brier_score`` for two classes
+=======================================================  =============================================================
+
+Inputs are tensors (CPU or CUDA, any floating dtype) or anything that NumPy makes an array of. Where none is a tensor,
+the results are NumPy's too: arrays, and ``numpy.float64`` for a single figure. Sums run in float64. The rows are the
+last dimension but one of ``probs`` and the last of everything else; dimensions before that are a batch of independent
+sets (bootstrap replicates, say), and results have the batch's shape. Nothing here is differentiable.
+"""
+
+from focalkern.metrics._bins import ReliabilityBins, reliability_bins
+from focalkern.metrics._bins import debiased_error as debiased_error
+from focalkern.metrics._bins import expected_error as expected_error
+from focalkern.metrics._bins import maximum_error as maximum_error
+from focalkern.metrics._bins import rms_error as rms_error
+from focalkern.metrics._errors import (
+    classwise_calibration_error,
+    debiased_calibration_error,
+    expected_calibration_error,
+    maximum_calibration_error,
+    rms_calibration_error,
+)
+from focalkern.metrics._inputs import ESTIMATORS, Estimator
+from focalkern.metrics._scores import accuracy, aurc, auroc, brier_score, nll
+from focalkern.metrics._smooth import smooth_calibration_error
+
+__all__ = [
+    "ESTIMATORS",
+    "Estimator",
+    "ReliabilityBins",
+    "accuracy",
+    "aurc",
+    "auroc",
+    "brier_score",
+    "classwise_calibration_error",
+    "debiased_calibration_error",
+    "expected_calibration_error",
+    "maximum_calibration_error",
+    "nll",
+    "reliability_bins",
+    "rms_calibration_error",
+    "smooth_calibration_error",
+]

@@ -1,0 +1,245 @@
+"""Calibration errors from bins: expected, maximum, root mean square, debiased, classwise."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from focalkern._arrays import arrays_for_arrays
+from focalkern._checks import one_of
+from focalkern.metrics._bins import bins_of, debiased_error, expected_error, maximum_error, rms_error
+from focalkern.metrics._inputs import Estimator, check_bins, probs_and_target
+
+__all__ = [
+    "classwise_calibration_error",
+    "debiased_calibration_error",
+    "expected_calibration_error",
+    "maximum_calibration_error",
+    "rms_calibration_error",
+]
+
+# Probabilities that classwise_calibration_error looks at together: its work space is a few times as many numbers.
+_BLOCK = 1 << 22
+
+
+@arrays_for_arrays
+def expected_calibration_error(
+    probs: Any = None,
+    target: Any = None,
+    *,
+    n_bins: int = 15,
+    estimator: Estimator = "equal_width",
+    confidence: Any = None,
+    correct: Any = None,
+) -> Tensor:
+    r"""Expected calibration error of the top class.
+
+    .. math:: \text{ECE} = \sum_b \frac{|B_b|}{N} \, |\text{acc}_b - \text{conf}_b|
+
+    A sample is what ``probs`` and ``target`` say: confidence = largest probability, correct = its class is the
+    target. Either can be replaced: pass ``correct`` beside ``probs`` for calibrated probabilities, decided by the
+    argmax of the logits they came from (a saturated row may tie in its probabilities and not in its logits), or pass
+    ``confidence`` and ``correct`` and no probabilities at all.
+
+    Args:
+        probs: [..., N, C] probabilities, floating point.
+        target: [..., N] class indices, integer. Not needed when ``correct`` is given.
+        n_bins: M, at least 1.
+        estimator: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``; see :mod:`focalkern.metrics`.
+        confidence: [..., N] in [0, 1], floating point, in place of ``probs``.
+        correct: [..., N], bool, or numbers in [0, 1].
+
+    Returns:
+        float64 tensor of the batch's shape (a 0-dim tensor without a batch), a fraction; NaN for N = 0.
+
+    Raises:
+        TypeError: probabilities that are not floating point, targets that are not integers.
+        ValueError: shapes that do not fit; a confidence outside [0, 1] or NaN; an unknown estimator; n_bins < 1; too
+            few or too many of the four inputs.
+        IndexError: a target outside [0, C).
+
+    Source: Guo et al. 2017 (arXiv 1706.04599), section 2; the estimators are named in :mod:`focalkern.metrics`.
+
+    Example:
+        >>> probs = torch.tensor([[0.98, 0.02]]).repeat(10, 1)  # sure with 0.98
+        >>> target = torch.tensor([0] * 8 + [1] * 2)  # and right in 8 of 10 rows
+        >>> fk.metrics.expected_calibration_error(probs, target)
+        tensor(0.1800, dtype=torch.float64)
+        >>> fk.metrics.expected_calibration_error(confidence=probs[:, 0], correct=target == 0, n_bins=20)
+        tensor(0.1800, dtype=torch.float64)
+    """
+    return expected_error(bins_of("expected_calibration_error", probs, target, confidence, correct, n_bins, estimator))
+
+
+@arrays_for_arrays
+def maximum_calibration_error(
+    probs: Any = None,
+    target: Any = None,
+    *,
+    n_bins: int = 15,
+    estimator: Estimator = "equal_width",
+    confidence: Any = None,
+    correct: Any = None,
+) -> Tensor:
+    r"""Largest gap between accuracy and mean confidence over the bins that are not empty.
+
+    .. math:: \text{MCE} = \max_b |\text{acc}_b - \text{conf}_b|
+
+    Under ``equal_mass`` it depends on the order of tied confidences: compare it only where they are distinct.
+
+    Args:
+        probs, target, n_bins, estimator, confidence, correct: as :func:`expected_calibration_error`.
+
+    Returns:
+        float64 tensor of the batch's shape, a fraction; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
+
+    Source: Guo et al. 2017 (arXiv 1706.04599), section 2.
+
+    Example:
+        >>> confidence = torch.tensor([0.98, 0.98, 0.6, 0.6])
+        >>> fk.metrics.maximum_calibration_error(confidence=confidence, correct=torch.tensor([1, 1, 1, 0]))
+        tensor(0.1000, dtype=torch.float64)
+    """
+    return maximum_error(bins_of("maximum_calibration_error", probs, target, confidence, correct, n_bins, estimator))
+
+
+@arrays_for_arrays
+def rms_calibration_error(
+    probs: Any = None,
+    target: Any = None,
+    *,
+    n_bins: int = 15,
+    estimator: Estimator = "equal_width",
+    confidence: Any = None,
+    correct: Any = None,
+) -> Tensor:
+    r"""Root of the weighted mean of the squared gaps.
+
+    .. math:: \text{RMSCE} = \sqrt{\sum_b \frac{|B_b|}{N} (\text{acc}_b - \text{conf}_b)^2}
+
+    Args:
+        probs, target, n_bins, estimator, confidence, correct: as :func:`expected_calibration_error`.
+
+    Returns:
+        float64 tensor of the batch's shape, a fraction; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
+
+    Source: Hendrycks, Mazeika, Dietterich 2019 (arXiv 1812.04606), section 5.
+
+    Example:
+        >>> confidence = torch.tensor([0.98, 0.98, 0.6, 0.6])
+        >>> fk.metrics.rms_calibration_error(confidence=confidence, correct=torch.tensor([1, 1, 1, 0]))
+        tensor(0.0721, dtype=torch.float64)
+    """
+    return rms_error(bins_of("rms_calibration_error", probs, target, confidence, correct, n_bins, estimator))
+
+
+@arrays_for_arrays
+def debiased_calibration_error(
+    probs: Any = None,
+    target: Any = None,
+    *,
+    n_bins: int = 15,
+    estimator: Estimator = "equal_width",
+    norm: Literal["l1", "l2"] = "l2",
+    confidence: Any = None,
+    correct: Any = None,
+) -> Tensor:
+    r"""Calibration error of the top class, less what the noise of the bins' accuracies adds to it.
+
+    With g = acc - conf, n samples in the bin and :math:`v = \text{acc} (1 - \text{acc})`:
+
+    .. math::
+        \text{l2: } \sqrt{\max\Big(0, \sum_b \frac{|B_b|}{N} \big(g_b^2 - \tfrac{v_b}{n_b - 1}\big)\Big)}
+        \qquad
+        \text{l1: } 2\,\text{ECE} - \sum_b \frac{|B_b|}{N} \, \mathbb E\,|\mathcal N(g_b, v_b / n_b)|
+
+    Under ``"l2"`` the sum is an unbiased estimate of the squared RMSCE of infinitely many rows in the same bins; a bin
+    of one sample counts 0. Under ``"l1"`` it is an approximate correction of ECE: of the bias of a perfectly
+    calibrated model it removes sqrt(2) - 1, about two fifths. It is not cut at 0: a negative value says that the ECE is
+    smaller than noise alone makes it.
+
+    Args:
+        probs, target, n_bins, estimator: as :func:`expected_calibration_error`.
+        norm: ``"l2"`` or ``"l1"``.
+        confidence, correct: as :func:`expected_calibration_error`.
+
+    Returns:
+        float64 tensor of the batch's shape; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`; ValueError also for another norm.
+
+    Source: Kumar, Liang & Ma 2019 (arXiv 1909.10155), section 5, and their package uncertainty-calibration, which draws
+    the normal variables of ``"l1"`` where this takes their mean in closed form; l2: Broecker 2012, "Estimating
+    reliability and resolution of probability forecasts".
+
+    Example:
+        >>> confidence, correct = torch.full((10,), 0.98), torch.arange(10) < 8
+        >>> fk.metrics.debiased_calibration_error(confidence=confidence, correct=correct)
+        tensor(0.1209, dtype=torch.float64)
+        >>> fk.metrics.rms_calibration_error(confidence=confidence, correct=correct)
+        tensor(0.1800, dtype=torch.float64)
+    """
+    op = "debiased_calibration_error"
+    one_of(op, "norm", norm, ("l1", "l2"))
+    return debiased_error(bins_of(op, probs, target, confidence, correct, n_bins, estimator), norm)
+
+
+@arrays_for_arrays
+@torch.no_grad()
+def classwise_calibration_error(
+    probs: Any,
+    target: Any,
+    *,
+    n_bins: int = 15,
+    estimator: Estimator = "equal_width",
+    reduction: Literal["mean", "none"] = "mean",
+) -> Tensor:
+    r"""Mean over the classes of the calibration error of that class's probability against [target = class].
+
+    .. math:: \frac{1}{C} \sum_k \sum_b \frac{|B_{bk}|}{N} \, |\text{freq}_{bk} - \text{prob}_{bk}|
+
+    Args:
+        probs: [..., N, C] probabilities, floating point.
+        target: [..., N] class indices, integer.
+        n_bins: bins per class, at least 1.
+        estimator: as :func:`expected_calibration_error`; the published figures are ``"equal_width"``.
+        reduction: ``"mean"`` over the classes, or ``"none"`` for the error of each.
+
+    Returns:
+        float64 tensor of the batch's shape, with ``"none"`` [..., C]; a fraction; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`; ValueError also for another reduction.
+
+    Source: Kull et al. 2019 (arXiv 1910.12656), section 2; Mukhoti et al. 2020 (arXiv 2002.09437), table C.2.
+
+    Example:
+        >>> probs, target = torch.tensor([[0.9, 0.1, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1, 2])
+        >>> fk.metrics.classwise_calibration_error(probs, target, reduction="none").round(decimals=4)
+        tensor([0.1000, 0.0000, 0.1000], dtype=torch.float64)
+        >>> fk.metrics.classwise_calibration_error(probs, target)
+        tensor(0.0667, dtype=torch.float64)
+    """
+    name = "classwise_calibration_error"
+    one_of(name, "reduction", reduction, ("mean", "none"))
+    check_bins(name, n_bins, estimator)
+    probs, target = probs_and_target(name, probs, target)
+    *batch, n_samples, n_classes = probs.shape
+    errors = torch.empty(*batch, n_classes, dtype=torch.float64, device=probs.device)
+    block = max(1, _BLOCK // max(1, n_samples * math.prod(batch)))
+    for first in range(0, n_classes, block):
+        classes = torch.arange(first, min(first + block, n_classes), device=probs.device)
+        of_class = probs[..., first : first + block].transpose(-1, -2).contiguous()
+        is_class = target.unsqueeze(-2) == classes.unsqueeze(-1)
+        errors[..., first : first + block] = expected_calibration_error(
+            confidence=of_class, correct=is_class, n_bins=n_bins, estimator=estimator
+        )
+    return errors.mean(-1) if reduction == "mean" else errors

@@ -1,0 +1,105 @@
+"""Arguments of the metrics: probabilities, labels, confidences, estimators."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from focalkern._arrays import as_tensor
+from focalkern._checks import MOST_BINS, integer, one_of
+
+__all__ = ["ESTIMATORS", "Estimator", "as_probs", "check_bins", "confidence_and_correct", "probs_and_target"]
+Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]
+
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+
+
+# Rows of probabilities are taken as normalised within this much everywhere in the library, so one entry may be above
+# 1 by as much; it counts as 1 for the choice of its bin.
+_ABOVE_ONE = 1e-3
+
+
+def check_bins(op: str, n_bins: object, estimator: object) -> int:
+    one_of(op, "estimator", estimator, ESTIMATORS)
+    return integer(op, "n_bins", n_bins, 1, MOST_BINS)
+
+
+def confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, correct: Any) -> tuple[Tensor, Tensor]:
+    """confidence [..., N] in its own dtype, checked, and correct [..., N] as float64."""
+    if (probs is None) == (confidence is None):
+        found = "neither" if probs is None else "both"
+        raise ValueError(f"{op}: expected either probs or confidence, got {found}")
+    if (target is None) == (correct is None):
+        found = "neither" if target is None else "both"
+        raise ValueError(f"{op}: expected either target or correct, got {found}")
+    if probs is not None:
+        if target is not None:
+            probs, target = probs_and_target(op, probs, target)
+            confidence, top = probs.max(-1)
+            correct = top == target
+        else:
+            confidence = as_probs(op, probs).amax(-1)
+    elif target is not None:
+        raise ValueError(f"{op}: confidence goes with correct, got target")
+    confidence = as_tensor(confidence, f"{op}: confidence")
+    if not confidence.is_floating_point():
+        raise TypeError(f"{op}: confidence must be floating point, got {confidence.dtype}")
+    if confidence.dim() < 1:
+        raise ValueError(f"{op}: confidence must be [N], got a single number")
+    correct = as_tensor(correct, f"{op}: correct")
+    if correct.shape != confidence.shape:
+        raise ValueError(f"{op}: correct must be [N] = {list(confidence.shape)}, got {list(correct.shape)}")
+    if correct.device != confidence.device:
+        raise ValueError(f"{op}: correct must be on {confidence.device}, got {correct.device}")
+    if correct.is_complex():
+        raise TypeError(f"{op}: correct must be bool or real, got {correct.dtype}")
+    correct = correct.to(torch.float64)
+    # Written so that NaN fails too.
+    for name, values in (("confidence", confidence), ("correct", correct)):
+        inside = (values >= 0) & (values <= 1 + _ABOVE_ONE)
+        if not bool(inside.all()):
+            where = (~inside).nonzero()[0].tolist()
+            raise ValueError(
+                f"{op}: {name} must be in [0, 1], got {values[tuple(where)].item()} at row {where[-1]}"
+                + ("; are these logits?" if name == "confidence" and probs is not None else "")
+            )
+    return confidence.contiguous(), correct
+
+
+def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
+    probs = as_tensor(probs, f"{op}: probs")
+    if not probs.is_floating_point():
+        raise TypeError(f"{op}: probs must be floating point, got {probs.dtype}")
+    if probs.dim() < 2 or probs.shape[-1] < 1:
+        raise ValueError(f"{op}: probs must be [N, C], got shape {list(probs.shape)}")
+    if not log and probs.numel():
+        low, high = probs.amin(), probs.amax()
+        # Written so that NaN fails too.
+        if not (bool(low >= 0) and bool(high <= 1 + _ABOVE_ONE)):
+            inside = ((probs >= 0) & (probs <= 1 + _ABOVE_ONE)).all(-1)
+            row = (~inside).nonzero()[0].tolist()
+            raise ValueError(
+                f"{op}: probs must be in [0, 1], got values from {probs[tuple(row)].amin().item()} to "
+                f"{probs[tuple(row)].amax().item()} in row {row[-1]}; are these logits?"
+            )
+    result: Tensor = probs
+    return result
+
+
+def probs_and_target(op: str, probs: Any, target: Any, *, log: bool = False) -> tuple[Tensor, Tensor]:
+    probs = as_probs(op, probs, log=log)
+    target = as_tensor(target, f"{op}: target")
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"{op}: target must be integer, got {target.dtype}")
+    if target.shape != probs.shape[:-1]:
+        raise ValueError(f"{op}: target must be [N] = {list(probs.shape[:-1])}, got {list(target.shape)}")
+    if target.device != probs.device:
+        raise ValueError(f"{op}: target must be on the device of probs, {probs.device}, got {target.device}")
+    target = target.to(torch.int64)
+    outside = (target < 0) | (target >= probs.shape[-1])
+    if bool(outside.any()):
+        where = outside.nonzero()[0].tolist()
+        raise IndexError(
+            f"{op}: target must be in [0, {probs.shape[-1]}), got {target[tuple(where)].item()} at row {where[-1]}"
+        )
+    return probs, target

@@ -1,0 +1,227 @@
+"""Scores that need no bins: NLL, Brier score, accuracy, AURC, AUROC."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern._arrays import arrays_for_arrays, as_tensor
+from focalkern._checks import flag
+from focalkern.metrics._inputs import confidence_and_correct, probs_and_target
+
+__all__ = ["accuracy", "aurc", "auroc", "brier_score", "nll"]
+
+
+@arrays_for_arrays
+@torch.no_grad()
+def nll(probs: Any, target: Any, *, log: bool = False) -> Tensor:
+    r"""Mean negative log-likelihood of the target class, natural logarithm.
+
+    .. math:: -\frac{1}{N} \sum_i \log p_{i, y_i}
+
+    Args:
+        probs: [..., N, C] probabilities, or log-probabilities with ``log=True`` (which keep the digits that a
+            probability close to 1 has lost).
+        target: [..., N] class indices, integer.
+        log: what ``probs`` holds.
+
+    Returns:
+        float64 tensor of the batch's shape; infinite when a target has probability 0; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
+
+    Example:
+        >>> probs, target = torch.tensor([[0.8, 0.2]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> fk.metrics.nll(probs, target)
+        tensor(0.5004, dtype=torch.float64)
+    """
+    log = flag("nll", "log", log)
+    probs, target = probs_and_target("nll", probs, target, log=log)
+    of_target = probs.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(torch.float64)
+    # 0 - x, not -x: a perfect score prints as 0 and not as -0.
+    log_probs = of_target if log else of_target.log()
+    return torch.sub(0.0, log_probs).mean(-1)
+
+
+@arrays_for_arrays
+@torch.no_grad()
+def brier_score(probs: Any, target: Any) -> Tensor:
+    r"""Mean squared distance between the probabilities and the one-hot target, summed over the classes.
+
+    .. math:: \frac{1}{N} \sum_i \sum_k (p_{ik} - [k = y_i])^2
+
+    Between 0 and 2. (The score of binary problems that counts one class only is half of this.)
+
+    Args:
+        probs: [..., N, C] probabilities, floating point.
+        target: [..., N] class indices, integer.
+
+    Returns:
+        float64 tensor of the batch's shape; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
+
+    Source: Brier 1950, "Verification of forecasts expressed in terms of probability".
+
+    Example:
+        >>> probs, target = torch.tensor([[0.8, 0.2]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> fk.metrics.brier_score(probs, target)
+        tensor(0.3200, dtype=torch.float64)
+    """
+    probs, target = probs_and_target("brier_score", probs, target)
+    index = target.unsqueeze(-1)
+    residual = probs.to(torch.float64, copy=True)
+    residual.scatter_add_(-1, index, residual.new_full((), -1.0).expand(index.shape))
+    result: Tensor = residual.square_().sum(-1).mean(-1)
+    return result
+
+
+@arrays_for_arrays
+@torch.no_grad()
+def accuracy(probs: Any = None, target: Any = None, *, correct: Any = None) -> Tensor:
+    """Fraction of the rows whose largest entry is the target's; the first of several largest counts.
+
+    Args:
+        probs: [..., N, C] probabilities or logits, floating point.
+        target: [..., N] class indices, integer.
+        correct: [..., N], bool, in place of both.
+
+    Returns:
+        float64 tensor of the batch's shape, a fraction; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`, but logits are as good as
+            probabilities here.
+
+    Example:
+        >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+        >>> fk.metrics.accuracy(logits, target)
+        tensor(0.8000, dtype=torch.float64)
+    """
+    if correct is None:
+        if probs is None or target is None:
+            raise ValueError("accuracy: expected probs and target, or correct")
+        scores, target = probs_and_target("accuracy", probs, target, log=True)
+        result: Tensor = (scores.argmax(-1) == target).to(torch.float64).mean(-1)
+        return result
+    if probs is not None or target is not None:
+        raise ValueError("accuracy: correct replaces probs and target, got both")
+    return as_tensor(correct, "accuracy: correct").to(torch.float64).mean(-1)
+
+
+@arrays_for_arrays
+@torch.no_grad()
+def aurc(
+    probs: Any = None,
+    target: Any = None,
+    *,
+    excess: bool = False,
+    confidence: Any = None,
+    correct: Any = None,
+) -> Tensor:
+    r"""Area under the risk-coverage curve: the mean error rate when only the most confident samples are answered.
+
+    .. math:: \frac{1}{N} \sum_{i=1}^{N} \frac{1}{i} \sum_{j \le i} (1 - \text{correct}_{(j)})
+
+    with the samples in descending order of confidence. Among tied confidences it is the mean over all their orders, so
+    it does not depend on the order of rows.
+
+    Args:
+        probs, target: as :func:`expected_calibration_error`.
+        excess: take off what the best order of the same samples has (all that are correct first): what is left is due
+            to the confidences, and is 0 if they rank every correct sample above every other.
+        confidence, correct: as :func:`expected_calibration_error`.
+
+    Returns:
+        float64 tensor of the batch's shape, a fraction, lower is better; NaN for N = 0.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`expected_calibration_error`.
+
+    Source: Geifman, Uziel & El-Yaniv 2019 (arXiv 1805.08206), section 3; their E-AURC takes off an approximation,
+    e + (1 - e) log(1 - e) with the error rate e, where this takes off the area itself.
+
+    Example:
+        >>> confidence, correct = torch.tensor([0.9, 0.8, 0.7, 0.6]), torch.tensor([1, 1, 0, 1])
+        >>> fk.metrics.aurc(confidence=confidence, correct=correct)
+        tensor(0.1458, dtype=torch.float64)
+        >>> fk.metrics.aurc(confidence=confidence, correct=correct, excess=True)
+        tensor(0.0833, dtype=torch.float64)
+    """
+    excess = flag("aurc", "excess", excess)
+    confidence, correct = confidence_and_correct("aurc", probs, target, confidence, correct)
+    n_samples = confidence.shape[-1]
+    ordered, order = confidence.sort(dim=-1, descending=True)
+    loss = 1 - correct.gather(-1, order)
+    # Equal confidences share their mean loss: the mean over all orders, because the curve is linear in the losses.
+    tied = torch.zeros_like(order)
+    tied[..., 1:] = (ordered[..., 1:] != ordered[..., :-1]).cumsum(-1)
+    total = torch.zeros_like(loss).scatter_add_(-1, tied, loss)
+    count = torch.zeros_like(loss).scatter_add_(-1, tied, torch.ones_like(loss))
+    loss = total.gather(-1, tied) / count.gather(-1, tied)
+    coverage = torch.arange(1, n_samples + 1, device=confidence.device)
+    area = (loss.cumsum(-1) / coverage).mean(-1)
+    if excess:
+        area = area - ((1 - correct).sort(dim=-1).values.cumsum(-1) / coverage).mean(-1)
+    return area
+
+
+@arrays_for_arrays
+@torch.no_grad()
+def auroc(confidence_in: Any, confidence_out: Any) -> Tensor:
+    r"""Area under the ROC curve of confidence as a detector of out-of-distribution inputs.
+
+    .. math:: P(\text{in} > \text{out}) + \tfrac{1}{2} P(\text{in} = \text{out})
+
+    1 when every in-distribution sample is more confident than every other, 1/2 when confidence says nothing. With the
+    confidences of correct and of wrong predictions it is the AUROC of failure prediction.
+
+    Args:
+        confidence_in: [..., N] confidences on in-distribution samples, floating point, any scale.
+        confidence_out: [..., K] confidences on out-of-distribution samples, same dtype and batch.
+
+    Returns:
+        float64 tensor of the batch's shape, a fraction; NaN when either set is empty.
+
+    Raises:
+        TypeError: not floating point, or two dtypes.
+        ValueError: a single number, two batches, two devices, or NaN.
+
+    Source: Hanley & McNeil 1982, "The meaning and use of the area under a ROC curve".
+
+    Example:
+        >>> known, unknown = torch.tensor([0.9, 0.8, 0.7]), torch.tensor([0.75, 0.4])
+        >>> fk.metrics.auroc(known, unknown)  # 5 of 6 pairs are in order
+        tensor(0.8333, dtype=torch.float64)
+    """
+    sets = []
+    for name, values in (("confidence_in", confidence_in), ("confidence_out", confidence_out)):
+        values = as_tensor(values, f"auroc: {name}")
+        if not values.is_floating_point():
+            raise TypeError(f"auroc: {name} must be floating point, got {values.dtype}")
+        if values.dim() < 1:
+            raise ValueError(f"auroc: {name} must be [N], got a single number")
+        if bool(values.isnan().any()):
+            raise ValueError(f"auroc: {name} must not be NaN, got NaN at row {int(values.isnan().nonzero()[0, -1])}")
+        sets.append(values.contiguous())
+    inside, outside = sets
+    if inside.dtype != outside.dtype:
+        raise TypeError(
+            f"auroc: confidence_out must have the dtype of confidence_in, {inside.dtype}, got {outside.dtype}"
+        )
+    if inside.device != outside.device:
+        raise ValueError(
+            f"auroc: confidence_out must be on the device of confidence_in, {inside.device}, got {outside.device}"
+        )
+    if inside.shape[:-1] != outside.shape[:-1]:
+        raise ValueError(
+            f"auroc: confidence_out must have the batch of confidence_in, {list(inside.shape[:-1])}, "
+            f"got {list(outside.shape[:-1])}"
+        )
+    ordered = outside.sort(dim=-1).values
+    below = torch.searchsorted(ordered, inside, right=False).sum(-1)
+    not_above = torch.searchsorted(ordered, inside, right=True).sum(-1)
+    # Both sums are int64 and exact: (wins + (wins + ties)) / 2. Without pairs 0 / 0 is NaN.
+    return (below + not_above).to(torch.float64) / (2 * inside.shape[-1] * outside.shape[-1])

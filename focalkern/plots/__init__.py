@@ -1,0 +1,31 @@
+"""Reliability diagrams and maps of calibration grids, as matplotlib figures that belong to nobody's pyplot.
+
+The drawing functions return a ``matplotlib.figure.Figure`` with its own canvas: ``figure.savefig("name.png")`` writes
+it, a notebook shows it. Axes are fractions. Colours are from the set of Okabe & Ito and the map ``cividis``, which
+people with any of the common colour deficiencies can tell apart, and which differ in lightness too; nothing is told by
+colour alone. :func:`reliability_bands` and :func:`fit_ridge` return the numbers behind the bands and the fitted line.
+"""
+
+try:
+    import matplotlib  # noqa: F401
+except ImportError as error:
+    raise ImportError("focalkern.plots needs matplotlib: pip install matplotlib") from error
+
+from focalkern.plots._bands import ReliabilityBands, reliability_bands
+from focalkern.plots._curve import calibration_curve
+from focalkern.plots._grid import Ridge, fit_ridge, grid_heatmap, ridge_diagram
+from focalkern.plots._grid import colour_range as colour_range
+from focalkern.plots._reliability import reliability_diagram
+from focalkern.plots._training import adafocal_history
+
+__all__ = [
+    "ReliabilityBands",
+    "Ridge",
+    "adafocal_history",
+    "calibration_curve",
+    "fit_ridge",
+    "grid_heatmap",
+    "reliability_bands",
+    "reliability_diagram",
+    "ridge_diagram",
+]

@@ -1,0 +1,126 @@
+"""Bands of a reliability diagram: how far chance moves each bin."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern._arrays import with_tensors
+from focalkern._checks import MOST_RESAMPLES, integer
+from focalkern.metrics import ReliabilityBins
+from focalkern.plots._figure import checked_bins, checked_level
+
+__all__ = ["ReliabilityBands", "reliability_bands"]
+
+
+@dataclass(frozen=True)
+class ReliabilityBands:
+    """How far chance alone moves the accuracy of each bin. All are float64 [M], NaN for an empty bin.
+
+    Attributes:
+        lower, upper: bootstrap interval of the bin's accuracy.
+        calibrated_lower, calibrated_upper: where the accuracy of the bin falls if the classifier is perfectly
+            calibrated.
+        level: of both, a fraction.
+
+    Example:
+        >>> confidence, correct = torch.full((100,), 0.8), torch.arange(100) < 77
+        >>> bins = fk.metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=1)
+        >>> bands = fk.plots.reliability_bands(bins)
+        >>> bool(bands.calibrated_lower < 0.8), bool(bands.calibrated_upper > 0.8)
+        (True, True)
+        >>> bands.inside(bins)
+        tensor([True])
+    """
+
+    lower: Tensor
+    upper: Tensor
+    calibrated_lower: Tensor
+    calibrated_upper: Tensor
+    level: float
+
+    def inside(self, bins: ReliabilityBins) -> Tensor:
+        """Whether the accuracy of each bin is one that a perfectly calibrated classifier would show.
+
+        Args:
+            bins: the bins that the bands were computed of.
+
+        Returns:
+            bool [M], False for an empty bin.
+
+        Raises:
+            RuntimeError: bins of another number.
+        """
+        accuracy = with_tensors(bins).accuracy.cpu()
+        return (self.calibrated_lower <= accuracy) & (accuracy <= self.calibrated_upper)
+
+
+def reliability_bands(
+    bins: ReliabilityBins, *, level: float = 0.95, replicates: int = 2000, seed: int = 0
+) -> ReliabilityBands:
+    r"""Bootstrap interval of every bin's accuracy, and the band of a perfectly calibrated classifier.
+
+    .. math::
+        \text{interval}_b: \text{quantiles of the accuracy of bin } b \text{ when the } N \text{ samples are drawn anew
+        with replacement}, \qquad
+        \text{band}_b: \text{quantiles of } \tfrac{1}{n_b} \text{Binomial}(n_b, \text{conf}_b)
+
+    The cuts between the bins stay where they are. Then a replicate is no more than new counts of right and wrong
+    samples per bin, multinomial with the observed shares, and the samples themselves are not needed. Where all samples
+    of a bin are right, or all wrong, every replicate agrees and the interval is one point, which says how little the
+    bootstrap knows of such a bin, not how sure it is; the band has no such weakness. The binomial takes all samples of
+    a bin to have its mean confidence: their true spread makes the accuracy vary a little less, never more.
+
+    Args:
+        bins: one set of bins, not a batch.
+        level: share of the replicates inside, 0 < level < 1.
+        replicates: how many.
+        seed: the same seed gives the same bands.
+
+    Returns:
+        :class:`ReliabilityBands`, on the CPU.
+
+    Raises:
+        ValueError: bins of a batch or without samples; a level outside (0, 1); replicates < 1.
+
+    Source: Efron & Tibshirani 1993, *An Introduction to the Bootstrap*, chapter 13 (the interval); Bröcker & Smith
+    2007, "Increasing the reliability of reliability diagrams" (the band).
+
+    Example:
+        >>> confidence, correct = torch.linspace(0.5, 1.0, 100), torch.arange(100) % 4 > 0
+        >>> bins = fk.metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=2, estimator="equal_mass")
+        >>> bands = fk.plots.reliability_bands(bins)
+        >>> bands.inside(bins)  # 0.75 of each bin are right, its mean confidence is 0.62 and 0.88
+        tensor([ True, False])
+    """
+    bins = checked_bins("reliability_bands", bins)
+    level = checked_level("reliability_bands", level)
+    replicates = integer("reliability_bands", "replicates", replicates, 1, MOST_RESAMPLES)
+    rng = np.random.default_rng(integer("reliability_bands", "seed", seed) % 2**63)
+    count = bins.count.cpu().numpy()
+    filled = count > 0
+    confidence, accuracy = (
+        values.cpu().to(torch.float64).numpy()[filled].clip(0, 1) for values in (bins.confidence, bins.accuracy)
+    )
+    right = accuracy * count[filled]
+    # equal_mass_interp leaves samples out; they are drawn too.
+    shares = np.concatenate([right, count[filled] - right, [bins.n_samples - count.sum()]]) / bins.n_samples
+    drawn = rng.multinomial(bins.n_samples, shares / shares.sum(), size=replicates)  # [replicates, 2 * filled + 1]
+    drawn_right, drawn_wrong = drawn[:, : len(right)], drawn[:, len(right) : -1]
+    with np.errstate(invalid="ignore"):  # a bin that a replicate leaves empty has no accuracy there
+        resampled = drawn_right / (drawn_right + drawn_wrong)
+    calibrated = rng.binomial(count[filled], confidence, size=(replicates, len(right))) / count[filled]
+    tail = (1 - level) / 2
+
+    def spread(values: np.ndarray) -> tuple[Tensor, Tensor]:
+        both = np.full((2, len(count)), np.nan)
+        if values.shape[1]:
+            both[:, filled] = np.nanquantile(values, (tail, 1 - tail), axis=0)
+        lower, upper = torch.from_numpy(both)
+        return lower, upper
+
+    # A bin that no replicate has hit (there is no such bin unless replicates is tiny) keeps its own accuracy.
+    missed = np.isnan(resampled).all(axis=0)
+    resampled[:, missed] = accuracy[missed]
+    return ReliabilityBands(*spread(resampled), *spread(calibrated), level)

@@ -1,0 +1,78 @@
+"""Figures, colours, axes and argument checks that all plots share."""
+
+import io
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+
+from focalkern._arrays import with_tensors
+from focalkern._checks import number, short
+from focalkern.metrics import ReliabilityBins
+
+__all__ = [
+    "BAND",
+    "BLUE",
+    "GREY",
+    "INK",
+    "PALE_BLUE",
+    "VERMILION",
+    "check_title",
+    "checked_bins",
+    "checked_level",
+    "new_figure",
+    "plain_axes",
+]
+
+BLUE, VERMILION, GREY, INK = "#0072B2", "#D55E00", "#8C8C8C", "#222222"
+PALE_BLUE = "#9CC9E6"  # of bars, so that what is drawn over them can be read
+BAND = to_rgba(INK, 0.2)
+
+
+def check_title(op: str, title: Any) -> None:
+    if title is not None and not isinstance(title, str):
+        raise TypeError(f"{op}: title must be text or None, got {short(title)}")
+
+
+class _Figure(Figure):
+    """One that a notebook shows as a picture, also where pyplot, which would see to that, was never imported."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
+
+
+def new_figure(width: float, height: float) -> Figure:
+    figure = _Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def plain_axes(axes: Any, *, frame: bool = False) -> None:
+    axes.tick_params(labelsize=9, color="#888888")
+    axes.xaxis.label.set_fontsize(10)
+    axes.yaxis.label.set_fontsize(10)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(frame)
+    for spine in axes.spines.values():
+        spine.set_color("#888888")
+
+
+def checked_level(op: str, level: Any) -> float:
+    found = number(op, "level", level)
+    if not 0 < found < 1:
+        raise ValueError(f"{op}: level must be between 0 and 1, got {short(level)}")
+    return found
+
+
+def checked_bins(op: str, bins: Any) -> ReliabilityBins:
+    if not isinstance(bins, ReliabilityBins):
+        raise TypeError(f"{op}: bins must be ReliabilityBins, got {short(bins)}")
+    bins = with_tensors(bins)
+    if bins.count.dim() != 1:
+        raise ValueError(f"{op}: bins must be [n_bins], got shape {list(bins.count.shape)}")
+    if bins.n_samples == 0:
+        raise ValueError(f"{op}: bins must hold at least one sample, got none")
+    return bins

@@ -1,0 +1,201 @@
+"""Processes that share the samples, and the state file of a search."""
+
+import atexit
+import contextlib
+import datetime
+import io
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern._atomic import write_atomically
+from focalkern.files import InputError
+from focalkern.streaming import CalibrationGridState
+
+__all__ = ["Processes", "Progress", "stopping_between_batches"]
+
+_STATE_FORMAT = 2
+
+
+class Processes:
+    """The processes that torchrun has started, or one.
+
+    Every rank reads its share of the samples. Rank 0 gets all results, prints and writes.
+
+    Args:
+        timeout: seconds that a process waits for the others; None for one process, also under torchrun.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self.rank, self.size = 0, 1
+        if timeout is None or os.environ.get("WORLD_SIZE", "1") == "1":
+            return
+        self.size, self.timeout = int(os.environ["WORLD_SIZE"]), timeout
+        import torch.distributed as dist
+
+        with self._clearly("start"):
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+        self.rank = dist.get_rank()
+
+    @contextlib.contextmanager
+    def _clearly(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            # A group whose other half is gone may abort the interpreter when both end together.
+            atexit.register(os._exit, 2)
+            reason = str(error.__cause__ or error).strip().partition("\n")[0].partition(". This is")[0]
+            raise InputError(
+                f"rank {self.rank} of {self.size}: another process has died, or did not answer within "
+                f"{self.timeout:g} s ({what}); no result was written: {reason}"
+            ) from error
+
+    def share(self, rows: int) -> tuple[int, int]:
+        """The samples [begin, end) of this process."""
+        return rows * self.rank // self.size, rows * (self.rank + 1) // self.size
+
+    def reduce(self, state: CalibrationGridState) -> None:
+        if self.size > 1:
+            with self._clearly("sums of the grid"):
+                state.all_reduce()
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """The sum over the processes, on every process."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with self._clearly("sums of the figures"):
+                dist.all_reduce(tensor)
+        return tensor
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """The tensor of rank 0, to the bit, on every process."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with self._clearly("the tables"):
+                dist.broadcast(tensor, 0)
+        return tensor
+
+    def to_first(self, tensor: Tensor) -> Tensor:
+        """On rank 0, the [n_i] of all processes in the order of the ranks; empty on the others."""
+        if self.size == 1:
+            return tensor
+        import torch.distributed as dist
+
+        with self._clearly("confidences"):
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(tensor)]))
+            longest = max(int(length) for length in lengths)
+            padded = torch.nn.functional.pad(tensor, (0, longest - len(tensor)))
+            parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
+            dist.gather(padded, parts)
+        if parts is None:
+            return tensor[:0]
+        return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
+
+    def close(self) -> None:
+        if self.size > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class Progress:
+    """A state file, written regularly: the same command resumes from it.
+
+    Args:
+        path: the file; None for none. Of several processes each writes its own, FILE.0-of-2 and FILE.1-of-2.
+        every: seconds between two writes.
+        processes: who shares the work.
+        say: called with a sentence when the work resumes and when it stops.
+    """
+
+    def __init__(
+        self, path: Path | None, every: float, processes: Processes, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        if path is not None and processes.size > 1:
+            path = path.with_name(f"{path.name}.{processes.rank}-of-{processes.size}")
+        self.path, self.every, self.say = path, every, say
+        self._written = time.monotonic()
+
+    def load(self, state: CalibrationGridState, task: dict[str, Any], totals: Tensor) -> int:
+        """Load the file into ``state`` and ``totals``; returns the number of samples done, 0 without a file."""
+        if self.path is None or not self.path.exists():
+            return 0
+        try:
+            found = torch.load(io.BytesIO(self.path.read_bytes()), weights_only=True)
+            if found["format"] != _STATE_FORMAT:
+                raise InputError(f"{self.path}: expected format {_STATE_FORMAT} of a state, found {found['format']!r}")
+            known, content, done = found["task"], found["state"], int(found["done"])
+            kept = found["totals"]
+        except InputError:
+            raise
+        except Exception as error:  # whatever torch.load says of a file of another kind
+            raise InputError(
+                f"{self.path}: expected a state that this command has written, found something else"
+            ) from error
+        for name, value in task.items():
+            if known.get(name) != value:
+                raise InputError(
+                    f"{self.path}: expected the state of this command, found one of other {name}, "
+                    f"{_first_difference(known.get(name), value)}; delete it, or name another file"
+                )
+        try:
+            state.load_state_dict(content)
+        except ValueError as error:
+            reason = str(error).partition("state_dict ")[2]
+            raise InputError(
+                f"{self.path}: expected the state of this grid: it {reason}; delete it, or name another file"
+            ) from error
+        totals.copy_(kept)
+        return done
+
+    def save(self, state: CalibrationGridState, task: dict[str, Any], done: int, totals: Tensor, *, now: bool) -> None:
+        if self.path is None or not (now or time.monotonic() - self._written >= self.every):
+            return
+        stream = io.BytesIO()
+        content = {"task": task, "done": done, "totals": totals, "state": state.state_dict()}
+        torch.save({"format": _STATE_FORMAT, **content}, stream)
+        write_atomically(self.path, stream.getvalue())
+        self._written = time.monotonic()
+
+    def remove(self) -> None:
+        """Remove the file, after the result has been written."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def _first_difference(found: Any, expected: Any) -> str:
+    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        found, expected = next(pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1])
+    shown = [text if len(text) <= 60 else f"{text[:57]}..." for text in (repr(found), repr(expected))]
+    return f"{shown[0]} in place of {shown[1]}"
+
+
+@contextlib.contextmanager
+def stopping_between_batches(resumable: bool) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C or SIGTERM asks to save and stop; a second one stops at once."""
+    asked: list[int] = []
+    if not resumable:
+        yield lambda: False
+        return
+
+    def ask(number: int, _frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,222 @@
+"""Remarks: sentences that the reader of a comparison needs beside its table."""
+
+import math
+
+import torch
+
+from focalkern._diagnostics import input_doubts, input_notes, label_doubts, pair_doubts
+from focalkern.files import LogitSet
+from focalkern.study.intervals import DEFAULT_RESAMPLES
+from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals
+from focalkern.study.samples import Samples, describe_samples
+
+__all__ = ["remarks", "remarks_on_bins", "remarks_on_samples"]
+
+
+def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tuple[str, ...]:
+    """All remarks on a comparison, each once.
+
+    Args:
+        comparison: its intervals and scores are there.
+        intervals_expected: whether missing intervals need a remark: nobody has asked for none.
+    """
+    validation, test = comparison.validation, comparison.test
+    found = [*remarks_on_samples(validation)]
+    if not comparison.same_samples:
+        found += remarks_on_samples(test)
+        found += _on_both_samples(validation, test)
+    found += _on_few_samples(comparison)
+    found += _on_scores(comparison)
+    if comparison.intervals is not None and comparison.chosen is not None:
+        found += _on_small_differences(comparison, comparison.intervals, comparison.chosen)
+    found += _on_approximate_scores(comparison)
+    if intervals_expected and comparison.intervals is None:
+        remedy = f"Pass resamples={DEFAULT_RESAMPLES} to have them, resamples=0 not to be told."
+        if not test.keeps_confidences:
+            remedy = "So many rows leave little to chance."
+        found.append(
+            f"no intervals: on {describe_samples(test)} of {test.n_classes} classes they would take longer than all "
+            f"the rest. {remedy}"
+        )
+    return tuple(dict.fromkeys(found))  # two halves of one file have the same remarks on their file
+
+
+def remarks_on_samples(samples: Samples) -> list[str]:
+    """Problems of the samples themselves, whatever is done with them."""
+    found = []
+    subject = "a logit of -inf" if samples.kind == "logits" else "probability exactly 0"
+    zeros = samples.impossible_targets
+    if zeros:
+        where = f"({samples.part})" if samples.part else f"of {samples.source}"
+        found.append(
+            f"{zeros} of the {describe_samples(samples)} {where} give their true class {subject}: its "
+            "negative log-likelihood is infinite, and so is the mean NLL, without calibration and under every gamma "
+            "and temperature of the grid, because the focal map keeps an exact zero. The candidates temperature and "
+            "spline have a floor, and a finite NLL."
+        )
+    if samples.looks_like_probs:
+        found.append(
+            f"the rows of {samples.source} were read as logits, but are all positive and sum to 1: if they are "
+            "probabilities, pass input_kind=probs."
+        )
+    of_rows = f"{samples.source}{f' ({samples.part})' if samples.part else f', {samples.name}' if samples.name else ''}"
+    input, labels = samples.sample()
+    if len(labels) < len(samples):
+        of_rows += f" ({len(labels):,} of its rows)"
+    notes = input_notes(input) if samples.kind == "logits" else []
+    doubts = (*input_doubts(input, samples.kind), *label_doubts(input, labels))
+    found.extend(f"{of_rows}: {words}." for words in (*doubts, *notes))
+    return found
+
+
+def _on_both_samples(validation: Samples, test: Samples) -> list[str]:
+    """Samples that are in both sets."""
+    (input, labels), (other, other_labels) = validation.sample(), test.sample()
+    words = pair_doubts(input, labels, other, other_labels)
+    part = f"of {len(other_labels):,} rows that were compared, " if len(other_labels) < len(test) else ""
+    return [f"{part}{one}." for one in words]
+
+
+def _on_few_samples(comparison: Comparison) -> list[str]:
+    """Too few samples per bin."""
+    found, n_bins = [], comparison.grid.n_bins
+    n_validation, n_test = len(comparison.validation), len(comparison.test)
+    if n_validation < 20 * n_bins:
+        found.append(
+            f"{n_validation} rows in {n_bins} bins are about {n_validation / n_bins:.2g} per bin: an ECE of so "
+            "few is mostly noise, and the ECE-optimal choice with it."
+        )
+    if not comparison.same_samples and n_test < 20 * n_bins:
+        found.append(
+            f"{n_test} test rows in {n_bins} bins are about {n_test / n_bins:.2g} per bin: their ECE is mostly noise."
+        )
+    return found
+
+
+def _on_scores(comparison: Comparison) -> list[str]:
+    """Optima at a bound of the search, and scores that disagree with each other."""
+    found = []
+    before = comparison.results[0].test
+    assert before is not None  # no calibration always has scores
+    of_grid = {
+        (one.method, one.criterion): one
+        for one in comparison.results
+        if one.is_scaling and one.search not in ("line", "refine")
+    }
+    for method, words in SCALINGS.items():
+        ece, nll = of_grid.get((method, "ece")), of_grid.get((method, "nll"))
+        for one in (ece, nll):
+            said = one is not None and one.cross_validated  # by the verdict, which says that it is not chosen
+            if one is not None and one.scaling is not None and one.scaling.at_border_ and not said:
+                found.append(
+                    f"{one.label}: {' and '.join(one.scaling.at_border_)}; the optimum may lie beyond the border of "
+                    "the grid."
+                )
+        if ece is None or nll is None or ece.test is None or nll.test is None:
+            continue
+        was, with_ece, with_nll = before["nll"], ece.test["nll"], nll.test["nll"]
+        if not all(map(math.isfinite, (was, with_ece, with_nll))):
+            continue
+        if with_nll <= was < with_ece:
+            lowered = f"{with_nll:.4f}" != f"{was:.4f}"
+            found.append(
+                f"{words}: ECE and NLL disagree. The ECE-optimal choice RAISES the NLL from {was:.4f} to "
+                f"{with_ece:.4f}; the NLL-optimal one {'lowers it to' if lowered else 'leaves it at'} {with_nll:.4f}."
+            )
+        elif with_ece > with_nll * 1.01:
+            found.append(
+                f"{words}: ECE and NLL disagree. The ECE-optimal choice leaves the NLL at {with_ece:.4f}, where the "
+                f"NLL-optimal one gets {with_nll:.4f} (uncalibrated {was:.4f})."
+            )
+    test = comparison.test
+    for one in comparison.results:
+        other_search = one.search in ("line", "refine")
+        if other_search and one.is_scaling and one.scaling is not None and one.scaling.at_border_:
+            found.append(f"{one.label}: {' and '.join(one.scaling.at_border_)}.")
+        if test.memory is not None:
+            found += remarks_on_bins(one, test.memory)
+    temperature, focal = of_grid["temperature", "ece"], of_grid["focal-temperature", "ece"]
+    if not comparison.same_samples and temperature.test is not None and focal.test is not None:
+        assert focal.scaling is not None
+        estimator = focal.scaling.estimator
+        name = f"ece_{estimator}"
+        intervals, place = comparison.intervals, comparison.results.index(focal)
+        # Where the interval of the difference contains 0, neither is higher; _on_small_differences says so.
+        decided = intervals is None or intervals.mark(place, name) == "!"
+        if decided and focal.test[name] > temperature.test[name]:
+            found.append(
+                f"on the test rows focal temperature scaling has the higher ECE ({estimator}), "
+                f"{focal.test[name]:.4f} against {temperature.test[name]:.4f}: what it gained on the validation rows "
+                "does not carry over."
+            )
+    return found
+
+
+def remarks_on_bins(result: CalibratorResult, samples: LogitSet) -> list[str]:
+    """Predictions changed by the bins of a result, and probabilities of 0; nothing without bins."""
+    if result.binning is None or result.test is None:
+        return []
+    found = []
+    changed = int(result.binning.changed(samples.input.to(torch.float64)).sum())
+    if changed:
+        found.append(
+            f"{result.label}: the bins change the predicted class of {changed} of the {describe_samples(samples)}."
+        )
+    if math.isinf(result.test["nll"]) and bool((result.binning.values_ % 1 == 0).any()):
+        found.append(
+            f"{result.label}: a bin in which all validation rows were right (or all wrong) leaves a probability of 0, "
+            "and a row that contradicts it makes the NLL infinite. Fewer bins (n_bins=5) may mend it."
+        )
+    return found
+
+
+def _on_small_differences(comparison: Comparison, intervals: Intervals, chosen: CalibratorResult) -> list[str]:
+    """Differences of the chosen result that the intervals do not tell from 0."""
+    found = []
+    place = comparison.chosen_index
+    assert place is not None
+    assert chosen.test is not None
+    estimator = comparison.grid.estimator if comparison.criterion == "ece" else comparison.estimator
+    name = f"ece_{estimator}"
+    level = f"{100 * intervals.bootstrap.level:g} %"
+    baseline = intervals.baseline[place]
+    same_calibrator = baseline is not None and intervals.names[place] == intervals.names[baseline]
+    difference = intervals.difference(place, name)
+    if baseline is not None and difference is not None and not same_calibrator and not difference.excludes_zero:
+        found.append(
+            f"{chosen.label} and {comparison.results[baseline].label} cannot be told apart by their ECE ({estimator}) "
+            f"on the test rows: the difference is {difference.estimate:+.4f}, and its {level} interval, "
+            f"{difference.low:+.4f} to {difference.high:+.4f}, contains 0."
+        )
+    floors = intervals.floors[place]
+    if floors is not None and floors[name].p_value(chosen.test[name]) > 1 - intervals.bootstrap.level:
+        found.append(
+            f"{chosen.label}: its ECE ({estimator}) of {chosen.test[name]:.4f} on the test rows cannot be told "
+            f"from that of a perfectly calibrated model, which scores {floors[name].mean:.4f} on average with these "
+            f"confidences. A smaller ECE would prove nothing."
+        )
+    return found
+
+
+def _on_approximate_scores(comparison: Comparison) -> list[str]:
+    """Error bounds of scores that come from buckets of the confidences."""
+    found = []
+    grid, test = comparison.grid, comparison.test
+    cells = [
+        (one.criterion, one.gamma, one.temperature)
+        for one in comparison.results
+        if one.gamma is not None and one.temperature is not None
+    ]
+    bounds = [comparison.validation.bound_of(gamma, temperature) for name, gamma, temperature in cells if name == "ece"]
+    if any(bounds):
+        found.append(
+            f"the ECE ({grid.estimator}) of the grid comes from counts of the confidences in buckets: for the chosen "
+            f"cells it is at most {max(bounds):.1g} off."
+        )
+    if not test.keeps_confidences:
+        bound = max(test.bound_of_scores(gamma, temperature, grid.n_bins) for _, gamma, temperature in cells)
+        found.append(
+            f"with so many rows the ECEs of equal mass in the table come from buckets too, and are at most {bound:.1g} "
+            "off."
+        )
+    return found

@@ -1,0 +1,217 @@
+"""The interactive map of the report: scores and reliability bins of every (gamma, T), as data for ``explorer.js``."""
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern import metrics
+from focalkern.ops.calibration_grid import CalibrationGrid
+from focalkern.study.report.tables import on_validation
+from focalkern.study.results import JudgedComparison
+from focalkern.study.samples import Samples
+
+__all__ = ["CRITERIA", "Cells", "cells_on", "make_explorer", "subsampled_grid"]
+
+CRITERIA = ("ece", "nll", "brier")
+# Bounds of the map: numbers to calibrate (samples times classes times cells), for a few seconds, or a sixteenth
+# of the cells of the search if that is more; and bytes of the page.
+_NUMBERS = 5_000_000_000
+_SHARE_OF_SEARCH = 16
+_BYTES = 1_400_000
+_PER_CELL, _PER_BIN = 36, 10  # at most, as the page keeps them
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Scores and reliability bins of every (gamma, T) on the test samples.
+
+    Attributes:
+        gammas, temperatures: [G] and [T] float64, ascending.
+        count, correct: [G, T, M] int64, samples in every bin of equal width, and how many of them are correct.
+        confidence: [G, T, M] float64, the sum of their confidences.
+        tables: [G, T] float64 each, by criterion: ece (of these bins), nll and brier.
+        n_samples: N.
+        stride: the map has every ``stride``-th temperature of the search, and those of the results.
+    """
+
+    gammas: Tensor
+    temperatures: Tensor
+    count: Tensor
+    correct: Tensor
+    confidence: Tensor
+    tables: dict[str, Tensor]
+    n_samples: int
+    stride: int
+
+    def place(self, gamma: float | None, temperature: float | None) -> tuple[int, int] | None:
+        """Row and column of a cell; None where the map does not have it."""
+        if gamma is None or temperature is None:
+            return None
+        row, column = (self.gammas == gamma).nonzero(), (self.temperatures == temperature).nonzero()
+        return (int(row[0]), int(column[0])) if len(row) and len(column) else None
+
+
+def subsampled_grid(
+    grid: CalibrationGrid, rows: Samples, n_bins: int, kept: Sequence[float]
+) -> tuple[Tensor, Tensor, int]:
+    """Gammas and temperatures of the map, ascending, and the stride of the temperatures.
+
+    The map has all temperatures of the search if that costs seconds and less than 3 MB; otherwise every ``stride``-th
+    one. It always has those of ``kept``.
+    """
+    gammas, temperatures = grid.gammas.cpu().double().unique(), grid.temperatures.cpu().double().unique()
+    searched = len(gammas) * len(temperatures)
+    most = max(_NUMBERS // max(1, len(rows) * rows.n_classes), searched // _SHARE_OF_SEARCH)
+    most = min(most, _BYTES // (_PER_CELL + _PER_BIN * n_bins))
+    stride = max(1, -(-searched // max(1, most)))
+    wanted = torch.zeros(len(temperatures), dtype=torch.bool)
+    wanted[stride // 2 :: stride] = True  # from the middle: neither border is more interesting
+    wanted |= torch.isin(temperatures, torch.tensor(kept, dtype=torch.float64))
+    return gammas, temperatures[wanted], stride
+
+
+def cells_on(rows: Samples, gammas: Tensor, temperatures: Tensor, n_bins: int, stride: int = 1) -> Cells:
+    """One pass over the samples, in float64, for all cells."""
+    sums = rows.cell_sums(gammas, temperatures, n_bins)
+    assert sums.count is not None
+    assert sums.correct is not None
+    assert sums.confidence is not None
+    assert sums.nll is not None
+    assert sums.brier is not None
+    n = len(rows)
+    tables = {
+        "ece": (sums.correct - sums.confidence).abs().sum(-1) / n,
+        "nll": sums.nll / n,
+        "brier": sums.brier / n,
+    }
+    return Cells(gammas, temperatures, sums.count, sums.correct, sums.confidence, tables, n, stride)
+
+
+_SCORES = {"nll": "NLL", "brier": "Brier score", "ece": "ECE (equal_width)"}
+
+
+def make_explorer(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
+    """The values of the template ``_explorer.html.j2``."""
+    n_cells = len(cells.gammas) * len(cells.temperatures)
+    thin = ""
+    if cells.stride > 1:
+        thin = (
+            f" It has one temperature in {cells.stride} of those that were searched, and those that were chosen: all "
+            "would take too long, or make this page too large."
+        )
+    introduction = (
+        f"The map has {n_cells:,} cells. Choose one by pointer, with the arrow keys (Shift for ten at a time) or with "
+        f"the sliders: its figures and its reliability diagram on the {_rows_in_words(comparison)} "
+        f"appear beside it.{thin}"
+    )
+    return {
+        "introduction": introduction,
+        "scores": _SCORES,
+        "n_bins": comparison.grid.n_bins,
+        "data": json.dumps(payload(comparison, cells), allow_nan=False, separators=(",", ":")),
+    }
+
+
+def payload(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
+    """The data of ``explorer.js``. Counts are exact; the mean confidence of a bin is known to 2^-17 of its width."""
+    wide = cells.n_samples > np.iinfo(np.uint16).max
+    counts = np.uint32 if wide else np.uint16
+    n_bins = comparison.grid.n_bins
+    lower = torch.arange(n_bins, dtype=torch.float64) / n_bins
+    mean = cells.confidence / cells.count.clamp(min=1)
+    within = ((mean - lower) * n_bins).clamp(0, 1) * 65535
+    choices = []
+    for result in comparison.results:
+        if result.test is None:
+            continue
+        of_choice = comparison.test.reliability(result.calibrator, n_bins)
+        gamma, temperature = (result.gamma, result.temperature) if result.is_scaling else (None, None)
+        parameters = f": {result.parameters}" if result.parameters else ""
+        choices.append(
+            {
+                "label": f"{result.label}{parameters}",
+                "gamma": gamma,
+                "temperature": temperature,
+                "at": cells.place(gamma, temperature),
+                "chosen": result is comparison.chosen,
+                **{name: _finite(result.test[_in_table(name)]) for name in _SCORES},
+                "bins": _bins(of_choice),
+            }
+        )
+    return {
+        "gammas": cells.gammas.tolist(),
+        "temperatures": cells.temperatures.tolist(),
+        "bins": n_bins,
+        "samples": cells.n_samples,
+        "wide": wide,
+        "count": _packed(cells.count, counts),
+        "correct": _packed(cells.correct, counts),
+        "confidence": _packed(within.round(), np.uint16),
+        **{name: _packed(table, np.float64) for name, table in cells.tables.items()},
+        "maps": _maps(comparison, cells),
+        "choices": choices,
+    }
+
+
+def _maps(comparison: JudgedComparison, cells: Cells) -> list[dict[str, Any]]:
+    """Colours of the scores on the test samples and, if there are other validation samples, of the grid on those."""
+    reported = _rows_in_words(comparison)
+    found = []
+    for name in ("ece", "nll", "brier"):
+        words = {"name": _SCORES[name], "rows": f"on the {reported}"}
+        found.append({**words, "figure": name, **_colours(cells.tables[name], name)})
+    grid = comparison.grid
+    rows = torch.stack([(grid.gammas.cpu() == gamma).nonzero()[0, 0] for gamma in cells.gammas])
+    columns = torch.stack([(grid.temperatures.cpu() == one).nonzero()[0, 0] for one in cells.temperatures])
+    for name, table in grid.tables.items():
+        if comparison.same_samples and (name != "ece" or grid.estimator == "equal_width"):
+            continue
+        part = table.cpu().double()[rows][:, columns]
+        words = {
+            "name": {"ece": f"ECE ({grid.estimator})", "nll": "NLL", "brier": "Brier score"}.get(name, name),
+            "rows": on_validation(comparison),
+        }
+        found.append({**words, "table": _packed(part, np.float32), **_colours(part, name)})
+    return [one for one in found if one["low"] is not None]
+
+
+def _colours(table: Tensor, criterion: str) -> dict[str, Any]:
+    if not bool(table.isfinite().any()):
+        return {"low": None}
+    from focalkern import plots  # needs matplotlib, an extra
+
+    low, high, top = plots.colour_range(table.numpy(), criterion)
+    return {"low": low, "high": high, "cut": top > high}
+
+
+def _bins(bins: metrics.ReliabilityBins) -> list[tuple[int, int, float]]:
+    """Samples, correct samples and mean confidence of every bin."""
+    counts = bins.count.tolist()
+    return [
+        (count, round(accuracy * count), confidence) if count else (0, 0, 0.0)
+        for count, accuracy, confidence in zip(counts, bins.accuracy.tolist(), bins.confidence.tolist(), strict=True)
+    ]
+
+
+def _rows_in_words(comparison: JudgedComparison) -> str:
+    return f"{len(comparison.test)} {'validation' if comparison.same_samples else 'test'} rows"
+
+
+def _in_table(name: str) -> str:
+    return "ece_equal_width" if name == "ece" else name
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _packed(values: Tensor, dtype: Any) -> str:
+    array = values.cpu().numpy().astype(dtype)
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")

@@ -1,0 +1,224 @@
+"""The page of the report: the values of its template, and the files beside it."""
+
+import json
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from focalkern import metrics
+from focalkern._atomic import write_together
+from focalkern.calibrators._spline_shown import describe_curve
+from focalkern.calibrators._verdict import sentence
+from focalkern.study.report import html
+from focalkern.study.report.explorer import Cells, cells_on, make_explorer, subsampled_grid
+from focalkern.study.report.export import to_csv
+from focalkern.study.report.pictures import draw_all, shown_bins
+from focalkern.study.report.tables import describe_search, floor_cells, headline, legend, on_validation, table_cells
+from focalkern.study.results import Intervals, JudgedComparison
+from focalkern.study.samples import SCORES, describe_test
+
+__all__ = ["cells_of", "write_report"]
+
+
+def write_report(
+    comparison: JudgedComparison,
+    folder: Path,
+    document: dict[str, Any],
+    *,
+    title: str = "Calibration report",
+    cells: Cells | None = None,
+) -> list[Path]:
+    """Write the page, and its diagrams, maps and tables as files.
+
+    Args:
+        comparison: the result of :func:`run_study`.
+        folder: created if it is missing; files of the same names are replaced when all new ones are complete.
+        document: the content of ``report.json``.
+        title: heading of the page.
+        cells: the result of :func:`cells_of`, which several processes must call together; None calls it here.
+
+    Returns:
+        The files, in the order in which they were written; the page is ``report.html``.
+    """
+    bins = shown_bins(comparison)
+    images = draw_all(comparison, bins)
+    explorer = make_explorer(comparison, cells or cells_of(comparison))
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "table.csv": to_csv(comparison).encode(),
+        "report.json": (json.dumps(document, indent=2, allow_nan=False) + "\n").encode(),
+        **images,
+        "report.html": make_page(comparison, title, images, bins, explorer),
+    }
+    return write_together(folder, files)
+
+
+def cells_of(comparison: JudgedComparison) -> Cells:
+    """Scores and bins of every cell of the map, on the test samples. All processes that share them must call this."""
+    kept = [one.temperature for one in comparison.results if one.temperature is not None]
+    n_bins = comparison.grid.n_bins
+    gammas, temperatures, stride = subsampled_grid(comparison.grid, comparison.test, n_bins, kept)
+    return cells_on(comparison.test, gammas, temperatures, n_bins, stride)
+
+
+def make_page(
+    comparison: JudgedComparison,
+    title: str,
+    images: dict[str, bytes],
+    bins: dict[str, metrics.ReliabilityBins],
+    explorer: dict[str, Any],
+) -> bytes:
+    """The page: the values of the template ``report.html.j2``."""
+    test = describe_test(comparison.test, comparison.same_samples)
+    short, everything = headline(comparison.estimator), tuple(SCORES)
+    intervals = comparison.intervals
+    all_scores = [_score_table(comparison, "test", f"All figures {test}.", everything)]
+    if intervals is not None:
+        all_scores.append(_difference_table(comparison, intervals, everything))
+    if not comparison.same_samples:
+        caption = f"Figures on the {len(comparison.validation)} validation rows, by which was chosen: too good."
+        all_scores.append(_score_table(comparison, "validation", caption, everything))
+    remarks = [*map(sentence, comparison.verdict.doubts), *comparison.remarks]
+    caption = f"Figures {test}. The row with the shade is the one to use."
+    return html.render_page(
+        "report.html.j2",
+        title=title,
+        sources=" and ".join(dict.fromkeys((comparison.validation.source, comparison.test.source))),
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        verdict=comparison.verdict.sentences(),
+        results=_score_table(comparison, "test", caption, short),
+        legend="" if intervals is None else legend(intervals, plus_minus="\u00b1"),
+        differences=None if intervals is None else _difference_table(comparison, intervals, short),
+        remarks=list(dict.fromkeys(remarks)),
+        explorer=explorer,
+        images=images,
+        curve=_curve(comparison, images),
+        search=describe_search(comparison),
+        maps=_maps(comparison, images),
+        on_validation=on_validation(comparison),
+        bins=[_bin_table(name, one) for name, one in bins.items()],
+        all_scores=all_scores,
+        data=_data_table(comparison),
+    )
+
+
+def _score_table(comparison: JudgedComparison, attribute: str, caption: str, names: Sequence[str]) -> html.Table:
+    """The results, with the scores ``names`` on the samples ``attribute``."""
+    intervals = comparison.intervals if attribute == "test" else None
+    rows = table_cells(comparison.results, intervals, attribute, plus_minus="\u00b1", names=names)
+    body = [cells for _, cells in rows]
+    if intervals is not None:
+        label, *cells = floor_cells(comparison.results, comparison.chosen, intervals, names=names)
+        body.append([label.replace("the row ->", "the chosen row"), *cells])
+    return html.Table(["row", "gamma", "T", *map(_heading, names)], body, caption, comparison.chosen_index)
+
+
+def _heading(name: str) -> str:
+    return SCORES[name].replace("_\n", "_").replace("\n", " ")
+
+
+def _curve(comparison: JudgedComparison, images: dict[str, bytes]) -> str:
+    """The sentence that reads the curve of a spline scaling; empty without one."""
+    if comparison.chosen is None or "calibration_curve.png" not in images:
+        return ""
+    return describe_curve(comparison.chosen.calibrator)
+
+
+def _maps(comparison: JudgedComparison, images: dict[str, bytes]) -> list[tuple[str, bytes]]:
+    """The maps of the grid, with their criteria in words."""
+    grid = comparison.grid
+    words = {"ece": f"ECE ({grid.estimator}, {grid.n_bins} bins)", "nll": "NLL", "brier": "Brier score"}
+    return [(words[name], images[f"grid_{name}.png"]) for name in grid.tables if f"grid_{name}.png" in images]
+
+
+def _difference_table(comparison: JudgedComparison, intervals: Intervals, names: Sequence[str]) -> html.Table:
+    shown = {name: _heading(name) for name in names}
+    if all(result.is_scaling for result in comparison.results):
+        del shown["accuracy"]  # all the same
+    rows = []
+    for index, result in enumerate(comparison.results):
+        other = intervals.baseline[index]
+        if other is None or intervals.names[index] is None or intervals.names[other] is None:
+            continue
+        cells = [f"{result.label}\nminus {comparison.results[other].label}"]
+        for name in shown:
+            one = intervals.difference(index, name)
+            if one is None or not math.isfinite(one.low):
+                cells.append("")
+                continue
+            ends = f"{one.low:+.4f} to {one.high:+.4f}".replace(" ", "\u00a0")
+            cells.append(f"{one.estimate:+.4f}{intervals.mark(index, name)}\n{ends}")
+        rows.append(cells)
+    caption = (
+        f"Paired differences on the test rows with their {100 * intervals.bootstrap.level:g} % intervals, one pair and "
+        "one figure at a time. * and ! are differences whose interval excludes 0."
+    )
+    return html.Table(["row", *shown.values()], rows, caption)
+
+
+def _bin_table(name: str, bins: metrics.ReliabilityBins) -> html.Table:
+    from focalkern import plots
+
+    bands = plots.reliability_bands(bins)
+    inside = bands.inside(bins).tolist()
+    rows = []
+    for index in range(bins.n_bins):
+        count = int(bins.count[index])
+        cells = [f"{float(bins.lower[index]):.3f}\u00a0\u2013\u00a0{float(bins.upper[index]):.3f}", f"{count:,}"]
+        if count:
+            accuracy, confidence = float(bins.accuracy[index]), float(bins.confidence[index])
+            cells += [
+                f"{confidence:.4f}",
+                f"{accuracy:.4f}",
+                # All right or all wrong: every resample says the same, which is no interval.
+                f"{float(bands.lower[index]):.4f}\u00a0\u2013\u00a0{float(bands.upper[index]):.4f}"
+                if 0 < accuracy < 1
+                else "",
+                f"{accuracy - confidence:+.4f}",
+                f"{float(bands.calibrated_lower[index]):.4f}\u00a0\u2013\u00a0{float(bands.calibrated_upper[index]):.4f}",
+                "" if inside[index] else ("under-confident" if accuracy > confidence else "over-confident"),
+            ]
+        else:
+            cells += [""] * 6
+        rows.append(cells)
+    head = [
+        "confidence",
+        "samples",
+        "mean confidence",
+        "accuracy",
+        "bootstrap, 95 %",
+        "gap",
+        "if calibrated, 95 %",
+        "beyond chance",
+    ]
+    return html.Table(head, rows, f"{name[0].upper()}{name[1:]}, {bins.estimator}. An empty bin has no figures.")
+
+
+def _data_table(comparison: JudgedComparison) -> html.Table:
+    same = comparison.same_samples
+    sets = {"validation and test" if same else "validation": comparison.validation}
+    if not same:
+        sets["test"] = comparison.test
+    rows = []
+    for role, one in sets.items():
+        per_class = one.class_counts
+        absent = int((per_class == 0).sum())
+        bins = one.reliability(comparison.results[0].calibrator, comparison.grid.n_bins)
+        hit, confidence = (float((bins.weight * of_bin).nansum()) for of_bin in (bins.accuracy, bins.confidence))
+        rows.append(
+            [
+                role,
+                one.source + (f"\n{one.part}" if one.part else ""),
+                one.kind,
+                f"{len(one):,}",
+                str(one.n_classes),
+                f"{int(per_class.min()):,} to {int(per_class.max()):,}"
+                + (f"\n{absent} without rows" if absent else ""),
+                f"{hit:.4f}",
+                f"{confidence:.4f}",
+            ]
+        )
+    head = ["rows that", "file", "input", "rows", "classes", "rows per class", "accuracy", "mean confidence"]
+    return html.Table(head, rows)

@@ -1,0 +1,213 @@
+"""The table of a comparison as text, its cells, and the words around it."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from focalkern.calibrators import Search
+from focalkern.calibrators._selection import LOSS_NAMES
+from focalkern.study.report import html
+from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals, JudgedComparison
+from focalkern.study.samples import SCORES, describe_samples, describe_source
+
+__all__ = [
+    "describe",
+    "describe_search",
+    "floor_cells",
+    "format_table",
+    "headline",
+    "legend",
+    "on_validation",
+    "table_cells",
+    "table_in_html",
+]
+
+
+def headline(estimator: str) -> tuple[str, ...]:
+    """The scores of a table of at most 100 columns, with the ECE of one estimator."""
+    return ("accuracy", "nll", "brier", f"ece_{estimator}")
+
+
+def format_table(
+    results: Sequence[CalibratorResult],
+    chosen: CalibratorResult | None = None,
+    intervals: Intervals | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    hidden: Sequence[CalibratorResult] = (),
+) -> str:
+    """The table as text, with four digits after the point and an arrow before the chosen row.
+
+    With ``intervals``, every row has a second line: half the width of the interval, and the mark. A legend follows the
+    table.
+
+    Args:
+        results: the rows.
+        chosen: the one with the arrow.
+        intervals: of the results.
+        names: of the scores in the columns; all when None.
+        hidden: those of the results that are left out.
+    """
+    shown = tuple(SCORES) if names is None else tuple(names)
+    from tabulate import tabulate  # an extra: not everybody who imports this package needs it
+
+    body = [
+        [("-> " if result is chosen else "   ") + label, *cells]
+        for result, (label, *cells) in table_cells(results, intervals, names=shown)
+        if not any(result is one for one in hidden)
+    ]
+    if intervals is not None:
+        label, *cells = floor_cells(results, chosen, intervals, names=shown)
+        body.append([f"   {label}", *cells])
+    table: str = tabulate(
+        body,
+        headers=["", "gamma", "T", *(_heading(name, names) for name in shown)],
+        tablefmt="simple",
+        disable_numparse=True,
+        colalign=("left", *["right"] * (len(shown) + 2)),
+        preserve_whitespace=True,
+    )
+    return (
+        table if intervals is None else f"{table}\n\n{textwrap.fill(legend(intervals), 118 if names is None else 100)}"
+    )
+
+
+def _heading(name: str, names: Sequence[str] | None) -> str:
+    """A heading, in fewer lines where the table has few columns."""
+    return SCORES[name] if names is None else SCORES[name].replace("_\n", "_")
+
+
+def legend(intervals: Intervals, plus_minus: str = "+-") -> str:
+    bootstrap = intervals.bootstrap
+    return (
+        f"{plus_minus} half the {100 * bootstrap.level:g} % interval, of {bootstrap.n_resamples} resamples of the "
+        "test rows. * better, ! worse: the interval of the paired difference excludes 0; temperature scaling is "
+        "compared with no calibration, focal temperature scaling with temperature scaling by the same criterion"
+        f"{', the other candidates with temperature scaling' if intervals.others else ''}"
+        f"{', bins with what stands before them' if intervals.binned else ''}. Bias "
+        "floor: the mean calibration error of a perfectly calibrated model with the same confidences and as many rows, "
+        "and below it the 95 % quantile."
+    )
+
+
+def table_cells(
+    results: Sequence[CalibratorResult],
+    intervals: Intervals | None = None,
+    attribute: str = "test",
+    plus_minus: str = "+-",
+    names: Sequence[str] = tuple(SCORES),
+) -> list[tuple[CalibratorResult, list[str]]]:
+    """Every result with its label, gamma, T and scores in print."""
+    rows = []
+    for index, result in enumerate(results):
+        scaled = result.method in SCALINGS
+        values = getattr(result, attribute)
+        cells = [
+            result.label,
+            _print_parameter(result.gamma, result.search) if scaled else "",
+            _print_parameter(result.temperature, result.search) if scaled else "",
+            *("-" if values is None else _print_score(values[name]) for name in names),
+        ]
+        if intervals is not None:
+            for column, name in enumerate(names, start=3):
+                interval = intervals.interval(index, name)
+                if interval is not None and math.isfinite(interval.low):
+                    half = max(interval.high - interval.estimate, interval.estimate - interval.low)
+                    cells[column] += f"\n{plus_minus}{_print_half(half)}{intervals.mark(index, name)}"
+        rows.append((result, cells))
+    return rows
+
+
+def floor_cells(
+    results: Sequence[CalibratorResult],
+    chosen: CalibratorResult | None,
+    intervals: Intervals,
+    *,
+    names: Sequence[str] = tuple(SCORES),
+) -> list[str]:
+    """The last row of the table: the bias floor of the chosen result, or of no calibration."""
+    floors = intervals.floors[0 if chosen is None else results.index(chosen)]
+    assert floors is not None
+    cells = [f"bias floor of {'the first row' if chosen is None else 'the row ->'}", "", ""]
+    for name in names:
+        floor = floors.get(name)
+        cells.append("" if floor is None else f"{floor.mean:.4f}\n<{_print_half(floor.quantile(0.95))}")
+    return cells
+
+
+def _print_half(value: float) -> str:
+    """Without the leading zero: the column also holds a mark."""
+    return f"{value:.4f}".removeprefix("0") if value < 1 else f"{value:.3g}"
+
+
+def _print_parameter(value: float | None, search: Search) -> str:
+    """Two digits, or more if the grid is finer; four digits off the grid."""
+    if value is None:
+        return "-"
+    if search != "grid" and value != 0:
+        return f"{value:.4f}"
+    text = f"{value:.10g}"
+    return text if len(text.partition(".")[2]) > 1 else f"{value:.2f}"
+
+
+def _print_score(value: float) -> str:
+    """Four digits after the point; large numbers, such as the NLL of huge logits, in exponent notation."""
+    return f"{value:.4f}" if not abs(value) >= 1e6 or math.isinf(value) else f"{value:.4g}"
+
+
+def table_in_html(comparison: JudgedComparison) -> str:
+    """The verdict and the table, for a notebook."""
+    names = headline(comparison.estimator)
+    rows = table_cells(comparison.results, comparison.intervals, plus_minus="\u00b1", names=names)
+    head = ["", "gamma", "T", *(SCORES[name].replace("_\n", "_").replace("\n", " ") for name in names)]
+    # A notebook lacks the style sheet of the page: an arrow marks the chosen row in place of a colour.
+    body = [[("\u2192 " if result is comparison.chosen else "") + label, *cells] for result, (label, *cells) in rows]
+    lines = [
+        *map(html.typeset, comparison.verdict.sentences()),
+        f"On {describe_samples(comparison.test)}; \u2192 is the one to use.",
+    ]
+    return html.render_table(html.Table(head, body), lines)
+
+
+def describe(comparison: Comparison) -> str:
+    """The data and the search, above the table."""
+    lines = [f"validation   {describe_source(comparison.validation)}"]
+    lines.append(f"test         {'the same rows' if comparison.same_samples else describe_source(comparison.test)}")
+    if comparison.cross_validation is not None and comparison.cross_validation.folds:
+        loss = LOSS_NAMES[comparison.cross_validation.criterion]
+        folds = comparison.cross_validation.folds
+        lines.append(f"compared by  {loss} of {folds}-fold cross-validation on the validation rows")
+    grid = comparison.grid
+    low, high = float(grid.temperatures.min()), float(grid.temperatures.max())
+    lines.append(
+        f"grid         {len(grid.gammas)} gammas x {len(grid.temperatures)} temperatures from {low:g} to {high:g}; "
+        f"ECE of {grid.n_bins} bins, {grid.estimator}"
+    )
+    return "\n".join(lines)
+
+
+def describe_search(comparison: Comparison) -> str:
+    """The grid, and the searches besides it, in sentences."""
+    grid = comparison.grid
+    gammas = ", ".join(f"{gamma:g}" for gamma in grid.gammas.tolist())
+    low, high = float(grid.temperatures.min()), float(grid.temperatures.max())
+    besides = []
+    for result in comparison.results:
+        if result.binning is not None:
+            besides.append(
+                f"{result.label}: the confidence of the top class becomes the accuracy of its bin, one of "
+                f"{len(result.binning.values_)} of {result.binning.binning.replace('_', ' ')}."
+            )
+        elif result.search != "grid" and result.scaling is not None:
+            besides.append(f"{result.label}: {result.scaling.n_cells_} cells, which need not be of the grid.")
+    return (
+        f"{len(grid.gammas)} gammas ({gammas}) x {len(grid.temperatures)} temperatures from {low:g} to {high:g}, "
+        f"{len(grid.gammas) * len(grid.temperatures)} cells, each with its ECE ({grid.estimator}, {grid.n_bins} bins) "
+        f"and NLL {on_validation(comparison)}. Temperature scaling is the row gamma = 0."
+        f"{''.join(f' {words}' for words in besides)}"
+    )
+
+
+def on_validation(comparison: Comparison) -> str:
+    """``on the 5000 validation rows``."""
+    return f"on the {len(comparison.validation)} validation rows"

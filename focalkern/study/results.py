@@ -1,0 +1,227 @@
+"""Results of a comparison: fitted calibrators, their scores, and intervals of the scores. No rendering here."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from focalkern.bootstrap import BiasFloor, Interval, PairedBootstrap
+from focalkern.calibrators import Criterion, Estimator, HistogramBinning, RobustTemperatureScaling, Search, Verdict
+from focalkern.calibrators._selection import PROPER, CrossValidation
+from focalkern.ops.calibration_grid import CalibrationGrid
+from focalkern.study.samples import Samples, Scaling, scaling_or_none
+
+__all__ = ["SCALINGS", "CalibratorResult", "Comparison", "Intervals", "JudgedComparison", "at_bound", "scored"]
+
+SCALINGS = {"temperature": "temperature", "focal-temperature": "focal temperature"}
+"""The methods with gamma and T, with their names in print."""
+
+
+@dataclass(frozen=True)
+class CalibratorResult:
+    """A fitted calibrator and its scores: one row of the table.
+
+    Attributes:
+        method: ``"none"``, ``"temperature"``, ``"focal-temperature"``, ``"histogram"``, or the name of a candidate.
+        criterion: ``"ece"``, ``"nll"`` or ``"brier"``, by which gamma and T were chosen; None without such a choice:
+            no calibration, histogram binning alone, other candidates, and calibrators from a file.
+        calibrator: fitted; of no calibration, a temperature scaling with T = 1. None where the criterion is finite
+            nowhere, or where the fit failed.
+        validation, test: scores by name, on the validation samples and on the test samples; None without a calibrator.
+        search: how gamma and T were found.
+        cross_validated: whether it was a candidate of the cross-validation.
+
+    Example:
+        >>> labels = torch.arange(600) % 3
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # sure, and wrong in 1 of 5 rows
+        >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
+        >>> result = study.results[1]
+        >>> result.label, result.short_label, result.parameters
+        ('temperature', 'temperature, T = 1.91669', 'T = 1.91669')
+        >>> result.gamma, round(result.temperature, 2), result.scaling, result.is_scaling, result.binning
+        (0.0, 1.92, None, False, None)
+    """
+
+    method: str
+    criterion: str | None
+    calibrator: Any
+    validation: dict[str, float] | None = None
+    test: dict[str, float] | None = None
+    search: Search = "grid"
+    cross_validated: bool = False
+
+    @property
+    def binning(self) -> HistogramBinning | None:
+        """The histogram binning that was asked for, alone or after a scaling."""
+        asked_for = isinstance(self.calibrator, HistogramBinning) and not self.cross_validated
+        return self.calibrator if asked_for else None
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """The temperature or focal temperature scaling, with or without bins after it."""
+        return scaling_or_none(self.calibrator if self.binning is None else self.binning.scaling_)
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether a scaling is all of the calibrator; also where there is no calibrator."""
+        return self.calibrator is self.scaling
+
+    @property
+    def gamma(self) -> float | None:
+        """Of the scaling; 0 of robust temperature scaling and of bins without a scaling; None of other calibrators."""
+        if self.scaling is not None:
+            return self.scaling.gamma_
+        if isinstance(self.calibrator, RobustTemperatureScaling):
+            return 0.0
+        return None if self.binning is None else 0.0
+
+    @property
+    def temperature(self) -> float | None:
+        """Of the scaling or robust temperature scaling; 1 of bins without a scaling; None of other calibrators."""
+        if self.scaling is not None:
+            return self.scaling.temperature_
+        if isinstance(self.calibrator, RobustTemperatureScaling):
+            return self.calibrator.temperature_
+        return None if self.binning is None else 1.0
+
+    @property
+    def label(self) -> str:
+        """The name of the row."""
+        name = SCALINGS.get(self.method, "histogram binning" if self.binning else self.method)
+        if self.method == "none":
+            name = "uncalibrated"
+        # By derivatives for a proper loss, over the grid for the ECE: a label has one search, and any other is named.
+        usual = self.criterion if self.criterion in PROPER else "grid"
+        named = self.scaling is not None and self.method in SCALINGS and self.search != usual
+        name += f" ({self.search})" if named else ""
+        name += " + bins" if self.binning and self.method in SCALINGS else ""
+        return f"{name}, {self.criterion.upper()}-optimal" if self.criterion else name
+
+    @property
+    def short_label(self) -> str:
+        """The name of the row without the criterion, with gamma and T."""
+        name = self.label.partition(", ")[0]
+        return f"{name}, {self.parameters}" if self.parameters else name
+
+    @property
+    def parameters(self) -> str:
+        """gamma and T in print; nothing without a scaling."""
+        if self.method not in SCALINGS or self.gamma is None or self.temperature is None:
+            return ""
+        at = at_bound(self)
+        gamma = f"gamma = {self.gamma:g}{at['gamma']}, " if self.method == "focal-temperature" else ""
+        return f"{gamma}T = {self.temperature:g}{at['temperature']}"
+
+
+def at_bound(result: CalibratorResult) -> dict[str, str]:
+    """By parameter, `` (at the bound)`` where the optimum lies at the end of what was searched."""
+    border = () if result.scaling is None else result.scaling.at_border_
+    return {
+        name: " (at the bound)" if any(words.startswith(f"{name} = ") for words in border) else ""
+        for name in ("gamma", "temperature")
+    }
+
+
+def scored(result: CalibratorResult, validation: Samples, test: Samples, n_bins: int) -> CalibratorResult:
+    """The result with its scores; unchanged without a calibrator."""
+    if result.calibrator is None:
+        return result
+    on_validation = validation.scores(result.calibrator, n_bins)
+    on_test = on_validation if test is validation else test.scores(result.calibrator, n_bins)
+    return replace(result, validation=on_validation, test=on_test)
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Bootstrap intervals of the scores on the test samples.
+
+    Attributes:
+        names: by result, its name in ``bootstrap``; None without a calibrator. Equal calibrators share a name.
+        bootstrap: the paired resamples.
+        floors: by result, the bias floor of each calibration error; None without a calibrator.
+        baseline: by result, the index of the result it is compared with: temperature scaling with no calibration, focal
+            temperature scaling with temperature scaling by the same criterion, bins with the scaling before them, or
+            with no calibration.
+        binned: whether a result has bins.
+        others: whether a result is neither a scaling nor bins.
+    """
+
+    names: tuple[str | None, ...]
+    bootstrap: PairedBootstrap
+    floors: tuple[dict[str, BiasFloor] | None, ...]
+    baseline: tuple[int | None, ...]
+    binned: bool = False
+    others: bool = False
+
+    def interval(self, index: int, score: str) -> Interval | None:
+        """Of a score; None where it has no interval."""
+        name = self.names[index]
+        if name is None or score not in self.bootstrap.figures:
+            return None
+        return self.bootstrap.interval(name, score)
+
+    def difference(self, index: int, score: str) -> Interval | None:
+        """The paired difference of a result and its baseline; None without a baseline."""
+        other = self.baseline[index]
+        return None if other is None else self.between(index, other, score)
+
+    def between(self, index: int, other: int, score: str) -> Interval | None:
+        """The paired difference of two results; None where it has no interval."""
+        name, other_name = self.names[index], self.names[other]
+        if name is None or other_name is None or score not in self.bootstrap.figures:
+            return None
+        return self.bootstrap.difference(name, other_name, score)
+
+    def mark(self, index: int, score: str) -> str:
+        """``*`` better than the baseline, ``!`` worse, nothing while the interval of the difference contains 0."""
+        difference = self.difference(index, score)
+        if difference is None or not difference.excludes_zero:
+            return ""
+        return "*" if (difference.low > 0) == (score == "accuracy") else "!"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Calibrators fitted on validation samples and scored on test samples.
+
+    Attributes:
+        validation, test: the samples; the same object when there are no others.
+        grid: the scores of every (gamma, T) searched, on the validation samples.
+        results: the rows of the table; the first is no calibration.
+        chosen: the one of ``results`` to use; None where its criterion is finite nowhere.
+        intervals: bootstrap intervals on the test samples; None without a bootstrap.
+        cross_validation: of the candidates; None where a method was asked for by name.
+        estimator: of the ECE in the verdict and in the table; ``grid.estimator`` is that of the search.
+        criterion: by which ``chosen`` was chosen.
+    """
+
+    validation: Samples
+    test: Samples
+    grid: CalibrationGrid
+    results: tuple[CalibratorResult, ...]
+    chosen: CalibratorResult | None
+    intervals: Intervals | None
+    cross_validation: CrossValidation | None
+    estimator: Estimator
+    criterion: Criterion
+
+    @property
+    def same_samples(self) -> bool:
+        """Whether the test samples are the validation samples."""
+        return self.test is self.validation
+
+    @property
+    def chosen_index(self) -> int | None:
+        """The index of ``chosen`` in ``results``."""
+        return next((index for index, result in enumerate(self.results) if result is self.chosen), None)
+
+
+@dataclass(frozen=True)
+class JudgedComparison(Comparison):
+    """A comparison with its verdict and its remarks: everything that the renderers need.
+
+    Attributes:
+        verdict: what to use, why, and what it costs.
+        remarks: sentences that the reader of the table needs.
+    """
+
+    verdict: Verdict
+    remarks: tuple[str, ...]

@@ -1,0 +1,103 @@
+"""Which samples of some files are the validation samples, and which are the test samples."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from focalkern.files import Hint, InputError, LogitSet
+from focalkern.study.memory import as_samples
+from focalkern.study.samples import Samples
+
+__all__ = ["check_alike", "select_samples"]
+
+
+def select_samples(
+    read: Callable[..., Mapping[str, LogitSet | Samples]],
+    source: str,
+    *,
+    labels: str | None = None,
+    test: str | None = None,
+    test_labels: str | None = None,
+    split: float | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[Samples, Samples]:
+    """Validation samples and test samples; the same object if the files have one set and nothing splits it.
+
+    Args:
+        read: :func:`focalkern.files.read_sets`, or :func:`focalkern.study.stream_sets`.
+        source, labels: a file for ``read``. Its ``val`` set, or its only set, has the validation samples, and its
+            ``test`` set the test samples.
+        test, test_labels: another file for the test samples: its ``test`` set, or its only set.
+        split, seed: share of the only set that becomes the validation samples, at random; the others become the test
+            samples.
+        options: for ``read``.
+
+    Raises:
+        InputError: the options exclude each other, or the sets differ in kind or number of classes.
+    """
+    sets = _as_samples(read(source, labels=labels, **options))
+    if test is not None and split is not None:
+        raise InputError(source, "either a file of test rows or a share to split off", "both")
+    if test_labels is not None and test is None:
+        raise InputError(test_labels, "a file of test rows for these labels", "none", hint=Hint("test", "FILE"))
+    if split is not None:
+        if len(sets) > 1:
+            raise InputError(f"{source}: expected one set to split, found {' and '.join(map(_named, sets))}")
+        (rows,) = sets.values()
+        first = round(split * len(rows))
+        if not 0 < first < len(rows):
+            raise InputError(
+                f"{source}: expected enough rows for a split of {split:g} to leave some on both sides, "
+                f"found {len(rows)}"
+            )
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+        share = f"a random share of {split:g}, seed {seed}"
+        return rows.subset(order[:first], share), rows.subset(order[first:], "the other rows")
+    if test is not None:
+        validation = _one(source, sets, "val")
+        try:
+            others = _as_samples(read(test, labels=test_labels, **options))
+        except InputError as error:
+            raise error._renamed(labels="test_labels") from None
+        reported = _one(test, others, "test")
+        if reported.n_classes != validation.n_classes:
+            raise InputError(
+                f"{test}: expected the {validation.n_classes} classes of {source}, found {reported.n_classes}"
+            )
+        if reported.kind != validation.kind:
+            raise InputError(f"{test}: expected {validation.kind} as in {source}, found {reported.kind}")
+        return validation, reported
+    if "val" in sets and "test" in sets:
+        validation, reported = sets["val"], sets["test"]
+        check_alike(source, validation, reported)
+        return validation, reported
+    rows = _one(source, sets, "val")
+    return rows, rows
+
+
+def check_alike(source: str, validation: Samples | LogitSet, test: Samples | LogitSet) -> None:
+    """Raises InputError unless both sets of one file have the same classes and kind."""
+    if (test.n_classes, test.kind) != (validation.n_classes, validation.kind):
+        raise InputError(
+            f"{source}: expected val and test to be alike, found {validation.kind} of {validation.n_classes} "
+            f"classes and {test.kind} of {test.n_classes}"
+        )
+
+
+def _as_samples(sets: Mapping[str, LogitSet | Samples]) -> dict[str, Samples]:
+    return {name: as_samples(rows) for name, rows in sets.items()}
+
+
+def _one(source: str, sets: Mapping[str, Samples], wanted: str) -> Samples:
+    if wanted in sets:
+        return sets[wanted]
+    if len(sets) > 1:
+        raise InputError(f"{source}: expected {wanted}_* or a single set, found {' and '.join(map(_named, sets))}")
+    (rows,) = sets.values()
+    return rows
+
+
+def _named(prefix: str) -> str:
+    return f"{prefix}_*" if prefix else "logits and labels without a prefix"

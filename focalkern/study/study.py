@@ -1,0 +1,171 @@
+"""A study: a comparison with its verdict and remarks, and everything that renders it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from focalkern._checks import flag, path_text
+from focalkern.calibrators import Calibrator
+from focalkern.study.report.export import evidence, to_json, to_records
+from focalkern.study.report.page import write_report
+from focalkern.study.report.tables import format_table, headline, table_in_html
+from focalkern.study.results import JudgedComparison
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["Predictor", "Study"]
+
+
+class Predictor(Protocol):
+    """A fitted candidate of another library."""
+
+    def predict_proba(self, logits: Any, /) -> Any:
+        """[N, C] probabilities of [N, C] logits."""
+
+
+@dataclass(frozen=True)
+class Study(JudgedComparison):
+    """The result of :func:`focalkern.compare_calibrators`, and of ``focalkern calibrate``.
+
+    Attributes:
+        validation, test: the samples fitted and chosen by, and those of the scores; the same object if there are no
+            test samples.
+        grid: ECE and NLL of every (gamma, T) of the paper's search, on the validation samples.
+        results: the rows of the table, a :class:`focalkern.study.CalibratorResult` each; the first is no calibration.
+        chosen: the result to use; None if its criterion is finite nowhere.
+        intervals: bootstrap intervals of the scores; None without a bootstrap.
+        cross_validation: of the candidates; None if a method was asked for by name.
+        estimator: of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the search.
+        criterion: by which ``chosen`` was chosen.
+        verdict: what to use, why, and what it costs.
+        remarks: sentences that the reader of the table needs.
+
+    Example:
+        >>> labels = torch.arange(600) % 3
+        >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]  # sure, and wrong in 1 of 5 rows
+        >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
+        >>> study
+        Study(8 results on 300 rows, use spline-matrix)
+        >>> round(study.calibrator.temperature_, 2), "NLL-optimal" in study.table(), study.same_samples
+        (1.92, True, False)
+        >>> study.to_dict()["criterion"], list(study.to_dataframe()["method"])[study.chosen_index]
+        ('nll', 'spline-matrix')
+    """
+
+    @property
+    def calibrator(self) -> Calibrator | Predictor:
+        """The fitted calibrator to use: one of this library, or the candidate of your own that was chosen.
+
+        Raises:
+            ValueError: nothing was chosen.
+        """
+        if self.chosen is None:
+            raise ValueError("Study: nothing was chosen: the criterion is finite nowhere")
+        calibrator: Calibrator | Predictor = self.chosen.calibrator
+        return calibrator
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save :attr:`calibrator` as its own ``save`` does, with the evidence in the summary of its fit.
+
+        The evidence is the verdict, the cross-validation and the table.
+
+        Args:
+            path: of the file; :func:`focalkern.load_calibrator` reads it.
+
+        Raises:
+            TypeError: the calibrator is not one of this library's.
+            ValueError: nothing was chosen.
+            OSError: the file cannot be written.
+
+        Example:
+            >>> labels = torch.arange(600) % 3
+            >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]
+            >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
+            >>> study.save("calibrator.json")
+            >>> round(fk.load_calibrator("calibrator.json").temperature_, 2)
+            1.92
+        """
+        if not isinstance(self.calibrator, Calibrator):
+            raise TypeError(
+                f"Study: save needs a calibrator of this library, but the one to use is a "
+                f"{type(self.calibrator).__name__}"
+            )
+        self.calibrator.save(path, evidence=evidence(self))
+
+    def table(self, *, all: bool = False) -> str:
+        """The table of the results and their scores, as text.
+
+        Args:
+            all: every estimator of the ECE, as wide as it gets, and the ECE-optimal rows of the paper. Otherwise at
+                most 100 columns, and those rows only with ``criterion="ece"`` or a method asked for by name.
+
+        Returns:
+            The table, of several lines.
+
+        Raises:
+            ImportError: tabulate is not installed.
+        """
+        names = None if flag("Study.table", "all", all) else headline(self.estimator)
+        whole = all or self.criterion == "ece" or self.cross_validation is None
+        hidden = [] if whole else [one for one in self.results if one.criterion == "ece"]
+        return format_table(self.results, self.chosen, self.intervals, names=names, hidden=hidden)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as ``json.dumps`` takes it.
+
+        Returns:
+            A dictionary. An infinite score is None; the remarks say why.
+        """
+        return to_json(self)
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """The results as a table of pandas, one row per result.
+
+        Returns:
+            A pandas.DataFrame: method, criterion, gamma, temperature, chosen, and the scores on the test samples with
+            the ends of their intervals.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas  # an extra
+
+        return pandas.DataFrame(to_records(self))
+
+    def write_report(self, folder: str | os.PathLike[str], *, title: str = "Calibration report") -> list[Path]:
+        """Write ``report.html``, which needs nothing but itself, its pictures, ``table.csv`` and ``report.json``.
+
+        Args:
+            folder: created if it is not there; files of the same names are replaced, each in one step.
+            title: heading of the page.
+
+        Returns:
+            The files, the page last.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            OSError: a file cannot be written.
+
+        Example:
+            >>> labels = torch.arange(600) % 3
+            >>> logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]
+            >>> study = fk.compare_calibrators((logits[:300], labels[:300]), (logits[300:], labels[300:]), resamples=0)
+            >>> files = study.write_report("report")  # doctest: +SKIP
+            >>> files[-1].name  # doctest: +SKIP
+            'report.html'
+        """
+        if not isinstance(title, str):
+            raise TypeError(f"Study.write_report: title must be text, got {type(title).__name__}")
+        return write_report(self, Path(path_text("Study.write_report", "folder", folder)), self.to_dict(), title=title)
+
+    def __str__(self) -> str:
+        return str(self.verdict)
+
+    def __repr__(self) -> str:
+        use = "nothing" if self.chosen is None else self.chosen.label
+        return f"Study({len(self.results)} results on {len(self.test)} rows, use {use})"
+
+    def _repr_html_(self) -> str:
+        return table_in_html(self)

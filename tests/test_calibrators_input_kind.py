@@ -1,0 +1,138 @@
+"""What is given for something else: probabilities, percentages and decisions where logits are expected."""
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from conftest import peer
+
+import focalkern as fk
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+
+EVERY = [
+    fk.TemperatureScaling(),
+    fk.FocalTemperatureScaling(search="refine"),
+    fk.StructuredScaling(kind="vector", solver="lbfgs"),
+    fk.IsotonicCalibration(),
+    fk.HistogramBinning(n_bins=4, scaling=fk.TemperatureScaling()),
+    fk.SplineScaling(),
+    fk.AutoCalibrator(("temperature",), folds=2),
+]
+every = pytest.mark.parametrize("calibrator", EVERY, ids=lambda one: type(one).__name__)
+
+
+def sample(n=300, n_classes=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, n_classes, generator=generator, dtype=torch.float64) * 2
+    target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    return 2 * logits, target
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
+def test_probabilities_are_refused_unless_logits_was_said(calibrator, dtype):
+    logits, target = sample()
+    probs = logits.softmax(-1).to(dtype)
+    fitted = copy.deepcopy(calibrator).fit(logits, target)
+    before = fitted.predict_proba(logits)
+    words = (
+        "logits must not be probabilities .*, got rows that are not negative and sum to 1; say input_kind='probs', or "
+    )
+    for again in (fitted, pickle.loads(pickle.dumps(fitted)), type(calibrator)(**fitted.get_params(deep=False))):
+        with pytest.raises(ValueError, match=f"^{type(calibrator).__name__}: {words}input_kind='logits'"):
+            again.fit(probs, target)
+        with pytest.raises(ValueError, match=words):
+            again.fit(probs.numpy(), target.numpy())
+    assert torch.equal(fitted.predict_proba(logits), before)
+    said = copy.deepcopy(calibrator).set_params(input_kind="logits")
+    assert said.fit(probs, target).predict_proba(probs[:1]).shape == (1, 4)
+    # One row may look like anything, and a prediction is not asked.
+    assert fitted.predict_proba(probs[:1]).shape == (1, 4)
+
+
+def test_what_is_cloned_is_assumed_and_what_is_loaded_is_not(tmp_path):
+    base = peer("sklearn.base")
+    logits, target = sample()
+    assert repr(fk.TemperatureScaling()) == repr(fk.TemperatureScaling(input_kind="logits"))
+    with pytest.raises(ValueError, match="got rows that are not negative and sum to 1"):
+        base.clone(fk.TemperatureScaling()).fit(logits.softmax(-1), target)
+    base.clone(fk.TemperatureScaling(input_kind="logits")).fit_quietly(logits.softmax(-1), target)
+    fk.TemperatureScaling().fit(logits, target).save(tmp_path / "calibrator.json")
+    assert '"input_kind": "logits"' in (tmp_path / "calibrator.json").read_text()
+    fk.load_calibrator(tmp_path / "calibrator.json").fit_quietly(logits.softmax(-1), target)
+
+
+def test_logits_of_every_kind_are_taken():
+    logits, target = sample()
+    for good in (logits, logits.log_softmax(-1), logits - logits.amin(-1, keepdim=True), logits.softmax(-1) + 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if good is not None and float(good.amin()) < 0 else "ignore")
+            fk.TemperatureScaling().fit(good, target)
+
+
+def said(calibrator, *rows):
+    with pytest.warns(fk.CalibrationWarning) as caught:
+        calibrator.fit(*rows)
+    return str(caught[0].message)
+
+
+@every
+def test_percentages_are_said(calibrator):
+    logits, target = sample()
+    words = said(copy.deepcopy(calibrator), 100 * logits.softmax(-1), target)
+    assert words.count("the rows are not negative and sum to 100: percentages are probabilities once divided") == 1
+
+
+@every
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_decisions_are_said(calibrator, kind):
+    logits, target = sample()
+    decisions = torch.eye(4, dtype=torch.float64)[logits.argmax(-1)]
+    if kind == "logits":
+        with pytest.raises(ValueError, match="got rows of one 1 and zeros; pass what the model gives"):
+            copy.deepcopy(calibrator).fit(decisions, target)
+    changed = copy.deepcopy(calibrator).set_params(input_kind=kind)
+    if isinstance(changed, fk.HistogramBinning):
+        changed.set_params(scaling__input_kind=kind, scaling__criterion="brier")
+    if kind == "probs" and hasattr(changed, "floor"):
+        changed.set_params(floor=0.01)
+    words = said(changed, decisions, target)
+    assert words.count("every row is one 1 and zeros, as predicted classes are") == 1
+
+
+def test_one_probability_per_row_and_labels_are_said():
+    generator = torch.Generator().manual_seed(0)
+    margin = torch.randn(200, 2, generator=generator, dtype=torch.float64)
+    target = torch.bernoulli(margin.sigmoid(), generator=generator).long()
+    for calibrator, one in ((fk.TemperatureScaling(), 0), (fk.MultiLabelScaling(), slice(None))):
+        words = said(calibrator, margin.sigmoid()[:, one], target[:, one])
+        assert words.count("all logits lie in [0, 1], as probabilities do") == 1
+        assert not any("lie in [0, 1]" in words for words in calibrator.fit(margin[:, one], target[:, one]).doubts_)
+        few = type(calibrator)().fit_quietly(margin.sigmoid()[:20, one], target[:20, one])
+        assert not any("lie in [0, 1]" in words for words in few.doubts_)
+
+
+def test_a_comparison_has_the_same_check():
+    logits, target = sample()
+    probs = logits.softmax(-1)
+    with pytest.raises(ValueError, match="compare_calibrators: validation must not be probabilities"):
+        fk.compare_calibrators((probs, target), resamples=0)
+    with pytest.raises(ValueError, match="compare_calibrators: test must not be probabilities"):
+        fk.compare_calibrators((logits, target), (probs, target), resamples=0)
+    options = {"candidates": ("temperature",), "folds": 2, "resamples": 0}
+    assert fk.compare_calibrators((probs, target), input_kind="logits", **options).calibrator is not None
+    percent = fk.compare_calibrators((100 * probs, target), (100 * probs[:150], target[:150]), **options)
+    assert any("sum to 100: percentages" in words for words in percent.remarks)
+    same = fk.compare_calibrators((logits, target), (logits.clone(), target.clone()), **options)
+    assert any("the same 300 rows are validation and test rows" in words for words in same.remarks)
+
+
+def test_logits_that_are_integers_by_value_are_no_decisions():
+    target = np.arange(90) % 3
+    logits = np.eye(3)[target] + 1.0
+    assert not any("one 1 and zeros" in words for words in fk.TemperatureScaling().fit_quietly(logits, target).doubts_)

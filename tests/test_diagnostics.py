@@ -1,0 +1,104 @@
+"""Labels that cannot be right, and sets that share rows, are said; what is merely weak, rare or small is not."""
+
+import numpy as np
+import pytest
+import torch
+
+from focalkern._diagnostics import input_notes, label_doubts, pair_doubts
+
+
+def model(n_rows, n_classes, signal, prior=None, bias=0.0, seed=0):
+    """Logits that know about ``signal`` standard deviations of the label, and ``bias`` times what is common."""
+    generator = torch.Generator().manual_seed(seed)
+    prior = torch.ones(n_classes) if prior is None else prior
+    labels = torch.multinomial(prior, n_rows, replacement=True, generator=generator)
+    logits = torch.randn(n_rows, n_classes, generator=generator)
+    logits[torch.arange(n_rows), labels] += signal
+    return logits + bias * prior.log(), labels
+
+
+Z, Y = model(1000, 6, 4.0)
+ORDER = torch.tensor([3, 5, 0, 1, 2, 4])
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "words"),
+    [
+        (Z[Y < 5], Y[Y < 5] + 1, "if the labels are one too high: the first class is 0"),
+        (Z[Y > 0], Y[Y > 0] - 1, "if the labels are one too low: the first class is 0"),
+        (Z, (Y + 1) % 6, "if the labels are one too high"),
+        (Z[1:], Y[:-1], "those of the row before"),
+        (Z[:-1], Y[1:], "those of the row behind"),
+        (-Z, Y, "the sign of the logits is turned round"),
+        (Z[:, ORDER], Y, "if the classes are in another order: the columns are not in the order of the class numbers"),
+        (Z[:, [1, 0]], (Y == 1).long(), "if "),
+        (Z + torch.tensor([50.0, 0, 0, 0, 0, 0]), Y, "one class outbids the others"),
+        (Z, Y[torch.randperm(1000, generator=torch.Generator().manual_seed(1))], "no more than chance (16"),
+        (Z, torch.where(Y == 2, 4, Y), "class 2 never is a label, and the largest logit of"),
+    ],
+)
+def test_labels_that_cannot_be_right(logits, labels, words):
+    for form in (logits, logits.half(), logits.double(), logits.softmax(-1)):
+        (doubt,) = label_doubts(form, labels)
+        assert words in doubt
+        assert "\n" not in doubt
+
+
+LONG_TAIL = torch.logspace(0, -2.5, 20)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels"),
+    [
+        (Z, Y),
+        (Z.softmax(-1), Y),
+        (Z[Y.argsort()], Y.sort().values),  # rows in the order of their labels
+        (Z.round(), Y),
+        model(1, 2, 1.0),
+        model(30, 2, 0.0),  # too few to tell
+        model(60, 20, 1.0),
+        model(300, 2, 0.5),
+        model(500, 20, 0.5),
+        *(model(n_rows, 20, signal, LONG_TAIL, bias) for n_rows in (100, 1000) for signal in (1, 3) for bias in (0, 1)),
+        model(1000, 2, 0.7, torch.tensor([0.95, 0.05]), 1.0),  # says the same of nearly every row
+        (Z[Y < 4], Y[Y < 4]),  # classes that do not occur
+        (torch.cat([Z, torch.full((1000, 3), -20.0)], 1), Y),  # and that never could
+        (torch.where(torch.rand(Z.shape) < 0.3, -torch.inf, Z).scatter(1, Y[:, None], 5.0), Y),  # ruled out
+        (torch.zeros(100, 5), torch.arange(100) % 5),
+    ],
+)
+def test_no_false_alarm(logits, labels):
+    assert label_doubts(logits, labels) == []
+
+
+def test_sets_with_rows_in_common():
+    one, two = (Z[:500], Y[:500]), (Z[500:], Y[500:])
+    assert pair_doubts(*one, *two) == []
+    assert pair_doubts(*one, *one) == [
+        "the same 500 rows are validation and test rows, so that the figures are too good"
+    ]
+    mixed = torch.cat([two[0], one[0][:100].flip(0)]), torch.cat([two[1], one[1][:100].flip(0)])
+    assert pair_doubts(*one, *mixed)[0].startswith("100 of the 600 test rows are among the validation rows")
+    assert pair_doubts(one[0].double(), one[1], *mixed)  # in another dtype
+    few = torch.cat([two[0], one[0][:10]]), torch.cat([two[1], one[1][:10]])
+    assert pair_doubts(*one, *few) == []
+    # A tree has few distinct rows, and finds them everywhere.
+    assert pair_doubts(Z[:500].sign(), Y[:500], Z[500:].sign(), Y[500:]) == []
+    assert pair_doubts(*one, Z[:500, :3], Y[:500]) == pair_doubts(*one, Z[:0], Y[:0]) == []
+
+
+def test_log_probabilities_are_a_note():
+    assert input_notes(Z) == [] and input_notes(-Z.abs()) == []
+    for form in (Z.log_softmax(-1), Z.double().log_softmax(-1), Z.log_softmax(-1).bfloat16()):
+        assert "are log-probabilities" in input_notes(form)[0]
+
+
+def test_the_command_says_them(tmp_path, capsys):
+    from focalkern.cli import main
+
+    np.savez(tmp_path / "a.npz", val_logits=Z, val_labels=(Y + 1) % 6, test_logits=Z, test_labels=(Y + 1) % 6)
+    options = ["--method", "temperature", "--temperatures", "0.5:2:0.5", "--bootstrap", "0"]
+    assert main(["calibrate", str(tmp_path / "a.npz"), *options]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a.npz, val: the labels are the largest logit in" in said and "one too high: the first class is 0." in said
+    assert "the same 1,000 rows are validation and test rows" in said

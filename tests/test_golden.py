@@ -1,0 +1,252 @@
+"""The outputs of a study, held against files in tests/golden: words, columns and keys exactly, numbers as printed.
+
+After an intended change, `pytest tests/test_golden.py --renew` writes the files anew. Review the change as a diff.
+"""
+
+import csv
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import focalkern as fk
+
+pytest.importorskip("tabulate", reason="tabulate is not installed")
+
+GOLDEN = Path(__file__).with_name("golden")
+# Other widths of vectors and other releases of torch change the last digits of a float64 result, and the search by
+# derivatives ends within 1e-9 of its optimum.
+RELATIVE, ABSOLUTE = 1e-6, 1e-9
+STEPS = 0.05  # a search by derivatives ends some steps earlier or later with other last digits
+NUMBER = re.compile(r"\d*\.?\d+(?:e[-+]?\d+)?")
+VOID = {"meta", "img", "wbr", "br", "input"}
+
+
+def write_rows(folder):
+    """Over-confident logits of 4 classes, 500 validation rows and 400 test rows, as arrays and as one archive."""
+    random = np.random.RandomState(0)  # its numbers never change
+    arrays = {}
+    for part, n in (("val", 500), ("test", 400)):
+        logits = (3 * random.standard_normal((n, 4))).round(3)
+        probs = np.exp(logits / 1.8)
+        above = random.random_sample((n, 1)) > (probs / probs.sum(1, keepdims=True)).cumsum(1)[:, :3]
+        arrays |= {f"{part}_logits": logits, f"{part}_labels": above.sum(1)}
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    np.savez(folder / "network.npz", **arrays)
+    np.savez(folder / "one_set.npz", logits=arrays["val_logits"][:120] / 2, labels=arrays["val_labels"][:120])
+
+
+CALIBRATE = ("calibrate", "val_logits.npy", "--test", "test_logits.npy", "--temperatures", "0.1:5:0.1")
+COMMANDS = {
+    "memory": (*CALIBRATE, "--bootstrap", "40", "--report", "report", "--out", "calibrator.json"),
+    "streamed": (*CALIBRATE, "--bootstrap", "40", "--report", "report", "--stream"),
+    "bins": (*CALIBRATE, "--bootstrap", "40", "--search", "refine", "--binning", "equal_mass", "--all"),
+    "ece": (*CALIBRATE, "--bootstrap", "40", "--criterion", "ece"),
+    "same_rows": ("calibrate", "val_logits.npy", "--temperatures", "0.1:5:0.1", "--bootstrap", "0"),
+    "json": (*CALIBRATE, "--method", "histogram", "--bootstrap", "0", "--json"),
+    "sweep": ("sweep", "network.npz", "one_set.npz", "absent.npz", "--jobs", "1", "--report", "report"),
+}
+FILES = {
+    "memory": ("report/report.json", "report/table.csv", "report/report.html", "calibrator.json"),
+    "streamed": ("report/report.json", "report/table.csv", "report/report.html"),
+    "sweep": ("report/sweep.json", "report/sweep.csv", "report/sweep.html"),
+}
+
+
+class Words(HTMLParser):
+    """The text of a page, a line for each element, with what it says in attributes and in the data of its script."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.lines, self.data, self.open = [""], "", []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "wbr":
+            return
+        found = dict(attributes)
+        self.lines += [f"{name}: {found[name]}" for name in ("alt", "aria-label") if found.get(name)]
+        self.lines += [f"# {found['id']}"] if tag == "section" else []
+        self.lines.append("")
+        if tag not in VOID:
+            self.open.append((tag, found.get("id")))
+
+    def handle_endtag(self, tag):
+        self.open.pop()
+        self.lines.append("")
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == ("script", "explorer-data"):
+            self.data = data
+        elif not self.open or self.open[-1][0] not in ("style", "script"):
+            self.lines[-1] += " ".join(data.split("\n"))
+
+
+def words_of_page(page):
+    words = Words(page)
+    lines = [line.strip() for line in words.lines]
+    if words.data:
+        data = json.loads(words.data)
+        lines += ["# explorer-data", ", ".join(data), *(row["label"] for row in data["choices"])]
+        lines += [f"{one['name']}, {one['rows']}: {', '.join(one)}" for one in data["maps"]]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def without_versions(text):
+    """Versions, the time of day and the steps of a search by derivatives are not held."""
+    text = re.sub(r"\d+ cells, which need not", "SOME cells, which need not", text)
+    text = text.replace(f"focalkern {fk.__version__}", "focalkern VERSION")
+    text = text.replace(f'"focalkern": "{fk.__version__}"', '"focalkern": "VERSION"')
+    text = re.sub(r"torch [\d.]+\S*", "torch VERSION", text)
+    return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", "DATE", text)
+
+
+def same_text(found, expected, where):
+    """The same words and spaces; a number may differ by one in the last digit printed."""
+    found_lines, expected_lines = found.splitlines(), expected.splitlines()
+    for number, (one, other) in enumerate(zip(found_lines, expected_lines, strict=False), start=1):
+        assert NUMBER.sub("0", one) == NUMBER.sub("0", other), f"{where}, line {number}"
+        for a, b in zip(NUMBER.findall(one), NUMBER.findall(other), strict=True):
+            allowed = max(1.01 * last_digit(a), 1.01 * last_digit(b), RELATIVE * float(b) if "." in b else 0.0)
+            if f"{b} cells, which need not" in other:
+                allowed = STEPS * float(b)
+            assert abs(float(a) - float(b)) <= allowed, f"{where}, line {number}: {a}, {b}"
+    assert len(found_lines) == len(expected_lines), where
+
+
+def last_digit(number):
+    """One in the last place of a printed number; whole numbers are exact."""
+    digits, _, power = number.partition("e")
+    places = len(digits.partition(".")[2])
+    return 10.0 ** (int(power or 0) - places) if places or power else 0.0
+
+
+def same_json(found, expected, where):
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key, value in expected.items():
+            if key == "n_cells" and value is not None:
+                assert found[key] == pytest.approx(value, rel=STEPS), where
+            else:
+                same_json(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for place, value in enumerate(expected):
+            same_json(found[place], value, f"{where}[{place}]")
+    elif where.endswith(".n_cells") and expected is not None:  # steps of a search by derivatives depend on last digits
+        assert found == pytest.approx(expected, rel=0.05), where
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE), where
+    elif isinstance(expected, str):
+        same_text(found, expected, where)
+    else:
+        assert found == expected, where
+
+
+def cells_of_csv(text):
+    """Lines of text and numbers, as JSON has them."""
+
+    def value(cell):
+        try:
+            return float(cell) if "." in cell and math.isfinite(float(cell)) else cell
+        except ValueError:
+            return cell
+
+    return [[value(cell) for cell in row] for row in csv.reader(io.StringIO(text))]
+
+
+def csv_of_cells(rows):
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(rows)
+    return stream.getvalue()
+
+
+def json_of(document):
+    return json.dumps(document, indent=1) + "\n"
+
+
+TEXTS = {".csv": csv_of_cells, ".json": json_of}
+
+
+def rounded(value):
+    """Twelve digits, so that a renewal changes only what has changed."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return float(f"{value:.12g}") if isinstance(value, float) else value
+
+
+def hold(name, found, renew):
+    """Compares a text, the cells of a CSV file or a JSON document with the file of that name, or writes it."""
+    file = GOLDEN / name
+    found = without_versions(found) if isinstance(found, str) else rounded(found)
+    if renew:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(TEXTS.get(file.suffix, str)(found))
+    if file.suffix == ".txt":
+        same_text(found, file.read_text(), name)
+    else:
+        read = cells_of_csv if file.suffix == ".csv" else json.loads
+        same_json(found, read(file.read_text()), name)
+
+
+@pytest.fixture
+def renew(request):
+    return request.config.getoption("--renew")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_rows(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_outputs_of_the_command(name, folder, run, renew):
+    if "--report" in COMMANDS[name]:
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    code, out, err = run(*COMMANDS[name])
+    hold(f"{name}/printed.txt", f"exit code {code}\n{out}--- stderr\n{err}", renew)
+    for file in FILES.get(name, ()):
+        text = (folder / file).read_text()
+        stem = f"{name}/{Path(file).stem}"
+        if file.endswith(".html"):
+            hold(f"{stem}.txt", words_of_page(text), renew)
+        elif file.endswith(".csv"):
+            hold(f"{stem}.csv", cells_of_csv(text), renew)
+        else:
+            document = json.loads(text)
+            hold(f"{stem}.json", document | {"focalkern": "VERSION"} if "focalkern" in document else document, renew)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_evaluation(stream, folder, run, renew, monkeypatch):
+    validation = [np.load(f"val_{what}.npy") for what in ("logits", "labels")]
+    fk.FocalTemperatureScaling(search="grid", temperatures=[0.5, 1.0, 1.5, 2.0]).fit(*validation).save("focal.json")
+    if stream:
+        monkeypatch.setattr("focalkern.cli.evaluate.wants_streaming", lambda paths: True)
+    name = "evaluated_streamed" if stream else "evaluated"
+    code, out, err = run("evaluate", "test_logits.npy", "--calibrator", "focal.json")
+    hold(f"{name}/printed.txt", f"exit code {code}\n{out}--- stderr\n{err}", renew)
+    _, out, _ = run("evaluate", "test_logits.npy", "--calibrator", "focal.json", "--json")
+    hold(f"{name}/document.json", json.loads(out) | {"focalkern": "VERSION"}, renew)
+
+
+def test_other_candidates(folder, renew):
+    sets = [tuple(np.load(f"{part}_{what}.npy") for what in ("logits", "labels")) for part in ("val", "test")]
+    study = fk.compare_calibrators(*sets, candidates=("temperature", "isotonic"), criterion="brier", resamples=40)
+    hold("candidates/printed.txt", f"{study}\n\n{study.table()}\n\n{study!r}\n", renew)
+    document = study.to_dict() | {"focalkern": "VERSION"}
+    del document["grid"]
+    hold("candidates/report.json", document, renew)
+    hold("candidates/notebook.txt", words_of_page(study._repr_html_()), renew)

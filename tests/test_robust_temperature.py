@@ -1,0 +1,47 @@
+"""Robust temperature scaling: finite where the likelihood has no optimum, the plain one where it has."""
+
+import math
+
+import pytest
+import torch
+from conftest import assert_close
+from test_spline_fit import draw
+
+import focalkern as fk
+
+
+def test_with_many_rows_it_is_temperature_scaling():
+    logits, target = draw(5000, 5)
+    plain, robust = fk.TemperatureScaling().fit(logits, target), fk.RobustTemperatureScaling().fit(logits, target)
+    assert robust.temperature_ == pytest.approx(plain.temperature_, rel=2e-3)
+    assert robust.predict_proba(logits).numpy() == pytest.approx(plain.predict_proba(logits).numpy(), abs=1e-3)
+    assert torch.equal(robust.predict(logits), logits.argmax(-1))
+
+
+def test_zeros_on_the_target_are_small_probabilities(tmp_path):
+    probs = torch.tensor([[1.0, 0.0, 0.0], [0.6, 0.4, 0.0], [0.3, 0.3, 0.4]], dtype=torch.float64).repeat(20, 1)
+    target = torch.tensor([0, 1, 2] * 15 + [1, 0, 0] * 5)
+    fitted = fk.RobustTemperatureScaling(input_kind="probs").fit(probs, target)
+    assert fitted.floor_ == 0.1 / 61
+    q = (probs.log() / fitted.temperature_).softmax(-1)
+    assert_close(fitted.predict_proba(probs), q * (1 - fitted.floor_) + fitted.floor_ / 3)
+    of_target = fitted.predict_proba(probs).gather(1, target.unsqueeze(1))
+    assert fitted.best_value_ == pytest.approx(-float(of_target.log().mean()), rel=1e-12)
+    fitted.save(tmp_path / "a.json")
+    assert torch.equal(fk.load_calibrator(tmp_path / "a.json").predict_proba(probs), fitted.predict_proba(probs))
+    assert_close(fitted.as_module()(probs).exp(), fitted.predict_proba(probs))
+
+
+def test_a_masked_logit_has_probability_zero():
+    logits, target = draw(200, 4)
+    logits[torch.arange(200), (target + 1) % 4] = -math.inf
+    fitted = fk.RobustTemperatureScaling().fit(logits, target)
+    probs = fitted.predict_proba(logits)
+    assert torch.equal(probs == 0, logits == -math.inf)
+    assert_close(probs.sum(-1), torch.ones(200, dtype=torch.float64))
+
+
+def test_few_rows_that_are_all_right_justify_no_certainty():
+    logits, _ = draw(50, 4)
+    fitted = fk.RobustTemperatureScaling().fit(logits, logits.argmax(-1))
+    assert float(fitted.predict_proba(logits).amin()) >= 0.1 / 51 / 4 * 0.99

@@ -1,0 +1,109 @@
+"""Losses of rows in float32 beside their definitions in float64: a sum over many classes keeps its digits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import focalkern as fk
+from focalkern import reference
+
+TABLE = fk.GammaTable([0.0, 0.2, 1.0], [5.0, 3.0])
+LOSSES = {
+    "cross-entropy": (fk.focal_loss, reference.focal_loss, 0.0),
+    "focal": (fk.focal_loss, reference.focal_loss, 2.0),
+    "gamma per row": (fk.focal_loss, reference.focal_loss, torch.tensor([0.0, 0.5, 3.0])),
+    "inverse": (fk.focal_loss, reference.focal_loss, -0.7),
+    "table": (fk.focal_loss, reference.focal_loss, TABLE),
+    "poly": (fk.poly_focal_loss, reference.poly_focal_loss, 2.0),
+}
+# A row has one label of many, all classes alike, or a share for each.
+SHARES = ["labels", "smoothed", "smoothed away", "smoothed and weighted", "one of many", "probabilities", "all"]
+
+
+def case(shares, z):
+    rows, classes = z.shape
+    labels = torch.randint(classes, (rows,))
+    weight = torch.rand(classes) + 0.5
+    probabilities = (2 * torch.randn(rows, classes)).softmax(1)
+    return {
+        "labels": (labels, {}),
+        "smoothed": (labels, {"label_smoothing": 0.1}),
+        "smoothed away": (labels, {"label_smoothing": 1.0}),
+        "smoothed and weighted": (labels, {"label_smoothing": 0.1, "weight": weight}),
+        "one of many": (F.one_hot(labels, classes) * 0.9 + 0.1 / classes, {}),
+        "probabilities": (probabilities, {}),
+        "all": (probabilities, {"label_smoothing": 0.1, "weight": weight}),
+    }[shares]
+
+
+def brier(z, target, gamma, **options):
+    options.pop("reduction")
+    return fk.BrierLoss(reduction="none", **options)(z, target)
+
+
+def brier_definition(z, target, gamma, **options):
+    return reference.brier_loss(z, target, **options)
+
+
+def gradients(function, dtype, z, target, gamma, options):
+    def typed(x):
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    leaves = [typed(z).detach().requires_grad_()]
+    for x in (target, gamma):
+        leaves.append(
+            typed(x).detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        )
+    loss = function(*leaves, reduction="none", **{name: typed(x) for name, x in options.items()})
+    wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    return loss.detach(), torch.autograd.grad(loss.sum(), wanted)
+
+
+def check(pair, z, target, gamma, options):
+    loss, found = gradients(pair[0], torch.float32, z, target, gamma, options)
+    exact, expected = gradients(pair[1], torch.float64, z, target, gamma, options)
+    # The gradient is the difference of a share of p and one of the target, which keeps the digits of the larger one.
+    p = z.double().softmax(1)
+    smoothing, weight = options.get("label_smoothing", 0.0), options.get("weight", torch.ones(z.shape[1])).double()
+    t = target.double() if target.is_floating_point() else F.one_hot(target, z.shape[1]).double()
+    t = weight * ((1 - smoothing) * t + smoothing / z.shape[1])
+    largest = torch.maximum(p * t.sum(1, keepdim=True), t).amax(1, keepdim=True)
+    # The loss of a class that is all but certain is a power of 1 - p, which has the digits of a difference of logits.
+    scale = exact.abs().clamp(min=1e-4)
+    if pair[1] is brier_definition:  # (p - t)^2 loses digits where p and t are alike
+        scale = scale + (scale * (p * p).sum(1)).sqrt()
+    assert ((loss - exact).abs() / scale).max() < 1e-6
+    for gradient, right in zip(found, expected, strict=True):
+        size = right.abs().amax(1, keepdim=True) if right.dim() == 2 else right.abs().clamp(min=1e-4)
+        size = torch.maximum(size, largest) if gradient is found[0] or pair[1] is brier_definition else size
+        # log(1 - p), of which the slope in gamma is made, has the digits of p: its logarithm is known to one unit.
+        limit = 1e-6 if right.dim() == 2 else max(1e-6, -p.log().min().item() * 2**-23)
+        assert ((gradient - right).abs() / size).max() < limit
+
+
+# Below a vector and a tile of few classes; one block, one class more; vocabularies of language models. Logits that are
+# almost equal, and of a trained network.
+@pytest.mark.parametrize("classes", [2, 3, 10, 33, 100, 4097, 128256, 256000])
+@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("name", [*LOSSES, "brier"])
+def test_digits_of_rows_of_any_length(name, shares, classes):
+    pair = (brier, brier_definition) if name == "brier" else LOSSES[name][:2]
+    gamma = 0.0 if name == "brier" else LOSSES[name][2]
+    for scale in (0.01, 4.0):
+        z = scale * torch.randn(3, classes)
+        target, options = case(shares, z)
+        check(pair, z, target, gamma, options)
+
+
+# From 87.3 on the probabilities of the other classes are denormal, from 88.03 on they are 0.
+@pytest.mark.parametrize("gap", [80.0, 87.0, 87.4, 88.0, 88.02, 88.1, 104.0])
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0, -0.5])
+@pytest.mark.parametrize("label", [0, 1])
+def test_slope_in_gamma_of_a_certain_class(label, gamma, gap):
+    for target in (torch.tensor([label]), F.one_hot(torch.tensor([label]), 4) * 0.9 + 0.025):
+        options = {} if target.is_floating_point() else {"label_smoothing": 0.1}
+        found, expected = (
+            gradients(f, dtype, torch.tensor([[gap, 0.0, 0.0, 0.0]]), target, torch.tensor([gamma]), options)[1][-1]
+            for f, dtype in ((fk.focal_loss, torch.float32), (reference.focal_loss, torch.float64))
+        )
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-35)

@@ -1,0 +1,279 @@
+"""The cross-validation of candidates and the rule that picks one."""
+
+import copy
+import math
+
+import pytest
+import torch
+from test_spline_fit import draw
+
+import focalkern as fk
+from focalkern.calibrators import RobustTemperatureScaling, TemperatureScaling
+from focalkern.calibrators._selection import (
+    CandidateScore,
+    as_candidates,
+    cross_validate,
+    decide,
+    fit_one,
+    identity,
+    log_proba,
+    losses_of,
+    stratified_folds,
+)
+
+
+def entries(*losses, keeps=(), **excluded):
+    return [
+        CandidateScore(
+            str(place),
+            None,
+            float(loss.mean()),
+            excluded=excluded.get(f"e{place}", ""),
+            keeps_predictions=place in keeps,
+        )
+        for place, loss in enumerate(losses)
+    ]
+
+
+def outcome(*losses, **excluded):
+    losses = [torch.as_tensor(loss, dtype=torch.float64) for loss in losses]
+    return decide(entries(*losses, **excluded), torch.stack(losses), criterion="nll", folds=5)
+
+
+def test_the_rule_by_hand():
+    """A difference of mean 0.05 and standard error 0.4 / sqrt(12): the simpler one; one of 0.1 +- 0: the better one."""
+    noisy = [1.25, 0.85, 1.25, 0.85]
+    found = outcome(noisy, [1.0, 1.0, 1.0, 1.0])
+    assert found.chosen == 0 and found.best == 1
+    assert found.entries[1].difference == pytest.approx(-0.05)
+    assert found.entries[1].error == pytest.approx(torch.tensor([0.25, -0.15, 0.25, -0.15]).std().item() / 2)
+    assert outcome([1.1] * 4, [1.0] * 4).chosen == 1
+    # More than half a standard error is enough: 0.1 of 0.115.
+    assert outcome([1.3, 0.9, 1.3, 0.9], [1.0] * 4).chosen == 1
+
+
+def test_what_changes_no_prediction_is_taken_by_its_mean_alone():
+    noisy = torch.tensor([1.25, 0.85, 1.25, 0.85], dtype=torch.float64)
+    assert outcome(noisy, [1.0] * 4, keeps=(1,)).chosen == 1
+    assert outcome(noisy, noisy - 0.1, noisy - 0.05, keeps=(1, 2)).chosen == 1
+
+
+def test_a_richer_candidate_is_compared_with_the_one_that_is_held():
+    base = torch.linspace(1, 2, 50, dtype=torch.float64)
+    wobble = torch.tensor([0.1, -0.1] * 25, dtype=torch.float64)
+    found = outcome(base, base - 0.2, base - 0.205 + wobble)
+    assert (found.best, found.chosen) == (2, 1)
+    assert outcome(base, base - 0.2, base - 0.21 + wobble).chosen == 2
+    # The one that is held may itself be a richer one.
+    assert outcome(base, base - 0.205 + wobble, base - 0.22).chosen == 2
+
+
+def test_no_calibration_is_not_eligible_where_it_may_be_infinite():
+    found = outcome([1.0] * 4, [1.2] * 4, e0="gives probability 0")
+    assert (found.best, found.chosen) == (1, 1)
+    assert found.entries[1].excluded == ""
+    assert outcome([math.inf, 1.0], [2.0, 1.0], [1.0, 1.0], e0="gives probability 0").chosen == 2
+
+
+@pytest.mark.parametrize("why", ["has its optimum at the end of the search", "could not be fitted"])
+def test_what_is_excluded_is_never_chosen_nor_the_measure(why):
+    found = outcome([1.0] * 4, [0.9] * 4, [0.1] * 4, e2=why)
+    assert (found.best, found.chosen) == (1, 1)
+    assert found.entries[2].excluded == why
+
+
+def test_a_candidate_that_is_worse_than_none_or_infinite_anywhere_is_never_chosen():
+    found = outcome([1.0] * 4, [1.001] * 4, [0.0, 0.0, 0.0, math.inf])
+    assert found.chosen == found.best == 0
+    assert found.entries[1].excluded == "is worse than no calibration"
+    assert found.entries[2].excluded == "has an infinite NLL in a fold"
+
+
+def test_infinite_without_calibration_too():
+    found = outcome([math.inf, 1.0], [math.inf, 0.5])
+    assert found.chosen == 0
+    assert outcome([math.inf, 1.0], [2.0, 0.5]).chosen == 1
+
+
+def test_folds_are_stratified_and_repeatable():
+    labels = torch.arange(7).repeat_interleave(torch.tensor([1, 2, 5, 11, 20, 33, 31]))
+    fold = stratified_folds(labels, 5, 3)
+    assert torch.equal(fold, stratified_folds(labels, 5, 3))
+    assert not torch.equal(fold, stratified_folds(labels, 5, 4))
+    for part in (torch.ones(len(labels), dtype=torch.bool), *(labels == c for c in range(7))):
+        sizes = torch.bincount(fold[part], minlength=5)
+        assert int(sizes.max() - sizes.min()) <= 1
+
+
+@pytest.mark.parametrize("criterion", ["nll", "brier"])
+def test_losses_are_those_of_fits_that_did_not_see_the_row(sharp, criterion):
+    logits, labels = sharp
+    candidates = as_candidates(("temperature",), criterion, "logits")
+    found = cross_validate(logits, labels, candidates, criterion=criterion, folds=4, seed=1)
+    fold = stratified_folds(labels, 4, 1)
+    total, brier = 0.0, 0.0
+    for k in range(4):
+        scaling = RobustTemperatureScaling() if criterion == "nll" else TemperatureScaling(criterion=criterion)
+        part = log_proba(scaling.fit(logits[fold != k], labels[fold != k]), logits[fold == k])
+        total += float(losses_of(part, labels[fold == k], criterion).sum())
+        brier += float(losses_of(part, labels[fold == k], "brier").sum())
+    assert found.entries[1].loss == pytest.approx(total / len(labels), rel=1e-9)
+    assert found.winner.name == "temperature" and found.folds == 4
+    assert [row["name"] for row in found.table()] == ["none", "temperature"]
+    none = float(losses_of(logits.double().log_softmax(-1), labels, "brier").sum())
+    assert found.brier[0] == pytest.approx((brier - none) / len(labels), rel=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_splines_are_those_of_fits_that_did_not_see_the_row(weighted):
+    """Their features are those of all rows, which the loss hardly shows."""
+    logits, labels = draw(600, 5, scale=3.0)
+    weight = 1 + torch.arange(600, dtype=torch.float64) % 3 if weighted else None
+    candidates = as_candidates(None, "nll", "logits")
+    found = cross_validate(logits, labels, candidates, criterion="nll", folds=5, seed=0, weight=weight)
+    fold = stratified_folds(labels, 5, 0)
+    for entry in found.entries[2:]:
+        alone = copy.deepcopy(candidates[entry.name]).fit(logits, labels, weight)
+        assert torch.equal(entry.calibrator.predict_proba(logits), alone.predict_proba(logits))
+        loss = torch.empty(600, dtype=torch.float64)
+        for k in range(5):
+            kept = fold != k
+            part = copy.deepcopy(alone).fit(logits[kept], labels[kept], None if weight is None else weight[kept])
+            loss[~kept] = losses_of(log_proba(part, logits[~kept]), labels[~kept], "nll")
+        mean = loss.mean() if weight is None else (loss * weight).sum() / weight.sum()
+        assert entry.loss == pytest.approx(float(mean), abs=1e-3)
+    keeping = as_candidates(None, "nll", "logits", keep_predictions=True)
+    assert list(keeping) == ["none", "temperature", "spline"]
+    with pytest.raises(ValueError, match="spline-vector, isotonic may change predicted classes"):
+        as_candidates(("temperature", "isotonic", "spline-vector"), "nll", "logits", keep_predictions=True)
+
+
+def test_a_matrix_needs_three_classes_and_two_rows_for_each():
+    found = cross_validate(*draw(200, 2), as_candidates(None, "nll", "logits"), criterion="nll", folds=5, seed=0)
+    assert found.entries[4].excluded == "adds nothing to spline vector scaling with 2 classes"
+    found = cross_validate(*draw(99, 50), as_candidates(None, "nll", "logits"), criterion="nll", folds=5, seed=0)
+    assert found.entries[4].excluded == "needs at least 2 rows per class, 100"
+    found = cross_validate(*draw(100, 50), as_candidates(None, "nll", "logits"), criterion="nll", folds=5, seed=0)
+    assert not found.entries[4].excluded.startswith("needs")
+
+
+def test_a_candidate_without_an_optimum_outside_of_a_fold_is_not_chosen():
+    """One mistake in 60 rows: without the fold that has it temperature scaling stops where its search does."""
+    labels = torch.arange(60) % 3
+    logits = torch.eye(3, dtype=torch.float64)[labels]
+    logits[0] = torch.tensor([0.0, 0.1, 0.0])
+    assert TemperatureScaling().fit_quietly(logits, labels).at_border_ == ()
+    found = cross_validate(
+        logits,
+        labels,
+        as_candidates({"plain": TemperatureScaling()}, "nll", "logits"),
+        criterion="nll",
+        folds=5,
+        seed=0,
+    )
+    plain = found.entries[1]
+    assert plain.loss < found.entries[0].loss
+    assert plain.excluded.startswith("has its optimum at the end of the search without a fold: temperature = ")
+    assert found.winner.name == "none"
+
+
+def test_brier_is_the_brier_score(sharp):
+    logits, labels = sharp
+    found = losses_of(logits.double().log_softmax(-1), labels, "brier").mean()
+    assert float(found) == pytest.approx(float(fk.metrics.brier_score(logits.double().softmax(-1), labels)))
+
+
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_zeros_on_the_true_class_leave_what_is_finite(sharp, kind):
+    logits, labels = sharp
+    logits = logits.clone()
+    logits[0, labels[0]] = -math.inf
+    input = logits if kind == "logits" else logits.double().softmax(-1)
+    candidates = as_candidates(("temperature", "focal-temperature", "spline"), "nll", kind)
+    found = cross_validate(input, labels, candidates, criterion="nll", folds=5, seed=0)
+    assert found.winner.name in ("temperature", "spline")
+    assert math.isfinite(found.winner.loss)
+    assert found.entries[0].excluded == "gives probability 0 to classes that are possible in other rows"
+    assert "could not be fitted" in found.entries[2].excluded
+
+
+def test_masked_logits_leave_no_calibration_eligible(sharp):
+    logits, labels = sharp
+    logits = logits.clone()
+    logits[torch.arange(len(labels)), (labels + 1) % logits.shape[1]] = -math.inf
+    found = cross_validate(logits, labels, as_candidates(None, "nll", "logits"), criterion="nll", folds=5, seed=0)
+    assert found.entries[0].excluded == ""
+    # Of probabilities a zero may be that of a forest, whose next one falls on the true class.
+    probs = logits.double().softmax(-1)
+    found = cross_validate(probs, labels, as_candidates(None, "nll", "probs"), criterion="nll", folds=5, seed=0)
+    assert found.entries[0].excluded
+
+
+def test_one_row_is_too_few_for_any_fold():
+    found = cross_validate(
+        torch.tensor([[1.0, 0.0]]),
+        torch.tensor([0]),
+        as_candidates(None, "nll", "logits"),
+        criterion="nll",
+        folds=5,
+        seed=0,
+    )
+    assert found.folds == 0 and found.winner.name == "none"
+
+
+class Half:
+    """Scikit-learn-shaped, in NumPy: what it has learnt is a temperature of 2."""
+
+    def fit(self, logits, labels):
+        assert type(logits).__module__ == type(labels).__module__ == "numpy"
+        return self
+
+    def predict_proba(self, logits):
+        return torch.from_numpy(logits / 2).softmax(-1).numpy()
+
+
+class Fails(Half):
+    def predict_proba(self, logits):
+        raise RuntimeError("no such luck")
+
+
+def test_candidates_from_elsewhere(sharp):
+    logits, labels = sharp
+    made = as_candidates({"half": Half(), "fails": Fails()}, "nll", "logits")
+    found = cross_validate(logits, labels, made, criterion="nll", folds=5, seed=0)
+    assert [entry.name for entry in found.entries] == ["none", "half", "fails"]
+    assert found.winner.name == "half"
+    expected = fk.metrics.nll((logits.double() / 2).softmax(-1), labels)
+    assert found.entries[1].loss == pytest.approx(float(expected), rel=1e-6)
+    assert found.entries[2].excluded == "could not be fitted: no such luck"
+
+
+def test_candidates_by_name_come_in_their_order():
+    assert list(as_candidates(("focal-temperature", "temperature"), "nll", "logits")) == [
+        "none",
+        "temperature",
+        "focal-temperature",
+    ]
+    with pytest.raises(ValueError, match=r"expected names out of none, temperature, .* got 'platt'"):
+        as_candidates(("platt",), "nll", "logits")
+    with pytest.raises(TypeError, match="platt must have fit and predict_proba, got int"):
+        as_candidates({"platt": 3}, "nll", "logits")
+    with pytest.raises(ValueError, match="other than 'none'"):
+        as_candidates({"none": Half()}, "nll", "logits")
+
+
+def test_no_calibration_can_be_saved(sharp, tmp_path):
+    logits, labels = sharp
+    none = fit_one(identity("logits"), logits, labels)
+    none.save(tmp_path / "none.json")
+    loaded = fk.load_calibrator(tmp_path / "none.json")
+    assert torch.allclose(loaded.predict_proba(logits), logits.softmax(-1))
+
+
+@pytest.fixture
+def sharp():
+    """400 rows of 3 classes whose labels follow softmax(z / 2)."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(400, 3, generator=generator)
+    labels = torch.multinomial((logits / 2).softmax(-1), 1, generator=generator).squeeze(1)
+    return logits, labels

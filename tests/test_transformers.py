@@ -1,0 +1,212 @@
+"""Hugging Face transformers with the focal loss: every way in which models call their loss, Trainer, the callback."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_close, peer
+
+import focalkern as fk
+
+transformers = peer("transformers")
+peer("accelerate")
+
+from focalkern.integrations.transformers import CalibrationCallback, use_focal_loss  # noqa: E402
+
+SMALL = {"vocab_size": 23, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def causal_model(**options):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **options))
+
+
+def bert(kind, **options):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options)
+    return getattr(transformers, f"BertFor{kind}")(config)
+
+
+def llama(kind, **options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, pad_token_id=0, **options)
+    return getattr(transformers, f"LlamaFor{kind}")(config)
+
+
+def images(**options):
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4,
+        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def tokens(n_rows=4, ignored=3):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 23, (n_rows, 9), generator=generator)
+    labels = ids.clone()
+    labels[:, :ignored] = -100
+    return ids, labels
+
+
+def gradients(model):
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def loss_and_gradients(model, **batch):
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), [gradient.clone() for gradient in gradients(model)]
+
+
+def cases():
+    ids, labels = tokens()
+    classes = torch.tensor([0, 2, 1, 0])
+    yield "causal", causal_model(), {"input_ids": ids, "labels": labels}
+    yield "causal, tied", causal_model(tie_word_embeddings=True), {"input_ids": ids, "labels": labels}
+    yield "masked", bert("MaskedLM"), {"input_ids": ids, "labels": labels}
+    yield "tokens", bert("TokenClassification", num_labels=23), {"input_ids": ids, "labels": labels}
+    yield "tokens, Llama", llama("TokenClassification", num_labels=23), {"input_ids": ids, "labels": labels}
+    yield "rows", bert("SequenceClassification", num_labels=3), {"input_ids": ids, "labels": classes}
+    yield "rows, Llama", llama("SequenceClassification", num_labels=3), {"input_ids": ids, "labels": classes}
+    yield "images", images(), {"pixel_values": torch.randn(4, 3, 8, 8), "labels": classes}
+
+
+CASES = [pytest.param(name, model.eval(), batch, id=name) for name, model, batch in cases()]
+
+
+@pytest.mark.parametrize("name, model, batch", CASES)
+def test_gamma_0_is_the_models_own_loss(name, model, batch):
+    loss, expected = loss_and_gradients(model, **batch)
+    with use_focal_loss(model, 0.0):
+        focal, found = loss_and_gradients(model, **batch)
+    assert_close(focal, loss)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs)
+    again, _ = loss_and_gradients(model, **batch)
+    assert torch.equal(again, loss)
+
+
+@pytest.mark.parametrize("name, model, batch", CASES)
+def test_it_is_the_focal_loss_of_the_logits(name, model, batch):
+    logits = model(**batch).logits
+    labels = batch["labels"]
+    if name.startswith("causal"):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    expected = fk.focal_loss(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), 3.0, label_smoothing=0.1)
+    with use_focal_loss(model, 3.0, label_smoothing=0.1):
+        assert_close(model(**batch).loss, expected)
+        if name.startswith("causal"):
+            assert_close(model(**batch, num_items_in_batch=7).loss * 7, expected * int((labels != -100).sum()))
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_several_labels_per_row(make):
+    model = make("SequenceClassification", num_labels=3, problem_type="multi_label_classification")
+    ids, _ = tokens()
+    labels = torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 1]])
+    expected = fk.sigmoid_focal_loss(model(input_ids=ids).logits, labels, 2.0, reduction="mean")
+    with use_focal_loss(model):
+        assert_close(model(input_ids=ids, labels=labels).loss, expected)
+    with (
+        use_focal_loss(model, label_smoothing=0.1),
+        pytest.raises(ValueError, match="several labels per row take a number gamma"),
+    ):
+        model(input_ids=ids, labels=labels)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_linear_makes_no_logits_in_training(tied):
+    model = causal_model(tie_word_embeddings=tied).train()
+    ids, labels = tokens()
+    with use_focal_loss(model, 2.0):
+        expected, slopes = loss_and_gradients(model, input_ids=ids, labels=labels)
+    with use_focal_loss(model, 2.0, linear=True):
+        loss, found = loss_and_gradients(model, input_ids=ids, labels=labels)
+        assert model(input_ids=ids, labels=labels).logits.shape == (4, 9, 8)
+        assert model(input_ids=ids).logits.shape == (4, 9, 23)
+        assert model.eval()(input_ids=ids, labels=labels).logits.shape == (4, 9, 23)
+        with pytest.raises(IndexError):  # the head comes back after an error too
+            model.train()(input_ids=ids, labels=labels + 1000)
+        assert model(input_ids=ids).logits.shape == (4, 9, 23)
+    assert_close(loss, expected)
+    for ours, theirs in zip(found, slopes, strict=True):
+        assert_close(ours, theirs)
+
+
+def train(model, folder, **options):
+    ids, labels = tokens(8)
+    rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=20,
+            optim="sgd",
+            learning_rate=0.1,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=rows,
+        eval_dataset=rows,
+        **options,
+    )
+    trainer.train()
+    return trainer
+
+
+def test_twenty_steps_at_gamma_0_are_those_of_cross_entropy(tmp_path):
+    """Losses and gradient norms, with accumulated batches."""
+    model = causal_model()
+    ours = copy.deepcopy(model)
+    expected = train(model, tmp_path / "a").state.log_history
+    with use_focal_loss(ours, 0.0, linear=True):
+        found = train(ours, tmp_path / "b").state.log_history
+    assert len(found) == len(expected) == 21
+    for step, reference in zip(found[:-1], expected[:-1], strict=True):
+        assert step["loss"] == pytest.approx(reference["loss"], rel=1e-4)
+        assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+
+
+def test_callback_tells_the_calibration_of_each_evaluation(tmp_path):
+    callback = CalibrationCallback()
+    model = causal_model()
+    trainer = train(model, tmp_path, callbacks=[callback])
+    result = trainer.evaluate()
+    ids, labels = tokens(8)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits[:, :-1].reshape(-1, 23)
+    labels = labels[:, 1:].reshape(-1)
+    logits, labels = logits[labels >= 0], labels[labels >= 0]
+    assert result["eval_nll"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
+    ece = fk.metrics.expected_calibration_error(logits.softmax(-1), labels)
+    assert result["eval_ece"] == pytest.approx(float(ece), abs=1e-6)
+    scaling = fk.TemperatureScaling().fit_quietly(logits, labels)
+    assert result["eval_temperature"] == pytest.approx(scaling.temperature_, rel=1e-5)
+    assert trainer.state.log_history[-1]["eval_nll"] == result["eval_nll"]
+
+
+def test_errors_say_what_is_wrong():
+    with pytest.raises(TypeError, match="use_focal_loss: model must be a transformers model"):
+        use_focal_loss(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="with loss_type 'ForQuestionAnswering'"):
+        use_focal_loss(bert("QuestionAnswering"))
+    with pytest.raises(ValueError, match="linear=True is for language models"):
+        use_focal_loss(llama("SequenceClassification", num_labels=3), linear=True)
+    with pytest.raises(ValueError, match="BertForMaskedLM computes its own loss"):
+        use_focal_loss(bert("MaskedLM"), linear=True)
+    capped = transformers.Gemma2Config(**SMALL, head_dim=4, num_key_value_heads=2)
+    with pytest.raises(ValueError, match=r"config\.final_logit_softcapping"):
+        use_focal_loss(transformers.Gemma2ForCausalLM(capped), linear=True)
+    model = causal_model()
+    with pytest.raises(ValueError, match="gamma"):
+        use_focal_loss(model, float("nan"))
+    assert "_loss_function" not in vars(model)

@@ -1,0 +1,149 @@
+"""Instructions per element of the losses on this processor, forward and backward.
+
+    python -m tools.cpu.instruction_counts
+
+A small program steps through one chunk of rows, one instruction at a time (Linux, x86-64 with AVX-512, a C++
+compiler). Counts do not depend on who else uses the machine. `--write` records them, `--summary` prints what is
+recorded.
+
+The floor of `focal_loss` is what its arithmetic needs in vectors of sixteen, without addresses, loops and spills:
+
+- per element: the maximum (or a bound, from the target's logit), a difference and an exponential (13 instructions, of
+  which a table of roots saves the kernels two) twice, a comparison with the label twice, a sum, a product and a store:
+  34;
+- up to 32 classes three transpositions, 28 instructions for sixteen rows and four words (the kernels make do with one);
+  of half precision, where a word has two classes, 8 more for the conversion, or 56 with rounding;
+- of more classes a row is in vectors of its own: the last of them is not full and costs as much as the others, and the
+  maximum and the sum are folded, each in 13 instructions for four rows together;
+- per row two logarithms (22) and seven exponentials (14) (for gamma = 2 the kernels make do with one and one);
+- of a half-precision row that is not transposed, one instruction to convert each class in each of three readings, and 7
+  to round it.
+"""
+
+import argparse
+import csv
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from tools.toolchain import HOST_FLAGS
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "benchmarks" / "results" / "cpu_counts.csv"
+ELEMENTS_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_sigmoid.csv"
+LANES = 16
+FEW_CLASSES = 32  # as in csrc/cpu/row_loss_tile.h
+CASES = [
+    (classes, dtype, gamma)
+    for classes, gammas in ((10, ("number", "table")), (17, ("number",)), (100, ("number",)), (1000, ("number",)))
+    for dtype in ("float32", "bfloat16")
+    for gamma in gammas
+]
+# The losses of independent logits, 80 classes: what a detector's head has.
+ELEMENT_CASES = [
+    (loss, dtype, target)
+    for loss in ("focal", "asymmetric")
+    for dtype in ("float32", "bfloat16")
+    for target in ("dense", "labels")
+]
+
+
+@dataclass(frozen=True)
+class Count:
+    classes: int
+    dtype: str
+    gamma: str
+    forward: float
+    backward: float
+    floor: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class ElementCount:
+    loss: str
+    dtype: str
+    target: str
+    forward: float
+    backward: float
+
+
+def floor(classes: int, dtype: str) -> float:
+    """Instructions per element, forward and backward."""
+    half = dtype == "bfloat16"
+    finishing = (2 * 22 + 7 * 14) / LANES / classes
+    if classes <= FEW_CLASSES:
+        turned = (36 + 36 + 84) / 128 if half else 3 * 28 / 64
+        group = 8 if half else 4
+        return 34 / LANES + finishing + turned * (-(-classes // group) * group) / classes
+    vectors = -(-classes // LANES)
+    return (vectors * (34 + (3 + 7 if half else 0)) + 2 * 13 / 4) / classes + finishing
+
+
+def build(folder: Path) -> Path:
+    program = folder / "instruction_counts"
+    sources = [Path(__file__).with_suffix(".cpp"), ROOT / "csrc" / "cpu" / "sigmoid_loss.cpp"]
+    command = ["c++", "-std=c++20", "-fwrapv", *HOST_FLAGS, "-I", ROOT / "csrc", *sources, "-o", program]
+    subprocess.run(command, check=True)
+    return program
+
+
+def steps(program: Path, *case: object) -> tuple[float, float]:
+    """Instructions per element, forward and backward."""
+    answer = subprocess.run([program, *map(str, case)], check=True, capture_output=True, text=True).stdout
+    elements, forward, backward = map(int, answer.split())
+    return forward / elements, backward / elements
+
+
+def count(program: Path, classes: int, dtype: str, gamma: str) -> Count:
+    forward, backward = steps(program, "rows", classes, dtype, gamma)
+    least = floor(classes, dtype)
+    numbers = forward, backward, least, (forward + backward) / least
+    return Count(classes, dtype, gamma, *(round(number, 2) for number in numbers))
+
+
+def count_elements(program: Path, loss: str, dtype: str, target: str) -> ElementCount:
+    return ElementCount(loss, dtype, target, *(round(n, 2) for n in steps(program, loss, 80, dtype, target)))
+
+
+def table(path: Path, header: list[str]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    with path.open(newline="") as file:
+        lines += ["| " + " | ".join(row.values()) + " |" for row in csv.DictReader(file)]
+    return "\n".join(lines)
+
+
+def summary() -> str:
+    return table(TABLE, ["classes", "dtype", "gamma", "forward", "backward", "floor of both", "ratio"])
+
+
+def element_summary() -> str:
+    return table(ELEMENTS_TABLE, ["loss", "dtype", "target", "forward", "backward"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--write", action="store_true", help=f"record in {TABLE.parent.relative_to(ROOT)}")
+    parser.add_argument("--summary", action="store_true", help="print the recorded tables")
+    arguments = parser.parse_args()
+    if arguments.summary:
+        print(summary(), element_summary(), sep="\n\n")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        program = build(Path(folder))
+        counts = [count(program, *case) for case in CASES]
+        element_counts = [count_elements(program, *case) for case in ELEMENT_CASES]
+    for path, kind, found in ((TABLE, Count, counts), (ELEMENTS_TABLE, ElementCount, element_counts)):
+        rows = [asdict(one) for one in found]
+        for row in rows:
+            print(*(f"{name} {value}" for name, value in row.items()), sep="  ")
+        if arguments.write:
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,527 @@
+"""Focal loss, forward and backward."""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from ctypes import c_bool, c_int64, c_void_p
+
+import pytest
+import torch
+
+from focalkern import GammaTable, reference
+from tools.cuda.cases.common import (
+    DTYPES,
+    LABELS,
+    NAN,
+    Labels,
+    Layout,
+    Memory,
+    assert_near,
+    nan_like,
+    real_of,
+    structure,
+)
+
+FOCAL_LOSS = [
+    ("rows", c_int64), ("classes", c_int64), ("logits", c_void_p), ("layout", Layout), ("labels", Labels),
+    ("ignore_index", c_int64), ("target_probs", c_void_p), ("target_layout", Layout), ("label_smoothing", "real"),
+    ("class_weight", c_void_p), ("detach_modulation", c_bool), ("gamma", c_void_p), ("gamma_stride", c_int64),
+    ("gamma_value", "real"), ("epsilon", "real"), ("edges", c_void_p), ("n_bins", c_int64), ("saved", c_void_p),
+]  # fmt: skip
+FOCAL_LOSS_FORWARD = [*FOCAL_LOSS, ("row_loss", c_void_p)]
+FOCAL_LOSS_BACKWARD = [
+    *FOCAL_LOSS, ("grad_loss", c_void_p), ("grad_stride", c_int64), ("divisor", c_void_p), ("grad_logits", c_void_p),
+    ("grad_layout", Layout), ("grad_target", c_void_p), ("grad_gamma", c_void_p),
+]  # fmt: skip
+
+
+def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_index=-100, reduction="mean",
+                   label_smoothing=0.0, detach_modulation=False, grad_like=None, gradients=True, kind=0,
+                   epsilon=0.0):  # fmt: skip
+    """Everything that the two kernels write, by name; without `gradients`, that for gamma alone. Other kinds are the
+    other losses of rows."""
+    which = (kind,) if kind else ()
+    launch_forward = library.row_loss_forward if kind else library.focal_loss_forward
+    launch_backward = library.row_loss_backward if kind else library.focal_loss_backward
+    dtype, real = logits.dtype, real_of(logits.dtype)
+    classes = logits.shape[1]
+    rows = logits.numel() // classes
+    soft = target.is_floating_point()
+    with Memory(library) as memory:
+        forward = structure(library, "FocalLossForward", dtype, FOCAL_LOSS_FORWARD)
+        forward.rows, forward.classes = rows, classes
+        forward.logits, forward.layout = memory.put(logits), Layout.of(logits)
+        if soft:
+            forward.target_probs, forward.target_layout = memory.put(target), Layout.of(target)
+        else:
+            forward.labels = Labels(memory.put(target.contiguous()), LABELS.index(target.dtype))
+        forward.ignore_index, forward.label_smoothing = ignore_index, label_smoothing
+        forward.detach_modulation, forward.epsilon = detach_modulation, epsilon
+        forward.class_weight = None if weight is None else memory.put(weight.to(real))
+        if isinstance(gamma, GammaTable):
+            forward.gamma, forward.n_bins = memory.put(gamma.gammas.to(real)), len(gamma.gammas)
+            forward.edges = memory.put(gamma.edges.to(real))
+        elif isinstance(gamma, torch.Tensor):
+            forward.gamma, forward.gamma_stride = memory.put(gamma.to(real)), int(gamma.dim() > 0)
+        else:
+            forward.gamma_value = gamma
+        numbers = torch.full(((4 if kind > 1 else 3) * rows,), NAN, dtype=real)
+        row_numbers, one = numbers[:rows].clone(), torch.full((1,), NAN, dtype=real)
+        forward.saved = memory.out(numbers)
+        divisor, loss, row_loss = memory.out(one), memory.out(one), memory.out(row_numbers)
+        forward.row_loss = row_loss if reduction == "none" else None
+        scratch = library.focal_loss_workspace(c_int64(rows), c_int64(classes), int(reduction != "none"))
+        status = launch_forward(
+            *which, DTYPES.index(dtype), ctypes.byref(forward), int(reduction == "mean"),
+            c_void_p(None if reduction == "none" else loss), c_void_p(divisor),
+            c_void_p(memory.scratch(scratch) if scratch else None),
+        )  # fmt: skip
+        assert status == 0
+
+        backward = structure(library, "FocalLossBackward", dtype, FOCAL_LOSS_BACKWARD)
+        for name, _ in FOCAL_LOSS:
+            setattr(backward, name, getattr(forward, name))
+        backward.grad_loss, backward.grad_stride = memory.put(grad), int(reduction == "none")
+        backward.divisor = divisor if reduction == "mean" else None
+        grad_like = logits if grad_like is None else grad_like
+        backward.grad_layout = Layout.of(grad_like)
+        if gradients:
+            backward.grad_logits = memory.out(nan_like(grad_like))
+            backward.grad_target = memory.out(nan_like(target)) if soft else None
+        # As the operator does: a number has no slope, and the kernels may take another way.
+        with_gamma = isinstance(gamma, torch.Tensor) or not gradients
+        backward.grad_gamma = memory.out(row_numbers) if with_gamma else None
+        assert launch_backward(*which, DTYPES.index(dtype), ctypes.byref(backward)) == 0
+        return {
+            "saved": memory.get(forward.saved, numbers),
+            "loss": memory.get(row_loss, row_numbers) if reduction == "none" else memory.get(loss, one),
+            "divisor": memory.get(divisor, one),
+            "grad_logits": memory.get(backward.grad_logits, grad_like) if gradients else None,
+            "grad_target": memory.get(backward.grad_target, target) if soft and gradients else None,
+            "grad_gamma": memory.get(backward.grad_gamma, row_numbers) if with_gamma else None,
+        }
+
+
+def check_focal_loss(library, logits, target, gamma, *, reduction="mean", **options):
+    grad_like = options.pop("grad_like", None)
+    dtype, real = logits.dtype, real_of(logits.dtype)
+    classes = logits.shape[1]
+    rows = logits.numel() // classes
+    grad = torch.randn(rows if reduction == "none" else 1, dtype=real)
+    actual = run_focal_loss(library, logits, target, gamma, grad, reduction=reduction, grad_like=grad_like, **options)
+    z = logits.double().requires_grad_()
+    soft = target.is_floating_point()
+    t = target.double().requires_grad_() if soft else target.long()
+    differentiable = isinstance(gamma, torch.Tensor) and not options.get("detach_modulation", False)
+    g = gamma.double().requires_grad_() if differentiable else gamma
+    # Out of range: NaN for that row, and the others as if it were ignored.
+    ignore_index = options.pop("ignore_index", -100)
+    outside = torch.zeros(rows, dtype=torch.bool)
+    if not soft:
+        outside = ((t < 0) | (t >= classes)) & (t != ignore_index)
+        t = torch.where(outside, ignore_index, t)
+        outside = outside.reshape(-1)
+    if options.get("weight") is not None:
+        options["weight"] = options["weight"].double()
+    expected = reference.focal_loss(z, t, g, reduction=reduction, ignore_index=ignore_index, **options)
+    inputs = [z, *([t] if soft else []), *([g] if differentiable else [])]
+    upstream = grad.double().reshape(expected.shape)
+    gradients = list(torch.autograd.grad(expected, inputs, upstream, allow_unused=True))
+    factor = 100 if logits.abs().nan_to_num(posinf=0, neginf=0).max() > 100 else 20
+    if outside.any():
+        expected = (
+            torch.where(outside.reshape(expected.shape), NAN, expected) if reduction == "none" else expected * NAN
+        )
+    assert_near(actual["loss"], expected, real, factor)
+    if reduction != "mean":
+        assert actual["divisor"].item() == 1
+    z_grad = gradients[0].movedim(1, -1).reshape(rows, classes)
+    z_grad = torch.where(outside.unsqueeze(-1), NAN, z_grad)
+    assert_near(
+        actual["grad_logits"].movedim(1, -1).reshape(rows, classes), z_grad, dtype, factor if dtype == real else 2
+    )
+    if soft:
+        assert_near(actual["grad_target"], gradients[1], real, factor)
+    if differentiable:
+        of_rows = actual["grad_gamma"] if gamma.dim() > 0 else actual["grad_gamma"].sum()
+        assert_near(of_rows, torch.where(outside, NAN, gradients[-1].reshape(-1)) if gamma.dim() else gradients[-1],
+                    real, factor)  # fmt: skip
+    return actual
+
+
+def labels_for(logits: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    shape = logits.shape[:1] + logits.shape[2:]
+    return torch.randint(min(logits.shape[1], 200), shape).to(dtype)
+
+
+# Classes around each border between the ways of reading a row: one vector, one tile, a warp, the block; and their
+# remainders. Rows around a tile.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "classes"),
+    [(1, 1), (33, 3), (257, 10), (300, 17), (40, 129), (17, 512), (9, 513), (5, 1023), (3, 4099), (2, 9001)],
+)
+def test_focal_loss_rows(library, dtype, rows, classes):
+    logits = (3 * torch.randn(rows, classes)).to(dtype)
+    check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="mean")
+    check_focal_loss(library, logits, labels_for(logits, torch.int32), torch.rand(rows), reduction="none")
+
+
+# Every remainder of a vector and of a warp, at each way of reading a row: an element that no thread takes stays
+# NaN in the gradient, one that is taken twice shows in the sums.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [1, 65, 129, 257, 481, 513, 2030, 4090])
+def test_focal_loss_takes_each_element_once(library, dtype, first):
+    for classes in range(first, first + (64 if first < 1000 else 40), 1 if first < 1000 else 3):
+        for skip in (0, 1):  # rows from a boundary on, and off it
+            logits = torch.randn(3 * classes + skip).to(dtype)[skip:].reshape(3, classes)
+            check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="sum")
+
+
+# Tiles of short rows: each number of lanes for a row (1 to 32); rows that begin in few banks (64, 96, 128 and 256
+# classes); in 16 bits 33 and 54 classes have two rounds of rows in a tile. A full tile, several, and a last one of a
+# row or of a few.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [18, 33, 54, 64, 96, 100, 101, 128, 210, 255, 256, 420, 511])
+def test_focal_loss_tiles_of_short_rows(library, dtype, classes):
+    full = 16
+    while 2 * full * classes * dtype.itemsize <= 16384 and full < 256:
+        full *= 2
+    for rows in (full, full - 1, 4 * full + 1, 5 * full - 3):
+        logits = (3 * torch.randn(rows, classes)).to(dtype)
+        target = labels_for(logits, torch.uint8 if rows == full else torch.int64)
+        target[rows // 2 :: 7] = 255 if rows == full else -100
+        gamma = torch.rand(rows) if rows == full - 1 else 2.0
+        reduction = "none" if rows == full - 1 else "mean"
+        check_focal_loss(
+            library, logits, target, gamma, reduction=reduction, ignore_index=255 if rows == full else -100
+        )
+
+
+# The sum over a short row takes a product of each logit, not of its distance from the largest.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [20, 33, 100])
+def test_focal_loss_of_logits_far_from_zero(library, dtype, classes):
+    limit = torch.finfo(dtype).max
+    for offset in (1e3, -3e4, 1e6, -(2.0**24), 2.0**27, 2.0**30, -(2.0**30), 1e38, -2.5e38, 3.3e38):
+        if abs(offset) >= limit:
+            continue
+        logits = (offset + 3 * torch.randn(40, classes, dtype=torch.float64)).to(dtype)
+        nearest = abs(offset) * torch.finfo(dtype).eps  # a few steps from one number to the next
+        spread = (offset + nearest * torch.randint(-2, 3, (40, classes), dtype=torch.float64)).to(dtype)
+        for z in (logits, spread):
+            check_focal_loss(library, z, labels_for(z), 2.0, reduction="sum")
+
+
+# A thread has one row of a tile for itself, or two: as many threads as there are, and the last with half of its rows.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", range(1, 17))
+def test_focal_loss_own_rows(library, dtype, classes):
+    for rows in (512, 511, 255, 7):
+        logits = (3 * torch.randn(rows, classes)).to(dtype)
+        target = labels_for(logits, torch.int32 if rows == 7 else torch.int64)
+        target[rows // 2 :: 5] = -100
+        reduction = "none" if rows == 511 else "mean"
+        gamma = torch.rand(rows) if rows == 511 else 2.0
+        check_focal_loss(library, logits, target, gamma, reduction=reduction, weight=torch.rand(classes) + 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [5, 300, 2100])
+def test_focal_loss_layouts(library, dtype, classes):
+    n = 11 if classes < 1000 else 3
+    sources = [
+        torch.randn(2, classes, 37 if classes < 1000 else 5),  # a row is a column of memory
+        torch.randn(n, classes, 3),
+        torch.randn(n, 2, classes).transpose(1, 2),  # channels last
+        torch.randn(classes, n).t(),
+        torch.randn(n * classes + 1)[1:].reshape(n, classes),  # not on a 16-byte boundary
+        torch.randn(n, classes + 3)[:, :classes],  # with gaps
+    ]
+    for source in sources:
+        logits = torch.empty_strided(source.shape, source.stride(), dtype=dtype).copy_(source)
+        for grad_like in (logits, torch.empty(logits.shape, dtype=dtype)):
+            check_focal_loss(library, logits, labels_for(logits), 1.5, grad_like=grad_like)
+        soft = torch.empty_like(logits, dtype=torch.float32).copy_(torch.randn(logits.shape).softmax(1))
+        check_focal_loss(library, logits, soft, 2.0, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("classes", [4, 100, 1500])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_focal_loss_options(library, classes, reduction):
+    logits = 3 * torch.randn(20, classes)
+    target = labels_for(logits)
+    target[::5] = -100
+    table = GammaTable([0.0, 0.013, 0.27, 1.0], [5.0, -1.5, 3.0])
+    for gamma in (0.0, 0.5, -2.0, torch.tensor(1.5), 4 * torch.rand(20) - 1, table):
+        for smoothing in (0.0, 0.2):
+            options = {"label_smoothing": smoothing, "detach_modulation": smoothing > 0 and gamma is table}
+            check_focal_loss(library, logits, target, gamma, reduction=reduction, weight=torch.rand(classes), **options)
+
+
+@pytest.mark.parametrize("classes", [3, 200, 2500])
+@pytest.mark.parametrize("label_type", LABELS)
+def test_focal_loss_never_follows_a_label_out_of_range(library, classes, label_type):
+    logits = torch.randn(12, classes)
+    target = labels_for(logits, label_type)
+    target[3] = 1
+    if classes < 256 or label_type != torch.uint8:
+        target[7] = classes if classes < 256 else 2**31 - 1
+    if label_type != torch.uint8:
+        target[11] = -1
+    for smoothing in (0.0, 0.1):
+        check_focal_loss(library, logits, target, 2.0, ignore_index=1, reduction="none", label_smoothing=smoothing)
+        check_focal_loss(library, logits[:9], target[:9], 2.0, ignore_index=1, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("classes", [3, 100, 2500])
+def test_focal_loss_edges(library, classes):
+    logits = torch.randn(9, classes)
+    target = torch.zeros(9, dtype=torch.int64)
+    logits[0, 0] = 1e4  # certain and right
+    logits[1, 1] = 1e4  # certain and wrong
+    logits[2, 0] = 80
+    logits[3, 1:] = -torch.inf
+    logits[4, 1] = -torch.inf
+    target[5] = -100
+    check_focal_loss(library, logits, target, 0.5, reduction="none")
+    logits[5] = NAN  # ignored, so never read
+    for value in (NAN, torch.inf):
+        logits[6, classes - 1] = value
+        actual = run_focal_loss(library, logits, target, 2.0, torch.ones(9), reduction="none")
+        assert actual["loss"].isnan().nonzero().tolist() == [[6]]
+        assert actual["grad_logits"].isnan().any(1).nonzero().tolist() == [[6]]
+        assert (actual["grad_logits"][5] == 0).all()
+    logits[7] = -torch.inf
+    assert run_focal_loss(library, logits, target, 2.0, torch.ones(9), reduction="none")["loss"][7].isnan()
+
+
+# Few long rows, a block for each chunk of one: a little more than three of the least, off the vector width.
+def long_rows(library, dtype):
+    classes = 50_000 // dtype.itemsize + 5
+    chunk = library.chunk_of_a_row(c_int64(9), c_int64(classes), c_int64(dtype.itemsize))
+    assert 0 < 3 * chunk < classes
+    return (3 * torch.randn(9, classes)).to(dtype), chunk
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_focal_loss_in_chunks(library, dtype):
+    logits, chunk = long_rows(library, dtype)
+    classes = logits.shape[1]
+    # The first and last class of a chunk, and of a vector in it.
+    target = torch.tensor([0, chunk - 1, chunk, 2 * chunk + 15, classes - 1, -100, 3 * chunk + 8, classes, 7])
+    logits[5] = NAN  # ignored, so never read
+    weight = torch.rand(classes)
+    for reduction, rows in (("none", 9), ("mean", 7)):
+        finite = logits[:rows].nan_to_num()
+        check_focal_loss(library, finite, target[:rows], 1.5, reduction=reduction, weight=weight)
+    actual = run_focal_loss(library, logits, target, 2.0, torch.ones(9, dtype=real_of(dtype)), reduction="none")
+    assert actual["loss"].isnan().nonzero().tolist() == [[7]]
+    assert (actual["grad_logits"][5] == 0).all()
+    gammas = 3 * torch.rand(9)
+    check_focal_loss(library, logits.nan_to_num(), target, gammas, reduction="none")
+    grad = torch.rand(9, dtype=real_of(dtype))
+    both, one = (
+        run_focal_loss(library, logits, target, gammas, grad, reduction="none", gradients=wanted)["grad_gamma"]
+        for wanted in (True, False)
+    )
+    torch.testing.assert_close(both, one, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_focal_loss_in_chunks_at_the_edges(library, dtype):
+    logits, chunk = long_rows(library, dtype)
+    target = torch.tensor([2 * chunk, 0, chunk, 1, chunk + 1, 2, 2, 2, chunk])
+    logits[0, : 2 * chunk] = -torch.inf
+    logits[1, chunk:] = -torch.inf
+    logits[2, :chunk] = -torch.inf
+    logits[3, 1] = 1000  # certain and right
+    logits[4, 1] = 1000  # certain and wrong, by another chunk
+    logits[5, -1] = 40
+    logits[6] *= 1e-3
+    logits[7, 2] = -1000
+    logits[8, :chunk] = -1000
+    check_focal_loss(library, logits.clone(), target, 0.5, reduction="none")
+    for at, value in ((0, NAN), (chunk, torch.inf), (-1, NAN)):
+        broken = logits.clone()
+        broken[6, at] = value
+        actual = run_focal_loss(library, broken, target, 2.0, torch.ones(9, dtype=real_of(dtype)), reduction="none")
+        assert actual["loss"].isnan().nonzero().tolist() == [[6]]
+        assert actual["grad_logits"].isnan().any(1).nonzero().tolist() == [[6]]
+    logits[6] = -torch.inf
+    assert run_focal_loss(library, logits, target, 2.0, torch.ones(9, dtype=real_of(dtype)), reduction="none")["loss"][
+        6
+    ].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_focal_loss_in_chunks_of_other_layouts(library, dtype):
+    logits, chunk = long_rows(library, dtype)
+    target = labels_for(logits[:3]) + chunk
+    sources = [
+        torch.stack((logits[:3], logits[3:6]), 2).flatten(1)[:, ::2],  # every second element
+        torch.cat((logits[0, :1], logits[:3].flatten()))[1:].reshape(3, -1),  # not on a 16-byte boundary
+    ]
+    for source in sources:
+        for grad_like in (source, torch.empty_like(logits[:3])):
+            check_focal_loss(library, source, target, 2.0, grad_like=grad_like)
+    columns = logits[:2].reshape(1, 2, -1).transpose(1, 2)  # [1, classes, 2], channels last
+    check_focal_loss(library, columns, target[:2].reshape(1, 2), 2.0, reduction="sum")
+
+
+# More chunks than a warp has lanes; and more rows than are brought together at once.
+@pytest.mark.parametrize(("rows", "classes"), [(1, 140_000), (65, 8_200)])
+def test_focal_loss_in_many_chunks(library, rows, classes):
+    logits = 3 * torch.randn(rows, classes)
+    logits[:, -1] = 15  # most of it in the last chunk
+    chunks = -(-classes // library.chunk_of_a_row(c_int64(rows), c_int64(classes), c_int64(4)))
+    assert chunks > 32 or (chunks > 2 and rows > 64)
+    target = labels_for(logits)
+    first = check_focal_loss(library, logits, target, 2.0, reduction="mean")
+    again = run_focal_loss(library, logits, target, 2.0, torch.ones(1))
+    for name in ("loss", "divisor", "saved"):
+        assert torch.equal(first[name], again[name])
+
+
+def test_focal_loss_of_nothing(library):
+    for rows in (0, 40):
+        logits = torch.randn(rows, 5)
+        target = torch.full((rows,), -100)
+        actual = run_focal_loss(library, logits, target, 2.0, torch.ones(1))
+        assert actual["loss"].isnan().all()
+        assert (actual["grad_logits"] == 0).all()
+        assert run_focal_loss(library, logits, target, 2.0, torch.ones(1), reduction="sum")["loss"] == 0
+
+
+def test_focal_loss_is_deterministic(library):
+    """Blocks and threads run in another order each time."""
+    logits = torch.randn(1000, 100).bfloat16()
+    target = labels_for(logits)
+    first, *others = [run_focal_loss(library, logits, target, 2.0, torch.ones(1)) for _ in range(3)]
+    for other in others:
+        for name in ("loss", "divisor", "grad_logits", "saved"):
+            assert torch.equal(first[name], other[name])
+
+
+# ---- pixels: a row is a column of memory ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def many_pixels(library: ctypes.CDLL) -> Iterator[None]:
+    """However few they are, a thread has its pixels for itself."""
+    before = library.many_pixels()
+    library.set_many_pixels(c_int64(0))
+    try:
+        yield
+    finally:
+        library.set_many_pixels(c_int64(before))
+
+
+def pixels(images, classes, size, dtype, *, step=1, gap=0, image_gap=0, skip=0) -> torch.Tensor:
+    """Logits with `gap` elements behind each plane, some more behind each image, and `skip` before the first."""
+    plane = size * step + gap
+    strides = (classes * plane + image_gap, plane, step)
+    memory = (3 * torch.randn(images * strides[0] + skip)).to(dtype)[skip:]
+    return memory.as_strided((images, classes, size), strides)
+
+
+# Each number of classes that is left over, on both sides of a step; two images, and the last pair of a block alone.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [*range(2, 19), 24, 25, 32, 33, 40])
+def test_focal_loss_pixels(library, dtype, classes):
+    logits = pixels(2, classes, 34, dtype)
+    with many_pixels(library):
+        check_focal_loss(library, logits, labels_for(logits), 2.0)
+        check_focal_loss(library, logits, labels_for(logits, torch.uint8), torch.rand(2, 34), reduction="none")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_focal_loss_pixels_of_many_tiles(library, dtype):
+    """More than three blocks take at once, by pairs."""
+    logits = pixels(2, 3, 1030, dtype)
+    target = labels_for(logits)
+    target[:, ::7] = -100
+    for reduction in ("none", "mean"):
+        check_focal_loss(library, logits, target, 1.5, reduction=reduction, weight=torch.rand(3) + 0.1)
+
+
+# Two pixels that are no word of memory: an odd plane, an odd distance of planes or images, an odd beginning. The
+# gradient likewise, where the logits are words.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"size": 35},
+        {"size": 35, "gap": 1},
+        {"gap": 1, "image_gap": 1},
+        {"step": 2},
+        {"gap": 1},
+        {"gap": 2},
+        {"image_gap": 1},
+        {"image_gap": 2},
+        {"skip": 1},
+        {"skip": 2},
+    ],
+)
+def test_focal_loss_pixels_off_the_boundary_of_a_pair(library, dtype, odd):
+    odd = dict(odd)
+    size = odd.pop("size", 34)
+    with many_pixels(library):
+        logits = pixels(2, 5, size, dtype, **odd)
+        check_focal_loss(library, logits, labels_for(logits), 2.0)
+        check_focal_loss(library, logits, labels_for(logits), 2.0, grad_like=pixels(2, 5, size, dtype))
+        logits = pixels(2, 5, size, dtype)
+        check_focal_loss(library, logits, labels_for(logits), 2.0, grad_like=pixels(2, 5, size, dtype, **odd))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_focal_loss_options_of_pixels(library, dtype):
+    logits = pixels(2, 9, 22, dtype)
+    target = labels_for(logits)
+    target[0, ::3] = -100
+    table = GammaTable([0.0, 0.013, 0.27, 1.0], [5.0, -1.5, 3.0])
+    with many_pixels(library):
+        for gamma in (0.0, -2.0, torch.tensor(1.5), 4 * torch.rand(2, 22) - 1, table):
+            for reduction in ("none", "mean", "sum"):
+                options = {"reduction": reduction, "detach_modulation": gamma is table}
+                check_focal_loss(library, logits, target, gamma, weight=torch.rand(9), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [3, 20])
+@pytest.mark.parametrize("as_rows", [False, True])
+def test_focal_loss_edges_of_neighbours(library, dtype, classes, as_rows):
+    """A pixel or a short row beside another that is certain, ignored, out of range, or not a number."""
+    logits = pixels(1, classes, 24, dtype)
+    target = torch.zeros(1, 24, dtype=torch.int64)
+    rows = logits[0].t()  # [pixels, classes]
+    if as_rows:
+        rows = logits = (3 * torch.randn(24, classes)).to(dtype)
+        target = target[0]
+    rows[0, 0] = 1e4
+    rows[2, 1] = 1e4
+    rows[5, 0] = 80
+    rows[6, 1:] = -torch.inf
+    rows[9, 1] = -torch.inf
+    rows[10] += 1000
+    rows[13] -= 1000
+    target[..., 14] = target[..., 17] = -100
+    target[..., 18] = classes
+    target[..., 21] = -1
+    target[..., 22:] = classes - 1
+    with many_pixels(library):
+        check_focal_loss(library, logits.clone(), target, 0.5, reduction="none")
+        rows[14] = rows[17] = NAN  # ignored, so never looked at
+        for value in (NAN, torch.inf):
+            rows[3, classes - 1] = rows[8, classes - 1] = value
+            grad = torch.ones(24, dtype=real_of(dtype))
+            actual = run_focal_loss(library, logits, target, 2.0, grad, reduction="none")
+            wrong = [3, 8, 18, 21]
+            assert actual["loss"].isnan().nonzero().flatten().tolist() == wrong
+            gradients = actual["grad_logits"] if as_rows else actual["grad_logits"][0].t()
+            assert gradients.isnan().any(1).nonzero().flatten().tolist() == wrong
+            assert (gradients[[14, 17]] == 0).all()
+        rows[12] = -torch.inf
+        actual = run_focal_loss(library, logits, target, 2.0, grad, reduction="none")
+        assert actual["loss"][12].isnan()
+        assert not actual["loss"][13].isnan()

@@ -1,0 +1,1 @@
+"""Machine code, executed on the CPU."""
