@@ -46,7 +46,8 @@ add_function_parentheses = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # Args has types with shapes and dtypes
 autodoc_preserve_defaults = True
-autodoc_mock_imports = ["torchvision"]  # torchmetrics imports it where it is there; its build may be for another torch
+# torchmetrics imports torchvision where it is installed, perhaps for another torch; transformers is in no extra.
+autodoc_mock_imports = ["torchvision", "transformers"]
 autosummary_generate = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
