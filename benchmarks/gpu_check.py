@@ -271,7 +271,7 @@ def sanitizer(arguments: argparse.Namespace) -> Result:
     for number, (tool, chosen) in enumerate(options.items()):
         command = [program, "--tool", tool, *chosen, "--error-exitcode", "86", "--port", str(49152 + 100 * number)]
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        command += [*PYTEST, "-rs", "tests/test_cuda_paths.py"]
+        command += [*PYTEST, "-rs", "tests/kernels/test_cuda_paths.py"]
         running[tool] = log, subprocess.Popen(command, cwd=ROOT, env=settings, stdout=log, stderr=subprocess.STDOUT)
     end = time.monotonic() + arguments.stage_seconds - MARGIN
     found, failed = {}, []

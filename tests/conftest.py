@@ -57,7 +57,7 @@ def cuda() -> torch.device:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--renew", action="store_true", help="write tests/golden anew (tests/test_golden.py)")
+    parser.addoption("--renew", action="store_true", help="write tests/study/golden anew (tests/study/test_golden.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

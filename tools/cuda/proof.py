@@ -36,15 +36,19 @@ ROOT = Path(__file__).parents[2]
 class Part:
     name: str
     what: str
-    arch: str | None = None  # of the library for tests/test_cuda_ptx.py
+    arch: str | None = None  # of the library for tests/kernels/test_cuda_ptx.py
     settings: str = ""
-    tests: str = "tests/test_cuda_ptx.py"
+    tests: str = "tests/kernels/test_cuda_ptx.py"
 
 
 PARTS = [
-    Part("geometry", "launch geometry of every size", tests="tests/test_cuda_geometry.py"),
-    Part("shim", "the source on the host shim", tests="tests/test_cuda_shim.py"),
-    Part("sanitizers", "the source under ThreadSanitizer and AddressSanitizer", tests="tests/test_cuda_sanitizers.py"),
+    Part("geometry", "launch geometry of every size", tests="tests/kernels/test_cuda_geometry.py"),
+    Part("shim", "the source on the host shim", tests="tests/kernels/test_cuda_shim.py"),
+    Part(
+        "sanitizers",
+        "the source under ThreadSanitizer and AddressSanitizer",
+        tests="tests/kernels/test_cuda_sanitizers.py",
+    ),
     Part("sm_90", "PTX for sm_90", "90"),
     Part("sm_80", "PTX for sm_80", "80"),
     Part("sm_75", "PTX for sm_75", "75"),

@@ -1,6 +1,6 @@
 """The sums for fits of spline scaling: compiled kernels beside focalkern.fallback.
 
-tests/test_spline_fit.py has the fallback's against autograd of the objective.
+tests/calibrators/test_spline_fit.py has the fallback's against autograd of the objective.
 """
 
 import math

@@ -21,7 +21,7 @@ from focalkern.study.report import html
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
-PROJECT = tomllib.loads((pathlib.Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())
+PROJECT = tomllib.loads((pathlib.Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
 PACKAGE_DATA = PROJECT["tool"]["setuptools"]["package-data"]["focalkern"]
 VOID = {"meta", "img", "wbr", "br", "input"}
 

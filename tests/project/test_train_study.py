@@ -30,7 +30,7 @@ from benchmarks.train_study import data, networks, objectives, records, sweep, t
 from benchmarks.train_study.__main__ import main  # noqa: E402
 from benchmarks.train_study.errors import DataError, SettingsError, StudyError  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "train_study"
 
 pytestmark = pytest.mark.usefixtures("one_thread")

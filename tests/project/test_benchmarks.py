@@ -117,7 +117,7 @@ def test_summary_shows_what_was_recorded(tmp_path):
 
 def test_pages_show_what_was_recorded():
     main = pytest.importorskip("benchmarks.__main__")
-    evidence = Path(__file__).parents[1] / "docs" / "evidence"
+    evidence = Path(__file__).parents[2] / "docs" / "evidence"
     pages = (evidence / "speed.md").read_text() + (evidence / "missed.md").read_text()
     for table in (
         *(

@@ -13,7 +13,7 @@ import focalkern as fk
 from focalkern import metrics
 from focalkern.calibrators import GAMMA_BOUNDS, FocalTemperatureScaling, HistogramBinning, TemperatureScaling
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 COARSE = [index * 0.05 for index in range(1, 81)]
 
 

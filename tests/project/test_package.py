@@ -14,7 +14,7 @@ import focalkern as fk
 
 PACKAGE = Path(fk.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-CSRC = Path(__file__).resolve().parents[1] / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
 def name_of(path):
@@ -58,7 +58,7 @@ def test_public_functions_and_classes_are_documented():
 
 
 def test_citation_names_the_version():
-    citation = Path(__file__).resolve().parents[1] / "CITATION.cff"
+    citation = Path(__file__).resolve().parents[2] / "CITATION.cff"
     assert f"\nversion: {fk.__version__}\n" in citation.read_text()
 
 

@@ -13,7 +13,7 @@ from conftest import assert_close, peer
 
 import focalkern as fk
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "large_vocabulary.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "large_vocabulary.md"
 if not (PAGE.exists() and (PAGE.parents[1] / "benchmarks" / "results").exists()):
     pytest.skip("the page is in the source tree only", allow_module_level=True)
 TEXT = PAGE.read_text()

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("setuptools")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("tools.long_description", reason="the tools are in the source tree only")
 
 from tools.long_description import long_description, version_of  # noqa: E402

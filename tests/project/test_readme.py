@@ -18,7 +18,7 @@ import pytest
 
 import focalkern as fk
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+|\{code-cell\} python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
