@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 comma := ,
 TORCH := torch==$(patsubst torch==%,%,$(FOCALKERN_TORCH))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
+SOURCES := $(shell find csrc -type f)
 
 # The stamps carry the settings in their names, so that another setting is another stamp.
 TORCH_STAMP := $(VENV)/.stamp-$(TORCH)

@@ -60,7 +60,7 @@ def cuda_toolkit(torch_cuda: str | None, torch_hip: str | None) -> Path | None:
 
 
 def extension() -> tuple[Extension, type[build_ext]]:
-    host_sources = sorted(glob("csrc/bindings/*.cpp") + glob("csrc/cpu/*.cpp"))
+    host_sources = sorted(glob("csrc/bindings/*.cpp") + glob("csrc/cpu/**/*.cpp", recursive=True))
     try:
         import torch
     except ImportError:  # an sdist needs no torch; a build does

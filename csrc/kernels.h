@@ -74,7 +74,7 @@ struct FocalLossArgs {
   // What a row keeps for its backward pass, as three or four arrays: m, its largest logit or that of its target;
   // log sum_j exp(z_j - m); log u of the target (labels without smoothing) or of the largest class (otherwise), or a
   // sum of squares; and the class that some losses mark. On the CPU the focal loss of labels keeps other numbers
-  // (cpu/row_loss_focal.h), and so do class probabilities and label smoothing (cpu/row_loss_soft.h).
+  // (cpu/row_loss/epilogue_focal.h), and so do class probabilities and label smoothing (cpu/row_loss/soft_targets.h).
   Real* saved;  // [kSavedNumbers, rows]
 };
 

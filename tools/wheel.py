@@ -139,7 +139,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
     # The kernels are exported: what crosses the border is declared in kernels.h.
     host = ["g++", "-std=c++20", "-fPIC", "-DNDEBUG", *(flag for flag in HOST_FLAGS if "visibility" not in flag)]
     kernels = [*host, "-fno-semantic-interposition", "-fvisibility-inlines-hidden", f"-I{ROOT / 'csrc'}"]
-    link(folder / "libfocalkern_cpu.so", compiler.objects(sources("cpu/*.cpp"), kernels, {}, ""), "-Wl,-Bsymbolic")
+    link(folder / "libfocalkern_cpu.so", compiler.objects(sources("cpu/**/*.cpp"), kernels, {}, ""), "-Wl,-Bsymbolic")
     if toolkit:
         newest = architectures[-1]
         codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in architectures]

@@ -9,7 +9,7 @@
 
 #include <limits>
 
-#include "cpu/elementary.h"
+#include "cpu/simd/math.h"
 #include "math/sigmoid_loss.h"
 
 namespace focalkern::cpu {

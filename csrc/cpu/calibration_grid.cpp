@@ -26,8 +26,8 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/lanes.h"
-#include "cpu/vector_clones.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/vector.h"
 #include "kernels.h"
 #include "math/focal.h"
 #include "math/grid_plan.h"

@@ -17,7 +17,7 @@
 #include <cstring>
 #include <memory>
 
-#include "cpu/vector_clones.h"
+#include "cpu/simd/dispatch.h"
 #include "kernels.h"
 #include "math/calibration_map.h"
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/vector_clones.h"
+#include "cpu/simd/dispatch.h"
 #include "kernels.h"
 
 namespace focalkern::cpu {

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "cpu/asymmetric_loss.h"
-#include "cpu/vector_clones.h"
+#include "cpu/simd/dispatch.h"
 #include "kernels.h"
 #include "math/sigmoid_loss.h"
 

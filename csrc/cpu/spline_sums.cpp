@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "cpu/lanes.h"
+#include "cpu/simd/vector.h"
 #include "cpu/spline_tile.h"
 
 namespace focalkern::cpu {

@@ -9,8 +9,8 @@
 #include <limits>
 #include <memory>
 
+#include "cpu/simd/dispatch.h"
 #include "cpu/spline.h"
-#include "cpu/vector_clones.h"
 #include "math/calibration_map.h"
 #include "math/spline.h"
 

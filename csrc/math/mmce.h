@@ -3,7 +3,7 @@
 //   L = -log p_y      dL/dz_j = (p_j - [j = y]) + g (p_j - [j = t])
 //
 // with t the largest class and g, in the place of gamma, what the confidence's own term adds: the batch's business (see
-// cpu/mmce_loss.cpp).
+// cpu/row_loss/mmce_loss.cpp).
 #pragma once
 
 #include "math/row_loss.h"

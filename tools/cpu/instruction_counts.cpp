@@ -18,7 +18,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu/focal_loss.cpp"
+#include "cpu/row_loss/focal_loss.cpp"
 
 namespace {
 

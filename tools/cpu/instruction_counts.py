@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "benchmarks" / "results" / "cpu_counts.csv"
 ELEMENTS_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_sigmoid.csv"
 LANES = 16
-FEW_CLASSES = 32  # as in csrc/cpu/row_loss_tile.h
+FEW_CLASSES = 32  # as in csrc/cpu/row_loss/tile.h
 CASES = [
     (classes, dtype, gamma)
     for classes, gammas in ((10, ("number", "table")), (17, ("number",)), (100, ("number",)), (1000, ("number",)))

@@ -1023,7 +1023,7 @@ class Workshop:
         chosen = f",cases={cases}" if cases else ""
         code, output = self.in_a_child(
             ["-p", "no:cacheprovider", "-q", "-x", "--tb=line", *(["-k", choice] if choice else []),
-             str(ROOT / "tests/test_cuda_ptx.py")],
+             str(ROOT / "tests/kernels/test_cuda_ptx.py")],
             f"library={library}{chosen}{settings}",
         )  # fmt: skip
         if code < 0:

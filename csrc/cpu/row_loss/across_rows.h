@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
-#include "cpu/lanes.h"
-#include "cpu/row_loss_lanes.h"
-#include "cpu/row_loss_tile.h"
+#include "cpu/row_loss/across_rows_lanes.h"
+#include "cpu/row_loss/tile.h"
+#include "cpu/simd/vector.h"
 
 namespace focalkern::cpu {
 namespace {

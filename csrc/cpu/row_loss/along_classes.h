@@ -8,10 +8,10 @@
 #include <cstring>
 #include <limits>
 
-#include "cpu/elementary.h"
-#include "cpu/lanes.h"
-#include "cpu/row_loss_tile.h"
-#include "cpu/vector_clones.h"
+#include "cpu/row_loss/tile.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/math.h"
+#include "cpu/simd/vector.h"
 
 namespace focalkern::cpu {
 namespace {

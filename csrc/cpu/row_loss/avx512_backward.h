@@ -4,11 +4,11 @@
 
 #include <algorithm>
 
-#include "cpu/elementary.h"
-#include "cpu/lanes.h"
-#include "cpu/row_loss_tile.h"
-#include "cpu/transpose.h"
-#include "cpu/vector_clones.h"
+#include "cpu/row_loss/tile.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/math.h"
+#include "cpu/simd/transpose.h"
+#include "cpu/simd/vector.h"
 #include "math/row_loss.h"
 
 namespace focalkern::cpu {

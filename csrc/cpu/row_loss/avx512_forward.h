@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cpu/elementary.h"
-#include "cpu/lanes.h"
-#include "cpu/row_loss_flat.h"
-#include "cpu/row_loss_tile.h"
-#include "cpu/vector_clones.h"
+#include "cpu/row_loss/avx512_backward.h"
+#include "cpu/row_loss/tile.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/math.h"
+#include "cpu/simd/vector.h"
 
 namespace focalkern::cpu {
 namespace {

@@ -1,18 +1,18 @@
 // Sums of rows of few adjacent classes, with AVX-512: sixteen rows at a time are turned in registers, four words of
-// each (cpu/transpose.h), so that a vector has one class of sixteen rows (cpu/row_loss_lanes.h). Nothing is folded
-// across a vector, and what a row costs beside its classes is shared by sixteen.
+// each (cpu/simd/transpose.h), so that a vector has one class of sixteen rows (cpu/row_loss/across_rows_lanes.h).
+// Nothing is folded across a vector, and what a row costs beside its classes is shared by sixteen.
 #pragma once
 
 #include <algorithm>
 #include <limits>
 #include <type_traits>
 
-#include "cpu/lanes.h"
-#include "cpu/row_loss_abreast.h"
-#include "cpu/row_loss_lanes.h"
-#include "cpu/row_loss_tile.h"
-#include "cpu/transpose.h"
-#include "cpu/vector_clones.h"
+#include "cpu/row_loss/across_rows_lanes.h"
+#include "cpu/row_loss/avx512_forward.h"
+#include "cpu/row_loss/tile.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/transpose.h"
+#include "cpu/simd/vector.h"
 
 namespace focalkern::cpu {
 namespace {

@@ -17,10 +17,10 @@
 #include <limits>
 #include <type_traits>
 
-#include "cpu/elementary.h"
-#include "cpu/row_loss_finish.h"
-#include "cpu/row_loss_tile.h"
-#include "cpu/vector_clones.h"
+#include "cpu/row_loss/epilogue.h"
+#include "cpu/row_loss/tile.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/math.h"
 
 namespace focalkern::cpu {
 namespace {

@@ -1,6 +1,6 @@
 // The focal and inverse focal loss on the CPU.
 
-#include "cpu/row_loss.h"
+#include "cpu/row_loss/driver.h"
 
 namespace focalkern::cpu {
 

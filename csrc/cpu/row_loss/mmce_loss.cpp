@@ -7,7 +7,7 @@
 // so that a pass up and a pass down give the sums over the smaller and the larger confidences of every row. Rows of
 // equal confidence are a third part, to which r contributes no derivative, as for |r_i - r_j| at 0.
 
-#include "cpu/mmce_loss.h"
+#include "cpu/row_loss/mmce_loss.h"
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 
 #include "math/mmce.h"
 
-#include "cpu/row_loss.h"
+#include "cpu/row_loss/driver.h"
 
 namespace focalkern::cpu {
 

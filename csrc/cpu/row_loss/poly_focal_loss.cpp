@@ -2,7 +2,7 @@
 
 #include "math/poly_focal.h"
 
-#include "cpu/row_loss.h"
+#include "cpu/row_loss/driver.h"
 
 namespace focalkern::cpu {
 

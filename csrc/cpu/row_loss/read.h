@@ -5,9 +5,9 @@
 #include <limits>
 #include <type_traits>
 
-#include "cpu/row_loss_tile.h"
-#include "cpu/transpose.h"
-#include "cpu/vector_clones.h"
+#include "cpu/row_loss/tile.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/transpose.h"
 #include "kernels.h"
 
 namespace focalkern::cpu {

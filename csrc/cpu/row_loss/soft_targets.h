@@ -16,9 +16,9 @@
 #include <memory>
 #include <type_traits>
 
-#include "cpu/row_loss_read.h"
-#include "cpu/row_loss_soft_lanes.h"
-#include "cpu/row_loss_soft_tile.h"
+#include "cpu/row_loss/read.h"
+#include "cpu/row_loss/soft_targets_lanes.h"
+#include "cpu/row_loss/soft_targets_tile.h"
 
 namespace focalkern::cpu {
 namespace {

@@ -8,12 +8,12 @@
 #include <algorithm>
 #include <limits>
 
-#include "cpu/elementary.h"
-#include "cpu/lanes.h"
-#include "cpu/row_loss_lanes.h"
-#include "cpu/row_loss_rows.h"
-#include "cpu/row_loss_tile.h"
-#include "cpu/vector_clones.h"
+#include "cpu/row_loss/across_rows_lanes.h"
+#include "cpu/row_loss/along_classes.h"
+#include "cpu/row_loss/tile.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/math.h"
+#include "cpu/simd/vector.h"
 #include "math/row_loss.h"
 
 namespace focalkern::cpu {

@@ -7,10 +7,10 @@
 
 #include <limits>
 
-#include "cpu/elementary.h"
-#include "cpu/row_loss_finish.h"
-#include "cpu/row_loss_soft_lanes.h"
-#include "cpu/vector_clones.h"
+#include "cpu/row_loss/epilogue.h"
+#include "cpu/row_loss/soft_targets_lanes.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/math.h"
 
 namespace focalkern::cpu {
 namespace {

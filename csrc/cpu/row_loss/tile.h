@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cpu/elementary.h"
+#include "cpu/simd/math.h"
 #include "kernels.h"
 #include "math/row_loss.h"
 

@@ -7,8 +7,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "cpu/lanes.h"
-#include "cpu/vector_clones.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/vector.h"
 #include "math/portable.h"
 
 // g++ warns that vectors would be returned otherwise where the processor has wider ones. What takes them is inlined.

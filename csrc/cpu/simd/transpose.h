@@ -11,8 +11,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cpu/lanes.h"
-#include "cpu/vector_clones.h"
+#include "cpu/simd/dispatch.h"
+#include "cpu/simd/vector.h"
 #include "math/portable.h"
 
 namespace focalkern::cpu {
