@@ -86,7 +86,7 @@ from focalkern.losses import (
     SigmoidFocalLoss,
     class_balanced_weight,
 )
-from focalkern.ops._extension import build_info
+from focalkern.ops._backend import build_info
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import check_labels, focal_loss
@@ -98,8 +98,8 @@ from focalkern.ops.inverse_calibration_map import (
 )
 from focalkern.ops.linear_focal_loss import linear_focal_loss
 from focalkern.ops.memory import empty_cache
-from focalkern.ops.row_loss import poly_focal_loss
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
+from focalkern.ops.softmax_losses import poly_focal_loss
 from focalkern.ops.spline_map import spline_calibration_map
 from focalkern.streaming import CalibrationGridState
 from focalkern.study import Study, compare_calibrators

@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = [
     "input_doubts",
     "input_notes",
-    "label_doubts",
+    "label_problems",
     "looks_like_probs",
     "one_logit_doubts",
     "pair_doubts",
@@ -122,7 +122,7 @@ def pair_doubts(input: Tensor, labels: Tensor, other: Tensor, other_labels: Tens
     ]
 
 
-def label_doubts(input: Tensor, labels: Tensor) -> list[str]:
+def label_problems(input: Tensor, labels: Tensor) -> list[str]:
     """Labels that cannot be right: at most one doubt, the likeliest.
 
     Args:

@@ -6,7 +6,7 @@ with plain torch. What the compiled wheel has, in its folder focalkern:
     libfocalkern_cpu.so     the CPU kernels, which know no torch
     _C_2_13.*.so            their binding for torch 2.13, of a CPU or a CUDA build; one for every minor release
     libfocalkern_cuda.so    the CUDA kernels, with the CUDA runtime inside
-    _C_2_13_cuda.*.so       the binding that has both; focalkern/ops/_extension.py takes it where torch has CUDA
+    _C_2_13_cuda.*.so       the binding that has both; focalkern/ops/_backend.py takes it where torch has CUDA
     _build_info.py          which of these there are
 
 Only headers of torch are needed, and they are taken out of its wheels. Objects are kept in build/wheel under a hash of

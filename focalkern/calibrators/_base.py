@@ -16,7 +16,7 @@ from torch import Tensor
 from focalkern._arrays import as_tensor
 from focalkern._atomic import write_atomically
 from focalkern._checks import number, path_text, short
-from focalkern._diagnostics import input_doubts, label_doubts, one_logit_doubts, refuse_probs
+from focalkern._diagnostics import input_doubts, label_problems, one_logit_doubts, refuse_probs
 from focalkern._version import __version__
 from focalkern.calibrators._modules import ClassAxis, FlooredInput, as_pairs, floored_input
 from focalkern.calibrators._rows import (
@@ -110,7 +110,7 @@ class Calibrator:
     input_floor_: float
     one_logit_: bool
     dense_: bool
-    doubts_: tuple[str, ...]
+    warnings_: tuple[str, ...]
     _names: np.ndarray[Any, Any] | None  # what the columns are called; None where they are numbers
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -145,13 +145,13 @@ class Calibrator:
             ignore_index: label of rows that are left out; None is no label.
 
         Returns:
-            The calibrator itself, with ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_``, ``doubts_``, and
+            The calibrator itself, with ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_``, ``warnings_``, and
             what the class says. When anything is raised, a calibrator that was fitted before stays as it was.
 
         Warns:
             CalibrationWarning: what was fitted is doubtful, or the labels cannot be right (shifted, of another row, of
                 columns in another order, no better than chance): once, in words that name the remedy or the likely
-                cause, which ``doubts_`` has as well.
+                cause, which ``warnings_`` has as well.
 
         Raises:
             TypeError: logits that are not floating point, a target that is neither integer nor strings.
@@ -163,7 +163,7 @@ class Calibrator:
         Example:
             >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
             >>> calibrator = fk.HistogramBinning(n_bins=2).fit(logits, labels)
-            >>> calibrator.n_samples_, calibrator.n_classes_, calibrator.doubts_
+            >>> calibrator.n_samples_, calibrator.n_classes_, calibrator.warnings_
             (10, 2, ())
         """
         rows = self._fit_rows(logits, target, sample_weight, ignore_index, assumed=is_assumed(self.input_kind))
@@ -171,14 +171,14 @@ class Calibrator:
             of_input = input_doubts(rows.input, self.input_kind)
         else:
             of_input = one_logit_doubts(rows.input[:, 1]) if self.input_kind == "logits" else []
-        self.doubts_ = (*of_input, *label_doubts(rows.input, rows.target), *self.doubts_)
-        warn(type(self).__name__, self.doubts_)
+        self.warnings_ = (*of_input, *label_problems(rows.input, rows.target), *self.warnings_)
+        warn(type(self).__name__, self.warnings_)
         return self
 
     def fit_quietly(
         self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None
     ) -> Self:
-        """:meth:`fit` without the warning and without a look at the labels: for callers that read ``doubts_``.
+        """:meth:`fit` without the warning and without a look at the labels: for callers that read ``warnings_``.
 
         Args:
             logits, target, sample_weight, ignore_index: as :meth:`fit`.
@@ -192,7 +192,7 @@ class Calibrator:
         Example:
             >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
             >>> calibrator = fk.TemperatureScaling(temperatures=[1.0, 2.0]).fit_quietly(logits, labels)
-            >>> len(calibrator.doubts_)  # the optimum lies beyond 2
+            >>> len(calibrator.warnings_)  # the optimum lies beyond 2
             1
         """
         self._fit_rows(logits, target, sample_weight, ignore_index)
@@ -217,7 +217,7 @@ class Calibrator:
         fitted = self._fit(of_fit)
         layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense)
         self._become(fitted, layout, n_samples=len(rows.input), floor=floor)
-        self.doubts_ = tuple(self._doubts(of_fit))
+        self.warnings_ = tuple(self._doubts(of_fit))
         return rows
 
     @overload
@@ -495,7 +495,7 @@ class Calibrator:
             if self.method in ("temperature", "focal-temperature"):
                 state.setdefault("widen", False)
             if "n_classes_" in state:
-                state = {"dense_": False, "doubts_": (), **state}
+                state = {"dense_": False, "warnings_": (), **state}
         if "n_classes_" in state and version < 4:
             if self.method in ("structured", "isotonic"):
                 state["epsilon_"] = state.pop("floor_")
@@ -568,7 +568,7 @@ class Calibrator:
         vars(self).update(fitted)
         self.n_classes_, self._names, self.one_logit_, self.dense_ = layout
         self.n_samples_, self.input_floor_ = n_samples, floor
-        self.doubts_ = ()
+        self.warnings_ = ()
 
     def _pairs(self, input: Tensor) -> Tensor:
         """[...] of class 1 to [..., 2]."""
@@ -664,8 +664,8 @@ class Calibrator:
             data["one_logit"] = True
         if self.dense_:
             data["dense"] = True
-        if self.doubts_:
-            data["doubts"] = list(self.doubts_)
+        if self.warnings_:
+            data["doubts"] = list(self.warnings_)
         return {
             "format": _FORMAT,
             "format_version": _FORMAT_VERSION,
@@ -752,7 +752,7 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Calibrator:
         raise ValueError(f"expected an input_floor of at least 0 and less than 1, found {floor}")
     fitted = calibrator._fitted_from_json(document, fit)
     calibrator._become(fitted, layout, n_samples=n_samples, floor=floor)
-    calibrator.doubts_ = tuple(str(words) for words in fit.get("doubts", ()))
+    calibrator.warnings_ = tuple(str(words) for words in fit.get("doubts", ()))
     return calibrator
 
 

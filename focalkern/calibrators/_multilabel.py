@@ -93,16 +93,16 @@ class MultiLabelScaling(Calibrator):
         """
         self.fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
         if self.input_kind == "logits":
-            self.doubts_ = (*one_logit_doubts(self._as_tensor(logits)), *self.doubts_)
-        first = self.doubts_[:_SAID]
-        more = len(self.doubts_) - len(first)
-        warn(type(self).__name__, (*first, f"{more} more in doubts_") if more else first)
+            self.warnings_ = (*one_logit_doubts(self._as_tensor(logits)), *self.warnings_)
+        first = self.warnings_[:_SAID]
+        more = len(self.warnings_) - len(first)
+        warn(type(self).__name__, (*first, f"{more} more in warnings_") if more else first)
         return self
 
     def fit_quietly(
         self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None
     ) -> Self:
-        """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves.
+        """:meth:`fit` without the warning: for callers that read ``warnings_`` themselves.
 
         Args:
             logits, target, sample_weight, ignore_index: as :meth:`fit`.
@@ -163,12 +163,12 @@ class MultiLabelScaling(Calibrator):
             except ValueError as error:
                 raise ValueError(f"{name}: label {label}: {error}") from error
             remarks.extend(f"label {label}: {words}" for words in scaling.at_border_)
-            doubts.extend(f"label {label}: {words}" for words in scaling.doubts_)
+            doubts.extend(f"label {label}: {words}" for words in scaling.warnings_)
             scalings.append(scaling)
         fitted = self._of(scalings, positive, remarks)
         floor = 0.0 if self.scaling is None else float(self.scaling.floor)
         self._become(fitted, Layout(input.shape[1]), n_samples=len(labels), floor=floor)
-        self.doubts_ = tuple(doubts)
+        self.warnings_ = tuple(doubts)
         return self
 
     @overload

@@ -22,14 +22,14 @@ from focalkern.calibrators._base import (
     as_number,
     as_numbers,
 )
-from focalkern.calibrators._derivatives import (
+from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
+from focalkern.calibrators._newton_search import (
     Smooth,
     brier_temperature,
     check_finite_nll,
+    minimize_focal,
     nll_temperature,
-    smooth_focal,
 )
-from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
 from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._search import (
     DEFAULT_GAMMAS,
@@ -112,7 +112,7 @@ class Scaling(Calibrator):
 
         Warns:
             CalibrationWarning: the optimum lies at an end of the search, a target has probability 0, or no calibration
-                at all would be better: once, in words that name the remedy, which ``doubts_`` has as well. Better
+                at all would be better: once, in words that name the remedy, which ``warnings_`` has as well. Better
                 means a mean loss lower by more than a standard error: NLL or Brier score for the criterion ``"ece"``,
                 else the criterion.
 
@@ -501,7 +501,7 @@ class FocalTemperatureScaling(Scaling):
         return DEFAULT_GAMMAS if self.gammas is None else as_numbers(type(self).__name__, "gammas", self.gammas)
 
     def _search_smooth(self, rows: Rows, criterion: Smooth) -> Found:
-        return smooth_focal(rows.input, rows.target, self.input_kind, criterion, rows.weight, self._near)
+        return minimize_focal(rows.input, rows.target, self.input_kind, criterion, rows.weight, self._near)
 
     # Where a search by derivatives starts, in place of a coarse grid: set by fit_quietly for the time of a fit.
     _near: tuple[float, float] | None = None
@@ -515,7 +515,7 @@ class FocalTemperatureScaling(Scaling):
         ignore_index: int | None = None,
         near: tuple[float, float] | None = None,
     ) -> Self:
-        """:meth:`fit` without the warning: for callers that read ``doubts_`` themselves.
+        """:meth:`fit` without the warning: for callers that read ``warnings_`` themselves.
 
         Args:
             logits, target, sample_weight, ignore_index: as :meth:`fit`.
@@ -531,7 +531,7 @@ class FocalTemperatureScaling(Scaling):
         Example:
             >>> logits, labels = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 17 + [1] * 3)
             >>> calibrator = fk.FocalTemperatureScaling().fit_quietly(logits, labels, near=(0.0, 2.0))
-            >>> calibrator.doubts_
+            >>> calibrator.warnings_
             ()
         """
         self._near = near

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from focalkern._checks import flag, number
 from focalkern.calibrators._base import LEAST_EPSILON, LOGITS, Calibrator, InputKind, as_count, as_map, as_number
-from focalkern.calibrators._derivatives import check_finite_nll, nll_temperature, smooth_focal
 from focalkern.calibrators._modules import StructuredLogProbs, can_occur
+from focalkern.calibrators._newton_search import check_finite_nll, minimize_focal, nll_temperature
 from focalkern.calibrators._probmetrics import fit_structured
 from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._warnings import few_by_weight, judged
@@ -166,7 +166,7 @@ class StructuredScaling(Calibrator):
         module = StructuredLogProbs(temperature, fitted["epsilon_"], module_weight, bias, (0.0, 1.0), self.input_kind)
         scores = module.scores(input.to(torch.float64))
         if self.focal:
-            focal = smooth_focal(scores, target, "logits", "nll", weight)
+            focal = minimize_focal(scores, target, "logits", "nll", weight)
             fitted["focal_gamma_"], fitted["focal_temperature_"] = focal.gamma, focal.temperature
             module.focal = (focal.gamma, focal.temperature)
         log_probs = module.finished(scores)

@@ -23,7 +23,7 @@ class CalibrationWarning(UserWarning):
     """What ``fit`` found is doubtful.
 
     Its optimum lies at the border of the search, the NLL of its rows is infinite, no calibration at all would be
-    better, or the labels cannot be right. The words, each with its remedy or likely cause, are in ``doubts_`` as well.
+    better, or the labels cannot be right. ``warnings_`` has the words as well, each with its remedy or likely cause.
 
     Example:
         >>> import warnings

@@ -10,7 +10,7 @@ import torch
 
 import focalkern
 from focalkern._version import __version__
-from focalkern.ops._extension import rocm
+from focalkern.ops._backend import rocm
 
 __all__ = ["add_parser"]
 

@@ -1,7 +1,7 @@
 """The compiled module's functions in plain torch operations, which autograd differentiates to any order.
 
 Where no kernel fits, an operator calls the function of this package instead of the compiled one: names, arguments,
-results and errors are the same (:func:`focalkern.ops._extension.kernels_for`). Where a kernel fits, its operator
+results and errors are the same (:func:`focalkern.ops._backend.backend_for`). Where a kernel fits, its operator
 ``*_composite`` is one of these functions too: the compiled module calls it through torch's dispatcher for derivatives
 of derivatives, torch.func transforms and forward-mode tangents.
 """

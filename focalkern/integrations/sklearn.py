@@ -153,7 +153,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
                 part = None if weight is None else weight[rows]
                 pairs.append((fitted(), _calibrated(calibrator, logits, labels[rows], part)))
         for _, one in pairs:
-            doubts.extend(getattr(one, "doubts_", ()))
+            doubts.extend(getattr(one, "warnings_", ()))
 
         self.classes_ = classes
         self.calibrated_ = pairs

@@ -8,7 +8,7 @@ from focalkern._checks import flag
 from focalkern.fallback.mmce_loss import batch_error
 from focalkern.losses._base import Loss, Reduction, Rows, in_dtype_of, number, rows_of
 from focalkern.ops.focal_loss import focal_loss
-from focalkern.ops.row_loss import brier_loss, dual_focal_loss, mmce_loss
+from focalkern.ops.softmax_losses import brier_loss, dual_focal_loss, mmce_loss
 
 
 class DualFocalLoss(Loss):

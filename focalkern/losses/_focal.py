@@ -10,7 +10,7 @@ from focalkern._checks import dense, flag
 from focalkern.gamma import GammaTable
 from focalkern.losses._base import FLOATS, Loss, Reduction, described, number
 from focalkern.ops.focal_loss import focal_loss
-from focalkern.ops.row_loss import poly_focal_loss
+from focalkern.ops.softmax_losses import poly_focal_loss
 
 _FLSD_53_GAMMAS = (5.0, 3.0)
 

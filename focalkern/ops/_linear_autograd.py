@@ -17,7 +17,7 @@ from torch import Tensor
 from focalkern._devices import has_float64
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
-from focalkern.ops._loss_rows import gradients_of_rows, losses_of_rows
+from focalkern.ops._row_kernels import gradients_of_rows, losses_of_rows
 from focalkern.ops.focal_loss import focal_loss
 
 __all__ = ["MEAN", "NONE", "SUM", "Options", "capped", "loss_of"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import MOST_BINS, dense, integer, label, one_of, short
 from focalkern._progress import ProgressBar
-from focalkern.ops._extension import has_kernels, kernels_for
+from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
 
@@ -181,10 +181,10 @@ def calibration_grid(
     options = (n_bins, sum(_CRITERIA[name] for name in names), _ESTIMATORS[estimator])
     kind = (_INPUT_KINDS[input_kind], ignore_index)
     if torch.compiler.is_compiling():
-        through = torch.ops.focalkern.calibration_grid if has_kernels(input) else kernels_for(input).calibration_grid
+        through = torch.ops.focalkern.calibration_grid if has_kernels(input) else backend_for(input).calibration_grid
         tables = through(input, target, gamma_axis, temperature_axis, *options, *kind)
     else:
-        run = kernels_for(input).CalibrationGridRun(input, target, gamma_axis, temperature_axis, *options, *kind)
+        run = backend_for(input).CalibrationGridRun(input, target, gamma_axis, temperature_axis, *options, *kind)
         n_temperatures = len(temperature_axis)
         blocks = [
             (begin, min(begin + run.per_block, n_temperatures)) for begin in range(0, n_temperatures, run.per_block)

@@ -11,7 +11,7 @@ from torch.overrides import has_torch_function
 from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import flag, number, reworded, short
 from focalkern._devices import autocast_is_on, on_device
-from focalkern.ops._extension import has_kernels, kernels_for
+from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["binary_focal_calibration_map", "focal_calibration_map"]
 
@@ -205,7 +205,7 @@ def _through(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, 
     overridden = any(type(t) not in _PLAIN for t in tensors) and has_torch_function(tensors)
     if (compiling or overridden) and has_kernels(input):
         return _through_dispatcher(input, _as_tensor(gamma), _as_tensor(temperature), kind, log, not compiling)
-    kernels = kernels_for(input)
+    kernels = backend_for(input)
     if isinstance(gamma, Tensor) or isinstance(temperature, Tensor) or compiling:
         return kernels.calibration_map(input, _as_tensor(gamma), _as_tensor(temperature), kind, log)
     return kernels.calibration_map_scalar(input, gamma, temperature, kind, log)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from focalkern.ops._extension import kernels_for
+from focalkern.ops._backend import backend_for
 from focalkern.ops.calibration_grid import _CRITERIA
 
 __all__ = ["CalibrationSums", "add_calibration_sums", "check_rows"]
@@ -64,7 +64,7 @@ def check_rows(
     input: Tensor, target: Tensor, gammas: Tensor, temperatures: Tensor, *, is_probs: bool, ignore_index: int
 ) -> None:
     """Raises what :func:`focalkern.calibration_grid` raises of a bad row."""
-    kernels_for(input).CalibrationGridRun(
+    backend_for(input).CalibrationGridRun(
         input, target, gammas, temperatures, _NO_BINS, _CRITERIA["nll"], _EQUAL_WIDTH, is_probs, ignore_index
     )
 
@@ -95,7 +95,7 @@ def add_calibration_sums(
         TypeError, ValueError, IndexError, NotImplementedError: as :func:`focalkern.calibration_grid`.
     """
     codes = sum(_CRITERIA[name] for name in criteria)
-    run = kernels_for(input).CalibrationGridRun(
+    run = backend_for(input).CalibrationGridRun(
         input, target, gammas, temperatures, _NO_BINS, codes, _EQUAL_WIDTH, is_probs, ignore_index
     )
     run.add_to(sums.rows, sums.count, sums.confidence, sums.correct, sums.nll, sums.brier, sketch)

@@ -14,7 +14,7 @@ from focalkern._checks import finite, flag, integer, label, number, reduction_co
 from focalkern._devices import autocast_is_on
 from focalkern._types import RowLoss
 from focalkern.gamma import GammaTable
-from focalkern.ops._extension import has_kernels, kernels_for
+from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["check_labels", "focal_loss"]
 
@@ -105,12 +105,12 @@ def focal_loss(
     code = reduction_code("focal_loss", reduction)
     compiling = torch.compiler.is_compiling()
     if not compiling and type(input) in _PLAIN and type(target) in _PLAIN:
-        through = kernels_for(input).focal_loss
+        through = backend_for(input).focal_loss
     else:
         check_tensor("focal_loss", "input", input)
         check_tensor("focal_loss", "target", target)
         dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
-        through = through_dispatcher if dispatched else kernels_for(input).focal_loss
+        through = through_dispatcher if dispatched else backend_for(input).focal_loss
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()

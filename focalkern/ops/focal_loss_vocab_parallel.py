@@ -24,7 +24,7 @@ from focalkern._checks import dense, finite, flag, label, reduction_code
 from focalkern._devices import autocast_is_on, has_float64
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
-from focalkern.ops._loss_rows import slice_gradient, slice_statistics
+from focalkern.ops._row_kernels import slice_gradient, slice_statistics
 from focalkern.ops.focal_loss import focal_loss
 
 __all__ = ["focal_loss_vocab_parallel"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from focalkern._checks import dense, finite, flag, integer, label, number, reduction_code
 from focalkern._devices import autocast_is_on
 from focalkern.gamma import GammaTable
-from focalkern.ops._extension import has_kernels
+from focalkern.ops._backend import has_kernels
 from focalkern.ops._linear_autograd import NONE, Options, capped, loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
 from focalkern.ops.focal_loss import focal_loss

@@ -1,6 +1,6 @@
 """The memory of large results on the CPU."""
 
-from focalkern.ops._extension import module_or_fallback
+from focalkern.ops._backend import module_or_fallback
 
 __all__ = ["empty_cache"]
 

@@ -9,7 +9,7 @@ from torch.overrides import has_torch_function
 
 from focalkern._checks import label, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
-from focalkern.ops._extension import has_kernels, kernels_for
+from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
 
@@ -217,12 +217,12 @@ def _sigmoid_loss(
     if torch.compiler.is_compiling():
         through = _traced
     elif type(input) in _PLAIN and type(target) in _PLAIN:
-        through = kernels_for(input).sigmoid_loss
+        through = backend_for(input).sigmoid_loss
     else:
         for name, value in (("input", input), ("target", target)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-        through = _traced if has_torch_function((input, target)) else kernels_for(input).sigmoid_loss
+        through = _traced if has_torch_function((input, target)) else backend_for(input).sigmoid_loss
     if weight is not None and not isinstance(weight, Tensor):
         raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
     if type(ignore_index) is not int and not hasattr(type(ignore_index), "__index__"):
@@ -248,7 +248,7 @@ def _traced(
 ) -> Tensor:
     """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
     if not has_kernels(input):
-        return kernels_for(input).sigmoid_loss(
+        return backend_for(input).sigmoid_loss(
             input, target, gamma, second, weight, kind, margin, reduction, ignore_index
         )
     # Tensors, and not constants of the graph: another value must not compile again.

@@ -13,7 +13,7 @@ from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import dense, flag, number, reworded, short
 from focalkern._devices import autocast_is_on
 from focalkern.fallback.spline_map import spline_coefficients
-from focalkern.ops._extension import fallback, has_kernels, kernels_for
+from focalkern.ops._backend import backend_for, fallback, has_kernels
 
 __all__ = ["map_by_pieces", "spline_calibration_map"]
 
@@ -200,7 +200,7 @@ def map_by_pieces(
         if torch._C._are_functorch_transforms_active():
             return operators.spline_map_composite(*arguments, log, wide)
         return operators.spline_map_forward(*arguments, keep_order, log, wide, not compiling)
-    result = kernels_for(input).spline_map(*arguments, keep_order, log)
+    result = backend_for(input).spline_map(*arguments, keep_order, log)
     return result
 
 

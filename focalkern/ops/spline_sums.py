@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from focalkern.ops._extension import fallback, kernels_for
+from focalkern.ops._backend import backend_for, fallback
 
 __all__ = ["spline_sums_for"]
 
 
 def spline_sums_for(input: Tensor) -> Any:
     """The module with the functions of :mod:`focalkern.fallback.spline_sums` for the device of ``input``."""
-    return kernels_for(input) if input.is_cpu else fallback
+    return backend_for(input) if input.is_cpu else fallback

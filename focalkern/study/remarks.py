@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from focalkern._diagnostics import input_doubts, input_notes, label_doubts, pair_doubts
+from focalkern._diagnostics import input_doubts, input_notes, label_problems, pair_doubts
 from focalkern.files import LogitSet
 from focalkern.study.intervals import DEFAULT_RESAMPLES
 from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals
@@ -64,7 +64,7 @@ def remarks_on_samples(samples: Samples) -> list[str]:
     if len(labels) < len(samples):
         of_rows += f" ({len(labels):,} of its rows)"
     notes = input_notes(input) if samples.kind == "logits" else []
-    doubts = (*input_doubts(input, samples.kind), *label_doubts(input, labels))
+    doubts = (*input_doubts(input, samples.kind), *label_problems(input, labels))
     found.extend(f"{of_rows}: {words}." for words in (*doubts, *notes))
     return found
 

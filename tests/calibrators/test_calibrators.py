@@ -513,8 +513,8 @@ def test_pickles_carry_a_version():
     with pytest.raises(ValueError, match=r"TemperatureScaling: expected a pickle .* found 99; upgrade focalkern"):
         newer.__setstate__({**calibrator.__getstate__(), "_format_version": 99})
     # As 0.1 pickled them: no version, no criterion, and nothing of what came later.
-    old = {name: value for name, value in vars(calibrator).items() if name not in ("widen", "doubts_", "dense_")}
+    old = {name: value for name, value in vars(calibrator).items() if name not in ("widen", "warnings_", "dense_")}
     focal = FocalTemperatureScaling.__new__(FocalTemperatureScaling)
     focal.__setstate__({**old, "gammas": None, "search": "grid", "criterion": None})
-    assert (focal.criterion, focal.widen, focal.doubts_) == ("ece", False, ())
+    assert (focal.criterion, focal.widen, focal.warnings_) == ("ece", False, ())
     assert torch.equal(focal.predict_proba(sample(5)[0]), calibrator.predict_proba(sample(5)[0]))

@@ -112,9 +112,9 @@ def test_one_probability_per_row_and_labels_are_said():
     for calibrator, one in ((fk.TemperatureScaling(), 0), (fk.MultiLabelScaling(), slice(None))):
         words = said(calibrator, margin.sigmoid()[:, one], target[:, one])
         assert words.count("all logits lie in [0, 1], as probabilities do") == 1
-        assert not any("lie in [0, 1]" in words for words in calibrator.fit(margin[:, one], target[:, one]).doubts_)
+        assert not any("lie in [0, 1]" in words for words in calibrator.fit(margin[:, one], target[:, one]).warnings_)
         few = type(calibrator)().fit_quietly(margin.sigmoid()[:20, one], target[:20, one])
-        assert not any("lie in [0, 1]" in words for words in few.doubts_)
+        assert not any("lie in [0, 1]" in words for words in few.warnings_)
 
 
 def test_a_comparison_has_the_same_check():
@@ -135,4 +135,6 @@ def test_a_comparison_has_the_same_check():
 def test_logits_that_are_integers_by_value_are_no_decisions():
     target = np.arange(90) % 3
     logits = np.eye(3)[target] + 1.0
-    assert not any("one 1 and zeros" in words for words in fk.TemperatureScaling().fit_quietly(logits, target).doubts_)
+    assert not any(
+        "one 1 and zeros" in words for words in fk.TemperatureScaling().fit_quietly(logits, target).warnings_
+    )

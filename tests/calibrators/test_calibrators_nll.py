@@ -100,7 +100,7 @@ def test_what_none_searches():
 def test_rows_are_looked_at_in_blocks(monkeypatch):
     logits, target = sample(103, 7)
     whole = TemperatureScaling().fit(logits, target)
-    monkeypatch.setattr("focalkern.calibrators._derivatives._BLOCK", 70)
+    monkeypatch.setattr("focalkern.calibrators._newton_search._BLOCK", 70)
     parts = TemperatureScaling().fit(logits, target)
     assert parts.temperature_ == pytest.approx(whole.temperature_, rel=1e-12)
     assert parts.best_value_ == pytest.approx(whole.best_value_, rel=1e-12)

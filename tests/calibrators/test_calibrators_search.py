@@ -116,7 +116,7 @@ def test_nll_where_gamma_says_nothing_keeps_zero():
 @pytest.mark.parametrize(("gamma", "bound", "words"), [(3.0, 0.5, "upper"), (-0.7, -0.3, "lower")])
 def test_a_bound_of_gamma_is_said(gamma, bound, words, monkeypatch):
     logits, target = sample(5000, 4, gamma=gamma, temperature=1.0)
-    monkeypatch.setattr("focalkern.calibrators._derivatives.GAMMA_BOUNDS", (-0.3, 0.5))
+    monkeypatch.setattr("focalkern.calibrators._newton_search.GAMMA_BOUNDS", (-0.3, 0.5))
     calibrator = FocalTemperatureScaling(search="nll").fit(logits, target)
     assert calibrator.gamma_ == pytest.approx(bound, abs=1e-12)
     assert calibrator.at_border_ == (

@@ -207,7 +207,7 @@ def test_rows_that_are_calibrated_stay_so(n_rows, scalar, vector):
 def test_a_class_without_rows_is_named():
     logits, target = draw(300, 4)
     target = torch.where(target == 2, 0, target)
-    assert SplineScaling().fit_quietly(logits, target).doubts_ == ()
+    assert SplineScaling().fit_quietly(logits, target).warnings_ == ()
     for kind in ("vector", "matrix"):
         with pytest.warns(fk.CalibrationWarning, match="no row of class 2, whose probability falls"):
             fitted = SplineScaling(kind=kind).fit(logits, target)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from focalkern._diagnostics import input_notes, label_doubts, pair_doubts
+from focalkern._diagnostics import input_notes, label_problems, pair_doubts
 
 
 def model(n_rows, n_classes, signal, prior=None, bias=0.0, seed=0):
@@ -39,7 +39,7 @@ ORDER = torch.tensor([3, 5, 0, 1, 2, 4])
 )
 def test_labels_that_cannot_be_right(logits, labels, words):
     for form in (logits, logits.half(), logits.double(), logits.softmax(-1)):
-        (doubt,) = label_doubts(form, labels)
+        (doubt,) = label_problems(form, labels)
         assert words in doubt
         assert "\n" not in doubt
 
@@ -68,7 +68,7 @@ LONG_TAIL = torch.logspace(0, -2.5, 20)
     ],
 )
 def test_no_false_alarm(logits, labels):
-    assert label_doubts(logits, labels) == []
+    assert label_problems(logits, labels) == []
 
 
 def test_sets_with_rows_in_common():

@@ -17,7 +17,7 @@ from mpmath import mpf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import focalkern as fk
-from focalkern.ops import _extension
+from focalkern.ops import _backend
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -1028,7 +1028,7 @@ _LOSSES_OF_LABELS = [
 )
 def test_a_target_that_does_not_fit_is_told_what_does(loss, road, shape, target, kind, words, monkeypatch):
     if road == "plain torch":
-        monkeypatch.setattr(_extension, "_DEVICES", ())
-        monkeypatch.setattr(_extension, "_SETTING", "0")
+        monkeypatch.setattr(_backend, "_DEVICES", ())
+        monkeypatch.setattr(_backend, "_SETTING", "0")
     with pytest.raises(kind, match=words):
         loss(torch.zeros(shape), target)

@@ -9,7 +9,7 @@ from conftest import assert_close
 
 import focalkern as fk
 from focalkern._types import ROW_LOSS_NAMES, RowLoss
-from focalkern.ops import _extension
+from focalkern.ops import _backend
 
 pytestmark = pytest.mark.kernels
 
@@ -111,7 +111,7 @@ def test_third_derivatives(name):
 
 def test_the_module_alone_declares_them():
     """Kernels run without Python's part; a composite operator then says that it has no implementation."""
-    path, name = _extension._module.__file__, _extension._module.__name__.split(".")[-1]
+    path, name = _backend._module.__file__, _backend._module.__name__.split(".")[-1]
     code = f"""
 import importlib.machinery, importlib.util, torch
 loader = importlib.machinery.ExtensionFileLoader({name!r}, {path!r})
@@ -129,5 +129,5 @@ except NotImplementedError:
 
 
 def test_the_numbers_of_the_losses_are_those_of_the_compiled_module():
-    assert tuple(_extension._module.row_losses()) == ROW_LOSS_NAMES
+    assert tuple(_backend._module.row_losses()) == ROW_LOSS_NAMES
     assert len(ROW_LOSS_NAMES) == len(RowLoss)

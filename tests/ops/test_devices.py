@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 import focalkern as fk
 from focalkern import _devices
 from focalkern._arrays import as_tensor
-from focalkern.ops import _extension
+from focalkern.ops import _backend
 
 
 class WithoutFloat64(TorchDispatchMode):
@@ -26,8 +26,8 @@ class WithoutFloat64(TorchDispatchMode):
 @pytest.fixture
 def without_float64(monkeypatch):
     monkeypatch.setattr(_devices, "_WITHOUT_FLOAT64", {"mps", "meta"})
-    monkeypatch.setattr(_extension, "_DEVICES", ("cpu",))
-    monkeypatch.setattr(_extension, "_warned", True)  # once per process is enough
+    monkeypatch.setattr(_backend, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(_backend, "_warned", True)  # once per process is enough
     with WithoutFloat64():
         yield
 

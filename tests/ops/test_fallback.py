@@ -166,13 +166,13 @@ def test_grid_is_that_of_the_kernels(estimator, dtype):
 @pytest.mark.kernels
 @pytest.mark.parametrize("sketch", [False, True])
 def test_sums_of_a_batch_are_those_of_the_kernels(sketch):
-    from focalkern.ops._extension import kernels_for
+    from focalkern.ops._backend import backend_for
     from focalkern.ops.calibration_sums import CalibrationSums
 
     z, target = rows(150, 5), torch.randint(5, (150,))
     axes = torch.tensor([-0.5, 1.0], dtype=torch.float64), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
     found = []
-    for kernels in (fallback, kernels_for(z)):
+    for kernels in (fallback, backend_for(z)):
         sums = CalibrationSums.zeros(2, 3, 16, ("ece", "nll", "brier"), z.device)
         run = kernels.CalibrationGridRun(z, target, *axes, 1, 13, 0, False, -100)
         run.add_to(sums.rows, sums.count, sums.confidence, sums.correct, sums.nll, sums.brier, sketch)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import focalkern as fk
 from focalkern import reference
-from focalkern.ops._extension import has_kernels
+from focalkern.ops._backend import has_kernels
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TABLE = fk.GammaTable([0.0, 0.1, 0.2, 0.2, 0.6, 1.0], [5.0, -1.0, 9.0, 0.5, 2.0])

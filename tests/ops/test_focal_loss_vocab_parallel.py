@@ -14,7 +14,7 @@ from conftest import assert_close
 from torch import nn
 
 import focalkern as fk
-from focalkern.ops._loss_rows import slice_gradient
+from focalkern.ops._row_kernels import slice_gradient
 
 # An end for processes that wait for each other for ever. Nothing is measured by it: it is far above what any of this
 # takes on a busy machine.

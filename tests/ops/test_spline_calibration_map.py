@@ -13,7 +13,7 @@ from conftest import TOLERANCE, assert_close
 import focalkern as fk
 from focalkern import fallback, reference
 from focalkern.fallback.spline_map import spline_coefficients
-from focalkern.ops._extension import kernels_for
+from focalkern.ops._backend import backend_for
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 torch_jit_warns = pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script")
@@ -446,7 +446,7 @@ def test_fallback_is_that_of_the_kernels(log, keep_zeros, is_probs, kind):
         arguments = [z, torch.tensor([1.1, 1.4, 1e-3], dtype=torch.float64), KNOTS, spline_coefficients(KNOTS, VALUES)]
         arguments += parameters_of(n_classes, kind).values()
         found = []
-        for module in (kernels_for(z), fallback):
+        for module in (backend_for(z), fallback):
             leaves = [leaf(v) for v in arguments]
             output = module.spline_map(*leaves, is_probs, keep_zeros, False, log)
             upstream = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).reshape(output.shape)

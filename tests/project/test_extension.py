@@ -156,8 +156,8 @@ def test_required_kernels_and_a_device_without_them(copy):
     """Stands in for a device like MPS: one whose type the module is said not to serve."""
     code = (
         "import torch, focalkern\n"
-        "from focalkern.ops import _extension\n"
-        "_extension._DEVICES = ('cuda',)\n"
+        "from focalkern.ops import _backend\n"
+        "_backend._DEVICES = ('cuda',)\n"
         "print(float(focalkern.focal_calibration_map(torch.zeros(2), 1.0)[0]))\n"
     )
     done = run(code, copy.parent, kernels="require")
@@ -175,8 +175,8 @@ def test_a_rocm_build_of_torch_is_told_what_runs(copy):
         "import torch\n"
         "torch.version.cuda, torch.version.hip = None, '6.2.41134'\n"
         "import focalkern\n"
-        "from focalkern.ops import _extension\n"
-        "_extension._say_why('cuda')\n"
+        "from focalkern.ops import _backend\n"
+        "_backend._say_why('cuda')\n"
     )
     write_build_info(copy)
     done = run(code, copy.parent)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._ceiling import ceiling_in_words, justified_temperature
 from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, Found, every_row_grid
+from focalkern.calibrators._temperature_bound import ceiling_in_words, succession_bound
 from focalkern.ops.calibration_map import focal_calibration_map
 
-__all__ = ["brier_temperature", "check_finite_nll", "nll_temperature", "smooth_focal"]
+__all__ = ["brier_temperature", "check_finite_nll", "minimize_focal", "nll_temperature"]
 
 # Rows are converted to float64 so many numbers at a time.
 _BLOCK = 1 << 22
@@ -99,7 +99,7 @@ def nll_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weight
         spread -= float(finite.sum(-1) @ share)
 
     def at_low_end(spent: int, why: str) -> Found:
-        temperature = justified_temperature(input, 0.0, input_kind, weight)
+        temperature = succession_bound(input, 0.0, input_kind, weight)
         words = ceiling_in_words(temperature, len(input), weight, why)
         return Found(0.0, temperature, derivatives(1 / temperature)[0], spent + 1, (words,))
 
@@ -198,7 +198,7 @@ class _Mean:
 
     def at_low_end(self, gamma: float) -> Found:
         """Where the criterion falls all the way to T = 0."""
-        temperature = justified_temperature(self.input, gamma, self.input_kind, self.weight)
+        temperature = succession_bound(self.input, gamma, self.input_kind, self.weight)
         why = f"the {_WORDS[self.criterion]} falls all the way to it"
         words = ceiling_in_words(temperature, len(self.input), self.weight, why)
         value, _ = self(np.array([math.log1p(gamma), math.log(temperature)]))
@@ -239,13 +239,13 @@ def brier_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weig
     return Found(0.0, _temperature(float(best_point[0])), float(best_value), mean.n_cells, tuple(at_border))
 
 
-# Where the Newton steps of smooth_focal may start: NLL over gamma, each with its best T, has valleys on both sides of a
-# ridge, so that one start would not do.
+# Where the Newton steps of minimize_focal may start: NLL over gamma, each with its best T, has valleys on both sides of
+# a ridge, so that one start would not do.
 _START_GAMMAS = (-0.95, -0.8, -0.6, -0.4, -0.2, 0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _START_FACTORS: tuple[float, ...] = tuple(0.2 * 1.17**index for index in range(32))  # of T at gamma = 0: 0.2 to 26
 
 
-def smooth_focal(
+def minimize_focal(
     input: Tensor,
     target: Tensor,
     input_kind: InputKind,

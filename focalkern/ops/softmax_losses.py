@@ -10,7 +10,7 @@ from torch.overrides import has_torch_function
 from focalkern._checks import finite, reduction_code, reworded
 from focalkern._types import RowLoss
 from focalkern.gamma import GammaTable
-from focalkern.ops._extension import fallback, has_kernels, kernels_for
+from focalkern.ops._backend import backend_for, fallback, has_kernels
 from focalkern.ops.focal_loss import (
     check_tensor,
     check_types,
@@ -131,7 +131,7 @@ def mmce_loss(
     """
     if torch.compiler.is_compiling() or type(input) not in _PLAIN or type(target) not in _PLAIN:
         return None
-    kernels = kernels_for(input)
+    kernels = backend_for(input)
     if not input.is_cpu or kernels is fallback:
         return None
     code = reduction_code("MMCELoss", reduction)
@@ -170,12 +170,12 @@ def _row_loss(
     code = reduction_code(op, reduction)
     compiling = torch.compiler.is_compiling()
     if not compiling and type(input) in _PLAIN and type(target) in _PLAIN:
-        through = kernels_for(input).row_loss
+        through = backend_for(input).row_loss
     else:
         check_tensor(op, "input", input)
         check_tensor(op, "target", target)
         dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
-        through = through_dispatcher if dispatched else kernels_for(input).row_loss
+        through = through_dispatcher if dispatched else backend_for(input).row_loss
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()

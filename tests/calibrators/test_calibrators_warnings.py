@@ -37,7 +37,7 @@ def said(calibrator, *rows):
     (one,) = caught
     assert one.filename == __file__
     text = str(one.message)
-    assert text == f"{type(calibrator).__name__}: {', and '.join(calibrator.doubts_)}"
+    assert text == f"{type(calibrator).__name__}: {', and '.join(calibrator.warnings_)}"
     return text
 
 
@@ -46,7 +46,7 @@ def said(calibrator, *rows):
 @pytest.mark.parametrize("search", [None, "grid", "refine"])
 def test_nothing_is_said_of_a_good_fit(cls, criterion, search):
     axes = {} if search is None else {"temperatures": COARSE}
-    assert cls(criterion=criterion, search=search, **axes).fit(*sample()).doubts_ == ()
+    assert cls(criterion=criterion, search=search, **axes).fit(*sample()).warnings_ == ()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_labels_that_cannot_be_right_are_said_once(calibrator):
     words = said(calibrator, logits[kept], target[kept] + 1)
     assert words.count("if the labels are one too high: the first class is 0") == 1
     # By fit alone: a study, whose folds are fitted quietly, says it once of all its rows.
-    assert not any("too high" in doubt for doubt in calibrator.fit_quietly(logits[kept], target[kept] + 1).doubts_)
+    assert not any("too high" in doubt for doubt in calibrator.fit_quietly(logits[kept], target[kept] + 1).warnings_)
 
 
 @pytest.mark.parametrize("search", ["grid", "line", "refine"])
@@ -79,7 +79,7 @@ def test_the_border_is_said_and_widening_leaves_it(search):
     assert "gamma = 1 is the largest that was searched" in words
     assert words.endswith("(widen=True searches on)")
     wide = FocalTemperatureScaling(**options, widen=True).fit(*rows)
-    assert (wide.doubts_, wide.at_border_) == ((), ())
+    assert (wide.warnings_, wide.at_border_) == ((), ())
     assert wide.gamma_ == pytest.approx(2, abs=0.8)
     assert wide.temperature_ == pytest.approx(3, abs=0.6)
     assert wide.best_value_ < narrow.best_value_
@@ -120,10 +120,10 @@ def test_an_ece_that_costs_nll_and_brier(network, worse):
     calibrator.fit_quietly(logits, labels)
     none = mean_losses(logits.double(), labels)
     found = mean_losses(logits.double(), labels, calibrator.gamma_, calibrator.temperature_)
-    text = " ".join(calibrator.doubts_)
+    text = " ".join(calibrator.warnings_)
     for words, old, new in zip(("NLL", "Brier score"), none, found, strict=True):
         assert (f"the {words} rises from {old:.4f} to {new:.4f}" in text) == (worse and new > old)
-    assert FocalTemperatureScaling().fit(logits, labels).doubts_ == ()
+    assert FocalTemperatureScaling().fit(logits, labels).warnings_ == ()
 
 
 def test_worse_than_none_is_said_with_figures_and_remedy():
@@ -145,7 +145,7 @@ def test_less_than_the_noise_is_not_said():
     best = TemperatureScaling().fit(logits, target).temperature_
     calibrator = TemperatureScaling(temperatures=[best * 1.05], search="grid")
     near_best = logits / best
-    assert TemperatureScaling(temperatures=[1.05]).fit(near_best, target).doubts_ == ()
+    assert TemperatureScaling(temperatures=[1.05]).fit(near_best, target).warnings_ == ()
     assert mean_losses(near_best, target, 0.0, 1.05)[0] > mean_losses(near_best, target)[0]
     assert calibrator.fit_quietly(logits, target) is calibrator
 
@@ -160,7 +160,7 @@ def test_an_impossible_target_is_said(criterion, kind):
     words = said(calibrator, input, target)
     assert "the NLL is infinite because 2 of 500 rows (the first is 3) give their target probability 0" in words
     if kind == "probs":
-        assert "infinite" not in " ".join(calibrator.fit_quietly(input.clip(1e-7), target).doubts_)
+        assert "infinite" not in " ".join(calibrator.fit_quietly(input.clip(1e-7), target).warnings_)
 
 
 def test_bins_that_are_always_right_are_said():
@@ -168,7 +168,7 @@ def test_bins_that_are_always_right_are_said():
     logits, target = torch.cat([logits, torch.eye(5, dtype=torch.float64)[target] * 50]), torch.cat([target, target])
     words = said(HistogramBinning(n_bins=4), logits, target)
     assert "1 of 4 bins are always right, so that one mistake in them makes the NLL infinite (fewer bins" in words
-    assert HistogramBinning(n_bins=1).fit(*sample(2000, n_classes=2, temperature=0.1)).doubts_ == ()
+    assert HistogramBinning(n_bins=1).fit(*sample(2000, n_classes=2, temperature=0.1)).warnings_ == ()
 
 
 def test_bins_after_a_scaling_at_its_border_are_said_once():
@@ -183,10 +183,10 @@ def test_many_labels_are_one_warning():
     with pytest.warns(fk.CalibrationWarning) as caught:
         calibrator.fit(logits, logits > 0)
     assert len(caught) == 1
-    assert len(calibrator.doubts_) == 7
+    assert len(calibrator.warnings_) == 7
     assert str(caught[0].message).startswith("MultiLabelScaling: label 0: temperature = ")
     assert "is the lower bound of the search on 50 rows" in str(caught[0].message)
-    assert str(caught[0].message).endswith("and 4 more in doubts_")
+    assert str(caught[0].message).endswith("and 4 more in warnings_")
 
 
 def test_quietly_is_the_same_fit_without_a_word(tmp_path):
@@ -198,12 +198,12 @@ def test_quietly_is_the_same_fit_without_a_word(tmp_path):
         calibrator.fit_quietly(*rows)
     aloud = TemperatureScaling()
     words = said(aloud, *rows)
-    assert (aloud.temperature_, aloud.doubts_) == (calibrator.temperature_, calibrator.doubts_)
+    assert (aloud.temperature_, aloud.warnings_) == (calibrator.temperature_, calibrator.warnings_)
     assert "the target has the largest logit of every row" in words
     assert "fit on rows that are neither all right nor no better than chance" in words
     aloud.save(tmp_path / "calibrator.json")
-    assert fk.load_calibrator(tmp_path / "calibrator.json").doubts_ == aloud.doubts_
-    assert aloud.fit(*sample()).doubts_ == ()
+    assert fk.load_calibrator(tmp_path / "calibrator.json").warnings_ == aloud.warnings_
+    assert aloud.fit(*sample()).warnings_ == ()
 
 
 def test_a_start_near_the_optimum_finds_it_sooner():

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["build_info", "kernels_for"]
+__all__ = ["backend_for", "build_info"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ANOTHER_COPY = (
@@ -133,10 +133,10 @@ fallback = importlib.import_module("focalkern.fallback")
 _composites = fallback.register_composites() if _module is not None else None
 
 
-def kernels_for(tensor: Tensor) -> Any:
+def backend_for(tensor: Tensor) -> Any:
     """The module whose functions compute on this tensor's device: the compiled one, or :mod:`focalkern.fallback`.
 
-    An operator takes its function from here, ``kernels_for(input).focal_loss(...)``; the names, arguments and errors of
+    An operator takes its function from here, ``backend_for(input).focal_loss(...)``; the names, arguments and errors of
     both modules are the same. Under torch.compile an operator with kernels goes through torch.ops instead, and
     ``has_kernels`` tells; the plain functions are traced as they are.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from focalkern.gamma import GammaTable
-from focalkern.ops._extension import has_kernels
+from focalkern.ops._backend import has_kernels
 from focalkern.ops.focal_loss import focal_loss
 
 __all__ = ["gradients_of_rows", "losses_of_rows", "slice_gradient", "slice_statistics"]

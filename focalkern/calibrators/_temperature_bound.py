@@ -10,7 +10,7 @@ from focalkern.calibrators._modules import InputKind
 from focalkern.calibrators._search import TEMPERATURE_BOUNDS
 from focalkern.ops.calibration_map import focal_calibration_map
 
-__all__ = ["ceiling_in_words", "justified_confidence", "justified_temperature"]
+__all__ = ["ceiling_in_words", "justified_confidence", "succession_bound"]
 
 # Rows are converted to float64 so many numbers at a time.
 _BLOCK = 1 << 22
@@ -27,7 +27,7 @@ def justified_confidence(n_rows: int, weight: Tensor | None) -> float:
     return (n + 1) / (n + 2)
 
 
-def justified_temperature(input: Tensor, gamma: float, input_kind: InputKind, weight: Tensor | None = None) -> float:
+def succession_bound(input: Tensor, gamma: float, input_kind: InputKind, weight: Tensor | None = None) -> float:
     """The smallest T within the bounds at which the mean confidence is at most :func:`justified_confidence`.
 
     Rows of which only one class can occur have confidence 1 at every temperature, and are left out.
@@ -62,7 +62,7 @@ def justified_temperature(input: Tensor, gamma: float, input_kind: InputKind, we
 
 
 def ceiling_in_words(temperature: float, n_rows: int, weight: Tensor | None, why: str) -> str:
-    """Why the temperature is what :func:`justified_temperature` has found: the end of the search, as ``at_border_``."""
+    """Why the temperature is what :func:`succession_bound` has found: the end of the search, as ``at_border_``."""
     if temperature == TEMPERATURE_BOUNDS[0]:
         return f"temperature = {temperature:g} is the lower bound of the search: {why}"
     return (
