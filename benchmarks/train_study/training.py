@@ -232,6 +232,7 @@ class _Run:
             row[f"test_{name}_correct"] = float(values[correct].mean())
             row[f"test_{name}_incorrect"] = float(values[~correct].mean())
         row["test_entropy"] = float(entropy.mean())
+        row["test_confidence"] = float(probs.amax(-1).mean())
         row["head_weight_norm"] = float(self.network.head.weight.double().norm())
         row.update(records.test_ece(test_logits, parts.test_labels, temperature=1.0, prefix="test_ece"))
         grid = fk.calibration_grid(val_logits, parts.val_labels, [0.0], fk.PAPER_TEMPERATURES, estimator="equal_width")

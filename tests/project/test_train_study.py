@@ -224,6 +224,7 @@ def test_the_last_epoch_is_what_the_saved_logits_say(adafocal_run):
         "test_nll_correct": nll[right].mean(),
         "test_nll_incorrect": nll[~right].mean(),
         "test_entropy": entropy.mean(),
+        "test_confidence": probs.amax(-1).mean(),
         "test_entropy_correct": entropy[right].mean(),
         "test_entropy_incorrect": entropy[~right].mean(),
         "val_nll": F.cross_entropy(logits["val_logits"].double(), logits["val_labels"]),
