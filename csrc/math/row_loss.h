@@ -1,7 +1,7 @@
 // What the kernels know of a row of logits and its target, and what a loss makes of it.
 //
-// The loops over rows and classes are written once (cpu/row_loss/driver.h, cuda/row_loss*.cu); a loss is a struct of static
-// functions in a header of its own, next to this one:
+// The loops over rows and classes are written once (cpu/row_loss/driver.h, cuda/row_loss*.cu); a loss is a struct of
+// static functions in a header of its own, next to this one:
 //
 //   kLargestIsLeftOut  the sums leave out the largest class; otherwise the target
 //   kMarked            a class other than the target whose gradient is not that of the rest
