@@ -20,8 +20,8 @@ from focalkern.calibrators._selection import PROPER, Proper, check_folds
 from focalkern.files import InputError, LogitSet, read_sets
 from focalkern.files.read import labels_of_npy
 from focalkern.study.compare import run_study
-from focalkern.study.networks import METHODS, SCORES, Sweep
 from focalkern.study.report.export import finite_or_none
+from focalkern.study.report.sweep import METHODS, SCORES, Sweep
 from focalkern.study.split import check_alike
 from focalkern.study.study import Study
 

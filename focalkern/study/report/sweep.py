@@ -1,4 +1,4 @@
-"""The result of a sweep: tables of networks by methods, mean ranks, paired wins."""
+"""The result of a sweep: tables of networks by methods, mean ranks, paired wins, as text, CSV and HTML."""
 
 import csv
 import io
