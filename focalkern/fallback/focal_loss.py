@@ -26,6 +26,7 @@ from focalkern.fallback._checks import (
     values_may_be_read,
 )
 from focalkern.gamma import GammaTable
+from focalkern.reference._softmax_losses import gamma_tensor, modulating_factor
 
 __all__ = ["focal_loss"]
 
@@ -128,8 +129,8 @@ def _of_labels(
     else:
         log_p, log_u = _log_probability_of(z, index)
         if isinstance(gamma, GammaTable):
-            gamma = reference._gamma_tensor(gamma, log_p.unsqueeze(-1).exp()).squeeze(-1)
-        factor = reference.modulating_factor(log_p, log_u, gamma)
+            gamma = gamma_tensor(gamma, log_p.unsqueeze(-1).exp()).squeeze(-1)
+        factor = modulating_factor(log_p, log_u, gamma)
         if detach_modulation:
             factor = factor.detach()
         loss = -row_weight * factor * log_p

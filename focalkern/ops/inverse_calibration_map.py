@@ -21,7 +21,7 @@ from focalkern._checks import dense, flag, number
 from focalkern._devices import autocast_is_on, on_device
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import focal_loss
-from focalkern.reference import _in_order
+from focalkern.reference._calibration import in_order
 
 __all__ = ["binary_inverse_focal_calibration_map", "inverse_focal_calibration_map", "properized_focal_loss"]
 
@@ -374,7 +374,7 @@ def _inverse(log_p: Tensor, gamma: Tensor) -> Tensor:
             break
     log_q = torch.where(is_top, F.logsigmoid(x), F.logsigmoid(others))
     # A row with one class left is certain, whatever gamma; gamma = 0 changes nothing.
-    log_q = torch.where(absent.all(-1, keepdim=True) | (g == 0), log_p, _in_order(log_q, log_p))
+    log_q = torch.where(absent.all(-1, keepdim=True) | (g == 0), log_p, in_order(log_q, log_p))
     in_domain = (g >= 0) & g.isfinite() & (log_p.gather(-1, top) <= 0)
     return torch.where(in_domain, log_q, math.nan)
 

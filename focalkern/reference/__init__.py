@@ -1,0 +1,41 @@
+"""Every operator in plain torch: the oracle of the tests, the baseline of the benchmarks, the documentation.
+
+The functions take the arguments of the public operators and compute, in float64 for float64 inputs, what the compiled
+kernels must compute. They are written to be read: every class of a row is treated alike, nothing is fused, arguments
+are not checked, and the derivatives of any order come from autograd. None of them uses an epsilon or a clamp: where a
+formula would meet ``0 * inf`` or cancel, the limit is written out instead.
+
+Notation: ``z`` logits, ``q = softmax(z / T)``, ``lq = log q``, ``u = 1 - q``, ``phi = -q * lq / u``.
+"""
+
+from focalkern.reference._calibration import (
+    assign_bins,
+    binary_focal_calibration_map,
+    calibration_error,
+    calibration_grid,
+    focal_calibration_map,
+    spline_calibration_map,
+)
+from focalkern.reference._sigmoid_losses import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
+from focalkern.reference._softmax_losses import (
+    brier_loss,
+    dual_focal_loss,
+    focal_loss,
+    poly_focal_loss,
+)
+
+__all__ = [
+    "assign_bins",
+    "asymmetric_loss",
+    "binary_focal_calibration_map",
+    "brier_loss",
+    "calibration_error",
+    "calibration_grid",
+    "dual_focal_loss",
+    "focal_calibration_map",
+    "focal_loss",
+    "poly_focal_loss",
+    "quality_focal_loss",
+    "sigmoid_focal_loss",
+    "spline_calibration_map",
+]

@@ -1,0 +1,97 @@
+"""Softmax and its complement in log space, and how a parameter meets a tensor: what the definitions share."""
+
+import torch
+from torch import Tensor
+
+from focalkern._devices import as_parameter
+
+__all__ = ["compute_dtype", "log_softmax_and_complement", "number_tensor", "parameter_tensor", "phi_of"]
+
+
+def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:
+    r"""log q and log(1 - q) of every class, without cancellation.
+
+    For the largest class of a row, 1 - q cancels when q is near 1. With d = log-sum-exp of the other logits - z_top,
+
+    .. math:: \log q_{top} = -\log(1 + e^d), \qquad \log(1 - q_{top}) = d - \log(1 + e^d).
+
+    Every other class has q <= 1/2, where log1p(-q) is accurate.
+
+    Args:
+        z: logits [..., C], floating point. -inf is a class with q = 0; a row whose largest logit is not finite is NaN.
+
+    Returns:
+        (log q, log(1 - q)), both [..., C].
+    """
+    top = z.argmax(-1, keepdim=True)
+    z_top = z.gather(-1, top)
+    is_top = torch.arange(z.shape[-1], device=z.device) == top
+    # The shift is a constant.
+    shifted = z - z_top.detach()
+    others = torch.where(is_top, -torch.inf, shifted)
+    zero = z_top - z_top.detach()
+
+    # A class alone in its row, all others -inf (or C = 1), has q = 1 whatever its logit: constants, no gradient.
+    alone = (others == -torch.inf).all(-1, keepdim=True) & z_top.isfinite()
+    log_others = _logsumexp(torch.where(alone, 0.0, others))
+    # d <= log(C - 1), so exp(d) never overflows.
+    d = log_others - zero
+    log1p_exp_d = d.exp().log1p()
+    log_q_top = torch.where(alone, 0.0, -log1p_exp_d)
+    # Where q <= 1/2 the first forms of log u and of the sum's logarithm lose digits: one is a difference, and the slope
+    # of the other in the largest logit is a difference of two sums over all classes.
+    above_half = d < 0
+    log_u_below = -(-torch.where(above_half, 0.0, d)).exp().log1p()
+    log_u_top = torch.where(above_half, d - log1p_exp_d, log_u_below)
+    log_u_top = torch.where(alone, -torch.inf, log_u_top)
+    log_sum_below = (log_others.exp() + (zero.exp() - 1.0)).log1p()
+    log_sum = torch.where(alone, zero, torch.where(above_half, zero + log1p_exp_d, log_sum_below))
+
+    # inf - inf: a row whose largest logit is NaN or infinite has no softmax, and says so in all its classes.
+    log_q = torch.where(is_top, log_q_top, shifted - log_sum) + (z_top - z_top)
+    absent = log_q == -torch.inf
+    log_u_below_half = torch.where(absent, 0.0, torch.log1p(-torch.where(is_top | absent, -1.0, log_q).exp()))
+    log_u = torch.where(is_top, log_u_top + (z_top - z_top), log_u_below_half)
+    return log_q, log_u
+
+
+def _logsumexp(z: Tensor) -> Tensor:
+    # Written out, because runtimes to which this exports (ONNX) have one that underflows.
+    largest = z.detach().amax(-1, keepdim=True)
+    return (z - largest).exp().sum(-1, keepdim=True).log() + largest
+
+
+def phi_of(log_q: Tensor, log_u: Tensor) -> Tensor:
+    r"""phi = -q log(q) / (1 - q): 0 at q = 0, 1 at q = 1, increasing between.
+
+    Near q = 1 the quotient and its derivatives cancel, and the series of -log(1 - u) / u = 1 + u/2 + u^2/3 + ... is
+    summed instead.
+    """
+    absent = log_q == -torch.inf
+    log_q = torch.where(absent, -1.0, log_q)
+    u = log_u.exp()
+    near_one = u < 0.1
+    quotient = -log_q / torch.where(near_one, 0.5, u)
+    # The first term left out, u^17 / 18, is below 1e-18.
+    small_u = torch.where(near_one, u, 0.0)
+    series = torch.zeros_like(u)
+    for n in range(17, 0, -1):
+        series = series * small_u + 1.0 / n
+    return torch.where(absent, 0.0, log_q.exp() * torch.where(near_one, series, quotient))
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def number_tensor(value: float | Tensor, like: Tensor) -> Tensor:
+    """A number or tensor in the dtype of ``like``; a number is rounded once, and not to float32 on its way."""
+    if not isinstance(value, Tensor) and torch.compiler.is_compiling():
+        # Not a constant of the graph: another value must not compile again.
+        return (torch.zeros((), dtype=torch.float64) + value).to(like.dtype).to(like.device)
+    return value.to(like) if isinstance(value, Tensor) else torch.tensor(value, dtype=like.dtype, device=like.device)
+
+
+def parameter_tensor(value: float | Tensor, like: Tensor) -> Tensor:
+    """As number_tensor, but a number on the host stays there."""
+    return as_parameter(value, like) if isinstance(value, Tensor) else number_tensor(value, like)

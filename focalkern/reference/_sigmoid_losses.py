@@ -1,0 +1,240 @@
+"""The losses of one logit per class."""
+
+import torch
+from torch import Tensor
+
+from focalkern._devices import as_parameter, autocast_is_on
+from focalkern.reference._log_space import compute_dtype, parameter_tensor
+
+__all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
+
+
+def _shares(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits and targets in the type of the computation, and which elements count (None: all of them).
+
+    Labels become one-hot rows, with label C a row of zeros; everything outside of its domain becomes NaN.
+    """
+    x = input.to(compute_dtype(input.dtype))
+    if target.dim() == input.dim():
+        t = target.to(x.dtype)
+        return x, torch.where((t >= 0) & (t <= 1), t, torch.nan), None
+    class_dim = 0 if input.dim() == 1 else 1
+    n_classes = input.shape[class_dim]
+    labels = target.long().unsqueeze(class_dim)
+    classes = torch.arange(n_classes, device=x.device).view(n_classes, *[1] * (input.dim() - class_dim - 1))
+    counts = (labels != ignore_index).expand(x.shape)
+    valid = ((labels >= 0) & (labels <= n_classes)) | ~counts
+    x = torch.where(counts, x, 0.0)  # so that a NaN in them stays there
+    return x, torch.where(valid, (labels == classes).to(x.dtype), torch.nan), counts
+
+
+def _of_share(share: Tensor, value: Tensor) -> Tensor:
+    """share * value, and 0 without a share, also of an infinite value. A share that is to be differentiated has a slope
+    there all the same."""
+    return share * value if share.requires_grad else torch.where(share == 0, 0.0, share * value)
+
+
+# Beyond this logit, sigmoid is 0 or 1 in every dtype, and has no slope: 0 times a slope that overflows would be NaN.
+_SATURATED = 1e4
+
+
+def _log_sigmoid(x: Tensor) -> Tensor:
+    zero = x > _SATURATED
+    return torch.where(zero, 0.0, torch.nn.functional.logsigmoid(torch.where(zero, 0.0, x)))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    saturated = x.abs() > _SATURATED
+    inner = torch.nn.functional.logsigmoid(torch.where(saturated, 0.0, x)).exp()
+    return torch.where(saturated, (x > 0).to(x.dtype), inner)
+
+
+def _power(log_base: Tensor, exponent: Tensor) -> Tensor:
+    """base^exponent from log base, with 0^0 = 1, and without a slope where the base is 0."""
+    nothing = log_base == -torch.inf
+    power = (exponent * torch.where(nothing, 0.0, log_base)).exp()
+    return torch.where(nothing, (exponent == 0).to(power.dtype), power)
+
+
+def _log(base: Tensor) -> Tensor:
+    nothing = base == 0
+    return torch.where(nothing, -torch.inf, torch.where(nothing, 1.0, base).log())
+
+
+def _reduce_elements(
+    loss: Tensor, input: Tensor, weight: Tensor | None, counts: Tensor | None, reduction: str
+) -> Tensor:
+    if weight is not None:
+        loss = loss * as_parameter(weight, loss)
+    if counts is not None:
+        loss = torch.where(counts, loss, 0.0)
+    if reduction == "sum":
+        loss = loss.sum()
+    elif reduction == "mean":
+        loss = loss.sum() / (loss.numel() if counts is None else counts.sum())
+    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    return loss if is_half and autocast_is_on(input.device.type) else loss.to(input.dtype)
+
+
+def sigmoid_focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor = 2.0,
+    alpha: float | Tensor | None = 0.25,
+    reduction: str = "none",
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    r"""Focal loss of independent logits.
+
+    .. math::
+        L = (\alpha t + (1 - \alpha)(1 - t)) u^\gamma b, \qquad u = t (1 - p) + (1 - t) p, \quad
+        b = -t \log p - (1 - t) \log(1 - p)
+
+    Args:
+        input: logits of any shape.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        gamma: a number or a tensor that broadcasts to ``input``.
+        alpha: likewise, or None for no such factor.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
+        weight: broadcasts to ``input``.
+        ignore_index: label whose elements count nothing.
+
+    Returns:
+        The loss, in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.sigmoid_focal_loss(logits, torch.tensor([0]))
+        tensor([[0.0005, 0.1300, 0.0170]], dtype=torch.float64)
+    """
+    x, t, counts = _shares(input, target, ignore_index)
+    rest = 1.0 - t
+    log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
+    b = _of_share(t, -log_p) + _of_share(rest, -log_q)
+    u = torch.where(x.abs() > _SATURATED, torch.where(x > 0, rest, t), t * _sigmoid(-x) + rest * _sigmoid(x))
+    gamma = parameter_tensor(gamma, x)
+    if t.requires_grad:
+        # The slope in a hard target needs the sum itself.
+        factor = torch.where(u == 0, (gamma == 0).to(x.dtype), torch.where(u == 0, 1.0, u).pow(gamma))
+    else:
+        # In a hard one u is one of the two, and may underflow where its logarithm does not.
+        log_u = torch.where(t == 1, log_q, torch.where(t == 0, log_p, _log(torch.where((t == 0) | (t == 1), 1.0, u))))
+        factor = _power(log_u, gamma)
+    loss = factor * b
+    if alpha is not None:
+        alpha = parameter_tensor(alpha, x)
+        loss = loss * (alpha * t + (1.0 - alpha) * rest)
+    return _reduce_elements(loss, input, weight, counts, reduction)
+
+
+def asymmetric_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma_negative: float | Tensor = 4.0,
+    gamma_positive: float | Tensor = 1.0,
+    margin: float = 0.05,
+    reduction: str = "none",
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    r"""Asymmetric loss of independent logits.
+
+    .. math::
+        L = -t (1 - p)^{\gamma_+} \log p - (1 - t) v^{\gamma_-} \log(1 - v), \qquad v = \max(p - \text{margin}, 0)
+
+    Args:
+        input: logits of any shape.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        gamma_negative: the exponent of negatives, a number or a tensor that broadcasts to ``input``.
+        gamma_positive: that of positives.
+        margin: in [0, 1); negatives with p below it count nothing.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
+        weight: broadcasts to ``input``.
+        ignore_index: label whose elements count nothing.
+
+    Returns:
+        The loss, in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.asymmetric_loss(logits, torch.tensor([0]))
+        tensor([[0.0151, 0.0245, 0.0006]], dtype=torch.float64)
+    """
+    x, t, counts = _shares(input, target, ignore_index)
+    log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
+    log_v, log_rest = log_p, log_q
+    if margin > 0:
+        v = log_p.exp() - margin
+        easy, small = v <= 0, v < 0.5
+        log_v = torch.where(easy, 0.0, torch.where(easy, 1.0, v).log())
+        # 1 - v = 1 - p + margin, of which one or the other form does not cancel.
+        log_rest = torch.where(
+            small, (-torch.where(small, v, 0.0)).log1p(), (torch.where(small, 1.0, log_q.exp() + margin)).log()
+        )
+        log_rest = torch.where(easy, 0.0, log_rest)
+    positive = _power(log_q, parameter_tensor(gamma_positive, x)) * -log_p
+    negative = _power(log_v, parameter_tensor(gamma_negative, x)) * -log_rest
+    loss = _of_share(t, positive) + _of_share(1.0 - t, negative)
+    return _reduce_elements(loss, input, weight, counts, reduction)
+
+
+def quality_focal_loss(
+    input: Tensor,
+    target: Tensor,
+    beta: float | Tensor = 2.0,
+    reduction: str = "none",
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    r"""Quality focal loss of independent logits.
+
+    .. math:: L = |t - p|^\beta (-t \log p - (1 - t) \log(1 - p))
+
+    Args:
+        input: logits of any shape.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        beta: the exponent, a number or a tensor that broadcasts to ``input``.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
+        weight: broadcasts to ``input``.
+        ignore_index: label whose elements count nothing.
+
+    Returns:
+        The loss, in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.quality_focal_loss(logits, torch.tensor([[0.9, 0.5, 0.0]], dtype=torch.float64))
+        tensor([[0.0001, 0.0000, 0.0227]], dtype=torch.float64)
+    """
+    x, t, counts = _shares(input, target, ignore_index)
+    rest = 1.0 - t
+    log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
+    b = _of_share(t, -log_p) + _of_share(rest, -log_q)
+    # Of the two forms of the difference, that in which a hard target does not cancel.
+    positive = x > 0
+    gap = torch.where(positive, rest - _sigmoid(-x), t - _sigmoid(x))
+    size = torch.where(gap < 0, -gap, gap)
+    beta = parameter_tensor(beta, x)
+    if t.requires_grad:
+        factor = torch.where(size == 0, (beta == 0).to(x.dtype), torch.where(size == 0, 1.0, size).pow(beta))
+    else:
+        agrees = torch.where(positive, t == 1, t == 0)
+        log_size = torch.where(agrees, torch.where(positive, log_q, log_p), _log(torch.where(agrees, 1.0, size)))
+        factor = _power(log_size, beta)
+    return _reduce_elements(factor * b, input, weight, counts, reduction)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
