@@ -12,10 +12,10 @@ from torch import Tensor
 from focalkern._checks import short
 from focalkern._columns import ColumnsError, class_columns
 from focalkern._devices import where_float64
+from focalkern._types import FLOATS
 
 __all__ = ["arrays_for_arrays", "as_array", "as_tensor", "with_tensors"]
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +36,7 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
             raise TypeError(f"{what} must be a dense tensor that is not quantized, got {short(values)}")
         if values.device.type == "meta":
             raise ValueError(f"{what} must have values, got {short(values)} on the device meta")
-        if values.is_floating_point() and values.dtype not in _FLOATS:  # float8 has no arithmetic
+        if values.is_floating_point() and values.dtype not in FLOATS:  # float8 has no arithmetic
             raise TypeError(f"{what} must be float16, bfloat16, float32 or float64, got {values.dtype}")
         return where_float64(values.detach())
     if hasattr(values, "columns") and hasattr(values, "to_numpy"):  # a frame, whose columns may be in any order

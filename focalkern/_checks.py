@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._types import FLOATS, REDUCTIONS
+
 __all__ = [
     "MOST_BINS",
     "MOST_RESAMPLES",
@@ -19,6 +21,7 @@ __all__ = [
     "integer",
     "is_number",
     "label",
+    "label_range",
     "number",
     "one_of",
     "parsed_float",
@@ -117,14 +120,10 @@ def parsed_int(text: str) -> int:
     return int(text)
 
 
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-
-
 def reduction_code(op: str, reduction: Any) -> int:
-    code = _REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
-    if code is None:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {short(reduction)}")
-    return code
+    return REDUCTIONS.index(reduction)
 
 
 def flag(op: str, name: str, value: Any) -> bool:
@@ -159,6 +158,21 @@ def dense(op: str, name: str, value: Tensor) -> Tensor:
     return value
 
 
+def label_range(op: str, target: Tensor, n_classes: int, ignore_index: int) -> None:
+    """Raises unless every label is in [0, n_classes) or ignore_index. It reads the labels, and so waits for a device.
+
+    Raises:
+        IndexError: names the first label out of range and its row (the index into the flattened target).
+    """
+    labels = target.reshape(-1).long()
+    invalid = ((labels < 0) | (labels >= n_classes)) & (labels != ignore_index)
+    if bool(invalid.any()):
+        row = int(invalid.nonzero()[0])
+        raise IndexError(
+            f"{op}: target must be in [0, {n_classes}) or ignore_index, got {int(labels[row])} at row {row}"
+        )
+
+
 ONE_LOGIT = "for one logit per sample use SigmoidFocalLoss (sigmoid_focal_loss)"
 
 
@@ -183,10 +197,6 @@ def target_misfit(op: str, input: Tensor, target: Tensor, input_name: str = "inp
     return ValueError(f"{op}: target must be {what}, got {found}{remedy and '; '}{remedy}")
 
 
-# float8 and the like have no arithmetic in torch.
-_COMPUTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
 def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
     """An error of torch or of the compiled module that names no argument, as one that does.
 
@@ -205,7 +215,7 @@ def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
                 dense(op, name, value)
             except TypeError as refused:
                 return refused
-            if value.is_floating_point() and value.dtype not in _COMPUTABLE:
+            if value.is_floating_point() and value.dtype not in FLOATS:
                 return TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
             if value.is_complex():
                 return TypeError(f"{op}: {name} must be real, got {value.dtype}")

@@ -1,8 +1,47 @@
-"""Codes that Python shares with the compiled module."""
+"""Facts that the whole package shares, each written once: kinds of arguments, dtypes, codes of the operators."""
 
 from enum import IntEnum
+from typing import Literal, get_args
 
-__all__ = ["ROW_LOSS_NAMES", "RowLoss"]
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FLOATS",
+    "HALVES",
+    "LABELS",
+    "PLAIN_TENSORS",
+    "REDUCTIONS",
+    "ROW_LOSS_NAMES",
+    "STEEPEST_INVERSE_GAMMA",
+    "InputKind",
+    "Reduction",
+    "RowLoss",
+    "compute_dtype",
+]
+
+InputKind = Literal["logits", "probs"]
+Reduction = Literal["none", "mean", "sum"]
+
+# In the order of the codes of the compiled module.
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+
+# Logits and parameters: float8 and the like have no arithmetic in torch.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
+LABELS = (torch.int64, torch.int32, torch.uint8)
+
+# Tensors whose operators nothing overrides.
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+# psi = -p log p / (1 + p) is at most W(1/e) = 0.27846: the inverse focal loss falls with p everywhere while
+# |gamma| psi < 1. Below this gamma its gradient changes sign near p = 0.28.
+STEEPEST_INVERSE_GAMMA = -3.591
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits of a dtype are computed with: float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class RowLoss(IntEnum):

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from focalkern._checks import dense, short
 from focalkern._devices import on_device
+from focalkern._types import FLOATS
 
 __all__ = ["FLSD_53", "GammaTable"]
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class GammaTable:
@@ -140,7 +139,7 @@ class GammaTable:
 def _as_vector(name: str, values: Tensor | Sequence[float]) -> Tensor:
     if isinstance(values, Tensor):
         dense("GammaTable", name, values)
-        if values.dtype not in _FLOATS:
+        if values.dtype not in FLOATS:
             raise TypeError(f"GammaTable: {name} must be a floating-point tensor, got {values.dtype}")
         vector = values.detach()
     else:

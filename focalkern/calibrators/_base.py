@@ -17,6 +17,7 @@ from focalkern._arrays import as_tensor
 from focalkern._atomic import write_atomically
 from focalkern._checks import number, path_text, short
 from focalkern._diagnostics import input_doubts, label_problems, one_logit_doubts, refuse_probs
+from focalkern._types import InputKind
 from focalkern._version import __version__
 from focalkern.calibrators._modules import ClassAxis, FlooredInput, as_pairs, floored_input
 from focalkern.calibrators._rows import (
@@ -35,7 +36,6 @@ __all__ = ["Calibrator", "Criterion", "Estimator", "InputKind", "NotFittedError"
 
 Criterion = Literal["nll", "brier", "ece"]
 Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]
-InputKind = Literal["logits", "probs"]
 
 
 class _Assumed(str):

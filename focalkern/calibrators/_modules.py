@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from focalkern import reference
 from focalkern._checks import flag, number, one_of
+from focalkern._types import HALVES, InputKind
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 
 __all__ = [
@@ -22,8 +23,6 @@ __all__ = [
     "StructuredLogProbs",
     "bin_top_class",
 ]
-
-InputKind = Literal["logits", "probs"]
 
 
 class _Constants(torch.nn.Module):
@@ -420,7 +419,7 @@ def plain_map(input: Tensor, gamma: float, temperature: float, input_kind: str) 
 
 def widened(input: Tensor) -> Tensor:
     """In the dtype of the computation: float32 for half precision."""
-    return input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    return input.float() if input.dtype in HALVES else input
 
 
 def as_pairs(input: Tensor, input_kind: str) -> Tensor:

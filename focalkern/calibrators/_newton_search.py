@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from focalkern._types import InputKind
 from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, Found, every_row_grid
 from focalkern.calibrators._temperature_bound import ceiling_in_words, succession_bound
 from focalkern.ops.calibration_map import focal_calibration_map
@@ -19,7 +20,6 @@ __all__ = ["brier_temperature", "check_finite_nll", "minimize_focal", "nll_tempe
 _BLOCK = 1 << 22
 
 Smooth = Literal["nll", "brier"]
-InputKind = Literal["logits", "probs"]
 _WORDS = {"nll": "NLL", "brier": "Brier score"}
 
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._modules import InputKind, _Exact, as_pairs
+from focalkern._types import InputKind
+from focalkern.calibrators._modules import _Exact, as_pairs
 from focalkern.calibrators._spline_curve import NaturalSpline, evaluate
 from focalkern.calibrators._spline_features import as_scores, features, floored
 from focalkern.ops.spline_map import map_by_pieces

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._modules import InputKind
+from focalkern._types import InputKind
 from focalkern.calibrators._search import TEMPERATURE_BOUNDS
 from focalkern.ops.calibration_map import focal_calibration_map
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._modules import InputKind
+from focalkern._types import InputKind
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 

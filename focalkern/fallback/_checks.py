@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import autocast_is_on, has_float64
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LABELS = (torch.int64, torch.int32, torch.uint8)
+from focalkern._types import FLOATS, HALVES
 
 
 def scalar_name(dtype: torch.dtype) -> str:
@@ -49,11 +47,6 @@ def check_same_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None
         raise ValueError(f"{op}: {name} must be on the device of input, {input.device}, got {tensor.device}")
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything narrower."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def widest_dtype(tensor: Tensor) -> torch.dtype:
     """What parameters are formed in: float64, where the device has it."""
     return torch.float64 if has_float64(tensor.device) else torch.float32
@@ -61,7 +54,7 @@ def widest_dtype(tensor: Tensor) -> torch.dtype:
 
 def autocasts(input: Tensor) -> bool:
     """Whether a half-precision input has a float32 result."""
-    return input.dtype in (torch.float16, torch.bfloat16) and autocast_is_on(input.device.type)
+    return input.dtype in HALVES and autocast_is_on(input.device.type)
 
 
 def values_may_be_read(tensor: Tensor) -> bool:

@@ -7,12 +7,11 @@ those of :mod:`focalkern.fallback.calibration_map`; of a cell's probabilities on
 import torch
 from torch import Tensor
 
+from focalkern._types import LABELS, compute_dtype
 from focalkern.fallback._checks import (
-    LABELS,
     check_dense,
     check_floating,
     check_same_device,
-    compute_dtype,
     scalar_name,
     sum_tolerance,
     widest_dtype,

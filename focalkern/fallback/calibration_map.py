@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import as_parameter, is_host_number
+from focalkern._types import compute_dtype
 from focalkern.fallback._checks import (
     autocasts,
     check_dense,
     check_floating,
     check_same_device,
-    compute_dtype,
     fits,
     scalar_name,
     sum_tolerance,

@@ -12,15 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focalkern import reference
-from focalkern._checks import target_misfit
+from focalkern._checks import label_range, target_misfit
 from focalkern._devices import as_parameter, is_host_number
+from focalkern._types import LABELS, REDUCTIONS, compute_dtype
 from focalkern.fallback._checks import (
-    LABELS,
     autocasts,
     check_dense,
     check_floating,
     check_same_device,
-    compute_dtype,
     fits,
     scalar_name,
     values_may_be_read,
@@ -29,8 +28,6 @@ from focalkern.gamma import GammaTable
 from focalkern.reference._softmax_losses import gamma_tensor, modulating_factor
 
 __all__ = ["focal_loss"]
-
-_REDUCTIONS = ("none", "mean", "sum")  # the codes of the compiled module
 
 
 def focal_loss(
@@ -73,7 +70,7 @@ def focal_definition(
         loss, divisor = _of_labels(z, target, gammas, weight, ignore_index, label_smoothing, detach_modulation)
     if reduction:
         loss = loss.sum()
-    return loss / divisor if _REDUCTIONS[reduction] == "mean" else loss
+    return loss / divisor if REDUCTIONS[reduction] == "mean" else loss
 
 
 def promoted(input: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
@@ -90,11 +87,7 @@ def check_range(op: str, target: Tensor, classes: int, ignore_index: int) -> Non
     """A label out of range makes its row NaN where it cannot raise: nobody may have to wait for a device."""
     if target.is_floating_point() or not values_may_be_read(target):
         return
-    labels = target.long().reshape(-1)
-    invalid = ((labels != ignore_index) & ((labels < 0) | (labels >= classes))).nonzero()
-    if len(invalid):
-        row = int(invalid[0])
-        raise IndexError(f"{op}: target must be in [0, {classes}) or ignore_index, got {int(labels[row])} at row {row}")
+    label_range(op, target, classes, ignore_index)
 
 
 def _of_labels(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focalkern._devices import where_float64
-from focalkern.fallback._checks import compute_dtype
+from focalkern._types import compute_dtype
 from focalkern.fallback.focal_loss import focal_definition
 
 __all__ = ["batch_error", "mmce_loss_composite"]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from focalkern import reference
-from focalkern._types import ROW_LOSS_NAMES, RowLoss
-from focalkern.fallback._checks import compute_dtype
+from focalkern._types import ROW_LOSS_NAMES, RowLoss, compute_dtype
 from focalkern.fallback.focal_loss import check_arguments, check_range, focal_definition, gammas_of, promoted
 
 __all__ = ["focal_loss_composite", "row_loss"]

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from focalkern import reference
 from focalkern._devices import is_host_number
+from focalkern._types import REDUCTIONS, compute_dtype
 from focalkern.fallback._checks import (
     autocasts,
     check_dense,
     check_floating,
     check_same_device,
-    compute_dtype,
     fits,
     scalar_name,
     values_may_be_read,
@@ -18,7 +18,6 @@ from focalkern.fallback._checks import (
 
 __all__ = ["sigmoid_loss", "sigmoid_loss_composite"]
 
-_REDUCTIONS = ("none", "mean", "sum")  # the codes of the compiled module
 _NAMES = (  # operator, gamma, second
     ("sigmoid_focal_loss", "gamma", "alpha"),
     ("asymmetric_loss", "gamma_negative", "gamma_positive"),
@@ -75,7 +74,7 @@ def _definition(
     ignore_index: int,
 ) -> Tensor:
     """The loss of checked arguments in the dtype of the computation. It reads no value of a tensor."""
-    x, how = input.to(compute_dtype(input.dtype)), _REDUCTIONS[reduction]
+    x, how = input.to(compute_dtype(input.dtype)), REDUCTIONS[reduction]
     if kind == _FOCAL:
         return reference.sigmoid_focal_loss(x, target, gamma, second, how, weight=weight, ignore_index=ignore_index)
     if kind == _QUALITY:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor
 from focalkern._checks import MOST_BINS, flag, integer, short
+from focalkern._types import STEEPEST_INVERSE_GAMMA, Reduction, compute_dtype
 from focalkern.gamma import GammaTable
-from focalkern.losses._base import Reduction, check_pair, check_range, compute_dtype, described, number
+from focalkern.losses._base import check_pair, check_range, described, number
 from focalkern.losses._focal import FocalFamily
 from focalkern.metrics import reliability_bins
 
 # Below it the slope of the inverse focal loss changes sign; see focal_loss.
-STEEPEST_INVERSE_GAMMA = -3.591
 
 
 @dataclass(frozen=True, eq=False)  # equality of tensors is no single answer

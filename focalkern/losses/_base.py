@@ -4,20 +4,15 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from focalkern._checks import ONE_LOGIT, dense, label, reduction_code, short, target_misfit
+from focalkern._checks import ONE_LOGIT, dense, label, label_range, reduction_code, short, target_misfit
 from focalkern._checks import number as any_number
 from focalkern._devices import autocast_is_on, has_float64, on_device
-from focalkern.ops.focal_loss import check_labels
-
-Reduction = Literal["none", "mean", "sum"]
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LABEL_DTYPES = (torch.int64, torch.int32, torch.uint8)
+from focalkern._types import FLOATS, HALVES, LABELS, Reduction, compute_dtype
 
 
 class Loss(nn.Module):
@@ -293,7 +288,7 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
         if target.shape != input.shape:
             expected = f"the shape of {input_name} = {list(input.shape)}"
             raise ValueError(f"{op}: target must be {expected}, got {list(target.shape)}")
-    elif target.dtype in _LABEL_DTYPES:
+    elif target.dtype in LABELS:
         misfit = target_misfit(op, input, target, input_name)
         if misfit is not None:
             raise misfit
@@ -304,21 +299,17 @@ def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "inp
 
 def check_range(op: str, target: Tensor, n_classes: int, ignore_index: int) -> None:
     try:
-        check_labels(target, n_classes, ignore_index=ignore_index)
+        label_range(op, target, n_classes, ignore_index)
     except IndexError as error:
         remedy = f"; {ONE_LOGIT}" if n_classes == 1 else ""
-        raise IndexError(f"{str(error).replace('check_labels', op)}{remedy}") from None
+        raise IndexError(f"{error}{remedy}") from None
 
 
 def _validating() -> bool:
     return os.environ.get("FOCALKERN_VALIDATE") == "1"
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def in_dtype_of(loss: Tensor, input: Tensor) -> Tensor:
     """The loss in the dtype of the logits, or as computed, in float32, for half-precision logits under autocast."""
-    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    is_half = input.dtype in HALVES
     return loss if is_half and autocast_is_on(input.device.type) else loss.to(input.dtype)

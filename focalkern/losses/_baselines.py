@@ -5,8 +5,9 @@ from typing import Literal
 from torch import Tensor
 
 from focalkern._checks import flag
+from focalkern._types import Reduction
 from focalkern.fallback.mmce_loss import batch_error
-from focalkern.losses._base import Loss, Reduction, Rows, in_dtype_of, number, rows_of
+from focalkern.losses._base import Loss, Rows, in_dtype_of, number, rows_of
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.ops.softmax_losses import brier_loss, dual_focal_loss, mmce_loss
 

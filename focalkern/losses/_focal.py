@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from focalkern._checks import dense, flag
+from focalkern._types import FLOATS, Reduction
 from focalkern.gamma import GammaTable
-from focalkern.losses._base import FLOATS, Loss, Reduction, described, number
+from focalkern.losses._base import Loss, described, number
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.ops.softmax_losses import poly_focal_loss
 

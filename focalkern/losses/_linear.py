@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from focalkern._checks import flag, integer, short
+from focalkern._types import Reduction
 from focalkern.gamma import GammaTable
 from focalkern.losses._adafocal import AdaFocalLoss
-from focalkern.losses._base import Reduction, number
+from focalkern.losses._base import number
 from focalkern.losses._focal import FLSDLoss, FocalFamily, FocalLoss
 from focalkern.ops._linear_chunks import default_chunk_rows
 from focalkern.ops.linear_focal_loss import linear_focal_loss

@@ -5,7 +5,8 @@ import math
 from torch import Tensor, nn
 
 from focalkern._checks import dense
-from focalkern.losses._base import FLOATS, Loss, Reduction, number
+from focalkern._types import FLOATS, Reduction
+from focalkern.losses._base import Loss, number
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 
 

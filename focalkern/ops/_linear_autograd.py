@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from focalkern._checks import label_range
 from focalkern._devices import has_float64
+from focalkern._types import HALVES, compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
 from focalkern.ops._row_kernels import gradients_of_rows, losses_of_rows
@@ -24,7 +26,6 @@ __all__ = ["MEAN", "NONE", "SUM", "Options", "capped", "loss_of"]
 
 _OP = "linear_focal_loss"
 NONE, MEAN, SUM = 0, 1, 2
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,11 @@ def _check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
     """Before any product, where the values can be looked at."""
     if target.is_floating_point() or not is_plain(target):
         return
-    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise IndexError(
-            f"{_OP}: target must be in [0, {classes}) or ignore_index, got {int(target[row])} at row {row}"
-        )
+    label_range(_OP, target, classes, ignore_index)
 
 
 def _real(options: Options) -> torch.dtype:
-    return torch.float64 if options.wide or options.dtype == torch.float64 else torch.float32
+    return torch.float64 if options.wide else compute_dtype(options.dtype)
 
 
 def _needed(tensors: _Tensors, requires: Any, options: Options) -> _Needed:
@@ -482,7 +478,7 @@ def _fake_operator(
 ) -> Any:
     options = Options(reduction, ignore_index, label_smoothing, detach_modulation, softcap, dtype, wide, chunk_rows)
     real = _real(options)
-    summed = torch.float32 if dtype in _HALF else dtype
+    summed = torch.float32 if dtype in HALVES else dtype
     nothing = input.new_empty(0, dtype=real)
     if reduction == NONE:
         return (input.new_empty(input.shape[:1], dtype=real), *(torch.empty_like(nothing) for _ in range(6)))

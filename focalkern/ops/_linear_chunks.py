@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from focalkern._types import HALVES, PLAIN_TENSORS
+
 __all__ = ["Head", "blocks", "default_chunk_rows", "is_plain"]
 
 _CHUNK_BYTES = 256 * 2**20
@@ -28,13 +30,10 @@ _OTHER_PIECE_BYTES = 16 * 2**20
 # float16 has no digits left for the probabilities of a large vocabulary: gradients of logits are kept at this scale.
 FLOAT16_SCALE = 32.0
 
-_HALF = (torch.float16, torch.bfloat16)
-_PLAIN = (Tensor, torch.nn.Parameter)
-
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's values can be looked at without waiting for a device: on the CPU, no subclass."""
-    return tensor.device.type == "cpu" and type(tensor) in _PLAIN
+    return tensor.device.type == "cpu" and type(tensor) in PLAIN_TENSORS
 
 
 def default_chunk_rows(rows: int, features: int, classes: int, item_size: int) -> int:
@@ -66,7 +65,7 @@ def blocks(z: Tensor) -> Iterator[slice]:
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the matrix products run: that of the input, but float32 for half-precision tensors on a
     processor that has no instructions for them and would take ten times as long."""
-    if device.type != "cpu" or dtype not in _HALF:
+    if device.type != "cpu" or dtype not in HALVES:
         return dtype
     if not torch.backends.mkldnn.is_available():
         return torch.float32
@@ -97,7 +96,7 @@ class Head:
         self.rows = self.input.shape[0] if self.kept is None else len(self.kept)
         self._weight = self.weight.to(self.dtype)
         self._bias = None if self.bias is None else self.bias.to(self.dtype)
-        accumulate = torch.float32 if self.dtype in _HALF else self.dtype
+        accumulate = torch.float32 if self.dtype in HALVES else self.dtype
         if self.needed[0]:
             # Every row is written, unless some of them are left out.
             make = torch.empty_like if self.kept is None else torch.zeros_like

@@ -7,6 +7,7 @@ float64 logits.
 import torch
 from torch import Tensor
 
+from focalkern._types import compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
 from focalkern.ops.focal_loss import focal_loss
@@ -40,7 +41,7 @@ def gradients_of_rows(
     with torch.enable_grad():
         logits, target, gamma, edges, weight = block
         variables = [
-            tensor.detach().to(_real(logits)).requires_grad_() if need else tensor
+            tensor.detach().to(compute_dtype(logits.dtype)).requires_grad_() if need else tensor
             for tensor, need in zip((logits, target, gamma), needed, strict=True)
         ]
         losses = _plain_losses((variables[0], variables[1], variables[2], edges, weight), settings)
@@ -51,15 +52,11 @@ def gradients_of_rows(
     return of_logits, of_target, of_gamma
 
 
-def _real(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def _plain_losses(block: Block, settings: Settings) -> Tensor:
     logits, target, gamma, edges, weight = block
     return focal_loss(
-        logits.to(_real(logits)),
-        target.to(_real(logits)) if target.is_floating_point() else target,
+        logits.to(compute_dtype(logits.dtype)),
+        target.to(compute_dtype(logits.dtype)) if target.is_floating_point() else target,
         gamma if edges is None else GammaTable._unchecked(edges, gamma),
         weight=weight,
         ignore_index=settings[0],
@@ -99,7 +96,7 @@ def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Ten
 def slice_gradient(scale: Tensor, logits: Tensor, label: Tensor, top: Tensor, log_sum: Tensor, log_u: Tensor) -> Tensor:
     """scale * (p_j - [j = label]) with p_j = exp(z_j - top - log_sum), and -scale * exp(log_u) at the label; 0 where
     scale is 0, whatever the logits are. All float64 but the logits, whose dtype the result has or exceeds."""
-    real = _real(logits)
+    real = compute_dtype(logits.dtype)
     if has_kernels(logits):
         numbers = (top, log_sum, log_u)
         if logits.is_cpu:

@@ -11,6 +11,7 @@ from torch import Tensor
 from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import MOST_BINS, dense, integer, label, one_of, short
 from focalkern._progress import ProgressBar
+from focalkern._types import InputKind
 from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["PAPER_GAMMAS", "PAPER_TEMPERATURES", "CalibrationGrid", "calibration_grid"]
@@ -87,7 +88,7 @@ def calibration_grid(
     n_bins: int = 15,
     criteria: Sequence[Criterion] = ("ece", "nll"),
     estimator: Literal["equal_width", "equal_mass", "equal_mass_interp"] = "equal_mass",
-    input_kind: Literal["logits", "probs"] = "logits",
+    input_kind: InputKind = "logits",
     ignore_index: int = -100,
 ) -> CalibrationGrid:
     r"""Calibration criteria of focal temperature scaling at every (gamma, T).

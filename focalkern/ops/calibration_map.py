@@ -1,7 +1,7 @@
 """The focal calibration map, for rows of classes and for one logit."""
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -11,13 +11,13 @@ from torch.overrides import has_torch_function
 from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import flag, number, reworded, short
 from focalkern._devices import autocast_is_on, on_device
+from focalkern._types import HALVES, PLAIN_TENSORS, InputKind
 from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["binary_focal_calibration_map", "focal_calibration_map"]
 
 _LOGITS, _PROBS, _BINARY = 0, 1, 2
 _KINDS = {"logits": _LOGITS, "probs": _PROBS}
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +28,7 @@ def focal_calibration_map(
     gamma: float | Tensor | Array,
     temperature: float | Tensor | Array = 1.0,
     *,
-    input_kind: Literal["logits", "probs"] = "logits",
+    input_kind: InputKind = "logits",
     log: bool = False,
 ) -> Tensor: ...
 @overload
@@ -37,7 +37,7 @@ def focal_calibration_map(
     gamma: float | Tensor | Array,
     temperature: float | Tensor | Array = 1.0,
     *,
-    input_kind: Literal["logits", "probs"] = "logits",
+    input_kind: InputKind = "logits",
     log: bool = False,
 ) -> Array: ...
 def focal_calibration_map(
@@ -45,7 +45,7 @@ def focal_calibration_map(
     gamma: float | Tensor | Array,
     temperature: float | Tensor | Array = 1.0,
     *,
-    input_kind: Literal["logits", "probs"] = "logits",
+    input_kind: InputKind = "logits",
     log: bool = False,
 ) -> Tensor | Array:
     r"""Focal calibration with temperature: what a focal loss of parameter gamma makes of properly calibrated scores.
@@ -202,7 +202,7 @@ def _map(
 def _through(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, kind: int, log: bool) -> Any:
     compiling = torch.compiler.is_compiling()
     tensors = [t for t in (input, gamma, temperature) if isinstance(t, Tensor)]
-    overridden = any(type(t) not in _PLAIN for t in tensors) and has_torch_function(tensors)
+    overridden = any(type(t) not in PLAIN_TENSORS for t in tensors) and has_torch_function(tensors)
     if (compiling or overridden) and has_kernels(input):
         return _through_dispatcher(input, _as_tensor(gamma), _as_tensor(temperature), kind, log, not compiling)
     kernels = backend_for(input)
@@ -227,7 +227,7 @@ def _through_dispatcher(
     input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log: bool, validate: bool
 ) -> Tensor:
     """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
-    wide = input.dtype in (torch.float16, torch.bfloat16) and autocast_is_on(input.device.type)
+    wide = input.dtype in HALVES and autocast_is_on(input.device.type)
     if torch._C._are_functorch_transforms_active():
         return torch.ops.focalkern.calibration_map_composite(input, gamma, temperature, kind, log, wide)
     return torch.ops.focalkern.calibration_map_forward(input, gamma, temperature, kind, log, wide, validate)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import finite, flag, integer, label, number, reduction_code, reworded
+from focalkern._checks import finite, flag, integer, label, label_range, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
-from focalkern._types import RowLoss
+from focalkern._types import HALVES, LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA, Reduction, RowLoss
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
 
@@ -20,12 +20,6 @@ __all__ = ["check_labels", "focal_loss"]
 
 # Label smoothing gives every class a rival of its own: in torch operations.
 NO_SMOOTHING = (RowLoss.DUAL_FOCAL,)
-
-LABEL_DTYPES = (torch.int64, torch.int32, torch.uint8)
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-# psi = -p log p / (1 + p) is at most W(1/e) = 0.27846, so 1 - |gamma| psi stays positive above this gamma.
-_STEEPEST_INVERSE_GAMMA = -3.591
 
 
 def focal_loss(
@@ -35,7 +29,7 @@ def focal_loss(
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: Literal["none", "mean", "sum"] = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     detach_modulation: bool = False,
 ) -> Tensor:
@@ -104,7 +98,7 @@ def focal_loss(
     """
     code = reduction_code("focal_loss", reduction)
     compiling = torch.compiler.is_compiling()
-    if not compiling and type(input) in _PLAIN and type(target) in _PLAIN:
+    if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
         through = backend_for(input).focal_loss
     else:
         check_tensor("focal_loss", "input", input)
@@ -114,7 +108,7 @@ def focal_loss(
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
-    elif not compiling and (type(gamma) is not float or not _STEEPEST_INVERSE_GAMMA <= gamma < math.inf):
+    elif not compiling and (type(gamma) is not float or not STEEPEST_INVERSE_GAMMA <= gamma < math.inf):
         gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value
     try:
         return through(input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
@@ -152,18 +146,11 @@ def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignor
         IndexError: check_labels: target must be in [0, 3) or ignore_index, got 7 at row 2
     """
     target = as_tensor(target, "check_labels: target")
-    if target.dtype not in LABEL_DTYPES:
+    if target.dtype not in LABELS:
         raise TypeError(f"check_labels: target must be int64, int32 or uint8, got {target.dtype}")
     n_classes = integer("check_labels", "n_classes", n_classes, 1, 2**63 - 1)
     ignore_index = label("check_labels", "ignore_index", ignore_index)
-    labels = target.reshape(-1).to(torch.int64)
-    invalid = ((labels < 0) | (labels >= n_classes)) & (labels != ignore_index)
-    rows = invalid.nonzero()
-    if len(rows):
-        row = int(rows[0])
-        raise IndexError(
-            f"check_labels: target must be in [0, {n_classes}) or ignore_index, got {int(labels[row])} at row {row}"
-        )
+    label_range("check_labels", target, n_classes, ignore_index)
 
 
 def check_tensor(op: str, name: str, value: object) -> None:
@@ -187,9 +174,9 @@ def _check_gamma(gamma: object) -> float | Tensor:
     if isinstance(gamma, Tensor):
         return gamma
     found = finite("focal_loss", "gamma", gamma, "a number, a tensor or a GammaTable")
-    if found < _STEEPEST_INVERSE_GAMMA:
+    if found < STEEPEST_INVERSE_GAMMA:
         warnings.warn(
-            f"focal_loss: gamma = {found} is below {_STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal "
+            f"focal_loss: gamma = {found} is below {STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal "
             "loss changes sign near p = 0.28",
             stacklevel=3,
         )
@@ -214,7 +201,7 @@ def through_dispatcher(
         # A tensor, and not a constant of the graph: another value must not compile again.
         gamma = torch.zeros((), dtype=torch.float64) + gamma
     device_type = input.device.type
-    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    is_half = input.dtype in HALVES
     float32_loss = is_half and autocast_is_on(device_type)
     if target.is_floating_point() and target.dtype != input.dtype:
         common = torch.promote_types(input.dtype, target.dtype)

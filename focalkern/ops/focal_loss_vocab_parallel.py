@@ -14,14 +14,15 @@ with every kind of gamma, is that of two classes with the logits (-d, 0), in flo
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from focalkern._checks import dense, finite, flag, label, reduction_code
+from focalkern._checks import dense, finite, flag, label, label_range, reduction_code
 from focalkern._devices import autocast_is_on, has_float64
+from focalkern._types import FLOATS, HALVES, LABELS, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
 from focalkern.ops._row_kernels import slice_gradient, slice_statistics
@@ -30,9 +31,6 @@ from focalkern.ops.focal_loss import focal_loss
 __all__ = ["focal_loss_vocab_parallel"]
 
 _OP = "focal_loss_vocab_parallel"
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_HALF = (torch.float16, torch.bfloat16)
-_LABELS = (torch.int64, torch.int32, torch.uint8)
 _FAR = 1e4  # e^-_FAR is 0, also in float64
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -58,7 +56,7 @@ def focal_loss_vocab_parallel(
     process_group: Any = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: Literal["none", "mean", "sum"] = "mean",
+    reduction: Reduction = "mean",
     detach_modulation: bool = False,
 ) -> Tensor:
     r"""The focal loss of logits whose classes are split over the ranks of a process group.
@@ -112,13 +110,13 @@ def focal_loss_vocab_parallel(
         if not isinstance(weight, Tensor):
             raise TypeError(f"{_OP}: weight must be a tensor, got {type(weight).__name__}")
         dense(_OP, "weight", weight)
-        if weight.dtype not in _FLOATS:
+        if weight.dtype not in FLOATS:
             raise TypeError(f"{_OP}: weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
         if weight.device != logits.device:
             raise ValueError(f"{_OP}: weight must be on the device of logits, {logits.device}, got {weight.device}")
         if weight.dim() != 1:
             raise ValueError(f"{_OP}: weight must be [C], got shape {list(weight.shape)}")
-    if logits.dtype not in _FLOATS:
+    if logits.dtype not in FLOATS:
         raise TypeError(f"{_OP}: logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
     if not has_float64(logits.device):
         raise TypeError(
@@ -139,7 +137,7 @@ def focal_loss_vocab_parallel(
         raise ValueError(f"{_OP}: {expected}, got {list(weight.shape) if weight is not None else None}") from None
     losses = row_losses(margin, gammas, settings) * row_weights
     loss = _reduced(losses, split, weight, reduction)
-    is_half = logits.dtype in _HALF and autocast_is_on(logits.device.type)
+    is_half = logits.dtype in HALVES and autocast_is_on(logits.device.type)
     loss = loss.to(torch.float32 if is_half else logits.dtype)
     return loss.reshape(leading) if reduction == "none" else loss
 
@@ -186,13 +184,13 @@ def check_settings(
     reduction_code(op, reduction)
     if target.is_floating_point():
         raise TypeError(f"{op}: target must be labels where the classes are split over ranks, got {target.dtype}")
-    if target.dtype not in _LABELS:
+    if target.dtype not in LABELS:
         raise TypeError(f"{op}: target must be int64, int32 or uint8, got {target.dtype}")
     if target.shape != leading:
         raise ValueError(f"{op}: target must be {list(leading)}, got {list(target.shape)}")
     if isinstance(gamma, Tensor):
         dense(op, "gamma", gamma)
-        if gamma.dtype not in _FLOATS:
+        if gamma.dtype not in FLOATS:
             raise TypeError(f"{op}: gamma must be a float, a floating-point tensor or a GammaTable, got {gamma.dtype}")
         if gamma.device != target.device and not (gamma.dim() == 0 and gamma.device.type == "cpu"):
             raise ValueError(f"{op}: gamma must be on the device of target, {target.device}, got {gamma.device}")
@@ -236,11 +234,7 @@ class Split:
                 raise ValueError(
                     f"{op}: every rank must have the same rows and chunk_rows, got {sizes[:, 1:].tolist()} of them"
                 )
-            if not bool(legal.all()):
-                row = int((~legal).nonzero()[0])
-                raise IndexError(
-                    f"{op}: target must be in [0, {int(total)}) or ignore_index, got {int(target[row])} at row {row}"
-                )
+            label_range(op, target, int(total), settings.ignore_index)
         local = labels - offset
         owned = counts & (local >= 0) & (local < classes)
         return cls(group, target, torch.where(owned, local, 0), owned, counts, legal)

@@ -9,7 +9,7 @@ safeguarded Newton iteration needs a handful of steps for any gamma.
 """
 
 import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import dense, flag, number
 from focalkern._devices import autocast_is_on, on_device
+from focalkern._types import FLOATS, HALVES, InputKind, Reduction
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.reference._calibration import in_order
@@ -29,8 +30,6 @@ __all__ = ["binary_inverse_focal_calibration_map", "inverse_focal_calibration_ma
 # all done: gammas up to 10000 and up to 1000 classes were seen to need 12 outer steps and at most 8 inner ones in each.
 _OUTER_STEPS, _INNER_STEPS = 16, 10
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +39,7 @@ def inverse_focal_calibration_map(
     input: Tensor,
     gamma: float | Tensor | Array,
     *,
-    input_kind: Literal["logits", "probs"] = "logits",
+    input_kind: InputKind = "logits",
     log: bool = False,
 ) -> Tensor: ...
 @overload
@@ -48,14 +47,14 @@ def inverse_focal_calibration_map(
     input: Array,
     gamma: float | Tensor | Array,
     *,
-    input_kind: Literal["logits", "probs"] = "logits",
+    input_kind: InputKind = "logits",
     log: bool = False,
 ) -> Array: ...
 def inverse_focal_calibration_map(
     input: Tensor | Array,
     gamma: float | Tensor | Array,
     *,
-    input_kind: Literal["logits", "probs"] = "logits",
+    input_kind: InputKind = "logits",
     log: bool = False,
 ) -> Tensor | Array:
     r"""The probabilities that the focal calibration map turns into the given ones.
@@ -173,7 +172,7 @@ def properized_focal_loss(
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: Literal["none", "mean", "sum"] = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
     r"""The focal loss made proper: its expectation is smallest where the softmax is the true distribution.
@@ -256,7 +255,7 @@ def _gamma_tensor(op: str, gamma: float | Tensor | Array, like: Tensor) -> Tenso
     if not gamma.is_floating_point():
         raise TypeError(f"{op}: gamma must be floating point, got {gamma.dtype}")
     dense(op, "gamma", gamma)
-    if gamma.dtype not in _FLOATS:
+    if gamma.dtype not in FLOATS:
         raise TypeError(f"{op}: gamma must be float16, bfloat16, float32 or float64, got {gamma.dtype}")
     if gamma.device != like.device and (gamma.dim() > 0 or gamma.device.type == "meta"):
         raise ValueError(f"{op}: gamma must be on the device of input, {like.device}, got {gamma.device}")
@@ -287,7 +286,7 @@ def _renamed(op: str, function: Any, *arguments: Any, **options: Any) -> Tensor:
 
 
 def _widened(input: Any) -> Any:
-    half = isinstance(input, Tensor) and input.dtype in (torch.float16, torch.bfloat16)
+    half = isinstance(input, Tensor) and input.dtype in HALVES
     return input.float() if half else input
 
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import dense, finite, flag, integer, label, number, reduction_code
 from focalkern._devices import autocast_is_on
+from focalkern._types import FLOATS, HALVES, LABELS, STEEPEST_INVERSE_GAMMA, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
 from focalkern.ops._linear_autograd import NONE, Options, capped, loss_of
@@ -20,11 +21,6 @@ from focalkern.ops.focal_loss_vocab_parallel import linear_focal_loss_over_ranks
 __all__ = ["linear_focal_loss"]
 
 _OP = "linear_focal_loss"
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_HALF = (torch.float16, torch.bfloat16)
-_LABELS = (torch.int64, torch.int32, torch.uint8)
-# Below it the slope of the inverse focal loss changes sign; see focal_loss.
-_STEEPEST_INVERSE_GAMMA = -3.591
 
 
 def linear_focal_loss(
@@ -36,7 +32,7 @@ def linear_focal_loss(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: Literal["none", "mean", "sum"] = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     detach_modulation: bool = False,
     chunk_rows: int | None = None,
@@ -213,7 +209,7 @@ def _dtypes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) ->
     dtype = input.dtype
     if dtype != torch.float64 and autocast_is_on(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
-        return dtype, torch.float32 if dtype in _HALF else dtype
+        return dtype, torch.float32 if dtype in HALVES else dtype
     for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if tensor is not None and tensor.dtype != dtype:
             raise TypeError(f"{_OP}: {name} must have the dtype of input, {dtype}, got {tensor.dtype}")
@@ -239,7 +235,7 @@ def _check_tensors(
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"{_OP}: {name} must be a tensor, got {type(value).__name__}")
-        if name != "target" and value.dtype not in _FLOATS:
+        if name != "target" and value.dtype not in FLOATS:
             raise TypeError(f"{_OP}: {name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
         if value.device != input.device:
             raise ValueError(f"{_OP}: {name} must be on the device of input, {input.device}, got {value.device}")
@@ -277,7 +273,7 @@ def _check_tensors(
 
 def _check_target(target: Tensor, leading: torch.Size, head: torch.Size, ignore_index: int) -> None:
     if target.is_floating_point():
-        if target.dtype not in _FLOATS:
+        if target.dtype not in FLOATS:
             raise TypeError(f"{_OP}: target must be float16, bfloat16, float32 or float64, got {target.dtype}")
         expected, what = [*leading, *head], "class probabilities"
         name = "[N, C, d1, ...]" if len(head) > 1 else ("[C]", "[N, C]", "[B, S, C]")[len(leading)]
@@ -285,7 +281,7 @@ def _check_target(target: Tensor, leading: torch.Size, head: torch.Size, ignore_
             raise ValueError(
                 f"{_OP}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
             )
-    elif target.dtype in _LABELS:
+    elif target.dtype in LABELS:
         expected, what = [*leading, *head[1:]], "labels"
         name = "[N, d1, ...]" if len(head) > 1 else ("[]", "[N]", "[B, S]")[len(leading)]
     else:
@@ -308,7 +304,7 @@ def _gamma_of(gamma: float | Tensor | GammaTable, input: Tensor) -> tuple[Tensor
         return gamma.edges, gamma.gammas.detach()
     if isinstance(gamma, Tensor):
         dense(_OP, "gamma", gamma)
-        if gamma.dtype not in _FLOATS:
+        if gamma.dtype not in FLOATS:
             raise TypeError(
                 f"{_OP}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of {gamma.dtype}"
             )
@@ -318,9 +314,9 @@ def _gamma_of(gamma: float | Tensor | GammaTable, input: Tensor) -> tuple[Tensor
     if torch.compiler.is_compiling():
         return None, torch.zeros((), dtype=torch.float64) + gamma
     found = finite(_OP, "gamma", gamma, "a number, a tensor or a GammaTable")
-    if found < _STEEPEST_INVERSE_GAMMA:
+    if found < STEEPEST_INVERSE_GAMMA:
         warnings.warn(
-            f"{_OP}: gamma = {found} is below {_STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal loss "
+            f"{_OP}: gamma = {found} is below {STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal loss "
             "changes sign near p = 0.28",
             stacklevel=3,
         )

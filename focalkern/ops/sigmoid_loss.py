@@ -1,7 +1,6 @@
 """The fused losses of independent logits: sigmoid focal, asymmetric and quality focal loss."""
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch.overrides import has_torch_function
 
 from focalkern._checks import label, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
+from focalkern._types import HALVES, PLAIN_TENSORS, Reduction
 from focalkern.ops._backend import backend_for, has_kernels
 
 __all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
@@ -16,9 +16,6 @@ __all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
 _FOCAL, _ASYMMETRIC, _QUALITY = 0, 1, 2  # the codes of the compiled module
 # What its two parameters are called.
 _TENSORS = {_FOCAL: ("gamma", "alpha"), _ASYMMETRIC: ("gamma_negative", "gamma_positive"), _QUALITY: ("beta",)}
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-Reduction = Literal["none", "mean", "sum"]
 
 
 def sigmoid_focal_loss(
@@ -216,7 +213,7 @@ def _sigmoid_loss(
         raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
     if torch.compiler.is_compiling():
         through = _traced
-    elif type(input) in _PLAIN and type(target) in _PLAIN:
+    elif type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
         through = backend_for(input).sigmoid_loss
     else:
         for name, value in (("input", input), ("target", target)):
@@ -256,7 +253,7 @@ def _traced(
         gamma = torch.zeros((), dtype=torch.float64) + gamma
     if second is not None and not isinstance(second, Tensor):
         second = torch.zeros((), dtype=torch.float64) + second
-    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    is_half = input.dtype in HALVES
     float32_loss = is_half and autocast_is_on(input.device.type)
     options = (kind, margin, reduction, ignore_index, float32_loss)
     if torch._C._are_functorch_transforms_active():

@@ -1,14 +1,13 @@
 """The other losses that are made of the softmax of a row and its target: they share the kernels of the focal loss."""
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._checks import finite, reduction_code, reworded
-from focalkern._types import RowLoss
+from focalkern._types import PLAIN_TENSORS, Reduction, RowLoss
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, fallback, has_kernels
 from focalkern.ops.focal_loss import (
@@ -21,10 +20,6 @@ __all__ = ["brier_loss", "dual_focal_loss", "poly_focal_loss"]
 
 # Numbers, because torch.compile cannot index by members of an enumeration.
 _POLY_FOCAL, _DUAL_FOCAL, _BRIER = (int(loss) for loss in (RowLoss.POLY_FOCAL, RowLoss.DUAL_FOCAL, RowLoss.BRIER))
-
-Reduction = Literal["none", "mean", "sum"]
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def poly_focal_loss(
@@ -129,7 +124,7 @@ def mmce_loss(
 
     None for tensors that have no kernel: what is wrong with those is said where the loss is put together.
     """
-    if torch.compiler.is_compiling() or type(input) not in _PLAIN or type(target) not in _PLAIN:
+    if torch.compiler.is_compiling() or type(input) not in PLAIN_TENSORS or type(target) not in PLAIN_TENSORS:
         return None
     kernels = backend_for(input)
     if not input.is_cpu or kernels is fallback:
@@ -169,7 +164,7 @@ def _row_loss(
 ) -> Tensor:
     code = reduction_code(op, reduction)
     compiling = torch.compiler.is_compiling()
-    if not compiling and type(input) in _PLAIN and type(target) in _PLAIN:
+    if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
         through = backend_for(input).row_loss
     else:
         check_tensor(op, "input", input)

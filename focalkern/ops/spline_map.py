@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -12,13 +12,13 @@ from torch.overrides import has_torch_function
 from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import dense, flag, number, reworded, short
 from focalkern._devices import autocast_is_on
+from focalkern._types import HALVES, PLAIN_TENSORS, InputKind
 from focalkern.fallback.spline_map import spline_coefficients
 from focalkern.ops._backend import backend_for, fallback, has_kernels
 
 __all__ = ["map_by_pieces", "spline_calibration_map"]
 
 _OP = "spline_calibration_map"
-_PLAIN = (Tensor, torch.nn.Parameter)
 _MOST_KNOTS = 255
 
 Array = np.ndarray[Any, Any]
@@ -35,7 +35,7 @@ def spline_calibration_map(
     *,
     weight: Tensor | Array | None = None,
     bias: Tensor | Array | None = None,
-    input_kind: Literal["logits", "probs"] = "logits",
+    input_kind: InputKind = "logits",
     keep_zeros: bool = False,
     keep_order: bool = False,
     log: bool = False,
@@ -51,7 +51,7 @@ def spline_calibration_map(
     *,
     weight: Tensor | Array | None = None,
     bias: Tensor | Array | None = None,
-    input_kind: Literal["logits", "probs"] = "logits",
+    input_kind: InputKind = "logits",
     keep_zeros: bool = False,
     keep_order: bool = False,
     log: bool = False,
@@ -66,7 +66,7 @@ def spline_calibration_map(
     *,
     weight: Tensor | Array | None = None,
     bias: Tensor | Array | None = None,
-    input_kind: Literal["logits", "probs"] = "logits",
+    input_kind: InputKind = "logits",
     keep_zeros: bool = False,
     keep_order: bool = False,
     log: bool = False,
@@ -194,8 +194,8 @@ def map_by_pieces(
         result: Tensor = fallback.spline_map(*arguments, keep_order, log)
         return result
     compiling = torch.compiler.is_compiling()
-    if compiling or (any(type(t) not in _PLAIN for t in tensors) and has_torch_function(tensors)):
-        wide = input.dtype in (torch.float16, torch.bfloat16) and autocast_is_on(input.device.type)
+    if compiling or (any(type(t) not in PLAIN_TENSORS for t in tensors) and has_torch_function(tensors)):
+        wide = input.dtype in HALVES and autocast_is_on(input.device.type)
         operators = torch.ops.focalkern
         if torch._C._are_functorch_transforms_active():
             return operators.spline_map_composite(*arguments, log, wide)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from focalkern.reference._log_space import compute_dtype, log_softmax_and_complement, number_tensor, phi_of
+from focalkern._types import compute_dtype
+from focalkern.reference._log_space import log_softmax_and_complement, number_tensor, phi_of
 
 __all__ = [
     "assign_bins",

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from focalkern._devices import as_parameter
 
-__all__ = ["compute_dtype", "log_softmax_and_complement", "number_tensor", "parameter_tensor", "phi_of"]
+__all__ = ["log_softmax_and_complement", "number_tensor", "parameter_tensor", "phi_of"]
 
 
 def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,10 +78,6 @@ def phi_of(log_q: Tensor, log_u: Tensor) -> Tensor:
     for n in range(17, 0, -1):
         series = series * small_u + 1.0 / n
     return torch.where(absent, 0.0, log_q.exp() * torch.where(near_one, series, quotient))
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def number_tensor(value: float | Tensor, like: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import as_parameter, autocast_is_on
-from focalkern.reference._log_space import compute_dtype, parameter_tensor
+from focalkern._types import HALVES, compute_dtype
+from focalkern.reference._log_space import parameter_tensor
 
 __all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
 
@@ -72,7 +73,7 @@ def _reduce_elements(
         loss = loss.sum()
     elif reduction == "mean":
         loss = loss.sum() / (loss.numel() if counts is None else counts.sum())
-    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    is_half = input.dtype in HALVES
     return loss if is_half and autocast_is_on(input.device.type) else loss.to(input.dtype)
 
 

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import autocast_is_on
+from focalkern._types import compute_dtype
 from focalkern.gamma import GammaTable
-from focalkern.reference._log_space import compute_dtype, log_softmax_and_complement, parameter_tensor
+from focalkern.reference._log_space import log_softmax_and_complement, parameter_tensor
 
 __all__ = ["brier_loss", "dual_focal_loss", "focal_loss", "gamma_tensor", "modulating_factor", "poly_focal_loss"]
 
