@@ -1,6 +1,5 @@
 """Facts that the whole package shares, each written once: kinds of arguments, dtypes, codes of the operators."""
 
-from enum import IntEnum
 from typing import Literal, get_args
 
 import torch
@@ -12,11 +11,9 @@ __all__ = [
     "LABELS",
     "PLAIN_TENSORS",
     "REDUCTIONS",
-    "ROW_LOSS_NAMES",
     "STEEPEST_INVERSE_GAMMA",
     "InputKind",
     "Reduction",
-    "RowLoss",
     "compute_dtype",
 ]
 
@@ -42,17 +39,3 @@ STEEPEST_INVERSE_GAMMA = -3.591
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which logits of a dtype are computed with: float64 for float64, float32 for everything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class RowLoss(IntEnum):
-    """The losses of rows, by their numbers in csrc/math/row_losses.def."""
-
-    FOCAL = 0
-    POLY_FOCAL = 1
-    DUAL_FOCAL = 2
-    BRIER = 3
-    MMCE = 4
-
-
-# In error messages, in the order of the numbers: `row_losses()` of the compiled module.
-ROW_LOSS_NAMES = ("focal_loss", "poly_focal_loss", "DualFocalLoss", "BrierLoss", "MMCELoss")

@@ -13,6 +13,7 @@ import torch
 import focalkern as fk
 from focalkern import bootstrap, calibrators, files, losses, metrics, plots, study
 from focalkern.files.shards import open_shards
+from focalkern.reference._row_losses import ROW_LOSSES
 
 NAN, INF = float("nan"), float("inf")
 Z = np.random.default_rng(0).normal(size=(6, 4))
@@ -158,8 +159,7 @@ def calls() -> dict[str, Call]:
             loss = kind(**size)
             batch = {"input": features if size else z, "target": p if "Sigm" in name or "ymm" in name else y}
             who = (
-                "focal_loss",
-                "poly_focal_loss",
+                *ROW_LOSSES,
                 "linear_focal_loss",
                 "sigmoid_focal_loss",
                 "asymmetric_loss",

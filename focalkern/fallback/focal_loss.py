@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focalkern import reference
 from focalkern._checks import label_range, target_misfit
 from focalkern._devices import as_parameter, is_host_number
 from focalkern._types import LABELS, REDUCTIONS, compute_dtype
@@ -25,9 +24,12 @@ from focalkern.fallback._checks import (
     values_may_be_read,
 )
 from focalkern.gamma import GammaTable
-from focalkern.reference._softmax_losses import gamma_tensor, modulating_factor
+from focalkern.reference._row_losses import ROW_LOSSES, RowLossSpec
+from focalkern.reference._softmax_losses import gamma_tensor
 
 __all__ = ["focal_loss"]
+
+_FOCAL = ROW_LOSSES["focal_loss"]
 
 
 def focal_loss(
@@ -59,15 +61,16 @@ def focal_definition(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
+    spec: RowLossSpec = _FOCAL,
 ) -> Tensor:
-    """The loss of checked arguments in the dtype of the computation. It reads no value of a tensor."""
+    """The loss -f log p of checked arguments in the dtype of the computation. It reads no value of a tensor."""
     z = input.to(compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
     gammas = gammas_of(gamma, edges, z)
     divisor: Tensor | float
     if target.is_floating_point():
-        loss, divisor = _of_probabilities(z, target, gammas, weight, label_smoothing, detach_modulation)
+        loss, divisor = _of_probabilities(z, target, gammas, weight, label_smoothing, detach_modulation, spec)
     else:
-        loss, divisor = _of_labels(z, target, gammas, weight, ignore_index, label_smoothing, detach_modulation)
+        loss, divisor = _of_labels(z, target, gammas, weight, ignore_index, label_smoothing, detach_modulation, spec)
     if reduction:
         loss = loss.sum()
     return loss / divisor if REDUCTIONS[reduction] == "mean" else loss
@@ -98,6 +101,7 @@ def _of_labels(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
+    spec: RowLossSpec,
 ) -> tuple[Tensor, Tensor]:
     """The loss per row, and what its mean is divided by."""
     classes = z.shape[-1]
@@ -110,20 +114,22 @@ def _of_labels(
     # Rows that do not count leave before anything is computed of them, so that a NaN in them stays there.
     z = torch.where(valid.unsqueeze(-1), z, 0.0)
     if label_smoothing > 0:
-        loss = reference.focal_loss(
+        loss = spec.loss(
             *_classes_second(z, index, None),
             gamma,
+            0.0,
+            detach_modulation,
             weight=weight,
             ignore_index=-1,
             reduction="none",
             label_smoothing=label_smoothing,
-            detach_modulation=detach_modulation,
         ).reshape(labels.shape)
     else:
         log_p, log_u = _log_probability_of(z, index)
         if isinstance(gamma, GammaTable):
             gamma = gamma_tensor(gamma, log_p.unsqueeze(-1).exp()).squeeze(-1)
-        factor = modulating_factor(log_p, log_u, gamma)
+        assert spec.factor is not None
+        factor = spec.factor(log_p, log_u, gamma)
         if detach_modulation:
             factor = factor.detach()
         loss = -row_weight * factor * log_p
@@ -162,16 +168,18 @@ def _of_probabilities(
     weight: Tensor | None,
     label_smoothing: float,
     detach_modulation: bool,
+    spec: RowLossSpec,
 ) -> tuple[Tensor, Tensor | float]:
     class_dim = 0 if target.dim() == 1 else 1
     probabilities = target.to(z.dtype).movedim(class_dim, -1)
-    loss = reference.focal_loss(
+    loss = spec.loss(
         *_classes_second(z, None, probabilities),
         gamma,
+        0.0,
+        detach_modulation,
         weight=weight,
         reduction="none",
         label_smoothing=label_smoothing,
-        detach_modulation=detach_modulation,
     )
     return loss.reshape(z.shape[:-1]), math.prod(z.shape[:-1])
 

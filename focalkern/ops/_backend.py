@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from focalkern.reference._row_losses import take_numbers
+
 __all__ = ["backend_for", "build_info"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -104,6 +106,12 @@ def _load() -> tuple[ModuleType, ModuleType]:
     # pybind11 hands out a module that was once loaded under this name, whatever file is asked for.
     if Path(str(module.__file__)).resolve().parent != _PACKAGE:
         raise ImportError(_ANOTHER_COPY)
+    try:
+        take_numbers(module.row_losses())
+    except (AttributeError, ValueError) as error:
+        raise _DoesNotFitError(
+            f"focalkern's compiled module was built from other sources: {error}. {_rebuild()}"
+        ) from error
     return built_for, module
 
 

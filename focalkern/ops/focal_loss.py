@@ -12,14 +12,14 @@ from torch.overrides import has_torch_function
 from focalkern._arrays import as_tensor
 from focalkern._checks import finite, flag, integer, label, label_range, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
-from focalkern._types import HALVES, LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA, Reduction, RowLoss
+from focalkern._types import HALVES, LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
+from focalkern.reference._row_losses import number_of, row_loss_of
 
 __all__ = ["check_labels", "focal_loss"]
 
-# Label smoothing gives every class a rival of its own: in torch operations.
-NO_SMOOTHING = (RowLoss.DUAL_FOCAL,)
+_FOCAL = number_of("focal_loss")
 
 
 def focal_loss(
@@ -193,7 +193,7 @@ def through_dispatcher(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
-    kind: int = RowLoss.FOCAL,
+    kind: int = _FOCAL,
     epsilon: float = 0.0,
 ) -> Tensor:
     """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
@@ -209,7 +209,8 @@ def through_dispatcher(
             input = input.to(common)
         float32_loss = is_half and common == torch.float32
     options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon)
-    if torch._C._are_functorch_transforms_active() or (kind in NO_SMOOTHING and label_smoothing != 0):
+    # The kernels of a loss that takes no class probabilities have no label smoothing either.
+    if torch._C._are_functorch_transforms_active() or (label_smoothing != 0 and not row_loss_of(kind).soft_target):
         return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
     loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma, edges, weight, *options)
     return loss

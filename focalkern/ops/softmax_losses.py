@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._checks import finite, reduction_code, reworded
-from focalkern._types import PLAIN_TENSORS, Reduction, RowLoss
+from focalkern._types import PLAIN_TENSORS, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, fallback, has_kernels
 from focalkern.ops.focal_loss import (
@@ -15,11 +15,11 @@ from focalkern.ops.focal_loss import (
     check_types,
     through_dispatcher,
 )
+from focalkern.reference._row_losses import number_of
 
 __all__ = ["brier_loss", "dual_focal_loss", "poly_focal_loss"]
 
-# Numbers, because torch.compile cannot index by members of an enumeration.
-_POLY_FOCAL, _DUAL_FOCAL, _BRIER = (int(loss) for loss in (RowLoss.POLY_FOCAL, RowLoss.DUAL_FOCAL, RowLoss.BRIER))
+_POLY_FOCAL, _DUAL_FOCAL, _BRIER = (number_of(name) for name in ("poly_focal_loss", "DualFocalLoss", "BrierLoss"))
 
 
 def poly_focal_loss(

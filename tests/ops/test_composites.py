@@ -8,8 +8,8 @@ import torch
 from conftest import assert_close
 
 import focalkern as fk
-from focalkern._types import ROW_LOSS_NAMES, RowLoss
 from focalkern.ops import _backend
+from focalkern.reference._row_losses import ROW_LOSSES, number_of, row_loss_of, take_numbers
 
 pytestmark = pytest.mark.kernels
 
@@ -24,6 +24,7 @@ def number(value):
     return torch.tensor(value, dtype=torch.float64)
 
 
+POLY = number_of("poly_focal_loss")
 LABELS = torch.tensor([0, 3, -100, 2])
 # An operator, and arguments of it.
 CALLS = {
@@ -33,7 +34,20 @@ CALLS = {
     ),
     "poly": lambda: (
         OPERATORS.focal_loss_composite,
-        (leaf(4, 5), LABELS, number(2.0), None, torch.rand(5), 0, -100, 0.0, False, False, 1, 1.5),
+        (
+            leaf(4, 5),
+            LABELS,
+            number(2.0),
+            None,
+            torch.rand(5),
+            0,
+            -100,
+            0.0,
+            False,
+            False,
+            number_of("poly_focal_loss"),
+            1.5,
+        ),
     ),
     "asymmetric": lambda: (
         OPERATORS.sigmoid_loss_composite,
@@ -129,5 +143,14 @@ except NotImplementedError:
 
 
 def test_the_numbers_of_the_losses_are_those_of_the_compiled_module():
-    assert tuple(_backend._module.row_losses()) == ROW_LOSS_NAMES
-    assert len(ROW_LOSS_NAMES) == len(RowLoss)
+    names = _backend._module.row_losses()
+    assert sorted(names) == sorted(ROW_LOSSES)
+    assert [number_of(name) for name in names] == list(range(len(names)))
+    assert [row_loss_of(number).name for number in range(len(names))] == names
+
+
+def test_a_module_with_other_losses_does_not_fit():
+    with pytest.raises(ValueError, match="differ in another_loss"):
+        take_numbers([*ROW_LOSSES, "another_loss"])
+    with pytest.raises(ValueError, match="differ in BrierLoss"):
+        take_numbers([name for name in ROW_LOSSES if name != "BrierLoss"])

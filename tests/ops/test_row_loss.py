@@ -1,7 +1,8 @@
-"""The losses that share the focal loss's kernels: poly focal, dual focal and Brier beside their definitions, in every
-layout and dtype, on every road. Their definitions at 300 digits and their options are in test_losses.py.
+"""The losses that share the focal loss's kernels beside their definitions, in every layout and dtype, on every road.
+Their definitions at 300 digits and their options are in test_losses.py.
 """
 
+import functools
 import math
 
 import oracle
@@ -12,36 +13,32 @@ from mpmath import mpf
 
 import focalkern as fk
 from focalkern import reference
+from focalkern.reference._row_losses import ROW_LOSSES, number_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 COMPILED = fk.build_info()["kernels"] == "compiled"
 TABLE = fk.GammaTable([0.0, 0.1, 0.5, 1.0], [4.0, 0.0, 2.5])
 
 
-def poly(z, t, gamma=2.0, epsilon=1.5, **options):
-    return fk.poly_focal_loss(z, t, gamma, epsilon, **options)
+SPECS = {spec.short: spec for spec in ROW_LOSSES.values() if not spec.of_batch}
 
 
-def dual(z, t, **options):
-    return fk.DualFocalLoss(2.5, **options)(z, t)
+def module_of(name):
+    spec = SPECS[name]
+    return functools.partial(getattr(fk, spec.module), **spec.example)
 
 
-def brier(z, t, **options):
-    return fk.BrierLoss(**options)(z, t)
+def both(spec):
+    """The loss with the arguments of its example, and its definition."""
+    given = {"gamma": 0.0, "epsilon": 0.0, **spec.example}
+    return (
+        lambda z, t, **options: module_of(spec.short)(**options)(z, t),
+        lambda z, t, **options: spec.loss(z, t, **given, **options),
+    )
 
 
-def focal(z, t, **options):
-    return fk.focal_loss(z, t, 2.0, **options)
-
-
-LOSSES = {
-    "poly": (poly, lambda z, t, **o: reference.poly_focal_loss(z, t, 2.0, 1.5, **o)),
-    "dual": (dual, lambda z, t, **o: reference.dual_focal_loss(z, t, 2.5, **o)),
-    "brier": (brier, reference.brier_loss),
-}
-
-
-ALL_LOSSES = {**LOSSES, "focal": (focal, lambda z, t, **o: reference.focal_loss(z, t, 2.0, **o))}
+LOSSES = {name: both(spec) for name, spec in SPECS.items()}
+SOFT = [name for name, spec in SPECS.items() if spec.soft_target]
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ def near(actual, expected, factor):
 
 def check(name, z, target, **options):
     """Value and gradient beside the reference in float64, with a random upstream gradient."""
-    loss, defined = ALL_LOSSES[name]
+    loss, defined = LOSSES[name]
     z = z.detach().requires_grad_()
     found = loss(z, target, reduction="none", **options)
     upstream = torch.randn(found.shape, dtype=torch.float64)
@@ -83,7 +80,7 @@ def check(name, z, target, **options):
 
 # Classes below and above a vector, a tile of few classes (32), a block of a long row (4096), and off their multiples.
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ALL_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("classes", [1, 2, 10, 31, 33, 100, 4099, 9001])
 def test_rows_of_every_length(name, dtype, classes):
     n = 70 if classes < 1000 else 5
@@ -111,7 +108,7 @@ ROWS = [16, 38, 64, 82]
 CLASSES = [2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 31, 32, 33, 40, 55, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257]
 
 
-@pytest.mark.parametrize("name", ALL_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", [torch.clone, as_slices, as_pixels, as_channels_last])
 def test_rows_that_are_taken_together(layout, dtype, name):
@@ -168,7 +165,7 @@ def test_layouts(name, classes):
         shape = z.shape[:1] + z.shape[2:] if z.dim() > 1 else ()
         target = torch.randint(classes, shape)
         check(name, z, target)
-        if name != "dual":
+        if SPECS[name].soft_target:
             check(name, z, torch.empty_like(z).copy_(torch.randn(z.shape).softmax(min(1, z.dim() - 1))))
 
 
@@ -182,11 +179,11 @@ def test_options_beside_the_reference(name, smoothing):
         found, gradient = check(name, z, target, weight=weight, ignore_index=3, label_smoothing=smoothing)
         assert (found[target == 3] == 0).all()
         assert (gradient[target == 3] == 0).all()
-        if name != "dual":
+        if SPECS[name].soft_target:
             check(name, z, torch.randn(50, 12).softmax(1), weight=weight, label_smoothing=smoothing)
 
 
-@pytest.mark.parametrize("name", ["poly", "brier"])
+@pytest.mark.parametrize("name", SOFT)
 def test_derivative_of_class_probabilities(name):
     loss, defined = LOSSES[name]
     z, weight = torch.randn(6, 5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
@@ -206,7 +203,7 @@ def test_first_and_second_derivatives(name):
     for options in ({}, {"label_smoothing": 0.1}, {"reduction": "none", "ignore_index": 4}):
         assert torch.autograd.gradcheck(lambda z, options=options: loss(z, target, **options), z)
         assert torch.autograd.gradgradcheck(lambda z, options=options: loss(z, target, **options), z)
-    if name != "dual":
+    if SPECS[name].soft_target:
         soft = torch.randn(4, 5, dtype=torch.float64).softmax(1).requires_grad_()
         assert torch.autograd.gradcheck(loss, (z, soft))
         assert torch.autograd.gradgradcheck(loss, (z, soft))
@@ -350,10 +347,11 @@ def test_opcheck(device):
     target = torch.randint(5, (6, 2), device=device)
     soft = torch.rand(6, 5, 2, device=device, requires_grad=True)
     weight, number = torch.rand(5, device=device), torch.tensor(2.0, dtype=torch.float64)
-    for kind in (1, 2, 3):
+    for spec in SPECS.values():
+        kind = number_of(spec.name)
         for arguments in (
             (z, target, number, None, weight, 1, -100, 0.0, False, False, kind, 1.5),
-            (z, soft if kind != 2 else target, number, None, None, 0, -100, 0.0, False, False, kind, 1.5),
+            (z, soft if spec.soft_target else target, number, None, None, 0, -100, 0.0, False, False, kind, 1.5),
         ):
             torch.library.opcheck(torch.ops.focalkern.focal_loss_forward, arguments)
             with torch.no_grad():
@@ -364,9 +362,10 @@ def test_opcheck(device):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("kind", [2, 3])
+@pytest.mark.parametrize("name", [spec.name for spec in SPECS.values() if spec.keeps_class])
 @pytest.mark.parametrize("classes", [40, 5000])
-def test_a_saved_class_beyond_the_row_is_none(kind, classes):
+def test_a_saved_class_beyond_the_row_is_none(name, classes):
+    kind = number_of(name)
     z, target = torch.randn(20, classes), torch.randint(classes, (20,))
     numbers, options = (torch.tensor(2.0, dtype=torch.float64), None, None), (0, -100, 0.0, False)
     loss, saved = torch.ops.focalkern.focal_loss_forward(z, target, *numbers, *options, False, kind, 1.0)
@@ -401,7 +400,7 @@ def test_compiles_and_exports(device, dynamo, name):
         found = compiled(z, target)
         assert_close(found, expected.double())
         assert_close(torch.autograd.grad(found, z)[0], slope.double())
-    module = {"poly": fk.PolyFocalLoss(), "dual": fk.DualFocalLoss(), "brier": fk.BrierLoss()}[name]
+    module = module_of(name)()
     exported = torch.export.export(module, (z.detach(), target))
     assert_close(exported.module()(z.detach(), target), module(z.detach(), target).double())
 

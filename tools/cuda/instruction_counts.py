@@ -26,13 +26,12 @@ from pathlib import Path
 
 import torch
 
-from focalkern._types import RowLoss
+from focalkern.reference._row_losses import ROW_LOSSES, number_of
 from tools.cuda import build
 from tools.cuda.cases.calibration_grid import run_grid
 from tools.cuda.cases.calibration_map import run_map
 from tools.cuda.cases.common import real_of
 from tools.cuda.cases.focal_loss import run_focal_loss
-from tools.cuda.cases.row_loss import KINDS
 from tools.cuda.cases.sigmoid_loss import FOCAL, run_sigmoid_loss
 
 CLOCK, MULTIPROCESSORS, MEMORY = 1.755e9, 132, 3.35e12  # of the H100 SXM: Hz, count, bytes per second
@@ -244,6 +243,7 @@ def focal_loss(library: ctypes.CDLL, cycles: bool, wanted: Callable[[str], bool]
 
 def row_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:
 
+    specs = {spec.short: spec for spec in ROW_LOSSES.values()}
     for loss, kind, (rows, classes) in ROW_LOSS:
         smoothing = 0.1 if loss == "focal" else 0.0
         case = f"{loss} {kind} {rows}x{classes}{' smooth' if smoothing else ''}"
@@ -252,9 +252,10 @@ def row_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Co
         dtype, blocks = getattr(torch, kind), 6
         logits = (3 * torch.randn(64, classes)).to(dtype).repeat(rows // 64, 1)
         library.ptxrun_set(b"only_blocks", c_int64(blocks))
-        run_focal_loss(library, logits, torch.randint(classes, (rows,)), 0.0 if loss == "brier" else 2.0,
+        gamma = 2.0 if "gamma" in specs[loss].parameters else 0.0
+        run_focal_loss(library, logits, torch.randint(classes, (rows,)), gamma,
                        torch.ones(1, dtype=real_of(dtype)), reduction="sum", label_smoothing=smoothing,
-                       kind={"focal": RowLoss.FOCAL, **KINDS}[loss], epsilon=1.5)  # fmt: skip
+                       kind=number_of(specs[loss].name), epsilon=1.5)  # fmt: skip
         library.ptxrun_set(b"only_blocks", c_int64(0))
         lanes = min(32, 1 << (-(-classes // 16) - 1).bit_length())  # threads of a row
         some = taken_by(blocks, rows, 256 // lanes)

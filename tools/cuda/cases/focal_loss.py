@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from focalkern import GammaTable, reference
+from focalkern.reference._row_losses import row_loss_of
 from tools.cuda.cases.common import (
     DTYPES,
     LABELS,
@@ -65,7 +66,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
             forward.gamma, forward.gamma_stride = memory.put(gamma.to(real)), int(gamma.dim() > 0)
         else:
             forward.gamma_value = gamma
-        numbers = torch.full(((4 if kind > 1 else 3) * rows,), NAN, dtype=real)
+        numbers = torch.full(((4 if row_loss_of(kind).keeps_class else 3) * rows,), NAN, dtype=real)
         row_numbers, one = numbers[:rows].clone(), torch.full((1,), NAN, dtype=real)
         forward.saved = memory.out(numbers)
         divisor, loss, row_loss = memory.out(one), memory.out(one), memory.out(row_numbers)

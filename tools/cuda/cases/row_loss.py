@@ -1,35 +1,37 @@
-"""The losses of rows that share the focal loss's arguments: poly focal, dual focal and Brier."""
+"""The losses of rows that share the focal loss's arguments, as focalkern/reference/_row_losses.py lists them."""
 
 import math
 
 import pytest
 import torch
 
-from focalkern import GammaTable, reference
-from focalkern._types import RowLoss
+from focalkern import GammaTable
+from focalkern.reference._row_losses import ROW_LOSSES, number_of
 from tools.cuda.cases.common import DTYPES, LABELS, NAN, assert_near, real_of
 from tools.cuda.cases.focal_loss import check_focal_loss, labels_for, run_focal_loss
 
-POLY, DUAL, BRIER = RowLoss.POLY_FOCAL, RowLoss.DUAL_FOCAL, RowLoss.BRIER
-KINDS = {"poly": POLY, "dual": DUAL, "brier": BRIER}
+SPECS = {spec.short: spec for spec in ROW_LOSSES.values() if not spec.of_batch}
+# The focal loss has cases of its own for labels without smoothing: see focal_loss.py.
+NAMES = [name for name in SPECS if number_of(SPECS[name].name) != 0]
 
 
-def defined(kind, gamma, epsilon):
-    """The reference of a loss with its parameters, and the options that it knows."""
-    if kind == POLY:
-        return lambda z, t, **options: reference.poly_focal_loss(z, t, gamma, epsilon, **options)
-    if kind == DUAL:
-        return lambda z, t, **options: reference.dual_focal_loss(z, t, gamma, **options)
-    return reference.brier_loss
+def number(name):
+    return number_of(SPECS[name].name)
 
 
-def check_row_loss(library, kind, logits, target, gamma=2.0, epsilon=1.5, *, reduction="mean", ignore_index=-100,
+def gammas_of(spec, *gammas):
+    """Those of a loss: 2 for one that has no gamma."""
+    return gammas if "gamma" in spec.parameters else (2.0,)
+
+
+def check_row_loss(library, name, logits, target, gamma=2.0, epsilon=1.5, *, reduction="mean", ignore_index=-100,
                    grad_like=None, **options):  # fmt: skip
-    dtype, real = logits.dtype, real_of(logits.dtype)
+    spec, dtype, real = SPECS[name], logits.dtype, real_of(logits.dtype)
     classes = logits.shape[1]
     rows = logits.numel() // classes
     grad = torch.randn(rows if reduction == "none" else 1, dtype=real)
-    actual = run_focal_loss(library, logits, target, gamma if kind != BRIER else 0.0, grad, kind=kind, epsilon=epsilon,
+    given = gamma if "gamma" in spec.parameters else 0.0
+    actual = run_focal_loss(library, logits, target, given, grad, kind=number(name), epsilon=epsilon,
                             reduction=reduction, ignore_index=ignore_index, grad_like=grad_like, **options)  # fmt: skip
     z = logits.double().requires_grad_()
     soft = target.is_floating_point()
@@ -44,7 +46,7 @@ def check_row_loss(library, kind, logits, target, gamma=2.0, epsilon=1.5, *, red
         outside = outside.reshape(-1)
     if options.get("weight") is not None:
         options["weight"] = options["weight"].double()
-    expected = defined(kind, g, epsilon)(z, t, reduction=reduction, ignore_index=ignore_index, **options)
+    expected = spec.loss(z, t, g, epsilon, reduction=reduction, ignore_index=ignore_index, **options)
     inputs = [z, *([t] if soft else []), *([g] if differentiable else [])]
     gradients = torch.autograd.grad(expected, inputs, grad.double().reshape(expected.shape))
     factor = 100 if logits.abs().nan_to_num(posinf=0, neginf=0).max() > 100 else 20
@@ -71,25 +73,25 @@ def check_row_loss(library, kind, logits, target, gamma=2.0, epsilon=1.5, *, red
 # Classes around each border between the ways of sharing a row out: one thread, lanes, a warp, the block; and their
 # remainders, of the unrolled loop too.
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("rows", "classes"), [(1, 1), (33, 3), (257, 10), (40, 129), (17, 512), (9, 513), (3, 4099), (2, 9001)]
 )
 def test_row_loss_rows(library, name, dtype, rows, classes):
     logits = (3 * torch.randn(rows, classes)).to(dtype)
-    check_row_loss(library, KINDS[name], logits, labels_for(logits))
-    check_row_loss(library, KINDS[name], logits, labels_for(logits, torch.int32), reduction="none")
+    check_row_loss(library, name, logits, labels_for(logits))
+    check_row_loss(library, name, logits, labels_for(logits, torch.int32), reduction="none")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("first", [1, 255, 2040])
 def test_row_loss_takes_each_element_once(library, name, first):
     for classes in range(first, first + 36):
         logits = torch.randn(3, classes)
-        check_row_loss(library, KINDS[name], logits, labels_for(logits), reduction="sum")
+        check_row_loss(library, name, logits, labels_for(logits), reduction="sum")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("classes", [5, 300, 2100])
 def test_row_loss_layouts(library, name, classes):
     n = 11 if classes < 1000 else 3
@@ -99,35 +101,36 @@ def test_row_loss_layouts(library, name, classes):
         torch.randn(n, classes + 3)[:, :classes],  # with gaps
     ):
         for grad_like in (logits, torch.empty(logits.shape)):
-            check_row_loss(library, KINDS[name], logits, labels_for(logits), grad_like=grad_like)
-        if KINDS[name] != DUAL:
+            check_row_loss(library, name, logits, labels_for(logits), grad_like=grad_like)
+        if SPECS[name].soft_target:
             soft = torch.empty_like(logits).copy_(torch.randn(logits.shape).softmax(1))
-            check_row_loss(library, KINDS[name], logits, soft, label_smoothing=0.1, reduction="none")
+            check_row_loss(library, name, logits, soft, label_smoothing=0.1, reduction="none")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("classes", [4, 100, 1500])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_row_loss_options(library, name, classes, reduction):
-    kind = KINDS[name]
+    spec = SPECS[name]
     logits = 3 * torch.randn(20, classes)
     target = labels_for(logits)
     target[::5] = -100
-    gammas = [2.0]
-    if kind == POLY:
-        gammas = [0.0, 0.5, torch.tensor(1.5), 4 * torch.rand(20), GammaTable([0.0, 0.013, 0.27, 1.0], [5.0, 0, 3.0])]
+    gammas = (2.0,)
+    if spec.soft_target:  # the operators of the others take a number
+        table = GammaTable([0.0, 0.013, 0.27, 1.0], [5.0, 0, 3.0])
+        gammas = gammas_of(spec, 0.0, 0.5, torch.tensor(1.5), 4 * torch.rand(20), table)
     for gamma in gammas:
-        for smoothing in (0.0, 0.2) if kind != DUAL else (0.0,):
-            check_row_loss(library, kind, logits, target, gamma, reduction=reduction, weight=torch.rand(classes),
+        for smoothing in (0.0, 0.2) if spec.soft_target else (0.0,):
+            check_row_loss(library, name, logits, target, gamma, reduction=reduction, weight=torch.rand(classes),
                            label_smoothing=smoothing)  # fmt: skip
-    if kind == DUAL:
-        check_row_loss(library, kind, logits, target, 3.0, reduction=reduction, detach_modulation=True)
-    else:
+    if spec.detachable:
+        check_row_loss(library, name, logits, target, 3.0, reduction=reduction, detach_modulation=True)
+    if spec.soft_target:
         soft = torch.randn(logits.shape).softmax(1)
-        check_row_loss(library, kind, logits, soft, reduction=reduction, weight=torch.rand(classes))
+        check_row_loss(library, name, logits, soft, reduction=reduction, weight=torch.rand(classes))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("label_type", LABELS)
 def test_row_loss_never_follows_a_label_out_of_range(library, name, label_type):
     for classes in (3, 200):
@@ -136,15 +139,15 @@ def test_row_loss_never_follows_a_label_out_of_range(library, name, label_type):
         target[3], target[7] = 1, classes
         if label_type != torch.uint8:
             target[11] = -1
-        check_row_loss(library, KINDS[name], logits, target, ignore_index=1, reduction="none")
-        if KINDS[name] != DUAL:
-            check_row_loss(library, KINDS[name], logits, target, ignore_index=1, reduction="none", label_smoothing=0.1)
+        check_row_loss(library, name, logits, target, ignore_index=1, reduction="none")
+        if SPECS[name].soft_target:
+            check_row_loss(library, name, logits, target, ignore_index=1, reduction="none", label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("classes", [3, 100, 2500])
 def test_row_loss_edges(library, name, classes):
-    kind = KINDS[name]
+    kind = number(name)
     logits = torch.randn(9, classes)
     target = torch.zeros(9, dtype=torch.int64)
     logits[0, 0] = 1e4  # certain and right
@@ -153,7 +156,7 @@ def test_row_loss_edges(library, name, classes):
     logits[3, 1:] = -torch.inf
     logits[4, 1] = -torch.inf
     target[5] = -100
-    check_row_loss(library, kind, logits, target, 0.5, reduction="none")
+    check_row_loss(library, name, logits, target, 0.5, reduction="none")
     logits[5] = NAN  # ignored, so never read
     for value in (NAN, torch.inf):
         logits[6, classes - 1] = value
@@ -165,12 +168,12 @@ def test_row_loss_edges(library, name, classes):
     assert run_focal_loss(library, logits, target, 2.0, torch.ones(9), reduction="none", kind=kind)["loss"][7].isnan()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_row_loss_of_nothing(library, name):
     for rows in (0, 40):
         logits = torch.randn(rows, 5)
         target = torch.full((rows,), -100)
-        actual = run_focal_loss(library, logits, target, 2.0, torch.ones(1), kind=KINDS[name])
+        actual = run_focal_loss(library, logits, target, 2.0, torch.ones(1), kind=number(name))
         assert actual["loss"].isnan().all()
         assert (actual["grad_logits"] == 0).all()
 
@@ -179,20 +182,23 @@ def test_a_tied_rival_is_the_first(library):
     for classes in (4, 40, 3000):
         logits = torch.zeros(2, classes)
         logits[:, 2] = 1.0
-        actual = run_focal_loss(library, logits, torch.tensor([2, 2]), 2.0, torch.ones(2), reduction="none", kind=DUAL)
+        actual = run_focal_loss(
+            library, logits, torch.tensor([2, 2]), 2.0, torch.ones(2), reduction="none", kind=number("dual")
+        )
         gradient = actual["grad_logits"]
         assert (gradient[:, 0] > gradient[:, 1]).all()
         assert (gradient[:, 3:] == gradient[:, 1:2]).all()
 
 
 def check_soft(library, loss, logits, target, gamma=2.0, **options):
-    if loss == "focal":
+    if loss not in NAMES:
         return check_focal_loss(library, logits, target, gamma, **options)
-    return check_row_loss(library, KINDS[loss], logits, target, gamma, **options)
+    return check_row_loss(library, loss, logits, target, gamma, **options)
 
 
 # Class probabilities and label smoothing, which have kernels of their own.
-SOFT = ["focal", "poly", "brier"]
+SOFT = [name for name, spec in SPECS.items() if spec.soft_target]
+WITH_GAMMA = [name for name in SOFT if "gamma" in SPECS[name].parameters]
 
 
 def shares_for(logits, temperature=1.0):
@@ -228,7 +234,7 @@ def test_soft_takes_each_element_once(library, dtype, first):
 @pytest.mark.parametrize("loss", SOFT)
 @pytest.mark.parametrize("classes", [2, 7, 700])
 def test_soft_likely_classes(library, loss, classes):
-    gammas = {"focal": [0.0, 0.3, 1.0, 2.0, 5.5, -1.0, -2.5], "poly": [0.0, 0.3, 2.0, 5.5], "brier": [2.0]}[loss]
+    gammas = gammas_of(SPECS[loss], 0.0, 0.3, 1.0, 2.0, 5.5, *((-1.0, -2.5) if SPECS[loss].has_inverse else ()))
     logits = torch.randn(12, classes)
     above = torch.log(
         torch.tensor([0.5, 0.54, 0.56, 0.9, 0.999, 1 - 1e-6]) / torch.tensor([0.5, 0.46, 0.44, 0.1, 1e-3, 1e-6])
@@ -254,18 +260,18 @@ def test_soft_likely_classes(library, loss, classes):
             check_soft(library, loss, z, shares_for(z), gamma, reduction="none", weight=torch.rand(classes))
 
 
-@pytest.mark.parametrize("loss", ["focal", "poly"])
+@pytest.mark.parametrize("loss", WITH_GAMMA)
 @pytest.mark.parametrize("classes", [3, 600])
 def test_soft_gammas_of_rows(library, loss, classes):
     logits = 2 * torch.randn(11, classes)
     gamma = 4 * torch.rand(11)
     gamma[::2] = 2.0
-    if loss == "focal":
+    if SPECS[loss].has_inverse:
         gamma[3] = -1.5
     for target, options in ((labels_for(logits), {"label_smoothing": 0.1}), (shares_for(logits), {})):
         check_soft(library, loss, logits, target, gamma, reduction="none", **options)
     # Not asked for the slope in gamma, a row with gamma 2 takes another way.
-    for options in ({}, {"detach_modulation": True}) if loss == "focal" else ({},):
+    for options in ({}, {"detach_modulation": True}) if SPECS[loss].detachable else ({},):
         check_soft(library, loss, logits, labels_for(logits), 2.0, label_smoothing=0.1, **options)
 
 
@@ -273,7 +279,7 @@ def test_soft_gammas_of_rows(library, loss, classes):
 @pytest.mark.parametrize("loss", SOFT)
 @pytest.mark.parametrize("classes", [4, 700])
 def test_soft_extremes(library, loss, classes):
-    kind = {"focal": 0, **KINDS}[loss]
+    kind = number(loss)
     logits = torch.randn(3, classes)
     logits[0, 0] = 3e38
     logits[1, 1:] = -1.2e38
@@ -284,32 +290,32 @@ def test_soft_extremes(library, loss, classes):
     actual = run_focal_loss(library, logits, torch.ones(3, dtype=torch.int64), 2.0, torch.ones(3), reduction="none",
                             kind=kind, label_smoothing=1.0)  # fmt: skip
     assert not actual["grad_logits"].isnan().any()
-    if loss != "brier":
+    if SPECS[loss].infinite_at_zero:
         assert actual["loss"].isinf().tolist() == [False, True, False] and not actual["loss"].isnan().any()
-    if loss == "focal":
+    if SPECS[loss].has_inverse:
         logits = torch.zeros(1, classes)
         logits[0, 0] = math.log(1.17 * (classes - 1))  # p = 0.54
         shares = torch.zeros(1, classes)
         shares[0, 1] = 1
-        actual = run_focal_loss(library, logits, shares, -250.0, torch.ones(1), reduction="none")
+        actual = run_focal_loss(library, logits, shares, -250.0, torch.ones(1), reduction="none", kind=kind)
         assert actual["loss"].isfinite().all() and actual["grad_logits"].isfinite().all()
 
 
 # Logits that rise with the class: the running sums are rescaled again and again, and may not drift.
-@pytest.mark.parametrize("loss", ["focal", "poly", "dual", "brier"])
+@pytest.mark.parametrize("loss", SPECS)
 def test_slowly_rising_logits(library, loss):
     logits = torch.linspace(0, 2.4, 24000)[None, :, None].expand(2, -1, 2).contiguous()
     target = torch.full((2, 2), 23999)
-    if loss != "focal":
-        check_row_loss(library, KINDS[loss], logits, target, 2.0)
-    if loss != "dual":
+    if loss in NAMES:
+        check_row_loss(library, loss, logits, target, 2.0)
+    if SPECS[loss].soft_target:
         check_soft(library, loss, logits, target, label_smoothing=0.1)
 
 
 @pytest.mark.parametrize("loss", SOFT)
 @pytest.mark.parametrize("classes", [3, 100, 2500])
 def test_soft_edges(library, loss, classes):
-    kind = {"focal": 0, **KINDS}[loss]
+    kind = number(loss)
     logits = torch.randn(9, classes)
     shares = torch.rand(9, classes)
     shares[:, 0] = 0
