@@ -1,6 +1,7 @@
 """The losses that are the fused focal loss with a gamma of their own."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ _FLSD_53_GAMMAS = (5.0, 3.0)
 
 
 class FocalFamily(Loss):
-    """Losses that are :func:`focalkern.focal_loss` with a gamma of their own."""
+    """Losses that are a function of logits, target and gamma, with a gamma of their own."""
+
+    # The function, and the attributes that it takes beside gamma and the options of cross-entropy.
+    _function: Callable[..., Tensor] = staticmethod(focal_loss)
+    _arguments: tuple[str, ...] = ("detach_modulation",)
 
     def __init__(
         self,
@@ -58,7 +63,7 @@ class FocalFamily(Loss):
         gamma = self._gamma()
         if isinstance(gamma, GammaTable) and isinstance(input, Tensor):
             gamma = self._table_beside(input, gamma)
-        return focal_loss(
+        return self._function(
             input,
             target,
             gamma,
@@ -66,7 +71,7 @@ class FocalFamily(Loss):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
-            detach_modulation=self.detach_modulation,
+            **{name: getattr(self, name) for name in self._arguments},
         )
 
     def extra_repr(self) -> str:
@@ -108,6 +113,7 @@ class FocalLoss(FocalFamily):
     """
 
     _table_in_state = True
+    _gamma_may_be_negative = True
 
     def __init__(
         self,
@@ -156,7 +162,14 @@ class FocalLoss(FocalFamily):
             else:
                 self.register_buffer("gamma", gamma)
         else:
-            self.gamma = number(self._name, "gamma", gamma)
+            self.gamma = number(self._name, "gamma", gamma, low=-math.inf if self._gamma_may_be_negative else 0.0)
+        self._check_signs(gamma.gammas if isinstance(gamma, GammaTable) else gamma)
+
+    def _check_signs(self, gamma: object) -> None:
+        if self._gamma_may_be_negative or not isinstance(gamma, Tensor) or gamma.device.type != "cpu":
+            return
+        if not bool((gamma >= 0).all()):
+            raise ValueError(f"{self._name}: gamma must be at least 0, got {_shown(gamma.detach())}")
 
     def _gamma(self) -> float | Tensor | GammaTable:
         if self.gamma is None:
@@ -167,6 +180,7 @@ class FocalLoss(FocalFamily):
         super()._check_state(state)
         if self.gamma is None and self._table_in_state:
             GammaTable(state["edges"], state["gammas"])
+        self._check_signs(state.get("gamma", state.get("gammas")))
 
     def _settings(self) -> dict[str, object]:
         gamma = self._gamma()
@@ -200,6 +214,8 @@ class InverseFocalLoss(FocalLoss):
         tensor(1.4711)
     """
 
+    _gamma_may_be_negative = False
+
     def __init__(
         self,
         gamma: float | Tensor = 2.0,
@@ -212,10 +228,6 @@ class InverseFocalLoss(FocalLoss):
     ) -> None:
         if not isinstance(gamma, Tensor):
             gamma = number("InverseFocalLoss", "gamma", gamma, low=0.0)
-        elif not gamma.is_floating_point() or gamma.is_nested or gamma.layout != torch.strided:
-            pass  # which FocalLoss refuses
-        elif gamma.device.type == "cpu" and gamma.dtype in FLOATS and bool((gamma < 0).any()):
-            raise ValueError(f"InverseFocalLoss: gamma must be at least 0, got {_shown(gamma.detach())}")
         super().__init__(
             gamma,
             weight,
@@ -228,12 +240,6 @@ class InverseFocalLoss(FocalLoss):
     def _gamma(self) -> float | Tensor | GammaTable:
         assert self.gamma is not None
         return -self.gamma
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        super()._check_state(state)
-        gamma = state.get("gamma")
-        if gamma is not None and gamma.device.type == "cpu" and not bool((gamma >= 0).all()):
-            raise ValueError(f"{self._name}: gamma must be at least 0, got {_shown(gamma)}")
 
     def _settings(self) -> dict[str, object]:
         return {"gamma": _shown(self.gamma) if isinstance(self.gamma, Tensor) else self.gamma}
@@ -262,6 +268,10 @@ class PolyFocalLoss(FocalLoss):
         tensor(0.5663)
     """
 
+    _function = staticmethod(poly_focal_loss)
+    _arguments = ("epsilon",)
+    _gamma_may_be_negative = False
+
     def __init__(
         self,
         gamma: float | Tensor | GammaTable = 2.0,
@@ -272,34 +282,8 @@ class PolyFocalLoss(FocalLoss):
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
-        if not isinstance(gamma, Tensor | GammaTable):
-            gamma = number("PolyFocalLoss", "gamma", gamma, low=0.0)
         super().__init__(gamma, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-        self._check_signs(gamma.gammas if isinstance(gamma, GammaTable) else gamma)
         self.epsilon = number("PolyFocalLoss", "epsilon", epsilon)
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        gamma = self._gamma()
-        if isinstance(gamma, GammaTable) and isinstance(input, Tensor):
-            gamma = self._table_beside(input, gamma)
-        return poly_focal_loss(
-            input,
-            target,
-            gamma,
-            self.epsilon,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )
-
-    def _check_signs(self, gamma: object) -> None:
-        if isinstance(gamma, Tensor) and gamma.device.type == "cpu" and not bool((gamma >= 0).all()):
-            raise ValueError(f"{self._name}: gamma must be at least 0, got {_shown(gamma.detach())}")
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        super()._check_state(state)
-        self._check_signs(state.get("gamma", state.get("gammas")))
 
     def _settings(self) -> dict[str, object]:
         return {**super()._settings(), "epsilon": self.epsilon}

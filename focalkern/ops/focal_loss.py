@@ -10,16 +10,13 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import finite, flag, integer, label, label_range, number, reduction_code, reworded
-from focalkern._devices import autocast_is_on
-from focalkern._types import HALVES, LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA, Reduction
+from focalkern._checks import finite, integer, label, label_range, reduction_code, reworded
+from focalkern._types import LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
-from focalkern.reference._row_losses import number_of, row_loss_of
+from focalkern.ops._row_loss import check_tensor, check_types, through_dispatcher
 
 __all__ = ["check_labels", "focal_loss"]
-
-_FOCAL = number_of("focal_loss")
 
 
 def focal_loss(
@@ -153,22 +150,6 @@ def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignor
     label_range("check_labels", target, n_classes, ignore_index)
 
 
-def check_tensor(op: str, name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-
-
-def check_types(
-    op: str, weight: object, ignore_index: object, label_smoothing: object, detach_modulation: object
-) -> None:
-    """Names the argument that the compiled module could not take."""
-    if weight is not None:
-        check_tensor(op, "weight", weight)
-    label(op, "ignore_index", ignore_index)
-    number(op, "label_smoothing", label_smoothing)
-    flag(op, "detach_modulation", detach_modulation)
-
-
 def _check_gamma(gamma: object) -> float | Tensor:
     """Everything that is not an ordinary float: tensors, integers, and floats that are refused or warned about."""
     if isinstance(gamma, Tensor):
@@ -181,36 +162,3 @@ def _check_gamma(gamma: object) -> float | Tensor:
             stacklevel=3,
         )
     return found
-
-
-def through_dispatcher(
-    input: Tensor,
-    target: Tensor,
-    gamma: float | Tensor,
-    edges: Tensor | None,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    detach_modulation: bool,
-    kind: int = _FOCAL,
-    epsilon: float = 0.0,
-) -> Tensor:
-    """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
-    if not isinstance(gamma, Tensor):
-        # A tensor, and not a constant of the graph: another value must not compile again.
-        gamma = torch.zeros((), dtype=torch.float64) + gamma
-    device_type = input.device.type
-    is_half = input.dtype in HALVES
-    float32_loss = is_half and autocast_is_on(device_type)
-    if target.is_floating_point() and target.dtype != input.dtype:
-        common = torch.promote_types(input.dtype, target.dtype)
-        if common == torch.float64:
-            input = input.to(common)
-        float32_loss = is_half and common == torch.float32
-    options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon)
-    # The kernels of a loss that takes no class probabilities have no label smoothing either.
-    if torch._C._are_functorch_transforms_active() or (label_smoothing != 0 and not row_loss_of(kind).soft_target):
-        return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
-    loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma, edges, weight, *options)
-    return loss

@@ -1,20 +1,13 @@
 """The other losses that are made of the softmax of a row and its target: they share the kernels of the focal loss."""
 
-import math
-
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function
 
-from focalkern._checks import finite, reduction_code, reworded
+from focalkern._checks import reduction_code, reworded
 from focalkern._types import PLAIN_TENSORS, Reduction
 from focalkern.gamma import GammaTable
-from focalkern.ops._backend import backend_for, fallback, has_kernels
-from focalkern.ops.focal_loss import (
-    check_tensor,
-    check_types,
-    through_dispatcher,
-)
+from focalkern.ops._backend import backend_for, fallback
+from focalkern.ops._row_loss import finite_number, row_loss
 from focalkern.reference._row_losses import number_of
 
 __all__ = ["brier_loss", "dual_focal_loss", "poly_focal_loss"]
@@ -70,9 +63,9 @@ def poly_focal_loss(
     """
     op = "poly_focal_loss"
     if not isinstance(gamma, Tensor | GammaTable):
-        gamma = _number(op, "gamma", gamma, low=0.0)
-    epsilon = _number(op, "epsilon", epsilon)
-    return _row_loss(
+        gamma = finite_number(op, "gamma", gamma, low=0.0)
+    epsilon = finite_number(op, "epsilon", epsilon)
+    return row_loss(
         op, _POLY_FOCAL, input, target, gamma, epsilon, weight, ignore_index, reduction, label_smoothing, False
     )
 
@@ -93,7 +86,7 @@ def dual_focal_loss(
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}")
     options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
-    return _row_loss(op, _DUAL_FOCAL, input, target, gamma, 0.0, *options)
+    return row_loss(op, _DUAL_FOCAL, input, target, gamma, 0.0, *options)
 
 
 def brier_loss(
@@ -106,7 +99,7 @@ def brier_loss(
     label_smoothing: float,
 ) -> Tensor:
     """What :class:`focalkern.BrierLoss` computes."""
-    return _row_loss(
+    return row_loss(
         "BrierLoss", _BRIER, input, target, 0.0, 0.0, weight, ignore_index, reduction, label_smoothing, False
     )
 
@@ -135,55 +128,3 @@ def mmce_loss(
     except (ValueError, IndexError) as error:
         raise reworded("MMCELoss", error, input=input, target=target) from None
     return result
-
-
-def _number(op: str, name: str, value: object, low: float = -math.inf) -> float:
-    if torch.compiler.is_compiling() and type(value) is float:
-        return value  # a compiled graph must not depend on the value
-    number = finite(op, name, value, f"a number{_OR_TENSOR[name]}")
-    if number < low:
-        raise ValueError(f"{op}: {name} must be at least {low:g}, got {number}")
-    return number
-
-
-_OR_TENSOR = {"gamma": ", a tensor or a GammaTable", "epsilon": ""}
-
-
-def _row_loss(
-    op: str,
-    kind: int,
-    input: Tensor,
-    target: Tensor,
-    gamma: float | Tensor | GammaTable,
-    epsilon: float,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    detach_modulation: bool,
-) -> Tensor:
-    code = reduction_code(op, reduction)
-    compiling = torch.compiler.is_compiling()
-    if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
-        through = backend_for(input).row_loss
-    else:
-        check_tensor(op, "input", input)
-        check_tensor(op, "target", target)
-        dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
-        through = through_dispatcher if dispatched else backend_for(input).row_loss
-    edges = None
-    if isinstance(gamma, GammaTable):
-        edges, gamma = gamma.edges, gamma.gammas.detach()
-    options = (code, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
-    if through is through_dispatcher:
-        return through(input, target, gamma, edges, weight, *options)
-    try:
-        return through(input, target, gamma, edges, weight, *options)
-    except (
-        TypeError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-    ) as error:  # of what is wrong so rarely that it is looked at only here
-        check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
-        raise reworded(op, error, input=input, target=target, gamma=gamma, weight=weight) from None

@@ -1,0 +1,126 @@
+"""The way of a loss of rows to its kernels, which they share: numbers, tensors, the dispatcher, the words of errors."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from focalkern._checks import finite, flag, label, number, reduction_code, reworded
+from focalkern._devices import autocast_is_on
+from focalkern._types import HALVES, PLAIN_TENSORS
+from focalkern.gamma import GammaTable
+from focalkern.ops._backend import backend_for, has_kernels
+from focalkern.reference._row_losses import number_of, row_loss_of
+
+__all__ = ["check_tensor", "check_types", "finite_number", "row_loss", "through_dispatcher"]
+
+_FOCAL = number_of("focal_loss")
+
+
+def finite_number(op: str, name: str, value: object, low: float = -math.inf) -> float:
+    if torch.compiler.is_compiling() and type(value) is float:
+        return value  # a compiled graph must not depend on the value
+    number = finite(op, name, value, f"a number{_OR_TENSOR[name]}")
+    if number < low:
+        raise ValueError(f"{op}: {name} must be at least {low:g}, got {number}")
+    return number
+
+
+_OR_TENSOR = {"gamma": ", a tensor or a GammaTable", "epsilon": ""}
+
+
+def row_loss(
+    op: str,
+    kind: int,
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable,
+    epsilon: float,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> Tensor:
+    """The loss of a number by the kernels, through torch's dispatcher, or by plain torch; ``op`` is who was called."""
+    code = reduction_code(op, reduction)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:
+        through = backend_for(input).row_loss
+    else:
+        check_tensor(op, "input", input)
+        check_tensor(op, "target", target)
+        dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
+        through = through_dispatcher if dispatched else backend_for(input).row_loss
+    edges = None
+    if isinstance(gamma, GammaTable):
+        edges, gamma = gamma.edges, gamma.gammas.detach()
+    options = (code, ignore_index, label_smoothing, detach_modulation, kind, epsilon)
+    if through is through_dispatcher:
+        return through(input, target, gamma, edges, weight, *options)
+    try:
+        return through(input, target, gamma, edges, weight, *options)
+    except (
+        TypeError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+    ) as error:  # of what is wrong so rarely that it is looked at only here
+        check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
+        raise reworded(op, _of(op, kind, error), input=input, target=target, gamma=gamma, weight=weight) from None
+
+
+def _of(op: str, kind: int, error: Exception) -> Exception:
+    """The error with the name of the function that was called in the place of the loss's own."""
+    name = row_loss_of(kind).name
+    return error if name == op or not str(error).startswith(name) else type(error)(str(error).replace(name, op, 1))
+
+
+def check_tensor(op: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+
+
+def check_types(
+    op: str, weight: object, ignore_index: object, label_smoothing: object, detach_modulation: object
+) -> None:
+    """Names the argument that the compiled module could not take."""
+    if weight is not None:
+        check_tensor(op, "weight", weight)
+    label(op, "ignore_index", ignore_index)
+    number(op, "label_smoothing", label_smoothing)
+    flag(op, "detach_modulation", detach_modulation)
+
+
+def through_dispatcher(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    edges: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    detach_modulation: bool,
+    kind: int = _FOCAL,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
+    if not isinstance(gamma, Tensor):
+        # A tensor, and not a constant of the graph: another value must not compile again.
+        gamma = torch.zeros((), dtype=torch.float64) + gamma
+    device_type = input.device.type
+    is_half = input.dtype in HALVES
+    float32_loss = is_half and autocast_is_on(device_type)
+    if target.is_floating_point() and target.dtype != input.dtype:
+        common = torch.promote_types(input.dtype, target.dtype)
+        if common == torch.float64:
+            input = input.to(common)
+        float32_loss = is_half and common == torch.float32
+    options = (reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon)
+    # The kernels of a loss that takes no class probabilities have no label smoothing either.
+    if torch._C._are_functorch_transforms_active() or (label_smoothing != 0 and not row_loss_of(kind).soft_target):
+        return torch.ops.focalkern.focal_loss_composite(input, target, gamma, edges, weight, *options)
+    loss, _ = torch.ops.focalkern.focal_loss_forward(input, target, gamma, edges, weight, *options)
+    return loss
