@@ -201,8 +201,9 @@ def _run(arguments: argparse.Namespace) -> int:
     binning, criterion = _method(arguments)
     _check_outputs(arguments)
     processes = Processes(arguments.timeout)
+    progress = Progress(arguments.state, arguments.state_every, processes, say=_say)
     validation, test = select_samples(
-        _reader(arguments, processes),
+        _reader(arguments, processes, progress),
         arguments.input,
         labels=arguments.labels,
         test=arguments.test,
@@ -243,7 +244,7 @@ def _run(arguments: argparse.Namespace) -> int:
     cells = None if arguments.report is None else report.cells_of(study)  # all processes have a share in them
     processes.close()
     if processes.rank > 0:
-        validation.remove_progress()
+        progress.remove()
         return 0
     split = {"split": {"share": arguments.split, "seed": arguments.seed}} if arguments.split is not None else {}
     document = report.to_json(study, more=split)
@@ -251,7 +252,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         # Before a word is printed, so that a reader who goes away (head) takes no file with him.
         _write(arguments, study, document, cells, written)
-        validation.remove_progress()  # the search is over, and its results have been written
+        progress.remove()  # the search is over, and its results have been written
     finally:
         _show(arguments, study, document, criterion, written)
     return 0
@@ -380,12 +381,15 @@ def _check_not_read(arguments: argparse.Namespace, file: Path, option: str) -> N
                 raise InputError(f"{file}: expected another file for {option}, found one that is read")
 
 
-def _reader(arguments: argparse.Namespace, processes: Processes) -> Callable[..., Mapping[str, LogitSet | Samples]]:
-    """``read_sets``, or what stands for it where rows are read a few at a time."""
+def _reader(
+    arguments: argparse.Namespace, processes: Processes, progress: Progress
+) -> Callable[..., Mapping[str, LogitSet | Samples]]:
+    """``read_sets``, or ``stream_sets`` where samples are read in batches."""
     paths = (arguments.input, arguments.labels, arguments.test, arguments.test_labels)
     if not (arguments.stream or arguments.state is not None or processes.size > 1 or wants_streaming(paths)):
         return read_sets
-    progress = Progress(
-        arguments.state, arguments.state_every, processes, say=lambda text: print(text, file=sys.stderr)
-    )
     return functools.partial(stream_sets, processes=processes, progress=progress)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

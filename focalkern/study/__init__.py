@@ -5,13 +5,20 @@ from focalkern.study.apply import apply_calibrator
 from focalkern.study.compare import compare_calibrators, run_study
 from focalkern.study.distributed import Processes, Progress
 from focalkern.study.evaluate import Evaluation, evaluate_rows
-from focalkern.study.memory import MemorySamples, as_samples
 from focalkern.study.report.export import to_json
 from focalkern.study.report.page import cells_of, write_report
 from focalkern.study.report.tables import describe, format_table
 from focalkern.study.results import CalibratorResult, Comparison, Intervals
-from focalkern.study.samples import SCORES, Samples
-from focalkern.study.streamed import MOST_KEPT, StreamedSamples, stream_sets, wants_streaming
+from focalkern.study.samples import (
+    MOST_KEPT,
+    SCORES,
+    MemorySamples,
+    Samples,
+    StreamedSamples,
+    as_samples,
+    stream_sets,
+    wants_streaming,
+)
 from focalkern.study.study import Predictor, Study
 from focalkern.study.sweep import Sweep
 

@@ -1,27 +1,48 @@
 """The comparison: candidates cross-validated, the grid searched, and all of them scored on test samples."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, one_of, short
 from focalkern._diagnostics import refuse_probs
-from focalkern.calibrators import DEFAULT_GAMMAS, Binning, Criterion, Estimator, InputKind, Search
+from focalkern.calibrators import (
+    DEFAULT_GAMMAS,
+    Binning,
+    Criterion,
+    Estimator,
+    FocalTemperatureScaling,
+    HistogramBinning,
+    InputKind,
+    RobustTemperatureScaling,
+    Search,
+    TemperatureScaling,
+)
 from focalkern.calibrators._base import LOGITS, is_assumed
-from focalkern.calibrators._selection import CANDIDATES, Proper, as_candidates, check_folds
+from focalkern.calibrators._selection import CANDIDATES, PROPER, CrossValidation, Proper, as_candidates, check_folds
 from focalkern.files import InputError, LogitSet
 from focalkern.files.checks import checked_set
 from focalkern.metrics import ESTIMATORS
-from focalkern.ops.calibration_grid import PAPER_TEMPERATURES
-from focalkern.study.candidates import of_cross_validation, of_grid, of_method
+from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
+from focalkern.study.cross_validation import cross_validate_samples
+from focalkern.study.grid_search import scalings_of_grid, search_grid
 from focalkern.study.intervals import bootstrap_intervals, default_resamples
-from focalkern.study.memory import MemorySamples, as_samples
 from focalkern.study.remarks import remarks
 from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, scored
-from focalkern.study.samples import Samples
-from focalkern.study.streamed import StreamedSamples, stream_sets
+from focalkern.study.samples import (
+    MemorySamples,
+    Samples,
+    Scaling,
+    StreamedSamples,
+    as_samples,
+    scaling_or_none,
+    stream_sets,
+)
+from focalkern.study.scores import identity
 from focalkern.study.study import Study
 from focalkern.study.verdict import judge
 
@@ -119,10 +140,6 @@ def compare_calibrators(
             f"compare_calibrators: test must have {validation.kind} of {validation.n_classes} classes as validation, "
             f"got {test.kind} of {test.n_classes}"
         )
-    try:
-        as_candidates(candidates, "nll", validation.kind, keep_predictions)  # errors come before the search
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{_OP}: {error}") from None
     return run_study(
         validation,
         test,
@@ -209,11 +226,16 @@ def run_study(
     test = validation if same else as_samples(test)
     proper: Proper = "brier" if criterion == "brier" else "nll"
     auto = method == "auto"
+    try:
+        made = as_candidates(candidates, proper, validation.kind, keep_predictions) if auto else {}
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{_OP}: {error}") from None
     default_axes = tuple(gammas) == DEFAULT_GAMMAS and tuple(temperatures) == PAPER_TEMPERATURES
     by_derivatives = search is None and method in SCALINGS and criterion == proper and default_axes and binning is None
     by_derivatives = by_derivatives and validation.memory is not None
     search = search or (proper if by_derivatives else "grid")
-    grid = validation.grid(
+    searched = search_grid(
+        validation,
         tuple(gammas) if 0.0 in gammas else (0.0, *gammas),
         tuple(temperatures),
         n_bins=n_bins,
@@ -221,17 +243,19 @@ def run_study(
         criterion=proper,
         folds=min(folds, len(validation)) if auto else 0,
     )
+    grid = searched.grid
     cross_validation = None
     chosen: int | None
     if auto:
-        made = as_candidates(candidates, proper, validation.kind, keep_predictions)
         focal = "focal-temperature"
         if candidates is None and validation.memory is None:  # the default ones need their samples in memory
             made[focal] = CANDIDATES[focal](proper, validation.kind)
-        cross_validation = validation.cross_validate(made, grid, gammas, criterion=proper, folds=folds, seed=seed)
+        cross_validation = cross_validate_samples(
+            validation, made, searched, gammas, criterion=proper, folds=folds, seed=seed
+        )
         others = []
         if candidates is None and focal not in made:  # beside the candidates, for comparison
-            others = of_method(
+            others = _of_method(
                 validation,
                 gammas=None,
                 temperatures=None,
@@ -242,10 +266,10 @@ def run_study(
                 estimator=estimator,
                 n_bins=n_bins,
             )
-        results = [*of_cross_validation(cross_validation), *others, *of_grid(grid, gammas, ("ece",), validation)]
+        results = [*_of_cross_validation(cross_validation), *others, *_of_grid(grid, gammas, ("ece",), validation)]
         chosen = cross_validation.chosen if criterion != "ece" else len(results) - 1  # the paper's focal scaling
     else:
-        none = CalibratorResult("none", None, validation.identity(n_bins))
+        none = CalibratorResult("none", None, identity(validation, n_bins))
         options: Any = {
             "gammas": None if tuple(gammas) == DEFAULT_GAMMAS else tuple(gammas),
             "temperatures": None if tuple(temperatures) == PAPER_TEMPERATURES else tuple(temperatures),
@@ -256,24 +280,21 @@ def run_study(
             "n_bins": n_bins,
         }
         if by_derivatives:  # both scalings, so that the one that was asked for has its baseline
-            of_proper = [one for name in SCALINGS for one in of_method(validation, method=name, **options)]
-            results = [none, *of_grid(grid, gammas, ("ece",), validation), *of_proper]
+            of_proper = [one for name in SCALINGS for one in _of_method(validation, method=name, **options)]
+            results = [none, *_of_grid(grid, gammas, ("ece",), validation), *of_proper]
         else:
-            named = of_method(validation, method=method, **options)
-            results = [none, *of_grid(grid, gammas, ("ece", proper), validation), *named]
+            named = _of_method(validation, method=method, **options)
+            results = [none, *_of_grid(grid, gammas, ("ece", proper), validation), *named]
             chosen = len(results) - 1 if named else None
         if by_derivatives or (search == "grid" and binning is None):
             keys = [(one.method, one.criterion) for one in results]
             chosen = keys.index((method, criterion)) if (method, criterion) in keys else None
-    cells = [(one.scaling.gamma_, one.scaling.temperature_) for one in results if one.scaling is not None]
-    for samples in (validation, test):
-        samples.measure(cells, n_bins)  # one pass for all
-    results = [scored(one, validation, test, n_bins) for one in results]
+    results = scored(results, validation, test, n_bins)
     n_resamples = default_resamples(test) if resamples is None else resamples
     comparison = Comparison(
         validation=validation,
         test=test,
-        grid=grid,
+        search=searched,
         results=tuple(results),
         chosen=None if chosen is None or results[chosen].calibrator is None else results[chosen],
         intervals=bootstrap_intervals(results, test, n_bins, n_resamples, seed) if n_resamples else None,
@@ -286,3 +307,82 @@ def run_study(
         verdict=judge(comparison),
         remarks=remarks(comparison, intervals_expected=resamples is None),
     )
+
+
+def _of_grid(
+    grid: CalibrationGrid, gammas: Sequence[float], criteria: Sequence[Criterion], samples: Samples
+) -> list[CalibratorResult]:
+    """The optima of both scalings by each criterion, without scores."""
+    return [
+        CalibratorResult(method, criterion, scaling)
+        for criterion in criteria
+        for method, scaling in scalings_of_grid(grid, gammas, criterion, samples).items()
+    ]
+
+
+def _of_cross_validation(cross_validation: CrossValidation) -> list[CalibratorResult]:
+    """The candidates, no calibration first, without scores."""
+    results = []
+    for entry in cross_validation.entries:
+        scaling = None if entry.name == "none" else scaling_or_none(entry.calibrator)
+        criterion = None if scaling is None else scaling.criterion_
+        search: Search = "nll" if isinstance(entry.calibrator, RobustTemperatureScaling) else "grid"
+        if scaling is not None:
+            search = scaling.search_
+        results.append(CalibratorResult(entry.name, criterion, entry.calibrator, search=search, cross_validated=True))
+    return results
+
+
+def _of_method(
+    validation: Samples,
+    *,
+    gammas: Sequence[float] | None,
+    temperatures: Sequence[float] | None,
+    method: str,
+    search: Search,
+    binning: Binning | None,
+    criterion: Criterion,
+    estimator: Estimator,
+    n_bins: int,
+) -> list[CalibratorResult]:
+    """What the grid does not have: the scaling by another search, and bins. The last one is what was asked for.
+
+    Args:
+        validation: in memory.
+        gammas, temperatures: None for the defaults.
+        method: ``"temperature"``, ``"focal-temperature"`` or ``"histogram"``.
+        search, binning, criterion, estimator, n_bins: as :func:`run_study`.
+    """
+    if search == "grid" and binning is None:
+        return []
+    memory = validation.memory
+    assert memory is not None
+    input, labels = memory.input.double(), memory.labels
+    scaling: Scaling | None = None
+    if method != "histogram":
+        smooth = search in PROPER  # by derivatives, without a grid
+        axes: Any = {} if smooth else {"temperatures": temperatures}
+        options: Any = {"search": search, "criterion": criterion, "estimator": estimator, "n_bins": n_bins, **axes}
+        options["input_kind"] = validation.kind
+        if method == "temperature":
+            scaling = TemperatureScaling(**options)
+        else:
+            scaling = FocalTemperatureScaling(gammas=None if smooth else gammas, **options)
+    of_scaling = None if scaling is None else criterion
+    if scaling is not None and not _can_be_fitted(scaling, input, labels):
+        return [CalibratorResult(method, of_scaling, None, search=search)] if search != "grid" else []
+    wanted: list[Scaling | HistogramBinning] = []
+    if search != "grid" and scaling is not None:
+        wanted.append(scaling)
+    if binning is not None:
+        wanted.append(HistogramBinning(n_bins=n_bins, binning=binning, scaling=scaling, input_kind=validation.kind))
+    return [
+        CalibratorResult(method, of_scaling, calibrator.fit_quietly(input, labels), search=search)
+        for calibrator in wanted
+    ]
+
+
+def _can_be_fitted(scaling: Scaling, input: Tensor, labels: Tensor) -> bool:
+    """The NLL is finite nowhere if a sample gives its class probability 0; other criteria are always finite."""
+    impossible = 0.0 if scaling.input_kind == "probs" else -math.inf
+    return scaling.criterion != "nll" or not bool((input.gather(1, labels.unsqueeze(1)) == impossible).any())

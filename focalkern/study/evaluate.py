@@ -12,12 +12,12 @@ from focalkern.calibrators import (
     TemperatureScaling,
 )
 from focalkern.files import InputError, LogitSet
-from focalkern.study.memory import as_samples
 from focalkern.study.remarks import remarks_on_bins, remarks_on_samples
 from focalkern.study.report.export import finite_or_none
 from focalkern.study.report.tables import format_table
 from focalkern.study.results import CalibratorResult
-from focalkern.study.samples import Samples, describe_samples, describe_source, scaling_or_none
+from focalkern.study.samples import Samples, as_samples, describe_samples, describe_source, scaling_or_none
+from focalkern.study.scores import identity, score
 
 __all__ = ["Evaluation", "evaluate_rows"]
 
@@ -101,7 +101,7 @@ def evaluate_rows(
         none 1.036
         temperature 0.736
     """
-    if not isinstance(given, LogitSet) and not hasattr(given, "measure"):
+    if not isinstance(given, LogitSet) and not hasattr(given, "batches"):
         raise TypeError(f"evaluate_rows: given must be a set of read_sets or of stream_sets, got {short(given)}")
     if calibrator is not None and not isinstance(calibrator, Calibrator):
         raise TypeError(f"evaluate_rows: calibrator must be a fitted calibrator or None, got {short(calibrator)}")
@@ -109,10 +109,11 @@ def evaluate_rows(
     if calibrator is not None:
         _check(name, calibrator, samples)
     fitted = [] if calibrator is None else [CalibratorResult(_method(calibrator), None, calibrator)]
-    cells = [(0.0, 1.0)] + [(one.scaling.gamma_, one.scaling.temperature_) for one in fitted if one.scaling is not None]
-    samples.measure(cells, n_bins)  # one pass for all
-    none = CalibratorResult("none", None, samples.identity(n_bins))
-    results = [replace(one, test=samples.scores(one.calibrator, n_bins)) for one in (none, *fitted)]
+    of_none, *of_fitted = score(samples, [(0.0, 1.0), *(one.calibrator for one in fitted)], n_bins)
+    none = CalibratorResult("none", None, identity(samples, n_bins))
+    results = [
+        replace(one, test=found.scores) for one, found in zip((none, *fitted), (of_none, *of_fitted), strict=True)
+    ]
     remarks = remarks_on_samples(samples)
     if samples.memory is not None:
         remarks += remarks_on_bins(results[-1], samples.memory)

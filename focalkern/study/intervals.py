@@ -1,20 +1,28 @@
-"""Bootstrap intervals of scores, paired differences, and bias floors."""
+"""Bootstrap intervals of the scores, paired differences, and bias floors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from focalkern.bootstrap import BiasFloor, PairedBootstrap, bias_floor, paired_bootstrap
 from focalkern.study.results import CalibratorResult, Intervals
-from focalkern.study.samples import Samples
+from focalkern.study.samples import CALIBRATION_ERRORS, SCORES, Samples
+from focalkern.study.scores import confidences, log_probabilities
 
 __all__ = ["DEFAULT_RESAMPLES", "bootstrap_intervals", "default_resamples"]
 
 DEFAULT_RESAMPLES = 200
 _MOST_RESAMPLED_ROWS = 200_000
+# In memory every score is resampled: with more numbers (N times C) that takes minutes.
+_MOST_RESAMPLED_NUMBERS = 20_000_000
 
 
 def default_resamples(samples: Samples) -> int:
     """200, at about the cost of the search; 0 where a bootstrap would take minutes."""
-    few = samples.resampled_in_seconds and len(samples) <= _MOST_RESAMPLED_ROWS
+    few = samples.keeps_confidences and len(samples) <= _MOST_RESAMPLED_ROWS
+    if samples.memory is not None:
+        few = few and samples.memory.input.numel() <= _MOST_RESAMPLED_NUMBERS
     return DEFAULT_RESAMPLES if few else 0
 
 
@@ -34,7 +42,9 @@ def bootstrap_intervals(
         calibrators[name] = result.calibrator
         names.append(name)
     # numpy takes no negative seed.
-    bootstrap, floors = samples.resampled(calibrators, n_bins=n_bins, n_resamples=resamples, seed=seed % 2**63)
+    options: Any = {"n_bins": n_bins, "n_resamples": resamples, "seed": seed % 2**63}
+    resample = _resample_confidences if samples.memory is None else _resample_probabilities
+    bootstrap, floors = resample(samples, calibrators, options)
     return Intervals(
         names=tuple(names),
         bootstrap=bootstrap,
@@ -67,3 +77,48 @@ def baselines_of(results: Sequence[CalibratorResult]) -> tuple[int | None, ...]:
 
 def _is_other(result: CalibratorResult) -> bool:
     return result.binning is None and not result.is_scaling
+
+
+_Resampled = tuple[PairedBootstrap, dict[str, dict[str, BiasFloor]]]
+
+
+def _resample_confidences(samples: Samples, calibrators: Mapping[str, Any], options: dict[str, Any]) -> _Resampled:
+    """Accuracy and ECE alone: for samples in files the probabilities of the other classes are not kept."""
+    found = {name: confidences(samples, one, options["n_bins"]) for name, one in calibrators.items()}
+    confidence = {name: one for name, (one, _) in found.items()}
+    correct = next(iter(found.values()))[1]  # scalings, which have the predictions of their input
+    bootstrap = paired_bootstrap(confidence=confidence, correct=correct, **options)
+    return bootstrap, {name: bias_floor(confidence=one, **options) for name, one in confidence.items()}
+
+
+def _resample_probabilities(samples: Samples, calibrators: Mapping[str, Any], options: dict[str, Any]) -> _Resampled:
+    assert samples.memory is not None
+    calibrated = _Calibrated(samples, calibrators)
+    bootstrap = paired_bootstrap(
+        calibrated,
+        samples.memory.labels,
+        log=True,
+        correct={name: confidences(samples, one, options["n_bins"])[1] for name, one in calibrators.items()},
+        figures=tuple(SCORES),
+        **options,
+    )
+    return bootstrap, {
+        name: bias_floor(calibrated[name].exp_(), figures=CALIBRATION_ERRORS, **options) for name in calibrators
+    }
+
+
+class _Calibrated(Mapping[str, Tensor]):
+    """Log-probabilities by name, computed on access: one tensor is in memory at a time."""
+
+    def __init__(self, samples: Samples, calibrators: Mapping[str, Any]) -> None:
+        assert samples.memory is not None
+        self._input, self._kind, self._calibrators = samples.memory.input, samples.kind, calibrators
+
+    def __getitem__(self, name: str) -> Tensor:
+        return log_probabilities(self._calibrators[name], self._input, self._kind)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._calibrators)
+
+    def __len__(self) -> int:
+        return len(self._calibrators)

@@ -9,6 +9,7 @@ from focalkern.files import LogitSet
 from focalkern.study.intervals import DEFAULT_RESAMPLES
 from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals
 from focalkern.study.samples import Samples, describe_samples
+from focalkern.study.scores import facts
 
 __all__ = ["remarks", "remarks_on_bins", "remarks_on_samples"]
 
@@ -43,9 +44,9 @@ def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tupl
 
 def remarks_on_samples(samples: Samples) -> list[str]:
     """Problems of the samples themselves, whatever is done with them."""
-    found = []
+    found, counted = [], facts(samples)
     subject = "a logit of -inf" if samples.kind == "logits" else "probability exactly 0"
-    zeros = samples.impossible_targets
+    zeros = counted.impossible_targets
     if zeros:
         where = f"({samples.part})" if samples.part else f"of {samples.source}"
         found.append(
@@ -54,7 +55,7 @@ def remarks_on_samples(samples: Samples) -> list[str]:
             "and temperature of the grid, because the focal map keeps an exact zero. The candidates temperature and "
             "spline have a floor, and a finite NLL."
         )
-    if samples.looks_like_probs:
+    if counted.looks_like_probs:
         found.append(
             f"the rows of {samples.source} were read as logits, but are all positive and sum to 1: if they are "
             "probabilities, pass input_kind=probs."
@@ -202,19 +203,18 @@ def _on_approximate_scores(comparison: Comparison) -> list[str]:
     """Error bounds of scores that come from buckets of the confidences."""
     found = []
     grid, test = comparison.grid, comparison.test
-    cells = [
-        (one.criterion, one.gamma, one.temperature)
+    bounds = [
+        comparison.search.bound_of(one.gamma, one.temperature)
         for one in comparison.results
-        if one.gamma is not None and one.temperature is not None
+        if one.criterion == "ece" and one.gamma is not None and one.temperature is not None
     ]
-    bounds = [comparison.validation.bound_of(gamma, temperature) for name, gamma, temperature in cells if name == "ece"]
     if any(bounds):
         found.append(
             f"the ECE ({grid.estimator}) of the grid comes from counts of the confidences in buckets: for the chosen "
             f"cells it is at most {max(bounds):.1g} off."
         )
     if not test.keeps_confidences:
-        bound = max(test.bound_of_scores(gamma, temperature, grid.n_bins) for _, gamma, temperature in cells)
+        bound = max(one.error_bound for one in comparison.results)
         found.append(
             f"with so many rows the ECEs of equal mass in the table come from buckets too, and are at most {bound:.1g} "
             "off."

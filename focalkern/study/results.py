@@ -1,5 +1,6 @@
 """Results of a comparison: fitted calibrators, their scores, and intervals of the scores. No rendering here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,7 +8,9 @@ from focalkern.bootstrap import BiasFloor, Interval, PairedBootstrap
 from focalkern.calibrators import Criterion, Estimator, HistogramBinning, RobustTemperatureScaling, Search, Verdict
 from focalkern.calibrators._selection import PROPER, CrossValidation
 from focalkern.ops.calibration_grid import CalibrationGrid
+from focalkern.study.grid_search import GridSearch
 from focalkern.study.samples import Samples, Scaling, scaling_or_none
+from focalkern.study.scores import score
 
 __all__ = ["SCALINGS", "CalibratorResult", "Comparison", "Intervals", "JudgedComparison", "at_bound", "scored"]
 
@@ -28,6 +31,7 @@ class CalibratorResult:
         validation, test: scores by name, on the validation samples and on the test samples; None without a calibrator.
         search: how gamma and T were found.
         cross_validated: whether it was a candidate of the cross-validation.
+        error_bound: of the equal-mass ECEs on the test samples; 0 where they are exact.
 
     Example:
         >>> labels = torch.arange(600) % 3
@@ -47,6 +51,7 @@ class CalibratorResult:
     test: dict[str, float] | None = None
     search: Search = "grid"
     cross_validated: bool = False
+    error_bound: float = 0.0
 
     @property
     def binning(self) -> HistogramBinning | None:
@@ -120,13 +125,20 @@ def at_bound(result: CalibratorResult) -> dict[str, str]:
     }
 
 
-def scored(result: CalibratorResult, validation: Samples, test: Samples, n_bins: int) -> CalibratorResult:
-    """The result with its scores; unchanged without a calibrator."""
-    if result.calibrator is None:
-        return result
-    on_validation = validation.scores(result.calibrator, n_bins)
-    on_test = on_validation if test is validation else test.scores(result.calibrator, n_bins)
-    return replace(result, validation=on_validation, test=on_test)
+def scored(
+    results: Sequence[CalibratorResult], validation: Samples, test: Samples, n_bins: int
+) -> list[CalibratorResult]:
+    """The results with their scores; a result without a calibrator is unchanged."""
+    fitted = [one.calibrator for one in results if one.calibrator is not None]
+    on_validation = score(validation, fitted, n_bins)
+    on_test = on_validation if test is validation else score(test, fitted, n_bins)
+    found = iter(zip(on_validation, on_test, strict=True))
+
+    def with_scores(result: CalibratorResult) -> CalibratorResult:
+        of_validation, of_test = next(found)
+        return replace(result, validation=of_validation.scores, test=of_test.scores, error_bound=of_test.bound)
+
+    return [one if one.calibrator is None else with_scores(one) for one in results]
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,7 @@ class Comparison:
 
     Attributes:
         validation, test: the samples; the same object when there are no others.
-        grid: the scores of every (gamma, T) searched, on the validation samples.
+        search: the scores of every (gamma, T) searched, on the validation samples, with their error bounds.
         results: the rows of the table; the first is no calibration.
         chosen: the one of ``results`` to use; None where its criterion is finite nowhere.
         intervals: bootstrap intervals on the test samples; None without a bootstrap.
@@ -195,13 +207,28 @@ class Comparison:
 
     validation: Samples
     test: Samples
-    grid: CalibrationGrid
+    search: GridSearch
     results: tuple[CalibratorResult, ...]
     chosen: CalibratorResult | None
     intervals: Intervals | None
     cross_validation: CrossValidation | None
     estimator: Estimator
     criterion: Criterion
+
+    @property
+    def grid(self) -> CalibrationGrid:
+        """The scores of every (gamma, T) searched, on the validation samples.
+
+        Returns:
+            A table of ECEs and one of NLLs, [gammas, temperatures] each.
+
+        Example:
+            >>> labels = torch.arange(60) % 3
+            >>> study = fk.compare_calibrators((4.0 * torch.eye(3)[labels // 2], labels), resamples=0)
+            >>> study.grid.tables["nll"].shape
+            torch.Size([10, 500])
+        """
+        return self.search.grid
 
     @property
     def same_samples(self) -> bool:

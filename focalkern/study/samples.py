@@ -1,34 +1,38 @@
-"""The samples of a study: the protocol, and batches of samples that are read from files as they are needed."""
+"""The samples of a study: one protocol, for samples in memory and for samples that are read from files in batches."""
 
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern.bootstrap import BiasFloor, PairedBootstrap
-from focalkern.calibrators import Estimator, FocalTemperatureScaling, InputKind, TemperatureScaling
-from focalkern.calibrators._selection import CrossValidation, Proper
+from focalkern._checks import short
+from focalkern.calibrators import FocalTemperatureScaling, InputKind, TemperatureScaling
 from focalkern.files import LogitSet
-from focalkern.files.shards import ShardedRows
-from focalkern.metrics import ReliabilityBins
-from focalkern.ops.calibration_grid import CalibrationGrid
-from focalkern.ops.calibration_sums import CalibrationSums
+from focalkern.files.shards import ShardedRows, is_pattern, open_shards
 from focalkern.study.distributed import Processes, Progress
 
 __all__ = [
     "CALIBRATION_ERRORS",
+    "MOST_KEPT",
     "SCORES",
-    "About",
+    "Batch",
+    "Facts",
+    "MemorySamples",
     "Samples",
     "Scaling",
-    "StreamedBatches",
+    "StreamedSamples",
+    "as_samples",
     "describe_samples",
     "describe_source",
     "describe_test",
     "scaling_or_none",
+    "stream_sets",
+    "wants_streaming",
 ]
 
 SCORES = {
@@ -54,63 +58,80 @@ def scaling_or_none(calibrator: Any) -> Scaling | None:
     return None if calibrator.floor or getattr(calibrator, "input_floor_", 0.0) else calibrator
 
 
-class About(Protocol):
-    """Facts about samples that need no pass over them."""
+class Batch(NamedTuple):
+    """Some of the samples of this process.
 
-    @property
-    def kind(self) -> InputKind:
-        """``"logits"`` or ``"probs"``."""
+    Attributes:
+        done: how many rows of this process are read after this batch, with those that a subset leaves out.
+        input: [n, C], as in the file.
+        target: [n] int64.
+        number: [n] int64, the numbers of the samples in the file or files.
+    """
 
-    @property
-    def name(self) -> str:
-        """``""``, ``"val"`` or ``"test"``."""
+    done: int
+    input: Tensor
+    target: Tensor
+    number: Tensor
 
-    @property
-    def source(self) -> str:
-        """The name of the file, or of the argument."""
 
-    @property
-    def part(self) -> str:
-        """Which samples of the source, in words; nothing for all."""
+@dataclass(frozen=True)
+class Facts:
+    """Counts over the samples of all processes.
 
-    @property
-    def n_classes(self) -> int:
-        """C."""
+    Attributes:
+        class_counts: [C] int64, samples per class.
+        impossible_targets: number of samples whose own class has probability 0.
+        looks_like_probs: whether logits are all positive and sum to 1, as probabilities do.
+    """
+
+    class_counts: Tensor
+    impossible_targets: int
+    looks_like_probs: bool
+
+
+class Samples(Protocol):
+    """Inputs [N, C] and labels [N], in memory or in files. The functions of ``scores`` and ``grid_search`` take them.
+
+    Attributes:
+        kind: ``"logits"`` or ``"probs"``.
+        name: ``""``, ``"val"`` or ``"test"``.
+        source: the name of the file, or of the argument.
+        part: which samples of the source, in words; nothing for all.
+        n_classes: C.
+        processes: those that share the samples.
+        facts: None until the first pass.
+        scored: results of earlier passes, by (gamma, T, number of bins), where a pass reads files.
+    """
+
+    kind: InputKind
+    name: str
+    source: str
+    part: str
+    n_classes: int
+    processes: Processes
+    facts: Facts | None
+    scored: dict[tuple[float, float, int], Any]
 
     def __len__(self) -> int:
         """N."""
-
-
-class Samples(About, Protocol):
-    """Inputs [N, C] and labels [N], in memory or in files: what a study asks of them.
-
-    :class:`focalkern.study.MemorySamples` and :class:`focalkern.study.StreamedSamples` implement it. A calibrator is
-    fitted; streamed samples take temperature and focal temperature scaling only.
-    """
 
     @property
     def memory(self) -> LogitSet | None:
         """The samples, where all of them are in memory."""
 
     @property
+    def n_local(self) -> int:
+        """Number of samples of this process."""
+
+    @property
     def keeps_confidences(self) -> bool:
         """Whether the confidences of all samples fit into memory: intervals and bins of equal mass need them."""
 
-    @property
-    def resampled_in_seconds(self) -> bool:
-        """Whether a bootstrap of all scores takes seconds."""
+    def batches(self, what: str, *, wide: bool = True, done: int = 0) -> Iterator[Batch]:
+        """The samples of this process, after the first ``done`` rows; ``what`` names the pass in a progress bar.
 
-    @property
-    def class_counts(self) -> Tensor:
-        """[C] int64, samples per class. This and the next two are known after :meth:`measure`."""
-
-    @property
-    def impossible_targets(self) -> int:
-        """Number of samples whose own class has probability 0."""
-
-    @property
-    def looks_like_probs(self) -> bool:
-        """Whether logits are all positive and sum to 1, as probabilities do."""
+        Batches are smaller if ``wide``, for work in float64.
+        """
 
     def sample(self) -> tuple[Tensor, Tensor]:
         """Input and labels of all samples, or of a part that is large enough to look for problems."""
@@ -118,84 +139,45 @@ class Samples(About, Protocol):
     def subset(self, index: Tensor, part: str) -> "Samples":
         """The samples of ``index``, called ``part``."""
 
-    def identity(self, n_bins: int) -> TemperatureScaling:
-        """No calibration, as a calibrator fitted on these samples."""
 
-    def grid(
-        self,
-        gammas: Sequence[float],
-        temperatures: Sequence[float],
-        *,
-        n_bins: int,
-        estimator: Estimator,
-        criterion: Proper = "nll",
-        folds: int = 0,
-    ) -> CalibrationGrid:
-        """ECE and NLL of every (gamma, T), and the Brier score if it is the ``criterion``.
+class MemorySamples:
+    """:class:`Samples` in memory: one batch."""
 
-        ``folds`` prepares :meth:`cross_validate`.
-        """
+    keeps_confidences = True
 
-    def cross_validate(
-        self,
-        candidates: Mapping[str, Any],
-        grid: CalibrationGrid,
-        gammas: Sequence[float],
-        *,
-        criterion: Proper,
-        folds: int,
-        seed: int,
-    ) -> CrossValidation:
-        """Cross-validation of the unfitted ``candidates``; ``grid`` and ``gammas`` are of the last :meth:`grid`."""
+    def __init__(self, memory: LogitSet) -> None:
+        self.memory = memory
+        self.kind: InputKind = memory.kind
+        self.name, self.source, self.part = memory.name, memory.source, memory.part
+        self.n_classes = memory.n_classes
+        self.processes = Processes()
+        self.facts: Facts | None = None
+        self.scored: dict[tuple[float, float, int], Any] = {}
 
-    def measure(self, cells: Sequence[tuple[float, float]], n_bins: int) -> None:
-        """One pass over the samples for all scores and bins of these (gamma, T)."""
+    def __len__(self) -> int:
+        return len(self.memory)
 
-    def scores(self, calibrator: Any, n_bins: int) -> dict[str, float]:
-        """:data:`SCORES` of a calibrator, in float64.
+    @property
+    def n_local(self) -> int:
+        return len(self.memory)
 
-        The accuracy of a scaling is that of the input: calibrated probabilities may saturate and tie.
-        """
+    def batches(self, what: str, *, wide: bool = True, done: int = 0) -> Iterator[Batch]:
+        yield Batch(len(self), self.memory.input, self.memory.labels, torch.arange(len(self)))
 
-    def reliability(self, calibrator: Any, n_bins: int, estimator: Estimator = "equal_width") -> ReliabilityBins:
-        """Reliability bins; of equal width if another ``estimator`` needs confidences that are not kept."""
+    def sample(self) -> tuple[Tensor, Tensor]:
+        return self.memory.input, self.memory.labels
 
-    def resampled(
-        self, calibrators: Mapping[str, Any], *, n_bins: int, n_resamples: int, seed: int
-    ) -> tuple[PairedBootstrap, dict[str, dict[str, BiasFloor]]]:
-        """The paired bootstrap of the scores and the bias floors, by the names of the calibrators."""
-
-    def bound_of(self, gamma: float, temperature: float) -> float:
-        """Error bound of an ECE of the last :meth:`grid`."""
-
-    def bound_of_scores(self, gamma: float, temperature: float, n_bins: int) -> float:
-        """Error bound of the equal-mass ECEs among the scores."""
-
-    def cell_sums(self, gammas: Tensor, temperatures: Tensor, n_bins: int) -> CalibrationSums:
-        """Sums of every (gamma, T) in one pass, in float64, for the map of the report."""
-
-    def remove_progress(self) -> None:
-        """Remove the state file, if there is one."""
+    def subset(self, index: Tensor, part: str) -> "MemorySamples":
+        return MemorySamples(self.memory.rows(index, part))
 
 
-def describe_samples(samples: About) -> str:
-    """``5000 validation rows``."""
-    name = {"val": "validation ", "test": "test "}.get(samples.name, "")
-    return f"{len(samples)} {name}rows"
+def as_samples(given: LogitSet | Samples) -> Samples:
+    """A set from a file or a user, as a study takes it."""
+    return MemorySamples(given) if isinstance(given, LogitSet) else given
 
 
-def describe_source(samples: About, name: str = "") -> str:
-    """``5000 rows of 10 classes, logits: logits.npz``; ``name`` takes the place of the first two words."""
-    part = f" ({samples.part})" if samples.part else ""
-    subject = name or f"{len(samples)} rows"
-    return f"{subject}{part} of {samples.n_classes} classes, {samples.kind}: {samples.source}"
-
-
-def describe_test(test: About, same_samples: bool) -> str:
-    """``on 5000 test rows``."""
-    return f"on {len(test)} {'validation' if same_samples else 'test'} rows"
-
-
+# The confidences of so many samples are kept (8 bytes each). Of more, the scores come from 6 MB of buckets.
+MOST_KEPT = 1 << 19
 # Numbers in a batch: of the search in float32, and of passes in float64, which need several copies.
 _SEARCH_BATCH = 1 << 23
 _FLOAT64_BATCH = 1 << 21
@@ -205,42 +187,58 @@ _SAMPLED_ROWS, _SAMPLED_NUMBERS = 1 << 16, 1 << 21
 _SAMPLED_BLOCKS = 16
 
 
-class StreamedBatches:
-    """Samples in files, read in batches.
+class StreamedSamples:
+    """:class:`Samples` in files, read in batches for each pass.
 
     Args:
-        rows: the files.
+        shards: the files.
         processes, progress: the processes that share the work, and the state file.
-        kept: [len(rows)] bool, the samples that count; all of them when None.
+        kept: [len(shards)] bool, the samples that count; all of them when None.
         part: which samples these are, in words.
     """
 
+    memory = None
+
     def __init__(
         self,
-        rows: ShardedRows,
+        shards: ShardedRows,
         processes: Processes,
         progress: Progress,
         kept: np.ndarray[Any, Any] | None = None,
         part: str = "",
     ) -> None:
-        self._rows, self._kept = rows, kept
-        self._processes, self._progress = processes, progress
-        self.kind: InputKind = rows.kind
-        self.name, self.source, self.part = rows.name, rows.source, part
-        self.n_classes = rows.n_classes
+        self.shards, self._kept = shards, kept
+        self.processes, self.progress = processes, progress
+        self.kind: InputKind = shards.kind
+        self.name, self.source, self.part = shards.name, shards.source, part
+        self.n_classes = shards.n_classes
+        self.facts: Facts | None = None
+        self.scored: dict[tuple[float, float, int], Any] = {}
 
     def __len__(self) -> int:
-        return len(self._rows) if self._kept is None else int(np.count_nonzero(self._kept))
+        return self._count(0, len(self.shards))
+
+    @property
+    def n_local(self) -> int:
+        return self._count(*self.share)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The rows [begin, end) of this process, with those that a subset leaves out."""
+        return self.processes.share(len(self.shards))
+
+    @property
+    def keeps_confidences(self) -> bool:
+        return len(self) <= MOST_KEPT
 
     def subset(self, index: Tensor, part: str) -> Self:
-        """The samples of ``index``, called ``part``."""
-        kept = np.zeros(len(self._rows), dtype=np.bool_)
+        kept = np.zeros(len(self.shards), dtype=np.bool_)
         kept[index.numpy()] = True
-        return type(self)(self._rows, self._processes, self._progress, kept, part)
+        return type(self)(self.shards, self.processes, self.progress, kept, part)
 
     def sample(self) -> tuple[Tensor, Tensor]:
         """Input and labels of all samples, or of 65,536 of them (two million numbers)."""
-        n_rows = len(self._rows)
+        n_rows = len(self.shards)
         block = max(1, min(_SAMPLED_ROWS, _SAMPLED_NUMBERS // self.n_classes) // _SAMPLED_BLOCKS)
         if n_rows <= _SAMPLED_BLOCKS * block:
             parts = [(0, n_rows)]
@@ -249,7 +247,7 @@ class StreamedBatches:
             parts = [(start, start + block) for start in starts]
         inputs, labels = [], []
         for begin, end in parts:
-            for first, input, target in self._rows.batches(begin, end, end - begin):
+            for first, input, target in self.shards.batches(begin, end, end - begin):
                 kept: slice | Tensor = slice(None)
                 if self._kept is not None:
                     kept = torch.from_numpy(self._kept[first : first + len(target)])
@@ -257,30 +255,27 @@ class StreamedBatches:
                 labels.append(target[kept].to(torch.int64))
         return torch.cat(inputs), torch.cat(labels)
 
-    def _batches(self, what: str, *, wide: bool = True, done: int = 0) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Batches of this process, after its first ``done`` samples.
-
-        Yields:
-            Number of samples done after the batch, input, labels, and the numbers of the samples. Batches are smaller
-            if ``wide``, for work in float64.
-        """
+    def batches(self, what: str, *, wide: bool = True, done: int = 0) -> Iterator[Batch]:
         numbers = _FLOAT64_BATCH if wide else _SEARCH_BATCH
-        begin, end = self._processes.share(len(self._rows))
+        begin, end = self.share
         at_once = max(1, min(_MOST_ROWS, numbers // self.n_classes))
-        bar = _bar(f"{what} {self.name or self.source}", end - begin, done) if self._processes.rank == 0 else None
+        bar = _bar(f"{what} {self.name or self.source}", end - begin, done) if self.processes.rank == 0 else None
         try:
-            for first, input, target in self._rows.batches(begin + done, end, at_once):
+            for first, input, target in self.shards.batches(begin + done, end, at_once):
                 after = first + len(target)
                 number = torch.arange(first, after)
                 if self._kept is not None:
                     kept = torch.from_numpy(self._kept[first:after])
                     input, target, number = input[kept], target[kept], number[kept]
-                yield after - begin, input, target, number
+                yield Batch(after - begin, input, target, number)
                 if bar is not None:
                     bar.update(after - begin - bar.n)
         finally:
             if bar is not None:
                 bar.close()
+
+    def _count(self, begin: int, end: int) -> int:
+        return end - begin if self._kept is None else int(np.count_nonzero(self._kept[begin:end]))
 
 
 def _bar(what: str, total: int, done: int) -> Any:
@@ -292,3 +287,77 @@ def _bar(what: str, total: int, done: int) -> Any:
     except ImportError:
         return None
     return tqdm(desc=what, total=total, initial=done, unit="row", unit_scale=True, leave=False)
+
+
+# In memory there are several copies of the input, some of them in float64.
+_SHARE_OF_MEMORY = 8
+
+
+def stream_sets(
+    path: str, *, processes: Processes | None = None, progress: Progress | None = None, **options: Any
+) -> dict[str, StreamedSamples]:
+    """The sets of files whose rows are read a few at a time; only shapes are read now.
+
+    Args:
+        path: a .npy or .safetensors file, or a pattern of them (``"val_logits-*.npy"``), whose rows follow each other
+            in the order of the names and their numbers. The labels of ``val_logits-3.npy`` are in ``val_labels-3.npy``.
+        processes: who shares the rows; this process alone when None.
+        progress: a file that is written now and then, from which the same call goes on; none when None.
+        options: ``labels``, ``input_kind``, ``logits_key`` and ``labels_key`` of :func:`focalkern.files.read_sets`.
+
+    Returns:
+        By prefix, ``""``, ``"val"`` or ``"test"``, what :func:`focalkern.compare_calibrators` and
+        :func:`evaluate_rows` take for rows.
+
+    Raises:
+        InputError: anything at all that is wrong with names and shapes.
+
+    Example:
+        >>> for part in range(2):
+        ...     np.save(f"logits-{part}.npy", 2 * np.eye(4, dtype=np.float32))
+        ...     np.save(f"labels-{part}.npy", np.arange(4))
+        >>> rows = fk.study.stream_sets("logits-*.npy")[""]
+        >>> len(rows), rows.n_classes
+        (8, 4)
+    """
+    if not isinstance(processes, Processes | None) or not isinstance(progress, Progress | None):
+        raise TypeError(
+            f"stream_sets: processes and progress must be Processes and Progress of focalkern.study, or None, got "
+            f"{short(processes)} and {short(progress)}"
+        )
+    processes = processes or Processes()
+    progress = progress or Progress(None, 0, processes)
+    sets = open_shards(path, **options)
+    return {prefix: StreamedSamples(rows, processes, progress) for prefix, rows in sets.items()}
+
+
+def wants_streaming(paths: Sequence[str | None]) -> bool:
+    """Whether one of the files is a pattern, or so large that what is done in memory might not fit."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in paths:
+        if path is None:
+            continue
+        if is_pattern(path):
+            return True
+        readable = path.lower().endswith((".npy", ".safetensors"))
+        if readable and os.path.isfile(path) and os.path.getsize(path) > memory / _SHARE_OF_MEMORY:
+            return True
+    return False
+
+
+def describe_samples(samples: Samples | LogitSet) -> str:
+    """``5000 validation rows``."""
+    name = {"val": "validation ", "test": "test "}.get(samples.name, "")
+    return f"{len(samples)} {name}rows"
+
+
+def describe_source(samples: Samples, name: str = "") -> str:
+    """``5000 rows of 10 classes, logits: logits.npz``; ``name`` takes the place of the first two words."""
+    part = f" ({samples.part})" if samples.part else ""
+    subject = name or f"{len(samples)} rows"
+    return f"{subject}{part} of {samples.n_classes} classes, {samples.kind}: {samples.source}"
+
+
+def describe_test(test: Samples, same_samples: bool) -> str:
+    """``on 5000 test rows``."""
+    return f"on {len(test)} {'validation' if same_samples else 'test'} rows"

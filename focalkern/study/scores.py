@@ -1,81 +1,130 @@
-"""Scores of calibrators from sums over batches of samples."""
+"""Scores of calibrators, from sums over batches of samples."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from focalkern import metrics
-from focalkern.calibrators import InputKind
+from focalkern.calibrators import Calibrator, Estimator, InputKind, TemperatureScaling
+from focalkern.calibrators._selection import fitted_identity, log_proba
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums
 from focalkern.streaming import CalibrationGridState
-from focalkern.study.samples import StreamedBatches
+from focalkern.study.samples import SCORES, Facts, Samples, scaling_or_none
 
-__all__ = ["MOST_KEPT", "NO_LABEL", "Measured", "StreamedScores", "Sums", "sums_of_cells"]
+__all__ = [
+    "NO_LABEL",
+    "Scored",
+    "cell_sums",
+    "confidences",
+    "facts",
+    "identity",
+    "log_probabilities",
+    "predictions",
+    "reliability",
+    "score",
+]
 
 NO_LABEL = torch.iinfo(torch.int64).min  # no label is ignored
+# With more samples than MOST_KEPT, scores of equal mass come from so many buckets of the confidences.
+_BUCKETS = 1 << 18
+
+Cell = tuple[float, float]
+"""(gamma, T), in the place of a fitted scaling."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Scores and reliability bins of one calibrator, over the samples of all processes.
+def log_probabilities(calibrator: Any, input: Tensor, kind: InputKind) -> Tensor:
+    """[N, C] float64 calibrated log-probabilities of ``input`` [N, C]."""
+    cell = _cell(calibrator)
+    if cell is None:
+        return log_proba(calibrator, input)
+    return focal_calibration_map(input.to(torch.float64), *cell, input_kind=kind, log=True)
 
-    Attributes:
-        scores: those of a table.
-        bins: equal_width.
-        confidence: [N] float64 on rank 0; empty if there are too many samples.
-        bound: error bound of the equal-mass ECEs; the equal-width ECE is exact.
+
+def predictions(calibrator: Any, input: Tensor) -> Tensor | None:
+    """[N] int64 predicted classes where they are not those of the calibrated probabilities; None otherwise.
+
+    A scaling has the predictions of its input, because calibrated probabilities may saturate and tie.
     """
-
-    scores: dict[str, float]
-    bins: metrics.ReliabilityBins
-    confidence: Tensor
-    bound: float
-
-
-class Sums:
-    """Sums over batches, from which :class:`Measured` is computed."""
-
-    def __init__(self, n_classes: int, n_bins: int, n_kept: int, sketch: CalibrationGridState | None) -> None:
-        self.edges = torch.tensor([k / n_bins for k in range(1, n_bins)], dtype=torch.float64)
-        self.offsets = torch.arange(n_classes) * n_bins
-        self.n_places = n_classes * n_bins
-        self.means = torch.zeros(2, dtype=torch.float64)  # times N: NLL and Brier score
-        self.bins = torch.zeros(3, n_bins, dtype=torch.float64)  # samples, their confidences, how many are correct
-        self.excess = torch.zeros(self.n_places, dtype=torch.float64)  # probability - [target = class], per class's bin
-        self.sketch = sketch
-        # One tensor for all batches: a tensor per batch would keep the memory of its batch from being reused.
-        self.confidence = torch.zeros(n_kept, dtype=torch.float64)
-
-    def add(self, first: int, log_probs: Tensor, target: Tensor, correct: Tensor) -> None:
-        """Add a batch, whose first sample has the number ``first``."""
-        index = target.unsqueeze(1)
-        nll = -log_probs.gather(1, index).sum()
-        probs = log_probs.exp_()
-        brier = probs.square().sum() - 2 * probs.gather(1, index).sum() + len(target)
-        self.means += torch.stack([nll, brier])
-        place = torch.bucketize(probs, self.edges).add_(self.offsets)
-        self.excess += torch.bincount(place.view(-1), weights=probs.view(-1), minlength=self.n_places)
-        self.excess -= torch.bincount(place.gather(1, index).squeeze(1), minlength=self.n_places)
-        confidence = probs.amax(-1)
-        place = torch.bucketize(confidence, self.edges)
-        for sums, weights in zip(self.bins, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
-            sums += torch.bincount(place, weights=weights, minlength=len(sums))
-        if self.sketch is None:
-            self.confidence[first : first + len(target)] = confidence
+    if _cell(calibrator) is not None:
+        return input.argmax(-1)
+    if isinstance(calibrator, Calibrator):
+        return torch.as_tensor(calibrator.predict(input.to(torch.float64)))
+    return None
 
 
-def sums_of_cells(
-    batches: Iterable[tuple[Tensor, Tensor]], gammas: Tensor, temperatures: Tensor, n_bins: int, kind: InputKind
-) -> CalibrationSums:
-    """Sums of every (gamma, T) for the map of the report, in float64. A batch is input [n, C] and target [n]."""
+def score(samples: Samples, calibrators: Sequence[Any], n_bins: int) -> list["Scored"]:
+    """Scores and reliability bins of every calibrator, in float64.
+
+    Samples in files take one pass, and no pass where an earlier call has the results.
+
+    Args:
+        samples: those to score on.
+        calibrators: fitted; or (gamma, T). Samples in files take temperature and focal temperature scaling only.
+        n_bins: of every ECE.
+    """
+    if samples.memory is not None:  # one after the other, because confidences take memory
+        found = (_pass(samples, [one], n_bins)[0] for one in calibrators)
+        return [replace(one, confidence=torch.zeros(0), correct=torch.zeros(0)) for one in found]
+    cells = [_cell(one) for one in calibrators]
+    known = samples.scored
+    missing = [cell for cell in dict.fromkeys(cells) if cell is not None and (*cell, n_bins) not in known]
+    if missing:
+        known |= {(*cell, n_bins): one for cell, one in zip(missing, _pass(samples, missing, n_bins), strict=True)}
+    return [known[*cell, n_bins] for cell in cells if cell is not None]
+
+
+def confidences(samples: Samples, calibrator: Any, n_bins: int) -> tuple[Tensor, Tensor]:
+    """[N] float64 top probabilities, and [N] bool whether the predicted class is right.
+
+    Of samples in files they are those of :func:`score`: on rank 0, and empty if there are too many samples.
+    """
+    if samples.memory is None:
+        (found,) = score(samples, [calibrator], n_bins)
+        return found.confidence, found.correct
+    input, labels = samples.memory.input, samples.memory.labels
+    log_probs = log_probabilities(calibrator, input, samples.kind)
+    predicted = predictions(calibrator, input)
+    if predicted is None:
+        predicted = log_probs.argmax(-1)
+    return log_probs.amax(-1).exp(), predicted == labels
+
+
+def reliability(
+    samples: Samples, calibrator: Any, n_bins: int, estimator: Estimator = "equal_width"
+) -> metrics.ReliabilityBins:
+    """Reliability bins; of equal width if another ``estimator`` needs confidences that are not kept."""
+    if samples.memory is None and (estimator == "equal_width" or not samples.keeps_confidences):
+        return score(samples, [calibrator], n_bins)[0].bins
+    confidence, correct = confidences(samples, calibrator, n_bins)
+    return metrics.reliability_bins(confidence=confidence, correct=correct, n_bins=n_bins, estimator=estimator)
+
+
+def identity(samples: Samples, n_bins: int) -> TemperatureScaling:
+    """No calibration, as a calibrator fitted on these samples."""
+    (found,) = score(samples, [(0.0, 1.0)], n_bins)
+    brier = found.scores["brier"]
+    return fitted_identity(samples.kind, brier, n_samples=len(samples), n_classes=samples.n_classes)
+
+
+def facts(samples: Samples) -> Facts:
+    """Counts over the samples: those of an earlier pass, or of a pass of their own."""
+    if samples.facts is None:
+        counts = _Counts(samples)
+        for _, input, target, _ in samples.batches("count"):
+            counts.add(input, target)
+        samples.facts = counts.total(samples)
+    return samples.facts
+
+
+def cell_sums(samples: Samples, gammas: Tensor, temperatures: Tensor, n_bins: int) -> CalibrationSums:
+    """Sums of every (gamma, T) in one pass, in float64, for the map of the report. Every process gets the totals."""
     criteria = ("ece", "nll", "brier")
     sums = CalibrationSums.zeros(len(gammas), len(temperatures), n_bins, criteria, torch.device("cpu"))
-    for input, target in batches:
+    for _, input, target, _ in samples.batches("map"):
         if len(target):
             add_calibration_sums(
                 sums,
@@ -85,91 +134,128 @@ def sums_of_cells(
                 temperatures,
                 criteria=criteria,
                 sketch=False,
-                is_probs=kind == "probs",
+                is_probs=samples.kind == "probs",
                 ignore_index=NO_LABEL,
             )
+    for _, tensor in sums.items():
+        samples.processes.add_up(tensor)
     return sums
 
 
-# Up to this many samples, scores come from all confidences (8 bytes each); beyond, from 6 MB of buckets.
-MOST_KEPT = 1 << 19
-_FIGURE_BUCKETS = 1 << 18
-
-
-class StreamedScores(StreamedBatches):
-    """Streamed samples with the scores of scalings, computed in one pass for several of them.
+@dataclass(frozen=True)
+class Scored:
+    """Scores and reliability bins of one calibrator, over the samples of all processes.
 
     Attributes:
-        correct: [N] bool on rank 0; empty if there are too many samples. This and the others are known after
-            :meth:`measure`.
-        class_counts: [C] int64, samples per class.
-        impossible_targets: number of samples whose own class has probability 0.
-        looks_like_probs: whether all logits are positive and sum to 1.
+        scores: :data:`SCORES` by name.
+        bins: equal_width.
+        confidence, correct: [N] float64 and [N] bool on rank 0, of samples in files; empty if there are too many.
+        bound: error bound of the equal-mass ECEs; 0 where they are exact. The equal-width ECE is exact.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._measured: dict[tuple[float, float, int], Measured] = {}
-        self.correct = torch.zeros(0, dtype=torch.bool)
-        self.class_counts = torch.zeros(0, dtype=torch.int64)
-        self.impossible_targets = 0
-        self.looks_like_probs = False
+    scores: dict[str, float]
+    bins: metrics.ReliabilityBins
+    confidence: Tensor
+    correct: Tensor
+    bound: float
 
-    @property
-    def keeps_confidences(self) -> bool:
-        """Whether the confidences of all samples are kept: intervals need them."""
-        return len(self) <= MOST_KEPT
 
-    def measure(self, cells: Sequence[tuple[float, float]], n_bins: int) -> None:
-        """One pass over the samples, in float64, for the scores and bins of these (gamma, T)."""
-        wanted = [cell for cell in dict.fromkeys(cells) if (*cell, n_bins) not in self._measured]
-        if not wanted:
-            return
-        begin, end = self._processes.share(len(self._rows))
-        n_kept = 0
-        if self.keeps_confidences:
-            n_kept = end - begin if self._kept is None else int(np.count_nonzero(self._kept[begin:end]))
-        found = {}
-        for gamma, temperature in wanted:
-            sketch = None
-            if not self.keeps_confidences:
-                sketch = self._state([gamma], [temperature], n_bins, "equal_mass", n_buckets=_FIGURE_BUCKETS)
-            found[gamma, temperature] = Sums(self.n_classes, n_bins, n_kept, sketch)
-        correct = torch.zeros(n_kept, dtype=torch.uint8)
-        done = 0
-        facts = torch.zeros(2, dtype=torch.int64)  # impossible targets, samples that look like probabilities
-        per_class = torch.zeros(self.n_classes, dtype=torch.int64)
-        impossible = -torch.inf if self.kind == "logits" else 0.0
-        for _, input, target, _ in self._batches("measure"):
-            if not len(target):
-                continue
-            ruled_out = input.gather(1, target.unsqueeze(1)) == impossible
-            alike = (input >= 0).all(1) & ((input.sum(1, dtype=torch.float64) - 1).abs() <= 1e-3)
-            facts += torch.stack([ruled_out.sum(), alike.sum()])
-            per_class += torch.bincount(target, minlength=self.n_classes)
-            hit = input.argmax(-1) == target
-            if self.keeps_confidences:
-                correct[done : done + len(hit)] = hit
-            input = input.to(torch.float64)
-            for (gamma, temperature), sums in found.items():
-                log_probs = focal_calibration_map(input, gamma, temperature, input_kind=self.kind, log=True)
-                sums.add(done, log_probs, target, hit)
-                if sums.sketch is not None:
-                    sums.sketch.update(input, target)
-            done += len(target)
-        self.correct = self._processes.to_first(correct).bool()
-        self.class_counts = self._processes.add_up(per_class)
-        self.impossible_targets, alike_rows = self._processes.add_up(facts).tolist()
-        self.looks_like_probs = self.kind == "logits" and alike_rows == len(self)
-        for cell, sums in found.items():
-            self._measured[*cell, n_bins] = self._all_together(sums, n_bins)
+# ---- private -------------------------------------------------------------------------------------------------------
 
-    def _all_together(self, sums: Sums, n_bins: int) -> Measured:
-        n = len(self)
-        for tensor in (sums.means, sums.bins, sums.excess):
-            self._processes.add_up(tensor)
-        count, confidences, hits = sums.bins
-        edges = torch.arange(n_bins + 1, dtype=torch.float64) / n_bins
+
+def _cell(calibrator: Any) -> Cell | None:
+    """gamma and T of a scaling; None for other calibrators."""
+    if isinstance(calibrator, tuple):
+        return calibrator
+    scaling = scaling_or_none(calibrator)
+    return None if scaling is None else (scaling.gamma_, scaling.temperature_)
+
+
+def _pass(samples: Samples, calibrators: Sequence[Any], n_bins: int) -> list[Scored]:
+    sums = [_Sums(samples, one, n_bins) for one in calibrators]
+    counts = _Counts(samples) if samples.facts is None else None
+    for _, input, target, _ in samples.batches("measure"):
+        if not len(target):
+            continue
+        if counts is not None:
+            counts.add(input, target)
+        for one in sums:
+            one.add(input, target)
+    if counts is not None:
+        samples.facts = counts.total(samples)
+    return [one.total(samples) for one in sums]
+
+
+class _Counts:
+    """Sums for :class:`Facts`."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.kind = samples.kind
+        self.numbers = torch.zeros(2, dtype=torch.int64)  # impossible targets, samples that look like probabilities
+        self.per_class = torch.zeros(samples.n_classes, dtype=torch.int64)
+
+    def add(self, input: Tensor, target: Tensor) -> None:
+        impossible = input.gather(1, target.unsqueeze(1)) == (-torch.inf if self.kind == "logits" else 0.0)
+        alike = (input >= 0).all(1) & ((input.sum(1, dtype=torch.float64) - 1).abs() <= 1e-3)
+        self.numbers += torch.stack([impossible.sum(), alike.sum()])
+        self.per_class += torch.bincount(target, minlength=len(self.per_class))
+
+    def total(self, samples: Samples) -> Facts:
+        impossible, alike = samples.processes.add_up(self.numbers).tolist()
+        return Facts(
+            class_counts=samples.processes.add_up(self.per_class),
+            impossible_targets=impossible,
+            looks_like_probs=samples.kind == "logits" and alike == len(samples),
+        )
+
+
+class _Sums:
+    """Sums over the samples of this process, for :class:`Scored`."""
+
+    def __init__(self, samples: Samples, calibrator: Any, n_bins: int) -> None:
+        self.calibrator, self.kind, self.n_bins = calibrator, samples.kind, n_bins
+        self.edges = torch.tensor([k / n_bins for k in range(1, n_bins)], dtype=torch.float64)
+        self.offsets = torch.arange(samples.n_classes) * n_bins
+        self.losses = torch.zeros(2, dtype=torch.float64)  # NLL and Brier score
+        self.bins = torch.zeros(3, n_bins, dtype=torch.float64)  # samples, their confidences, how many are correct
+        # Sum of probability - [target = class], by class and bin of the probability.
+        self.excess = torch.zeros(samples.n_classes * n_bins, dtype=torch.float64)
+        # One tensor for all batches: a tensor per batch would keep the memory of its batch from being reused.
+        n_kept = samples.n_local if samples.keeps_confidences else 0
+        self.confidence = torch.zeros(n_kept, dtype=torch.float64)
+        self.correct = torch.zeros(n_kept, dtype=torch.uint8)
+        self.n_added = 0
+        self.buckets = None if samples.keeps_confidences else self._new_buckets(*_cell(calibrator) or (0.0, 1.0))
+
+    def add(self, input: Tensor, target: Tensor) -> None:
+        log_probs = log_probabilities(self.calibrator, input, self.kind)
+        predicted = predictions(self.calibrator, input)
+        correct = (log_probs.argmax(-1) if predicted is None else predicted) == target
+        index = target.unsqueeze(1)
+        nll = -log_probs.gather(1, index).sum()
+        probs = log_probs.exp_()
+        confidence = probs.amax(-1)
+        place = torch.bucketize(probs, self.edges).add_(self.offsets).view(-1)
+        probs.scatter_add_(1, index, probs.new_tensor(-1.0).expand_as(index))  # from here on: minus [target = class]
+        self.excess += torch.bincount(place, weights=probs.view(-1), minlength=len(self.excess))
+        self.losses += torch.stack([nll, probs.square().sum()])
+        place = torch.bucketize(confidence, self.edges)
+        for sums, weights in zip(self.bins, (torch.ones_like(confidence), confidence, correct.double()), strict=True):
+            sums += torch.bincount(place, weights=weights, minlength=self.n_bins)
+        if self.buckets is None:
+            after = self.n_added + len(target)
+            self.confidence[self.n_added : after] = confidence
+            self.correct[self.n_added : after] = correct
+            self.n_added = after
+        else:
+            self.buckets.update(input.to(torch.float64), target)
+
+    def total(self, samples: Samples) -> Scored:
+        n, processes = len(samples), samples.processes
+        for tensor in (self.losses, self.bins, self.excess):
+            processes.add_up(tensor)
+        count, confidences, hits = self.bins
+        edges = torch.arange(self.n_bins + 1, dtype=torch.float64) / self.n_bins
         bins = metrics.ReliabilityBins(
             lower=edges[:-1],
             upper=edges[1:],
@@ -181,51 +267,38 @@ class StreamedScores(StreamedBatches):
         )
         scores = {
             "accuracy": float(hits.sum()) / n,
-            "nll": float(sums.means[0]) / n,
-            "brier": float(sums.means[1]) / n,
+            "nll": float(self.losses[0]) / n,
+            "brier": float(self.losses[1]) / n,
             "ece_equal_width": float(metrics.expected_error(bins)),
-            "classwise_ece_equal_width": float(sums.excess.abs().sum()) / (n * self.n_classes),
+            "classwise_ece_equal_width": float(self.excess.abs().sum()) / (n * samples.n_classes),
         }
-        confidence = self._processes.to_first(sums.confidence)
+        confidence, correct = processes.to_first(self.confidence), processes.to_first(self.correct).bool()
         bound = 0.0
-        if sums.sketch is not None:
-            self._processes.reduce(sums.sketch)
+        if self.buckets is not None:
+            processes.reduce(self.buckets)
         for estimator in ("equal_mass", "equal_mass_interp"):
-            if sums.sketch is None:
+            if self.buckets is None:
                 ece = metrics.expected_calibration_error(
-                    confidence=confidence, correct=self.correct, n_bins=n_bins, estimator=estimator
+                    confidence=confidence, correct=correct, n_bins=self.n_bins, estimator=estimator
                 )
             else:
                 # The same buckets, with the bins of this estimator.
-                content = sums.sketch.state_dict()
+                content = self.buckets.state_dict()
                 content["config"]["estimator"] = estimator
                 state = CalibrationGridState.from_state_dict(content)
                 ece = state.compute().tables["ece"]
                 bound = max(bound, float(state.error_bound("ece")))
             scores[f"ece_{estimator}"] = float(ece)
-        return Measured(scores, bins, confidence, bound)
+        return Scored({name: scores[name] for name in SCORES}, bins, confidence, correct, bound)
 
-    def measured(self, gamma: float, temperature: float, n_bins: int) -> Measured:
-        """Results of :meth:`measure`."""
-        return self._measured[gamma, temperature, n_bins]
-
-    def _state(
-        self,
-        gammas: Sequence[float] | Tensor,
-        temperatures: Sequence[float] | Tensor,
-        n_bins: int,
-        estimator: str,
-        *,
-        criteria: Sequence[str] = ("ece",),
-        n_buckets: int = 1024,
-    ) -> CalibrationGridState:
+    def _new_buckets(self, gamma: float, temperature: float) -> CalibrationGridState:
         return CalibrationGridState(
-            gammas,
-            temperatures,
-            n_bins=n_bins,
-            criteria=criteria,
-            estimator=estimator,  # type: ignore[arg-type]  # a str in a grid
+            [gamma],
+            [temperature],
+            n_bins=self.n_bins,
+            criteria=("ece",),
+            estimator="equal_mass",
             input_kind=self.kind,
             ignore_index=NO_LABEL,
-            n_buckets=n_buckets,
+            n_buckets=_BUCKETS,
         )

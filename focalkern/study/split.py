@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from focalkern.files import Hint, InputError, LogitSet
-from focalkern.study.memory import as_samples
-from focalkern.study.samples import Samples
+from focalkern.study.samples import Samples, as_samples
 
 __all__ = ["check_alike", "select_samples"]
 

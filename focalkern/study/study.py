@@ -32,7 +32,8 @@ class Study(JudgedComparison):
     Attributes:
         validation, test: the samples fitted and chosen by, and those of the scores; the same object if there are no
             test samples.
-        grid: ECE and NLL of every (gamma, T) of the paper's search, on the validation samples.
+        search: ECE and NLL of every (gamma, T) of the paper's search, on the validation samples, with the error bounds
+            of samples in files; :attr:`grid` has the tables alone.
         results: the rows of the table, a :class:`focalkern.study.CalibratorResult` each; the first is no calibration.
         chosen: the result to use; None if its criterion is finite nowhere.
         intervals: bootstrap intervals of the scores; None without a bootstrap.

@@ -23,7 +23,7 @@ from focalkern.calibrators import (
 )
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 from focalkern.ops.calibration_map import focal_calibration_map
-from focalkern.study import intervals, memory
+from focalkern.study import intervals
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -551,13 +551,13 @@ def test_no_intervals_where_they_are_not_wanted(both, run):
 
 def test_no_intervals_by_default_where_they_would_take_minutes(both, run, monkeypatch):
     # 500 rows of 5 classes report.
-    for module, name, limit in ((memory, "_MOST_RESAMPLED_NUMBERS", 2500), (intervals, "_MOST_RESAMPLED_ROWS", 500)):
-        monkeypatch.setattr(module, name, limit - 1)
+    for name, limit in (("_MOST_RESAMPLED_NUMBERS", 2500), ("_MOST_RESAMPLED_ROWS", 500)):
+        monkeypatch.setattr(intervals, name, limit - 1)
         document = run_json(run, "calibrate", both, *GRID[:2])
         assert document["bootstrap"] is None
         assert any("Pass resamples=200 to have them" in remark for remark in document["remarks"])
         assert run_json(run, "calibrate", both, *INTERVALS)["bootstrap"]["resamples"] == 40
-        monkeypatch.setattr(module, name, limit)
+        monkeypatch.setattr(intervals, name, limit)
     assert run_json(run, "calibrate", both, *GRID[:2])["bootstrap"]["resamples"] == 200
 
 

@@ -15,8 +15,8 @@ import torch
 
 from focalkern.files.shards import open_shards
 from focalkern.streaming import CalibrationGridState
-from focalkern.study import samples, scores
-from focalkern.study import streamed as stream
+from focalkern.study import samples
+from focalkern.study.scores import score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,7 +94,7 @@ def test_more_rows_than_confidences_are_kept_of(folder, run, monkeypatch, estima
     files = (("val_logits.npy", "--test", "test_logits.npy"), ("val_logits-*.npy", "--test", "test_logits-*.npy"))
     options = ("--estimator", estimator, "--bootstrap", "0")
     whole = result(run, *files[0], *options)
-    monkeypatch.setattr(scores, "MOST_KEPT", 300)
+    monkeypatch.setattr(samples, "MOST_KEPT", 300)
     streamed = result(run, *files[1], *options)
     said = [float(remark.split("at most ")[1].split()[0]) for remark in streamed["remarks"] if "at most" in remark]
     assert len(said) == (1 if estimator == "equal_width" else 2) and 0 < max(said) < 2e-2
@@ -165,10 +165,10 @@ def test_table_calibrator_and_report(folder, run):
 
 
 def test_files_that_are_large_for_the_memory_are_streamed(folder, monkeypatch, run):
-    assert not stream.wants_streaming(["val_logits.npy", None])
-    monkeypatch.setattr(stream, "_SHARE_OF_MEMORY", 1 << 60)
-    assert stream.wants_streaming([None, "val_logits.npy"])
-    assert not stream.wants_streaming(["nothing.npy"])
+    assert not samples.wants_streaming(["val_logits.npy", None])
+    monkeypatch.setattr(samples, "_SHARE_OF_MEMORY", 1 << 60)
+    assert samples.wants_streaming([None, "val_logits.npy"])
+    assert not samples.wants_streaming(["nothing.npy"])
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
@@ -177,8 +177,8 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "_FLOAT64_BATCH", 1 << 20)
     np.save(tmp_path / "logits.npy", np.zeros((512, 32768), np.float32))
     np.save(tmp_path / "labels.npy", np.arange(512))
-    (rows,) = stream.stream_sets(str(tmp_path / "logits.npy"), labels=None, input_kind=None).values()
-    extra = harness.peak_extra_mib(lambda: rows.measure([(0.0, 1.0), (1.0, 2.0)], 15))
+    (rows,) = samples.stream_sets(str(tmp_path / "logits.npy"), labels=None, input_kind=None).values()
+    extra = harness.peak_extra_mib(lambda: score(rows, [(0.0, 1.0), (1.0, 2.0)], 15))
     assert extra < 120  # 8 of them are in use at a time, and 4 MiB for each class and bin; of 16 batches
 
 

@@ -19,7 +19,8 @@ from focalkern.calibrators import (
 from focalkern.calibrators._selection import DEFAULT_CANDIDATES, as_candidates, stratified_folds
 from focalkern.calibrators._verdict import describe_method
 from focalkern.study import samples, stream_sets
-from focalkern.study.grid_search import cross_validate_streamed
+from focalkern.study.cross_validation import cross_validate_samples
+from focalkern.study.grid_search import search_grid
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -252,15 +253,15 @@ def test_streamed_folds_are_those_of_the_row_numbers(shards):
     (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
     temperatures = [index * 0.25 for index in range(1, 21)]
     gammas = (0.0, -0.25, 0.5, 1.0)
-    grid = rows.grid(gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
+    search = search_grid(rows, gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
     logits, labels = sample(300, 0)
     fold = torch.arange(300) % 3
-    totals = rows.fold_totals()
+    totals = search.fold_totals
     for k in range(3):
         expected = fk.calibration_grid(logits[fold == k], labels[fold == k], gammas, temperatures, criteria="nll")
         torch.testing.assert_close(totals[k], expected.tables["nll"] * 100, rtol=1e-12, atol=0)
-    cross_validation = cross_validate_streamed(
-        rows, as_candidates(None, "nll", "logits"), grid, gammas, criterion="nll"
+    cross_validation = cross_validate_samples(
+        rows, as_candidates(None, "nll", "logits"), search, gammas, criterion="nll", folds=3, seed=0
     )
     losses = torch.zeros(2, 300, dtype=torch.float64)
     for k in range(3):
@@ -301,9 +302,9 @@ def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
 def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):
     (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
     gammas, temperatures = (0.0, 0.25), (0.5, 0.75, 1.0)
-    grid = rows.grid(gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
-    cross_validation = cross_validate_streamed(
-        rows, as_candidates(None, "nll", "logits"), grid, gammas, criterion="nll"
+    search = search_grid(rows, gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
+    cross_validation = cross_validate_samples(
+        rows, as_candidates(None, "nll", "logits"), search, gammas, criterion="nll", folds=3, seed=0
     )
     plain = cross_validation.entries[1]
     assert not plain.excluded and plain.calibrator.at_border_ == ()

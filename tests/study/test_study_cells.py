@@ -11,11 +11,11 @@ from focalkern import metrics
 from focalkern.files import LogitSet
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
-from focalkern.study.memory import MemorySamples
+from focalkern.study.grid_search import GridSearch
 from focalkern.study.report import explorer as module
 from focalkern.study.report.explorer import Cells, cells_on, payload, subsampled_grid
 from focalkern.study.results import Comparison
-from focalkern.study.streamed import stream_sets
+from focalkern.study.samples import MemorySamples, stream_sets
 
 GAMMAS = torch.tensor([-0.5, 0.0, 2.0], dtype=torch.float64)
 TEMPERATURES = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64)
@@ -105,7 +105,8 @@ def test_the_page_keeps_the_counts_and_stays_small(n, dtype):
     tables = {name: torch.rand(2, 2500, dtype=torch.float64) for name in module.CRITERIA}
     gammas = grid.gammas.sort().values
     cells = Cells(gammas, grid.temperatures, count, correct, count * mean, tables, n, 1)
-    study = Comparison(some_rows(n=3), rows, grid, (), None, None, None, "equal_width", "nll")
+    table = torch.zeros(2, 2500)
+    study = Comparison(some_rows(n=3), rows, GridSearch(grid, table, table), (), None, None, None, "equal_width", "nll")
     found = payload(study, cells)
     assert len(json.dumps(found)) < 1_500_000  # 5000 cells; the pictures of the page have another megabyte
 

@@ -16,6 +16,7 @@ from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.report.tables import on_validation
 from focalkern.study.results import JudgedComparison
 from focalkern.study.samples import Samples
+from focalkern.study.scores import cell_sums, reliability
 
 __all__ = ["CRITERIA", "Cells", "cells_on", "make_explorer", "subsampled_grid"]
 
@@ -79,7 +80,7 @@ def subsampled_grid(
 
 def cells_on(rows: Samples, gammas: Tensor, temperatures: Tensor, n_bins: int, stride: int = 1) -> Cells:
     """One pass over the samples, in float64, for all cells."""
-    sums = rows.cell_sums(gammas, temperatures, n_bins)
+    sums = cell_sums(rows, gammas, temperatures, n_bins)
     assert sums.count is not None
     assert sums.correct is not None
     assert sums.confidence is not None
@@ -131,7 +132,7 @@ def payload(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
     for result in comparison.results:
         if result.test is None:
             continue
-        of_choice = comparison.test.reliability(result.calibrator, n_bins)
+        of_choice = reliability(comparison.test, result.calibrator, n_bins)
         gamma, temperature = (result.gamma, result.temperature) if result.is_scaling else (None, None)
         parameters = f": {result.parameters}" if result.parameters else ""
         choices.append(

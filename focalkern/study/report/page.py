@@ -1,5 +1,6 @@
-"""The page of the report: the values of its template, and the files beside it."""
+"""The page of the report: the values of its template, its pictures, and the files beside it."""
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -9,15 +10,16 @@ from typing import Any
 
 from focalkern import metrics
 from focalkern._atomic import write_together
+from focalkern.calibrators import SplineScaling
 from focalkern.calibrators._spline_shown import describe_curve
 from focalkern.calibrators._verdict import sentence
 from focalkern.study.report import html
 from focalkern.study.report.explorer import Cells, cells_on, make_explorer, subsampled_grid
 from focalkern.study.report.export import to_csv
-from focalkern.study.report.pictures import draw_all, shown_bins
 from focalkern.study.report.tables import describe_search, floor_cells, headline, legend, on_validation, table_cells
-from focalkern.study.results import Intervals, JudgedComparison
+from focalkern.study.results import CalibratorResult, Intervals, JudgedComparison
 from focalkern.study.samples import SCORES, describe_test
+from focalkern.study.scores import facts, reliability
 
 __all__ = ["cells_of", "write_report"]
 
@@ -42,7 +44,7 @@ def write_report(
     Returns:
         The files, in the order in which they were written; the page is ``report.html``.
     """
-    bins = shown_bins(comparison)
+    bins = bins_before_and_after(comparison)
     images = draw_all(comparison, bins)
     explorer = make_explorer(comparison, cells or cells_of(comparison))
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,9 +205,9 @@ def _data_table(comparison: JudgedComparison) -> html.Table:
         sets["test"] = comparison.test
     rows = []
     for role, one in sets.items():
-        per_class = one.class_counts
+        per_class = facts(one).class_counts
         absent = int((per_class == 0).sum())
-        bins = one.reliability(comparison.results[0].calibrator, comparison.grid.n_bins)
+        bins = reliability(one, comparison.results[0].calibrator, comparison.grid.n_bins)
         hit, confidence = (float((bins.weight * of_bin).nansum()) for of_bin in (bins.accuracy, bins.confidence))
         rows.append(
             [
@@ -222,3 +224,47 @@ def _data_table(comparison: JudgedComparison) -> html.Table:
         )
     head = ["rows that", "file", "input", "rows", "classes", "rows per class", "accuracy", "mean confidence"]
     return html.Table(head, rows)
+
+
+# ---- pictures ------------------------------------------------------------------------------------------------------
+
+
+def bins_before_and_after(comparison: JudgedComparison) -> dict[str, metrics.ReliabilityBins]:
+    """Reliability bins on the test samples before and after calibration, by the names of the results."""
+    shown = [comparison.results[0], *([comparison.chosen] if comparison.chosen is not None else [])]
+    return {result.short_label: _bins(comparison, result) for result in shown}
+
+
+def draw_all(comparison: JudgedComparison, bins: dict[str, metrics.ReliabilityBins]) -> dict[str, bytes]:
+    """PNG pictures by the names of their files; ``bins`` are those of :func:`bins_before_and_after`."""
+    from focalkern import plots  # needs matplotlib, an extra
+
+    images: dict[str, bytes] = {}
+
+    def draw(name: str, figure: Any) -> None:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        images[name] = buffer.getvalue()
+
+    rows = f"{'validation' if comparison.same_samples else 'test'} rows"
+    names = list(bins)
+    before = {names[0]: bins[names[0]]}
+    draw("reliability_before.png", plots.reliability_diagram(before, title=f"Before calibration, {rows}"))
+    if comparison.chosen is not None and comparison.chosen is not comparison.results[0]:
+        after = {names[-1]: bins[names[-1]]}
+        draw("reliability_after.png", plots.reliability_diagram(after, title=f"After calibration, {rows}"))
+        panels = {row.label: _bins(comparison, row) for row in comparison.results if row.test is not None}
+        draw("reliability_compared.png", plots.reliability_diagram(panels, title=f"Every choice, {rows}"))
+    if comparison.chosen is not None and isinstance(comparison.chosen.calibrator, SplineScaling):
+        draw("calibration_curve.png", plots.calibration_curve(comparison.chosen.calibrator))
+    finite = [name for name, table in comparison.grid.tables.items() if bool(table.isfinite().any())]
+    for criterion in finite:
+        draw(f"grid_{criterion}.png", plots.grid_heatmap(comparison.grid, criterion))
+    if finite:
+        draw("ridge.png", plots.ridge_diagram(comparison.grid))
+    return images
+
+
+def _bins(comparison: JudgedComparison, result: CalibratorResult) -> metrics.ReliabilityBins:
+    """With the estimator of the report; of equal width if there are too many samples to keep."""
+    return reliability(comparison.test, result.calibrator, comparison.grid.n_bins, comparison.estimator)
