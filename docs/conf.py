@@ -22,6 +22,7 @@ extensions = [
     "sphinx_design",
     "mathml",
     "complete",
+    "row_losses",
 ]
 exclude_patterns = ["_extensions", "_static"]
 root_doc = "index"

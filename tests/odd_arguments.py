@@ -13,7 +13,7 @@ import torch
 import focalkern as fk
 from focalkern import bootstrap, calibrators, files, losses, metrics, plots, study
 from focalkern.files.shards import open_shards
-from focalkern.reference._row_losses import ROW_LOSSES
+from focalkern.reference._softmax_losses import ROW_LOSSES
 
 NAN, INF = float("nan"), float("inf")
 Z = np.random.default_rng(0).normal(size=(6, 4))

@@ -24,8 +24,8 @@ from focalkern.fallback._checks import (
     values_may_be_read,
 )
 from focalkern.gamma import GammaTable
-from focalkern.reference._row_losses import ROW_LOSSES, RowLossSpec
-from focalkern.reference._softmax_losses import gamma_tensor
+from focalkern.reference._rows import gamma_tensor, times_log
+from focalkern.reference._softmax_losses import ROW_LOSSES, RowLossSpec
 
 __all__ = ["focal_loss"]
 
@@ -132,7 +132,7 @@ def _of_labels(
         factor = spec.factor(log_p, log_u, gamma)
         if detach_modulation:
             factor = factor.detach()
-        loss = -row_weight * factor * log_p
+        loss = -row_weight * times_log(factor, log_p)
         if weight is not None:  # no weight, no loss, however improbable the class is
             loss = torch.where((row_weight == 0) & (log_p == -math.inf), 0.0, loss)
     loss = torch.where(in_range, loss, math.nan)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from focalkern._types import compute_dtype
 from focalkern.fallback.focal_loss import check_arguments, check_range, focal_definition, gammas_of, promoted
-from focalkern.reference._row_losses import RowLossSpec, row_loss_of
+from focalkern.reference._softmax_losses import RowLossSpec, row_loss_of
 
 __all__ = ["focal_loss_composite", "row_loss"]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from focalkern.reference._row_losses import take_numbers
+from focalkern.reference._softmax_losses import take_numbers
 
 __all__ = ["backend_for", "build_info"]
 

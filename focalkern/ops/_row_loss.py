@@ -11,7 +11,7 @@ from focalkern._devices import autocast_is_on
 from focalkern._types import HALVES, PLAIN_TENSORS
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
-from focalkern.reference._row_losses import number_of, row_loss_of
+from focalkern.reference._softmax_losses import number_of, row_loss_of
 
 __all__ = ["check_tensor", "check_types", "finite_number", "row_loss", "through_dispatcher"]
 

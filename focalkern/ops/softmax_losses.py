@@ -8,7 +8,7 @@ from focalkern._types import PLAIN_TENSORS, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, fallback
 from focalkern.ops._row_loss import finite_number, row_loss
-from focalkern.reference._row_losses import number_of
+from focalkern.reference._softmax_losses import number_of
 
 __all__ = ["brier_loss", "dual_focal_loss", "poly_focal_loss"]
 

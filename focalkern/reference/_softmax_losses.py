@@ -1,40 +1,40 @@
-"""The losses of the softmax of a row and its target."""
+"""The losses of the softmax of a row and its target: their definitions, and the table that says what each of them is.
+
+The operators, plain torch, the tests, the CUDA cases, the counts, the benchmarks and the reference page take what they
+know of a loss from the table. csrc/math/row_losses.def is the list of the compiled module.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from focalkern._devices import autocast_is_on
 from focalkern._types import compute_dtype
 from focalkern.gamma import GammaTable
-from focalkern.reference._log_space import log_softmax_and_complement, parameter_tensor
+from focalkern.reference._log_space import log_softmax_and_complement
+from focalkern.reference._rows import (
+    gamma_tensor,
+    modulating_factor,
+    one_hot,
+    reduce_classes,
+    reduce_rows,
+    times_log,
+)
 
-__all__ = ["brier_loss", "dual_focal_loss", "focal_loss", "gamma_tensor", "modulating_factor", "poly_focal_loss"]
-
-
-def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
-    """f(p) = (1 - p)^gamma for gamma >= 0 and (1 + p)^-gamma below; log_u = log(1 - p), gamma broadcasts to log_p."""
-    # f is 1 at p = 0, and f * log p keeps derivatives 0 * inf = 0 in p and gamma there. At p = 1, (1 - p)^gamma is 0
-    # for gamma > 0 and 1 for gamma = 0.
-    # A NaN gamma comes out of every comparison, also where f is known otherwise.
-    absent = (log_p == -torch.inf) & (gamma == gamma)
-    certain = log_u == -torch.inf
-    # Not clamp: the derivative in gamma at 0 is the one from the right, which torch's own convention there need not be.
-    zero = torch.zeros_like(gamma)
-    gamma_focal, gamma_inverse = torch.where(gamma < 0, zero, gamma), torch.where(gamma < 0, -gamma, zero)
-    p = torch.where(log_p == -torch.inf, 0.0, log_p).exp()
-    factor = (gamma_focal * torch.where(certain, 0.0, log_u) + gamma_inverse * p.log1p()).exp()
-    return torch.where(absent, 1.0, torch.where(certain & (gamma_focal > 0), 0.0, factor))
-
-
-def gamma_tensor(gamma: float | Tensor | GammaTable, p: Tensor) -> Tensor:
-    """Gamma for the probabilities p [..., C]: a table is looked up at each p, a tensor has the shape [...]."""
-    if isinstance(gamma, GammaTable):
-        edges = gamma.edges.to(p.device, p.dtype)
-        # right=True gives bins [lo, hi); the outer edges are not compared.
-        bins = torch.bucketize(p.detach(), edges[1:-1].contiguous(), right=True)
-        return gamma.gammas.to(p.device, p.dtype)[bins]
-    gamma = parameter_tensor(gamma, p)
-    return gamma if gamma.dim() == 0 else gamma.expand(p.shape[:-1]).unsqueeze(-1)
+__all__ = [
+    "ROW_LOSSES",
+    "RowLossSpec",
+    "brier_loss",
+    "dual_focal_loss",
+    "focal_loss",
+    "number_of",
+    "poly_focal_loss",
+    "row_loss_of",
+    "take_numbers",
+]
 
 
 def focal_loss(
@@ -85,60 +85,8 @@ def focal_loss(
     factor = modulating_factor(log_p, log_u, gamma_tensor(gamma, log_p.exp()))
     if detach_modulation:
         factor = factor.detach()
-    class_loss = -factor * log_p
-    return _reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
-
-
-def _reduce_classes(
-    class_loss: Tensor,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
-    """The loss, from that of every class [..., C] by the class's share of the target."""
-    n_classes = class_loss.shape[-1]
-    w = torch.ones_like(class_loss) if weight is None else weight.to(class_loss.dtype).expand(class_loss.shape)
-    if target.is_floating_point():
-        probabilities = target.to(class_loss.dtype).movedim(0 if input.dim() == 1 else 1, -1)
-        t = (1.0 - label_smoothing) * probabilities + label_smoothing / n_classes
-        return _reduce_rows(_weighted_sum(w, t, class_loss), input, None, reduction)
-    valid, onehot = _one_hot(target, class_loss, ignore_index)
-    t = (1.0 - label_smoothing) * onehot + label_smoothing / n_classes
-    loss = torch.where(valid, _weighted_sum(w, t, class_loss), 0.0)
-    return _reduce_rows(loss, input, torch.where(valid, (w * onehot).sum(-1), 0.0), reduction)
-
-
-def _one_hot(target: Tensor, like: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Which labels count, and 1 in their place among the classes."""
-    valid = target != ignore_index
-    index = torch.where(valid, target, 0).long().unsqueeze(-1)
-    return valid, (torch.arange(like.shape[-1], device=like.device) == index).to(like.dtype)
-
-
-def _reduce_rows(loss: Tensor, input: Tensor, row_weight: Tensor | None, reduction: str) -> Tensor:
-    """The mean is over the weights of the rows, or their number."""
-    divisor = loss.numel() if row_weight is None else row_weight.sum()
-    if reduction == "sum":
-        loss = loss.sum()
-    elif reduction == "mean":
-        loss = loss.sum() / divisor
-    autocast = autocast_is_on(input.device.type)
-    return loss if autocast else loss.to(input.dtype)
-
-
-def _weighted_sum(weight: Tensor, target: Tensor, class_loss: Tensor) -> Tensor:
-    # A class with no share in the target contributes 0, also where its own loss is infinite.
-    share = weight * target
-    nothing = (share == 0) & (class_loss == torch.inf)
-    product = share * torch.where(nothing, 0.0, class_loss)
-    if share.requires_grad:
-        # The slope in the share is the loss of the class, infinite: a square root has it at 0. Without weight it is 0.
-        steep = nothing & (weight != 0)
-        product = torch.where(steep, torch.where(steep, share, 1.0).sqrt(), product)
-    return product.sum(-1)
+    class_loss = -times_log(factor, log_p)
+    return reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
 
 
 def poly_focal_loss(
@@ -182,7 +130,7 @@ def poly_focal_loss(
     gamma = gamma_tensor(gamma, log_p.exp())
     class_loss = modulating_factor(log_p, log_u, gamma) * (epsilon * log_u.exp() - log_p)
     class_loss = torch.where(gamma < 0, torch.nan, class_loss)
-    return _reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
+    return reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
 
 
 def dual_focal_loss(
@@ -238,7 +186,7 @@ def dual_focal_loss(
         factor = factor.detach()
     # At p = 0 the slope of the factor is 0, also times log p; computed, it would be 0 * inf.
     class_loss = -torch.where(log_p == -torch.inf, 1.0, factor) * log_p
-    return _reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
+    return reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
 
 
 # The logarithm of a probability that is 0, where -inf would meet itself.
@@ -285,7 +233,7 @@ def brier_loss(
     if target.is_floating_point():
         given, valid = target.to(z.dtype).movedim(class_dim, -1), None
     else:
-        valid, given = _one_hot(target, z, ignore_index)
+        valid, given = one_hot(target, z, ignore_index)
     t = (1.0 - label_smoothing) * given + label_smoothing / z.shape[-1]
     # Where p and t may both be near 1, p - t is (1 - t) - (1 - p).
     p = log_p.exp()
@@ -293,5 +241,122 @@ def brier_loss(
     row_weight = torch.ones_like(loss) if weight is None else (weight.to(z.dtype) * given).sum(-1)
     loss = row_weight * loss
     if valid is None:
-        return _reduce_rows(loss, input, None, reduction)
-    return _reduce_rows(torch.where(valid, loss, 0.0), input, torch.where(valid, row_weight, 0.0), reduction)
+        return reduce_rows(loss, input, None, reduction)
+    return reduce_rows(torch.where(valid, loss, 0.0), input, torch.where(valid, row_weight, 0.0), reduction)
+
+
+@dataclass(frozen=True)
+class RowLossSpec:
+    """What a loss of rows is. A test, a case or a benchmark leaves a loss out by one of its properties, never by its
+    name."""
+
+    name: str  # in error messages, and in csrc/math/row_def
+    short: str  # in the names of cases, counts and benchmarks
+    definition: Callable[..., Tensor]  # of this file
+    module: str  # the class, in focalkern
+    parameters: tuple[Literal["gamma", "epsilon"], ...] = ()  # of the definition, beside the options of cross-entropy
+    example: Mapping[str, Any] = field(default_factory=dict)  # arguments of the module, with which tests compute
+    # Of losses -f log p the factor f(log p, log(1 - p), gamma): labels then need the probability of one class.
+    factor: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    detachable: bool = False  # it takes detach_modulation
+    soft_target: bool = True  # it takes class probabilities
+    has_inverse: bool = False  # a negative gamma has a formula of its own; otherwise its loss is NaN
+    infinite_at_zero: bool = True  # the loss of a target with probability 0
+    keeps_class: bool = False  # another class than the target has a gradient of its own, and a row saves which
+    of_batch: bool = False  # the module adds a term of the whole batch; the definition here is the rest
+
+    def loss(
+        self,
+        input: Tensor,
+        target: Tensor,
+        gamma: float | Tensor | GammaTable,
+        epsilon: float,
+        detach_modulation: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """The definition with what it takes of the operator's arguments."""
+        values = {"gamma": gamma, "epsilon": epsilon}
+        given: dict[str, Any] = {name: values[name] for name in self.parameters}
+        if self.detachable:
+            given["detach_modulation"] = detach_modulation
+        return self.definition(input, target, **given, **options)
+
+
+ROW_LOSSES: dict[str, RowLossSpec] = {
+    spec.name: spec
+    for spec in (
+        RowLossSpec(
+            name="focal_loss",
+            short="focal",
+            definition=focal_loss,
+            module="FocalLoss",
+            parameters=("gamma",),
+            example={"gamma": 2.0},
+            factor=modulating_factor,
+            detachable=True,
+            has_inverse=True,
+        ),
+        RowLossSpec(
+            name="poly_focal_loss",
+            short="poly",
+            definition=poly_focal_loss,
+            module="PolyFocalLoss",
+            parameters=("gamma", "epsilon"),
+            example={"gamma": 2.0, "epsilon": 1.5},
+        ),
+        RowLossSpec(
+            name="DualFocalLoss",
+            short="dual",
+            definition=dual_focal_loss,
+            module="DualFocalLoss",
+            parameters=("gamma",),
+            example={"gamma": 2.5},
+            detachable=True,
+            soft_target=False,
+            keeps_class=True,
+        ),
+        RowLossSpec(
+            name="BrierLoss",
+            short="brier",
+            definition=brier_loss,
+            module="BrierLoss",
+            infinite_at_zero=False,
+            keeps_class=True,
+        ),
+        RowLossSpec(
+            name="MMCELoss",
+            short="mmce",
+            definition=functools.partial(focal_loss, gamma=0.0),
+            module="MMCELoss",
+            factor=modulating_factor,
+            soft_target=False,
+            keeps_class=True,
+            of_batch=True,
+        ),
+    )
+}
+
+# In the order of their numbers.
+_numbered = list(ROW_LOSSES)
+
+
+def take_numbers(names: Sequence[str]) -> None:
+    """Numbers the losses as the compiled module does.
+
+    Raises:
+        ValueError: the module has other losses than this table.
+    """
+    if sorted(names) != sorted(ROW_LOSSES):
+        differing = sorted(set(names) ^ set(ROW_LOSSES))
+        raise ValueError(f"the compiled module and focalkern/reference/_row_py differ in {', '.join(differing)}")
+    _numbered[:] = names
+
+
+def number_of(name: str) -> int:
+    """The number of a loss, by which the operators tell it: ``kind``."""
+    return _numbered.index(name)
+
+
+def row_loss_of(number: int) -> RowLossSpec:
+    """The loss of a number."""
+    return ROW_LOSSES[_numbered[number]]

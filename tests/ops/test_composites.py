@@ -9,7 +9,7 @@ from conftest import assert_close
 
 import focalkern as fk
 from focalkern.ops import _backend
-from focalkern.reference._row_losses import ROW_LOSSES, number_of, row_loss_of, take_numbers
+from focalkern.reference._softmax_losses import ROW_LOSSES, number_of, row_loss_of, take_numbers
 
 pytestmark = pytest.mark.kernels
 

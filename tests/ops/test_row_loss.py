@@ -13,7 +13,7 @@ from mpmath import mpf
 
 import focalkern as fk
 from focalkern import reference
-from focalkern.reference._row_losses import ROW_LOSSES, number_of
+from focalkern.reference._softmax_losses import ROW_LOSSES, number_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 COMPILED = fk.build_info()["kernels"] == "compiled"

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from focalkern.reference._row_losses import ROW_LOSSES, number_of
+from focalkern.reference._softmax_losses import ROW_LOSSES, number_of
 from tools.cuda import build
 from tools.cuda.cases.calibration_grid import run_grid
 from tools.cuda.cases.calibration_map import run_map

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from focalkern import GammaTable, reference
-from focalkern.reference._row_losses import row_loss_of
+from focalkern.reference._softmax_losses import row_loss_of
 from tools.cuda.cases.common import (
     DTYPES,
     LABELS,

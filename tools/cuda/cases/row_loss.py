@@ -1,4 +1,4 @@
-"""The losses of rows that share the focal loss's arguments, as focalkern/reference/_row_losses.py lists them."""
+"""The losses of rows that share the focal loss's arguments, as focalkern/reference/_softmax_losses.py lists them."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from focalkern import GammaTable
-from focalkern.reference._row_losses import ROW_LOSSES, number_of
+from focalkern.reference._softmax_losses import ROW_LOSSES, number_of
 from tools.cuda.cases.common import DTYPES, LABELS, NAN, assert_near, real_of
 from tools.cuda.cases.focal_loss import check_focal_loss, labels_for, run_focal_loss
 
