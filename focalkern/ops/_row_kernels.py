@@ -4,6 +4,8 @@ Logits are [n, C], labels [n], everything that has one number per row [n]; resul
 float64 logits.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,30 @@ from focalkern.ops.focal_loss import focal_loss
 
 __all__ = ["gradients_of_rows", "losses_of_rows", "slice_gradient", "slice_statistics"]
 
-# logits, target (labels, or probabilities [n, C]), gamma ([], [n] or the table's), edges, weight
-Block = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-# ignore_index, label_smoothing, detach_modulation
-Settings = tuple[int, float, bool]
 _NO_REDUCTION = 0
+
+
+class Block(NamedTuple):
+    """Rows of logits and what belongs to them, in the order of the operators' arguments."""
+
+    logits: Tensor  # [n, C]
+    target: Tensor  # [n] labels, or [n, C] probabilities
+    gamma: Tensor  # [], [n], or [n_bins] of a table
+    edges: Tensor | None = None  # [n_bins + 1] of a table
+    weight: Tensor | None = None  # [C]
+
+
+class Settings(NamedTuple):
+    """Options of the loss, in the order of the operators' arguments."""
+
+    ignore_index: int
+    label_smoothing: float
+    detach_modulation: bool
 
 
 def losses_of_rows(block: Block, settings: Settings) -> tuple[Tensor, Tensor | None]:
     """The losses [n], and what :func:`gradients_of_rows` wants to know of them."""
-    if has_kernels(block[0]):
+    if has_kernels(block.logits):
         losses, saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, *settings, True)
         return losses, saved
     return _plain_losses(block, settings), None
@@ -39,12 +55,12 @@ def gradients_of_rows(
         )
         return found
     with torch.enable_grad():
-        logits, target, gamma, edges, weight = block
+        real = compute_dtype(block.logits.dtype)
         variables = [
-            tensor.detach().to(compute_dtype(logits.dtype)).requires_grad_() if need else tensor
-            for tensor, need in zip((logits, target, gamma), needed, strict=True)
+            tensor.detach().to(real).requires_grad_() if need else tensor
+            for tensor, need in zip(block[:3], needed, strict=True)
         ]
-        losses = _plain_losses((variables[0], variables[1], variables[2], edges, weight), settings)
+        losses = _plain_losses(block._replace(logits=variables[0], target=variables[1], gamma=variables[2]), settings)
         wanted = [variable for variable, need in zip(variables, needed, strict=True) if need]
         gradients = iter(torch.autograd.grad(losses, wanted, upstream))
     nothing = upstream.new_empty(0)
@@ -59,10 +75,10 @@ def _plain_losses(block: Block, settings: Settings) -> Tensor:
         target.to(compute_dtype(logits.dtype)) if target.is_floating_point() else target,
         gamma if edges is None else GammaTable._unchecked(edges, gamma),
         weight=weight,
-        ignore_index=settings[0],
+        ignore_index=settings.ignore_index,
         reduction="none",
-        label_smoothing=settings[1],
-        detach_modulation=settings[2],
+        label_smoothing=settings.label_smoothing,
+        detach_modulation=settings.detach_modulation,
     )
 
 
@@ -70,7 +86,7 @@ def _plain_losses(block: Block, settings: Settings) -> Tensor:
 
 
 def _cross_entropy(logits: Tensor, label: Tensor) -> Block:
-    return logits, label, torch.zeros((), dtype=torch.float64), None, None
+    return Block(logits, label, torch.zeros((), dtype=torch.float64))
 
 
 def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,10 +13,11 @@ from focalkern._devices import autocast_is_on
 from focalkern._types import FLOATS, HALVES, LABELS, STEEPEST_INVERSE_GAMMA, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
-from focalkern.ops._linear_autograd import NONE, Options, capped, loss_of
+from focalkern.ops._linear_autograd import loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
+from focalkern.ops._linear_pass import NONE, Options, capped
+from focalkern.ops._linear_vocab_parallel import linear_focal_loss_over_ranks, slice_of_dtensor
 from focalkern.ops.focal_loss import focal_loss
-from focalkern.ops.focal_loss_vocab_parallel import linear_focal_loss_over_ranks, slice_of_dtensor
 
 __all__ = ["linear_focal_loss"]
 
@@ -174,7 +175,7 @@ def linear_focal_loss(
         detach_modulation=detach_modulation,
         softcap=0.0 if softcap is None else float(softcap),
         dtype=used,
-        wide=loss_dtype == torch.float64,
+        float64_loss=loss_dtype == torch.float64,
         chunk_rows=default_chunk_rows(rows.shape[0], rows.shape[1], classes, used.itemsize)
         if chunk_rows is None
         else int(chunk_rows),

@@ -1,0 +1,203 @@
+"""One pass over the chunks of linear_focal_loss, outside of autograd: losses, gradients, and what reduces them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern._checks import label_range
+from focalkern._devices import has_float64
+from focalkern._types import compute_dtype
+from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
+from focalkern.ops._row_kernels import Block, Settings, gradients_of_rows, losses_of_rows
+
+__all__ = [
+    "MEAN",
+    "NONE",
+    "NO_GRADIENTS",
+    "OP",
+    "SUM",
+    "Gradients",
+    "Needed",
+    "Options",
+    "Tensors",
+    "capped",
+    "cast_gradient",
+    "divisor_of",
+    "gradients_needed",
+    "loss_and_gradients",
+    "loss_dtype",
+    "reduce_losses",
+    "sum_gradients",
+    "total_of",
+]
+
+OP = "linear_focal_loss"
+NONE, MEAN, SUM = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Options:
+    reduction: int
+    ignore_index: int
+    label_smoothing: float
+    detach_modulation: bool
+    softcap: float  # 0 for none
+    dtype: torch.dtype  # of the products
+    float64_loss: bool  # of narrower logits, because the target probabilities are float64
+    chunk_rows: int
+    # Which gradients _Gradient returns: of input, linear_weight, linear_bias, target, gamma.
+    wanted: tuple[bool, bool, bool, bool, bool] = (False, False, False, False, False)
+
+
+# input [N, D], linear_weight [C, D], linear_bias [C], target [N] or [N, C], gamma [], [N] or [n_bins], edges, weight
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
+# of input, linear_weight, linear_bias, target, gamma
+Needed = tuple[bool, bool, bool, bool, bool]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+NO_GRADIENTS: Needed = (False, False, False, False, False)
+
+
+def _check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
+    """Before any product, where the values can be looked at."""
+    if target.is_floating_point() or not is_plain(target):
+        return
+    label_range(OP, target, classes, ignore_index)
+
+
+def loss_dtype(options: Options) -> torch.dtype:
+    return torch.float64 if options.float64_loss else compute_dtype(options.dtype)
+
+
+def gradients_needed(tensors: Tensors, requires: Any, options: Options) -> Needed:
+    """Which gradients there are: labels, tabulated gammas and those of a detached factor have none."""
+    gamma_is_variable = tensors[5] is None and not options.detach_modulation
+    return (
+        bool(requires[0]),
+        bool(requires[1]),
+        bool(requires[2]),
+        bool(requires[3]) and tensors[3].is_floating_point(),
+        bool(requires[4]) and gamma_is_variable,
+    )
+
+
+def _cap_(z: Tensor, softcap: float) -> None:
+    if softcap:
+        z.div_(softcap).tanh_().mul_(softcap)
+
+
+def _uncap_(grad: Tensor, z: Tensor, softcap: float) -> None:
+    """From the capped logits z to those before: d capped / d z = 1 - (capped / s)^2."""
+    if softcap:
+        slope = (z / softcap).square_().neg_().add_(1)
+        grad.mul_(slope)
+
+
+def loss_and_gradients(
+    tensors: Tensors, options: Options, upstream: Tensor | None, needed: Needed
+) -> tuple[Tensor, Gradients]:
+    """Losses [N] per row, and the gradients of ``sum(upstream * losses)``, chunk by chunk; upstream is [N] or one
+    number. Those of weight, bias and gamma are in the dtype they were summed in; gamma's is per row."""
+    input, linear_weight, bias, target, gamma, edges, weight = tensors
+    real, soft = loss_dtype(options), target.is_floating_point()
+    n_rows, classes = input.shape[0], linear_weight.shape[0]
+    _check_labels(target, classes, options.ignore_index)
+    kept = None
+    if not soft and is_plain(target) and is_plain(input):
+        counts = target != options.ignore_index
+        if not bool(counts.all()):
+            kept = counts.nonzero().squeeze(1)
+    any_needed = any(needed)
+    scale = FLOAT16_SCALE if options.dtype == torch.float16 and any_needed else 1.0
+    head = Head(input, linear_weight, bias, options.dtype, options.chunk_rows, needed[:3], kept, scale)
+    losses = torch.zeros(n_rows, dtype=real, device=input.device)
+    grad_target = torch.zeros(target.shape, dtype=real, device=input.device) if needed[3] else None
+    grad_gamma = torch.zeros(n_rows, dtype=real, device=input.device) if needed[4] else None
+    if upstream is not None:
+        upstream = upstream.to(real)
+        upstream = (upstream * scale if scale != 1 else upstream).expand(n_rows)
+    per_row = edges is None and (gamma.dim() > 0 or needed[4])
+    gamma_rows = gamma.expand(n_rows) if per_row else gamma
+    for rows, z in head.chunks():
+        for block in blocks(z):
+            where = head.rows_of(slice(rows.start + block.start, rows.start + block.stop))
+            part = z[block]
+            _cap_(part, options.softcap)
+            logits = part.to(real) if options.float64_loss else part
+            here = Block(logits, target[where], gamma_rows[where] if per_row else gamma, edges, weight)
+            settings = Settings(options.ignore_index, options.label_smoothing, options.detach_modulation)
+            losses[where], saved = losses_of_rows(here, settings)
+            if not any_needed:
+                continue
+            assert upstream is not None
+            grad, of_target, of_gamma = gradients_of_rows(
+                upstream[where], here, settings, saved, (any(needed[:3]), needed[3], needed[4])
+            )
+            if any(needed[:3]):
+                _uncap_(grad, part, options.softcap)
+                part.copy_(grad)
+            if grad_target is not None:
+                grad_target[where] = of_target.to(real)
+            if grad_gamma is not None:
+                grad_gamma[where] = of_gamma.to(real)
+        if any(needed[:3]):
+            head.accumulate(rows, z)
+    if scale != 1:
+        for total in (grad_target, grad_gamma):
+            if total is not None:
+                total.div_(scale)
+    return losses, (*head.finish(), grad_target, grad_gamma)
+
+
+def _row_weights(target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+    """What each row [N] adds to the divisor of the mean, and whether it counts."""
+    real = loss_dtype(options)
+    if target.is_floating_point():
+        every = torch.ones(target.shape[:1], dtype=real, device=target.device)
+        return every, every > 0
+    counts = target != options.ignore_index
+    if weight is None:
+        return counts.to(real), counts
+    index = torch.where((target >= 0) & (target < len(weight)), target, 0).long()
+    return torch.where(counts, weight.to(real)[index], 0.0), counts
+
+
+def total_of(losses: Tensor) -> Tensor:
+    return losses.sum(dtype=torch.float64) if has_float64(losses.device) else losses.sum()
+
+
+def divisor_of(target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+    """What the mean divides by, and its reciprocal for gradients: 0 where no row counts, whose gradient is 0."""
+    row_weights, counts = _row_weights(target, weight, options)
+    divisor = total_of(row_weights)
+    return divisor, torch.where(counts.any(), divisor.reciprocal(), 0.0).to(loss_dtype(options))
+
+
+def reduce_losses(losses: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> Tensor:
+    """In differentiable operations."""
+    if options.reduction == NONE:
+        return losses
+    total = total_of(losses)
+    if options.reduction == MEAN:
+        divisor, reciprocal = divisor_of(target, weight, options)
+        # Over no row at all: NaN with a gradient of 0.
+        total = torch.where(divisor == 0, total.detach() / divisor + total * reciprocal, total * (1 / divisor))
+    return total.to(losses.dtype)
+
+
+def cast_gradient(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """A gradient in the dtype and shape of its tensor; gamma's is summed to it."""
+    if gradient is None or like is None:
+        return None
+    return gradient.sum_to_size(like.shape).to(like.dtype)
+
+
+def capped(z: Tensor, softcap: float | None) -> Tensor:
+    return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+def sum_gradients(tensors: Tensors, options: Options) -> tuple[Tensor, Gradients]:
+    """Losses per row and the gradients of their sum."""
+    one = torch.ones((), dtype=loss_dtype(options), device=tensors[0].device) if any(options.wanted) else None
+    return loss_and_gradients(tensors, options, one, options.wanted)
