@@ -1,4 +1,4 @@
-"""The sums of all processes of a group, added up."""
+"""Sums over the processes of a group."""
 
 import datetime
 from collections.abc import Callable
@@ -23,13 +23,13 @@ def all_reduced(
     group: Any,
     timeout: datetime.timedelta | None,
 ) -> tuple[CalibrationSums, int | None]:
-    """The sum of every process's ``sums``, on each, and their number of classes; None where none has seen a row.
+    """The total of ``sums`` on every process, and the number of classes; None if no process has seen a row.
 
     Args:
         op: for errors.
         sums: of this process; None before its first row.
-        zeros: what stands for them then, on a device.
-        digest: of what all processes must share.
+        zeros: the sums of no rows, on a device.
+        digest: of the arguments that all processes must share.
         n_classes, exact, words: of this process, in numbers and in words.
         group, timeout: as :meth:`CalibrationGridState.all_reduce`, as are the errors.
     """
@@ -37,9 +37,9 @@ def all_reduced(
 
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{op}: torch.distributed must be initialized: call init_process_group first")
-    through = torch.device("cpu")
+    device = torch.device("cpu")
     if "nccl" in dist.get_backend(group):
-        through = torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device())
 
     def wait(work: Any) -> None:
         if timeout is None:
@@ -48,7 +48,7 @@ def all_reduced(
             work.wait(timeout)
 
     try:
-        facts = torch.tensor([digest, n_classes or 0, int(exact)], device=through)
+        facts = torch.tensor([digest, n_classes or 0, int(exact)], device=device)
         everybody = [torch.empty_like(facts) for _ in range(dist.get_world_size(group))]
         wait(dist.all_gather(everybody, facts, group=group, async_op=True))
         known = torch.stack(everybody).cpu()
@@ -58,12 +58,12 @@ def all_reduced(
                 f"{op}: every process must have a state for the same grid, criteria, bins, kind of input and "
                 f"number of classes, without exact=True; this one is {words}"
             )
-        mine = zeros(through) if sums is None else sums
-        rows = torch.tensor([int(mine.rows)], device=through)
+        mine = zeros(device) if sums is None else sums
+        rows = torch.tensor([int(mine.rows)], device=device)
         wait(dist.all_reduce(rows, group=group, async_op=True))
         total = CalibrationSums(rows.cpu())
         for name, tensor in mine.items():
-            moved = tensor.to(through, copy=True)
+            moved = tensor.to(device, copy=True)
             wait(dist.all_reduce(moved, group=group, async_op=True))
             setattr(total, name, moved.to(tensor.device))
     except RuntimeError as error:

@@ -11,10 +11,9 @@ from torch import Tensor
 from focalkern._checks import dense
 from focalkern._devices import where_float64
 from focalkern.ops.calibration_grid import CalibrationGrid
-from focalkern.streaming._checks import adds_nothing, as_ours, short
-from focalkern.streaming._config import GridConfig
+from focalkern.streaming._config import GridConfig, adds_nothing, as_ours, short
 from focalkern.streaming._reduce import all_reduced
-from focalkern.streaming._seen import Seen, SeenRows, SeenSums
+from focalkern.streaming._sums import Accumulator, SampleStore, SumAccumulator
 
 __all__ = ["CalibrationGridState"]
 
@@ -93,13 +92,15 @@ class CalibrationGridState:
             n_buckets=n_buckets,
             exact=exact,
         )
-        self._seen: Seen = SeenRows(self._config, spill_dir) if self._config.exact else SeenSums(self._config)
+        self._content: Accumulator = (
+            SampleStore(self._config, spill_dir) if self._config.exact else SumAccumulator(self._config)
+        )
         self._n_classes: int | None = None
 
     @property
     def n_samples(self) -> int:
         """Rows seen so far, those with ``ignore_index`` left out."""
-        return self._seen.n_rows
+        return self._content.n_rows
 
     @property
     def n_classes(self) -> int | None:
@@ -109,7 +110,7 @@ class CalibrationGridState:
     @property
     def device(self) -> torch.device | None:
         """Where the sums are: the device of the first batch; None before it."""
-        return self._seen.device
+        return self._content.device
 
     def __repr__(self) -> str:
         of = self._config
@@ -157,7 +158,7 @@ class CalibrationGridState:
                 )
             if adds_nothing(logits, target, self._config.ignore_index):
                 return self
-            self._seen.add(logits, target)
+            self._content.add(logits, target)
         self._n_classes = logits.shape[1]
         return self
 
@@ -192,7 +193,7 @@ class CalibrationGridState:
         if None not in (other._n_classes, self._n_classes) and other._n_classes != self._n_classes:
             raise ValueError(f"{subject} must have {self._n_classes} classes, got {other._n_classes}")
         if other.n_samples:
-            self._seen.merge(other._seen)
+            self._content.merge(other._content)
             self._n_classes = other._n_classes
         return self
 
@@ -222,11 +223,11 @@ class CalibrationGridState:
             >>> torch.distributed.destroy_process_group()
         """
         # Where all of them are exact, which is refused, there are no sums to add up.
-        seen = self._seen if isinstance(self._seen, SeenSums) else SeenSums(self._config)
+        sums = self._content if isinstance(self._content, SumAccumulator) else SumAccumulator(self._config)
         total, n_classes = all_reduced(
             "CalibrationGridState.all_reduce",
-            seen.sums,
-            seen.zeros,
+            sums.sums,
+            sums.zeros,
             digest=self._config.digest(),
             n_classes=self._n_classes,
             exact=self._config.exact,
@@ -235,7 +236,7 @@ class CalibrationGridState:
             timeout=timeout,
         )
         if n_classes is not None:
-            seen.sums, self._n_classes = total, n_classes
+            sums.sums, self._n_classes = total, n_classes
         return self
 
     def compute(self) -> CalibrationGrid:
@@ -248,7 +249,7 @@ class CalibrationGridState:
             ValueError: no row was seen.
         """
         self._check_not_empty("compute")
-        return self._seen.grid()
+        return self._content.grid()
 
     def total(self, criterion: Literal["nll", "brier"]) -> Tensor:
         """The sum of a criterion over the rows seen so far, where :meth:`compute` has the mean.
@@ -268,14 +269,14 @@ class CalibrationGridState:
             >>> state.total("nll").round(decimals=4)
             tensor([[2.1451, 1.3150]], dtype=torch.float64)
         """
-        of, seen = self._config, self._seen
-        if criterion not in ("nll", "brier") or criterion not in of.criteria or not isinstance(seen, SeenSums):
+        of, content = self._config, self._content
+        if criterion not in ("nll", "brier") or criterion not in of.criteria or not isinstance(content, SumAccumulator):
             raise ValueError(
                 f"CalibrationGridState.total: criterion must be one of nll and brier that is summed, got {criterion!r}"
             )
-        if seen.sums is None:
+        if content.sums is None:
             return torch.zeros(len(of.gammas), len(of.temperatures), dtype=torch.float64)
-        return seen.tensors()[criterion].clone()
+        return content.tensors()[criterion].clone()
 
     def error_bound(self, criterion: str) -> Tensor:
         """How far :meth:`compute` can be from what all rows at once would give, apart from rounding.
@@ -303,7 +304,7 @@ class CalibrationGridState:
                 f"CalibrationGridState.error_bound: criterion must be one of {', '.join(known)}, got {criterion!r}"
             )
         self._check_not_empty("error_bound")
-        return self._seen.error_bound(criterion)
+        return self._content.error_bound(criterion)
 
     def _check_not_empty(self, method: str) -> None:
         if self.n_samples == 0:
@@ -329,7 +330,7 @@ class CalibrationGridState:
             "config": self._config.as_dict(),
             "n_samples": self.n_samples,
             "n_classes": self._n_classes,
-            "tensors": self._seen.tensors(),
+            "tensors": self._content.tensors(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Self:
@@ -360,7 +361,7 @@ class CalibrationGridState:
         n_samples, n_classes = state_dict.get("n_samples"), state_dict.get("n_classes")
         if not isinstance(n_samples, int) or n_samples < 0:
             raise ValueError(f"{subject} must have the tensors of this grid, got n_samples = {short(n_samples)}")
-        self._seen.load(subject, state_dict.get("tensors"), n_samples)
+        self._content.load(subject, state_dict.get("tensors"), n_samples)
         self._n_classes = n_classes
         return self
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import focalkern as fk
-from focalkern.streaming._bins import _bucket_limits
+from focalkern.streaming._tables import _bucket_limits
 
 ESTIMATORS = ["equal_width", "equal_mass", "equal_mass_interp"]
 CRITERIA = ("ece", "mce", "nll", "brier")

@@ -1,23 +1,25 @@
-"""What a state has seen of its rows: sums, whose size does not depend on their number, or the rows themselves."""
+"""The content of a state: sums over its rows, or the rows themselves in a temporary file."""
 
 import copy
+import tempfile
+import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from focalkern.ops.calibration_grid import CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums, check_rows
-from focalkern.streaming._config import GridConfig
-from focalkern.streaming._saved import saved_rows, saved_sums
-from focalkern.streaming._spill import Spill
+from focalkern.streaming._config import GridConfig, short
 from focalkern.streaming._tables import Cut, bounds_of, tables_of
 
-__all__ = ["Seen", "SeenRows", "SeenSums"]
+__all__ = ["Accumulator", "SampleStore", "SumAccumulator"]
 
 
-class Seen(Protocol):
-    """Both kinds. A batch or another one's rows are added all of them or, when an error is raised, none."""
+class Accumulator(Protocol):
+    """Accumulates batches; add() and merge() leave it unchanged when they raise."""
 
     @property
     def n_rows(self) -> int: ...
@@ -25,21 +27,21 @@ class Seen(Protocol):
     def device(self) -> torch.device | None: ...
     def add(self, input: Tensor, target: Tensor) -> None: ...
     def merge(self, other: Self) -> None:
-        """Add what another one has seen, which is not nothing."""
+        """Add the rows of another accumulator, which has at least one."""
 
     def grid(self) -> CalibrationGrid: ...
     def error_bound(self, criterion: str) -> Tensor:
-        """[Gg, Gt]: how far :meth:`grid` can be off."""
+        """[Gg, Gt]: error bounds of :meth:`grid`."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is saved."""
+        """The content, for a saved state."""
 
     def load(self, subject: str, tensors: Any, n_rows: int) -> None:
-        """Have what was saved in place of what was seen."""
+        """Replace the content by that of a saved state."""
 
 
-class SeenSums:
-    """The sums of the cells."""
+class SumAccumulator:
+    """The sums of the cells, whose size does not depend on the number of rows."""
 
     def __init__(self, config: GridConfig) -> None:
         self.config = config
@@ -69,7 +71,7 @@ class SeenSums:
         elif sums is not self.sums:
             self.sums = _added(self.sums, sums)
 
-    def merge(self, other: "SeenSums") -> None:
+    def merge(self, other: "SumAccumulator") -> None:
         assert other.sums is not None
         self.sums = copy.deepcopy(other.sums) if self.sums is None else _added(self.sums, other.sums)
 
@@ -94,15 +96,15 @@ class SeenSums:
         return {} if self.sums is None else dict(self.sums.items())
 
     def load(self, subject: str, tensors: Any, n_rows: int) -> None:
-        self.sums = None if n_rows == 0 else saved_sums(subject, tensors, self.zeros(torch.device("cpu")), n_rows)
+        self.sums = None if n_rows == 0 else _saved_sums(subject, tensors, self.zeros(torch.device("cpu")), n_rows)
 
     @property
     def _cut(self) -> Cut:
         return Cut(self.config.n_bins, self.config.estimator, self.config.sketched, self.n_rows)
 
 
-class SeenRows:
-    """The rows, in a temporary file in ``folder``."""
+class SampleStore:
+    """The rows themselves, in a temporary file in ``folder``."""
 
     def __init__(self, config: GridConfig, folder: str | None) -> None:
         self.config, self.folder = config, folder
@@ -122,7 +124,7 @@ class SeenRows:
         kept = target != self.config.ignore_index
         self._append(input[kept].cpu(), target[kept].cpu())
 
-    def merge(self, other: "SeenRows") -> None:
+    def merge(self, other: "SampleStore") -> None:
         assert other.rows is not None
         self._append(*other.rows.load())
 
@@ -151,7 +153,7 @@ class SeenRows:
         if n_rows == 0:
             self.rows = None
             return
-        input, target = saved_rows(subject, tensors)
+        input, target = _saved_rows(subject, tensors)
         check_rows(input, target, self.config.gammas, self.config.temperatures, **self.config.of_rows)
         rows = Spill(input.shape[1], input.dtype, self.folder)
         rows.append(input, target)
@@ -174,3 +176,80 @@ def _added(sums: CalibrationSums, others: CalibrationSums) -> CalibrationSums:
         for (name, mine), (_, other) in zip(sums.items(), others.items(), strict=True):
             setattr(total, name, mine + other.to(mine.device))
     return total
+
+
+class Spill:
+    """Rows in two unnamed temporary files, which the system removes with the process."""
+
+    def __init__(self, n_classes: int, dtype: torch.dtype, folder: str | None) -> None:
+        self.n_classes, self.dtype, self.folder = n_classes, dtype, folder
+        self.n_rows = 0
+        self.input, self.target = (tempfile.TemporaryFile(dir=folder) for _ in range(2))  # noqa: SIM115
+        for stream in (self.input, self.target):
+            weakref.finalize(self, stream.close)
+
+    def append(self, input: Tensor, target: Tensor) -> None:
+        """Add rows. An error, as of a full disk, leaves those before them."""
+        if input.dtype != self.dtype:
+            raise TypeError(
+                f"calibration_grid: logits must be {self.dtype} as in the batches before with exact=True, "
+                f"got {input.dtype}"
+            )
+        for stream, tensor in ((self.input, input), (self.target, target)):
+            size = tensor.element_size() * (self.n_classes if tensor is input else 1)
+            stream.seek(self.n_rows * size)
+            stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            stream.flush()
+        self.n_rows += len(target)
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """[N, C] and [N], mapped."""
+        mapped = []
+        for stream, dtype, width in ((self.input, self.dtype, self.n_classes), (self.target, torch.int64, 1)):
+            data = np.memmap(stream, dtype=np.uint8, mode="r+", shape=(self.n_rows * width * dtype.itemsize,))
+            mapped.append(torch.from_numpy(data).view(dtype))
+        return mapped[0].view(self.n_rows, self.n_classes), mapped[1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Spill":
+        other = Spill(self.n_classes, self.dtype, self.folder)
+        if self.n_rows:
+            other.append(*self.load())
+        return other
+
+    def __reduce__(self) -> Any:
+        raise TypeError("CalibrationGridState: a state with exact=True cannot be pickled; save its state_dict()")
+
+
+def _saved_sums(subject: str, tensors: Any, zeros: CalibrationSums, n_samples: int) -> CalibrationSums:
+    """``zeros``, filled from a saved state.
+
+    Raises:
+        ValueError: other tensors than those of ``zeros``.
+    """
+    wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in zeros.items()}
+    found = _shapes(tensors)
+    if found != wanted:
+        raise ValueError(f"{subject} must have the tensors of this grid, got {short(found)}")
+    zeros.rows.fill_(n_samples)
+    for name, tensor in zeros.items():
+        tensor.copy_(tensors[name])
+    return zeros
+
+
+def _saved_rows(subject: str, tensors: Any) -> tuple[Tensor, Tensor]:
+    """Input and target of an exact state, on the CPU.
+
+    Raises:
+        ValueError: other tensors, or none.
+    """
+    found = _shapes(tensors)
+    if set(found) != {"input", "target"} or None in found.values():
+        raise ValueError(f"{subject} must have the rows of an exact state, got {short(found)}")
+    return tensors["input"].cpu(), tensors["target"].cpu()
+
+
+def _shapes(tensors: Any) -> dict[str, Any]:
+    return {
+        name: (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else None
+        for name, tensor in (tensors.items() if isinstance(tensors, Mapping) else ())
+    }
