@@ -14,7 +14,7 @@ from torch import Tensor
 
 from focalkern._checks import one_of, parsed_float, path_text, short
 from focalkern._diagnostics import looks_like_probs
-from focalkern.calibrators import InputKind
+from focalkern._types import InputKind
 
 __all__ = [
     "KINDS",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern.calibrators import InputKind
+from focalkern._types import InputKind
 from focalkern.files.checks import KINDS, Hint, InputError, as_tensor, check_options, check_rows, check_said
 from focalkern.files.read import ARCHIVES, BARE, DAMAGE, damaged
 from focalkern.files.shards import LOOK, map_npy, matches, npy_header, safe_open, safetensors_arrays

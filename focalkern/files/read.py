@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import path_text
-from focalkern.calibrators import InputKind
+from focalkern._types import InputKind
 from focalkern.files.checks import (
     KINDS,
     Hint,

@@ -10,7 +10,7 @@ import numpy as np
 
 from focalkern._checks import parsed_float, short
 from focalkern._columns import ClassColumns, ColumnsError, class_columns
-from focalkern.calibrators import InputKind
+from focalkern._types import InputKind
 from focalkern.files.checks import (
     Hint,
     InputError,
