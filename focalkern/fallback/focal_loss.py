@@ -6,6 +6,8 @@ Probability targets and label smoothing weigh every class, and are :func:`focalk
 """
 
 import math
+import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,7 @@ def focal_loss(
     detach_modulation: bool,
 ) -> Tensor:
     """As the compiled module's focal_loss. ``edges``: gamma is the table's gammas [n_bins]."""
+    ignore_index, label_smoothing = host_numbers("focal_loss", weight, ignore_index, label_smoothing)
     check_arguments("focal_loss", input, target, gamma, edges, weight, ignore_index, label_smoothing)
     input, dtype = promoted(input, target)
     check_range("focal_loss", target, input.shape[0 if input.dim() == 1 else 1], ignore_index)
@@ -219,7 +222,6 @@ def check_arguments(
     ignore_index: int,
     label_smoothing: float,
 ) -> None:
-    _check_kinds(op, weight, ignore_index, label_smoothing)
     check_dense(op, input)
     check_floating(op, "input", input)
     if input.dim() < 1:
@@ -244,13 +246,22 @@ def check_arguments(
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing:g}")
 
 
-def _check_kinds(op: str, weight: object, ignore_index: object, label_smoothing: object) -> None:
-    """What pybind11 refuses at the border of the compiled module; the operator then says which argument it was."""
-    integer, number = hasattr(type(ignore_index), "__index__"), hasattr(type(label_smoothing), "__float__")
-    if not (weight is None or isinstance(weight, Tensor)) or not integer:
-        raise TypeError(f"{op}: incompatible arguments")
-    if not number and not hasattr(type(label_smoothing), "__index__"):
-        raise TypeError(f"{op}: incompatible arguments")
+def host_numbers(op: str, weight: object, ignore_index: Any, label_smoothing: Any) -> tuple[int, float]:
+    """``ignore_index`` and ``label_smoothing`` as numbers of the host.
+
+    Raises:
+        TypeError: pybind11 would refuse one of the three; the operator then says which.
+    """
+    try:
+        if not (weight is None or isinstance(weight, Tensor)):
+            raise TypeError
+        index = ignore_index if type(ignore_index) is int else operator.index(ignore_index)
+        smoothing = label_smoothing if type(label_smoothing) is float else float(label_smoothing)
+        if not -(2**63) <= index < 2**63:
+            raise OverflowError
+    except Exception:  # an argument's class may raise anything
+        raise TypeError(f"{op}: incompatible arguments") from None
+    return index, smoothing
 
 
 def _check_target(op: str, input: Tensor, target: Tensor, ignore_index: int) -> None:

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from focalkern._types import compute_dtype
-from focalkern.fallback.focal_loss import check_arguments, check_range, focal_definition, gammas_of, promoted
+from focalkern.fallback.focal_loss import (
+    check_arguments,
+    check_range,
+    focal_definition,
+    gammas_of,
+    host_numbers,
+    promoted,
+)
 from focalkern.reference._softmax_losses import RowLossSpec, row_loss_of
 
 __all__ = ["focal_loss_composite", "row_loss"]
@@ -30,6 +37,7 @@ def row_loss(
 ) -> Tensor:
     """As the compiled module's row_loss."""
     spec = row_loss_of(kind)
+    ignore_index, label_smoothing = host_numbers(spec.name, weight, ignore_index, label_smoothing)
     check_arguments(spec.name, input, target, gamma, edges, weight, ignore_index, label_smoothing)
     input, dtype = promoted(input, target)
     check_range(spec.name, target, input.shape[0 if input.dim() == 1 else 1], ignore_index)

@@ -194,7 +194,7 @@ def _map(
         temperature = _check_number(op, "temperature", temperature, 0.0, "positive")
     try:
         return _through(input, gamma, temperature, kind, log)
-    except (TypeError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
+    except (TypeError, ValueError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
         flag(op, "log_odds" if kind == _BINARY else "log", log)
         raise reworded(op, error, **{name: input}, gamma=gamma, temperature=temperature) from None
 
