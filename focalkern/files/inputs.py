@@ -1,6 +1,6 @@
-"""Rows without labels, a few at a time where the format allows it: what a saved calibrator is applied to."""
+"""Rows without labels, for a saved calibrator: a few at a time where the format allows it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,30 +9,12 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.files.checks import KINDS, Hint, InputError, as_tensor, check_options, check_rows, check_said
-from focalkern.files.read import ARCHIVES, BARE, DAMAGE, damaged
-from focalkern.files.shards import LOOK, map_npy, matches, npy_header, safe_open, safetensors_arrays
+from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, open_npy, open_safetensors, rows_of_tensor
+from focalkern.files.samples import KINDS, Hint, InputError, as_tensor, check_options, check_said
+from focalkern.files.shards import LOOK, Shard, matches
 from focalkern.files.tables import OtherColumns, read_unlabelled
 
 __all__ = ["UnlabelledRows", "open_unlabelled"]
-
-_FLOATS = ("F16", "BF16", "F32", "F64")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What one file has of a set; ``read`` takes the rows [begin, end)."""
-
-    source: str
-    kind: InputKind
-    shape: tuple[int, ...]
-    read: Callable[[int, int], Tensor]
-
-    def rows(self, begin: int, end: int) -> Tensor:
-        try:
-            return self.read(begin, end)
-        except DAMAGE as error:
-            raise damaged(self.source, f"rows from {begin} on", error) from error
 
 
 @dataclass(frozen=True)
@@ -53,15 +35,13 @@ class UnlabelledRows:
     n_rows: int
     n_classes: int
     table: OtherColumns
-    _parts: tuple["_Part", ...]
+    _parts: tuple[Shard, ...]
 
     def batches(self, rows_at_once: int) -> Iterator[Tensor]:
         """[n, C] float32 or float64, checked."""
         for part in self._parts:
-            for begin in range(0, part.shape[0], rows_at_once):
-                input = part.rows(begin, min(begin + rows_at_once, part.shape[0]))
-                nowhere = torch.zeros(len(input), dtype=torch.int64)
-                check_rows(part.source, self.kind, self.kind, input, "labels", nowhere, begin)
+            for begin in range(0, part.rows, rows_at_once):
+                input, _ = part.read(begin, min(begin + rows_at_once, part.rows))
                 yield input if input.dtype == torch.float64 else input.to(torch.float32)
 
 
@@ -90,29 +70,24 @@ def open_unlabelled(
         raise InputError(f"{path}: expected files of one format, found {suffix} and others")
     if len(names) > 1 and suffix not in (".npy", ".safetensors"):
         raise InputError(f"{path}: expected .npy or .safetensors for several files, found {suffix}")
-    sets: dict[str, list[_Part]] = {}
+    sets: dict[str, list[Shard]] = {}
     table = OtherColumns()
     for name in names:
         if suffix == ".npy":
-            shape, dtype = npy_header(name)
-            _check(name, "array", shape, dtype.kind == "f", str(dtype))
-            sets.setdefault("", []).append(_Part(name, _kind_of_file(name, input_kind), shape, _of_npy(name)))
+            kind = _kind_of_file(name, input_kind)
+            sets.setdefault("", []).append(_part(open_npy(name, kind), kind, "array"))
         elif suffix == ".safetensors":
-            arrays = safetensors_arrays(name)
+            arrays = open_safetensors(name)
             for prefix, (kind, key) in _find(name, arrays, input_kind, logits_key).items():
-                found = arrays[key]
-                _check(name, key, found.shape, str(found.dtype) in _FLOATS, str(found.dtype))
-                sets.setdefault(prefix, []).append(_Part(name, kind, found.shape, _of_safetensors(name, key)))
+                sets.setdefault(prefix, []).append(_part(arrays[key], kind, key))
         elif suffix in (".csv", ".parquet", ".feather"):
             kind, values, table = read_unlabelled(name, logits_key, input_kind)
-            _check(name, "the columns", values.shape, True, "")
-            sets[""] = [_Part(name, kind, values.shape, _slices(torch.from_numpy(values)))]
+            sets[""] = [_part(rows_of_tensor(name, kind, torch.from_numpy(values)), kind, "the columns")]
         elif suffix in ARCHIVES:
             content = ARCHIVES[suffix](name)
             for prefix, (kind, key) in _find(name, content, input_kind, logits_key).items():
                 tensor = as_tensor(name, key, content[key])
-                _check(name, key or "the tensor", tuple(tensor.shape), tensor.is_floating_point(), str(tensor.dtype))
-                sets[prefix] = [_Part(name, kind, tuple(tensor.shape), _slices(tensor))]
+                sets[prefix] = [_part(rows_of_tensor(name, kind, tensor), kind, key or "the tensor")]
         else:
             known = ", ".join((".npy", ".safetensors", ".csv", ".parquet", ".feather", *ARCHIVES))
             raise InputError(f"{name}: expected {known}, found {suffix or 'no suffix'!r}")
@@ -120,17 +95,17 @@ def open_unlabelled(
     for prefix, parts in sets.items():
         first = parts[0]
         for part in parts:
-            if (part.kind, part.shape[1]) != (first.kind, first.shape[1]):
+            if (part.kind, part.n_classes) != (first.kind, first.n_classes):
                 raise InputError(
-                    f"{part.source}: expected {first.kind} of {first.shape[1]} classes as in {first.source}, found "
-                    f"{part.kind} of {part.shape[1]}"
+                    f"{part.source}: expected {first.kind} of {first.n_classes} classes as in {first.source}, found "
+                    f"{part.kind} of {part.n_classes}"
                 )
-        rows = sum(part.shape[0] for part in parts)
+        rows = sum(part.rows for part in parts)
         if input_kind is None and first.kind == "logits":
-            filled = next((part for part in parts if part.shape[0]), first)
-            start = filled.rows(0, min(filled.shape[0], LOOK))
+            filled = next((part for part in parts if part.rows), first)
+            start = filled.input.rows(0, min(filled.rows, LOOK))
             check_said(filled.source, first.kind, first.kind, input_kind, start)
-        opened[prefix] = UnlabelledRows(first.kind, prefix, str(path), rows, first.shape[1], table, tuple(parts))
+        opened[prefix] = UnlabelledRows(first.kind, prefix, str(path), rows, first.n_classes, table, tuple(parts))
     return opened
 
 
@@ -174,26 +149,10 @@ def _kind_in(stem: str) -> InputKind | None:
     return next((kind for kind in KINDS if kind in words), None)
 
 
-def _check(source: str, key: str, shape: tuple[int, ...], floating: bool, dtype: str) -> None:
-    if not floating:
-        raise InputError(f"{source}: {key}: expected floating point, found {dtype.removeprefix('torch.')}")
-    if len(shape) != 2 or shape[1] < 2:
-        raise InputError(f"{source}: {key}: expected [N, C] with C >= 2 classes, found {list(shape)}")
-
-
-def _of_npy(name: str) -> Callable[[int, int], Tensor]:
-    # Mapped anew each time: what was read before leaves the memory with the mapping.
-    return lambda begin, end: as_tensor(name, "array", map_npy(name)[begin:end].copy())
-
-
-def _of_safetensors(name: str, key: str) -> Callable[[int, int], Tensor]:
-    def read(begin: int, end: int) -> Tensor:
-        with safe_open(name) as stream:
-            rows: Tensor = stream.get_slice(key)[begin:end]
-            return rows
-
-    return read
-
-
-def _slices(tensor: Tensor) -> Callable[[int, int], Tensor]:
-    return lambda begin, end: tensor[begin:end]
+def _part(input: ArrayRows, kind: InputKind, key: str) -> Shard:
+    """The rows of one array, which errors call ``key``."""
+    if input.numbers != "float":
+        raise InputError(f"{input.source}: {key}: expected floating point, found {input.dtype}")
+    if len(input.shape) != 2 or input.shape[1] < 2:
+        raise InputError(f"{input.source}: {key}: expected [N, C] with C >= 2 classes, found {list(input.shape)}")
+    return Shard(input, None, kind)

@@ -6,90 +6,72 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from focalkern._checks import path_text
 from focalkern._types import InputKind
-from focalkern.files.checks import (
-    KINDS,
-    Hint,
-    InputError,
-    as_tensor,
-    check_file,
-    check_options,
-    check_rows,
-    check_said,
-    find_sets,
-)
-from focalkern.files.read import DAMAGE, damaged
+from focalkern.files.arrays import ArrayRows, find_sets, open_npy, open_safetensors
+from focalkern.files.samples import KINDS, Hint, InputError, check_file, check_options, check_rows, check_said
 
 __all__ = [
     "NamedFiles",
     "Shard",
     "ShardedRows",
     "is_pattern",
-    "map_npy",
     "matches",
-    "npy_header",
     "open_shards",
-    "safe_open",
-    "safetensors_arrays",
 ]
 
-# Rows that tell probabilities from logits.
+# Number of rows that tell probabilities from logits.
 LOOK = 1024
-
-_SAFETENSORS_FLOATS = ("F16", "BF16", "F32", "F64")
-_SAFETENSORS_INTEGERS = ("I8", "I16", "I32", "I64", "U8")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of rows, of which only the shape is known until :meth:`read`.
+    """One file of rows, of which only the shapes are known until :meth:`read`.
 
     Attributes:
-        source, label_source: the files of the input and of the labels; the same for .safetensors.
-        input_name, label_name: the names of the arrays.
+        input: [N, C] logits or probabilities.
+        labels: [N] class numbers, of the same file or of another; None for rows without labels.
         kind: ``"logits"`` or ``"probs"``.
-        rows, n_classes: N and C.
     """
 
-    source: str
-    label_source: str
-    input_name: str
-    label_name: str
+    input: ArrayRows
+    labels: ArrayRows | None
     kind: InputKind
-    rows: int
-    n_classes: int
 
-    def read(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    @property
+    def source(self) -> str:
+        """The file of the input."""
+        return self.input.source
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.input.shape[0]
+
+    @property
+    def n_classes(self) -> int:
+        """C."""
+        return self.input.shape[1]
+
+    def read(self, begin: int, end: int) -> tuple[Tensor, Tensor | None]:
         """The rows [begin, end) and their labels in int64, checked; in memory, and nothing else of the file."""
-        expected = f"rows {begin} to {end - 1}"
-        try:
-            if self.source.lower().endswith(".npy"):
-                # Mapped anew each time: what was read before leaves the memory with the mapping.
-                input = as_tensor(self.source, self.input_name, map_npy(self.source)[begin:end].copy())
-                target = as_tensor(self.label_source, self.label_name, map_npy(self.label_source)[begin:end].copy())
-            else:
-                with safe_open(self.source) as stream:
-                    input = stream.get_slice(self.input_name)[begin:end]
-                    target = stream.get_slice(self.label_name)[begin:end]
-        except DAMAGE as error:
-            raise damaged(self.source, expected, error) from error
-        target = target.to(torch.int64)
-        check_rows(self.source, self.kind, self.input_name, input, self.label_name, target, begin)
+        input = self.input.rows(begin, end)
+        target = None if self.labels is None else self.labels.rows(begin, end).to(torch.int64)
+        label_name = "" if self.labels is None else self.labels.name
+        check_rows(self.source, self.kind, self.input.name, input, label_name, target, begin)
         return input, target
 
     def stamp(self) -> list[Any]:
-        """What tells this file from another, without reading it."""
+        """Path, size and time of the files, which tell them from others without reading them."""
+        names = (self.source, *(() if self.labels is None else (self.labels.source,)))
         return [
             part
-            for name in dict.fromkeys((self.source, self.label_source))
+            for name in dict.fromkeys(names)
             for part in (os.path.realpath(name), os.stat(name).st_size, os.stat(name).st_mtime_ns)
         ]
 
@@ -123,7 +105,9 @@ class ShardedRows:
         for shard in self.shards:
             low, high = max(begin, first) - first, min(end, first + shard.rows) - first
             for row in range(low, high, rows_at_once):
-                yield first + row, *shard.read(row, min(row + rows_at_once, high))
+                input, target = shard.read(row, min(row + rows_at_once, high))
+                assert target is not None  # open_shards finds labels for every shard
+                yield first + row, input, target
             first += shard.rows
 
 
@@ -185,17 +169,17 @@ def open_shards(
             shard = by_prefix[prefix]
             if (shard.n_classes, shard.kind) != (first.n_classes, first.kind):
                 raise InputError(
-                    f"{shard.source}: {shard.input_name}: expected {first.kind} of {first.n_classes} classes as in "
+                    f"{shard.source}: {shard.input.name}: expected {first.kind} of {first.n_classes} classes as in "
                     f"{first.source}, found {shard.kind} of {shard.n_classes}"
                 )
             shards.append(shard)
         sets[prefix] = ShardedRows(tuple(shards), first.kind, prefix, path)
         if not len(sets[prefix]):
-            raise InputError(f"{path}: {first.input_name}: expected at least one row, found none")
+            raise InputError(f"{path}: {first.input.name}: expected at least one row, found none")
         if input_kind is None and first.kind == "logits":
             filled = next(shard for shard in shards if shard.rows)
             start, _ = filled.read(0, min(filled.rows, LOOK))
-            check_said(filled.source, filled.input_name, first.kind, input_kind, start)
+            check_said(filled.source, filled.input.name, first.kind, input_kind, start)
     return sets
 
 
@@ -244,14 +228,7 @@ def _npy_shards(path: str, names: Sequence[str], labels: str | None, input_kind:
         if input_kind is not None and said not in (None, input_kind):
             raise InputError(name, input_kind, f"a file that is called {said}", hint=Hint("input_kind", str(said)))
         kind = said or input_kind or "logits"
-        shape, dtype = npy_header(name)
-        label_shape, label_dtype = npy_header(label_name)
-        if dtype.kind != "f":
-            raise InputError(f"{name}: expected floating point, found {dtype}")
-        _check_shapes(name, kind, shape, label_name, "labels", label_shape)
-        if label_dtype.kind not in "iu":
-            raise InputError(f"{label_name}: expected integer class numbers, found {label_dtype}")
-        shards.append(Shard(name, label_name, kind, "labels", kind, shape[0], shape[1]))
+        shards.append(_shard(name, open_npy(name, kind), label_name, open_npy(label_name, "labels"), kind))
     return shards
 
 
@@ -278,71 +255,27 @@ def _labels_of(name: str) -> str:
     return str(path.with_name(f"{stem}{path.suffix}"))
 
 
-def npy_header(name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of an array, whose bytes are all there."""
-    try:
-        with open(name, "rb") as stream:
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(stream)
-            expected = stream.tell() + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    except DAMAGE as error:
-        raise damaged(name, "an array (.npy)", error) from error
-    if dtype.hasobject:
-        raise InputError(f"{name}: expected an array of numbers, found pickled Python objects; they are refused")
-    found = os.path.getsize(name)
-    if found < expected:
-        raise InputError(
-            f"{name}: expected {expected} bytes for {dtype} {list(shape)}, found a truncated file of {found}"
-        )
-    return shape, dtype
-
-
-def map_npy(name: str) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = np.load(name, mmap_mode="r", allow_pickle=False)
-    return array
-
-
 # ---- .safetensors --------------------------------------------------------------------------------------------------
-
-
-def safe_open(name: str) -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise InputError(f"{name}: safetensors is needed to read it: pip install safetensors") from error
-    return safe_open(name, framework="pt")
-
-
-def safetensors_arrays(name: str) -> dict[str, Any]:
-    """By name, ``shape`` and ``dtype`` of what a file has."""
-    try:
-        with safe_open(name) as stream:
-            arrays = {}
-            for key in stream.keys():  # noqa: SIM118  # no mapping
-                part = stream.get_slice(key)
-                arrays[key] = SimpleNamespace(shape=tuple(part.get_shape()), dtype=part.get_dtype())
-            return arrays
-    except InputError:
-        raise
-    except Exception as error:  # safetensors has an error of its own for damaged files, and OSError for others
-        raise damaged(name, "a .safetensors file", error) from error
 
 
 def _safetensors_shards(
     name: str, input_kind: InputKind | None, logits_key: str | None, labels_key: str | None
 ) -> dict[str, Shard]:
-    arrays = safetensors_arrays(name)
-    shards = {}
-    for prefix, (kind, input_name, label_name) in find_sets(name, arrays, input_kind, logits_key, labels_key).items():
-        input, target = arrays[input_name], arrays[label_name]
-        if input.dtype not in _SAFETENSORS_FLOATS:
-            raise InputError(f"{name}: {input_name}: expected floating point, found {input.dtype}")
-        _check_shapes(f"{name}: {input_name}", kind, input.shape, f"{name}: {label_name}", label_name, target.shape)
-        if target.dtype not in _SAFETENSORS_INTEGERS:
-            raise InputError(f"{name}: {label_name}: expected integer class numbers, found {target.dtype}")
-        shards[prefix] = Shard(name, name, input_name, label_name, kind, input.shape[0], input.shape[1])
-    return shards
+    arrays = open_safetensors(name)
+    return {
+        prefix: _shard(f"{name}: {key}", arrays[key], f"{name}: {label_key}", arrays[label_key], kind)
+        for prefix, (kind, key, label_key) in find_sets(name, arrays, input_kind, logits_key, labels_key).items()
+    }
+
+
+def _shard(where: str, input: ArrayRows, label_where: str, labels: ArrayRows, kind: InputKind) -> Shard:
+    """The shard of two arrays, whose places in errors are ``where`` and ``label_where``."""
+    if input.numbers != "float":
+        raise InputError(f"{where}: expected floating point, found {input.dtype}")
+    _check_shapes(where, kind, input.shape, label_where, labels.name, labels.shape)
+    if labels.numbers != "integer":
+        raise InputError(f"{label_where}: expected integer class numbers, found {labels.dtype}")
+    return Shard(input, labels, kind)
 
 
 def _check_shapes(

@@ -11,7 +11,8 @@ import numpy as np
 from focalkern._checks import parsed_float, short
 from focalkern._columns import ClassColumns, ColumnsError, class_columns
 from focalkern._types import InputKind
-from focalkern.files.checks import (
+from focalkern.files.arrays import kind_from_name
+from focalkern.files.samples import (
     Hint,
     InputError,
     LogitSet,
@@ -19,7 +20,6 @@ from focalkern.files.checks import (
     check_said,
     checked_set,
     label_numbers,
-    said_kind,
 )
 
 __all__ = ["OtherColumns", "from_frame", "read_arrow", "read_csv", "read_unlabelled"]
@@ -201,7 +201,7 @@ def _class_names(classes: ClassColumns) -> list[str]:
 
 def _said_by_columns(classes: ClassColumns) -> InputKind | None:
     """What the prefix of numbered columns, or the names of all others, say that they hold."""
-    said = {said_kind(name) for name in ([classes.prefix] if classes.numbers is not None else classes.names)}
+    said = {kind_from_name(name) for name in ([classes.prefix] if classes.numbers is not None else classes.names)}
     return said.pop() if len(said) == 1 else None
 
 

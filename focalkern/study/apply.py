@@ -14,8 +14,8 @@ from focalkern._atomic import opened_atomically, write_atomically
 from focalkern._checks import path_text
 from focalkern.calibrators import Calibrator, InputKind, load_calibrator
 from focalkern.files import InputError
-from focalkern.files.checks import check_options
 from focalkern.files.inputs import UnlabelledRows, open_unlabelled
+from focalkern.files.samples import check_options
 
 __all__ = ["OUTPUTS", "apply_calibrator"]
 

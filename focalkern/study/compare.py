@@ -25,7 +25,7 @@ from focalkern.calibrators import (
 from focalkern.calibrators._base import LOGITS, is_assumed
 from focalkern.calibrators._selection import CANDIDATES, PROPER, CrossValidation, Proper, as_candidates, check_folds
 from focalkern.files import InputError, LogitSet
-from focalkern.files.checks import checked_set
+from focalkern.files.samples import checked_set
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
 from focalkern.study.cross_validation import cross_validate_samples

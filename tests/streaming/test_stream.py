@@ -342,7 +342,7 @@ def test_names_of_shards_and_labels(folder):
         os.rename(f"test_logits-{i}.npy", f"part{i}.npy")
         os.rename(f"test_labels-{i}.npy", f"part_labels{i}.npy")
     by_number = open_shards("part?.npy", labels=None, input_kind="probs")[""]
-    assert by_number.kind == "probs" and [shard.label_source for shard in by_number.shards] == [
+    assert by_number.kind == "probs" and [shard.labels.source for shard in by_number.shards] == [
         "part_labels0.npy",
         "part_labels1.npy",
     ]

@@ -1,10 +1,9 @@
-"""Rows of logits or probabilities with their labels, and what is checked of them before they are used."""
+"""Samples of logits or probabilities with their labels, and the checks of their values; errors of files."""
 
 import math
 import os
-import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +26,10 @@ __all__ = [
     "check_rows",
     "check_said",
     "checked_set",
-    "find_sets",
     "label_numbers",
-    "said_kind",
 ]
 
 KINDS: tuple[InputKind, ...] = ("logits", "probs")
-_PREFIXES = ("", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -200,14 +196,6 @@ def check_options(op: str, input_kind: Any, path: Any = "", **names: Any) -> str
     return text
 
 
-def said_kind(name: str) -> InputKind | None:
-    """What the name of an array or of columns says that they hold."""
-    words = set(re.split(r"[^a-z]+", name.lower()))
-    if words & {"logit", "logits"}:
-        return "logits"
-    return "probs" if words & {"prob", "probs", "proba", "probability", "probabilities"} else None
-
-
 def check_said(source: str, input_name: str, kind: InputKind, input_kind: InputKind | None, input: Tensor) -> None:
     """Raises where logits, which nobody said they are, look like probabilities."""
     if input_kind is None and kind == "logits" and looks_like_probs(input):
@@ -217,53 +205,6 @@ def check_said(source: str, input_name: str, kind: InputKind, input_kind: InputK
             "rows that are not negative and sum to 1, as probabilities do",
             hint=(Hint("input_kind", "probs"), "or, if they are logits,", Hint("input_kind", "logits")),
         )
-
-
-def find_sets(
-    source: str,
-    arrays: Mapping[str, Any],
-    input_kind: InputKind | None,
-    logits_key: str | None = None,
-    labels_key: str | None = None,
-) -> dict[str, tuple[InputKind, str, str]]:
-    """By prefix, the kind of a set and the names of its arrays; at least one. With keys, of the one that they name."""
-    sets: dict[str, tuple[InputKind, str, str]] = {}
-    if logits_key is not None:
-        labels_key = labels_key or "labels"
-        for argument, key in (("logits_key", logits_key), ("labels_key", labels_key)):
-            if key not in arrays:
-                raise InputError(source, f"an array {key}", _listing(arrays), hint=Hint(argument, "NAME"))
-        return {"": (input_kind or said_kind(logits_key) or "logits", logits_key, labels_key)}
-    for prefix in _PREFIXES:
-        names = {kind: f"{prefix}_{kind}" if prefix else kind for kind in KINDS}
-        present = [kind for kind in KINDS if names[kind] in arrays]
-        if not present:
-            continue
-        if input_kind is None and len(present) > 1:
-            both = (Hint("input_kind", "logits"), "or", Hint("input_kind", "probs"))
-            raise InputError(source, f"one of {' and '.join(names.values())}", "both", hint=both)
-        kind = present[0] if input_kind is None else input_kind
-        if kind not in present:
-            raise InputError(source, names[kind], _listing(arrays), hint=Hint("input_kind", present[0]))
-        label_name = labels_key or (f"{prefix}_labels" if prefix else "labels")
-        if label_name not in arrays:
-            expected = f"{label_name} beside {names[kind]}"
-            raise InputError(source, expected, _listing(arrays), hint=Hint("labels_key", "NAME"))
-        sets[prefix] = (kind, names[kind], label_name)
-    if labels_key is not None and len(sets) > 1:
-        found = f"sets called {', '.join(sets)}"
-        hint = (Hint("logits_key", "NAME"), Hint("labels_key", labels_key))
-        raise InputError(source, f"one set for the labels {labels_key}", found, hint=hint)
-    if sets:
-        return sets
-    top_only = {"conf", "pred"} & {key.lower() for key in arrays}
-    of_all = "; the logits or probabilities of all classes are needed, not those of the top class" if top_only else ""
-    raise InputError(
-        source,
-        "logits and labels (or probs and labels, or either with val_ or test_ in front)",
-        f"{_listing(arrays)}{of_all}",
-        hint=(Hint("logits_key", "NAME"), Hint("labels_key", "NAME")),
-    )
 
 
 def checked_set(
@@ -371,17 +312,25 @@ def _named_labels(
 
 
 def check_rows(
-    source: str, kind: InputKind, input_name: str, input: Tensor, label_name: str, target: Tensor, first_row: int = 0
+    source: str,
+    kind: InputKind,
+    input_name: str,
+    input: Tensor,
+    label_name: str = "",
+    target: Tensor | None = None,
+    first_row: int = 0,
 ) -> None:
     """Raises InputError for the first row that cannot be used; ``first_row`` is its number in the file."""
-    _refuse_rows(
-        source,
-        label_name,
-        (target < 0) | (target >= input.shape[1]),
-        f"class numbers from 0 to {input.shape[1] - 1}",
-        lambda row: f"{int(target[row])}",
-        first_row,
-    )
+    if target is not None:
+        labels = target
+        _refuse_rows(
+            source,
+            label_name,
+            (labels < 0) | (labels >= input.shape[1]),
+            f"class numbers from 0 to {input.shape[1] - 1}",
+            lambda row: f"{int(labels[row])}",
+            first_row,
+        )
     if kind == "logits":
         # -inf is a class that is ruled out; a row needs one that is not.
         refused = (input.isnan() | (input == math.inf)).any(1) | (input == -math.inf).all(1)
@@ -426,14 +375,3 @@ def as_tensor(source: str, name: str, values: Any) -> Tensor:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _listing(arrays: Mapping[str, Any]) -> str:
-    """``labels [50000], pred [14, 50000]``: names and shapes of what is there."""
-    if not arrays:
-        return "nothing"
-    shown = [
-        f"{key} {list(value.shape)}" if hasattr(value, "shape") else f"{key} ({type(value).__name__})"
-        for key, value in list(arrays.items())[:8]
-    ]
-    return ", ".join(shown) + (f" and {len(arrays) - 8} more" if len(arrays) > 8 else "")

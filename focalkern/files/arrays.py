@@ -1,0 +1,310 @@
+"""Arrays in files: all of them by name, or a few rows at a time where the format allows it."""
+
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern._types import InputKind
+from focalkern.files.samples import KINDS, Hint, InputError, as_tensor
+
+__all__ = [
+    "ARCHIVES",
+    "BARE",
+    "READ_ERRORS",
+    "ArrayRows",
+    "find_sets",
+    "kind_from_name",
+    "load_numpy",
+    "open_file",
+    "open_npy",
+    "open_safetensors",
+    "rows_of_tensor",
+    "unreadable",
+]
+
+_PREFIXES = ("", "val", "test")
+_SAFETENSORS_FLOATS = ("F16", "BF16", "F32", "F64")
+_SAFETENSORS_INTEGERS = ("I8", "I16", "I32", "I64", "U8")
+
+
+@dataclass(frozen=True)
+class ArrayRows:
+    """An array that is read a few rows at a time.
+
+    Attributes:
+        source: its file.
+        name: its name in the file.
+        shape: [N, ...].
+        dtype: as the file names it.
+        numbers: whether it holds floating-point numbers, integers, or anything else.
+        read: the rows [begin, end) as a tensor in memory.
+    """
+
+    source: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    numbers: Literal["float", "integer", "other"]
+    read: Callable[[int, int], Tensor]
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """The rows [begin, end).
+
+        Raises:
+            InputError: the file is damaged, or has changed.
+        """
+        try:
+            return self.read(begin, end)
+        except READ_ERRORS as error:
+            raise unreadable(self.source, f"rows {begin} to {end - 1}", error) from error
+
+    def whole(self) -> Tensor:
+        """All rows."""
+        return self.rows(0, self.shape[0] if self.shape else 0)
+
+
+# NumPy's header, torch's unpickler and decompressors raise errors of any class for truncated or damaged bytes.
+READ_ERRORS = (Exception,)
+
+
+def unreadable(source: str, expected: str, error: BaseException) -> InputError:
+    """The InputError for an error of a reader."""
+    if isinstance(error, InputError):
+        return error
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return InputError(f"{source}: expected a file that can be read, found: {error.strerror}")
+    text = str(error).strip()
+    # NumPy says this of pickles and of files that are no arrays at all; torch refuses a pickle in many words.
+    if "allow_pickle" in text or "Object arrays" in text:
+        found = "pickled Python objects, or something else that is not an array; they are refused"
+    elif "weights_only" in text.lower() or "Unsupported" in text or isinstance(error, pickle.UnpicklingError):
+        found = "pickled Python objects other than tensors, or a damaged file; they are refused"
+    else:
+        reason = text.splitlines()[0].partition(". ")[0][:200] if text else type(error).__name__
+        found = f"a damaged or truncated file, or another format ({reason})"
+        if isinstance(error, MemoryError):
+            found = f"a damaged file, or one too large for the memory ({reason}); .npy and .safetensors can be streamed"
+    return InputError(f"{source}: expected {expected}, found {found}")
+
+
+def open_file(source: str) -> BinaryIO:
+    try:
+        return open(source, "rb")
+    except OSError as error:
+        raise InputError(f"{source}: expected a file that can be read, found: {error.strerror}") from error
+
+
+# ---- files that are read at once -----------------------------------------------------------------------------------
+
+
+def load_numpy(stream: BinaryIO, source: str, expected: str) -> Any:
+    # A stream and not a path: NumPy leaves a file that it opened itself open when it is damaged.
+    try:
+        return np.load(stream, allow_pickle=False)
+    except READ_ERRORS as error:
+        raise unreadable(source, expected, error) from error
+
+
+def _read_npz(source: str) -> dict[str, Any]:
+    expected = "an .npz file of arrays"
+    arrays: dict[str, Any] = {}
+    with open_file(source) as stream:
+        archive = load_numpy(stream, source, expected)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise InputError(f"{source}: expected {expected}, found a single array {list(archive.shape)} (.npy)")
+        with archive:
+            for key in archive.files:
+                try:
+                    arrays[key] = archive[key]
+                except READ_ERRORS as error:
+                    raise unreadable(source, f"an array in {key}", error) from error
+    return arrays
+
+
+BARE = ""
+
+
+def _read_pt(source: str) -> dict[str, Any]:
+    """A dict of tensors; a single tensor, which has no name, is called :data:`BARE`."""
+    expected = "a dict of tensors"
+    try:
+        with open_file(source) as stream, warnings.catch_warnings():
+            # torch warns of pickles that it then refuses; the refusal is enough.
+            warnings.simplefilter("ignore")
+            loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    except READ_ERRORS as error:
+        raise unreadable(source, expected, error) from error
+    if isinstance(loaded, Tensor):
+        return {BARE: loaded}
+    if not isinstance(loaded, dict):
+        raise InputError(f"{source}: expected {expected}, found a {type(loaded).__name__}")
+    return {str(key): value for key, value in loaded.items()}
+
+
+# By suffix, the readers of all arrays of a file.
+ARCHIVES: dict[str, Callable[[str], dict[str, Any]]] = {".npz": _read_npz, ".pt": _read_pt, ".pth": _read_pt}
+
+
+def rows_of_tensor(source: str, name: str, tensor: Tensor) -> ArrayRows:
+    """The rows of a tensor in memory."""
+    numbers: Literal["float", "other"] = "float" if tensor.is_floating_point() else "other"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return ArrayRows(source, name, tuple(tensor.shape), dtype, numbers, lambda begin, end: tensor[begin:end])
+
+
+# ---- files that are read a few rows at a time ----------------------------------------------------------------------
+
+
+def open_npy(source: str, name: str = "array") -> ArrayRows:
+    """The array of a .npy file; ``name`` is its name in errors.
+
+    Raises:
+        InputError: not an array of numbers, or a truncated one.
+    """
+    shape, dtype = _npy_header(source)
+
+    def read(begin: int, end: int) -> Tensor:
+        # Mapped anew each time: what was read before leaves the memory with the mapping.
+        return as_tensor(source, name, _map_npy(source)[begin:end].copy())
+
+    numbers: Any = {"f": "float", "i": "integer", "u": "integer"}.get(dtype.kind, "other")
+    return ArrayRows(source, name, shape, str(dtype), numbers, read)
+
+
+def open_safetensors(source: str) -> dict[str, ArrayRows]:
+    """By name, the arrays of a .safetensors file.
+
+    Raises:
+        InputError: safetensors is not installed, or the file is damaged.
+    """
+
+    def rows_of(key: str, part: Any) -> ArrayRows:
+        dtype = str(part.get_dtype())
+        numbers: Any = "integer" if dtype in _SAFETENSORS_INTEGERS else "other"
+
+        def read(begin: int, end: int) -> Tensor:
+            with _safe_open(source) as stream:
+                whole = len(shape) == 0
+                rows: Tensor = stream.get_tensor(key) if whole else stream.get_slice(key)[begin:end]
+                return rows
+
+        shape = tuple(part.get_shape())
+        return ArrayRows(source, key, shape, dtype, "float" if dtype in _SAFETENSORS_FLOATS else numbers, read)
+
+    try:
+        with _safe_open(source) as stream:
+            return {key: rows_of(key, stream.get_slice(key)) for key in stream.keys()}  # noqa: SIM118  # no mapping
+    except InputError:
+        raise
+    except Exception as error:  # safetensors has an error of its own for damaged files, and OSError for others
+        raise unreadable(source, "a .safetensors file", error) from error
+
+
+def _npy_header(name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of an array, whose bytes are all there."""
+    try:
+        with open(name, "rb") as stream:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(stream)
+            expected = stream.tell() + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    except READ_ERRORS as error:
+        raise unreadable(name, "an array (.npy)", error) from error
+    if dtype.hasobject:
+        raise InputError(f"{name}: expected an array of numbers, found pickled Python objects; they are refused")
+    found = os.path.getsize(name)
+    if found < expected:
+        raise InputError(
+            f"{name}: expected {expected} bytes for {dtype} {list(shape)}, found a truncated file of {found}"
+        )
+    return shape, dtype
+
+
+def _map_npy(name: str) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = np.load(name, mmap_mode="r", allow_pickle=False)
+    return array
+
+
+def _safe_open(name: str) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise InputError(f"{name}: safetensors is needed to read it: pip install safetensors") from error
+    return safe_open(name, framework="pt")
+
+
+# ---- names of arrays -----------------------------------------------------------------------------------------------
+
+
+def kind_from_name(name: str) -> InputKind | None:
+    """The kind that the name of an array or of columns tells; None if it tells none."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    if words & {"logit", "logits"}:
+        return "logits"
+    return "probs" if words & {"prob", "probs", "proba", "probability", "probabilities"} else None
+
+
+def find_sets(
+    source: str,
+    arrays: Mapping[str, Any],
+    input_kind: InputKind | None,
+    logits_key: str | None = None,
+    labels_key: str | None = None,
+) -> dict[str, tuple[InputKind, str, str]]:
+    """By prefix, the kind of a set and the names of its arrays; at least one. With keys, of the one that they name."""
+    sets: dict[str, tuple[InputKind, str, str]] = {}
+    if logits_key is not None:
+        labels_key = labels_key or "labels"
+        for argument, key in (("logits_key", logits_key), ("labels_key", labels_key)):
+            if key not in arrays:
+                raise InputError(source, f"an array {key}", _listing(arrays), hint=Hint(argument, "NAME"))
+        return {"": (input_kind or kind_from_name(logits_key) or "logits", logits_key, labels_key)}
+    for prefix in _PREFIXES:
+        names = {kind: f"{prefix}_{kind}" if prefix else kind for kind in KINDS}
+        present = [kind for kind in KINDS if names[kind] in arrays]
+        if not present:
+            continue
+        if input_kind is None and len(present) > 1:
+            both = (Hint("input_kind", "logits"), "or", Hint("input_kind", "probs"))
+            raise InputError(source, f"one of {' and '.join(names.values())}", "both", hint=both)
+        kind = present[0] if input_kind is None else input_kind
+        if kind not in present:
+            raise InputError(source, names[kind], _listing(arrays), hint=Hint("input_kind", present[0]))
+        label_name = labels_key or (f"{prefix}_labels" if prefix else "labels")
+        if label_name not in arrays:
+            expected = f"{label_name} beside {names[kind]}"
+            raise InputError(source, expected, _listing(arrays), hint=Hint("labels_key", "NAME"))
+        sets[prefix] = (kind, names[kind], label_name)
+    if labels_key is not None and len(sets) > 1:
+        found = f"sets called {', '.join(sets)}"
+        hint = (Hint("logits_key", "NAME"), Hint("labels_key", labels_key))
+        raise InputError(source, f"one set for the labels {labels_key}", found, hint=hint)
+    if sets:
+        return sets
+    top_only = {"conf", "pred"} & {key.lower() for key in arrays}
+    of_all = "; the logits or probabilities of all classes are needed, not those of the top class" if top_only else ""
+    raise InputError(
+        source,
+        "logits and labels (or probs and labels, or either with val_ or test_ in front)",
+        f"{_listing(arrays)}{of_all}",
+        hint=(Hint("logits_key", "NAME"), Hint("labels_key", "NAME")),
+    )
+
+
+def _listing(arrays: Mapping[str, Any]) -> str:
+    """``labels [50000], pred [14, 50000]``: names and shapes of what is there."""
+    if not arrays:
+        return "nothing"
+    shown = [
+        f"{key} {list(value.shape)}" if hasattr(value, "shape") else f"{key} ({type(value).__name__})"
+        for key, value in list(arrays.items())[:8]
+    ]
+    return ", ".join(shown) + (f" and {len(arrays) - 8} more" if len(arrays) > 8 else "")
