@@ -8,7 +8,7 @@ from torch import Tensor
 
 from focalkern._checks import flag
 from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, renamed
-from focalkern.calibrators._rows import Rows
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._selection import (
     PROPER,
     Proper,
@@ -125,7 +125,7 @@ class AutoCalibrator(Calibrator):
         except (TypeError, ValueError) as error:
             raise type(error)(f"AutoCalibrator: {error}") from None
 
-    def _fit(self, rows: Rows) -> dict[str, Any]:
+    def _fit(self, rows: FitData) -> dict[str, Any]:
         input, target = rows.input, rows.target
         candidates = as_candidates(self.candidates, self.criterion, self.input_kind, self.keep_predictions)
         folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)

@@ -19,9 +19,8 @@ from focalkern._checks import number, path_text, short
 from focalkern._diagnostics import input_doubts, label_problems, one_logit_doubts, refuse_probs
 from focalkern._types import InputKind
 from focalkern._version import __version__
-from focalkern.calibrators._modules import ClassAxis, FlooredInput, as_pairs, floored_input
-from focalkern.calibrators._rows import (
-    Rows,
+from focalkern.calibrators._fit_data import (
+    FitData,
     as_floating,
     as_rows,
     check_input,
@@ -29,6 +28,7 @@ from focalkern.calibrators._rows import (
     labels_array,
     weighted_mean,
 )
+from focalkern.calibrators._modules import ClassAxis, FlooredInput, as_pairs, floored_input
 from focalkern.calibrators._warnings import warn
 from focalkern.metrics import ESTIMATORS
 
@@ -200,7 +200,7 @@ class Calibrator:
 
     def _fit_rows(
         self, logits: Any, target: Any, sample_weight: Any, ignore_index: int | None, *, assumed: bool = False
-    ) -> Rows:
+    ) -> FitData:
         """Fit, and return what it was fitted on; ``assumed``: nobody said that they are logits."""
         name = type(self).__name__
         self._check_parameters()
@@ -530,11 +530,11 @@ class Calibrator:
             if isinstance(floor, bool) or not 0 <= number(name, "floor", floor) < 1:
                 raise ValueError(f"{name}: floor must be at least 0 and less than 1, got {short(floor)}")
 
-    def _fit(self, rows: Rows) -> dict[str, Any]:
+    def _fit(self, rows: FitData) -> dict[str, Any]:
         """The fitted attributes."""
         raise NotImplementedError
 
-    def _doubts(self, rows: Rows) -> Iterable[str]:
+    def _doubts(self, rows: FitData) -> Iterable[str]:
         """What is doubtful about what was fitted to these rows, each with its remedy."""
         return ()
 

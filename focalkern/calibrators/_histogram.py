@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import MOST_BINS, integer
 from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_count, as_number, calibrator_from_json
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._modules import (
     CalibratedLogProbs,
     FlooredInput,
@@ -18,7 +19,6 @@ from focalkern.calibrators._modules import (
     can_occur,
     widened,
 )
-from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._warnings import judged
 
@@ -133,7 +133,7 @@ class HistogramBinning(Calibrator):
         integer(name, "n_bins", self.n_bins, 1, MOST_BINS)
         self._check_scaling()
 
-    def _fit(self, rows: Rows) -> dict[str, Any]:
+    def _fit(self, rows: FitData) -> dict[str, Any]:
         input, target = rows.input, rows.target
         scaling = None
         if self.scaling is not None:
@@ -176,7 +176,7 @@ class HistogramBinning(Calibrator):
             "scaling_": scaling,
         }
 
-    def _doubts(self, rows: Rows) -> list[str]:
+    def _doubts(self, rows: FitData) -> list[str]:
         doubts = []
         certain = int(((self.values_ == 1) & (self.counts_ > 0)).sum())
         if certain:

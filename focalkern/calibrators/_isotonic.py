@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators._base import LEAST_EPSILON, LOGITS, Calibrator, InputKind, as_count, as_number
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._modules import IsotonicLogProbs
-from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._warnings import few_by_weight, judged
 
 __all__ = ["IsotonicCalibration"]
@@ -89,7 +89,7 @@ class IsotonicCalibration(Calibrator):
     def _module(self, *, one_logit: bool = False) -> IsotonicLogProbs:
         return IsotonicLogProbs(self.steps_, self.epsilon_, self.input_kind, one_logit=one_logit)
 
-    def _fit(self, rows: Rows) -> dict[str, Any]:
+    def _fit(self, rows: FitData) -> dict[str, Any]:
         input, target = rows.input, rows.target
         name = type(self).__name__
         try:
@@ -118,7 +118,7 @@ class IsotonicCalibration(Calibrator):
             "n_changed_": int((log_probs.argmax(-1) != input.argmax(-1)).sum()),
         }
 
-    def _doubts(self, rows: Rows) -> list[str]:
+    def _doubts(self, rows: FitData) -> list[str]:
         remedy = "more rows, or TemperatureScaling"
         return few_by_weight(rows) + judged(
             rows, self._log_probs, by=("nll",), input_kind=self.input_kind, remedy=remedy

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_number
-from focalkern.calibrators._rows import Rows
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._spline_features import floor_of, logit_scale, robust_temperature
 from focalkern.calibrators._spline_module import FlooredLogProbs
 from focalkern.ops.spline_sums import spline_sums_for
@@ -83,7 +83,7 @@ class RobustTemperatureScaling(Calibrator):
     def _module(self, *, one_logit: bool = False) -> FlooredLogProbs:
         return FlooredLogProbs(self.temperature_, self.floor_, self.input_kind, masks=self.masks_, one_logit=one_logit)
 
-    def _fit(self, rows: Rows) -> dict[str, Any]:
+    def _fit(self, rows: FitData) -> dict[str, Any]:
         input, target = rows.input, rows.target
         weight = rows.weight
         if weight is None:

@@ -22,6 +22,7 @@ from focalkern.calibrators._base import (
     as_number,
     as_numbers,
 )
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
 from focalkern.calibrators._newton_search import (
     Smooth,
@@ -30,7 +31,6 @@ from focalkern.calibrators._newton_search import (
     minimize_focal,
     nll_temperature,
 )
-from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._search import (
     DEFAULT_GAMMAS,
     WIDENINGS,
@@ -229,7 +229,7 @@ class Scaling(Calibrator):
                 if getattr(self, axis, None) is not None:
                     raise ValueError(f"{name}: {axis} must be None with search={search!r}, which has no grid")
 
-    def _fit(self, rows: Rows) -> dict[str, Any]:
+    def _fit(self, rows: FitData) -> dict[str, Any]:
         input, target, weight = rows.input, rows.target, rows.weight
         name, search, criterion = type(self).__name__, self._search(), self._criterion()
 
@@ -274,10 +274,10 @@ class Scaling(Calibrator):
             gammas, temperatures = _with(gammas, more[0]), (*temperatures, *more[1])
         return self._fitted(found, search, criterion)
 
-    def _search_smooth(self, rows: Rows, criterion: Smooth) -> Found:
+    def _search_smooth(self, rows: FitData, criterion: Smooth) -> Found:
         raise NotImplementedError
 
-    def _doubts(self, rows: Rows) -> list[str]:
+    def _doubts(self, rows: FitData) -> list[str]:
         doubts = []
         if self.at_border_:
             if self.search_ in _SMOOTH and self.at_border_[-1].startswith("temperature"):
@@ -414,7 +414,7 @@ class TemperatureScaling(Scaling):
     def _gammas(self) -> Any:
         return (0.0,)
 
-    def _search_smooth(self, rows: Rows, criterion: Smooth) -> Found:
+    def _search_smooth(self, rows: FitData, criterion: Smooth) -> Found:
         search = nll_temperature if criterion == "nll" else brier_temperature
         return search(rows.input, rows.target, self.input_kind, rows.weight)
 
@@ -500,7 +500,7 @@ class FocalTemperatureScaling(Scaling):
     def _gammas(self) -> Any:
         return DEFAULT_GAMMAS if self.gammas is None else as_numbers(type(self).__name__, "gammas", self.gammas)
 
-    def _search_smooth(self, rows: Rows, criterion: Smooth) -> Found:
+    def _search_smooth(self, rows: FitData, criterion: Smooth) -> Found:
         return minimize_focal(rows.input, rows.target, self.input_kind, criterion, rows.weight, self._near)
 
     # Where a search by derivatives starts, in place of a coarse grid: set by fit_quietly for the time of a fit.

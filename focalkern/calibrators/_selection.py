@@ -18,9 +18,9 @@ from torch import Tensor
 
 from focalkern._checks import integer, short
 from focalkern.calibrators._base import Calibrator, InputKind
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._isotonic import IsotonicCalibration
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
-from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._scaling import FocalTemperatureScaling, TemperatureScaling
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_folds import SplineFolds, why_not
@@ -321,7 +321,7 @@ def cross_validate(
     folds = min(folds, rows)
     fold = stratified_folds(labels, folds, seed)
     folds = folds if folds > 1 else 0
-    of_rows = Rows(input, labels, weight)
+    of_rows = FitData(input, labels, weight)
     splines = _SplinesByPenalty(of_rows, candidates, fold, folds)
     entries, losses, briers = [], [], []
     for name, candidate in candidates.items():
@@ -370,7 +370,7 @@ def cross_validate(
 _ZEROS = "gives probability 0 to classes that are possible in other rows"
 
 
-def _zeros_are_possible(rows: Rows, input_kind: str) -> bool:
+def _zeros_are_possible(rows: FitData, input_kind: str) -> bool:
     """Whether a probability of 0 may fall on the true class: no calibration would have an infinite loss there."""
     if input_kind == "logits":  # -inf is impossible, unless a label says otherwise
         return bool((rows.input.gather(1, rows.target.unsqueeze(1)) == -math.inf).any())
@@ -381,7 +381,7 @@ def _zeros_are_possible(rows: Rows, input_kind: str) -> bool:
 class _SplinesByPenalty:
     """The spline scalings among the candidates, fitted together where they have one penalty, when one is wanted."""
 
-    def __init__(self, rows: Rows, candidates: Mapping[str, Any], fold: Tensor, folds: int) -> None:
+    def __init__(self, rows: FitData, candidates: Mapping[str, Any], fold: Tensor, folds: int) -> None:
         self._rows, self._fold, self._folds = rows, fold, folds
         self._candidates = [
             one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)

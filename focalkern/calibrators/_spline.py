@@ -9,8 +9,8 @@ from torch import Tensor
 
 from focalkern._checks import flag, number
 from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_count, as_number
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._robust_temperature import temperature_from_json
-from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import KNOT_GAP, LEAST_KNOTS, MOST_KNOTS, row_blocks
 from focalkern.calibrators._spline_fit import LBFGS_STEPS, Fit
@@ -175,7 +175,7 @@ class SplineScaling(Calibrator):
     # What a fit of several spline scalings to these rows has found.
     _known: dict[str, Any] | None = None
 
-    def _fit(self, rows: Rows) -> dict[str, Any]:
+    def _fit(self, rows: FitData) -> dict[str, Any]:
         if self._known is not None:
             return self._known
         of_rows = SplineRows.of(rows, self.input_kind, float(self.penalty))
@@ -215,7 +215,7 @@ class SplineScaling(Calibrator):
             )
         return {**fitted, "n_changed_": n_changed}
 
-    def _doubts(self, rows: Rows) -> list[str]:
+    def _doubts(self, rows: FitData) -> list[str]:
         doubts = []
         if self.weight_sum_ < _FEW_ROWS:
             doubts.append(

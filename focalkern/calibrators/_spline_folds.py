@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._rows import Rows
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_family import Family, fit_family
 from focalkern.calibrators._spline_module import SplineLogProbs
@@ -44,7 +44,7 @@ class SplineFolds:
         folds: how many there are; 0 for none.
     """
 
-    def __init__(self, rows: Rows, candidates: Sequence[SplineScaling], fold: Tensor, folds: int) -> None:
+    def __init__(self, rows: FitData, candidates: Sequence[SplineScaling], fold: Tensor, folds: int) -> None:
         self._rows, self._fold = rows, fold.to(rows.input.device)
         first = candidates[0]
         members = {candidate._member() for candidate in candidates}

@@ -7,8 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._robust_temperature import masks
-from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_features import BLOCK, find_knots, floor_of, logit_scale, robust_temperature, spread
 from focalkern.ops.spline_sums import spline_sums_for
@@ -44,7 +44,7 @@ class SplineRows:
     factor: float
 
     @classmethod
-    def of(cls, rows: Rows, input_kind: str, penalty: float = 1.0, temperature: float | None = None) -> Self:
+    def of(cls, rows: FitData, input_kind: str, penalty: float = 1.0, temperature: float | None = None) -> Self:
         """Find temperature, floor and knots.
 
         Args:

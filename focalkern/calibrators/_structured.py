@@ -9,10 +9,10 @@ from torch import Tensor
 
 from focalkern._checks import flag, number
 from focalkern.calibrators._base import LEAST_EPSILON, LOGITS, Calibrator, InputKind, as_count, as_map, as_number
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._modules import StructuredLogProbs, can_occur
 from focalkern.calibrators._newton_search import check_finite_nll, minimize_focal, nll_temperature
 from focalkern.calibrators._probmetrics import fit_structured
-from focalkern.calibrators._rows import Rows
 from focalkern.calibrators._warnings import few_by_weight, judged
 
 __all__ = ["Solver", "Structure", "StructuredScaling"]
@@ -154,7 +154,7 @@ class StructuredScaling(Calibrator):
             fused=fused,
         )
 
-    def _fit(self, rows: Rows) -> dict[str, Any]:
+    def _fit(self, rows: FitData) -> dict[str, Any]:
         input, target, weight = rows.input, rows.target, rows.weight
         check_finite_nll(type(self).__name__, input, target, self.input_kind)
         n_rows = float(len(input) if weight is None else weight.sum())
@@ -178,7 +178,7 @@ class StructuredScaling(Calibrator):
             "n_changed_": int((log_probs.argmax(-1) != input.argmax(-1)).sum()),
         }
 
-    def _by_probmetrics(self, rows: Rows) -> _Found | None:
+    def _by_probmetrics(self, rows: FitData) -> _Found | None:
         """None where ``solver="auto"`` has to take the other one."""
         name = type(self).__name__
         wide = rows.input.to(torch.float64)
@@ -206,7 +206,7 @@ class StructuredScaling(Calibrator):
             raise
         return found
 
-    def _by_lbfgs(self, rows: Rows, share: Tensor, n_rows: float) -> _Found:
+    def _by_lbfgs(self, rows: FitData, share: Tensor, n_rows: float) -> _Found:
         """``share`` [N] float64 sums to 1; the rows count as ``n_rows``."""
         input, target, weight = rows.input, rows.target, rows.weight
         n_classes = input.shape[1]
@@ -227,7 +227,7 @@ class StructuredScaling(Calibrator):
         possible = can_occur(input, self.input_kind)
         return "lbfgs", temperature, *_regularised(features, possible, target, share, identity, penalties, strength)
 
-    def _doubts(self, rows: Rows) -> list[str]:
+    def _doubts(self, rows: FitData) -> list[str]:
         remedy = "a larger penalty, or TemperatureScaling"
         return few_by_weight(rows) + judged(
             rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._rows import Rows
+from focalkern.calibrators._fit_data import FitData
 
 __all__ = ["CalibrationWarning", "few_by_weight", "judged", "warn"]
 
@@ -46,7 +46,7 @@ def warn(name: str, doubts: Sequence[str]) -> None:
     warnings.warn(f"{name}: {', and '.join(doubts)}", CalibrationWarning, stacklevel=depth)
 
 
-def few_by_weight(of: Rows) -> list[str]:
+def few_by_weight(of: FitData) -> list[str]:
     """Whether the weights of many rows sum to few rows, where a fit depends on how many there are."""
     if of.weight is None:
         return []
@@ -60,7 +60,7 @@ def few_by_weight(of: Rows) -> list[str]:
 
 
 def judged(
-    of: Rows, apply: Callable[[Tensor], Tensor], *, by: Sequence[str], input_kind: str, remedy: str
+    of: FitData, apply: Callable[[Tensor], Tensor], *, by: Sequence[str], input_kind: str, remedy: str
 ) -> list[str]:
     """Whether calibrated rows are worse than the same rows without calibration.
 

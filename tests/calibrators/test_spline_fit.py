@@ -12,7 +12,7 @@ import focalkern as fk
 from focalkern import reference
 from focalkern.calibrators import _spline_features as parts
 from focalkern.calibrators import _spline_fit, _spline_rows
-from focalkern.calibrators._rows import Rows
+from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import find_knots, robust_temperature
@@ -33,7 +33,7 @@ def draw(n=400, n_classes=4, seed=0, scale=2.0):
 
 
 def rows_of(logits, target, weight=None, kind="logits"):
-    return SplineRows.of(Rows(logits, target, weight), kind)
+    return SplineRows.of(FitData(logits, target, weight), kind)
 
 
 def log_probs(rows, map, logits, kind="logits"):

@@ -12,14 +12,14 @@ from focalkern._arrays import as_tensor
 from focalkern._checks import label, short
 from focalkern.fallback._checks import sum_tolerance
 
-__all__ = ["Rows", "as_floating", "as_rows", "check_input", "check_values", "labels_array", "weighted_mean"]
+__all__ = ["FitData", "as_floating", "as_rows", "check_input", "check_values", "labels_array", "weighted_mean"]
 
 # Of a sum of weights. Shares, their squares and 1 / (N + 1) have all digits within it.
 _MOST_WEIGHT = 1e100
 
 
 @dataclass(frozen=True)
-class Rows:
+class FitData:
     """Rows that count, checked.
 
     Attributes:
@@ -48,7 +48,7 @@ def as_rows(
     *,
     input_kind: str,
     one_logit: bool,
-) -> Rows:
+) -> FitData:
     """Rows of :meth:`Calibrator.fit`; ``name`` is the calibrator's, ``input`` [N, C] or [N, C, d1, ...]."""
     check_input(name, input, any_rank=input.dim() > 2, class_axis=1 if input.dim() > 2 else -1)
     n_classes = input.shape[1]
@@ -78,7 +78,7 @@ def as_rows(
         raise ValueError(f"{name}: fit needs at least one row, got none")
     if weight is not None and bool((weight == 1).all()):
         weight = None
-    return Rows(input, labels, weight, names, one_logit, dense)
+    return FitData(input, labels, weight, names, one_logit, dense)
 
 
 def check_input(name: str, input: Tensor, *, any_rank: bool = False, class_axis: int = -1) -> None:
