@@ -8,9 +8,15 @@ from torch import Tensor
 
 from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_number
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._spline_features import floor_of, logit_scale, robust_temperature
+from focalkern.calibrators._row_source import RowSource, rows_of
+from focalkern.calibrators._spline_features import (
+    floor_of,
+    logit_scale,
+    masks_zeros,
+    robust_temperature,
+    temperature_sums,
+)
 from focalkern.calibrators._spline_module import FlooredLogProbs
-from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = ["RobustTemperatureScaling"]
 
@@ -84,22 +90,17 @@ class RobustTemperatureScaling(Calibrator):
         return FlooredLogProbs(self.temperature_, self.floor_, self.input_kind, masks=self.masks_, one_logit=one_logit)
 
     def _fit(self, rows: FitData) -> dict[str, Any]:
-        input, target = rows.input, rows.target
-        weight = rows.weight
-        if weight is None:
-            weight = torch.ones(len(input), dtype=torch.float64, device=input.device)
-        total = float(weight.sum())
-        share, floor = weight / total, floor_of(total)
-        scale = logit_scale(input, share, self.input_kind)
-        temperature = robust_temperature(input, target, share, total, self.input_kind, scale, self._near)
+        return self._fit_source(rows_of(rows))
+
+    def _fit_source(self, source: RowSource) -> dict[str, Any]:
+        floor = floor_of(source.weight_sum)
+        temperature = robust_temperature(source, self.input_kind, logit_scale(source, self.input_kind), self._near)
         beta = torch.tensor([1 / temperature], dtype=torch.float64)
-        sums_of = spline_sums_for(input).spline_temperature_sums
-        value = float(sums_of(input, target, share, beta, floor, self.input_kind == "probs")[0])
         return {
             "temperature_": temperature,
             "floor_": floor,
-            "masks_": masks(input, target, self.input_kind),
-            "best_value_": value,
+            "masks_": masks_zeros(source, self.input_kind),
+            "best_value_": float(temperature_sums(source, self.input_kind, beta, floor)[0]),
         }
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
@@ -112,11 +113,6 @@ class RobustTemperatureScaling(Calibrator):
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
         return {**temperature_from_json(document), "best_value_": as_number("best_value", fit["best_value"])}
-
-
-def masks(input: Tensor, target: Tensor, input_kind: str) -> bool:
-    """Whether a logit of -inf means probability 0: no row has its label there."""
-    return input_kind == "logits" and not bool((input.gather(1, target.unsqueeze(1)) == -torch.inf).any())
 
 
 def temperature_from_json(document: Mapping[str, Any]) -> dict[str, Any]:

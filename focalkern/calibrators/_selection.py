@@ -21,9 +21,10 @@ from focalkern.calibrators._base import Calibrator, InputKind
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._isotonic import IsotonicCalibration
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
+from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._scaling import FocalTemperatureScaling, TemperatureScaling
 from focalkern.calibrators._spline import SplineScaling
-from focalkern.calibrators._spline_folds import SplineFolds, why_not
+from focalkern.calibrators._spline_folds import FoldOf, Predict, SplineFolds, why_not
 from focalkern.calibrators._structured import StructuredScaling
 from focalkern.ops.calibration_grid import CalibrationGrid
 
@@ -322,7 +323,8 @@ def cross_validate(
     fold = stratified_folds(labels, folds, seed)
     folds = folds if folds > 1 else 0
     of_rows = FitData(input, labels, weight)
-    splines = _SplinesByPenalty(of_rows, candidates, fold, folds)
+    on_device, counts = fold.to(input.device), torch.bincount(labels, minlength=input.shape[1])
+    splines = SplinesByPenalty(rows_of(of_rows), candidates, lambda number: on_device[number], folds, counts)
     entries, losses, briers = [], [], []
     for name, candidate in candidates.items():
         loss, brier = torch.full((2, rows), math.nan, dtype=torch.float64)
@@ -334,7 +336,7 @@ def cross_validate(
             for k in range(0 if excluded else folds):
                 held_out, part = fold == k, fitted
                 if isinstance(candidate, SplineScaling):
-                    log_probs = splines.held_out(candidate, k)
+                    log_probs = splines.held_out(candidate, k)(input[held_out].to(torch.float64))
                 else:
                     if name != "none":  # which has nothing to fit
                         kept = ~held_out
@@ -378,11 +380,20 @@ def _zeros_are_possible(rows: FitData, input_kind: str) -> bool:
     return bool((zero.any(0) & ~zero.all(0)).any())
 
 
-class _SplinesByPenalty:
+class SplinesByPenalty:
     """The spline scalings among the candidates, fitted together where they have one penalty, when one is wanted."""
 
-    def __init__(self, rows: FitData, candidates: Mapping[str, Any], fold: Tensor, folds: int) -> None:
-        self._rows, self._fold, self._folds = rows, fold, folds
+    def __init__(
+        self,
+        source: RowSource,
+        candidates: Mapping[str, Any],
+        fold_of: FoldOf,
+        folds: int,
+        class_counts: Tensor,
+        why_not_matrix: str = "",
+    ) -> None:
+        self._source, self._fold_of, self._folds, self._class_counts = source, fold_of, folds, class_counts
+        self._why_not_matrix = why_not_matrix
         self._candidates = [
             one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)
         ]
@@ -391,9 +402,9 @@ class _SplinesByPenalty:
     def why_not(self, candidate: Any) -> str:
         if not isinstance(candidate, SplineScaling):
             return ""
-        n_samples, n_classes = self._rows.input.shape
-        n_rows = n_samples if self._rows.weight is None else float(self._rows.weight.sum())
-        return why_not(candidate, n_rows, n_samples, n_classes)
+        source = self._source
+        found = why_not(candidate, source.weight_sum, source.n_rows, source.n_classes)
+        return found or (self._why_not_matrix if candidate.kind == "matrix" else "")
 
     def fitted(self, candidate: Any) -> SplineScaling | None:
         """None for what is no spline scaling."""
@@ -403,10 +414,10 @@ class _SplinesByPenalty:
         key = (float(candidate.penalty), candidate.input_kind)
         if key not in self._fits:
             alike = [one for one in self._candidates if (float(one.penalty), one.input_kind) == key]
-            self._fits[key] = SplineFolds(self._rows, alike, self._fold, self._folds)
-        return self._fits[key].fitted(candidate)
+            self._fits[key] = SplineFolds(self._source, alike, self._fold_of, self._folds)
+        return self._fits[key].fitted(candidate, self._class_counts)
 
-    def held_out(self, candidate: SplineScaling, k: int) -> Tensor:
+    def held_out(self, candidate: SplineScaling, k: int) -> Predict:
         return self._fits[float(candidate.penalty), candidate.input_kind].held_out(candidate, k)
 
 

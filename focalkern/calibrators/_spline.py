@@ -11,8 +11,9 @@ from focalkern._checks import flag, number
 from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_count, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._robust_temperature import temperature_from_json
+from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._spline_family import fit_family
-from focalkern.calibrators._spline_features import KNOT_GAP, LEAST_KNOTS, MOST_KNOTS, row_blocks
+from focalkern.calibrators._spline_features import KNOT_GAP, LEAST_KNOTS, MOST_KNOTS
 from focalkern.calibrators._spline_fit import LBFGS_STEPS, Fit
 from focalkern.calibrators._spline_module import SplineLogProbs
 from focalkern.calibrators._spline_rows import SplineRows
@@ -172,13 +173,11 @@ class SplineScaling(Calibrator):
             one_logit=one_logit,
         )
 
-    # What a fit of several spline scalings to these rows has found.
-    _known: dict[str, Any] | None = None
-
     def _fit(self, rows: FitData) -> dict[str, Any]:
-        if self._known is not None:
-            return self._known
-        of_rows = SplineRows.of(rows, self.input_kind, float(self.penalty))
+        return self._fit_source(rows_of(rows))
+
+    def _fit_source(self, source: RowSource) -> dict[str, Any]:
+        of_rows = SplineRows.of(source, self.input_kind, float(self.penalty))
         return self._fitted(of_rows, fit_family(of_rows, (self._member(),))[self._member()])
 
     def _member(self) -> str:
@@ -207,36 +206,39 @@ class SplineScaling(Calibrator):
             "degrees_of_freedom_": float((covariance @ (here.hessian - of_penalty)).trace()),
             "covariance_": (covariance / rows.weight_sum).numpy(),
         }
-        n_changed = 0
+        changed = torch.zeros(1, dtype=torch.float64)
         if not self._keeps_predictions():
-            module = self._module(fitted).to(rows.input.device)
-            n_changed = sum(
-                int((module(part).argmax(-1) != part.argmax(-1)).sum()) for (part,) in row_blocks(rows.input)
-            )
-        return {**fitted, "n_changed_": n_changed}
+            module = self._module(fitted).to(rows.device)
+            for part in rows.source.parts():
+                for block in part.blocks():
+                    changed += (module(block.input).argmax(-1) != block.input.argmax(-1)).sum().cpu()
+        return {**fitted, "n_changed_": int(rows.source.add_up(changed))}
 
     def _doubts(self, rows: FitData) -> list[str]:
-        doubts = []
+        return self._warnings_of(torch.bincount(rows.target, minlength=rows.input.shape[1]))
+
+    def _warnings_of(self, class_counts: Tensor) -> list[str]:
+        """Of a fit to so many rows per class."""
+        found = []
         if self.weight_sum_ < _FEW_ROWS:
-            doubts.append(
+            found.append(
                 f"fitted on {self.weight_sum_:g} rows, which say little (importance weights should sum to "
                 "(sum w)^2 / sum w^2; temperature scaling needs fewer rows)"
             )
-        seen = torch.bincount(rows.target, minlength=rows.input.shape[1])
-        unseen = (seen == 0).nonzero().squeeze(1).tolist()
+        unseen = (class_counts == 0).nonzero().squeeze(1).tolist()
         if unseen and self.kind != "scalar":
             names = ", ".join(str(self.classes_[one]) for one in unseen[:5]) + (", ..." if len(unseen) > 5 else "")
-            doubts.append(
+            found.append(
                 f"no row of class {names}, whose probability falls (fit on rows of every class, or kind='scalar')"
             )
         if self.input_kind == "logits" and not self.masks_:
-            doubts.append(
+            found.append(
                 "a row has its label at a logit of -inf, so such logits count as small probabilities (logits of "
                 "impossible classes are -inf in no row of that label)"
             )
         if not self.converged_:
-            doubts.append(f"the fit ended after {LBFGS_STEPS} steps short of its optimum (a larger penalty)")
-        return doubts
+            found.append(f"the fit ended after {LBFGS_STEPS} steps short of its optimum (a larger penalty)")
+        return found
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         log_probs: Tensor = self._module().to(input.device)(input)

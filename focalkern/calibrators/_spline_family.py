@@ -51,7 +51,7 @@ def fit_family(rows: SplineRows, members: Collection[str], near: Family | None =
         if near is None:
             scales[kind] = precondition(rows, fits["free"].map, fits["free"].derivatives.hessian, kind)
             start = fits["vector"].map if kind == "matrix" else fits["free"].map
-            nothing = torch.zeros(rows.n_classes, dtype=torch.float64, device=rows.input.device)
+            nothing = torch.zeros(rows.n_classes, dtype=torch.float64, device=rows.device)
             weight = nothing if start.weight is None else start.weight.diag()
             found = fit_linear(
                 rows, Map(start.curve, weight, nothing if start.bias is None else start.bias), scales[kind], LBFGS_DONE

@@ -1,11 +1,12 @@
 """What spline scaling reads of a row: its temperature, the floored log-probabilities x, their log-odds u, the knots."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from focalkern.calibrators._row_source import RowSource
 from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = [
@@ -14,14 +15,14 @@ __all__ = [
     "find_knots",
     "floor_of",
     "floored",
+    "histogram",
     "log_odds",
     "logit_scale",
+    "masks_zeros",
     "robust_temperature",
     "spread",
+    "temperature_sums",
 ]
-
-BLOCK = 1 << 19
-"""Numbers of a block of rows in float64."""
 
 MOST_KNOTS = 10
 LEAST_KNOTS = 4
@@ -65,38 +66,45 @@ def features(scores: Tensor, temperature: float, floor: float) -> tuple[Tensor, 
     return x, log_odds(probs, x)
 
 
-def row_blocks(input: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of [N, C] and of what has a number per row, about :data:`BLOCK` entries at a time."""
-    rows = max(1, BLOCK // input.shape[1])
-    return zip(input.split(rows), *(column.split(rows) for column in columns), strict=True)
+def masks_zeros(source: RowSource, input_kind: str) -> bool:
+    """Whether a logit of -inf means probability 0: no row has its label there."""
+    if input_kind != "logits":
+        return False
+    count = torch.zeros(1, dtype=torch.float64)
+    for part in source.parts():
+        count += (part.input.gather(1, part.target.unsqueeze(1)) == -torch.inf).sum().cpu()
+    return float(source.add_up(count)) == 0
 
 
-def logit_scale(input: Tensor, share: Tensor, input_kind: str) -> float:
+def logit_scale(source: RowSource, input_kind: str) -> float:
     """The unit of the search for T: 1, and more where rows have their two largest logits hundreds apart on average."""
-    largest = max(
-        float(as_scores(block, input_kind).where(block.isfinite(), 0.0).nan_to_num(neginf=0.0).abs().max())
-        for (block,) in row_blocks(input)
-    )
-    if largest <= _LOWEST:
+    count = torch.zeros(1, dtype=torch.float64)
+    for part in source.parts():
+        for block in part.blocks():
+            scores = as_scores(block.input, input_kind)
+            count += (scores.isfinite() & (scores.abs() > _LOWEST)).any().cpu()
+    if float(source.add_up(count)) == 0:
         return 1.0
-    total, weights = 0.0, 0.0
-    for block, w in row_blocks(input, share):
-        gap = as_scores(block, input_kind).topk(2).values.diff(dim=-1).squeeze(-1).neg()
-        w = w * gap.isfinite()
-        total += float(w @ gap.nan_to_num(posinf=0.0))
-        weights += float(w.sum())
+    sums = torch.zeros(2, dtype=torch.float64)
+    for part in source.parts():
+        for block in part.blocks():
+            gap = as_scores(block.input, input_kind).topk(2).values.diff(dim=-1).squeeze(-1).neg()
+            w = block.weight * gap.isfinite()
+            sums += torch.stack([w @ gap.nan_to_num(posinf=0.0), w.sum()]).cpu()
+    total, weights = source.add_up(sums).tolist()
     return max(1.0, total / weights / 100) if weights > 0 else 1.0
 
 
-def robust_temperature(
-    input: Tensor,
-    target: Tensor,
-    share: Tensor,
-    weight_sum: float,
-    input_kind: str,
-    scale: float = 1.0,
-    near: float | None = None,
-) -> float:
+def temperature_sums(source: RowSource, input_kind: str, betas: Tensor, floor: float) -> Tensor:
+    """[2, B]: the mean NLL of (1 - e) softmax(z beta) + e / C for each beta, and its slope in beta."""
+    sums = torch.zeros(2, len(betas), dtype=torch.float64)
+    for part in source.parts():
+        sums_of = spline_sums_for(part.input).spline_temperature_sums
+        sums += sums_of(part.input, part.target, part.weight, betas, floor, input_kind == "probs")
+    return source.add_up(sums) / source.weight_sum
+
+
+def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, near: float | None = None) -> float:
     r"""The temperature that spline scaling and the automatic choice start from: finite on any rows.
 
     .. math::
@@ -107,10 +115,7 @@ def robust_temperature(
     a normal prior on log T of deviation 1, keeps T finite where every row is right.
 
     Args:
-        input: [N, C], logits or probabilities.
-        target: [N] int64.
-        share: [N] float64, what a row weighs; sums to 1.
-        weight_sum: W, how many rows that is.
+        source: the rows; W is the sum of their weights.
         input_kind: ``"logits"`` or ``"probs"``.
         scale: of :func:`logit_scale`; T is found in this unit.
         near: T of nearly the same rows, where the search starts in place of a grid.
@@ -118,24 +123,23 @@ def robust_temperature(
     Returns:
         T, log(T / scale) within [-6, 6] and exact to 1e-8.
     """
-    floor, is_probs = floor_of(weight_sum), input_kind == "probs"
-    sums_of = spline_sums_for(input).spline_temperature_sums
+    weight_sum = source.weight_sum
+    floor = floor_of(weight_sum)
 
-    def objective(log_ts: list[float], rows: slice) -> tuple[Tensor, Tensor]:
+    def objective(log_ts: list[float], rows: RowSource) -> tuple[Tensor, Tensor]:
         """The losses and their slopes in log T."""
-        log_t, part = torch.tensor(log_ts, dtype=torch.float64), share[rows]
-        of_all = 1.0 if rows == slice(None) else 1 / float(part.sum())
+        log_t = torch.tensor(log_ts, dtype=torch.float64)
         beta = (-log_t).exp() / scale
-        value, slope = of_all * sums_of(input[rows], target[rows], part, beta, floor, is_probs)
+        value, slope = temperature_sums(rows, input_kind, beta, floor)
         return value + log_t**2 / (2 * weight_sum), log_t / weight_sum - beta * slope
 
     if near is not None:
         start = min(max(math.log(near / scale), -_LOG_T), _LOG_T)
     else:
-        few = slice(None) if input.numel() <= _GRID_SIZE else slice(None, None, -(-input.numel() // _GRID_SIZE))
+        few = source.every(max(1, -(-source.n_rows * source.n_classes // _GRID_SIZE)))
         grid = [-_LOG_T + _GRID_STEP * i for i in range(round(2 * _LOG_T / _GRID_STEP) + 1)]
         start = grid[int(objective(grid, few)[0].argmin())]
-    return scale * math.exp(_root(lambda log_t: float(objective([log_t], slice(None))[1]), start))
+    return scale * math.exp(_root(lambda log_t: float(objective([log_t], source)[1]), start))
 
 
 def _root(slope: Callable[[float], float], start: float) -> float:
@@ -170,12 +174,26 @@ def _root(slope: Callable[[float], float], start: float) -> float:
     return middle
 
 
-def spread(input: Tensor, share: Tensor, input_kind: str, scale: float = 1.0) -> float:
+def spread(source: RowSource, input_kind: str, scale: float = 1.0) -> float:
     """The root mean square of logits minus the mean of their row, each raised to at least its row's maximum - 1000.
 
     Logits are divided by ``scale`` first.
     """
-    return math.sqrt(spline_sums_for(input).spline_spread(input, share, scale, _LOWEST, input_kind == "probs"))
+    sums = torch.zeros(1, dtype=torch.float64)
+    for part in source.parts():
+        sums += spline_sums_for(part.input).spline_spread(
+            part.input, part.weight, scale, _LOWEST, input_kind == "probs"
+        )
+    return math.sqrt(float(source.add_up(sums)) / source.weight_sum)
+
+
+def histogram(source: RowSource, input_kind: str, temperature: float, floor: float) -> Tensor:
+    """[7680] float64, shares of the weighted log-odds in bins of 1/64 from -60 to 60."""
+    counts = torch.zeros(2 * _HISTOGRAM_END * _BINS_PER_UNIT, dtype=torch.float64)
+    for part in source.parts():
+        sums_of = spline_sums_for(part.input).spline_histogram
+        counts += sums_of(part.input, part.weight, temperature, floor, input_kind == "probs").cpu()
+    return source.add_up(counts) / source.weight_sum
 
 
 def find_knots(counts: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from focalkern.calibrators._row_source import MemoryRows
 from focalkern.calibrators._spline_rows import SplineRows
 from focalkern.ops.spline_sums import spline_sums_for
 
@@ -68,14 +69,16 @@ class Fit:
 
 def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
     """The objective in the curve, with its gradient and Hessian."""
-    nll, n = 0.0, len(map.curve)
-    gradient, hessian = torch.zeros(n, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
-    sums_of = spline_sums_for(rows.input).spline_curve_sums
+    n = len(map.curve)
+    sums = torch.zeros(1 + n + n * n, dtype=torch.float64)
     for part, _, extra in _parts(rows, map):
-        value, slopes, curvature = sums_of(*_arguments(part, map, extra))
-        nll += value
-        gradient += slopes
-        hessian += curvature
+        sums_of = spline_sums_for(part.input).spline_curve_sums
+        value, slopes, curvature = sums_of(*_arguments(rows, part, map, extra))
+        sums[0] += value
+        sums[1 : 1 + n] += slopes
+        sums[1 + n :] += curvature.reshape(-1)
+    sums = rows.source.add_up(sums)
+    nll, gradient, hessian = float(sums[0]), sums[1 : 1 + n], sums[1 + n :].reshape(n, n)
     total = rows.weight_sum
     quadratic = rows.factor / total * rows.penalty
     pull = quadratic @ map.curve
@@ -83,22 +86,23 @@ def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
     return Derivatives(value, gradient / total + 2 * pull, hessian / total + 2 * quadratic, nll / total)
 
 
-def _parts(rows: SplineRows, map: Map) -> Iterator[tuple[SplineRows, Tensor | None, Tensor | None]]:
-    """Rows with their x and D x for a matrix, in blocks; all rows and twice None without one."""
-    if map.weight is None or map.weight.dim() == 1:
-        yield rows, None, None
-        return
-    for part in rows.blocks():
-        x = part.log_probs()
-        yield part, x, x @ map.weight.T
+def _parts(rows: SplineRows, map: Map) -> Iterator[tuple[MemoryRows, Tensor | None, Tensor | None]]:
+    """Rows with their x and D x for a matrix, in blocks; without one, the parts of the source and twice None."""
+    for part in rows.source.parts():
+        if map.weight is None or map.weight.dim() == 1:
+            yield part, None, None
+            continue
+        for block in part.blocks():
+            x = rows.log_probs(block)
+            yield block, x, x @ map.weight.T
 
 
-def _arguments(rows: SplineRows, map: Map, extra: Tensor | None) -> tuple[Any, ...]:
+def _arguments(rows: SplineRows, part: MemoryRows, map: Map, extra: Tensor | None) -> tuple[Any, ...]:
     """As the functions of :mod:`focalkern.fallback.spline_sums` take them."""
     vector = None if map.weight is None or map.weight.dim() == 2 else map.weight
     spline, is_probs = rows.spline, rows.input_kind == "probs"
     curve = (spline.knots, spline.basis, float(map.curve[0]), map.curve[1:])
-    of_rows = (rows.input, rows.target, rows.weight, rows.temperature, rows.floor)
+    of_rows = (part.input, part.target, part.weight, rows.temperature, rows.floor)
     return (*of_rows, *curve, vector, map.bias, extra, is_probs, rows.masks)
 
 
@@ -125,13 +129,10 @@ def fit_curve(rows: SplineRows, start: Tensor | None = None) -> Fit:
     curve, passes = torch.zeros(len(rows.spline.knots) + 1, dtype=torch.float64), 0
     if start is not None:
         curve = start
-    elif rows.input.numel() > _FEW:
-        order = torch.randperm(len(rows.target), generator=torch.Generator().manual_seed(0))
-        few = torch.zeros(len(order), dtype=torch.bool)
-        few[order[: _FEW // rows.n_classes]] = True
-        part = rows[few.to(rows.input.device)]
-        scaled = replace(part, factor=rows.factor * part.weight_sum / rows.weight_sum)
-        curve = fit_curve(scaled).map.curve
+    elif rows.source.n_rows * rows.n_classes > _FEW:
+        few = rows.on(rows.source.every(-(-rows.source.n_rows * rows.n_classes // _FEW)))
+        if few.weight_sum > 0:
+            curve = fit_curve(replace(few, factor=rows.factor * few.weight_sum / rows.weight_sum)).map.curve
     here = curve_derivatives(rows, Map(curve))
     for _ in range(_NEWTON_STEPS):
         passes += 1
@@ -159,21 +160,23 @@ def newton_step(gradient: Tensor, hessian: Tensor) -> Tensor:
 
 def precondition(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Preconditioner:
     """Scales at the scalar optimum ``map``, with its Hessian."""
-    n_classes, device = rows.n_classes, rows.input.device
+    n_classes, device = rows.n_classes, rows.device
     root = torch.linalg.inv(torch.linalg.cholesky(hessian)).T
     shape = (n_classes,) if kind == "vector" else (n_classes, n_classes)
     curvature = torch.zeros(shape, dtype=torch.float64, device=device)
     of_one = torch.zeros(n_classes, dtype=torch.float64, device=device)
-    sums_of = spline_sums_for(rows.input).spline_linear_sums
-    for part in rows.blocks():
-        once = replace(part, weight=torch.ones_like(part.weight))
-        p = sums_of(*_arguments(once, map, None), True)[-1]  # softmax minus one-hot
-        labels = part.target.unsqueeze(1)
-        p.scatter_add_(1, labels, torch.ones_like(labels, dtype=p.dtype))
-        p = p * (1 - p) * (part.weight / rows.weight_sum).unsqueeze(1)
-        of_one += p.sum(0)
-        square = part.log_probs().square()
-        curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
+    for part in rows.source.parts():
+        sums_of = spline_sums_for(part.input).spline_linear_sums
+        for block in part.blocks():
+            once = replace(block, weight=torch.ones_like(block.weight))
+            p = sums_of(*_arguments(rows, once, map, None), True)[-1]  # softmax minus one-hot
+            labels = block.target.unsqueeze(1)
+            p.scatter_add_(1, labels, torch.ones_like(labels, dtype=p.dtype))
+            p = p * (1 - p) * (block.weight / rows.weight_sum).unsqueeze(1)
+            of_one += p.sum(0)
+            square = rows.log_probs(block).square()
+            curvature += (p * square).sum(0) if kind == "vector" else p.T @ square
+    curvature, of_one = rows.source.add_up(curvature), rows.source.add_up(of_one)
     of_weight, of_bias = strengths(rows, curvature)
     return Preconditioner(root, (curvature + 2 * of_weight).rsqrt(), (of_one + 2 * of_bias).rsqrt())
 
@@ -181,7 +184,7 @@ def precondition(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Prec
 def fit_linear(rows: SplineRows, start: Map, scales: Preconditioner, done: float = LBFGS_DONE) -> Fit:
     """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has both."""
     assert start.weight is not None and start.bias is not None
-    device, n_curve = rows.input.device, len(start.curve)
+    device, n_curve = rows.device, len(start.curve)
     sizes = [n_curve, start.weight.numel(), rows.n_classes]
     scaled = torch.zeros(sum(sizes), dtype=torch.float64, device=device, requires_grad=True)
     passes = 0
@@ -227,19 +230,22 @@ def fit_linear(rows: SplineRows, start: Map, scales: Preconditioner, done: float
 def linear_gradient(rows: SplineRows, map: Map) -> tuple[float, Map]:
     """J / W with its gradient in all parameters of a vector or matrix."""
     assert map.weight is not None and map.bias is not None
-    total, vector = rows.weight_sum, map.weight.dim() == 1
-    of_weight, of_bias = strengths(rows, map.weight)
-    of_weight = 2 * of_weight * map.weight
-    bias = 2 * of_bias * map.bias
-    quadratic = rows.factor / total * rows.penalty
-    pull = quadratic @ map.curve
-    curve, nll = 2 * pull, 0.0
-    sums_of = spline_sums_for(rows.input).spline_linear_sums
+    total, vector, device = rows.weight_sum, map.weight.dim() == 1, rows.device
+    sizes = [1, len(map.curve), map.weight.numel(), rows.n_classes]
+    sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     for part, x, extra in _parts(rows, map):
-        value, of_curve, of_classes, of_one, slopes = sums_of(*_arguments(part, map, extra), not vector)
-        nll += value / total
-        curve += of_curve / total
-        of_weight += (of_classes if x is None else slopes.T @ x) / total
-        bias += of_one / total
-    value = nll + float(map.curve @ pull) + _linear_penalty(rows, map)
-    return value, Map(curve, of_weight, bias)
+        sums_of = spline_sums_for(part.input).spline_linear_sums
+        value, of_curve, of_classes, of_one, slopes = sums_of(*_arguments(rows, part, map, extra), not vector)
+        of_linear = of_classes if x is None else slopes.T @ x
+        first = torch.cat([torch.tensor([value], dtype=torch.float64), of_curve]).to(device)
+        sums += torch.cat([first, of_linear.reshape(-1), of_one])
+    nll, of_curve, of_linear, of_one = (rows.source.add_up(sums) / total).split(sizes)
+    of_weight, of_bias = strengths(rows, map.weight)
+    pull = rows.factor / total * rows.penalty @ map.curve
+    value = float(nll) + float(map.curve @ pull) + _linear_penalty(rows, map)
+    slopes = Map(
+        2 * pull + of_curve.cpu(),
+        2 * of_weight * map.weight + of_linear.reshape(map.weight.shape),
+        2 * of_bias * map.bias + of_one,
+    )
+    return value, slopes

@@ -1,18 +1,24 @@
 """Cross-validation of spline scalings: fitted together, in full and without each fold, from shared features."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._base import Layout
+from focalkern.calibrators._row_source import RowSource
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_family import Family, fit_family
 from focalkern.calibrators._spline_module import SplineLogProbs
 from focalkern.calibrators._spline_rows import SplineRows
 
-__all__ = ["SplineFolds", "why_not"]
+__all__ = ["FoldOf", "Predict", "SplineFolds", "why_not"]
+
+FoldOf = Callable[[Tensor], Tensor]
+"""From the numbers of rows to their folds."""
+
+Predict = Callable[[Tensor], Tensor]
+"""From input [n, C] float64 to log-probabilities."""
 
 # More would take minutes: N C^2.
 _MOST_OF_A_MATRIX = 5e9
@@ -38,33 +44,33 @@ class SplineFolds:
     fold starts from the fit to all rows.
 
     Args:
-        rows: all of them.
+        source: all rows.
         candidates: spline scalings with one ``penalty`` and one ``input_kind``.
-        fold: [N] int64, the fold of every row.
+        fold_of: from the numbers of rows to their folds.
         folds: how many there are; 0 for none.
     """
 
-    def __init__(self, rows: FitData, candidates: Sequence[SplineScaling], fold: Tensor, folds: int) -> None:
-        self._rows, self._fold = rows, fold.to(rows.input.device)
+    def __init__(self, source: RowSource, candidates: Sequence[SplineScaling], fold_of: FoldOf, folds: int) -> None:
         first = candidates[0]
         members = {candidate._member() for candidate in candidates}
-        self._all = SplineRows.of(rows, first.input_kind, float(first.penalty))
+        self._all = SplineRows.of(source, first.input_kind, float(first.penalty))
         self._family = fit_family(self._all, members)
-        self._parts: list[Family] = [
-            fit_family(self._all[self._fold != k], members, self._family) for k in range(folds)
-        ]
+        self._parts: list[Family] = []
+        for k in range(folds):
+            kept = source.select(lambda number, k=k: fold_of(number) != k)  # type: ignore[misc]
+            self._parts.append(fit_family(self._all.on(kept), members, self._family))
 
-    def fitted(self, candidate: SplineScaling) -> SplineScaling:
-        """A copy that is fitted to all rows."""
+    def fitted(self, candidate: SplineScaling, class_counts: Tensor) -> SplineScaling:
+        """A copy that is fitted to all rows, of which there are so many per class."""
         fresh = copy.deepcopy(candidate)
-        fresh._known = fresh._fitted(self._all, self._family[fresh._member()])
-        try:
-            return fresh.fit_quietly(self._rows.input, self._rows.target, self._rows.weight)
-        finally:
-            del fresh._known
+        source = self._all.source
+        fitted = fresh._fitted(self._all, self._family[fresh._member()])
+        fresh._become(fitted, Layout(source.n_classes), n_samples=source.n_rows)
+        fresh.warnings_ = tuple(fresh._warnings_of(class_counts))
+        return fresh
 
-    def held_out(self, candidate: SplineScaling, k: int) -> Tensor:
-        """[n, C] log-probabilities of the rows of fold k, by the fit without them."""
+    def held_out(self, candidate: SplineScaling, k: int) -> Predict:
+        """The fit without fold k, from input [n, C] float64 to log-probabilities."""
         map, rows = self._parts[k][candidate._member()].map, self._all
         module = SplineLogProbs(
             rows.temperature,
@@ -77,5 +83,4 @@ class SplineFolds:
             candidate.input_kind,
             masks=rows.masks,
         )
-        log_probs: Tensor = module.to(rows.input.device)(rows.input[self._fold == k].to(torch.float64))
-        return log_probs
+        return module.to(rows.device)

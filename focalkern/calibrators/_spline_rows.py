@@ -1,16 +1,22 @@
 """Rows as the fits of spline scaling read them, with the temperature, floor and knots that a fold shares with all."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._robust_temperature import masks
+from focalkern.calibrators._row_source import MemoryRows, RowSource
 from focalkern.calibrators._spline_curve import NaturalSpline
-from focalkern.calibrators._spline_features import BLOCK, find_knots, floor_of, logit_scale, robust_temperature, spread
+from focalkern.calibrators._spline_features import (
+    find_knots,
+    floor_of,
+    histogram,
+    logit_scale,
+    masks_zeros,
+    robust_temperature,
+    spread,
+)
 from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = ["SplineRows"]
@@ -21,9 +27,7 @@ class SplineRows:
     """Rows with the temperature, the floor and the knots of a spline scaling.
 
     Attributes:
-        input: [N, C] logits or probabilities.
-        target: [N] int64.
-        weight: [N] float64.
+        source: the rows.
         input_kind: ``"logits"`` or ``"probs"``.
         temperature, floor: T and e of x = log((1 - e) softmax(z / T) + e / C).
         masks: whether a logit of -inf means probability 0.
@@ -32,9 +36,7 @@ class SplineRows:
         factor: of all penalties.
     """
 
-    input: Tensor
-    target: Tensor
-    weight: Tensor
+    source: RowSource
     input_kind: str
     temperature: float
     floor: float
@@ -44,54 +46,42 @@ class SplineRows:
     factor: float
 
     @classmethod
-    def of(cls, rows: FitData, input_kind: str, penalty: float = 1.0, temperature: float | None = None) -> Self:
+    def of(cls, source: RowSource, input_kind: str, penalty: float = 1.0, temperature: float | None = None) -> Self:
         """Find temperature, floor and knots.
 
         Args:
+            source: the rows.
             penalty: the factor of all penalties.
             temperature: of :func:`robust_temperature`, where that is known.
         """
-        input, target = rows.input, rows.target
-        weight = rows.weight
-        if weight is None:
-            weight = torch.ones(len(input), dtype=torch.float64, device=input.device)
-        total = float(weight.sum())
-        share = weight / total
-        floor = floor_of(total)
-        scale = logit_scale(input, share, input_kind)
+        floor = floor_of(source.weight_sum)
+        scale = logit_scale(source, input_kind)
         if temperature is None:
-            temperature = robust_temperature(input, target, share, total, input_kind, scale)
+            temperature = robust_temperature(source, input_kind, scale)
         # A temperature at its upper end would leave x flat, and the penalties would keep it so.
-        temperature = min(temperature, 2 * scale * max(1.0, spread(input, share, input_kind, scale)))
-        is_probs = input_kind == "probs"
-        spline = NaturalSpline(
-            find_knots(spline_sums_for(input).spline_histogram(input, share, temperature, floor, is_probs))
-        )
-        impossible = masks(input, target, input_kind)
-        return cls(
-            input, target, weight, input_kind, temperature, floor, impossible, spline, spline.penalty(), float(penalty)
-        )
+        temperature = min(temperature, 2 * scale * max(1.0, spread(source, input_kind, scale)))
+        spline = NaturalSpline(find_knots(histogram(source, input_kind, temperature, floor)))
+        impossible = masks_zeros(source, input_kind)
+        return cls(source, input_kind, temperature, floor, impossible, spline, spline.penalty(), float(penalty))
 
     @property
     def n_classes(self) -> int:
-        return self.input.shape[1]
+        return self.source.n_classes
 
     @property
     def weight_sum(self) -> float:
-        return float(self.weight.sum())
+        return self.source.weight_sum
 
-    def __getitem__(self, rows: Tensor | slice) -> "SplineRows":
-        """The rows of a mask [N] or a slice, with the same features."""
-        return replace(self, input=self.input[rows], target=self.target[rows], weight=self.weight[rows])
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
 
-    def blocks(self) -> Iterator["SplineRows"]:
-        """About :data:`BLOCK` entries at a time."""
-        n = max(1, BLOCK // self.n_classes)
-        for start in range(0, len(self.target), n):
-            yield self[start : start + n]
+    def on(self, source: RowSource) -> "SplineRows":
+        """Other rows, with the same features."""
+        return replace(self, source=source)
 
-    def log_probs(self) -> Tensor:
-        """x [N, C] float64."""
+    def log_probs(self, part: MemoryRows) -> Tensor:
+        """x [n, C] float64."""
         is_probs = self.input_kind == "probs"
-        found: Tensor = spline_sums_for(self.input).spline_log_probs(self.input, self.temperature, self.floor, is_probs)
+        found: Tensor = spline_sums_for(part.input).spline_log_probs(part.input, self.temperature, self.floor, is_probs)
         return found

@@ -10,9 +10,9 @@ from conftest import assert_close
 
 import focalkern as fk
 from focalkern import reference
+from focalkern.calibrators import _row_source, _spline_fit
 from focalkern.calibrators import _spline_features as parts
-from focalkern.calibrators import _spline_fit, _spline_rows
-from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._row_source import memory_rows
 from focalkern.calibrators._spline_curve import NaturalSpline
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import find_knots, robust_temperature
@@ -33,7 +33,7 @@ def draw(n=400, n_classes=4, seed=0, scale=2.0):
 
 
 def rows_of(logits, target, weight=None, kind="logits"):
-    return SplineRows.of(FitData(logits, target, weight), kind)
+    return SplineRows.of(memory_rows(logits, target, weight), kind)
 
 
 def log_probs(rows, map, logits, kind="logits"):
@@ -127,7 +127,7 @@ def test_the_robust_temperature_minimises_its_definition():
         nll = -p.gather(1, target.unsqueeze(1)).squeeze(1).log()
         return float((weight * nll).sum() / total) + log_t**2 / (2 * total)
 
-    found = math.log(robust_temperature(logits, target, weight / total, total, "logits"))
+    found = math.log(robust_temperature(memory_rows(logits, target, weight), "logits"))
     assert all(loss(found) <= loss(found + step) for step in (-1e-4, 1e-4))
     assert found == pytest.approx(min(np.linspace(-6, 6, 4801), key=loss), abs=3e-3)
 
@@ -143,8 +143,7 @@ def test_the_robust_temperature_is_finite_on_any_rows(case):
         logits = torch.zeros_like(logits)
     else:
         logits[torch.arange(10), target[:10]] = -math.inf
-    share = torch.full((50,), 0.02, dtype=torch.float64)
-    temperature = robust_temperature(logits, target, share, 50.0, "logits")
+    temperature = robust_temperature(memory_rows(logits, target), "logits")
     assert math.exp(-6) <= temperature <= math.exp(6)
     if case == "all right":
         assert 0.01 < temperature < 1
@@ -184,8 +183,8 @@ def test_a_level_that_is_met_up_to_rounding_is_met():
 
 def objective(rows, map, logits, kind="logits"):
     """J / W of section 2, spelled out."""
-    total, c = rows.weight.sum(), logits.shape[1]
-    of_target = log_probs(rows, map, logits, kind).gather(1, rows.target.unsqueeze(1)).squeeze(1)
+    source, total, c = rows.source, rows.weight_sum, logits.shape[1]
+    of_target = log_probs(rows, map, logits, kind).gather(1, source.target.unsqueeze(1)).squeeze(1)
     penalty = map.curve @ rows.penalty @ map.curve
     if map.weight is not None:
         square = map.weight.square()
@@ -193,7 +192,7 @@ def objective(rows, map, logits, kind="logits"):
         penalty = penalty + 2 * c * (diagonal.sum() + map.bias.square().sum())
         if square.dim() == 2:
             penalty = penalty + 2 * c * (c - 1) * (square.sum() - diagonal.sum())
-    return (-(rows.weight @ of_target) + rows.factor * penalty) / total
+    return (-(source.weight @ of_target) + rows.factor * penalty) / total
 
 
 @pytest.mark.parametrize("n_classes", [2, 3, 50])
@@ -321,7 +320,7 @@ def test_the_condition_binds_and_its_optimum_is_the_best_that_keeps_the_order(n_
 def test_blocks_of_any_size_give_the_same(monkeypatch):
     logits, target = draw(700, 6)
     whole = fit_family(rows_of(logits, target), MEMBERS)
-    monkeypatch.setattr(_spline_rows, "BLOCK", 6 * 64)
+    monkeypatch.setattr(_row_source, "BLOCK", 6 * 64)
     monkeypatch.setattr(spline_sums, "_BLOCK", 6 * 100)
     rows = rows_of(logits, target)
     found = fit_family(rows, MEMBERS)
@@ -342,7 +341,7 @@ def test_warm_folds_are_cold_folds():
     logits, target = draw(600, 5)
     rows = rows_of(logits, target)
     full = fit_family(rows, MEMBERS)
-    fold = rows[torch.arange(600) % 5 != 0]
+    fold = rows.on(rows.source.select(lambda number: number % 5 != 0))
     warm, cold = fit_family(fold, MEMBERS, full), fit_family(fold, MEMBERS)
     for member in MEMBERS:
         assert warm[member].derivatives.value == pytest.approx(cold[member].derivatives.value, abs=2e-5)

@@ -1,0 +1,186 @@
+"""Rows for fits that need sums over them: in memory, or read in batches; of one process or of several."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._fit_data import FitData
+
+__all__ = ["Batch", "BatchedRows", "MemoryRows", "RowSource", "rows_of"]
+
+BLOCK = 1 << 19
+"""Numbers of a block of rows in float64."""
+
+Batch = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""Input [n, C], target [n], weight [n] or None, and the numbers of the rows [n] among those of all processes."""
+
+Wanted = Callable[[Tensor], Tensor]
+"""From the numbers of rows to a mask."""
+
+
+class RowSource(Protocol):
+    """Rows of all processes, of which this process has some. Counts and sums are those of all processes."""
+
+    @property
+    def n_classes(self) -> int:
+        """C."""
+
+    @property
+    def n_rows(self) -> int:
+        """N."""
+
+    @property
+    def weight_sum(self) -> float:
+        """W."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the rows."""
+
+    def parts(self) -> Iterator["MemoryRows"]:
+        """The rows of this process, in parts that are not empty."""
+
+    def add_up(self, sums: Tensor) -> Tensor:
+        """The sum over the processes, the same on each."""
+
+    def select(self, wanted: Wanted) -> "RowSource":
+        """The rows whose numbers are wanted."""
+
+    def every(self, stride: int) -> "RowSource":
+        """The rows whose numbers are multiples of the stride, in memory."""
+
+
+def unchanged(sums: Tensor) -> Tensor:
+    """The sum over one process."""
+    return sums
+
+
+@dataclass(frozen=True)
+class MemoryRows:
+    """:class:`RowSource` in memory.
+
+    Attributes:
+        input: [n, C] logits or probabilities.
+        target: [n] int64.
+        weight: [n] float64.
+        number: [n] int64, the numbers of the rows among those of all processes.
+        n_rows, weight_sum: of all processes.
+        add_up: the sum over the processes.
+    """
+
+    input: Tensor
+    target: Tensor
+    weight: Tensor
+    number: Tensor
+    n_rows: int
+    weight_sum: float
+    add_up: Callable[[Tensor], Tensor] = unchanged
+
+    @property
+    def n_classes(self) -> int:
+        return self.input.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.input.device
+
+    def parts(self) -> Iterator["MemoryRows"]:
+        if len(self.target):
+            yield self
+
+    def blocks(self) -> Iterator["MemoryRows"]:
+        """About :data:`BLOCK` numbers at a time."""
+        n = max(1, BLOCK // self.n_classes)
+        for start in range(0, len(self.target), n):
+            yield self.at(slice(start, start + n))
+
+    def at(self, rows: Tensor | slice) -> "MemoryRows":
+        """A part of the rows of this process, with the counts of all."""
+        columns = (self.input[rows], self.target[rows], self.weight[rows], self.number[rows])
+        return MemoryRows(*columns, self.n_rows, self.weight_sum, self.add_up)
+
+    def select(self, wanted: Wanted) -> "MemoryRows":
+        return _counted(self.at(wanted(self.number)))
+
+    def every(self, stride: int) -> "MemoryRows":
+        return self if stride == 1 else self.select(lambda number: number % stride == 0)
+
+
+def _counted(rows: MemoryRows) -> MemoryRows:
+    """With the counts of its own rows."""
+    mine = torch.tensor([float(len(rows.target)), float(rows.weight.sum())], dtype=torch.float64)
+    n_rows, weight_sum = rows.add_up(mine).tolist()
+    return replace(rows, n_rows=round(n_rows), weight_sum=weight_sum)
+
+
+def memory_rows(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    number: Tensor | None = None,
+    add_up: Callable[[Tensor], Tensor] = unchanged,
+) -> MemoryRows:
+    """:class:`MemoryRows` with their counts."""
+    if weight is None:
+        weight = torch.ones(len(input), dtype=torch.float64, device=input.device)
+    if number is None:
+        number = torch.arange(len(input), device=input.device)
+    return _counted(MemoryRows(input, target, weight, number, 0, 0.0, add_up))
+
+
+def rows_of(data: FitData) -> MemoryRows:
+    """The rows of a fit."""
+    return memory_rows(data.input, data.target, data.weight)
+
+
+class BatchedRows:
+    """:class:`RowSource` that reads batches anew for every pass.
+
+    Args:
+        read: a function that returns the batches of this process.
+        n_classes: C.
+        add_up: the sum over the processes, the same on each.
+        wanted: which rows count, by their number; None for all.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        read: Callable[[], Iterable[Batch]],
+        n_classes: int,
+        add_up: Callable[[Tensor], Tensor] = unchanged,
+        wanted: Wanted | None = None,
+    ) -> None:
+        self._read, self._wanted = read, wanted
+        self.n_classes, self.add_up = n_classes, add_up
+        mine = torch.zeros(2, dtype=torch.float64)
+        for part in self.parts():
+            mine += torch.stack([torch.tensor(float(len(part.target)), dtype=torch.float64), part.weight.sum()])
+        n_rows, self.weight_sum = add_up(mine).tolist()
+        self.n_rows = round(n_rows)
+
+    def parts(self) -> Iterator[MemoryRows]:
+        for input, target, weight, number in self._read():
+            of_rows = torch.ones(len(input), dtype=torch.float64) if weight is None else weight
+            part = MemoryRows(input, target, of_rows, number, 0, 0.0)
+            if self._wanted is not None:
+                part = part.at(self._wanted(number))
+            if len(part.target):
+                yield part
+
+    def select(self, wanted: Wanted) -> "BatchedRows":
+        before = self._wanted
+        both = wanted if before is None else lambda number: before(number) & wanted(number)
+        return BatchedRows(self._read, self.n_classes, self.add_up, both)
+
+    def every(self, stride: int) -> MemoryRows:
+        parts = [part.at(part.number % stride == 0) for part in self.parts()]
+        if not parts:
+            nothing = torch.zeros(0, self.n_classes), torch.zeros(0, dtype=torch.int64)
+            return memory_rows(*nothing, number=nothing[1], add_up=self.add_up)
+        columns = [[getattr(part, name) for part in parts] for name in ("input", "target", "weight", "number")]
+        return memory_rows(*(torch.cat(column) for column in columns), add_up=self.add_up)
