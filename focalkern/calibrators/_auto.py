@@ -8,23 +8,30 @@ from torch import Tensor
 
 from focalkern._checks import flag
 from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, renamed
+from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._selection import (
     PROPER,
+    CrossValidation,
     Proper,
     as_candidates,
     check_folds,
     cross_validate,
+    fitted_identity,
     keeps_predictions,
     log_proba,
+    losses_of,
 )
+from focalkern.calibrators._source_selection import cross_validate_source
 from focalkern.calibrators._spline import SplineScaling
+from focalkern.calibrators._spline_features import as_scores
 from focalkern.calibrators._verdict import Verdict, describe_evidence, describe_method, describe_predictions, doubts_of
 
 __all__ = ["AutoCalibrator"]
 
 
-class AutoCalibrator(Calibrator):
+class AutoCalibrator(FitsBatches):
     r"""The calibrator with the lowest loss in a cross-validation on the rows of ``fit``, the simpler one if in doubt.
 
     Among the candidates that change no predicted class, none, temperature and spline scaling by default, the one with
@@ -135,15 +142,50 @@ class AutoCalibrator(Calibrator):
             )
         except (TypeError, ValueError) as error:
             raise renamed("AutoCalibrator", error) from None
+        return self._concluded(cross_validation, rows_of(rows))
+
+    def _fit_source(self, source: RowSource) -> dict[str, Any]:
+        """The folds are by row number; spline matrix scaling and other candidates need all rows in memory."""
+        candidates = as_candidates(self.candidates, self.criterion, self.input_kind, self.keep_predictions)
+        folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)
+        folds = min(folds, source.n_rows)
+        brier = torch.zeros(1, dtype=torch.float64)
+        for part in source.parts():
+            if bool((part.weight != 1).any()):
+                raise ValueError("AutoCalibrator: fit_batches takes no sample_weight, got weights other than 1")
+            for block in part.blocks():
+                log_probs = as_scores(block.input, self.input_kind).log_softmax(-1)
+                brier += losses_of(log_probs, block.target, "brier").sum().cpu()
+        none = fitted_identity(
+            self.input_kind,
+            float(source.add_up(brier)) / source.n_rows,
+            n_samples=source.n_rows,
+            n_classes=source.n_classes,
+        )
+        cross_validation = cross_validate_source(
+            source,
+            candidates,
+            none,
+            lambda number: (number + seed) % folds,
+            folds if folds > 1 else 0,
+            criterion=self.criterion,
+        )
+        return self._concluded(cross_validation, source)
+
+    def _concluded(self, cross_validation: CrossValidation, source: RowSource) -> dict[str, Any]:
         winner = cross_validation.winner
         use = describe_method(winner.name)
         values = ((symbol, getattr(winner.calibrator, name, None)) for symbol, name in _SYMBOLS)
         words = [f"{symbol} = {value:.4g}" for symbol, value in values if value]
         if winner.name != "none" and words and not isinstance(winner.calibrator, SplineScaling):
             use = f"{use}, {', '.join(words)}"
-        changed = 0
+        changed = torch.zeros(1, dtype=torch.float64)
         if not keeps_predictions(winner.calibrator):
-            changed = int((log_proba(winner.calibrator, input).argmax(-1) != input.argmax(-1)).sum())
+            for part in source.parts():
+                for block in part.blocks():
+                    after = log_proba(winner.calibrator, block.input).argmax(-1)
+                    changed += (after != block.input.argmax(-1)).sum().cpu()
+        n_changed = int(source.add_up(changed))
         return {
             "chosen_": winner.name,
             "calibrator_": winner.calibrator,
@@ -151,7 +193,7 @@ class AutoCalibrator(Calibrator):
             "verdict_": Verdict(
                 use,
                 describe_evidence(cross_validation),
-                "" if winner.name == "none" else describe_predictions(changed, len(input)),
+                "" if winner.name == "none" else describe_predictions(n_changed, source.n_rows),
                 tuple(doubts_of(cross_validation)),
             ),
         }

@@ -536,6 +536,10 @@ class Calibrator:
 
     def _doubts(self, rows: FitData) -> Iterable[str]:
         """What is doubtful about what was fitted to these rows, each with its remedy."""
+        return self._warnings_of(torch.bincount(rows.target, minlength=rows.input.shape[1]))
+
+    def _warnings_of(self, class_counts: Tensor) -> Iterable[str]:
+        """The same, of calibrators that need no more than the number of rows per class [C]."""
         return ()
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:

@@ -48,8 +48,12 @@ def as_rows(
     *,
     input_kind: str,
     one_logit: bool,
+    empty: bool = False,
 ) -> FitData:
-    """Rows of :meth:`Calibrator.fit`; ``name`` is the calibrator's, ``input`` [N, C] or [N, C, d1, ...]."""
+    """Rows of :meth:`Calibrator.fit`; ``name`` is the calibrator's, ``input`` [N, C] or [N, C, d1, ...].
+
+    ``empty`` allows no rows, as a batch may have.
+    """
     check_input(name, input, any_rank=input.dim() > 2, class_axis=1 if input.dim() > 2 else -1)
     n_classes = input.shape[1]
     expected = (input.shape[0], *input.shape[2:])
@@ -74,7 +78,7 @@ def as_rows(
     if not bool(counts.all()):
         input, labels = input[counts], labels[counts]
         weight = None if weight is None else weight[counts]
-    if len(input) == 0:
+    if len(input) == 0 and not empty:
         raise ValueError(f"{name}: fit needs at least one row, got none")
     if weight is not None and bool((weight == 1).all()):
         weight = None

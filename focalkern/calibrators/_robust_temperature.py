@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_number
+from focalkern.calibrators._base import LOGITS, InputKind, as_number
+from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._spline_features import (
@@ -21,7 +22,7 @@ from focalkern.calibrators._spline_module import FlooredLogProbs
 __all__ = ["RobustTemperatureScaling"]
 
 
-class RobustTemperatureScaling(Calibrator):
+class RobustTemperatureScaling(FitsBatches):
     r"""Temperature scaling with a floor: finite on any rows, and robust to few rows.
 
     .. math:: \hat p = (1 - e)\, \text{softmax}(z / T) + e / C, \qquad e = \frac{0.1}{W + 1}

@@ -9,7 +9,17 @@ from torch import Tensor
 
 from focalkern.calibrators._fit_data import FitData
 
-__all__ = ["Batch", "BatchedRows", "MemoryRows", "RowSource", "rows_of"]
+__all__ = [
+    "Batch",
+    "BatchedRows",
+    "MemoryRows",
+    "RowSource",
+    "class_counts",
+    "memory_rows",
+    "rank_and_size",
+    "rows_of",
+    "sum_over_group",
+]
 
 BLOCK = 1 << 19
 """Numbers of a block of rows in float64."""
@@ -53,9 +63,35 @@ class RowSource(Protocol):
         """The rows whose numbers are multiples of the stride, in memory."""
 
 
+_CPU = torch.device("cpu")
+
+
 def unchanged(sums: Tensor) -> Tensor:
     """The sum over one process."""
     return sums
+
+
+def sum_over_group(sums: Tensor) -> Tensor:
+    """The sum over the processes of the default group of torch.distributed, to the bit the same on each.
+
+    Without a group, or with one process, the tensor itself.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return sums
+    nccl = "nccl" in dist.get_backend()
+    moved = sums.to(torch.device("cuda", torch.cuda.current_device()) if nccl else _CPU, copy=True)
+    dist.all_reduce(moved)
+    dist.broadcast(moved, 0)
+    return moved.to(sums.device)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Of the default group; (0, 1) without one."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 @dataclass(frozen=True)
@@ -144,9 +180,8 @@ class BatchedRows:
         n_classes: C.
         add_up: the sum over the processes, the same on each.
         wanted: which rows count, by their number; None for all.
+        device: of the rows.
     """
-
-    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -154,19 +189,21 @@ class BatchedRows:
         n_classes: int,
         add_up: Callable[[Tensor], Tensor] = unchanged,
         wanted: Wanted | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         self._read, self._wanted = read, wanted
-        self.n_classes, self.add_up = n_classes, add_up
+        self.n_classes, self.add_up, self.device = n_classes, add_up, device
         mine = torch.zeros(2, dtype=torch.float64)
         for part in self.parts():
-            mine += torch.stack([torch.tensor(float(len(part.target)), dtype=torch.float64), part.weight.sum()])
+            mine += torch.tensor([float(len(part.target)), float(part.weight.sum())], dtype=torch.float64)
         n_rows, self.weight_sum = add_up(mine).tolist()
         self.n_rows = round(n_rows)
 
     def parts(self) -> Iterator[MemoryRows]:
         for input, target, weight, number in self._read():
-            of_rows = torch.ones(len(input), dtype=torch.float64) if weight is None else weight
-            part = MemoryRows(input, target, of_rows, number, 0, 0.0)
+            if weight is None:
+                weight = torch.ones(len(input), dtype=torch.float64, device=input.device)
+            part = MemoryRows(input, target, weight, number, 0, 0.0)
             if self._wanted is not None:
                 part = part.at(self._wanted(number))
             if len(part.target):
@@ -175,12 +212,23 @@ class BatchedRows:
     def select(self, wanted: Wanted) -> "BatchedRows":
         before = self._wanted
         both = wanted if before is None else lambda number: before(number) & wanted(number)
-        return BatchedRows(self._read, self.n_classes, self.add_up, both)
+        return BatchedRows(self._read, self.n_classes, self.add_up, both, self.device)
 
     def every(self, stride: int) -> MemoryRows:
         parts = [part.at(part.number % stride == 0) for part in self.parts()]
         if not parts:
-            nothing = torch.zeros(0, self.n_classes), torch.zeros(0, dtype=torch.int64)
-            return memory_rows(*nothing, number=nothing[1], add_up=self.add_up)
-        columns = [[getattr(part, name) for part in parts] for name in ("input", "target", "weight", "number")]
-        return memory_rows(*(torch.cat(column) for column in columns), add_up=self.add_up)
+            no_label = torch.zeros(0, dtype=torch.int64)
+            return memory_rows(torch.zeros(0, self.n_classes), no_label, None, no_label, self.add_up)
+
+        def column(name: str) -> Tensor:
+            return torch.cat([getattr(part, name) for part in parts])
+
+        return memory_rows(column("input"), column("target"), column("weight"), column("number"), self.add_up)
+
+
+def class_counts(source: RowSource) -> Tensor:
+    """[C] int64, rows per class."""
+    counts = torch.zeros(source.n_classes, dtype=torch.float64)
+    for part in source.parts():
+        counts += torch.bincount(part.target, minlength=source.n_classes).cpu()
+    return source.add_up(counts).to(torch.int64)

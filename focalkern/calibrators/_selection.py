@@ -24,6 +24,7 @@ from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._scaling import FocalTemperatureScaling, TemperatureScaling
 from focalkern.calibrators._spline import SplineScaling
+from focalkern.calibrators._spline_features import masks_zeros
 from focalkern.calibrators._spline_folds import FoldOf, Predict, SplineFolds, why_not
 from focalkern.calibrators._structured import StructuredScaling
 from focalkern.ops.calibration_grid import CalibrationGrid
@@ -33,9 +34,11 @@ __all__ = [
     "DEFAULT_CANDIDATES",
     "LOSS_NAMES",
     "PROPER",
+    "ZEROS",
     "CandidateScore",
     "CrossValidation",
     "Proper",
+    "SplinesByPenalty",
     "as_candidates",
     "check_folds",
     "cross_validate",
@@ -44,9 +47,11 @@ __all__ = [
     "fit_one",
     "fitted_identity",
     "identity",
+    "keeps_predictions",
     "log_proba",
     "losses_of",
     "stratified_folds",
+    "zeros_are_possible",
 ]
 
 Proper = Literal["nll", "brier"]
@@ -322,9 +327,9 @@ def cross_validate(
     folds = min(folds, rows)
     fold = stratified_folds(labels, folds, seed)
     folds = folds if folds > 1 else 0
-    of_rows = FitData(input, labels, weight)
     on_device, counts = fold.to(input.device), torch.bincount(labels, minlength=input.shape[1])
-    splines = SplinesByPenalty(rows_of(of_rows), candidates, lambda number: on_device[number], folds, counts)
+    source = rows_of(FitData(input, labels, weight))
+    splines = SplinesByPenalty(source, candidates, lambda number: on_device[number], folds, counts)
     entries, losses, briers = [], [], []
     for name, candidate in candidates.items():
         loss, brier = torch.full((2, rows), math.nan, dtype=torch.float64)
@@ -356,8 +361,8 @@ def cross_validate(
             excluded = excluded or f"has its optimum at the end of the search: {' and '.join(border)}"
         elif stopped:  # a bound of the search is no property of the candidate
             excluded = excluded or f"has its optimum at the end of the search without a fold: {' and '.join(stopped)}"
-        elif name == "none" and len(candidates) > 1 and _zeros_are_possible(of_rows, candidate.input_kind):
-            excluded = _ZEROS
+        elif name == "none" and len(candidates) > 1 and zeros_are_possible(source, candidate.input_kind):
+            excluded = ZEROS
         mean = loss.mean() if weight is None else (loss * weight.cpu()).sum() / weight.cpu().sum()
         keeps = keeps_predictions(candidate)
         entries.append(CandidateScore(name, fitted, float(mean), excluded=excluded, keeps_predictions=keeps))
@@ -365,19 +370,22 @@ def cross_validate(
         briers.append(brier)
     found = decide(entries, torch.stack(losses), criterion=criterion, folds=folds, weight=weight)
     difference = (briers[found.chosen] - briers[0]).unsqueeze(0)
-    pairs = _weighted_pairs(difference, torch.ones(rows) if weight is None else weight.cpu())
+    pairs = _weighted_pairs(difference, torch.ones(rows, dtype=torch.float64) if weight is None else weight.cpu())
     return replace(found, brier=pairs(0, None)) if folds else found
 
 
-_ZEROS = "gives probability 0 to classes that are possible in other rows"
+ZEROS = "gives probability 0 to classes that are possible in other rows"
 
 
-def _zeros_are_possible(rows: FitData, input_kind: str) -> bool:
+def zeros_are_possible(source: RowSource, input_kind: str) -> bool:
     """Whether a probability of 0 may fall on the true class: no calibration would have an infinite loss there."""
     if input_kind == "logits":  # -inf is impossible, unless a label says otherwise
-        return bool((rows.input.gather(1, rows.target.unsqueeze(1)) == -math.inf).any())
-    zero = rows.input == 0
-    return bool((zero.any(0) & ~zero.all(0)).any())
+        return not masks_zeros(source, input_kind)
+    zeros = torch.zeros(source.n_classes, dtype=torch.float64)
+    for part in source.parts():
+        zeros += (part.input == 0).sum(0).cpu()
+    zeros = source.add_up(zeros)
+    return bool(((zeros > 0) & (zeros < source.n_rows)).any())
 
 
 class SplinesByPenalty:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import flag, number
-from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_count, as_number
+from focalkern.calibrators._base import LOGITS, InputKind, as_count, as_number
+from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._robust_temperature import temperature_from_json
 from focalkern.calibrators._row_source import RowSource, rows_of
@@ -29,7 +30,7 @@ _FEW_ROWS = 10
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
-class SplineScaling(Calibrator):
+class SplineScaling(FitsBatches):
     r"""Temperature scaling followed by a smooth curve that the rows decide: the calibration map without a fixed form.
 
     .. math::
@@ -214,11 +215,7 @@ class SplineScaling(Calibrator):
                     changed += (module(block.input).argmax(-1) != block.input.argmax(-1)).sum().cpu()
         return {**fitted, "n_changed_": int(rows.source.add_up(changed))}
 
-    def _doubts(self, rows: FitData) -> list[str]:
-        return self._warnings_of(torch.bincount(rows.target, minlength=rows.input.shape[1]))
-
     def _warnings_of(self, class_counts: Tensor) -> list[str]:
-        """Of a fit to so many rows per class."""
         found = []
         if self.weight_sum_ < _FEW_ROWS:
             found.append(

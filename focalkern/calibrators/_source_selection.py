@@ -1,0 +1,202 @@
+"""Cross-validation of candidates that are fitted by sums over rows, so that no process needs all rows in memory."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._base import Layout
+from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
+from focalkern.calibrators._row_source import MemoryRows, RowSource, class_counts
+from focalkern.calibrators._selection import (
+    ZEROS,
+    CandidateScore,
+    CrossValidation,
+    Proper,
+    SplinesByPenalty,
+    decide_from_sums,
+    keeps_predictions,
+    log_proba,
+    losses_of,
+    zeros_are_possible,
+)
+from focalkern.calibrators._spline import SplineScaling
+from focalkern.calibrators._spline_folds import FoldOf, Predict
+
+__all__ = ["FoldedFit", "HeldOut", "cross_validate_source", "fit_in_folds", "held_out"]
+
+
+@dataclass(frozen=True)
+class FoldedFit:
+    """A candidate, fitted to all rows and without each fold.
+
+    Attributes:
+        calibrator: fitted to all rows; None where it is excluded.
+        predict: by fold, the fit without it, from input [n, C] float64 to log-probabilities.
+        excluded: why it cannot be chosen, as the end of a sentence that begins with its name; nothing where it can.
+    """
+
+    calibrator: Any
+    predict: tuple[Predict, ...] = ()
+    excluded: str = ""
+
+
+def fit_in_folds(
+    source: RowSource, candidates: Mapping[str, Any], fold_of: FoldOf, folds: int
+) -> tuple[dict[str, FoldedFit], list[str]]:
+    """Robust temperature scaling and spline scalings out of ``candidates``, and the names of the others.
+
+    A spline matrix needs its rows in memory, because it takes many passes.
+    """
+    counts = class_counts(source)
+    no_matrix = "" if isinstance(source, MemoryRows) else "needs all rows in memory"
+    splines = SplinesByPenalty(source, candidates, fold_of, folds, counts, no_matrix)
+    found: dict[str, FoldedFit] = {}
+    others = []
+    for name, candidate in candidates.items():
+        if isinstance(candidate, SplineScaling):
+            why_not = splines.why_not(candidate)
+            if why_not:
+                found[name] = FoldedFit(None, excluded=why_not)
+                continue
+            fitted = splines.fitted(candidate)
+            found[name] = FoldedFit(fitted, tuple(splines.held_out(candidate, k) for k in range(folds)))
+        elif isinstance(candidate, RobustTemperatureScaling):
+            of_all = fit_to_source(candidate, source, counts)
+            parts = []
+            for k in range(folds):
+                near = copy.deepcopy(candidate)
+                near._near = of_all.temperature_
+                kept = source.select(lambda number, k=k: fold_of(number) != k)  # type: ignore[misc]
+                parts.append(fit_to_source(near, kept, counts))
+            found[name] = FoldedFit(of_all, tuple(one.predict_log_proba for one in parts))
+        else:
+            others.append(name)
+    return found, others
+
+
+def fit_to_source(candidate: Any, source: RowSource, counts: Tensor) -> Any:
+    """A fitted copy of a robust temperature scaling or a spline scaling, without warnings."""
+    fresh = copy.deepcopy(candidate)
+    fresh._check_parameters()
+    fresh._become(fresh._fit_source(source), Layout(source.n_classes), n_samples=source.n_rows)
+    fresh.warnings_ = tuple(fresh._warnings_of(counts))
+    return fresh
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Sums over rows of the losses l of K candidates, each by the fits without the row's fold.
+
+    Attributes:
+        losses: [K] float64, sums of l.
+        sums, products: [K] and [K, K], of d and d d', with d the difference of l from that of a candidate whose losses
+            are finite.
+        brier: [K, 2], sums of b and b^2, the difference of the Brier score from that of the first.
+    """
+
+    losses: Tensor
+    sums: Tensor
+    products: Tensor
+    brier: Tensor
+
+
+def held_out(
+    source: RowSource, predict: Sequence[Sequence[Predict]], fold_of: FoldOf, folds: int, criterion: Proper, finite: int
+) -> HeldOut:
+    """One pass for the losses of every row.
+
+    Args:
+        source: the rows.
+        predict: [K][folds]; the first is no calibration.
+        fold_of, folds: the fold of a row.
+        criterion: the loss.
+        finite: a candidate whose losses are finite.
+    """
+    n = len(predict)
+    losses, sums = torch.zeros(2, n, dtype=torch.float64)
+    products, brier = torch.zeros(n, n, dtype=torch.float64), torch.zeros(n, 2, dtype=torch.float64)
+    for part in source.parts():
+        for block in part.blocks():
+            fold = fold_of(block.number)
+            for k in range(folds):
+                rows = block.at(fold == k)
+                if not len(rows.target):
+                    continue
+                wide = rows.input.to(torch.float64)
+                log_probs = [torch.as_tensor(of_candidate[k](wide)) for of_candidate in predict]
+                loss = torch.stack([losses_of(one, rows.target, criterion) for one in log_probs]).cpu()
+                score = torch.stack([losses_of(one, rows.target, "brier") for one in log_probs]).cpu()
+                difference = loss - loss[finite]
+                losses += loss.sum(1)
+                sums += difference.sum(1)
+                products += difference @ difference.T
+                score = score - score[0]
+                brier += torch.stack([score.sum(1), score.square().sum(1)], 1)
+    of = source.add_up(torch.cat([losses, sums, products.reshape(-1), brier.reshape(-1)]))
+    losses, sums, products, brier = of.split([n, n, n * n, 2 * n])
+    return HeldOut(losses, sums, products.reshape(n, n), brier.reshape(n, 2))
+
+
+def cross_validate_source(
+    source: RowSource,
+    candidates: Mapping[str, Any],
+    none: Any,
+    fold_of: FoldOf,
+    folds: int,
+    *,
+    criterion: Proper,
+    others: Mapping[str, FoldedFit] | None = None,
+) -> CrossValidation:
+    """:func:`cross_validate` for rows of equal weights that may be in files, or of several processes.
+
+    Args:
+        source: the rows.
+        candidates: as for :func:`cross_validate`. Others than robust temperature scaling and spline scaling are left
+            out, unless ``others`` has them.
+        none: no calibration, fitted.
+        fold_of, folds: the fold of a row.
+        criterion: the loss.
+        others: candidates that are fitted already.
+    """
+    given = dict(others or {})
+    tried, unknown = fit_in_folds(
+        source, {name: one for name, one in candidates.items() if name not in ("none", *given)}, fold_of, folds
+    )
+    of_none = FoldedFit(
+        none,
+        (lambda input: log_proba(none, input),) * folds,
+        excluded=ZEROS if len(candidates) > 1 and zeros_are_possible(source, none.input_kind) else "",
+    )
+    fits = {"none": of_none, **{name: given.get(name) or tried[name] for name in candidates if name in given | tried}}
+    able = [name for name, one in fits.items() if one.predict]
+    finite = next((name for name in reversed(able) if name in tried), "none")  # those have a floor
+    n, rows = len(fits), source.n_rows
+    losses, sums = torch.full((2, n), math.nan, dtype=torch.float64)
+    products, brier = torch.full((n, n), math.nan, dtype=torch.float64), torch.full((n, 2), math.nan).double()
+    if folds > 1:
+        predict = [fits[name].predict for name in able]
+        found = held_out(source, predict, fold_of, folds, criterion, able.index(finite))
+        places = torch.tensor([list(fits).index(name) for name in able])
+        losses[places], sums[places], brier[places] = found.losses, found.sums, found.brier
+        products[places.unsqueeze(1), places] = found.products
+    entries = [
+        CandidateScore(
+            name,
+            one.calibrator,
+            float(losses[place]) / rows,
+            excluded=one.excluded,
+            keeps_predictions=name == "none" or keeps_predictions(candidates[name]),
+        )
+        for place, (name, one) in enumerate(fits.items())
+    ]
+    left_out = [f"{name}, which needs all rows in memory" for name in unknown]
+    decided = decide_from_sums(
+        entries, rows, sums, products, criterion=criterion, folds=folds if folds > 1 else 0, left_out=left_out
+    )
+    mean, square = (brier[decided.chosen] / rows).tolist()
+    return replace(decided, brier=(mean, math.sqrt(max(0.0, square - mean**2) / max(1, rows - 1))))

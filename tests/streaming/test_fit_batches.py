@@ -1,0 +1,174 @@
+"""Fits to batches, in one process and in two: the same calibrator as in memory."""
+
+import datetime
+import multiprocessing
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import focalkern as fk
+from focalkern.calibrators import _selection
+from focalkern.calibrators._row_source import BatchedRows, memory_rows
+from focalkern.calibrators._selection import as_candidates, cross_validate
+from focalkern.calibrators._source_selection import cross_validate_source
+
+PATIENCE = 60  # seconds a test waits for its processes
+
+CALIBRATORS = {
+    "temperature": fk.RobustTemperatureScaling,
+    "scalar": fk.SplineScaling,
+    "free": lambda **options: fk.SplineScaling(keep_order=False, **options),
+    "vector": lambda **options: fk.SplineScaling(kind="vector", **options),
+    "matrix": lambda **options: fk.SplineScaling(kind="matrix", **options),
+    "auto": lambda **options: fk.AutoCalibrator(candidates=["temperature", "spline", "spline-vector"], **options),
+}
+
+
+def rows(n=700, n_classes=4):
+    """Logits of a network that is too sure and has a bias, and labels."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 2 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
+    target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    return 2.5 * logits + torch.linspace(-1, 1, n_classes, dtype=torch.float64), target
+
+
+def in_batches(*columns, size=150):
+    return list(zip(*(column.split(size) for column in columns), strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in CALIBRATORS if name != "auto"])
+@pytest.mark.parametrize("case", ["plain", "weights", "zeros", "empty batches", "large logits"])
+def test_batches_give_the_calibrator_of_all_rows(name, case):
+    logits, target = rows()
+    options, columns = {}, [logits, target]
+    if case == "weights":
+        columns.append(torch.arange(700) % 4)  # weights of 0 among them
+    elif case == "zeros":
+        logits = logits.softmax(-1)
+        logits[::7, 1] = 0
+        columns[0] = logits / logits.sum(-1, keepdim=True)
+        options = {"input_kind": "probs"}
+    elif case == "large logits":
+        columns[0] = 1e4 * logits
+    batches = in_batches(*columns)
+    if case == "empty batches":
+        batches[1:1] = [(logits[:0], target[:0])]
+        batches.append((logits[:20], torch.full((20,), -100)))
+    make = CALIBRATORS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fk.CalibrationWarning)
+        expected = make(**options).fit(*columns)
+        found = make(**options).fit_batches(lambda: iter(batches), ignore_index=-100)
+    theirs, ours = (torch.as_tensor(one.predict_log_proba(columns[0])) for one in (expected, found))
+    assert ours.numpy() == pytest.approx(theirs.numpy(), rel=1e-9, abs=1e-9)
+    assert (found.n_samples_, found.warnings_) == (expected.n_samples_, expected.warnings_)
+    assert found.best_value_ == pytest.approx(expected.best_value_, rel=1e-12)
+
+
+def test_a_cross_validation_in_batches_is_that_in_memory(monkeypatch):
+    logits, target = rows()
+    logits[:3, 0] = -torch.inf
+    target[:2] = 0  # a label at a logit of -inf: no calibration has an infinite loss
+    monkeypatch.setattr(_selection, "stratified_folds", lambda labels, folds, seed: torch.arange(len(labels)) % folds)
+    candidates = as_candidates(None, "nll", "logits")
+    expected = cross_validate(logits, target, candidates, criterion="nll", folds=4, seed=0)
+    none = expected.entries[0].calibrator
+
+    def read():
+        begin = 0
+        for input, labels in in_batches(logits, target):
+            yield input, labels, None, torch.arange(begin, begin + len(labels))
+            begin += len(labels)
+
+    for source in (memory_rows(logits, target), BatchedRows(read, 4)):
+        found = cross_validate_source(source, candidates, none, lambda number: number % 4, 4, criterion="nll")
+        for ours, theirs in zip(found.entries, expected.entries, strict=True):
+            assert ours.name == theirs.name
+            if ours.name == "spline-matrix" and isinstance(source, BatchedRows):
+                assert ours.excluded == "needs all rows in memory"
+                continue
+            assert (ours.excluded, ours.keeps_predictions) == (theirs.excluded, theirs.keeps_predictions)
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-10)
+            if ours.name != "none":
+                assert ours.error == pytest.approx(theirs.error, rel=1e-8, abs=1e-12)
+    assert memory_rows(logits, target).n_rows == 700
+
+
+def test_the_automatic_choice_of_batches():
+    logits, target = rows()
+    found = CALIBRATORS["auto"]().fit_batches(in_batches(logits, target))
+    expected = CALIBRATORS["auto"]().fit(logits, target)
+    assert found.chosen_ == expected.chosen_ == "spline-vector"
+    assert found.predict_log_proba(logits).numpy() == pytest.approx(
+        expected.predict_log_proba(logits).numpy(), abs=1e-9
+    )
+    assert found.verdict_.costs == expected.verdict_.costs  # how many predictions change
+    every = fk.AutoCalibrator(candidates=["isotonic", "spline-matrix"]).fit_batches(in_batches(logits, target))
+    assert "left out: isotonic, which needs all rows in memory" in every.verdict_.doubts
+    assert any("needs all rows in memory, and is not chosen" in words for words in every.verdict_.doubts)
+
+
+def test_what_is_no_batch_is_said():
+    logits, target = rows(20)
+    spline = fk.SplineScaling()
+    with pytest.raises(TypeError, match="batches must be iterated for every pass, got an iterator, list_iterator"):
+        spline.fit_batches(iter([(logits, target)]))
+    with pytest.raises(TypeError, match="batches must be an iterable or a function, got int"):
+        spline.fit_batches(3)
+    with pytest.raises(TypeError, match=r"a batch must be \(logits, target\) or .* in batch 0"):
+        spline.fit_batches([logits])
+    with pytest.raises(ValueError, match="every batch must have 4 classes as the first, got 3 in batch 1"):
+        spline.fit_batches([(logits, target), (logits[:, :3], target % 3)])
+    with pytest.raises(ValueError, match="fit_batches needs at least one row, got none"):
+        spline.fit_batches([(logits[:0], target[:0])])
+    with pytest.raises(TypeError, match="target must be integers where rows come in batches, got strings in batch 0"):
+        spline.fit_batches([(logits[:4], ["a", "b", "c", "d"])])
+    with pytest.raises(ValueError, match="logits must not be NaN"):
+        spline.fit_batches([(logits, target), (logits * float("nan"), target)])
+    with pytest.raises(ValueError, match=r"logits of a batch must be \[n, C\], got shape \[4\] in batch 0"):
+        spline.fit_batches([(logits[0], target[:4])])
+    with pytest.raises(ValueError, match="fit_batches takes no sample_weight"):
+        fk.AutoCalibrator().fit_batches([(logits, target, torch.full((20,), 2.0))])
+    assert not hasattr(spline, "n_classes_")
+
+
+def process(rank, store, folder):
+    """What each of two processes does; it leaves what it has found in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=PATIENCE)
+    )
+    logits, target = rows()
+    part = slice(0, 233) if rank == 0 else slice(233, None)
+    for name, make in CALIBRATORS.items():
+        calibrator = make().fit_batches(in_batches(logits[part], target[part]))
+        torch.save((calibrator.predict_log_proba(logits), calibrator.n_samples_), f"{folder}/{name}-{rank}.pt")
+    one = slice(0, 0) if rank == 0 else slice(None)  # the first process has no rows
+    calibrator = fk.SplineScaling().fit_batches([(logits[one], target[one])])
+    torch.save(calibrator.predict_log_proba(logits), f"{folder}/one-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+def test_two_processes_fit_the_calibrator_of_one(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    store = tmp_path / "store"
+    workers = [context.Process(target=process, args=(rank, os.fspath(store), os.fspath(tmp_path))) for rank in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(PATIENCE * 3)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    logits, target = rows()
+    for name, make in CALIBRATORS.items():
+        expected = make().fit_batches(in_batches(logits, target)).predict_log_proba(logits)
+        (first, n_samples), (second, _) = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in (0, 1))
+        assert n_samples == 700
+        assert torch.equal(first, second)
+        assert first.numpy() == pytest.approx(expected.numpy(), abs=1e-9)
+    expected = fk.SplineScaling().fit(logits, target).predict_log_proba(logits)
+    for rank in (0, 1):
+        assert torch.load(tmp_path / f"one-{rank}.pt").numpy() == pytest.approx(expected.numpy(), abs=1e-9)
