@@ -47,8 +47,9 @@ add_function_parentheses = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # Args has types with shapes and dtypes
 autodoc_preserve_defaults = True
-# torchmetrics imports torchvision where it is installed, perhaps for another torch; transformers is in no extra.
-autodoc_mock_imports = ["torchvision", "transformers"]
+# torchmetrics imports torchvision where it is installed, perhaps for another torch; transformers and ray are not in
+# the extra docs.
+autodoc_mock_imports = ["ray", "torchvision", "transformers"]
 autosummary_generate = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

@@ -17,6 +17,7 @@ What is here, by what it is for::
         RobustTemperatureScaling, SplineScaling                      finite on any rows; the map as a learned curve
         StructuredScaling, IsotonicCalibration, HistogramBinning     more parameters, for more rows
         MultiLabelScaling, CalibratedClassifier                      several labels per row; scikit-learn's classifiers
+        sweep, sweep_one (give a Sweep, and one of its records)      the comparison for many networks, on any engine
         load_calibrator, CalibrationWarning
 
     Measure
@@ -102,7 +103,8 @@ from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigm
 from focalkern.ops.softmax_losses import poly_focal_loss
 from focalkern.ops.spline_map import spline_calibration_map
 from focalkern.streaming import CalibrationGridState
-from focalkern.study import Study, compare_calibrators
+from focalkern.study import Study, Sweep, compare_calibrators
+from focalkern.study.sweep import sweep, sweep_one
 
 if TYPE_CHECKING:  # __getattr__ has them at run time
     from focalkern import plots as plots
@@ -140,6 +142,7 @@ __all__ = [
     "SplineScaling",
     "StructuredScaling",
     "Study",
+    "Sweep",
     "TemperatureScaling",
     "Verdict",
     "asymmetric_loss",
@@ -167,6 +170,8 @@ __all__ = [
     "reference",
     "sigmoid_focal_loss",
     "spline_calibration_map",
+    "sweep",
+    "sweep_one",
 ]
 
 

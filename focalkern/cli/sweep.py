@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from focalkern.calibrators._selection import PROPER
+from focalkern.cli._engines import engine
 from focalkern.cli._notes import print_wrapped
 from focalkern.cli._options import at_least_one, check_out_folder, in_options, seed
-from focalkern.study.sweep import METHODS, SCORES, sweep
+from focalkern.files import InputError
+from focalkern.study.sweep import METHODS, SCORES, run_sweep, sweep_settings
 
 __all__ = ["add_parser"]
 
@@ -42,6 +44,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--jobs", type=at_least_one, metavar="N", help="processes (default: as many as there are cores)"
     )
+    parser.add_argument(
+        "--engine",
+        default="local",
+        metavar="ADDRESS",
+        help="who computes: local (default), dask://HOST:PORT, ray://HOST:PORT or ray://auto; its workers must find "
+        "the files and focalkern",
+    )
     parser.add_argument("--criterion", choices=PROPER, default="nll", help="by which is chosen (default nll)")
     parser.add_argument("--seed", type=seed, default=0, help="of the folds and of the halves (default 0)")
     parser.add_argument("--input-kind", choices=("logits", "probs"), help="what the files hold, where names do not say")
@@ -63,18 +72,25 @@ def _run(arguments: argparse.Namespace) -> int:
         over += 1
         print(f"{over} of {total}: {name}{'' if fresh else ' (known)'}", file=sys.stderr)
 
-    result = sweep(
-        arguments.files,
-        folder=arguments.report,
-        jobs=arguments.jobs or len(os.sched_getaffinity(0)),
+    if arguments.engine != "local" and arguments.jobs is not None:
+        raise InputError(f"--jobs: expected none with --engine {arguments.engine}, which has its own workers")
+    settings = sweep_settings(
         criterion=arguments.criterion,
         seed=arguments.seed,
-        done=done,
-        words=in_options,
         input_kind=arguments.input_kind,
         logits_key=arguments.logits_key,
         labels_key=arguments.labels_key,
     )
+    with engine(arguments.engine) as executor:
+        result = run_sweep(
+            list(dict.fromkeys(arguments.files)),
+            settings,
+            folder=arguments.report,
+            jobs=arguments.jobs or (len(os.sched_getaffinity(0)) if executor is None else 1),
+            executor=executor,
+            done=done,
+            words=in_options,
+        )
     heads = [method.replace(", ", ",\n") for method in METHODS]  # two lines, so that there is room for long names
     for figure, heading in SCORES.items():
         if result.networks and figure != "brier":

@@ -1,13 +1,11 @@
-"""Many networks in one go: the same comparison for each, resumable, in several processes."""
+"""Many networks in one go: the same comparison for each, resumable, on any executor."""
 
 import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -15,154 +13,273 @@ import torch
 
 from focalkern._atomic import write_atomically, write_together
 from focalkern._checks import integer, one_of, path_text, short
+from focalkern._progress import ProgressBar
 from focalkern._version import __version__
+from focalkern.calibrators import InputKind
 from focalkern.calibrators._selection import PROPER, Proper, check_folds
 from focalkern.files import InputError, LogitSet, read_sets
 from focalkern.files.read import labels_of_npy
 from focalkern.study.compare import run_study
+from focalkern.study.engines import LocalPool, run_tasks
 from focalkern.study.report.export import finite_or_none
-from focalkern.study.report.sweep import METHODS, SCORES, Sweep
+from focalkern.study.report.sweep import METHODS, SCORES, Sweep, names_of
 from focalkern.study.split import check_alike
 from focalkern.study.study import Study
 
-__all__ = ["METHODS", "SCORES", "Sweep", "sweep"]
+__all__ = ["METHODS", "SCORES", "Sweep", "run_sweep", "sweep", "sweep_one", "sweep_settings"]
 
-_FORMAT = 2
+_FORMAT = 3
+_STUDY = ("criterion", "folds", "seed")  # the settings that are no options of the reader
 
 
 def sweep(
-    files: Sequence[str],
+    files: Sequence[str | os.PathLike[str]],
     *,
     folder: str | os.PathLike[str] | None = None,
     jobs: int = 1,
+    executor: Executor | None = None,
+    batch: int = 1,
     criterion: Proper = "nll",
     folds: int = 5,
     seed: int = 0,
-    done: Callable[[str, bool], None] = lambda name, fresh: None,
-    words: Callable[[Exception], str] = str,
-    **options: Any,
+    labels: str | os.PathLike[str] | None = None,
+    input_kind: InputKind | None = None,
+    logits_key: str | None = None,
+    labels_key: str | None = None,
+    progress: bool | None = None,
 ) -> Sweep:
     """Compare the calibrators on every one of many files.
+
+    Every network is computed by one thread, so that the results are the same bits with any number of processes and on
+    any executor. If a worker dies, its network is tried once more, alone. Ctrl-C keeps what is finished.
 
     Args:
         files: each with validation and test rows; of a file with one set of rows a random half is for validation.
         folder: for ``sweep.csv``, ``sweep.json`` and ``sweep.html``, and for the result of every file as soon as it is
             there: a sweep with the same files goes on where it was stopped. Nothing is written when None.
-        jobs: processes.
+        jobs: processes on this machine.
+        executor: any :class:`concurrent.futures.Executor` in place of ``jobs``: dask's ``Client.get_executor()``,
+            loky, ``mpi4py.futures.MPIPoolExecutor``, :class:`focalkern.integrations.ray.RayExecutor`. Its workers must
+            find the files and focalkern. The caller shuts it down.
+        batch: networks per task, for engines that take long over a task.
         criterion, folds, seed: as :func:`focalkern.compare_calibrators`.
-        done: is told of every file that is over, and whether it was computed now.
-        words: makes the reason of a file that cannot be used from its error; with several jobs a function of a module.
-        options: for the reader of the files, ``input_kind`` and others.
+        labels, input_kind, logits_key, labels_key: how to read the files, as :func:`focalkern.files.read_sets`.
+        progress: True shows a bar; None shows it after two seconds in a terminal; False shows none.
 
     Returns:
-        A :class:`Sweep`. A file that cannot be used is in ``failed``, and no reason to stop.
+        A :class:`focalkern.Sweep`. A file that cannot be used, or that ends its worker, is in ``failed``.
 
     Raises:
-        TypeError, ValueError: an option that does not fit; files that are no list of paths.
-        OSError: the folder cannot be written.
+        TypeError, ValueError: an option that does not fit; files that are no list of paths; ``jobs`` beside
+            ``executor``.
+        OSError: the folder cannot be written; worker processes do not start.
 
     Example:
-        >>> found = fk.study.sweep.sweep(["absent.npz"])
+        >>> found = fk.sweep(["absent.npz"])
         >>> found.failed
         {'absent.npz': 'expected a file, found nothing there'}
     """
-    if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Sequence):
-        raise TypeError(f"sweep: files must be a list of paths, got {short(files)}")
-    names = list(dict.fromkeys(path_text("sweep", "files", name) for name in files))
+    names = _names("sweep", files)
+    settings = sweep_settings("sweep", criterion, folds, seed, labels, input_kind, logits_key, labels_key)
+    with ProgressBar(len(names), "sweep", "network", progress) as bar:
+        return run_sweep(
+            names,
+            settings,
+            folder=folder,
+            jobs=jobs,
+            executor=executor,
+            batch=batch,
+            done=lambda name, fresh: bar.update(1),
+        )
+
+
+def sweep_one(
+    path: str | os.PathLike[str],
+    *,
+    criterion: Proper = "nll",
+    folds: int = 5,
+    seed: int = 0,
+    labels: str | os.PathLike[str] | None = None,
+    input_kind: InputKind | None = None,
+    logits_key: str | None = None,
+    labels_key: str | None = None,
+) -> dict[str, Any]:
+    """Compare the calibrators on one file: the task that :func:`sweep` gives to its workers.
+
+    A batch system or Spark calls it once per file; :meth:`Sweep.from_records` joins the records.
+
+    Args:
+        path: as one of the files of :func:`sweep`.
+        criterion, folds, seed, labels, input_kind, logits_key, labels_key: as :func:`sweep`.
+
+    Returns:
+        A record of strings, numbers, None and dictionaries, which JSON and pickle take: ``path``, ``error`` (None, or
+        why the file cannot be used), ``criterion``; and without an error the keys of :attr:`Sweep.networks`.
+
+    Raises:
+        TypeError, ValueError: an option that does not fit. A file that cannot be used raises nothing.
+
+    Example:
+        >>> labels = np.arange(400) % 3
+        >>> np.savez("small.npz", logits=4 * np.eye(3)[(labels + (np.arange(400) % 5 == 0)) % 3], labels=labels)
+        >>> records = [fk.sweep_one("small.npz"), fk.sweep_one("absent.npz")]
+        >>> [(record["path"], record["error"]) for record in records]
+        [('small.npz', None), ('absent.npz', 'expected a file, found nothing there')]
+        >>> fk.Sweep.from_records(records) == fk.sweep(["small.npz", "absent.npz"])
+        True
+    """
+    settings = sweep_settings("sweep_one", criterion, folds, seed, labels, input_kind, logits_key, labels_key)
+    return _record(path_text("sweep_one", "path", path), settings, str)
+
+
+def run_sweep(
+    names: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    jobs: int = 1,
+    executor: Executor | None = None,
+    batch: int = 1,
+    done: Callable[[str, bool], None] = lambda name, fresh: None,
+    words: Callable[[Exception], str] = str,
+) -> Sweep:
+    """As :func:`sweep`, for its own callers.
+
+    Args:
+        done: is told of every file that is over, and whether it was computed now.
+        words: makes the reason of a file that cannot be used from its error; a function of a module, for pickle.
+    """
     if folder is not None:
         folder = path_text("sweep", "folder", folder)
-    jobs = integer("sweep", "jobs", jobs, 1)
-    one_of("sweep", "criterion", criterion, PROPER)
-    folds, seed = check_folds("sweep", folds, seed)
-    kept = None if folder is None else Path(folder)
-    tasks = {}
-    found: dict[str, dict[str, Any]] = {}
-    failed: dict[str, str] = {}
-    settings = {"criterion": criterion, "folds": folds, "seed": seed, **options}
-    for name in names:
-        place = None if kept is None else kept / "networks" / f"{_short_name(name, names)}.json"
-        stamp = _stamp(name, settings)
-        known = _known(place, stamp)
-        if known is None:
-            tasks[name] = (place, stamp)
-        else:
-            found[name] = {**known, "source": name, "name": _short_name(name, names)}
-            done(name, False)
+    jobs, batch = integer("sweep", "jobs", jobs, 1), integer("sweep", "batch", batch, 1)
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise TypeError(f"sweep: executor must be a concurrent.futures.Executor or None, got {short(executor)}")
+    if executor is not None and jobs != 1:
+        raise ValueError(f"sweep: jobs must be 1 with an executor, which has its own workers, got {jobs}")
+    kept = None if folder is None else Path(folder, "networks")
+    called = names_of(names)
+    records: dict[str, dict[str, Any]] = {}
     if kept is not None:
-        (kept / "networks").mkdir(parents=True, exist_ok=True)
+        for name in names:
+            known = _known(kept / f"{called[name]}.json", name, settings)
+            if known is not None:
+                records[name] = {**known, "path": name}
+                done(name, False)
+        kept.mkdir(parents=True, exist_ok=True)
 
-    def keep(name: str, result: dict[str, Any] | str) -> None:
-        place, stamp = tasks[name]
-        if isinstance(result, str):
-            failed[name] = result
-        else:
-            found[name] = {**result, "name": _short_name(name, names)}
-            if place is not None:
-                content = {"format": _FORMAT, "stamp": stamp, "network": found[name]}
-                write_atomically(place, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+    def keep(name: str, result: tuple[dict[str, Any], list[Any]]) -> None:
+        record, stamp = result
+        records[name] = record
+        if kept is not None and record["error"] is None:
+            content = {"format": _FORMAT, "stamp": stamp, "network": record}
+            text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+            write_atomically(kept / f"{called[name]}.json", text.encode())
         done(name, True)
 
-    if jobs <= 1 or len(tasks) <= 1:
+    def lost(name: str, reason: str) -> None:
+        keep(name, ({"path": name, "error": reason, "criterion": settings["criterion"]}, []))
+
+    tasks = [name for name in names if name not in records]
+    function = _Task(dict(settings), words, None if executor is None else os.getcwd())
+    if executor is None and (jobs == 1 or len(names) == 1):
         for name in tasks:
-            keep(name, _one(name, settings, None, words))
+            keep(name, *function([name]))
     else:
-        threads = max(1, torch.get_num_threads() // jobs)
-        with ProcessPoolExecutor(min(jobs, len(tasks)), get_context("spawn")) as pool, _workers_end_too(pool):
-            # The largest first, so that none of them is left at the end.
-            order = sorted(tasks, key=lambda name: -os.path.getsize(name) if os.path.exists(name) else 0)
-            running = {pool.submit(_one, name, settings, threads, words): name for name in order}
-            for future in as_completed(running):
-                keep(running[future], future.result())
-    result = Sweep(tuple(found[name] for name in names if name in found), failed, criterion)
-    if kept is not None:
+        tasks.sort(key=_size, reverse=True)  # so that no large one is left at the end
+        batches = [tasks[begin : begin + batch] for begin in range(0, len(tasks), batch)]
+        if executor is None:
+            jobs = min(jobs, len(batches))
+            with LocalPool(jobs) as pool:
+                run_tasks(pool, function, batches, keep, lost, window=2 * jobs)
+        else:
+            run_tasks(executor, function, batches, keep, lost)
+    result = Sweep.from_records(records[name] for name in names)
+    if folder is not None:
         document = json.dumps(result.to_dict(), indent=2, allow_nan=False) + "\n"
-        pages = {"sweep.csv": result.to_csv().encode(), "sweep.json": document.encode(), "sweep.html": result.to_html()}
-        write_together(kept, pages)
+        table = result.to_csv().encode(errors="surrogateescape")  # the bytes of a path that is no UTF-8
+        pages = {"sweep.csv": table, "sweep.json": document.encode(), "sweep.html": result.to_html()}
+        write_together(folder, pages)
     return result
 
 
-@contextlib.contextmanager
-def _workers_end_too(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """Ends the workers, which write nothing, where this process is to end; the pool alone would wait for them.
+def _names(op: str, files: Any) -> list[str]:
+    if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Sequence):
+        raise TypeError(f"{op}: files must be a list of paths, got {short(files)}")
+    return list(dict.fromkeys(path_text(op, "files", name) for name in files))
 
-    Raises:
-        OSError: a worker was ended from outside.
+
+def sweep_settings(
+    op: str = "sweep",
+    criterion: Proper = "nll",
+    folds: int = 5,
+    seed: int = 0,
+    labels: str | os.PathLike[str] | None = None,
+    input_kind: InputKind | None = None,
+    logits_key: str | None = None,
+    labels_key: str | None = None,
+) -> dict[str, Any]:
+    """The options of every network, checked, as JSON takes them."""
+    one_of(op, "criterion", criterion, PROPER)
+    folds, seed = check_folds(op, folds, seed)
+    return {
+        "criterion": criterion,
+        "folds": folds,
+        "seed": seed,
+        "labels": None if labels is None else path_text(op, "labels", labels),
+        "input_kind": input_kind,
+        "logits_key": logits_key,
+        "labels_key": labels_key,
+    }
+
+
+class _Task:
+    """One task of a sweep: [(record, stamp)] of some files. A class, because pickle takes no function in a function.
+
+    Args:
+        settings, words: as :func:`run_sweep`.
+        folder: in which relative paths begin, for workers that have another one.
     """
+
+    def __init__(self, settings: dict[str, Any], words: Callable[[Exception], str], folder: str | None) -> None:
+        self._settings, self._words, self._folder = settings, words, folder
+        if folder is not None and settings["labels"] is not None:
+            self._settings = {**settings, "labels": os.path.join(folder, settings["labels"])}
+
+    def __call__(self, names: Sequence[str], attempt: int = 0) -> list[tuple[dict[str, Any], list[Any]]]:
+        found = []
+        for name in names:
+            place = name if self._folder is None else os.path.join(self._folder, name)
+            stamp = _stamp(place, self._settings)  # first: a file that changes meanwhile is then another task
+            found.append(({**_record(place, self._settings, self._words), "path": name}, stamp))
+        return found
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A network is too small for several threads, which wait for each other in a loop; and their sums differ."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         yield
-    except BrokenProcessPool:
-        raise OSError(
-            "a worker process was killed (the system does so when memory runs out: fewer jobs need less); the networks "
-            "that were done are kept, and the same command goes on"
-        ) from None
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in list((getattr(pool, "_processes", None) or {}).values()):
-            worker.terminate()
-        raise
+    finally:
+        torch.set_num_threads(before)
 
 
-def _one(
-    name: str, settings: dict[str, Any], threads: int | None, words: Callable[[Exception], str]
-) -> dict[str, Any] | str:
+def _record(name: str, settings: Mapping[str, Any], words: Callable[[Exception], str]) -> dict[str, Any]:
     """The result of one file, or why there is none."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    reader = {key: value for key, value in settings.items() if key not in ("criterion", "folds", "seed")}
+    record = {"path": name, "error": None, "criterion": settings["criterion"]}
+    reader = {key: value for key, value in settings.items() if key not in _STUDY}
+    study_options = {key: settings[key] for key in _STUDY}
     try:
-        validation, test, split = _halves(read_sets(name, **reader), settings["seed"])
-        study = run_study(
-            validation,
-            test,
-            criterion=settings["criterion"],
-            folds=settings["folds"],
-            seed=settings["seed"],
-            resamples=0,
-        )
-    except (InputError, ValueError, OSError, MemoryError) as error:
-        return " ".join(words(error).removeprefix(f"{name}: ").split()) or type(error).__name__
+        with _one_thread():
+            validation, test, split = _halves(read_sets(name, **reader), settings["seed"])
+            study = run_study(validation, test, resamples=0, **study_options)
+    except Exception as error:  # whatever one file does, the others go on
+        expected = isinstance(error, InputError | ValueError | OSError)
+        reason = " ".join(words(error).removeprefix(f"{name}: ").split())
+        return {**record, "error": reason if expected and reason else f"{type(error).__name__} {reason}".strip()}
     return {
-        "source": name,
+        **record,
         "n_classes": validation.n_classes,
         "n_validation": len(validation),
         "n_test": len(test),
@@ -200,17 +317,16 @@ def _figures(study: Study) -> dict[str, dict[str, float] | None]:
     }
 
 
-def _stamp(name: str, settings: dict[str, Any]) -> list[Any]:
-    """What tells one task from another: the contents of the files. (Other files may have their size and their time.)"""
+def _stamp(name: str, settings: Mapping[str, Any]) -> list[Any]:
+    """Tells one task from another: the contents of the files. (Other files may have their size and their time.)"""
     try:
         files = [name]
         if name.lower().endswith(".npy"):
-            files.append(os.fspath(labels_of_npy(name, settings.get("labels"))))
-        digests = [_digest(file) for file in files]
+            files.append(os.fspath(labels_of_npy(name, settings["labels"])))
+        known = {key: value for key, value in settings.items() if key != "labels"}
+        return [__version__, [_digest(file) for file in files], known]
     except (InputError, OSError):
-        return []  # what is wrong the reader says
-    known = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in settings.items()}
-    return [__version__, digests, json.loads(json.dumps(known, sort_keys=True))]
+        return []  # the reader says what is wrong
 
 
 def _digest(file: str) -> str:
@@ -218,23 +334,22 @@ def _digest(file: str) -> str:
         return hashlib.file_digest(stream, "blake2b").hexdigest()
 
 
-def _known(place: Path | None, stamp: list[Any]) -> dict[str, Any] | None:
-    """What an earlier sweep has found for the same task."""
-    if place is None or not place.exists() or not stamp:
-        return None
+def _size(name: str) -> int:
+    try:
+        return os.path.getsize(name)
+    except OSError:
+        return 0
+
+
+def _known(place: Path, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The record of an earlier sweep for the same task."""
     try:
         content = json.loads(place.read_text())
-    except ValueError:
+    except (OSError, ValueError):
         return None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("stamp") != stamp:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or not content.get("stamp"):
+        return None
+    if content["stamp"] != _stamp(name, settings):
         return None
     network: dict[str, Any] = content["network"]
     return network
-
-
-def _short_name(name: str, names: Sequence[str]) -> str:
-    """The name of the file without folder and suffix; with a mark where others are called the same."""
-    stem = Path(name).stem
-    if sum(Path(other).stem == stem for other in names) > 1:
-        return f"{stem}-{hashlib.sha256(os.path.abspath(name).encode()).hexdigest()[:6]}"
-    return stem

@@ -69,9 +69,18 @@ def test_no_half_file_and_no_mixture_whenever_it_is_stopped(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+# A shell's background job ignores Ctrl-C, and so do its children.
+COMMAND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from focalkern.cli import main
+sys.exit(main())
+"""
+
+
 def start(*arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", "focalkern", *map(str, arguments)],
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -79,7 +88,9 @@ def start(*arguments):
     )
 
 
-def test_a_sweep_ends_with_its_workers_and_goes_on(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_sweep_ends_with_its_workers_and_goes_on(number, tmp_path):
+    """By SIGTERM, which a batch system sends to the command; by Ctrl-C, which a terminal sends to all its processes."""
     pytest.importorskip("tabulate")
     rng = np.random.default_rng(0)
     for place in range(6):
@@ -92,9 +103,14 @@ def test_a_sweep_ends_with_its_workers_and_goes_on(tmp_path):
         assert running.poll() is None, running.stderr.read()
         time.sleep(0.02)
     group = os.getpgid(running.pid)
-    running.send_signal(signal.SIGTERM)
+    if number == signal.SIGINT:
+        os.killpg(group, number)
+    else:
+        running.send_signal(number)
     _, said = running.communicate(timeout=600)
-    assert running.returncode == 143 and said.splitlines()[-1] == "focalkern sweep: terminated"
+    assert running.returncode == 128 + number
+    assert said.splitlines()[-1] == f"focalkern sweep: {'interrupted' if number == signal.SIGINT else 'terminated'}"
+    assert "Traceback" not in said
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".part")]
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:  # the workers are ending
@@ -106,4 +122,5 @@ def test_a_sweep_ends_with_its_workers_and_goes_on(tmp_path):
     else:
         raise AssertionError("workers of the sweep outlive it")
     kept = list(tmp_path.glob("sweep/networks/*.json"))
-    assert kept and all(json.loads(path.read_text())["network"]["figures"] for path in kept)
+    assert 0 < len(kept) < len(files)
+    assert all(json.loads(path.read_text())["network"]["figures"] for path in kept)

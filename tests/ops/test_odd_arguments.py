@@ -102,10 +102,12 @@ def test_a_study_of_something_else_is_refused(odd, tmp_path):
 
 
 @pytest.mark.parametrize("odd", [2.5, "x", b"x", [None], {1}, torch.zeros(3), object()], ids=lambda odd: repr(odd)[:9])
-@pytest.mark.parametrize("name", ["files", "folder", "jobs", "criterion", "folds", "seed"])
+@pytest.mark.parametrize(
+    "name", ["files", "folder", "jobs", "executor", "batch", "labels", "criterion", "folds", "seed"]
+)
 def test_a_sweep_refuses_what_does_not_fit(odd, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if (name, odd) == ("folder", "x"):
-        pytest.skip("a folder may be called so")
+    if name in ("folder", "labels") and odd == "x":
+        pytest.skip("a folder or a file may be called so")
     with pytest.raises((TypeError, ValueError), match=rf"^sweep: {name} must be .*"):
-        fk.study.sweep.sweep(**{"files": [], name: odd})
+        fk.sweep(**{"files": [], name: odd})

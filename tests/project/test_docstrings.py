@@ -25,7 +25,7 @@ MODULES = {
     "focalkern.plots": "matplotlib",
     "focalkern.reference": None,
     "focalkern.study": None,
-    "focalkern.study.sweep": None,
+    "focalkern.integrations.ray": "ray",
     "focalkern.integrations.sklearn": "sklearn",
     "focalkern.integrations.torchmetrics": "torchmetrics",
     "focalkern.integrations.transformers": "transformers",
@@ -39,7 +39,6 @@ NEEDS = {
 OF_THE_ROOM = {
     "focalkern": dir(fk),
     "focalkern.study": ["CalibratorResult", "Evaluation", "Sweep", "apply_calibrator", "evaluate_rows", "stream_sets"],
-    "focalkern.study.sweep": ["sweep"],
 }
 
 # Hooks of torch, scikit-learn and transformers, which document them.

@@ -114,7 +114,7 @@ FLOORS = (
 )
 # The same within the study.
 STUDY = (
-    "distributed",
+    "distributed engines",
     "samples",
     "scores",
     "grid_search",
@@ -125,10 +125,10 @@ STUDY = (
     "report",
     "study",
     "compare",
-    "evaluate apply networks sweep",
+    "evaluate apply sweep",
     "__init__",
 )
-OPTIONAL = {"focalkern.plots"}  # imports matplotlib
+OPTIONAL = {"focalkern.integrations.ray", "focalkern.plots"}  # import ray, matplotlib
 
 
 def module_name(path):

@@ -29,11 +29,13 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\"]+)\"")
 # too where all of them must be installed. (Not conftest.peer: this file also runs alone, against an installed wheel.)
 PEERS = {
     "accelerate",
+    "distributed",
     "kornia",
     "lightning",
     "monai",
     "onnx",
     "onnxruntime",
+    "ray",
     "segmentation_models_pytorch",
     "sklearn",
     "torchmetrics",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from focalkern.study import compare_calibrators
-from focalkern.study.sweep import METHODS, SCORES, Sweep, sweep
+from focalkern.study.sweep import METHODS, SCORES, Sweep, run_sweep, sweep, sweep_settings
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -65,7 +65,8 @@ def test_every_network_is_what_a_comparison_finds(files, run, tmp_path):
     assert all(line.endswith("(known)") for line in err.splitlines())
     # Another criterion is another task.
     fresh = []
-    sweep(files[:1], folder=tmp_path / "r", criterion="brier", done=lambda name, new: fresh.append(new))
+    settings = sweep_settings(criterion="brier")
+    run_sweep(files[:1], settings, folder=tmp_path / "r", done=lambda name, new: fresh.append(new))
     assert fresh == [True]
 
 
@@ -83,8 +84,9 @@ def test_a_known_result_is_of_the_same_contents(files, tmp_path):
     def figures(*names, **options):
         fresh = []
         names = [str(tmp_path / name) for name in names]
-        result = sweep(names, folder=tmp_path / "r", done=lambda name, new: fresh.append(new), **options)
-        assert [network["source"] for network in result.networks] == names
+        settings = sweep_settings(**options)
+        result = run_sweep(names, settings, folder=tmp_path / "r", done=lambda name, new: fresh.append(new))
+        assert [network["path"] for network in result.networks] == names
         (found,) = [network["figures"]["none"]["nll"] for network in result.networks]
         return found, fresh
 

@@ -1,16 +1,22 @@
 """The result of a sweep: tables of networks by methods, mean ranks, paired wins, as text, CSV and HTML."""
 
 import csv
+import hashlib
 import io
 import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
+from focalkern._checks import short
 from focalkern._version import __version__
 from focalkern.calibrators._selection import LOSS_NAMES, Proper
 from focalkern.study.report import html
 
-__all__ = ["METHODS", "SCORES", "Sweep"]
+__all__ = ["METHODS", "SCORES", "Sweep", "names_of"]
 
 METHODS = ("auto", "none", "temperature", "focal", "temperature, ECE", "focal, ECE")
 """The columns of the tables: what the cross-validation chooses; no calibration; both scalings by the proper loss; the
@@ -19,21 +25,46 @@ paper's, by the ECE from its grid."""
 SCORES = {"nll": "NLL", "brier": "Brier score", "ece_equal_width": "ECE (equal_width)"}
 
 
+_COLUMNS = [
+    "network",
+    "path",
+    "classes",
+    "validation_rows",
+    "test_rows",
+    "method",
+    "chosen",
+    *SCORES,
+    "error",
+]
+
+
+def names_of(paths: Iterable[str]) -> dict[str, str]:
+    """By path, its name without folder and suffix; with a digest of the path where several are called the same."""
+    stems = {path: Path(path).stem for path in paths}
+    count = Counter(stems.values())
+    return {path: stem if count[stem] == 1 else f"{stem}-{_digest(path)}" for path, stem in stems.items()}
+
+
+def _digest(path: str) -> str:
+    return hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:12]
+
+
 @dataclass(frozen=True)
 class Sweep:
-    """The result of :func:`focalkern.study.sweep.sweep`.
+    """The result of :func:`focalkern.sweep`.
 
     Attributes:
-        networks: one dictionary per file, in the order that they were named: ``name``, ``source``, ``n_validation``,
-            ``n_test``, ``n_classes``, ``same_rows``, ``chosen``, ``use`` (the verdict), and ``figures``, by method and
-            figure.
+        networks: one record per file that could be used, in the order of the files: ``name`` (the file's, without
+            folder), ``path``, ``error`` (None), ``criterion``, ``n_validation``, ``n_test``, ``n_classes``, ``split``
+            (whether one set was halved), ``chosen`` (the calibrator), ``use`` (the verdict), and ``figures``, by
+            method and score.
         failed: by file, why it could not be used.
         criterion: by which the candidates were compared.
 
     Example:
         >>> labels = np.arange(400) % 3
         >>> np.savez("small.npz", logits=4 * np.eye(3)[(labels + (np.arange(400) % 5 == 0)) % 3], labels=labels)
-        >>> found = fk.study.sweep.sweep(["small.npz"])
+        >>> found = fk.sweep(["small.npz"])
         >>> found.wins("nll")["temperature"]["none"], found.ranks("nll")["none"]
         (1, 6.0)
         >>> found.value(*found.networks, "none", "nll") > 0.6
@@ -45,6 +76,46 @@ class Sweep:
     networks: tuple[dict[str, Any], ...]
     failed: dict[str, str]
     criterion: Proper
+
+    @classmethod
+    def from_records(cls, records: Iterable[Mapping[str, Any]]) -> Self:
+        """Join the records of :func:`focalkern.sweep_one`, wherever they were made.
+
+        Args:
+            records: in any order, which the tables keep. Of several with the same path the last one without an error
+                counts, or the last one.
+
+        Returns:
+            A sweep.
+
+        Raises:
+            TypeError: something that is no record.
+            ValueError: a record without ``path``, ``error`` or ``criterion``; records of different criteria.
+
+        Example:
+            >>> records = [fk.sweep_one("absent.npz")]
+            >>> fk.Sweep.from_records(records).failed
+            {'absent.npz': 'expected a file, found nothing there'}
+        """
+        found: dict[str, Mapping[str, Any]] = {}
+        for record in records:
+            if not isinstance(record, Mapping):
+                raise TypeError(f"from_records: records must be dictionaries of sweep_one, got {short(record)}")
+            missing = [key for key in ("path", "error", "criterion") if key not in record]
+            if missing:
+                raise ValueError(f"from_records: records must have {', '.join(missing)}, got {short(dict(record))}")
+            earlier = found.get(record["path"])
+            if earlier is None or earlier["error"] is not None or record["error"] is None:
+                found[record["path"]] = record
+        criteria = dict.fromkeys(record["criterion"] for record in found.values()) or {"nll": None}
+        if len(criteria) > 1:
+            raise ValueError(f"from_records: records must have one criterion, got {', '.join(map(str, criteria))}")
+        names = names_of(found)
+        return cls(
+            tuple({"name": names[path], **record} for path, record in found.items() if record["error"] is None),
+            {path: record["error"] for path, record in found.items() if record["error"] is not None},
+            next(iter(criteria)),
+        )
 
     def value(self, network: dict[str, Any], method: str, figure: str) -> float:
         """One figure of one network.
@@ -170,26 +241,53 @@ class Sweep:
         """The figures as a .csv file.
 
         Returns:
-            One line per network and method, under a header.
+            One line per network and method, then one per file that failed, with its error, under a header.
         """
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["network", "classes", "validation_rows", "test_rows", "method", "chosen", *SCORES])
+        writer.writerow(_COLUMNS)
+        for row in self._rows():
+            writer.writerow(["" if cell is None else repr(cell) if isinstance(cell, float) else cell for cell in row])
+        return stream.getvalue()
+
+    def to_frame(self) -> Any:
+        """The figures as a frame of pandas.
+
+        Returns:
+            The rows and columns of :meth:`to_csv`; empty cells are missing values.
+
+        Raises:
+            ImportError: pandas is not installed.
+
+        Example:
+            >>> frame = fk.sweep(["absent.npz"]).to_frame()
+            >>> frame[["path", "error"]].values.tolist()
+            [['absent.npz', 'expected a file, found nothing there']]
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("Sweep.to_frame needs pandas: pip install pandas", name="pandas") from None
+        frame = pandas.DataFrame(list(self._rows()), columns=_COLUMNS)
+        return frame.astype({"classes": "Int64", "validation_rows": "Int64", "test_rows": "Int64"})
+
+    def _rows(self) -> Iterator[list[Any]]:
         for network in self.networks:
+            sizes = [network["n_classes"], network["n_validation"], network["n_test"]]
             for method in METHODS:
                 values = [self.value(network, method, figure) for figure in SCORES]
-                writer.writerow(
-                    [
-                        network["name"],
-                        network["n_classes"],
-                        network["n_validation"],
-                        network["n_test"],
-                        method,
-                        network["chosen"] if method == "auto" else "",
-                        *("" if math.isnan(value) else repr(value) for value in values),
-                    ]
-                )
-        return stream.getvalue()
+                yield [
+                    network["name"],
+                    network["path"],
+                    *sizes,
+                    method,
+                    network["chosen"] if method == "auto" else None,
+                    *(None if math.isnan(value) else value for value in values),
+                    None,
+                ]
+        names = names_of([*(network["path"] for network in self.networks), *self.failed])
+        for path, error in self.failed.items():
+            yield [names[path], path, None, None, None, None, None, *(None for _ in SCORES), error]
 
     def to_html(self) -> bytes:
         """The tables as a page that needs nothing but itself.

@@ -1,0 +1,163 @@
+"""Tasks on any ``concurrent.futures.Executor``: results as they come, a second try for lost ones, an end by Ctrl-C."""
+
+import contextlib
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, resource_tracker
+from queue import SimpleQueue
+from typing import Any
+
+__all__ = ["LocalPool", "run_tasks"]
+
+_NO_START = (
+    "the worker processes do not start: a script that calls sweep with jobs > 1 must do so below "
+    "if __name__ == '__main__', because every worker imports the script"
+)
+
+
+def run_tasks(
+    executor: Executor,
+    function: Callable[[Sequence[str], int], Sequence[Any]],
+    tasks: Sequence[Sequence[str]],
+    keep: Callable[[str, Any], None],
+    lost: Callable[[str, str], None],
+    window: int | None = None,
+) -> None:
+    """Call ``function(task, attempt)`` for every task and hand on what it returns.
+
+    A task is lost if its future raises, because its worker died or a worker beside it did. Every part of a lost task is
+    tried once more, alone, after all others: whoever is lost again is the cause.
+
+    Args:
+        executor: any with ``submit``.
+        function: returns one result per name of a task. ``attempt`` is 0 or 1; it tells the second try from the first
+            for a scheduler that would answer equal calls with the same result.
+        tasks: lists of names.
+        keep: receives a name and its result, in this thread, in the order in which tasks end.
+        lost: receives a name and the reason.
+        window: how many tasks may be submitted at a time; None is all of them.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C. Waiting tasks are cancelled, finished ones are kept.
+    """
+    suspects = _run(executor, function, tasks, 0, keep, window)
+    alone = [[name] for task, _ in suspects for name in task]
+    for (name,), error in _run(executor, function, alone, 1, keep, 1):
+        lost(name, _reason(error))
+
+
+def _run(
+    executor: Executor,
+    function: Callable[[Sequence[str], int], Sequence[Any]],
+    tasks: Sequence[Sequence[str]],
+    attempt: int,
+    keep: Callable[[str, Any], None],
+    window: int | None,
+) -> list[tuple[Sequence[str], BaseException | None]]:
+    """Runs all tasks; returns the lost ones with their errors."""
+    finished: SimpleQueue[Future[Any]] = SimpleQueue()
+    running: dict[Future[Any], Sequence[str]] = {}
+    waiting = deque(tasks)
+    failures: list[tuple[Sequence[str], BaseException | None]] = []
+
+    def take(future: Future[Any]) -> None:
+        task = running.pop(future)
+        error = None if future.cancelled() else future.exception()
+        if future.cancelled() or error is not None:
+            failures.append((task, error))
+            return
+        for name, result in zip(task, future.result(), strict=True):
+            keep(name, result)
+
+    try:
+        while waiting or running:
+            while waiting and (window is None or len(running) < window):
+                task = waiting.popleft()
+                try:
+                    future = executor.submit(function, task, attempt)
+                except RuntimeError as error:  # an executor that is broken or shut down
+                    future = Future()
+                    future.set_exception(error)
+                running[future] = task
+                future.add_done_callback(finished.put)
+            take(finished.get())
+    except KeyboardInterrupt:
+        for future in list(running):
+            if not future.cancel() and future.done():
+                take(future)
+        raise
+    finally:
+        for future in running:
+            future.cancel()
+    return failures
+
+
+def _reason(error: BaseException | None) -> str:
+    if isinstance(error, BrokenProcessPool):
+        return "its worker process was killed (the system does so when memory runs out)"
+    if error is None:
+        return "its task was cancelled"
+    return f"its task failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+
+
+class LocalPool(Executor):
+    """Processes of this machine, as :class:`concurrent.futures.ProcessPoolExecutor` has them, but for two things.
+
+    A pool with a dead worker is replaced by the next ``submit``. The workers never see Ctrl-C, which a terminal sends
+    to all processes of a command: this process alone decides what ends.
+
+    Args:
+        jobs: processes.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._pool = self._new()
+
+    def _new(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self._jobs, get_context("spawn"))
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        with _without_ctrl_c():  # a worker is started here, and inherits the mask
+            try:
+                return self._pool.submit(fn, *args, **kwargs)
+            except BrokenProcessPool:
+                self._pool.shutdown(wait=False)
+                self._pool = self._new()
+            except RuntimeError:  # in a worker, which is importing the script
+                raise OSError(_NO_START) from None
+            try:
+                self._pool.submit(int).result()
+            except BrokenProcessPool:
+                raise OSError(_NO_START) from None
+            return self._pool.submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+    def terminate(self) -> None:
+        """End the workers now, whatever they compute; they write nothing."""
+        workers = list((getattr(self._pool, "_processes", None) or {}).values())  # shutdown forgets them
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.terminate()
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self.terminate()
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block, and never reaches a process that is started in it."""
+    resource_tracker.ensure_running()  # its own start ends with SIGINT unblocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
