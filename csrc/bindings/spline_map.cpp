@@ -31,6 +31,13 @@
 #include "bindings/common.h"
 #include "bindings/spline.h"
 
+#ifdef FOCALKERN_WITH_CUDA
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/cummax.h>
+#include <ATen/ops/cummin.h>
+#include <ATen/ops/sort.h>
+#endif
+
 namespace focalkern::bindings {
 namespace {
 
@@ -48,8 +55,8 @@ void check_arguments(const Tensor& input, const Tensor& parameters, const Tensor
   TORCH_CHECK_VALUE(is_wide(parameters) && parameters.numel() == 3, kOp, ": parameters must be [3] float64, got ",
                     parameters.sym_sizes());
   TORCH_CHECK_VALUE(
-      is_wide(knots) && knots.dim() == 1 && knots.sym_size(0) >= 2 && knots.sym_size(0) <= cpu::kSplineMaxKnots, kOp,
-      ": knots must be [m] float64 with m from 2 to ", cpu::kSplineMaxKnots, ", got shape ", knots.sym_sizes());
+      is_wide(knots) && knots.dim() == 1 && knots.sym_size(0) >= 2 && knots.sym_size(0) <= kSplineMaxKnots, kOp,
+      ": knots must be [m] float64 with m from 2 to ", kSplineMaxKnots, ", got shape ", knots.sym_sizes());
   TORCH_CHECK_VALUE(is_wide(coefficients) && coefficients.dim() == 2 &&
                         coefficients.sym_size(0) == knots.sym_size(0) + 1 && coefficients.sym_size(1) == 4,
                     kOp, ": coefficients must be [m + 1, 4] float64, got shape ", coefficients.sym_sizes());
@@ -87,17 +94,19 @@ at::ScalarType output_dtype(const Tensor& input, bool wide) {
 struct Prepared {
   Prepared(const Tensor& input, const Tensor& parameters, const Tensor& knots, const Tensor& coefficients,
            const OptionalTensor& weight, const OptionalTensor& bias, bool is_probs, bool keep_zeros)
-      : input(input.contiguous()), knots(knots.contiguous()), coefficients(coefficients.contiguous()) {
+      : input(input.contiguous()), knots(on_device(knots)), coefficients(on_device(coefficients)) {
     const Tensor numbers = parameters.contiguous();
     const double* values = numbers.const_data_ptr<double>();
     rows = spline_input(this->input, values[1], values[2], is_probs);
     curve = {this->knots.size(0), this->knots.const_data_ptr<double>(), this->coefficients.const_data_ptr<double>()};
-    if (weight) this->weight = weight->contiguous();
-    if (bias) this->bias = bias->contiguous();
+    if (weight) this->weight = on_device(*weight);
+    if (bias) this->bias = on_device(*bias);
     is_matrix = weight && weight->dim() == 2;
     scores = {values[0], is_matrix ? nullptr : pointer_or_null<double>(this->weight),
               pointer_or_null<double>(this->bias), nullptr, keep_zeros};
   }
+
+  Tensor on_device(const Tensor& tensor) const { return tensor.to(input.device()).contiguous(); }
 
   // W x of the rows x.
   Tensor matrix_scores(const Tensor& x) const { return at::mm(x, weight->t()); }
@@ -105,13 +114,13 @@ struct Prepared {
   Tensor input, knots, coefficients;
   OptionalTensor weight, bias;
   bool is_matrix;
-  cpu::SplineInput rows;
-  cpu::SplineCurve curve;
-  cpu::SplineScores scores;
+  SplineInput rows;
+  SplineCurve curve;
+  SplineScores scores;
 };
 
-// x of some rows, [end - begin, C].
-Tensor log_probs_of(const cpu::SplineInput& rows, int64_t begin, int64_t end) {
+// x of some rows on the CPU, [end - begin, C].
+Tensor log_probs_of(const SplineInput& rows, int64_t begin, int64_t end) {
   const Tensor x = at::empty({end - begin, rows.classes}, at::kDouble);
   cpu::spline_log_probs(rows, x.mutable_data_ptr<double>(), begin, end);
   return x;
@@ -125,17 +134,17 @@ Tensor forward_cpu(const Tensor& input, const Tensor& parameters, const Tensor& 
   check_arguments(input, parameters, knots, coefficients, weight, bias);
   const Prepared prepared(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros);
   const Tensor output = empty_result_like(prepared.input, output_dtype(input, wide));
-  const cpu::SplineMapForward args{prepared.rows,
-                                   prepared.curve,
-                                   prepared.scores,
-                                   log_output,
-                                   keep_order,
-                                   output.mutable_data_ptr(),
-                                   spline_storage(output.scalar_type()),
-                                   sum_tolerance(input.scalar_type())};
+  const SplineMapForward args{prepared.rows,
+                              prepared.curve,
+                              prepared.scores,
+                              log_output,
+                              keep_order,
+                              output.mutable_data_ptr(),
+                              spline_storage(output.scalar_type()),
+                              sum_tolerance(input.scalar_type())};
   std::atomic<int64_t> first_invalid{std::numeric_limits<int64_t>::max()};
   for_each_spline_chunk(args.rows, [&](int64_t /*chunk*/, int64_t begin, int64_t end) {
-    cpu::SplineMapForward part = args;
+    SplineMapForward part = args;
     Tensor extra;
     if (prepared.is_matrix) {
       const at::AutoDispatchBelowADInplaceOrView guard;
@@ -154,10 +163,15 @@ Tensor forward_cpu(const Tensor& input, const Tensor& parameters, const Tensor& 
   return output;
 }
 
+void check_gradient(const Tensor& grad, const Tensor& input) {
+  TORCH_CHECK_VALUE(grad.sym_sizes() == input.sym_sizes() && grad.is_floating_point(), kOp,
+                    ": grad must have the shape of the output, ", input.sym_sizes(), ", got ", grad.sym_sizes());
+}
+
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The derivative in the origins of the pieces, of which knot 1 has two: f depends on u - origin.
-Tensor gradient_of_knots(const double* of_powers, const cpu::SplineCurve& curve) {
+Tensor gradient_of_knots(const double* of_powers, const SplineCurve& curve) {
   const Tensor result = at::zeros({curve.knots}, at::kDouble);
   double* grad = result.mutable_data_ptr<double>();
   for (int64_t piece = 0; piece <= curve.knots; ++piece) {
@@ -177,21 +191,20 @@ Gradients backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& pa
                        const Tensor& coefficients, const OptionalTensor& weight, const OptionalTensor& bias,
                        bool is_probs, bool keep_zeros, bool log_output, bool need_input) {
   check_arguments(input, parameters, knots, coefficients, weight, bias);
-  TORCH_CHECK_VALUE(grad.sym_sizes() == input.sym_sizes() && grad.is_floating_point(), kOp,
-                    ": grad must have the shape of the output, ", input.sym_sizes(), ", got ", grad.sym_sizes());
+  check_gradient(grad, input);
   const Prepared prepared(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros);
   const Tensor upstream = grad.contiguous();
   const Tensor grad_input =
       need_input ? empty_result_like(prepared.input, input.scalar_type()) : at::empty({0}, input.options());
-  const cpu::SplineMapBackward args{prepared.rows,
-                                    prepared.curve,
-                                    prepared.scores,
-                                    log_output,
-                                    upstream.const_data_ptr(),
-                                    spline_storage(upstream.scalar_type()),
-                                    /*of_x=*/nullptr,
-                                    /*grad_scores=*/nullptr,
-                                    need_input ? grad_input.mutable_data_ptr() : nullptr};
+  const SplineMapBackward args{prepared.rows,
+                               prepared.curve,
+                               prepared.scores,
+                               log_output,
+                               upstream.const_data_ptr(),
+                               spline_storage(upstream.scalar_type()),
+                               /*of_x=*/nullptr,
+                               /*grad_scores=*/nullptr,
+                               need_input ? grad_input.mutable_data_ptr() : nullptr};
   const int64_t classes = weight || bias ? args.rows.classes : 0;
   std::vector<cpu::SplineMapGradient> sums(n_spline_chunks(args.rows) + 1,
                                            cpu::SplineMapGradient(args.curve.knots, classes));
@@ -201,7 +214,7 @@ Gradients backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& pa
   };
   const Tensor all_x = of_entries(), all_slopes = of_entries();
   for_each_spline_chunk(args.rows, [&](int64_t chunk, int64_t begin, int64_t end) {
-    cpu::SplineMapBackward part = args;
+    SplineMapBackward part = args;
     Tensor extra, of_x;
     if (prepared.is_matrix) {
       const at::AutoDispatchBelowADInplaceOrView guard;
@@ -233,6 +246,144 @@ Gradients backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& pa
           prepared.is_matrix ? at::mm(all_slopes.t(), all_x) : of_class(weight, sum.weight),
           of_class(bias, sum.bias)};
 }
+
+#ifdef FOCALKERN_WITH_CUDA
+// All rows at once; for a matrix, whose products take tensors [rows, C] in float64, so many that these stay small.
+// work(begin, end)
+template <typename Work>
+void for_each_part(const Prepared& prepared, Work work) {
+  constexpr int64_t kEntries = int64_t{1} << 24;
+  const int64_t rows = prepared.rows.rows;
+  const int64_t step =
+      std::max<int64_t>(1, prepared.is_matrix ? kEntries / std::max<int64_t>(1, prepared.rows.classes) : rows);
+  for (int64_t begin = 0; begin < rows; begin += step) work(begin, std::min(rows, begin + step));
+}
+
+// Rows begin to end of a tensor [..., C].
+Tensor part_of(const Tensor& tensor, int64_t begin, int64_t end) {
+  return tensor.view({-1, tensor.size(-1)}).slice(0, begin, end);
+}
+
+SplineInput rows_of_part(const Prepared& prepared, int64_t begin, int64_t end) {
+  SplineInput rows = prepared.rows;
+  rows.input = part_of(prepared.input, begin, end).const_data_ptr();
+  rows.rows = end - begin;
+  return rows;
+}
+
+Tensor log_probs_on_device(const Prepared& prepared, const SplineInput& rows) {
+  const auto options = prepared.input.options().dtype(at::kDouble);
+  const Tensor x = at::empty({rows.rows, rows.classes}, options);
+  const SplineDeviceSums memory(rows, options, /*numbers=*/0, /*by_class=*/false);
+  launch_spline(cuda::spline_log_probs, rows, x.mutable_data_ptr<double>(), memory.scratch);
+  return x;
+}
+
+// `result` in the order of `input`: each class takes the largest result of the classes with at most its input.
+Tensor in_order(const Tensor& input, const Tensor& result) {
+  const auto [ordered, order] = at::sort(input, -1);
+  const Tensor raised = std::get<0>(at::cummax(result.gather(-1, order), -1));
+  const Tensor same = ordered.slice(-1, 1).eq(ordered.slice(-1, 0, -1));
+  const Tensor last = at::constant_pad_nd(same.logical_not(), {0, 1}, 1);  // of equal ones
+  const Tensor of_last = std::get<0>(at::cummin(raised.masked_fill(last.logical_not(), kInfinity).flip(-1), -1));
+  return at::empty_like(result).scatter_(-1, order, of_last.flip(-1));
+}
+
+// `validate` asks for what is free on the CPU; here only FOCALKERN_VALIDATE=1 makes it wait for the device.
+Tensor forward_cuda(const Tensor& input, const Tensor& parameters, const Tensor& knots, const Tensor& coefficients,
+                    const OptionalTensor& weight, const OptionalTensor& bias, bool is_probs, bool keep_zeros,
+                    bool keep_order, bool log_output, bool wide, bool /*validate*/) {
+  check_arguments(input, parameters, knots, coefficients, weight, bias);
+  const c10::cuda::CUDAGuard guard(input.device());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const Prepared prepared(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros);
+  const Tensor output = at::empty(input.sizes(), input.options().dtype(output_dtype(input, wide)));
+  const bool sorts = keep_order && prepared.rows.storage == SplineStorage::kDouble;
+  for_each_part(prepared, [&](int64_t begin, int64_t end) {
+    SplineMapForward args{rows_of_part(prepared, begin, end),
+                          prepared.curve,
+                          prepared.scores,
+                          log_output,
+                          keep_order,
+                          part_of(output, begin, end).mutable_data_ptr(),
+                          spline_storage(output.scalar_type()),
+                          sum_tolerance(input.scalar_type())};
+    Tensor extra;
+    if (prepared.is_matrix) {
+      extra = prepared.matrix_scores(log_probs_on_device(prepared, args.rows));
+      args.scores.extra = extra.const_data_ptr<double>();
+    }
+    args.rows.in_steps = keep_order && !sorts;
+    const SplineDeviceSums memory(args.rows, input.options(), /*numbers=*/0, /*by_class=*/false);
+    launch_spline(cuda::spline_map_forward, args, memory.scratch);
+  });
+  if (validation_requested() && output.numel() > 0) {
+    const Tensor invalid = part_of(output, 0, prepared.rows.rows).select(1, 0).isnan().nonzero();
+    if (invalid.numel() > 0) raise_invalid_row(input, is_probs, invalid.reshape(-1)[0].item<int64_t>());
+  }
+  return sorts ? in_order(prepared.input, output) : output;
+}
+
+Gradients backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& parameters, const Tensor& knots,
+                        const Tensor& coefficients, const OptionalTensor& weight, const OptionalTensor& bias,
+                        bool is_probs, bool keep_zeros, bool log_output, bool need_input) {
+  check_arguments(input, parameters, knots, coefficients, weight, bias);
+  check_gradient(grad, input);
+  const c10::cuda::CUDAGuard guard(input.device());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const Prepared prepared(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros);
+  const Tensor upstream = grad.contiguous();
+  const Tensor grad_input = need_input ? at::empty(input.sizes(), input.options()) : at::empty({0}, input.options());
+  const int64_t m = prepared.curve.knots, numbers = cuda::kSplineOfRows + 4 * (m + 1), classes = prepared.rows.classes;
+  const bool by_class = weight || bias;
+  const auto wide = input.options().dtype(at::kDouble);
+  const Tensor sums = at::zeros({numbers}, wide), of_classes = at::zeros({by_class ? 2 : 0, classes}, wide);
+  const Tensor of_matrix = prepared.is_matrix ? at::zeros({classes, classes}, wide) : Tensor();
+  for_each_part(prepared, [&](int64_t begin, int64_t end) {
+    SplineMapBackward args{rows_of_part(prepared, begin, end),
+                           prepared.curve,
+                           prepared.scores,
+                           log_output,
+                           part_of(upstream, begin, end).const_data_ptr(),
+                           spline_storage(upstream.scalar_type()),
+                           /*of_x=*/nullptr,
+                           /*grad_scores=*/nullptr,
+                           /*grad_input=*/nullptr};
+    Tensor x, extra, slopes, of_x;
+    if (prepared.is_matrix) {
+      x = log_probs_on_device(prepared, args.rows);
+      extra = prepared.matrix_scores(x);
+      slopes = at::empty_like(x);
+      args.scores.extra = extra.const_data_ptr<double>();
+      args.grad_scores = slopes.mutable_data_ptr<double>();
+      const SplineDeviceSums memory(args.rows, wide, /*numbers=*/0, /*by_class=*/false);
+      launch_spline(cuda::spline_map_backward, args, memory.sums, memory.scratch);
+      of_x = at::mm(slopes, *prepared.weight);
+      args.of_x = of_x.const_data_ptr<double>();
+      args.grad_scores = nullptr;
+      of_matrix.add_(at::mm(slopes.t(), x));
+    }
+    if (need_input) args.grad_input = part_of(grad_input, begin, end).mutable_data_ptr();
+    const SplineDeviceSums memory(args.rows, wide, numbers, by_class);
+    launch_spline(cuda::spline_map_backward, args, memory.sums, memory.scratch);
+    sums.add_(memory.of_threads.sum(1));
+    if (by_class) of_classes.add_(memory.of_classes.sum(0));
+  });
+  // Parameters lie on the host, and their gradients beside them.
+  const Tensor host = sums.cpu(), of_curve = host.slice(0, cuda::kSplineOfRows).reshape({m + 1, 4}).contiguous();
+  const Tensor positions_host = coefficients.contiguous();
+  const SplineCurve on_host{m, nullptr, positions_host.const_data_ptr<double>()};
+  const auto of_class = [&](const OptionalTensor& tensor, int64_t which) {
+    return tensor ? of_classes[which].cpu() : at::empty({0}, at::kDouble);
+  };
+  return {grad_input,
+          host.slice(0, 0, cuda::kSplineOfRows).clone(),
+          gradient_of_knots(of_curve.const_data_ptr<double>(), on_host),
+          of_curve,
+          prepared.is_matrix ? of_matrix.cpu() : of_class(weight, 0),
+          of_class(bias, 1)};
+}
+#endif
 
 Tensor forward_meta(const Tensor& input, const Tensor& parameters, const Tensor& knots, const Tensor& coefficients,
                     const OptionalTensor& weight, const OptionalTensor& bias, bool /*is_probs*/, bool /*keep_zeros*/,
@@ -378,6 +529,10 @@ void register_spline_map(torch::Library& definitions, pybind11::module_& module)
   define("spline_map_composite(" + shared + "bool log_output, bool wide) -> Tensor");
   definitions.impl("spline_map_forward", torch::dispatch(c10::DispatchKey::CPU, &forward_cpu));
   definitions.impl("spline_map_backward", torch::dispatch(c10::DispatchKey::CPU, &backward_cpu));
+#ifdef FOCALKERN_WITH_CUDA
+  definitions.impl("spline_map_forward", torch::dispatch(c10::DispatchKey::CUDA, &forward_cuda));
+  definitions.impl("spline_map_backward", torch::dispatch(c10::DispatchKey::CUDA, &backward_cuda));
+#endif
   definitions.impl("spline_map_forward", torch::dispatch(c10::DispatchKey::Meta, &forward_meta));
   definitions.impl("spline_map_backward", torch::dispatch(c10::DispatchKey::Meta, &backward_meta));
   definitions.impl("spline_map_forward", torch::dispatch(c10::DispatchKey::Autograd, &forward_autograd));

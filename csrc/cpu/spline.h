@@ -1,63 +1,21 @@
-// Spline scaling on the CPU: arguments of its functions. Formulas: math/spline.h.
+// Spline scaling on the CPU: its functions. Arguments: kernels/spline.h; formulas: math/spline.h.
 //
-// Rows of `input` are adjacent, [rows, classes], of any storage type; everything is computed in double. Functions take
-// a range of rows and start no threads.
+// Functions take a range of rows and start no threads.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "kernels.h"
+#include "kernels/spline.h"
 
 namespace focalkern::cpu {
 
-constexpr int64_t kSplineMaxKnots = 255;     // of the map
-constexpr int64_t kSplineMaxFitKnots = 15;   // of the sums
 constexpr int64_t kSplineBinsPerUnit = 64;   // of the histogram of log-odds
 constexpr int64_t kSplineHistogramEnd = 60;  // from minus that on
 constexpr int64_t kSplineBins = 2 * kSplineHistogramEnd * kSplineBinsPerUnit;
 
-enum class SplineStorage { kHalf, kBFloat16, kFloat, kDouble };
-
-// Rows and the features x and u of their classes.
-struct SplineInput {
-  const void* input;  // [rows, classes]
-  SplineStorage storage;
-  bool is_probs;
-  int64_t rows;
-  int64_t classes;
-  double temperature;
-  double floor;           // e
-  bool in_steps = false;  // round to the grid on which rounding cannot change the order (math/spline.h)
-};
-
-struct SplineCurve {
-  int64_t knots;               // m
-  const double* positions;     // [m], ascending
-  const double* coefficients;  // [m + 1, 4]
-};
-
-struct SplineScores {
-  double factor;          // 1 + a
-  const double* weight;   // [classes], v; null is 0
-  const double* bias;     // [classes], b; null is 0
-  const double* extra;    // [rows, classes], added to the scores; null is 0
-  bool keep_zeros;        // a class of logit -inf, or probability 0, keeps the probability 0
-  int64_t first_row = 0;  // of extra, and of the arrays [rows, classes] in double of the backward pass
-};
-
 // ---- the map -------------------------------------------------------------------------------------------------------
 
-struct SplineMapForward {
-  SplineInput rows;
-  SplineCurve curve;
-  SplineScores scores;
-  bool log_output;
-  bool keep_order;   // of the classes of every row, whatever rounding does
-  void* output;      // [rows, classes]
-  SplineStorage to;  // of output
-  double tolerance;  // of the sums of probabilities
-};
 // Returns the first row without an answer, whose outputs are NaN, or -1.
 int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end);
 
@@ -70,28 +28,12 @@ struct SplineMapGradient {
   std::vector<double> weight, bias;  // [classes], or nothing
 };
 
-struct SplineMapBackward {
-  SplineInput rows;
-  SplineCurve curve;
-  SplineScores scores;
-  bool log_output;
-  const void* grad_output;  // [rows, classes]
-  SplineStorage of_grad;
-  const double* of_x;   // [rows, classes], added to dL/dx: what the matrix gives; null is 0
-  double* grad_scores;  // [rows, classes] dL/dscore; null if not wanted
-  void* grad_input;     // [rows, classes], of the input's storage; null if not wanted
-};
 void spline_map_backward(const SplineMapBackward& args, int64_t row_begin, int64_t row_end, SplineMapGradient& sums);
 
 // x of the rows, to `output` [row_end - row_begin, classes].
 void spline_log_probs(const SplineInput& rows, double* output, int64_t row_begin, int64_t row_end);
 
 // ---- sums for the fit ----------------------------------------------------------------------------------------------
-
-struct SplineTargets {
-  const int64_t* target;  // [rows]
-  const double* weight;   // [rows]
-};
 
 // Sums over rows with p = exp(log p), F the derivative of a score in (a, f_1, ..., f_m), mean = sum_j p_j F_j.
 struct SplineCurveSums {

@@ -169,8 +169,8 @@ void slopes_of_exponents(const SplineMapBackward& args, int64_t row, const Splin
       const double factor = args.scores.factor + (args.scores.weight ? args.scores.weight[c] : 0);
       double of_x = spline_grad_x(t.g[i], factor, t.slope[i], is_large ? of.complement : 1 - p);
       if (args.of_x) of_x += args.of_x[(row + r - args.scores.first_row) * t.classes + c];
-      of_floor += of_x / p * (share - t.e[i] * t.inverse[r]);
-      const double of_log_q = of_x * (t.e[i] * of.scale / p);
+      of_floor += spline_grad_floor(of_x, t.e[i], p, t.inverse[r], share);
+      const double of_log_q = spline_grad_log_q(of_x, t.e[i], p, of);
       (is_large ? large : rest) += of_log_q;
       t.slope[i] = of_log_q;  // its own value is not needed any more
     }
@@ -178,11 +178,9 @@ void slopes_of_exponents(const SplineMapBackward& args, int64_t row, const Splin
     double of_temperature = 0;
     for (int64_t c = 0; c < t.classes; ++c) {
       const int64_t i = r * t.row_stride + c * t.class_stride;
-      const double q = t.e[i] * t.inverse[r];
       const bool is_large = spline_probability(t.e[i], of, kept) > kSplineLarge<double>;
-      const double of_d = is_large ? t.slope[i] * complement - q * rest : t.slope[i] - q * (rest + large);
-      t.g[i] = t.e[i] == 0 ? 0 : of_d;
-      of_temperature -= t.e[i] == 0 ? 0 : of_d * t.d[i];
+      t.g[i] = spline_grad_exponent(t.slope[i], t.e[i], t.inverse[r], is_large, large, rest, complement);
+      of_temperature -= t.e[i] == 0 ? 0 : t.g[i] * t.d[i];
     }
     sums.floor += of_floor;
     sums.temperature += of_temperature / args.rows.temperature;

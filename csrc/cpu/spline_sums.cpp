@@ -364,23 +364,20 @@ void spline_linear_sums(const SplineInput& rows, const SplineCurve& curve, const
 void spline_temperature_sums(const SplineInput& rows, const SplineTargets& targets, const double* betas,
                              int64_t n_betas, int64_t row_begin, int64_t row_end, double* values, double* slopes) {
   SplineScratch scratch(rows.classes, /*arrays=*/1);
-  const double floor = rows.floor / static_cast<double>(rows.classes);
   for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {
     const auto tile = scratch.tile(std::min(scratch.rows(), row_end - row));
     read_logits(rows, row, tile);
     largest_of_rows(tile, tile.d, tile.top);
-    falls_of_tile(tile, 0x1p500);
+    falls_of_tile(tile, kSplineLowestFall);
     for (int64_t b = 0; b < n_betas; ++b) {
       sums_at_beta(tile, betas[b]);
       for (int64_t r = 0; r < tile.n_rows; ++r) {
         const double weight = targets.weight[row + r];
         const double d = tile.d[r * tile.row_stride + targets.target[row + r] * tile.class_stride];
-        const double kept = (1 - rows.floor) * std::exp(d * betas[b]) / tile.sum[r], p = kept + floor;
-        // Without a floor the loss of a probability that underflows is still a number.
-        const double log_p = floor > 0 ? std::log(p) : d * betas[b] - std::log(tile.sum[r]);
-        const double share = floor > 0 ? kept / p : 1;
-        values[b] -= weight * log_p;
-        slopes[b] -= weight * share * (d - tile.shared[r] / tile.sum[r]);
+        const auto loss = spline_temperature_loss(d, betas[b], tile.sum[r], tile.shared[r], rows.floor,
+                                                  static_cast<double>(rows.classes));
+        values[b] += weight * loss.value;
+        slopes[b] += weight * loss.slope;
       }
     }
   }

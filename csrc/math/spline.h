@@ -90,4 +90,44 @@ FK_HOST_DEVICE Real spline_grad_x(Real of_score, Real factor, Real slope, Real c
   return of_score * (factor + slope / complement);
 }
 
+// dL/dlog q and the class's part of dL/de, from dL/dx. share = 1 / C, inverse = 1 / (1 + S).
+template <typename Real>
+FK_HOST_DEVICE Real spline_grad_log_q(Real of_x, Real e, Real probability, const SplineRow<Real>& row) {
+  return of_x * (e * row.scale / probability);
+}
+template <typename Real>
+FK_HOST_DEVICE Real spline_grad_floor(Real of_x, Real e, Real probability, Real inverse, Real share) {
+  return of_x / probability * (share - e * inverse);
+}
+
+// dL/dd of a class, from dL/dlog q of it, of the class above kSplineLarge (0 if there is none) and of the rest
+// together. complement = S / (1 + S). A class with E = 0 has no gradient.
+template <typename Real>
+FK_HOST_DEVICE Real spline_grad_exponent(Real of_log_q, Real e, Real inverse, bool large, Real of_large, Real of_rest,
+                                         Real complement) {
+  const Real q = e * inverse;
+  const Real of_d = large ? of_log_q * complement - q * of_rest : of_log_q - q * (of_rest + of_large);
+  return e == Real(0) ? Real(0) : of_d;
+}
+
+// A z - z_t below minus that counts as it, so that products with it are finite.
+constexpr double kSplineLowestFall = 0x1p500;
+
+// -log((1 - e) q + e / C) of the target, and its slope in 1 / T. fall: z - z_t of the target; sum and with_fall: those
+// of exp(fall / T) and of fall exp(fall / T) over the classes. e may be 0: the loss of a q that underflows is then
+// still a number.
+template <typename Real>
+struct SplineTemperatureLoss {
+  Real value, slope;
+};
+template <typename Real>
+FK_HOST_DEVICE SplineTemperatureLoss<Real> spline_temperature_loss(Real fall, Real beta, Real sum, Real with_fall,
+                                                                   Real e, Real classes) {
+  const Real floor = e / classes;
+  const Real kept = (Real(1) - e) * exponential(fall * beta) / sum, p = kept + floor;
+  const Real log_p = floor > Real(0) ? logarithm(p) : fall * beta - logarithm(sum);
+  const Real share = floor > Real(0) ? kept / p : Real(1);
+  return {-log_p, -share * (fall - with_fall / sum)};
+}
+
 }  // namespace focalkern

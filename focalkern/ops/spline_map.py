@@ -82,8 +82,7 @@ def spline_calibration_map(
     :math:`f(u) = \gamma\, \mathrm{softplus}(u) - \log(1 + \gamma\phi)`; :class:`SplineScaling` fits all of them.
 
     Computed in float64 whatever the dtype of ``input``. The kernels give the same bits on every run, and for every
-    number of threads (but for the gradient of a matrix W, a product of torch). CUDA tensors are computed with plain
-    torch.
+    number of threads (but for the gradient of a matrix W, a product of torch).
 
     Args:
         input: [..., C] logits, or probabilities with ``input_kind="probs"``; float16, bfloat16, float32 or float64, C
@@ -190,7 +189,7 @@ def map_by_pieces(
     """The map of checked arguments: ``parameters`` (1 + a, T, e) and all else but ``input`` in float64 on the CPU."""
     tensors = [t for t in (input, parameters, knots, coefficients, weight, bias) if t is not None]
     arguments = (input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros)
-    if input.is_cuda or not has_kernels(input):
+    if not has_kernels(input):
         result: Tensor = fallback.spline_map(*arguments, keep_order, log)
         return result
     compiling = torch.compiler.is_compiling()

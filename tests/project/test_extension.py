@@ -62,9 +62,7 @@ def test_build_info_names_the_torch_of_the_build():
 def test_build_info_lists_the_kernels():
     info = fk.build_info()
     assert any(name.startswith("focal_loss") for name in info["cpu_kernels"])
-    # The spline map has no CUDA kernels yet: it runs in torch operations there.
-    with_cuda = [name for name in info["cpu_kernels"] if not name.startswith("spline")]
-    assert info["cuda_kernels"] == (with_cuda if info["cuda"] else [])
+    assert info["cuda_kernels"] == (info["cpu_kernels"] if info["cuda"] else [])
 
 
 def test_a_copy_of_the_package_works(copy):

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from focalkern.fallback.spline_map import spline_coefficients
 from focalkern.reference._softmax_losses import ROW_LOSSES, number_of
 from tools.cuda import build
 from tools.cuda.cases.calibration_grid import run_grid
@@ -33,6 +34,9 @@ from tools.cuda.cases.calibration_map import run_map
 from tools.cuda.cases.common import real_of
 from tools.cuda.cases.focal_loss import run_focal_loss
 from tools.cuda.cases.sigmoid_loss import FOCAL, run_sigmoid_loss
+from tools.cuda.cases.spline import curve_of
+from tools.cuda.cases.spline import run_map as run_spline_map
+from tools.cuda.cases.spline import run_sums as run_spline_sums
 
 CLOCK, MULTIPROCESSORS, MEMORY = 1.755e9, 132, 3.35e12  # of the H100 SXM: Hz, count, bytes per second
 MEMORY_LATENCY = 650  # cycles
@@ -81,6 +85,8 @@ MAP = [
     ("bfloat16", (4000, 10)), ("float32", (512, 100)), ("bfloat16", (512, 100)), ("float32", (16, 4096)),
     ("bfloat16", (16, 4096)), ("bfloat16", (4, 32000)), ("float64", (64, 1000)),
 ]  # fmt: skip
+
+SPLINE = [("float32", (64, 1000)), ("bfloat16", (64, 1000)), ("float32", (4000, 10)), ("float32", (512, 100))]
 
 
 @dataclass(frozen=True)
@@ -335,6 +341,22 @@ def calibration(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator
                 yield Count(title, short(name), **count(code, cells * (classes if stage != "bins" else 1), cells * 4))
 
 
+def spline(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterator[Count]:
+    """Everything is in double: the sums write numbers of their own instead of an output."""
+    for kind, shape in SPLINE:
+        case = f"spline {kind} {'x'.join(map(str, shape))}"
+        if not wanted(case):
+            continue
+        logits, (knots, values) = (3 * torch.randn(shape)).to(getattr(torch, kind)), curve_of()
+        coefficients = spline_coefficients(knots, values)
+        target, weight = logits.argmax(1), torch.ones(len(logits), dtype=torch.float64)
+        run_spline_map(library, logits, knots, coefficients, None, None, torch.randn(shape).to(logits.dtype))
+        run_spline_sums(library, logits, target, weight, knots, values)
+        for name, code in executed(library).items():
+            tensors = 3 if "backward" in name else 2 if "map" in name else 1
+            yield Count(case, short(name), **count(code, logits.numel(), tensors * logits.nbytes))
+
+
 def counts(
     folder: Path,
     *,
@@ -360,6 +382,7 @@ def all_counts(library: ctypes.CDLL, cycles: bool, words: list[str]) -> Iterator
         yield from row_loss(library, wanted)
         yield from sigmoid_loss(library, wanted)
         yield from calibration(library, wanted)
+        yield from spline(library, wanted)
 
 
 def problems(found: list[Count], table: list[Count]) -> list[str]:

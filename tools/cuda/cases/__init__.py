@@ -16,6 +16,7 @@ MODULES = (
     "calibration_sums",
     "sigmoid_loss",
     "row_loss",
+    "spline",
     "blind_spots",
 )
 

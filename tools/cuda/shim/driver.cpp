@@ -12,6 +12,7 @@
 
 #include "cuda/launch.h"
 #include "kernels.h"
+#include "kernels/spline.h"
 #include "math/brier.h"
 #include "math/dual_focal.h"
 #include "math/focal.h"
@@ -335,6 +336,68 @@ void grid(int rows, int classes, int nt, int ng, int bins, int est, bool probs, 
   mix(k.p, k.n);
   mix(cs.p, cs.n);
 }
+
+// vector: scores of a vector, sums by class, and slopes.
+template <typename S>
+void spline(int rows, int classes, bool probs, bool vector) {
+  constexpr int kKnots = 5;
+  constexpr auto kStorage = std::is_same_v<S, Half>       ? SplineStorage::kHalf
+                            : std::is_same_v<S, BFloat16> ? SplineStorage::kBFloat16
+                            : std::is_same_v<S, float>    ? SplineStorage::kFloat
+                                                          : SplineStorage::kDouble;
+  const size_t n = static_cast<size_t>(rows) * classes;
+  Buffer<S> z(n), out(n), upstream(n), grad(n);
+  fill(z.p, n);
+  fill(upstream.p, n, 1);
+  if (probs) softmax(z.p, rows, classes);
+  Buffer<double> knots(kKnots), coefficients(4 * (kKnots + 1)), basis(4 * (kKnots + 1) * kKnots), weight(classes),
+      bias(classes), slopes(n), row_weight(rows), means(static_cast<size_t>(rows) * (kKnots + 1)), betas(3);
+  for (int i = 0; i < kKnots; ++i) knots[i] = 2.0 * i - 6;
+  for (size_t i = 0; i < coefficients.n; ++i) coefficients[i] = 0.1 * (i % 4 + 1);
+  for (size_t i = 0; i < basis.n; ++i) basis[i] = 0.01 * (i % 7);
+  for (int c = 0; c < classes; ++c) weight[c] = 0.01 * (c % 5), bias[c] = 0.02 * (c % 3);
+  Buffer<int64_t> target(rows);
+  for (int r = 0; r < rows; ++r) target[r] = rng() % classes, row_weight[r] = 1 + r % 3;
+  for (int i = 0; i < 3; ++i) betas[i] = 0.5 * (i + 1);
+  const SplineInput input{z.p, kStorage, probs, rows, classes, 1.3, 1e-3};
+  const SplineCurve curve{kKnots, knots.p, coefficients.p};
+  const SplineScores scores{1.1, vector ? weight.p : nullptr, vector ? bias.p : nullptr, nullptr, vector};
+  const auto with_sums = [&](int64_t numbers, bool by_class, auto run) {
+    const auto sizes = cuda::spline_sizes(rows, classes, numbers, by_class);
+    Buffer<double> of_threads(numbers * sizes.threads), of_classes(by_class ? sizes.groups * 2 * classes : 0),
+        scratch(sizes.scratch);
+    for (size_t i = 0; i < of_threads.n; ++i) of_threads[i] = 0;
+    for (size_t i = 0; i < of_classes.n; ++i) of_classes[i] = 0;
+    if (run(cuda::SplineSums{of_threads.p, by_class ? of_classes.p : nullptr, numbers}, scratch.p)) abort();
+    mix(of_threads.p, of_threads.n);
+    mix(of_classes.p, of_classes.n);
+  };
+  with_sums(0, false, [&](const auto&, double* scratch) {
+    const SplineMapForward args{input, curve, scores, vector, false, out.p, kStorage, 1e-2};
+    return cuda::spline_map_forward(args, scratch, nullptr);
+  });
+  mix(out.p, n);
+  with_sums(3 + 4 * (kKnots + 1), vector, [&](const auto& sums, double* scratch) {
+    const SplineMapBackward args{input, curve, scores, vector, upstream.p, kStorage, nullptr, nullptr, grad.p};
+    return cuda::spline_map_backward(args, sums, scratch, nullptr);
+  });
+  mix(grad.p, n);
+  with_sums(0, false,
+            [&](const auto&, double* scratch) { return cuda::spline_log_probs(input, slopes.p, scratch, nullptr); });
+  mix(slopes.p, n);
+  const cuda::SplineFit fit{input, curve, scores, {target.p, row_weight.p}};
+  with_sums(3 + 16 * (kKnots + 1), false, [&](const auto& sums, double* scratch) {
+    return cuda::spline_curve_sums(fit, basis.p, means.p, sums, scratch, nullptr);
+  });
+  mix(means.p, means.n);
+  with_sums(3 + 4 * (kKnots + 1), true, [&](const auto& sums, double* scratch) {
+    return cuda::spline_linear_sums(fit, slopes.p, sums, scratch, nullptr);
+  });
+  mix(slopes.p, n);
+  with_sums(6, false, [&](const auto& sums, double* scratch) {
+    return cuda::spline_temperature_sums(input, fit.targets, betas.p, 3, sums, scratch, nullptr);
+  });
+}
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -381,6 +444,10 @@ int main(int argc, char** argv) {
          {std::pair{1, 2}, {300, 3}, {65, 10}, {9, 129}, {5, 513}, {9, 1000}, {3, 2049}, {2, 4097}, {2, 4104}})
       for (bool probs : {false, true}) {
         map<S>(r, c, probs, r % 2, c % 2);
+      }
+    for (auto [r, c] : {std::pair{1, 2}, {300, 3}, {65, 10}, {17, 130}, {5, 257}, {3, 2049}})
+      for (bool probs : {false, true}) {
+        spline<S>(r, c, probs, r % 2);
       }
     for (auto kind : {SigmoidLoss::kFocal, SigmoidLoss::kAsymmetric, SigmoidLoss::kQuality})
       for (auto [r, c] : {std::pair{1, 1}, {7, 5}, {40, 81}})

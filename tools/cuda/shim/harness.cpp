@@ -12,6 +12,7 @@
 #include <cuda_runtime.h>
 #include "cuda/launch.h"
 #include "kernels.h"
+#include "kernels/spline.h"
 #include "math/brier.h"
 #include "math/dual_focal.h"
 #include "math/grid_plan.h"
@@ -126,6 +127,14 @@ int64_t size_of(const char* name, int is_double) {
   FK_SIZE(CalibrationGridBlock);
   FK_SIZE(CalibrationSums);
 #undef FK_SIZE
+#define FK_SIZE(Args) \
+  if (!strcmp(name, #Args)) return sizeof(Args)
+  FK_SIZE(SplineMapForward);
+  FK_SIZE(SplineMapBackward);
+  FK_SIZE(SplineInput);
+  using cuda::SplineFit;
+  FK_SIZE(SplineFit);
+#undef FK_SIZE
   return -1;
 }
 
@@ -230,6 +239,39 @@ int calibration_grid_block(int dtype, const void* block, void* workspace) {
 int calibration_sums(int dtype, const void* args) {
   if (dtype == 1) return cuda::calibration_sums(*static_cast<const CalibrationSums<double>*>(args), nullptr);
   return cuda::calibration_sums(*static_cast<const CalibrationSums<float>*>(args), nullptr);
+}
+
+// threads, groups and doubles of scratch memory, to `sizes`
+void spline_sizes(int64_t rows, int64_t classes, int64_t numbers, int by_class, int64_t* sizes) {
+  const cuda::SplineSizes found = cuda::spline_sizes(rows, classes, numbers, by_class != 0);
+  sizes[0] = found.threads;
+  sizes[1] = found.groups;
+  sizes[2] = found.scratch;
+}
+int spline_map_forward(const void* args, double* scratch) {
+  return cuda::spline_map_forward(*static_cast<const SplineMapForward*>(args), scratch, nullptr);
+}
+int spline_map_backward(const void* args, double* of_threads, double* of_classes, int64_t numbers, double* scratch) {
+  return cuda::spline_map_backward(*static_cast<const SplineMapBackward*>(args), {of_threads, of_classes, numbers},
+                                   scratch, nullptr);
+}
+int spline_log_probs(const void* args, double* output, double* scratch) {
+  return cuda::spline_log_probs(*static_cast<const SplineInput*>(args), output, scratch, nullptr);
+}
+int spline_curve_sums(const void* args, const double* basis, double* means, double* of_threads, int64_t numbers,
+                      double* scratch) {
+  return cuda::spline_curve_sums(*static_cast<const cuda::SplineFit*>(args), basis, means,
+                                 {of_threads, nullptr, numbers}, scratch, nullptr);
+}
+int spline_linear_sums(const void* args, double* slopes, double* of_threads, double* of_classes, int64_t numbers,
+                       double* scratch) {
+  return cuda::spline_linear_sums(*static_cast<const cuda::SplineFit*>(args), slopes, {of_threads, of_classes, numbers},
+                                  scratch, nullptr);
+}
+int spline_temperature_sums(const void* args, const int64_t* target, const double* weight, const double* betas,
+                            int64_t n_betas, double* of_threads, double* scratch) {
+  return cuda::spline_temperature_sums(*static_cast<const SplineInput*>(args), {target, weight}, betas, n_betas,
+                                       {of_threads, nullptr, 2 * n_betas}, scratch, nullptr);
 }
 
 }  // extern "C"
