@@ -15,14 +15,29 @@ namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
+// How many classes of each row are NaN.
+FK_VECTOR_CLONES void count_missing(const SplineTile& t, double* counts) {
+  for (int64_t i = 0; i < kSplineTileRows; ++i) counts[i] = 0;
+  for (int64_t o = 0; o < t.outer; ++o) {
+    const double* z = t.d + o * t.inner;
+    if (t.column) {
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) counts[i] += z[i] == z[i] ? 0 : 1;
+    } else {
+      double count = 0;
+#pragma omp simd reduction(+ : count)
+      for (int64_t i = 0; i < t.inner; ++i) count += z[i] == z[i] ? 0 : 1;
+      counts[o] = count;
+    }
+  }
+}
+
 // Whether every row has an answer: no NaN, no +inf, a class above -inf; of probabilities the signs and the sum, too.
 // Before the features of the tile are computed, which take the place of its logits.
 void validate_rows(const SplineMapForward& args, int64_t row, const SplineTile& t) {
+  count_missing(t, t.shared);
   for (int64_t r = 0; r < t.n_rows; ++r) {
-    const double* z = t.d + r * t.row_stride;
-    bool is_number = true;
-    for (int64_t c = 0; c < t.classes; ++c) is_number &= z[c * t.class_stride] == z[c * t.class_stride];
-    t.valid[r] = is_number && t.top[r] > kMinusInfinity && t.top[r] < -kMinusInfinity;
+    t.valid[r] = t.shared[r] == 0 && t.top[r] > kMinusInfinity && t.top[r] < -kMinusInfinity;
   }
   if (!args.rows.is_probs) return;
   read_tile(t, args.rows.input, args.rows.storage, row, t.x, 0);
@@ -229,10 +244,8 @@ int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int6
     read_logits(args.rows, row, t);
     largest_of_rows(t, t.d, t.top);
     validate_rows(args, row, t);
-    features_of_logits(input, t);
-    curve_of_tile<false>(t, tables);
-    scores_of_tile(args.scores, row, t);
-    largest_of_rows(t, t.f, t.score_top);
+    exponents_of_logits(input, t);
+    scores_of_exponents(input, tables, args.scores, row, t);
     const int64_t rows = t.column ? kSplineTileRows : t.n_rows;
     if (args.log_output) {
       softmax_of_scores<true>(t);

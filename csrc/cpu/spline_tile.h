@@ -187,6 +187,101 @@ FK_VECTOR_CLONES inline void largest_of_rows(const SplineTile& t, const double* 
   }
 }
 
+#ifdef FK_HAS_AVX512_CODE
+FK_AVX512 inline __m512d look_up(const double* table, __m512i index) {
+  return _mm512_permutex2var_pd(_mm512_load_pd(table), index, _mm512_load_pd(table + 8));
+}
+
+alignas(64) constexpr double kInverseMantissa[16] = {
+    0.9696969696969697, 0.9142857142857143, 0.8648648648648649, 0.8205128205128205, 0.7804878048780488,
+    0.7441860465116279, 0.7111111111111111, 0.6808510638297872, 0.6530612244897959, 0.6274509803921569,
+    0.6037735849056604, 0.5818181818181818, 0.5614035087719298, 0.5423728813559322, 0.5245901639344263,
+    0.5079365079365079};  // at the middle of the 16ths from 1 to 2
+alignas(64) constexpr double kLogMantissa[16] = {
+    0.03077165866675366, 0.08961215868968717, 0.14518200984449783, 0.19782574332991992,
+    0.2478361639045812,  0.2954642128938359,  0.3409265869705932,  0.38441169891033206,
+    0.42608439531090014, 0.46608972992459924, 0.5045560107523953,  0.5415972824327444,
+    0.5773153650348236,  0.6118015411059929,  0.6451379613735847,  0.6773988235918061};  // minus their logarithms
+
+// log x of a normal number, to a unit in the last place or 2^-53, without a division: x = 2^n m with 1 <= m < 2,
+// log m = log(1 + r) - log i with i the table's inverse of m and |r| < 1/32.
+FK_AVX512 inline __m512d logarithms(__m512d x) {
+  const __m512i place = _mm512_srli_epi64(_mm512_castpd_si512(x), 48);  // its last four bits: the first of m
+  const __m512d mantissa = _mm512_getmant_pd(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src);
+  const __m512d r = _mm512_fmsub_pd(mantissa, look_up(kInverseMantissa, place), _mm512_set1_pd(1));
+  __m512d tail = _mm512_set1_pd(-1.0 / 10);
+  for (const double term : {1.0 / 9, -1.0 / 8, 1.0 / 7, -1.0 / 6, 1.0 / 5, -1.0 / 4, 1.0 / 3, -1.0 / 2}) {
+    tail = _mm512_fmadd_pd(tail, r, _mm512_set1_pd(term));
+  }
+  const __m512d whole =
+      _mm512_fmadd_pd(_mm512_getexp_pd(x), _mm512_set1_pd(0.693147180559945309417), look_up(kLogMantissa, place));
+  return _mm512_add_pd(whole, _mm512_fmadd_pd(_mm512_mul_pd(r, r), tail, r));
+}
+
+// log(1 - p) for p of at most kSplineSmall.
+constexpr double kSplineSmall = 0x1p-6;
+FK_AVX512 inline __m512d log_complements_of_small(__m512d p) {
+  __m512d tail = _mm512_set1_pd(-1.0 / 8);
+  for (const double term : {-1.0 / 7, -1.0 / 6, -1.0 / 5, -1.0 / 4, -1.0 / 3, -1.0 / 2, -1.0}) {
+    tail = _mm512_fmadd_pd(tail, p, _mm512_set1_pd(term));
+  }
+  return _mm512_mul_pd(tail, p);
+}
+
+// Eight rows' numbers, or eight times those of one.
+struct SplineRows {
+  __m512d scale, floor, log_complement;
+};
+FK_AVX512 inline SplineRows rows_at(const SplineTile& t, int64_t first) {
+  const auto gather = [](const double* from) FK_AVX512 {
+    constexpr int64_t kStride = sizeof(SplineRow<double>);
+    return _mm512_i64gather_pd(
+        _mm512_set_epi64(7 * kStride, 6 * kStride, 5 * kStride, 4 * kStride, 3 * kStride, 2 * kStride, kStride, 0),
+        from, 1);
+  };
+  return {gather(&t.row[first].scale), gather(&t.row[first].floor), gather(&t.row[first].log_complement)};
+}
+FK_AVX512 inline SplineRows row_at(const SplineTile& t, int64_t row) {
+  return {_mm512_set1_pd(t.row[row].scale), _mm512_set1_pd(t.row[row].floor),
+          _mm512_set1_pd(t.row[row].log_complement)};
+}
+
+// As spline_features.
+struct WideFeatures {
+  __m512d x, u;
+};
+FK_AVX512 inline WideFeatures features_of(__m512d e, const SplineRows& row, __m512d kept) {
+  const __m512d p = _mm512_and_pd(_mm512_fmadd_pd(e, row.scale, row.floor), kept);
+  const __m512d x = logarithms(p);
+  __m512d log_complement = log_complements_of_small(p);
+  if (_mm512_cmp_pd_mask(p, _mm512_set1_pd(kSplineSmall), _CMP_GT_OQ)) {
+    const __mmask8 large = _mm512_cmp_pd_mask(p, _mm512_set1_pd(kSplineLarge<double>), _CMP_GT_OQ);
+    log_complement = _mm512_mask_mov_pd(logarithms(_mm512_sub_pd(_mm512_set1_pd(1), p)), large, row.log_complement);
+  }
+  return {x, _mm512_sub_pd(x, log_complement)};
+}
+
+FK_AVX512 inline void log_odds_in_registers(const SplineTile& t, uint64_t kept_bits) {
+  const __m512d kept = _mm512_castsi512_pd(_mm512_set1_epi64(static_cast<int64_t>(kept_bits)));
+  const auto store = [&](int64_t i, const SplineRows& row) FK_AVX512 {
+    const WideFeatures found = features_of(_mm512_load_pd(t.e + i), row, kept);
+    _mm512_store_pd(t.x + i, found.x);
+    _mm512_store_pd(t.u + i, found.u);
+  };
+  if (t.column) {
+    for (int64_t r = 0; r < kSplineTileRows; r += 8) {
+      const SplineRows rows = rows_at(t, r);
+      for (int64_t c = 0; c < t.classes; ++c) store(c * kSplineTileRows + r, rows);
+    }
+    return;
+  }
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const SplineRows row = row_at(t, r);
+    for (int64_t i = 0; i < t.inner; i += 8) store(r * t.inner + i, row);
+  }
+}
+#endif
+
 // d and e, and the sum of e over all classes but the largest.
 FK_VECTOR_CLONES inline void exponentials(const SplineTile& t, double beta, double grid) {
   if (t.column) {
@@ -248,21 +343,29 @@ FK_VECTOR_CLONES inline void log_odds(const SplineTile& t, uint64_t kept_bits) {
 
 inline uint64_t kept_bits_of(const SplineInput& args) { return ~uint64_t{0} << (args.in_steps ? 22 : 0); }
 
-// d, e, x and u of the rows whose logits are in d.
-inline void features_of_logits(const SplineInput& args, const SplineTile& t) {
+// d, e and what the classes of a row share, of the rows whose logits are in d.
+inline void exponents_of_logits(const SplineInput& args, const SplineTile& t) {
   exponentials(t, inverse_temperature<double>(args.temperature), args.in_steps ? 0x1.8p21 : 0.0);
   const int64_t rows = t.column ? kSplineTileRows : t.n_rows;
   for (int64_t r = 0; r < rows; ++r) {
     t.inverse[r] = 1 / (1 + t.rest[r]);
     t.row[r] = spline_row(t.rest[r], args.floor, static_cast<double>(args.classes));
   }
+}
+
+// x and u of them.
+inline void features_of_exponents(const SplineInput& args, const SplineTile& t) {
+#ifdef FK_HAS_AVX512_CODE
+  if (has_avx512()) return log_odds_in_registers(t, kept_bits_of(args));
+#endif
   log_odds(t, kept_bits_of(args));
 }
 
 inline void features_of_rows(const SplineInput& args, int64_t row, const SplineTile& t) {
   read_logits(args, row, t);
   largest_of_rows(t, t.d, t.top);
-  features_of_logits(args, t);
+  exponents_of_logits(args, t);
+  features_of_exponents(args, t);
 }
 
 // ---- the curve -----------------------------------------------------------------------------------------------------
@@ -283,8 +386,17 @@ struct CurveTables {
 };
 
 #ifdef FK_HAS_AVX512_CODE
-FK_AVX512 inline __m512d look_up(const double* table, __m512i index) {
-  return _mm512_permutex2var_pd(_mm512_load_pd(table), index, _mm512_load_pd(table + 8));
+// Knots that are below u, by bisection of 15.
+FK_AVX512 inline __m512i pieces_of(__m512d u, const CurveTables& tables) {
+  __m512i piece = _mm512_setzero_si512();
+  // Of many classes, nearly all lie left of the first knot.
+  if (!_mm512_cmp_pd_mask(u, _mm512_set1_pd(tables.knot[0]), _CMP_GT_OQ)) return piece;
+  for (const int step : {8, 4, 2, 1}) {
+    const __m512i next = _mm512_add_epi64(piece, _mm512_set1_epi64(step));
+    const __m512d knot = look_up(tables.knot, _mm512_sub_epi64(next, _mm512_set1_epi64(1)));
+    piece = _mm512_mask_mov_epi64(piece, _mm512_cmp_pd_mask(u, knot, _CMP_GT_OQ), next);
+  }
+  return piece;
 }
 
 template <bool with_slope>
@@ -292,13 +404,7 @@ FK_AVX512 void curve_in_registers(const SplineTile& t, const CurveTables& tables
   const int64_t n = t.outer * t.inner;
   for (int64_t i = 0; i < n; i += 8) {
     const __m512d u = _mm512_load_pd(t.u + i);
-    // Knots that are below, by bisection of 15.
-    __m512i piece = _mm512_setzero_si512();
-    for (const int step : {8, 4, 2, 1}) {
-      const __m512i next = _mm512_add_epi64(piece, _mm512_set1_epi64(step));
-      const __m512d knot = look_up(tables.knot, _mm512_sub_epi64(next, _mm512_set1_epi64(1)));
-      piece = _mm512_mask_mov_epi64(piece, _mm512_cmp_pd_mask(u, knot, _CMP_GT_OQ), next);
-    }
+    const __m512i piece = pieces_of(u, tables);
     const __m512d s = _mm512_sub_pd(u, look_up(tables.origin, piece));
     const __m512d c1 = look_up(tables.power[1], piece), c2 = look_up(tables.power[2], piece);
     const __m512d c3 = look_up(tables.power[3], piece);
@@ -388,6 +494,49 @@ FK_VECTOR_CLONES inline void scores_of_tile(const SplineScores& args, int64_t ro
   }
 }
 
+#ifdef FK_HAS_AVX512_CODE
+// Scores without terms of their own for a class, and the largest of each row, from the exponentials at once: neither x
+// nor u is written.
+FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables& tables, const SplineScores& args,
+                                          uint64_t kept_bits) {
+  const __m512d kept = _mm512_castsi512_pd(_mm512_set1_epi64(static_cast<int64_t>(kept_bits)));
+  const __m512d nothing = _mm512_set1_pd(kMinusInfinity);
+  const __m512d factor = _mm512_set1_pd(args.factor);
+  const auto score_at = [&](int64_t i, const SplineRows& row, __mmask8 there) FK_AVX512 {
+    const WideFeatures of = features_of(_mm512_load_pd(t.e + i), row, kept);
+    const __m512i piece = pieces_of(of.u, tables);
+    const __m512d s = _mm512_sub_pd(of.u, look_up(tables.origin, piece));
+    __m512d f = _mm512_fmadd_pd(look_up(tables.power[3], piece), s, look_up(tables.power[2], piece));
+    f = _mm512_fmadd_pd(f, s, look_up(tables.power[1], piece));
+    f = _mm512_fmadd_pd(f, s, look_up(tables.power[0], piece));
+    __m512d score = _mm512_fmadd_pd(factor, of.x, f);
+    if (args.keep_zeros) there &= _mm512_cmp_pd_mask(_mm512_load_pd(t.d + i), nothing, _CMP_NEQ_UQ);
+    score = _mm512_mask_mov_pd(nothing, there, score);
+    _mm512_store_pd(t.f + i, score);
+    return score;
+  };
+  if (t.column) {
+    for (int64_t r = 0; r < kSplineTileRows; r += 8) {
+      const SplineRows rows = rows_at(t, r);
+      __m512d top = nothing;
+      for (int64_t c = 0; c < t.classes; ++c) top = _mm512_max_pd(score_at(c * kSplineTileRows + r, rows, 0xff), top);
+      _mm512_storeu_pd(t.score_top + r, top);
+    }
+    return;
+  }
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const SplineRows row = row_at(t, r);
+    __m512d top = nothing;
+    for (int64_t c = 0; c < t.inner; c += 8) {
+      const int64_t left = t.classes - c;  // the others fill up the vector
+      const __mmask8 there = left >= 8 ? 0xff : static_cast<__mmask8>((1 << left) - 1);
+      top = _mm512_max_pd(score_at(r * t.inner + c, row, there), top);
+    }
+    t.score_top[r] = _mm512_reduce_max_pd(top);
+  }
+}
+#endif
+
 // exp(score - largest) in the place of the scores, and its sum per row. `keep` leaves the scores.
 template <bool keep>
 FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
@@ -416,6 +565,20 @@ FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
       t.sum[o] = sum;
     }
   }
+}
+
+// Scores of the tile whose exponents are there, and the largest of each row.
+inline void scores_of_exponents(const SplineInput& input, const CurveTables& curve, const SplineScores& args,
+                                int64_t row, const SplineTile& t) {
+#ifdef FK_HAS_AVX512_CODE
+  if (!args.weight && !args.bias && !args.extra && curve.curve.knots < kSplineTables && has_avx512()) {
+    return scores_in_registers(t, curve, args, kept_bits_of(input));
+  }
+#endif
+  features_of_exponents(input, t);
+  curve_of_tile<false>(t, curve);
+  scores_of_tile(args, row, t);
+  largest_of_rows(t, t.f, t.score_top);
 }
 
 // f <- f * scale + shift of its row.
