@@ -33,8 +33,8 @@ FIT = [*INPUT, *CURVE, *SCORES, ("target", c_void_p), ("row_weight", c_void_p)]
 TEMPERATURE, FLOOR, FACTOR = 1.3, 1e-4, 1.2
 OF_ROWS, OF_PIECE = 3, 16  # numbers of csrc/kernels/spline.h
 
-# One thread, some lanes, a warp, the block, a block whose classes do not fit shared memory; one class off each. Few blocks
-# of the last two take several rows each.
+# One thread, some lanes, a warp, the block, a block whose classes do not fit shared memory; one class off each. A block
+# takes several rows of the last two.
 SHAPES = [(1, 2), (300, 3), (700, 8), (65, 10), (33, 33), (17, 256), (30, 257), (30, 2049)]
 
 
