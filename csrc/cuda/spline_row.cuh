@@ -202,10 +202,9 @@ struct SplineBlock {
       double z = load_number(input.input, input.storage, part.offset + c);
       if (input.is_probs) {
         total += z;
-        if (!(z >= 0)) wrong = 1;
         z = logit_of_probability(z);
       }
-      if (z != z) wrong = 1;
+      if (z != z) wrong = 1;  // also what has a negative probability
       part.d[at] = z;
       top = fmax(top, z);
     });
