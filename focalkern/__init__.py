@@ -17,6 +17,7 @@ What is here, by what it is for::
         RobustTemperatureScaling, SplineScaling                      finite on any rows; the map as a learned curve
         StructuredScaling, IsotonicCalibration, HistogramBinning     more parameters, for more rows
         MultiLabelScaling, CalibratedClassifier                      several labels per row; scikit-learn's classifiers
+        fit_temperatures                                             of many networks, in one call
         sweep, sweep_one (give a Sweep, and one of its records)      the comparison for many networks, on any engine
         load_calibrator, CalibrationWarning
 
@@ -65,6 +66,7 @@ from focalkern.calibrators import (
     StructuredScaling,
     TemperatureScaling,
     Verdict,
+    fit_temperatures,
     load_calibrator,
     per_class_report,
 )
@@ -155,6 +157,7 @@ __all__ = [
     "class_balanced_weight",
     "compare_calibrators",
     "empty_cache",
+    "fit_temperatures",
     "focal_calibration_map",
     "focal_loss",
     "focal_loss_vocab_parallel",

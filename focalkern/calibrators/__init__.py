@@ -9,6 +9,7 @@ from focalkern.calibrators._base import (
     NotFittedError,
     load_calibrator,
 )
+from focalkern.calibrators._batched import fit_temperatures
 from focalkern.calibrators._histogram import Binning, HistogramBinning
 from focalkern.calibrators._isotonic import IsotonicCalibration
 from focalkern.calibrators._modules import (
@@ -68,6 +69,7 @@ __all__ = [
     "StructuredScaling",
     "TemperatureScaling",
     "Verdict",
+    "fit_temperatures",
     "grid_border",
     "load_calibrator",
     "per_class_report",

@@ -12,12 +12,17 @@ from torch import Tensor
 from focalkern._types import InputKind
 from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, Found, every_row_grid
 from focalkern.calibrators._temperature_bound import ceiling_in_words, succession_bound
+from focalkern.ops._backend import fallback
 from focalkern.ops.calibration_map import focal_calibration_map
+from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = ["brier_temperature", "check_finite_nll", "minimize_focal", "nll_temperature"]
 
 # Rows are converted to float64 so many numbers at a time.
 _BLOCK = 1 << 22
+
+# Of a difference quotient in 1/T, relative: rounding and curvature leave an error of about 1e-6 each.
+_WIDTH = 1e-6
 
 Smooth = Literal["nll", "brier"]
 _WORDS = {"nll": "NLL", "brier": "Brier score"}
@@ -25,10 +30,15 @@ _WORDS = {"nll": "NLL", "brier": "Brier score"}
 
 def _blocks(input: Tensor, target: Tensor, weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Blocks of (input, float64; target [n, 1]; share of the sum of the weights [n])."""
-    share = torch.full_like(target, 1 / len(target), dtype=torch.float64) if weight is None else weight / weight.sum()
     rows = max(1, _BLOCK // input.shape[1])
-    for block, labels, part in zip(input.split(rows), target.split(rows), share.split(rows), strict=True):
+    shares = _shares(target, weight).split(rows)
+    for block, labels, part in zip(input.split(rows), target.split(rows), shares, strict=True):
         yield block.to(torch.float64), labels.unsqueeze(-1), part
+
+
+def _shares(target: Tensor, weight: Tensor | None) -> Tensor:
+    """[N] float64, which sum to 1."""
+    return torch.full_like(target, 1 / len(target), dtype=torch.float64) if weight is None else weight / weight.sum()
 
 
 def _scores(
@@ -74,7 +84,14 @@ def nll_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weight
         weight: [N] float64, what a row counts; None is 1.
     """
 
-    def derivatives(beta: float) -> tuple[float, float, float]:
+    def by_kernel(beta: float) -> tuple[float, float, float]:
+        # The kernel reads the rows once for several betas. The difference quotient is accurate to about 1e-6, which
+        # leaves the steps as few.
+        near = torch.tensor([beta, beta * (1 + _WIDTH)], dtype=torch.float64)
+        values, slopes = sums_of(input, target, shares, near, 0.0, input_kind == "probs").tolist()
+        return values[0], slopes[0], (slopes[1] - slopes[0]) / (beta * _WIDTH)
+
+    def by_torch(beta: float) -> tuple[float, float, float]:
         sums = torch.zeros(3, dtype=torch.float64, device=input.device)
         for scores, labels, share in _scores(input, target, input_kind, weight):
             q = (beta * scores).exp()
@@ -89,6 +106,10 @@ def nll_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weight
         value, first, second = sums.tolist()
         return value, first, second
 
+    backend = spline_sums_for(input)
+    derivatives = by_torch if backend is fallback else by_kernel
+    sums_of = backend.spline_temperature_sums
+    shares = _shares(target, weight)
     at_zero, at_infinity, spread = 0.0, 0.0, 0.0
     for scores, labels, share in _scores(input, target, input_kind, weight):
         possible = scores > -math.inf

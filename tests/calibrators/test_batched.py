@@ -1,0 +1,77 @@
+"""Temperatures of many networks in one call: those of TemperatureScaling, to the bit; an optimum to eleven digits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import focalkern as fk
+from focalkern.calibrators import _newton_search
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(5, 300, 4, generator=generator)
+    over = torch.tensor([0.6, 1.0, 1.5, 2.0, 3.0]).reshape(5, 1, 1)
+    labels = torch.stack([torch.multinomial(p, 1, generator=generator).squeeze(1) for p in (logits / over).softmax(-1)])
+    return logits, labels, torch.rand(5, 300, generator=generator).double()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_they_are_those_of_one_fit_each(batch, weighted, dtype):
+    logits, labels, weight = batch
+    logits, weight = logits.to(dtype), weight if weighted else None
+    found = fk.fit_temperatures(logits, labels, weight)
+    assert found.shape == (5,) and found.dtype == torch.float64
+    for b in range(5):
+        of_one = fk.TemperatureScaling().fit_quietly(logits[b], labels[b], None if weight is None else weight[b])
+        assert found[b].item() == of_one.temperature_
+
+
+def test_the_slope_is_zero_there(batch):
+    """By the mean of the logits under softmax(z / T), in torch."""
+    logits, labels, _ = batch
+    for z, y, temperature in zip(logits.double(), labels, fk.fit_temperatures(logits, labels), strict=True):
+        mean = ((z / temperature).softmax(-1) * z).sum(-1)
+        assert abs((mean - z.gather(1, y[:, None]).squeeze(1)).mean()) < 1e-10
+
+
+def test_the_kernel_and_torch_find_the_same(batch, monkeypatch):
+    """With a class that cannot occur, too."""
+    logits, labels, _ = batch
+    logits[:, ::3] = logits[:, ::3].scatter(2, ((labels[:, ::3] + 1) % 4).unsqueeze(2), -math.inf)
+    found = fk.fit_temperatures(logits, labels)
+    monkeypatch.setattr(_newton_search, "spline_sums_for", lambda input: _newton_search.fallback)
+    torch.testing.assert_close(found, fk.fit_temperatures(logits, labels), rtol=1e-11, atol=0)
+
+
+def test_probabilities_arrays_and_bounds(batch):
+    logits, labels, _ = batch
+    found = fk.fit_temperatures(logits.double().softmax(-1).numpy(), labels.numpy(), input_kind="probs")
+    torch.testing.assert_close(found, fk.fit_temperatures(logits.double(), labels), rtol=1e-9, atol=0)
+    right = fk.fit_temperatures(10 * torch.eye(3).repeat(1, 4, 1), torch.arange(3).repeat(4)[None])
+    with pytest.warns(fk.CalibrationWarning):
+        of_one = fk.TemperatureScaling().fit(10 * torch.eye(3).repeat(4, 1), torch.arange(3).repeat(4))
+    assert right.item() == of_one.temperature_
+    assert fk.fit_temperatures(torch.zeros(0, 3, 2), torch.zeros(0, 3, dtype=torch.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda z, y, w: (z[0], y[0], None), ValueError, r"logits must be \[B, N, C\], got shape \[300, 4\]"),
+        (lambda z, y, w: (z, y[:, 1:], None), ValueError, r"labels must be \[B, N\] = \[5, 300\], got \[5, 299\]"),
+        (lambda z, y, w: (z, y, w[0]), ValueError, r"weight must be \[B, N\] = \[5, 300\], got \[300\]"),
+        (lambda z, y, w: (z, y.index_fill(0, torch.tensor(2), 4), w), IndexError, "network 2: target must be in"),
+        (lambda z, y, w: (z.index_fill(0, torch.tensor(1), math.nan), y, w), ValueError, "network 1: logits must not"),
+        (lambda z, y, w: (z, y, 0 * w), ValueError, "network 0: "),
+        (lambda z, y, w: (z.int(), y, w), TypeError, "network 0: logits must be floating point"),
+        (lambda z, y, w: (np.array("x"), y, w), TypeError, "logits must be"),
+    ],
+)
+def test_errors_name_the_network(batch, change, error, words):
+    with pytest.raises(error, match=rf"^fit_temperatures(, |: ){words}"):
+        fk.fit_temperatures(*change(*batch))
