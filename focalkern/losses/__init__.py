@@ -23,7 +23,8 @@ dtype of the logits (float32 under autocast). Labels out of range are treated as
 A module's state loads whole or not at all: what does not fit leaves it as it was.
 """
 
-from focalkern.losses._adafocal import AdaFocalLoss, AdaFocalRecord
+from focalkern.losses._adafocal import AdaFocalLoss
+from focalkern.losses._adafocal_state import AdaFocalRecord
 from focalkern.losses._baselines import BrierLoss, DualFocalLoss, LogitNormPenalty, MMCELoss
 from focalkern.losses._focal import FLSDLoss, FocalLoss, InverseFocalLoss, PolyFocalLoss
 from focalkern.losses._linear import LinearAdaFocalLoss, LinearFLSDLoss, LinearFocalLoss
