@@ -1,5 +1,6 @@
 """The documentation: `make docs` builds it into build/docs, plain files that open from disk."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -24,7 +25,8 @@ extensions = [
     "complete",
     "row_losses",
 ]
-exclude_patterns = ["_extensions", "_static"]
+templates_path = ["_templates"]
+exclude_patterns = ["_extensions", "_static", "_templates"]
 root_doc = "index"
 
 # MyST: Markdown with directives.
@@ -50,7 +52,7 @@ autodoc_preserve_defaults = True
 # torchmetrics imports torchvision where it is installed, perhaps for another torch; transformers and ray are not in
 # the extra docs.
 autodoc_mock_imports = ["ray", "torchvision", "transformers"]
-autosummary_generate = False
+autosummary_generate = True  # a page per object, in reference/api
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
@@ -63,7 +65,8 @@ html_static_path = ["_static"]
 html_css_files = ["focalkern.css"]
 html_show_sourcelink = False
 html_copy_source = False
-html_show_search_summary = False  # it would be fetched, which browsers refuse to pages on disk
+# Excerpts are fetched, which browsers refuse to pages on disk.
+html_show_search_summary = os.environ.get("READTHEDOCS") == "True"
 html_math_renderer = "mathml"
 html_sidebars = {name: [] for name in ("index", "install", "get_started", "changes", "sources")}
 html_theme_options = {

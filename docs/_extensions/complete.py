@@ -1,4 +1,4 @@
-"""What else must hold of the pages: the reference has every public name, and no link within the site leads nowhere.
+"""Two checks of the pages: the reference has every public name, and every link within the site has a target.
 
 Both are warnings, which `make docs` turns into errors.
 """
