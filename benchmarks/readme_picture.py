@@ -1,6 +1,6 @@
 """python -m benchmarks.readme_picture: the README's reliability diagrams, before and after calibration.
 
-Draws the recorded bins, for light and for dark pages, into docs/_static. --logits DIR records the bins anew first: of
+Draws the recorded bins, for light and for dark pages, wide and narrow, into docs/_static. --logits DIR records the bins anew first: of
 two published networks, one too sure of itself and one not sure enough, calibrated by what AutoCalibrator chooses on
 validation rows (a random half where a file has one set only), on the other rows.
 """
@@ -8,6 +8,7 @@ validation rows (a random half where a file has one set only), on the other rows
 import argparse
 import csv
 import datetime
+import itertools
 from pathlib import Path
 
 import focalkern as fk
@@ -66,14 +67,16 @@ def draw(recorded: Path, folder: Path) -> list[Path]:
     with recorded.open() as stream:
         rows = list(csv.DictReader(stream))
     written = []
-    for mode, ink in (("light", "#1f2328"), ("dark", "#f0f6fc")):
+    inks = (("light", "#1f2328"), ("dark", "#f0f6fc"))
+    shapes = (("", (10, 4.9), (1, 2)), ("narrow_", (4.9, 9.4), (2, 1)))
+    for (mode, ink), (shape, size, grid) in itertools.product(inks, shapes):
         settings = {"svg.hashsalt": "focalkern", "font.size": 13, "text.color": ink, "axes.labelcolor": ink}
         with matplotlib.rc_context(settings):
-            figure = Figure(figsize=(10, 4.9), layout="constrained")
+            figure = Figure(figsize=size, layout="constrained")
             figure.get_layout_engine().set(h_pad=0.12, w_pad=0.1)
             FigureCanvasSVG(figure)
             figure.patch.set_alpha(0)
-            for axis, (name, title) in zip(figure.subplots(1, 2), NETWORKS.items(), strict=True):
+            for axis, (name, title) in zip(figure.subplots(*grid), NETWORKS.items(), strict=True):
                 axis.patch.set_alpha(0)
                 axis.plot([0, 1], [0, 1], color=ink, alpha=0.5, linewidth=1)
                 for when, (colour, marker, line) in STYLES.items():
@@ -96,7 +99,7 @@ def draw(recorded: Path, folder: Path) -> list[Path]:
                 axis.spines[["top", "right"]].set_visible(False)
                 place = "upper left" if "over" in title else "lower right"
                 axis.legend(frameon=False, loc=place, labelcolor=ink)
-            path = folder / f"before_after_{mode}.svg"
+            path = folder / f"before_after_{shape}{mode}.svg"
             figure.savefig(path, metadata={"Date": None, "Creator": None})
             written.append(path)
     return written

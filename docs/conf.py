@@ -24,6 +24,7 @@ extensions = [
     "mathml",
     "complete",
     "row_losses",
+    "fold",
 ]
 templates_path = ["_templates"]
 exclude_patterns = ["_extensions", "_static", "_templates"]
