@@ -23,6 +23,7 @@ from benchmarks.train_study import objectives, records
 from benchmarks.train_study.records import Run
 from benchmarks.train_study.tables import ABOUT, Row
 from focalkern import bootstrap
+from focalkern._atomic import write_atomically
 
 METHODS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
@@ -41,6 +42,12 @@ def studies(folder: Path) -> Iterator[tuple[int, list[Run]]]:
     """(number of epochs, complete runs), ascending."""
     for path in sorted((one for one in folder.iterdir() if one.name.isdigit()), key=lambda one: int(one.name)):
         yield int(path.name), records.read_runs(path, objectives.rank)
+
+
+def complete_seeds(runs: Sequence[Run]) -> list[int]:
+    """The seeds that every loss has finished: means over other seeds would compare different splits."""
+    losses = {run.loss for run in runs}
+    return [seed for seed in sorted({run.seed for run in runs}) if {r.loss for r in runs if r.seed == seed} == losses]
 
 
 def calibrated(run: Run) -> dict[str, tuple[Tensor, dict[str, Tensor], float]]:
@@ -66,7 +73,7 @@ def softmax(logits: Tensor) -> Tensor:
 def rows_of(epochs: int, runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
     """A row of scores per run and method, and a row of paired differences to cross-entropy of the same seed."""
     scores, differences = [], []
-    for seed in sorted({run.seed for run in runs}):
+    for seed in complete_seeds(runs):
         of_seed = [run for run in runs if run.seed == seed]
         every = {run.loss: calibrated(run) for run in of_seed}
         labels = of_seed[0].logits["test_labels"]
@@ -103,6 +110,10 @@ def select(rows: Sequence[Row], **wanted: Any) -> list[Row]:
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
 
+def with_gap(scores: Sequence[Row]) -> list[Row]:
+    return [{**row, "confidence - accuracy": row["confidence"] - row["accuracy"]} for row in scores]
+
+
 def losses_of(rows: Sequence[Row]) -> list[str]:
     return sorted({row["loss"] for row in rows}, key=objectives.rank)
 
@@ -113,7 +124,7 @@ def number(value: float) -> str:
 
 def by_epochs(scores: Sequence[Row], score: str, method: str = "none") -> str:
     """A line per loss, a column per number of epochs: mean and standard deviation over seeds."""
-    lengths = sorted({row["epochs"] for row in scores})
+    lengths = sorted({int(row["epochs"]) for row in scores})
     lines = []
     for loss in losses_of(scores):
         cells = []
@@ -169,18 +180,25 @@ def _table(lines: list[list[str]], header: list[str]) -> str:
 
 def tables(scores: Sequence[Row], differences: Sequence[Row]) -> dict[str, str]:
     """By name, in Markdown."""
-    longest = max(row["epochs"] for row in scores)
+    longest = int(max(row["epochs"] for row in scores))
     made = {
         "ece": by_epochs(scores, "ece_equal_width"),
         "nll": by_epochs(scores, "nll"),
         "accuracy": by_epochs(scores, "accuracy"),
+        "gap": by_epochs(with_gap(scores), "confidence - accuracy"),
         "temperatures": by_epochs(scores, "temperature", "temperature"),
     }
-    for epochs in sorted({row["epochs"] for row in scores}):
+    for epochs in sorted({int(row["epochs"]) for row in scores}):
         for score in SHOWN:
             made[f"{score}_{epochs}"] = by_method(scores, differences, epochs, score)
     made["outside"] = outside_table(scores, longest)
     return made
+
+
+def tables_of(folder: Path) -> str:
+    """All tables of the recorded rows in ``folder``, between marks with their names."""
+    rows = (records.read_csv(folder / name) for name in ("scores.csv", "differences.csv"))
+    return "\n".join(f"<!-- table: {name} -->\n\n{table}\n\n<!-- end -->\n" for name, table in tables(*rows).items())
 
 
 def picture(epochs: Sequence[Row], path: Path) -> None:
@@ -221,6 +239,7 @@ def picture(epochs: Sequence[Row], path: Path) -> None:
 
 
 def epoch_rows(epochs: int, runs: Sequence[Run]) -> list[Row]:
+    seeds = complete_seeds(runs)
     return [
         {
             "epochs": epochs,
@@ -231,6 +250,7 @@ def epoch_rows(epochs: int, runs: Sequence[Run]) -> list[Row]:
             "gap": row["test_confidence"] - (1 - row["test_error"]),
         }
         for run in runs
+        if run.seed in seeds
         for row in run.epochs
     ]
 
@@ -255,8 +275,9 @@ def main(argv: list[str] | None = None) -> int:
     records.write_csv(arguments.out / "differences.csv", differences, digits=4)
     records.write_csv(arguments.out / "epochs.csv", epochs, digits=4)
     picture(epochs, arguments.out / "over_the_epochs.png")
-    for name, table in tables(scores, differences).items():
-        print(f"{name}\n\n{table}\n")
+    text = tables_of(arguments.out)
+    write_atomically(arguments.out / "tables.md", text.encode())
+    print(text)
     return 0
 
 

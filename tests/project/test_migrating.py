@@ -367,6 +367,22 @@ def test_timm_asymmetric_loss(gammas, clip):
         torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_five_lines_of_a_gist(gamma):
+    z, y = torch.randn(9, C, dtype=torch.float64), torch.randint(C, (9,))
+    y[2] = -100  # its mean counts ignored labels
+
+    def gist(z, weight=None):
+        ce = F.cross_entropy(z, y, weight=weight, reduction="none")
+        return (0.3 * (1 - (-ce).exp()) ** gamma * ce).mean()
+
+    assert_equal(gist, lambda z: 0.3 * fk.focal_loss(z, y, gamma, reduction="sum") / y.numel(), z)
+    if gamma:  # with class weights exp(-ce) is no probability, and the loss is another one
+        weight = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
+        ours = 0.3 * fk.focal_loss(z, y, gamma, weight=weight, reduction="sum") / y.numel()
+        assert (gist(z, weight) - ours).abs() > 1e-3
+
+
 def test_mmdet_with_avg_factor_and_quality_focal_loss():
     # Its formulas, from mmdet/models/losses: the classes of label C are background.
     z, y = torch.randn(9, C, dtype=torch.float64), torch.randint(C + 1, (9,))
