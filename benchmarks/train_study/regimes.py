@@ -32,7 +32,8 @@ METHODS: dict[str, Callable[[], Any]] = {
     "spline vector": lambda: fk.SplineScaling(kind="vector"),
 }
 SCORES = ("accuracy", "nll", "brier", "ece_equal_width", "ece_equal_mass")
-SHOWN = {"nll": "NLL", "brier": "Brier score", "ece_equal_width": "ECE"}
+FLOOR = ("ece_equal_width",)
+SHOWN = {"nll": "NLL", "brier": "Brier score", "ece_equal_width": "ECE", "ece_floor": "bias floor"}
 EPOCH_COLUMNS = ("train_nll", "train_error", "test_nll", "test_error", "test_confidence", "test_ece_equal_width")
 BASE = "cross-entropy"
 N_RESAMPLES = 500
@@ -59,7 +60,7 @@ def calibrated(run: Run) -> dict[str, tuple[Tensor, dict[str, Tensor], float]]:
         if calibrator is None:
             found[name] = (softmax(logits["test_logits"]), {key: softmax(z) for key, z in outside.items()}, 1.0)
             continue
-        calibrator.fit(logits["val_logits"].double(), logits["val_labels"])
+        calibrator.fit_quietly(logits["val_logits"].double(), logits["val_labels"])
         probs = calibrator.predict_proba(logits["test_logits"].double())
         others = {key: calibrator.predict_proba(z.double()) for key, z in outside.items()}
         found[name] = (probs, others, getattr(calibrator, "temperature_", math.nan))
@@ -88,6 +89,8 @@ def rows_of(epochs: int, runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
                 row: Row = {"epochs": epochs, "loss": run.loss, "seed": seed, "method": method}
                 row |= {"temperature": temperature, "confidence": float(confidence.mean())}
                 row |= {name: compared.interval(run.loss, name).estimate for name in SCORES}
+                floors = bootstrap.bias_floor(test, figures=FLOOR, n_resamples=200, progress=False)
+                row["ece_floor"] = floors[FLOOR[0]].mean
                 for name, other in sorted(outside.items()):
                     row[f"auroc_{name}"] = float(fk.metrics.auroc(confidence, other.amax(-1)))
                 scores.append({**row, **{key: run.about[key] for key in ABOUT}})
@@ -185,11 +188,12 @@ def tables(scores: Sequence[Row], differences: Sequence[Row]) -> dict[str, str]:
         "ece": by_epochs(scores, "ece_equal_width"),
         "nll": by_epochs(scores, "nll"),
         "accuracy": by_epochs(scores, "accuracy"),
+        "floor": by_epochs(scores, "ece_floor", "spline"),
         "gap": by_epochs(with_gap(scores), "confidence - accuracy"),
         "temperatures": by_epochs(scores, "temperature", "temperature"),
     }
     for epochs in sorted({int(row["epochs"]) for row in scores}):
-        for score in SHOWN:
+        for score in ("nll", "brier", "ece_equal_width"):
             made[f"{score}_{epochs}"] = by_method(scores, differences, epochs, score)
     made["outside"] = outside_table(scores, longest)
     return made

@@ -136,7 +136,7 @@ def test_links_lead_somewhere():
 
 
 def test_the_readme_is_one_screen_and_more():
-    assert len(README.read_text().splitlines()) <= 200
+    assert len(README.read_text().splitlines()) <= 150
 
 
 def shell_commands():

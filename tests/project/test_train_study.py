@@ -713,3 +713,52 @@ def test_the_page_says_what_was_recorded():
     assert [best(family, 99) for family in families] == ["label-smoothing-0.03", "l1-norm-0.01", "focal-3"]
     assert "from 0.03 (label smoothing), 0.01 (L1 norm) and 3 (focal) to 0" in pages
     assert {best(family, 799) for family in families} == {"cross-entropy"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several lengths of training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_regimes_compare_the_losses_of_complete_seeds(digits, tmp_path):
+    regimes = pytest.importorskip("benchmarks.train_study.regimes")
+    runs = tmp_path / "runs"
+    for epochs, losses_and_seeds in {1: [("cross-entropy", 0), ("focal-3", 0), ("cross-entropy", 1)], 2: []}.items():
+        for loss, seed in losses_and_seeds:
+            folder = records.folder_of(runs / str(epochs), loss, seed)
+            assert training.run(digits, settings(digits, epochs=epochs), loss, seed, folder)
+    assert regimes.main([str(runs), "--out", str(tmp_path / "out")]) == 0
+    scores = records.read_csv(tmp_path / "out" / "scores.csv")
+    assert {(row["loss"], row["seed"]) for row in scores} == {("cross-entropy", 0), ("focal-3", 0)}
+    assert {row["method"] for row in scores} == set(regimes.METHODS)
+    (run,) = [run for run in records.read_runs(runs / "1", objectives.rank) if run.loss == "focal-3"]
+    probs = run.logits["test_logits"].double().softmax(-1)
+    (row,) = [row for row in scores if (row["loss"], row["method"]) == ("focal-3", "none")]
+    assert row["nll"] == pytest.approx(float(fk.metrics.nll(probs, run.logits["test_labels"])), rel=1e-5)
+    (base,) = [row for row in scores if (row["loss"], row["method"]) == ("cross-entropy", "none")]
+    (pair,) = [r for r in records.read_csv(tmp_path / "out" / "differences.csv") if r["method"] == "none"]
+    assert pair["nll"] == pytest.approx(row["nll"] - base["nll"], rel=1e-3)
+    assert pair["nll_low"] <= pair["nll"] <= pair["nll_high"]
+    assert f"{row['nll']:.4f}" in (tmp_path / "out" / "tables.md").read_text()
+    assert (tmp_path / "out" / "over_the_epochs.png").stat().st_size > 1000
+
+
+def test_regimes_of_nothing(tmp_path, capsys):
+    regimes = pytest.importorskip("benchmarks.train_study.regimes")
+    assert regimes.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "no complete run" in capsys.readouterr().err
+
+
+def test_recorded_regimes_are_those_of_the_rows():
+    regimes = pytest.importorskip("benchmarks.train_study.regimes")
+    folder = RESULTS / "fashion_mnist_4000"
+    assert (folder / "tables.md").read_text() == regimes.tables_of(folder)
+
+
+def test_figures_of_the_readme_are_recorded():
+    section = (ROOT / "README.md").read_text().split("## When it pays")[1].split("## ")[0]
+    recorded = (RESULTS / "fashion_mnist_4000" / "tables.md").read_text()
+    recorded += "".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("spline_acceptance_*.md"))
+    figures = re.findall(r"\d\.\d{4}", section)
+    assert len(figures) >= 8
+    assert [figure for figure in figures if figure not in recorded] == []
