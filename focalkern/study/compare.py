@@ -23,7 +23,7 @@ from focalkern.calibrators import (
     TemperatureScaling,
 )
 from focalkern.calibrators._base import LOGITS, is_assumed
-from focalkern.calibrators._selection import CANDIDATES, PROPER, CrossValidation, Proper, as_candidates, check_folds
+from focalkern.calibrators._selection import PROPER, CrossValidation, Proper, as_candidates, check_folds
 from focalkern.files import InputError, LogitSet
 from focalkern.files.samples import checked_set
 from focalkern.metrics import ESTIMATORS
@@ -248,13 +248,13 @@ def run_study(
     chosen: int | None
     if auto:
         focal = "focal-temperature"
-        if candidates is None and validation.memory is None:  # the default ones need their samples in memory
-            made[focal] = CANDIDATES[focal](proper, validation.kind)
         cross_validation = cross_validate_samples(
             validation, made, searched, gammas, criterion=proper, folds=folds, seed=seed
         )
         others = []
-        if candidates is None and focal not in made:  # beside the candidates, for comparison
+        if candidates is None and validation.memory is None:  # beside the candidates, for comparison
+            others = [one for one in _of_grid(grid, gammas, (proper,), validation) if one.method == focal]
+        elif candidates is None:
             others = _of_method(
                 validation,
                 gammas=None,

@@ -1,29 +1,25 @@
-"""Cross-validation of candidates: fitted on folds in memory, by sums over the grid for samples in files."""
+"""Cross-validation of candidates: fitted on folds in memory, by sums for samples in files."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from focalkern.calibrators import RobustTemperatureScaling
+from focalkern.calibrators import InputKind
+from focalkern.calibrators._row_source import BatchedRows, RowSource, memory_rows
 from focalkern.calibrators._search import Found, beyond
-from focalkern.calibrators._selection import (
-    CandidateScore,
-    CrossValidation,
-    Proper,
-    cross_validate,
-    decide_from_sums,
-    losses_of,
-)
+from focalkern.calibrators._selection import CrossValidation, Proper, cross_validate
+from focalkern.calibrators._source_selection import FoldedFit, cross_validate_source
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.study.grid_search import GridSearch, add_by_fold, grid_state, scalings_of_grid
-from focalkern.study.samples import Samples, Scaling, StreamedSamples, scaling_or_none
+from focalkern.study.samples import Samples, Scaling, StreamedSamples, fits_in_memory, scaling_or_none
 from focalkern.study.scores import identity
 
-__all__ = ["cross_validate_samples"]
+__all__ = ["cross_validate_samples", "source_of"]
 
 # The axes of an optimum at their end become longer so many times; each time is a pass over the samples.
 _EXTENSIONS = 3
@@ -43,8 +39,8 @@ def cross_validate_samples(
 
     Args:
         samples: in memory, or in files; those of files have the folds of ``search``, by sample number.
-        candidates: by name; of samples in files temperature and focal temperature scaling only, the others are left
-            out with a reason.
+        candidates: by name; of samples in files temperature, focal temperature and spline scaling only, the others are
+            left out with a reason.
         search: the result of :func:`search_grid` with these folds.
         gammas: of focal temperature scaling.
         criterion, folds, seed: of the cross-validation.
@@ -63,55 +59,78 @@ def _streamed_cross_validation(
     gammas: Sequence[float],
     criterion: Proper,
 ) -> CrossValidation:
-    """The two scalings, by their sums over the grid.
+    """By sums over the samples; temperature and focal temperature scaling by those over the grid.
 
-    The optimum without a fold is the cell with the smallest sum over the other folds; the search has the sums of each
-    fold. One more pass computes the losses of each fold at its cells.
+    The optimum of a scaling without a fold is the cell with the smallest sum over the other folds; the search has the
+    sums of each fold.
     """
+    folds = len(search.fold_totals)
+    of_grid = [
+        name
+        for name, candidate in candidates.items()
+        if name in ("temperature", "focal-temperature") and scaling_or_none(candidate) is not None
+    ]
+    return cross_validate_source(
+        source_of(samples),
+        candidates,
+        identity(samples, search.grid.n_bins),
+        lambda number: number % folds,
+        folds if folds > 1 else 0,
+        criterion=criterion,
+        others=_fits_of_grid(samples, of_grid, search, gammas, criterion) if of_grid else None,
+    )
+
+
+def source_of(samples: StreamedSamples) -> RowSource:
+    """The samples for a fit by sums: those of this process in memory if all processes' fit there, else in batches."""
+
+    def add_up(sums: Tensor) -> Tensor:
+        processes = samples.processes
+        return sums if processes.size == 1 else processes.from_first(processes.add_up(sums.clone()))
+
+    def read() -> Iterator[tuple[Tensor, Tensor, None, Tensor]]:
+        for _, input, target, number in samples.batches("fit"):
+            wide = input if input.dtype in (torch.float32, torch.float64) else input.to(torch.float32)
+            yield wide, target.to(torch.int64), None, number
+
+    if not fits_in_memory(len(samples) * samples.n_classes):
+        return BatchedRows(read, samples.n_classes, add_up)
+    inputs = torch.empty(0, samples.n_classes)
+    targets, numbers = torch.empty(2, samples.n_local, dtype=torch.int64)
+    done = 0
+    for input, target, _, number in read():
+        if done == 0:
+            inputs = torch.empty(samples.n_local, samples.n_classes, dtype=input.dtype)
+        after = done + len(target)
+        inputs[done:after], targets[done:after], numbers[done:after] = input, target, number
+        done = after
+    return memory_rows(inputs, targets, None, numbers, add_up)
+
+
+def _fits_of_grid(
+    samples: StreamedSamples, names: Sequence[str], search: GridSearch, gammas: Sequence[float], criterion: Proper
+) -> dict[str, FoldedFit]:
+    """The scalings of these names, on all samples and without each fold."""
     scalings, search, gammas = _optima_inside(samples, search, tuple(gammas), criterion)
     grid, totals = search.grid, search.fold_totals
-    folds, n = len(totals), len(samples)
     outside = totals.sum(0) - totals  # sums over the samples outside of each fold
     known = grid.gammas.tolist()
     rows = {"temperature": [known.index(0.0)], "focal-temperature": [known.index(gamma) for gamma in gammas]}
-    names, left_out = [], []
-    for name, candidate in candidates.items():
-        known_class = isinstance(candidate, RobustTemperatureScaling) or scaling_or_none(candidate) is not None
-        if known_class and name in (*rows, "none"):
-            names.append(name)
-        else:
-            left_out.append(f"{name}, which needs all rows in memory")
-    tried = [name for name in names if name != "none"]
-    cells = [[_lowest_cell(outside[fold], grid, rows[name]) for name in tried] for fold in range(folds)]
-    usable = folds > 1 and all(cell is not None for of_fold in cells for cell in of_fold)
-    none = identity(samples, grid.n_bins)
-    sums = torch.full((len(tried) + 1,), math.inf, dtype=torch.float64)
-    products = torch.full((len(tried), len(tried)), math.nan, dtype=torch.float64)
-    if usable:
-        sums, products = _held_out(samples, [[cell for cell in of_fold if cell] for of_fold in cells], criterion)
-    base = float(sums[-1]) / n
-    entries = [CandidateScore("none", none, base, keeps_predictions=True)]
-    for place, name in enumerate(tried):
+    found = {}
+    for name in names:
         scaling = scalings[name]
+        cells = [_lowest_cell(of_fold, grid, rows[name]) for of_fold in outside]
         border = () if scaling is None else scaling.at_border_
-        entries.append(
-            CandidateScore(
-                name,
-                scaling if usable else None,
-                base + float(sums[place]) / n,
-                excluded=f"has its optimum at the end of the search: {' and '.join(border)}" if border else "",
-                keeps_predictions=True,
-            )
+        found[name] = FoldedFit(
+            scaling,
+            tuple(functools.partial(_apply, cell, samples.kind) for cell in cells if cell) if all(cells) else (),
+            excluded=f"has its optimum at the end of the search: {' and '.join(border)}" if border else "",
         )
-    return decide_from_sums(
-        entries,
-        n,
-        torch.nn.functional.pad(sums[:-1], (1, 0)),
-        torch.nn.functional.pad(products, (1, 0, 1, 0)),
-        criterion=criterion,
-        folds=folds if folds > 1 else 0,
-        left_out=left_out,
-    )
+    return found
+
+
+def _apply(cell: tuple[float, float], kind: InputKind, input: Tensor) -> Tensor:
+    return focal_calibration_map(input, *cell, input_kind=kind, log=True)
 
 
 def _optima_inside(
@@ -163,39 +182,6 @@ def _extended(
     first, second = (torch.tensor(axis, dtype=torch.float64) for axis in (gammas, temperatures))
     grid = CalibrationGrid(first, second, tables, n_bins=like.n_bins, estimator=like.estimator)
     return GridSearch(grid, torch.zeros(totals.shape[1:], dtype=torch.float64), totals)
-
-
-def _held_out(
-    samples: StreamedSamples, cells: Sequence[Sequence[tuple[float, float]]], criterion: Proper
-) -> tuple[Tensor, Tensor]:
-    """One pass for the losses of every sample, each under the cells of its fold.
-
-    Args:
-        samples: in files.
-        cells: [folds][candidates] (gamma, temperature).
-        criterion: the loss.
-
-    Returns:
-        [candidates + 1] float64: sums of the losses minus those of no calibration; last, the sum of the losses of
-        no calibration. [candidates, candidates] float64: sums of the products of those differences.
-    """
-    n = len(cells[0])
-    sums = torch.zeros(n + 1, dtype=torch.float64)
-    products = torch.zeros(n, n, dtype=torch.float64)
-    for _, input, target, number in samples.batches("cross-validate"):
-        for fold, of_fold in enumerate(cells):
-            part = number % len(cells) == fold
-            rows, labels = input[part].to(torch.float64), target[part]
-            losses = torch.stack(
-                [
-                    losses_of(focal_calibration_map(rows, *cell, input_kind=samples.kind, log=True), labels, criterion)
-                    for cell in ((0.0, 1.0), *of_fold)
-                ]
-            )
-            differences = losses[1:] - losses[0]
-            sums += torch.cat([differences, losses[:1]]).sum(1)
-            products += differences @ differences.T
-    return samples.processes.add_up(sums), samples.processes.add_up(products)
 
 
 def _lowest_cell(sums: Tensor, grid: CalibrationGrid, rows: Sequence[int]) -> tuple[float, float] | None:

@@ -6,10 +6,8 @@ from typing import Any
 from focalkern._checks import short
 from focalkern.calibrators import (
     Calibrator,
-    FocalTemperatureScaling,
     HistogramBinning,
     MultiLabelScaling,
-    TemperatureScaling,
 )
 from focalkern.files import InputError, LogitSet
 from focalkern.study.remarks import remarks_on_bins, remarks_on_samples
@@ -132,15 +130,6 @@ def _check(name: str, calibrator: Calibrator, rows: Samples) -> None:
         raise InputError(f"{name}: expected a calibrator of one label per row, found {calibrator.method!r}")
     if calibrator.one_logit_:
         raise InputError(f"{name}: expected a scaling for {rows.source}, found one of one logit per row")
-    if rows.memory is None and not isinstance(calibrator, TemperatureScaling | FocalTemperatureScaling):
-        raise InputError(
-            f"{name}: expected a scaling for {rows.source}, which is read in parts, found {calibrator.method!r}"
-        )
-    if rows.memory is None and calibrator.input_floor_:
-        raise InputError(
-            f"{name}: expected a scaling without a floor for {rows.source}, which is read in parts, found a floor of "
-            f"{calibrator.input_floor_:g}"
-        )
     kind = getattr(calibrator, "input_kind", rows.kind)
     if rows.kind != kind:
         raise InputError(f"{rows.source}: expected {kind}, for which {name} was fitted, found {rows.kind}")

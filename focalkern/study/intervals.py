@@ -86,7 +86,7 @@ def _resample_confidences(samples: Samples, calibrators: Mapping[str, Any], opti
     """Accuracy and ECE alone: for samples in files the probabilities of the other classes are not kept."""
     found = {name: confidences(samples, one, options["n_bins"]) for name, one in calibrators.items()}
     confidence = {name: one for name, (one, _) in found.items()}
-    correct = next(iter(found.values()))[1]  # scalings, which have the predictions of their input
+    correct = {name: one for name, (_, one) in found.items()}
     bootstrap = paired_bootstrap(confidence=confidence, correct=correct, **options)
     return bootstrap, {name: bias_floor(confidence=one, **options) for name, one in confidence.items()}
 

@@ -30,6 +30,7 @@ __all__ = [
     "describe_samples",
     "describe_source",
     "describe_test",
+    "fits_in_memory",
     "scaling_or_none",
     "stream_sets",
     "wants_streaming",
@@ -100,7 +101,7 @@ class Samples(Protocol):
         n_classes: C.
         processes: those that share the samples.
         facts: None until the first pass.
-        scored: results of earlier passes, by (gamma, T, number of bins), where a pass reads files.
+        scored: results of earlier passes, where a pass reads files, by calibrator or (gamma, T) and number of bins.
     """
 
     kind: InputKind
@@ -110,7 +111,7 @@ class Samples(Protocol):
     n_classes: int
     processes: Processes
     facts: Facts | None
-    scored: dict[tuple[float, float, int], Any]
+    scored: dict[tuple[Any, int], Any]
 
     def __len__(self) -> int:
         """N."""
@@ -152,7 +153,7 @@ class MemorySamples:
         self.n_classes = memory.n_classes
         self.processes = Processes()
         self.facts: Facts | None = None
-        self.scored: dict[tuple[float, float, int], Any] = {}
+        self.scored: dict[tuple[Any, int], Any] = {}
 
     def __len__(self) -> int:
         return len(self.memory)
@@ -213,7 +214,7 @@ class StreamedSamples:
         self.name, self.source, self.part = shards.name, shards.source, part
         self.n_classes = shards.n_classes
         self.facts: Facts | None = None
-        self.scored: dict[tuple[float, float, int], Any] = {}
+        self.scored: dict[tuple[Any, int], Any] = {}
 
     def __len__(self) -> int:
         return self._count(0, len(self.shards))
@@ -331,16 +332,25 @@ def stream_sets(
     return {prefix: StreamedSamples(rows, processes, progress) for prefix, rows in sets.items()}
 
 
+def _memory() -> int:
+    """Bytes of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def fits_in_memory(numbers: int) -> bool:
+    """Whether so many float32 of all samples may be held."""
+    return 4 * numbers <= _memory() / _SHARE_OF_MEMORY
+
+
 def wants_streaming(paths: Sequence[str | None]) -> bool:
     """Whether one of the files is a pattern, or so large that what is done in memory might not fit."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in paths:
         if path is None:
             continue
         if is_pattern(path):
             return True
         readable = path.lower().endswith((".npy", ".safetensors"))
-        if readable and os.path.isfile(path) and os.path.getsize(path) > memory / _SHARE_OF_MEMORY:
+        if readable and os.path.isfile(path) and os.path.getsize(path) > _memory() / _SHARE_OF_MEMORY:
             return True
     return False
 

@@ -63,18 +63,18 @@ def score(samples: Samples, calibrators: Sequence[Any], n_bins: int) -> list["Sc
 
     Args:
         samples: those to score on.
-        calibrators: fitted; or (gamma, T). Samples in files take temperature and focal temperature scaling only.
+        calibrators: fitted; or (gamma, T).
         n_bins: of every ECE.
     """
     if samples.memory is not None:  # one after the other, because confidences take memory
         found = (_pass(samples, [one], n_bins)[0] for one in calibrators)
         return [replace(one, confidence=torch.zeros(0), correct=torch.zeros(0)) for one in found]
-    cells = [_cell(one) for one in calibrators]
+    keys = [_cell(one) or one for one in calibrators]
     known = samples.scored
-    missing = [cell for cell in dict.fromkeys(cells) if cell is not None and (*cell, n_bins) not in known]
+    missing = [key for key in dict.fromkeys(keys) if (key, n_bins) not in known]
     if missing:
-        known |= {(*cell, n_bins): one for cell, one in zip(missing, _pass(samples, missing, n_bins), strict=True)}
-    return [known[*cell, n_bins] for cell in cells if cell is not None]
+        known |= {(key, n_bins): one for key, one in zip(missing, _pass(samples, missing, n_bins), strict=True)}
+    return [known[key, n_bins] for key in keys]
 
 
 def confidences(samples: Samples, calibrator: Any, n_bins: int) -> tuple[Tensor, Tensor]:
@@ -225,12 +225,17 @@ class _Sums:
         self.confidence = torch.zeros(n_kept, dtype=torch.float64)
         self.correct = torch.zeros(n_kept, dtype=torch.uint8)
         self.n_added = 0
-        self.buckets = None if samples.keeps_confidences else self._new_buckets(*_cell(calibrator) or (0.0, 1.0))
+        # Buckets of other calibrators than scalings get calibrated log-probabilities, which the map (0, 1) keeps.
+        cell = _cell(calibrator)
+        kind: InputKind = samples.kind if cell else "logits"
+        self.buckets = None if samples.keeps_confidences else self._new_buckets(*cell or (0.0, 1.0), kind)
 
     def add(self, input: Tensor, target: Tensor) -> None:
         log_probs = log_probabilities(self.calibrator, input, self.kind)
         predicted = predictions(self.calibrator, input)
         correct = (log_probs.argmax(-1) if predicted is None else predicted) == target
+        if self.buckets is not None:
+            self.buckets.update(input.to(torch.float64) if _cell(self.calibrator) else log_probs, target)
         index = target.unsqueeze(1)
         nll = -log_probs.gather(1, index).sum()
         probs = log_probs.exp_()
@@ -247,8 +252,6 @@ class _Sums:
             self.confidence[self.n_added : after] = confidence
             self.correct[self.n_added : after] = correct
             self.n_added = after
-        else:
-            self.buckets.update(input.to(torch.float64), target)
 
     def total(self, samples: Samples) -> Scored:
         n, processes = len(samples), samples.processes
@@ -291,14 +294,14 @@ class _Sums:
             scores[f"ece_{estimator}"] = float(ece)
         return Scored({name: scores[name] for name in SCORES}, bins, confidence, correct, bound)
 
-    def _new_buckets(self, gamma: float, temperature: float) -> CalibrationGridState:
+    def _new_buckets(self, gamma: float, temperature: float, kind: InputKind) -> CalibrationGridState:
         return CalibrationGridState(
             [gamma],
             [temperature],
             n_bins=self.n_bins,
             criteria=("ece",),
             estimator="equal_mass",
-            input_kind=self.kind,
+            input_kind=kind,
             ignore_index=NO_LABEL,
             n_buckets=_BUCKETS,
         )

@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 from focalkern.bootstrap import Interval
 from focalkern.calibrators import Verdict
 from focalkern.calibrators._selection import LOSS_NAMES, keeps_predictions, log_proba
@@ -75,10 +77,13 @@ def _shown(criterion: str, ece: str) -> list[tuple[str, str]]:
 
 def _n_changed(comparison: Comparison, chosen: CalibratorResult) -> int:
     """Test samples whose predicted class changes."""
-    memory = comparison.test.memory
-    if memory is None or keeps_predictions(chosen.calibrator):
+    if keeps_predictions(chosen.calibrator):
         return 0
-    return int((log_proba(chosen.calibrator, memory.input).argmax(-1) != memory.input.argmax(-1)).sum())
+    test = comparison.test
+    changed = torch.zeros(1, dtype=torch.int64)
+    for _, input, _, _ in test.batches("count"):
+        changed += (log_proba(chosen.calibrator, input).argmax(-1) != input.argmax(-1)).sum()
+    return int(test.processes.add_up(changed))
 
 
 def _price(comparison: Comparison, chosen: CalibratorResult) -> str:
