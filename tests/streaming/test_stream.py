@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+import focalkern as fk
+from focalkern.calibrators import _selection
 from focalkern.files.shards import open_shards
 from focalkern.streaming import CalibrationGridState
-from focalkern.study import samples
+from focalkern.study import cross_validation, samples
 from focalkern.study.scores import score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -409,6 +411,19 @@ def test_two_processes_of_torchrun_give_what_one_gives(folder, run):
 
 
 @needs_distributed
+def test_two_processes_of_torchrun_choose_what_one_chooses(folder, run):
+    files = ("val_logits-*.npy", "--test", "test_logits-*.npy", "--json")
+    one = json.loads(run("calibrate", *files)[1])
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone", "-m", "focalkern")
+    out, err = launch(*torchrun, "calibrate", *files).communicate(timeout=240)
+    two = json.loads(out)
+    assert two["verdict"] == one["verdict"], err
+    for found, expected in zip(two["rows"], one["rows"], strict=True):
+        assert found["method"] == expected["method"]
+        assert found["test"] == pytest.approx(expected["test"], abs=1e-9)
+
+
+@needs_distributed
 @pytest.mark.parametrize(("end", "timeout"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 20)])
 def test_a_process_that_dies_or_stops_is_told_by_the_other_and_nothing_is_written(end, timeout, folder):
     """As torchrun starts them, but without torchrun, which would end the other one too."""
@@ -455,7 +470,46 @@ def test_the_verdict_of_shards_is_that_of_one_file(folder, run):
     for found, expected in zip(shards[1]["candidates"], one[1]["candidates"], strict=True):
         assert (found["name"], found["chosen"]) == (expected["name"], expected["chosen"])
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-9)
-    assert one[0]["use"].startswith("temperature scaling, T = 2")
+    assert one[0]["use"].startswith("temperature scaling, T = 1.98")
+
+
+@pytest.mark.parametrize("kept", ["all rows in memory", "batches"])
+def test_streamed_samples_choose_among_the_candidates_of_memory(folder, run, monkeypatch, kept):
+    """With the folds of streamed samples, the table and the cross-validation are those in memory."""
+    logits = np.load("val_logits.npy") + np.linspace(-2, 2, 5)  # so that a vector has something to find
+    np.save("val_logits.npy", logits)
+    for i, part in enumerate(np.array_split(np.arange(500), 12)):
+        np.save(f"val_logits-{i}.npy", logits[part])
+    monkeypatch.setattr(_selection, "stratified_folds", lambda labels, folds, seed: torch.arange(len(labels)) % folds)
+    if kept == "batches":
+        monkeypatch.setattr(cross_validation, "fits_in_memory", lambda numbers: False)
+    whole = json.loads(run("calibrate", "val_logits.npy", "--test", "test_logits.npy", "--json")[1])
+    streamed = json.loads(run("calibrate", "val_logits-*.npy", "--test", "test_logits-*.npy", "--json")[1])
+    assert streamed["verdict"]["costs"] == whole["verdict"]["costs"] != "No predicted class changes."
+    found, expected = (one["cross_validation"]["candidates"] for one in (streamed, whole))
+    assert [one["name"] for one in found] == [one["name"] for one in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["chosen"] == theirs["chosen"]
+        if kept == "batches" and ours["name"] == "spline-matrix":
+            assert ours["excluded"] == "needs all rows in memory"
+        else:
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+    by_name = {row["method"]: row for row in whole["rows"] if row["criterion"] is None}
+    for row in streamed["rows"]:
+        if row["method"].startswith(("spline", "temperature")) and row["criterion"] is None and row["test"]:
+            assert row["test"] == pytest.approx(by_name[row["method"]]["test"], abs=1e-9)
+            ends = row["intervals"]["ece_equal_width"]
+            assert ends == pytest.approx(by_name[row["method"]]["intervals"]["ece_equal_width"], abs=1e-9)
+
+
+def test_a_saved_spline_is_evaluated_on_shards(folder, run, monkeypatch):
+    fk.SplineScaling(kind="vector").fit(np.load("val_logits.npy"), np.load("val_labels.npy")).save("c.json")
+    whole = json.loads(run("evaluate", "test_logits.npy", "--calibrator", "c.json", "--json")[1])
+    for most_kept, digits in ((400, 1e-12), (300, 2e-4)):
+        monkeypatch.setattr(samples, "MOST_KEPT", most_kept)
+        streamed = json.loads(run("evaluate", "test_logits-*.npy", "--calibrator", "c.json", "--json")[1])
+        for found, expected in zip(streamed["sets"][0]["rows"], whole["sets"][0]["rows"], strict=True):
+            assert found["figures"] == pytest.approx(expected["figures"], abs=digits)
 
 
 def test_a_search_that_was_stopped_has_the_same_verdict(folder, run, monkeypatch):
