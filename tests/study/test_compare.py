@@ -261,7 +261,13 @@ def test_streamed_folds_are_those_of_the_row_numbers(shards):
         expected = fk.calibration_grid(logits[fold == k], labels[fold == k], gammas, temperatures, criteria="nll")
         torch.testing.assert_close(totals[k], expected.tables["nll"] * 100, rtol=1e-12, atol=0)
     cross_validation = cross_validate_samples(
-        rows, as_candidates(None, "nll", "logits"), search, gammas, criterion="nll", folds=3, seed=0
+        rows,
+        as_candidates({"temperature": TemperatureScaling()}, "nll", "logits"),  # by the grid
+        search,
+        gammas,
+        criterion="nll",
+        folds=3,
+        seed=0,
     )
     losses = torch.zeros(2, 300, dtype=torch.float64)
     for k in range(3):
