@@ -249,6 +249,9 @@ def shards(tmp_path, monkeypatch):
     return str(tmp_path / "val_logits-*.npy")
 
 
+ON_THE_GRID = {"temperature": TemperatureScaling(), "focal-temperature": fk.FocalTemperatureScaling()}
+
+
 def test_streamed_folds_are_those_of_the_row_numbers(shards):
     (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
     temperatures = [index * 0.25 for index in range(1, 21)]
@@ -262,7 +265,7 @@ def test_streamed_folds_are_those_of_the_row_numbers(shards):
         torch.testing.assert_close(totals[k], expected.tables["nll"] * 100, rtol=1e-12, atol=0)
     cross_validation = cross_validate_samples(
         rows,
-        as_candidates({"temperature": TemperatureScaling()}, "nll", "logits"),  # by the grid
+        as_candidates(ON_THE_GRID, "nll", "logits"),
         search,
         gammas,
         criterion="nll",
@@ -310,7 +313,7 @@ def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):
     gammas, temperatures = (0.0, 0.25), (0.5, 0.75, 1.0)
     search = search_grid(rows, gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
     cross_validation = cross_validate_samples(
-        rows, as_candidates(None, "nll", "logits"), search, gammas, criterion="nll", folds=3, seed=0
+        rows, as_candidates(ON_THE_GRID, "nll", "logits"), search, gammas, criterion="nll", folds=3, seed=0
     )
     plain = cross_validation.entries[1]
     assert not plain.excluded and plain.calibrator.at_border_ == ()
