@@ -1,20 +1,27 @@
 """``focalkern sweep``: many networks in one go."""
 
 import argparse
+import importlib.util
 import math
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from focalkern._progress import ProgressBar
 from focalkern.calibrators._selection import PROPER
 from focalkern.cli._engines import engine
 from focalkern.cli._notes import print_wrapped
 from focalkern.cli._options import at_least_one, check_out_folder, in_options, seed
 from focalkern.files import InputError
-from focalkern.study.sweep import METHODS, SCORES, run_sweep, sweep_settings
+from focalkern.study.sweep import METHODS, SCORES, Sweep, run_sweep, sweep_settings
 
 __all__ = ["add_parser"]
+
+_ENDS = 10  # networks on the screen from each end, where there are more than twice as many
+_LINES = 100  # a line for each network of so many
 
 
 def add_parser(commands: Any) -> None:
@@ -64,14 +71,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.report is not None:
         check_out_folder(arguments.report, "--report")
-    total = len(set(arguments.files))
-    over = 0
-
-    def done(name: str, fresh: bool) -> None:
-        nonlocal over
-        over += 1
-        print(f"{over} of {total}: {name}{'' if fresh else ' (known)'}", file=sys.stderr)
-
     if arguments.engine != "local" and arguments.jobs is not None:
         raise InputError(f"--jobs: expected none with --engine {arguments.engine}, which has its own workers")
     settings = sweep_settings(
@@ -81,31 +80,108 @@ def _run(arguments: argparse.Namespace) -> int:
         logits_key=arguments.logits_key,
         labels_key=arguments.labels_key,
     )
-    with engine(arguments.engine) as executor:
+    names = list(dict.fromkeys(arguments.files))
+    with engine(arguments.engine) as executor, _Progress(len(names)) as progress:
         result = run_sweep(
-            list(dict.fromkeys(arguments.files)),
+            names,
             settings,
             folder=arguments.report,
             jobs=arguments.jobs or (len(os.sched_getaffinity(0)) if executor is None else 1),
             executor=executor,
-            done=done,
+            done=progress,
             words=in_options,
         )
+    parts = _best_and_worst(result)
+    if len(parts) > 1:
+        where = "sweep.csv has all" if arguments.report is not None else "--report DIR writes all"
+        print(
+            f"{len(result.networks)} networks: {_ENDS} whose NLL falls most and {_ENDS} whose NLL falls least from none"
+        )
+        print(f"to auto ({where})\n")
     heads = [method.replace(", ", ",\n") for method in METHODS]  # two lines, so that there is room for long names
     for figure, heading in SCORES.items():
         if result.networks and figure != "brier":
             rows = result.table(figure)
-            body = [*rows[: len(result.networks)], [""] * len(rows[0]), *rows[len(result.networks) :]]
+            blank = [""] * len(rows[0])
+            body = [row for part in parts for row in (*(rows[place] for place in part), blank)]
+            body += rows[len(result.networks) :]
             columns = ("left", *["right"] * len(METHODS))
             print(f"{heading}, test rows\n")
             print(tabulate(body, headers=["", *heads], tablefmt="simple", disable_numparse=True, colalign=columns))
             print()
-    for network in result.networks:
+    for network in (result.networks[place] for part in parts for place in part):
         infinite = math.isinf(result.value(network, "auto", "nll")) and arguments.criterion == "nll"
         hint = "; its NLL cannot be compared: --criterion brier" if infinite else ""
         print_wrapped(f"{network['name']}: {network['use']}{hint}")
     if arguments.report is not None:
         print(f"\nReport: {arguments.report}: sweep.html, sweep.csv, sweep.json")
-    for name, reason in result.failed.items():
+    for name, reason in list(result.failed.items())[: 2 * _ENDS]:
         print(f"focalkern sweep: {name}: {reason}", file=sys.stderr)
+    if len(result.failed) > 2 * _ENDS:
+        print(f"focalkern sweep: {len(result.failed)} of {len(names)} files failed", file=sys.stderr)
     return 2 if result.failed else 0
+
+
+def _best_and_worst(result: Sweep) -> list[list[int]]:
+    """Places of the networks on the screen, in parts: all, or both ends by the change of the NLL from none to auto."""
+    places = list(range(len(result.networks)))
+    if len(places) <= 2 * _ENDS:
+        return [places]
+
+    def change(place: int) -> float:
+        network = result.networks[place]
+        found = result.value(network, "auto", "nll") - result.value(network, "none", "nll")
+        return 0.0 if math.isnan(found) else found
+
+    places.sort(key=change)
+    return [places[:_ENDS], places[-_ENDS:]]
+
+
+class _Progress:
+    """A bar in a terminal. In a log a line per network or, of many, one per percent, with speed and time left.
+
+    Args:
+        total: networks.
+        clock: seconds.
+        bar: whether stderr is a terminal that has a bar.
+    """
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic, bar: bool | None = None) -> None:
+        self._total, self._over, self._fresh = total, 0, 0
+        self._clock, self._begin = clock, clock()
+        self._bar: ProgressBar | None = None
+        if bar is None:
+            bar = sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
+        if bar:
+            self._bar = ProgressBar(total, "sweep", " networks", wanted=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(*error)
+
+    def __call__(self, name: str, fresh: bool) -> None:
+        self._over += 1
+        self._fresh += fresh
+        if self._bar is not None:
+            self._bar.update(1)
+        elif self._total <= _LINES:
+            self._say(f"{self._over} of {self._total}: {name}{'' if fresh else ' (known)'}")
+        elif self._over * 100 // self._total > (self._over - 1) * 100 // self._total:
+            seconds = self._clock() - self._begin
+            line = f"{self._over} of {self._total} networks"
+            if self._fresh and seconds > 0:
+                rate = self._fresh / seconds
+                left = (self._total - self._over) / rate
+                line += f", {rate:.3g} per second, {_duration(left)} left"
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr)
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

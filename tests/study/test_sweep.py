@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from focalkern.cli import sweep as cli_sweep
 from focalkern.study import compare_calibrators
 from focalkern.study.sweep import METHODS, SCORES, Sweep, run_sweep, sweep, sweep_settings
 
@@ -167,3 +168,38 @@ def test_ranks_and_wins_by_hand():
     table = {row[0]: row[1:] for row in found.table("nll")}
     assert table["lower than none"] == ["2 of 2", "", "1 of 2", "0 of 2", "0 of 2", "0 of 2"]
     assert table["mean of the 1 that are finite"][0] == "1.0000"
+
+
+def test_of_many_networks_the_screen_shows_both_ends(files, run, monkeypatch):
+    """Three on the screen by ends of one: the largest fall of the NLL and the smallest; the means are of all."""
+    everything = run("sweep", *files, "--jobs", "1")[1]
+    monkeypatch.setattr(cli_sweep, "_ENDS", 1)
+    code, out, err = run("sweep", *files, "nothing.npz", "none.npz", "no.npz", "--jobs", "1")
+    assert code == 2
+    change = {
+        network["name"]: network["figures"]["auto"]["nll"] - network["figures"]["none"]["nll"]
+        for network in sweep(files).networks
+    }
+    best, middle, worst = sorted(change, key=change.get)
+    assert best in out and worst in out and middle not in out
+    said = (
+        "3 networks: 1 whose NLL falls most and 1 whose NLL falls least from none\nto auto (--report DIR writes all)\n"
+    )
+    assert out.startswith(said)
+    assert out.index(best) < out.index(worst)
+    means = [[line for line in text.splitlines() if line.startswith("mean")] for text in (out, everything)]
+    assert len(means[0]) == 4
+    assert [line.split() for line in means[0]] == [line.split() for line in means[1]]
+    assert "focalkern sweep: no.npz" not in err and err.endswith("focalkern sweep: 3 of 6 files failed\n")
+
+
+def test_progress_in_a_log(capsys):
+    now = iter(range(0, 1000, 2))
+    progress = cli_sweep._Progress(200, clock=lambda: next(now), bar=False)
+    for place in range(200):
+        progress(f"{place}.npz", place >= 100)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 100 and lines[0] == "2 of 200 networks"  # known ones say nothing of the speed
+    # 20 fresh ones when the clock is read for the 60th time.
+    assert lines[59] == "120 of 200 networks, 0.167 per second, 0:08:00 left"
+    assert lines[-1].endswith("0:00:00 left")

@@ -1,0 +1,125 @@
+"""python -m benchmarks.sweep: seconds of the client and of the processor per network of a sweep, by engine.
+
+Writes small files, 200 rows of 3 classes each. ``client`` rows take the comparison out: every network gets the record
+of the first, so that what is left is the work of sweep itself: tables, pages, a file per network.
+``whole`` rows compute. Engines: this process, two worker processes, dask with two processes, Ray with two workers.
+
+The seconds are those of the process that calls sweep, by its own clock (CPU) and on the wall; those of the workers are
+on the wall only. Appends a CSV to benchmarks/results.
+"""
+
+import argparse
+import contextlib
+import csv
+import datetime
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import focalkern as fk
+from benchmarks.harness import RESULTS, commit, device_name
+from focalkern.study import sweep as implementation
+
+ENGINES = ("1 process", "2 processes", "dask", "ray")
+
+
+def write_files(folder: Path, n: int) -> list[str]:
+    rng = np.random.default_rng(0)
+    names = []
+    for place in range(n):
+        labels = rng.integers(3, size=200)
+        logits = rng.normal(size=(200, 3)) + 2 * np.eye(3)[labels]
+        names.append(str(folder / f"{place:05d}.npz"))
+        np.savez(names[-1], logits=logits.astype(np.float32), labels=labels)
+    return names
+
+
+class Known:
+    """A task that has its result: the record of another file."""
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.record = record
+
+    def __call__(self, names: list[str], attempt: int = 0) -> list[Any]:
+        return [({**self.record, "path": name}, ["stamp"]) for name in names]
+
+
+@contextlib.contextmanager
+def executor_of(engine: str) -> Iterator[Executor | None]:
+    if engine == "dask":
+        from distributed import Client
+
+        with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
+            yield client.get_executor()
+    elif engine == "ray":
+        import ray
+
+        from focalkern.integrations.ray import RayExecutor
+
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield RayExecutor()
+        ray.shutdown()
+    else:
+        yield None
+
+
+def measure(names: list[str], engine: str, client_only: bool) -> dict[str, Any]:
+    made = implementation._Task
+    with executor_of(engine) as executor, tempfile.TemporaryDirectory() as report:
+        jobs = 2 if engine == "2 processes" else 1
+        if executor is not None or jobs > 1:  # the workers import torch before the clock starts
+            fk.sweep(names[:4], executor=executor, jobs=jobs)
+        if client_only:
+            known = Known(fk.sweep_one(names[0]))
+            implementation._Task = lambda *_: known  # type: ignore[assignment, misc]
+        try:
+            wall, cpu = time.perf_counter(), time.process_time()
+            found = fk.sweep(names, folder=report, jobs=jobs, executor=executor, progress=False)
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        finally:
+            implementation._Task = made  # type: ignore[misc]
+    assert len(found.networks) == len(names)
+    return {
+        "measured": "client" if client_only else "whole",
+        "engine": engine,
+        "networks": len(names),
+        "wall_s": f"{wall:.2f}",
+        "client_cpu_s": f"{cpu:.2f}",
+        "client_cpu_ms_per_network": f"{1000 * cpu / len(names):.2f}",
+        "device": device_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--client", type=int, nargs="*", default=[200, 1000, 5000], help="networks of the client rows")
+    parser.add_argument("--whole", type=int, nargs="*", default=[40], help="networks of the whole rows")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--out", type=Path, default=RESULTS / f"sweep_{datetime.date.today().isoformat()}.csv")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        names = write_files(Path(folder), max([*arguments.client, *arguments.whole, 4]))
+        for client_only, sizes in ((True, arguments.client), (False, arguments.whole)):
+            for engine in arguments.engines:
+                for size in sizes:
+                    row = measure(names[:size], engine, client_only)
+                    print(row, flush=True)
+                    new = not arguments.out.exists()
+                    with arguments.out.open("a", newline="") as stream:
+                        writer = csv.DictWriter(stream, row, lineterminator="\n")
+                        if new:
+                            writer.writeheader()
+                        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()
