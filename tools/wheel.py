@@ -136,7 +136,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
     """Fills a folder with the files that the docstring above lists."""
     compiler = Compiler()
     folder.mkdir(parents=True)
-    # The kernels are exported: what crosses the border is declared in kernels.h.
+    # The kernels are exported: what crosses the border is declared in csrc/kernels.
     host = ["g++", "-std=c++20", "-fPIC", "-DNDEBUG", *(flag for flag in HOST_FLAGS if "visibility" not in flag)]
     kernels = [*host, "-fno-semantic-interposition", "-fvisibility-inlines-hidden", f"-I{ROOT / 'csrc'}"]
     link(folder / "libfocalkern_cpu.so", compiler.objects(sources("cpu/**/*.cpp"), kernels, {}, ""), "-Wl,-Bsymbolic")

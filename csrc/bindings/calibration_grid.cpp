@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "bindings/common.h"
+#include "kernels/calibration_grid.h"
 #include "math/grid_plan.h"
 #ifdef FOCALKERN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>

@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "bindings/common.h"
+#include "kernels/calibration_map.h"
 #include "math/calibration_map.h"
 #ifdef FOCALKERN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>

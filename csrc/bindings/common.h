@@ -12,7 +12,7 @@
 #include <initializer_list>
 #include <optional>
 
-#include "kernels.h"
+#include "kernels/layout.h"
 
 namespace focalkern::bindings {
 

@@ -22,11 +22,7 @@
 #include <tuple>
 #include <vector>
 
-#include "math/brier.h"
-#include "math/dual_focal.h"
-#include "math/mmce.h"
-#include "math/poly_focal.h"
-#include "math/row_loss.h"
+#include "math/row_losses.h"
 #ifdef FOCALKERN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -40,20 +36,18 @@ using Inputs = RowLossInputs;
 using Options = RowLossOptions;
 
 constexpr const char* kNames[] = {
-#define FK_ROW_LOSS_ENTRY(number, Formula, name) name,
+#define FK_ROW_LOSS(number, Formula, name) name,
 #include "math/row_losses.def"
-#undef FK_ROW_LOSS_ENTRY
 };
 
 // Calls f with the formula of the loss.
 template <typename Function>
 auto dispatch_loss(RowLoss kind, Function f) {
   switch (kind) {
-#define FK_ROW_LOSS_ENTRY(number, Formula, name) \
-  case RowLoss::number:                          \
+#define FK_ROW_LOSS(number, Formula, name) \
+  case RowLoss::number:                    \
     return f(Formula{});
 #include "math/row_losses.def"
-#undef FK_ROW_LOSS_ENTRY
   }
   TORCH_INTERNAL_ASSERT(false, "no loss of this number");
 }
@@ -185,7 +179,7 @@ void check_labels_on_device(const char* op, const Tensor& target, int64_t classe
 template <typename Scalar>
 struct Prepared {
   Tensor input, target, gamma, edges, weight;
-  FocalLossArgs<Scalar> args{};
+  RowLossArgs<Scalar> args{};
 };
 
 Tensor with_row_layout(const Tensor& tensor, int64_t class_dim, RowLayout* layout) {
@@ -259,12 +253,12 @@ struct Cpu {
   static void check_labels(const Inputs& /* inputs */, const Options& /* options */) {}  // the kernels do
 
   template <typename Scalar>
-  static void forward(FocalLossForward<Scalar>& args, const Prepared<Scalar>& prepared, const Options& options,
+  static void forward(RowLossForward<Scalar>& args, const Prepared<Scalar>& prepared, const Options& options,
                       const Tensor& loss) {
     using Real = compute_t<Scalar>;
     const int64_t chunk_rows = cpu::row_loss_chunk_rows(args.rows, args.classes);
     const int64_t n_chunks = (args.rows + chunk_rows - 1) / chunk_rows;
-    std::vector<FocalLossSums> chunks(n_chunks);
+    std::vector<RowLossSums> chunks(n_chunks);
     dispatch_loss(options.kind, [&](auto formula) {
       using Loss = decltype(formula);
       at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
@@ -286,7 +280,7 @@ struct Cpu {
   }
 
   template <typename Scalar>
-  static void backward(const FocalLossBackward<Scalar>& args, const Options& options) {
+  static void backward(const RowLossBackward<Scalar>& args, const Options& options) {
     const int64_t chunk_rows = cpu::row_loss_chunk_rows(args.rows, args.classes);
     const int64_t n_chunks = (args.rows + chunk_rows - 1) / chunk_rows;
     dispatch_loss(options.kind, [&](auto formula) {
@@ -312,7 +306,7 @@ struct Cuda {
   }
 
   template <typename Scalar>
-  static void forward(FocalLossForward<Scalar>& args, const Prepared<Scalar>& prepared, const Options& options,
+  static void forward(RowLossForward<Scalar>& args, const Prepared<Scalar>& prepared, const Options& options,
                       const Tensor& loss) {
     using Real = compute_t<Scalar>;
     const bool mean = options.reduction == kMean;
@@ -324,28 +318,16 @@ struct Cuda {
     Real* divisor = args.saved + saved_numbers(options) * args.rows;
     void* stream = c10::cuda::getCurrentCUDAStream().stream();
     dispatch_loss(options.kind, [&](auto formula) {
-      using Loss = decltype(formula);
-      int error = cudaErrorNotSupported;
-      if constexpr (std::is_same_v<Loss, FocalRow>) {
-        error = cuda::focal_loss_forward(args, mean, reduced, divisor, scratch, stream);
-      } else if constexpr (!std::is_same_v<Loss, MmceRow>) {
-        error = cuda::row_loss_forward<Loss>(args, mean, reduced, divisor, scratch, stream);
-      }
+      const int error = cuda::row_loss_forward<decltype(formula)>(args, mean, reduced, divisor, scratch, stream);
       C10_CUDA_CHECK(static_cast<cudaError_t>(error));
     });
   }
 
   template <typename Scalar>
-  static void backward(const FocalLossBackward<Scalar>& args, const Options& options) {
+  static void backward(const RowLossBackward<Scalar>& args, const Options& options) {
     void* stream = c10::cuda::getCurrentCUDAStream().stream();
     dispatch_loss(options.kind, [&](auto formula) {
-      using Loss = decltype(formula);
-      int error = cudaErrorNotSupported;
-      if constexpr (std::is_same_v<Loss, FocalRow>) {
-        error = cuda::focal_loss_backward(args, stream);
-      } else if constexpr (!std::is_same_v<Loss, MmceRow>) {
-        error = cuda::row_loss_backward<Loss>(args, stream);
-      }
+      const int error = cuda::row_loss_backward<decltype(formula)>(args, stream);
       C10_CUDA_CHECK(static_cast<cudaError_t>(error));
     });
   }
@@ -366,7 +348,7 @@ std::tuple<Tensor, Tensor> forward(const Inputs& inputs, const Options& options)
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
     const auto prepared = prepare<Scalar>(inputs, options);
-    FocalLossForward<Scalar> args{prepared.args, nullptr};
+    RowLossForward<Scalar> args{prepared.args, nullptr};
     args.saved = static_cast<Real*>(saved.mutable_data_ptr());
     if (unreduced) args.row_loss = static_cast<Real*>(loss.mutable_data_ptr());
     Device::forward(args, prepared, options, loss);
@@ -401,7 +383,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
     auto prepared = prepare<Scalar>(inputs, options);
-    FocalLossBackward<Scalar> args{};
+    RowLossBackward<Scalar> args{};
     const int64_t class_dim = class_dim_of(input);
     // Where the kernel writes; not the gradient itself if that has strides which no RowLayout describes.
     Tensor input_buffer, target_buffer;
@@ -427,7 +409,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
       grad_gamma = at::empty(C10_AS_INTARRAYREF_SLOW(loss_shape(input)), input.options().dtype(real));
       args.grad_gamma = static_cast<Real*>(grad_gamma.mutable_data_ptr());
     }
-    static_cast<FocalLossArgs<Scalar>&>(args) = prepared.args;
+    static_cast<RowLossArgs<Scalar>&>(args) = prepared.args;
     if (needed[0]) args.grad_layout = *row_layout(input_buffer, class_dim);
     args.saved = static_cast<Real*>(const_cast<void*>(saved.const_data_ptr()));
     if (options.reduction == kMean) args.divisor = args.saved + numbers * rows;

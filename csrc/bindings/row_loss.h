@@ -5,13 +5,13 @@
 #include <tuple>
 
 #include "bindings/common.h"
+#include "kernels/row_loss.h"
 
 namespace focalkern::bindings {
 
 enum class RowLoss : int64_t {
-#define FK_ROW_LOSS_ENTRY(number, Formula, name) number,
+#define FK_ROW_LOSS(number, Formula, name) number,
 #include "math/row_losses.def"
-#undef FK_ROW_LOSS_ENTRY
 };
 
 struct RowLossInputs {

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "bindings/common.h"
+#include "kernels/sigmoid_loss.h"
 #ifdef FOCALKERN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -177,10 +178,10 @@ bool has_element_type(at::ScalarType dtype) {
 
 // Brings tensors into the form in which the kernels walk over them, in the order in which a result of the shape of
 // `like` lies in memory. Copies that this takes are kept alive here.
-class Walk {
+class StridedIteration {
  public:
   // `like`: dense, the gradient or the loss. `class_dim`: kept apart from its neighbours, or -1.
-  Walk(const Tensor& like, int64_t class_dim) : like_(like) {
+  StridedIteration(const Tensor& like, int64_t class_dim) : like_(like) {
     if (like.is_contiguous() && class_dim < 0) {
       flat_ = true;
       return;
@@ -264,7 +265,7 @@ class Walk {
 };
 
 // A number on the host, or a tensor in the type of the computation.
-Operand parameter(const OptionalTensor& tensor, double absent, at::ScalarType real, Walk& walk) {
+Operand parameter(const OptionalTensor& tensor, double absent, at::ScalarType real, StridedIteration& walk) {
   Operand operand{};
   operand.value = absent;
   if (!tensor.has_value()) return operand;
@@ -277,8 +278,8 @@ Operand parameter(const OptionalTensor& tensor, double absent, at::ScalarType re
 
 // `like` is dense and lies as the results do. Fills all but the results.
 template <typename Scalar>
-void prepare(SigmoidLossArgs<Scalar>& args, Walk& walk, Operand* grad_loss, const Tensor& grad, const Inputs& inputs,
-             const Options& options) {
+void prepare(SigmoidLossArgs<Scalar>& args, StridedIteration& walk, Operand* grad_loss, const Tensor& grad,
+             const Inputs& inputs, const Options& options) {
   const auto& [input, target, gamma, second, weight] = inputs;
   const auto real = compute_dtype(input.scalar_type());
   args.loss_kind = options.kind;
@@ -330,15 +331,15 @@ struct Cpu {
     using Real = compute_t<Scalar>;
     const int64_t chunk = cpu::kSigmoidLossChunk, size = args.space.size;
     const int64_t n_chunks = (size + chunk - 1) / chunk;
-    std::vector<Real> every;
+    std::vector<Real> table;
     if constexpr (std::is_same_v<Scalar, BFloat16>) {
-      if (size >= cpu::kEveryLogitPays * at::get_num_threads()) every = cpu::sigmoid_loss_of_every_logit(args);
+      if (size >= cpu::kBFloat16TablePays * at::get_num_threads()) table = cpu::sigmoid_loss_bfloat16_table(args);
     }
     std::vector<SigmoidLossSums> chunks(n_chunks);
     at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         chunks[i] = cpu::sigmoid_loss_forward(args, i * chunk, std::min(size, (i + 1) * chunk),
-                                              every.empty() ? nullptr : every.data());
+                                              table.empty() ? nullptr : table.data());
       }
     });
     double total = 0;
@@ -363,15 +364,15 @@ struct Cpu {
   template <typename Scalar>
   static void backward(const SigmoidLossBackward<Scalar>& args) {
     const int64_t chunk = cpu::kSigmoidLossChunk, size = args.space.size;
-    std::vector<Scalar> every;
+    std::vector<Scalar> table;
     if constexpr (std::is_same_v<Scalar, BFloat16>) {
-      if (size >= cpu::kEveryLogitPays * at::get_num_threads()) every = cpu::sigmoid_slope_of_every_logit(args);
+      if (size >= cpu::kBFloat16TablePays * at::get_num_threads()) table = cpu::sigmoid_grad_bfloat16_table(args);
     }
     at::parallel_for(0, (size + chunk - 1) / chunk, 1, [&](int64_t begin, int64_t end) {
       // Backwards: what the forward pass read last may still be in the cache.
       for (int64_t i = end - 1; i >= begin; --i) {
         cpu::sigmoid_loss_backward(args, i * chunk, std::min(size, (i + 1) * chunk),
-                                   every.empty() ? nullptr : every.data());
+                                   table.empty() ? nullptr : table.data());
       }
     });
   }
@@ -435,7 +436,7 @@ std::tuple<Tensor, Tensor> forward(const Inputs& inputs, const Options& options)
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
     SigmoidLossForward<Scalar> args{};
-    Walk walk(layout, label_dim(input, inputs.target));
+    StridedIteration walk(layout, label_dim(input, inputs.target));
     prepare(args, walk, nullptr, Tensor(), inputs, options);
     if (unreduced && stored == real) {
       args.loss_wide = static_cast<compute_t<Scalar>*>(loss.mutable_data_ptr());
@@ -472,7 +473,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const In
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
     SigmoidLossBackward<Scalar> args{};
-    Walk walk(layout, label_dim(input, target));
+    StridedIteration walk(layout, label_dim(input, target));
     prepare(args, walk, &args.grad_loss, grad, inputs, options);
     if (options.reduction == kMean) args.divisor = static_cast<const Real*>(divisor.const_data_ptr());
     if (needed[0]) args.grad_input = static_cast<Scalar*>(grad_input.mutable_data_ptr());

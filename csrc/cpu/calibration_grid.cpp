@@ -28,7 +28,7 @@
 
 #include "cpu/simd/dispatch.h"
 #include "cpu/simd/vector.h"
-#include "kernels.h"
+#include "kernels/calibration_grid.h"
 #include "math/focal.h"
 #include "math/grid_plan.h"
 
@@ -495,7 +495,7 @@ void write_confidences(const Real* __restrict in, int64_t in_stride, int64_t n_r
         for (int64_t i = 0; i < kSamples; i += 4) {
           Four v[4];
           for (int64_t j = 0; j < 4; ++j) std::memcpy(&v[j], in + (i + j) * in_stride + t, sizeof(v[j]));
-          turn_four(v);
+          transpose_4x4(v);
           for (int64_t j = 0; j < std::min<int64_t>(4, n_lanes - t); ++j) {
             std::memcpy(out + (t + j) * out_stride + i, &v[j], sizeof(v[j]));
           }

@@ -18,7 +18,7 @@
 #include <memory>
 
 #include "cpu/simd/dispatch.h"
-#include "kernels.h"
+#include "kernels/calibration_map.h"
 #include "math/calibration_map.h"
 
 namespace focalkern::cpu {

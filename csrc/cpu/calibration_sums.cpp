@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cpu/simd/dispatch.h"
-#include "kernels.h"
+#include "kernels/calibration_grid.h"
 
 namespace focalkern::cpu {
 

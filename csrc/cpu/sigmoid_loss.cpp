@@ -21,7 +21,7 @@
 
 #include "cpu/asymmetric_loss.h"
 #include "cpu/simd/dispatch.h"
-#include "kernels.h"
+#include "kernels/sigmoid_loss.h"
 #include "math/sigmoid_loss.h"
 
 namespace focalkern::cpu {
@@ -893,7 +893,7 @@ void compute_tile(TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>&
 constexpr int64_t kBFloat16Values = 65536;
 
 #ifdef FK_HAS_AVX512_CODE
-// `every` has the results for all values and a target of 0, then those for 1.
+// `table` has the results for all values and a target of 0, then those for 1.
 template <bool kHard>
 FK_AVX512 FK_HOST_DEVICE __m512i place_in_table(const BFloat16* input, const float* target, __mmask16 mask) {
   const __m512i value = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, input));
@@ -902,48 +902,48 @@ FK_AVX512 FK_HOST_DEVICE __m512i place_in_table(const BFloat16* input, const flo
   return _mm512_mask_add_epi32(value, is_one, value, _mm512_set1_epi32(kBFloat16Values));
 }
 
-FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const float* every, __mmask16 mask, float* to) {
-  _mm512_mask_storeu_ps(to, mask, _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, place, every, 4));
+FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const float* table, __mmask16 mask, float* to) {
+  _mm512_mask_storeu_ps(to, mask, _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, place, table, 4));
 }
 // Reads two bytes beyond each result, and with the last one beyond the table.
-FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const BFloat16* every, __mmask16 mask, BFloat16* to) {
-  const __m512i found = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), mask, place, every, 2);
+FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const BFloat16* table, __mmask16 mask, BFloat16* to) {
+  const __m512i found = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), mask, place, table, 2);
   _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(found));
 }
 
 template <bool kHard, typename Result>
-FK_AVX512 void look_up(const BFloat16* input, const float* target, const Result* every, int64_t n, Result* to) {
+FK_AVX512 void look_up(const BFloat16* input, const float* target, const Result* table, int64_t n, Result* to) {
   constexpr __mmask16 kAll = 0xffff;
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {
-    look_up_vector(place_in_table<kHard>(input + i, target + i, kAll), every, kAll, to + i);
+    look_up_vector(place_in_table<kHard>(input + i, target + i, kAll), table, kAll, to + i);
   }
   if (i == n) return;
   const auto mask = static_cast<__mmask16>((1u << (n - i)) - 1);
-  look_up_vector(place_in_table<kHard>(input + i, target + i, mask), every, mask, to + i);
+  look_up_vector(place_in_table<kHard>(input + i, target + i, mask), table, mask, to + i);
 }
 
 template <typename Result>
-void look_up_tile(const TileReader<BFloat16>& reader, const TileView<float>& view, const Result* every, int64_t n,
+void look_up_tile(const TileReader<BFloat16>& reader, const TileView<float>& view, const Result* table, int64_t n,
                   Result* to) {
-  if (view.targets == Targets::kHard) return look_up<true>(reader.logits(), view.target, every, n, to);
-  look_up<false>(reader.logits(), view.target, every, n, to);
+  if (view.targets == Targets::kHard) return look_up<true>(reader.logits(), view.target, table, n, to);
+  look_up<false>(reader.logits(), view.target, table, n, to);
   const TileLabels& labels = reader.labels();
   for (int64_t k = 0; k < labels.ones; ++k) {
     const int64_t i = labels.one[k];
-    to[i] = every[kBFloat16Values + reader.logits()[i].bits];
+    to[i] = table[kBFloat16Values + reader.logits()[i].bits];
   }
 }
 #endif
 
 // Returns whether the tile was looked up.
 template <typename Scalar, typename Result>
-bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>& view, const Result* every,
+bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>& view, const Result* table,
                          int64_t n, Result* to) {
 #ifdef FK_HAS_AVX512_CODE
   if constexpr (std::is_same_v<Scalar, BFloat16>) {
-    if (every != nullptr && view.targets != Targets::kSoft) {
-      look_up_tile(reader, view, every, n, to);
+    if (table != nullptr && view.targets != Targets::kSoft) {
+      look_up_tile(reader, view, table, n, to);
       return true;
     }
   }
@@ -958,18 +958,18 @@ bool can_be_looked_up(const SigmoidLossArgs<BFloat16>& args) {
   return reader.view(0, std::min(kTile, args.space.size)).targets != Targets::kSoft;
 }
 
-// The same loss of every bfloat16, against a target of 0 and of 1.
+// The same loss of table bfloat16, against a target of 0 and of 1.
 template <typename Args>
-Args of_every_logit(const Args& args, std::vector<BFloat16>* logits) {
+Args bfloat16_table(const Args& args, std::vector<BFloat16>* logits) {
   static const uint8_t kTargets[2] = {0, 1};
   logits->resize(kBFloat16Values);
   for (int64_t k = 0; k < kBFloat16Values; ++k) (*logits)[k].bits = static_cast<uint16_t>(k);
-  Args every = args;
-  every.space = {2 * kBFloat16Values, 2, {2, kBFloat16Values}};
-  every.input = {logits->data(), ElementType::kBFloat16, false, {0, 1}, 0};
-  every.target = {kTargets, ElementType::kUInt8, false, {1, 0}, 0};
-  every.target_is_labels = false;
-  return every;
+  Args table = args;
+  table.space = {2 * kBFloat16Values, 2, {2, kBFloat16Values}};
+  table.input = {logits->data(), ElementType::kBFloat16, false, {0, 1}, 0};
+  table.target = {kTargets, ElementType::kUInt8, false, {1, 0}, 0};
+  table.target_is_labels = false;
+  return table;
 }
 
 template <typename Scalar>
@@ -982,7 +982,7 @@ FK_VECTOR_CLONES void store_run(const compute_t<Scalar>* results, int64_t n, Sca
 
 template <typename Scalar>
 SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int64_t begin, int64_t end,
-                                     const compute_t<Scalar>* every) {
+                                     const compute_t<Scalar>* table) {
   using Real = compute_t<Scalar>;
   TileReader<Scalar> reader(args, Real(1), Real(1), nullptr);
   const Powers powers = reader.powers();
@@ -995,7 +995,7 @@ SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int
     if (!reader.labels().is_valid) return {0, 0, false, reader.labels().invalid_label};
     sums.count -= reader.labels().ignored;
     Real* to = args.loss_wide ? args.loss_wide + first : buffer;
-    if (!look_up_if_possible(reader, view, every, n, to)) {
+    if (!look_up_if_possible(reader, view, table, n, to)) {
       view.input = reader.input(n);
       compute_tile(reader, view, n, to, [&](const TileView<Real>& part, int64_t size, Real* loss) {
         forward_tile<Scalar>(args, part, powers, size, loss);
@@ -1009,7 +1009,7 @@ SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int
 }
 
 template <typename Scalar>
-void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begin, int64_t end, const Scalar* every) {
+void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begin, int64_t end, const Scalar* table) {
   using Real = compute_t<Scalar>;
   const Real upstream = args.grad_loss.data ? Real(1) : static_cast<Real>(args.grad_loss.value);
   TileReader<Scalar> reader(args, upstream / (args.divisor ? *args.divisor : Real(1)), Real(-1), &args.grad_loss);
@@ -1023,7 +1023,7 @@ void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begi
     TileView<Real> view = reader.view(first, last);
     if (args.grad_input) {
       Scalar* to = args.grad_input + first;
-      if (!look_up_if_possible(reader, view, every, n, to)) {
+      if (!look_up_if_possible(reader, view, table, n, to)) {
         view.input = reader.input(n);
         Real* slopes_of_input = buffer;
         if constexpr (std::is_same_v<Scalar, Real>) slopes_of_input = to;
@@ -1047,24 +1047,24 @@ void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begi
   }
 }
 
-std::vector<float> sigmoid_loss_of_every_logit(const SigmoidLossForward<BFloat16>& args) {
+std::vector<float> sigmoid_loss_bfloat16_table(const SigmoidLossForward<BFloat16>& args) {
   if (!can_be_looked_up(args)) return {};
   std::vector<BFloat16> logits;
   std::vector<float> losses(2 * kBFloat16Values);
-  auto every = of_every_logit(args, &logits);
-  every.loss = nullptr;
-  every.loss_wide = losses.data();
-  sigmoid_loss_forward(every, 0, every.space.size, nullptr);
+  auto table = bfloat16_table(args, &logits);
+  table.loss = nullptr;
+  table.loss_wide = losses.data();
+  sigmoid_loss_forward(table, 0, table.space.size, nullptr);
   return losses;
 }
 
-std::vector<BFloat16> sigmoid_slope_of_every_logit(const SigmoidLossBackward<BFloat16>& args) {
+std::vector<BFloat16> sigmoid_grad_bfloat16_table(const SigmoidLossBackward<BFloat16>& args) {
   if (args.grad_loss.data || !args.grad_input || !can_be_looked_up(args)) return {};
   std::vector<BFloat16> logits, slopes(2 * kBFloat16Values + 1);  // look_up reads beyond the last
-  auto every = of_every_logit(args, &logits);
-  every.grad_input = slopes.data();
-  every.grad_target = every.grad_gamma = every.grad_second = nullptr;
-  sigmoid_loss_backward(every, 0, every.space.size, static_cast<const BFloat16*>(nullptr));
+  auto table = bfloat16_table(args, &logits);
+  table.grad_input = slopes.data();
+  table.grad_target = table.grad_gamma = table.grad_second = nullptr;
+  sigmoid_loss_backward(table, 0, table.space.size, static_cast<const BFloat16*>(nullptr));
   return slopes;
 }
 

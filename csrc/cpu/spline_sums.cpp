@@ -14,14 +14,14 @@
 namespace focalkern::cpu {
 namespace {
 
-using Four = lanes_t<double, 4>;
+using Four = simd_t<double, 4>;
 constexpr int64_t kSize = SplineCurveSums::kSize;
 
 FK_HOST_DEVICE Four powers_of(double s) {
   const double square = s * s;
   return Four{1.0, s, square, square * s};
 }
-FK_HOST_DEVICE void add_to(double* sums, const Four& terms) { store_lanes(load_lanes<Four>(sums) + terms, sums); }
+FK_HOST_DEVICE void add_to(double* sums, const Four& terms) { store_simd(load_simd<Four>(sums) + terms, sums); }
 
 // p of the tile in f, without the division by sum; the loss of each row in t.shared.
 void softmax_and_loss(const SplineInput& input, const CurveTables& curve, const SplineScores& scores,

@@ -12,7 +12,7 @@
 #include "cuda/common.cuh"
 #include "cuda/grid_bins.cuh"
 #include "cuda/grid_confidence.cuh"
-#include "kernels.h"
+#include "kernels/calibration_grid.h"
 #include "math/grid_plan.h"
 
 namespace focalkern::cuda {

@@ -10,7 +10,7 @@
 #include <initializer_list>
 
 #include "cuda/common.cuh"
-#include "kernels.h"
+#include "kernels/calibration_map.h"
 #include "math/calibration_map.h"
 
 namespace focalkern::cuda {

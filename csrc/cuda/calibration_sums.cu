@@ -5,7 +5,7 @@
 // to the high one: an atomic of 64 bits in shared memory would be a loop.
 
 #include "cuda/common.cuh"
-#include "kernels.h"
+#include "kernels/calibration_grid.h"
 
 namespace focalkern::cuda {
 namespace {

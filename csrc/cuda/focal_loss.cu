@@ -16,15 +16,15 @@
 // row_loss_soft.cu, as for the other losses of rows.
 
 #include "cuda/common.cuh"
-#include "cuda/focal_loss_chunks.cuh"
-#include "cuda/focal_loss_own.cuh"
-#include "cuda/focal_loss_pairs.cuh"
 #include "cuda/focal_loss_row.cuh"
 #include "cuda/focal_loss_rows.cuh"
+#include "cuda/focal_loss_split_rows.cuh"
+#include "cuda/focal_loss_thread_per_row.cuh"
 #include "cuda/focal_loss_tiles.cuh"
+#include "cuda/focal_loss_two_rows_per_thread.cuh"
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_loss.cuh"
-#include "kernels.h"
+#include "kernels/row_loss.h"
 
 namespace focalkern::cuda {
 namespace {
@@ -48,14 +48,14 @@ bool in_pairs(const Scalar* address, const RowLayout& layout, int64_t rows) {
 }
 
 template <typename Scalar>
-RowPlan plan_for(const FocalLossArgs<Scalar>& args, bool end_to_end, bool pairs) {
+RowPlan plan_for(const RowLossArgs<Scalar>& args, bool end_to_end, bool pairs) {
   pairs = pairs && sizeof(Scalar) != sizeof(double) && in_pairs(args.logits, args.layout, args.rows) &&
           reinterpret_cast<uintptr_t>(args.saved) % (2 * sizeof(float)) == 0;
   return plan_rows(args.rows, args.classes, sizeof(Scalar), end_to_end, class_is_outermost(args), pairs);
 }
 
 template <typename Scalar>
-int forward_in_chunks(const FocalLossForward<Scalar>& args, const Geometry& geometry,
+int forward_in_chunks(const RowLossForward<Scalar>& args, const Geometry& geometry,
                       const GridSum<compute_t<Scalar>>& reduction, void* workspace, void* stream) {
   if (workspace == nullptr) return cudaErrorInvalidValue;
   const RowPlan& plan = geometry.plan;
@@ -77,11 +77,11 @@ int64_t focal_loss_workspace(int64_t rows, int64_t classes, bool reduced) {
 }
 
 template <typename Scalar>
-int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
+int focal_loss_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
                        compute_t<Scalar>* divisor, void* workspace, void* stream) {
   if (args.rows > 0 && !sizes_are_valid(args)) return cudaErrorInvalidValue;
   GridSum<compute_t<Scalar>> reduction = {loss, divisor, mean, nullptr, nullptr};
-  if (is_soft(args)) return row_loss_soft_forward<FocalRow>(args, reduction, workspace, stream);
+  if (is_soft(args)) return row_loss_soft_forward<FocalFormula>(args, reduction, workspace, stream);
   const bool end_to_end = has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits);
   const RowPlan plan = plan_for(args, end_to_end, true);
   const Geometry geometry = {plan, ClassDivider(args.classes), RowOffset(args.layout), RowOffset(args.layout)};
@@ -100,18 +100,18 @@ int focal_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_
   if (plan.path == RowPath::kTile) {
     return launch(focal_loss_forward_tile_kernel<Scalar>, plan.grid, kBlock, stream, args, plan, reduction);
   }
-  void (*kernel)(FocalLossForward<Scalar>, Geometry, GridSum<compute_t<Scalar>>) =
+  void (*kernel)(RowLossForward<Scalar>, Geometry, GridSum<compute_t<Scalar>>) =
       plan.path == RowPath::kPixels ? focal_loss_forward_kernel<Scalar, RowPath::kPixels>
                                     : focal_loss_forward_kernel<Scalar, RowPath::kRows>;
   return launch(kernel, plan.grid, kBlock, stream, args, geometry, reduction);
 }
 
 template <typename Scalar>
-int focal_loss_backward(const FocalLossBackward<Scalar>& args, void* stream) {
+int focal_loss_backward(const RowLossBackward<Scalar>& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
   if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
   if (args.grad_logits != nullptr && args.grad_layout.inner <= 0) return cudaErrorInvalidValue;
-  if (is_soft(args)) return row_loss_soft_backward<FocalRow>(args, stream);
+  if (is_soft(args)) return row_loss_soft_backward<FocalFormula>(args, stream);
   const bool end_to_end = has_no_gaps(args.layout, args.rows, args.classes) && on_boundary(args.logits) &&
                           args.grad_logits != nullptr && has_no_gaps(args.grad_layout, args.rows, args.classes) &&
                           on_boundary(args.grad_logits);
@@ -130,17 +130,17 @@ int focal_loss_backward(const FocalLossBackward<Scalar>& args, void* stream) {
   if (plan.chunks > 1 && args.grad_logits != nullptr) {
     return launch(focal_loss_chunk_backward_kernel<Scalar>, args.rows * plan.chunks, kBlock, stream, args, geometry);
   }
-  void (*kernel)(FocalLossBackward<Scalar>, Geometry) =
+  void (*kernel)(RowLossBackward<Scalar>, Geometry) =
       plan.path == RowPath::kTile     ? focal_loss_backward_kernel<Scalar, RowPath::kTile>
       : plan.path == RowPath::kPixels ? focal_loss_backward_kernel<Scalar, RowPath::kPixels>
                                       : focal_loss_backward_kernel<Scalar, RowPath::kRows>;
   return launch(kernel, plan.grid, kBlock, stream, args, geometry);
 }
 
-#define FK_INSTANTIATE(Scalar)                                                                       \
-  template int focal_loss_forward<Scalar>(const FocalLossForward<Scalar>&, bool, compute_t<Scalar>*, \
-                                          compute_t<Scalar>*, void*, void*);                         \
-  template int focal_loss_backward<Scalar>(const FocalLossBackward<Scalar>&, void*);
+#define FK_INSTANTIATE(Scalar)                                                                                         \
+  template int focal_loss_forward<Scalar>(const RowLossForward<Scalar>&, bool, compute_t<Scalar>*, compute_t<Scalar>*, \
+                                          void*, void*);                                                               \
+  template int focal_loss_backward<Scalar>(const RowLossBackward<Scalar>&, void*);
 FK_INSTANTIATE(Half)
 FK_INSTANTIATE(BFloat16)
 FK_INSTANTIATE(float)

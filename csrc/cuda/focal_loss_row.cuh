@@ -4,7 +4,7 @@
 
 #include "cuda/common.cuh"
 #include "cuda/row_loss.cuh"
-#include "kernels.h"
+#include "kernels/row_loss.h"
 #include "math/focal.h"
 
 namespace focalkern::cuda {
@@ -120,7 +120,7 @@ struct RowLoss {
 };
 
 template <typename Scalar>
-__device__ __forceinline__ RowLoss<compute_t<Scalar>> loss_of_row(const FocalLossForward<Scalar>& args, int64_t row,
+__device__ __forceinline__ RowLoss<compute_t<Scalar>> loss_of_row(const RowLossForward<Scalar>& args, int64_t row,
                                                                   int label, compute_t<Scalar> z_target,
                                                                   const ExpSum<compute_t<Scalar>>& rest) {
   using Real = compute_t<Scalar>;
@@ -132,7 +132,7 @@ __device__ __forceinline__ RowLoss<compute_t<Scalar>> loss_of_row(const FocalLos
 }
 
 template <typename Scalar>
-__device__ __forceinline__ void finish_row(const FocalLossForward<Scalar>& args, int64_t row, int label,
+__device__ __forceinline__ void finish_row(const RowLossForward<Scalar>& args, int64_t row, int label,
                                            compute_t<Scalar> z_target, const ExpSum<compute_t<Scalar>>& rest,
                                            double& loss_sum, double& weight_sum) {
   const auto [logs, loss, weight] = loss_of_row(args, row, label, z_target, rest);
@@ -164,8 +164,8 @@ struct SavedRow {
 
 // z: the target's logit.
 template <typename Scalar>
-__device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const FocalLossBackward<Scalar>& args,
-                                                                       int64_t row, int label, compute_t<Scalar> z,
+__device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const RowLossBackward<Scalar>& args, int64_t row,
+                                                                       int label, compute_t<Scalar> z,
                                                                        const SavedRow<compute_t<Scalar>>& saved,
                                                                        compute_t<Scalar> grad_loss,
                                                                        bool has_grad_gamma = true) {
@@ -194,9 +194,8 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Foc
 }
 
 template <typename Scalar>
-__device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const FocalLossBackward<Scalar>& args,
-                                                                       int64_t row, int64_t offset,
-                                                                       bool has_grad_gamma = true) {
+__device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const RowLossBackward<Scalar>& args, int64_t row,
+                                                                       int64_t offset, bool has_grad_gamma = true) {
   using Real = compute_t<Scalar>;
   const int label = as_class(args, args.labels[row]);
   SavedRow<Real> saved = {0, 0, 0};

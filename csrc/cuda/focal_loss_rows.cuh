@@ -100,7 +100,7 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* r
 
 template <typename Scalar, RowPath path>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forward_kernel(
-    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
     const __grid_constant__ GridSum<compute_t<Scalar>> reduction) {
   using Real = compute_t<Scalar>;
   const RowPlan& plan = geometry.plan;
@@ -275,7 +275,7 @@ __device__ __forceinline__ void write_row_gradient(Scalar* grad, int64_t grad_st
 
 template <typename Scalar, RowPath path>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_backward_kernel(
-    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ Geometry geometry) {
+    const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ Geometry geometry) {
   using Real = compute_t<Scalar>;
   const RowPlan& plan = geometry.plan;
   __shared__ RowGradient<Real> gradients[kBlock];                   // [rows_per_tile]

@@ -27,7 +27,7 @@ struct Chunk {
 // sums: [rows, chunks], of the classes other than the target. Those of rows without a target stay unwritten.
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chunk_forward_kernel(
-    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
     ExpSum<compute_t<Scalar>>* sums) {
   using Real = compute_t<Scalar>;
   __shared__ ExpSum<Real> shares[kWarpsPerBlock];
@@ -55,7 +55,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chun
 // One block: `lanes` threads, a power of two up to a warp, bring the chunks of a row together.
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock) void focal_loss_chunk_total_kernel(
-    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
     const ExpSum<compute_t<Scalar>>* sums, int lanes, const __grid_constant__ GridSum<compute_t<Scalar>> reduction) {
   using Real = compute_t<Scalar>;
   const int thread = static_cast<int>(threadIdx.x);
@@ -87,7 +87,7 @@ __global__ __launch_bounds__(kBlock) void focal_loss_chunk_total_kernel(
 
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chunk_backward_kernel(
-    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ Geometry geometry) {
+    const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ Geometry geometry) {
   __shared__ RowGradient<compute_t<Scalar>> of_row;
   const int thread = static_cast<int>(threadIdx.x);
   const Chunk chunk(geometry.plan, args.classes);

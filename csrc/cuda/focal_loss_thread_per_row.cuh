@@ -51,7 +51,7 @@ __device__ __forceinline__ void fill_beyond(Scalar* own, int mine, int rows, int
 
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forward_own_kernel(
-    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
     const __grid_constant__ GridSum<float> reduction) {
   __shared__ __align__(16) unsigned char tile_bytes[kTileBytes];
   Scalar* tile = reinterpret_cast<Scalar*>(tile_bytes);
@@ -110,7 +110,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
 
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_backward_own_kernel(
-    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ RowPlan plan) {
+    const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ RowPlan plan) {
   __shared__ __align__(16) unsigned char tile_bytes[kTileBytes];
   Scalar* tile = reinterpret_cast<Scalar*>(tile_bytes);
   const int classes = static_cast<int>(args.classes);

@@ -178,7 +178,7 @@ __device__ __forceinline__ void with_lane_bits(int bits, const Function& f) {
 // Short rows that lie end to end: a group of lanes for each row of a tile in shared memory.
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forward_tile_kernel(
-    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
     const __grid_constant__ GridSum<compute_t<Scalar>> reduction) {
   using Real = compute_t<Scalar>;
   __shared__ __align__(16) unsigned char tile_bytes[kTileBytes];

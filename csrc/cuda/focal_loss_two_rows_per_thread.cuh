@@ -32,7 +32,7 @@ __device__ __forceinline__ void first_pairs(ExpSum<float> (&total)[2], const cha
 
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forward_pairs_kernel(
-    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowOffset offset_of,
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowOffset offset_of,
     const __grid_constant__ GridSum<float> reduction) {
   constexpr int kUnroll = 16;
   const int classes = static_cast<int>(args.classes);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void write_pairs(char* grad, int grad_stride, const c
 
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_backward_pairs_kernel(
-    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ RowOffset offset_of,
+    const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ RowOffset offset_of,
     const __grid_constant__ RowOffset grad_offset_of) {
   constexpr int kUnroll = 8;
   constexpr int kBytes = static_cast<int>(sizeof(Scalar));

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "cuda/common.cuh"
-#include "kernels.h"
+#include "kernels/calibration_grid.h"
 
 namespace focalkern::cuda {
 

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "cuda/common.cuh"
-#include "kernels.h"
+#include "kernels/calibration_grid.h"
 #include "math/calibration_map.h"
 #include "math/grid_plan.h"
 

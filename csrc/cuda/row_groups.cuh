@@ -5,7 +5,7 @@
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_loss.cuh"
-#include "kernels.h"
+#include "kernels/row_loss.h"
 
 namespace focalkern::cuda {
 
@@ -38,7 +38,7 @@ struct Row {
   int lanes;
 
   __device__ __forceinline__ Real z(int64_t j) const { return load_as_compute(logits[j * class_stride]); }
-  __device__ __forceinline__ Real share(const FocalLossArgs<Scalar>& args, int64_t j) const {
+  __device__ __forceinline__ Real share(const RowLossArgs<Scalar>& args, int64_t j) const {
     const Real kept = Real(1) - args.label_smoothing;
     const Real spread = args.label_smoothing / static_cast<Real>(args.classes);
     if (targets != nullptr) return kept * targets[j * target_stride] + spread;
@@ -48,7 +48,7 @@ struct Row {
 
 // Row number `thread of the block / lanes` of a tile; it may lie beyond the last one.
 template <typename Scalar>
-__device__ __forceinline__ Row<Scalar> row_of(const FocalLossArgs<Scalar>& args, const RowGeometry& geometry,
+__device__ __forceinline__ Row<Scalar> row_of(const RowLossArgs<Scalar>& args, const RowGeometry& geometry,
                                               int64_t tile) {
   const int thread = static_cast<int>(threadIdx.x);
   Row<Scalar> result = {};
@@ -252,7 +252,7 @@ struct SumBesideLargest {
 // ---- host ----------------------------------------------------------------------------------------------------------
 
 template <typename Scalar>
-RowGeometry plan_groups(const FocalLossArgs<Scalar>& args, const RowLayout& grad_layout) {
+RowGeometry plan_groups(const RowLossArgs<Scalar>& args, const RowLayout& grad_layout) {
   const RowPlan plan = plan_rows(args.rows, args.classes, sizeof(Scalar), false, class_is_outermost(args));
   RowGeometry geometry = {plan.path == RowPath::kPixels ? 1 : plan.lanes,
                           plan.path == RowPath::kPixels ? 0 : plan.lane_bits,
@@ -269,8 +269,8 @@ RowGeometry plan_groups(const FocalLossArgs<Scalar>& args, const RowLayout& grad
 }
 
 template <typename Scalar>
-int launch_forward(void (*kernel)(FocalLossForward<Scalar>, RowGeometry, GridSum<compute_t<Scalar>>),
-                   const FocalLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
+int launch_forward(void (*kernel)(RowLossForward<Scalar>, RowGeometry, GridSum<compute_t<Scalar>>),
+                   const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
                    void* stream) {
   const RowGeometry geometry = plan_groups(args, args.layout);
   const cudaError_t error = prepare_grid_sum(totals, geometry.grid, workspace, stream);
@@ -278,7 +278,7 @@ int launch_forward(void (*kernel)(FocalLossForward<Scalar>, RowGeometry, GridSum
 }
 
 template <typename Scalar>
-int launch_backward(void (*kernel)(FocalLossBackward<Scalar>, RowGeometry), const FocalLossBackward<Scalar>& args,
+int launch_backward(void (*kernel)(RowLossBackward<Scalar>, RowGeometry), const RowLossBackward<Scalar>& args,
                     void* stream) {
   const RowGeometry geometry = plan_groups(args, args.grad_layout);
   return launch(kernel, geometry.grid, kBlock, stream, args, geometry);

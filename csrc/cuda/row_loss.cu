@@ -11,10 +11,8 @@
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
-#include "kernels.h"
-#include "math/brier.h"
-#include "math/dual_focal.h"
-#include "math/poly_focal.h"
+#include "kernels/row_loss.h"
+#include "math/row_losses.h"
 
 namespace focalkern::cuda {
 namespace {
@@ -50,7 +48,7 @@ __device__ __forceinline__ void add_some(ExpSum<Real>& total, const Real (&value
 template <typename Loss, typename Scalar>
 __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<Scalar>& row, const RowGroup& group) {
   using Real = compute_t<Scalar>;
-  if constexpr (Loss::kLargestIsLeftOut) {
+  if constexpr (Loss::kSumExcludesTop) {
     SumBesideLargest<Real, Loss::kSquares> mine;
     each_class(row, [&](const auto& values, int first, int step) { mine.add(values, first, step); });
     const auto sums = mine.of(group);
@@ -69,7 +67,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
       const int target_at = row.label - first;
 #pragma unroll
       for (int k = 0; k < count; ++k) {
-        if constexpr (Loss::kMarked == Marked::kRival) {
+        if constexpr (Loss::kSpecialClass == SpecialClass::kRunnerUp) {
           const bool is_closer = values[k] < z_target && values[k] > rival;
           rival = is_closer ? values[k] : rival;
           rival_class = is_closer ? first + k * step : rival_class;
@@ -88,7 +86,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
     const Real rest_max = group.max(rest.max);
     const Real rest_sum = group.sum(rest.sum * exponential(floor(rest.max) - exp_base(rest_max)));
     int marked = kNoClass;
-    if constexpr (Loss::kMarked == Marked::kRival) {
+    if constexpr (Loss::kSpecialClass == SpecialClass::kRunnerUp) {
       const Real row_rival = group.max(rival);
       marked = group.min(rival == row_rival ? rival_class : kNoClass);
     }
@@ -104,7 +102,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
 }
 
 template <typename Loss, typename Scalar>
-__device__ __forceinline__ RowNumbers<compute_t<Scalar>> numbers_of(const FocalLossArgs<Scalar>& args,
+__device__ __forceinline__ RowNumbers<compute_t<Scalar>> numbers_of(const RowLossArgs<Scalar>& args,
                                                                     const Row<Scalar>& row,
                                                                     const KeptNumbers<compute_t<Scalar>>& kept) {
   using Real = compute_t<Scalar>;
@@ -115,10 +113,10 @@ __device__ __forceinline__ RowNumbers<compute_t<Scalar>> numbers_of(const FocalL
   numbers.log_u = Loss::kSquares ? Real(0) : kept.third;
   numbers.squares = Loss::kSquares ? kept.third : Real(0);
   numbers.gap = Real(0);
-  if constexpr (Loss::kMarked == Marked::kRival) {
+  if constexpr (Loss::kSpecialClass == SpecialClass::kRunnerUp) {
     numbers.gap = kept.marked >= 0 ? row.z(kept.marked) - z_target : -kInfinity<Real>;
   }
-  numbers.target_is_marked = kept.marked == row.label;
+  numbers.target_is_special = kept.marked == row.label;
   numbers.gamma = gamma_at(args, row.row, exponential(numbers.log_p));
   numbers.epsilon = args.epsilon;
   numbers.detached = args.detach_modulation;
@@ -128,19 +126,19 @@ __device__ __forceinline__ RowNumbers<compute_t<Scalar>> numbers_of(const FocalL
 // ---- labels --------------------------------------------------------------------------------------------------------
 
 template <typename Loss, typename Scalar>
-__device__ __forceinline__ void keep(const FocalLossArgs<Scalar>& args, int64_t row,
+__device__ __forceinline__ void keep(const RowLossArgs<Scalar>& args, int64_t row,
                                      const KeptNumbers<compute_t<Scalar>>& kept) {
   args.saved[row] = kept.max;
   args.saved[args.rows + row] = kept.log_s;
   args.saved[2 * args.rows + row] = kept.third;
-  if constexpr (Loss::kMarked != Marked::kNone) {
+  if constexpr (Loss::kSpecialClass != SpecialClass::kNone) {
     args.saved[3 * args.rows + row] = class_as_number(class_int<compute_t<Scalar>>(kept.marked));
   }
 }
 
 template <typename Loss, typename Scalar>
 __global__ __launch_bounds__(kBlock, 2) void row_loss_forward_kernel(
-    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
     const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
@@ -168,34 +166,34 @@ __global__ __launch_bounds__(kBlock, 2) void row_loss_forward_kernel(
 
 template <typename Loss, typename Scalar>
 __global__ __launch_bounds__(kBlock,
-                             2) void row_loss_backward_kernel(const __grid_constant__ FocalLossBackward<Scalar> args,
+                             2) void row_loss_backward_kernel(const __grid_constant__ RowLossBackward<Scalar> args,
                                                               const __grid_constant__ RowGeometry geometry) {
   using Real = compute_t<Scalar>;
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
     const auto row = row_of<Scalar>(args, geometry, t);
     if (row.row >= args.rows) continue;
     const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
-    RowSlope<Real> slope = {missing, Real(0), missing, missing, missing};
+    RowGrad<Real> row_grad = {missing, Real(0), missing, missing, missing};
     Real max = 0;
     int marked = kIgnored;
     if (row.is_live) {
       KeptNumbers<Real> kept = {args.saved[row.row], args.saved[args.rows + row.row],
                                 args.saved[2 * args.rows + row.row], kIgnored};
-      if constexpr (Loss::kMarked != Marked::kNone) {
+      if constexpr (Loss::kSpecialClass != SpecialClass::kNone) {
         kept.marked = static_cast<int>(number_as_class(args.saved[3 * args.rows + row.row]));
       }
       const Real scale = weight_of(args, row.label) * upstream(args, row.row);
-      const Real per_sum = exponential(-kept.log_s);
-      slope = Loss::template slope<Loss::kHasInverse>(numbers_of<Loss, Scalar>(args, row, kept));
-      slope.factor *= scale * per_sum;
-      slope.square *= scale * (per_sum * per_sum);
-      slope.at_target *= scale;
-      slope.at_marked *= scale;
-      slope.grad_gamma *= scale;
+      const Real inv_sum_exp = exponential(-kept.log_s);
+      row_grad = Loss::template grad<Loss::kHasInverse>(numbers_of<Loss, Scalar>(args, row, kept));
+      row_grad.factor *= scale * inv_sum_exp;
+      row_grad.square *= scale * (inv_sum_exp * inv_sum_exp);
+      row_grad.at_target *= scale;
+      row_grad.at_special *= scale;
+      row_grad.grad_gamma *= scale;
       max = kept.max;
       marked = kept.marked;
     }
-    if (args.grad_gamma != nullptr && row.index == 0) args.grad_gamma[row.row] = slope.grad_gamma;
+    if (args.grad_gamma != nullptr && row.index == 0) args.grad_gamma[row.row] = row_grad.grad_gamma;
     if (args.grad_logits == nullptr) continue;
     Scalar* grad = args.grad_logits + geometry.grad_logits(row.row);
     const int64_t stride = args.grad_layout.class_stride;
@@ -214,62 +212,61 @@ __global__ __launch_bounds__(kBlock,
         // A gradient that is stored in 16 bits loses more by that than `summand` costs it.
         const Real below_max = values[k] - max;
         const Real e = sizeof(Scalar) < sizeof(Real) ? summand(below_max) : exponential(below_max);
-        result[k] = Store<Scalar>::from_compute(e * (Loss::kSquares ? slope.factor + e * slope.square : slope.factor));
+        result[k] =
+            Store<Scalar>::from_compute(e * (Loss::kSquares ? row_grad.factor + e * row_grad.square : row_grad.factor));
       }
       writer.write(result, first, step);
     });
     // Over what was written there: to choose for every element costs it a branch. This thread wrote that, too.
-    if (Loss::kMarked != Marked::kNone && marked >= 0 && is_mine(row, marked)) {
-      grad[marked * stride] = Store<Scalar>::from_compute(slope.at_marked);
+    if (Loss::kSpecialClass != SpecialClass::kNone && marked >= 0 && is_mine(row, marked)) {
+      grad[marked * stride] = Store<Scalar>::from_compute(row_grad.at_special);
     }
-    if (is_mine(row, row.label)) grad[row.label * stride] = Store<Scalar>::from_compute(slope.at_target);
+    if (is_mine(row, row.label)) grad[row.label * stride] = Store<Scalar>::from_compute(row_grad.at_target);
   }
 }
 
 }  // namespace
 
 template <typename Loss, typename Scalar>
-int row_loss_forward(const FocalLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
-                     compute_t<Scalar>* divisor, void* workspace, void* stream) {
-  if (args.rows > 0 && !sizes_are_valid(args)) return cudaErrorInvalidValue;
-  const GridSum<compute_t<Scalar>> totals = {loss, divisor, mean, nullptr, nullptr};
-  if (is_soft(args)) {
-    if constexpr (Loss::kTarget == SoftTarget::kNone)
-      return cudaErrorInvalidValue;
-    else
-      return row_loss_soft_forward<Loss>(args, totals, workspace, stream);
+int row_loss_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss, compute_t<Scalar>* divisor,
+                     void* workspace, void* stream) {
+  if constexpr (!kHasKernels<Loss>) {
+    return cudaErrorNotSupported;
+  } else if constexpr (std::is_same_v<Loss, FocalFormula>) {
+    return focal_loss_forward(args, mean, loss, divisor, workspace, stream);
+  } else {
+    if (args.rows > 0 && !sizes_are_valid(args)) return cudaErrorInvalidValue;
+    const GridSum<compute_t<Scalar>> totals = {loss, divisor, mean, nullptr, nullptr};
+    if (is_soft(args)) return row_loss_soft_forward<Loss>(args, totals, workspace, stream);
+    return launch_forward(row_loss_forward_kernel<Loss, Scalar>, args, totals, workspace, stream);
   }
-  return launch_forward(row_loss_forward_kernel<Loss, Scalar>, args, totals, workspace, stream);
 }
 
 template <typename Loss, typename Scalar>
-int row_loss_backward(const FocalLossBackward<Scalar>& args, void* stream) {
-  if (args.rows == 0) return cudaSuccess;
-  if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
-  if (args.grad_logits != nullptr && args.grad_layout.inner <= 0) return cudaErrorInvalidValue;
-  if (is_soft(args)) {
-    if constexpr (Loss::kTarget == SoftTarget::kNone)
-      return cudaErrorInvalidValue;
-    else
-      return row_loss_soft_backward<Loss>(args, stream);
+int row_loss_backward(const RowLossBackward<Scalar>& args, void* stream) {
+  if constexpr (!kHasKernels<Loss>) {
+    return cudaErrorNotSupported;
+  } else if constexpr (std::is_same_v<Loss, FocalFormula>) {
+    return focal_loss_backward(args, stream);
+  } else {
+    if (args.rows == 0) return cudaSuccess;
+    if (!sizes_are_valid(args)) return cudaErrorInvalidValue;
+    if (args.grad_logits != nullptr && args.grad_layout.inner <= 0) return cudaErrorInvalidValue;
+    if (is_soft(args)) return row_loss_soft_backward<Loss>(args, stream);
+    return launch_backward(row_loss_backward_kernel<Loss, Scalar>, args, stream);
   }
-  return launch_backward(row_loss_backward_kernel<Loss, Scalar>, args, stream);
 }
 
-#define FK_ROW_LOSS(Loss, Scalar)                                                                        \
-  template int row_loss_forward<Loss, Scalar>(const FocalLossForward<Scalar>&, bool, compute_t<Scalar>*, \
-                                              compute_t<Scalar>*, void*, void*);                         \
-  template int row_loss_backward<Loss, Scalar>(const FocalLossBackward<Scalar>&, void*);
-// focal_loss.cu has the focal loss.
-#define FK_INSTANTIATE(Scalar)      \
-  FK_ROW_LOSS(PolyFocalRow, Scalar) \
-  FK_ROW_LOSS(DualFocalRow, Scalar) \
-  FK_ROW_LOSS(BrierRow, Scalar)
-FK_INSTANTIATE(Half)
-FK_INSTANTIATE(BFloat16)
-FK_INSTANTIATE(float)
-FK_INSTANTIATE(double)
+#define FK_INSTANTIATE(Loss, Scalar)                                                                   \
+  template int row_loss_forward<Loss, Scalar>(const RowLossForward<Scalar>&, bool, compute_t<Scalar>*, \
+                                              compute_t<Scalar>*, void*, void*);                       \
+  template int row_loss_backward<Loss, Scalar>(const RowLossBackward<Scalar>&, void*);
+#define FK_ROW_LOSS(number, Formula, name) \
+  FK_INSTANTIATE(Formula, Half)            \
+  FK_INSTANTIATE(Formula, BFloat16)        \
+  FK_INSTANTIATE(Formula, float)           \
+  FK_INSTANTIATE(Formula, double)
+#include "math/row_losses.def"
 #undef FK_INSTANTIATE
-#undef FK_ROW_LOSS
 
 }  // namespace focalkern::cuda

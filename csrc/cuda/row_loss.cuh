@@ -4,7 +4,7 @@
 
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
-#include "kernels.h"
+#include "kernels/row_loss.h"
 #include "math/row_loss.h"
 
 namespace focalkern::cuda {
@@ -15,14 +15,14 @@ constexpr int kOutOfRange = -2;
 
 // Without a branch.
 template <typename Scalar>
-__device__ __forceinline__ int as_class(const FocalLossArgs<Scalar>& args, int64_t label) {
+__device__ __forceinline__ int as_class(const RowLossArgs<Scalar>& args, int64_t label) {
   const bool is_class = static_cast<uint64_t>(label) < static_cast<uint64_t>(args.classes);
   const int found = is_class ? static_cast<int>(label) : kOutOfRange;
   return label == args.ignore_index ? kIgnored : found;
 }
 
 template <typename Scalar>
-__device__ __forceinline__ int read_label(const FocalLossArgs<Scalar>& args, int64_t row) {
+__device__ __forceinline__ int read_label(const RowLossArgs<Scalar>& args, int64_t row) {
   const int64_t label = args.labels[row];
   if (label == args.ignore_index) return kIgnored;
   return label < 0 || label >= args.classes ? kOutOfRange : static_cast<int>(label);
@@ -30,7 +30,7 @@ __device__ __forceinline__ int read_label(const FocalLossArgs<Scalar>& args, int
 
 // The labels of some rows from `row` on, of which `there` exist, at least one; the others count as ignored.
 template <int rows, typename Scalar>
-__device__ __forceinline__ void read_labels(const FocalLossArgs<Scalar>& args, int64_t row, int there,
+__device__ __forceinline__ void read_labels(const RowLossArgs<Scalar>& args, int64_t row, int there,
                                             int (&labels)[rows]) {
   int64_t given[rows];
   if (args.labels.type == Labels::Type::kInt64) {  // one question for all of them
@@ -46,7 +46,7 @@ __device__ __forceinline__ void read_labels(const FocalLossArgs<Scalar>& args, i
 }
 
 template <typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> gamma_at(const FocalLossArgs<Scalar>& args, int64_t row,
+__device__ __forceinline__ compute_t<Scalar> gamma_at(const RowLossArgs<Scalar>& args, int64_t row,
                                                       compute_t<Scalar> p) {
   if (args.edges != nullptr) return table_gamma(p, args.edges, args.gamma, args.n_bins);
   return args.gamma != nullptr ? args.gamma[row * args.gamma_stride] : args.gamma_value;
@@ -54,19 +54,19 @@ __device__ __forceinline__ compute_t<Scalar> gamma_at(const FocalLossArgs<Scalar
 
 // The same from log p, for who needs p for nothing else.
 template <typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> gamma_at_log(const FocalLossArgs<Scalar>& args, int64_t row,
+__device__ __forceinline__ compute_t<Scalar> gamma_at_log(const RowLossArgs<Scalar>& args, int64_t row,
                                                           compute_t<Scalar> log_p) {
   return gamma_at(args, row, args.edges != nullptr ? exponential(log_p) : compute_t<Scalar>(0));
 }
 
 template <typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> weight_of(const FocalLossArgs<Scalar>& args, int64_t j) {
+__device__ __forceinline__ compute_t<Scalar> weight_of(const RowLossArgs<Scalar>& args, int64_t j) {
   return args.class_weight != nullptr ? args.class_weight[j] : compute_t<Scalar>(1);
 }
 
 // What d(reduced loss)/d(loss of the row) is.
 template <typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> upstream(const FocalLossBackward<Scalar>& args, int64_t row) {
+__device__ __forceinline__ compute_t<Scalar> upstream(const RowLossBackward<Scalar>& args, int64_t row) {
   const compute_t<Scalar> grad = args.grad_loss[row * args.grad_stride];
   return args.divisor != nullptr ? grad / *args.divisor : grad;
 }
@@ -104,13 +104,13 @@ struct RowOffset {
 
 // Whether a loss needs the terms of every class.
 template <typename Scalar>
-bool is_soft(const FocalLossArgs<Scalar>& args) {
+bool is_soft(const RowLossArgs<Scalar>& args) {
   return args.target_probs != nullptr || args.label_smoothing != 0;
 }
 
 // Whether the classes of a row lie further apart than neighbouring rows.
 template <typename Scalar>
-bool class_is_outermost(const FocalLossArgs<Scalar>& args) {
+bool class_is_outermost(const RowLossArgs<Scalar>& args) {
   const auto distance = [](int64_t stride) { return stride < 0 ? -stride : stride; };
   const RowLayout& layout = args.layout;
   const int64_t row_stride = layout.inner > 1 ? layout.inner_stride : layout.outer_stride;
@@ -119,7 +119,7 @@ bool class_is_outermost(const FocalLossArgs<Scalar>& args) {
 
 // Classes are counted in int, with room for one step of any loop over them.
 template <typename Scalar>
-bool sizes_are_valid(const FocalLossArgs<Scalar>& args) {
+bool sizes_are_valid(const RowLossArgs<Scalar>& args) {
   constexpr int64_t kMostClasses = INT32_MAX - 64 * kBlock * kVectorBytes;
   return args.rows >= 0 && args.classes >= 0 && args.classes <= kMostClasses && args.layout.inner > 0 &&
          (args.target_probs == nullptr || args.target_layout.inner > 0) &&
@@ -128,9 +128,9 @@ bool sizes_are_valid(const FocalLossArgs<Scalar>& args) {
 
 // The launchers where is_soft, of arguments that are valid.
 template <typename Loss, typename Scalar>
-int row_loss_soft_forward(const FocalLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
+int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
                           void* stream);
 template <typename Loss, typename Scalar>
-int row_loss_soft_backward(const FocalLossBackward<Scalar>& args, void* stream);
+int row_loss_soft_backward(const RowLossBackward<Scalar>& args, void* stream);
 
 }  // namespace focalkern::cuda

@@ -13,9 +13,8 @@
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_groups.cuh"
 #include "cuda/row_loss.cuh"
-#include "kernels.h"
-#include "math/brier.h"
-#include "math/poly_focal.h"
+#include "kernels/row_loss.h"
+#include "math/row_losses.h"
 
 namespace focalkern::cuda {
 namespace {
@@ -31,14 +30,14 @@ constexpr int kCount = std::extent_v<std::remove_reference_t<Array>>;
 
 // The shares of a row in what its loss weighs: those of the classes, or the row's own.
 template <typename Loss, typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> class_share(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
+__device__ __forceinline__ compute_t<Scalar> class_share(const RowLossArgs<Scalar>& args, const Row<Scalar>& row,
                                                          int64_t j) {
   const compute_t<Scalar> share = row.share(args, j);
   return Loss::kTarget == SoftTarget::kClasses ? weight_of(args, j) * share : share;
 }
 
 template <typename Loss, typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> row_weight(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
+__device__ __forceinline__ compute_t<Scalar> row_weight(const RowLossArgs<Scalar>& args, const Row<Scalar>& row,
                                                         const RowGroup& group) {
   using Real = compute_t<Scalar>;
   if (Loss::kTarget != SoftTarget::kRows || args.class_weight == nullptr) return Real(1);
@@ -63,7 +62,7 @@ struct SoftRow {
   bool is_square;
   bool is_detached;
 
-  __device__ __forceinline__ SoftRow(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row, Real max, Real log_s,
+  __device__ __forceinline__ SoftRow(const RowLossArgs<Scalar>& args, const Row<Scalar>& row, Real max, Real log_s,
                                      Real log_u, bool is_detached, bool has_gamma_slope)
       : max(max), log_s(log_s), log_u(log_u), epsilon(args.epsilon), is_detached(is_detached) {
     likely = exponential(-log_s) > kUnlikely<Real> ? max : kNaN<Real>;
@@ -80,7 +79,7 @@ __device__ __forceinline__ Real gamma_of_loss(Real gamma) {
 
 // Calls f(gamma_of) with what tells the gamma of a class from its probability.
 template <typename Loss, typename Scalar, typename Function>
-__device__ __forceinline__ void with_gamma(const FocalLossArgs<Scalar>& args, const SoftRow<Scalar>& numbers,
+__device__ __forceinline__ void with_gamma(const RowLossArgs<Scalar>& args, const SoftRow<Scalar>& numbers,
                                            Function f) {
   using Real = compute_t<Scalar>;
   const bool detached = numbers.is_detached;
@@ -114,7 +113,7 @@ __device__ __forceinline__ UnlikelyClass<compute_t<Scalar>> unlikely_class(const
 
 // The same by itself, with a share of 1.
 template <typename Loss, typename Scalar>
-__device__ __forceinline__ UnlikelyClass<compute_t<Scalar>> unlikely_class(const FocalLossArgs<Scalar>& args,
+__device__ __forceinline__ UnlikelyClass<compute_t<Scalar>> unlikely_class(const RowLossArgs<Scalar>& args,
                                                                            const SoftRow<Scalar>& row,
                                                                            compute_t<Scalar> z) {
   using Real = compute_t<Scalar>;
@@ -125,7 +124,7 @@ __device__ __forceinline__ UnlikelyClass<compute_t<Scalar>> unlikely_class(const
 
 // The terms of the largest class.
 template <typename Loss, typename Scalar>
-__device__ __forceinline__ ClassTerms<compute_t<Scalar>> likely_terms(const FocalLossArgs<Scalar>& args,
+__device__ __forceinline__ ClassTerms<compute_t<Scalar>> likely_terms(const RowLossArgs<Scalar>& args,
                                                                       const Row<Scalar>& row,
                                                                       const SoftRow<Scalar>& numbers, int j) {
   const compute_t<Scalar> log_p = -numbers.log_s;
@@ -136,7 +135,7 @@ __device__ __forceinline__ ClassTerms<compute_t<Scalar>> likely_terms(const Foca
 // Calls take(k, z, share, gamma_of) for the classes of a thread but a likely one, which it returns if it meets it.
 // Where shares are uniform, they are 1 here.
 template <typename Loss, bool kUniform, typename Scalar, typename Values, typename Take>
-__device__ __forceinline__ void each_unlikely(const FocalLossArgs<Scalar>& args, const Row<Scalar>& row,
+__device__ __forceinline__ void each_unlikely(const RowLossArgs<Scalar>& args, const Row<Scalar>& row,
                                               const SoftRow<Scalar>& numbers, const Values& values, int first, int step,
                                               int& top, Take take) {
   using Real = compute_t<Scalar>;
@@ -157,11 +156,11 @@ __device__ __forceinline__ void each_unlikely(const FocalLossArgs<Scalar>& args,
 
 // The share of the label beyond that of the other classes, and theirs.
 template <typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> label_share(const FocalLossArgs<Scalar>& args) {
+__device__ __forceinline__ compute_t<Scalar> label_share(const RowLossArgs<Scalar>& args) {
   return compute_t<Scalar>(1) - args.label_smoothing;
 }
 template <bool kUniform, typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> uniform_share(const FocalLossArgs<Scalar>& args) {
+__device__ __forceinline__ compute_t<Scalar> uniform_share(const RowLossArgs<Scalar>& args) {
   return kUniform ? args.label_smoothing / static_cast<compute_t<Scalar>>(args.classes) : compute_t<Scalar>(1);
 }
 
@@ -169,7 +168,7 @@ __device__ __forceinline__ compute_t<Scalar> uniform_share(const FocalLossArgs<S
 
 template <typename Loss, typename Scalar, bool kUniform>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_forward_kernel(
-    const __grid_constant__ FocalLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
+    const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowGeometry geometry,
     const __grid_constant__ GridSum<compute_t<Scalar>> totals) {
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
@@ -214,7 +213,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
     args.saved[row.row] = row.is_live ? numbers.max : Real(0);
     args.saved[args.rows + row.row] = row.is_live ? numbers.log_s : Real(0);
     args.saved[2 * args.rows + row.row] = row.is_live ? numbers.log_u : Real(0);
-    if constexpr (Loss::kMarked != Marked::kNone) args.saved[3 * args.rows + row.row] = Real(0);
+    if constexpr (Loss::kSpecialClass != SpecialClass::kNone) args.saved[3 * args.rows + row.row] = Real(0);
     if (args.row_loss != nullptr) args.row_loss[row.row] = loss;
     loss_sum += static_cast<double>(loss);
   }
@@ -235,7 +234,7 @@ struct SoftSlopes {
 
 // The gradient in the share of a class, whose loss has `slope` in it.
 template <typename Loss, typename Scalar>
-__device__ __forceinline__ compute_t<Scalar> target_gradient(const FocalLossArgs<Scalar>& args,
+__device__ __forceinline__ compute_t<Scalar> target_gradient(const RowLossArgs<Scalar>& args,
                                                              const SoftSlopes<Scalar>& row, int64_t j,
                                                              compute_t<Scalar> slope) {
   using Real = compute_t<Scalar>;
@@ -248,7 +247,7 @@ __device__ __forceinline__ compute_t<Scalar> target_gradient(const FocalLossArgs
 
 template <typename Loss, typename Scalar, bool kUniform>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_backward_kernel(
-    const __grid_constant__ FocalLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
+    const __grid_constant__ RowLossBackward<Scalar> args, const __grid_constant__ RowGeometry geometry) {
   using Real = compute_t<Scalar>;
   __shared__ double scratch[kWarpsPerBlock];
   const RowGroup group = {geometry.lanes, scratch};
@@ -360,45 +359,50 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
 
 // Whether all classes but the label have the same share, and their terms are in proportion to it.
 template <typename Loss, typename Scalar>
-bool is_uniform(const FocalLossArgs<Scalar>& args) {
+bool is_uniform(const RowLossArgs<Scalar>& args) {
   return Loss::kTarget == SoftTarget::kClasses && args.target_probs == nullptr && args.class_weight == nullptr;
 }
 
 }  // namespace
 
 template <typename Loss, typename Scalar>
-int row_loss_soft_forward(const FocalLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
+int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
                           void* stream) {
   if constexpr (Loss::kTarget == SoftTarget::kClasses) {
     if (is_uniform<Loss, Scalar>(args)) {
       return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, true>, args, totals, workspace, stream);
     }
   }
-  return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, false>, args, totals, workspace, stream);
+  if constexpr (Loss::kTarget == SoftTarget::kNone) {
+    return cudaErrorInvalidValue;
+  } else {
+    return launch_forward(row_loss_soft_forward_kernel<Loss, Scalar, false>, args, totals, workspace, stream);
+  }
 }
 
 template <typename Loss, typename Scalar>
-int row_loss_soft_backward(const FocalLossBackward<Scalar>& args, void* stream) {
+int row_loss_soft_backward(const RowLossBackward<Scalar>& args, void* stream) {
   if constexpr (Loss::kTarget == SoftTarget::kClasses) {
     if (is_uniform<Loss, Scalar>(args)) {
       return launch_backward(row_loss_soft_backward_kernel<Loss, Scalar, true>, args, stream);
     }
   }
-  return launch_backward(row_loss_soft_backward_kernel<Loss, Scalar, false>, args, stream);
+  if constexpr (Loss::kTarget == SoftTarget::kNone) {
+    return cudaErrorInvalidValue;
+  } else {
+    return launch_backward(row_loss_soft_backward_kernel<Loss, Scalar, false>, args, stream);
+  }
 }
 
-#define FK_ROW_LOSS(Loss, Scalar)                                                                                      \
-  template int row_loss_soft_forward<Loss>(const FocalLossForward<Scalar>&, GridSum<compute_t<Scalar>>, void*, void*); \
-  template int row_loss_soft_backward<Loss>(const FocalLossBackward<Scalar>&, void*);
-#define FK_INSTANTIATE(Scalar)      \
-  FK_ROW_LOSS(FocalRow, Scalar)     \
-  FK_ROW_LOSS(PolyFocalRow, Scalar) \
-  FK_ROW_LOSS(BrierRow, Scalar)
-FK_INSTANTIATE(Half)
-FK_INSTANTIATE(BFloat16)
-FK_INSTANTIATE(float)
-FK_INSTANTIATE(double)
+#define FK_INSTANTIATE(Loss, Scalar)                                                                                 \
+  template int row_loss_soft_forward<Loss>(const RowLossForward<Scalar>&, GridSum<compute_t<Scalar>>, void*, void*); \
+  template int row_loss_soft_backward<Loss>(const RowLossBackward<Scalar>&, void*);
+#define FK_ROW_LOSS(number, Formula, name) \
+  FK_INSTANTIATE(Formula, Half)            \
+  FK_INSTANTIATE(Formula, BFloat16)        \
+  FK_INSTANTIATE(Formula, float)           \
+  FK_INSTANTIATE(Formula, double)
+#include "math/row_losses.def"
 #undef FK_INSTANTIATE
-#undef FK_ROW_LOSS
 
 }  // namespace focalkern::cuda

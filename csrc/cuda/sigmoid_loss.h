@@ -1,9 +1,9 @@
-// The losses of one logit as most callers use them, between the launchers of sigmoid_loss.cu and the kernels of
-// sigmoid_loss_plain.cu.
+// The losses of one logit as most callers use them, between the launchers of sigmoid_loss_strided.cu and the kernels of
+// sigmoid_loss_vectorized.cu.
 #pragma once
 
 #include "cuda/grid_sum.cuh"
-#include "kernels.h"
+#include "kernels/sigmoid_loss.h"
 
 namespace focalkern::cuda {
 

@@ -5,13 +5,13 @@
 // logits with strides) is found by walking the position down the dims, one division each. Each direction reads the
 // logits once; nothing is kept between them. The last block to finish adds up what the others found.
 //
-// These kernels take everything, with the soft formulas for hard targets too; sigmoid_loss_plain.cu has faster ones for
-// what most callers ask for.
+// These kernels take everything, with the soft formulas for hard targets too; sigmoid_loss_vectorized.cu has faster
+// ones for what most callers ask for.
 
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
 #include "cuda/sigmoid_loss.h"
-#include "kernels.h"
+#include "kernels/sigmoid_loss.h"
 #include "math/sigmoid_loss.h"
 
 namespace focalkern::cuda {

@@ -1,6 +1,6 @@
 // Sigmoid focal, asymmetric and quality focal loss as most callers use them: gamma, alpha and weight are numbers,
-// logits and results lie alike, and only the logits' gradient is wanted. Forward and backward; sigmoid_loss.cu has the
-// rest.
+// logits and results lie alike, and only the logits' gradient is wanted. Forward and backward; sigmoid_loss_strided.cu
+// has the rest.
 //
 // A thread takes 16 bytes of logits at a time, and with them either 16 bytes of targets or the label of their row.
 // Where labels are those of pixels ([N, C, H, W]), it takes 16 bytes of pixels through several classes with the same
@@ -11,7 +11,7 @@
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
 #include "cuda/sigmoid_loss.h"
-#include "kernels.h"
+#include "kernels/sigmoid_loss.h"
 #include "math/sigmoid_loss.h"
 
 namespace focalkern::cuda {

@@ -14,9 +14,9 @@
 
 namespace focalkern {
 
-struct BrierRow {
-  static constexpr bool kLargestIsLeftOut = true;
-  static constexpr Marked kMarked = Marked::kLargest;
+struct BrierFormula {
+  static constexpr bool kSumExcludesTop = true;
+  static constexpr SpecialClass kSpecialClass = SpecialClass::kLargest;
   static constexpr bool kSquares = true;
   static constexpr bool kHasInverse = false;
   static constexpr SoftTarget kTarget = SoftTarget::kRows;
@@ -27,23 +27,23 @@ struct BrierRow {
     const Real p_top = exponential(-row.log_s);
     const Real u_top = -exponential_minus_one(-row.log_s);
     const Real wrong = p_top * p_top + (Real(1) - Real(2) * exponential(row.log_p));
-    return row.squares + (row.target_is_marked ? u_top * u_top : wrong);
+    return row.squares + (row.target_is_special ? u_top * u_top : wrong);
   }
 
   template <bool kEverInverse, typename Real>
-  static FK_HOST_DEVICE RowSlope<Real> slope(const RowNumbers<Real>& row) {
+  static FK_HOST_DEVICE RowGrad<Real> grad(const RowNumbers<Real>& row) {
     const Real p = exponential(row.log_p);
     const Real p_top = exponential(-row.log_s);
     const Real u_top = -exponential_minus_one(-row.log_s);
-    const Real mean = row.squares + (row.target_is_marked ? -p_top * u_top : p_top * p_top - p);
-    RowSlope<Real> slope;
-    slope.factor = Real(-2) * mean;
-    slope.square = Real(2);
-    slope.at_target = Real(-2) * p * loss<kEverInverse>(row);
+    const Real mean = row.squares + (row.target_is_special ? -p_top * u_top : p_top * p_top - p);
+    RowGrad<Real> grad;
+    grad.factor = Real(-2) * mean;
+    grad.square = Real(2);
+    grad.at_target = Real(-2) * p * loss<kEverInverse>(row);
     // p_t (1 - p_t) in the place of p_t - p_t^2, for a wrong class that is certain.
-    slope.at_marked = Real(2) * p_top * (p_top * u_top + (p - row.squares));
-    slope.grad_gamma = Real(0);
-    return slope;
+    grad.at_special = Real(2) * p_top * (p_top * u_top + (p - row.squares));
+    grad.grad_gamma = Real(0);
+    return grad;
   }
 
   template <typename Real>

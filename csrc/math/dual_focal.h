@@ -12,9 +12,9 @@
 
 namespace focalkern {
 
-struct DualFocalRow {
-  static constexpr bool kLargestIsLeftOut = false;
-  static constexpr Marked kMarked = Marked::kRival;
+struct DualFocalFormula {
+  static constexpr bool kSumExcludesTop = false;
+  static constexpr SpecialClass kSpecialClass = SpecialClass::kRunnerUp;
   static constexpr bool kSquares = false;
   static constexpr bool kHasInverse = false;
   // Smoothing gives every class a share, and a rival of its own.
@@ -44,7 +44,7 @@ struct DualFocalRow {
   }
 
   template <bool kEverInverse, typename Real>
-  static FK_HOST_DEVICE RowSlope<Real> slope(const RowNumbers<Real>& row) {
+  static FK_HOST_DEVICE RowGrad<Real> grad(const RowNumbers<Real>& row) {
     const Terms<Real> given = terms(row);
     const Real pull = row.detached ? Real(0) : given.pull;
     const Real ratio = exponential(row.gap);  // p_r / p_y
@@ -52,13 +52,13 @@ struct DualFocalRow {
     const Real p_r = p * ratio;
     const Real of_target = given.factor * (Real(1) + pull);
     const Real of_rival = given.factor * pull * ratio;
-    RowSlope<Real> slope;
-    slope.factor = given.factor * (Real(1) - pull * exponential_minus_one(row.gap));
-    slope.square = Real(0);
-    slope.at_target = -(of_target * exponential(row.log_u) + of_rival * p);
-    slope.at_marked = of_target * p_r + of_rival * (Real(1) - p_r);
-    slope.grad_gamma = Real(0);
-    return slope;
+    RowGrad<Real> grad;
+    grad.factor = given.factor * (Real(1) - pull * exponential_minus_one(row.gap));
+    grad.square = Real(0);
+    grad.at_target = -(of_target * exponential(row.log_u) + of_rival * p);
+    grad.at_special = of_target * p_r + of_rival * (Real(1) - p_r);
+    grad.grad_gamma = Real(0);
+    return grad;
   }
 };
 

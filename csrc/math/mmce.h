@@ -10,9 +10,9 @@
 
 namespace focalkern {
 
-struct MmceRow {
-  static constexpr bool kLargestIsLeftOut = true;
-  static constexpr Marked kMarked = Marked::kLargest;
+struct MmceFormula {
+  static constexpr bool kSumExcludesTop = true;
+  static constexpr SpecialClass kSpecialClass = SpecialClass::kLargest;
   static constexpr bool kSquares = false;
   static constexpr bool kHasInverse = false;
   static constexpr SoftTarget kTarget = SoftTarget::kNone;
@@ -23,17 +23,17 @@ struct MmceRow {
   }
 
   template <bool kEverInverse, typename Real>
-  static FK_HOST_DEVICE RowSlope<Real> slope(const RowNumbers<Real>& row) {
+  static FK_HOST_DEVICE RowGrad<Real> grad(const RowNumbers<Real>& row) {
     const Real p = exponential(row.log_p);
     const Real u_top = -exponential_minus_one(-row.log_s);
-    const Real u = row.target_is_marked ? u_top : Real(1) - p;
-    RowSlope<Real> slope;
-    slope.factor = Real(1) + row.gamma;
-    slope.square = Real(0);
-    slope.at_target = -u + row.gamma * (row.target_is_marked ? -u_top : p);
-    slope.at_marked = exponential(-row.log_s) - row.gamma * u_top;
-    slope.grad_gamma = Real(0);
-    return slope;
+    const Real u = row.target_is_special ? u_top : Real(1) - p;
+    RowGrad<Real> grad;
+    grad.factor = Real(1) + row.gamma;
+    grad.square = Real(0);
+    grad.at_target = -u + row.gamma * (row.target_is_special ? -u_top : p);
+    grad.at_special = exponential(-row.log_s) - row.gamma * u_top;
+    grad.grad_gamma = Real(0);
+    return grad;
   }
 };
 

@@ -26,7 +26,7 @@ FK_HOST_DEVICE Real poly_series(Real u) {
   return sum;
 }
 
-struct PolyFocalRow : SumOverClasses<PolyFocalRow> {
+struct PolyFocalFormula : SumOverClasses<PolyFocalFormula> {
   static constexpr bool kHasInverse = false;
 
   template <bool kEverInverse, typename Real>

@@ -3,13 +3,13 @@
 // The loops over rows and classes are written once (cpu/row_loss/driver.h, cuda/row_loss*.cu); a loss is a struct of
 // static functions in a header of its own, next to this one:
 //
-//   kLargestIsLeftOut  the sums leave out the largest class; otherwise the target
-//   kMarked            a class other than the target whose gradient is not that of the rest
+//   kSumExcludesTop    the sums leave out the largest class; otherwise the target
+//   kSpecialClass      a class other than the target whose gradient is not that of the rest
 //   kSquares           the sum of squares is needed too
 //   kHasInverse        a negative gamma has a formula of its own
 //   kTarget            what the loss takes besides labels without smoothing
 //   loss(row)          of one row, from RowNumbers
-//   slope(row)         its gradient, as RowSlope
+//   grad(row)          its gradient, as RowGrad
 //   class_terms(...)   for class probabilities and label smoothing: what one class adds
 //   unlikely_terms     the same in fewer operations for a class of at most kUnlikely
 //   kHasGamma          whether gamma matters
@@ -23,10 +23,10 @@
 
 namespace focalkern {
 
-enum class Marked {
+enum class SpecialClass {
   kNone,
-  kRival,    // the first of the largest logits below the target's
-  kLargest,  // the first of the largest logits
+  kRunnerUp,  // the first of the largest logits below the target's
+  kLargest,   // the first of the largest logits
 };
 
 enum class SoftTarget {
@@ -42,20 +42,20 @@ struct RowNumbers {
   Real log_p;    // log p_y
   Real log_u;    // log(1 - p_y); not where the largest class is left out
   Real squares;  // sum of p_k^2 over the classes that are not left out
-  Real gap;      // logit of the marked class minus that of the target, -inf if there is none
-  bool target_is_marked;
+  Real gap;      // logit of the special class minus that of the target, -inf if there is none
+  bool target_is_special;
   Real gamma;
   Real epsilon;
   bool detached;
 };
 
-// The gradient in the logits: p_j (factor + square p_j), but for the target and the marked class.
+// The gradient in the logits: p_j (factor + square p_j), but for the target and the special class.
 template <typename Real>
-struct RowSlope {
+struct RowGrad {
   Real factor;
   Real square;
   Real at_target;
-  Real at_marked;
+  Real at_special;
   Real grad_gamma;
 };
 
@@ -71,8 +71,8 @@ struct ClassTerms {
 // Losses -sum_k t_k l(p_k): of a function l and its derivatives, `Loss::terms`, all else follows.
 template <typename Loss>
 struct SumOverClasses {
-  static constexpr bool kLargestIsLeftOut = false;
-  static constexpr Marked kMarked = Marked::kNone;
+  static constexpr bool kSumExcludesTop = false;
+  static constexpr SpecialClass kSpecialClass = SpecialClass::kNone;
   static constexpr bool kSquares = false;
   static constexpr SoftTarget kTarget = SoftTarget::kClasses;
   static constexpr bool kHasGamma = true;
@@ -83,7 +83,7 @@ struct SumOverClasses {
   }
 
   template <bool kEverInverse, typename Real>
-  static FK_HOST_DEVICE RowSlope<Real> slope(const RowNumbers<Real>& row) {
+  static FK_HOST_DEVICE RowGrad<Real> grad(const RowNumbers<Real>& row) {
     const FocalTerms<Real> terms = Loss::template terms<kEverInverse>(row.log_p, row.log_u, row.gamma, row.epsilon);
     const Real coefficient = row.detached ? terms.factor : terms.coefficient;
     // p_y - 1 = -u, which has all its digits where p_y - 1 has none.
@@ -112,7 +112,7 @@ struct SumOverClasses {
 };
 
 // The focal and inverse focal loss.
-struct FocalRow : SumOverClasses<FocalRow> {
+struct FocalFormula : SumOverClasses<FocalFormula> {
   static constexpr bool kHasInverse = true;
 
   template <bool kEverInverse, typename Real>
@@ -127,9 +127,10 @@ struct FocalRow : SumOverClasses<FocalRow> {
   }
 };
 
-// How many numbers a row keeps for its backward pass: the m of its sums, log_s, log_u or squares, and the marked class.
+// How many numbers a row keeps for its backward pass: the m of its sums, log_s, log_u or squares, and the special
+// class.
 template <typename Loss>
-constexpr int64_t kSavedNumbers = Loss::kMarked == Marked::kNone ? 3 : 4;
+constexpr int64_t kSavedNumbers = Loss::kSpecialClass == SpecialClass::kNone ? 3 : 4;
 
 // A class among numbers, bit by bit; -1, for none, is the number 0.
 FK_HOST_DEVICE float class_as_number(int32_t index) { return bit_cast<float>(index + 1); }

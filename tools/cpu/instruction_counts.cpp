@@ -89,7 +89,7 @@ int count_rows(int64_t classes, bool with_table, Target target = Target::kLabels
   for (int k = 0; k < 16; ++k) edges[k] = Real(k) / 15;
   for (int k = 0; k < 15; ++k) gammas[k] = Real(3 - 0.3 * k);
 
-  FocalLossForward<Scalar> forward{};
+  RowLossForward<Scalar> forward{};
   forward.rows = rows;
   forward.classes = classes;
   forward.logits = logits.data();
@@ -112,15 +112,15 @@ int count_rows(int64_t classes, bool with_table, Target target = Target::kLabels
     forward.n_bins = 15;
   }
   const Real upstream = 1, divisor = static_cast<Real>(rows);
-  FocalLossBackward<Scalar> backward{};
-  static_cast<FocalLossArgs<Scalar>&>(backward) = forward;
+  RowLossBackward<Scalar> backward{};
+  static_cast<RowLossArgs<Scalar>&>(backward) = forward;
   backward.grad_loss = &upstream;
   backward.divisor = &divisor;
   backward.grad_logits = grad.data();
   backward.grad_layout = forward.layout;
   return count(
-      rows * classes, [&] { cpu::row_loss_forward<FocalRow>(forward, 0, rows); },
-      [&] { cpu::row_loss_backward<FocalRow>(backward, 0, rows); });
+      rows * classes, [&] { cpu::row_loss_forward<FocalFormula>(forward, 0, rows); },
+      [&] { cpu::row_loss_backward<FocalFormula>(backward, 0, rows); });
 }
 
 // The losses of a detector's head, of the mean. Half of the labels are background.
@@ -168,8 +168,8 @@ int count_elements(SigmoidLoss loss, int64_t classes, bool with_labels) {
   std::vector<Real> losses;
   std::vector<Scalar> slopes;
   if constexpr (std::is_same_v<Scalar, BFloat16>) {
-    losses = cpu::sigmoid_loss_of_every_logit(forward);
-    slopes = cpu::sigmoid_slope_of_every_logit(backward);
+    losses = cpu::sigmoid_loss_bfloat16_table(forward);
+    slopes = cpu::sigmoid_grad_bfloat16_table(backward);
   }
   return count(
       size, [&] { cpu::sigmoid_loss_forward(forward, 0, size, losses.empty() ? nullptr : losses.data()); },

@@ -74,9 +74,9 @@ def floor(classes: int, dtype: str) -> float:
     half = dtype == "bfloat16"
     finishing = (2 * 22 + 7 * 14) / LANES / classes
     if classes <= FEW_CLASSES:
-        turned = (36 + 36 + 84) / 128 if half else 3 * 28 / 64
+        transposed = (36 + 36 + 84) / 128 if half else 3 * 28 / 64
         group = 8 if half else 4
-        return 34 / LANES + finishing + turned * (-(-classes // group) * group) / classes
+        return 34 / LANES + finishing + transposed * (-(-classes // group) * group) / classes
     vectors = -(-classes // LANES)
     return (vectors * (34 + (3 + 7 if half else 0)) + 2 * 13 / 4) / classes + finishing
 

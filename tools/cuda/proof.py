@@ -133,7 +133,7 @@ class Kept:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "found.json"
         folder.mkdir(parents=True, exist_ok=True)
-        files = [ROOT / "csrc/kernels.h", *ROOT.glob("csrc/cuda/*"), *ROOT.glob("csrc/math/*")]
+        files = [*ROOT.glob("csrc/kernels/*"), *ROOT.glob("csrc/cuda/*"), *ROOT.glob("csrc/math/*")]
         self.sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
         found = json.loads(self.path.read_text()) if self.path.is_file() else {"sources": self.sources}
         if found["sources"] != self.sources:

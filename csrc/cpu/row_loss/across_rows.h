@@ -13,7 +13,7 @@
 namespace focalkern::cpu {
 namespace {
 
-template <typename Loss, int64_t n, bool kTurned, typename Scalar>
+template <typename Loss, int64_t n, bool kTransposed, typename Scalar>
 FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t classes, int64_t row,
                                   Tile<compute_t<Scalar>>& tile) {
   using Sums = SumsOfLanes<Loss, compute_t<Scalar>, n>;
@@ -24,38 +24,38 @@ FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t
   const Scalar* column = z + row;
   Int c = 0;
   for (; c < n_classes - 1; c += 2, column += 2 * class_stride) {
-    const Reals v = load_lanes<Reals>(column), w = load_lanes<Reals>(column + class_stride);
+    const Reals v = load_simd<Reals>(column), w = load_simd<Reals>(column + class_stride);
     sums.look(v, c);
     sums.look(w, c + 1);
   }
-  if (c < n_classes) sums.look(load_lanes<Reals>(column), c);
+  if (c < n_classes) sums.look(load_simd<Reals>(column), c);
   column = z + row;
 #pragma GCC unroll 2
   for (c = 0; c < n_classes; ++c, column += class_stride) {
-    if constexpr (!kTurned) prefetch(column + kTileRows);  // the same class of the next tile
-    sums.add(load_lanes<Reals>(column));
+    if constexpr (!kTransposed) prefetch(column + kTileRows);  // the same class of the next tile
+    sums.add(load_simd<Reals>(column));
   }
   sums.store(tile, row);
 }
 
-// kTurned: a tile that was made of rows, all of it in the cache.
-template <typename Loss, bool kTurned>
+// kTransposed: a tile that was made of rows, all of it in the cache.
+template <typename Loss, bool kTransposed>
 struct SumsOfColumns {
   template <int64_t bytes, typename Scalar>
   static FK_HOST_DEVICE void run(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
                                  Tile<compute_t<Scalar>>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Scalar>;
     if (n_rows < n) {
-      for (int64_t r = 0; r < n_rows; ++r) sums_of_lanes<Loss, 1, kTurned>(z, class_stride, classes, r, tile);
+      for (int64_t r = 0; r < n_rows; ++r) sums_of_lanes<Loss, 1, kTransposed>(z, class_stride, classes, r, tile);
       return;
     }
     for (int64_t r = 0; r < n_rows; r += n) {
-      sums_of_lanes<Loss, n, kTurned>(z, class_stride, classes, std::min(r, n_rows - n), tile);
+      sums_of_lanes<Loss, n, kTransposed>(z, class_stride, classes, std::min(r, n_rows - n), tile);
     }
   }
 };
 
-template <typename Loss, int64_t n, bool kTurned, typename Scalar>
+template <typename Loss, int64_t n, bool kTransposed, typename Scalar>
 FK_HOST_DEVICE void grad_of_lanes(const Scalar* z, int64_t class_stride, int64_t classes, int64_t row,
                                   const Tile<compute_t<Scalar>>& tile, Scalar* grad, int64_t grad_class_stride) {
   using Grad = GradOfLanes<Loss, compute_t<Scalar>, n>;
@@ -66,15 +66,15 @@ FK_HOST_DEVICE void grad_of_lanes(const Scalar* z, int64_t class_stride, int64_t
   Scalar* grad_column = grad + row;
 #pragma GCC unroll 2
   for (Int c = 0; c < n_classes; ++c, column += class_stride, grad_column += grad_class_stride) {
-    if constexpr (!kTurned) {
+    if constexpr (!kTransposed) {
       prefetch(column + kTileRows);
       prefetch(grad_column + kTileRows);
     }
-    store_lanes(slopes.next(load_lanes<typename Grad::Reals>(column)), grad_column);
+    store_simd(slopes.next(load_simd<typename Grad::Reals>(column)), grad_column);
   }
 }
 
-template <typename Loss, bool kTurned>
+template <typename Loss, bool kTransposed>
 struct GradOfColumns {
   template <int64_t bytes, typename Scalar>
   static FK_HOST_DEVICE void run(const Scalar* z, int64_t class_stride, int64_t classes, int64_t n_rows,
@@ -82,12 +82,13 @@ struct GradOfColumns {
     constexpr int64_t n = kLanesOf<bytes, Scalar>;
     if (n_rows < n) {
       for (int64_t r = 0; r < n_rows; ++r) {
-        grad_of_lanes<Loss, 1, kTurned>(z, class_stride, classes, r, tile, grad, grad_class_stride);
+        grad_of_lanes<Loss, 1, kTransposed>(z, class_stride, classes, r, tile, grad, grad_class_stride);
       }
       return;
     }
     for (int64_t r = 0; r < n_rows; r += n) {
-      grad_of_lanes<Loss, n, kTurned>(z, class_stride, classes, std::min(r, n_rows - n), tile, grad, grad_class_stride);
+      grad_of_lanes<Loss, n, kTransposed>(z, class_stride, classes, std::min(r, n_rows - n), tile, grad,
+                                          grad_class_stride);
     }
   }
 };

@@ -14,24 +14,24 @@ namespace {
 template <typename Loss, typename Real, int64_t n>
 struct SumsOfLanes {
   using Int = label_int<Real>;
-  using Reals = lanes_t<Real, n>;
-  using Ints = lanes_t<Int, n>;
-  static constexpr bool kRival = Loss::kMarked == Marked::kRival;
+  using Reals = simd_t<Real, n>;
+  using Ints = simd_t<Int, n>;
+  static constexpr bool kRunnerUp = Loss::kSpecialClass == SpecialClass::kRunnerUp;
 
   Ints label, this_class{}, marked;
   Reals lowest, max, rest{}, target_logit{}, squares{}, rival;
 
   FK_HOST_DEVICE SumsOfLanes(const Tile<Real>& tile, int64_t row)
-      : label(load_lanes<Ints>(tile.label + row)),
-        marked(Ints{} + (kRival ? Int(kNoTarget) : Int(0))),
-        lowest(load_lanes<Reals>(tile.exp_zero)),
+      : label(load_simd<Ints>(tile.label + row)),
+        marked(Ints{} + (kRunnerUp ? Int(kNoTarget) : Int(0))),
+        lowest(load_simd<Reals>(tile.exp_zero)),
         max(-std::numeric_limits<Real>::infinity() - Reals{}),
         rival(max) {}
 
   // Twice the same class does no harm.
   FK_HOST_DEVICE void look(const Reals& v, [[maybe_unused]] Int c) {
-    if constexpr (Loss::kMarked == Marked::kLargest) marked = v > max ? Ints{} + c : marked;
-    if constexpr (kRival) target_logit = label == c ? v : target_logit;
+    if constexpr (Loss::kSpecialClass == SpecialClass::kLargest) marked = v > max ? Ints{} + c : marked;
+    if constexpr (kRunnerUp) target_logit = label == c ? v : target_logit;
     max = v > max ? v : max;
   }
 
@@ -39,7 +39,7 @@ struct SumsOfLanes {
     const Reals x = v - max;
     const ScaledExponential<Reals> e = scaled_exponential(x < lowest ? lowest : x);
     const auto is_other = label != this_class;
-    const auto counts = Loss::kLargestIsLeftOut ? marked != this_class : is_other;
+    const auto counts = Loss::kSumExcludesTop ? marked != this_class : is_other;
     if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
       const Reals product = e.mantissa * e.scale;
       rest = counts ? rest + product : rest;
@@ -49,7 +49,7 @@ struct SumsOfLanes {
       rest += product;
       if constexpr (Loss::kSquares) squares += product * product;
     }
-    if constexpr (kRival) {
+    if constexpr (kRunnerUp) {
       // One comparison at a time: of two joined by & gcc makes one for each lane.
       const Reals lower = v < target_logit ? v : -std::numeric_limits<Real>::infinity() - Reals{};
       marked = lower > rival ? this_class : marked;
@@ -62,14 +62,14 @@ struct SumsOfLanes {
 
   // What look() found.
   FK_HOST_DEVICE void store_looked(Tile<Real>& tile, int64_t row) const {
-    store_lanes(max, tile.shift + row);
-    if constexpr (Loss::kMarked == Marked::kLargest) store_lanes(marked, tile.marked + row);
-    if constexpr (kRival) store_lanes(target_logit, tile.target_logit + row);
+    store_simd(max, tile.shift + row);
+    if constexpr (Loss::kSpecialClass == SpecialClass::kLargest) store_simd(marked, tile.special + row);
+    if constexpr (kRunnerUp) store_simd(target_logit, tile.target_logit + row);
   }
   FK_HOST_DEVICE void load_looked(const Tile<Real>& tile, int64_t row) {
-    max = load_lanes<Reals>(tile.shift + row);
-    if constexpr (Loss::kMarked == Marked::kLargest) marked = load_lanes<Ints>(tile.marked + row);
-    if constexpr (kRival) target_logit = load_lanes<Reals>(tile.target_logit + row);
+    max = load_simd<Reals>(tile.shift + row);
+    if constexpr (Loss::kSpecialClass == SpecialClass::kLargest) marked = load_simd<Ints>(tile.special + row);
+    if constexpr (kRunnerUp) target_logit = load_simd<Reals>(tile.target_logit + row);
   }
 
   // Where the class that is left out has been made -inf, and the target's logit was read: nothing is compared.
@@ -91,12 +91,12 @@ struct SumsOfLanes {
   }
 
   FK_HOST_DEVICE void store(Tile<Real>& tile, int64_t row) const {
-    store_lanes(max, tile.shift + row);
-    store_lanes(rest, tile.rest + row);
-    store_lanes(target_logit, tile.target_logit + row);
-    if constexpr (Loss::kSquares) store_lanes(squares, tile.squares + row);
-    if constexpr (Loss::kMarked != Marked::kNone) store_lanes(marked, tile.marked + row);
-    if constexpr (kRival) store_lanes(rival - target_logit, tile.gap + row);
+    store_simd(max, tile.shift + row);
+    store_simd(rest, tile.sum_exp_others + row);
+    store_simd(target_logit, tile.target_logit + row);
+    if constexpr (Loss::kSquares) store_simd(squares, tile.squares + row);
+    if constexpr (Loss::kSpecialClass != SpecialClass::kNone) store_simd(marked, tile.special + row);
+    if constexpr (kRunnerUp) store_simd(rival - target_logit, tile.gap + row);
   }
 };
 
@@ -104,22 +104,22 @@ struct SumsOfLanes {
 template <typename Loss, typename Real, int64_t n>
 struct GradOfLanes {
   using Int = label_int<Real>;
-  using Reals = lanes_t<Real, n>;
-  using Ints = lanes_t<Int, n>;
+  using Reals = simd_t<Real, n>;
+  using Ints = simd_t<Int, n>;
 
   Ints label, this_class{}, marked{};
-  Reals lowest, max, factor, target_slope, square_factor{}, marked_slope{};
+  Reals lowest, max, factor, target_grad, square_factor{}, special_grad{};
 
   FK_HOST_DEVICE GradOfLanes(const Tile<Real>& tile, int64_t row)
-      : label(load_lanes<Ints>(tile.label + row)),
-        lowest(load_lanes<Reals>(tile.exp_zero)),
-        max(load_lanes<Reals>(tile.shift + row)),
-        factor(load_lanes<Reals>(tile.factor + row)),
-        target_slope(load_lanes<Reals>(tile.target_slope + row)) {
-    if constexpr (Loss::kSquares) square_factor = load_lanes<Reals>(tile.square_factor + row);
-    if constexpr (Loss::kMarked != Marked::kNone) {
-      marked = load_lanes<Ints>(tile.marked + row);
-      marked_slope = load_lanes<Reals>(tile.marked_slope + row);
+      : label(load_simd<Ints>(tile.label + row)),
+        lowest(load_simd<Reals>(tile.exp_zero)),
+        max(load_simd<Reals>(tile.shift + row)),
+        factor(load_simd<Reals>(tile.factor + row)),
+        target_grad(load_simd<Reals>(tile.target_grad + row)) {
+    if constexpr (Loss::kSquares) square_factor = load_simd<Reals>(tile.square_factor + row);
+    if constexpr (Loss::kSpecialClass != SpecialClass::kNone) {
+      marked = load_simd<Ints>(tile.special + row);
+      special_grad = load_simd<Reals>(tile.special_grad + row);
     }
   }
 
@@ -133,8 +133,8 @@ struct GradOfLanes {
     } else {
       slope *= factor;
     }
-    if constexpr (Loss::kMarked != Marked::kNone) slope = marked == this_class ? marked_slope : slope;
-    slope = label == this_class ? target_slope : slope;
+    if constexpr (Loss::kSpecialClass != SpecialClass::kNone) slope = marked == this_class ? special_grad : slope;
+    slope = label == this_class ? target_grad : slope;
     this_class += 1;
     return slope;
   }

@@ -173,7 +173,7 @@ struct SumOfLongRow {
                  .first;
     }
     tile.shift[r] = target_logit;
-    tile.rest[r] = static_cast<Real>(sum);
+    tile.sum_exp_others[r] = static_cast<Real>(sum);
   }
 };
 
@@ -189,7 +189,7 @@ struct SumsOfLongRow {
     [[maybe_unused]] const Real target_logit = load_as_compute(z[target]);
     Real m = kMinusInfinity;
     [[maybe_unused]] Real rival = kMinusInfinity;
-    int64_t marked = Loss::kMarked == Marked::kLargest ? 0 : kNoTarget;
+    int64_t marked = Loss::kSpecialClass == SpecialClass::kLargest ? 0 : kNoTarget;
     double sum = 0, squares = 0;
     const int64_t blocks = classes / kBlock;  // the last one also takes what is left
     for (int64_t block = 0; block < blocks; ++block) {
@@ -198,7 +198,7 @@ struct SumsOfLongRow {
       const Real block_max = max_of<kWidth>(z + begin, n);
       if (block_max > m) {
         const Real shrink = exponential(m - block_max);
-        if constexpr (Loss::kLargestIsLeftOut) {
+        if constexpr (Loss::kSumExcludesTop) {
           // The one left out so far is one of the others from here on.
           sum = (sum + 1) * shrink;
           squares = (squares + 1) * shrink * shrink;
@@ -208,23 +208,23 @@ struct SumsOfLongRow {
         }
         m = block_max;
       }
-      if constexpr (Loss::kMarked == Marked::kRival) {
+      if constexpr (Loss::kSpecialClass == SpecialClass::kRunnerUp) {
         const Real of_block = max_below(z + begin, n, target_logit);
         if (of_block > rival) {
           rival = of_block;
           marked = begin + first_equal(z + begin, n, of_block);
         }
       }
-      const int64_t left_out = Loss::kLargestIsLeftOut ? marked : target;
+      const int64_t left_out = Loss::kSumExcludesTop ? marked : target;
       const auto sums =
           sum_exp_except<kWidth, Loss::kSquares>(z + begin, n, finite_shift(m), left_out - begin, tile.exp_zero[0]);
       sum += sums.first;
       squares += sums.squares;
     }
     tile.shift[r] = m;
-    tile.rest[r] = static_cast<Real>(sum);
+    tile.sum_exp_others[r] = static_cast<Real>(sum);
     if constexpr (Loss::kSquares) tile.squares[r] = static_cast<Real>(squares);
-    if constexpr (Loss::kMarked != Marked::kNone) tile.marked[r] = static_cast<label_int<Real>>(marked);
+    if constexpr (Loss::kSpecialClass != SpecialClass::kNone) tile.special[r] = static_cast<label_int<Real>>(marked);
   }
 };
 
@@ -269,7 +269,7 @@ FK_HOST_DEVICE void scaled_exp(const Scalar* z, int64_t classes, compute_t<Scala
 template <typename Loss>
 struct SumsOfRows {
   template <int64_t bytes, typename Scalar>
-  static FK_HOST_DEVICE void run(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+  static FK_HOST_DEVICE void run(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                                  Tile<compute_t<Scalar>>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Scalar>;
     // As many rows together as stay in the first-level cache: one waits for the other neither for its maximum nor its
@@ -282,7 +282,7 @@ struct SumsOfRows {
       const RowCursor first = row;
       for (int64_t r = begin; r < end; ++r, row.next()) {
         if (tile.label[r] == kNoTarget) {
-          tile.shift[r] = tile.rest[r] = tile.target_logit[r] = 0;
+          tile.shift[r] = tile.sum_exp_others[r] = tile.target_logit[r] = 0;
           continue;
         }
         const Scalar* z = args.logits + row.offset();
@@ -294,17 +294,17 @@ struct SumsOfRows {
         if (tile.label[r] == kNoTarget) continue;
         const Scalar* z = args.logits + row.offset();
         int64_t left_out = tile.label[r];
-        if constexpr (Loss::kMarked == Marked::kLargest) {
-          tile.marked[r] = static_cast<label_int<Real>>(first_equal(z, args.classes, tile.shift[r]));
-          left_out = tile.marked[r];
-        } else if constexpr (Loss::kMarked == Marked::kRival) {
+        if constexpr (Loss::kSpecialClass == SpecialClass::kLargest) {
+          tile.special[r] = static_cast<label_int<Real>>(first_equal(z, args.classes, tile.shift[r]));
+          left_out = tile.special[r];
+        } else if constexpr (Loss::kSpecialClass == SpecialClass::kRunnerUp) {
           const Real rival = max_below(z, args.classes, tile.target_logit[r]);
           const bool alone = rival == -std::numeric_limits<Real>::infinity();
-          tile.marked[r] = alone ? kNoTarget : static_cast<label_int<Real>>(first_equal(z, args.classes, rival));
+          tile.special[r] = alone ? kNoTarget : static_cast<label_int<Real>>(first_equal(z, args.classes, rival));
         }
         const auto sums =
             sum_exp_except<n, Loss::kSquares>(z, args.classes, finite_shift(tile.shift[r]), left_out, tile.exp_zero[0]);
-        tile.rest[r] = sums.first;
+        tile.sum_exp_others[r] = sums.first;
         if constexpr (Loss::kSquares) tile.squares[r] = sums.squares;
       }
     }
@@ -314,7 +314,7 @@ struct SumsOfRows {
 // The same for kSumOnly, from the target's logit or, where that is too small, the largest.
 struct SumOfRows {
   template <int64_t bytes, typename Scalar>
-  static FK_HOST_DEVICE void run(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+  static FK_HOST_DEVICE void run(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                                  Tile<compute_t<Scalar>>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Scalar>;
     using Real = compute_t<Scalar>;
@@ -323,7 +323,7 @@ struct SumOfRows {
     for (int64_t r = 0; r < n_rows; ++r, row.next()) {
       const int64_t label = tile.label[r];
       if (label == kNoTarget) {
-        tile.shift[r] = tile.rest[r] = tile.target_logit[r] = 0;
+        tile.shift[r] = tile.sum_exp_others[r] = tile.target_logit[r] = 0;
         continue;
       }
       const Scalar* z = args.logits + row.offset();
@@ -335,25 +335,25 @@ struct SumOfRows {
         rest = sum_exp_except<n, false>(z, args.classes, finite_shift(shift), label, exp_zero).first;
       }
       tile.shift[r] = shift;
-      tile.rest[r] = rest;
+      tile.sum_exp_others[r] = rest;
     }
   }
 };
 
 template <typename Loss, typename Scalar>
-void sums_of_long_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+void sums_of_long_rows(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                        Tile<compute_t<Scalar>>& tile) {
   RowCursor row(args.layout, row_begin);
   for (int64_t r = 0; r < n_rows; ++r, row.next()) {
     if (tile.label[r] == kNoTarget) {
-      tile.shift[r] = tile.rest[r] = tile.target_logit[r] = 0;
+      tile.shift[r] = tile.sum_exp_others[r] = tile.target_logit[r] = 0;
       continue;
     }
     const Scalar* z = args.logits + row.offset();
     bool is_done = false;
     if constexpr (kSumOnly<Loss>) {
       run_in_widest<SumOfLongRow>(z, args.classes, tile.label[r], r, tile);
-      is_done = tile.rest[r] < kLargestSum<compute_t<Scalar>>;
+      is_done = tile.sum_exp_others[r] < kLargestSum<compute_t<Scalar>>;
     }
     if (!is_done) run_in_widest<SumsOfLongRow<Loss>>(z, args.classes, tile.label[r], r, tile);
     tile.target_logit[r] = load_as_compute(z[tile.label[r]]);
@@ -367,8 +367,8 @@ void read_gaps(const Scalar* logits, const RowLayout& layout, int64_t row_begin,
   using Real = compute_t<Scalar>;
   RowCursor row(layout, row_begin);
   for (int64_t r = 0; r < n_rows; ++r, row.next()) {
-    const bool is_there = tile.label[r] != kNoTarget && tile.marked[r] != kNoTarget;
-    const Real marked = is_there ? load_as_compute(logits[row.offset() + tile.marked[r] * layout.class_stride]) : 0;
+    const bool is_there = tile.label[r] != kNoTarget && tile.special[r] != kNoTarget;
+    const Real marked = is_there ? load_as_compute(logits[row.offset() + tile.special[r] * layout.class_stride]) : 0;
     tile.gap[r] = is_there ? marked - tile.target_logit[r] : -std::numeric_limits<Real>::infinity();
   }
 }
@@ -376,7 +376,7 @@ void read_gaps(const Scalar* logits, const RowLayout& layout, int64_t row_begin,
 template <typename Loss>
 struct GradOfRows {
   template <int64_t bytes, typename Scalar>
-  static FK_HOST_DEVICE void run(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+  static FK_HOST_DEVICE void run(const RowLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
                                  const Tile<compute_t<Scalar>>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Scalar>;
     RowCursor row(args.layout, row_begin), grad_row(args.grad_layout, row_begin);
@@ -386,7 +386,7 @@ struct GradOfRows {
       scaled_exp<n, Loss::kSquares>(args.logits + row.offset(), args.classes, tile.shift[r],
                                     Group::with_plain_nan(tile.factor[r]), Group::with_plain_nan(tile.square_factor[r]),
                                     tile.exp_zero[0], grad);
-      store_marked_slopes<Loss>(tile, r, grad);
+      store_special_grads<Loss>(tile, r, grad);
     }
   }
 };

@@ -13,7 +13,6 @@
 
 namespace focalkern::cpu {
 
-constexpr int64_t kMostFlat = 128;        // classes: longer rows fill vectors of their own well enough
 constexpr int64_t kTargetsTogether = 32;  // classes: above, the targets' slopes are stored one by one, afterwards
 
 #ifdef FK_HAS_AVX512_CODE
@@ -21,8 +20,8 @@ constexpr int64_t kTargetsTogether = 32;  // classes: above, the targets' slopes
 // The numbers 0, 1, 2, ... of sixteen rows one after the other: which of these rows each belongs to. In pairs, of half
 // precision, the even ones of 32 come first, then the odd ones, as words of two are split.
 template <bool kPairs>
-struct FlatRows {
-  alignas(64) int32_t row[(kMostFlat + 1) * 16];
+struct DenseRows {
+  alignas(64) int32_t row[(kMostDense + 1) * 16];
   int64_t prepared = 0;  // classes
 
   FK_AVX512 void prepare(int64_t classes) {
@@ -49,30 +48,30 @@ namespace {
 
 // Kept from call to call: a table of a hundred classes takes as long as a few rows.
 template <bool kPairs>
-FlatRows<kPairs>& flat_rows_of_this_thread() {
-  static thread_local FlatRows<kPairs> rows;
+DenseRows<kPairs>& dense_rows_of_this_thread() {
+  static thread_local DenseRows<kPairs> rows;
   return rows;
 }
 
 // What sixteen rows have, in registers, and the gradient of sixteen of their numbers.
 template <typename Loss, typename Scalar>
-struct FlatGroup {
-  using Reals = lanes_t<float, 16>;
-  static constexpr bool kMarks = Loss::kMarked != Marked::kNone;
+struct DenseGroup {
+  using Reals = simd_t<float, 16>;
+  static constexpr bool kMarks = Loss::kSpecialClass != SpecialClass::kNone;
 
-  __m512 most, max, factor, target_slope, square_factor, marked_slope;
+  __m512 most, max, factor, target_grad, square_factor, special_grad;
   __m512i target[2], marked[2];  // places, and one less
 
-  FK_AVX512 inline __attribute__((always_inline)) FlatGroup(const Tile<float>& tile, int64_t row, __m512i begins)
+  FK_AVX512 inline __attribute__((always_inline)) DenseGroup(const Tile<float>& tile, int64_t row, __m512i begins)
       : most(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(tile.exp_zero))),
         max(_mm512_loadu_ps(tile.shift + row)),
         factor(load(tile.factor + row)),
-        target_slope(load(tile.target_slope + row)) {
+        target_grad(load(tile.target_grad + row)) {
     find_places(tile.label + row, begins, target);
     if constexpr (Loss::kSquares) square_factor = load(tile.square_factor + row);
     if constexpr (kMarks) {
-      marked_slope = load(tile.marked_slope + row);
-      find_places(tile.marked + row, begins, marked);
+      special_grad = load(tile.special_grad + row);
+      find_places(tile.special + row, begins, marked);
     }
   }
 
@@ -92,10 +91,10 @@ struct FlatGroup {
     if constexpr (!kLater) {
       if constexpr (kMarks) {
         const __mmask16 is_marked = _mm512_cmpeq_epi32_mask(_mm512_permutexvar_epi32(own, marked[kNext]), place);
-        slope = _mm512_mask_permutexvar_ps(slope, is_marked, own, marked_slope);
+        slope = _mm512_mask_permutexvar_ps(slope, is_marked, own, special_grad);
       }
       const __mmask16 is_target = _mm512_cmpeq_epi32_mask(_mm512_permutexvar_epi32(own, target[kNext]), place);
-      slope = _mm512_mask_permutexvar_ps(slope, is_target, own, target_slope);
+      slope = _mm512_mask_permutexvar_ps(slope, is_target, own, target_grad);
     }
     return slope;
   }
@@ -143,17 +142,17 @@ struct FlatGroup {
 };
 
 template <typename Loss, bool kLater, typename Scalar>
-FK_AVX512 void grad_of_flat_rows(const Scalar* logits, int64_t classes, int64_t n_rows,
-                                 const FlatRows<sizeof(Scalar) == 2>& flat, const Tile<float>& tile, Scalar* grads) {
+FK_AVX512 void grad_of_dense_rows(const Scalar* logits, int64_t classes, int64_t n_rows,
+                                  const DenseRows<sizeof(Scalar) == 2>& dense, const Tile<float>& tile, Scalar* grads) {
   const __m512i first = _mm512_loadu_si512(kFirst<int32_t>);
   const __m512i begins = _mm512_mullo_epi32(first, _mm512_set1_epi32(static_cast<int32_t>(classes)));
   for (int64_t r = 0; r < n_rows; r += 16) {
     const int64_t row = std::min(r, n_rows - 16), end = classes * 16 * static_cast<int64_t>(sizeof(Scalar));  // bytes
     const Scalar* z = logits + row * classes;
     Scalar* grad = grads + row * classes;
-    const FlatGroup<Loss, Scalar> group(tile, row, begins);
+    const DenseGroup<Loss, Scalar> group(tile, row, begins);
     const char* const z_bytes = reinterpret_cast<const char*>(z);
-    const char* const own = reinterpret_cast<const char*>(flat.row);
+    const char* const own = reinterpret_cast<const char*>(dense.row);
     char* const grad_bytes = reinterpret_cast<char*>(grad);
     __m512i place = sizeof(Scalar) == 2 ? _mm512_add_epi32(first, first) : first;
     int64_t i = 0;
@@ -170,24 +169,24 @@ FK_AVX512 void grad_of_flat_rows(const Scalar* logits, int64_t classes, int64_t 
       if (i < end) {  // half of a vector
         const __m512i z_pairs =
             _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(z_bytes + i)));
-        const __m512i slopes = group.template slopes_of_pairs<kLater>(z_pairs, flat.row + i / 2, place);
+        const __m512i slopes = group.template slopes_of_pairs<kLater>(z_pairs, dense.row + i / 2, place);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(grad_bytes + i), _mm512_castsi512_si256(slopes));
       }
     }
     if constexpr (kLater) {
-      for (int64_t k = 0; k < 16; ++k, grad += classes) store_marked_slopes<Loss>(tile, row + k, grad);
+      for (int64_t k = 0; k < 16; ++k, grad += classes) store_special_grads<Loss>(tile, row + k, grad);
     }
   }
 }
 
 // As GradOfColumns, at least sixteen rows, the last of which overlap their neighbours.
 template <typename Loss, typename Scalar>
-void grad_of_flat_rows(const Scalar* logits, int64_t classes, int64_t n_rows, const FlatRows<sizeof(Scalar) == 2>& flat,
-                       const Tile<float>& tile, Scalar* grads) {
+void grad_of_dense_rows(const Scalar* logits, int64_t classes, int64_t n_rows,
+                        const DenseRows<sizeof(Scalar) == 2>& dense, const Tile<float>& tile, Scalar* grads) {
   if (classes <= kTargetsTogether) {
-    grad_of_flat_rows<Loss, false>(logits, classes, n_rows, flat, tile, grads);
+    grad_of_dense_rows<Loss, false>(logits, classes, n_rows, dense, tile, grads);
   } else {
-    grad_of_flat_rows<Loss, true>(logits, classes, n_rows, flat, tile, grads);
+    grad_of_dense_rows<Loss, true>(logits, classes, n_rows, dense, tile, grads);
   }
 }
 

@@ -1,6 +1,6 @@
 // Sums of float rows of some dozens of adjacent classes, with AVX-512: four rows side by side, vector after vector.
 // They share what a loop costs, and four of their vectors are folded together. (Of half precision, which has to be
-// converted, and of fewer classes, sums of turned rows are faster; of more classes, rows one by one.)
+// converted, and of fewer classes, sums of transposed rows are faster; of more classes, rows one by one.)
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,6 @@
 namespace focalkern::cpu {
 namespace {
 
-template <typename Loss, typename Scalar>
-constexpr bool kIsAbreast = kSumOnly<Loss> && std::is_same_v<Scalar, float>;
-constexpr int64_t kMostAbreast = 192;  // classes
-constexpr int64_t kRowsAbreast = 16;   // rows whose logits stay in the first-level cache beside those to come
-
 #ifdef FK_HAS_AVX512_CODE
 
 // A row in vectors. Only some classes of the first, at least one, are its own: the second has the others again.
@@ -30,10 +25,10 @@ struct RowVectors {
 
 // Four vectors, each folded to one lane.
 template <typename Combine>
-FK_AVX512 inline __attribute__((always_inline)) __m128 folded(const lanes_t<float, 16> (&rows)[4], Combine combine) {
-  using Reals = lanes_t<float, 16>;
-  using Half = lanes_t<float, 8>;
-  using Quarter = lanes_t<float, 4>;
+FK_AVX512 inline __attribute__((always_inline)) __m128 folded(const simd_t<float, 16> (&rows)[4], Combine combine) {
+  using Reals = simd_t<float, 16>;
+  using Half = simd_t<float, 8>;
+  using Quarter = simd_t<float, 4>;
   __m512 v[4];
   for (int i = 0; i < 4; ++i) v[i] = lanes_cast<__m512>(rows[i]);
   for (int i = 0; i < 4; i += 2) {
@@ -51,12 +46,12 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 folded(const lanes_t<floa
 // As max_of.
 FK_AVX512 inline __attribute__((always_inline)) __m128 maxima_of_four(const float* z, int64_t stride,
                                                                       const RowVectors& vectors) {
-  using Reals = lanes_t<float, 16>;
+  using Reals = simd_t<float, 16>;
   Reals max[4];
-  for (int i = 0; i < 4; ++i) max[i] = load_lanes<Reals>(z + i * stride);
+  for (int i = 0; i < 4; ++i) max[i] = load_simd<Reals>(z + i * stride);
   z += vectors.own;
   for (const float* const end = z + (vectors.count - 1) * 16; z != end; z += 16) {
-    for (int i = 0; i < 4; ++i) max[i] = Larger{}(max[i], load_lanes<Reals>(z + i * stride));
+    for (int i = 0; i < 4; ++i) max[i] = Larger{}(max[i], load_simd<Reals>(z + i * stride));
   }
   return folded(max, Larger{});
 }
@@ -66,7 +61,7 @@ template <bool kMayRise>
 FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float* z, int64_t stride,
                                                                     const RowVectors& vectors, const float* shift,
                                                                     const int32_t* label, const float* exp_zero) {
-  using Reals = lanes_t<float, 16>;
+  using Reals = simd_t<float, 16>;
   const Reals most = lanes_cast<Reals>(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(exp_zero)));
   Reals shifts[4], sums[4];
   __m512i labels[4];
@@ -84,7 +79,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
   for (int64_t k = 0; k < vectors.count; ++k, ahead += 64) {
     for (int i = 0; i < 4; ++i) {
       prefetch(ahead + i * 16);
-      const Reals fall = shifts[i] - load_lanes<Reals>(z + i * stride);
+      const Reals fall = shifts[i] - load_simd<Reals>(z + i * stride);
       const ScaledExponential<Reals> e = exponential_of_fall<kMayRise>(fall, most);
       const __mmask16 is_other = _mm512_mask_cmpneq_epi32_mask(is_own, index, labels[i]);
       sums[i] = lanes_cast<Reals>(_mm512_mask3_fmadd_ps(lanes_cast<__m512>(e.mantissa), lanes_cast<__m512>(e.scale),
@@ -100,15 +95,15 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
 }
 
 // Of at least sixteen rows; the last of them overlap their neighbours.
-FK_AVX512 inline void sums_of_rows_abreast(const float* z, int64_t stride, int64_t classes, int64_t n_rows,
-                                           Tile<float>& tile) {
+FK_AVX512 inline void sums_of_four_rows(const float* z, int64_t stride, int64_t classes, int64_t n_rows,
+                                        Tile<float>& tile) {
   const RowVectors vectors(classes);
   const __m128 largest = _mm_set1_ps(kLargestSum<float>);
-  for (int64_t begin = 0; begin < n_rows; begin += kRowsAbreast) {
-    const int64_t row = std::min(begin, n_rows - kRowsAbreast);
-    gather_targets(z + row * stride, stride, 1, kRowsAbreast, tile.label + row, tile.target_logit + row);
+  for (int64_t begin = 0; begin < n_rows; begin += kRowsAtOnce) {
+    const int64_t row = std::min(begin, n_rows - kRowsAtOnce);
+    gather_targets(z + row * stride, stride, 1, kRowsAtOnce, tile.label + row, tile.target_logit + row);
     _mm512_storeu_ps(tile.shift + row, _mm512_loadu_ps(tile.target_logit + row));
-    for (int64_t r = row; r < row + kRowsAbreast; r += 4) {
+    for (int64_t r = row; r < row + kRowsAtOnce; r += 4) {
       const float* const rows = z + r * stride;
       float* const shift = tile.shift + r;
       __m128 rest = sums_of_four<true>(rows, stride, vectors, shift, tile.label + r, tile.exp_zero);
@@ -119,7 +114,7 @@ FK_AVX512 inline void sums_of_rows_abreast(const float* z, int64_t stride, int64
         rest = _mm_mask_mov_ps(rest, is_large,
                                sums_of_four<false>(rows, stride, vectors, shift, tile.label + r, tile.exp_zero));
       }
-      _mm_storeu_ps(tile.rest + r, rest);
+      _mm_storeu_ps(tile.sum_exp_others + r, rest);
     }
   }
 }

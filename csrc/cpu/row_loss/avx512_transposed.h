@@ -1,4 +1,4 @@
-// Sums of rows of few adjacent classes, with AVX-512: sixteen rows at a time are turned in registers, four words of
+// Sums of rows of few adjacent classes, with AVX-512: sixteen rows at a time are transposed in registers, four words of
 // each (cpu/simd/transpose.h), so that a vector has one class of sixteen rows (cpu/row_loss/across_rows_lanes.h).
 // Nothing is folded across a vector, and what a row costs beside its classes is shared by sixteen.
 #pragma once
@@ -19,19 +19,14 @@ namespace {
 
 #ifdef FK_HAS_AVX512_CODE
 
-constexpr int64_t kMostTurned = 256;  // classes: sixteen rows of them, in float, are half of a first-level cache
-// Rows of more take other roads where these are faster: row_loss_abreast.h and row_loss_rows.h.
-template <typename Loss, typename Scalar>
-constexpr int64_t kMostTurnedOf = kIsAbreast<Loss, Scalar> ? kFewClasses : kMostTurned;
-
 // Four words of each of sixteen rows, as a vector for each class.
 template <typename Scalar>
-FK_AVX512 inline __attribute__((always_inline)) void load_turned(const RowsOfSixteen<const Scalar>& rows,
-                                                                 lanes_t<float, 16> (&columns)[kWideClasses<Scalar>]) {
-  using Reals = lanes_t<float, 16>;
+FK_AVX512 inline __attribute__((always_inline)) void load_transposed(
+    const RowsOfSixteen<const Scalar>& rows, simd_t<float, 16> (&columns)[kWideClasses<Scalar>]) {
+  using Reals = simd_t<float, 16>;
   __m512i v[4];
   rows.load(v);
-  turn_quarters(v);
+  transpose_quarters(v);
   for (int i = 0; i < 4; ++i) {
     if constexpr (sizeof(Scalar) == sizeof(float)) {
       columns[i] = lanes_cast<Reals>(v[i]);
@@ -52,11 +47,11 @@ FK_AVX512 inline __attribute__((always_inline)) void look_at_words(const RowsOfS
   constexpr int64_t kWidth = kWideClasses<Scalar>;
   // As much as is read here, of what contiguous rows have a few pages on: the processor does not foresee sixteen runs.
   for (int64_t i = 0; i < kWidth * 16; i += 64 / static_cast<int64_t>(sizeof(Scalar))) prefetch(ahead + i);
-  lanes_t<float, 16> columns[kWidth];
-  load_turned(rows, columns);
+  simd_t<float, 16> columns[kWidth];
+  load_transposed(rows, columns);
   for (int64_t i = 0; i < kWidth; ++i) {
     sums.look(columns[i], static_cast<int32_t>(c + i));
-    store_lanes(columns[i], kept + i * 16);
+    store_simd(columns[i], kept + i * 16);
   }
 }
 
@@ -89,7 +84,7 @@ FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t clas
 template <typename Loss, typename Scalar>
 FK_AVX512 void look_at_gathered_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
                                      Tile<float>& tile, float* kept) {
-  using Reals = lanes_t<float, 16>;
+  using Reals = simd_t<float, 16>;
   const __m512i step = _mm512_set1_epi32(static_cast<int32_t>(stride));
   const __m512i begins = _mm512_mullo_epi32(_mm512_loadu_si512(kFirst<int32_t>), step);
   for (int64_t r = 0; r < n_rows; r += 16) {
@@ -99,7 +94,7 @@ FK_AVX512 void look_at_gathered_rows(const Scalar* z, int64_t stride, int64_t cl
     for (int64_t c = 0; c < classes; ++c, kept += 16, place = _mm512_add_epi32(place, _mm512_set1_epi32(1))) {
       const auto column = lanes_cast<Reals>(gathered(z + row * stride, place, 0xffff));
       sums.look(column, static_cast<int32_t>(c));
-      store_lanes(column, kept);
+      store_simd(column, kept);
     }
     sums.store_looked(tile, first + row);
   }
@@ -108,18 +103,18 @@ FK_AVX512 void look_at_gathered_rows(const Scalar* z, int64_t stride, int64_t cl
 constexpr int64_t kComparedClasses = 32;  // up to here comparing every class with the label is faster than taken_out
 
 // Classes that are added one after the other: a long run of roundings would all go one way where logits are equal.
-constexpr int64_t kTurnedPart = 16;
+constexpr int64_t kTransposedPart = 16;
 
 // The logits of the targets, whose places take -inf; 0 where a row has none.
-FK_AVX512 inline __attribute__((always_inline)) lanes_t<float, 16> taken_out(float* columns,
-                                                                             const lanes_t<int32_t, 16>& label) {
+FK_AVX512 inline __attribute__((always_inline)) simd_t<float, 16> taken_out(float* columns,
+                                                                            const simd_t<int32_t, 16>& label) {
   const __m512i labels = lanes_cast<__m512i>(label);
   const __mmask16 is_there = _mm512_cmpge_epi32_mask(labels, _mm512_setzero_si512());
   const __m512i place = _mm512_add_epi32(_mm512_slli_epi32(labels, 4), _mm512_loadu_si512(kFirst<int32_t>));
   const __m512 logits = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), is_there, place, columns, sizeof(float));
   const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   _mm512_mask_i32scatter_ps(columns, is_there, place, nothing, sizeof(float));
-  return lanes_cast<lanes_t<float, 16>>(logits);
+  return lanes_cast<simd_t<float, 16>>(logits);
 }
 
 // The second pass, of one kind or the other: what a loop holds in registers is not what the other does.
@@ -136,16 +131,16 @@ FK_AVX512 void add_kept_rows(float* kept, int64_t classes, int64_t first, int64_
       sums.target_logit = taken_out(kept, sums.label);
       Reals rest{}, squares{};
       while (kept != end) {
-        const float* const stop = end - kept < kTurnedPart * 16 ? end : kept + kTurnedPart * 16;
+        const float* const stop = end - kept < kTransposedPart * 16 ? end : kept + kTransposedPart * 16;
 #pragma GCC unroll 2
-        for (; kept != stop; kept += 16) sums.add_all(load_lanes<Reals>(kept));
+        for (; kept != stop; kept += 16) sums.add_all(load_simd<Reals>(kept));
         sums.move_sums(rest, squares);
       }
       sums.rest = rest;
       sums.squares = squares;
     } else {
 #pragma GCC unroll 2
-      for (; kept != end; kept += 16) sums.add(load_lanes<Reals>(kept));
+      for (; kept != end; kept += 16) sums.add(load_simd<Reals>(kept));
     }
     sums.store(tile, first + row);
   }
@@ -153,10 +148,10 @@ FK_AVX512 void add_kept_rows(float* kept, int64_t classes, int64_t first, int64_
 
 // As SumsOfColumns.
 template <typename Loss, typename Scalar>
-void sums_of_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t n_rows, Tile<float>& tile) {
-  alignas(64) float kept[kMostTurned * 16];
+void sums_of_transposed_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t n_rows, Tile<float>& tile) {
+  alignas(64) float kept[kMostTransposed * 16];
   // The whole tile where it can be kept, or sixteen rows at a time.
-  const int64_t at_once = classes * kTileRows <= kMostTurned * 16 ? n_rows : 16;
+  const int64_t at_once = classes * kTileRows <= kMostTransposed * 16 ? n_rows : 16;
   for (int64_t r = 0; r < n_rows; r += at_once) {
     const int64_t row = std::min(r, n_rows - at_once);
     if (classes < kWideClasses<Scalar>) {
@@ -164,7 +159,7 @@ void sums_of_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64
     } else {
       look_at_turned_rows<Loss>(z + row * stride, stride, classes, row, at_once, tile, kept);
     }
-    if (Loss::kMarked == Marked::kNone && classes > kComparedClasses) {
+    if (Loss::kSpecialClass == SpecialClass::kNone && classes > kComparedClasses) {
       add_kept_rows<Loss, true>(kept, classes, row, at_once, tile);
     } else {
       add_kept_rows<Loss, false>(kept, classes, row, at_once, tile);

@@ -6,6 +6,6 @@
 
 namespace focalkern::cpu {
 
-FK_ROW_LOSS(BrierRow)
+FK_ROW_LOSS_INSTANCES(BrierFormula)
 
 }  // namespace focalkern::cpu

@@ -6,6 +6,6 @@
 
 namespace focalkern::cpu {
 
-FK_ROW_LOSS(DualFocalRow)
+FK_ROW_LOSS_INSTANCES(DualFocalFormula)
 
 }  // namespace focalkern::cpu

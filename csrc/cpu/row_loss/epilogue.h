@@ -1,4 +1,4 @@
-// From sums to loss and slope, a tile of rows at a time; of the focal loss in row_loss_focal.h.
+// From sums to loss and slope, a tile of rows at a time; of the focal loss in epilogue_focal.h.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const Real z_minus_max = tile.target_logit[r] - tile.shift[r];
-    if constexpr (Loss::kLargestIsLeftOut) {
+    if constexpr (Loss::kSumExcludesTop) {
       // The largest class adds exactly 1. m - m is NaN for an infinite m, which the sum over the others would not show.
-      const Real log_s = log_of_unit_sum(Real(1), tile.rest[r]) + (tile.shift[r] - tile.shift[r]);
+      const Real log_s = log_of_unit_sum(Real(1), tile.sum_exp_others[r]) + (tile.shift[r] - tile.shift[r]);
       tile.log_s[r] = log_s;
       tile.log_p[r] = z_minus_max - log_s;
       tile.log_u[r] = 0;
@@ -28,7 +28,7 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
     }
     // Where m is the target's logit its own term is exactly 1, and the sum is 1 + rest without rounding.
     const Real e = bounded_exponential(z_minus_max);
-    const Real rest = tile.rest[r], all_but_one = rest + (e - Real(1));
+    const Real rest = tile.sum_exp_others[r], all_but_one = rest + (e - Real(1));
     const Real log_s = log_of_unit_sum(Real(1), all_but_one);
     // The target's u = rest / S; as p -> 0 it approaches 1, and only log(1 - p) keeps its digits.
     const bool is_likely = rest < e;  // and then m is its logit, whichever was subtracted
@@ -119,8 +119,8 @@ void look_up_gamma_of_log(const Real* log_p, int64_t n, const Real* edges, const
 template <typename Loss, typename Real>
 FK_HOST_DEVICE RowNumbers<Real> numbers_of(const Tile<Real>& tile, int64_t r, Real epsilon, bool detached) {
   RowNumbers<Real> row;
-  row.gap = Loss::kMarked == Marked::kRival ? tile.gap[r] : Real(0);
-  row.target_is_marked = Loss::kMarked != Marked::kNone && tile.label[r] == tile.marked[r];
+  row.gap = Loss::kSpecialClass == SpecialClass::kRunnerUp ? tile.gap[r] : Real(0);
+  row.target_is_special = Loss::kSpecialClass != SpecialClass::kNone && tile.label[r] == tile.special[r];
   row.gamma = tile.gamma[r];
   row.epsilon = epsilon;
   row.detached = detached;
@@ -130,7 +130,7 @@ FK_HOST_DEVICE RowNumbers<Real> numbers_of(const Tile<Real>& tile, int64_t r, Re
 template <typename Loss, typename Real>
 FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Real epsilon, Tile<Real>& tile,
                                   Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
-                                  FocalLossSums* sums) {
+                                  RowLossSums* sums) {
   double loss_sum = 0, weight_sum = 0;
 #pragma omp simd reduction(+ : loss_sum, weight_sum)
   for (int64_t r = 0; r < n_rows; ++r) {
@@ -149,8 +149,8 @@ FK_VECTOR_CLONES void finish_loss(int64_t n_rows, Real epsilon, Tile<Real>& tile
     saved[r] = ignored ? Real(0) : max;
     saved[rows + r] = ignored ? Real(0) : row.log_s;
     saved[2 * rows + r] = ignored ? Real(0) : (Loss::kSquares ? row.squares : row.log_u);
-    if constexpr (Loss::kMarked != Marked::kNone) {
-      saved[3 * rows + r] = class_as_number(ignored ? label_int<Real>(kNoTarget) : tile.marked[r]);
+    if constexpr (Loss::kSpecialClass != SpecialClass::kNone) {
+      saved[3 * rows + r] = class_as_number(ignored ? label_int<Real>(kNoTarget) : tile.special[r]);
     }
   }
   sums->loss += loss_sum;
@@ -164,8 +164,8 @@ FK_VECTOR_CLONES void log_p_of_targets(const Real* saved, int64_t rows, int64_t 
 }
 
 template <typename Loss, bool kGradGamma, typename Real>
-FK_VECTOR_CLONES void finish_slope(const Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
-                                   int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
+FK_VECTOR_CLONES void finish_grad(const Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
+                                  int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
 #pragma omp simd
@@ -174,27 +174,27 @@ FK_VECTOR_CLONES void finish_slope(const Real* saved /* [kSavedNumbers, rows], a
     RowNumbers<Real> row = numbers_of<Loss>(tile, r, epsilon, detached > Real(0));
     row.log_s = log_s;
     row.log_p = (tile.target_logit[r] - max) - log_s;
-    row.log_u = Loss::kLargestIsLeftOut ? Real(0) : third;
+    row.log_u = Loss::kSumExcludesTop ? Real(0) : third;
     row.squares = Loss::kSquares ? third : Real(0);
-    const RowSlope<Real> slope = Loss::template slope<false>(row);
+    const RowGrad<Real> grad = Loss::template grad<false>(row);
     const bool ignored = tile.label[r] == kNoTarget;
     const Real upstream = tile.upstream[r] * tile.weight[r];
     const Real scale = ignored ? Real(0) : upstream;
     // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
     const bool is_zero = scale == Real(0);
-    const Real per_sum = bounded_exponential(-log_s);
-    const Real factor = upstream * slope.factor * per_sum, target_slope = upstream * slope.at_target;
+    const Real inv_sum_exp = bounded_exponential(-log_s);
+    const Real factor = upstream * grad.factor * inv_sum_exp, target_grad = upstream * grad.at_target;
     tile.shift[r] = is_zero ? kInfinity : max;
     tile.factor[r] = is_zero ? Real(0) : factor;
-    tile.target_slope[r] = is_zero ? Real(0) : target_slope;
-    if constexpr (kGradGamma) tile.grad_gamma[r] = ignored ? Real(0) : upstream * slope.grad_gamma;
+    tile.target_grad[r] = is_zero ? Real(0) : target_grad;
+    if constexpr (kGradGamma) tile.grad_gamma[r] = ignored ? Real(0) : upstream * grad.grad_gamma;
     if constexpr (Loss::kSquares) {
-      const Real square = upstream * slope.square * (per_sum * per_sum);
+      const Real square = upstream * grad.square * (inv_sum_exp * inv_sum_exp);
       tile.square_factor[r] = is_zero ? Real(0) : square;
     }
-    if constexpr (Loss::kMarked != Marked::kNone) {
-      const Real marked_slope = upstream * slope.at_marked;
-      tile.marked_slope[r] = is_zero ? Real(0) : marked_slope;
+    if constexpr (Loss::kSpecialClass != SpecialClass::kNone) {
+      const Real special_grad = upstream * grad.at_special;
+      tile.special_grad[r] = is_zero ? Real(0) : special_grad;
     }
   }
 }

@@ -1,4 +1,4 @@
-// From sums to loss and slope, as row_loss_finish.h, for the focal and inverse focal loss of labels. Its formulas are
+// From sums to loss and slope, as epilogue.h, for the focal and inverse focal loss of labels. Its formulas are
 // those of math/focal.h, from other numbers:
 //
 //   S = rest + e^(z_y - m)    L = -log p = log S - (z_y - m)    p = e^(z_y - m) / S    u = 1 - p = rest / S
@@ -26,7 +26,7 @@ namespace focalkern::cpu {
 namespace {
 
 template <typename Loss>
-constexpr bool kIsFocal = std::is_same_v<Loss, FocalRow>;
+constexpr bool kIsFocal = std::is_same_v<Loss, FocalFormula>;
 
 // e^(z_y - m), in the place of p.
 template <typename Real>
@@ -47,12 +47,12 @@ FK_HOST_DEVICE void shares_of_sums(int64_t n_rows, Tile<Real>& tile) {
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     // Where m is the target's logit its own term is exactly 1, and the sum is 1 + rest without rounding.
-    const Real e = tile.p[r], rest = tile.rest[r];
+    const Real e = tile.p[r], rest = tile.sum_exp_others[r];
     const Real log_s = log_of_sum(Real(1), rest + (e - Real(1)));
-    const Real per_sum = Real(1) / (rest + e);
-    tile.per_sum[r] = per_sum;
-    tile.p[r] = e * per_sum;
-    tile.minus_u[r] = -rest * per_sum;
+    const Real inv_sum_exp = Real(1) / (rest + e);
+    tile.inv_sum_exp[r] = inv_sum_exp;
+    tile.p[r] = e * inv_sum_exp;
+    tile.p_minus_one[r] = -rest * inv_sum_exp;
     tile.minus_log_p[r] = log_s - (tile.target_logit[r] - tile.shift[r]);
   }
 }
@@ -74,7 +74,7 @@ template <bool kEverInverse, typename Real>
 FK_HOST_DEVICE TwoTerms<Real> base_of_factor(const Tile<Real>& tile, int64_t r) {
   const Real p = tile.p[r];
   const bool inverse = kEverInverse && tile.gamma[r] < Real(0);
-  const Real u_or_one = inverse ? Real(1) : -tile.minus_u[r], other = inverse ? p : -p;
+  const Real u_or_one = inverse ? Real(1) : -tile.p_minus_one[r], other = inverse ? p : -p;
   const bool likely = u_or_one < Real(0.5);
   return {likely ? u_or_one : Real(1), likely ? Real(0) : other};
 }
@@ -116,24 +116,25 @@ FK_HOST_DEVICE Real kept_loss(const Tile<Real>& tile, int64_t r, Real loss) {
 template <bool kPlain, typename Real>
 FK_HOST_DEVICE void save_row(const Tile<Real>& tile, int64_t r, Real coefficient, Real* saved, int64_t rows) {
   saved[r] = kept<kPlain>(tile, r, tile.shift[r]);
-  saved[rows + r] = kept<kPlain>(tile, r, coefficient * tile.per_sum[r]);
-  saved[2 * rows + r] = kept<kPlain>(tile, r, -tile.rest[r]);
+  saved[rows + r] = kept<kPlain>(tile, r, coefficient * tile.inv_sum_exp[r]);
+  saved[2 * rows + r] = kept<kPlain>(tile, r, -tile.sum_exp_others[r]);
 }
 
 template <bool kPlain, typename Real>
 FK_HOST_DEVICE void square_loss_of(int64_t n_rows, bool detach_modulation, Tile<Real>& tile, Real* saved, int64_t rows,
-                                   Real* losses, FocalLossSums* sums) {
+                                   Real* losses, RowLossSums* sums) {
   shares_of_sums(n_rows, tile);
   const Real largest = -tile.exp_zero[0], pull = detach_modulation ? 0 : 2;
   double loss_sum = 0, weight_sum = 0;
 #pragma omp simd reduction(+ : loss_sum, weight_sum)
   for (int64_t r = 0; r < n_rows; ++r) {
-    const Real minus_u = tile.minus_u[r], minus_log_p = tile.minus_log_p[r], square = minus_u * minus_u;
+    const Real p_minus_one = tile.p_minus_one[r], minus_log_p = tile.minus_log_p[r], square = p_minus_one * p_minus_one;
     const Real loss = kept_loss<kPlain>(tile, r, square * minus_log_p);
     losses[r] = loss;
     loss_sum += static_cast<double>(loss);
     if constexpr (!kPlain) weight_sum += static_cast<double>(tile.weight[r]);
-    save_row<kPlain>(tile, r, square - (pull * minus_u * tile.p[r]) * finite_part(minus_log_p, largest), saved, rows);
+    save_row<kPlain>(tile, r, square - (pull * p_minus_one * tile.p[r]) * finite_part(minus_log_p, largest), saved,
+                     rows);
   }
   sums->loss += loss_sum;
   sums->weight += kPlain ? static_cast<double>(n_rows) : weight_sum;
@@ -143,7 +144,7 @@ FK_HOST_DEVICE void square_loss_of(int64_t n_rows, bool detach_modulation, Tile<
 template <typename Real>
 FK_VECTOR_CLONES void finish_square_loss(int64_t n_rows, bool detach_modulation, Tile<Real>& tile,
                                          Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
-                                         Real* losses, FocalLossSums* sums) {
+                                         Real* losses, RowLossSums* sums) {
   if (tile.is_plain) {
     square_loss_of<true>(n_rows, detach_modulation, tile, saved, rows, losses, sums);
   } else {
@@ -158,7 +159,7 @@ FK_VECTOR_CLONES void finish_shares(int64_t n_rows, Tile<Real>& tile) {
 
 template <bool kEverInverse, bool kPlain, typename Real>
 FK_HOST_DEVICE void power_loss_of(int64_t n_rows, bool detach_modulation, const Tile<Real>& tile, Real* saved,
-                                  int64_t rows, Real* losses, FocalLossSums* sums) {
+                                  int64_t rows, Real* losses, RowLossSums* sums) {
   constexpr Real kTiny = std::numeric_limits<Real>::epsilon() / 2;
   const Real lowest = tile.exp_zero[0], largest = -lowest;
   const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
@@ -181,7 +182,7 @@ FK_HOST_DEVICE void power_loss_of(int64_t n_rows, bool detach_modulation, const 
 
 template <bool kEverInverse, typename Real>
 FK_VECTOR_CLONES void finish_power_loss(int64_t n_rows, bool detach_modulation, Tile<Real>& tile, Real* saved,
-                                        int64_t rows, Real* losses, FocalLossSums* sums) {
+                                        int64_t rows, Real* losses, RowLossSums* sums) {
   logs_of_bases<kEverInverse>(n_rows, tile);
   if (tile.is_plain) {
     power_loss_of<kEverInverse, true>(n_rows, detach_modulation, tile, saved, rows, losses, sums);
@@ -194,44 +195,45 @@ FK_VECTOR_CLONES void finish_power_loss(int64_t n_rows, bool detach_modulation, 
 
 // What the gradient of a row is made of. The upstream gradient of plain rows is one number, and not 0.
 template <bool kPlain, typename Real>
-FK_HOST_DEVICE void slopes_of(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile) {
+FK_HOST_DEVICE void grads_of(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   const Real one_upstream = tile.upstream[0];
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const Real max = saved[r], upstream = kPlain ? one_upstream : tile.upstream[r] * tile.weight[r];
-    const Real factor = upstream * saved[rows + r], target_slope = factor * saved[2 * rows + r];
+    const Real factor = upstream * saved[rows + r], target_grad = factor * saved[2 * rows + r];
     if constexpr (kPlain) {
       tile.shift[r] = max;
       tile.factor[r] = factor;
-      tile.target_slope[r] = target_slope;
+      tile.target_grad[r] = target_grad;
     } else {
       // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
       const bool is_zero = kept<kPlain>(tile, r, upstream) == Real(0);
       tile.shift[r] = is_zero ? kInfinity : max;
       tile.factor[r] = is_zero ? Real(0) : factor;
-      tile.target_slope[r] = is_zero ? Real(0) : target_slope;
+      tile.target_grad[r] = is_zero ? Real(0) : target_grad;
     }
   }
 }
 
 template <typename Real>
-FK_VECTOR_CLONES void finish_slopes(const Real* saved, int64_t rows, int64_t n_rows, bool is_plain, Tile<Real>& tile) {
+FK_VECTOR_CLONES void finish_focal_grads(const Real* saved, int64_t rows, int64_t n_rows, bool is_plain,
+                                         Tile<Real>& tile) {
   if (is_plain) {
-    slopes_of<true>(saved, rows, n_rows, tile);
+    grads_of<true>(saved, rows, n_rows, tile);
   } else {
-    slopes_of<false>(saved, rows, n_rows, tile);
+    grads_of<false>(saved, rows, n_rows, tile);
   }
 }
 
 // The slope in gamma, f L log(base), all of it once more from the logits of the targets.
 template <typename Real>
-FK_VECTOR_CLONES void finish_gamma_slopes(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile,
-                                          Real* grad_gamma) {
+FK_VECTOR_CLONES void finish_gamma_grads(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile,
+                                         Real* grad_gamma) {
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     tile.shift[r] = saved[r];
-    tile.rest[r] = -saved[2 * rows + r];
+    tile.sum_exp_others[r] = -saved[2 * rows + r];
   }
   shares_of_sums(n_rows, tile);
   logs_of_bases<true>(n_rows, tile);
@@ -248,13 +250,13 @@ FK_VECTOR_CLONES void finish_gamma_slopes(const Real* saved, int64_t rows, int64
 // ---- a tile --------------------------------------------------------------------------------------------------------
 
 template <typename Scalar>
-FK_HOST_DEVICE bool gamma_is_two(const FocalLossArgs<Scalar>& args) {
+FK_HOST_DEVICE bool gamma_is_two(const RowLossArgs<Scalar>& args) {
   return !args.gamma && args.gamma_value == 2;
 }
 
 template <typename Scalar>
-void finish_focal_loss(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                       Tile<compute_t<Scalar>>& tile, FocalLossSums* sums) {
+void finish_focal_loss(const RowLossForward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                       Tile<compute_t<Scalar>>& tile, RowLossSums* sums) {
   auto* const saved = args.saved + row_begin;
   auto* const losses = args.row_loss ? args.row_loss + row_begin : tile.loss;
   const bool detached = args.detach_modulation;
@@ -270,12 +272,12 @@ void finish_focal_loss(const FocalLossForward<Scalar>& args, int64_t row_begin, 
 
 // tile.target_logit is needed for the slope in gamma alone, which is never wanted of a table.
 template <typename Scalar>
-void finish_focal_slope(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                        Tile<compute_t<Scalar>>& tile) {
+void finish_focal_grad(const RowLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+                       Tile<compute_t<Scalar>>& tile) {
   const auto* const saved = args.saved + row_begin;
-  if (args.grad_gamma) finish_gamma_slopes(saved, args.rows, n_rows, tile, args.grad_gamma + row_begin);
+  if (args.grad_gamma) finish_gamma_grads(saved, args.rows, n_rows, tile, args.grad_gamma + row_begin);
   const bool is_plain = tile.is_plain && args.grad_stride == 0 && tile.upstream[0] != 0;
-  finish_slopes(saved, args.rows, n_rows, is_plain, tile);
+  finish_focal_grads(saved, args.rows, n_rows, is_plain, tile);
 }
 
 }  // namespace

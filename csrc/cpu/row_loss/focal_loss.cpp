@@ -9,6 +9,6 @@ int64_t row_loss_chunk_rows(int64_t rows, int64_t classes) {
   return std::min(std::max<int64_t>(1, rows), chunk < kTileRows ? chunk : chunk - chunk % kTileRows);
 }
 
-FK_ROW_LOSS(FocalRow)
+FK_ROW_LOSS_INSTANCES(FocalFormula)
 
 }  // namespace focalkern::cpu

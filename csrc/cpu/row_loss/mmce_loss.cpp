@@ -21,7 +21,7 @@
 
 namespace focalkern::cpu {
 
-FK_ROW_LOSS(MmceRow)
+FK_ROW_LOSS_INSTANCES(MmceFormula)
 
 namespace {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels.h"
+#include "kernels/layout.h"
 
 namespace focalkern::cpu {
 

@@ -6,6 +6,6 @@
 
 namespace focalkern::cpu {
 
-FK_ROW_LOSS(PolyFocalRow)
+FK_ROW_LOSS_INSTANCES(PolyFocalFormula)
 
 }  // namespace focalkern::cpu

@@ -8,7 +8,7 @@
 #include "cpu/row_loss/tile.h"
 #include "cpu/simd/dispatch.h"
 #include "cpu/simd/transpose.h"
-#include "kernels.h"
+#include "kernels/row_loss.h"
 
 namespace focalkern::cpu {
 namespace {
@@ -47,7 +47,7 @@ FK_HOST_DEVICE bool read_any_labels(const Label* labels, int64_t n_rows, int64_t
 
 // Returns whether any label is wrong. The tile is plain if none is ignored.
 template <typename Label, typename Scalar>
-FK_HOST_DEVICE bool read_labels(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
+FK_HOST_DEVICE bool read_labels(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                                 Tile<compute_t<Scalar>>& tile) {
   const Label* labels = static_cast<const Label*>(args.labels.data) + row_begin;
   const bool ignores_a_class = args.ignore_index >= 0 && args.ignore_index < args.classes;
@@ -78,8 +78,8 @@ FK_HOST_DEVICE void read_gammas(const Real* gamma, int64_t stride, int64_t n_row
 // Labels, class weights and, where they are wanted, gammas of a tile. Returns the first row whose label is out of
 // range, or -1.
 template <typename Scalar>
-FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
-                                   bool with_gammas, Tile<compute_t<Scalar>>& tile) {
+FK_VECTOR_CLONES int64_t read_rows(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, bool with_gammas,
+                                   Tile<compute_t<Scalar>>& tile) {
   const Labels& labels = args.labels;
   bool wrong;
   if (labels.type == Labels::Type::kInt64) {
@@ -106,23 +106,12 @@ FK_VECTOR_CLONES int64_t read_rows(const FocalLossArgs<Scalar>& args, int64_t ro
 
 // How many rows of a tile can be handled together: for columns, those that are adjacent in memory.
 template <typename Scalar>
-int64_t tile_rows(const FocalLossArgs<Scalar>& args, bool columns, int64_t row, int64_t row_end) {
+int64_t tile_rows(const RowLossArgs<Scalar>& args, bool columns, int64_t row, int64_t row_end) {
   int64_t n = std::min(kTileRows, row_end - row);
   return columns ? std::min(n, args.layout.inner - row % args.layout.inner) : n;
 }
 
-template <typename Scalar>
-bool is_columns(const FocalLossArgs<Scalar>& args) {
-  return args.layout.class_stride != 1 && args.classes > 1;
-}
-
-// The distance between rows where it is the same for all of them, or 0.
-inline int64_t row_stride(const RowLayout& layout, int64_t row_begin, int64_t n_rows) {
-  if (layout.inner == 1) return layout.outer_stride;
-  return row_begin % layout.inner + n_rows <= layout.inner ? layout.inner_stride : 0;
-}
-
-// The same where they can be turned as a matrix.
+// The distance between rows where they can be transposed as a matrix, or 0.
 template <typename Scalar>
 int64_t matrix_stride(const RowLayout& layout, int64_t classes, int64_t row_begin, int64_t n_rows) {
   if (sizeof(Scalar) > sizeof(float) || layout.class_stride != 1 || classes < 4 || n_rows < 4) return 0;
@@ -164,11 +153,11 @@ void scatter_columns(const compute_t<Scalar>* tile, int64_t classes, int64_t row
 }
 
 template <typename Scalar>
-void gather_tile(const FocalLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, compute_t<Scalar>* tile) {
+void gather_tile(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, compute_t<Scalar>* tile) {
   gather_columns(args.logits, args.layout, args.classes, row_begin, n_rows, tile);
 }
 template <typename Scalar>
-void scatter_tile(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
+void scatter_tile(const RowLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
                   const compute_t<Scalar>* tile) {
   scatter_columns(tile, args.classes, row_begin, n_rows, args.grad_layout, args.grad_logits);
 }

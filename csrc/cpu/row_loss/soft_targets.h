@@ -7,7 +7,7 @@
 // it, and for the terms of its classes. saved [3 or 4, rows] = (m, rest, others): the largest logit, the sum of e^(z_j
 // - m) over all other classes, and the sum of a_j over all classes but one above kUnlikely. With that the backward pass
 // reads a row once and writes its gradient. Vectors run along the classes of rows or, where classes are few or rows
-// adjacent, across rows (row_loss_soft_lanes.h); the type of both is that of the computation, and narrower logits are
+// adjacent, across rows (soft_targets_lanes.h); the type of both is that of the computation, and narrower logits are
 // copied.
 #pragma once
 
@@ -30,8 +30,8 @@ class SoftReader {
   using Real = compute_t<Scalar>;
   static constexpr bool kIsDirect = std::is_same_v<Scalar, Real>;
 
-  const FocalLossArgs<Scalar>& args;
-  const bool is_columns_of_memory = is_columns(args);
+  const RowLossArgs<Scalar>& args;
+  const bool is_columns_of_memory = is_across_rows(args.layout, args.classes);
   const bool across = is_columns_of_memory || args.classes <= kFewClasses;  // vectors run across rows
   const bool uniform = !args.target_probs && !(Loss::kTarget == SoftTarget::kClasses && args.class_weight);
   SoftShares<Real> shares;
@@ -41,7 +41,7 @@ class SoftReader {
   SoftRows<Real> rows;
   SoftColumns<Real> columns;
 
-  explicit SoftReader(const FocalLossArgs<Scalar>& given) : args(given) {
+  explicit SoftReader(const RowLossArgs<Scalar>& given) : args(given) {
     const bool weighs_classes = Loss::kTarget == SoftTarget::kClasses && args.class_weight;
     shares = {Real(1) - args.label_smoothing, args.label_smoothing / static_cast<Real>(args.classes),
               weighs_classes ? args.class_weight : constants<Real>().ones, weighs_classes ? 1 : 0};
@@ -101,14 +101,14 @@ class SoftReader {
     }
   }
 
-  // The whole share of the largest class, whose index is in tile.marked where shares are not uniform.
+  // The whole share of the largest class, whose index is in tile.special where shares are not uniform.
   void read_top_shares(int64_t n) {
     for (int64_t r = 0; r < n; ++r) {
       const bool is_label = tile.has_labels && tile.target_logit[r] == tile.likely[r];
       if (uniform) {
         tile.top_share[r] = shares.spread + (is_label ? shares.kept : Real(0));
       } else {
-        const int64_t top = tile.marked[r];
+        const int64_t top = tile.special[r];
         const Real given = args.target_probs ? target(r, top) : (is_label ? Real(1) : Real(0));
         tile.top_share[r] = (shares.kept * given + shares.spread) * shares.weight[top * shares.weight_step];
       }
@@ -271,11 +271,11 @@ class SoftReader {
 };
 
 template <typename Loss, typename Scalar>
-FocalLossSums forward_soft(const FocalLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+RowLossSums forward_soft(const RowLossForward<Scalar>& args, int64_t row_begin, int64_t row_end) {
   using Real = compute_t<Scalar>;
   SoftReader<Loss, Scalar> reader(args);
   auto& tile = reader.tile;
-  FocalLossSums sums{0, 0, -1};
+  RowLossSums sums{0, 0, -1};
   for (int64_t row = row_begin, n; row < row_end; row += n) {
     n = reader.count(row, row_end);
     const int64_t invalid = reader.read(row, n);
@@ -293,9 +293,9 @@ FocalLossSums forward_soft(const FocalLossForward<Scalar>& args, int64_t row_beg
       const bool ignored = tile.has_labels && tile.label[r] == kNoTarget;
       const Real loss = ignored ? Real(0) : tile.row_weight[r] * tile.loss[r];
       args.saved[row + r] = ignored ? Real(0) : tile.shift[r];
-      args.saved[args.rows + row + r] = ignored ? Real(0) : tile.rest[r];
+      args.saved[args.rows + row + r] = ignored ? Real(0) : tile.sum_exp_others[r];
       args.saved[2 * args.rows + row + r] = ignored ? Real(0) : tile.others[r];
-      if constexpr (Loss::kMarked != Marked::kNone) args.saved[3 * args.rows + row + r] = 0;
+      if constexpr (Loss::kSpecialClass != SpecialClass::kNone) args.saved[3 * args.rows + row + r] = 0;
       if (args.row_loss) args.row_loss[row + r] = loss;
       sums.loss += static_cast<double>(loss);
       sums.weight += static_cast<double>(tile.weight[r]);
@@ -305,7 +305,7 @@ FocalLossSums forward_soft(const FocalLossForward<Scalar>& args, int64_t row_beg
 }
 
 template <typename Loss, typename Scalar>
-void backward_soft(const FocalLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
+void backward_soft(const RowLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end) {
   using Real = compute_t<Scalar>;
   SoftReader<Loss, Scalar> reader(args);
   auto& tile = reader.tile;
@@ -318,7 +318,7 @@ void backward_soft(const FocalLossBackward<Scalar>& args, int64_t row_begin, int
     if (!reader.uniform && reader.across) reader.find_largest(n);
     for (int64_t r = 0; r < n; ++r) {
       tile.shift[r] = args.saved[row + r];
-      tile.rest[r] = args.saved[args.rows + row + r];
+      tile.sum_exp_others[r] = args.saved[args.rows + row + r];
       tile.upstream[r] = args.grad_loss[(row + r) * args.grad_stride] / divisor;
       tile.is_zero[r] = (tile.has_labels && tile.label[r] == kNoTarget) || tile.upstream[r] == Real(0) ? 1 : 0;
       tile.gamma_sum[r] = 0;
@@ -327,8 +327,8 @@ void backward_soft(const FocalLossBackward<Scalar>& args, int64_t row_begin, int
     soft_gammas(args, n, tile);
     if (!reader.uniform && !reader.across) {
       for (int64_t r = 0; r < n; ++r) {
-        const bool is_likely = tile.per_sum[r] > kUnlikely<Real>;
-        tile.marked[r] = is_likely ? first_equal(reader.rows.z[r], args.classes, tile.likely[r]) : 0;
+        const bool is_likely = tile.inv_sum_exp[r] > kUnlikely<Real>;
+        tile.special[r] = is_likely ? first_equal(reader.rows.z[r], args.classes, tile.likely[r]) : 0;
       }
     }
     reader.read_top_shares(n);
@@ -363,7 +363,7 @@ FK_VECTOR_CLONES void store_row(const Real* from, int64_t n, Number* to) {
 
 // The gradients of a tile, where they belong or by way of memory in the form that the loops take.
 template <typename Loss, typename Scalar>
-void write_soft_grads(const FocalLossBackward<Scalar>& args, int64_t row, int64_t n, SoftReader<Loss, Scalar>& reader) {
+void write_soft_grads(const RowLossBackward<Scalar>& args, int64_t row, int64_t n, SoftReader<Loss, Scalar>& reader) {
   using Real = compute_t<Scalar>;
   const auto run = [&] { reader.with_gammas([&](auto gammas) { reader.grad_of_classes(n, gammas); }); };
   if (reader.across) {

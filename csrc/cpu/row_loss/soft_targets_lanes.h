@@ -166,7 +166,7 @@ FK_HOST_DEVICE Reals without(const Mask& mask, const Reals& x) {
 template <typename Loss, typename Gammas, typename Reals>
 struct SoftLanes {
   using Real = number_t<Reals>;
-  Reals max, log_s, per_sum, likely, most;
+  Reals max, log_s, inv_sum_exp, likely, most;
   Real epsilon;
   typename Gammas::template Of<Loss, Reals> gammas;
 
@@ -177,7 +177,7 @@ struct SoftLanes {
   FK_HOST_DEVICE Class at(const Reals& v, const Reals& share) const {
     const Reals fall = max - v;
     const ScaledExponential<Reals> parts = exponential_of_fall(fall, most);
-    const Reals e = parts.mantissa * parts.scale, p = e * per_sum;
+    const Reals e = parts.mantissa * parts.scale, p = e * inv_sum_exp;
     if constexpr (kLabelApart<Loss>) {
       return {e, Loss::unlikely_terms(p, Reals(fall + log_s), gammas.at(p), epsilon, share)};
     } else {
@@ -193,32 +193,32 @@ struct SoftLanes {
 };
 
 template <typename Loss, typename Gammas, int64_t n, typename Real>
-FK_HOST_DEVICE SoftLanes<Loss, Gammas, lanes_t<Real, n>> lanes_of_row(const SoftTile<Real>& tile, int64_t r,
-                                                                      Real epsilon, bool detached,
-                                                                      const GammaTableOf<Real>& table) {
-  using Reals = lanes_t<Real, n>;
+FK_HOST_DEVICE SoftLanes<Loss, Gammas, simd_t<Real, n>> lanes_of_row(const SoftTile<Real>& tile, int64_t r,
+                                                                     Real epsilon, bool detached,
+                                                                     const GammaTableOf<Real>& table) {
+  using Reals = simd_t<Real, n>;
   const Reals most = spread<Reals>(-tile.exp_zero[0]);
   return {spread<Reals>(tile.shift[r]),
           spread<Reals>(tile.log_s[r]),
-          spread<Reals>(tile.per_sum[r]),
+          spread<Reals>(tile.inv_sum_exp[r]),
           spread<Reals>(tile.likely[r]),
           most,
           epsilon,
           {spread<Reals>(tile.gamma[r]), detached, most, table}};
 }
 template <typename Loss, typename Gammas, int64_t n, typename Real>
-FK_HOST_DEVICE SoftLanes<Loss, Gammas, lanes_t<Real, n>> lanes_of_rows(const SoftTile<Real>& tile, int64_t r,
-                                                                       Real epsilon, bool detached,
-                                                                       const GammaTableOf<Real>& table) {
-  using Reals = lanes_t<Real, n>;
-  const Reals most = -load_lanes<Reals>(tile.exp_zero);
-  return {load_lanes<Reals>(tile.shift + r),
-          load_lanes<Reals>(tile.log_s + r),
-          load_lanes<Reals>(tile.per_sum + r),
-          load_lanes<Reals>(tile.likely + r),
+FK_HOST_DEVICE SoftLanes<Loss, Gammas, simd_t<Real, n>> lanes_of_rows(const SoftTile<Real>& tile, int64_t r,
+                                                                      Real epsilon, bool detached,
+                                                                      const GammaTableOf<Real>& table) {
+  using Reals = simd_t<Real, n>;
+  const Reals most = -load_simd<Reals>(tile.exp_zero);
+  return {load_simd<Reals>(tile.shift + r),
+          load_simd<Reals>(tile.log_s + r),
+          load_simd<Reals>(tile.inv_sum_exp + r),
+          load_simd<Reals>(tile.likely + r),
           most,
           epsilon,
-          {load_lanes<Reals>(tile.gamma + r), detached, most, table}};
+          {load_simd<Reals>(tile.gamma + r), detached, most, table}};
 }
 
 // Sums over some classes, in parts.
@@ -271,14 +271,14 @@ struct SoftRows {
 
 template <int64_t n, typename Real>
 struct SharesOfRow {
-  using Reals = lanes_t<Real, n>;
+  using Reals = simd_t<Real, n>;
   const Real* target;
   int64_t target_step;
   const SoftShares<Real>& shares;
 
   FK_HOST_DEVICE Reals at(int64_t j) const {
-    const Reals given = shares.kept * load_lanes<Reals>(target + j * target_step) + shares.spread;
-    return given * load_lanes<Reals>(shares.weight + j * shares.weight_step);
+    const Reals given = shares.kept * load_simd<Reals>(target + j * target_step) + shares.spread;
+    return given * load_simd<Reals>(shares.weight + j * shares.weight_step);
   }
 };
 
@@ -298,8 +298,8 @@ struct LargestOfRows {
         rest += sum_exp_except<n, false>(z + begin, count, max, top - begin, tile.exp_zero[0]).first;
       }
       tile.shift[r] = max;
-      tile.marked[r] = static_cast<label_int<Real>>(top);
-      tile.rest[r] = static_cast<Real>(rest);
+      tile.special[r] = static_cast<label_int<Real>>(top);
+      tile.sum_exp_others[r] = static_cast<Real>(rest);
     }
   }
 };
@@ -310,9 +310,9 @@ struct SoftSumsOfRows {
   static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, const SoftShares<Real>& shares,
                                  Real epsilon, bool detached, const GammaTableOf<Real>& table, SoftTile<Real>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Real>;
-    using Reals = lanes_t<Real, n>;
+    using Reals = simd_t<Real, n>;
     using Int = label_int<Real>;
-    using Ints = lanes_t<Int, n>;
+    using Ints = simd_t<Int, n>;
     const int64_t classes = rows.classes, whole = classes & -n;
     const auto fold = [](const Reals& v) { return static_cast<double>(fold_lanes(v, Sum{})); };
     const Reals one_share = spread<Reals>(kLabelApart<Loss> ? shares.spread : Real(1));
@@ -321,7 +321,7 @@ struct SoftSumsOfRows {
       const auto lanes = lanes_of_row<Loss, Gammas, n>(tile, r, epsilon, detached, table);
       const SharesOfRow<n, Real> share{rows.target[r], tile.target_step, shares};
       [[maybe_unused]] const Ints label = spread<Ints>(tile.label[r]);
-      [[maybe_unused]] Ints index = load_lanes<Ints>(kFirst<Int>);
+      [[maybe_unused]] Ints index = load_simd<Ints>(kFirst<Int>);
       SoftSums<kGamma, Reals, double> sums;
       const auto terms_of = [&](const Reals& v, int64_t j) __attribute__((always_inline)) {
         ClassTerms<Reals> terms = lanes.at(v, kUniform ? one_share : share.at(j)).terms;
@@ -333,7 +333,7 @@ struct SoftSumsOfRows {
       while (j < whole) {
         const int64_t stop = std::min(whole, j + kSoftPart * n);
         for (; j < stop; j += n) {
-          sums.add(terms_of(load_lanes<Reals>(z + j), j));
+          sums.add(terms_of(load_simd<Reals>(z + j), j));
           if constexpr (kUniform && kLabelApart<Loss>) index += static_cast<Int>(n);
         }
         sums.flush(fold);
@@ -342,8 +342,8 @@ struct SoftSumsOfRows {
         const int64_t begin = classes - n;
         if constexpr (kUniform && kLabelApart<Loss>) index -= static_cast<Int>(whole - begin);
         // Classes that were added before are left out as a likely one is.
-        const Reals first = load_lanes<Reals>(tile.first), done = spread<Reals>(static_cast<Real>(whole - begin));
-        const Reals v = load_lanes<Reals>(z + begin);
+        const Reals first = load_simd<Reals>(tile.first), done = spread<Reals>(static_cast<Real>(whole - begin));
+        const Reals v = load_simd<Reals>(z + begin);
         sums.add(terms_of(Reals(first < done ? lanes.likely : v), begin));
         sums.flush(fold);
       }
@@ -370,7 +370,7 @@ struct SoftGradOfRows {
                                  Real epsilon, bool detached, const GammaTableOf<Real>& table, const Real* class_weight,
                                  int64_t class_weight_step, SoftTile<Real>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Real>;
-    using Reals = lanes_t<Real, n>;
+    using Reals = simd_t<Real, n>;
     const int64_t classes = rows.classes, whole = classes & -n;
     const Reals one_share = spread<Reals>(kLabelApart<Loss> ? shares.spread : Real(1));
     for (int64_t r = 0; r < n_rows; ++r) {
@@ -386,18 +386,18 @@ struct SoftGradOfRows {
       const Reals p_factor = spread<Reals>(tile.p_factor[r]), share_factor = spread<Reals>(tile.share_factor[r]);
       const Reals top_grad = spread<Reals>(tile.top_grad[r]);
       const auto grad_at = [&](int64_t j) __attribute__((always_inline)) {
-        const Reals v = load_lanes<Reals>(z + j);
+        const Reals v = load_simd<Reals>(z + j);
         const auto of_class = lanes.at(v, kUniform ? one_share : share.at(j));
         const Reals value = of_class.e * p_factor - of_class.terms.slope * share_factor;
-        if (grad) store_lanes(Reals(v == lanes.likely ? top_grad : value), grad + j);
+        if (grad) store_simd(Reals(v == lanes.likely ? top_grad : value), grad + j);
         if constexpr (!kUniform) {
           if (grad_target) {
             const Reals top = spread<Reals>(tile.top_share_grad[r]);
             const Reals of_share = v == lanes.likely ? top : of_class.terms.grad_share;
-            const Reals weight = load_lanes<Reals>(class_weight + j * class_weight_step);
-            store_lanes(share_grad<Reals, Real>(of_share, spread<Reals>(tile.share_grad_factor[r]), weight,
-                                                spread<Reals>(tile.weight_grad[r]), kLabelApart<Loss>),
-                        grad_target + j);
+            const Reals weight = load_simd<Reals>(class_weight + j * class_weight_step);
+            store_simd(share_grad<Reals, Real>(of_share, spread<Reals>(tile.share_grad_factor[r]), weight,
+                                               spread<Reals>(tile.weight_grad[r]), kLabelApart<Loss>),
+                       grad_target + j);
           }
         }
       };
@@ -424,9 +424,9 @@ struct SoftColumns {
 };
 
 struct LargestIsLeftOut {
-  static constexpr bool kLargestIsLeftOut = true;
+  static constexpr bool kSumExcludesTop = true;
   static constexpr bool kSquares = false;
-  static constexpr Marked kMarked = Marked::kLargest;
+  static constexpr SpecialClass kSpecialClass = SpecialClass::kLargest;
 };
 
 struct LargestOfColumns {
@@ -434,18 +434,18 @@ struct LargestOfColumns {
   static FK_HOST_DEVICE void run(const SoftColumns<Real>& columns, int64_t n_rows, SoftTile<Real>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Real>;
     using Lanes = SumsOfLanes<LargestIsLeftOut, Real, n>;
-    using Reals = lanes_t<Real, n>;
+    using Reals = simd_t<Real, n>;
     for (int64_t row = 0; row < n_rows; row += n) {
       const int64_t r = std::min(row, n_rows - n);
       Lanes sums(tile, r);
       const Real* z = columns.z + r;
       for (int64_t c = 0; c < columns.classes; ++c) {
-        sums.look(load_lanes<Reals>(z + c * columns.stride), static_cast<typename Lanes::Int>(c));
+        sums.look(load_simd<Reals>(z + c * columns.stride), static_cast<typename Lanes::Int>(c));
       }
       Reals all{}, squares{};
       for (int64_t c = 0; c < columns.classes;) {
         const int64_t stop = std::min(columns.classes, c + kSoftPart);
-        for (; c < stop; ++c) sums.add(load_lanes<Reals>(z + c * columns.stride));
+        for (; c < stop; ++c) sums.add(load_simd<Reals>(z + c * columns.stride));
         sums.move_sums(all, squares);
       }
       sums.rest = all;
@@ -455,10 +455,10 @@ struct LargestOfColumns {
 };
 
 template <int64_t n, typename Real>
-FK_HOST_DEVICE lanes_t<Real, n> share_of_columns(const SoftColumns<Real>& columns, const SoftShares<Real>& shares,
-                                                 int64_t c, int64_t r) {
-  using Reals = lanes_t<Real, n>;
-  const Reals target = load_lanes<Reals>(columns.target + c * columns.target_stride + r);
+FK_HOST_DEVICE simd_t<Real, n> share_of_columns(const SoftColumns<Real>& columns, const SoftShares<Real>& shares,
+                                                int64_t c, int64_t r) {
+  using Reals = simd_t<Real, n>;
+  const Reals target = load_simd<Reals>(columns.target + c * columns.target_stride + r);
   return (shares.kept * target + shares.spread) * shares.weight[c * shares.weight_step];
 }
 
@@ -468,22 +468,22 @@ struct SoftSumsOfColumns {
   static FK_HOST_DEVICE void run(const SoftColumns<Real>& columns, int64_t n_rows, const SoftShares<Real>& shares,
                                  Real epsilon, bool detached, const GammaTableOf<Real>& table, SoftTile<Real>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Real>;
-    using Reals = lanes_t<Real, n>;
+    using Reals = simd_t<Real, n>;
     using Int = label_int<Real>;
-    using Ints = lanes_t<Int, n>;
-    using Doubles = lanes_t<double, n>;
+    using Ints = simd_t<Int, n>;
+    using Doubles = simd_t<double, n>;
     const auto fold = [](const Reals& v) { return __builtin_convertvector(v, Doubles); };
     const Reals one_share = spread<Reals>(kLabelApart<Loss> ? shares.spread : Real(1));
     for (int64_t row = 0; row < n_rows; row += n) {
       const int64_t r = std::min(row, n_rows - n);
       const auto lanes = lanes_of_rows<Loss, Gammas, n>(tile, r, epsilon, detached, table);
-      [[maybe_unused]] const Ints label = load_lanes<Ints>(tile.label + r);
+      [[maybe_unused]] const Ints label = load_simd<Ints>(tile.label + r);
       [[maybe_unused]] Ints index{};
       SoftSums<kGamma, Reals, Doubles> sums;
       for (int64_t c = 0; c < columns.classes;) {
         const int64_t stop = std::min(columns.classes, c + 2 * kSoftPart);
         for (; c < stop; ++c) {
-          const Reals v = load_lanes<Reals>(columns.z + c * columns.stride + r);
+          const Reals v = load_simd<Reals>(columns.z + c * columns.stride + r);
           ClassTerms<Reals> terms =
               lanes.at(v, kUniform ? one_share : share_of_columns<n>(columns, shares, c, r)).terms;
           leave_out(v == lanes.likely, terms);
@@ -495,9 +495,9 @@ struct SoftSumsOfColumns {
         }
         sums.flush(fold);
       }
-      store_lanes(__builtin_convertvector(sums.all_loss, Reals), tile.loss_sum + r);
-      store_lanes(__builtin_convertvector(sums.all_grad, Reals), tile.grad_sum + r);
-      if constexpr (kGamma) store_lanes(__builtin_convertvector(sums.all_gamma, Reals), tile.gamma_sum + r);
+      store_simd(__builtin_convertvector(sums.all_loss, Reals), tile.loss_sum + r);
+      store_simd(__builtin_convertvector(sums.all_grad, Reals), tile.grad_sum + r);
+      if constexpr (kGamma) store_simd(__builtin_convertvector(sums.all_gamma, Reals), tile.gamma_sum + r);
     }
   }
 };
@@ -509,37 +509,36 @@ struct SoftGradOfColumns {
                                  Real epsilon, bool detached, const GammaTableOf<Real>& table, const Real* class_weight,
                                  int64_t class_weight_step, SoftTile<Real>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Real>;
-    using Reals = lanes_t<Real, n>;
+    using Reals = simd_t<Real, n>;
     using Int = label_int<Real>;
-    using Ints = lanes_t<Int, n>;
+    using Ints = simd_t<Int, n>;
     const Reals one_share = spread<Reals>(kLabelApart<Loss> ? shares.spread : Real(1));
     for (int64_t row = 0; row < n_rows; row += n) {
       const int64_t r = std::min(row, n_rows - n);
       const auto lanes = lanes_of_rows<Loss, Gammas, n>(tile, r, epsilon, detached, table);
-      const Reals p_factor = load_lanes<Reals>(tile.p_factor + r);
-      const Reals share_factor = load_lanes<Reals>(tile.share_factor + r);
-      const Reals top_grad = load_lanes<Reals>(tile.top_grad + r), label_grad = load_lanes<Reals>(tile.label_grad + r);
-      const Reals is_zero = load_lanes<Reals>(tile.is_zero + r);
-      const Ints label = load_lanes<Ints>(tile.label + r);
+      const Reals p_factor = load_simd<Reals>(tile.p_factor + r);
+      const Reals share_factor = load_simd<Reals>(tile.share_factor + r);
+      const Reals top_grad = load_simd<Reals>(tile.top_grad + r), label_grad = load_simd<Reals>(tile.label_grad + r);
+      const Reals is_zero = load_simd<Reals>(tile.is_zero + r);
+      const Ints label = load_simd<Ints>(tile.label + r);
       Ints index{};
       for (int64_t c = 0; c < columns.classes; ++c, index += Int(1)) {
-        const Reals v = load_lanes<Reals>(columns.z + c * columns.stride + r);
+        const Reals v = load_simd<Reals>(columns.z + c * columns.stride + r);
         const auto of_class = lanes.at(v, kUniform ? one_share : share_of_columns<n>(columns, shares, c, r));
         if (columns.grad) {
           Reals value = of_class.e * p_factor - of_class.terms.slope * share_factor;
           value = v == lanes.likely ? top_grad : value;
           value = index == label ? label_grad : value;
-          store_lanes(Reals(is_zero > Reals{} ? Reals{} : value), columns.grad + c * columns.grad_stride + r);
+          store_simd(Reals(is_zero > Reals{} ? Reals{} : value), columns.grad + c * columns.grad_stride + r);
         }
         if constexpr (!kUniform) {
           if (columns.grad_target) {
-            const Reals top = load_lanes<Reals>(tile.top_share_grad + r);
+            const Reals top = load_simd<Reals>(tile.top_share_grad + r);
             const Reals of_share = v == lanes.likely ? top : of_class.terms.grad_share;
             const Reals weight = Reals{} + class_weight[c * class_weight_step];
-            const Reals value = share_grad<Reals, Real>(of_share, load_lanes<Reals>(tile.share_grad_factor + r), weight,
-                                                        load_lanes<Reals>(tile.weight_grad + r), kLabelApart<Loss>);
-            store_lanes(Reals(is_zero > Reals{} ? Reals{} : value),
-                        columns.grad_target + c * columns.target_stride + r);
+            const Reals value = share_grad<Reals, Real>(of_share, load_simd<Reals>(tile.share_grad_factor + r), weight,
+                                                        load_simd<Reals>(tile.weight_grad + r), kLabelApart<Loss>);
+            store_simd(Reals(is_zero > Reals{} ? Reals{} : value), columns.grad_target + c * columns.target_stride + r);
           }
         }
       }

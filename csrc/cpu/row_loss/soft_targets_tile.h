@@ -19,14 +19,14 @@ template <typename Real>
 FK_VECTOR_CLONES void soft_numbers(int64_t n_rows, SoftTile<Real>& tile) {
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    const Real max = tile.shift[r], rest = tile.rest[r];
+    const Real max = tile.shift[r], rest = tile.sum_exp_others[r];
     // m - m is NaN for an infinite m, which the sum over the others would not show.
     const Real log_s = log_of_unit_sum(Real(1), rest) + (max - max);
-    const Real per_sum = Real(1) / (Real(1) + rest) + (max - max);
+    const Real inv_sum_exp = Real(1) / (Real(1) + rest) + (max - max);
     tile.log_s[r] = log_s;
-    tile.per_sum[r] = per_sum;
+    tile.inv_sum_exp[r] = inv_sum_exp;
     const Real above_all = (max + (max < Real(0) ? -max : max)) + (Real(1) + (max - max));
-    tile.likely[r] = per_sum > kUnlikely<Real> ? max : above_all;
+    tile.likely[r] = inv_sum_exp > kUnlikely<Real> ? max : above_all;
     // Also of a denormal sum, which `logarithm` takes for 0: log_s is not 0 there, and log u times it has to be finite.
     tile.log_u[r] = log_of_unit_sum(rest, Real(0)) - log_s;
     tile.log_p[r] = (tile.target_logit[r] - max) - log_s;
@@ -35,9 +35,9 @@ FK_VECTOR_CLONES void soft_numbers(int64_t n_rows, SoftTile<Real>& tile) {
 
 // The gammas of the largest class and of the label.
 template <typename Scalar>
-void soft_gammas(const FocalLossArgs<Scalar>& args, int64_t n_rows, SoftTile<compute_t<Scalar>>& tile) {
+void soft_gammas(const RowLossArgs<Scalar>& args, int64_t n_rows, SoftTile<compute_t<Scalar>>& tile) {
   if (args.edges) {
-    look_up_gamma(tile.per_sum, n_rows, args.edges, args.gamma, args.n_bins, tile.top_gamma);
+    look_up_gamma(tile.inv_sum_exp, n_rows, args.edges, args.gamma, args.n_bins, tile.top_gamma);
     look_up_gamma_of_log(tile.log_p, n_rows, args.edges, args.gamma, args.n_bins, tile.label_gamma);
   } else {
     std::copy_n(tile.gamma, n_rows, tile.top_gamma);
@@ -67,7 +67,7 @@ FK_VECTOR_CLONES void soft_losses(int64_t n_rows, Real epsilon, bool detach_modu
     const Real likely = tile.likely[r];
     const ClassTerms<Real> top = terms_of_top<Loss>(tile, r, epsilon, detached > Real(0));
     const ClassTerms<Real> label = terms_of_label<Loss>(tile, r, epsilon, detached > Real(0), tile.label_share[r]);
-    const bool with_top = tile.per_sum[r] > kUnlikely<Real>;
+    const bool with_top = tile.inv_sum_exp[r] > kUnlikely<Real>;
     const bool with_label = (has_labels > Real(0)) & !(tile.target_logit[r] == likely);
     const Real of_label = with_label ? label.loss : Real(0), of_top = with_top ? top.loss : Real(0);
     const Real a_label = with_label ? label.slope : Real(0);
@@ -84,18 +84,18 @@ FK_VECTOR_CLONES void soft_grads(int64_t n_rows, Real epsilon, bool detach_modul
   const Real has_labels = tile.has_labels ? 1 : 0;
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
-    const Real likely = tile.likely[r], per_sum = tile.per_sum[r], others = tile.others[r];
+    const Real likely = tile.likely[r], inv_sum_exp = tile.inv_sum_exp[r], others = tile.others[r];
     const ClassTerms<Real> top = terms_of_top<Loss>(tile, r, epsilon, detached > Real(0));
     const ClassTerms<Real> label = terms_of_label<Loss>(tile, r, epsilon, detached > Real(0), tile.label_share[r]);
-    const bool with_top = tile.per_sum[r] > kUnlikely<Real>;
+    const bool with_top = tile.inv_sum_exp[r] > kUnlikely<Real>;
     const bool label_is_top = tile.target_logit[r] == likely;
     const bool with_label = (has_labels > Real(0)) & !label_is_top;
     const Real scale = tile.upstream[r] * tile.row_weight[r];
     const Real all = others + (with_top ? top.slope : Real(0));
-    const Real p_label = exponential(tile.target_logit[r] - tile.shift[r]) * per_sum;
-    const Real top_grad = scale * (per_sum * others - tile.rest[r] * per_sum * top.slope);
+    const Real p_label = exponential(tile.target_logit[r] - tile.shift[r]) * inv_sum_exp;
+    const Real top_grad = scale * (inv_sum_exp * others - tile.sum_exp_others[r] * inv_sum_exp * top.slope);
     const Real label_grad = scale * (p_label * all - label.slope);
-    tile.p_factor[r] = scale * all * per_sum;
+    tile.p_factor[r] = scale * all * inv_sum_exp;
     tile.share_factor[r] = scale * uniform_share;
     tile.top_grad[r] = top_grad;
     tile.label_grad[r] = label_is_top ? top_grad : label_grad;

@@ -4,15 +4,14 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cpu/row_loss/plan.h"
 #include "cpu/simd/math.h"
-#include "kernels.h"
+#include "kernels/row_loss.h"
 #include "math/row_loss.h"
 
 namespace focalkern::cpu {
 namespace {
 
-constexpr int64_t kTileRows = 64;        // rows whose scalars are finished together; also the width of a column tile
-constexpr int64_t kFewClasses = 32;      // up to here a transposed tile wastes less than padding a row to full vectors
 constexpr int64_t kBlock = 4096;         // logits of a row that are looked at twice while in the first-level cache
 constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
 constexpr int64_t kAhead = 2048;         // how many logits ahead a prefetch reaches along a row
@@ -30,7 +29,7 @@ constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
 // whole row, and the target's term is 1. Only of rows where that makes the sum too large, which are rare, the largest
 // is looked for.
 template <typename Loss>
-constexpr bool kSumOnly = Loss::kMarked == Marked::kNone && !Loss::kSquares;
+constexpr bool kSumOnly = Loss::kSpecialClass == SpecialClass::kNone && !Loss::kSquares;
 // No term of such a sum has more than e^16: of larger differences, rounding would show.
 template <typename Real>
 constexpr Real kLargestSum = Real(0x1p23);
@@ -43,25 +42,25 @@ struct alignas(64) Tile {
   label_int<Real> label[kTileRows];
   Real weight[kTileRows];
   Real gamma[kTileRows];
-  Real shift[kTileRows];              // m, the largest logit or that of the target (kSumOnly)
-  Real rest[kTileRows];               // sum of exp(z_j - m) over every class but the one left out
-  Real squares[kTileRows];            // sum of exp(z_j - m)^2 over the same classes, then of p_j^2
-  Real gap[kTileRows];                // logit of the marked class minus that of the target
-  label_int<Real> marked[kTileRows];  // or kNoTarget
-  Real target_logit[kTileRows];       // z_y
-  Real log_s[kTileRows];              // log sum_j exp(z_j - m)
+  Real shift[kTileRows];               // m, the largest logit or that of the target (kSumOnly)
+  Real sum_exp_others[kTileRows];      // sum of exp(z_j - m) over every class but the one left out
+  Real squares[kTileRows];             // sum of exp(z_j - m)^2 over the same classes, then of p_j^2
+  Real gap[kTileRows];                 // logit of the special class minus that of the target
+  label_int<Real> special[kTileRows];  // or kNoTarget
+  Real target_logit[kTileRows];        // z_y
+  Real log_s[kTileRows];               // log sum_j exp(z_j - m)
   Real log_p[kTileRows];
   Real log_u[kTileRows];
   Real loss[kTileRows];
   Real upstream[kTileRows];       // the gradient of the row's loss
   Real factor[kTileRows];         // what multiplies e^(z_j - m) in the gradient
   Real square_factor[kTileRows];  // what multiplies e^(2 (z_j - m))
-  Real target_slope[kTileRows];   // the gradient of the target's logit
-  Real marked_slope[kTileRows];   // and of the marked class's
+  Real target_grad[kTileRows];    // the gradient of the target's logit
+  Real special_grad[kTileRows];   // and of the special class's
   Real grad_gamma[kTileRows];
-  Real p[kTileRows];        // of the target; this and the next five of the focal loss alone
-  Real per_sum[kTileRows];  // 1 / sum_j exp(z_j - m)
-  Real minus_u[kTileRows];  // p - 1, with all its digits
+  Real p[kTileRows];            // of the target; this and the next five of the focal loss alone
+  Real inv_sum_exp[kTileRows];  // 1 / sum_j exp(z_j - m)
+  Real p_minus_one[kTileRows];  // p - 1, with all its digits
   Real minus_log_p[kTileRows];
   Real base[kTileRows];  // of the factor
   Real log_base[kTileRows];
@@ -78,11 +77,11 @@ FK_HOST_DEVICE void prefetch(const void* address) { __builtin_prefetch(address);
 
 // The slopes of classes that are not like the rest.
 template <typename Loss, typename Scalar>
-FK_HOST_DEVICE void store_marked_slopes(const Tile<compute_t<Scalar>>& tile, int64_t r, Scalar* grad) {
-  if constexpr (Loss::kMarked != Marked::kNone) {
-    if (tile.marked[r] != kNoTarget) grad[tile.marked[r]] = Store<Scalar>::from_compute(tile.marked_slope[r]);
+FK_HOST_DEVICE void store_special_grads(const Tile<compute_t<Scalar>>& tile, int64_t r, Scalar* grad) {
+  if constexpr (Loss::kSpecialClass != SpecialClass::kNone) {
+    if (tile.special[r] != kNoTarget) grad[tile.special[r]] = Store<Scalar>::from_compute(tile.special_grad[r]);
   }
-  if (tile.label[r] != kNoTarget) grad[tile.label[r]] = Store<Scalar>::from_compute(tile.target_slope[r]);
+  if (tile.label[r] != kNoTarget) grad[tile.label[r]] = Store<Scalar>::from_compute(tile.target_grad[r]);
 }
 
 // Offsets of one row after another, without two divisions each.

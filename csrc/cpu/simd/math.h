@@ -109,7 +109,7 @@ struct RootsOfTwo<8> {
 template <typename Reals>
 FK_HOST_DEVICE ScaledExponential<Reals> exponential_by_table(const Reals& x) {
   using Roots = RootsOfTwo<sizeof(Reals) / sizeof(float)>;
-  using Bits = lanes_t<uint32_t, sizeof(Reals) / sizeof(float)>;  // whose sums wrap
+  using Bits = simd_t<uint32_t, sizeof(Reals) / sizeof(float)>;  // whose sums wrap
   constexpr float kRoundToInt = detail::Format<float>::kRoundToInt;
   constexpr float kStepsToZero = kExpZero<float> * Roots::kPerLn2 + 127 * (1 << Roots::kBits);
   static_assert(kStepsToZero > -0.5f && kStepsToZero < 0.5f);

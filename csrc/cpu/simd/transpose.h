@@ -1,10 +1,10 @@
-// Rows of few adjacent classes, turned into columns in the type of the computation, and back.
+// Rows of few adjacent classes, transposed into columns in the type of the computation, and back.
 //
 //   to_columns  in [n_rows, classes] of Scalar  -> out [classes, stride] of compute_t<Scalar>
 //   to_rows     in [classes, stride] of compute_t<Scalar> -> out [n_rows, classes] of Scalar
 //
-// Squares of four fit any vector unit. With AVX-512 sixteen rows are turned together, four words of each at a time, and
-// two half-precision numbers are one word, converted in the register that turns them.
+// Squares of four fit any vector unit. With AVX-512 sixteen rows are transposed together, four words of each at a time,
+// and two half-precision numbers are one word, converted in the register that turns them.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,13 @@
 #include "math/portable.h"
 
 namespace focalkern::cpu {
+
+constexpr int64_t kWideRows = 16;                // rows that AVX-512 transposes in registers
+constexpr int64_t kFarthest = int64_t(1) << 30;  // elements that an offset in 32 bits reaches
+
+// Classes of four 32-bit words.
+constexpr int64_t wide_classes(int64_t scalar_size) { return 16 / scalar_size; }
+
 namespace {
 
 // in [n_rows, in_stride] -> out [n_columns, out_stride]; the last squares overlap their neighbours. Needs at least four
@@ -31,7 +38,7 @@ FK_HOST_DEVICE void transpose_by_four(const Scalar* in, int64_t in_stride, int64
       const int64_t column = std::min(c, n_columns - 4);
       Four line[4];
       for (int64_t i = 0; i < 4; ++i) std::memcpy(&line[i], in + (row + i) * in_stride + column, sizeof(Four));
-      turn_four(line);
+      transpose_4x4(line);
       for (int64_t i = 0; i < 4; ++i) std::memcpy(out + (column + i) * out_stride + row, &line[i], sizeof(Four));
     }
   }
@@ -40,7 +47,7 @@ FK_HOST_DEVICE void transpose_by_four(const Scalar* in, int64_t in_stride, int64
 #ifdef FK_HAS_AVX512_CODE
 
 // Squares of four words in every quarter of the registers: an involution.
-FK_AVX512 inline __attribute__((always_inline)) void turn_quarters(__m512i (&v)[4]) {
+FK_AVX512 inline __attribute__((always_inline)) void transpose_quarters(__m512i (&v)[4]) {
   const __m512i low01 = _mm512_unpacklo_epi32(v[0], v[1]), high01 = _mm512_unpackhi_epi32(v[0], v[1]);
   const __m512i low23 = _mm512_unpacklo_epi32(v[2], v[3]), high23 = _mm512_unpackhi_epi32(v[2], v[3]);
   v[0] = _mm512_unpacklo_epi64(low01, low23);
@@ -168,11 +175,8 @@ FK_AVX512 inline __attribute__((always_inline)) __m512 gathered(const Scalar* fr
   }
 }
 
-constexpr int64_t kWideRows = 16;
-constexpr int64_t kFarthest = int64_t(1) << 30;  // how far places may reach, in 32 bits
-
 template <typename Scalar>
-constexpr int64_t kWideClasses = 16 / sizeof(Scalar);  // of four words
+constexpr int64_t kWideClasses = wide_classes(sizeof(Scalar));
 
 // The last words of a row and the last rows overlap their neighbours.
 template <int64_t kStride, typename Scalar>
@@ -189,7 +193,7 @@ FK_AVX512 void wide_to_columns(const Scalar* in, int64_t in_stride, int64_t n_ro
       }
       __m512i v[4];
       RowsOfSixteen<const Scalar>(from, in_stride).load(v);
-      turn_quarters(v);
+      transpose_quarters(v);
       for (int64_t i = 0; i < 4; ++i) {
         if constexpr (sizeof(Scalar) == sizeof(float)) {
           _mm512_storeu_si512(to + i * kStride, v[i]);
@@ -225,7 +229,7 @@ FK_AVX512 void wide_to_rows(const float* in, int64_t n_rows, int64_t classes, Sc
                                     _mm512_loadu_si512(from + (2 * i + 1) * kStride));
         }
       }
-      turn_quarters(v);
+      transpose_quarters(v);
       RowsOfSixteen<Scalar>(to, out_stride).store(v);
     }
   }
@@ -233,7 +237,7 @@ FK_AVX512 void wide_to_rows(const float* in, int64_t n_rows, int64_t classes, Sc
 
 #endif  // FK_HAS_AVX512_CODE
 
-constexpr int64_t kTurnedClasses = 32;  // of half precision at a time
+constexpr int64_t kTransposedClasses = 32;  // of half precision at a time
 
 // In whole blocks that overlap, where there are that many classes.
 template <int64_t kStride, typename Scalar>
@@ -242,13 +246,13 @@ FK_VECTOR_CLONES void narrow_to_columns(const Scalar* in, int64_t in_stride, int
   if constexpr (sizeof(Scalar) == sizeof(float)) {
     transpose_by_four(in, in_stride, n_rows, classes, out, kStride);
   } else {
-    Scalar turned[kTurnedClasses * kStride];
-    const int64_t width = std::min(classes, kTurnedClasses);
+    Scalar transposed[kTransposedClasses * kStride];
+    const int64_t width = std::min(classes, kTransposedClasses);
     for (int64_t c = 0; c < classes; c += width) {
       const int64_t begin = std::min(c, classes - width);
-      transpose_by_four(in + begin, in_stride, n_rows, width, turned, kStride);
+      transpose_by_four(in + begin, in_stride, n_rows, width, transposed, kStride);
       for (int64_t k = 0; k < width; ++k) {
-        const Scalar* from = turned + k * kStride;
+        const Scalar* from = transposed + k * kStride;
         float* to = out + (begin + k) * kStride;
 #pragma omp simd
         for (int64_t r = 0; r < n_rows; ++r) to[r] = load_as_compute(from[r]);
@@ -263,17 +267,17 @@ FK_VECTOR_CLONES void narrow_to_rows(const float* in, int64_t n_rows, int64_t cl
   if constexpr (sizeof(Scalar) == sizeof(float)) {
     transpose_by_four(in, kStride, classes, n_rows, out, out_stride);
   } else {
-    Scalar turned[kTurnedClasses * kStride];
-    const int64_t width = std::min(classes, kTurnedClasses);
+    Scalar transposed[kTransposedClasses * kStride];
+    const int64_t width = std::min(classes, kTransposedClasses);
     for (int64_t c = 0; c < classes; c += width) {
       const int64_t begin = std::min(c, classes - width);
       for (int64_t k = 0; k < width; ++k) {
         const float* from = in + (begin + k) * kStride;
-        Scalar* to = turned + k * kStride;
+        Scalar* to = transposed + k * kStride;
 #pragma omp simd
         for (int64_t r = 0; r < n_rows; ++r) to[r] = Store<Scalar>::from_compute(from[r]);
       }
-      transpose_by_four(turned, kStride, width, n_rows, out + begin, out_stride);
+      transpose_by_four(transposed, kStride, width, n_rows, out + begin, out_stride);
     }
   }
 }

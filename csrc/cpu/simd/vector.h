@@ -31,7 +31,7 @@ struct VectorOf {
   using type [[gnu::vector_size(n * sizeof(Number))]] = Number;
 };
 template <typename Number, int64_t n>
-using lanes_t = typename VectorOf<Number, n>::type;
+using simd_t = typename VectorOf<Number, n>::type;
 
 // How many numbers of the computation, or classes of a row, are in one vector of so many bytes.
 template <int64_t bytes, typename Scalar>
@@ -49,7 +49,7 @@ FK_HOST_DEVICE To lanes_cast(const From& from) {
 
 // Squares of four numbers turned: an involution.
 template <typename Four>
-FK_HOST_DEVICE void turn_four(Four (&v)[4]) {
+FK_HOST_DEVICE void transpose_4x4(Four (&v)[4]) {
 #ifdef FK_HAS_SHUFFLEVECTOR
   const Four low01 = __builtin_shufflevector(v[0], v[1], 0, 4, 1, 5);
   const Four high01 = __builtin_shufflevector(v[0], v[1], 2, 6, 3, 7);
@@ -83,7 +83,7 @@ FK_HOST_DEVICE Words upper_halves(const Halves& halves, std::index_sequence<inde
 }
 
 template <typename Vector, typename Number>
-FK_HOST_DEVICE Vector load_lanes(const Number* from) {
+FK_HOST_DEVICE Vector load_simd(const Number* from) {
   using Lane = std::remove_reference_t<decltype(std::declval<Vector&>()[0])>;
   constexpr int64_t n = sizeof(Vector) / sizeof(Lane);
   if constexpr (std::is_same_v<Number, Lane>) {
@@ -91,9 +91,9 @@ FK_HOST_DEVICE Vector load_lanes(const Number* from) {
     std::memcpy(&lanes, from, sizeof(Vector));
     return lanes;
   } else {
-    lanes_t<uint16_t, n> halves;
+    simd_t<uint16_t, n> halves;
     std::memcpy(&halves, from, sizeof(halves));
-    using Words = lanes_t<uint32_t, n>;
+    using Words = simd_t<uint32_t, n>;
     if constexpr (std::is_same_v<Number, BFloat16>) {
       return lanes_cast<Vector>(upper_halves<Words>(halves, std::make_index_sequence<2 * n>()));
     } else {
@@ -108,13 +108,13 @@ FK_HOST_DEVICE Vector load_lanes(const Number* from) {
 }
 
 template <typename Vector, typename Number>
-FK_HOST_DEVICE void store_lanes(const Vector& lanes, Number* to) {
+FK_HOST_DEVICE void store_simd(const Vector& lanes, Number* to) {
   using Lane = std::remove_cvref_t<decltype(lanes[0])>;
   constexpr int64_t n = sizeof(Vector) / sizeof(Lane);
   if constexpr (std::is_same_v<Number, Lane>) {
     std::memcpy(to, &lanes, sizeof(Vector));
   } else {
-    using Words = lanes_t<uint32_t, n>;
+    using Words = simd_t<uint32_t, n>;
     Words bits = lanes_cast<Words>(lanes);
     if constexpr (std::is_same_v<Number, BFloat16>) {
       bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -128,7 +128,7 @@ FK_HOST_DEVICE void store_lanes(const Vector& lanes, Number* to) {
       const Words finite = size < least_normal ? lanes_cast<Words>(size + 0.5f) - 0x3f000000u : normal;
       bits = (lanes == lanes ? finite : Words{} + 0x7e00u) | sign;
     }
-    const auto halves = __builtin_convertvector(bits, lanes_t<uint16_t, n>);
+    const auto halves = __builtin_convertvector(bits, simd_t<uint16_t, n>);
     std::memcpy(to, &halves, sizeof(halves));
   }
 }
@@ -160,20 +160,20 @@ struct ClassGroup {
   static constexpr bool kIsPairs = std::is_same_v<Scalar, BFloat16> && std::endian::native == std::endian::little;
   static constexpr int64_t kVectors = kIsPairs ? 2 : 1;
   static constexpr int64_t kClasses = n * kVectors;
-  using Reals = lanes_t<compute_t<Scalar>, n>;
-  using Ints = lanes_t<typename detail::Format<compute_t<Scalar>>::Int, n>;
+  using Reals = simd_t<compute_t<Scalar>, n>;
+  using Ints = simd_t<typename detail::Format<compute_t<Scalar>>::Int, n>;
 
   // Of the first vector; those of the second are one more each.
   static FK_HOST_DEVICE Ints first_classes() {
     using Int = typename detail::Format<compute_t<Scalar>>::Int;
-    return load_lanes<Ints>(kFirst<Int>) * static_cast<Int>(kVectors);
+    return load_simd<Ints>(kFirst<Int>) * static_cast<Int>(kVectors);
   }
 
   static FK_HOST_DEVICE void load(const Scalar* from, Reals (&v)[kVectors]) {
     if constexpr (kVectors == 1) {
-      v[0] = load_lanes<Reals>(from);
+      v[0] = load_simd<Reals>(from);
     } else {
-      using Words = lanes_t<uint32_t, n>;
+      using Words = simd_t<uint32_t, n>;
       Words words;
       std::memcpy(&words, from, sizeof(words));
       v[0] = lanes_cast<Reals>(Words(words << 16));
@@ -184,7 +184,7 @@ struct ClassGroup {
   // A NaN has to be a plain one, which rounding leaves one.
   static FK_HOST_DEVICE void store(const Reals (&v)[kVectors], Scalar* to) {
     if constexpr (kVectors == 1) {
-      store_lanes(v[0], to);
+      store_simd(v[0], to);
     } else {
       const auto words = (rounded(v[0]) >> 16) | (rounded(v[1]) & 0xffff0000u);
       std::memcpy(to, &words, sizeof(words));
@@ -196,8 +196,8 @@ struct ClassGroup {
 
  private:
   // As Store<BFloat16>, in the upper halves.
-  static FK_HOST_DEVICE lanes_t<uint32_t, n> rounded(const Reals& v) {
-    const auto bits = lanes_cast<lanes_t<uint32_t, n>>(v);
+  static FK_HOST_DEVICE simd_t<uint32_t, n> rounded(const Reals& v) {
+    const auto bits = lanes_cast<simd_t<uint32_t, n>>(v);
     return bits + 0x7fffu + ((bits >> 16) & 1u);
   }
 };
@@ -212,7 +212,7 @@ FK_HOST_DEVICE auto fold_halves(const Vector& lanes, Combine combine, std::index
   const auto low = __builtin_shufflevector(lanes, lanes, index...);
   const auto high = __builtin_shufflevector(lanes, lanes, (index + sizeof...(index))...);
 #else
-  lanes_t<std::remove_cvref_t<decltype(lanes[0])>, sizeof...(index)> low, high;
+  simd_t<std::remove_cvref_t<decltype(lanes[0])>, sizeof...(index)> low, high;
   std::memcpy(&low, &lanes, sizeof(low));
   std::memcpy(&high, reinterpret_cast<const char*>(&lanes) + sizeof(low), sizeof(high));
 #endif

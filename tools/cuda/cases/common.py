@@ -1,4 +1,4 @@
-"""Memory that knows its bounds, and what the argument structures of kernels.h have in common."""
+"""Memory that knows its bounds, and what the argument structures of csrc/kernels have in common."""
 
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p

@@ -49,7 +49,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
     rows = logits.numel() // classes
     soft = target.is_floating_point()
     with Memory(library) as memory:
-        forward = structure(library, "FocalLossForward", dtype, FOCAL_LOSS_FORWARD)
+        forward = structure(library, "RowLossForward", dtype, FOCAL_LOSS_FORWARD)
         forward.rows, forward.classes = rows, classes
         forward.logits, forward.layout = memory.put(logits), Layout.of(logits)
         if soft:
@@ -79,7 +79,7 @@ def run_focal_loss(library, logits, target, gamma, grad, *, weight=None, ignore_
         )  # fmt: skip
         assert status == 0
 
-        backward = structure(library, "FocalLossBackward", dtype, FOCAL_LOSS_BACKWARD)
+        backward = structure(library, "RowLossBackward", dtype, FOCAL_LOSS_BACKWARD)
         for name, _ in FOCAL_LOSS:
             setattr(backward, name, getattr(forward, name))
         backward.grad_loss, backward.grad_stride = memory.put(grad), int(reduction == "none")

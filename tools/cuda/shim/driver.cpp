@@ -11,7 +11,10 @@
 #include <utility>
 
 #include "cuda/launch.h"
-#include "kernels.h"
+#include "kernels/calibration_grid.h"
+#include "kernels/calibration_map.h"
+#include "kernels/row_loss.h"
+#include "kernels/sigmoid_loss.h"
 #include "kernels/spline.h"
 #include "math/brier.h"
 #include "math/dual_focal.h"
@@ -73,8 +76,8 @@ void softmax(S* x, int rows, int classes) {
 template <typename Loss, typename S>
 void row_loss(int rows, int classes, int layout, int mode, bool none) {
   using R = compute_t<S>;
-  constexpr bool kFocal = std::is_same_v<Loss, FocalRow>;
-  constexpr bool kGamma = kFocal || std::is_same_v<Loss, PolyFocalRow>;  // a gradient of it
+  constexpr bool kFocal = std::is_same_v<Loss, FocalFormula>;
+  constexpr bool kGamma = kFocal || std::is_same_v<Loss, PolyFocalFormula>;  // a gradient of it
   size_t span = (size_t)rows * (classes + (layout == 2 ? 3 : 0));
   Buffer<S> z(span, layout == 1 ? sizeof(S) : 0), g(span, layout == 1 ? sizeof(S) : 0);
   fill(z.p, span);
@@ -98,7 +101,7 @@ void row_loss(int rows, int classes, int layout, int mode, bool none) {
   R e[4] = {0, R(.1), R(.4), 1}, t[3] = {5, R(-1.5), 3};
   memcpy(edges.p, e, sizeof e);
   memcpy(tab.p, t, sizeof t);
-  FocalLossForward<S> a{};
+  RowLossForward<S> a{};
   a.rows = rows;
   a.classes = classes;
   a.logits = z.p;
@@ -134,8 +137,8 @@ void row_loss(int rows, int classes, int layout, int mode, bool none) {
   } else {
     if (cuda::row_loss_forward<Loss>(a, true, total, div.p, scratch, nullptr)) abort();
   }
-  FocalLossBackward<S> b{};
-  static_cast<FocalLossArgs<S>&>(b) = a;
+  RowLossBackward<S> b{};
+  static_cast<RowLossArgs<S>&>(b) = a;
   b.grad_loss = none ? gl.p : loss.p;
   R one = 1;
   if (!none) b.grad_loss = &one;
@@ -420,25 +423,25 @@ int main(int argc, char** argv) {
                         {2, 9001}})
       for (int layout : {0, 1, 2})
         for (int mode : {0, 3, 4}) {
-          row_loss<FocalRow, S>(r, c, layout, mode, (r + mode) % 2);
+          row_loss<FocalFormula, S>(r, c, layout, mode, (r + mode) % 2);
         }
     for (auto [r, c] : {std::pair{40, 3}, {300, 19}, {34, 70}, {6, 300}})
       for (int layout : {3, 4})
         for (int mode : {0, 4}) {
-          row_loss<FocalRow, S>(r, c, layout, mode, mode);
+          row_loss<FocalFormula, S>(r, c, layout, mode, mode);
         }
     for (auto [r, c] : {std::pair{5, 3}, {70, 40}, {3, 2500}})
       for (int layout : {0, 2})
         for (int mode : {1, 2}) {
-          row_loss<FocalRow, S>(r, c, layout, mode, r == 5);
-          row_loss<PolyFocalRow, S>(r, c, layout, mode, r == 5);
-          row_loss<BrierRow, S>(r, c, layout, mode, r == 5);
+          row_loss<FocalFormula, S>(r, c, layout, mode, r == 5);
+          row_loss<PolyFocalFormula, S>(r, c, layout, mode, r == 5);
+          row_loss<BrierFormula, S>(r, c, layout, mode, r == 5);
         }
     for (auto [r, c] : {std::pair{1, 2}, {40, 3}, {70, 40}, {9, 300}, {3, 2500}})
       for (int layout : {0, 1, 2, 3}) {
-        row_loss<PolyFocalRow, S>(r, c, layout, r == 40 ? 3 : 4, r == 70);
-        row_loss<DualFocalRow, S>(r, c, layout, 0, r == 70);
-        row_loss<BrierRow, S>(r, c, layout, 0, r == 70);
+        row_loss<PolyFocalFormula, S>(r, c, layout, r == 40 ? 3 : 4, r == 70);
+        row_loss<DualFocalFormula, S>(r, c, layout, 0, r == 70);
+        row_loss<BrierFormula, S>(r, c, layout, 0, r == 70);
       }
     for (auto [r, c] :
          {std::pair{1, 2}, {300, 3}, {65, 10}, {9, 129}, {5, 513}, {9, 1000}, {3, 2049}, {2, 4097}, {2, 4104}})

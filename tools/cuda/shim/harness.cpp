@@ -11,14 +11,13 @@
 
 #include <cuda_runtime.h>
 #include "cuda/launch.h"
-#include "kernels.h"
+#include "kernels/calibration_grid.h"
+#include "kernels/calibration_map.h"
+#include "kernels/row_loss.h"
+#include "kernels/sigmoid_loss.h"
 #include "kernels/spline.h"
-#include "math/brier.h"
-#include "math/dual_focal.h"
 #include "math/grid_plan.h"
-#include "math/mmce.h"
-#include "math/poly_focal.h"
-#include "math/row_loss.h"
+#include "math/row_losses.h"
 
 using namespace focalkern;
 
@@ -115,8 +114,8 @@ void mark_undefined(void* memory, int64_t bytes) { shim::memory_undefined(memory
 int64_t size_of(const char* name, int is_double) {
 #define FK_SIZE(Args) \
   if (!strcmp(name, #Args)) return Size<Args>::of(is_double)
-  FK_SIZE(FocalLossForward);
-  FK_SIZE(FocalLossBackward);
+  FK_SIZE(RowLossForward);
+  FK_SIZE(RowLossBackward);
   FK_SIZE(SigmoidLossForward);
   FK_SIZE(SigmoidLossBackward);
   FK_SIZE(CalibrationMapForward);
@@ -146,27 +145,23 @@ int focal_loss_forward(int dtype, const void* args, int mean, void* loss, void* 
   return with_scalar(dtype, [&](auto scalar) {
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
-    return cuda::focal_loss_forward(*static_cast<const FocalLossForward<Scalar>*>(args), mean != 0,
+    return cuda::focal_loss_forward(*static_cast<const RowLossForward<Scalar>*>(args), mean != 0,
                                     static_cast<Real*>(loss), static_cast<Real*>(divisor), workspace, nullptr);
   });
 }
 
 }  // extern "C"
 
-// `kind` is the place in math/row_losses.def. The focal loss has launchers of its own, and MMCE none.
+// `kind` is the place in math/row_losses.def.
 template <typename Function>
 int with_loss(int kind, Function f) {
   int number = 0, status = -1;
   const auto take = [&](auto formula) {
-    using Formula = decltype(formula);
-    if constexpr (!std::is_same_v<Formula, FocalRow> && !std::is_same_v<Formula, MmceRow>) {
-      if (number == kind) status = f(formula);
-    }
+    if (number == kind) status = f(formula);
     ++number;
   };
-#define FK_ROW_LOSS_ENTRY(number, Formula, name) take(Formula{});
+#define FK_ROW_LOSS(number, Formula, name) take(Formula{});
 #include "math/row_losses.def"
-#undef FK_ROW_LOSS_ENTRY
   return status;
 }
 
@@ -177,7 +172,7 @@ int row_loss_forward(int kind, int dtype, const void* args, int mean, void* loss
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
     return with_loss(kind, [&](auto row) {
-      return cuda::row_loss_forward<decltype(row)>(*static_cast<const FocalLossForward<Scalar>*>(args), mean != 0,
+      return cuda::row_loss_forward<decltype(row)>(*static_cast<const RowLossForward<Scalar>*>(args), mean != 0,
                                                    static_cast<Real*>(loss), static_cast<Real*>(divisor), workspace,
                                                    nullptr);
     });
@@ -187,7 +182,7 @@ int row_loss_forward(int kind, int dtype, const void* args, int mean, void* loss
 int row_loss_backward(int kind, int dtype, const void* args) {
   return with_scalar(dtype, [&](auto scalar) {
     return with_loss(kind, [&](auto row) {
-      return cuda::row_loss_backward<decltype(row)>(*static_cast<const FocalLossBackward<decltype(scalar)>*>(args),
+      return cuda::row_loss_backward<decltype(row)>(*static_cast<const RowLossBackward<decltype(scalar)>*>(args),
                                                     nullptr);
     });
   });
@@ -209,7 +204,7 @@ int sigmoid_loss_forward(int dtype, const void* args, int mean, void* total, voi
     return with_scalar(                                                                                              \
         dtype, [&](auto scalar) { return cuda::name(*static_cast<const Args<decltype(scalar)>*>(args), nullptr); }); \
   }
-FK_ENTRY(focal_loss_backward, FocalLossBackward)
+FK_ENTRY(focal_loss_backward, RowLossBackward)
 FK_ENTRY(sigmoid_loss_backward, SigmoidLossBackward)
 FK_ENTRY(calibration_map_forward, CalibrationMapForward)
 FK_ENTRY(calibration_map_backward, CalibrationMapBackward)

@@ -1,0 +1,156 @@
+// Calibration errors on a grid of gammas and temperatures, and running sums of them: arguments and launchers. Formulas:
+// math/binning.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/layout.h"
+#include "math/binning.h"
+#include "math/portable.h"
+
+namespace focalkern {
+
+// Why a sample cannot be calibrated. The first offender is handed over as one number, row * kRowProblems + problem,
+// with kNoRowProblem for none: the least of these numbers over any split of the rows names the first bad row.
+enum class RowProblem : int64_t {
+  kNotANumber,
+  kPositiveInfinity,
+  kNoFiniteLogit,  // all -inf, or all probabilities zero
+  kNegativeProbability,
+  kProbabilitySum,  // further than probability_sum_tolerance from 1
+  kLabelOutOfRange,
+};
+constexpr int64_t kRowProblems = 8;
+constexpr int64_t kNoRowProblem = INT64_MAX;
+
+// The samples. An input of -inf (probability 0) is a class that cannot occur.
+template <typename Scalar>
+struct CalibrationGridSamples {
+  int64_t rows;         // samples that count
+  int64_t classes;      // at least 2
+  const Scalar* input;  // [*, classes] with stride `row_stride`: logits, or probabilities
+  int64_t row_stride;
+  bool input_is_probs;
+  Labels labels;        // [*]
+  const int64_t* kept;  // [rows]: the rows of `input` and `labels` that count, or null for all of them
+
+  // Written by `prepare`, read by everything after it. Rows are counted among those kept.
+  int32_t* top;      // [rows]: class of the largest input, the first one of equals
+  uint8_t* correct;  // [rows]: 1 where top is the label
+
+  FK_HOST_DEVICE int64_t input_row(int64_t row) const { return kept == nullptr ? row : kept[row]; }
+};
+
+// A block of temperatures of the grid. Cell (g, t) of a table is table[g * table_stride + t].
+template <typename Scalar>
+struct CalibrationGridBlock {
+  CalibrationGridSamples<Scalar> samples;
+  int64_t n_gammas;
+  int64_t n_temperatures;
+  const double* gammas;        // [n_gammas], on the host: what the plan is made of
+  const double* temperatures;  // [n_temperatures], on the device of the input
+  int64_t n_bins;
+  BinEstimator estimator;
+
+  // Tables in double, on the device of the input; null where a criterion is not wanted.
+  double* ece;
+  double* mce;
+  double* nll;
+  double* brier;
+  int64_t table_stride;
+
+  // Whether the confidences are wanted although no table needs them.
+  bool keep_confidence;
+};
+
+// What a grid's gammas need once, on the host (math/grid_plan.h).
+struct CalibrationGridPlan;
+// Whether sums over the classes may serve several gammas of a block.
+template <typename Scalar>
+bool calibration_grid_shares_sums(const CalibrationGridBlock<Scalar>& block) {
+  return sizeof(compute_t<Scalar>) == sizeof(float) && block.brier == nullptr;
+}
+
+// Running sums over samples, for grids that are computed batch by batch. What the cells of a block have added up to,
+// per bucket of their confidences.
+template <typename Real>
+struct CalibrationSums {
+  int64_t rows;
+  int64_t n_gammas;
+  int64_t n_temperatures;
+  const Real* confidence;  // [n_temperatures, n_gammas, rows]: what a block with keep_confidence leaves behind
+  const uint8_t* correct;  // [rows]
+  int64_t n_buckets;
+  bool sketch;  // buckets of sketch_bucket, or else of equal_width_bin
+
+  // Added to. Those of cell (g, t) begin at (g * cell_stride + t) * n_buckets.
+  int64_t* count;
+  double* confidence_sum;
+  int64_t* correct_sum;
+  int64_t cell_stride;
+};
+// Rows that one call takes at most.
+constexpr int64_t kMaxCalibrationSumRows = int64_t{1} << 22;
+
+namespace cpu {
+
+// All three are functions of the shape alone, so that sums do not depend on the number of threads.
+int64_t calibration_grid_chunk_rows(int64_t rows, int64_t classes);
+// Temperatures that one block should take: enough to keep every thread busy, few enough to keep scratch memory and
+// the wait between two blocks small.
+int64_t calibration_grid_block_temperatures(int64_t rows, int64_t classes, int64_t n_gammas, int64_t real_size);
+
+// Scratch memory of one block, between its two stages.
+template <typename Scalar>
+struct CalibrationGridScratch {
+  // Confidence of the class `top` in each cell, rounded to the compute type.
+  compute_t<Scalar>* confidence;  // [n_temperatures, n_gammas, rows]
+  // Sums over the rows of one chunk.
+  double* nll;    // [chunks, n_temperatures, n_gammas], or null
+  double* brier;  // likewise
+};
+
+// Checks the rows, fills in top and correct; returns the first problem (row counted in `input`).
+template <typename Scalar>
+int64_t calibration_grid_prepare(const CalibrationGridSamples<Scalar>& samples, int64_t row_begin, int64_t row_end);
+
+// Stage 1: confidences and sums, for whole chunks of rows.
+template <typename Scalar>
+void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, const CalibrationGridPlan& plan,
+                                  const CalibrationGridScratch<Scalar>& scratch, int64_t chunk_begin,
+                                  int64_t chunk_end);
+
+// Stage 2: the cells of the tables, cell = t * n_gammas + g.
+template <typename Scalar>
+void calibration_grid_cells(const CalibrationGridBlock<Scalar>& block, const CalibrationGridScratch<Scalar>& scratch,
+                            int64_t cell_begin, int64_t cell_end);
+
+// Cell = t * n_gammas + g.
+template <typename Real>
+void calibration_sums(const CalibrationSums<Real>& args, int64_t cell_begin, int64_t cell_end);
+
+}  // namespace cpu
+
+namespace cuda {
+
+// `first_problem` (on the device) receives what cpu::calibration_grid_prepare returns.
+template <typename Scalar>
+int calibration_grid_prepare(const CalibrationGridSamples<Scalar>& samples, int64_t* first_problem, void* stream);
+
+int64_t calibration_grid_block_temperatures(int64_t rows, int64_t classes, int64_t n_gammas, int64_t real_size);
+
+// Size in bytes of the scratch memory of a block; it need not be cleared.
+int64_t calibration_grid_workspace(int64_t rows, int64_t classes, int64_t n_gammas, int64_t n_temperatures,
+                                   int64_t n_bins, int64_t real_size);
+
+// The confidences, if they are kept, are at the start of the workspace.
+template <typename Scalar>
+int calibration_grid_block(const CalibrationGridBlock<Scalar>& block, const CalibrationGridPlan& plan, void* workspace,
+                           void* stream);
+
+template <typename Real>
+int calibration_sums(const CalibrationSums<Real>& args, void* stream);
+
+}  // namespace cuda
+
+}  // namespace focalkern

@@ -1,0 +1,37 @@
+// What the arguments of several kernels have in common. As everywhere in kernels/: plain structs and one declaration
+// per operator, direction and device; neither torch nor CUDA, so that a kernel is read, built and tested without them.
+#pragma once
+
+#include <cstdint>
+
+#include "math/portable.h"
+
+namespace focalkern {
+
+// Where the element of (row, class) lies, in elements from the base pointer. Rows are the positions of the unreduced
+// loss in their logical order; [N, C, d1, ...] in any memory format is two nested runs of rows at most.
+struct RowLayout {
+  int64_t inner;  // rows in the innermost run
+  int64_t outer_stride;
+  int64_t inner_stride;
+  int64_t class_stride;
+
+  FK_HOST_DEVICE int64_t row_offset(int64_t row) const {
+    return (row / inner) * outer_stride + (row % inner) * inner_stride;
+  }
+};
+
+// Labels as they were given: a conversion would cost a launch and a copy.
+struct Labels {
+  enum class Type : int32_t { kInt64, kInt32, kUInt8 };
+  const void* data;  // [rows], contiguous
+  Type type;
+
+  FK_HOST_DEVICE int64_t operator[](int64_t row) const {
+    if (type == Type::kInt64) return static_cast<const int64_t*>(data)[row];
+    if (type == Type::kInt32) return static_cast<const int32_t*>(data)[row];
+    return static_cast<const uint8_t*>(data)[row];
+  }
+};
+
+}  // namespace focalkern

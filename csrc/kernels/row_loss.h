@@ -1,0 +1,116 @@
+// Losses of rows of logits: arguments and launchers. Formulas: math/row_loss.h; the list: math/row_losses.def.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/layout.h"
+#include "math/portable.h"
+
+namespace focalkern {
+
+struct MmceFormula;
+
+// Exactly one of `labels.data` and `target_probs` is set. Pointers marked "or null" are absent options.
+template <typename Scalar>
+struct RowLossArgs {
+  using Real = compute_t<Scalar>;
+
+  int64_t rows;
+  int64_t classes;
+  const Scalar* logits;  // [rows, classes] in `layout`
+  RowLayout layout;
+
+  Labels labels;
+  int64_t ignore_index;
+  const Real* target_probs;  // [rows, classes] in `target_layout`, or null
+  RowLayout target_layout;
+  Real label_smoothing;
+
+  const Real* class_weight;  // [classes], or null
+  bool detach_modulation;
+
+  // gamma[row * gamma_stride], or with `edges`: the table gamma[n_bins], looked up at p.
+  const Real* gamma;     // or null: then `gamma_value` serves every row
+  int64_t gamma_stride;  // 0 or 1
+  Real gamma_value;
+  Real epsilon;       // of the poly focal loss
+  const Real* edges;  // [n_bins + 1], or null
+  int64_t n_bins;
+
+  // What a row keeps for its backward pass, as three or four arrays: m, its largest logit or that of its target;
+  // log sum_j exp(z_j - m); log u of the target (labels without smoothing) or of the largest class (otherwise), or a
+  // sum of squares; and the special class of some losses. On the CPU the focal loss of labels keeps other numbers
+  // (cpu/row_loss/epilogue_focal.h), and so do class probabilities and label smoothing (cpu/row_loss/soft_targets.h).
+  Real* saved;  // [kSavedNumbers, rows]
+};
+
+template <typename Scalar>
+struct RowLossForward : RowLossArgs<Scalar> {
+  compute_t<Scalar>* row_loss;  // [rows], or null if only the sums are wanted
+};
+
+// What a run of rows adds to a reduced loss. The sums are in double on every device.
+struct RowLossSums {
+  double loss;
+  double weight;        // class weights of the rows that were not ignored
+  int64_t invalid_row;  // first row whose label is out of range, or -1
+};
+
+template <typename Scalar>
+struct RowLossBackward : RowLossArgs<Scalar> {
+  using Real = compute_t<Scalar>;
+  const Real* grad_loss;  // [rows] with stride `grad_stride`
+  int64_t grad_stride;    // 0 or 1
+  const Real* divisor;    // what the mean was divided by, on the device of the logits, or null
+  Scalar* grad_logits;    // [rows, classes] in `grad_layout`, or null
+  RowLayout grad_layout;
+  Real* grad_target;  // [rows, classes] in `target_layout`, or null
+  Real* grad_gamma;   // [rows], or null
+};
+
+namespace cpu {
+
+// Rows per unit of work. It depends on the shape alone, so that sums do not depend on the number of threads.
+int64_t row_loss_chunk_rows(int64_t rows, int64_t classes);
+
+template <typename Loss, typename Scalar>
+RowLossSums row_loss_forward(const RowLossForward<Scalar>& args, int64_t row_begin, int64_t row_end);
+
+template <typename Loss, typename Scalar>
+void row_loss_backward(const RowLossBackward<Scalar>& args, int64_t row_begin, int64_t row_end);
+
+}  // namespace cpu
+
+namespace cuda {
+
+// Launchers put their work on `stream` (a cudaStream_t) and return a cudaError_t, 0 for success.
+
+// Size in bytes of the scratch memory that a forward pass needs: to reduce the loss, and for few long rows; 0 for a
+// small batch. It need not be cleared.
+int64_t focal_loss_workspace(int64_t rows, int64_t classes, bool reduced);
+
+// `loss` (or null for no reduction) receives the sum or the mean, `divisor` what the mean was divided by (1 for a sum).
+template <typename Scalar>
+int focal_loss_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
+                       compute_t<Scalar>* divisor, void* workspace, void* stream);
+
+template <typename Scalar>
+int focal_loss_backward(const RowLossBackward<Scalar>& args, void* stream);
+
+// MMCELoss takes torch's operations on CUDA: its launchers below return cudaErrorNotSupported.
+template <typename Loss>
+inline constexpr bool kHasKernels = true;
+template <>
+inline constexpr bool kHasKernels<MmceFormula> = false;
+
+// Every loss, with the same workspace. The focal loss goes on to its own launchers above.
+template <typename Loss, typename Scalar>
+int row_loss_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss, compute_t<Scalar>* divisor,
+                     void* workspace, void* stream);
+
+template <typename Loss, typename Scalar>
+int row_loss_backward(const RowLossBackward<Scalar>& args, void* stream);
+
+}  // namespace cuda
+
+}  // namespace focalkern
