@@ -1,0 +1,1 @@
+"""Statements of papers, and the tables and pictures of README and docs, from recorded results."""

@@ -1,0 +1,1 @@
+"""Studies that answer one question on published networks or on a language model."""
