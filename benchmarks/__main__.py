@@ -7,28 +7,28 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks import (
-    bench_calibration_grid,
-    bench_calibration_map,
-    bench_focal_loss,
-    bench_linear_focal_loss,
-    bench_losses,
-    bench_package,
-    bench_sigmoid_loss,
-    bench_spline,
-)
 from benchmarks.harness import RESULTS, Row, append_rows, keep_freed_memory, recorded_medians
+from benchmarks.speed import (
+    calibration_grid,
+    calibration_map,
+    focal_loss,
+    linear_focal_loss,
+    losses,
+    package,
+    sigmoid_loss,
+    spline,
+)
 from benchmarks.targets import target_lines
 
 BENCHMARKS = {
-    "focal_loss": bench_focal_loss,
-    "linear_focal_loss": bench_linear_focal_loss,
-    "losses": bench_losses,
-    "sigmoid_loss": bench_sigmoid_loss,
-    "calibration_map": bench_calibration_map,
-    "calibration_grid": bench_calibration_grid,
-    "spline": bench_spline,
-    "package": bench_package,
+    "focal_loss": focal_loss,
+    "linear_focal_loss": linear_focal_loss,
+    "losses": losses,
+    "sigmoid_loss": sigmoid_loss,
+    "calibration_map": calibration_map,
+    "calibration_grid": calibration_grid,
+    "spline": spline,
+    "package": package,
 }
 # For cases that are timed a second time under another allocator.
 KEPT = ", memory kept"

@@ -295,7 +295,7 @@ def sanitizer(arguments: argparse.Namespace) -> Result:
 
 
 def benchmarks(arguments: argparse.Namespace) -> Result:
-    from benchmarks import bench_gpu
+    from benchmarks.speed import gpu as bench_gpu
 
     seconds = min(arguments.benchmark_seconds, arguments.stage_seconds - 2 * MARGIN)
     rows = bench_gpu.run(arguments.out / "gpu_check.csv", deadline=time.monotonic() + seconds)
@@ -413,7 +413,7 @@ def summary(document: Result, out: Path) -> str:
     csv_file = out / "gpu_check.csv"
     if csv_file.exists():
         with contextlib.suppress(ImportError):  # without the module there are no new timings either
-            from benchmarks import bench_gpu
+            from benchmarks.speed import gpu as bench_gpu
 
             counted = ROOT / "benchmarks/results/kernel_counts.csv"
             lines += ["", bench_gpu.markdown(csv_file)]

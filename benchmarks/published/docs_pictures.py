@@ -1,4 +1,4 @@
-"""python -m benchmarks.docs_pictures: the drawings of the explanations, for light and dark pages, into docs/_static.
+"""python -m benchmarks.published.docs_pictures: drawings of the explanations, light and dark, into docs/_static.
 
 Nothing is measured: the function G with the map that it makes, and the way of data through a tile.
 """
@@ -14,7 +14,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 import focalkern as fk
 from focalkern.calibrators._spline_shown import shown_curve
 
-PICTURES = Path(__file__).parents[1] / "docs" / "_static"
+PICTURES = Path(__file__).parents[2] / "docs" / "_static"
 # Ink, paper, and Okabe & Ito's colours in two brightnesses.
 MODES = {
     "light": ("#1f2328", "#ffffff", ("#555555", "#0072B2", "#D55E00", "#007a5a")),

@@ -1,4 +1,4 @@
-"""python -m benchmarks.readme_picture: the README's reliability diagrams, before and after calibration.
+"""python -m benchmarks.published.readme_picture: the README's reliability diagrams, before and after calibration.
 
 Draws the recorded bins, for light and for dark pages, wide and narrow, into docs/_static. --logits DIR records the bins
 anew first: of two published networks, one over-confident and one under-confident, calibrated by AutoCalibrator on
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import focalkern as fk
 from benchmarks.harness import RESULTS, commit
-from benchmarks.search_table import two_sets
+from benchmarks.studies.search_table import two_sets
 
-PICTURES = Path(__file__).parents[1] / "docs" / "_static"
+PICTURES = Path(__file__).parents[2] / "docs" / "_static"
 NETWORKS = {
     "cifar100_densenet_bc100_probs": "CIFAR-100, DenseNet: over-confident",
     "20news_probs": "20 Newsgroups: under-confident",
@@ -106,7 +106,7 @@ def draw(recorded: Path, folder: Path) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_picture", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published.readme_picture", description=__doc__)
     parser.add_argument("--logits", type=Path, metavar="DIR", help="record the bins of these networks first")
     arguments = parser.parse_args()
     if arguments.logits:

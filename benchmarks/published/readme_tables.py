@@ -1,4 +1,4 @@
-"""python -m benchmarks.readme_tables: the README's three tables (speed, memory, calibration), from recorded rows.
+"""python -m benchmarks.published.readme_tables: the README's tables (speed, memory, calibration), from recorded rows.
 
 Measures nothing: prints what benchmarks/results holds; and two tables more, of where focal scaling helps and of
 the loss modules, which pages of the documentation have. --write puts them into README.md and the pages, between marks.
@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from benchmarks.harness import RESULTS, recorded_rows
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 SPEED_PAGE = ROOT / "docs" / "evidence" / "speed.md"
 HELPS = ROOT / "docs" / "explanation" / "when_focal_scaling_helps.md"
@@ -175,7 +175,7 @@ def marked(text: str, name: str) -> re.Match[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_tables", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published.readme_tables", description=__doc__)
     parser.add_argument("--write", action="store_true", help="put the tables into their pages")
     arguments = parser.parse_args()
     for name, (path, make) in TABLES.items():

@@ -1,4 +1,4 @@
-"""python -m benchmarks.reproduce: what the papers print, beside what this project computes.
+"""python -m benchmarks.published.reproduce: what the papers print, beside what this project computes.
 
 Without options: the statements of [1] and [2] about the focal loss and its calibration map, which need no data, in
 under a minute. With ``--logits DIR``: the tables about the networks of [2], from the files of their logits. Every line
@@ -645,7 +645,7 @@ def write_csv(lines: list[Line], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reproduce",
+        prog="python -m benchmarks.published.reproduce",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """What the bootstrap intervals are worth: how often they contain a known truth, and what they say of real logits.
 
-``python -m benchmarks.bench_bootstrap`` draws data sets from models whose calibration error is known and counts, for
+``python -m benchmarks.speed.bootstrap`` draws data sets from models whose calibration error is known and counts, for
 each kind of interval, how often it contains that, and how often a difference excludes 0. With ``--logits DIR`` it
 compares, for every network in a folder of validation and test logits, focal temperature scaling with temperature
 scaling, both chosen on the validation rows by ECE over the paper's grid. Nothing is timed here.
@@ -142,7 +142,7 @@ def write(rows: list[dict[str, object]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_bootstrap", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed.bootstrap", description=__doc__)
     parser.add_argument("--logits", type=Path, help="folder of .npz files with validation and test logits")
     parser.add_argument("--sets", type=int, default=300, help="data sets per case (default %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")

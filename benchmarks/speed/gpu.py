@@ -1,4 +1,4 @@
-"""The operators on a GPU, against the bytes per second of a copy: python -m benchmarks.bench_gpu --out FILE.csv
+"""The operators on a GPU, against the bytes per second of a copy: python -m benchmarks.speed.gpu --out FILE.csv
 
 A case is checked against the reference, then timed with CUDA events by triton.testing.do_bench (medians; the cache is
 emptied between calls). The bytes are those that the case must move at least: the logits or their gradient, a label for
@@ -26,9 +26,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.bench_calibration_grid import SAMPLE, cell, validation_set
-from benchmarks.bench_focal_loss import GAMMA, composite
 from benchmarks.harness import commit, device_name
+from benchmarks.speed.calibration_grid import SAMPLE, cell, validation_set
+from benchmarks.speed.focal_loss import GAMMA, composite
 
 BYTES = 2**28  # of the logits of a case: several times the cache of any GPU
 # Fractions of the bytes per second of a copy that forward and backward are to reach.
@@ -417,7 +417,7 @@ def write_comparisons(measured: Path, counted: Path, out: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.csv", help="rows are appended")
     parser.add_argument("--seconds", type=float, default=300, help="no further case begins after this (default 300)")
     arguments = parser.parse_args()

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import focalkern as fk
-from benchmarks.bench_focal_loss import (
+from benchmarks.harness import Provider, Row, measure
+from benchmarks.speed.focal_loss import (
     check_gradient,
     compiled,
     forward_backward,
     published_adafocal,
     published_flsd,
 )
-from benchmarks.harness import Provider, Row, measure
 
 # A training batch of CIFAR and of ImageNet; many samples, as a step of segmentation has; a vocabulary.
 SHAPES = [(128, 10), (256, 1000), (8192, 20), (1024, 32000)]

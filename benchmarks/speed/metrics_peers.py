@@ -1,6 +1,6 @@
 """The metrics beside the libraries that people compare with, on the same probabilities.
 
-``python -m benchmarks.bench_metrics_peers --logits DIR`` goes through every .npz of a folder that has logits or
+``python -m benchmarks.speed.metrics_peers --logits DIR`` goes through every .npz of a folder that has logits or
 probabilities with labels, prints what agrees with what, and writes it to benchmarks/results. Nothing is timed here. The
 tests run the same comparisons on a network that they train themselves.
 """
@@ -396,7 +396,7 @@ def sets(folder: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_metrics_peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed.metrics_peers", description=__doc__)
     parser.add_argument("--logits", type=Path, required=True, help="folder of .npz files")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     arguments = parser.parse_args()

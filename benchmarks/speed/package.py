@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.harness import Provider, Row, measure
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments: str, folder: Path = ROOT, **environment: str) -> None:

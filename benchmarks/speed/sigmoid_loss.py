@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.bench_focal_loss import compiled
 from benchmarks.harness import Provider, Row, measure
+from benchmarks.speed.focal_loss import compiled
 
 # A detector's anchors and classes (8 images of 20000), and a small batch of a multi-label head.
 SHAPES = [(160000, 80), (64, 80)]

@@ -1,6 +1,6 @@
 """How much memory ``focalkern calibrate`` takes for how many rows, read a few at a time and all at once.
 
-``python -m benchmarks.bench_streaming`` writes files of random logits, calibrates each in a process of its own, and
+``python -m benchmarks.speed.streaming`` writes files of random logits, calibrates each in a process of its own, and
 records the largest resident memory that the system has seen of that process. The seconds are of one run each on a
 shared machine. ``--summary`` prints the last records as a table.
 """
@@ -148,7 +148,7 @@ def summary(out: Path = RESULTS) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_streaming", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed.streaming", description=__doc__)
     parser.add_argument("--case", choices=CASES, action="append", help="these cases (repeatable)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--summary", action="store_true", help="measure nothing: print the last records")

@@ -1,4 +1,4 @@
-"""python -m benchmarks.calibrator_table --logits DIR: every calibrator on every network, ours and the peers'.
+"""python -m benchmarks.studies.calibrator_table --logits DIR: every calibrator on every network, ours and the peers'.
 
 Fits each on validation rows and measures it on test rows: NLL, Brier score, ECE (equal_width and equal_mass, 15
 bins), smooth ECE, and the seconds of one fit. ``vs_auto`` is the mean paired difference of the NLL from that of
@@ -33,7 +33,7 @@ from tabulate import tabulate
 
 import focalkern as fk
 from benchmarks.harness import RESULTS, commit, device_name
-from benchmarks.search_table import two_sets
+from benchmarks.studies.search_table import two_sets
 from focalkern.files import LogitSet
 
 FIGURES = ("nll", "brier", "ece_equal_width", "ece_equal_mass", "smooth_ece")
@@ -407,7 +407,9 @@ def write(rows: list[dict[str, Any]], target: Path, about: dict[str, Any]) -> st
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.calibrator_table", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m benchmarks.studies.calibrator_table",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--logits", type=Path, metavar="DIR", help="a folder of .npz files")
     parser.add_argument("--few", action="store_true", help=f"fit on {', '.join(map(str, FEW))} rows as well")

@@ -1,10 +1,10 @@
-"""python -m benchmarks.joint_focal --logits DIR: the focal map of structured scaling, fitted on top or jointly.
+"""python -m benchmarks.studies.joint_focal --logits DIR: the focal map of structured scaling, fitted on top or jointly.
 
 ``fk.StructuredScaling(focal=True)`` fits W and b first, and then gamma and T of the focal map of W x + b. Jointly, all
 of them minimise the same penalised NLL together: L-BFGS from where the former ends, so that on the rows of fit the
 joint one is never worse. Measured are NLL, Brier score and ECE (equal_width, 15 bins) of test rows, and the seconds of
-a fit, on every .npz with logits or probabilities in DIR, read as ``benchmarks.calibrator_table`` reads them. Writes a
-CSV and a Markdown table.
+a fit, on every .npz with logits or probabilities in DIR, read as ``benchmarks.studies.calibrator_table`` reads them.
+Writes a CSV and a Markdown table.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from tabulate import tabulate
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.calibrator_table import figures
 from benchmarks.harness import RESULTS, commit, device_name
-from benchmarks.search_table import two_sets
+from benchmarks.studies.calibrator_table import figures
+from benchmarks.studies.search_table import two_sets
 from focalkern.files import LogitSet
 
 FIGURES = ("nll", "brier", "ece_equal_width")
@@ -126,7 +126,9 @@ def summary(rows: list[dict[str, str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.joint_focal", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m benchmarks.studies.joint_focal",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--logits", type=Path, required=True, metavar="DIR", help="a folder of .npz files")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")

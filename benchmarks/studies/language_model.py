@@ -1,4 +1,4 @@
-"""python -m benchmarks.language_model: linear_focal_loss in use, in a small causal language model.
+"""python -m benchmarks.studies.language_model: linear_focal_loss in use, in a small causal language model.
 
 The text is what every Python ships: the topics of ``help()`` and the docstrings of the standard library. Its 8191 most
 frequent words and marks are the vocabulary; a transformer of a few million parameters, whose head is its embedding,
@@ -296,7 +296,7 @@ def study(settings: Settings, texts: list[str], seeds: list[int], out: Path) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.language_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.language_model", description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "language_model")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

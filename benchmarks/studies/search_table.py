@@ -1,4 +1,4 @@
-"""python -m benchmarks.search_table --logits DIR: what each search of focal temperature scaling finds, and its cost.
+"""python -m benchmarks.studies.search_table --logits DIR: what each search of focal temperature scaling finds.
 
 [1] chooses gamma and T among some thousand cells of a grid, proposes a search of 3m cells along a line instead, and
 leaves open whether it finds as much. This answers for the networks in a folder of logits, and for the other searches
@@ -199,7 +199,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.search_table", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m benchmarks.studies.search_table",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--logits", type=Path, required=True, metavar="DIR", help="a folder of .npz files")
     parser.add_argument("--repeats", type=int, default=2, help="fits of each search (default 2)")

@@ -1,4 +1,4 @@
-"""python -m benchmarks.spline_acceptance --data DIR: spline scaling and its neighbours on published networks.
+"""python -m benchmarks.studies.spline_acceptance --data DIR: spline scaling and its neighbours on published networks.
 
 Fits each calibrator on validation rows and measures it on test rows: NLL, Brier score, ECE (equal width, 15 bins), test
 error and the seconds of the fit, all in float64 and in one process. A file with one set of probabilities is divided: a
@@ -120,7 +120,7 @@ def tables(rows: list[dict[str, Any]], few: tuple[int, ...]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.spline_acceptance",
+        prog="python -m benchmarks.studies.spline_acceptance",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )

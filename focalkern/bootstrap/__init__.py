@@ -30,7 +30,7 @@ None of them reaches 0 as often as it should where a model *is* perfectly calibr
 the border of what a figure can be. That question has its own answer, :meth:`BiasFloor.p_value`. For the same reason the
 difference between a calibrated and a miscalibrated model comes out too small, and its interval with it: that errs on
 the side of no win. Where two calibrators differ in how sharp their confidences are, so do their floors, and with them
-the ECEs that are compared: look at both. ``python -m benchmarks.bench_bootstrap`` counts all of this.
+the ECEs that are compared: look at both. ``python -m benchmarks.speed.bootstrap`` counts all of this.
 
 Equal-mass bins are made anew in every resample, as they would be for another set of rows; equal-width bins are where
 they are.

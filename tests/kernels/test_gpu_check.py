@@ -96,7 +96,7 @@ def test_the_summary_names_every_stage(arguments):
 
 def test_a_case_that_fails_is_a_row(tmp_path, monkeypatch):
     pytest.importorskip("tabulate", reason="tabulate is not installed")
-    from benchmarks import bench_gpu
+    from benchmarks.speed import gpu as bench_gpu
 
     def broken():
         yield bench_gpu.GpuRow("focal_loss", "forward", "float32", "focalkern", 2.0)
@@ -118,7 +118,7 @@ def test_a_case_that_fails_is_a_row(tmp_path, monkeypatch):
 
 def test_what_was_counted_stands_beside_what_was_measured(tmp_path, monkeypatch):
     pytest.importorskip("tabulate", reason="tabulate is not installed")
-    from benchmarks import bench_gpu
+    from benchmarks.speed import gpu as bench_gpu
 
     measured, counted = tmp_path / "measured.csv", tmp_path / "counted.csv"
     monkeypatch.setattr(bench_gpu, "device_name", lambda _: "a GPU")
@@ -156,7 +156,7 @@ def test_what_was_counted_stands_beside_what_was_measured(tmp_path, monkeypatch)
 
 def test_the_committed_counts_can_be_compared(tmp_path):
     pytest.importorskip("tabulate", reason="tabulate is not installed")
-    from benchmarks import bench_gpu
+    from benchmarks.speed import gpu as bench_gpu
 
     counted = gpu_check.ROOT / "benchmarks/results/kernel_counts.csv"
     names = ("op", "case", "dtype", "provider", "gb_per_s", "of_copy", "note")

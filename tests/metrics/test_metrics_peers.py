@@ -7,7 +7,7 @@ from conftest import peer
 
 from focalkern import metrics
 
-peers = pytest.importorskip("benchmarks.bench_metrics_peers", reason="the benchmarks are in the source tree only")
+peers = pytest.importorskip("benchmarks.speed.metrics_peers", reason="the benchmarks are in the source tree only")
 
 
 @pytest.fixture(scope="session")

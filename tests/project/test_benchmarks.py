@@ -174,7 +174,9 @@ def test_plots_show_what_was_recorded(tmp_path):
 
 
 def test_the_page_of_the_calibrators_is_that_of_the_rows():
-    table = pytest.importorskip("benchmarks.calibrator_table", reason="the benchmarks are in the source tree only")
+    table = pytest.importorskip(
+        "benchmarks.studies.calibrator_table", reason="the benchmarks are in the source tree only"
+    )
     path = sorted(table.RESULTS.glob("calibrator_table_*.csv"))[-1]
     assert path.with_suffix(".md").read_text() == table.page(path)
     rows = table.read(path)

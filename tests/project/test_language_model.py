@@ -6,7 +6,7 @@ import pytest
 import torch
 
 language_model = pytest.importorskip(
-    "benchmarks.language_model", reason="the benchmarks are in the source tree only", exc_type=ImportError
+    "benchmarks.studies.language_model", reason="the benchmarks are in the source tree only", exc_type=ImportError
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -173,15 +173,21 @@ def test_other_commands_exist():
 
 
 def test_tables_were_recorded():
-    tables = pytest.importorskip("benchmarks.readme_tables", reason="the benchmarks are in the source tree only")
+    tables = pytest.importorskip(
+        "benchmarks.published.readme_tables", reason="the benchmarks are in the source tree only"
+    )
     for name, (path, make) in tables.TABLES.items():
         table = make()
         assert table.count("\n") >= 6
-        assert tables.marked(path.read_text(), name)[0] == table, f"{name}: python -m benchmarks.readme_tables --write"
+        assert tables.marked(path.read_text(), name)[0] == table, (
+            f"{name}: python -m benchmarks.published.readme_tables --write"
+        )
 
 
 def test_pictures_are_those_of_the_rows(tmp_path):
-    picture = pytest.importorskip("benchmarks.readme_picture", reason="the benchmarks are in the source tree only")
+    picture = pytest.importorskip(
+        "benchmarks.published.readme_picture", reason="the benchmarks are in the source tree only"
+    )
     recorded = sorted(picture.RESULTS.glob("reliability_*.csv"))[-1]
     for path in picture.draw(recorded, tmp_path):
         assert path.read_bytes()[:5] == b"<?xml"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
-reproduce = pytest.importorskip("benchmarks.reproduce", reason="the benchmarks are in the source tree only")
+reproduce = pytest.importorskip("benchmarks.published.reproduce", reason="the benchmarks are in the source tree only")
 
 
 def by_what(lines):

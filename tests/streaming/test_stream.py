@@ -185,7 +185,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
 
 
 def test_the_table_of_the_page_was_recorded():
-    bench_streaming = pytest.importorskip("benchmarks.bench_streaming", reason=IN_SOURCE_TREE)
+    bench_streaming = pytest.importorskip("benchmarks.speed.streaming", reason=IN_SOURCE_TREE)
     page = (Path(__file__).parents[2] / "docs" / "evidence" / "memory.md").read_text()
     table = bench_streaming.summary()
     assert table.count("\n") > 6 and table in page
