@@ -105,8 +105,7 @@ class RobustTemperatureScaling(FitsBatches):
         }
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        log_probs: Tensor = self._module()(input)
-        return log_probs if log else log_probs.exp()
+        return self._module().mapped(input, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         names = ("temperature_", "floor_", "masks_")

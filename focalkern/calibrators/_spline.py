@@ -238,8 +238,7 @@ class SplineScaling(FitsBatches):
         return found
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        log_probs: Tensor = self._module().to(input.device)(input)
-        return log_probs if log else log_probs.exp()
+        return self._module().to(input.device).mapped(input, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         top = {name[:-1]: getattr(self, name) for name in ("temperature_", "floor_", "slope_", "masks_")}

@@ -53,19 +53,21 @@ class FlooredLogProbs(_Exact):
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
         if self.one_logit:
-            log_probs = self._log_probs(as_pairs(input, self.input_kind).to(torch.float64))
+            log_probs = self.mapped(as_pairs(input, self.input_kind).to(torch.float64), log=True)
             return (log_probs[..., 1] - log_probs[..., 0]).to(input.dtype)
-        return self._log_probs(input)
+        return self.mapped(input, log=True)
 
-    def _log_probs(self, input: Tensor) -> Tensor:
+    def mapped(self, input: Tensor, *, log: bool) -> Tensor:
+        """Log-probabilities [..., C], or probabilities, which the map writes itself."""
         if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
-            return self._plain(input)
+            log_probs = self._plain(input)
+            return log_probs if log else log_probs.exp()
         slope, knots, coefficients, weight, bias = self._curve()
         parameters = torch.tensor([1 + slope, self.temperature, self.floor], dtype=torch.float64)
         is_probs = self.input_kind == "probs"
         keep_zeros = self.masks and not is_probs
         return map_by_pieces(
-            input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, self.keep_order, True
+            input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, self.keep_order, log
         )
 
     def _curve(self) -> tuple[float, Tensor, Tensor, Tensor | None, Tensor | None]:
