@@ -3,7 +3,7 @@
 What is here, by what it is for::
 
     Train: modules, in the place of torch.nn.CrossEntropyLoss
-        FocalLoss, InverseFocalLoss, PolyFocalLoss, FLSDLoss, AdaFocalLoss, DualFocalLoss
+        FocalLoss, InverseFocalLoss, PolyFocalLoss, DFTLoss, FLSDLoss, AdaFocalLoss, DualFocalLoss
         BrierLoss, MMCELoss, LogitNormPenalty                        baselines
         SigmoidFocalLoss, AsymmetricLoss, QualityFocalLoss           a sigmoid per class: detectors, several labels
         LinearFocalLoss, LinearFLSDLoss, LinearAdaFocalLoss          with the last linear layer: large vocabularies
@@ -75,6 +75,7 @@ from focalkern.losses import (
     AdaFocalLoss,
     AsymmetricLoss,
     BrierLoss,
+    DFTLoss,
     DualFocalLoss,
     FLSDLoss,
     FocalLoss,
@@ -123,6 +124,7 @@ __all__ = [
     "CalibrationGrid",
     "CalibrationGridState",
     "CalibrationWarning",
+    "DFTLoss",
     "DualFocalLoss",
     "FLSDLoss",
     "FocalLoss",

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "math/brier.h"
+#include "math/dft.h"
 #include "math/dual_focal.h"
 #include "math/mmce.h"
 #include "math/poly_focal.h"

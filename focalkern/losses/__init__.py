@@ -26,7 +26,7 @@ A module's state loads whole or not at all: what does not fit leaves it as it wa
 from focalkern.losses._adafocal import AdaFocalLoss
 from focalkern.losses._adafocal_state import AdaFocalRecord
 from focalkern.losses._baselines import BrierLoss, DualFocalLoss, LogitNormPenalty, MMCELoss
-from focalkern.losses._focal import FLSDLoss, FocalLoss, InverseFocalLoss, PolyFocalLoss
+from focalkern.losses._focal import DFTLoss, FLSDLoss, FocalLoss, InverseFocalLoss, PolyFocalLoss
 from focalkern.losses._linear import LinearAdaFocalLoss, LinearFLSDLoss, LinearFocalLoss
 from focalkern.losses._sigmoid import AsymmetricLoss, QualityFocalLoss, SigmoidFocalLoss
 from focalkern.losses._weights import class_balanced_weight
@@ -37,6 +37,7 @@ __all__ = [
     "AdaFocalRecord",
     "AsymmetricLoss",
     "BrierLoss",
+    "DFTLoss",
     "DualFocalLoss",
     "FLSDLoss",
     "FocalLoss",

@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from focalkern._checks import dense, flag
+from focalkern._checks import dense, flag, one_of
 from focalkern._types import FLOATS, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.losses._base import Loss, described, number
-from focalkern.ops.focal_loss import focal_loss
+from focalkern.ops.focal_loss import Modulation, focal_loss
 from focalkern.ops.softmax_losses import poly_focal_loss
 
 _FLSD_53_GAMMAS = (5.0, 3.0)
@@ -22,7 +22,7 @@ class FocalFamily(Loss):
 
     # The function, and the attributes that it takes beside gamma and the options of cross-entropy.
     _function: Callable[..., Tensor] = staticmethod(focal_loss)
-    _arguments: tuple[str, ...] = ("detach_modulation",)
+    _arguments: tuple[str, ...] = ("detach_modulation", "modulation")
 
     def __init__(
         self,
@@ -32,9 +32,13 @@ class FocalFamily(Loss):
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         detach_modulation: bool = False,
+        modulation: Modulation | None = None,
     ) -> None:
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         self.detach_modulation = flag(self._name, "detach_modulation", detach_modulation)
+        if modulation is not None:
+            one_of(self._name, "modulation", modulation, get_args(Modulation))
+        self.modulation: Modulation | None = modulation
 
     def _gamma(self) -> float | Tensor | GammaTable:
         raise NotImplementedError
@@ -75,7 +79,8 @@ class FocalFamily(Loss):
         )
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (", detach_modulation=True" if self.detach_modulation else "")
+        modulation = f", modulation={self.modulation}" if self.modulation else ""
+        return super().extra_repr() + modulation + (", detach_modulation=True" if self.detach_modulation else "")
 
 
 class FocalLoss(FocalFamily):
@@ -92,6 +97,7 @@ class FocalLoss(FocalFamily):
             weights, cross-entropy's first argument, would be taken for it.
         weight, ignore_index, reduction, label_smoothing: as in :class:`torch.nn.CrossEntropyLoss`.
         detach_modulation: treat the factor before log p as a constant.
+        modulation: None, or "confidence": the factor is p^gamma, gamma >= 0.
         alpha: not an option: raises a TypeError that says where the alpha of other libraries has gone.
 
     Attributes:
@@ -124,6 +130,7 @@ class FocalLoss(FocalFamily):
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         detach_modulation: bool = False,
+        modulation: Modulation | None = None,
         alpha: None = None,
     ) -> None:
         super().__init__(
@@ -132,7 +139,10 @@ class FocalLoss(FocalFamily):
             reduction=reduction,
             label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
+            modulation=modulation,
         )
+        if modulation is not None:
+            self._gamma_may_be_negative = False
         if alpha is not None:
             raise TypeError(
                 f"{self._name}: alpha is no argument of this loss. A weight per class is weight=alpha, a tensor [C]; "
@@ -187,6 +197,57 @@ class FocalLoss(FocalFamily):
         if isinstance(gamma, GammaTable):
             return {"edges": _shown(gamma.edges), "gammas": _shown(gamma.gammas)}
         return {"gamma": _shown(gamma) if isinstance(gamma, Tensor) else gamma}
+
+
+class DFTLoss(FocalLoss):
+    r"""Dynamic fine-tuning: cross-entropy with the probability of the target, taken as a constant, as the weight.
+
+    .. math:: L = -\mathrm{sg}(p)^\gamma \log p, \qquad \partial L / \partial z_j = p^\gamma\,(p_j - [j = y])
+
+    It is ``FocalLoss(gamma, modulation="confidence", detach_modulation=True)``; TRL's ``loss_type="dft"`` and Liger's
+    ``use_token_scaling``, which divide by the same number of targets as "mean". Targets that the model thinks
+    improbable count less, where the focal loss lets them count more.
+
+    Args:
+        gamma: as in :class:`FocalLoss`, but at least 0. 1 is the paper's loss, 0 cross-entropy.
+        weight, ignore_index, reduction, label_smoothing: as in :class:`FocalLoss`. With label smoothing or class
+            probabilities each class has the weight of its own probability.
+        detach_modulation: False: the gradient goes through the weight too.
+
+    Raises:
+        TypeError, ValueError: as :class:`FocalLoss`; a gamma below 0.
+
+    Source: Wu et al., On the Generalization of SFT, 2025 (arXiv 2508.05629).
+
+    Example:
+        >>> criterion = fk.DFTLoss()
+        >>> logits, target = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]]), torch.tensor([0, 2])
+        >>> criterion(logits, target)
+        tensor(0.2282)
+    """
+
+    def __init__(
+        self,
+        gamma: float | Tensor | GammaTable = 1.0,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        detach_modulation: bool = True,
+    ) -> None:
+        super().__init__(
+            gamma,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            detach_modulation=detach_modulation,
+            modulation="confidence",
+        )
+
+    def extra_repr(self) -> str:
+        return Loss.extra_repr(self) + ("" if self.detach_modulation else ", detach_modulation=False")
 
 
 class InverseFocalLoss(FocalLoss):

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -10,13 +10,18 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import finite, integer, label, label_range, reduction_code, reworded
+from focalkern._checks import finite, integer, label, label_range, one_of, reduction_code, reworded
 from focalkern._types import LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
-from focalkern.ops._row_loss import check_tensor, check_types, through_dispatcher
+from focalkern.ops._row_loss import check_tensor, check_types, finite_number, row_loss, through_dispatcher
+from focalkern.reference._softmax_losses import number_of
 
-__all__ = ["check_labels", "focal_loss"]
+__all__ = ["Modulation", "check_labels", "focal_loss"]
+
+Modulation = Literal["confidence"]
+
+_DFT = number_of("dft_loss")
 
 
 def focal_loss(
@@ -29,6 +34,7 @@ def focal_loss(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     detach_modulation: bool = False,
+    modulation: Modulation | None = None,
 ) -> Tensor:
     r"""Multiclass focal loss (gamma > 0), cross-entropy (gamma = 0) and inverse focal loss (gamma < 0) from logits.
 
@@ -66,6 +72,9 @@ def focal_loss(
         label_smoothing: e in [0, 1].
         detach_modulation: treat the factor f as a constant; the gradient is then f * (p_j - [j = y]), and gamma has
             none.
+        modulation: None, or "confidence": f(p) = p^gamma for gamma >= 0, with dL/dz_j = p^gamma (1 + gamma log p)
+            (p_j - [j = y]). gamma = 1 with ``detach_modulation=True`` is dynamic fine-tuning (:class:`DFTLoss`). Where
+            a tensor or a table has a negative gamma, the loss is NaN.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under
@@ -81,7 +90,7 @@ def focal_loss(
         NotImplementedError: a device without a kernel.
 
     Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437); Wang et al., NeurIPS 2021
-    (inverse); the sign rule of Ghosh et al., NeurIPS 2022.
+    (inverse); the sign rule of Ghosh et al., NeurIPS 2022; Wu et al. 2025 (arXiv 2508.05629, "confidence").
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]])
@@ -93,6 +102,12 @@ def focal_loss(
         >>> fk.focal_loss(logits, target, gamma=torch.tensor([1.0, 3.0]), reduction="none")  # per sample
         tensor([0.0265, 0.9052])
     """
+    if modulation is not None:
+        one_of("focal_loss", "modulation", modulation, get_args(Modulation))
+        if not isinstance(gamma, Tensor | GammaTable):
+            gamma = finite_number("focal_loss", "gamma", gamma, low=0.0)
+        options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
+        return row_loss("focal_loss", _DFT, input, target, gamma, 0.0, *options)
     code = reduction_code("focal_loss", reduction)
     compiling = torch.compiler.is_compiling()
     if not compiling and type(input) in PLAIN_TENSORS and type(target) in PLAIN_TENSORS:

@@ -47,6 +47,7 @@ def focal_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     detach_modulation: bool = False,
+    modulation: Literal["confidence"] | None = None,
 ) -> Tensor:
     r"""Focal loss (inverse focal for gamma < 0); cross-entropy for gamma = 0.
 
@@ -66,6 +67,7 @@ def focal_loss(
             targets) or over their number (probability targets).
         label_smoothing: e in [0, 1].
         detach_modulation: take f(p) as a constant.
+        modulation: None, or ``"confidence"``: f(p) = p^gamma, gamma >= 0; below, the loss is NaN.
 
     Returns:
         The loss: a scalar, or [N, d1, ...] unreduced; in ``input``'s dtype, float32 under autocast.
@@ -82,11 +84,21 @@ def focal_loss(
     z = input.to(compute_dtype(input.dtype)).movedim(class_dim, -1)
     log_p, log_u = log_softmax_and_complement(z)
 
-    factor = modulating_factor(log_p, log_u, gamma_tensor(gamma, log_p.exp()))
+    factor_of = modulating_factor if modulation is None else confidence_factor
+    factor = factor_of(log_p, log_u, gamma_tensor(gamma, log_p.exp()))
     if detach_modulation:
         factor = factor.detach()
     class_loss = -times_log(factor, log_p)
     return reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
+
+
+def confidence_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
+    """f(p) = p^gamma for gamma >= 0, with 0^0 = 1; NaN below. log_u is not needed."""
+    # At p = 0 nothing depends on p or gamma: computed, the derivatives would be 0 * inf.
+    absent = log_p == -torch.inf
+    at_zero = torch.where(gamma > 0, 0.0, torch.where(gamma == 0, 1.0, torch.nan)).to(log_p.dtype)
+    factor = torch.where(absent, at_zero, (gamma * torch.where(absent, 0.0, log_p)).exp())
+    return torch.where(gamma < 0, torch.nan, factor)
 
 
 def poly_focal_loss(
@@ -332,6 +344,17 @@ ROW_LOSSES: dict[str, RowLossSpec] = {
             soft_target=False,
             keeps_class=True,
             of_batch=True,
+        ),
+        RowLossSpec(
+            name="dft_loss",
+            short="dft",
+            definition=functools.partial(focal_loss, modulation="confidence"),
+            module="DFTLoss",
+            parameters=("gamma",),
+            example={"gamma": 1.5, "detach_modulation": False},
+            factor=confidence_factor,
+            detachable=True,
+            infinite_at_zero=False,
         ),
     )
 }

@@ -4,6 +4,7 @@ AdaFocal's bins and updates are in test_adafocal.py; that gamma tables are looke
 """
 
 import copy
+import functools
 import io
 import pickle
 
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import focalkern as fk
 from focalkern.ops import _backend
+from focalkern.reference._softmax_losses import ROW_LOSSES
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -37,21 +39,22 @@ ROWS = [
 
 
 LOSSES = {
-    "focal": lambda **o: fk.FocalLoss(2.0, **o),
+    **{spec.short: functools.partial(getattr(fk, spec.module), **spec.example) for spec in ROW_LOSSES.values()},
     "focal, tensor": lambda **o: fk.FocalLoss(torch.tensor(1.5), **o),
     "focal, table": lambda **o: fk.FocalLoss(fk.GammaTable([0.0, 0.4, 1.0], [-1.0, 2.0]), **o),
     "inverse": lambda **o: fk.InverseFocalLoss(1.5, **o),
     "flsd": lambda **o: fk.FLSDLoss(**o),
     "adafocal": lambda **o: fk.AdaFocalLoss(**o),
-    "poly": lambda **o: fk.PolyFocalLoss(1.5, 2.0, **o),
-    "dual": lambda **o: fk.DualFocalLoss(2.5, **o),
-    "brier": lambda **o: fk.BrierLoss(**o),
     "norm": lambda **o: fk.LogitNormPenalty(0.05, **o),
-    "mmce": lambda **o: fk.MMCELoss(**o),
     "mmce, weighted": lambda **o: fk.MMCELoss(weighted=True, **o),
 }
 NAMES = list(LOSSES)
-PER_SAMPLE = [name for name in NAMES if not name.startswith("mmce")]
+OF_BATCH = {spec.module for spec in ROW_LOSSES.values() if spec.of_batch}
+ONLY_LABELS = {spec.short for spec in ROW_LOSSES.values() if not spec.soft_target and not spec.of_batch}
+FINITE_AT_ZERO = {spec.short for spec in ROW_LOSSES.values() if not spec.infinite_at_zero}
+PER_SAMPLE = [name for name in NAMES if type(LOSSES[name]()).__name__ not in OF_BATCH]
+# The norm of logits of -inf is infinite everywhere.
+INFINITE_AT_ZERO = [name for name in PER_SAMPLE if name not in FINITE_AT_ZERO and name != "norm"]
 
 
 def batch(n=60, c=7, dtype=torch.float64, device="cpu"):
@@ -110,6 +113,15 @@ def poly(gamma, epsilon):
     return loss
 
 
+def dft(gamma):
+    def loss(z, y, smoothing):
+        p = oracle.softmax(z)
+        t = shares(len(z), y, smoothing)
+        return -mpmath.fsum(share * q ** mpf(gamma) * mpmath.log(q) for share, q in zip(t, p, strict=True) if share)
+
+    return loss
+
+
 def brier(z, y, smoothing):
     return mpmath.fsum((p - t) ** 2 for p, t in zip(oracle.softmax(z), shares(len(z), y, smoothing), strict=True))
 
@@ -139,9 +151,16 @@ DEFINED = {
     "poly, the two terms cancel": (lambda **o: fk.PolyFocalLoss(0.5, -1.0, **o), poly(0.5, -1)),
     "dual 5": (lambda **o: fk.DualFocalLoss(5.0, **o), dual(5)),
     "dual 0.7": (lambda **o: fk.DualFocalLoss(0.7, **o), dual(0.7)),
+    "dft": (lambda **o: fk.DFTLoss(detach_modulation=False, **o), dft(1)),
+    "dft 0.5": (lambda **o: fk.DFTLoss(0.5, detach_modulation=False, **o), dft(0.5)),
     "brier": (lambda **o: fk.BrierLoss(**o), brier),
     "norm": (lambda **o: fk.LogitNormPenalty(0.01, **o), norm(0.01)),
 }
+
+
+def test_every_loss_of_rows_has_a_definition_here():
+    defined = {type(make()).__name__ for make, _ in DEFINED.values()}
+    assert {spec.module for spec in ROW_LOSSES.values()} - OF_BATCH <= defined
 
 
 def adafocal(edges, gammas, **options):
@@ -335,7 +354,7 @@ def test_class_probabilities():
     labels = torch.randint(7, (60,))
     hard = F.one_hot(labels, 7).double()
     for name in NAMES:
-        if name != "dual":
+        if name not in ONLY_LABELS:
             loss = LOSSES[name](weight=weight, label_smoothing=0.1, reduction="sum")
             assert_close(loss(input, hard), loss(input, labels))
     # The mean of probabilities divides by N, as in cross-entropy.
@@ -447,7 +466,7 @@ def test_a_class_without_rivals_is_certain(name, z):
     assert gradient(found, input).count_nonzero() == 0
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("norm", "brier", "mmce"))])
+@pytest.mark.parametrize("name", INFINITE_AT_ZERO)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z", [[1.0, -torch.inf, 0.0], [-torch.inf, -torch.inf, 0.0], [-torch.inf, 2.0, -torch.inf]])
 @pytest.mark.parametrize("y", [0, 1, 2])
@@ -990,12 +1009,8 @@ def test_bad_batches_of_sigmoid_focal_loss(input, target, error, message):
 
 
 _LOSSES_OF_LABELS = [
-    fk.FocalLoss(),
+    *(getattr(fk, spec.module)() for spec in ROW_LOSSES.values()),
     fk.FLSDLoss(),
-    fk.PolyFocalLoss(),
-    fk.DualFocalLoss(),
-    fk.BrierLoss(),
-    fk.MMCELoss(),
     fk.InverseFocalLoss(),
 ]
 
