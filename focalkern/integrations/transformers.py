@@ -13,6 +13,7 @@ from focalkern.calibrators import TemperatureScaling
 from focalkern.gamma import GammaTable
 from focalkern.losses import FocalLoss, SigmoidFocalLoss
 from focalkern.metrics import expected_calibration_error, nll
+from focalkern.ops.focal_loss import Modulation
 from focalkern.ops.linear_focal_loss import linear_focal_loss
 
 try:
@@ -41,6 +42,7 @@ def use_focal_loss(
     linear: bool = False,
     label_smoothing: float = 0.0,
     detach_modulation: bool = False,
+    modulation: Modulation | None = None,
 ) -> contextlib.ExitStack:
     r"""Train a transformers model with the focal loss: sets ``model.loss_function``.
 
@@ -59,6 +61,8 @@ def use_focal_loss(
             features then. Evaluation and generation are as before.
         label_smoothing: in [0, 1]; not for several labels per row.
         detach_modulation: treat the factor as a constant in the gradient; not for several labels per row.
+        modulation: None, or "confidence": p^gamma in the place of (1 - p)^gamma; not for several labels per row. With
+            ``gamma=1.0, detach_modulation=True`` it is TRL's ``loss_type="dft"``.
 
     Returns:
         An ``ExitStack``: its ``close()``, or the end of its ``with`` block, restores the model's own loss.
@@ -89,7 +93,11 @@ def use_focal_loss(
             f"{op}: model must be for one of {', '.join((*_NEXT_TOKEN, *_TOKEN, *_ROW))}, got {type(model).__name__} "
             f"with loss_type {kind!r}; use focal_loss in a training loop of your own"
         )
-    options: Any = {"label_smoothing": label_smoothing, "detach_modulation": detach_modulation}
+    options: Any = {
+        "label_smoothing": label_smoothing,
+        "detach_modulation": detach_modulation,
+        "modulation": modulation,
+    }
     loss = FocalLoss(gamma, reduction="sum", **options)
     undo = contextlib.ExitStack()
     asks_for_its_loss = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
@@ -104,7 +112,7 @@ def use_focal_loss(
         logits, labels = _logits_and_labels(kind, args, kwargs)
         n_items = kwargs.get("num_items_in_batch")
         if kind in _ROW and labels.is_floating_point():
-            _check_several_labels(op, model.config, gamma, label_smoothing, detach_modulation)
+            _check_several_labels(op, model.config, gamma, label_smoothing, detach_modulation, modulation)
             several: Tensor = SigmoidFocalLoss(float(gamma), reduction="mean")(logits, labels.to(logits.device))  # type: ignore[arg-type]
             return several
         if kind in _NEXT_TOKEN:
@@ -180,12 +188,15 @@ def _logits_and_labels(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     return logits, given["labels"]
 
 
-def _check_several_labels(op: str, config: Any, gamma: Any, label_smoothing: float, detach_modulation: bool) -> None:
+def _check_several_labels(
+    op: str, config: Any, gamma: Any, label_smoothing: float, detach_modulation: bool, modulation: object
+) -> None:
     if config.problem_type not in (None, "multi_label_classification") or config.num_labels == 1:
         raise ValueError(f"{op}: labels must be classes, got numbers for problem_type {config.problem_type!r}")
-    if isinstance(gamma, GammaTable) or label_smoothing or detach_modulation:
+    if isinstance(gamma, GammaTable) or label_smoothing or detach_modulation or modulation is not None:
         raise ValueError(
-            f"{op}: several labels per row take a number gamma and neither label_smoothing nor detach_modulation"
+            f"{op}: several labels per row take a number gamma, and none of label_smoothing, detach_modulation "
+            "and modulation"
         )
 
 

@@ -14,6 +14,7 @@ from focalkern.losses._adafocal import AdaFocalLoss
 from focalkern.losses._base import number
 from focalkern.losses._focal import FLSDLoss, FocalFamily, FocalLoss
 from focalkern.ops._linear_chunks import default_chunk_rows
+from focalkern.ops.focal_loss import Modulation
 from focalkern.ops.linear_focal_loss import linear_focal_loss
 
 
@@ -93,6 +94,7 @@ class _Head(FocalFamily):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
             detach_modulation=self.detach_modulation,
+            modulation=self.modulation,
             chunk_rows=self.chunk_rows,
             softcap=self.softcap,
         )
@@ -139,7 +141,8 @@ class LinearFocalLoss(_Head, FocalLoss):
         gamma: as in :class:`FocalLoss`.
         bias: whether the layer has one.
         out_features: (d1, ...), for a K-dimensional head, whose logits are computed all at once.
-        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`.
+        weight, ignore_index, reduction, label_smoothing, detach_modulation, modulation: as in
+            :class:`FocalLoss`.
         chunk_rows, softcap: as in :func:`focalkern.linear_focal_loss`.
         device, dtype: of the layer.
 
@@ -170,6 +173,7 @@ class LinearFocalLoss(_Head, FocalLoss):
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         detach_modulation: bool = False,
+        modulation: Modulation | None = None,
         chunk_rows: int | None = None,
         softcap: float | None = None,
         device: Any = None,
@@ -183,6 +187,7 @@ class LinearFocalLoss(_Head, FocalLoss):
             reduction=reduction,
             label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
+            modulation=modulation,
         )
         self._add_head(
             in_features,

@@ -218,6 +218,7 @@ def _second_order(saved: Any, options: Options, cotangents: Any, requires: Any) 
                     reduction="none",
                     label_smoothing=options.label_smoothing,
                     detach_modulation=options.detach_modulation,
+                    modulation=options.modulation,  # type: ignore[arg-type]
                 )
 
             pull: Any = torch.func.vjp(losses, *(full[place] for place in inner))[1]

@@ -30,6 +30,7 @@ def linear_operator(tensors: Tensors, options: Options) -> Tensor:
         options.ignore_index,
         options.label_smoothing,
         options.detach_modulation,
+        options.modulation,
         options.softcap,
         options.dtype,
         options.float64_loss,
@@ -56,6 +57,7 @@ def _operator(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
+    modulation: str | None,
     softcap: float,
     dtype: torch.dtype,
     float64_loss: bool,
@@ -65,7 +67,7 @@ def _operator(
     """(loss, reciprocal of the mean's divisor, gradients of input, weight, bias, target and gamma at the scale of the
     sum). Gradients that are not needed, and all of an unreduced loss, are empty."""
     tensors: Tensors = (input, linear_weight, linear_bias, target, gamma, edges, weight)
-    settings = (ignore_index, label_smoothing, detach_modulation, softcap, dtype, float64_loss, chunk_rows)
+    settings = (ignore_index, label_smoothing, detach_modulation, modulation, softcap, dtype, float64_loss, chunk_rows)
     options = Options(reduction, *settings)
     if reduction == NONE:
         losses = loss_and_gradients(tensors, options, None, NO_GRADIENTS)[0]
@@ -92,6 +94,7 @@ def _fake_operator(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
+    modulation: str | None,
     softcap: float,
     dtype: torch.dtype,
     float64_loss: bool,
@@ -99,7 +102,15 @@ def _fake_operator(
     needed: list[bool],
 ) -> Any:
     options = Options(
-        reduction, ignore_index, label_smoothing, detach_modulation, softcap, dtype, float64_loss, chunk_rows
+        reduction,
+        ignore_index,
+        label_smoothing,
+        detach_modulation,
+        modulation,
+        softcap,
+        dtype,
+        float64_loss,
+        chunk_rows,
     )
     real = loss_dtype(options)
     summed = torch.float32 if dtype in HALVES else dtype
@@ -133,6 +144,7 @@ def _gradient_operator(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
+    modulation: str | None,
     softcap: float,
     dtype: torch.dtype,
     float64_loss: bool,
@@ -141,7 +153,7 @@ def _gradient_operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of ``sum(upstream * losses)``, in the dtypes of their tensors, empty where not needed."""
     tensors: Tensors = (input, linear_weight, linear_bias, target, gamma, edges, weight)
-    settings = (ignore_index, label_smoothing, detach_modulation, softcap, dtype, float64_loss, chunk_rows)
+    settings = (ignore_index, label_smoothing, detach_modulation, modulation, softcap, dtype, float64_loss, chunk_rows)
     options = Options(NONE, *settings)
     gradients = loss_and_gradients(tensors, options, upstream, tuple(needed))[1]  # type: ignore[arg-type]
     found = (cast_gradient(gradient, tensor) for gradient, tensor in zip(gradients, tensors[:5], strict=True))
@@ -161,6 +173,7 @@ def _fake_gradient_operator(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
+    modulation: str | None,
     softcap: float,
     dtype: torch.dtype,
     float64_loss: bool,
@@ -175,7 +188,7 @@ def _fake_gradient_operator(
 
 
 def _setup_operator_context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.settings, ctx.needed = inputs[7:15], inputs[15]
+    ctx.settings, ctx.needed = inputs[7:16], inputs[16]
     ctx.save_for_backward(*inputs[:7], *output[1:])
 
 
@@ -195,7 +208,7 @@ def _operator_backward(ctx: Any, upstream: Tensor, *unused: Any) -> Any:
             else None
             for gradient, tensor, need in zip(gradients, tensors[:5], ctx.needed, strict=True)
         ]
-    return (*found, *(None for _ in range(11)))
+    return (*found, *(None for _ in range(12)))
 
 
 _operator.register_autograd(_operator_backward, setup_context=_setup_operator_context)

@@ -43,6 +43,7 @@ class Options:
     ignore_index: int
     label_smoothing: float
     detach_modulation: bool
+    modulation: str | None  # which a custom operator takes
     softcap: float  # 0 for none
     dtype: torch.dtype  # of the products
     float64_loss: bool  # of narrower logits, because the target probabilities are float64
@@ -126,7 +127,9 @@ def loss_and_gradients(
             _cap_(part, options.softcap)
             logits = part.to(real) if options.float64_loss else part
             here = Block(logits, target[where], gamma_rows[where] if per_row else gamma, edges, weight)
-            settings = Settings(options.ignore_index, options.label_smoothing, options.detach_modulation)
+            settings = Settings(
+                options.ignore_index, options.label_smoothing, options.detach_modulation, options.modulation
+            )
             losses[where], saved = losses_of_rows(here, settings)
             if not any_needed:
                 continue

@@ -21,6 +21,7 @@ from focalkern.ops._vocab_slices import (
     row_losses,
     statistics,
 )
+from focalkern.ops.focal_loss import Modulation
 
 __all__ = ["linear_focal_loss_over_ranks", "slice_of_dtensor"]
 
@@ -50,6 +51,7 @@ def linear_focal_loss_over_ranks(
     ignore_index: int,
     reduction: str,
     detach_modulation: bool,
+    modulation: Modulation | None,
     chunk_rows: int | None,
     softcap: float,
     dtype: torch.dtype,
@@ -59,7 +61,7 @@ def linear_focal_loss_over_ranks(
     """:func:`focalkern.linear_focal_loss` with process_group=; the loss in float64."""
     op = "linear_focal_loss"
     leading = input.shape[:-1]
-    settings = check_settings(op, target, leading, gamma, reduction, ignore_index, detach_modulation)
+    settings = check_settings(op, target, leading, gamma, reduction, ignore_index, detach_modulation, modulation)
     rows = input.reshape(-1, input.shape[-1])
     # Not from the size of the slice, which is not everywhere the same: the ranks reduce chunk by chunk.
     size = max(64, min(1024, rows.shape[1] // 2)) if chunk_rows is None else int(chunk_rows)

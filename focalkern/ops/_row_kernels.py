@@ -12,7 +12,7 @@ from torch import Tensor
 from focalkern._types import compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
-from focalkern.ops.focal_loss import focal_loss
+from focalkern.ops.focal_loss import focal_loss, kind_of
 
 __all__ = ["gradients_of_rows", "losses_of_rows", "slice_gradient", "slice_statistics"]
 
@@ -35,12 +35,19 @@ class Settings(NamedTuple):
     ignore_index: int
     label_smoothing: float
     detach_modulation: bool
+    modulation: str | None = None
+
+    @property
+    def kind(self) -> int:
+        return kind_of(self.modulation)
 
 
 def losses_of_rows(block: Block, settings: Settings) -> tuple[Tensor, Tensor | None]:
     """The losses [n], and what :func:`gradients_of_rows` wants to know of them."""
     if has_kernels(block.logits):
-        losses, saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, *settings, True)
+        losses, saved = torch.ops.focalkern.focal_loss_forward(
+            *block, _NO_REDUCTION, *settings[:3], True, settings.kind
+        )
         return losses, saved
     return _plain_losses(block, settings), None
 
@@ -51,7 +58,7 @@ def gradients_of_rows(
     """Gradients of sum(upstream * losses) by logits, target and gamma; what is not needed means nothing."""
     if saved is not None:
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.focalkern.focal_loss_backward(
-            upstream, *block, saved, _NO_REDUCTION, *settings, list(needed)
+            upstream, *block, saved, _NO_REDUCTION, *settings[:3], list(needed), settings.kind
         )
         return found
     with torch.enable_grad():
@@ -79,6 +86,7 @@ def _plain_losses(block: Block, settings: Settings) -> Tensor:
         reduction="none",
         label_smoothing=settings.label_smoothing,
         detach_modulation=settings.detach_modulation,
+        modulation=settings.modulation,  # type: ignore[arg-type]
     )
 
 

@@ -25,7 +25,7 @@ from focalkern._types import FLOATS, LABELS
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import blocks, is_plain
 from focalkern.ops._row_kernels import slice_gradient, slice_statistics
-from focalkern.ops.focal_loss import focal_loss
+from focalkern.ops.focal_loss import Modulation, check_modulation, focal_loss
 
 __all__ = [
     "RowStatistics",
@@ -61,6 +61,7 @@ class Settings:
     gamma: float | Tensor | GammaTable
     ignore_index: int
     detach_modulation: bool
+    modulation: Modulation | None
 
 
 def check_settings(
@@ -71,6 +72,7 @@ def check_settings(
     reduction: str,
     ignore_index: int,
     detach_modulation: bool,
+    modulation: Modulation | None,
 ) -> Settings:
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{op}: torch.func does not transform a loss over several ranks")
@@ -89,8 +91,9 @@ def check_settings(
             raise ValueError(f"{op}: gamma must be on the device of target, {target.device}, got {gamma.device}")
     elif not isinstance(gamma, GammaTable):
         gamma = finite(op, "gamma", gamma, "a number, a tensor or a GammaTable")
+    gamma = check_modulation(op, modulation, gamma)
     detach_modulation = flag(op, "detach_modulation", detach_modulation)
-    return Settings(gamma, label(op, "ignore_index", ignore_index), detach_modulation)
+    return Settings(gamma, label(op, "ignore_index", ignore_index), detach_modulation, modulation)
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,14 @@ def row_losses(margin: Tensor, gamma: float | Tensor | GammaTable, settings: Set
     """The loss of d [n] in float64, differentiable in d and gamma."""
     two = torch.stack([-margin, torch.zeros_like(margin)], dim=1)
     first = torch.zeros(len(margin), dtype=torch.int64, device=margin.device)
-    return focal_loss(two, first, gamma, reduction="none", detach_modulation=settings.detach_modulation)
+    return focal_loss(
+        two,
+        first,
+        gamma,
+        reduction="none",
+        detach_modulation=settings.detach_modulation,
+        modulation=settings.modulation,
+    )
 
 
 def gamma_rows(op: str, gamma: float | Tensor | GammaTable, leading: torch.Size) -> float | Tensor | GammaTable:

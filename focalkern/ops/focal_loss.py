@@ -17,11 +17,11 @@ from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.ops._row_loss import check_tensor, check_types, finite_number, row_loss, through_dispatcher
 from focalkern.reference._softmax_losses import number_of
 
-__all__ = ["Modulation", "check_labels", "focal_loss"]
+__all__ = ["Modulation", "check_labels", "check_modulation", "focal_loss", "kind_of"]
 
 Modulation = Literal["confidence"]
 
-_DFT = number_of("dft_loss")
+_FOCAL, _DFT = number_of("focal_loss"), number_of("dft_loss")
 
 
 def focal_loss(
@@ -103,9 +103,7 @@ def focal_loss(
         tensor([0.0265, 0.9052])
     """
     if modulation is not None:
-        one_of("focal_loss", "modulation", modulation, get_args(Modulation))
-        if not isinstance(gamma, Tensor | GammaTable):
-            gamma = finite_number("focal_loss", "gamma", gamma, low=0.0)
+        gamma = check_modulation("focal_loss", modulation, gamma)
         options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
         return row_loss("focal_loss", _DFT, input, target, gamma, 0.0, *options)
     code = reduction_code("focal_loss", reduction)
@@ -132,6 +130,21 @@ def focal_loss(
     ) as error:  # of what is wrong so rarely that it is looked at only here
         check_types("focal_loss", weight, ignore_index, label_smoothing, detach_modulation)
         raise reworded("focal_loss", error, input=input, target=target, gamma=gamma, weight=weight) from None
+
+
+def check_modulation(
+    op: str, modulation: Modulation | None, gamma: float | Tensor | GammaTable
+) -> float | Tensor | GammaTable:
+    """Raises unless the modulation is known and takes this gamma, which it returns."""
+    if modulation is None:
+        return gamma
+    one_of(op, "modulation", modulation, get_args(Modulation))
+    return gamma if isinstance(gamma, Tensor | GammaTable) else finite_number(op, "gamma", gamma, low=0.0)
+
+
+def kind_of(modulation: str | None) -> int:
+    """The number of the loss with this modulation."""
+    return _FOCAL if modulation is None else _DFT
 
 
 def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignore_index: int = -100) -> None:

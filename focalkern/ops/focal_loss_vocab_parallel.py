@@ -19,6 +19,7 @@ from focalkern.ops._vocab_slices import (
     row_losses,
     statistics,
 )
+from focalkern.ops.focal_loss import Modulation
 
 __all__ = ["focal_loss_vocab_parallel"]
 
@@ -36,6 +37,7 @@ def focal_loss_vocab_parallel(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     detach_modulation: bool = False,
+    modulation: Modulation | None = None,
 ) -> Tensor:
     r"""The focal loss of logits whose classes are split over the ranks of a process group.
 
@@ -54,8 +56,8 @@ def focal_loss_vocab_parallel(
             :func:`focal_loss`. Tensors are differentiable, and every rank has the whole gradient.
         process_group: by default all ranks.
         weight: [C] weights of all classes; not differentiable.
-        ignore_index, reduction, detach_modulation: as in :func:`focal_loss`. Label smoothing and class probabilities
-            are not there: their loss is a sum over the classes of all ranks.
+        ignore_index, reduction, detach_modulation, modulation: as in :func:`focal_loss`. Label smoothing and class
+            probabilities are not there: their loss is a sum over the classes of all ranks.
 
     Returns:
         The loss, scalar or of the leading shape, in the dtype of ``logits`` (float32 for half-precision ones under
@@ -103,7 +105,7 @@ def focal_loss_vocab_parallel(
     if logits.dim() < 1:
         raise ValueError(f"{_OP}: logits must be [C_r], [N, C_r] or [B, S, C_r], got a single number")
     leading = logits.shape[:-1]
-    settings = check_settings(_OP, target, leading, gamma, reduction, ignore_index, detach_modulation)
+    settings = check_settings(_OP, target, leading, gamma, reduction, ignore_index, detach_modulation, modulation)
     rows = logits.reshape(target.numel(), logits.shape[-1])
     split = Split.of(_OP, target.reshape(-1), logits.shape[-1], settings, process_group, (len(rows), 0))
     margin = _Margin.apply(rows, split)  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from focalkern.ops._linear_autograd import loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
 from focalkern.ops._linear_pass import NONE, Options, capped
 from focalkern.ops._linear_vocab_parallel import linear_focal_loss_over_ranks, slice_of_dtensor
-from focalkern.ops.focal_loss import focal_loss
+from focalkern.ops.focal_loss import Modulation, check_modulation, focal_loss
 
 __all__ = ["linear_focal_loss"]
 
@@ -36,6 +36,7 @@ def linear_focal_loss(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     detach_modulation: bool = False,
+    modulation: Modulation | None = None,
     chunk_rows: int | None = None,
     softcap: float | None = None,
     process_group: Any = None,
@@ -71,6 +72,8 @@ def linear_focal_loss(
         reduction: "none", "mean" or "sum", as in :func:`focal_loss`.
         label_smoothing: e in [0, 1].
         detach_modulation: treat the factor of log p as a constant.
+        modulation: None or "confidence", as in :func:`focal_loss`. With gamma = 1 and ``detach_modulation=True`` it is
+            dynamic fine-tuning (DFT), for labels Liger's ``use_token_scaling=True``.
         chunk_rows: rows per chunk. By default the logits of a chunk take as much memory as ``input`` or half of what
             the gradient of ``linear_weight`` is summed in, whichever is more, and at most 256 MiB.
         softcap: s > 0: caps the logits at s in magnitude.
@@ -111,6 +114,7 @@ def linear_focal_loss(
     """
     code = reduction_code(_OP, reduction)  # which is MEAN, NONE or SUM
     _check_numbers(ignore_index, label_smoothing, detach_modulation, chunk_rows, softcap)
+    gamma = check_modulation(_OP, modulation, gamma)
     over_ranks = process_group is not None
     if over_ranks:
         linear_weight = slice_of_dtensor(linear_weight)
@@ -130,6 +134,7 @@ def linear_focal_loss(
             ignore_index=ignore_index,
             reduction=reduction,
             detach_modulation=detach_modulation,
+            modulation=modulation,
             chunk_rows=chunk_rows,
             softcap=0.0 if softcap is None else float(softcap),
             dtype=product_dtype(input.device, dtype),
@@ -157,6 +162,7 @@ def linear_focal_loss(
             reduction=reduction,
             label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
+            modulation=modulation,
         )
     dtype, loss_dtype = _dtypes(input, linear_weight, linear_bias)
     if target.is_floating_point():
@@ -173,6 +179,7 @@ def linear_focal_loss(
         ignore_index=int(ignore_index),
         label_smoothing=float(label_smoothing),
         detach_modulation=detach_modulation,
+        modulation=modulation,
         softcap=0.0 if softcap is None else float(softcap),
         dtype=used,
         float64_loss=loss_dtype == torch.float64,
