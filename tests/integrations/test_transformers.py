@@ -210,3 +210,21 @@ def test_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match="gamma"):
         use_focal_loss(model, float("nan"))
     assert "_loss_function" not in vars(model)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_dft_is_the_loss_of_trl(linear):
+    """TRL's ``loss_type="dft"``: -p log p of the next token with the first p detached, over the tokens that count."""
+    ids, labels = tokens()
+    model = causal_model().train()
+    logits = model(input_ids=ids).logits[:, :-1]
+    log_p = logits.log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    counts = labels[:, 1:] != -100
+    expected = (-log_p.exp().detach() * log_p * counts).sum() / counts.sum()
+    expected.backward()
+    slopes = [gradient.clone() for gradient in gradients(model)]
+    with use_focal_loss(model, 1.0, linear=linear, modulation="confidence", detach_modulation=True):
+        loss, found = loss_and_gradients(model, input_ids=ids, labels=labels)
+    assert_close(loss, expected.detach().double())
+    for ours, theirs in zip(found, slopes, strict=True):
+        assert_close(ours, theirs.double())

@@ -50,6 +50,9 @@ CASES = {
     "bfloat16": {"dtype": torch.bfloat16},
     "all ignored": {"ignored": True},
     "chunks": {"chunk_rows": 4},
+    "DFT": {"gamma": 1.0, "modulation": "confidence", "detach_modulation": True},
+    "weight p^gamma, none": {"gamma": "one", "modulation": "confidence", "reduction": "none"},
+    "weight p^gamma, far apart": {"gamma": 0.5, "modulation": "confidence", "scale": 300.0},
 }
 
 
