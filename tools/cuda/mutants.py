@@ -1069,6 +1069,7 @@ FAULTS = [
 
 # By the name of the fault: why no result can depend on it.
 REDUNDANT = {
+    "rows with NaN have an answer in the spline map": "a NaN makes the sum over its row NaN, and with it every class",
     "calibration_sums.cu: __syncthreads 3": "a thread clears no bucket but those that it has written out itself",
     "the last row of a tile lends its neighbour's gradient": "a whole vector ends with the last row at the latest, and "
     "what its last element fetches is for no other",
