@@ -16,6 +16,7 @@ from focalkern.cli._engines import engine
 from focalkern.cli._notes import print_wrapped
 from focalkern.cli._options import at_least_one, check_out_folder, in_options, seed
 from focalkern.files import InputError
+from focalkern.files.paths import expanded
 from focalkern.study.sweep import METHODS, SCORES, Sweep, run_sweep, sweep_settings
 
 __all__ = ["add_parser"]
@@ -39,7 +40,8 @@ def add_parser(commands: Any) -> None:
         "files",
         metavar="FILE",
         nargs="+",
-        help="as calibrate reads them; of a file with one set a random half is for validation",
+        help="as calibrate reads them, or a folder, a quoted pattern, or @LIST, a text file with a name per line; of a "
+        "file with one set a random half is for validation",
     )
     parser.add_argument(
         "--report",
@@ -80,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
         logits_key=arguments.logits_key,
         labels_key=arguments.labels_key,
     )
-    names = list(dict.fromkeys(arguments.files))
+    names = expanded(arguments.files)
     with engine(arguments.engine) as executor, _Progress(len(names)) as progress:
         result = run_sweep(
             names,

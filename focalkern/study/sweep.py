@@ -18,6 +18,7 @@ from focalkern._version import __version__
 from focalkern.calibrators import InputKind
 from focalkern.calibrators._selection import PROPER, Proper, check_folds
 from focalkern.files import InputError, LogitSet, read_sets
+from focalkern.files.paths import expanded
 from focalkern.files.read import labels_of_npy
 from focalkern.study.compare import run_study
 from focalkern.study.engines import LocalPool, run_tasks
@@ -55,6 +56,8 @@ def sweep(
 
     Args:
         files: each with validation and test rows; of a file with one set of rows a random half is for validation.
+            A folder is the files in it, a pattern those that match, ``"@LIST"`` those named in a text file, one per
+            line.
         folder: for ``sweep.csv``, ``sweep.json`` and ``sweep.html``, and for the result of every file as soon as it is
             there: a sweep with the same files goes on where it was stopped. Nothing is written when None.
         jobs: processes on this machine.
@@ -72,6 +75,7 @@ def sweep(
     Raises:
         TypeError, ValueError: an option that does not fit; files that are no list of paths; ``jobs`` beside
             ``executor``.
+        InputError: a list that cannot be read.
         OSError: the folder cannot be written; worker processes do not start.
 
     Example:
@@ -205,7 +209,7 @@ def run_sweep(
 def _names(op: str, files: Any) -> list[str]:
     if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Sequence):
         raise TypeError(f"{op}: files must be a list of paths, got {short(files)}")
-    return list(dict.fromkeys(path_text(op, "files", name) for name in files))
+    return expanded(path_text(op, "files", name) for name in files)
 
 
 def sweep_settings(
