@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, Found, every_row_grid
+from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, SearchResult, every_row_grid
 from focalkern.calibrators._temperature_bound import ceiling_in_words, succession_bound
 from focalkern.ops._backend import fallback
 from focalkern.ops.calibration_map import focal_calibration_map
@@ -67,7 +67,7 @@ def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str, 
         )
 
 
-def nll_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None = None) -> Found:
+def nll_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None = None) -> SearchResult:
     r"""The temperature with the smallest mean NLL of softmax(z / T).
 
     In beta = 1/T the NLL is convex: with q = softmax(beta z),
@@ -119,19 +119,19 @@ def nll_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weight
         at_infinity -= float(of_target @ share)
         spread -= float(finite.sum(-1) @ share)
 
-    def at_low_end(spent: int, why: str) -> Found:
+    def at_low_end(spent: int, why: str) -> SearchResult:
         temperature = succession_bound(input, 0.0, input_kind, weight)
         words = ceiling_in_words(temperature, len(input), weight, why)
-        return Found(0.0, temperature, derivatives(1 / temperature)[0], spent + 1, (words,))
+        return SearchResult(0.0, temperature, derivatives(1 / temperature)[0], spent + 1, (words,))
 
-    def at_high_end(spent: int, why: str) -> Found:
+    def at_high_end(spent: int, why: str) -> SearchResult:
         words = f"temperature = {TEMPERATURE_BOUNDS[1]:g} is the upper bound of the search: {why}"
-        return Found(0.0, TEMPERATURE_BOUNDS[1], derivatives(low)[0], spent + 1, (words,))
+        return SearchResult(0.0, TEMPERATURE_BOUNDS[1], derivatives(low)[0], spent + 1, (words,))
 
     low, high = 1 / TEMPERATURE_BOUNDS[1], 1 / TEMPERATURE_BOUNDS[0]
     if spread == 0:
         words = "every temperature is as good as another: all classes of a row that can occur have the same logit"
-        return Found(0.0, 1.0, derivatives(1.0)[0], 1, (words,))
+        return SearchResult(0.0, 1.0, derivatives(1.0)[0], 1, (words,))
     if at_infinity == 0:
         words = "the target has the largest logit of every row, and the NLL falls all the way to temperature 0"
         return at_low_end(0, words)
@@ -165,7 +165,7 @@ def nll_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weight
         beta = newton if useful else math.sqrt(low * high)
         if not low < beta < high:  # nothing is left between
             break
-    return Found(0.0, 1 / beta, value, n_cells)
+    return SearchResult(0.0, 1 / beta, value, n_cells)
 
 
 class _Mean:
@@ -217,13 +217,13 @@ class _Mean:
             f"{name} = {found} is the {end} bound of the search: the {_WORDS[self.criterion]} falls all the way to it"
         ]
 
-    def at_low_end(self, gamma: float) -> Found:
+    def at_low_end(self, gamma: float) -> SearchResult:
         """Where the criterion falls all the way to T = 0."""
         temperature = succession_bound(self.input, gamma, self.input_kind, self.weight)
         why = f"the {_WORDS[self.criterion]} falls all the way to it"
         words = ceiling_in_words(temperature, len(self.input), self.weight, why)
         value, _ = self(np.array([math.log1p(gamma), math.log(temperature)]))
-        return Found(gamma, temperature, value, self.n_cells, (words,))
+        return SearchResult(gamma, temperature, value, self.n_cells, (words,))
 
 
 def _temperature(log: float) -> float:
@@ -234,7 +234,9 @@ def _temperature(log: float) -> float:
 _LOG_T = (math.log(TEMPERATURE_BOUNDS[0]), math.log(TEMPERATURE_BOUNDS[1]))
 
 
-def brier_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None = None) -> Found:
+def brier_temperature(
+    input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None = None
+) -> SearchResult:
     """The temperature with the smallest mean Brier score of softmax(z / T).
 
     It is smooth in T but not convex: a coarse grid between the bounds finds the valleys, Newton steps in log T their
@@ -247,7 +249,7 @@ def brier_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weig
     cells = mean.table((0.0,), axis)[0]
     if float(np.ptp(cells)) <= 1e-12:
         words = "every temperature is as good as another: the Brier score is the same at all of them"
-        return Found(0.0, 1.0, float(cells[32]), mean.n_cells, (words,))
+        return SearchResult(0.0, 1.0, float(cells[32]), mean.n_cells, (words,))
     low, high = np.array(_LOG_T[:1]), np.array(_LOG_T[1:])
     best_point, best_value = np.array([math.nan]), math.inf
     for i in _valleys(cells)[:3]:
@@ -257,7 +259,7 @@ def brier_temperature(input: Tensor, target: Tensor, input_kind: InputKind, weig
     if float(best_point[0]) == _LOG_T[0]:
         return mean.at_low_end(0.0)
     at_border = mean.words("temperature", float(best_point[0]), _LOG_T)
-    return Found(0.0, _temperature(float(best_point[0])), float(best_value), mean.n_cells, tuple(at_border))
+    return SearchResult(0.0, _temperature(float(best_point[0])), float(best_value), mean.n_cells, tuple(at_border))
 
 
 # Where the Newton steps of minimize_focal may start: NLL over gamma, each with its best T, has valleys on both sides of
@@ -273,7 +275,7 @@ def minimize_focal(
     criterion: Smooth,
     weight: Tensor | None = None,
     near: tuple[float, float] | None = None,
-) -> Found:
+) -> SearchResult:
     r"""gamma and T with the smallest mean NLL, or Brier score, of the focal calibration map.
 
     Both are smooth in gamma and T but not convex. A coarse grid around the optimum of plain temperature scaling finds
@@ -319,7 +321,7 @@ def minimize_focal(
         for name, value, ends in zip(("gamma", "temperature"), best_point, bounds, strict=True)
         for text in mean.words(name, float(value), ends)
     ]
-    return Found(
+    return SearchResult(
         math.expm1(best_point[0]),
         _temperature(float(best_point[1])),
         float(best_value),

@@ -34,10 +34,10 @@ from focalkern.calibrators._newton_search import (
 from focalkern.calibrators._search import (
     DEFAULT_GAMMAS,
     WIDENINGS,
-    Found,
     Search,
-    beyond,
+    SearchResult,
     every_row_grid,
+    extend_axes,
     extended,
     from_grid,
     search_line,
@@ -265,7 +265,7 @@ class Scaling(Calibrator):
                     raise ValueError(f"{name}: {error}") from None
                 spent += found.n_cells
                 found = replace(found, n_cells=spent)
-            more = beyond(found, gammas, temperatures)
+            more = extend_axes(found, gammas, temperatures)
             if not self.widen or widening == WIDENINGS or not any(more):
                 break
             if cells is not None:
@@ -274,7 +274,7 @@ class Scaling(Calibrator):
             gammas, temperatures = _with(gammas, more[0]), (*temperatures, *more[1])
         return self._fitted(found, search, criterion)
 
-    def _search_smooth(self, rows: FitData, criterion: Smooth) -> Found:
+    def _search_smooth(self, rows: FitData, criterion: Smooth) -> SearchResult:
         raise NotImplementedError
 
     def _doubts(self, rows: FitData) -> list[str]:
@@ -304,7 +304,7 @@ class Scaling(Calibrator):
     def _keeps_predictions(self) -> bool:
         return True
 
-    def _fitted(self, found: Found, search: Search, criterion: Criterion) -> dict[str, Any]:
+    def _fitted(self, found: SearchResult, search: Search, criterion: Criterion) -> dict[str, Any]:
         fitted = {
             "gamma_": found.gamma,
             "temperature_": found.temperature,
@@ -336,7 +336,7 @@ class Scaling(Calibrator):
             raise ValueError(f"expected a search and a criterion that are known, found {search!r} and {criterion!r}")
         cells = fit["n_cells"] if "n_cells" in fit else len(tuple(self._gammas())) * len(tuple(self._temperatures()))
         border = tuple(str(text) for text in fit["at_border"])
-        found = Found(gamma, temperature, as_number("best_value", fit["best_value"]), as_count(cells), border)
+        found = SearchResult(gamma, temperature, as_number("best_value", fit["best_value"]), as_count(cells), border)
         return self._fitted(found, search, criterion)
 
 
@@ -414,7 +414,7 @@ class TemperatureScaling(Scaling):
     def _gammas(self) -> Any:
         return (0.0,)
 
-    def _search_smooth(self, rows: FitData, criterion: Smooth) -> Found:
+    def _search_smooth(self, rows: FitData, criterion: Smooth) -> SearchResult:
         search = nll_temperature if criterion == "nll" else brier_temperature
         return search(rows.input, rows.target, self.input_kind, rows.weight)
 
@@ -500,7 +500,7 @@ class FocalTemperatureScaling(Scaling):
     def _gammas(self) -> Any:
         return DEFAULT_GAMMAS if self.gammas is None else as_numbers(type(self).__name__, "gammas", self.gammas)
 
-    def _search_smooth(self, rows: FitData, criterion: Smooth) -> Found:
+    def _search_smooth(self, rows: FitData, criterion: Smooth) -> SearchResult:
         return minimize_focal(rows.input, rows.target, self.input_kind, criterion, rows.weight, self._near)
 
     # Where a search by derivatives starts, in place of a coarse grid: set by fit_quietly for the time of a fit.

@@ -15,8 +15,8 @@ __all__ = [
     "DEFAULT_GAMMAS",
     "GAMMA_BOUNDS",
     "TEMPERATURE_BOUNDS",
-    "Found",
     "Search",
+    "SearchResult",
     "grid_border",
     "search_line",
     "search_refine",
@@ -41,7 +41,7 @@ _NO_LABEL = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -49,7 +49,7 @@ class Found:
         n_cells: evaluations of the criterion.
         at_border: in words, each parameter that lies where the search ended.
         grid: all cells, where they are a grid.
-        bent: temperatures at which an end of the line lies where the temperatures end.
+        clipped_ends: temperatures of the ends of the line that lie at an end of the axis.
     """
 
     gamma: float
@@ -58,7 +58,7 @@ class Found:
     n_cells: int
     at_border: tuple[str, ...] = ()
     grid: CalibrationGrid | None = None
-    bent: tuple[float, ...] = ()
+    clipped_ends: tuple[float, ...] = ()
 
 
 def grid_border(grid: CalibrationGrid, gamma: float, temperature: float) -> tuple[str, ...]:
@@ -80,13 +80,13 @@ def grid_border(grid: CalibrationGrid, gamma: float, temperature: float) -> tupl
     return tuple(words)
 
 
-def from_grid(name: str, grid: CalibrationGrid, criterion: str) -> Found:
+def from_grid(name: str, grid: CalibrationGrid, criterion: str) -> SearchResult:
     try:
         gamma, temperature, value = grid.best(criterion)
     except ValueError as error:
         raise ValueError(str(error).replace("CalibrationGrid.best", name)) from None
     border = grid_border(grid, gamma, temperature)
-    return Found(gamma, temperature, value, math.prod(grid.tables[criterion].shape), border, grid)
+    return SearchResult(gamma, temperature, value, math.prod(grid.tables[criterion].shape), border, grid)
 
 
 def every_row_grid(
@@ -110,20 +110,22 @@ _GAMMA_STEPS, _GAMMA_FACTOR = 3, 1.5  # of 1 + gamma
 _TEMPERATURE_STEPS, _TEMPERATURE_FACTOR = 50, 2 ** (1 / 50)
 
 
-def beyond(found: Found, gammas: Sequence[float], temperatures: Sequence[float]) -> tuple[list[float], list[float]]:
+def extend_axes(
+    found: SearchResult, gammas: Sequence[float], temperatures: Sequence[float]
+) -> tuple[list[float], list[float]]:
     """What to search besides, where the best cell lies at an end of an axis: new gammas and new temperatures."""
-    ends = {found.temperature, *found.bent}
+    ends = {found.temperature, *found.clipped_ends}
     # The best T grows with gamma: another gamma is of no use without the temperatures that go with it.
     if len(set(gammas)) > 1 and found.gamma in (min(gammas), max(gammas)):
         ends.add(max(temperatures) if found.gamma == max(gammas) else min(temperatures))
     shifted = [1 + gamma for gamma in gammas]
     shifted_bounds = 1 + GAMMA_BOUNDS[0], 1 + GAMMA_BOUNDS[1]
-    more_gammas = _beyond(shifted, {1 + found.gamma}, _GAMMA_STEPS, _GAMMA_FACTOR, shifted_bounds)
-    more_temperatures = _beyond(temperatures, ends, _TEMPERATURE_STEPS, _TEMPERATURE_FACTOR, TEMPERATURE_BOUNDS)
+    more_gammas = _extended_axis(shifted, {1 + found.gamma}, _GAMMA_STEPS, _GAMMA_FACTOR, shifted_bounds)
+    more_temperatures = _extended_axis(temperatures, ends, _TEMPERATURE_STEPS, _TEMPERATURE_FACTOR, TEMPERATURE_BOUNDS)
     return [value - 1 for value in more_gammas], more_temperatures
 
 
-def _beyond(
+def _extended_axis(
     axis: Sequence[float], ends: set[float], steps: int, factor: float, bounds: tuple[float, float]
 ) -> list[float]:
     low, high = min(axis), max(axis)
@@ -182,7 +184,7 @@ class _Best:
             self.gamma, self.temperature, self.value = gamma, temperatures[best], values[best]
         return temperatures[best], values[best]
 
-    def found(self, gammas: Sequence[float], temperatures: Sequence[float]) -> Found:
+    def found(self, gammas: Sequence[float], temperatures: Sequence[float]) -> SearchResult:
         """The result of a search between the ends of both axes."""
         words = []
         for name, value, axis in (("gamma", self.gamma, gammas), ("temperature", self.temperature, temperatures)):
@@ -191,10 +193,10 @@ class _Best:
                 words.append(f"{name} = {value:g} is the {'smallest' if value == low else 'largest'} that was searched")
         if not math.isfinite(self.value):
             raise ValueError("the criterion must be finite in some cell, got none")
-        return Found(self.gamma, self.temperature, self.value, self.n_cells, tuple(words))
+        return SearchResult(self.gamma, self.temperature, self.value, self.n_cells, tuple(words))
 
 
-def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[float]) -> Found:
+def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[float]) -> SearchResult:
     """With m temperatures: the best T at the first and at the last gamma, and m points of the line through both.
 
     In the plane of gamma and T, where the best T per gamma form a nearly straight ridge; the line runs from the
@@ -206,7 +208,7 @@ def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[fl
     best = _Best()
     first, last = gammas[0], gammas[-1]
     ends: list[float] = []
-    bent: list[tuple[float, float]] = []
+    clipped_ends: list[tuple[float, float]] = []
     for gamma in (first, last) if first != last else (first,):
         ends.append(best.see(gamma, temperatures, table([gamma], temperatures)[0].tolist())[0])
     if first != last:
@@ -222,19 +224,19 @@ def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[fl
             for (gamma, temperature), value in zip(few, cells.diagonal().tolist(), strict=True):
                 best.see(gamma, [temperature], [value])
         low, high = min(temperatures), max(temperatures)
-        bent = [
+        clipped_ends = [
             (gamma, end) for gamma, end in zip((first, last), ends, strict=True) if low < high and end in (low, high)
         ]
     words = [
         f"the line goes through T = {end:g} at gamma = {gamma:g}, the "
         f"{'smallest' if end == min(temperatures) else 'largest'} that was searched"
-        for gamma, end in bent
+        for gamma, end in clipped_ends
     ]
     found = best.found(gammas, temperatures)
-    return replace(found, at_border=(*found.at_border, *words), bent=tuple(end for _, end in bent))
+    return replace(found, at_border=(*found.at_border, *words), clipped_ends=tuple(end for _, end in clipped_ends))
 
 
-def search_refine(table: Table, gammas: Sequence[float], temperatures: Sequence[float]) -> Found:
+def search_refine(table: Table, gammas: Sequence[float], temperatures: Sequence[float]) -> SearchResult:
     """From coarse to fine: temperatures at every gamma, then gammas around the best one.
 
     At each gamma: temperatures a constant factor apart over the whole range, then three times as many finer ones

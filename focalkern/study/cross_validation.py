@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern.calibrators import InputKind
 from focalkern.calibrators._row_source import BatchedRows, RowSource, memory_rows
-from focalkern.calibrators._search import Found, beyond
+from focalkern.calibrators._search import SearchResult, extend_axes
 from focalkern.calibrators._selection import CrossValidation, Proper, cross_validate
 from focalkern.calibrators._source_selection import FoldedFit, cross_validate_source
 from focalkern.ops.calibration_grid import CalibrationGrid
@@ -148,9 +148,9 @@ def _optima_inside(
         for method, scaling in scalings.items():
             if scaling is None:
                 continue
-            found = Found(scaling.gamma_, scaling.temperature_, scaling.best_value_, 0, scaling.at_border_)
+            found = SearchResult(scaling.gamma_, scaling.temperature_, scaling.best_value_, 0, scaling.at_border_)
             axis = gammas if method == "focal-temperature" else (0.0,)
-            new_gammas, new_temperatures = beyond(found, axis, temperatures)
+            new_gammas, new_temperatures = extend_axes(found, axis, temperatures)
             more_gammas += new_gammas
             more_temperatures += new_temperatures
         if extension == _EXTENSIONS or not (more_gammas or more_temperatures):
