@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from focalkern.cli import sweep as cli_sweep
 from focalkern.study import compare_calibrators
+from focalkern.study.report import sweep as report_sweep
 from focalkern.study.sweep import METHODS, SCORES, Sweep, run_sweep, sweep, sweep_settings
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
@@ -203,3 +205,11 @@ def test_progress_in_a_log(capsys):
     # 20 fresh ones when the clock is read for the 60th time.
     assert lines[59] == "120 of 200 networks, 0.167 per second, 0:08:00 left"
     assert lines[-1].endswith("0:00:00 left")
+
+
+def test_naming_looks_at_each_path_once(monkeypatch):
+    looks = []
+    monkeypatch.setattr(report_sweep, "Path", lambda path: looks.append(path) or Path(path))
+    names = report_sweep.names_of([f"{place}/{kind}.npz" for place in range(300) for kind in ("logits", place)])
+    assert len(looks) == 600 and len(set(names.values())) == 600
+    assert names["7/7.npz"] == "7" and names["7/logits.npz"].startswith("logits-")
