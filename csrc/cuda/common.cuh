@@ -194,19 +194,55 @@ __device__ __forceinline__ ExpSum<Real> exp_sum_of(const Real* values) {
   return {max, sum};
 }
 
-// One rescaling for `count` numbers.
+// The sum of e^(z - m) over `count` numbers, beside m, the largest of them and of `max`.
 template <int count, typename Real>
-__device__ __forceinline__ void add_to_exp_sum(ExpSum<Real>& total, const Real (&values)[count]) {
-  Real max = total.max;
+__device__ __forceinline__ ExpSum<Real> exp_sum_beside(Real max, const Real (&values)[count]) {
 #pragma unroll
   for (int k = 0; k < count; ++k) max = fmax(max, values[k]);
   const Real base = exp_base(max);
-  // Summed apart first: a long row would otherwise round once per class against the whole sum.
   Real sum = 0;
 #pragma unroll
   for (int k = 0; k < count; ++k) sum += summand(values[k] - base);
-  total = {max, total.sum * exponential(total.max - base) + sum};
+  return {max, sum};
 }
+
+// One rescaling for `count` numbers, which are summed apart first: a long row would otherwise round once per class
+// against the whole sum.
+template <int count, typename Real>
+__device__ __forceinline__ void add_to_exp_sum(ExpSum<Real>& total, const Real (&values)[count]) {
+  const ExpSum<Real> step = exp_sum_beside(total.max, values);
+  total = {step.max, total.sum * exponential(total.max - exp_base(step.max)) + step.sum};
+}
+
+// A sum with the part that its additions have rounded off (Kahan), for a thread that adds up many classes.
+template <typename Real>
+struct CompensatedSum {
+  Real sum = 0;
+  Real excess = 0;
+
+  // shrink: what multiplies everything so far
+  __device__ __forceinline__ void add(Real shrink, Real summand) {
+    const Real before = sum * shrink;
+    const Real given = summand - excess * shrink;
+    sum = before + given;
+    excess = (sum - before) - given;
+  }
+};
+
+// add_to_exp_sum for a thread that adds many classes.
+template <typename Real>
+struct LongExpSum {
+  Real max = -kInfinity<Real>;
+  CompensatedSum<Real> total;
+
+  template <int count>
+  __device__ __forceinline__ void add(const Real (&values)[count]) {
+    const ExpSum<Real> step = exp_sum_beside(max, values);
+    total.add(exponential(max - exp_base(step.max)), step.sum);
+    max = step.max;
+  }
+  __device__ __forceinline__ ExpSum<Real> result() const { return {max, total.sum}; }
+};
 
 template <typename Real>
 __device__ __forceinline__ ExpSum<Real> group_exp_sum(ExpSum<Real> mine, int lanes) {

@@ -11,7 +11,7 @@ namespace {
 
 // The next `count` of a thread's classes from `first` on, and `at` behind them.
 template <int count, typename Scalar>
-__device__ __forceinline__ void add_strided(ExpSum<compute_t<Scalar>>& total, const Scalar*& at, int64_t step,
+__device__ __forceinline__ void add_strided(LongExpSum<compute_t<Scalar>>& total, const Scalar*& at, int64_t step,
                                             int classes, int target, int first, int threads) {
   using Real = compute_t<Scalar>;
   Real values[count];
@@ -20,14 +20,14 @@ __device__ __forceinline__ void add_strided(ExpSum<compute_t<Scalar>>& total, co
     const int j = first + k * threads;
     values[k] = j < classes && j != target ? load_as_compute(*at) : -kInfinity<Real>;
   }
-  add_to_exp_sum(total, values);
+  total.add(values);
 }
 
 // One thread's share of a row's other classes; `index` of `threads` threads on the row.
 template <typename Scalar>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scalar* row, int64_t class_stride,
                                                                      int classes, int target, int index, int threads) {
-  ExpSum<compute_t<Scalar>> total = empty_exp_sum<compute_t<Scalar>>();
+  LongExpSum<compute_t<Scalar>> total;
   constexpr int kUnroll = sizeof(Scalar) == sizeof(double) ? 4 : 8;  // more would spill registers
   const int64_t step = threads * class_stride;
   const Scalar* at = row + index * class_stride;
@@ -36,7 +36,7 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scala
     add_strided<kUnroll>(total, at, step, classes, target, first, threads);
   }
   if (first < classes) add_strided<kUnroll / 2>(total, at, step, classes, target, first, threads);
-  return total;
+  return total.result();
 }
 
 // A warp's share of classes that lie next to each other, with 16-byte loads; a constant says whether a warp or the

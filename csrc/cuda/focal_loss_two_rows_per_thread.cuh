@@ -22,12 +22,16 @@ __device__ __forceinline__ void load_pairs(float (&values)[2][size], const char*
 }
 
 template <int size, typename Scalar>
-__device__ __forceinline__ void first_pairs(ExpSum<float> (&total)[2], const char* logits, int stride, int count,
+__device__ __forceinline__ void first_pairs(LongExpSum<float> (&total)[2], const char* logits, int stride, int count,
                                             const int (&target)[2]) {
   float values[2][size];
   load_pairs<size, Scalar>(values, logits, stride, count, target);
-  total[0] = exp_sum_of<size>(values[0]);
-  total[1] = exp_sum_of<size>(values[1]);
+#pragma unroll
+  for (int p = 0; p < 2; ++p) {
+    const ExpSum<float> first = exp_sum_of<size>(values[p]);
+    total[p].max = first.max;
+    total[p].total.sum = first.sum;
+  }
 }
 
 template <typename Scalar>
@@ -45,7 +49,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     read_labels(args, row, 2, labels);
     const char* at = reinterpret_cast<const char*>(args.logits + offset_of(row));
     float z_target[2];
-    ExpSum<float> rest[2];
+    LongExpSum<float> rest[2];
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const auto* mine = reinterpret_cast<const Scalar*>(at + labels[p] * static_cast<int64_t>(stride)) + p;
@@ -67,14 +71,14 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     for (int left = classes - over; left > 0; left -= kUnroll) {
       float values[2][kUnroll];
       load_pairs<kUnroll, Scalar>(values, at, stride, kUnroll, target);
-      add_to_exp_sum(rest[0], values[0]);
-      add_to_exp_sum(rest[1], values[1]);
+      rest[0].add(values[0]);
+      rest[1].add(values[1]);
       at += kUnroll * static_cast<int64_t>(stride);
       target[0] -= kUnroll;
       target[1] -= kUnroll;
     }
-    const RowLoss<float> of[2] = {loss_of_row(args, row, labels[0], z_target[0], rest[0]),
-                                  loss_of_row(args, row + 1, labels[1], z_target[1], rest[1])};
+    const RowLoss<float> of[2] = {loss_of_row(args, row, labels[0], z_target[0], rest[0].result()),
+                                  loss_of_row(args, row + 1, labels[1], z_target[1], rest[1].result())};
     float* saved = args.saved + row;
     store_pair<float>(saved, of[0].logs.max, of[1].logs.max);
     store_pair<float>(saved + args.rows, of[0].logs.log_s, of[1].logs.log_s);

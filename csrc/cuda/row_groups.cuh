@@ -192,13 +192,22 @@ __device__ __forceinline__ Real coarse_base(Real max) {
   return exp_base(floor(max));
 }
 
+// The largest logit of a row, and the sums over all classes but one that is the largest.
+template <typename Real>
+struct RowSums {
+  Real max;
+  Real rest;     // of e^(z - max)
+  Real squares;  // and of their squares, if they were asked for, as the next
+  int largest;   // the first of the largest classes
+};
+
 // The sum of e^(z - coarse_base(max)) over the classes of a thread other than the first of its largest; that of the
 // squares and the index of the largest, too, if they are asked for.
 template <typename Real, bool kSquares = false>
 struct SumBesideLargest {
   Real max = -kInfinity<Real>;
-  Real rest = 0;
-  Real squares = 0;
+  CompensatedSum<Real> rest;
+  CompensatedSum<Real> squares;
   int largest = kNoClass;
 
   template <int count>
@@ -223,26 +232,25 @@ struct SumBesideLargest {
       sum += e;
       if constexpr (kSquares) of_squares += e * e;
     }
-    rest = rest * shrink + sum;
-    if constexpr (kSquares) squares = squares * (shrink * shrink) + of_squares;
+    rest.add(shrink, sum);
+    if constexpr (kSquares) squares.add(shrink * shrink, of_squares);
     max = above;
   }
 
-  // Of the row, in e^(z - max), with the sums of all classes but one that is the largest.
-  __device__ __forceinline__ SumBesideLargest of(const RowGroup& group) const {
-    SumBesideLargest row;
-    row.max = group.max(max);
+  // Of the row, in e^(z - max).
+  __device__ __forceinline__ RowSums<Real> of(const RowGroup& group) const {
+    RowSums<Real> row = {group.max(max), Real(0), Real(0), kNoClass};
     const Real base = exp_base(row.max);
     const Real shrink = exponential(floor(max) - base);
     const Real own = exponential(max - base);  // of the thread's largest class
     if constexpr (kSquares) {
       row.largest = group.min(max == row.max ? largest : kNoClass);
       const Real left_out = largest == row.largest ? Real(0) : own;
-      row.rest = group.sum(rest * shrink + left_out);
-      row.squares = group.sum(squares * (shrink * shrink) + left_out * left_out);
+      row.rest = group.sum(rest.sum * shrink + left_out);
+      row.squares = group.sum(squares.sum * (shrink * shrink) + left_out * left_out);
     } else {
       const bool has_largest = max == row.max;
-      row.rest = group.sum(rest * shrink + (has_largest ? Real(0) : own));
+      row.rest = group.sum(rest.sum * shrink + (has_largest ? Real(0) : own));
       row.rest += group.sum(has_largest ? Real(1) : Real(0)) - Real(1);
     }
     return row;

@@ -31,18 +31,19 @@ struct KeptNumbers {
   int marked;  // or kIgnored
 };
 
-// add_to_exp_sum for so few numbers that the rescaling counts: it may cost the sum what a summand may. The sum is to
-// the base coarse_base(max).
+// LongExpSum for so few numbers at once that the rescaling counts: it may cost the sum what a summand may. The sum is
+// to the base coarse_base(max).
 template <int count, typename Real>
-__device__ __forceinline__ void add_some(ExpSum<Real>& total, const Real (&values)[count]) {
-  Real max = total.max;
+__device__ __forceinline__ void add_some(LongExpSum<Real>& rest, const Real (&values)[count]) {
+  Real max = rest.max;
 #pragma unroll
   for (int k = 0; k < count; ++k) max = fmax(max, values[k]);
   const Real base = coarse_base(max);
   Real sum = summand(values[0] - base);
 #pragma unroll
   for (int k = 1; k < count; ++k) sum += summand(values[k] - base);
-  total = {max, total.sum * summand(floor(total.max) - base) + sum};
+  rest.total.add(summand(floor(rest.max) - base), sum);
+  rest.max = max;
 }
 
 template <typename Loss, typename Scalar>
@@ -58,7 +59,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
     return {sums.max, log_s, sums.squares * exponential(Real(-2) * log_s), largest};
   } else {
     const Real z_target = row.is_live ? row.z(row.label) : Real(0);
-    ExpSum<Real> rest = empty_exp_sum<Real>();
+    LongExpSum<Real> rest;
     [[maybe_unused]] Real rival = -kInfinity<Real>;
     [[maybe_unused]] int rival_class = kNoClass;
     each_class(row, [&](const auto& values, int first, int step) {
@@ -84,7 +85,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
       add_some(rest, others);
     });
     const Real rest_max = group.max(rest.max);
-    const Real rest_sum = group.sum(rest.sum * exponential(floor(rest.max) - exp_base(rest_max)));
+    const Real rest_sum = group.sum(rest.total.sum * exponential(floor(rest.max) - exp_base(rest_max)));
     int marked = kNoClass;
     if constexpr (Loss::kSpecialClass == SpecialClass::kRunnerUp) {
       const Real row_rival = group.max(rival);

@@ -179,7 +179,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
     const auto row = row_of<Scalar>(args, geometry, t);
     SumBesideLargest<Real> mine;
     each_class(row, [&](const auto& values, int first, int step) { mine.add(values, first, step); });
-    const SumBesideLargest<Real> sums = mine.of(group);
+    const RowSums<Real> sums = mine.of(group);
     // m - m is NaN for an infinite m, which the sum over the others would not show.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     const SoftRow<Scalar> numbers(args, row, sums.max, log_s, logarithm(sums.rest) - log_s, false, false);

@@ -13,6 +13,21 @@
 namespace focalkern::cpu {
 namespace {
 
+// Classes that are added one after the other: the roundings of a longer run add up where logits are equal.
+constexpr int64_t kColumnPart = 64;
+
+// A sum with the part that its additions have rounded off (Kahan).
+template <typename Reals>
+struct CompensatedSum {
+  Reals sum{}, excess{};
+
+  FK_HOST_DEVICE void add(const Reals& summand) {
+    const Reals given = summand - excess, before = sum;
+    sum = before + given;
+    excess = (sum - before) - given;
+  }
+};
+
 template <typename Loss, int64_t n, bool kTransposed, typename Scalar>
 FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t classes, int64_t row,
                                   Tile<compute_t<Scalar>>& tile) {
@@ -30,11 +45,20 @@ FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t
   }
   if (c < n_classes) sums.look(load_simd<Reals>(column), c);
   column = z + row;
+  CompensatedSum<Reals> rest, squares;
+  for (c = 0; c < n_classes;) {
+    const Int stop = n_classes - c < Int(kColumnPart) ? n_classes : c + Int(kColumnPart);
 #pragma GCC unroll 2
-  for (c = 0; c < n_classes; ++c, column += class_stride) {
-    if constexpr (!kTransposed) prefetch(column + kTileRows);  // the same class of the next tile
-    sums.add(load_simd<Reals>(column));
+    for (; c < stop; ++c, column += class_stride) {
+      if constexpr (!kTransposed) prefetch(column + kTileRows);  // the same class of the next tile
+      sums.add(load_simd<Reals>(column));
+    }
+    rest.add(sums.rest);
+    squares.add(sums.squares);
+    sums.rest = sums.squares = Reals{};
   }
+  sums.rest = rest.sum;
+  sums.squares = squares.sum;
   sums.store(tile, row);
 }
 

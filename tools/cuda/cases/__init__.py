@@ -18,6 +18,7 @@ MODULES = (
     "row_loss",
     "spline",
     "blind_spots",
+    "digits",
 )
 
 

@@ -1,0 +1,65 @@
+"""Sums over many classes keep their digits, whatever share of a row a thread has."""
+
+import pytest
+import torch
+
+from focalkern import reference
+from tools.cuda.cases.focal_loss import many_pixels, run_focal_loss
+from tools.cuda.cases.row_loss import KINDS, defined
+
+CLASSES = 200_000
+KINDS_OF_LOGITS = ["near", "ties", "equal"]
+
+
+def rows(kind):
+    """[2, classes, 2], a row is a column of memory."""
+    logits = torch.randn(2, CLASSES, 2)
+    if kind == "near":
+        return 0.01 * logits
+    if kind == "ties":
+        return logits.round()
+    # One above all others, which are equal: all roundings have one direction.
+    logits[:] = torch.tensor([0.1, 0.2])
+    logits[:, 7] = torch.tensor([0.8, 1.7])
+    return logits
+
+
+def worst_error(library, loss, logits, target, gamma=2.0, **options):
+    """Of the losses, relative, and of the gradients, beside the largest of their row."""
+    kind = {"focal": 0, **KINDS}[loss]
+    definition = reference.focal_loss if loss == "focal" else defined(kind, gamma, 1.5)
+    z = logits.double().requires_grad_()
+    arguments = (gamma,) if loss == "focal" else ()
+    expected = definition(z, target, *arguments, reduction="none", **options)
+    (slope,) = torch.autograd.grad(expected.sum(), z)
+    given = gamma if loss in ("focal", "poly", "dual") else 0.0
+    actual = run_focal_loss(library, logits, target, given, torch.ones(target.numel()), reduction="none", kind=kind,
+                            epsilon=1.5, **options)  # fmt: skip
+    error = (actual["loss"].double().reshape(expected.shape) / expected.detach() - 1).abs().max()
+    of_slope = (actual["grad_logits"].double() - slope).abs() / slope.abs().amax(1, keepdim=True)
+    return float(error), float(of_slope.max())
+
+
+# One thread has all classes of a pixel, or of two; several warps share a pixel.
+@pytest.mark.parametrize("loss", ["focal", *KINDS])
+@pytest.mark.parametrize("kind", KINDS_OF_LOGITS)
+@pytest.mark.parametrize("alone", [False, True])
+def test_digits_of_pixels(library, loss, kind, alone):
+    torch.manual_seed(3)
+    logits = rows(kind)
+    target = torch.randint(CLASSES, (2, 2))
+    if alone:
+        with many_pixels(library):
+            errors = worst_error(library, loss, logits, target)
+    else:
+        errors = worst_error(library, loss, logits, target)
+    assert max(errors) < 1e-6, errors
+
+
+@pytest.mark.parametrize("loss", ["focal", "poly"])
+@pytest.mark.parametrize("kind", KINDS_OF_LOGITS)
+def test_digits_of_smoothed_pixels(library, loss, kind):
+    torch.manual_seed(4)
+    target = torch.randint(CLASSES, (2, 2))
+    errors = worst_error(library, loss, rows(kind), target, label_smoothing=0.1)
+    assert max(errors) < 1e-6, errors
