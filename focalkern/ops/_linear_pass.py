@@ -24,6 +24,7 @@ __all__ = [
     "Tensors",
     "capped",
     "cast_gradient",
+    "check_labels",
     "divisor_of",
     "gradients_needed",
     "loss_and_gradients",
@@ -60,7 +61,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 NO_GRADIENTS: Needed = (False, False, False, False, False)
 
 
-def _check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
+def check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
     """Before any product, where the values can be looked at."""
     if target.is_floating_point() or not is_plain(target):
         return
@@ -103,7 +104,7 @@ def loss_and_gradients(
     input, linear_weight, bias, target, gamma, edges, weight = tensors
     real, soft = loss_dtype(options), target.is_floating_point()
     n_rows, classes = input.shape[0], linear_weight.shape[0]
-    _check_labels(target, classes, options.ignore_index)
+    check_labels(target, classes, options.ignore_index)
     kept = None
     if not soft and is_plain(target) and is_plain(input):
         counts = target != options.ignore_index

@@ -15,7 +15,7 @@ from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
 from focalkern.ops._linear_autograd import loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
-from focalkern.ops._linear_pass import NONE, Options, capped
+from focalkern.ops._linear_pass import NONE, Options, capped, check_labels
 from focalkern.ops._linear_vocab_parallel import linear_focal_loss_over_ranks, slice_of_dtensor
 from focalkern.ops.focal_loss import Modulation, check_modulation, focal_loss
 
@@ -350,6 +350,8 @@ def _unfused(
 ) -> Tensor:
     """All logits at once, classes last unless the head is K-dimensional."""
     features, head = linear_weight.shape[-1], linear_weight.shape[:-1]
+    if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+        check_labels(target, head[0], options["ignore_index"])
     bias = None if linear_bias is None else linear_bias.reshape(-1)
     z = capped(F.linear(input, linear_weight.reshape(-1, features), bias), softcap)
     if len(head) > 1:
