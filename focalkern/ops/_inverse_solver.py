@@ -17,7 +17,7 @@ from torch import Tensor
 
 from focalkern.reference._calibration import in_order
 
-__all__ = ["inverse_logits", "inverse_rows"]
+__all__ = ["elements_in_order", "inverse_logits", "inverse_rows"]
 
 # On the CPU the iterations end when they have converged. Elsewhere, where looking would wait for the device, they are
 # all done: gammas up to 10000 and up to 1000 classes were seen to need 12 outer steps and at most 8 inner ones in each.
@@ -235,6 +235,30 @@ def _inverse_binary(t: Tensor, gamma: Tensor) -> Tensor:
             break
     s = torch.where(size.isfinite(), s, size) * t.sign()
     return torch.where((gamma >= 0) & gamma.isfinite(), torch.where(gamma == 0, t, s), math.nan)
+
+
+def elements_in_order(result: Tensor, given: Tensor, gamma: Tensor) -> Tensor:
+    """``result``, for each gamma an increasing function of ``given``, where rounding has not kept the order, or has
+    made equals differ: the largest result of all elements of this gamma up to the last of the equals.
+    Derivatives stay those of ``result``.
+    """
+    value, t, g = (x.detach().reshape(-1) for x in (result, given, gamma))
+    if value.numel() < 2:
+        return result
+    order = t.argsort()
+    order = order[g[order].argsort(stable=True)]
+    value, t, g = value[order], t[order], g[order]
+    same_gamma = g[1:] == g[:-1]
+    # Running maxima of ranks, in which every result of a gamma is above those of the gammas before it.
+    ascending = value.argsort()
+    of_gamma = F.pad((~same_gamma).cumsum(0), (1, 0))
+    ascending = ascending[of_gamma[ascending].argsort(stable=True)]
+    place = torch.arange(value.numel(), device=value.device)
+    highest = torch.empty_like(place).scatter(0, ascending, place).cummax(0).values
+    goes_on = F.pad((t[1:] == t[:-1]) & same_gamma, (0, 1))
+    last_equal = place.masked_fill(goes_on, value.numel()).flip(0).cummin(0).values.flip(0)
+    ordered = torch.empty_like(value).scatter(0, order, value[ascending[highest[last_equal]]]).reshape(result.shape)
+    return torch.where(ordered == result, result, result + (ordered - result.detach()))
 
 
 def _binary_map(s: Tensor, gamma: Tensor) -> Tensor:

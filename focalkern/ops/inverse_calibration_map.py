@@ -14,7 +14,7 @@ from focalkern._arrays import as_array, as_tensor
 from focalkern._checks import dense, flag, number
 from focalkern._devices import autocast_is_on, on_device
 from focalkern._types import FLOATS, HALVES, InputKind, Reduction
-from focalkern.ops._inverse_solver import inverse_logits, inverse_rows
+from focalkern.ops._inverse_solver import elements_in_order, inverse_logits, inverse_rows
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import focal_loss
 
@@ -113,7 +113,8 @@ def binary_inverse_focal_calibration_map(
 
     .. math:: (1 + \gamma) s - \log(1 + \gamma\phi(\sigma(s))) + \log(1 + \gamma\phi(\sigma(-s))) = t
 
-    for the logit t, elementwise; s is odd and strictly increasing in t.
+    for the logit t, elementwise; s is odd and increasing in t. For the elements of one call and one gamma this holds to
+    the bit: equal logits have equal results, and no larger logit has a smaller one.
 
     Args:
         logits: any shape, t, the logit of class 1 against class 0; float16, bfloat16, float32 or float64; a tensor, or
@@ -150,8 +151,9 @@ def binary_inverse_focal_calibration_map(
     gamma = _gamma_tensor(op, gamma, t)
     if not _broadcasts(gamma, t.shape):
         raise ValueError(f"{op}: gamma must broadcast to the shape of logits, {list(t.shape)}, got {list(gamma.shape)}")
-    s = inverse_logits(t, gamma.expand(t.shape))
-    return _as_input(s if log_odds else s.sigmoid(), logits)
+    gamma = gamma.expand(t.shape)
+    s = inverse_logits(t, gamma)
+    return _as_input(elements_in_order(s if log_odds else s.sigmoid(), t, gamma), logits)
 
 
 def properized_focal_loss(

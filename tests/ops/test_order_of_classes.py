@@ -72,6 +72,33 @@ def test_inverse(device, dtype, gamma):
         assert broken_pairs(given, result) == 0
 
 
+# Beside the gammas of the others those whose results reach the denormal numbers.
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("gamma", [*(g for g in GAMMAS if g >= 0), 300.0, 10000.0])
+def test_binary_inverse(device, dtype, gamma):
+    sign = torch.randint(0, 2, (1000, 1)) * 2 - 1
+    smallest = 87.34 if dtype != torch.float64 else 708.4
+    size = torch.cat([10 ** (8 * torch.rand(800, 1) - 6), smallest * (1 + gamma) + 0.1 * torch.randn(200, 1)])
+    start = (sign * size).to(dtype).clamp(-6e4, 6e4)
+    given = consecutive(start.expand(1000, 64).contiguous(), torch.arange(64))
+    given[:, 0] = given[:, 1]
+    for log_odds in (False, True):
+        result = fk.binary_inverse_focal_calibration_map(given.to(device), gamma, log_odds=log_odds).cpu()
+        assert broken_pairs(given, result) == 0
+        everywhere = broken_pairs(given.reshape(1, -1), result.reshape(1, -1))
+        assert everywhere == 0
+
+
+def test_binary_inverse_of_several_gammas():
+    gamma = torch.tensor([0.3, 2.0, 5.0], dtype=torch.float64)[torch.arange(3000) % 3].reshape(1000, 3)
+    given = consecutive(torch.rand(1000, 1, dtype=torch.float64).expand(1000, 3).contiguous(), torch.arange(3))
+    result = fk.binary_inverse_focal_calibration_map(given, gamma, log_odds=True)
+    for column in range(3):
+        assert broken_pairs(given[None, :, column], result[None, :, column]) == 0
+    back = fk.binary_focal_calibration_map(result, gamma, log_odds=True)
+    torch.testing.assert_close(back, given, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_reference(dtype, gamma):
