@@ -45,6 +45,43 @@ def brier_definition(z, target, gamma, **options):
     return reference.brier_loss(z, target, **options)
 
 
+def dual(z, target, gamma, *, reduction, **options):
+    return fk.DualFocalLoss(gamma, reduction=reduction, **options)(z, target)
+
+
+def dual_definition(z, target, gamma, **options):
+    return reference.dual_focal_loss(z, target, gamma, **options)
+
+
+def mmce(z, target, gamma, *, reduction):
+    """The sum over the rows, as a loss of one row."""
+    return fk.MMCELoss(reduction="sum")(z, target).reshape(1)
+
+
+def mmce_definition(z, target, gamma, *, reduction):
+    log_p = z.movedim(1, -1).reshape(-1, z.shape[1]).log_softmax(1)
+    labels = target.reshape(-1)
+    confidence, top = log_p.max(1)
+    confidence = confidence.exp()
+    lack = (top == labels).to(log_p) - confidence
+    kernel = (-(confidence[:, None] - confidence).abs() / 0.4).exp()
+    error = (lack @ kernel @ lack).sqrt() / len(labels)
+    return (F.nll_loss(log_p, labels, reduction="sum") + 2 * len(labels) * error).reshape(1)
+
+
+DUAL, MMCE = (dual, dual_definition), (mmce, mmce_definition)
+
+
+def as_pixels(function):
+    """The same of rows that are columns of memory."""
+
+    def of_pixels(z, target, gamma, **options):
+        columns = z.t().contiguous()[None]
+        return function(columns, target[None], gamma, **options).reshape(-1)
+
+    return of_pixels
+
+
 def gradients(function, dtype, z, target, gamma, options):
     def typed(x):
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -59,7 +96,7 @@ def gradients(function, dtype, z, target, gamma, options):
     return loss.detach(), torch.autograd.grad(loss.sum(), wanted)
 
 
-def check(pair, z, target, gamma, options):
+def check(pair, z, target, gamma, options, is_brier=False):
     loss, found = gradients(pair[0], torch.float32, z, target, gamma, options)
     exact, expected = gradients(pair[1], torch.float64, z, target, gamma, options)
     # The gradient is the difference of a share of p and one of the target, which keeps the digits of the larger one.
@@ -70,12 +107,12 @@ def check(pair, z, target, gamma, options):
     largest = torch.maximum(p * t.sum(1, keepdim=True), t).amax(1, keepdim=True)
     # The loss of a class that is all but certain is a power of 1 - p, which has the digits of a difference of logits.
     scale = exact.abs().clamp(min=1e-4)
-    if pair[1] is brier_definition:  # (p - t)^2 loses digits where p and t are alike
+    if is_brier:  # (p - t)^2 loses digits where p and t are alike
         scale = scale + (scale * (p * p).sum(1)).sqrt()
     assert ((loss - exact).abs() / scale).max() < 1e-6
     for gradient, right in zip(found, expected, strict=True):
         size = right.abs().amax(1, keepdim=True) if right.dim() == 2 else right.abs().clamp(min=1e-4)
-        size = torch.maximum(size, largest) if gradient is found[0] or pair[1] is brier_definition else size
+        size = torch.maximum(size, largest) if gradient is found[0] or is_brier else size
         # log(1 - p), of which the slope in gamma is made, has the digits of p: its logarithm is known to one unit.
         limit = 1e-6 if right.dim() == 2 else max(1e-6, -p.log().min().item() * 2**-23)
         assert ((gradient - right).abs() / size).max() < limit
@@ -85,14 +122,16 @@ def check(pair, z, target, gamma, options):
 # almost equal, and of a trained network.
 @pytest.mark.parametrize("classes", [2, 3, 10, 33, 100, 4097, 128256, 256000])
 @pytest.mark.parametrize("shares", SHARES)
-@pytest.mark.parametrize("name", [*LOSSES, "brier"])
+@pytest.mark.parametrize("name", [*LOSSES, "brier", "dual", "MMCE"])
 def test_digits_of_rows_of_any_length(name, shares, classes):
-    pair = (brier, brier_definition) if name == "brier" else LOSSES[name][:2]
-    gamma = 0.0 if name == "brier" else LOSSES[name][2]
+    if name in ("dual", "MMCE") and shares != "labels":
+        pytest.skip("their kernels take labels without smoothing")
+    pair = {"brier": (brier, brier_definition), "dual": DUAL, "MMCE": MMCE}.get(name) or LOSSES[name][:2]
+    gamma = LOSSES[name][2] if name in LOSSES else 2.0
     for scale in (0.01, 4.0):
         z = scale * torch.randn(3, classes)
         target, options = case(shares, z)
-        check(pair, z, target, gamma, options)
+        check(pair, z, target, gamma, options, name == "brier")
 
 
 # From 87.3 on the probabilities of the other classes are denormal, from 88.03 on they are 0.
@@ -107,3 +146,20 @@ def test_slope_in_gamma_of_a_certain_class(label, gamma, gap):
             for f, dtype in ((fk.focal_loss, torch.float32), (reference.focal_loss, torch.float64))
         )
         assert found.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-35)
+
+
+# One class above all others, which are equal: the roundings of a sum all have one direction.
+@pytest.mark.parametrize("classes", [4097, 300000])
+@pytest.mark.parametrize("layout", ["rows", "pixels"])
+@pytest.mark.parametrize("shares", ["labels", "smoothed"])
+@pytest.mark.parametrize("name", ["focal", "poly", "brier", "dual", "MMCE"])
+def test_digits_of_equal_classes(name, shares, layout, classes):
+    if shares == "smoothed" and name in ("dual", "MMCE"):
+        pytest.skip("their kernels take labels without smoothing")
+    pair = {"brier": (brier, brier_definition), "dual": DUAL, "MMCE": MMCE}.get(name) or LOSSES[name][:2]
+    z = torch.full((4, classes), 0.1) + torch.arange(4)[:, None] / 10
+    z[:, 7] = torch.tensor([0.8, 1.1, 1.7, 2.6])
+    target, options = case(shares, z)
+    if layout == "pixels":
+        pair = tuple(as_pixels(function) for function in pair)
+    check(pair, z, target, 2.0, options, name == "brier")
