@@ -50,17 +50,30 @@ def _converged(step: Tensor, x: Tensor, tolerance: float) -> bool:
 # -- several classes --------------------------------------------------------------------------------------------------
 
 
+def _top_and_next(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., 1] the largest class, [..., C] whether a class is that, [..., 1] the largest of the others."""
+    top = z.argmax(-1, keepdim=True)
+    is_top = torch.arange(z.shape[-1], device=z.device) == top
+    return top, is_top, torch.where(is_top, -math.inf, z).argmax(-1, keepdim=True)
+
+
+# Below this log q_next, ratios of probabilities are taken from the logits: the difference of two log q, which are large
+# numbers of the type, has lost its digits.
+_FAR_BELOW = -8.0
+
+
 @torch.library.custom_op("focalkern::inverse_calibration_map", mutates_args=())
-def _inverse(log_p: Tensor, gamma: Tensor) -> Tensor:
-    """log q [..., C] for log p [..., C] and gamma [...]."""
+def _inverse(z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """log q [..., C] and log(q_j / q_next) [..., C], next the second largest class, for the logits z and log p [..., C]
+    of p, and gamma [...].
+    """
     if log_p.numel() == 0:
-        return torch.empty_like(log_p)
+        return torch.empty_like(log_p), torch.empty_like(log_p)
     g = gamma.unsqueeze(-1)
     tolerance = 4 * torch.finfo(log_p.dtype).eps
-    top = log_p.argmax(-1, keepdim=True)
-    is_top = torch.arange(log_p.shape[-1], device=log_p.device) == top
+    top, is_top, next_class = _top_and_next(z)
     # Relative to the top class; it takes no part among the others.
-    below = torch.where(is_top, -math.inf, log_p - log_p.gather(-1, top))
+    below = torch.where(is_top, -math.inf, z - z.gather(-1, top))
     absent = below == -math.inf
     log_odds = -below.logsumexp(-1, keepdim=True)
 
@@ -98,19 +111,27 @@ def _inverse(log_p: Tensor, gamma: Tensor) -> Tensor:
         if _converged(step, x, tolerance):
             break
     log_q = torch.where(is_top, F.logsigmoid(x), F.logsigmoid(others))
+    # log q_j = log p_j + bend_j + what all classes have in common; far below 1, bend vanishes with q.
+    bend = g * F.logsigmoid(-others) + torch.log1p(g * _phi(others))
+    log_q_next = log_q.gather(-1, next_class)
+    from_logits = (z - z.gather(-1, next_class)) + (bend - bend.gather(-1, next_class))
+    ratios = torch.where(is_top | (log_q_next > _FAR_BELOW), log_q - log_q_next, from_logits)
+    ratios = torch.where(absent & ~is_top, -math.inf, ratios)
     # A row with one class left is certain, whatever gamma; gamma = 0 changes nothing.
-    log_q = torch.where(absent.all(-1, keepdim=True) | (g == 0), log_p, in_order(log_q, log_p))
+    certain = absent.all(-1, keepdim=True)
+    log_q = torch.where(certain | (g == 0), log_p, in_order(log_q, log_p))
+    ratios = torch.where(certain, log_p, torch.where(g == 0, z - z.gather(-1, next_class), ratios))
     in_domain = (g >= 0) & g.isfinite() & (log_p.gather(-1, top) <= 0)
-    return torch.where(in_domain, log_q, math.nan)
+    return torch.where(in_domain, log_q, math.nan), torch.where(in_domain, ratios, math.nan)
 
 
 @_inverse.register_fake
-def _(log_p: Tensor, gamma: Tensor) -> Tensor:
-    return torch.empty_like(log_p)
+def _(z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(log_p), torch.empty_like(log_p)
 
 
 def _inverse_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(output, inputs[1])
+    ctx.save_for_backward(inputs[0], *output, inputs[2])
 
 
 class _Slopes(NamedTuple):
@@ -126,7 +147,7 @@ class _Slopes(NamedTuple):
     da_dgamma: Tensor  # [..., C]
 
 
-def _inverse_slopes(log_q: Tensor, gamma: Tensor) -> _Slopes:
+def _inverse_slopes(z: Tensor, log_q: Tensor, ratios: Tensor, gamma: Tensor) -> _Slopes:
     """Written in differentiable operators of the result, for second derivatives.
 
     a_j = log p_j + c with c such that sum q = 1, and da = h d(log q) + (da/dgamma) dgamma. With e = d(log p) -
@@ -141,34 +162,38 @@ def _inverse_slopes(log_q: Tensor, gamma: Tensor) -> _Slopes:
     absent = log_q == -math.inf
     # log-odds of every class; 1 - q_top is the sum of the others.
     finite = torch.where(absent, -1.0, log_q)
-    top = log_q.argmax(-1, keepdim=True)
-    is_top = torch.arange(log_q.shape[-1], device=log_q.device) == top
+    top, is_top, next_class = _top_and_next(z)
     others = ~(absent | is_top)
     # A row with one class left depends on nothing.
     certain = ~others.any(-1, keepdim=True)
-    log_rest = torch.where(others, finite, -math.inf).masked_fill(certain, 0.0).logsumexp(-1, keepdim=True)
+    below_next = torch.where(others, ratios, -math.inf).masked_fill(certain, 0.0)
+    rest = below_next.logsumexp(-1, keepdim=True)  # over q_next
+    log_rest = rest + torch.where(certain, 0.0, finite.gather(-1, next_class))
     log_u = torch.where(is_top, log_rest, torch.log1p(-torch.where(is_top, -1.0, finite).exp()))
     x = finite - log_u
     phi, q, u = _phi(x), finite.exp(), log_u.exp()
     slope = u + g * (q - (phi - q) / (1 + g * phi))
     inverse_h = torch.where(others, u / torch.where(others, slope, 1.0), 0.0)
-    weight = torch.where(others, finite - log_rest, -math.inf).exp() * inverse_h
+    weight = torch.where(others, below_next - rest, -math.inf).exp() * inverse_h
     slope_top, q_top, u_top = (values.gather(-1, top) for values in (slope, q, u))
     divisor = q_top + slope_top * weight.sum(-1, keepdim=True)
     return _Slopes(top, others, inverse_h, weight, slope_top, u_top, divisor, -log_u - phi / (1 + g * phi))
 
 
-def _inverse_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _inverse_backward(ctx: Any, grad: Tensor, grad_ratios: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
     row = _inverse_slopes(*ctx.saved_tensors)
+    _, _, next_class = _top_and_next(ctx.saved_tensors[0])
+    # Of log q alone: the ratios are log q_j - log q_next.
+    grad = grad + grad_ratios.scatter_add(-1, next_class, -grad_ratios.sum(-1, keepdim=True))
     kept = torch.where(row.others, grad, 0.0) * row.inverse_h
     grad_top = torch.where(row.others.any(-1, keepdim=True), grad.gather(-1, row.top), 0.0)
     pull = (row.slope_top * kept.sum(-1, keepdim=True) + row.u_top * grad_top) / row.divisor
     grad_e = kept - row.weight * pull
     grad_log_p = grad_e.scatter(-1, row.top, -grad_e.sum(-1, keepdim=True))
     grad_gamma = None
-    if ctx.needs_input_grad[1]:
+    if ctx.needs_input_grad[2]:
         grad_gamma = -(grad_log_p * row.da_dgamma).sum(-1)
-    return grad_log_p, grad_gamma
+    return None, grad_log_p, grad_gamma
 
 
 _inverse.register_autograd(_inverse_backward, setup_context=_inverse_setup)
@@ -178,41 +203,50 @@ class _InverseRows(torch.autograd.Function):
     """The same for eager callers, with what an operator in Python has not: forward mode and torch.func."""
 
     @staticmethod
-    def forward(log_p: Tensor, gamma: Tensor) -> Tensor:
-        return torch.ops.focalkern.inverse_calibration_map(log_p, gamma)
+    def forward(z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+        log_q, ratios = torch.ops.focalkern.inverse_calibration_map(z, log_p, gamma)
+        return log_q, ratios
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(output, inputs[1])
-        ctx.save_for_forward(output, inputs[1])
+        ctx.save_for_backward(inputs[0], *output, inputs[2])
+        ctx.save_for_forward(inputs[0], *output, inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return _inverse_backward(ctx, grad)
+    def backward(ctx: Any, grad: Tensor, grad_ratios: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        return _inverse_backward(ctx, grad, grad_ratios)
 
     @staticmethod
-    def jvp(ctx: Any, d_log_p: Tensor, d_gamma: Tensor) -> Tensor:
+    def jvp(ctx: Any, d_z: Tensor | None, d_log_p: Tensor, d_gamma: Tensor) -> tuple[Tensor, Tensor]:
         row = _inverse_slopes(*ctx.saved_tensors)
         e = d_log_p - row.da_dgamma * d_gamma.unsqueeze(-1)
         e = torch.where(row.others, e - e.gather(-1, row.top), 0.0)
         pull = (row.weight * e).sum(-1, keepdim=True) / row.divisor
         d_log_q = torch.where(row.others, (e - row.slope_top * pull) * row.inverse_h, 0.0)
-        return d_log_q.scatter(-1, row.top, -row.u_top * pull)
+        d_log_q = d_log_q.scatter(-1, row.top, -row.u_top * pull)
+        _, _, next_class = _top_and_next(ctx.saved_tensors[0])
+        return d_log_q, d_log_q - d_log_q.gather(-1, next_class)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, int | None], log_p: Tensor, gamma: Tensor) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         # It takes any leading dimensions as they are.
-        return _InverseRows.apply(_batch_first(log_p, in_dims[0], info), _batch_first(gamma, in_dims[1], info)), 0  # type: ignore[no-untyped-call]
+        batched = (_batch_first(values, dim, info) for values, dim in zip(inputs, in_dims, strict=True))
+        return _InverseRows.apply(*batched), (0, 0)  # type: ignore[no-untyped-call]
 
 
 def _batch_first(values: Tensor, dim: int | None, info: Any) -> Tensor:
     return values.expand(info.batch_size, *values.shape) if dim is None else values.movedim(dim, 0)
 
 
-def inverse_rows(log_p: Tensor, gamma: Tensor) -> Tensor:
+def inverse_rows(z: Tensor, log_p: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """log q and log(q_j / q_next)."""
     if torch.compiler.is_compiling():
-        return torch.ops.focalkern.inverse_calibration_map(log_p, gamma)
-    return _InverseRows.apply(log_p, gamma)  # type: ignore[no-untyped-call]
+        log_q, ratios = torch.ops.focalkern.inverse_calibration_map(z, log_p, gamma)
+    else:
+        log_q, ratios = _InverseRows.apply(z, log_p, gamma)  # type: ignore[no-untyped-call]
+    return log_q, ratios
 
 
 # -- two classes, one logit -------------------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ def inverse_focal_calibration_map(
         )
         return of_array
     log = flag(op, "log", log)
-    log_p, gamma = _log_probabilities(op, input, gamma, input_kind)
-    log_q = inverse_rows(log_p, gamma.expand(log_p.shape[:-1]))
+    z, log_p, gamma = _log_probabilities(op, input, gamma, input_kind)
+    log_q, _ = inverse_rows(z, log_p, gamma.expand(log_p.shape[:-1]))
     return _as_input(log_q if log else log_q.exp(), input)
 
 
@@ -203,12 +203,12 @@ def properized_focal_loss(
     if not isinstance(input, Tensor) or input.dim() == 0:
         raise TypeError(f"{op}: input must be a tensor (C), (N, C) or (N, C, d1, ...), got {_kind(input)}")
     dense(op, "input", input)
-    log_p, gamma = _log_probabilities(op, input.movedim(class_dim, -1), gamma, "logits")
-    log_q = inverse_rows(log_p, gamma.expand(log_p.shape[:-1]))
+    z, log_p, gamma = _log_probabilities(op, input.movedim(class_dim, -1), gamma, "logits")
+    _, ratios = inverse_rows(z, log_p, gamma.expand(log_p.shape[:-1]))
     loss = _renamed(
         op,
         focal_loss,
-        log_q.movedim(-1, class_dim),
+        ratios.movedim(-1, class_dim),
         target,
         gamma,
         weight=weight,
@@ -222,15 +222,18 @@ def properized_focal_loss(
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _log_probabilities(op: str, input: Tensor, gamma: float | Tensor | Array, input_kind: Any) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and gammas in the dtype of the computation, both checked."""
+def _log_probabilities(
+    op: str, input: Tensor, gamma: float | Tensor | Array, input_kind: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits without derivatives, log-probabilities and gammas in the dtype of the computation, all checked."""
     # The forward map with gamma = 0 is log_softmax, with all its checks.
-    log_p = _renamed(op, focal_calibration_map, _widened(input), 0.0, input_kind=input_kind, log=True)
+    given = _widened(input)
+    log_p = _renamed(op, focal_calibration_map, given, 0.0, input_kind=input_kind, log=True)
     gamma = _gamma_tensor(op, gamma, log_p)
     leading = log_p.shape[:-1]
     if not _broadcasts(gamma, leading):
         raise ValueError(f"{op}: gamma must broadcast to {list(leading)}, got {list(gamma.shape)}")
-    return log_p, gamma
+    return (given.to(log_p.dtype) if input_kind == "logits" else log_p).detach(), log_p, gamma
 
 
 def _gamma_tensor(op: str, gamma: float | Tensor | Array, like: Tensor) -> Tensor:

@@ -256,8 +256,27 @@ def test_opcheck(device: torch.device, name: str) -> None:
     gamma = torch.rand(4, dtype=torch.float64, device=device, requires_grad=True)
     shape = (4, 3) if name == "inverse_calibration_map" else (4,)
     first = torch.randn(shape, dtype=torch.float64, device=device)
-    first = first.log_softmax(-1) if len(shape) == 2 else first
-    torch.library.opcheck(getattr(torch.ops.focalkern, name).default, (first.requires_grad_(), gamma))
+    arguments = (first, first.log_softmax(-1)) if len(shape) == 2 else (first,)
+    arguments[-1].requires_grad_()
+    torch.library.opcheck(getattr(torch.ops.focalkern, name).default, (*arguments, gamma))
+
+
+# Far below 1, two log q are large numbers of the type: the gradient needs their difference.
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("gap", [30.0, 300.0, 1e3, 1e4, 1e5])
+def test_digits_of_the_gradient_at_a_large_gap(device: torch.device, gap: float, gamma: float) -> None:
+    def of(dtype: torch.dtype, where: torch.device) -> list[torch.Tensor]:
+        z = torch.tensor([[gap, 0.0, 0.3, -1.5]] * 2, dtype=dtype, device=where, requires_grad=True)
+        g = torch.tensor([gamma, gamma], dtype=dtype, device=where, requires_grad=True)
+        loss = fk.properized_focal_loss(z, torch.tensor([1, 2], device=where), g, reduction="none")
+        log_q = fk.inverse_focal_calibration_map(z, g, log=True)
+        # Of the log-probabilities of the classes below, whose differences are those of the logits.
+        pull = torch.autograd.grad((log_q * torch.tensor([0.0, 1.0, -0.5, -0.5], dtype=dtype, device=where)).sum(), z)
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), (z, g)), *pull]
+
+    for found, expected in zip(of(torch.float32, device), of(torch.float64, torch.device("cpu")), strict=True):
+        scale = expected.abs() if expected.dim() == 1 else expected.abs().amax(1, keepdim=True)
+        assert ((found.cpu().double() - expected).abs() <= 2e-6 * scale).all()
 
 
 def test_result_on_cuda_equals_the_cpu(cuda: torch.device) -> None:
