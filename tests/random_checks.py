@@ -95,8 +95,14 @@ def check(case: Case, draw: Draw) -> Errors:
         scaled = scaled * case.condition * 4 if leaf.dtype == torch.float64 else scaled
         if TOLERANCE[dtype] > TOLERANCE[leaf.dtype]:
             scaled = max(scaled, TOLERANCE[dtype] * (4 * case.condition if dtype == torch.float32 else 1))
+        unit = 2.0**-24 if leaf.dtype == torch.float16 else 0.0  # of its denormal numbers
         error = compare(
-            f"gradient {i}", slope, reference_slope, scaled, scaled * 0.1 * beside, dim if slope.dim() else None
+            f"gradient {i}",
+            slope,
+            reference_slope,
+            scaled,
+            max(scaled * 0.1 * beside, unit),
+            dim if slope.dim() else None,
         )
         name = "gradient" if i == 0 else "other gradients"
         errors[name] = max(errors.get(name, 0.0), error)

@@ -78,16 +78,17 @@ def _one_minus_phi_of_odds(t: Tensor, u: Tensor) -> Tensor:
     return torch.where(small, series * u_small, 1 - t_large.log1p() / t_large)
 
 
-def _with_spare_bits(x: Tensor, bits: int) -> Tensor:
-    """x rounded to so many bits less, of which functions that err by less keep the order; differentiable."""
-    multiple = x * float(2**bits + 1)
-    return torch.where(multiple.isfinite(), multiple - (multiple - x), x)
-
-
 def _in_place_of(result: Tensor, value: Tensor) -> Tensor:
     """``value``, with the derivatives of ``result``."""
     now = result.detach()
     return torch.where(value == now, result, result + (value.detach() - now))
+
+
+def _with_spare_bits(x: Tensor, bits: int) -> Tensor:
+    """x rounded to so many bits less, of which functions that err by less keep the order, with the derivatives of x."""
+    now = x.detach()
+    multiple = now * float(2**bits + 1)
+    return _in_place_of(x, torch.where(multiple.isfinite(), multiple - (multiple - now), now))
 
 
 def _parameters(gamma: Tensor, temperature: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -837,3 +837,17 @@ def test_a_huge_temperature_leaves_an_impossible_class_impossible(device):
     z = torch.tensor([[1.0, 0.0, -math.inf]], device=device)
     found = fk.focal_calibration_map(z, 1.0, 1e46)
     torch.testing.assert_close(found, torch.tensor([[0.5, 0.5, 0.0]], device=device))
+
+
+# The logarithm of a denormal probability has a slope beyond the largest number: infinite, and not NaN.
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("gamma", [0.0, 2.0, -0.5])
+def test_slope_at_denormal_probabilities(gamma, plain):
+    probs = torch.tensor([[1 - 1e-6, 1e-6, 1e-40, 3e-39, 0.0]], requires_grad=True)
+    if plain:
+        log_q = fk.fallback.calibration_map(probs, torch.tensor(gamma), torch.tensor(0.5), 1, True)
+    else:
+        log_q = fk.focal_calibration_map(probs, gamma, 0.5, input_kind="probs", log=True)
+    (slope,) = torch.autograd.grad(log_q[0, 2:4].sum() + log_q[0, 1], probs)
+    assert slope[0, 2] == slope[0, 3] == torch.inf
+    assert slope[0, [0, 1, 4]].isfinite().all()

@@ -500,6 +500,31 @@ def test_mmce_in_a_kernel_is_its_definition_in_torch(weighted):
                 near(gradient, torch.autograd.grad(expected, z)[0], factor=100)
 
 
+# The derivative of |r_i - r_j| is any number from -1 to 1 at a tie, which float32 sees where float64 may not.
+@pytest.mark.parametrize("weight", [None, torch.ones(3)], ids=["kernel", "plain torch"])
+def test_gradient_of_mmce_beside_a_tie(weight):
+    z = torch.tensor([[2.0, 0.0, 0.1], [2.0, 0.1, -3e-8], [0.3, 1.5, 0.0], [1.0, 0.0, 0.4]])
+    target = torch.tensor([0, 1, 1, 2])
+
+    def with_order(sign):
+        logits = z.double().requires_grad_()
+        confidence, top = logits.softmax(1).max(1)
+        lack = (top == target).double() - confidence
+        apart = confidence[:, None] - confidence
+        signs = apart.detach().sign()
+        signs[0, 1], signs[1, 0] = sign, -sign
+        error = (lack @ (-signs * apart / 0.4).exp() @ lack).sqrt() / 4
+        return torch.autograd.grad(torch.nn.functional.cross_entropy(logits, target) + 2 * error, logits)[0]
+
+    confidence = z.double().softmax(1).amax(1)
+    assert 0 < (confidence[0] - confidence[1]).abs() < 1e-8
+    ends = torch.stack([with_order(1.0), with_order(-1.0)])
+    assert (ends[0] - ends[1]).abs().max() > 1e-2
+    logits = z.clone().requires_grad_()
+    (found,) = torch.autograd.grad(fk.MMCELoss(weight=weight)(logits, target), logits)
+    assert ((ends.amin(0) - 1e-6 <= found) & (found <= ends.amax(0) + 1e-6)).all()
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_second_derivatives_of_mmce(weighted):
     z = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
