@@ -55,7 +55,19 @@ def judge(comparison: Comparison) -> Verdict:
         costs = _price(comparison, chosen)
         if now["nll"] > before["nll"]:
             doubts.append(f"its NLL, {_print(now['nll'])}, is higher than without calibration, {_print(before['nll'])}")
-    return Verdict(use, because, costs, tuple(doubts), optimistic=comparison.same_samples)
+    return Verdict(use, because, costs, tuple(doubts), optimistic=_has_same_rows(comparison))
+
+
+def _has_same_rows(comparison: Comparison) -> bool:
+    """Whether the test rows are the validation rows, given once or twice."""
+    one, other = comparison.validation.memory, comparison.test.memory
+    if comparison.same_samples or one is None or other is None:
+        return comparison.same_samples
+    return (
+        one.input.shape == other.input.shape
+        and torch.equal(one.input, other.input)
+        and torch.equal(one.labels, other.labels)
+    )
 
 
 def _with_parameters(result: CalibratorResult) -> str:

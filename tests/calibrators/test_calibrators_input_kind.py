@@ -130,6 +130,9 @@ def test_a_comparison_has_the_same_check():
     assert any("sum to 100: percentages" in words for words in percent.remarks)
     same = fk.compare_calibrators((logits, target), (logits.clone(), target.clone()), **options)
     assert any("the same 300 rows are validation and test rows" in words for words in same.remarks)
+    assert str(same.verdict).startswith("Optimistic")
+    apart = fk.compare_calibrators((logits[:150], target[:150]), (logits[150:], target[150:]), **options)
+    assert str(apart.verdict).startswith("Use")
 
 
 def test_logits_that_are_integers_by_value_are_no_decisions():
