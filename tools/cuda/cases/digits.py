@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from focalkern import reference
 from tools.cuda.cases.focal_loss import many_pixels, run_focal_loss
-from tools.cuda.cases.row_loss import KINDS, defined
+from tools.cuda.cases.row_loss import SPECS, number
 
 CLASSES = 200_000
 KINDS_OF_LOGITS = ["near", "ties", "equal"]
@@ -26,22 +25,20 @@ def rows(kind):
 
 def worst_error(library, loss, logits, target, gamma=2.0, **options):
     """Of the losses, relative, and of the gradients, beside the largest of their row."""
-    kind = {"focal": 0, **KINDS}[loss]
-    definition = reference.focal_loss if loss == "focal" else defined(kind, gamma, 1.5)
+    spec = SPECS[loss]
     z = logits.double().requires_grad_()
-    arguments = (gamma,) if loss == "focal" else ()
-    expected = definition(z, target, *arguments, reduction="none", **options)
+    expected = spec.loss(z, target, gamma, 1.5, reduction="none", **options)
     (slope,) = torch.autograd.grad(expected.sum(), z)
-    given = gamma if loss in ("focal", "poly", "dual") else 0.0
-    actual = run_focal_loss(library, logits, target, given, torch.ones(target.numel()), reduction="none", kind=kind,
-                            epsilon=1.5, **options)  # fmt: skip
+    given = gamma if "gamma" in spec.parameters else 0.0
+    actual = run_focal_loss(library, logits, target, given, torch.ones(target.numel()), reduction="none",
+                            kind=number(loss), epsilon=1.5, **options)  # fmt: skip
     error = (actual["loss"].double().reshape(expected.shape) / expected.detach() - 1).abs().max()
     of_slope = (actual["grad_logits"].double() - slope).abs() / slope.abs().amax(1, keepdim=True)
     return float(error), float(of_slope.max())
 
 
 # One thread has all classes of a pixel, or of two; several warps share a pixel.
-@pytest.mark.parametrize("loss", ["focal", *KINDS])
+@pytest.mark.parametrize("loss", SPECS)
 @pytest.mark.parametrize("kind", KINDS_OF_LOGITS)
 @pytest.mark.parametrize("alone", [False, True])
 def test_digits_of_pixels(library, loss, kind, alone):
