@@ -16,18 +16,6 @@ namespace {
 // Classes that are added one after the other: the roundings of a longer run add up where logits are equal.
 constexpr int64_t kColumnPart = 64;
 
-// A sum with the part that its additions have rounded off (Kahan).
-template <typename Reals>
-struct CompensatedSum {
-  Reals sum{}, excess{};
-
-  FK_HOST_DEVICE void add(const Reals& summand) {
-    const Reals given = summand - excess, before = sum;
-    sum = before + given;
-    excess = (sum - before) - given;
-  }
-};
-
 template <typename Loss, int64_t n, bool kTransposed, typename Scalar>
 FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t classes, int64_t row,
                                   Tile<compute_t<Scalar>>& tile) {

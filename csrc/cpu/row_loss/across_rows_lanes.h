@@ -10,6 +10,18 @@
 namespace focalkern::cpu {
 namespace {
 
+// A sum with the part that its additions have rounded off (Kahan).
+template <typename Reals>
+struct CompensatedSum {
+  Reals sum{}, excess{};
+
+  FK_HOST_DEVICE void add(const Reals& summand) {
+    const Reals given = summand - excess, before = sum;
+    sum = before + given;
+    excess = (sum - before) - given;
+  }
+};
+
 // Two passes over the classes in order: first look() at each, then add() each.
 template <typename Loss, typename Real, int64_t n>
 struct SumsOfLanes {

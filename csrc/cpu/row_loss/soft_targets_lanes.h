@@ -442,13 +442,14 @@ struct LargestOfColumns {
       for (int64_t c = 0; c < columns.classes; ++c) {
         sums.look(load_simd<Reals>(z + c * columns.stride), static_cast<typename Lanes::Int>(c));
       }
-      Reals all{}, squares{};
+      CompensatedSum<Reals> rest;
       for (int64_t c = 0; c < columns.classes;) {
         const int64_t stop = std::min(columns.classes, c + kSoftPart);
         for (; c < stop; ++c) sums.add(load_simd<Reals>(z + c * columns.stride));
-        sums.move_sums(all, squares);
+        rest.add(sums.rest);
+        sums.rest = Reals{};
       }
-      sums.rest = all;
+      sums.rest = rest.sum;
       sums.store(tile, r);
     }
   }
