@@ -78,40 +78,33 @@ class SoftReader {
       if (all) whole_gamma_ = static_cast<int>(first);
     }
     across ? read_columns(row, n) : read_rows_of_classes(row, n);
-    for (int64_t r = 0; r < n; ++r) {
-      const int64_t label = tile.label[r];
-      tile.target_logit[r] = label == kNoTarget ? Real(0) : logit(r, label);
-    }
+    read_target_logits(n);
     read_weights(n);
     return -1;
   }
 
-  Real logit(int64_t r, int64_t c) const { return across ? columns.z[c * columns.stride + r] : rows.z[r][c]; }
   Real target(int64_t r, int64_t c) const {
     return across ? columns.target[c * columns.target_stride + r] : rows.target[r][c * tile.target_step];
   }
-
-  int64_t padded(int64_t n) const { return across ? padded_ : n; }
 
   void find_largest(int64_t n) {
     if (across) {
       run_in_widest<LargestOfColumns>(columns, padded_, tile);
     } else {
-      run_in_widest<LargestOfRows>(rows, n, tile);
+      uniform ? run_in_widest<LargestOfRows<false>>(rows, n, tile) : run_in_widest<LargestOfRows<true>>(rows, n, tile);
     }
   }
 
   // The whole share of the largest class, whose index is in tile.special where shares are not uniform.
   void read_top_shares(int64_t n) {
+    if (tile.has_labels) {
+      soft_label_is_top(n, tile);
+    } else {
+      for (int64_t r = 0; r < n; ++r) tile.top_share[r] = target(r, tile.special[r]);
+    }
+    if (shares.weight_step == 0) return soft_shares(n, shares, tile);
     for (int64_t r = 0; r < n; ++r) {
-      const bool is_label = tile.has_labels && tile.target_logit[r] == tile.likely[r];
-      if (uniform) {
-        tile.top_share[r] = shares.spread + (is_label ? shares.kept : Real(0));
-      } else {
-        const int64_t top = tile.special[r];
-        const Real given = args.target_probs ? target(r, top) : (is_label ? Real(1) : Real(0));
-        tile.top_share[r] = (shares.kept * given + shares.spread) * shares.weight[top * shares.weight_step];
-      }
+      tile.top_share[r] = (shares.kept * tile.top_share[r] + shares.spread) * shares.weight[tile.special[r]];
     }
   }
 
@@ -229,11 +222,10 @@ class SoftReader {
   // Of the label what its share is beyond that of the others, and of the row what its loss is multiplied with.
   void read_weights(int64_t n) {
     constexpr bool kOfRows = Loss::kTarget == SoftTarget::kRows;
+    std::fill_n(tile.label_share, kTileRows, kOfRows ? shares.kept + shares.spread : shares.kept);
+    std::fill_n(tile.row_weight, kTileRows, Real(1));
+    if (!args.class_weight) return;
     for (int64_t r = 0; r < n; ++r) {
-      tile.label_share[r] = shares.kept;
-      tile.row_weight[r] = Real(1);
-      if (kOfRows) tile.label_share[r] += shares.spread;
-      if (!args.class_weight) continue;
       if (tile.has_labels) {
         (kOfRows ? tile.row_weight[r] : tile.label_share[r]) *= tile.weight[r];
       } else if (kOfRows) {
@@ -243,6 +235,16 @@ class SoftReader {
         }
         tile.row_weight[r] = static_cast<Real>(mean);
       }
+    }
+  }
+
+  void read_target_logits(int64_t n) {
+    if (!tile.has_labels) {
+      std::fill_n(tile.target_logit, kTileRows, Real(0));
+    } else if (across) {
+      soft_logits_of_columns(columns, n, tile);
+    } else {
+      for (int64_t r = 0; r < n; ++r) tile.target_logit[r] = rows.z[r][std::max<int64_t>(tile.label[r], 0)];
     }
   }
 
@@ -284,20 +286,19 @@ RowLossSums forward_soft(const RowLossForward<Scalar>& args, int64_t row_begin, 
       return sums;
     }
     reader.find_largest(n);
-    soft_numbers(reader.padded(n), tile);
+    const int64_t whole = whole_vectors(n);
+    soft_numbers(whole, tile);
     soft_gammas(args, n, tile);
     reader.with_gammas([&](auto gammas) { reader.template add_classes<false>(n, gammas); });
     reader.read_top_shares(n);
-    soft_losses<Loss>(n, args.epsilon, args.detach_modulation, reader.uniform_share, tile);
+    reader.with_gammas([&](auto gammas) {
+      soft_losses<Loss, decltype(gammas)>(whole, args.epsilon, args.detach_modulation, reader.uniform_share, tile);
+    });
+    soft_saved(n, args.saved + row, args.rows, tile);
+    if constexpr (Loss::kSpecialClass != SpecialClass::kNone) std::fill_n(args.saved + 3 * args.rows + row, n, Real(0));
+    if (args.row_loss) std::copy_n(tile.loss, n, args.row_loss + row);
     for (int64_t r = 0; r < n; ++r) {
-      const bool ignored = tile.has_labels && tile.label[r] == kNoTarget;
-      const Real loss = ignored ? Real(0) : tile.row_weight[r] * tile.loss[r];
-      args.saved[row + r] = ignored ? Real(0) : tile.shift[r];
-      args.saved[args.rows + row + r] = ignored ? Real(0) : tile.sum_exp_others[r];
-      args.saved[2 * args.rows + row + r] = ignored ? Real(0) : tile.others[r];
-      if constexpr (Loss::kSpecialClass != SpecialClass::kNone) args.saved[3 * args.rows + row + r] = 0;
-      if (args.row_loss) args.row_loss[row + r] = loss;
-      sums.loss += static_cast<double>(loss);
+      sums.loss += static_cast<double>(tile.loss[r]);
       sums.weight += static_cast<double>(tile.weight[r]);
     }
   }
@@ -316,14 +317,17 @@ void backward_soft(const RowLossBackward<Scalar>& args, int64_t row_begin, int64
     n = reader.count(row, row_end);
     reader.read(row, n);
     if (!reader.uniform && reader.across) reader.find_largest(n);
-    for (int64_t r = 0; r < n; ++r) {
-      tile.shift[r] = args.saved[row + r];
-      tile.sum_exp_others[r] = args.saved[args.rows + row + r];
-      tile.upstream[r] = args.grad_loss[(row + r) * args.grad_stride] / divisor;
-      tile.is_zero[r] = (tile.has_labels && tile.label[r] == kNoTarget) || tile.upstream[r] == Real(0) ? 1 : 0;
-      tile.gamma_sum[r] = 0;
+    const int64_t whole = whole_vectors(n);
+    std::copy_n(args.saved + row, n, tile.shift);
+    std::copy_n(args.saved + args.rows + row, n, tile.sum_exp_others);
+    std::fill_n(tile.gamma_sum, kTileRows, Real(0));
+    if (args.grad_stride == 0) {
+      std::fill_n(tile.upstream, kTileRows, args.grad_loss[0] / divisor);
+    } else {
+      for (int64_t r = 0; r < n; ++r) tile.upstream[r] = args.grad_loss[(row + r) * args.grad_stride] / divisor;
     }
-    soft_numbers(reader.padded(n), tile);
+    soft_zeros(whole, tile);
+    soft_numbers(whole, tile);
     soft_gammas(args, n, tile);
     if (!reader.uniform && !reader.across) {
       for (int64_t r = 0; r < n; ++r) {
@@ -335,18 +339,25 @@ void backward_soft(const RowLossBackward<Scalar>& args, int64_t row_begin, int64
     if (args.grad_gamma && Loss::kHasGamma) reader.template add_classes<true>(n, AnyGammas());
     if (needs_loss) {
       reader.with_gammas([&](auto gammas) { reader.template add_classes<false>(n, gammas); });
-      soft_losses<Loss>(n, args.epsilon, args.detach_modulation, reader.uniform_share, tile);
+      reader.with_gammas([&](auto gammas) {
+        soft_losses<Loss, decltype(gammas)>(whole, args.epsilon, args.detach_modulation, reader.uniform_share, tile);
+      });
+      for (int64_t r = 0; r < n; ++r) tile.weight_grad[r] = tile.upstream[r] * tile.loss[r];
+    } else {
+      std::fill_n(tile.weight_grad, kTileRows, Real(0));
     }
-    for (int64_t r = 0; r < n; ++r) {
-      tile.others[r] = args.saved[2 * args.rows + row + r];
-      tile.weight_grad[r] = needs_loss ? tile.upstream[r] * tile.loss[r] : Real(0);
-      if (!kLabelApart<Loss>) {
-        const Real weight = args.class_weight && tile.has_labels ? tile.weight[r] : Real(1);
-        tile.label_share[r] = (kept + spread_share) * weight;
+    std::copy_n(args.saved + 2 * args.rows + row, n, tile.others);
+    if (!kLabelApart<Loss>) {
+      std::fill_n(tile.label_share, kTileRows, kept + spread_share);
+      if (args.class_weight && tile.has_labels) {
+        for (int64_t r = 0; r < n; ++r) tile.label_share[r] *= tile.weight[r];
       }
     }
-    soft_grads<Loss>(n, args.epsilon, args.detach_modulation, reader.uniform_share, kept / (kept + spread_share), kept,
-                     tile);
+    const auto finish = [&](auto gammas) {
+      soft_grads<Loss, decltype(gammas)>(whole, args.epsilon, args.detach_modulation, reader.uniform_share,
+                                         kept / (kept + spread_share), kept, tile);
+    };
+    args.grad_gamma&& Loss::kHasGamma ? finish(AnyGammas()) : reader.with_gammas(finish);
     if (args.grad_gamma) {
       for (int64_t r = 0; r < n; ++r) args.grad_gamma[row + r] = tile.is_zero[r] != 0 ? Real(0) : tile.grad_gamma[r];
     }

@@ -48,6 +48,12 @@ struct SoftTile : Tile<Real> {
 
   SoftTile() {
     for (int i = 0; i < 16; ++i) first[i] = static_cast<Real>(i);
+    // Of rows beyond a tile, which is computed in whole vectors.
+    std::fill_n(this->label, kTileRows, label_int<Real>(kNoTarget));
+    for (Real* numbers : {this->shift, this->sum_exp_others, this->target_logit, this->gamma, this->upstream, top_share,
+                          top_gamma, label_gamma, loss_sum, grad_sum, gamma_sum, others}) {
+      std::fill_n(numbers, kTileRows, Real(0));
+    }
   }
 };
 
@@ -282,6 +288,43 @@ struct SharesOfRow {
   }
 };
 
+// The sum of e^(z_j - max) over all classes but one of those at the maximum, without asking which it is.
+template <int64_t n, typename Real>
+FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real max, const SoftTile<Real>& tile) {
+  using Reals = simd_t<Real, n>;
+  const Reals most = spread<Reals>(-tile.exp_zero[0]), shift = spread<Reals>(max), one = spread<Reals>(Real(1));
+  Reals all{}, part{}, at_max{};
+  const auto add = [&](const Reals& v) __attribute__((always_inline)) {
+    const ScaledExponential<Reals> e = exponential_of_fall(Reals(shift - v), most);
+    if constexpr (sizeof(Reals) == 64) {  // AVX-512 adds where a mask says so
+      const Reals product = e.mantissa * e.scale;
+      part = v != shift ? part + product : part;
+    } else {
+      part += e.mantissa * (v != shift ? e.scale : Reals{});
+    }
+    at_max = v == shift ? at_max + one : at_max;
+  };
+  const int64_t whole = classes & -n;
+  for (int64_t j = 0; j < whole;) {
+    const int64_t stop = std::min(whole, j + kPart * n);
+    for (; j < stop; j += n) add(load_simd<Reals>(z + j));
+    all += part;
+    part = Reals{};
+  }
+  Real again = 1;
+  if (whole < classes) {
+    // Classes that were added before are put at the maximum, and not counted.
+    const Real done = static_cast<Real>(n - (classes - whole));
+    const Reals first = load_simd<Reals>(tile.first), v = load_simd<Reals>(z + classes - n);
+    add(Reals(first < spread<Reals>(done) ? shift : v));
+    all += part;
+    again += done;
+  }
+  return fold_lanes(all, Sum{}) + (fold_lanes(at_max, Sum{}) - again);
+}
+
+// kIndex: which class is the largest is wanted, too.
+template <bool kIndex>
 struct LargestOfRows {
   template <int64_t bytes, typename Real>
   static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, SoftTile<Real>& tile) {
@@ -289,16 +332,20 @@ struct LargestOfRows {
     for (int64_t r = 0; r < n_rows; ++r) {
       const Real* z = rows.z[r];
       const Real max = max_of<n>(z, rows.classes);
-      const int64_t top = first_equal(z, rows.classes, max);
       double rest = 0;
       const int64_t blocks = std::max<int64_t>(1, rows.classes / kBlock);  // the last one also takes what is left
-      for (int64_t block = 0; block < blocks; ++block) {
-        const int64_t begin = block * kBlock;
-        const int64_t count = block + 1 < blocks ? kBlock : rows.classes - begin;
-        rest += sum_exp_except<n, false>(z + begin, count, max, top - begin, tile.exp_zero[0]).first;
+      if (!kIndex && blocks == 1) {
+        rest = sum_exp_beside_largest<n>(z, rows.classes, max, tile);
+      } else {
+        const int64_t top = first_equal(z, rows.classes, max);
+        for (int64_t block = 0; block < blocks; ++block) {
+          const int64_t begin = block * kBlock;
+          const int64_t count = block + 1 < blocks ? kBlock : rows.classes - begin;
+          rest += sum_exp_except<n, false>(z + begin, count, max, top - begin, tile.exp_zero[0]).first;
+        }
+        tile.special[r] = static_cast<label_int<Real>>(top);
       }
       tile.shift[r] = max;
-      tile.special[r] = static_cast<label_int<Real>>(top);
       tile.sum_exp_others[r] = static_cast<Real>(rest);
     }
   }

@@ -15,6 +15,59 @@
 namespace focalkern::cpu {
 namespace {
 
+// A tile is computed in whole vectors of rows; the numbers of rows beyond it are not used.
+inline int64_t whole_vectors(int64_t n_rows) { return (n_rows + 15) & -16; }
+
+// The logit of each row's label; that of class 0 of an ignored row.
+template <typename Real>
+FK_VECTOR_CLONES void soft_logits_of_columns(const SoftColumns<Real>& columns, int64_t n_rows, SoftTile<Real>& tile) {
+  const Real* const z = columns.z;
+  const int64_t stride = columns.stride;
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const int64_t label = tile.label[r] < 0 ? 0 : tile.label[r];
+    tile.target_logit[r] = z[label * stride + r];
+  }
+}
+
+// 1 where the label is the likely class, in top_share.
+template <typename Real>
+FK_VECTOR_CLONES void soft_label_is_top(int64_t n_rows, SoftTile<Real>& tile) {
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) tile.top_share[r] = tile.target_logit[r] == tile.likely[r] ? Real(1) : Real(0);
+}
+template <typename Real>
+FK_VECTOR_CLONES void soft_shares(int64_t n_rows, const SoftShares<Real>& shares, SoftTile<Real>& tile) {
+  const Real kept = shares.kept, spread_share = shares.spread;
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) tile.top_share[r] = kept * tile.top_share[r] + spread_share;
+}
+
+// What a row keeps, and its weighted loss; 0 if it is ignored.
+template <typename Real>
+FK_VECTOR_CLONES void soft_saved(int64_t n_rows, Real* saved, int64_t rows, SoftTile<Real>& tile) {
+  const label_int<Real> has_labels = tile.has_labels ? 1 : 0;
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const bool ignored = (has_labels != 0) & (tile.label[r] == kNoTarget);
+    const Real loss = tile.row_weight[r] * tile.loss[r];
+    tile.loss[r] = ignored ? Real(0) : loss;
+    saved[r] = ignored ? Real(0) : tile.shift[r];
+    saved[rows + r] = ignored ? Real(0) : tile.sum_exp_others[r];
+    saved[2 * rows + r] = ignored ? Real(0) : tile.others[r];
+  }
+}
+
+// Which rows have no gradient.
+template <typename Real>
+FK_VECTOR_CLONES void soft_zeros(int64_t n_rows, SoftTile<Real>& tile) {
+  const label_int<Real> has_labels = tile.has_labels ? 1 : 0;
+#pragma omp simd
+  for (int64_t r = 0; r < n_rows; ++r) {
+    const bool ignored = (has_labels != 0) & (tile.label[r] == kNoTarget);
+    tile.is_zero[r] = ignored | (tile.upstream[r] == Real(0)) ? Real(1) : Real(0);
+  }
+}
+
 template <typename Real>
 FK_VECTOR_CLONES void soft_numbers(int64_t n_rows, SoftTile<Real>& tile) {
 #pragma omp simd
@@ -45,19 +98,54 @@ void soft_gammas(const RowLossArgs<Scalar>& args, int64_t n_rows, SoftTile<compu
   }
 }
 
-template <typename Loss, typename Real>
-FK_HOST_DEVICE ClassTerms<Real> terms_of_label(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached,
-                                               Real share) {
-  const Real log_p = tile.log_p[r], log_u = log_one_plus(-exponential(log_p));
-  return Loss::class_terms(log_p, log_u, tile.label_gamma[r], epsilon, detached, share);
-}
-template <typename Loss, typename Real>
-FK_HOST_DEVICE ClassTerms<Real> terms_of_top(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached) {
-  return Loss::class_terms(-tile.log_s[r], tile.log_u[r], tile.top_gamma[r], epsilon, detached, tile.top_share[r]);
-}
+// gamma = 0, 1, 2 or 3 at a class whose 1 - p is known with all its digits.
+template <typename Real, int kGamma>
+struct WholeGammaAt : WholeGamma<Real, kGamma> {
+  Real u;
+  FK_HOST_DEVICE WholeGammaAt(Real u, bool detached) : WholeGamma<Real, kGamma>(detached), u(u) {}
+  FK_HOST_DEVICE FactorParts<Real> factor_at(Real /*p*/) const {
+    return {u, kGamma == 3 ? u * u : kGamma == 2 ? u : Real(1), Real(0)};
+  }
+};
+
+// The largest class. The focal loss of a whole gamma needs no power: with u at hand, nothing cancels in its terms.
+template <typename Loss, typename Gammas>
+struct TopTerms {
+  template <typename Real>
+  static FK_HOST_DEVICE ClassTerms<Real> of(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached) {
+    return Loss::class_terms(-tile.log_s[r], tile.log_u[r], tile.top_gamma[r], epsilon, detached, tile.top_share[r]);
+  }
+};
+template <int kGamma>
+struct TopTerms<FocalFormula, WholeGammas<kGamma>> {
+  template <typename Real>
+  static FK_HOST_DEVICE ClassTerms<Real> of(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached) {
+    const Real p = tile.inv_sum_exp[r], u = tile.sum_exp_others[r] * p;
+    return FocalFormula::unlikely_terms(p, tile.log_s[r], WholeGammaAt<Real, kGamma>(u, detached), epsilon,
+                                        tile.top_share[r]);
+  }
+};
+
+// The label where it is not likely.
+template <typename Loss, typename Gammas>
+struct LabelTerms {
+  template <typename Real>
+  static FK_HOST_DEVICE ClassTerms<Real> of(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached) {
+    const Real log_p = tile.log_p[r], log_u = log_one_plus(-exponential(log_p));
+    return Loss::class_terms(log_p, log_u, tile.label_gamma[r], epsilon, detached, tile.label_share[r]);
+  }
+};
+template <typename Loss, int kGamma>
+struct LabelTerms<Loss, WholeGammas<kGamma>> {
+  template <typename Real>
+  static FK_HOST_DEVICE ClassTerms<Real> of(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached) {
+    return Loss::unlikely_terms(exponential(tile.log_p[r]), Real(-tile.log_p[r]), WholeGamma<Real, kGamma>(detached),
+                                epsilon, tile.label_share[r]);
+  }
+};
 
 // The loss of rows, without their weight, and the sum of a_j over all classes but a likely one.
-template <typename Loss, typename Real>
+template <typename Loss, typename Gammas, typename Real>
 FK_VECTOR_CLONES void soft_losses(int64_t n_rows, Real epsilon, bool detach_modulation, Real uniform_share,
                                   SoftTile<Real>& tile) {
   const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
@@ -65,8 +153,8 @@ FK_VECTOR_CLONES void soft_losses(int64_t n_rows, Real epsilon, bool detach_modu
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const Real likely = tile.likely[r];
-    const ClassTerms<Real> top = terms_of_top<Loss>(tile, r, epsilon, detached > Real(0));
-    const ClassTerms<Real> label = terms_of_label<Loss>(tile, r, epsilon, detached > Real(0), tile.label_share[r]);
+    const ClassTerms<Real> top = TopTerms<Loss, Gammas>::of(tile, r, epsilon, detached > Real(0));
+    const ClassTerms<Real> label = LabelTerms<Loss, Gammas>::of(tile, r, epsilon, detached > Real(0));
     const bool with_top = tile.inv_sum_exp[r] > kUnlikely<Real>;
     const bool with_label = (has_labels > Real(0)) & !(tile.target_logit[r] == likely);
     const Real of_label = with_label ? label.loss : Real(0), of_top = with_top ? top.loss : Real(0);
@@ -77,7 +165,7 @@ FK_VECTOR_CLONES void soft_losses(int64_t n_rows, Real epsilon, bool detach_modu
 }
 
 // Of rows whose `others` are known. `label_part`: of the share of the label, what is in label_share beyond the others'.
-template <typename Loss, typename Real>
+template <typename Loss, typename Gammas, typename Real>
 FK_VECTOR_CLONES void soft_grads(int64_t n_rows, Real epsilon, bool detach_modulation, Real uniform_share,
                                  Real label_part, Real kept, SoftTile<Real>& tile) {
   const Real detached = detach_modulation ? 1 : 0;
@@ -85,8 +173,8 @@ FK_VECTOR_CLONES void soft_grads(int64_t n_rows, Real epsilon, bool detach_modul
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const Real likely = tile.likely[r], inv_sum_exp = tile.inv_sum_exp[r], others = tile.others[r];
-    const ClassTerms<Real> top = terms_of_top<Loss>(tile, r, epsilon, detached > Real(0));
-    const ClassTerms<Real> label = terms_of_label<Loss>(tile, r, epsilon, detached > Real(0), tile.label_share[r]);
+    const ClassTerms<Real> top = TopTerms<Loss, Gammas>::of(tile, r, epsilon, detached > Real(0));
+    const ClassTerms<Real> label = LabelTerms<Loss, Gammas>::of(tile, r, epsilon, detached > Real(0));
     const bool with_top = tile.inv_sum_exp[r] > kUnlikely<Real>;
     const bool label_is_top = tile.target_logit[r] == likely;
     const bool with_label = (has_labels > Real(0)) & !label_is_top;
