@@ -101,6 +101,11 @@ def call(function: Callable[..., Any], *who: str, **good: Any) -> Call:
     return Call(function, good, who or (function.__name__,))
 
 
+def _swept(**arguments: Any) -> fk.Sweep:
+    """Without a folder, which it would make."""
+    return fk.sweep(**arguments)
+
+
 def calls() -> dict[str, Call]:
     """By name, every public function and method that takes arguments."""
     z, p, y = torch.from_numpy(Z), torch.from_numpy(P), torch.from_numpy(Y)
@@ -138,6 +143,11 @@ def calls() -> dict[str, Call]:
         "per_class_report": call(fk.per_class_report, **rows),
         "load_calibrator": call(fk.load_calibrator, path="nowhere.json"),
         "compare_calibrators": call(fk.compare_calibrators, validation=(Z, Y), resamples=0),
+        "fit_temperatures": call(fk.fit_temperatures, logits=Z[None], labels=Y[None]),
+        "sweep": call(
+            _swept, "sweep", files=["no/where.npz"], jobs=1, batch=1, criterion="nll", folds=5, progress=False
+        ),
+        "sweep_one": call(fk.sweep_one, path="no/where.npz"),
         "paired_bootstrap": call(bootstrap.paired_bootstrap, probs={"a": P, "b": P}, target=Y, n_resamples=3),
         "bias_floor": call(bootstrap.bias_floor, probs=P, n_resamples=3),
         "from_frame": call(files.from_frame, "", frame=Frame()),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from focalkern._atomic import write_atomically, write_together
-from focalkern._checks import integer, one_of, path_text, short
+from focalkern._checks import flag, integer, one_of, path_text, short
 from focalkern._progress import ProgressBar
 from focalkern._version import __version__
 from focalkern.calibrators import InputKind
@@ -83,6 +83,7 @@ def sweep(
         >>> found.failed
         {'absent.npz': 'expected a file, found nothing there'}
     """
+    progress = None if progress is None else flag("sweep", "progress", progress)
     names = _names("sweep", files)
     settings = sweep_settings("sweep", criterion, folds, seed, labels, input_kind, logits_key, labels_key)
     with ProgressBar(len(names), "sweep", "network", progress) as bar:

@@ -506,7 +506,7 @@ def test_opcheck(reduction):
     x, w, b, target = problem(torch.float32)
     code = {"none": 0, "mean": 1}[reduction]
     gamma = torch.tensor(2.0, dtype=torch.float64)
-    settings = (-100, 0.0, False, 0.0, torch.float32, False, 4)
+    settings = (-100, 0.0, False, None, 0.0, torch.float32, False, 4)
     needed = [True, True, True, False, False]
     arguments = (x, w, b, target, gamma, None, None)
     torch.library.opcheck(torch.ops.focalkern.linear_focal_loss.default, (*arguments, code, *settings, needed))
