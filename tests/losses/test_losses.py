@@ -729,7 +729,7 @@ def test_gammas_move_with_the_module_and_keep_their_precision(device):
 def test_a_schedule_goes_to_the_device_of_the_logits(make, monkeypatch):
     """As nn.CrossEntropyLoss() these take nothing from their user that would have to be moved."""
     given = []
-    monkeypatch.setattr("focalkern.losses._focal.focal_loss", lambda input, target, gamma, **_: given.append(gamma))
+    monkeypatch.setattr(make, "_function", staticmethod(lambda input, target, gamma, **_: given.append(gamma)))
     loss = make(weight=torch.ones(3))
     with FakeTensorMode(allow_non_fake_inputs=True):  # CUDA tensors without CUDA
         loss(torch.zeros(4, 3, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda"))
