@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "cpu/row_loss/focal_loss.cpp"
+#include "kernels/sigmoid_loss.h"
 
 namespace {
 
