@@ -253,7 +253,8 @@ def host_numbers(op: str, weight: object, ignore_index: Any, label_smoothing: An
         TypeError: pybind11 would refuse one of the three; the operator then says which.
     """
     try:
-        if not (weight is None or isinstance(weight, Tensor)):
+        # float() would read the number that a text writes.
+        if not (weight is None or isinstance(weight, Tensor)) or isinstance(label_smoothing, str | bytes):
             raise TypeError
         index = ignore_index if type(ignore_index) is int else operator.index(ignore_index)
         smoothing = label_smoothing if type(label_smoothing) is float else float(label_smoothing)
