@@ -484,7 +484,7 @@ Tensor composite_loss(const Inputs& inputs, const Options& options) {
   return call_packed(op, inputs, options);
 }
 
-// What the backward pass must know besides the variables, in one allocation: boxed values would take one each.
+// Options that the backward pass needs beside the variables, in one allocation: boxed values would take one each.
 struct SavedOptions : torch::CustomClassHolder {
   Options options;
   bool has_edges;

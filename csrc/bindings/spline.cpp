@@ -154,7 +154,7 @@ std::tuple<double, Tensor, Tensor> curve_sums(const Tensor& input, const Tensor&
   return {sums.back().nll, gradient, hessian};
 }
 
-// What the linear sums come to, of C classes; of_weight and of_bias lie with the input.
+// Results of the linear sums for C classes; of_weight and of_bias lie with the input.
 struct LinearSums {
   double nll, x;
   std::vector<double> moments;  // [m + 1, 4]

@@ -63,7 +63,7 @@ struct CalibrationGridBlock {
   bool keep_confidence;
 };
 
-// What a grid's gammas need once, on the host (math/grid_plan.h).
+// Numbers that depend on a grid's gammas alone, computed once on the host (math/grid_plan.h).
 struct CalibrationGridPlan;
 // Whether sums over the classes may serve several gammas of a block.
 template <typename Scalar>
@@ -71,8 +71,8 @@ bool calibration_grid_shares_sums(const CalibrationGridBlock<Scalar>& block) {
   return sizeof(compute_t<Scalar>) == sizeof(float) && block.brier == nullptr;
 }
 
-// Running sums over samples, for grids that are computed batch by batch. What the cells of a block have added up to,
-// per bucket of their confidences.
+// Running sums over samples, for grids that are computed batch by batch. They are the sums of a block's
+// cells per bucket of the confidences.
 template <typename Real>
 struct CalibrationSums {
   int64_t rows;

@@ -1,4 +1,4 @@
-// What the arguments of several kernels have in common. As everywhere in kernels/: plain structs and one declaration
+// Parts that the arguments of several kernels share. As everywhere in kernels/: plain structs and one declaration
 // per operator, direction and device; neither torch nor CUDA, so that a kernel is read, built and tested without them.
 #pragma once
 

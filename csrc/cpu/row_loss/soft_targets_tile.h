@@ -42,7 +42,7 @@ FK_VECTOR_CLONES void soft_shares(int64_t n_rows, const SoftShares<Real>& shares
   for (int64_t r = 0; r < n_rows; ++r) tile.top_share[r] = kept * tile.top_share[r] + spread_share;
 }
 
-// What a row keeps, and its weighted loss; 0 if it is ignored.
+// Stores the numbers of each row for the backward pass, and its weighted loss: 0 for an ignored row.
 template <typename Real>
 FK_VECTOR_CLONES void soft_saved(int64_t n_rows, Real* saved, int64_t rows, SoftTile<Real>& tile) {
   const label_int<Real> has_labels = tile.has_labels ? 1 : 0;
