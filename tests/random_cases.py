@@ -203,9 +203,9 @@ def elements(name: str) -> Callable[[Draw], Case]:
         if draw.chance(0.3):
             draw.said["weight"] = True
             options["weight"] = as_real(draw.uniform(x.shape[-1]) + 0.1, dtype)
-        # Near p = t the power of their distance, below 1, has no digits.
-        steep = name == "quality_focal" and kind == "soft"
-        gamma = draw.pick("gamma", (1.0, 2.0, 3.3) if steep else (0.0, 0.5, 1.0, 2.0, 2.0, 3.3))
+        # Of p - t near p = t no digits are left, and of its power below 1 not even the size.
+        cancels = name == "quality_focal" and kind == "soft"
+        gamma = draw.pick("gamma", (1.0, 2.0, 3.3) if cancels else (0.0, 0.5, 1.0, 2.0, 2.0, 3.3))
         inputs = [x]
         if draw.chance(0.2):
             draw.said["tensor_gamma"] = True
@@ -225,7 +225,7 @@ def elements(name: str) -> Callable[[Draw], Case]:
             return result
 
         twice = name == "sigmoid_focal" and kind != "soft"
-        return Case(lambda *a: call(fk, *a), lambda *a: call(reference, *a), inputs, 4 + gamma, twice=twice)
+        return Case(lambda *a: call(fk, *a), lambda *a: call(reference, *a), inputs, 4 + gamma, cancels, twice=twice)
 
     return case
 

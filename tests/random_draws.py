@@ -53,6 +53,7 @@ class Case:
     oracle: Callable[..., Tensor]
     inputs: list[Tensor]  # what has gradients
     condition: float = 1.0  # by how much the operator magnifies rounding
+    cancels: bool = False  # a difference of two numbers near 1 keeps the unit of 1, however small it is
     rows_last: bool = False  # classes are the last dimension of the first input, not the second
     twice: bool = True  # differentiable twice
     slope_of_log: bool = False  # the gradient of the first input is compared as that of its logarithm
