@@ -294,6 +294,20 @@ def test_streamed_rows_leave_out_what_needs_them_all(shards):
     assert study.calibrator.n_samples_ == 300
 
 
+def test_streamed_rows_that_are_the_validation_rows_are_called_so(shards, tmp_path):
+    """The same files, or copies of them under other names."""
+    for part in range(3):
+        for what in ("logits", "labels"):
+            (tmp_path / f"test_{what}-{part}.npy").write_bytes((tmp_path / f"val_{what}-{part}.npy").read_bytes())
+    copies = str(tmp_path / "test_logits-*.npy")
+    for test in (shards, copies):
+        assert fk.compare_calibrators(shards, test=test, candidates=ON_THE_GRID, **FAST).verdict.optimistic
+    labels = np.load(tmp_path / "test_labels-2.npy")
+    labels[-1] = (labels[-1] + 1) % 4
+    np.save(tmp_path / "test_labels-2.npy", labels)
+    assert not fk.compare_calibrators(shards, test=copies, candidates=ON_THE_GRID, **FAST).verdict.optimistic
+
+
 def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
     """All of them, or a sample; and whether validation and test rows are the same files."""
     for part in range(3):
