@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, open_npy, open_safetensors, rows_of_tensor
+from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, rows_of_tensor
+from focalkern.files.parts import open_npy, open_safetensors
 from focalkern.files.samples import KINDS, Hint, InputError, as_tensor, check_options, check_said
 from focalkern.files.shards import LOOK, Shard, matches
 from focalkern.files.tables import OtherColumns, read_unlabelled

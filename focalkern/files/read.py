@@ -9,7 +9,8 @@ import numpy as np
 
 from focalkern._checks import path_text
 from focalkern._types import InputKind
-from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, find_sets, load_numpy, open_file, open_safetensors
+from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, find_sets, load_numpy, open_file
+from focalkern.files.parts import open_safetensors
 from focalkern.files.samples import (
     KINDS,
     Hint,

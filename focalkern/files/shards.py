@@ -13,7 +13,8 @@ from torch import Tensor
 
 from focalkern._checks import path_text
 from focalkern._types import InputKind
-from focalkern.files.arrays import ArrayRows, find_sets, open_npy, open_safetensors
+from focalkern.files.arrays import ArrayRows, find_sets
+from focalkern.files.parts import open_npy, open_safetensors
 from focalkern.files.samples import KINDS, Hint, InputError, check_file, check_options, check_rows, check_said
 
 __all__ = [
