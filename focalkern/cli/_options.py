@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import json
 import math
 import os
 from pathlib import Path
@@ -9,17 +10,19 @@ from typing import Any
 
 from focalkern._checks import parsed_float, parsed_int
 from focalkern.files import Hint, InputError
-from focalkern.files.shards import NamedFiles
+from focalkern.files.paths import NamedFiles, located
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 
 __all__ = [
     "OneOrMany",
     "add_input_arguments",
+    "add_storage_options",
     "at_least_one",
     "check_out",
     "check_out_folder",
     "gammas_of",
     "in_options",
+    "locate",
     "not_negative",
     "seconds",
     "seed",
@@ -51,8 +54,8 @@ def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -
         metavar=name,
         nargs="+",
         action=OneOrMany,
-        help=f"{what}: .npz, .npy, .pt, .safetensors, .csv, .parquet or .feather (see below); or several .npy or "
-        ".safetensors, which are read in parts",
+        help=f"{what}: .npz, .npy, .pt, .safetensors, .zarr, .csv, .parquet or .feather (see below); or several, a "
+        "folder, a pattern, @LIST (a text file with a name per line); or URLs",
     )
     parser.add_argument(
         "--labels", metavar="FILE.npy", nargs="+", action=OneOrMany, help=f"labels of a .npy {name}, or of several"
@@ -63,12 +66,39 @@ def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -
         help="the array of the logits or probabilities; of tables, a pattern for the columns of the classes: 'p_*'",
     )
     parser.add_argument("--labels-key", metavar="NAME", help="the array, or the column, of the labels")
+    add_storage_options(parser)
     parser.add_argument(
         "--input-kind",
         choices=("logits", "probs"),
         help="what the files hold; by default what the name of the array says, and logits where it "
         "says nothing. Rows that are not negative and sum to 1 are refused as logits until it is said",
     )
+
+
+def add_storage_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--storage-options",
+        type=_storage_options,
+        metavar="JSON",
+        help="of URLs, for their file system in fsspec: '{\"anon\": true}'",
+    )
+
+
+def _storage_options(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"expected an object in JSON, found {text!r}")
+    return found
+
+
+def locate(arguments: argparse.Namespace, *names: str) -> None:
+    """Gives the storage options to the URLs among these arguments, and puts what ``@LIST`` names in its place."""
+    for name in names:
+        path = getattr(arguments, name)
+        setattr(arguments, name, None if path is None else located(path, arguments.storage_options))
 
 
 def check_out(path: Path, option: str) -> None:

@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from focalkern.cli._options import OneOrMany, check_out
+from focalkern.cli._options import OneOrMany, add_storage_options, check_out, locate
 from focalkern.files import InputError
+from focalkern.files.paths import files_of
 from focalkern.study.apply import OUTPUTS, apply_calibrator
 
 __all__ = ["add_parser"]
@@ -17,7 +18,7 @@ def add_parser(commands: Any) -> None:
         "apply",
         help="write the calibrated probabilities of rows without labels",
         description="Applies what focalkern calibrate --out has saved. Labels are not needed, and not read where they "
-        "are there. .npy and .safetensors are read a few rows at a time; a .npy is written so too.",
+        "are there. .npy, .safetensors and .zarr are read a few rows at a time; a .npy is written so too.",
         epilog="examples:\n"
         "  focalkern apply calibrator.json new_logits.npy --out new_probs.npy\n"
         "  focalkern apply calibrator.json 'new_logits-*.npy' --out new_probs.npy\n"
@@ -30,9 +31,10 @@ def add_parser(commands: Any) -> None:
         metavar="LOGITS",
         nargs="+",
         action=OneOrMany,
-        help=".npz, .npy, .pt, .safetensors, .csv, .parquet or .feather; a pattern or several of .npy or .safetensors, "
-        "put together in their order",
+        help=".npz, .npy, .pt, .safetensors, .zarr, .csv, .parquet or .feather; or several of any of them but .csv, a "
+        "folder, a pattern or @LIST, put together in the order of their names and numbers; or URLs",
     )
+    add_storage_options(parser)
     parser.add_argument(
         "--out",
         type=Path,
@@ -51,7 +53,8 @@ def add_parser(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_out(arguments.out, "--out")
-    for name in [arguments.calibrator, *getattr(arguments.input, "names", (arguments.input,))]:
+    locate(arguments, "input")
+    for name in [arguments.calibrator, *(files_of(arguments.input) if os.path.exists(arguments.out) else ())]:
         if os.path.exists(arguments.out) and os.path.exists(name) and os.path.samefile(arguments.out, name):
             raise InputError(f"{arguments.out}: expected another file for --out, found one that is read")
     written = apply_calibrator(

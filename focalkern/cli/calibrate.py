@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import glob
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ from focalkern.cli._options import (
     check_out,
     check_out_folder,
     gammas_of,
+    locate,
     not_negative,
     seconds,
     seed,
@@ -29,6 +29,7 @@ from focalkern.cli._options import (
     temperature_range,
 )
 from focalkern.files import InputError, LogitSet, read_sets
+from focalkern.files.paths import files_of
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 from focalkern.study import MOST_KEPT, Processes, Progress, Samples, Study, stream_sets, wants_streaming
@@ -198,6 +199,7 @@ def add_parser(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     gammas = gammas_of(arguments.gammas)
+    locate(arguments, "input", "labels", "test", "test_labels")
     binning, criterion = _method(arguments)
     _check_outputs(arguments)
     processes = Processes(arguments.timeout)
@@ -373,9 +375,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 def _check_not_read(arguments: argparse.Namespace, file: Path, option: str) -> None:
     for source in (arguments.input, arguments.labels, arguments.test, arguments.test_labels):
-        named = (
-            () if source is None or not os.path.exists(file) else getattr(source, "names", (source, *glob.glob(source)))
-        )
+        named = () if source is None or not os.path.exists(file) else files_of(source)
         for name in named:
             if os.path.exists(name) and os.path.samefile(file, name):
                 raise InputError(f"{file}: expected another file for {option}, found one that is read")

@@ -9,7 +9,7 @@ from focalkern._version import __version__
 from focalkern.calibrators import load_calibrator
 from focalkern.cli._formats import FORMATS_HELP
 from focalkern.cli._notes import print_note
-from focalkern.cli._options import add_input_arguments, at_least_one
+from focalkern.cli._options import add_input_arguments, at_least_one, locate
 from focalkern.files import read_sets
 from focalkern.study import evaluate_rows, stream_sets, wants_streaming
 
@@ -35,6 +35,7 @@ def add_parser(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         import tabulate  # noqa: F401  # an extra; its absence is said by main
+    locate(arguments, "input", "labels")
     calibrator = None if arguments.calibrator is None else load_calibrator(arguments.calibrator)
     options = {
         "labels": arguments.labels,

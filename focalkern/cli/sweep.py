@@ -14,7 +14,7 @@ from focalkern._progress import ProgressBar
 from focalkern.calibrators._selection import PROPER
 from focalkern.cli._engines import engine
 from focalkern.cli._notes import print_wrapped
-from focalkern.cli._options import at_least_one, check_out_folder, in_options, seed
+from focalkern.cli._options import add_storage_options, at_least_one, check_out_folder, in_options, seed
 from focalkern.files import InputError
 from focalkern.files.paths import expanded
 from focalkern.study.sweep import METHODS, SCORES, Sweep, run_sweep, sweep_settings
@@ -40,9 +40,10 @@ def add_parser(commands: Any) -> None:
         "files",
         metavar="FILE",
         nargs="+",
-        help="as calibrate reads them, or a folder, a quoted pattern, or @LIST, a text file with a name per line; of a "
-        "file with one set a random half is for validation",
+        help="as calibrate reads them, or a folder, a quoted pattern, or @LIST, a text file with a name per line; or "
+        "URLs; of a file with one set a random half is for validation",
     )
+    add_storage_options(parser)
     parser.add_argument(
         "--report",
         type=Path,
@@ -81,8 +82,9 @@ def _run(arguments: argparse.Namespace) -> int:
         input_kind=arguments.input_kind,
         logits_key=arguments.logits_key,
         labels_key=arguments.labels_key,
+        storage_options=arguments.storage_options,
     )
-    names = expanded(arguments.files)
+    names = expanded(arguments.files, arguments.storage_options)
     with engine(arguments.engine) as executor, _Progress(len(names)) as progress:
         result = run_sweep(
             names,

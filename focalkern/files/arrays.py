@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
+from focalkern.files.paths import open_file
 from focalkern.files.samples import KINDS, Hint, InputError
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "find_sets",
     "kind_from_name",
     "load_numpy",
-    "open_file",
     "rows_of_tensor",
     "unreadable",
 ]
@@ -88,13 +88,6 @@ def unreadable(source: str, expected: str, error: BaseException) -> InputError:
         if isinstance(error, MemoryError):
             found = f"a damaged file, or one too large for the memory ({reason}); .npy and .safetensors can be streamed"
     return InputError(f"{source}: expected {expected}, found {found}")
-
-
-def open_file(source: str) -> BinaryIO:
-    try:
-        return open(source, "rb")
-    except OSError as error:
-        raise InputError(f"{source}: expected a file that can be read, found: {error.strerror}") from error
 
 
 # ---- files that are read at once -----------------------------------------------------------------------------------

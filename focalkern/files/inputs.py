@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +9,10 @@ from torch import Tensor
 
 from focalkern._types import InputKind
 from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, rows_of_tensor
-from focalkern.files.parts import open_npy, open_safetensors
+from focalkern.files.parts import BY_NAME, open_npy
+from focalkern.files.paths import located, matches, name_of, suffix_of
 from focalkern.files.samples import KINDS, Hint, InputError, as_tensor, check_options, check_said
-from focalkern.files.shards import LOOK, Shard, matches
+from focalkern.files.shards import LOOK, STREAMED, Shard
 from focalkern.files.tables import OtherColumns, read_unlabelled
 
 __all__ = ["UnlabelledRows", "open_unlabelled"]
@@ -47,50 +47,57 @@ class UnlabelledRows:
 
 
 def open_unlabelled(
-    path: str, input_kind: InputKind | None = None, logits_key: str | None = None
+    path: str,
+    input_kind: InputKind | None = None,
+    logits_key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, UnlabelledRows]:
-    """The sets of a file, or of the files of a pattern, by what stands in front of the array's name.
+    """The sets of one or several files, by what stands in front of the array's name.
 
-    Labels that are there are not read. ``.npy`` and ``.safetensors`` are read a few rows at a time, the others at once.
+    Labels that are there are not read. ``.npy``, ``.safetensors`` and ``.zarr`` are read a few rows at a time, the
+    others at once.
 
     Args:
-        path: .npz, .npy, .pt, .pth, .safetensors, .csv, .parquet or .feather; or a pattern of .npy or .safetensors.
+        path: .npz, .npy, .pt, .pth, .safetensors, .zarr, .csv, .parquet or .feather; a folder, pattern or list of
+            any of them but .csv.
         input_kind: ``"logits"`` or ``"probs"``; None takes what the name of the array or of the file says, and logits
             where it says nothing.
         logits_key: the name of the array; of tables, a pattern for the columns of the classes.
+        storage_options: of URLs, for their file system.
 
     Raises:
         InputError: anything at all that is wrong with the files.
     """
-    path = check_options("open_unlabelled", input_kind, path, logits_key=logits_key)
+    path = located(check_options("open_unlabelled", input_kind, path, logits_key=logits_key), storage_options)
     names = matches(path)
-    suffix = Path(names[0]).suffix.lower()
+    suffix = suffix_of(names[0])
     if suffix == ".npy":
-        names = [name for name in names if "labels" not in Path(name).stem] or names
-    if any(Path(name).suffix.lower() != suffix for name in names):
+        names = [name for name in names if "labels" not in name_of(name).stem] or names
+    if any(suffix_of(name) != suffix for name in names):
         raise InputError(f"{path}: expected files of one format, found {suffix} and others")
-    if len(names) > 1 and suffix not in (".npy", ".safetensors"):
-        raise InputError(f"{path}: expected .npy or .safetensors for several files, found {suffix}")
+    if len(names) > 1 and suffix == ".csv":
+        raise InputError(f"{path}: expected one .csv file, found {len(names)}; several may be .parquet")
     sets: dict[str, list[Shard]] = {}
     table = OtherColumns()
+    if suffix in (".csv", ".parquet", ".feather"):
+        kind, values, table = read_unlabelled(path, names, logits_key, input_kind)
+        sets[""] = [_part(rows_of_tensor(path, kind, torch.from_numpy(values)), kind, "the columns")]
+        names = []
     for name in names:
         if suffix == ".npy":
             kind = _kind_of_file(name, input_kind)
             sets.setdefault("", []).append(_part(open_npy(name, kind), kind, "array"))
-        elif suffix == ".safetensors":
-            arrays = open_safetensors(name)
+        elif suffix in BY_NAME:
+            arrays = BY_NAME[suffix](name)
             for prefix, (kind, key) in _find(name, arrays, input_kind, logits_key).items():
                 sets.setdefault(prefix, []).append(_part(arrays[key], kind, key))
-        elif suffix in (".csv", ".parquet", ".feather"):
-            kind, values, table = read_unlabelled(name, logits_key, input_kind)
-            sets[""] = [_part(rows_of_tensor(name, kind, torch.from_numpy(values)), kind, "the columns")]
         elif suffix in ARCHIVES:
             content = ARCHIVES[suffix](name)
             for prefix, (kind, key) in _find(name, content, input_kind, logits_key).items():
                 tensor = as_tensor(name, key, content[key])
-                sets[prefix] = [_part(rows_of_tensor(name, kind, tensor), kind, key or "the tensor")]
+                sets.setdefault(prefix, []).append(_part(rows_of_tensor(name, kind, tensor), kind, key or "the tensor"))
         else:
-            known = ", ".join((".npy", ".safetensors", ".csv", ".parquet", ".feather", *ARCHIVES))
+            known = ", ".join((*STREAMED, ".csv", ".parquet", ".feather", *ARCHIVES))
             raise InputError(f"{name}: expected {known}, found {suffix or 'no suffix'!r}")
     opened = {}
     for prefix, parts in sets.items():
@@ -139,7 +146,7 @@ def _find(
 
 
 def _kind_of_file(name: str, input_kind: InputKind | None) -> InputKind:
-    said = _kind_in(Path(name).stem)
+    said = _kind_in(name_of(name).stem)
     if None not in (said, input_kind) and said != input_kind:
         raise InputError(name, str(input_kind), f"a file that is called {said}", hint=Hint("input_kind", str(said)))
     return said or input_kind or "logits"

@@ -1,39 +1,193 @@
-"""Files by name, folder, pattern or list."""
+"""Files by name, folder, pattern, list or URL, and what is read of them as bytes."""
 
 import glob
+import hashlib
+import io
 import os
-from collections.abc import Iterable
-from pathlib import Path
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
+from focalkern.files import urls
 from focalkern.files.samples import InputError
+from focalkern.files.urls import Url, is_url
 
-__all__ = ["expanded"]
+__all__ = [
+    "NamedFiles",
+    "Url",
+    "beside",
+    "check_file",
+    "exists",
+    "expanded",
+    "files_of",
+    "fingerprint",
+    "is_several",
+    "is_url",
+    "located",
+    "matches",
+    "name_of",
+    "open_file",
+    "size_of",
+    "suffix_of",
+]
 
-_SUFFIXES = (".npz", ".npy", ".pt", ".pth", ".safetensors", ".csv", ".parquet", ".feather")
+_SUFFIXES = (".npz", ".npy", ".pt", ".pth", ".safetensors", ".csv", ".parquet", ".feather", ".zarr")
+# Folders that are one set of rows.
+_DATA_SETS = (".parquet", ".zarr")
 
 
-def expanded(names: Iterable[str]) -> list[str]:
-    """The files that the names stand for, each once, in order.
+class NamedFiles(str):
+    """Several names in the place of one, such as those that a shell has made of a pattern. As text, first and last.
 
-    Args:
-        names: files; folders, for the files in them that can be read; patterns of :mod:`glob`, ``**`` for all folders
-            below; ``@LIST``, for the names in a text file, one per line. An existing file is never a pattern. Of .npy
-            files, those of labels belong to others. A name that stands for nothing stays: its reader says so.
+    Attributes:
+        names: all of them.
+    """
+
+    names: tuple[str, ...]
+
+    def __new__(cls, names: Sequence[str]) -> "NamedFiles":
+        made = super().__new__(cls, f"{names[0]} ... {names[-1]} ({len(names)} files)")
+        made.names = tuple(names)
+        return made
+
+    def __getnewargs__(self) -> tuple[Sequence[str]]:  # type: ignore[override]  # str has another signature
+        return (self.names,)
+
+
+def located(path: str, storage_options: Mapping[str, Any] | None = None) -> str:
+    """The path, where a URL carries the options of its file system; of ``@LIST`` the names in it.
 
     Raises:
         InputError: a list that cannot be read.
+        TypeError: ``storage_options`` are no options.
     """
-    found: list[str] = []
-    for name in names:
-        if name.startswith("@") and not os.path.exists(name):
-            found += expanded(_lines(name[1:]))
-        elif os.path.isdir(name):
-            found += _usable(os.path.join(name, one) for one in os.listdir(name)) or [name]
-        elif not os.path.exists(name) and glob.has_magic(name):
-            found += _usable(glob.glob(name, recursive=True)) or [name]
-        else:
-            found.append(name)
-    return list(dict.fromkeys(found))
+    if isinstance(path, NamedFiles):
+        return NamedFiles([located(name, storage_options) for name in path.names])
+    if isinstance(path, Url) and storage_options is None:
+        return path
+    made = Url(path, storage_options)  # which checks the options, also of a path that does not need them
+    if is_url(path):
+        return made
+    if path.startswith("@") and not os.path.exists(path):
+        return NamedFiles([located(name, storage_options) for name in _lines(path[1:])])
+    return path
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+def name_of(name: str) -> PurePosixPath:
+    """The last part of a path or of a URL, without the query of an address of the web."""
+    if is_url(name):
+        name = re.split(r"[?#]", str(name))[0] if name.lower().startswith("http") else str(name)
+        name = name.rstrip("/").rpartition("/")[2]
+    return PurePosixPath(PurePosixPath(name).name)
+
+
+def suffix_of(name: str) -> str:
+    """``.npz``, in lower case."""
+    return name_of(name).suffix.lower()
+
+
+def beside(name: str, other: str) -> str:
+    """The path of another file in the same folder."""
+    if not is_url(name):
+        return str(Path(name).with_name(other))
+    address, query = name.partition("?")[::2] if name.lower().startswith("http") else (str(name), "")
+    text = f"{address.rpartition('/')[0]}/{other}" + (f"?{query}" if query else "")
+    return located(text, getattr(name, "options", None))
+
+
+def is_several(path: str) -> bool:
+    """Whether a located path may stand for several files: a folder, a pattern, a list."""
+    if isinstance(path, NamedFiles):
+        return True
+    if is_url(path):
+        return _is_pattern(path) or suffix_of(path) not in _SUFFIXES or suffix_of(path) == ".parquet"
+    if os.path.exists(path):
+        return os.path.isdir(path) and suffix_of(path) != ".zarr"
+    return _is_pattern(path)
+
+
+def _is_pattern(name: str) -> bool:
+    # In an address of the web a question mark begins the query.
+    return "*" in name if name.lower().startswith("http") else glob.has_magic(name)
+
+
+# ---- the files that a name stands for ------------------------------------------------------------------------------
+
+
+def files_of(path: str) -> list[str]:
+    """The files that a located path stands for, in the order of their names and numbers; itself, if it is one.
+
+    A folder stands for the files in it that can be read, but a folder that is called .zarr or .parquet for itself, and
+    a pattern for what it matches, ``**`` for all folders below. An existing file is never a pattern. Of .npy files,
+    those of labels belong to others. A name of a list that stands for nothing stays.
+
+    Raises:
+        InputError: a server that does not answer.
+    """
+    if isinstance(path, NamedFiles):
+        return [file for name in path.names for file in (files_of(name) or [name])]
+    if is_url(path):
+        url = path if isinstance(path, Url) else Url(path)
+        if _is_pattern(path):
+            return _usable(urls.matching(url))
+        held = urls.inside(url) if suffix_of(path) not in _SUFFIXES else None
+        return [url] if held is None else _usable(held)
+    if os.path.exists(path):
+        if not os.path.isdir(path) or suffix_of(path) in _DATA_SETS:
+            return [path]
+        return _usable(os.path.join(path, one) for one in os.listdir(path))
+    return _usable(glob.glob(path, recursive=True)) if _is_pattern(path) else [path]
+
+
+def expanded(names: Iterable[str], storage_options: Mapping[str, Any] | None = None) -> list[str]:
+    """The files that the names stand for, each once, as :func:`files_of`; a name that stands for none stays.
+
+    Raises:
+        InputError: a list that cannot be read, a server that does not answer.
+        TypeError: ``storage_options`` are no options.
+    """
+    places = [located(name, storage_options) for name in names]
+    return list(dict.fromkeys(str(file) for name in places for file in (files_of(name) or [name])))
+
+
+def matches(path: str) -> list[str]:
+    """The files that make one set of rows; at least one.
+
+    A folder that is called .parquet stands for the .parquet files in it and below.
+
+    Raises:
+        InputError: nothing is there.
+    """
+    if not is_several(path):
+        check_file(path)
+        return [path]
+    found = sorted({part for file in files_of(path) for part in _parts_of(file)}, key=_numbers)
+    for file in found:
+        check_file(file)
+    if not found:
+        what = "a folder without any" if not is_url(path) and os.path.isdir(path) else "none that matches"
+        raise InputError(f"{path}: expected at least one file, found {what}")
+    return found
+
+
+def _parts_of(file: str) -> list[str]:
+    """A file, or of a data set of parquet its files."""
+    if suffix_of(file) != ".parquet":
+        return [file]
+    if isinstance(file, Url):
+        held = urls.inside(file)
+        return [file] if held is None else _usable(urls.matching(_below(file)))
+    return _usable(glob.glob(_below(glob.escape(file)), recursive=True)) if os.path.isdir(file) else [file]
+
+
+def _below(folder: Any) -> Any:
+    pattern = f"{folder.rstrip('/')}/**/*.parquet"
+    return Url(pattern, folder.options) if isinstance(folder, Url) else pattern
 
 
 def _lines(name: str) -> list[str]:
@@ -42,13 +196,81 @@ def _lines(name: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "bytes that are no UTF-8"
         raise InputError(f"@{name}: expected a list of files, one per line, found: {why}") from None
-    return [line.strip() for line in lines if line.strip() and not line.strip().startswith(("#", "@"))]
+    found = [line.strip() for line in lines if line.strip() and not line.strip().startswith(("#", "@"))]
+    if not found:
+        raise InputError(f"@{name}: expected a list of files, one per line, found none")
+    return found
 
 
 def _usable(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if _is_of_rows(Path(name)) and os.path.isfile(name))
+    """Of some files those that can be read: val-10 comes after val-9."""
+    return sorted((name for name in names if _is_of_rows(name)), key=_numbers)
 
 
-def _is_of_rows(path: Path) -> bool:
-    suffix = path.suffix.lower()
-    return suffix in _SUFFIXES and not (suffix == ".npy" and path.stem.endswith("labels"))
+def _numbers(name: str) -> list[Any]:
+    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))]
+
+
+def _is_of_rows(name: str) -> bool:
+    suffix = suffix_of(name)
+    if suffix not in _SUFFIXES or (suffix == ".npy" and "labels" in re.split(r"[^a-zA-Z]+", name_of(name).stem)):
+        return False
+    return is_url(name) or suffix in _DATA_SETS or os.path.isfile(name)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def exists(name: str) -> bool:
+    return urls.exists(name) if isinstance(name, Url) else os.path.exists(name)
+
+
+def check_file(source: str, expected: str = "a file") -> None:
+    """Raises InputError unless there is a file, in a folder that may be looked into. Of a URL its reader says so."""
+    if is_url(source):
+        return
+    try:
+        mode = os.stat(source).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{source}: expected {expected}, found nothing there") from None
+    except OSError as error:
+        raise InputError(f"{source}: expected {expected}, found: {error.strerror}") from None
+    if stat.S_ISDIR(mode) and suffix_of(source) != ".zarr":
+        raise InputError(f"{source}: expected {expected}, found a folder")
+
+
+def open_file(source: str) -> BinaryIO:
+    """A file to be read as a whole. Of a URL it is fetched at once."""
+    if is_url(source):
+        return io.BytesIO(urls.contents(source if isinstance(source, Url) else Url(source)))
+    try:
+        return open(source, "rb")
+    except OSError as error:
+        raise InputError(f"{source}: expected a file that can be read, found: {error.strerror}") from error
+
+
+def size_of(name: str) -> int:
+    """Bytes of a file; 0 where nobody says so."""
+    if isinstance(name, Url):
+        return urls.size(name) or 0
+    try:
+        return os.path.getsize(name)
+    except OSError:
+        return 0
+
+
+def fingerprint(name: str) -> str:
+    """Tells one content of a file, or of a folder, from another.
+
+    Raises:
+        InputError, OSError: it cannot be read.
+    """
+    if isinstance(name, Url):
+        return urls.fingerprint(name)
+    if os.path.isdir(name):
+        digest = hashlib.blake2b()
+        for file in sorted(path for path in Path(name).rglob("*") if path.is_file()):
+            digest.update(f"{file.relative_to(name)} {fingerprint(str(file))}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+    with open(name, "rb") as stream:
+        return hashlib.file_digest(stream, "blake2b").hexdigest()

@@ -1,29 +1,35 @@
 """Reading logits with their labels, or probabilities with theirs, from the formats that people keep them in."""
 
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from focalkern._checks import path_text
 from focalkern._types import InputKind
-from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, find_sets, load_numpy, open_file
-from focalkern.files.parts import open_safetensors
-from focalkern.files.samples import (
-    KINDS,
-    Hint,
-    InputError,
-    LogitSet,
+from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, find_sets, load_numpy
+from focalkern.files.parts import BY_NAME
+from focalkern.files.paths import (
+    NamedFiles,
+    beside,
     check_file,
-    check_options,
-    check_said,
-    checked_set,
+    exists,
+    is_several,
+    located,
+    matches,
+    name_of,
+    open_file,
+    suffix_of,
 )
+from focalkern.files.samples import KINDS, Hint, InputError, LogitSet, check_options, check_said, checked_set
+from focalkern.files.shards import open_shards
 from focalkern.files.tables import read_arrow, read_csv
 
 __all__ = ["labels_of_npy", "read_sets"]
+
+_ARROW = (".parquet", ".feather")
 
 
 def read_sets(
@@ -33,22 +39,28 @@ def read_sets(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     labels_key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, LogitSet]:
-    """Read every set of a file.
+    """Read every set of a file or of several files, whose rows follow each other.
 
     Args:
-        path: .npz, .npy, .pt, .pth, .safetensors, .csv, .parquet or .feather.
-        labels: the .npy file with the labels, for a .npy ``path`` only.
+        path: .npz, .npy, .pt, .pth, .safetensors, .zarr, .csv, .parquet or .feather. A folder, a pattern
+            (``"val-*.npz"``) or ``"@LIST"``, a text file with a name per line, stands for files of one format, in the
+            order of their names and numbers; a folder called ``.parquet`` for the files in it and below. All of them
+            may be URLs that fsspec opens: ``"s3://bucket/val.npz"``.
+        labels: the .npy files with the labels, for .npy files only.
         input_kind: ``"logits"`` or ``"probs"``. None takes what the name of the array (or of the .npy file) says, and
             logits where it says nothing; rows that are not negative and sum to 1 are then an error.
         logits_key, labels_key: the names of the arrays; of tables, a pattern for the columns of the classes (``"p_*"``)
             and the column of the labels.
+        storage_options: of URLs, for their file system in fsspec: ``{"anon": True}``.
 
     Returns:
         By prefix, ``""``, ``"val"`` or ``"test"``, at least one :class:`LogitSet`.
 
     Raises:
-        InputError: anything at all that is wrong with the files.
+        InputError: anything at all that is wrong with the files; a package that is missing for a URL or a format.
+        TypeError: ``storage_options`` are no dict with names as keys.
 
     Example:
         >>> val, test = 4 * np.eye(2), 3 * np.eye(2)
@@ -58,14 +70,57 @@ def read_sets(
         (['test', 'val'], tensor([1, 1]))
     """
     source = check_options("read_sets", input_kind, path, logits_key=logits_key, labels_key=labels_key)
-    labels = None if labels is None else path_text("read_sets", "labels", labels)
-    suffix = Path(source).suffix.lower()
-    readers: dict[str, Callable[[str], Mapping[str, Any]]] = {
+    source = located(source, storage_options)
+    if labels is not None:
+        labels = labels if isinstance(labels, NamedFiles) else path_text("read_sets", "labels", labels)
+        labels = located(labels, storage_options)
+    options: dict[str, Any] = {"input_kind": input_kind, "logits_key": logits_key, "labels_key": labels_key}
+    if not is_several(source):
+        return _read_file(source, labels, **options)
+    files = matches(source)
+    suffixes = sorted({suffix_of(file) for file in files})
+    if len(suffixes) > 1:
+        raise InputError(f"{source}: expected files of one format, found {' and '.join(suffixes)}")
+    if suffixes[0] in _ARROW:
+        if labels is not None:
+            raise InputError(source, f"no other file of labels, because {suffixes[0]} files have them in them", labels)
+        return _sets_in(source, read_arrow(source, files, **options), **options)
+    if suffixes[0] == ".npy":
+        (rows,) = open_shards(source, labels=labels, **options).values()
+        parts = list(rows.batches(0, len(rows), len(rows)))
+        return {"": _joined(source, [LogitSet(input, target, rows.kind, "", source) for _, input, target in parts])}
+    found = [_read_file(file, labels, **options) for file in files]
+    for file, sets in zip(files, found, strict=True):
+        if list(sets) != list(found[0]):
+            raise InputError(f"{file}: expected the sets of {files[0]}, found others")
+    return {prefix: _joined(source, [sets[prefix] for sets in found]) for prefix in found[0]}
+
+
+def _joined(source: str, parts: Sequence[LogitSet]) -> LogitSet:
+    """The rows of sets of one prefix, one after the other."""
+    first = parts[0]
+    for one in parts:
+        if (one.kind, one.n_classes) != (first.kind, first.n_classes):
+            expected = f"{first.kind} of {first.n_classes} classes as in {first.source}"
+            raise InputError(f"{one.source}: expected {expected}, found {one.kind} of {one.n_classes}")
+    input, labels = torch.cat([one.input for one in parts]), torch.cat([one.labels for one in parts])
+    return LogitSet(input, labels, first.kind, first.name, str(source))
+
+
+def _read_file(
+    source: str, labels: str | None, *, input_kind: InputKind | None, logits_key: str | None, labels_key: str | None
+) -> dict[str, LogitSet]:
+    suffix = suffix_of(source)
+    readers: dict[str, Callable[[str], Mapping[str, Any] | LogitSet]] = {
         **ARCHIVES,
-        ".safetensors": open_safetensors,
+        **BY_NAME,
         ".npy": lambda p: _read_npy_pair(p, labels, input_kind),
     }
-    tables = {".csv": read_csv, ".parquet": read_arrow, ".feather": read_arrow}
+    options: dict[str, Any] = {"input_kind": input_kind, "logits_key": logits_key, "labels_key": labels_key}
+    tables: dict[str, Callable[[str], Mapping[str, Any] | LogitSet]] = {
+        ".csv": lambda p: read_csv(p, **options),
+        **dict.fromkeys(_ARROW, lambda p: read_arrow(p, [p], **options)),
+    }
     if suffix not in readers and suffix not in tables:
         known = ", ".join([*readers, *tables])
         raise InputError(f"{source}: expected {known}, found {suffix or 'no suffix'!r}")
@@ -74,16 +129,23 @@ def read_sets(
     check_file(source)
     if suffix == ".npy" and (logits_key or labels_key):
         raise InputError(source, "arrays or columns of a name for logits_key and labels_key", ".npy")
-    arrays: Mapping[str, Any] | LogitSet
-    if suffix in tables:
-        arrays = tables[suffix](source, logits_key=logits_key, labels_key=labels_key, input_kind=input_kind)
-        if isinstance(arrays, LogitSet):
-            return {"": arrays}
-    else:
-        arrays = readers[suffix](source)
-        if list(arrays) == [BARE]:
-            found = f"a tensor {list(arrays[BARE].shape)}"
-            raise InputError(f"{source}: expected a dict of tensors with logits and labels, found {found}")
+    return _sets_in(source, {**readers, **tables}[suffix](source), **options)
+
+
+def _sets_in(
+    source: str,
+    arrays: Mapping[str, Any] | LogitSet,
+    *,
+    input_kind: InputKind | None,
+    logits_key: str | None,
+    labels_key: str | None,
+) -> dict[str, LogitSet]:
+    """By prefix, the sets of a file."""
+    if isinstance(arrays, LogitSet):
+        return {"": arrays}
+    if list(arrays) == [BARE]:
+        found = f"a tensor {list(arrays[BARE].shape)}"
+        raise InputError(f"{source}: expected a dict of tensors with logits and labels, found {found}")
     sets = {}
     for prefix, (kind, name, label_name) in find_sets(source, arrays, input_kind, logits_key, labels_key).items():
         values, targets = (
@@ -95,30 +157,30 @@ def read_sets(
 
 
 def _kind_of_npy(source: str) -> InputKind | None:
-    stem = Path(source).stem
+    stem = name_of(source).stem
     return next((kind for kind in KINDS if stem == kind or stem.endswith(f"_{kind}")), None)
 
 
-def labels_of_npy(source: str, labels: str | os.PathLike[str] | None = None) -> str | os.PathLike[str]:
+def labels_of_npy(source: str, labels: str | None = None) -> str:
     """The file of the labels of a .npy file: the one that is named, or the one beside it."""
     if labels is not None:
-        check_file(os.fspath(labels), f"the labels of {source}")
+        check_file(labels, f"the labels of {source}")
         return labels
-    path, said = Path(source), _kind_of_npy(source)
+    name, said = name_of(source).name, _kind_of_npy(source)
     if said is None:
         expected = "a name that ends in logits.npy or probs.npy, which tells where the labels are"
         raise InputError(source, expected, "another", hint=Hint("labels", "FILE.npy"))
-    beside = path.with_name(path.name[: -len(f"{said}.npy")] + "labels.npy")
-    if not beside.exists():
-        raise InputError(source, f"its labels in {beside}", "nothing there", hint=Hint("labels", "FILE.npy"))
-    return beside
+    found = beside(source, name[: -len(f"{said}.npy")] + "labels.npy")
+    if not exists(found):
+        raise InputError(source, f"its labels in {found}", "nothing there", hint=Hint("labels", "FILE.npy"))
+    return found
 
 
-def _read_npy_pair(source: str, labels: str | os.PathLike[str] | None, input_kind: InputKind | None) -> dict[str, Any]:
+def _read_npy_pair(source: str, labels: str | None, input_kind: InputKind | None) -> dict[str, Any]:
     said = _kind_of_npy(source)
     labels = labels_of_npy(source, labels)
     loaded = []
-    for name in (source, os.fspath(labels)):
+    for name in (source, labels):
         with open_file(name) as stream:
             array = load_numpy(stream, name, "an array (.npy)")
         if not isinstance(array, np.ndarray):

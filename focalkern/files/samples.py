@@ -1,8 +1,6 @@
 """Samples of logits or probabilities with their labels, and the checks of their values; errors of files."""
 
 import math
-import os
-import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +19,6 @@ __all__ = [
     "InputError",
     "LogitSet",
     "as_tensor",
-    "check_file",
     "check_options",
     "check_rows",
     "check_said",
@@ -168,18 +165,6 @@ class LogitSet:
             IndexError: a number that is no row.
         """
         return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source, part)
-
-
-def check_file(source: str, expected: str = "a file") -> None:
-    """Raises InputError unless there is a file, in a folder that may be looked into."""
-    try:
-        mode = os.stat(source).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{source}: expected {expected}, found nothing there") from None
-    except OSError as error:
-        raise InputError(f"{source}: expected {expected}, found: {error.strerror}") from None
-    if stat.S_ISDIR(mode):
-        raise InputError(f"{source}: expected {expected}, found a folder")
 
 
 def check_options(op: str, input_kind: Any, path: Any = "", **names: Any) -> str:

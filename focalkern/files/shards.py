@@ -1,11 +1,9 @@
 """Reading logits with their labels a few rows at a time, from one large file or from many."""
 
-import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,17 +12,29 @@ from torch import Tensor
 from focalkern._checks import path_text
 from focalkern._types import InputKind
 from focalkern.files.arrays import ArrayRows, find_sets
-from focalkern.files.parts import open_npy, open_safetensors
-from focalkern.files.samples import KINDS, Hint, InputError, check_file, check_options, check_rows, check_said
+from focalkern.files.parts import BY_NAME, open_npy
+from focalkern.files.paths import (
+    NamedFiles,
+    Url,
+    beside,
+    exists,
+    fingerprint,
+    located,
+    matches,
+    name_of,
+    suffix_of,
+)
+from focalkern.files.samples import KINDS, Hint, InputError, check_options, check_rows, check_said
 
 __all__ = [
-    "NamedFiles",
+    "STREAMED",
     "Shard",
     "ShardedRows",
-    "is_pattern",
-    "matches",
     "open_shards",
 ]
+
+# What can be read a few rows at a time.
+STREAMED = (".npy", *BY_NAME)
 
 # Number of rows that tell probabilities from logits.
 LOOK = 1024
@@ -68,13 +78,9 @@ class Shard:
         return input, target
 
     def stamp(self) -> list[Any]:
-        """Path, size and time of the files, which tell them from others without reading them."""
+        """Tells the files from others: path, size and time, without reading them; of URLs and folders a fingerprint."""
         names = (self.source, *(() if self.labels is None else (self.labels.source,)))
-        return [
-            part
-            for name in dict.fromkeys(names)
-            for part in (os.path.realpath(name), os.stat(name).st_size, os.stat(name).st_mtime_ns)
-        ]
+        return [part for name in dict.fromkeys(names) for part in _stamp(name)]
 
 
 @dataclass(frozen=True)
@@ -112,26 +118,6 @@ class ShardedRows:
             first += shard.rows
 
 
-class NamedFiles(str):
-    """Several files in the place of a pattern: those that a shell has made of one. As text, the first and the last.
-
-    Attributes:
-        names: all of them.
-    """
-
-    names: tuple[str, ...]
-
-    def __new__(cls, names: Sequence[str]) -> "NamedFiles":
-        made = super().__new__(cls, f"{names[0]} ... {names[-1]} ({len(names)} files)")
-        made.names = tuple(names)
-        return made
-
-
-def is_pattern(path: str) -> bool:
-    """Whether it stands for the files that it matches, rather than for one."""
-    return isinstance(path, NamedFiles) or (glob.has_magic(path) and not os.path.exists(path))
-
-
 def open_shards(
     path: str,
     *,
@@ -139,27 +125,32 @@ def open_shards(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     labels_key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, ShardedRows]:
-    """The sets of a file or of the files of a pattern, by prefix as ``read_sets``. Shapes are read, and a few rows.
+    """The sets of a file or of several files, by prefix as ``read_sets``. Shapes are read, and a few rows.
 
     Raises:
         InputError: anything at all that is wrong with names and shapes.
     """
     path = check_options("open_shards", input_kind, path, logits_key=logits_key, labels_key=labels_key)
-    labels = labels if labels is None or isinstance(labels, NamedFiles) else path_text("open_shards", "labels", labels)
+    path = located(path, storage_options)
+    if labels is not None:
+        labels = labels if isinstance(labels, NamedFiles) else path_text("open_shards", "labels", labels)
+        labels = located(labels, storage_options)
     names = matches(path)
-    suffixes = {Path(name).suffix.lower() for name in names}
-    if suffixes == {".safetensors"}:
+    suffixes = {suffix_of(name) for name in names}
+    if len(suffixes) == 1 and suffixes <= set(BY_NAME):
+        (suffix,) = suffixes
         if labels is not None:
-            raise InputError(path, "no other files of labels, because .safetensors files have them in them", labels)
-        found = [_safetensors_shards(name, input_kind, logits_key, labels_key) for name in names]
+            raise InputError(path, f"no other files of labels, because {suffix} files have them in them", labels)
+        found = [_shards_by_name(name, suffix, input_kind, logits_key, labels_key) for name in names]
     elif suffixes == {".npy"}:
         if logits_key or labels_key:
             raise InputError(path, "arrays of a name for logits_key and labels_key", ".npy")
         found = [{"": shard} for shard in _npy_shards(path, names, labels, input_kind)]
     else:
         raise InputError(
-            f"{path}: expected .npy or .safetensors for reading in parts, found {', '.join(sorted(suffixes))}"
+            f"{path}: expected .npy, .safetensors or .zarr for reading in parts, found {', '.join(sorted(suffixes))}"
         )
     sets = {}
     for prefix, first in found[0].items():
@@ -184,26 +175,10 @@ def open_shards(
     return sets
 
 
-def matches(path: str) -> list[str]:
-    if not is_pattern(path):
-        if os.path.isdir(path):
-            raise InputError(
-                f"{path}: expected a file or a pattern of files ('{path.rstrip('/')}/*.npy'), found a folder"
-            )
-        check_file(path)
-        return [path]
-    found = path.names if isinstance(path, NamedFiles) else glob.glob(path)
-    for name in found:
-        if not os.path.isdir(name):
-            check_file(name)
-    # Numbers in the order that they count in: val-10 comes after val-9.
-    names = sorted(
-        (name for name in found if not os.path.isdir(name)),
-        key=lambda name: [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))],
-    )
-    if not names:
-        raise InputError(f"{path}: expected at least one file, found none that matches")
-    return names
+def _stamp(name: str) -> list[Any]:
+    if isinstance(name, Url) or os.path.isdir(name):
+        return [str(name), fingerprint(name)]
+    return [os.path.realpath(name), os.stat(name).st_size, os.stat(name).st_mtime_ns]
 
 
 # ---- .npy ----------------------------------------------------------------------------------------------------------
@@ -221,7 +196,7 @@ def _npy_shards(path: str, names: Sequence[str], labels: str | None, input_kind:
         names = [name for name in names if name not in derived.values()]
         label_names = [derived[name] for name in names]
         for name, label_name in zip(names, label_names, strict=True):
-            if not os.path.exists(label_name):
+            if not exists(label_name):
                 raise InputError(name, f"its labels in {label_name}", "nothing there", hint=Hint("labels", "FILES"))
     shards = []
     for name, label_name in zip(names, label_names, strict=True):
@@ -235,13 +210,13 @@ def _npy_shards(path: str, names: Sequence[str], labels: str | None, input_kind:
 
 def _kind_of(name: str) -> InputKind | None:
     """What the name of a file says that it holds: logits.npy, val_logits.npy, val_logits-003.npy."""
-    words = re.split(r"[^a-zA-Z]+", Path(name).stem)
+    words = re.split(r"[^a-zA-Z]+", name_of(name).stem)
     return next((kind for kind in KINDS if kind in words), None)
 
 
 def _labels_of(name: str) -> str:
     """val_logits-003.npy: val_labels-003.npy. val-003.npy: val_labels-003.npy."""
-    path = Path(name)
+    path = name_of(name)
     kind = _kind_of(name)
     if kind is not None:
         stem = re.sub(rf"(?<![a-zA-Z]){kind}(?![a-zA-Z])", "labels", path.stem, count=1)
@@ -253,16 +228,16 @@ def _labels_of(name: str) -> str:
             )
             raise InputError(name, expected, "another", hint=Hint("labels", "FILES"))
         stem = f"{match[1]}_labels{match[2]}"
-    return str(path.with_name(f"{stem}{path.suffix}"))
+    return beside(name, f"{stem}{path.suffix}")
 
 
-# ---- .safetensors --------------------------------------------------------------------------------------------------
+# ---- arrays by name ------------------------------------------------------------------------------------------------
 
 
-def _safetensors_shards(
-    name: str, input_kind: InputKind | None, logits_key: str | None, labels_key: str | None
+def _shards_by_name(
+    name: str, suffix: str, input_kind: InputKind | None, logits_key: str | None, labels_key: str | None
 ) -> dict[str, Shard]:
-    arrays = open_safetensors(name)
+    arrays = BY_NAME[suffix](name)
     return {
         prefix: _shard(f"{name}: {key}", arrays[key], f"{name}: {label_key}", arrays[label_key], kind)
         for prefix, (kind, key, label_key) in find_sets(name, arrays, input_kind, logits_key, labels_key).items()

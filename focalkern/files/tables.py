@@ -1,17 +1,18 @@
 """Tables with a column per class and one of labels: text, parquet, feather, and frames of pandas or polars."""
 
-import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from focalkern._checks import parsed_float, short
+from focalkern._checks import short
 from focalkern._columns import ClassColumns, ColumnsError, class_columns
 from focalkern._types import InputKind
 from focalkern.files.arrays import kind_from_name
+from focalkern.files.csv_text import read_text_table
+from focalkern.files.paths import open_file, suffix_of
 from focalkern.files.samples import (
     Hint,
     InputError,
@@ -79,52 +80,20 @@ def from_frame(
 
 
 def read_csv(source: str, *, logits_key: str | None, labels_key: str | None, input_kind: InputKind | None) -> LogitSet:
-    rows = _csv_rows(source)
-    table = _Table(source, next(rows)[1], logits_key, labels_key)
-    values, (labels,) = _csv_values(source, rows, table.classes.places, [table.label_place])
+    text = read_text_table(source)
+    table = _Table(source, text.names, logits_key, labels_key)
+    values, (labels,) = text.values(table.classes.places, [table.label_place])
     return _set(table, list(values.T), np.array([label.strip() for label in labels], dtype=str), input_kind)
 
 
-def _csv_rows(source: str) -> Iterator[tuple[int, list[str]]]:
-    """Header and rows as text, with the numbers of their lines; every row is as long as the header."""
-    try:
-        with open(source, newline="", encoding="utf-8-sig") as stream:
-            reader = csv.reader(stream)
-            header = [name.strip() for name in next(reader, [])]
-            yield 1, header
-            for row in reader:
-                if row and len(row) != len(header):
-                    expected = f"{len(header)} columns as in the header"
-                    raise InputError(f"{source}: line {reader.line_num}: expected {expected}, found {len(row)}")
-                if row:
-                    yield reader.line_num, row
-    except OSError as error:
-        raise InputError(f"{source}: expected a file that can be read, found: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{source}: expected a text file with comma-separated values, found: {error}") from error
-
-
-def _csv_values(
-    source: str, rows: Iterator[tuple[int, list[str]]], classes: Sequence[int], others: Sequence[int]
-) -> tuple[np.ndarray[Any, Any], list[list[str]]]:
-    """[N, C] float64, and the other columns as text."""
-    values: list[np.ndarray[Any, Any]] = []
-    kept: list[list[str]] = [[] for _ in others]
-    for line, row in rows:
-        try:
-            values.append(np.array([parsed_float(row[place]) for place in classes]))
-        except ValueError as error:
-            raise InputError(f"{source}: line {line}: expected numbers, found: {error}") from error
-        for column, place in zip(kept, others, strict=True):
-            column.append(row[place])
-    return np.array(values, dtype=np.float64).reshape(len(values), len(classes)), kept
-
-
 def read_arrow(
-    source: str, *, logits_key: str | None, labels_key: str | None, input_kind: InputKind | None
+    source: str, files: Sequence[str], *, logits_key: str | None, labels_key: str | None, input_kind: InputKind | None
 ) -> dict[str, Any] | LogitSet:
-    """The one set of a table with a column per class; or, where a column holds lists, all columns as arrays by name."""
-    frame = arrow_table(source)
+    """The one set of a table with a column per class; or, where a column holds lists, all columns as arrays by name.
+
+    The rows of several files follow each other.
+    """
+    frame = arrow_table(source, files)
     import pyarrow
 
     names = [str(name) for name in frame.column_names]
@@ -154,15 +123,15 @@ class OtherColumns:
 
 
 def read_unlabelled(
-    source: str, logits_key: str | None, input_kind: InputKind | None
+    source: str, files: Sequence[str], logits_key: str | None, input_kind: InputKind | None
 ) -> tuple[InputKind, np.ndarray[Any, Any], OtherColumns]:
     """Kind and values [N, C] of the classes, and all other columns, of which those of labels are some, as they are."""
-    is_text = source.lower().endswith(".csv")
+    is_text = suffix_of(files[0]) == ".csv"
     if is_text:
-        rows = _csv_rows(source)
-        names = next(rows)[1]
+        text = read_text_table(files[0])
+        names = text.names
     else:
-        frame = arrow_table(source)
+        frame = arrow_table(source, files)
         names = [str(name) for name in frame.column_names]
     kept = [place for place, name in enumerate(names) if name.strip().lower() not in _LABEL_COLUMNS]
     try:
@@ -172,7 +141,7 @@ def read_unlabelled(
     classes = [kept[place] for place in found.places]
     others = [place for place in range(len(names)) if place not in set(classes)]
     if is_text:
-        values, columns = _csv_values(source, rows, classes, others)
+        values, columns = text.values(classes, others)
     else:
         parts = [_array_of(source, names[place], frame.column(place), False) for place in classes]
         for name, part in zip(found.names, parts, strict=True):
@@ -205,19 +174,32 @@ def _said_by_columns(classes: ClassColumns) -> InputKind | None:
     return said.pop() if len(said) == 1 else None
 
 
-def arrow_table(source: str) -> Any:
-    """The table of a .parquet or .feather file."""
+def arrow_table(source: str, files: Sequence[str]) -> Any:
+    """The table of .parquet or .feather files, whose rows follow each other."""
     try:
-        from pyarrow import feather, parquet
+        import pyarrow
     except ImportError as error:
         raise InputError(f"{source}: pyarrow is needed to read it: pip install pyarrow") from error
+    tables = [_arrow_table(file) for file in files]
+    for file, table in zip(files, tables, strict=True):
+        if table.column_names != tables[0].column_names:
+            raise InputError(f"{file}: expected the columns of {files[0]}, found others")
     try:
-        with open(source, "rb") as stream:
-            table = (parquet.read_table if source.lower().endswith(".parquet") else feather.read_table)(stream)
+        return pyarrow.concat_tables(tables, promote_options="permissive")
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{source}: expected columns of the same types in all files, found: {error}") from error
+
+
+def _arrow_table(source: str) -> Any:
+    from pyarrow import feather, parquet
+
+    try:
+        with open_file(source) as stream:
+            table = (parquet.read_table if suffix_of(source) == ".parquet" else feather.read_table)(stream)
         table.validate(full=True)  # of text that is no UTF-8 it would say so only when it is asked for it
         return table.rename_columns(table.column_names)
-    except PermissionError as error:
-        raise InputError(f"{source}: expected a file that can be read, found: {error.strerror}") from error
+    except InputError:
+        raise
     except Exception as error:  # of damaged bytes it raises errors of many kinds
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise InputError(f"{source}: expected a table of Arrow, found a damaged file, or another ({reason})") from error

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,14 +34,15 @@ def apply_calibrator(
     *,
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, tuple[int, int]]:
     """Calibrated probabilities of the rows of ``source``, whose labels, if there are any, are not read.
 
     Args:
         calibrator: fitted, or the file that ``save`` has written.
-        source: .npz, .npy, .pt, .safetensors, .csv, .parquet or .feather, or a pattern of .npy or .safetensors files,
-            which are read in the order of their names and numbers. ``.npy`` and ``.safetensors`` are read a few rows at
-            a time.
+        source: .npz, .npy, .pt, .safetensors, .zarr, .csv, .parquet or .feather; or a folder, pattern or ``@LIST`` of
+            any of them but .csv, which are read in the order of their names and numbers; also URLs. ``.npy``,
+            ``.safetensors`` and ``.zarr`` are read a few rows at a time.
         out: ``.npy`` (written a few rows at a time), ``.npz``, ``.safetensors`` or ``.pt`` with an array ``probs`` (or
             ``val_probs``, ``test_probs``, as the array in ``source`` is called), or ``.csv``, ``.parquet`` or
             ``.feather`` with the columns ``prob_<class>``, the class being the name or number of the column of a table,
@@ -48,6 +50,7 @@ def apply_calibrator(
             else float32. An existing file is replaced only when the new one is complete.
         input_kind: ``"logits"`` or ``"probs"``: what ``source`` holds; None takes what its names say.
         logits_key: the array of the logits, or a pattern for the columns of the classes.
+        storage_options: of URLs, for their file system in fsspec.
 
     Returns:
         By the name of every array that was written, its shape.
@@ -72,7 +75,7 @@ def apply_calibrator(
     where = calibrator if not isinstance(calibrator, Calibrator) else "the calibrator"
     fitted = calibrator if isinstance(calibrator, Calibrator) else load_calibrator(calibrator)
     kind = getattr(fitted, "input_kind", "logits")
-    sets = open_unlabelled(source, input_kind, logits_key)
+    sets = open_unlabelled(source, input_kind, logits_key, storage_options)
     if fitted.one_logit_:
         raise InputError(f"{where}: expected a calibrator of [N, C] logits, found one of one logit per row")
     for rows in sets.values():

@@ -13,7 +13,8 @@ from torch import Tensor
 from focalkern._checks import short
 from focalkern.calibrators import FocalTemperatureScaling, InputKind, TemperatureScaling
 from focalkern.files import LogitSet
-from focalkern.files.shards import ShardedRows, is_pattern, open_shards
+from focalkern.files.paths import files_of, is_several, size_of, suffix_of
+from focalkern.files.shards import STREAMED, ShardedRows, open_shards
 from focalkern.study.distributed import Processes, Progress
 
 __all__ = [
@@ -300,11 +301,13 @@ def stream_sets(
     """The sets of files whose rows are read a few at a time; only shapes are read now.
 
     Args:
-        path: a .npy or .safetensors file, or a pattern of them (``"val_logits-*.npy"``), whose rows follow each other
-            in the order of the names and their numbers. The labels of ``val_logits-3.npy`` are in ``val_labels-3.npy``.
+        path: a .npy, .safetensors or .zarr file, or a folder, pattern (``"val_logits-*.npy"``) or ``@LIST`` of them,
+            whose rows follow each other in the order of the names and their numbers; also URLs. The labels of
+            ``val_logits-3.npy`` are in ``val_labels-3.npy``.
         processes: who shares the rows; this process alone when None.
         progress: a file that is written now and then, from which the same call goes on; none when None.
-        options: ``labels``, ``input_kind``, ``logits_key`` and ``labels_key`` of :func:`focalkern.files.read_sets`.
+        options: ``labels``, ``input_kind``, ``logits_key``, ``labels_key`` and ``storage_options`` of
+            :func:`focalkern.files.read_sets`.
 
     Returns:
         By prefix, ``""``, ``"val"`` or ``"test"``, what :func:`focalkern.compare_calibrators` and
@@ -343,14 +346,16 @@ def fits_in_memory(numbers: int) -> bool:
 
 
 def wants_streaming(paths: Sequence[str | None]) -> bool:
-    """Whether one of the files is a pattern, or so large that what is done in memory might not fit."""
+    """Whether one of the paths stands for several files that can be read in parts, or is so large that what is done in
+    memory might not fit."""
     for path in paths:
         if path is None:
             continue
-        if is_pattern(path):
-            return True
-        readable = path.lower().endswith((".npy", ".safetensors"))
-        if readable and os.path.isfile(path) and os.path.getsize(path) > _memory() / _SHARE_OF_MEMORY:
+        if is_several(path):
+            suffixes = {suffix_of(file) for file in files_of(path)}
+            if suffixes and suffixes <= set(STREAMED):
+                return True
+        elif suffix_of(path) in STREAMED and size_of(path) > _memory() / _SHARE_OF_MEMORY:
             return True
     return False
 

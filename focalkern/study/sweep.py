@@ -1,7 +1,6 @@
 """Many networks in one go: the same comparison for each, resumable, on any executor."""
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from focalkern._version import __version__
 from focalkern.calibrators import InputKind
 from focalkern.calibrators._selection import PROPER, Proper, check_folds
 from focalkern.files import InputError, LogitSet, read_sets
-from focalkern.files.paths import expanded
+from focalkern.files.paths import expanded, fingerprint, is_url, located, size_of, suffix_of
 from focalkern.files.read import labels_of_npy
 from focalkern.study.compare import run_study
 from focalkern.study.engines import LocalPool, run_tasks
@@ -47,6 +46,7 @@ def sweep(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     labels_key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> Sweep:
     """Compare the calibrators on every one of many files.
@@ -57,7 +57,7 @@ def sweep(
     Args:
         files: each with validation and test rows; of a file with one set of rows a random half is for validation.
             A folder is the files in it, a pattern those that match, ``"@LIST"`` those named in a text file, one per
-            line.
+            line. All of them may be URLs that fsspec opens: ``"s3://bucket/runs/*.npz"``.
         folder: for ``sweep.csv``, ``sweep.json`` and ``sweep.html``, and for the result of every file as soon as it is
             there: a sweep with the same files goes on where it was stopped. Nothing is written when None.
         jobs: processes on this machine.
@@ -66,7 +66,8 @@ def sweep(
             find the files and focalkern. The caller shuts it down.
         batch: networks per task, for engines that take long over a task.
         criterion, folds, seed: as :func:`focalkern.compare_calibrators`.
-        labels, input_kind, logits_key, labels_key: how to read the files, as :func:`focalkern.files.read_sets`.
+        labels, input_kind, logits_key, labels_key, storage_options: how to read the files, as
+            :func:`focalkern.files.read_sets`. The storage options go to the workers; no file holds them.
         progress: True shows a bar; None shows it after two seconds in a terminal; False shows none.
 
     Returns:
@@ -84,8 +85,10 @@ def sweep(
         {'absent.npz': 'expected a file, found nothing there'}
     """
     progress = None if progress is None else flag("sweep", "progress", progress)
-    names = _names("sweep", files)
-    settings = sweep_settings("sweep", criterion, folds, seed, labels, input_kind, logits_key, labels_key)
+    names = _names("sweep", files, storage_options)
+    settings = sweep_settings(
+        "sweep", criterion, folds, seed, labels, input_kind, logits_key, labels_key, storage_options
+    )
     with ProgressBar(len(names), "sweep", "network", progress) as bar:
         return run_sweep(
             names,
@@ -108,6 +111,7 @@ def sweep_one(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     labels_key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Compare the calibrators on one file: the task that :func:`sweep` gives to its workers.
 
@@ -115,7 +119,7 @@ def sweep_one(
 
     Args:
         path: as one of the files of :func:`sweep`.
-        criterion, folds, seed, labels, input_kind, logits_key, labels_key: as :func:`sweep`.
+        criterion, folds, seed, labels, input_kind, logits_key, labels_key, storage_options: as :func:`sweep`.
 
     Returns:
         A record of strings, numbers, None and dictionaries, which JSON and pickle take: ``path``, ``error`` (None, or
@@ -133,7 +137,9 @@ def sweep_one(
         >>> fk.Sweep.from_records(records) == fk.sweep(["small.npz", "absent.npz"])
         True
     """
-    settings = sweep_settings("sweep_one", criterion, folds, seed, labels, input_kind, logits_key, labels_key)
+    settings = sweep_settings(
+        "sweep_one", criterion, folds, seed, labels, input_kind, logits_key, labels_key, storage_options
+    )
     return _record(path_text("sweep_one", "path", path), settings, str)
 
 
@@ -190,7 +196,7 @@ def run_sweep(
         for name in tasks:
             keep(name, *function([name]))
     else:
-        tasks.sort(key=_size, reverse=True)  # so that no large one is left at the end
+        tasks.sort(key=size_of, reverse=True)  # so that no large one is left at the end
         batches = [tasks[begin : begin + batch] for begin in range(0, len(tasks), batch)]
         if executor is None:
             jobs = min(jobs, len(batches))
@@ -207,10 +213,10 @@ def run_sweep(
     return result
 
 
-def _names(op: str, files: Any) -> list[str]:
+def _names(op: str, files: Any, storage_options: Mapping[str, Any] | None) -> list[str]:
     if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Sequence):
         raise TypeError(f"{op}: files must be a list of paths, got {short(files)}")
-    return expanded(path_text(op, "files", name) for name in files)
+    return expanded([path_text(op, "files", name) for name in files], storage_options)
 
 
 def sweep_settings(
@@ -222,10 +228,12 @@ def sweep_settings(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     labels_key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The options of every network, checked, as JSON takes them."""
     one_of(op, "criterion", criterion, PROPER)
     folds, seed = check_folds(op, folds, seed)
+    located("", storage_options)  # raises where they are none
     return {
         "criterion": criterion,
         "folds": folds,
@@ -234,6 +242,7 @@ def sweep_settings(
         "input_kind": input_kind,
         "logits_key": logits_key,
         "labels_key": labels_key,
+        "storage_options": None if storage_options is None else dict(storage_options),
     }
 
 
@@ -248,15 +257,19 @@ class _Task:
     def __init__(self, settings: dict[str, Any], words: Callable[[Exception], str], folder: str | None) -> None:
         self._settings, self._words, self._folder = settings, words, folder
         if folder is not None and settings["labels"] is not None:
-            self._settings = {**settings, "labels": os.path.join(folder, settings["labels"])}
+            self._settings = {**settings, "labels": _in_folder(folder, settings["labels"])}
 
     def __call__(self, names: Sequence[str], attempt: int = 0) -> list[tuple[dict[str, Any], list[Any]]]:
         found = []
         for name in names:
-            place = name if self._folder is None else os.path.join(self._folder, name)
+            place = _in_folder(self._folder, name)
             stamp = _stamp(place, self._settings)  # first: a file that changes meanwhile is then another task
             found.append(({**_record(place, self._settings, self._words), "path": name}, stamp))
         return found
+
+
+def _in_folder(folder: str | None, name: str) -> str:
+    return name if folder is None or is_url(name) else os.path.join(folder, name)
 
 
 @contextlib.contextmanager
@@ -324,26 +337,16 @@ def _figures(study: Study) -> dict[str, dict[str, float] | None]:
 
 def _stamp(name: str, settings: Mapping[str, Any]) -> list[Any]:
     """Tells one task from another: the contents of the files. (Other files may have their size and their time.)"""
+    options = settings["storage_options"]
     try:
-        files = [name]
-        if name.lower().endswith(".npy"):
-            files.append(os.fspath(labels_of_npy(name, settings["labels"])))
-        known = {key: value for key, value in settings.items() if key != "labels"}
-        return [__version__, [_digest(file) for file in files], known]
+        files = [located(name, options)]
+        if suffix_of(name) == ".npy":
+            labels = settings["labels"]
+            files.append(labels_of_npy(files[0], None if labels is None else located(labels, options)))
+        known = {key: value for key, value in settings.items() if key not in ("labels", "storage_options")}
+        return [__version__, [fingerprint(file) for file in files], known]
     except (InputError, OSError):
         return []  # the reader says what is wrong
-
-
-def _digest(file: str) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "blake2b").hexdigest()
-
-
-def _size(name: str) -> int:
-    try:
-        return os.path.getsize(name)
-    except OSError:
-        return 0
 
 
 def _known(place: Path, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -268,7 +268,7 @@ def test_paths_that_are_no_file(tmp_path):
     with pytest.raises(InputError, match=r"missing\.npz: expected a file, found nothing there"):
         read_sets(tmp_path / "missing.npz")
     (tmp_path / "folder.npz").mkdir()
-    with pytest.raises(InputError, match=r"folder\.npz: expected a file, found a folder"):
+    with pytest.raises(InputError, match=r"folder\.npz: expected at least one file, found a folder without any"):
         read_sets(tmp_path / "folder.npz")
     with pytest.raises(InputError, match=r"expected \.npz, .*, found '\.xlsx'"):
         read_sets(tmp_path / "a.xlsx")

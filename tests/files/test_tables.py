@@ -1,11 +1,13 @@
 """Tables of logits: .csv, .parquet, .feather and frames. No column is taken for a class that may be none."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 import focalkern as fk
-from focalkern.files import InputError, from_frame, read_sets
+from focalkern.files import InputError, csv_text, from_frame, read_sets
 
 pd = pytest.importorskip("pandas")
 
@@ -205,3 +207,48 @@ def test_so_is_an_option(option, tmp_path, run):
     np.savez(tmp_path / "a.npz", logits=LOGITS, labels=LABELS)
     code, _, err = run("calibrate", tmp_path / "a.npz", *option)
     assert code == 2 and "expected" in err
+
+
+CELLS = [
+    "1",
+    "-0",
+    " 2.5",
+    "+1.5",
+    "1e-400",
+    "5e-324",
+    "1e400",
+    "-inf",
+    "nan",
+    "0.1",
+    "1_0",
+    "0x1p3",
+    "",
+    "NA",
+    "٣",
+    '"3"',
+]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r"])
+def test_pyarrow_reads_the_same_text_or_none(end, monkeypatch):
+    """Numbers of any digits, and cells that only one of the two would take."""
+    pytest.importorskip("pyarrow")
+    bits = np.random.default_rng(0).integers(0, 2**64, size=600, dtype=np.uint64).view(np.float64)
+    forms = ("{!r}", "{:.3e}", "{:.17g}", "{:.30e}", "{:.6f}")
+    cells = [form.format(value) for value in bits[np.isfinite(bits)].tolist() for form in forms]
+    taken = 0
+    for one in (cells, *([cell] for cell in CELLS)):
+        lines = ["a, b,label", *(f"{cell},{cell},word{row % 3} " for row, cell in enumerate(one))]
+        data = (end.join(lines) + end).encode()
+        found = csv_text._by_arrow(data, 3, [0, 1], [2])
+        if found is not None:
+            values, words = csv_text._by_python("a.csv", data, [0, 1], [2])
+            assert found[0].tobytes() == values.tobytes() and found[1] == words
+            taken += len(one)
+    assert taken > len(cells) if end != "\r" else taken == 0
+    # Where pyarrow does not take the text, or is not installed, Python reads it.
+    for data in (b'a,b,label\n1,"2",0\n', b"a,b,label\n1,2,0\n"):
+        if b'"' not in data:
+            monkeypatch.setitem(sys.modules, "pyarrow", None)
+        values, words = csv_text.TextTable("a.csv", ["a", "b", "label"], data).values([0, 1], [2])
+        assert values.tolist() == [[1.0, 2.0]] and words == [["0"]]

@@ -1,0 +1,111 @@
+"""Tables of text with commas: by pyarrow where it is installed and reads the same, else by Python."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from focalkern._checks import parsed_float
+from focalkern.files.paths import open_file
+from focalkern.files.samples import InputError
+
+__all__ = ["TextTable", "read_text_table"]
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """The contents of a .csv file.
+
+    Attributes:
+        source: its name.
+        names: of the columns.
+        data: all of its bytes.
+    """
+
+    source: str
+    names: list[str]
+    data: bytes
+
+    def values(self, numbers: Sequence[int], others: Sequence[int]) -> tuple[np.ndarray[Any, Any], list[list[str]]]:
+        """The columns ``numbers`` as [N, C] float64, and the columns ``others`` as text.
+
+        Raises:
+            InputError: a row of another length, a value that is no number.
+        """
+        found = _by_arrow(self.data, len(self.names), numbers, others)
+        return _by_python(self.source, self.data, numbers, others) if found is None else found
+
+
+def read_text_table(source: str) -> TextTable:
+    """Reads a .csv file, and of its contents the header.
+
+    Raises:
+        InputError: it is no such file.
+    """
+    with open_file(source) as stream:
+        data = stream.read()
+    return TextTable(source, next(_rows(source, data))[1], data)
+
+
+def _by_arrow(
+    data: bytes, n_columns: int, numbers: Sequence[int], others: Sequence[int]
+) -> tuple[np.ndarray[Any, Any], list[list[str]]] | None:
+    """The columns by pyarrow; None where it is missing, refuses them, or may read them otherwise than Python does.
+
+    Both round decimals correctly. Quotes and carriage returns have other rules in each.
+    """
+    try:
+        import pyarrow
+        from pyarrow.csv import ConvertOptions, ReadOptions, read_csv
+    except ImportError:
+        return None
+    if b'"' in data or data.count(b"\r") != data.count(b"\r\n") or not numbers:
+        return None
+    types = {str(place): pyarrow.float64() for place in numbers} | {str(place): pyarrow.string() for place in others}
+    try:
+        table = read_csv(
+            pyarrow.BufferReader(data),
+            ReadOptions(use_threads=False, skip_rows=1, column_names=[str(place) for place in range(n_columns)]),
+            convert_options=ConvertOptions(column_types=types, include_columns=list(types), null_values=[]),
+        )
+    except pyarrow.ArrowException:
+        return None  # Python says in which line
+    values = np.stack([table.column(str(place)).to_numpy() for place in numbers], axis=1)
+    return values, [table.column(str(place)).to_pylist() for place in others]
+
+
+def _by_python(
+    source: str, data: bytes, numbers: Sequence[int], others: Sequence[int]
+) -> tuple[np.ndarray[Any, Any], list[list[str]]]:
+    rows = _rows(source, data)
+    next(rows)
+    values: list[np.ndarray[Any, Any]] = []
+    kept: list[list[str]] = [[] for _ in others]
+    for line, row in rows:
+        try:
+            values.append(np.array([parsed_float(row[place]) for place in numbers]))
+        except ValueError as error:
+            raise InputError(f"{source}: line {line}: expected numbers, found: {error}") from error
+        for column, place in zip(kept, others, strict=True):
+            column.append(row[place])
+    return np.array(values, dtype=np.float64).reshape(len(values), len(numbers)), kept
+
+
+def _rows(source: str, data: bytes) -> Iterator[tuple[int, list[str]]]:
+    """Header and rows as text, with the numbers of their lines; every row is as long as the header."""
+    try:
+        with io.TextIOWrapper(io.BytesIO(data), newline="", encoding="utf-8-sig") as stream:
+            reader = csv.reader(stream)
+            header = [name.strip() for name in next(reader, [])]
+            yield 1, header
+            for row in reader:
+                if row and len(row) != len(header):
+                    expected = f"{len(header)} columns as in the header"
+                    raise InputError(f"{source}: line {reader.line_num}: expected {expected}, found {len(row)}")
+                if row:
+                    yield reader.line_num, row
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{source}: expected a text file with comma-separated values, found: {error}") from error
