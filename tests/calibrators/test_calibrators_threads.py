@@ -1,0 +1,55 @@
+"""Calibrators that several threads fit and read at once give what one thread gives, to the bit."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+import focalkern as fk
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+
+EVERY = [
+    fk.TemperatureScaling(),
+    fk.RobustTemperatureScaling(),
+    fk.FocalTemperatureScaling(),
+    fk.SplineScaling(kind="scalar"),
+    fk.SplineScaling(kind="matrix"),
+    fk.StructuredScaling(),
+    fk.HistogramBinning(n_bins=5),
+    fk.IsotonicCalibration(),
+    fk.AutoCalibrator(),
+]
+THREADS, ROUNDS = 6, 4
+
+
+def rows(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (250,), generator=generator)
+    logits = torch.randn(250, 4, generator=generator)
+    logits[torch.arange(250), labels] += 1.5
+    return 2 * logits, labels
+
+
+def of_threads(function) -> list[Tensor]:
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(function, range(THREADS * ROUNDS)))
+
+
+@pytest.mark.parametrize("calibrator", EVERY, ids=repr)
+def test_a_fitted_calibrator_is_read_by_threads(calibrator):
+    fitted = copy.deepcopy(calibrator).fit(*rows(0))
+    sizes = [1 + 40 * (k % 5) for k in range(THREADS * ROUNDS)]
+    expected = [copy.deepcopy(fitted).predict_proba(rows(k)[0][: sizes[k]]) for k in range(THREADS * ROUNDS)]
+    found = of_threads(lambda k: fitted.predict_proba(rows(k)[0][: sizes[k]]))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("calibrator", EVERY, ids=repr)
+def test_threads_fit_calibrators_of_their_own(calibrator):
+    test, _ = rows(100)
+    expected = [copy.deepcopy(calibrator).fit(*rows(k)).predict_proba(test) for k in range(3)]
+    found = of_threads(lambda k: copy.deepcopy(calibrator).fit(*rows(k % 3)).predict_proba(test))
+    assert all(torch.equal(one, expected[k % 3]) for k, one in enumerate(found))
