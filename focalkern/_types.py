@@ -6,19 +6,36 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "CRITERIA",
+    "ESTIMATORS",
     "FLOATS",
     "HALVES",
+    "INPUT_KINDS",
     "LABELS",
+    "LOSS_NAMES",
     "PLAIN_TENSORS",
+    "PROPER",
     "REDUCTIONS",
     "STEEPEST_INVERSE_GAMMA",
+    "Criterion",
+    "Estimator",
     "InputKind",
+    "Proper",
     "Reduction",
     "compute_dtype",
 ]
 
 InputKind = Literal["logits", "probs"]
 Reduction = Literal["none", "mean", "sum"]
+Proper = Literal["nll", "brier"]  # proper scores: the searches by derivatives and the cross-validation minimise them
+Criterion = Literal["nll", "brier", "ece"]
+Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]
+
+INPUT_KINDS: tuple[InputKind, ...] = get_args(InputKind)
+PROPER: tuple[Proper, ...] = get_args(Proper)
+CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+LOSS_NAMES = {"nll": "NLL", "brier": "Brier score"}
 
 # In the order of the codes of the compiled module.
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)

@@ -1,36 +1,31 @@
 """Calibrators: fitted on held-out logits, applied to new ones, saved as JSON, appended to a network as a module."""
 
+from focalkern._types import Criterion, Estimator, InputKind
 from focalkern.calibrators._auto import AutoCalibrator
-from focalkern.calibrators._base import (
-    Calibrator,
-    Criterion,
-    Estimator,
-    InputKind,
-    NotFittedError,
-    load_calibrator,
-)
+from focalkern.calibrators._base import Calibrator, NotFittedError, load_calibrator
 from focalkern.calibrators._batched import fit_temperatures
+from focalkern.calibrators._candidates import CANDIDATES
+from focalkern.calibrators._focal_temperature import FocalTemperatureScaling
 from focalkern.calibrators._histogram import Binning, HistogramBinning
+from focalkern.calibrators._histogram_module import HistogramLogProbs
 from focalkern.calibrators._isotonic import IsotonicCalibration
+from focalkern.calibrators._isotonic_module import IsotonicLogProbs
 from focalkern.calibrators._modules import (
     CalibratedLogits,
     CalibratedLogProbs,
     ClassAxis,
     FlooredInput,
-    HistogramLogProbs,
-    IsotonicLogProbs,
     MultiLabelLogits,
-    StructuredLogProbs,
 )
 from focalkern.calibrators._multilabel import MultiLabelScaling
 from focalkern.calibrators._per_class import per_class_report
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
-from focalkern.calibrators._scaling import FocalTemperatureScaling, TemperatureScaling
 from focalkern.calibrators._search import DEFAULT_GAMMAS, GAMMA_BOUNDS, TEMPERATURE_BOUNDS, Search, grid_border
-from focalkern.calibrators._selection import CANDIDATES
 from focalkern.calibrators._spline import SplineKind, SplineScaling
 from focalkern.calibrators._spline_module import FlooredLogProbs, SplineLogProbs
 from focalkern.calibrators._structured import Structure, StructuredScaling
+from focalkern.calibrators._structured_module import StructuredLogProbs
+from focalkern.calibrators._temperature import TemperatureScaling
 from focalkern.calibrators._verdict import Verdict
 from focalkern.calibrators._warnings import CalibrationWarning
 

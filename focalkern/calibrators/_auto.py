@@ -7,22 +7,14 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import flag
-from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, renamed
+from focalkern._types import PROPER, InputKind, Proper
+from focalkern.calibrators._base import LOGITS, Calibrator, renamed
+from focalkern.calibrators._candidates import as_candidates, fitted_identity, keeps_predictions, log_proba
+from focalkern.calibrators._cross_validation import check_folds, cross_validate, losses_of
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._row_source import RowSource, rows_of
-from focalkern.calibrators._selection import (
-    PROPER,
-    CrossValidation,
-    Proper,
-    as_candidates,
-    check_folds,
-    cross_validate,
-    fitted_identity,
-    keeps_predictions,
-    log_proba,
-    losses_of,
-)
+from focalkern.calibrators._selection import CrossValidation
 from focalkern.calibrators._source_selection import cross_validate_source
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_features import as_scores

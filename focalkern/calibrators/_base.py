@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, overload
+from typing import Any, ClassVar, NamedTuple, Self, overload
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from focalkern._arrays import as_tensor
 from focalkern._atomic import write_atomically
 from focalkern._checks import number, path_text, short
 from focalkern._diagnostics import input_doubts, label_problems, one_logit_doubts, refuse_probs
-from focalkern._types import InputKind
+from focalkern._types import ESTIMATORS, INPUT_KINDS, InputKind
 from focalkern._version import __version__
 from focalkern.calibrators._fit_data import (
     FitData,
@@ -28,14 +28,11 @@ from focalkern.calibrators._fit_data import (
     labels_array,
     weighted_mean,
 )
-from focalkern.calibrators._modules import ClassAxis, FlooredInput, as_pairs, floored_input
+from focalkern.calibrators._inputs import as_pairs, floored_input
+from focalkern.calibrators._modules import ClassAxis, FlooredInput
 from focalkern.calibrators._warnings import warn
-from focalkern.metrics import ESTIMATORS
 
-__all__ = ["Calibrator", "Criterion", "Estimator", "InputKind", "NotFittedError", "load_calibrator"]
-
-Criterion = Literal["nll", "brier", "ece"]
-Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]
+__all__ = ["Calibrator", "NotFittedError", "load_calibrator"]
 
 
 class _Assumed(str):
@@ -50,8 +47,6 @@ def is_assumed(input_kind: str) -> bool:
 LOGITS: Any = _Assumed("logits")
 """The default of ``input_kind``: ``fit`` refuses rows that look like probabilities unless "logits" was said."""
 
-CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
-INPUT_KINDS: tuple[InputKind, ...] = get_args(InputKind)
 
 _FORMAT = "focalkern-calibrator"
 # 1: gamma, temperature, parameters and fit of the two scalings. 2 adds methods, nested calibrators, the classes, the

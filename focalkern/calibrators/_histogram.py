@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import MOST_BINS, integer
-from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, as_count, as_number, calibrator_from_json
+from focalkern._types import InputKind
+from focalkern.calibrators._base import LOGITS, Calibrator, as_count, as_number, calibrator_from_json
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._modules import (
-    CalibratedLogProbs,
-    FlooredInput,
-    HistogramLogProbs,
-    bin_top_class,
-    can_occur,
-    widened,
-)
+from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_top_class
+from focalkern.calibrators._inputs import can_occur, widened
+from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._warnings import judged
 

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._base import LEAST_EPSILON, LOGITS, Calibrator, InputKind, as_count, as_number
+from focalkern._types import InputKind
+from focalkern.calibrators._base import LEAST_EPSILON, LOGITS, Calibrator, as_count, as_number
 from focalkern.calibrators._fit_data import FitData
-from focalkern.calibrators._modules import IsotonicLogProbs
+from focalkern.calibrators._isotonic_module import IsotonicLogProbs
 from focalkern.calibrators._warnings import few_by_weight, judged
 
 __all__ = ["IsotonicCalibration"]

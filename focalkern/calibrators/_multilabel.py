@@ -10,10 +10,13 @@ from torch import Tensor
 from focalkern._arrays import as_tensor
 from focalkern._checks import label as as_label
 from focalkern._diagnostics import one_logit_doubts
-from focalkern.calibrators._base import LOGITS, Calibrator, InputKind, Layout, as_count, calibrator_from_json
+from focalkern._types import InputKind
+from focalkern.calibrators._base import LOGITS, Calibrator, Layout, as_count, calibrator_from_json
 from focalkern.calibrators._fit_data import weighted_mean
-from focalkern.calibrators._modules import FlooredInput, MultiLabelLogits, as_pairs, floored_input
-from focalkern.calibrators._scaling import Scaling, TemperatureScaling
+from focalkern.calibrators._inputs import as_pairs, floored_input
+from focalkern.calibrators._modules import FlooredInput, MultiLabelLogits
+from focalkern.calibrators._scaling import Scaling
+from focalkern.calibrators._temperature import TemperatureScaling
 from focalkern.calibrators._warnings import warn
 from focalkern.ops.calibration_map import focal_calibration_map
 

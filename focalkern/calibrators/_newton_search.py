@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._types import InputKind
+from focalkern._types import LOSS_NAMES, InputKind, Proper
 from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, SearchResult, every_row_grid
 from focalkern.calibrators._temperature_bound import ceiling_in_words, succession_bound
 from focalkern.ops._backend import fallback
@@ -23,9 +22,6 @@ _BLOCK = 1 << 22
 
 # Of a difference quotient in 1/T, relative: rounding and curvature leave an error of about 1e-6 each.
 _WIDTH = 1e-6
-
-Smooth = Literal["nll", "brier"]
-_WORDS = {"nll": "NLL", "brier": "Brier score"}
 
 
 def _blocks(input: Tensor, target: Tensor, weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -175,7 +171,7 @@ class _Mean:
     """
 
     def __init__(
-        self, input: Tensor, target: Tensor, input_kind: InputKind, criterion: Smooth, weight: Tensor | None
+        self, input: Tensor, target: Tensor, input_kind: InputKind, criterion: Proper, weight: Tensor | None
     ) -> None:
         self.input, self.target, self.input_kind, self.criterion = input, target, input_kind, criterion
         self.weight = weight
@@ -213,14 +209,13 @@ class _Mean:
             return []
         end = "lower" if value == bounds[0] else "upper"
         found = f"{math.expm1(value) if name == 'gamma' else math.exp(value):g}"
-        return [
-            f"{name} = {found} is the {end} bound of the search: the {_WORDS[self.criterion]} falls all the way to it"
-        ]
+        loss = LOSS_NAMES[self.criterion]
+        return [f"{name} = {found} is the {end} bound of the search: the {loss} falls all the way to it"]
 
     def at_low_end(self, gamma: float) -> SearchResult:
         """Where the criterion falls all the way to T = 0."""
         temperature = succession_bound(self.input, gamma, self.input_kind, self.weight)
-        why = f"the {_WORDS[self.criterion]} falls all the way to it"
+        why = f"the {LOSS_NAMES[self.criterion]} falls all the way to it"
         words = ceiling_in_words(temperature, len(self.input), self.weight, why)
         value, _ = self(np.array([math.log1p(gamma), math.log(temperature)]))
         return SearchResult(gamma, temperature, value, self.n_cells, (words,))
@@ -272,7 +267,7 @@ def minimize_focal(
     input: Tensor,
     target: Tensor,
     input_kind: InputKind,
-    criterion: Smooth,
+    criterion: Proper,
     weight: Tensor | None = None,
     near: tuple[float, float] | None = None,
 ) -> SearchResult:

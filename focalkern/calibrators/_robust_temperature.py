@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern.calibrators._base import LOGITS, InputKind, as_number
+from focalkern._types import InputKind
+from focalkern.calibrators._base import LOGITS, as_number
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._row_source import RowSource, rows_of

@@ -1,38 +1,20 @@
-"""Temperature scaling and focal temperature scaling."""
+"""Searches of gamma and temperature: the base of temperature scaling and focal temperature scaling."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from focalkern._checks import MOST_BINS, flag, integer, short
-from focalkern.calibrators._base import (
-    CRITERIA,
-    LOGITS,
-    Calibrator,
-    Criterion,
-    Estimator,
-    InputKind,
-    Layout,
-    as_count,
-    as_map,
-    as_number,
-    as_numbers,
-)
+from focalkern._types import CRITERIA, PROPER, Criterion, Estimator, InputKind, Proper
+from focalkern.calibrators._base import Calibrator, Layout, as_count, as_map, as_number, as_numbers
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
-from focalkern.calibrators._newton_search import (
-    Smooth,
-    brier_temperature,
-    check_finite_nll,
-    minimize_focal,
-    nll_temperature,
-)
+from focalkern.calibrators._newton_search import check_finite_nll
 from focalkern.calibrators._search import (
-    DEFAULT_GAMMAS,
     WIDENINGS,
     Search,
     SearchResult,
@@ -48,9 +30,7 @@ from focalkern.calibrators._weighted import weighted_grid
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 
-__all__ = ["FocalTemperatureScaling", "Scaling", "TemperatureScaling"]
-
-_SMOOTH: tuple[Smooth, ...] = get_args(Smooth)  # the searches by derivatives, called as their criteria are
+__all__ = ["Scaling", "kept_axis"]
 
 
 class Scaling(Calibrator):
@@ -217,12 +197,12 @@ class Scaling(Calibrator):
         integer(name, "n_bins", self.n_bins, 1, MOST_BINS)
         flag(name, "widen", self.widen)
         for axis, least in (("gammas", -1.0), ("temperatures", 0.0)):
-            values = _kept(getattr(self, axis, None))
+            values = kept_axis(getattr(self, axis, None))
             if values is not None:
                 setattr(self, axis, values)
                 _check_axis(name, axis, as_numbers(name, axis, values), least)
         search = self._search()
-        if search in _SMOOTH:
+        if search in PROPER:
             if self._criterion() != search:
                 raise ValueError(f"{name}: criterion must be {search!r} with search={search!r}, got {self.criterion!r}")
             for axis in ("gammas", "temperatures"):
@@ -249,7 +229,7 @@ class Scaling(Calibrator):
 
         if criterion == "nll":
             check_finite_nll(name, input, target, self.input_kind, "; criterion='brier' and 'ece' need none")
-        if search in _SMOOTH:
+        if search in PROPER:
             return self._fitted(self._search_smooth(rows, search), search, criterion)
 
         gammas, temperatures = tuple(self._gammas()), tuple(self._temperatures())
@@ -274,22 +254,22 @@ class Scaling(Calibrator):
             gammas, temperatures = _with(gammas, more[0]), (*temperatures, *more[1])
         return self._fitted(found, search, criterion)
 
-    def _search_smooth(self, rows: FitData, criterion: Smooth) -> SearchResult:
+    def _search_smooth(self, rows: FitData, criterion: Proper) -> SearchResult:
         raise NotImplementedError
 
     def _doubts(self, rows: FitData) -> list[str]:
         doubts = []
         if self.at_border_:
-            if self.search_ in _SMOOTH and self.at_border_[-1].startswith("temperature"):
+            if self.search_ in PROPER and self.at_border_[-1].startswith("temperature"):
                 remedy = "fit on rows that are neither all right nor no better than chance"
-            elif self.search_ in _SMOOTH:
+            elif self.search_ in PROPER:
                 remedy = "TemperatureScaling is nearly as good, or more rows are needed"
             elif self.widen:
                 remedy = "no search goes further; criterion='nll' has its optimum elsewhere"
             else:
                 remedy = "widen=True searches on"
             doubts.append(f"{', and '.join(self.at_border_)} ({remedy})")
-        if self.search_ in _SMOOTH:
+        if self.search_ in PROPER:
             by, remedy = [], ""  # never worse than none by their own criterion
         elif self.criterion_ == "ece":
             by, remedy = ["nll", "brier"], "an ECE can fall while the probabilities get worse; criterion='nll' does not"
@@ -340,208 +320,7 @@ class Scaling(Calibrator):
         return self._fitted(found, search, criterion)
 
 
-class TemperatureScaling(Scaling):
-    r"""Temperature scaling: every logit divided by one number.
-
-    .. math:: \hat p = \text{softmax}(z / T)
-
-    By default T minimises the NLL, as Guo et al. and most libraries have it: the NLL is convex in 1/T, and its only
-    optimum is found to rounding, however far it is from 1. Where there is none, ``at_border_`` says why, and ``fit``
-    warns. If the targets are no better than chance, T is the upper of ``TEMPERATURE_BOUNDS``. If the target of every
-    row has the largest logit, as on small sets of an accurate network, the NLL falls all the way to T = 0, and one
-    mistake on other rows would cost thousands. T then stops where the mean confidence of the N rows is
-    (N + 1) / (N + 2), Laplace's estimate of how often the next row is right. So it does where the Brier score falls
-    all the way to T = 0. (scikit-learn stops at exp(-10), probmetrics at exp(-16).)
-
-    Args:
-        search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"brier"``: Newton steps in
-            log T from the valleys of a coarse grid. ``"grid"``: every one of ``temperatures``. ``"refine"``: from
-            coarse to fine between the smallest and the largest of them. None is ``"nll"`` or ``"brier"`` for that
-            criterion where no temperatures are given, else ``"grid"``.
-        temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. Of equal optima the first is taken.
-        criterion: ``"nll"``, ``"brier"``, or ``"ece"``, with ``estimator`` and ``n_bins``.
-        estimator: ``"equal_mass"``, ``"equal_mass_interp"`` or ``"equal_width"``; see :mod:`focalkern.metrics`.
-        n_bins: bins of the ECE.
-        widen: where the optimum of a grid, line or refinement is an end of an axis, search on beyond it, up to
-            ``GAMMA_BOUNDS`` and ``TEMPERATURE_BOUNDS``. Cells that were searched first win ties. ``fit`` warns where
-            the optimum stays at an end.
-        floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C. Votes of
-            trees and neighbours give the true class probability 0 in some rows, where the NLL is infinite at every
-            temperature; 0.1 / N is a floor that makes it finite. With 0, a class that cannot occur (probability 0, a
-            logit of -inf) keeps probability 0, and ``fit`` raises where it is the target's.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
-            probabilities.
-
-    Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2; the grid and the ECE criterion of Komisarenko & Kull 2024
-    (arXiv 2408.11598), section 5.
-
-    Example:
-        >>> logits = torch.tensor([[4.0, 0.0]]).repeat(10, 1)  # class 0 with probability 0.98, always,
-        >>> labels = torch.tensor([0] * 8 + [1] * 2)  # and right in 8 of 10 rows
-        >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
-        >>> round(calibrator.temperature_, 4)
-        2.8854
-        >>> calibrator.predict_proba(logits[:1]).round(decimals=4)
-        tensor([[0.8000, 0.2000]])
-        >>> calibrator.as_module()(logits[:1]).exp().round(decimals=4)  # as the last layer of a network
-        tensor([[0.8000, 0.2000]])
-    """
-
-    method = "temperature"
-    _searches = ("grid", "refine", *_SMOOTH)
-
-    def __init__(
-        self,
-        *,
-        search: Search | None = None,
-        temperatures: Iterable[float] | Tensor | None = None,
-        criterion: Criterion = "nll",
-        estimator: Estimator = "equal_mass",
-        n_bins: int = 15,
-        widen: bool = False,
-        floor: float = 0.0,
-        input_kind: InputKind = LOGITS,
-    ) -> None:
-        self.search = search
-        self.temperatures = _kept(temperatures)
-        self.criterion = criterion
-        self.estimator = estimator
-        self.n_bins = n_bins
-        self.widen = widen
-        self.floor = floor
-        self.input_kind = input_kind
-
-    def _gammas(self) -> Any:
-        return (0.0,)
-
-    def _search_smooth(self, rows: FitData, criterion: Smooth) -> SearchResult:
-        search = nll_temperature if criterion == "nll" else brier_temperature
-        return search(rows.input, rows.target, self.input_kind, rows.weight)
-
-
-class FocalTemperatureScaling(Scaling):
-    r"""Temperature scaling followed by the focal calibration map.
-
-    .. math:: q = \text{softmax}(z / T), \quad \hat p_j \propto \frac{q_j}{(1 - q_j)^\gamma (1 + \gamma \varphi(q_j))}
-
-    with phi(q) = -q log q / (1 - q). gamma > 0 raises confidence where it is high, gamma < 0 lowers it; a negative
-    gamma is put straight into the formula and is *not* the inverse focal loss of :func:`focalkern.focal_loss`.
-
-    Args:
-        search:
-            * ``"nll"``, ``"brier"``: the optimum of that criterion in both parameters, by the derivatives of the map,
-              for gamma from -0.99 to 100; no grid, and never worse than :class:`TemperatureScaling` by the same, which
-              also says what happens where there is no optimum.
-            * ``"grid"``: every pair of ``gammas`` and ``temperatures``.
-            * ``"line"``: with m temperatures at most 3m cells: the best T at the first and at the last gamma, and m
-              points of the line through both, from the smallest gamma to the largest. gamma = 0 is the first by
-              default, so that plain scaling is among what is compared. It saves cells and no time: a grid shares the
-              softmax of a temperature among its gammas, which a line cannot.
-            * ``"refine"``: from coarse to fine between the ends of both axes; some 600 cells. On the networks of
-              Mukhoti et al. it finds what the grid finds, or better, in half the time or less.
-
-            None is the search by derivatives for ``"nll"`` and ``"brier"`` where no axis is given, else ``"grid"``.
-        gammas: all > -1; :data:`DEFAULT_GAMMAS` when None: 0, and then the paper's nine values. As gamma = 0 is
-            temperature scaling, on the data of ``fit`` the result is never worse by the criterion than a
-            :class:`TemperatureScaling` of the same grid; and because 0 comes first and of equal optima the first is
-            taken, it differs from it only where it is better. ``focalkern.PAPER_GAMMAS`` is the paper's own grid,
-            without 0.
-        temperatures: as :class:`TemperatureScaling`.
-        criterion: what is minimised: ``"nll"``, ``"brier"``, or ``"ece"``, the paper's. The first two judge all
-            probabilities of a row. The ECE judges its confidence alone, and the optimum by it is often worse than no
-            calibration by both of the others; ``fit`` warns where it is.
-        estimator: as :class:`TemperatureScaling`. The paper selects by ``"equal_mass"``, its published code by
-            ``"equal_mass_interp"``.
-        n_bins, widen, floor: as :class:`TemperatureScaling`.
-        input_kind: as :class:`TemperatureScaling`.
-
-    Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.
-
-    Example:
-        >>> logits = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1)  # sure with 0.98 and with 0.88,
-        >>> labels = torch.tensor([0] * 17 + [1] * 3)  # right in 9 and in 8 of 10 rows
-        >>> calibrator = fk.FocalTemperatureScaling().fit(logits, labels)
-        >>> round(calibrator.gamma_, 3), round(calibrator.temperature_, 3)
-        (-0.757, 1.087)
-        >>> calibrator.predict_proba(logits[:2]).round(decimals=3)
-        tensor([[0.9000, 0.1000],
-                [0.8000, 0.2000]])
-    """
-
-    method = "focal-temperature"
-    _searches = ("grid", "line", "refine", *_SMOOTH)
-    _parameter_names = ("search", "gammas", *Scaling._parameter_names[1:])
-
-    gammas: Iterable[float] | Tensor | None
-
-    def __init__(
-        self,
-        *,
-        search: Search | None = None,
-        gammas: Iterable[float] | Tensor | None = None,
-        temperatures: Iterable[float] | Tensor | None = None,
-        criterion: Criterion = "nll",
-        estimator: Estimator = "equal_mass",
-        n_bins: int = 15,
-        widen: bool = False,
-        floor: float = 0.0,
-        input_kind: InputKind = LOGITS,
-    ) -> None:
-        self.search = search
-        self.gammas = _kept(gammas)
-        self.temperatures = _kept(temperatures)
-        self.criterion = criterion
-        self.estimator = estimator
-        self.n_bins = n_bins
-        self.widen = widen
-        self.floor = floor
-        self.input_kind = input_kind
-
-    def _gammas(self) -> Any:
-        return DEFAULT_GAMMAS if self.gammas is None else as_numbers(type(self).__name__, "gammas", self.gammas)
-
-    def _search_smooth(self, rows: FitData, criterion: Smooth) -> SearchResult:
-        return minimize_focal(rows.input, rows.target, self.input_kind, criterion, rows.weight, self._near)
-
-    # Where a search by derivatives starts, in place of a coarse grid: set by fit_quietly for the time of a fit.
-    _near: tuple[float, float] | None = None
-
-    def fit_quietly(
-        self,
-        logits: Any,
-        target: Any,
-        sample_weight: Any = None,
-        *,
-        ignore_index: int | None = None,
-        near: tuple[float, float] | None = None,
-    ) -> Self:
-        """:meth:`fit` without the warning: for callers that read ``warnings_`` themselves.
-
-        Args:
-            logits, target, sample_weight, ignore_index: as :meth:`fit`.
-            near: (gamma, T) where a search by derivatives starts, in place of a coarse grid: the optimum of nearly the
-                same rows, as cross-validation has it.
-
-        Returns:
-            The calibrator itself.
-
-        Raises:
-            TypeError, ValueError, IndexError: as :meth:`fit`.
-
-        Example:
-            >>> logits, labels = torch.tensor([[4.0, 0.0], [2.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 17 + [1] * 3)
-            >>> calibrator = fk.FocalTemperatureScaling().fit_quietly(logits, labels, near=(0.0, 2.0))
-            >>> calibrator.warnings_
-            ()
-        """
-        self._near = near
-        try:
-            return super().fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
-        finally:
-            del self._near
-
-
-def _kept(axis: Any) -> Any:
+def kept_axis(axis: Any) -> Any:
     """An axis as it was given, but for an iterator, which the first use would empty."""
     return tuple(axis) if isinstance(axis, Iterator) else axis
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from focalkern._checks import flag, number
-from focalkern.calibrators._base import LOGITS, InputKind, as_count, as_number
+from focalkern._types import InputKind
+from focalkern.calibrators._base import LOGITS, as_count, as_number
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._robust_temperature import temperature_from_json

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._modules import _Exact, as_pairs
+from focalkern.calibrators._inputs import as_pairs
+from focalkern.calibrators._modules import ExactBuffers
 from focalkern.calibrators._spline_curve import NaturalSpline, evaluate
 from focalkern.calibrators._spline_features import as_scores, features, floored
 from focalkern.ops.spline_map import map_by_pieces
@@ -12,7 +13,7 @@ from focalkern.ops.spline_map import map_by_pieces
 __all__ = ["FlooredLogProbs", "SplineLogProbs"]
 
 
-class FlooredLogProbs(_Exact):
+class FlooredLogProbs(ExactBuffers):
     r"""Logits (or probabilities) to the log-probabilities of robust temperature scaling.
 
     .. math:: \hat p = (1 - e)\, \text{softmax}(z / T) + e / C

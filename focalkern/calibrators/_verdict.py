@@ -4,7 +4,8 @@ import math
 import textwrap
 from dataclasses import dataclass
 
-from focalkern.calibrators._selection import LOSS_NAMES, CandidateScore, CrossValidation
+from focalkern._types import LOSS_NAMES
+from focalkern.calibrators._selection import CandidateScore, CrossValidation
 
 __all__ = ["Verdict", "describe_evidence", "describe_method", "doubts_of", "sentence"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from focalkern._types import LOSS_NAMES
 from focalkern.calibrators._fit_data import FitData
 
 __all__ = ["CalibrationWarning", "few_by_weight", "judged", "warn"]
@@ -103,8 +104,8 @@ def judged(
         mean = (share * difference).sum()
         error = (share.square() * (difference - mean).square()).sum().sqrt()
         if float(mean) > float(error):
-            words = {"nll": "NLL", "brier": "Brier score"}[loss]
-            risen.append(f"the {words} rises from {float((share * old).sum()):.4f} to {float((share * new).sum()):.4f}")
+            first, last = (float((share * side).sum()) for side in (old, new))
+            risen.append(f"the {LOSS_NAMES[loss]} rises from {first:.4f} to {last:.4f}")
     if risen:
         doubts.append(f"on the rows of fit {' and '.join(risen)} ({remedy})")
     return doubts

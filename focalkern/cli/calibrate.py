@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from focalkern import study as report
 from focalkern.calibrators import CANDIDATES, Binning, Criterion, Search
-from focalkern.calibrators._selection import DEFAULT_CANDIDATES
+from focalkern.calibrators._candidates import DEFAULT_CANDIDATES
 from focalkern.cli._formats import FORMATS_HELP
 from focalkern.cli._notes import print_note
 from focalkern.cli._options import (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from focalkern._progress import ProgressBar
-from focalkern.calibrators._selection import PROPER
+from focalkern._types import PROPER
 from focalkern.cli._engines import engine
 from focalkern.cli._notes import print_wrapped
 from focalkern.cli._options import add_storage_options, at_least_one, check_out_folder, in_options, seed

@@ -1,17 +1,15 @@
 """Arguments of the metrics: probabilities, labels, confidences, estimators."""
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from focalkern._arrays import as_tensor
 from focalkern._checks import MOST_BINS, integer, one_of
+from focalkern._types import ESTIMATORS, Estimator
 
 __all__ = ["ESTIMATORS", "Estimator", "as_probs", "check_bins", "confidence_and_correct", "probs_and_target"]
-Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]
-
-ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
 
 # Rows of probabilities are taken as normalised within this much everywhere in the library, so one entry may be above

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, one_of, short
 from focalkern._diagnostics import refuse_probs
+from focalkern._types import PROPER, Proper
 from focalkern.calibrators import (
     DEFAULT_GAMMAS,
     Binning,
@@ -23,7 +24,9 @@ from focalkern.calibrators import (
     TemperatureScaling,
 )
 from focalkern.calibrators._base import LOGITS, is_assumed
-from focalkern.calibrators._selection import PROPER, CrossValidation, Proper, as_candidates, check_folds
+from focalkern.calibrators._candidates import as_candidates
+from focalkern.calibrators._cross_validation import check_folds
+from focalkern.calibrators._selection import CrossValidation
 from focalkern.files import InputError, LogitSet
 from focalkern.files.samples import checked_set
 from focalkern.metrics import ESTIMATORS

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from focalkern._types import Proper
 from focalkern.calibrators import InputKind
+from focalkern.calibrators._cross_validation import cross_validate
 from focalkern.calibrators._row_source import BatchedRows, RowSource, memory_rows
 from focalkern.calibrators._search import SearchResult, extend_axes
-from focalkern.calibrators._selection import CrossValidation, Proper, cross_validate
+from focalkern.calibrators._selection import CrossValidation
 from focalkern.calibrators._source_selection import FoldedFit, cross_validate_source
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map

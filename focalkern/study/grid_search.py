@@ -7,14 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern.calibrators import (
-    DEFAULT_GAMMAS,
-    Criterion,
-    Estimator,
-    FocalTemperatureScaling,
-    TemperatureScaling,
-)
-from focalkern.calibrators._selection import Proper
+from focalkern._types import Proper
+from focalkern.calibrators import DEFAULT_GAMMAS, Criterion, Estimator, FocalTemperatureScaling, TemperatureScaling
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.streaming import CalibrationGridState
 from focalkern.study.distributed import stopping_between_batches

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from focalkern._types import PROPER
 from focalkern.bootstrap import BiasFloor, Interval, PairedBootstrap
 from focalkern.calibrators import Criterion, Estimator, HistogramBinning, RobustTemperatureScaling, Search, Verdict
-from focalkern.calibrators._selection import PROPER, CrossValidation
+from focalkern.calibrators._selection import CrossValidation
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.grid_search import GridSearch
 from focalkern.study.samples import Samples, Scaling, scaling_or_none

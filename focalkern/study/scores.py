@@ -9,7 +9,7 @@ from torch import Tensor
 
 from focalkern import metrics
 from focalkern.calibrators import Calibrator, Estimator, InputKind, TemperatureScaling
-from focalkern.calibrators._selection import fitted_identity, log_proba
+from focalkern.calibrators._candidates import fitted_identity, log_proba
 from focalkern.ops.calibration_map import focal_calibration_map
 from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums
 from focalkern.streaming import CalibrationGridState

@@ -13,9 +13,10 @@ import torch
 from focalkern._atomic import write_atomically, write_together
 from focalkern._checks import flag, integer, one_of, path_text, short
 from focalkern._progress import ProgressBar
+from focalkern._types import PROPER, Proper
 from focalkern._version import __version__
 from focalkern.calibrators import InputKind
-from focalkern.calibrators._selection import PROPER, Proper, check_folds
+from focalkern.calibrators._cross_validation import check_folds
 from focalkern.files import InputError, LogitSet, read_sets
 from focalkern.files.paths import expanded, fingerprint, is_url, located, size_of, suffix_of
 from focalkern.files.read import labels_of_npy

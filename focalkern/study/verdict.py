@@ -4,9 +4,10 @@ import math
 
 import torch
 
+from focalkern._types import LOSS_NAMES
 from focalkern.bootstrap import Interval
 from focalkern.calibrators import Verdict
-from focalkern.calibrators._selection import LOSS_NAMES, keeps_predictions, log_proba
+from focalkern.calibrators._candidates import keeps_predictions, log_proba
 from focalkern.calibrators._verdict import describe_evidence, describe_method, describe_predictions, doubts_of, sentence
 from focalkern.study.results import CalibratorResult, Comparison, at_bound
 from focalkern.study.samples import describe_test

@@ -9,17 +9,9 @@ from test_spline_fit import draw
 
 import focalkern as fk
 from focalkern.calibrators import RobustTemperatureScaling, TemperatureScaling
-from focalkern.calibrators._selection import (
-    CandidateScore,
-    as_candidates,
-    cross_validate,
-    decide,
-    fit_one,
-    identity,
-    log_proba,
-    losses_of,
-    stratified_folds,
-)
+from focalkern.calibrators._candidates import as_candidates, fit_one, identity, log_proba
+from focalkern.calibrators._cross_validation import cross_validate, losses_of, stratified_folds
+from focalkern.calibrators._selection import CandidateScore, decide
 
 
 def entries(*losses, keeps=(), **excluded):

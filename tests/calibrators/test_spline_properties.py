@@ -8,7 +8,8 @@ import torch
 from test_spline_fit import crossing, draw
 
 from focalkern.calibrators import _spline_folds
-from focalkern.calibrators._selection import as_candidates, cross_validate
+from focalkern.calibrators._candidates import as_candidates
+from focalkern.calibrators._cross_validation import cross_validate
 
 
 @pytest.mark.parametrize("case", ["scale", "bias", "crossing", "few rows", "two classes"])

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 import focalkern as fk
 from focalkern.calibrators import _selection
+from focalkern.calibrators._candidates import as_candidates
+from focalkern.calibrators._cross_validation import cross_validate
 from focalkern.calibrators._row_source import BatchedRows, memory_rows
-from focalkern.calibrators._selection import as_candidates, cross_validate
 from focalkern.calibrators._source_selection import cross_validate_source
 
 PATIENCE = 60  # seconds a test waits for its processes

@@ -10,13 +10,9 @@ import torch
 from conftest import peer
 
 import focalkern as fk
-from focalkern.calibrators import (
-    FocalTemperatureScaling,
-    RobustTemperatureScaling,
-    SplineScaling,
-    TemperatureScaling,
-)
-from focalkern.calibrators._selection import DEFAULT_CANDIDATES, as_candidates, stratified_folds
+from focalkern.calibrators import FocalTemperatureScaling, RobustTemperatureScaling, SplineScaling, TemperatureScaling
+from focalkern.calibrators._candidates import DEFAULT_CANDIDATES, as_candidates
+from focalkern.calibrators._cross_validation import stratified_folds
 from focalkern.calibrators._verdict import describe_method
 from focalkern.study import samples, stream_sets
 from focalkern.study.cross_validation import cross_validate_samples

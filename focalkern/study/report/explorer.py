@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from focalkern import metrics
+from focalkern._types import LOSS_NAMES
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.report.tables import on_validation
 from focalkern.study.results import JudgedComparison
@@ -95,7 +96,7 @@ def cells_on(rows: Samples, gammas: Tensor, temperatures: Tensor, n_bins: int, s
     return Cells(gammas, temperatures, sums.count, sums.correct, sums.confidence, tables, n, stride)
 
 
-_SCORES = {"nll": "NLL", "brier": "Brier score", "ece": "ECE (equal_width)"}
+_SCORES = {**LOSS_NAMES, "ece": "ECE (equal_width)"}
 
 
 def make_explorer(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _maps(comparison: JudgedComparison, cells: Cells) -> list[dict[str, Any]]:
             continue
         part = table.cpu().double()[rows][:, columns]
         words = {
-            "name": {"ece": f"ECE ({grid.estimator})", "nll": "NLL", "brier": "Brier score"}.get(name, name),
+            "name": {"ece": f"ECE ({grid.estimator})", **LOSS_NAMES}.get(name, name),
             "rows": on_validation(comparison),
         }
         found.append({**words, "table": _packed(part, np.float32), **_colours(part, name)})

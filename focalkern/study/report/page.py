@@ -10,6 +10,7 @@ from typing import Any
 
 from focalkern import metrics
 from focalkern._atomic import write_together
+from focalkern._types import LOSS_NAMES
 from focalkern.calibrators import SplineScaling
 from focalkern.calibrators._spline_shown import describe_curve
 from focalkern.calibrators._verdict import sentence
@@ -131,7 +132,7 @@ def _curve(comparison: JudgedComparison, images: dict[str, bytes]) -> str:
 def _maps(comparison: JudgedComparison, images: dict[str, bytes]) -> list[tuple[str, bytes]]:
     """The maps of the grid, with their criteria in words."""
     grid = comparison.grid
-    words = {"ece": f"ECE ({grid.estimator}, {grid.n_bins} bins)", "nll": "NLL", "brier": "Brier score"}
+    words = {"ece": f"ECE ({grid.estimator}, {grid.n_bins} bins)", **LOSS_NAMES}
     return [(words[name], images[f"grid_{name}.png"]) for name in grid.tables if f"grid_{name}.png" in images]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from focalkern._checks import short
+from focalkern._types import LOSS_NAMES, Proper
 from focalkern._version import __version__
-from focalkern.calibrators._selection import LOSS_NAMES, Proper
 from focalkern.study.report import html
 
 __all__ = ["METHODS", "SCORES", "Sweep", "names_of"]
@@ -22,7 +22,7 @@ METHODS = ("auto", "none", "temperature", "focal", "temperature, ECE", "focal, E
 """The columns of the tables: what the cross-validation chooses; no calibration; both scalings by the proper loss; the
 paper's, by the ECE from its grid."""
 
-SCORES = {"nll": "NLL", "brier": "Brier score", "ece_equal_width": "ECE (equal_width)"}
+SCORES = {**LOSS_NAMES, "ece_equal_width": "ECE (equal_width)"}
 
 
 _COLUMNS = [

@@ -4,8 +4,8 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from focalkern._types import LOSS_NAMES
 from focalkern.calibrators import Search
-from focalkern.calibrators._selection import LOSS_NAMES
 from focalkern.study.report import html
 from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals, JudgedComparison
 from focalkern.study.samples import SCORES, describe_samples, describe_source

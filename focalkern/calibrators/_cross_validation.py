@@ -1,0 +1,180 @@
+"""Cross-validation of candidates on samples in memory: each is fitted on all folds but one and judged on that one."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern._checks import integer
+from focalkern._types import Proper
+from focalkern.calibrators._candidates import fit_one, keeps_predictions, log_proba
+from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._row_source import RowSource, rows_of
+from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide, weighted_pairs
+from focalkern.calibrators._spline import SplineScaling
+from focalkern.calibrators._spline_features import masks_zeros
+from focalkern.calibrators._spline_folds import FoldOf, Predict, SplineFolds, why_not
+
+__all__ = [
+    "ZEROS",
+    "SplinesByPenalty",
+    "check_folds",
+    "cross_validate",
+    "losses_of",
+    "stratified_folds",
+    "zeros_are_possible",
+]
+
+
+# More folds would take days.
+MOST_FOLDS = 1000
+
+
+def check_folds(op: str, folds: Any, seed: Any) -> tuple[int, int]:
+    return integer(op, "folds", folds, 2, MOST_FOLDS), integer(op, "seed", seed)
+
+
+def stratified_folds(labels: Tensor, folds: int, seed: int) -> Tensor:
+    """[N] int64: the fold of every sample. Sizes differ by at most one, in total and per class."""
+    rows = len(labels)
+    random = np.random.default_rng(seed % 2**63).random(rows)
+    order = torch.from_numpy(np.lexsort((random, labels.cpu().numpy())))
+    fold = torch.empty(rows, dtype=torch.int64)
+    fold[order] = torch.arange(rows) % folds
+    return fold
+
+
+def losses_of(log_probs: Tensor, labels: Tensor, criterion: Proper) -> Tensor:
+    """[N] float64: the loss of every sample."""
+    of_target = log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
+    if criterion == "nll":
+        return -of_target
+    return log_probs.exp().square().sum(-1) - 2 * of_target.exp() + 1
+
+
+def cross_validate(
+    input: Tensor,
+    labels: Tensor,
+    candidates: Mapping[str, Any],
+    *,
+    criterion: Proper,
+    folds: int,
+    seed: int,
+    weight: Tensor | None = None,
+) -> CrossValidation:
+    """Cross-validate the candidates on samples in memory.
+
+    Args:
+        input: [N, C].
+        labels: [N] int64.
+        candidates: what :func:`as_candidates` returns.
+        weight: [N] float64 > 0, for the fits and the mean losses; None for equal weights.
+    """
+    rows = len(labels)
+    folds = min(folds, rows)
+    fold = stratified_folds(labels, folds, seed)
+    folds = folds if folds > 1 else 0
+    on_device, counts = fold.to(input.device), torch.bincount(labels, minlength=input.shape[1])
+    source = rows_of(FitData(input, labels, weight))
+    splines = SplinesByPenalty(source, candidates, lambda number: on_device[number], folds, counts)
+    entries, losses, briers = [], [], []
+    for name, candidate in candidates.items():
+        loss, brier = torch.full((2, rows), math.nan, dtype=torch.float64)
+        excluded, fitted = "", None
+        stopped: tuple[str, ...] = ()
+        try:
+            excluded = splines.why_not(candidate)
+            fitted = None if excluded else splines.fitted(candidate) or fit_one(candidate, input, labels, weight=weight)
+            for k in range(0 if excluded else folds):
+                held_out, part = fold == k, fitted
+                if isinstance(candidate, SplineScaling):
+                    log_probs = splines.held_out(candidate, k)(input[held_out].to(torch.float64))
+                else:
+                    if name != "none":  # which has nothing to fit
+                        kept = ~held_out
+                        of_fit = None if weight is None else weight[kept]
+                        part = fit_one(candidate, input[kept], labels[kept], fitted, of_fit)
+                        stopped = stopped or getattr(part, "at_border_", ())
+                    log_probs = log_proba(part, input[held_out])
+                loss[held_out] = losses_of(log_probs, labels[held_out], criterion).cpu()
+                brier[held_out] = losses_of(log_probs, labels[held_out], "brier").cpu()
+        except Exception as error:  # whatever a candidate from elsewhere raises: the others go on, and this is told
+            if name == "none":
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            excluded = f"could not be fitted: {reason.removeprefix(f'{type(candidate).__name__}: ')}"
+        border = getattr(fitted, "at_border_", ())
+        if border and name != "none":
+            excluded = excluded or f"has its optimum at the end of the search: {' and '.join(border)}"
+        elif stopped:  # a bound of the search is no property of the candidate
+            excluded = excluded or f"has its optimum at the end of the search without a fold: {' and '.join(stopped)}"
+        elif name == "none" and len(candidates) > 1 and zeros_are_possible(source, candidate.input_kind):
+            excluded = ZEROS
+        mean = loss.mean() if weight is None else (loss * weight.cpu()).sum() / weight.cpu().sum()
+        keeps = keeps_predictions(candidate)
+        entries.append(CandidateScore(name, fitted, float(mean), excluded=excluded, keeps_predictions=keeps))
+        losses.append(loss)
+        briers.append(brier)
+    found = decide(entries, torch.stack(losses), criterion=criterion, folds=folds, weight=weight)
+    difference = (briers[found.chosen] - briers[0]).unsqueeze(0)
+    pairs = weighted_pairs(difference, torch.ones(rows, dtype=torch.float64) if weight is None else weight.cpu())
+    return replace(found, brier=pairs(0, None)) if folds else found
+
+
+ZEROS = "gives probability 0 to classes that are possible in other rows"
+
+
+def zeros_are_possible(source: RowSource, input_kind: str) -> bool:
+    """Whether a probability of 0 may fall on the true class: no calibration would have an infinite loss there."""
+    if input_kind == "logits":  # -inf is impossible, unless a label says otherwise
+        return not masks_zeros(source, input_kind)
+    zeros = torch.zeros(source.n_classes, dtype=torch.float64)
+    for part in source.parts():
+        zeros += (part.input == 0).sum(0).cpu()
+    zeros = source.add_up(zeros)
+    return bool(((zeros > 0) & (zeros < source.n_rows)).any())
+
+
+class SplinesByPenalty:
+    """The spline scalings among the candidates, fitted together where they have one penalty, when one is wanted."""
+
+    def __init__(
+        self,
+        source: RowSource,
+        candidates: Mapping[str, Any],
+        fold_of: FoldOf,
+        folds: int,
+        class_counts: Tensor,
+        why_not_matrix: str = "",
+    ) -> None:
+        self._source, self._fold_of, self._folds, self._class_counts = source, fold_of, folds, class_counts
+        self._why_not_matrix = why_not_matrix
+        self._candidates = [
+            one for one in candidates.values() if isinstance(one, SplineScaling) and not self.why_not(one)
+        ]
+        self._fits: dict[tuple[float, str], SplineFolds] = {}
+
+    def why_not(self, candidate: Any) -> str:
+        if not isinstance(candidate, SplineScaling):
+            return ""
+        source = self._source
+        found = why_not(candidate, source.weight_sum, source.n_rows, source.n_classes)
+        return found or (self._why_not_matrix if candidate.kind == "matrix" else "")
+
+    def fitted(self, candidate: Any) -> SplineScaling | None:
+        """None for what is no spline scaling."""
+        if not isinstance(candidate, SplineScaling):
+            return None
+        candidate._check_parameters()
+        key = (float(candidate.penalty), candidate.input_kind)
+        if key not in self._fits:
+            alike = [one for one in self._candidates if (float(one.penalty), one.input_kind) == key]
+            self._fits[key] = SplineFolds(self._source, alike, self._fold_of, self._folds)
+        return self._fits[key].fitted(candidate, self._class_counts)
+
+    def held_out(self, candidate: SplineScaling, k: int) -> Predict:
+        return self._fits[float(candidate.penalty), candidate.input_kind].held_out(candidate, k)

@@ -1,0 +1,91 @@
+"""The module of histogram binning."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from focalkern.calibrators._inputs import as_pairs, can_occur, widened
+from focalkern.calibrators._modules import CalibratedLogProbs, ExactBuffers, FlooredInput
+
+__all__ = ["HistogramLogProbs", "bin_top_class"]
+
+
+class HistogramLogProbs(ExactBuffers):
+    """Logits (or probabilities) to the log-probabilities of histogram binning on the top class.
+
+    The edges and values are float64 buffers; ``module.half()`` does not round them.
+
+    Args:
+        scaling: what comes before, from the input to log-probabilities [..., C].
+        edges: [M - 1], the cuts between the M bins, ascending; bin (lo, hi].
+        values: [M], what the confidence of a bin becomes.
+        one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
+
+    Source: Zadrozny & Elkan 2001; Guo et al. 2017 (arXiv 1706.04599), section 4.1; on the top class as Wang et al.,
+    NeurIPS 2021.
+    """
+
+    edges: Tensor
+    values: Tensor
+
+    def __init__(
+        self,
+        scaling: CalibratedLogProbs | FlooredInput,
+        edges: Sequence[float],
+        values: Sequence[float],
+        *,
+        one_logit: bool = False,
+    ) -> None:
+        super().__init__()
+        self.scaling = scaling
+        self.input_kind = scaling.input_kind
+        self.one_logit = one_logit
+        self.register_buffer("edges", torch.tensor(edges, dtype=torch.float64))
+        self.register_buffer("values", torch.tensor(values, dtype=torch.float64))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
+        pairs = as_pairs(input, self.input_kind) if self.one_logit else input
+        log_probs = self.scaling(widened(pairs))
+        possible = can_occur(pairs, self.input_kind) | isinstance(self.scaling, FlooredInput)
+        binned = bin_top_class(log_probs, pairs.argmax(-1, keepdim=True), possible, self.edges, self.values)
+        return (binned[..., 1] - binned[..., 0] if self.one_logit else binned).to(input.dtype)
+
+
+def bin_top_class(log_probs: Tensor, top: Tensor, possible: Tensor, edges: Tensor, values: Tensor) -> Tensor:
+    """Replace the probability of the top class by the value of its bin and rescale the others to the rest.
+
+    Args:
+        log_probs: [..., C], normalised, float32 or float64.
+        top: [..., 1] int64, the class whose probability is replaced.
+        possible: [..., C] bool, the classes that can occur.
+        edges: [M - 1] float64; bin (lo, hi], compared in the dtype of ``log_probs``.
+        values: [M] float64 in [0, 1].
+
+    Returns:
+        Log-probabilities [..., C] in the dtype of ``log_probs``; -inf for classes that cannot occur. Where all the
+        others that can have probability 0, they share the rest equally.
+    """
+    dtype = log_probs.dtype
+    is_top = torch.arange(log_probs.shape[-1], device=log_probs.device) == top
+    confidence = log_probs.gather(-1, top).exp()
+    # The number of edges below: the bin (lo, hi]. A sum and no searchsorted, which ONNX does not have.
+    index = (confidence > edges.to(dtype)).sum(-1, keepdim=True)
+    value = values.to(dtype)[index]
+
+    apart = is_top | ~possible
+    alone = apart.all(-1, keepdim=True)
+    others = log_probs.masked_fill(apart, -math.inf)
+    largest = others.amax(-1, keepdim=True)
+    nothing = largest == -math.inf
+    others = torch.where(nothing, 0.0, others).masked_fill(apart, -math.inf)
+    # In logs: probabilities that would underflow keep their ratios.
+    shares = others - torch.where(nothing, 0.0, largest)
+    shares = shares - torch.where(alone, 1.0, shares.exp().sum(-1, keepdim=True)).log()
+    value = torch.where(alone, 1.0, value)
+    rest = torch.where(alone, 0.0, (-value).log1p())
+    result = torch.where(is_top, value.log(), shares + rest)
+    # NaN rows stay NaN: the comparison above has put them into the first bin.
+    return torch.where(confidence.isnan(), torch.nan, result)

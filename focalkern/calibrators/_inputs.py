@@ -1,0 +1,45 @@
+"""Functions of rows of logits or probabilities [..., C] that calibrators and their modules share."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from focalkern import reference
+from focalkern._types import HALVES
+
+__all__ = ["as_pairs", "can_occur", "floored", "floored_input", "plain_map", "widened"]
+
+
+def plain_map(input: Tensor, gamma: float, temperature: float, input_kind: str) -> Tensor:
+    """The log-probabilities of the focal calibration map in torch's own operators; they export to anything."""
+    return reference.focal_calibration_map(input, gamma, temperature, input_kind=input_kind, log=True)
+
+
+def widened(input: Tensor) -> Tensor:
+    """In the dtype of the computation: float32 for half precision."""
+    return input.float() if input.dtype in HALVES else input
+
+
+def as_pairs(input: Tensor, input_kind: str) -> Tensor:
+    """[...] of class 1 to [..., 2] of both classes."""
+    return torch.stack([1 - input if input_kind == "probs" else torch.zeros_like(input), input], dim=-1)
+
+
+def can_occur(input: Tensor, input_kind: str) -> Tensor:
+    """[..., C] bool: not the classes with a logit of -inf or a probability of 0."""
+    return input > (0 if input_kind == "probs" else -math.inf)
+
+
+def floored(log_probs: Tensor, floor: float) -> Tensor:
+    r"""\log((1 - \text{floor})\, p + \text{floor} / C), of log p [..., C]."""
+    least = log_probs.new_tensor(math.log(floor) - math.log(log_probs.shape[-1]))
+    return torch.logaddexp(log_probs + math.log1p(-floor), least)
+
+
+def floored_input(input: Tensor, floor: float, input_kind: str) -> Tensor:
+    """Logits or probabilities [..., C] of (1 - floor) p + floor / C, in float32 for half precision."""
+    wide = widened(input)
+    if input_kind == "probs":
+        return (1 - floor) * wide / wide.sum(-1, keepdim=True) + floor / wide.shape[-1]
+    return floored(wide.log_softmax(-1), floor)

@@ -1,0 +1,102 @@
+"""The module of structured scaling."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from focalkern._types import InputKind
+from focalkern.calibrators._inputs import as_pairs, can_occur, floored, plain_map, widened
+from focalkern.calibrators._modules import ExactBuffers
+from focalkern.ops.calibration_map import focal_calibration_map
+
+__all__ = ["StructuredLogProbs"]
+
+
+class StructuredLogProbs(ExactBuffers):
+    r"""Logits (or probabilities) to the log-probabilities of structured scaling, with the numbers of a fitted one.
+
+    .. math::
+        \hat p = \text{softmax}(W x + b), \qquad x = \log\big((1 - \epsilon)\, \text{softmax}(z / T) + \epsilon / C\big)
+
+    over the classes that can occur, and, where there is one, the focal calibration map of W x + b in place of the
+    softmax. The weight and the bias are float64 buffers; ``module.half()`` does not round them.
+
+    Args:
+        temperature: T > 0.
+        epsilon: between 0 and 1.
+        weight: W [C, C], or its diagonal [C].
+        bias: b [C].
+        focal: gamma and temperature of the focal map; (0, 1) is none.
+        input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
+        one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
+        fused: as :class:`CalibratedLogProbs`.
+
+    Source: Berta et al., AISTATS 2026 (arXiv 2511.03685).
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(
+        self,
+        temperature: float,
+        epsilon: float,
+        weight: Tensor,
+        bias: Tensor,
+        focal: tuple[float, float],
+        input_kind: InputKind = "logits",
+        *,
+        one_logit: bool = False,
+        fused: bool = True,
+    ) -> None:
+        super().__init__()
+        self.temperature = float(temperature)
+        self.epsilon = float(epsilon)
+        self.focal = focal
+        self.input_kind = input_kind
+        self.one_logit = one_logit
+        self.fused = fused
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.temperature, self.epsilon, *self.focal], dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.temperature, self.epsilon, *focal = state.tolist()
+        self.focal = (focal[0], focal[1])
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., C], floating point -> log-probabilities [..., C]; one logit [...] -> calibrated logit."""
+        pairs = widened(as_pairs(input, self.input_kind) if self.one_logit else input)
+        log_probs = self.finished(self.scores(pairs))
+        return (log_probs[..., 1] - log_probs[..., 0] if self.one_logit else log_probs).to(input.dtype)
+
+    def features(self, input: Tensor) -> Tensor:
+        """x."""
+        scores = input.log() if self.input_kind == "probs" else input
+        scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature
+        return floored(scores.log_softmax(-1), self.epsilon)
+
+    def scores(self, input: Tensor) -> Tensor:
+        """W x + b, -inf for classes that cannot occur."""
+        features = self.features(input)
+        weight, bias = self.weight.to(features.dtype), self.bias.to(features.dtype)
+        scores = (features * weight if weight.dim() == 1 else features @ weight.T) + bias
+        return scores.masked_fill(~can_occur(input, self.input_kind), -math.inf)
+
+    def finished(self, scores: Tensor) -> Tensor:
+        """Log-probabilities of W x + b."""
+        gamma, temperature = self.focal
+        if (gamma, temperature) == (0.0, 1.0):
+            return scores.log_softmax(-1)
+        if not self.fused or torch.onnx.is_in_onnx_export():
+            return plain_map(scores, gamma, temperature, "logits")
+        return focal_calibration_map(scores, gamma, temperature, log=True)
+
+    def extra_repr(self) -> str:
+        return (
+            f"temperature={self.temperature}, epsilon={self.epsilon}, weight={list(self.weight.shape)}, "
+            f"focal={self.focal}, input_kind={self.input_kind!r}"
+        )

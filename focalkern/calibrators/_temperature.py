@@ -1,0 +1,94 @@
+"""Temperature scaling."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from focalkern._types import PROPER, Criterion, Estimator, InputKind, Proper
+from focalkern.calibrators._base import LOGITS
+from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._newton_search import brier_temperature, nll_temperature
+from focalkern.calibrators._scaling import Scaling, kept_axis
+from focalkern.calibrators._search import Search, SearchResult
+
+__all__ = ["TemperatureScaling"]
+
+
+class TemperatureScaling(Scaling):
+    r"""Temperature scaling: every logit divided by one number.
+
+    .. math:: \hat p = \text{softmax}(z / T)
+
+    By default T minimises the NLL, as Guo et al. and most libraries have it: the NLL is convex in 1/T, and its only
+    optimum is found to rounding, however far it is from 1. Where there is none, ``at_border_`` says why, and ``fit``
+    warns. If the targets are no better than chance, T is the upper of ``TEMPERATURE_BOUNDS``. If the target of every
+    row has the largest logit, as on small sets of an accurate network, the NLL falls all the way to T = 0, and one
+    mistake on other rows would cost thousands. T then stops where the mean confidence of the N rows is
+    (N + 1) / (N + 2), Laplace's estimate of how often the next row is right. So it does where the Brier score falls
+    all the way to T = 0. (scikit-learn stops at exp(-10), probmetrics at exp(-16).)
+
+    Args:
+        search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"brier"``: Newton steps in
+            log T from the valleys of a coarse grid. ``"grid"``: every one of ``temperatures``. ``"refine"``: from
+            coarse to fine between the smallest and the largest of them. None is ``"nll"`` or ``"brier"`` for that
+            criterion where no temperatures are given, else ``"grid"``.
+        temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. Of equal optima the first is taken.
+        criterion: ``"nll"``, ``"brier"``, or ``"ece"``, with ``estimator`` and ``n_bins``.
+        estimator: ``"equal_mass"``, ``"equal_mass_interp"`` or ``"equal_width"``; see :mod:`focalkern.metrics`.
+        n_bins: bins of the ECE.
+        widen: where the optimum of a grid, line or refinement is an end of an axis, search on beyond it, up to
+            ``GAMMA_BOUNDS`` and ``TEMPERATURE_BOUNDS``. Cells that were searched first win ties. ``fit`` warns where
+            the optimum stays at an end.
+        floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C. Votes of
+            trees and neighbours give the true class probability 0 in some rows, where the NLL is infinite at every
+            temperature; 0.1 / N is a floor that makes it finite. With 0, a class that cannot occur (probability 0, a
+            logit of -inf) keeps probability 0, and ``fit`` raises where it is the target's.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
+            probabilities.
+
+    Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2; the grid and the ECE criterion of Komisarenko & Kull 2024
+    (arXiv 2408.11598), section 5.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0]]).repeat(10, 1)  # class 0 with probability 0.98, always,
+        >>> labels = torch.tensor([0] * 8 + [1] * 2)  # and right in 8 of 10 rows
+        >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+        >>> round(calibrator.temperature_, 4)
+        2.8854
+        >>> calibrator.predict_proba(logits[:1]).round(decimals=4)
+        tensor([[0.8000, 0.2000]])
+        >>> calibrator.as_module()(logits[:1]).exp().round(decimals=4)  # as the last layer of a network
+        tensor([[0.8000, 0.2000]])
+    """
+
+    method = "temperature"
+    _searches = ("grid", "refine", *PROPER)
+
+    def __init__(
+        self,
+        *,
+        search: Search | None = None,
+        temperatures: Iterable[float] | Tensor | None = None,
+        criterion: Criterion = "nll",
+        estimator: Estimator = "equal_mass",
+        n_bins: int = 15,
+        widen: bool = False,
+        floor: float = 0.0,
+        input_kind: InputKind = LOGITS,
+    ) -> None:
+        self.search = search
+        self.temperatures = kept_axis(temperatures)
+        self.criterion = criterion
+        self.estimator = estimator
+        self.n_bins = n_bins
+        self.widen = widen
+        self.floor = floor
+        self.input_kind = input_kind
+
+    def _gammas(self) -> Any:
+        return (0.0,)
+
+    def _search_smooth(self, rows: FitData, criterion: Proper) -> SearchResult:
+        search = nll_temperature if criterion == "nll" else brier_temperature
+        return search(rows.input, rows.target, self.input_kind, rows.weight)
