@@ -2,9 +2,10 @@
 
 from focalkern._types import Criterion, Estimator, InputKind
 from focalkern.calibrators._auto import AutoCalibrator
-from focalkern.calibrators._base import Calibrator, NotFittedError, load_calibrator
+from focalkern.calibrators._base import Calibrator, load_calibrator
 from focalkern.calibrators._batched import fit_temperatures
 from focalkern.calibrators._candidates import CANDIDATES
+from focalkern.calibrators._fitted import NotFittedError
 from focalkern.calibrators._focal_temperature import FocalTemperatureScaling
 from focalkern.calibrators._histogram import Binning, HistogramBinning
 from focalkern.calibrators._histogram_module import HistogramLogProbs

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from focalkern._checks import flag
 from focalkern._types import PROPER, InputKind, Proper
-from focalkern.calibrators._base import LOGITS, Calibrator, renamed
+from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._candidates import as_candidates, fitted_identity, keeps_predictions, log_proba
 from focalkern.calibrators._cross_validation import check_folds, cross_validate, losses_of
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._fitted import renamed
+from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._selection import CrossValidation
 from focalkern.calibrators._source_selection import cross_validate_source
@@ -208,8 +210,8 @@ class AutoCalibrator(FitsBatches):
             return torch.as_tensor(self.calibrator_.predict(input))
         return self._apply(input, log=True).argmax(-1)
 
-    def _to_json(self) -> dict[str, Any]:
-        document = self._own("save")._to_json()
+    def _document(self) -> dict[str, Any]:
+        document = self._own("save")._document()
         document["fit"]["evidence"] = {
             "candidates": self.table_,
             "criterion": self.criterion,

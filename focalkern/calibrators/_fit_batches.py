@@ -8,8 +8,10 @@ import torch
 from focalkern._arrays import as_tensor
 from focalkern._checks import short
 from focalkern._diagnostics import refuse_probs
-from focalkern.calibrators._base import Calibrator, Layout, is_assumed
+from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._fit_data import FitData, as_rows
+from focalkern.calibrators._fitted import Layout
+from focalkern.calibrators._parameters import is_assumed
 from focalkern.calibrators._row_source import Batch, BatchedRows, class_counts, rank_and_size, sum_over_group
 from focalkern.calibrators._warnings import warn
 

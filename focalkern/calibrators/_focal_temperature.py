@@ -6,10 +6,10 @@ from typing import Any, Self
 from torch import Tensor
 
 from focalkern._types import PROPER, Criterion, Estimator, InputKind, Proper
-from focalkern.calibrators._base import LOGITS, as_numbers
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._newton_search import minimize_focal
-from focalkern.calibrators._scaling import Scaling, kept_axis
+from focalkern.calibrators._parameters import LOGITS, as_numbers, kept_axis
+from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._search import DEFAULT_GAMMAS, Search, SearchResult
 
 __all__ = ["FocalTemperatureScaling"]

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from focalkern._checks import MOST_BINS, integer
 from focalkern._types import InputKind
-from focalkern.calibrators._base import LOGITS, Calibrator, as_count, as_number, calibrator_from_json
+from focalkern.calibrators._base import Calibrator
+from focalkern.calibrators._document import as_count, as_number, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._histogram_module import HistogramLogProbs, bin_top_class
 from focalkern.calibrators._inputs import can_occur, widened
 from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput
+from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._warnings import judged
 
@@ -199,7 +201,7 @@ class HistogramBinning(Calibrator):
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         top = {"edges": self.edges_.tolist(), "values": self.values_.tolist()}
         if self.scaling_ is not None:
-            top["scaling"] = self.scaling_._nested_json()
+            top["scaling"] = nested_document(self.scaling_)
         return top, {"counts": self.counts_.tolist(), "n_changed": self.n_changed_}
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._base import LEAST_EPSILON, LOGITS, Calibrator, as_count, as_number
+from focalkern.calibrators._base import Calibrator
+from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._isotonic_module import IsotonicLogProbs
+from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._warnings import few_by_weight, judged
 
 __all__ = ["IsotonicCalibration"]

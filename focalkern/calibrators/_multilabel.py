@@ -11,10 +11,13 @@ from focalkern._arrays import as_tensor
 from focalkern._checks import label as as_label
 from focalkern._diagnostics import one_logit_doubts
 from focalkern._types import InputKind
-from focalkern.calibrators._base import LOGITS, Calibrator, Layout, as_count, calibrator_from_json
+from focalkern.calibrators._base import Calibrator
+from focalkern.calibrators._document import as_count, calibrator_from_json, nested_document
 from focalkern.calibrators._fit_data import weighted_mean
+from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._inputs import as_pairs, floored_input
 from focalkern.calibrators._modules import FlooredInput, MultiLabelLogits
+from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._temperature import TemperatureScaling
 from focalkern.calibrators._warnings import warn
@@ -379,7 +382,7 @@ class MultiLabelScaling(Calibrator):
         return (input > (0.5 if self.input_kind == "probs" else 0)).to(torch.int64)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        nested = [None if scaling is None else scaling._nested_json() for scaling in self.scalings_]
+        nested = [None if scaling is None else nested_document(scaling) for scaling in self.scalings_]
         return {"labels": nested}, {"n_positive": self.n_positive_.tolist(), "remarks": list(self.remarks_)}
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from focalkern._types import InputKind
-from focalkern.calibrators._base import LOGITS, as_number
+from focalkern.calibrators._document import as_number
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._spline_features import (
     floor_of,

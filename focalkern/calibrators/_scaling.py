@@ -1,7 +1,7 @@
 """Searches of gamma and temperature: the base of temperature scaling and focal temperature scaling."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from focalkern._checks import MOST_BINS, flag, integer, short
 from focalkern._types import CRITERIA, PROPER, Criterion, Estimator, InputKind, Proper
-from focalkern.calibrators._base import Calibrator, Layout, as_count, as_map, as_number, as_numbers
+from focalkern.calibrators._base import Calibrator
+from focalkern.calibrators._document import as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._modules import CalibratedLogits, CalibratedLogProbs
 from focalkern.calibrators._newton_search import check_finite_nll
+from focalkern.calibrators._parameters import as_numbers, kept_axis
 from focalkern.calibrators._search import (
     WIDENINGS,
     Search,
@@ -30,7 +33,7 @@ from focalkern.calibrators._weighted import weighted_grid
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
 
-__all__ = ["Scaling", "kept_axis"]
+__all__ = ["Scaling"]
 
 
 class Scaling(Calibrator):
@@ -318,11 +321,6 @@ class Scaling(Calibrator):
         border = tuple(str(text) for text in fit["at_border"])
         found = SearchResult(gamma, temperature, as_number("best_value", fit["best_value"]), as_count(cells), border)
         return self._fitted(found, search, criterion)
-
-
-def kept_axis(axis: Any) -> Any:
-    """An axis as it was given, but for an iterator, which the first use would empty."""
-    return tuple(axis) if isinstance(axis, Iterator) else axis
 
 
 def _check_axis(name: str, axis: str, values: Sequence[float], least: float) -> None:

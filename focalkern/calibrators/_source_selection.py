@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from focalkern._types import Proper
-from focalkern.calibrators._base import Layout
 from focalkern.calibrators._candidates import keeps_predictions, log_proba
 from focalkern.calibrators._cross_validation import ZEROS, SplinesByPenalty, losses_of, zeros_are_possible
+from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._robust_temperature import RobustTemperatureScaling
 from focalkern.calibrators._row_source import MemoryRows, RowSource, class_counts
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide_from_sums

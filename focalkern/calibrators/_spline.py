@@ -9,9 +9,10 @@ from torch import Tensor
 
 from focalkern._checks import flag, number
 from focalkern._types import InputKind
-from focalkern.calibrators._base import LOGITS, as_count, as_number
+from focalkern.calibrators._document import as_count, as_number
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._robust_temperature import temperature_from_json
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._spline_family import fit_family

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from focalkern.calibrators._base import Layout
+from focalkern.calibrators._fitted import Layout
 from focalkern.calibrators._row_source import RowSource
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_family import Family, fit_family

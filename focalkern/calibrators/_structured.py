@@ -9,10 +9,12 @@ from torch import Tensor
 
 from focalkern._checks import flag, number
 from focalkern._types import InputKind
-from focalkern.calibrators._base import LEAST_EPSILON, LOGITS, Calibrator, as_count, as_map, as_number
+from focalkern.calibrators._base import Calibrator
+from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_map, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._inputs import can_occur
 from focalkern.calibrators._newton_search import check_finite_nll, minimize_focal, nll_temperature
+from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._probmetrics import fit_structured
 from focalkern.calibrators._structured_module import StructuredLogProbs
 from focalkern.calibrators._warnings import few_by_weight, judged

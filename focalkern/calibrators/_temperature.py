@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from focalkern._types import PROPER, Criterion, Estimator, InputKind, Proper
-from focalkern.calibrators._base import LOGITS
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._newton_search import brier_temperature, nll_temperature
-from focalkern.calibrators._scaling import Scaling, kept_axis
+from focalkern.calibrators._parameters import LOGITS, kept_axis
+from focalkern.calibrators._scaling import Scaling
 from focalkern.calibrators._search import Search, SearchResult
 
 __all__ = ["TemperatureScaling"]

@@ -23,9 +23,9 @@ from focalkern.calibrators import (
     Search,
     TemperatureScaling,
 )
-from focalkern.calibrators._base import LOGITS, is_assumed
 from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._cross_validation import check_folds
+from focalkern.calibrators._parameters import LOGITS, is_assumed
 from focalkern.calibrators._selection import CrossValidation
 from focalkern.files import InputError, LogitSet
 from focalkern.files.samples import checked_set

@@ -4,11 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from focalkern._checks import short
-from focalkern.calibrators import (
-    Calibrator,
-    HistogramBinning,
-    MultiLabelScaling,
-)
+from focalkern.calibrators import Calibrator, HistogramBinning, MultiLabelScaling
 from focalkern.files import InputError, LogitSet
 from focalkern.study.remarks import remarks_on_bins, remarks_on_samples
 from focalkern.study.report.export import finite_or_none

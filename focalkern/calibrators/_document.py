@@ -1,0 +1,177 @@
+"""The saved JSON of a calibrator: written, read and checked."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from focalkern._checks import short
+from focalkern._version import __version__
+from focalkern.calibrators._fitted import BY_METHOD, Fitted, Layout
+from focalkern.calibrators._parameters import Parameters, as_numbers
+
+__all__ = [
+    "FORMAT_VERSION",
+    "LEAST_EPSILON",
+    "as_count",
+    "as_map",
+    "as_number",
+    "calibrator_from_json",
+    "from_document",
+    "nested_document",
+    "read_document",
+    "to_document",
+]
+
+_FORMAT = "focalkern-calibrator"
+# 1: gamma, temperature, parameters and fit of the two scalings. 2 adds methods, nested calibrators, the classes, the
+# version of the library, and in "fit" which search it was and how many cells it looked at. 3 adds methods, the Brier
+# score as a criterion and the doubts, and has no criterion that depends on the search. 4 adds the floor, and calls
+# epsilon what structured scaling and isotonic regression called that.
+FORMAT_VERSION = 4
+
+# Of a file: no search goes there.
+_MOST_GAMMA, _MOST_TEMPERATURE = 1e6, 1e30
+# Of an epsilon that is 1 / (N + 1): below it there are no digits left.
+LEAST_EPSILON = 1e-100
+
+
+def to_document(calibrator: Fitted) -> dict[str, Any]:
+    """The fitted calibrator as JSON."""
+    calibrator._check_fitted()
+    fitted, fit = calibrator._fitted_to_json()
+    data: dict[str, Any] = {"n_samples": calibrator.n_samples_, "n_classes": calibrator.n_classes_}
+    if calibrator._names is not None:
+        data["classes"] = calibrator._names.tolist()
+    if calibrator.one_logit_:
+        data["one_logit"] = True
+    if calibrator.dense_:
+        data["dense"] = True
+    if calibrator.warnings_:
+        data["doubts"] = list(calibrator.warnings_)
+    return {
+        "format": _FORMAT,
+        "format_version": FORMAT_VERSION,
+        "focalkern": __version__,
+        "method": calibrator.method,
+        **({"input_floor": calibrator.input_floor_} if calibrator.input_floor_ else {}),
+        **fitted,
+        "parameters": {key: _plain(key, value) for key, value in calibrator.get_params(deep=False).items()},
+        "fit": {**data, **fit},
+    }
+
+
+def nested_document(calibrator: Fitted) -> dict[str, Any]:
+    """The fitted calibrator as part of the document of another one."""
+    document = to_document(calibrator)
+    return {key: document[key] for key in document if key not in ("format", "format_version", "focalkern")}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A parameter as JSON has it."""
+    if isinstance(value, Parameters):
+        return {
+            "method": value.method,
+            "parameters": {key: _plain(key, nested) for key, nested in value.get_params(deep=False).items()},
+        }
+    if name in ("gammas", "temperatures") and value is not None:
+        return list(as_numbers("save", name, value))
+    if name == "criterion" and value is None:
+        return "nll"  # None meant something else before version 3
+    return int(value) if name == "n_bins" else value
+
+
+def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The parsed file; format, version and method are checked, nothing else."""
+    with open(path, "rb") as stream:
+        data = stream.read()
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
+        raise ValueError(f"{path}: expected a calibrator in JSON, found something else ({error})") from error
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise ValueError(f'{path}: expected a calibrator with "format": "{_FORMAT}", found other JSON')
+    version = document.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: expected a calibrator of format version 1 to {FORMAT_VERSION}, found {version}, written by "
+            f"focalkern {document.get('focalkern', 'of a later version')}; upgrade focalkern"
+        )
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ValueError(f"{path}: expected a calibrator of format version 1 to {FORMAT_VERSION}, found {version!r}")
+    if document.get("method") not in tuple(BY_METHOD):
+        raise ValueError(f"{path}: expected a method out of {', '.join(BY_METHOD)}, found {document.get('method')!r}")
+    return document
+
+
+def from_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> Fitted:
+    """A calibrator from parsed JSON whose format, version and method are good."""
+    try:
+        return calibrator_from_json(document)
+    except KeyError as error:
+        raise ValueError(f"{path}: not a complete calibrator, {error.args[0]!r} is missing") from error
+    except (TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path}: not a valid calibrator: {error}") from error
+
+
+def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
+    """A calibrator, which may be part of another one; it is fitted where the document has ``fit``."""
+    cls = BY_METHOD[document["method"]]
+    parameters = {key: value for key, value in document["parameters"].items() if key in cls._parameter_names}
+    for key, value in parameters.items():
+        if isinstance(value, dict):
+            parameters[key] = calibrator_from_json(value)
+    search, given = parameters.get("search"), parameters.get("criterion")
+    if document.get("format_version") == 1:
+        parameters["search"] = "grid"  # the only one there was
+    elif document.get("format_version", 2) == 2 and cls.method == "focal-temperature" and given is None:
+        parameters["criterion"] = "nll" if search == "nll" else "ece"  # what None meant
+    calibrator = cls(**parameters)
+    calibrator._check_parameters()
+    if "fit" not in document and "format" not in document:
+        return calibrator
+    fit = document["fit"]
+    n_samples, n_classes = as_count(fit["n_samples"]), as_count(fit["n_classes"], cls._fewest_classes)
+    names = np.asarray(fit["classes"]) if "classes" in fit else None
+    if names is not None and (names.shape != (n_classes,) or names.dtype.kind != "U"):
+        raise ValueError(f"expected {n_classes} classes with names, found {short(fit['classes'])}")
+    layout = Layout(n_classes, names, fit.get("one_logit") is True, fit.get("dense") is True)
+    if layout.one_logit and n_classes != 2:
+        raise ValueError(f"expected 2 classes where a row is one logit, found {n_classes}")
+    if document.get("format_version", 4) < 4 and cls.method in ("structured", "isotonic"):
+        document = {**document, "epsilon": document["floor"]}
+    floor = as_number("input_floor", document.get("input_floor", 0.0))
+    if not 0 <= floor < 1:
+        raise ValueError(f"expected an input_floor of at least 0 and less than 1, found {floor}")
+    fitted = calibrator._fitted_from_json(document, fit)
+    calibrator._become(fitted, layout, n_samples=n_samples, floor=floor)
+    calibrator.warnings_ = tuple(str(words) for words in fit.get("doubts", ()))
+    return calibrator
+
+
+def as_number(name: str, value: Any) -> float:
+    """A finite number out of JSON."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, found {value!r}")
+    return float(value)
+
+
+def as_map(gamma: Any, temperature: Any, names: tuple[str, str] = ("gamma", "temperature")) -> tuple[float, float]:
+    """gamma and T of a focal calibration map out of JSON, at which it has no overflow in float32."""
+    found = as_number(names[0], gamma), as_number(names[1], temperature)
+    if not (-1 < found[0] <= _MOST_GAMMA and 1 / _MOST_TEMPERATURE <= found[1] <= _MOST_TEMPERATURE):
+        raise ValueError(
+            f"expected {names[0]} > -1 and {names[1]} > 0, at most {_MOST_GAMMA:g} and {_MOST_TEMPERATURE:g}, "
+            f"found {found[0]} and {found[1]}"
+        )
+    return found
+
+
+def as_count(value: Any, least: int = 1) -> int:
+    """A count out of JSON."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"expected a count of at least {least}, found {value!r}")
+    return value

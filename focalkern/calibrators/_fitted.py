@@ -1,0 +1,317 @@
+"""A fitted calibrator applied to rows: checks of the input, the floor, probabilities, predicted classes."""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern._arrays import as_tensor
+from focalkern.calibrators._fit_data import as_floating, check_input, check_values, labels_array, weighted_mean
+from focalkern.calibrators._inputs import as_pairs, floored_input
+from focalkern.calibrators._modules import ClassAxis, FlooredInput
+from focalkern.calibrators._parameters import Parameters
+
+__all__ = ["BY_METHOD", "Fitted", "Layout", "NotFittedError", "renamed"]
+
+
+BY_METHOD: dict[str, type["Fitted"]] = {}  # every calibrator, by the word in its file
+
+
+class Layout(NamedTuple):
+    """What fit was given."""
+
+    n_classes: int
+    names: np.ndarray[Any, Any] | None = None
+    one_logit: bool = False
+    dense: bool = False
+
+
+class NotFittedError(ValueError, AttributeError):
+    """A calibrator was used before ``fit`` or ``load``. Where scikit-learn is in use, what is raised is its
+    ``NotFittedError`` as well."""
+
+
+def _not_fitted(words: str) -> NotFittedError:
+    theirs = sys.modules.get("sklearn.exceptions")
+    if theirs is None:  # nobody can expect it
+        return NotFittedError(words)
+    both: type[NotFittedError] = type("NotFittedError", (NotFittedError, theirs.NotFittedError), {})
+    return both(words)
+
+
+class Fitted(Parameters):
+    """The attributes that ``fit`` and ``load`` set, and everything that reads them."""
+
+    _fewest_classes: ClassVar[int] = 2
+
+    n_classes_: int
+    n_samples_: int
+    input_floor_: float
+    one_logit_: bool
+    dense_: bool
+    warnings_: tuple[str, ...]
+    _names: np.ndarray[Any, Any] | None  # what the columns are called; None where they are numbers
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "method" in vars(cls):
+            BY_METHOD[cls.method] = cls
+
+    @property
+    def classes_(self) -> np.ndarray[Any, Any]:
+        """[C]: the names of the classes in the order of the columns, or 0, 1, ... C - 1.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), ["cat"] * 8 + ["dog"] * 2
+            >>> print(fk.TemperatureScaling().fit(logits, labels).classes_)
+            ['cat' 'dog']
+        """
+        # Made when it is wanted: a file says how many classes there are, and holds nothing of that size.
+        n_classes = self.n_classes_
+        return np.arange(n_classes) if self._names is None else self._names
+
+    @overload
+    def predict_proba(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def predict_proba(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
+    def predict_proba(self, logits: Any) -> Any:
+        """Calibrated probabilities.
+
+        Args:
+            logits: [..., C] floating point, with the number of classes of ``fit``; [...] where ``fit`` had one logit
+                per row; [N, C, d1, ...] where ``fit`` had such.
+
+        Returns:
+            Probabilities of the same shape ([..., 2] for one logit): a tensor for a tensor, on its device; a NumPy
+            array for anything else.
+
+        Raises:
+            NotFittedError: neither ``fit`` nor ``load`` came before.
+            TypeError, ValueError: as ``fit``.
+
+        Example:
+            >>> logits, labels = np.array([[4.0, 0.0]] * 10), [0] * 8 + [1] * 2
+            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+            >>> print(calibrator.predict_proba(logits[:1]).round(4))  # an array for an array
+            [[0.8 0.2]]
+            >>> calibrator.predict_proba(torch.tensor([[4.0, 0.0]])).round(decimals=4)  # a tensor for a tensor
+            tensor([[0.8000, 0.2000]])
+        """
+        return self._laid_out(logits, self._applied(logits, log=False))
+
+    @overload
+    def predict_log_proba(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def predict_log_proba(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
+    def predict_log_proba(self, logits: Any) -> Any:
+        """The logarithms of :meth:`predict_proba`, precise also where a probability is near 1 or underflows.
+
+        Args:
+            logits: as :meth:`predict_proba`.
+
+        Returns:
+            Log-probabilities, in the shape and the kind of :meth:`predict_proba`.
+
+        Raises:
+            NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+            >>> calibrator.predict_log_proba(logits[:1]).round(decimals=4)
+            tensor([[-0.2231, -1.6094]])
+        """
+        return self._laid_out(logits, self._applied(logits, log=True))
+
+    @overload
+    def predict(self, logits: Tensor) -> Tensor | np.ndarray[Any, Any]: ...
+    @overload
+    def predict(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
+    def predict(self, logits: Any) -> Any:
+        """The most probable class of each row.
+
+        Args:
+            logits: as :meth:`predict_proba`.
+
+        Returns:
+            [...] class indices, int64: a tensor for a tensor, a NumPy array for anything else. Where ``fit`` had
+            strings, a NumPy array of those.
+
+        Raises:
+            NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
+
+        Example:
+            >>> logits, labels = np.array([[4.0, 0.0]] * 10), ["cat"] * 8 + ["dog"] * 2
+            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
+            >>> print(calibrator.predict([[4.0, 0.0], [-1.0, 1.0]]))
+            ['cat' 'dog']
+        """
+        index = self._named(self._predicted, self._input(logits))
+        return _like(logits, index) if self._names is None else self._names[index.cpu().numpy()]
+
+    def score(self, logits: Any, target: Any, sample_weight: Any = None) -> float:
+        """Accuracy of :meth:`predict`: what scikit-learn calls the score of a classifier.
+
+        Args:
+            logits: as :meth:`predict_proba`.
+            target: [...] classes, as :meth:`predict` gives them.
+            sample_weight: [...] of the shape of ``target``; None is 1 for each.
+
+        Returns:
+            A fraction, in [0, 1].
+
+        Raises:
+            NotFittedError, TypeError: as :meth:`predict_proba`.
+            ValueError: as :meth:`predict_proba`; a target of another shape.
+
+        Example:
+            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
+            >>> fk.TemperatureScaling().fit(logits, labels).score(logits, labels)
+            0.8
+        """
+        name, found = type(self).__name__, self.predict(logits)
+        found = found.cpu().numpy() if isinstance(found, Tensor) else found
+        wanted = labels_array(name, target)
+        if wanted.shape != found.shape:
+            raise ValueError(f"{name}: target must be {list(found.shape)}, got {list(wanted.shape)}")
+        return weighted_mean(name, found == wanted, sample_weight)
+
+    @overload
+    def changed(self, logits: Tensor) -> Tensor: ...
+    @overload
+    def changed(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
+    def changed(self, logits: Any) -> Any:
+        """The rows whose predicted class is another one than before calibration.
+
+        Args:
+            logits: as :meth:`predict_proba`.
+
+        Returns:
+            [...] bool: a tensor for a tensor, a NumPy array for anything else.
+
+        Raises:
+            NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
+
+        Example:
+            >>> logits = torch.tensor([[4.0, 0.0], [1.0, 0.0]]).repeat(10, 1)
+            >>> labels = torch.tensor([0, 1] * 6 + [0, 0] * 3 + [1, 1])  # right in 9 and in 3 of 10 rows
+            >>> calibrator = fk.HistogramBinning(n_bins=2).fit(logits, labels)
+            >>> calibrator.changed(logits[:2])
+            tensor([False,  True])
+        """
+        input = self._input(logits)
+        result = self._named(self._predicted, input) != input.argmax(-1)
+        return result if isinstance(logits, Tensor) else result.numpy()
+
+    # -- hooks of a subclass ------------------------------------------------------------------------------------
+
+    def _apply(self, input: Tensor, *, log: bool) -> Tensor:
+        """[..., C] to calibrated (log-)probabilities [..., C]."""
+        raise NotImplementedError
+
+    def _keeps_predictions(self) -> bool:
+        """Whether the map keeps the order of the classes, so that no row's predicted class changes."""
+        return False
+
+    def _predicted(self, input: Tensor) -> Tensor:
+        """[..., C] to class indices [...], the first of equal ones."""
+        return (input if self._keeps_predictions() else self._after_floor(input, log=True)).argmax(-1)
+
+    def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What ``_fit`` returned, for the top of the file and for its summary of the fit."""
+        raise NotImplementedError
+
+    def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse; KeyError, TypeError or ValueError where it is not what ``_fitted_to_json`` writes."""
+        raise NotImplementedError
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _become(self, fitted: Mapping[str, Any], layout: Layout, *, n_samples: int, floor: float = 0.0) -> None:
+        """Replace everything that an earlier fit has left."""
+        for name in [name for name in vars(self) if name.endswith("_") and not name.startswith("_")]:
+            delattr(self, name)
+        vars(self).pop("_modules", None)
+        vars(self).update(fitted)
+        self.n_classes_, self._names, self.one_logit_, self.dense_ = layout
+        self.n_samples_, self.input_floor_ = n_samples, floor
+        self.warnings_ = ()
+
+    def _placed(self, module: torch.nn.Module) -> torch.nn.Module:
+        """A module of what comes after the floor, for all that fit was given."""
+        if self.input_floor_:
+            module = FlooredInput(module, self.input_floor_, self.input_kind, one_logit=self.one_logit_)
+        return ClassAxis(module) if self.dense_ else module
+
+    def _pairs(self, input: Tensor) -> Tensor:
+        """[...] of class 1 to [..., 2]."""
+        return as_pairs(as_floating(type(self).__name__, input), self.input_kind)
+
+    def _as_tensor(self, logits: Any) -> Tensor:
+        return as_tensor(logits, f"{type(self).__name__}: logits")
+
+    def _laid_out(self, given: Any, result: Tensor) -> Any:
+        """[..., C] as it was given: a tensor or an array, and the classes where they were."""
+        return _like(given, result.movedim(-1, 1) if self.dense_ and result.dim() > 2 else result)
+
+    def _input(self, logits: Any) -> Tensor:
+        self._check_fitted()
+        name = type(self).__name__
+        input = self._as_tensor(logits)
+        if self.one_logit_:
+            input = self._pairs(input)
+        else:
+            if self.dense_ and input.dim() > 2:
+                input = input.movedim(1, -1)
+            check_input(name, input, any_rank=True)
+        if input.shape[-1] != self.n_classes_:
+            raise ValueError(
+                f"{name}: logits must have the {self.n_classes_} classes of fit, got shape {list(input.shape)}"
+            )
+        check_values(name, input, self.input_kind)
+        return input
+
+    def _applied(self, logits: Any, *, log: bool) -> Tensor:
+        return self._named(functools.partial(self._after_floor, log=log), self._input(logits))
+
+    def _after_floor(self, input: Tensor, *, log: bool) -> Tensor:
+        if not self.input_floor_:
+            return self._apply(input, log=log)
+        return self._apply(floored_input(input, self.input_floor_, self.input_kind), log=log).to(input.dtype)
+
+    def _named(self, function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        """Calls what computes with operators, whose errors then carry the name of the calibrator and its argument."""
+        try:
+            return function(input)
+        except (TypeError, ValueError) as error:
+            raise renamed(type(self).__name__, error) from None
+
+    def _kept_module(self, make: Callable[[], torch.nn.Module], device: torch.device) -> torch.nn.Module:
+        """What ``make`` gives, on the device: made once for a fit, because that takes longer than a row."""
+        modules: dict[Any, torch.nn.Module] = vars(self).setdefault("_modules", {})
+        key = device, self.input_kind
+        if key not in modules:
+            modules[key] = make().to(device)
+        return modules[key]
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "n_classes_"):
+            name = type(self).__name__
+            raise _not_fitted(f"{name}: not fitted yet; call fit(logits, target) or {name}.load(path) first")
+
+
+def _like(given: Any, result: Tensor) -> Any:
+    return result if isinstance(given, Tensor) else result.numpy()
+
+
+def renamed(name: str, error: Exception) -> Exception:
+    """What an operator or a nested calibrator says of its rows, as the calibrator that was called says it."""
+    who, _, words = str(error).partition(": ")
+    known = who == "focal_calibration_map" or who in {kind.__name__ for kind in BY_METHOD.values()}
+    if not known or not words.startswith(("input ", "logits ")):
+        return error
+    return type(error)(f"{name}: logits {words.split(' ', 1)[1]}")

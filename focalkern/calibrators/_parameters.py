@@ -1,0 +1,137 @@
+"""Constructor arguments of a calibrator, in scikit-learn's contract, and their checks."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from focalkern._checks import number, short
+from focalkern._types import ESTIMATORS, INPUT_KINDS, InputKind
+
+__all__ = ["LOGITS", "Parameters", "as_numbers", "is_assumed", "kept_axis"]
+
+
+class _Assumed(str):
+    """A default that nobody has said: equal to the word, and told from it."""
+
+
+def is_assumed(input_kind: str) -> bool:
+    """Whether it is a default that nobody has said."""
+    return isinstance(input_kind, _Assumed)
+
+
+LOGITS: Any = _Assumed("logits")
+"""The default of ``input_kind``: ``fit`` refuses rows that look like probabilities unless "logits" was said."""
+
+
+class Parameters:
+    """The constructor arguments of a calibrator: read, changed, checked and printed.
+
+    A subclass has ``method``, ``_parameter_names`` and an ``__init__`` that only stores its arguments.
+    """
+
+    method: ClassVar[str]
+    _parameter_names: ClassVar[tuple[str, ...]]
+
+    input_kind: InputKind
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments of the constructor, by name.
+
+        Args:
+            deep: those of a nested calibrator besides, as ``name__argument``.
+
+        Returns:
+            {name: value}.
+
+        Example:
+            >>> fk.HistogramBinning(n_bins=10).get_params()
+            {'n_bins': 10, 'binning': 'equal_mass', 'scaling': None, 'input_kind': 'logits'}
+            >>> fk.TemperatureScaling(criterion="brier").get_params()["criterion"]
+            'brier'
+        """
+        params = {name: getattr(self, name) for name in self._parameter_names}
+        if deep:
+            for name, value in list(params.items()):
+                if isinstance(value, Parameters):
+                    params.update({f"{name}__{key}": nested for key, nested in value.get_params().items()})
+        return params
+
+    def set_params(self, **params: Any) -> Self:
+        """Change arguments of the constructor; they take effect with the next ``fit``.
+
+        Args:
+            **params: new values by name, ``name__argument`` for a nested calibrator.
+
+        Returns:
+            The calibrator itself.
+
+        Raises:
+            ValueError: a name that the constructor does not have.
+
+        Example:
+            >>> calibrator = fk.HistogramBinning(scaling=fk.TemperatureScaling())
+            >>> calibrator.set_params(n_bins=10, scaling__criterion="brier").get_params()["scaling__criterion"]
+            'brier'
+        """
+        for name in params:
+            first, _, rest = name.partition("__")
+            nested = getattr(self, first) if rest and first in self._parameter_names else None
+            if first not in self._parameter_names or (rest and not isinstance(nested, Parameters)):
+                raise ValueError(
+                    f"{type(self).__name__}: parameters are {', '.join(self._parameter_names)}, got {name!r}"
+                )
+        # Nested ones last, so that they reach a calibrator that is replaced in the same call.
+        for name, value in sorted(params.items(), key=lambda item: "__" in item[0]):
+            first, _, rest = name.partition("__")
+            if rest:
+                getattr(self, first).set_params(**{rest: value})
+            else:
+                setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        params = self.get_params(deep=False)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in params.items())})"
+
+    def _check_parameters(self) -> None:
+        self._check_option("input_kind", INPUT_KINDS)
+        if "floor" in self._parameter_names:
+            name, floor = type(self).__name__, self.get_params(deep=False)["floor"]
+            if isinstance(floor, bool) or not 0 <= number(name, "floor", floor) < 1:
+                raise ValueError(f"{name}: floor must be at least 0 and less than 1, got {short(floor)}")
+
+    def _check_option(self, option: str, known: tuple[Any, ...]) -> None:
+        value = getattr(self, option)
+        if not isinstance(value, str | None) or value not in known:
+            words = ", ".join(str(choice) for choice in known if choice is not None)
+            raise ValueError(f"{type(self).__name__}: {option} must be one of {words}, got {short(value)}")
+
+    def _check_estimator(self) -> None:
+        self._check_option("estimator", ESTIMATORS)
+
+    def _check_scaling(self) -> None:
+        """A parameter ``scaling``, which may be None."""
+        name, scaling = type(self).__name__, self.get_params(deep=False)["scaling"]
+        if scaling is None:
+            return
+        if not isinstance(scaling, Parameters) or scaling.method not in ("temperature", "focal-temperature"):
+            raise TypeError(
+                f"{name}: scaling must be a TemperatureScaling, a FocalTemperatureScaling or None, got "
+                f"{type(scaling).__name__}"
+            )
+        scaling._check_parameters()
+        if scaling.input_kind != self.input_kind:
+            raise ValueError(f"{name}: input_kind of scaling must be {self.input_kind!r}, got {scaling.input_kind!r}")
+
+
+def as_numbers(calibrator: str, name: str, values: Iterable[float] | Tensor) -> tuple[float, ...]:
+    try:
+        return tuple(float(value) for value in (values.tolist() if isinstance(values, Tensor) else values))
+    except Exception:  # no iterable, no numbers, beyond float64; or what its class does there
+        raise TypeError(f"{calibrator}: {name} must be a sequence of numbers, got {short(values)}") from None
+
+
+def kept_axis(axis: Any) -> Any:
+    """An axis as it was given, but for an iterator, which the first use would empty."""
+    return tuple(axis) if isinstance(axis, Iterator) else axis
