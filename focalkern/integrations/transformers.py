@@ -13,7 +13,7 @@ from focalkern.calibrators import TemperatureScaling
 from focalkern.gamma import GammaTable
 from focalkern.losses import FocalLoss, SigmoidFocalLoss
 from focalkern.metrics import expected_calibration_error, nll
-from focalkern.ops.focal_loss import Modulation
+from focalkern.ops._row_loss import Modulation
 from focalkern.ops.linear_focal_loss import linear_focal_loss
 
 try:

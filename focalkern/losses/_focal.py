@@ -11,7 +11,8 @@ from focalkern._checks import dense, flag, one_of
 from focalkern._types import FLOATS, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.losses._base import Loss, described, number
-from focalkern.ops.focal_loss import Modulation, focal_loss
+from focalkern.ops._row_loss import Modulation
+from focalkern.ops.focal_loss import focal_loss
 from focalkern.ops.softmax_losses import poly_focal_loss
 
 _FLSD_53_GAMMAS = (5.0, 3.0)

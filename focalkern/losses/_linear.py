@@ -14,7 +14,7 @@ from focalkern.losses._adafocal import AdaFocalLoss
 from focalkern.losses._base import number
 from focalkern.losses._focal import FLSDLoss, FocalFamily, FocalLoss
 from focalkern.ops._linear_chunks import default_chunk_rows
-from focalkern.ops.focal_loss import Modulation
+from focalkern.ops._row_loss import Modulation
 from focalkern.ops.linear_focal_loss import linear_focal_loss
 
 

@@ -1,7 +1,9 @@
 """linear_focal_loss whose classes are split over ranks: each has its rows of the head's weight."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from focalkern.gamma import GammaTable
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, is_plain
+from focalkern.ops._row_loss import Modulation, kind_of
 from focalkern.ops._vocab_slices import (
     RowStatistics,
     Settings,
@@ -16,14 +19,26 @@ from focalkern.ops._vocab_slices import (
     check_settings,
     gamma_rows,
     gradients,
-    outside_graphs,
     refuse_second_derivatives,
     row_losses,
     statistics,
 )
-from focalkern.ops.focal_loss import Modulation
 
 __all__ = ["linear_focal_loss_over_ranks", "slice_of_dtensor"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def outside_graphs(function: _Function) -> _Function:
+    """Ends a compiled graph here. (The decorator torch.compiler.disable would import the compiler with this module.)"""
+
+    @functools.wraps(function)
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*arguments, **options)
+        return function(*arguments, **options)
+
+    return cast(_Function, wrapper)
 
 
 def slice_of_dtensor(linear_weight: Any) -> Any:
@@ -61,7 +76,11 @@ def linear_focal_loss_over_ranks(
     """:func:`focalkern.linear_focal_loss` with process_group=; the loss in float64."""
     op = "linear_focal_loss"
     leading = input.shape[:-1]
-    settings = check_settings(op, target, leading, gamma, reduction, ignore_index, detach_modulation, modulation)
+    if target.is_floating_point():
+        raise TypeError(f"{op}: target must be labels where the classes are split over ranks, got {target.dtype}")
+    kind = kind_of(modulation)
+    options = (reduction, ignore_index, 0.0, detach_modulation)
+    settings = check_settings(op, kind, target, leading, len(linear_weight), gamma, 0.0, *options)
     rows = input.reshape(-1, input.shape[-1])
     # Not from the size of the slice, which is not everywhere the same: the ranks reduce chunk by chunk.
     size = max(64, min(1024, rows.shape[1] // 2)) if chunk_rows is None else int(chunk_rows)

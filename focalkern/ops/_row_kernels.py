@@ -12,7 +12,7 @@ from torch import Tensor
 from focalkern._types import compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
-from focalkern.ops.focal_loss import focal_loss, kind_of
+from focalkern.ops._row_loss import kind_of, row_loss
 
 __all__ = ["gradients_of_rows", "losses_of_rows", "slice_gradient", "slice_statistics"]
 
@@ -77,16 +77,19 @@ def gradients_of_rows(
 
 def _plain_losses(block: Block, settings: Settings) -> Tensor:
     logits, target, gamma, edges, weight = block
-    return focal_loss(
-        logits.to(compute_dtype(logits.dtype)),
-        target.to(compute_dtype(logits.dtype)) if target.is_floating_point() else target,
+    real = compute_dtype(logits.dtype)
+    return row_loss(
+        "focal_loss",
+        settings.kind,
+        logits.to(real),
+        target.to(real) if target.is_floating_point() else target,
         gamma if edges is None else GammaTable._unchecked(edges, gamma),
-        weight=weight,
-        ignore_index=settings.ignore_index,
-        reduction="none",
-        label_smoothing=settings.label_smoothing,
-        detach_modulation=settings.detach_modulation,
-        modulation=settings.modulation,  # type: ignore[arg-type]
+        0.0,
+        weight,
+        settings.ignore_index,
+        "none",
+        settings.label_smoothing,
+        settings.detach_modulation,
     )
 
 

@@ -1,19 +1,33 @@
 """The way of a loss of rows to its kernels, which they share: numbers, tensors, the dispatcher, the words of errors."""
 
 import math
+import warnings
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from focalkern._checks import finite, flag, label, number, reduction_code, reworded
+from focalkern._checks import finite, flag, label, number, one_of, reduction_code, reworded
 from focalkern._devices import autocast_is_on
-from focalkern._types import HALVES, PLAIN_TENSORS
+from focalkern._types import HALVES, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
-from focalkern.reference._softmax_losses import number_of, row_loss_of
+from focalkern.reference._softmax_losses import ROW_LOSSES, number_of, row_loss_of
 
-__all__ = ["check_tensor", "check_types", "finite_number", "row_loss", "through_dispatcher"]
+__all__ = [
+    "Modulation",
+    "check_modulation",
+    "check_tensor",
+    "check_types",
+    "finite_number",
+    "kind_of",
+    "row_loss",
+    "through_dispatcher",
+    "warn_if_steep",
+]
+
+Modulation = Literal["confidence"]
 
 _FOCAL = number_of("focal_loss")
 
@@ -75,6 +89,30 @@ def _of(op: str, kind: int, error: Exception) -> Exception:
     """The error with the name of the function that was called in the place of the loss's own."""
     name = row_loss_of(kind).name
     return error if name == op or not str(error).startswith(name) else type(error)(str(error).replace(name, op, 1))
+
+
+def check_modulation(
+    op: str, modulation: Modulation | None, gamma: float | Tensor | GammaTable
+) -> float | Tensor | GammaTable:
+    """Raises unless the modulation is known and takes this gamma, which it returns."""
+    if modulation is None:
+        return gamma
+    one_of(op, "modulation", modulation, get_args(Modulation))
+    return gamma if isinstance(gamma, Tensor | GammaTable) else finite_number(op, "gamma", gamma, low=0.0)
+
+
+def kind_of(modulation: str | None) -> int:
+    """The number of the focal loss with this modulation."""
+    return number_of(next(name for name, spec in ROW_LOSSES.items() if spec.modulation == modulation))
+
+
+def warn_if_steep(op: str, gamma: float, stacklevel: int) -> None:
+    if gamma < STEEPEST_INVERSE_GAMMA:
+        warnings.warn(
+            f"{op}: gamma = {gamma} is below {STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal loss "
+            "changes sign near p = 0.28",
+            stacklevel=stacklevel,
+        )
 
 
 def check_tensor(op: str, name: str, value: object) -> None:

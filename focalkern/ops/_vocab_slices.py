@@ -11,21 +11,20 @@ The statistics and the gradient of a slice come from the kernels of :func:`focal
 with every kind of gamma, is that of two classes with the logits (-d, 0), in float64.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from focalkern._checks import dense, finite, flag, label, label_range, reduction_code
+from focalkern._checks import dense, finite, flag, label, label_range, number, reduction_code
 from focalkern._types import FLOATS, LABELS
 from focalkern.gamma import GammaTable
+from focalkern.ops._collectives import all_gather, all_reduce, group_of
 from focalkern.ops._linear_chunks import blocks, is_plain
 from focalkern.ops._row_kernels import slice_gradient, slice_statistics
-from focalkern.ops.focal_loss import Modulation, check_modulation, focal_loss
+from focalkern.ops._row_loss import row_loss, warn_if_steep
 
 __all__ = [
     "RowStatistics",
@@ -33,71 +32,75 @@ __all__ = [
     "Split",
     "check_settings",
     "gamma_rows",
+    "gradient",
     "gradients",
-    "outside_graphs",
     "refuse_second_derivatives",
     "row_losses",
+    "slice_of",
     "statistics",
 ]
 
 _FAR = 1e4  # e^-_FAR is 0, also in float64
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def outside_graphs(function: _Function) -> _Function:
-    """Ends a compiled graph here. (The decorator torch.compiler.disable would import the compiler with this module.)"""
-
-    @functools.wraps(function)
-    def wrapper(*arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*arguments, **options)
-        return function(*arguments, **options)
-
-    return cast(_Function, wrapper)
 
 
 @dataclass(frozen=True)
 class Settings:
+    op: str
+    kind: int
     gamma: float | Tensor | GammaTable
+    epsilon: float
     ignore_index: int
+    label_smoothing: float
     detach_modulation: bool
-    modulation: Modulation | None
 
 
 def check_settings(
     op: str,
+    kind: int,
     target: Tensor,
     leading: torch.Size,
+    classes: int,
     gamma: float | Tensor | GammaTable,
+    epsilon: float,
     reduction: str,
     ignore_index: int,
+    label_smoothing: float,
     detach_modulation: bool,
-    modulation: Modulation | None,
 ) -> Settings:
+    """Checks a target of labels [...] or class probabilities [..., C_r], and everything that is no tensor of logits."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{op}: torch.func does not transform a loss over several ranks")
     reduction_code(op, reduction)
-    if target.is_floating_point():
-        raise TypeError(f"{op}: target must be labels where the classes are split over ranks, got {target.dtype}")
-    if target.dtype not in LABELS:
-        raise TypeError(f"{op}: target must be int64, int32 or uint8, got {target.dtype}")
-    if target.shape != leading:
-        raise ValueError(f"{op}: target must be {list(leading)}, got {list(target.shape)}")
+    soft = target.is_floating_point()
+    if target.dtype not in (FLOATS if soft else LABELS):
+        raise TypeError(
+            f"{op}: target must be int64, int32 or uint8 labels or floating-point class probabilities, got "
+            f"{target.dtype}"
+        )
+    expected = [*leading, classes] if soft else list(leading)
+    if list(target.shape) != expected:
+        raise ValueError(f"{op}: target must be {expected}, got {list(target.shape)}")
+    if soft and ignore_index >= 0:
+        raise ValueError(
+            f"{op}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
+        )
+    if not 0 <= number(op, "label_smoothing", label_smoothing) <= 1:
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
     if isinstance(gamma, Tensor):
         dense(op, "gamma", gamma)
         if gamma.dtype not in FLOATS:
             raise TypeError(f"{op}: gamma must be a float, a floating-point tensor or a GammaTable, got {gamma.dtype}")
         if gamma.device != target.device and not (gamma.dim() == 0 and gamma.device.type == "cpu"):
             raise ValueError(f"{op}: gamma must be on the device of target, {target.device}, got {gamma.device}")
-    elif not isinstance(gamma, GammaTable):
+    elif not isinstance(gamma, GammaTable) and not torch.compiler.is_compiling():  # whose graph has any value
         gamma = finite(op, "gamma", gamma, "a number, a tensor or a GammaTable")
-    gamma = check_modulation(op, modulation, gamma)
+        warn_if_steep(op, gamma, stacklevel=4)
     detach_modulation = flag(op, "detach_modulation", detach_modulation)
-    return Settings(gamma, label(op, "ignore_index", ignore_index), detach_modulation, modulation)
+    ignore_index = label(op, "ignore_index", ignore_index)
+    return Settings(op, kind, gamma, epsilon, ignore_index, float(label_smoothing), detach_modulation)
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """Which of the rows' targets are in this rank's slice of the classes."""
 
     group: Any
@@ -106,26 +109,23 @@ class Split:
     owned: Tensor  # [N] bool: whether the slice has it
     counts: Tensor  # [N] bool: not ignored
     legal: Tensor  # [N] bool: a class of any rank, or ignored
+    offset: Tensor  # [] the first class of the slice among all
+    classes: Tensor  # [] of all ranks
 
     @classmethod
     def of(
         cls, op: str, target: Tensor, classes: int, settings: Settings, group: Any, shape: tuple[int, int]
     ) -> "Split":
         """Tells the ranks the sizes of the slices. ``shape`` must be the same on all of them."""
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(f"{op}: torch.distributed has no process group; call init_process_group first")
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"{op}: process_group must be a process group or None, got {type(group).__name__}")
+        group = group_of(op, group)
         here = torch.tensor([classes, *shape], dtype=torch.int64, device=target.device)
-        everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everywhere, here, group=group)
-        sizes = torch.stack(everywhere)
-        offset = sizes[: dist.get_rank(group), 0].sum()
+        sizes = all_gather(here, group)
+        offset = sizes[: group.rank(), 0].sum()
         total = sizes[:, 0].sum()
         labels = target.long()
         counts = labels != settings.ignore_index
         legal = ~counts | ((labels >= 0) & (labels < total))
-        if is_plain(target):
+        if _looks_at(target):
             if bool((sizes[:, 1:] != sizes[0, 1:]).any()):
                 raise ValueError(
                     f"{op}: every rank must have the same rows and chunk_rows, got {sizes[:, 1:].tolist()} of them"
@@ -133,10 +133,19 @@ class Split:
             label_range(op, target, int(total), settings.ignore_index)
         local = labels - offset
         owned = counts & (local >= 0) & (local < classes)
-        return cls(group, target, torch.where(owned, local, 0), owned, counts, legal)
+        return cls(group, target, torch.where(owned, local, 0), owned, counts, legal, offset, total)
 
     def at(self, rows: slice | Tensor) -> "Split":
-        return Split(self.group, *(t[rows] for t in (self.target, self.label, self.owned, self.counts, self.legal)))
+        return Split(
+            self.group,
+            self.target[rows],
+            self.label[rows],
+            self.owned[rows],
+            self.counts[rows],
+            self.legal[rows],
+            self.offset,
+            self.classes,
+        )
 
     def row_weights(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
         """What each row [N] counts for in the loss and in the mean: 0 if it is ignored."""
@@ -146,8 +155,12 @@ class Split:
         return torch.where(self.counts, weight.to(dtype)[index], 0.0)
 
 
-@dataclass(frozen=True)
-class RowStatistics:
+def slice_of(label: Tensor, owned: Tensor) -> Split:
+    """As much as a slice's gradient needs."""
+    return Split(None, label, label, owned, owned, owned, label, label)
+
+
+class RowStatistics(NamedTuple):
     """Of each row, in float64: the slice's largest logit or its label's, log sum_j exp(z_j - that) of all classes, and
     d."""
 
@@ -168,19 +181,16 @@ def statistics(z: Tensor, split: Split) -> RowStatistics:
 
     A logarithm is added to differences of logits only: beside a logit of 1e20 it would be rounded away.
     """
-    nothing = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
-    parts = [_slice_statistics(z[block], split.at(block)) for block in blocks(z)] if z.shape[1] else []
-    top, log_rest, own = (torch.cat(values) for values in zip(*parts, strict=True)) if parts else [nothing] * 3
+    local = torch.ops.focalkern.vocab_slice_statistics if torch.compiler.is_compiling() else _statistics_of_slice
+    top, log_rest, own = local(z, split.label, split.owned)
     # A slice of which no class can occur.
     empty = log_rest == -torch.inf
     rest = torch.where(empty, -torch.inf, top + log_rest)
     # An ignored row has no target: any number will do. One out of range makes its row NaN.
     own = torch.where(split.legal, torch.maximum(own, torch.where(split.counts, -torch.inf, 0.0)), torch.nan)
-    largest = torch.stack([rest, own])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=split.group)
+    largest = all_reduce(torch.stack([rest, own]), "max", split.group)
     shift = torch.where(largest[0].isfinite(), largest[0], 0.0)
-    total = torch.where(empty, 0.0, ((top - shift) + log_rest).exp())
-    dist.all_reduce(total, group=split.group)
+    total = all_reduce(torch.where(empty, 0.0, ((top - shift) + log_rest).exp()), "sum", split.group)
     log_rest = total.log()
     own = torch.where(split.legal, largest[1], torch.nan)
     # Nothing is left beside the target: its loss is 0, and a distance of infinity would make it NaN.
@@ -194,32 +204,51 @@ def statistics(z: Tensor, split: Split) -> RowStatistics:
     return RowStatistics(top, torch.where(margin > 0, of_rest, of_target), margin)
 
 
-def _slice_statistics(z: Tensor, split: Split) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the rows of a block: the largest logit or that of the label, the logarithm of the sum of exp(z_j - that) over
+def _statistics_of_slice(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row in float64: the largest logit or that of the label, the logarithm of the sum of exp(z_j - that) over
     the classes beside the target, and the target's logit, -inf where the slice does not have it."""
-    top, log_sum, log_u = slice_statistics(z, split.label)
+    parts = [_statistics_of_block(z[block], label[block], owned[block]) for block in blocks(z)] if z.shape[1] else []
+    if not parts:
+        nothing = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
+        return nothing, nothing.clone(), nothing.clone()
+    top, log_rest, own = (torch.cat(values) for values in zip(*parts, strict=True))
+    return top, log_rest, own
+
+
+def _statistics_of_block(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    top, log_sum, log_u = slice_statistics(z, label)
     # The target is among the classes of the sum only where it lies in the slice; log u takes it out of there.
-    log_rest = torch.where(split.owned, log_sum + log_u, log_sum)
-    own = z.gather(1, split.label.unsqueeze(1)).squeeze(1).double()
+    log_rest = torch.where(owned, log_sum + log_u, log_sum)
+    own = z.gather(1, label.unsqueeze(1)).squeeze(1).double()
     # A reduction by MAX may lose a NaN, one by SUM does not.
-    log_rest = torch.where(split.owned & own.isnan(), torch.nan, log_rest)
+    log_rest = torch.where(owned & own.isnan(), torch.nan, log_rest)
     missing = top == -torch.inf
     if not is_plain(z) or bool(missing.any()):
         log_rest = torch.where(missing & (z.amax(1) == -torch.inf), -torch.inf, log_rest)  # amax keeps a NaN
-    return top, log_rest, torch.where(split.owned, own, -torch.inf)
+    return top, log_rest, torch.where(owned, own, -torch.inf)
+
+
+def _looks_at(tensor: Tensor) -> bool:
+    """Whether its values may decide what is computed."""
+    return is_plain(tensor) and not torch.compiler.is_compiling()
 
 
 def row_losses(margin: Tensor, gamma: float | Tensor | GammaTable, settings: Settings) -> Tensor:
     """The loss of d [n] in float64, differentiable in d and gamma."""
     two = torch.stack([-margin, torch.zeros_like(margin)], dim=1)
     first = torch.zeros(len(margin), dtype=torch.int64, device=margin.device)
-    return focal_loss(
+    return row_loss(
+        settings.op,
+        settings.kind,
         two,
         first,
         gamma,
-        reduction="none",
-        detach_modulation=settings.detach_modulation,
-        modulation=settings.modulation,
+        settings.epsilon,
+        None,
+        -100,
+        "none",
+        0.0,
+        settings.detach_modulation,
     )
 
 
@@ -255,6 +284,44 @@ def gradients(z: Tensor, split: Split, rows: RowStatistics, slope: Tensor) -> It
         yield block, grad
 
 
+def gradient(z: Tensor, split: Split, rows: RowStatistics, slope: Tensor) -> Tensor:
+    """The slice's gradient [n, C_r]."""
+    if torch.compiler.is_compiling():
+        found: Tensor = torch.ops.focalkern.vocab_slice_gradient(slope, z, split.label, split.owned, *rows)
+        return found
+    result = torch.empty_like(z, memory_format=torch.contiguous_format)
+    for block, grad in gradients(z, split, rows, slope):
+        result[block] = grad
+    return result
+
+
+# ---- the parts of a slice as operators, which a compiled graph holds instead of their blocks -------------------------
+
+
+@torch.library.custom_op("focalkern::vocab_slice_statistics", mutates_args=())
+def _statistics_operator(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _statistics_of_slice(z, label, owned)
+
+
+@_statistics_operator.register_fake
+def _(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = z.new_empty(z.shape[:1], dtype=torch.float64)
+    return rows, torch.empty_like(rows), torch.empty_like(rows)
+
+
+@torch.library.custom_op("focalkern::vocab_slice_gradient", mutates_args=())
+def _gradient_operator(
+    slope: Tensor, z: Tensor, label: Tensor, owned: Tensor, top: Tensor, log_sum: Tensor, margin: Tensor
+) -> Tensor:
+    split = slice_of(label, owned)
+    return gradient(z, split, RowStatistics(top, log_sum, margin), slope)
+
+
+@_gradient_operator.register_fake
+def _(slope: Tensor, z: Tensor, label: Tensor, owned: Tensor, top: Tensor, log_sum: Tensor, margin: Tensor) -> Tensor:
+    return torch.empty_like(z, memory_format=torch.contiguous_format)
+
+
 def refuse_second_derivatives(op: str) -> None:
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(f"{op}: a loss over several ranks is differentiable once; leave create_graph out")

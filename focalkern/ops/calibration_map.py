@@ -13,6 +13,7 @@ from focalkern._checks import flag, number, reworded, short
 from focalkern._devices import autocast_is_on, on_device
 from focalkern._types import HALVES, PLAIN_TENSORS, InputKind
 from focalkern.ops._backend import backend_for, has_kernels
+from focalkern.ops._dtensor import is_dtensor, map_over_mesh
 
 __all__ = ["binary_focal_calibration_map", "focal_calibration_map"]
 
@@ -188,6 +189,13 @@ def _map(
         gamma = on_device(as_tensor(gamma, f"{op}: gamma"), input.device)
     if isinstance(temperature, np.ndarray):
         temperature = on_device(as_tensor(temperature, f"{op}: temperature"), input.device)
+    if type(input) is not Tensor and is_dtensor(input):
+
+        def local(z: Tensor, parameters: list[Any]) -> Tensor:
+            return _map(op, name, z, parameters[0], parameters[1], kind, log)
+
+        class_dim = None if kind == _BINARY else input.dim() - 1
+        return map_over_mesh(local, input, class_dim, (gamma, temperature))
     if not isinstance(gamma, Tensor):
         gamma = _check_number(op, "gamma", gamma, -1.0, "greater than -1")
     if not isinstance(temperature, Tensor):

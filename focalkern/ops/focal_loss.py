@@ -1,8 +1,7 @@
 """The fused focal and inverse focal loss."""
 
 import math
-import warnings
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,18 +9,26 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._arrays import as_tensor
-from focalkern._checks import finite, integer, label, label_range, one_of, reduction_code, reworded
+from focalkern._checks import finite, integer, label, label_range, reduction_code, reworded
 from focalkern._types import LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
-from focalkern.ops._row_loss import check_tensor, check_types, finite_number, row_loss, through_dispatcher
-from focalkern.reference._softmax_losses import number_of
+from focalkern.ops._dtensor import is_dtensor, loss_over_mesh
+from focalkern.ops._row_loss import (
+    Modulation,
+    check_modulation,
+    check_tensor,
+    check_types,
+    kind_of,
+    row_loss,
+    through_dispatcher,
+    warn_if_steep,
+)
+from focalkern.ops.focal_loss_vocab_parallel import loss_of_slices
 
-__all__ = ["Modulation", "check_labels", "check_modulation", "focal_loss", "kind_of"]
+__all__ = ["check_labels", "focal_loss"]
 
-Modulation = Literal["confidence"]
-
-_FOCAL, _DFT = number_of("focal_loss"), number_of("dft_loss")
+_DFT = kind_of("confidence")
 
 
 def focal_loss(
@@ -57,7 +64,9 @@ def focal_loss(
     threads.
 
     Args:
-        input: logits [C], [N, C] or [N, C, d1, ...], float16, bfloat16, float32 or float64, in any memory format.
+        input: logits [C], [N, C] or [N, C, d1, ...], float16, bfloat16, float32 or float64, in any memory format. A
+            DTensor gives a DTensor: rows may be sharded, or the classes, over which :func:`focal_loss_vocab_parallel`
+            computes; ``target`` then has the placements of the rows, as in torch's ``loss_parallel``.
         target: labels of shape [], [N] or [N, d1, ...], int64, int32 or uint8; or class probabilities of the shape of
             ``input``, floating point.
         gamma: a number; a floating-point tensor broadcastable to the unreduced loss [N, d1, ...]; or a
@@ -102,6 +111,10 @@ def focal_loss(
         >>> fk.focal_loss(logits, target, gamma=torch.tensor([1.0, 3.0]), reduction="none")  # per sample
         tensor([0.0265, 0.9052])
     """
+    if type(input) is not Tensor and is_dtensor(input):
+        return _over_mesh(
+            input, target, gamma, weight, ignore_index, reduction, label_smoothing, detach_modulation, modulation
+        )
     if modulation is not None:
         gamma = check_modulation("focal_loss", modulation, gamma)
         options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
@@ -132,19 +145,34 @@ def focal_loss(
         raise reworded("focal_loss", error, input=input, target=target, gamma=gamma, weight=weight) from None
 
 
-def check_modulation(
-    op: str, modulation: Modulation | None, gamma: float | Tensor | GammaTable
-) -> float | Tensor | GammaTable:
-    """Raises unless the modulation is known and takes this gamma, which it returns."""
-    if modulation is None:
-        return gamma
-    one_of(op, "modulation", modulation, get_args(Modulation))
-    return gamma if isinstance(gamma, Tensor | GammaTable) else finite_number(op, "gamma", gamma, low=0.0)
+def _over_mesh(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    detach_modulation: bool,
+    modulation: Modulation | None,
+) -> Tensor:
+    """The loss of logits that are a DTensor."""
+    op = "focal_loss"
+    gamma = check_modulation(op, modulation, gamma)
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "detach_modulation": detach_modulation,
+    }
 
+    def local(z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: Any) -> Tensor:
+        return focal_loss(z, y, gamma, weight=weight, reduction=reduction, modulation=modulation, **options)
 
-def kind_of(modulation: str | None) -> int:
-    """The number of the loss with this modulation."""
-    return _FOCAL if modulation is None else _DFT
+    def over_ranks(z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: Any, group: Any) -> Tensor:
+        given = {"weight": weight, "reduction": reduction, **options}
+        return loss_of_slices(op, kind_of(modulation), z, y, gamma, process_group=group, **given)
+
+    return loss_over_mesh(op, local, over_ranks, input, target, gamma, weight, ignore_index, reduction)
 
 
 def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignore_index: int = -100) -> None:
@@ -183,10 +211,5 @@ def _check_gamma(gamma: object) -> float | Tensor:
     if isinstance(gamma, Tensor):
         return gamma
     found = finite("focal_loss", "gamma", gamma, "a number, a tensor or a GammaTable")
-    if found < STEEPEST_INVERSE_GAMMA:
-        warnings.warn(
-            f"focal_loss: gamma = {found} is below {STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal "
-            "loss changes sign near p = 0.28",
-            stacklevel=3,
-        )
+    warn_if_steep("focal_loss", found, stacklevel=4)
     return found

@@ -1,5 +1,6 @@
 """The focal loss where every rank has a slice of the classes; :mod:`focalkern.ops._vocab_slices` says how."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,24 +10,25 @@ from focalkern._checks import dense
 from focalkern._devices import autocast_is_on, has_float64
 from focalkern._types import FLOATS, HALVES, Reduction
 from focalkern.gamma import GammaTable
+from focalkern.ops._row_loss import Modulation, check_modulation, kind_of
 from focalkern.ops._vocab_slices import (
+    RowStatistics,
     Split,
     check_settings,
     gamma_rows,
-    gradients,
-    outside_graphs,
+    gradient,
     refuse_second_derivatives,
     row_losses,
+    slice_of,
     statistics,
 )
-from focalkern.ops.focal_loss import Modulation
+from focalkern.ops._vocab_soft import SoftLosses
 
-__all__ = ["focal_loss_vocab_parallel"]
+__all__ = ["focal_loss_vocab_parallel", "loss_of_slices"]
 
 _OP = "focal_loss_vocab_parallel"
 
 
-@outside_graphs
 def focal_loss_vocab_parallel(
     logits: Tensor,
     target: Tensor,
@@ -36,6 +38,7 @@ def focal_loss_vocab_parallel(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
     detach_modulation: bool = False,
     modulation: Modulation | None = None,
 ) -> Tensor:
@@ -50,18 +53,24 @@ def focal_loss_vocab_parallel(
         logits: [C_r], [N, C_r] or [B, S, C_r], classes last: this rank's slice, of any size, also 0. The classes of
             rank r follow those of rank r - 1. float16, bfloat16, float32 or float64. Or a DTensor that is split
             (``Shard``) over its last dimension and nothing else, as ``ColwiseParallel(use_local_output=False)`` returns
-            it; then ``process_group`` is its mesh's.
-        target: labels of the leading shape, among all classes, int64, int32 or uint8.
+            it; then ``process_group`` is its mesh's, and the loss is a plain tensor. :func:`focal_loss` takes DTensors
+            of other placements too, and returns one. A logit of -inf is a class that cannot occur (padding).
+        target: labels of the leading shape, among all classes, int64, int32 or uint8; or this rank's slice of the class
+            probabilities, of the shape of ``logits``, floating point.
         gamma: a number, a tensor broadcastable to the unreduced loss or a :class:`GammaTable`, as in
             :func:`focal_loss`. Tensors are differentiable, and every rank has the whole gradient.
         process_group: by default all ranks.
         weight: [C] weights of all classes; not differentiable.
-        ignore_index, reduction, detach_modulation, modulation: as in :func:`focal_loss`. Label smoothing and class
-            probabilities are not there: their loss is a sum over the classes of all ranks.
+        ignore_index, reduction: as in :func:`focal_loss`.
+        label_smoothing: e in [0, 1], spread over the classes of all ranks, padding too. With it, and with class
+            probabilities, the terms of all classes are computed by torch operations in float64, and 24 more bytes per
+            row are reduced.
+        detach_modulation, modulation: as in :func:`focal_loss`.
 
     Returns:
         The loss, scalar or of the leading shape, in the dtype of ``logits`` (float32 for half-precision ones under
-        autocast). Differentiable once. Under ``torch.compile`` the graph ends here.
+        autocast). Differentiable once, in ``logits``, ``gamma`` and class probabilities. ``torch.compile`` takes it
+        into one graph (``fullgraph=True``) for labels without smoothing, and ends the graph there for the others.
 
     Raises:
         TypeError, ValueError: as :func:`focal_loss`; on the CPU also ranks that were called with different shapes.
@@ -80,43 +89,80 @@ def focal_loss_vocab_parallel(
         >>> torch.distributed.destroy_process_group()
     """
     logits, target, process_group = _without_dtensor(logits, target, process_group)
+    return loss_of_slices(
+        _OP,
+        kind_of(modulation),
+        logits,
+        target,
+        check_modulation(_OP, modulation, gamma),
+        process_group=process_group,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        detach_modulation=detach_modulation,
+    )
+
+
+def loss_of_slices(
+    op: str,
+    kind: int,
+    logits: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable,
+    *,
+    process_group: Any,
+    epsilon: float = 0.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    detach_modulation: bool = False,
+) -> Tensor:
+    """The loss of a number from slices [..., C_r] of the classes; ``op`` is who was called."""
     for name, value in (("logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{_OP}: {name} must be a tensor, got {type(value).__name__}")
-        dense(_OP, name, value)
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+        dense(op, name, value)
     if target.device != logits.device:
-        raise ValueError(f"{_OP}: target must be on the device of logits, {logits.device}, got {target.device}")
+        raise ValueError(f"{op}: target must be on the device of logits, {logits.device}, got {target.device}")
     if weight is not None:
         if not isinstance(weight, Tensor):
-            raise TypeError(f"{_OP}: weight must be a tensor, got {type(weight).__name__}")
-        dense(_OP, "weight", weight)
+            raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
+        dense(op, "weight", weight)
         if weight.dtype not in FLOATS:
-            raise TypeError(f"{_OP}: weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
+            raise TypeError(f"{op}: weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
         if weight.device != logits.device:
-            raise ValueError(f"{_OP}: weight must be on the device of logits, {logits.device}, got {weight.device}")
+            raise ValueError(f"{op}: weight must be on the device of logits, {logits.device}, got {weight.device}")
         if weight.dim() != 1:
-            raise ValueError(f"{_OP}: weight must be [C], got shape {list(weight.shape)}")
+            raise ValueError(f"{op}: weight must be [C], got shape {list(weight.shape)}")
     if logits.dtype not in FLOATS:
-        raise TypeError(f"{_OP}: logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
+        raise TypeError(f"{op}: logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
     if not has_float64(logits.device):
         raise TypeError(
-            f"{_OP}: logits must be on a device with float64, in which the ranks' sums are, got {logits.device}"
+            f"{op}: logits must be on a device with float64, in which the ranks' sums are, got {logits.device}"
         )
     if logits.dim() < 1:
-        raise ValueError(f"{_OP}: logits must be [C_r], [N, C_r] or [B, S, C_r], got a single number")
+        raise ValueError(f"{op}: logits must be [C_r], [N, C_r] or [B, S, C_r], got a single number")
     leading = logits.shape[:-1]
-    settings = check_settings(_OP, target, leading, gamma, reduction, ignore_index, detach_modulation, modulation)
-    rows = logits.reshape(target.numel(), logits.shape[-1])
-    split = Split.of(_OP, target.reshape(-1), logits.shape[-1], settings, process_group, (len(rows), 0))
-    margin = _Margin.apply(rows, split)  # type: ignore[no-untyped-call]
-    gammas = gamma_rows(_OP, settings.gamma, leading)
-    try:
-        row_weights = split.row_weights(weight, margin.dtype)
-    except IndexError:
-        expected = "weight must be [C], with the classes of all ranks"
-        raise ValueError(f"{_OP}: {expected}, got {list(weight.shape) if weight is not None else None}") from None
-    losses = row_losses(margin, gammas, settings) * row_weights
-    loss = _reduced(losses, split, weight, reduction)
+    classes, soft = logits.shape[-1], target.is_floating_point()
+    options = (reduction, ignore_index, label_smoothing, detach_modulation)
+    settings = check_settings(op, kind, target, leading, classes, gamma, epsilon, *options)
+    rows = logits.reshape(math.prod(leading), classes)
+    # Class probabilities have no label; the sizes of the slices are told with any.
+    labels = torch.zeros(len(rows), dtype=torch.int64, device=target.device) if soft else target.reshape(-1)
+    split = Split.of(op, labels, classes, settings, process_group, (len(rows), 0))
+    if weight is not None and not torch.compiler.is_compiling() and len(weight) != int(split.classes):
+        raise ValueError(f"{op}: weight must be [C], with the classes of all ranks, got {list(weight.shape)}")
+    gammas = gamma_rows(op, settings.gamma, leading)
+    if soft or label_smoothing:
+        of_rows = gammas if isinstance(gammas, Tensor) else None
+        shares = target.reshape(rows.shape) if soft else None
+        losses = SoftLosses.apply(rows, shares, of_rows, split, weight, settings)  # type: ignore[no-untyped-call]
+    else:
+        margin = _Margin.apply(rows, op, *split)  # type: ignore[no-untyped-call]
+        losses = row_losses(margin, gammas, settings) * split.row_weights(weight, margin.dtype)
+    loss = _reduced(losses, split, None if soft else weight, reduction)
     is_half = logits.dtype in HALVES and autocast_is_on(logits.device.type)
     loss = loss.to(torch.float32 if is_half else logits.dtype)
     return loss.reshape(leading) if reduction == "none" else loss
@@ -156,17 +202,16 @@ class _Margin(torch.autograd.Function):
     """d of every row, from this rank's slice of its logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, split: Split) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, op: str, group: Any, *parts: Tensor) -> Tensor:
+        split = Split(group, *parts)
         rows = statistics(logits, split)
-        ctx.save_for_backward(logits)
-        ctx.split, ctx.rows = split, rows
+        ctx.op = op
+        ctx.save_for_backward(logits, split.label, split.owned, *rows)
         return rows.margin
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
-        refuse_second_derivatives(_OP)
-        (logits,) = ctx.saved_tensors
-        result = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for block, grad in gradients(logits, ctx.split, ctx.rows, slope):
-            result[block] = grad
-        return result, None
+        refuse_second_derivatives(ctx.op)
+        logits, label, owned, *rows = ctx.saved_tensors
+        of_logits = gradient(logits, slice_of(label, owned), RowStatistics(*rows), slope)
+        return of_logits, *(None for _ in range(9))

@@ -1,7 +1,6 @@
 """The focal loss of a linear layer, whose logits never exist all at once."""
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -10,14 +9,15 @@ from torch import Tensor
 
 from focalkern._checks import dense, finite, flag, integer, label, number, reduction_code
 from focalkern._devices import autocast_is_on
-from focalkern._types import FLOATS, HALVES, LABELS, STEEPEST_INVERSE_GAMMA, Reduction
+from focalkern._types import FLOATS, HALVES, LABELS, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
 from focalkern.ops._linear_autograd import loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
 from focalkern.ops._linear_pass import NONE, Options, capped, check_labels
 from focalkern.ops._linear_vocab_parallel import linear_focal_loss_over_ranks, slice_of_dtensor
-from focalkern.ops.focal_loss import Modulation, check_modulation, focal_loss
+from focalkern.ops._row_loss import Modulation, check_modulation, warn_if_steep
+from focalkern.ops.focal_loss import focal_loss
 
 __all__ = ["linear_focal_loss"]
 
@@ -322,12 +322,7 @@ def _gamma_of(gamma: float | Tensor | GammaTable, input: Tensor) -> tuple[Tensor
     if torch.compiler.is_compiling():
         return None, torch.zeros((), dtype=torch.float64) + gamma
     found = finite(_OP, "gamma", gamma, "a number, a tensor or a GammaTable")
-    if found < STEEPEST_INVERSE_GAMMA:
-        warnings.warn(
-            f"{_OP}: gamma = {found} is below {STEEPEST_INVERSE_GAMMA}, where the slope of the inverse focal loss "
-            "changes sign near p = 0.28",
-            stacklevel=3,
-        )
+    warn_if_steep(_OP, found, stacklevel=4)
     return None, torch.tensor(found, dtype=torch.float64)
 
 

@@ -1,6 +1,7 @@
 """The fused losses of independent logits: sigmoid focal, asymmetric and quality focal loss."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from focalkern._checks import label, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
 from focalkern._types import HALVES, PLAIN_TENSORS, Reduction
 from focalkern.ops._backend import backend_for, has_kernels
+from focalkern.ops._dtensor import is_dtensor, loss_of_elements_over_mesh
 
 __all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
 
@@ -208,6 +210,12 @@ def _sigmoid_loss(
     weight: Tensor | None,
     ignore_index: int,
 ) -> Tensor:
+    if type(input) is not Tensor and is_dtensor(input):
+
+        def local(z: Tensor, y: Tensor, given: Any, weight: Tensor | None, reduction: str, ignore_index: int) -> Tensor:
+            return _sigmoid_loss(op, kind, z, y, given[0], given[1], margin, reduction, weight, ignore_index)
+
+        return loss_of_elements_over_mesh(op, local, input, target, (gamma, second), weight, ignore_index, reduction)
     code = reduction_code(op, reduction)
     if isinstance(input, Tensor) and not input.is_floating_point():
         raise TypeError(f"{op}: input must be floating point, got {input.dtype}")

@@ -1,5 +1,7 @@
 """The other losses that are made of the softmax of a row and its target: they share the kernels of the focal loss."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,9 @@ from focalkern._checks import reduction_code, reworded
 from focalkern._types import PLAIN_TENSORS, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, fallback
+from focalkern.ops._dtensor import is_dtensor, loss_over_mesh
 from focalkern.ops._row_loss import finite_number, row_loss
+from focalkern.ops.focal_loss_vocab_parallel import loss_of_slices
 from focalkern.reference._softmax_losses import number_of
 
 __all__ = ["brier_loss", "dual_focal_loss", "poly_focal_loss"]
@@ -65,9 +69,10 @@ def poly_focal_loss(
     if not isinstance(gamma, Tensor | GammaTable):
         gamma = finite_number(op, "gamma", gamma, low=0.0)
     epsilon = finite_number(op, "epsilon", epsilon)
-    return row_loss(
-        op, _POLY_FOCAL, input, target, gamma, epsilon, weight, ignore_index, reduction, label_smoothing, False
-    )
+    options = (weight, ignore_index, reduction, label_smoothing, False)
+    if type(input) is not Tensor and is_dtensor(input):
+        return _over_mesh(op, _POLY_FOCAL, input, target, gamma, epsilon, *options)
+    return row_loss(op, _POLY_FOCAL, input, target, gamma, epsilon, *options)
 
 
 def dual_focal_loss(
@@ -86,6 +91,8 @@ def dual_focal_loss(
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}")
     options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
+    if type(input) is not Tensor and is_dtensor(input):
+        return _over_mesh(op, _DUAL_FOCAL, input, target, gamma, 0.0, *options)
     return row_loss(op, _DUAL_FOCAL, input, target, gamma, 0.0, *options)
 
 
@@ -99,8 +106,40 @@ def brier_loss(
     label_smoothing: float,
 ) -> Tensor:
     """What :class:`focalkern.BrierLoss` computes."""
-    return row_loss(
-        "BrierLoss", _BRIER, input, target, 0.0, 0.0, weight, ignore_index, reduction, label_smoothing, False
+    op, options = "BrierLoss", (weight, ignore_index, reduction, label_smoothing, False)
+    if type(input) is not Tensor and is_dtensor(input):
+        return _over_mesh(op, _BRIER, input, target, 0.0, 0.0, *options)
+    return row_loss(op, _BRIER, input, target, 0.0, 0.0, *options)
+
+
+def _over_mesh(
+    op: str,
+    kind: int,
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable,
+    epsilon: float,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    detach_modulation: bool,
+) -> Tensor:
+    """The loss of logits that are a DTensor. The classes are gathered where the loss of a row needs more than the
+    probability of its label."""
+
+    def local(z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: str) -> Tensor:
+        return row_loss(
+            op, kind, z, y, gamma, epsilon, weight, ignore_index, reduction, label_smoothing, detach_modulation
+        )
+
+    def over_ranks(z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: str, group: Any) -> Tensor:
+        options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+        return loss_of_slices(op, kind, z, y, gamma, process_group=group, epsilon=epsilon, **options)
+
+    of_labels = kind == _POLY_FOCAL and label_smoothing == 0 and not target.is_floating_point()
+    return loss_over_mesh(
+        op, local, over_ranks if of_labels else None, input, target, gamma, weight, ignore_index, reduction
     )
 
 

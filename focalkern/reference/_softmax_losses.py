@@ -270,6 +270,7 @@ class RowLossSpec:
     example: Mapping[str, Any] = field(default_factory=dict)  # arguments of the module, with which tests compute
     # Of losses -f log p the factor f(log p, log(1 - p), gamma): labels then need the probability of one class.
     factor: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    modulation: str | None = ""  # of the focal losses: the argument of that name; "" for the others
     detachable: bool = False  # it takes detach_modulation
     soft_target: bool = True  # it takes class probabilities
     has_inverse: bool = False  # a negative gamma has a formula of its own; otherwise its loss is NaN
@@ -305,6 +306,7 @@ ROW_LOSSES: dict[str, RowLossSpec] = {
             parameters=("gamma",),
             example={"gamma": 2.0},
             factor=modulating_factor,
+            modulation=None,
             detachable=True,
             has_inverse=True,
         ),
@@ -353,6 +355,7 @@ ROW_LOSSES: dict[str, RowLossSpec] = {
             parameters=("gamma",),
             example={"gamma": 1.5, "detach_modulation": False},
             factor=confidence_factor,
+            modulation="confidence",
             detachable=True,
             infinite_at_zero=False,
         ),

@@ -454,7 +454,10 @@ def test_a_target_beside_which_nothing_is_left(alone, dtype, gamma):
         ({"logits": 1}, TypeError, "logits must be a tensor, got int"),
         ({"logits": torch.zeros(4, 3, dtype=torch.long)}, TypeError, "logits must be float16"),
         ({"logits": torch.zeros(())}, ValueError, r"logits must be \[C_r\]"),
-        ({"target": torch.zeros(4, 3)}, TypeError, "target must be labels where the classes are split over ranks"),
+        ({"target": torch.zeros(4, 2)}, ValueError, r"target must be \[4, 3\], got \[4, 2\]"),
+        ({"target": torch.zeros(4, 3), "ignore_index": 0}, ValueError, "ignore_index must be negative"),
+        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in \[0, 1\], got 1.5"),
+        ({"weight": torch.ones(2)}, ValueError, r"weight must be \[C\], with the classes of all ranks, got \[2\]"),
         ({"target": torch.zeros(4, dtype=torch.bool)}, TypeError, "target must be int64"),
         ({"target": torch.zeros(3, dtype=torch.long)}, ValueError, r"target must be \[4\], got \[3\]"),
         ({"reduction": "max"}, ValueError, "reduction must be"),
@@ -469,13 +472,28 @@ def test_errors_name_the_argument(alone, change, error, message):
         fk.focal_loss_vocab_parallel(**{**good, **change})
 
 
-# Dynamo looks at .grad of what goes in and out of the graphs.
+COMPILED = {
+    "number": {"gamma": 2.0},
+    "tensor": {"gamma": torch.tensor(1.5)},
+    "table": {"gamma": TABLE},
+    "weights": {"weight": torch.linspace(0, 2, 40), "reduction": "none"},
+    "confidence": {"gamma": 1.0, "modulation": "confidence", "reduction": "sum"},
+}
+
+
+# torch.compile makes an object of an autograd function, about which torch warns; Dynamo looks at .grad of what goes in
+# and out of the graphs.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_graph_ends_there(alone):
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_into_one_graph(alone, name):
+    options = COMPILED[name]
     z, target = torch.randn(7, 40, requires_grad=True), torch.randint(40, (7,))
     torch._dynamo.reset()
-    compiled = torch.compile(lambda z: fk.focal_loss_vocab_parallel(z * 2, target) + 1, backend="eager")
-    found, expected = compiled(z), fk.focal_loss(z * 2, target) + 1
+    compiled = torch.compile(
+        lambda z: fk.focal_loss_vocab_parallel(z * 2, target, **options) + 1, fullgraph=True, backend="aot_eager"
+    )
+    found, expected = compiled(z), fk.focal_loss(z * 2, target, **options) + 1
     assert_close(found, expected)
     assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
 

@@ -1,0 +1,49 @@
+"""Reductions over the ranks of a process group: in place where they run, functional where a graph is traced.
+
+``torch.distributed.all_reduce`` ends a compiled graph; the functional collectives are operators of it. They are
+imported only while a graph is traced.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["all_gather", "all_reduce", "group_of"]
+
+
+def group_of(op: str, group: Any) -> Any:
+    """The group itself, that of all ranks for None.
+
+    Raises:
+        RuntimeError: torch.distributed has none.
+        TypeError: it is something else.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(f"{op}: torch.distributed has no process group; call init_process_group first")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{op}: process_group must be a process group or None, got {type(group).__name__}")
+    return dist.group.WORLD if group is None else group
+
+
+def all_reduce(tensor: Tensor, operation: Literal["sum", "max"], group: Any) -> Tensor:
+    """The sum or maximum over the ranks, in the memory of ``tensor`` outside of graphs."""
+    if torch.compiler.is_compiling():
+        import torch.distributed._functional_collectives as functional
+
+        return functional.all_reduce(tensor, operation, group)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX, group=group)
+    return tensor
+
+
+def all_gather(tensor: Tensor, group: Any) -> Tensor:
+    """The tensors [n] of all ranks, [R, n]."""
+    ranks = dist.get_world_size(group)
+    if torch.compiler.is_compiling():
+        import torch.distributed._functional_collectives as functional
+
+        return functional.all_gather_tensor(tensor, 0, group).reshape(ranks, -1)
+    everywhere = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(everywhere, tensor, group=group)
+    return torch.stack(everywhere)

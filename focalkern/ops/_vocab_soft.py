@@ -1,0 +1,192 @@
+"""Targets that are spread over classes of several ranks: label smoothing and class probabilities.
+
+With t the shares of the target, w the class weights and l(p) = -f(p) log p, a row's loss is L = sum_i w_i t_i l(p_i),
+and
+
+    dL/dz_j = s_j - p_j G,    s_j = w_j t_j dl/dlog p_j,    G = sum_i s_i
+
+Every rank sums its classes; two reductions give the softmax of all classes (MAX of the largest logit, SUM of the
+others' exponentials), a third one the loss, G and the slope in gamma. The terms are computed in float64, block by
+block, in torch operations; 1 - p of the largest class comes from the sum of the others.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from focalkern.ops._collectives import all_reduce
+from focalkern.ops._linear_chunks import blocks
+from focalkern.ops._vocab_slices import Settings, Split, refuse_second_derivatives
+from focalkern.reference._rows import gamma_tensor, times_log, weighted_sum
+from focalkern.reference._softmax_losses import row_loss_of
+
+__all__ = ["Shares", "SoftLosses", "SoftRows", "soft_gradients", "soft_losses"]
+
+
+class Shares(NamedTuple):
+    """What the classes of a slice have of the targets, without smoothing."""
+
+    target: Tensor | None  # [n, C_r] class probabilities; None for the labels of a Split
+    weight: Tensor | None  # [C_r] class weights
+
+    @classmethod
+    def of(cls, target: Tensor | None, weight: Tensor | None, classes: int, split: Split) -> "Shares":
+        """``weight`` is that of all classes."""
+        if weight is None:
+            return cls(target, None)
+        return cls(target, weight[split.offset + torch.arange(classes, device=weight.device)])
+
+    def at(self, rows: slice | Tensor) -> "Shares":
+        return self if self.target is None else Shares(self.target[rows], self.weight)
+
+
+class SoftRows(NamedTuple):
+    """Of each row, in float64."""
+
+    top: Tensor  # the largest logit of all ranks
+    log_total: Tensor  # log sum_j exp(z_j - top)
+    log_u_top: Tensor  # log(1 - p) of the largest logit
+    slope: Tensor  # G
+
+
+def soft_losses(
+    z: Tensor, split: Split, shares: Shares, gamma: Tensor | None, settings: Settings
+) -> tuple[Tensor, SoftRows, Tensor]:
+    """Losses, what the gradients want, and dL/dgamma, all [n], of the rows [n, C_r] of a chunk. ``gamma`` [] or [n]
+    stands for that of the settings."""
+    rows = _softmax(z, split.group)
+    sums = torch.zeros(3, len(z), dtype=torch.float64, device=z.device)
+    for block in blocks(z) if z.shape[1] else ():
+        here = SoftRows(*(values[block] for values in rows))
+        of_gamma = None if gamma is None else gamma.detach().expand(len(z))[block]
+        sums[0, block], slope, _, sums[2, block] = _terms(
+            z[block], split.at(block), shares.at(block), here, of_gamma, settings
+        )
+        sums[1, block] = slope.sum(1)
+    losses, slope_sum, of_gamma = all_reduce(sums, "sum", split.group)
+    return losses, rows._replace(slope=slope_sum), of_gamma
+
+
+def soft_gradients(
+    z: Tensor,
+    split: Split,
+    shares: Shares,
+    rows: SoftRows,
+    gamma: Tensor | None,
+    settings: Settings,
+    upstream: Tensor,
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """The slice's gradients of logits and class probabilities, block by block, in float64."""
+    for block in blocks(z) if z.shape[1] else ():
+        here = SoftRows(*(values[block] for values in rows))
+        of_gamma = None if gamma is None else gamma.detach().expand(len(z))[block]
+        _, slope, of_target, _ = _terms(z[block], split.at(block), shares.at(block), here, of_gamma, settings)
+        p = ((z[block].double() - here.top.unsqueeze(1)) - here.log_total.unsqueeze(1)).exp()
+        scale = upstream[block].unsqueeze(1)
+        grad = torch.where(scale == 0, 0.0, scale * (slope - p * here.slope.unsqueeze(1)))
+        yield block, grad, None if of_target is None else torch.where(scale == 0, 0.0, scale * of_target)
+
+
+def _softmax(z: Tensor, group: Any) -> SoftRows:
+    """The softmax of all ranks' classes."""
+    top = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
+    rest = torch.zeros_like(top)
+    for block in blocks(z) if z.shape[1] else ():
+        part = z[block].double()
+        top[block], where = part.max(1)
+        shifted = part - torch.where(top[block] == -torch.inf, 0.0, top[block]).unsqueeze(1)
+        # A NaN must not be left out with the largest logit: a reduction by MAX may lose it.
+        rest[block] = shifted.scatter(1, where.unsqueeze(1), -torch.inf).exp().sum(1) + top[block] * 0.0
+        rest[block] = torch.where(top[block] == -torch.inf, 0.0, rest[block])
+    largest = all_reduce(top.clone(), "max", group)
+    # The largest logit of this rank, unless it is that of all, is one of the others.
+    scale = torch.where(top == -torch.inf, 0.0, (top - largest).exp())
+    holds = top == largest
+    sums = torch.stack([rest * scale + torch.where(holds, 0.0, scale), holds.double()])
+    others, holders = all_reduce(sums, "sum", group)
+    others = others + (holders - 1.0)
+    log_total = others.log1p()
+    return SoftRows(largest, log_total, others.log() - log_total, torch.zeros_like(top))
+
+
+def _terms(
+    z: Tensor, split: Split, shares: Shares, rows: SoftRows, gamma: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Of a block: the slice's part of the losses [n], s [n, C_r], and the derivatives in the class probabilities and in
+    gamma [n]."""
+    top, log_total, log_u_top = (values.unsqueeze(1) for values in rows[:3])
+    logits = z.double()
+    log_p = (logits - top) - log_total
+    log_u = torch.where(logits == top, log_u_top, torch.log1p(-log_p.exp()))
+    rise = torch.where(log_u == -torch.inf, 0.0, -(log_p - log_u).exp())  # d log u / d log p
+    factor_of = row_loss_of(settings.kind).factor
+    assert factor_of is not None
+    with torch.enable_grad():
+        step = torch.zeros_like(log_p).requires_grad_()
+        variables = [step]
+        of_rows: Any = settings.gamma
+        if gamma is not None:
+            of_rows = gamma.double().requires_grad_(not settings.detach_modulation)
+            variables += [of_rows] if of_rows.requires_grad else []
+        log_p, log_u = log_p + step, log_u + rise * step
+        factor = factor_of(log_p, log_u, gamma_tensor(of_rows, log_p.detach().exp()))
+        of_class = -times_log(factor.detach() if settings.detach_modulation else factor, log_p)
+        target = shares.target
+        if target is None:
+            columns = torch.arange(z.shape[1], device=z.device)
+            target = ((columns == split.label.unsqueeze(1)) & split.owned.unsqueeze(1)).double()
+        else:
+            target = target.detach().double().requires_grad_(target.requires_grad)
+            variables += [target] if target.requires_grad else []
+        e = settings.label_smoothing
+        share = (1.0 - e) * target + (e / split.classes.double() if e else 0.0)
+        weight = torch.ones_like(share) if shares.weight is None else shares.weight.double().expand_as(share)
+        losses = torch.where(split.counts, weighted_sum(weight, share, of_class), 0.0)
+        found = iter(torch.autograd.grad(losses.sum(), variables))
+    slope = next(found)
+    of_gamma = next(found) if gamma is not None and of_rows.requires_grad else torch.zeros_like(rows.top)
+    of_target = next(found) if shares.target is not None and target.requires_grad else None
+    # A label out of range, where nobody looks at the labels.
+    losses = torch.where(split.legal, losses.detach(), torch.nan)
+    return losses, torch.where(split.legal.unsqueeze(1), slope, torch.nan), of_target, of_gamma
+
+
+class SoftLosses(torch.autograd.Function):
+    """Losses [N] in float64 from this rank's slice of the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor | None,
+        gamma: Tensor | None,
+        split: Split,
+        weight: Tensor | None,
+        settings: Settings,
+    ) -> Tensor:
+        shares = Shares.of(target, weight, logits.shape[1], split)
+        losses, ctx.rows, of_gamma = soft_losses(logits, split, shares, gamma, settings)
+        ctx.save_for_backward(logits, target, gamma, of_gamma)
+        ctx.split, ctx.weight, ctx.settings = split, shares.weight, settings
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        refuse_second_derivatives(ctx.settings.op)
+        logits, target, gamma, of_gamma = ctx.saved_tensors
+        needs_target = target is not None and ctx.needs_input_grad[1]
+        shares = Shares(target if target is None else target.detach().requires_grad_(needs_target), ctx.weight)
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        grad_target = torch.empty_like(target) if needs_target else None
+        for block, part, of_target in soft_gradients(
+            logits, ctx.split, shares, ctx.rows, gamma, ctx.settings, upstream
+        ):
+            grad[block] = part.to(grad.dtype)
+            if grad_target is not None and of_target is not None:
+                grad_target[block] = of_target.to(grad_target.dtype)
+        grad_gamma = None
+        if gamma is not None and ctx.needs_input_grad[2]:
+            grad_gamma = (upstream * of_gamma).sum_to_size(gamma.shape).to(gamma.dtype)
+        return grad, grad_target, grad_gamma, None, None, None
