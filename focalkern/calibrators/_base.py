@@ -142,6 +142,10 @@ class Calibrator(Fitted):
             2.8854
         """
         path = path_text(type(self).__name__, "path", path)
+        write_atomically(path, self._to_bytes(evidence))
+
+    def _to_bytes(self, evidence: Mapping[str, Any] | None = None) -> bytes:
+        """The content of the file that ``save`` writes."""
         document = self._document()
         if evidence is not None:
             name = type(self).__name__
@@ -151,7 +155,7 @@ class Calibrator(Fitted):
                 document["fit"]["evidence"] = json.loads(json.dumps(dict(evidence), allow_nan=False))
             except (TypeError, ValueError) as error:
                 raise TypeError(f"{name}: evidence must be what json.dumps takes, got {short(evidence)}") from error
-        write_atomically(path, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+        return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

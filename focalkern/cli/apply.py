@@ -1,11 +1,10 @@
 """``focalkern apply``: calibrated probabilities for rows without labels."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
-from focalkern.cli._options import OneOrMany, add_storage_options, check_out, locate
+from focalkern.cli._options import OneOrMany, add_storage_options, check_out, locate, same_file
 from focalkern.files import InputError
 from focalkern.files.paths import files_of
 from focalkern.study.apply import OUTPUTS, apply_calibrator
@@ -54,8 +53,8 @@ def add_parser(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     check_out(arguments.out, "--out")
     locate(arguments, "input")
-    for name in [arguments.calibrator, *(files_of(arguments.input) if os.path.exists(arguments.out) else ())]:
-        if os.path.exists(arguments.out) and os.path.exists(name) and os.path.samefile(arguments.out, name):
+    for name in [arguments.calibrator, *(files_of(arguments.input) if arguments.out.exists() else ())]:
+        if same_file(arguments.out, name):
             raise InputError(f"{arguments.out}: expected another file for --out, found one that is read")
     written = apply_calibrator(
         arguments.calibrator,

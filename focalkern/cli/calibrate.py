@@ -13,6 +13,7 @@ from focalkern import study as report
 from focalkern.calibrators import CANDIDATES, Binning, Criterion, Search
 from focalkern.calibrators._candidates import DEFAULT_CANDIDATES
 from focalkern.cli._formats import FORMATS_HELP
+from focalkern.cli._next import next_commands, print_next
 from focalkern.cli._notes import print_note
 from focalkern.cli._options import (
     OneOrMany,
@@ -265,9 +266,13 @@ def _write(
 ) -> None:
     """The files that were asked for; a line on each of them is put into ``written``."""
     if arguments.report is not None:
-        files = report.write_report(study, arguments.report, document, cells=cells)
+        commands = next_commands(arguments)
+        files = report.write_report(
+            study, arguments.report, document, cells=cells, saved=arguments.out, commands=commands
+        )
         pictures = sum(file.suffix == ".png" for file in files)
-        written.append(f"Report: {files[-1]}; table.csv, report.json and {pictures} pictures beside it")
+        others = [file.name for file in files[:-1] if file.suffix != ".png"]
+        written.append(f"Report: {files[-1]}; beside it {', '.join(others)} and {pictures} pictures")
     if arguments.out is not None:
         if study.chosen is None:
             raise InputError(f"{arguments.out}: not written, because nothing was chosen")
@@ -307,21 +312,7 @@ def _show(
     for line in written:
         print(line, file=said)
     if study.chosen is not None:
-        _show_next(arguments, said)
-
-
-def _show_next(arguments: argparse.Namespace, said: Any) -> None:
-    """The next command, and the calibrator in Python."""
-    saved = arguments.out or "calibrator.json"
-    if arguments.out is None:
-        print(f"Next: the same command with --out {saved}", file=said)
-    else:
-        print(f"Next: focalkern apply {saved} FILE --out probs.npz", file=said)
-    print(
-        "In Python:\n  import focalkern as fk\n"
-        f'  calibrator = fk.load_calibrator("{saved}")\n  probs = calibrator.predict_proba(logits)',
-        file=said,
-    )
+        print_next(arguments, said)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 
 from focalkern.calibrators import CANDIDATES
 from focalkern.study.apply import apply_calibrator
+from focalkern.study.card import calibrator_card
 from focalkern.study.compare import compare_calibrators, run_study
 from focalkern.study.distributed import Processes, Progress
 from focalkern.study.evaluate import Evaluation, evaluate_rows
 from focalkern.study.report.export import to_json
-from focalkern.study.report.page import cells_of, write_report
+from focalkern.study.report.page import cells_of, python_lines, write_report
 from focalkern.study.report.tables import describe, format_table
 from focalkern.study.results import CalibratorResult, Comparison, Intervals
 from focalkern.study.samples import (
@@ -40,11 +41,13 @@ __all__ = [
     "Sweep",
     "apply_calibrator",
     "as_samples",
+    "calibrator_card",
     "cells_of",
     "compare_calibrators",
     "describe",
     "evaluate_rows",
     "format_table",
+    "python_lines",
     "run_study",
     "stream_sets",
     "to_json",

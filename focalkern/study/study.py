@@ -95,12 +95,13 @@ class Study(JudgedComparison):
             )
         self.calibrator.save(path, evidence=evidence(self))
 
-    def table(self, *, all: bool = False) -> str:
+    def table(self, *, all: bool = False, legend: bool = True) -> str:
         """The table of the results and their scores, as text.
 
         Args:
             all: every estimator of the ECE, as wide as it gets, and the ECE-optimal rows of the paper. Otherwise at
                 most 100 columns, and those rows only with ``criterion="ece"`` or a method asked for by name.
+            legend: whether the text below the table explains its intervals and marks.
 
         Returns:
             The table, of several lines.
@@ -111,7 +112,8 @@ class Study(JudgedComparison):
         names = None if flag("Study.table", "all", all) else headline(self.estimator)
         whole = all or self.criterion == "ece" or self.cross_validation is None
         hidden = [] if whole else [one for one in self.results if one.criterion == "ece"]
-        return format_table(self.results, self.chosen, self.intervals, names=names, hidden=hidden)
+        flag("Study.table", "legend", legend)
+        return format_table(self.results, self.chosen, self.intervals, names=names, hidden=hidden, legend=legend)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as ``json.dumps`` takes it.
@@ -136,7 +138,7 @@ class Study(JudgedComparison):
         return pandas.DataFrame(to_records(self))
 
     def write_report(self, folder: str | os.PathLike[str], *, title: str = "Calibration report") -> list[Path]:
-        """Write ``report.html``, which needs nothing but itself, its pictures, ``table.csv`` and ``report.json``.
+        """Write ``report.html``, which needs nothing but itself, and beside it pictures, tables and the calibrator.
 
         Args:
             folder: created if it is not there; files of the same names are replaced, each in one step.
@@ -162,7 +164,11 @@ class Study(JudgedComparison):
         return write_report(self, Path(path_text("Study.write_report", "folder", folder)), self.to_dict(), title=title)
 
     def __str__(self) -> str:
-        return str(self.verdict)
+        """The verdict, and two lines of Python that use it."""
+        if self.chosen is None:
+            return str(self.verdict)
+        save = '\n  study.save("calibrator.json")' if isinstance(self.calibrator, Calibrator) else ""
+        return f"{self.verdict}\nNext:\n  probs = study.calibrator.predict_proba(logits){save}"
 
     def __repr__(self) -> str:
         use = "nothing" if self.chosen is None else self.chosen.label

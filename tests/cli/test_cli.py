@@ -433,6 +433,7 @@ def test_the_report(both, run, tmp_path):
     code, out, _ = run("calibrate", both, *GRID, "--report", folder)
     assert code == 0
     assert sorted(os.listdir(folder)) == [
+        "calibrator.json",
         "grid_ece.png",
         "grid_nll.png",
         "reliability_after.png",
@@ -443,7 +444,7 @@ def test_the_report(both, run, tmp_path):
         "ridge.png",
         "table.csv",
     ]
-    assert f"Report: {folder / 'report.html'}; table.csv, report.json and 6 pictures beside it" in out
+    assert f"Report: {folder / 'report.html'}; beside it calibrator.json, table.csv, report.json and 6 pictures" in out
     for name in os.listdir(folder):
         if name.endswith(".png"):
             assert (folder / name).read_bytes().startswith(b"\x89PNG")
@@ -876,8 +877,10 @@ def test_the_verdict_is_said_first_and_what_is_saved_does_no_harm(both, run, tmp
     end = lines.index("")
     assert end <= 3 and max(map(len, lines[:end])) <= 100
     assert "on 500 test rows. Cross-validated NLL " in " ".join(lines[:end])
-    assert lines[-5:] == [
-        f"Next: focalkern apply {out_file} FILE --out probs.npz",
+    assert lines[-7:] == [
+        "Next:",
+        f"  focalkern apply {out_file} {both} --out probs.npz",
+        f"  focalkern card {out_file}",
         "In Python:",
         "  import focalkern as fk",
         f'  calibrator = fk.load_calibrator("{out_file}")',
@@ -920,9 +923,10 @@ def test_the_demo(run, tmp_path, monkeypatch):
     assert code == 0, err
     assert torch.equal(torch.get_rng_state(), state)
     assert err == ""
-    for name in ("cross_entropy", "focal_loss", "inverse_focal_loss"):
+    for name in ("cross_entropy", "focal_loss_3", "focal_loss_1"):
         written = sorted(os.listdir(tmp_path / "a" / name))
         assert [one for one in written if one != "calibration_curve.png"] == [
+            "calibrator.json",
             "grid_ece.png",
             "grid_nll.png",
             "logits.npz",
@@ -941,9 +945,15 @@ def test_the_demo(run, tmp_path, monkeypatch):
         evaluated = run_json(run, "evaluate", tmp_path / "a" / name / "logits.npz")
         assert evaluated["sets"][1]["rows"][0]["figures"] == pytest.approx(document["rows"][0]["test"])
     assert out.count("focal temperature, NLL-optimal") >= 3
-    monkeypatch.setattr(networks, "LOSSES", {"focal loss": 3.0})
+    assert out.count("half the 95 % interval") == 1  # the legend
+    index = tmp_path / "a" / "index.html"
+    assert f"Report: {index}" in out
+    page = index.read_text()
+    for name in ("cross_entropy", "focal_loss_3", "focal_loss_1"):
+        assert f'href="{name}/report.html"' in page
+    monkeypatch.setattr(networks, "LOSSES", {"focal loss, gamma = 3": 3.0})
     run("demo", "--out", tmp_path / "b")
-    assert (tmp_path / "a/focal_loss/table.csv").read_text() == (tmp_path / "b/focal_loss/table.csv").read_text()
+    assert (tmp_path / "a/focal_loss_3/table.csv").read_text() == (tmp_path / "b/focal_loss_3/table.csv").read_text()
 
 
 def test_one_label_has_one_number_whatever_the_mode(both, run):

@@ -41,6 +41,7 @@ STUDY = (
     "compare",
     "evaluate",
     "apply",
+    "card",
     "engines",
     "sweep",
 )

@@ -47,7 +47,7 @@ def test_the_verdict_of_over_confident_rows_is_temperature_scaling(study):
     assert max(map(len, lines)) <= 100
     assert re.match(r"Cross-validated NLL 0\.\d+ \+-0\.\d+ below no calibration", study.verdict.because)
     assert study.verdict.costs == "No predicted class changes."
-    assert str(study) == str(study.verdict)
+    assert str(study).startswith(f"{study.verdict}\nNext:\n  probs = study.calibrator.predict_proba(logits)\n")
     before, after = study.results[0].test["nll"], study.chosen.test["nll"]
     assert f"NLL {before:.4f} -> {after:.4f}" in lines[0]
 
@@ -357,7 +357,7 @@ def test_a_study_saves_its_calibrator_with_the_evidence(study, tmp_path):
     assert evidence["candidates"] == study.cross_validation.table() and evidence["folds"] == 3
     (chosen,) = [row for row in evidence["table"] if row["chosen"]]
     assert chosen["test"] == study.chosen.test and len(evidence["table"]) == len(study.results)
-    assert evidence["test_rows"] == {"n_samples": 500, "same_rows": False}
+    assert evidence["data"]["test"]["n_samples"] == 500 and not evidence["data"]["same_rows"]
     study.calibrator.save(tmp_path / "alone.json")
     alone = json.loads((tmp_path / "alone.json").read_text())
     assert "evidence" not in alone["fit"]

@@ -225,7 +225,7 @@ def test_outputs_of_the_command(name, folder, run, renew):
         elif file.endswith(".csv"):
             hold(f"{stem}.csv", cells_of_csv(text), renew)
         else:
-            document = json.loads(text)
+            document = json.loads(without_versions(text))
             hold(f"{stem}.json", document | {"focalkern": "VERSION"} if "focalkern" in document else document, renew)
 
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from datetime import UTC, datetime
 from typing import Any
 
 from focalkern._version import __version__
@@ -10,7 +11,7 @@ from focalkern.bootstrap import Interval
 from focalkern.study.results import SCALINGS, CalibratorResult, Intervals, JudgedComparison
 from focalkern.study.samples import SCORES, Samples
 
-__all__ = ["finite_or_none", "to_csv", "to_json", "to_records"]
+__all__ = ["evidence", "finite_or_none", "to_csv", "to_json", "to_records"]
 
 
 def to_json(comparison: JudgedComparison, *, more: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -37,37 +38,17 @@ def to_json(comparison: JudgedComparison, *, more: dict[str, Any] | None = None)
             "bias_floor": None if intervals is None else _floors_to_json(intervals, index, result),
         }
 
-    def data(rows: Samples) -> dict[str, Any]:
-        return {
-            "source": rows.source,
-            "set": rows.name,
-            "input_kind": rows.kind,
-            "n_samples": len(rows),
-            "n_classes": rows.n_classes,
-        }
-
     return {
         "focalkern": __version__,
         **(more or {}),
-        "data": {
-            "validation": data(comparison.validation),
-            "test": data(comparison.test),
-            "same_rows": comparison.same_samples,
-        },
+        "data": _data_to_json(comparison),
         "grid": {
             "gammas": comparison.grid.gammas.tolist(),
             "temperatures": comparison.grid.temperatures.tolist(),
             "estimator": comparison.grid.estimator,
             "n_bins": comparison.grid.n_bins,
         },
-        "bootstrap": None
-        if intervals is None
-        else {
-            "resamples": intervals.bootstrap.n_resamples,
-            "level": intervals.bootstrap.level,
-            "method": intervals.bootstrap.method,
-            "seed": intervals.bootstrap.seed,
-        },
+        "bootstrap": _bootstrap_to_json(intervals),
         "rows": [row(index, result) for index, result in enumerate(comparison.results)],
         "chosen": None if comparison.chosen is None else comparison.results.index(comparison.chosen),
         "criterion": comparison.criterion,
@@ -84,14 +65,19 @@ def to_json(comparison: JudgedComparison, *, more: dict[str, Any] | None = None)
 
 
 def evidence(comparison: JudgedComparison) -> dict[str, Any]:
-    """The evidence in the file of a saved calibrator: cross-validation, verdict and table."""
+    """The evidence in the file of a saved calibrator: data, date, cross-validation, verdict, table with intervals."""
+    intervals = comparison.intervals
     cross_validation = _cross_validation_to_json(comparison) or {}
     return {
         **cross_validation,
+        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "data": _data_to_json(comparison),
         "use": comparison.verdict.use,
         "because": comparison.verdict.because,
         "costs": comparison.verdict.costs,
         "doubts": list(comparison.verdict.doubts),
+        "estimator": comparison.estimator,
+        "bootstrap": _bootstrap_to_json(intervals),
         "table": [
             {
                 "method": result.method,
@@ -100,10 +86,39 @@ def evidence(comparison: JudgedComparison) -> dict[str, Any]:
                 "temperature": result.temperature if result.method in SCALINGS else None,
                 "chosen": result is comparison.chosen,
                 "test": finite_or_none(result.test),
+                "intervals": None if intervals is None else _intervals_to_json(intervals, index),
             }
-            for result in comparison.results
+            for index, result in enumerate(comparison.results)
         ],
-        "test_rows": {"n_samples": len(comparison.test), "same_rows": comparison.same_samples},
+    }
+
+
+def _data_to_json(comparison: JudgedComparison) -> dict[str, Any]:
+    def data(rows: Samples) -> dict[str, Any]:
+        return {
+            "source": rows.source,
+            "set": rows.name,
+            "input_kind": rows.kind,
+            "n_samples": len(rows),
+            "n_classes": rows.n_classes,
+        }
+
+    return {
+        "validation": data(comparison.validation),
+        "test": data(comparison.test),
+        "same_rows": comparison.same_samples,
+    }
+
+
+def _bootstrap_to_json(intervals: Intervals | None) -> dict[str, Any] | None:
+    if intervals is None:
+        return None
+    bootstrap = intervals.bootstrap
+    return {
+        "resamples": bootstrap.n_resamples,
+        "level": bootstrap.level,
+        "method": bootstrap.method,
+        "seed": bootstrap.seed,
     }
 
 

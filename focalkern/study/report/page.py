@@ -3,7 +3,8 @@
 import io
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,18 @@ from typing import Any
 from focalkern import metrics
 from focalkern._atomic import write_together
 from focalkern._types import LOSS_NAMES
-from focalkern.calibrators import SplineScaling
+from focalkern.calibrators import Calibrator, SplineScaling
 from focalkern.calibrators._spline_shown import describe_curve
 from focalkern.calibrators._verdict import sentence
 from focalkern.study.report import html
 from focalkern.study.report.explorer import Cells, cells_on, make_explorer, subsampled_grid
-from focalkern.study.report.export import to_csv
-from focalkern.study.report.tables import describe_search, floor_cells, headline, legend, on_validation, table_cells
+from focalkern.study.report.export import evidence, to_csv
+from focalkern.study.report.tables import describe_search, floor_cells, headline, legend_of, on_validation, table_cells
 from focalkern.study.results import CalibratorResult, Intervals, JudgedComparison
 from focalkern.study.samples import SCORES, describe_test
 from focalkern.study.scores import facts, reliability
 
-__all__ = ["cells_of", "write_report"]
+__all__ = ["cells_of", "python_lines", "write_report"]
 
 
 def write_report(
@@ -32,8 +33,10 @@ def write_report(
     *,
     title: str = "Calibration report",
     cells: Cells | None = None,
+    saved: Path | None = None,
+    commands: Sequence[str] = (),
 ) -> list[Path]:
-    """Write the page, and its diagrams, maps and tables as files.
+    """Write the page, and its diagrams, maps, tables and calibrator as files.
 
     Args:
         comparison: the result of :func:`run_study`.
@@ -41,6 +44,8 @@ def write_report(
         document: the content of ``report.json``.
         title: heading of the page.
         cells: the result of :func:`cells_of`, which several processes must call together; None calls it here.
+        saved: the calibrator, if a file has it; otherwise ``calibrator.json`` is one of the files.
+        commands: of a shell, for the box under the verdict: what to do with the calibrator.
 
     Returns:
         The files, in the order in which they were written; the page is ``report.html``.
@@ -49,13 +54,29 @@ def write_report(
     images = draw_all(comparison, bins)
     explorer = make_explorer(comparison, cells or cells_of(comparison))
     folder.mkdir(parents=True, exist_ok=True)
-    files = {
+    calibrator = None if comparison.chosen is None else comparison.chosen.calibrator
+    files, next_steps = {}, {}
+    if isinstance(calibrator, Calibrator):
+        if saved is None:
+            files["calibrator.json"] = calibrator._to_bytes(evidence(comparison))
+        python = python_lines(saved or folder / "calibrator.json")
+        next_steps = {**({"Next": commands} if commands else {}), "In Python": python}
+    files |= {
         "table.csv": to_csv(comparison).encode(),
         "report.json": (json.dumps(document, indent=2, allow_nan=False) + "\n").encode(),
         **images,
-        "report.html": make_page(comparison, title, images, bins, explorer),
+        "report.html": make_page(comparison, title, images, bins, explorer, next_steps),
     }
     return write_together(folder, files)
+
+
+def python_lines(saved: str | os.PathLike[str]) -> list[str]:
+    """Three lines of Python: the saved calibrator gives probabilities."""
+    return [
+        "import focalkern as fk",
+        f"calibrator = fk.load_calibrator({json.dumps(str(saved))})",
+        "probs = calibrator.predict_proba(logits)",
+    ]
 
 
 def cells_of(comparison: JudgedComparison) -> Cells:
@@ -72,6 +93,7 @@ def make_page(
     images: dict[str, bytes],
     bins: dict[str, metrics.ReliabilityBins],
     explorer: dict[str, Any],
+    next_steps: Mapping[str, Sequence[str]],
 ) -> bytes:
     """The page: the values of the template ``report.html.j2``."""
     test = describe_test(comparison.test, comparison.same_samples)
@@ -91,8 +113,9 @@ def make_page(
         sources=" and ".join(dict.fromkeys((comparison.validation.source, comparison.test.source))),
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         verdict=comparison.verdict.sentences(),
+        next_steps=next_steps,
         results=_score_table(comparison, "test", caption, short),
-        legend="" if intervals is None else legend(intervals, plus_minus="\u00b1"),
+        legend="" if intervals is None else legend_of(intervals, plus_minus="\u00b1"),
         differences=None if intervals is None else _difference_table(comparison, intervals, short),
         remarks=list(dict.fromkeys(remarks)),
         explorer=explorer,

@@ -16,7 +16,7 @@ __all__ = [
     "floor_cells",
     "format_table",
     "headline",
-    "legend",
+    "legend_of",
     "on_validation",
     "table_cells",
     "table_in_html",
@@ -35,11 +35,11 @@ def format_table(
     *,
     names: Sequence[str] | None = None,
     hidden: Sequence[CalibratorResult] = (),
+    legend: bool = True,
 ) -> str:
     """The table as text, with four digits after the point and an arrow before the chosen row.
 
-    With ``intervals``, every row has a second line: half the width of the interval, and the mark. A legend follows the
-    table.
+    With ``intervals``, every row has a second line: half the width of the interval, and the mark.
 
     Args:
         results: the rows.
@@ -47,6 +47,7 @@ def format_table(
         intervals: of the results.
         names: of the scores in the columns; all when None.
         hidden: those of the results that are left out.
+        legend: whether a legend of the intervals and marks follows the table.
     """
     shown = tuple(SCORES) if names is None else tuple(names)
     from tabulate import tabulate  # an extra: not everybody who imports this package needs it
@@ -67,9 +68,9 @@ def format_table(
         colalign=("left", *["right"] * (len(shown) + 2)),
         preserve_whitespace=True,
     )
-    return (
-        table if intervals is None else f"{table}\n\n{textwrap.fill(legend(intervals), 118 if names is None else 100)}"
-    )
+    if intervals is None or not legend:
+        return table
+    return f"{table}\n\n{textwrap.fill(legend_of(intervals), 118 if names is None else 100)}"
 
 
 def _heading(name: str, names: Sequence[str] | None) -> str:
@@ -77,7 +78,7 @@ def _heading(name: str, names: Sequence[str] | None) -> str:
     return SCORES[name] if names is None else SCORES[name].replace("_\n", "_")
 
 
-def legend(intervals: Intervals, plus_minus: str = "+-") -> str:
+def legend_of(intervals: Intervals, plus_minus: str = "+-") -> str:
     bootstrap = intervals.bootstrap
     return (
         f"{plus_minus} half the {100 * bootstrap.level:g} % interval, of {bootstrap.n_resamples} resamples of the "

@@ -1,0 +1,41 @@
+"""The end of ``focalkern calibrate``: the next commands, and the calibrator in Python."""
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+from focalkern.files.shards import NamedFiles
+from focalkern.study import python_lines
+
+__all__ = ["next_commands", "print_next", "saved_calibrator"]
+
+_MOST_NAMES = 3  # of files in a command
+
+
+def saved_calibrator(arguments: argparse.Namespace) -> Path | None:
+    """The file of the calibrator; None where the command saves none."""
+    if arguments.out is not None:
+        return Path(arguments.out)
+    return None if arguments.report is None else Path(arguments.report) / "calibrator.json"
+
+
+def next_commands(arguments: argparse.Namespace) -> list[str]:
+    """Commands to copy: they apply and describe what was saved, or save it."""
+    saved = saved_calibrator(arguments)
+    if saved is None:
+        return [shlex.join(["focalkern", *map(str, arguments.words), "--out", "calibrator.json"])]
+    given = arguments.input if arguments.test is None else arguments.test
+    names = list(given.names) if isinstance(given, NamedFiles) else [given]
+    words = ["focalkern", "apply", str(saved), *(names if len(names) <= _MOST_NAMES else ["FILE"])]
+    for option in ("input_kind", "logits_key"):
+        if getattr(arguments, option) is not None:
+            words += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
+    return [shlex.join([*words, "--out", "probs.npz"]), shlex.join(["focalkern", "card", str(saved)])]
+
+
+def print_next(arguments: argparse.Namespace, file: Any) -> None:
+    """The commands, and three lines of Python."""
+    python = python_lines(saved_calibrator(arguments) or "calibrator.json")
+    print("\n".join(["Next:", *(f"  {line}" for line in next_commands(arguments))]), file=file)
+    print("\n".join(["In Python:", *(f"  {line}" for line in python)]), file=file)

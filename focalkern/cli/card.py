@@ -1,0 +1,40 @@
+"""``focalkern card``: a card for a saved calibrator."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from focalkern._atomic import write_atomically
+from focalkern.cli._options import check_out, same_file
+from focalkern.files import InputError
+from focalkern.study import calibrator_card
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "card",
+        help="write a card for a saved calibrator: data, date, metrics, uses",
+        description="Writes a card in Markdown for a calibrator that focalkern calibrate has saved: method, date, "
+        "data, metrics with intervals, what it is for and what not.",
+        epilog="example:\n  focalkern card calibrator.json --out card.md\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("calibrator", metavar="CALIBRATOR", help="the .json file that calibrate has saved")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write it there in place of printing it")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.out is not None:
+        check_out(arguments.out, "--out")
+        if same_file(arguments.out, arguments.calibrator):
+            raise InputError(f"{arguments.out}: expected another file for --out, found one that is read")
+    card = calibrator_card(arguments.calibrator)
+    if arguments.out is None:
+        print(card, end="")
+    else:
+        write_atomically(arguments.out, card.encode())
+        print(f"Card: {arguments.out}")
+    return 0

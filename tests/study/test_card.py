@@ -1,0 +1,95 @@
+"""The card of a saved calibrator: everything that it says is in the file."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import focalkern as fk
+from focalkern.cli import main
+from focalkern.study import calibrator_card
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with logits.npz and the calibrator.json of a study of them."""
+    folder = tmp_path_factory.mktemp("card")
+    generator = torch.Generator().manual_seed(0)
+    arrays = {}
+    for part, rows in (("val", 400), ("test", 350)):
+        logits = torch.randn(rows, 4, generator=generator) * 2
+        arrays[f"{part}_labels"] = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1).numpy()
+        arrays[f"{part}_logits"] = (logits * 2).numpy()
+    np.savez(folder / "logits.npz", **arrays)
+    pytest.importorskip("tabulate", reason="tabulate is not installed")
+    command = ["calibrate", str(folder / "logits.npz"), "--bootstrap", "30", "--keep-predictions"]
+    assert main([*command, "--out", str(folder / "calibrator.json")]) == 0
+    return folder
+
+
+def rows_of(card, heading):
+    """The cells of the first table below a heading."""
+    _, _, part = card.partition(f"## {heading}\n\n")
+    lines = part.partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_the_card_says_data_date_rows_and_metrics_with_intervals(saved):
+    path = saved / "calibrator.json"
+    card, evidence = calibrator_card(path), json.loads(path.read_text())["fit"]["evidence"]
+    assert evidence["made"].endswith(" UTC") and f"| made | {evidence['made']} |" in card
+    assert f"`{saved / 'logits.npz'}`" in card
+    assert [row[4] for row in rows_of(card, "Data")[2:]] == ["400", "350"]
+    assert "95 % intervals of 30 bootstrap resamples" in card and "on 350 test rows" in card
+    chosen = next(row for row in evidence["table"] if row["chosen"])
+    scores = next(row for row in rows_of(card, "Evaluation") if row[0].startswith("**"))[1:]
+    for cell, name in zip(scores, ("accuracy", "nll", "brier", "ece_equal_width"), strict=True):
+        low, high = chosen["intervals"][name]
+        assert cell == f"{chosen['test'][name]:.4f} ({low:.4f} to {high:.4f})"
+    assert "| predicted classes | unchanged |" in card
+    for heading in ("Details", "Uses", "How to start", "Data", "Evaluation", "Limits", "Source"):
+        assert f"\n## {heading}\n" in card
+    assert card.count("\n- Not for: ") == 3
+    assert card.startswith("---\nlibrary_name: focalkern\n")
+
+
+def test_the_python_of_the_card_runs(saved, monkeypatch):
+    code = calibrator_card(saved / "calibrator.json").partition("```python\n")[2].partition("```")[0]
+    names = {"logits": np.load(saved / "logits.npz")["test_logits"]}
+    exec(code, names)
+    assert np.allclose(names["probs"].sum(1), 1)
+
+
+def test_a_calibrator_without_evidence_says_what_is_not_recorded(tmp_path):
+    labels = torch.arange(30) % 3
+    logits = 4 * torch.eye(3)[(labels + (torch.arange(30) % 5 == 0)) % 3]
+    fk.TemperatureScaling().fit(logits, labels).save(tmp_path / "alone.json")
+    card = calibrator_card(tmp_path / "alone.json")
+    assert "| made | not recorded |" in card and "## Data\n\nNot recorded." in card
+    assert "arXiv 1706.04599" in card
+    names = np.array(["cat", "dog", "eel"])[labels.numpy()]
+    fk.TemperatureScaling().fit(logits.numpy(), names).save(tmp_path / "named.json")
+    assert "| classes | cat, dog, eel |" in calibrator_card(tmp_path / "named.json")
+
+
+def test_metrics_of_the_rows_of_the_fit_are_called_optimistic(tmp_path):
+    labels = torch.arange(600) % 3
+    logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]
+    fk.compare_calibrators((logits, labels), resamples=0).save(tmp_path / "same.json")
+    card = calibrator_card(tmp_path / "same.json")
+    assert "600 rows that it was also fitted on, which is optimistic" in card
+    assert [row[0] for row in rows_of(card, "Data")[2:]] == ["validation and test"]
+
+
+def test_the_command_prints_or_writes_the_card(saved, tmp_path, capsys):
+    path = str(saved / "calibrator.json")
+    assert main(["card", path]) == 0
+    assert capsys.readouterr().out == calibrator_card(path)
+    assert main(["card", path, "--out", str(tmp_path / "card.md")]) == 0
+    assert (tmp_path / "card.md").read_text() == calibrator_card(path)
+    before = (saved / "calibrator.json").read_text()
+    assert main(["card", path, "--out", path]) == 2
+    assert "expected another file for --out" in capsys.readouterr().err
+    assert (saved / "calibrator.json").read_text() == before
+    assert main(["card", str(saved / "absent.json")]) == 2
