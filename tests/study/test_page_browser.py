@@ -13,7 +13,9 @@ import pytest
 import torch
 from conftest import peer
 
+import focalkern as fk
 from focalkern import metrics
+from focalkern.calibrators._spline_shown import shown_curve
 from focalkern.cli import main
 from focalkern.ops.calibration_map import focal_calibration_map
 
@@ -74,9 +76,10 @@ def chromium(tmp_path_factory):
 
 @pytest.fixture
 def page(chromium, folder):
-    """The page, freshly loaded at the size of a desk."""
+    """The page, freshly loaded at the size of a desk, with its folded sections open."""
     resize(chromium, 1280)
     chromium.get((folder / "report.html").as_uri())
+    unfold(chromium)
     yield chromium
     assert chromium.get_log("browser") == []
 
@@ -86,6 +89,10 @@ def resize(chromium, width, mode="light"):
     chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     media = {"features": [{"name": "prefers-color-scheme", "value": mode}]}
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+
+def unfold(page):
+    page.execute_script("document.querySelectorAll('details.fold').forEach((one) => (one.open = true))")
 
 
 def find(page, name):
@@ -219,6 +226,7 @@ def test_the_chosen_cell_is_announced(page):
 def test_nothing_is_cut(page, width, mode):
     resize(page, width, mode)
     page.refresh()
+    unfold(page)
     beyond = page.execute_script(
         """
         const width = document.documentElement.clientWidth;
@@ -242,6 +250,7 @@ def test_nothing_is_cut(page, width, mode):
 def test_a_wide_picture_is_enlarged_on_a_telephone(page):
     resize(page, 320)
     page.refresh()
+    unfold(page)
     figure = page.find_element(By.CSS_SELECTOR, "#search figure")
     image = figure.find_element(By.TAG_NAME, "img")
     assert image.size["width"] <= 320
@@ -254,10 +263,58 @@ def test_a_wide_picture_is_enlarged_on_a_telephone(page):
     assert image.size["width"] <= 320
 
 
+def test_the_focal_map_of_the_cell_is_drawn_beside_the_learned_curve(page, folder):
+    calibrator = fk.load_calibrator(folder / "calibrator.json")
+    shown_as = shown_curve(calibrator, 100)
+    logits = torch.from_numpy(shown_as.confidence).logit()
+
+    def focal_map(gamma, temperature):
+        return fk.binary_focal_calibration_map(logits * calibrator.temperature_, gamma, temperature)
+
+    def difference():
+        return float(find(page, "difference").text.rpartition("at most ")[2].rstrip("."))
+
+    assert "no focal map" in find(page, "difference").text  # the row shown first is a spline
+    assert page.find_elements(By.CSS_SELECTOR, "#explorer-curve .focal") == []
+    find(page, "gamma").send_keys(Keys.HOME)
+    find(page, "temperature").send_keys(Keys.HOME, *[Keys.ARROW_RIGHT] * 14)
+    assert shown(page)["title"] == "gamma = -0.5, T = 1.5"
+    expected = focal_map(-0.5, 1.5)
+    learned = torch.from_numpy(shown_as.calibrated)
+    assert difference() == pytest.approx(float((expected - learned).abs().max()), abs=6e-5)
+    # What is drawn: the height of the path in pixels of a box of 250, from the lowest tick to 1.
+    path = page.find_element(By.CSS_SELECTOR, "#explorer-curve .focal").get_attribute("d")
+    heights = torch.tensor([float(point.split()[1]) for point in path[1:].split("L")])
+    lowest = float(page.find_element(By.CSS_SELECTOR, "#explorer-curve .end").text)
+    assert float(((1 - (heights - 8) / 250 * (1 - lowest)) - expected.clamp(min=lowest)).abs().max()) < 1e-4
+    find(page, "nearest").click()
+    gammas, temperatures = fk.PAPER_GAMMAS, [step / 10 for step in range(1, 51)]
+    nearest = min(
+        float((focal_map(gamma, one) - learned).abs().max()) for gamma in (0, *gammas) for one in temperatures
+    )
+    assert difference() == pytest.approx(nearest, abs=6e-5)
+    said = page.find_element(By.CSS_SELECTOR, "#curve").text
+    assert f"{shown(page)['title']}: its largest difference from the curve is {nearest:.4f}" in said
+
+
+def test_the_map_opens_on_the_nll_and_a_link_opens_its_section(chromium, folder):
+    chromium.get("about:blank")
+    chromium.get(f"{(folder / 'report.html').as_uri()}#bins")
+    opened = chromium.execute_script(
+        "return [...document.querySelectorAll('details.fold[open]')].map((one) => one.parentElement.id)"
+    )
+    assert opened == ["bins"]
+    chromium.find_element(By.CSS_SELECTOR, "nav a[href='#explore']").click()
+    WebDriverWait(chromium, 60).until(lambda _: find(chromium, "colours").is_displayed())
+    assert find(chromium, "colours").text == "NLL on the 300 test rows, logarithmic."
+
+
 def test_without_script_everything_but_the_map_is_there(chromium, folder):
     chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         chromium.get((folder / "report.html").as_uri())
+        for summary in chromium.find_elements(By.CSS_SELECTOR, "details.fold > summary"):
+            summary.click()
         text = chromium.find_element(By.TAG_NAME, "body").text
         assert "With script, this section has a map" in text
         assert "Choices" in text

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from focalkern import metrics
 from focalkern._types import LOSS_NAMES
+from focalkern.calibrators import SplineScaling
+from focalkern.calibrators._spline_shown import ShownCurve, shown_curve
 from focalkern.ops.calibration_grid import CalibrationGrid
+from focalkern.ops.calibration_map import binary_focal_calibration_map
 from focalkern.study.report.tables import on_validation
 from focalkern.study.results import JudgedComparison
 from focalkern.study.samples import Samples
@@ -27,7 +30,8 @@ CRITERIA = ("ece", "nll", "brier")
 _NUMBERS = 5_000_000_000
 _SHARE_OF_SEARCH = 16
 _BYTES = 1_400_000
-_PER_CELL, _PER_BIN = 36, 10  # at most, as the page keeps them
+_CURVE_POINTS = 100
+_PER_CELL, _PER_BIN = 42, 10  # at most, as the page keeps them
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,54 @@ def cells_on(rows: Samples, gammas: Tensor, temperatures: Tensor, n_bins: int, s
 _SCORES = {**LOSS_NAMES, "ece": "ECE (equal_width)"}
 
 
+@dataclass(frozen=True)
+class LearnedCurve:
+    """The learned curve of a spline scaling for two classes, and how far the focal maps are from it.
+
+    A focal map of gamma and T maps the same logits: of a confidence q after the temperature T0 of the spline it makes
+    what it makes of the logit of q times T0 / T.
+
+    Attributes:
+        shown: confidences, what becomes of them, and the band.
+        temperature: T0.
+    """
+
+    shown: ShownCurve
+    temperature: float
+
+    def differences(self, gammas: Tensor, temperatures: Tensor) -> Tensor:
+        """[G, T] the largest difference of each focal map from the curve, as a fraction."""
+        logits = torch.from_numpy(self.shown.confidence).logit() * self.temperature
+        learned = torch.from_numpy(self.shown.calibrated)
+        found = [
+            (binary_focal_calibration_map(logits.expand(len(temperatures), -1), gamma, temperatures[:, None]) - learned)
+            for gamma in gammas.tolist()
+        ]
+        return torch.stack(found).abs().amax(-1)
+
+
+def learned_curve(comparison: JudgedComparison) -> LearnedCurve | None:
+    """The curve of the chosen calibrator; None unless that is a spline scaling."""
+    calibrator = None if comparison.chosen is None else comparison.chosen.calibrator
+    if not isinstance(calibrator, SplineScaling):
+        return None
+    return LearnedCurve(shown_curve(calibrator, _CURVE_POINTS), calibrator.temperature_)
+
+
+def describe_nearest(curve: LearnedCurve, cells: Cells) -> str:
+    """One sentence: the focal map of the grid that comes nearest to the curve."""
+    differences = curve.differences(cells.gammas, cells.temperatures)
+    row, column = divmod(int(differences.argmin()), len(cells.temperatures))
+    gamma, temperature = float(cells.gammas[row]), float(cells.temperatures[column])
+    return (
+        f"The nearest focal map of the grid has gamma = {gamma:g}, T = {temperature:g}: its largest difference from "
+        f"the curve is {float(differences[row, column]):.4f}."
+    )
+
+
 def make_explorer(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
     """The values of the template ``_explorer.html.j2``."""
+    curve = learned_curve(comparison)
     n_cells = len(cells.gammas) * len(cells.temperatures)
     thin = ""
     if cells.stride > 1:
@@ -117,11 +167,12 @@ def make_explorer(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
         "introduction": introduction,
         "scores": _SCORES,
         "n_bins": comparison.grid.n_bins,
-        "data": json.dumps(payload(comparison, cells), allow_nan=False, separators=(",", ":")),
+        "nearest": "" if curve is None else describe_nearest(curve, cells),
+        "data": json.dumps(payload(comparison, cells, curve), allow_nan=False, separators=(",", ":")),
     }
 
 
-def payload(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
+def payload(comparison: JudgedComparison, cells: Cells, curve: LearnedCurve | None) -> dict[str, Any]:
     """The data of ``explorer.js``. Counts are exact; the mean confidence of a bin is known to 2^-17 of its width."""
     wide = cells.n_samples > np.iinfo(np.uint16).max
     counts = np.uint32 if wide else np.uint16
@@ -143,6 +194,7 @@ def payload(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
                 "temperature": temperature,
                 "at": cells.place(gamma, temperature),
                 "chosen": result is comparison.chosen,
+                "difference": None if curve is None else _difference(curve, gamma, temperature),
                 **{name: _finite(result.test[_in_table(name)]) for name in _SCORES},
                 "bins": _bins(of_choice),
             }
@@ -157,7 +209,8 @@ def payload(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
         "correct": _packed(cells.correct, counts),
         "confidence": _packed(within.round(), np.uint16),
         **{name: _packed(table, np.float64) for name, table in cells.tables.items()},
-        "maps": _maps(comparison, cells),
+        "maps": [*_maps(comparison, cells), *([] if curve is None else [_map_of_differences(curve, cells)])],
+        "curve": None if curve is None else _curve_to_json(curve),
         "choices": choices,
     }
 
@@ -166,7 +219,7 @@ def _maps(comparison: JudgedComparison, cells: Cells) -> list[dict[str, Any]]:
     """Colours of the scores on the test samples and, if there are other validation samples, of the grid on those."""
     reported = _rows_in_words(comparison)
     found = []
-    for name in ("ece", "nll", "brier"):
+    for name in ("nll", "brier", "ece"):
         words = {"name": _SCORES[name], "rows": f"on the {reported}"}
         found.append({**words, "figure": name, **_colours(cells.tables[name], name)})
     grid = comparison.grid
@@ -182,6 +235,24 @@ def _maps(comparison: JudgedComparison, cells: Cells) -> list[dict[str, Any]]:
         }
         found.append({**words, "table": _packed(part, np.float32), **_colours(part, name)})
     return [one for one in found if one["low"] is not None]
+
+
+def _map_of_differences(curve: LearnedCurve, cells: Cells) -> dict[str, Any]:
+    table = curve.differences(cells.gammas, cells.temperatures)
+    words = {"name": "Largest difference from the learned curve", "rows": "for two classes", "differences": True}
+    return {**words, "table": _packed(table, np.float32), **_colours(table, "ece")}
+
+
+def _difference(curve: LearnedCurve, gamma: float | None, temperature: float | None) -> float | None:
+    if gamma is None or temperature is None:
+        return None
+    one = torch.tensor([gamma, temperature], dtype=torch.float64)
+    return float(curve.differences(one[:1], one[1:]))
+
+
+def _curve_to_json(curve: LearnedCurve) -> dict[str, Any]:
+    arrays = {name: one.round(6).tolist() for name, one in vars(curve.shown).items()}
+    return {"temperature": curve.temperature, **arrays}
 
 
 def _colours(table: Tensor, criterion: str) -> dict[str, Any]:

@@ -89,6 +89,7 @@
     find("accuracy").textContent = print(right / samples);
     find("confidence").textContent = print(cell.bins.reduce((sum, bin) => sum + bin.n * bin.confidence, 0) / samples);
     drawDiagram(cell);
+    if (curve) drawCurve(cell);
     fillTable(cell);
     drawMap();
     clearTimeout(announcing);
@@ -305,6 +306,13 @@
     diagram.innerHTML = parts.join("");
   }
 
+  const differences = maps.find((one) => one.differences); // of the learned curve
+  const curve = data.curve && learnedCurve(data.curve, find("curve"), find("difference"));
+  const drawCurve = (cell) => {
+    const difference = cell.choice ? cell.choice.difference : differences.values[cell.row * columns + cell.column];
+    curve(cell, `The focal map of ${nameOf(cell)} differs from the learned curve by at most ${print(difference ?? 0)}.`);
+  };
+
   function fillTable(cell) {
     const heads = ["samples", "mean confidence", "accuracy", "gap"]; // again, for a narrow screen
     const lines = cell.bins.map((bin, b) => {
@@ -344,13 +352,15 @@
     drawMap();
   };
   find("which-map").addEventListener("change", pickMap);
-  find("lowest").addEventListener("click", () => {
+  const goToLowest = (values) => {
     let best = -1;
-    map.values.forEach((value, cell) => {
-      if (Number.isFinite(value) && (best < 0 || value < map.values[best])) best = cell;
+    values.forEach((value, cell) => {
+      if (Number.isFinite(value) && (best < 0 || value < values[best])) best = cell;
     });
     if (best >= 0) choose(Math.floor(best / columns), best % columns);
-  });
+  };
+  find("lowest").addEventListener("click", () => goToLowest(map.values));
+  find("nearest")?.addEventListener("click", () => goToLowest(differences.values));
   find("gamma").max = rows - 1;
   find("temperature").max = columns - 1;
   for (const name of ["gamma", "temperature"]) {
