@@ -24,7 +24,7 @@ def next_commands(arguments: argparse.Namespace) -> list[str]:
     """Commands to copy: they apply and describe what was saved, or save it."""
     saved = saved_calibrator(arguments)
     if saved is None:
-        return [shlex.join(["focalkern", *map(str, arguments.words), "--out", "calibrator.json"])]
+        return [shlex.join(["focalkern", *_without_secrets(arguments.words), "--out", "calibrator.json"])]
     given = arguments.input if arguments.test is None else arguments.test
     names = list(given.names) if isinstance(given, NamedFiles) else [given]
     words = ["focalkern", "apply", str(saved), *(names if len(names) <= _MOST_NAMES else ["FILE"])]
@@ -32,6 +32,14 @@ def next_commands(arguments: argparse.Namespace) -> list[str]:
         if getattr(arguments, option) is not None:
             words += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
     return [shlex.join([*words, "--out", "probs.npz"]), shlex.join(["focalkern", "card", str(saved)])]
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    """The words of a command; storage options may hold a key, and JSON stands for them."""
+    option, shown = "--storage-options", []
+    for before, word in zip(["", *words], words, strict=False):
+        shown.append("JSON" if before == option else f"{option}=JSON" if word.startswith(f"{option}=") else word)
+    return shown
 
 
 def print_next(arguments: argparse.Namespace, file: Any) -> None:

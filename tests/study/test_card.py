@@ -93,3 +93,12 @@ def test_the_command_prints_or_writes_the_card(saved, tmp_path, capsys):
     assert "expected another file for --out" in capsys.readouterr().err
     assert (saved / "calibrator.json").read_text() == before
     assert main(["card", str(saved / "absent.json")]) == 2
+
+
+def test_the_next_command_is_the_one_that_was_given_without_secrets(saved, capsys):
+    given = ["calibrate", str(saved / "logits.npz"), "--bootstrap", "0", "--method", "temperature"]
+    assert main([*given, "--storage-options", '{"key": "secret"}']) == 0
+    out = capsys.readouterr().out
+    assert (
+        f"\n  focalkern {' '.join(given)} --storage-options JSON --out calibrator.json\n" in out and "secret" not in out
+    )
