@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from focalkern.files.shards import NamedFiles
+from focalkern.files.paths import NamedFiles
 from focalkern.study import python_lines
 
 __all__ = ["next_commands", "print_next", "saved_calibrator"]
