@@ -9,7 +9,7 @@ from typing import Any
 
 from focalkern._checks import path_text
 from focalkern.calibrators import Calibrator, load_calibrator
-from focalkern.calibrators._selection import keeps_predictions
+from focalkern.calibrators._candidates import keeps_predictions
 from focalkern.calibrators._verdict import describe_method, sentence
 from focalkern.study.samples import SCORES
 

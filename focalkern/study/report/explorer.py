@@ -107,8 +107,8 @@ _SCORES = {**LOSS_NAMES, "ece": "ECE (equal_width)"}
 class LearnedCurve:
     """The learned curve of a spline scaling for two classes, and how far the focal maps are from it.
 
-    A focal map of gamma and T maps the same logits: of a confidence q after the temperature T0 of the spline it makes
-    what it makes of the logit of q times T0 / T.
+    Both map the same logits z of two classes: the curve maps sigmoid(z / T0), T0 the temperature of the spline, and the
+    focal map of gamma and T maps sigmoid(z / T).
 
     Attributes:
         shown: confidences, what becomes of them, and the band.
