@@ -17,7 +17,7 @@ from focalkern.calibrators._robust_temperature import temperature_from_json
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._spline_family import fit_family
 from focalkern.calibrators._spline_features import KNOT_GAP, LEAST_KNOTS, MOST_KNOTS
-from focalkern.calibrators._spline_fit import LBFGS_STEPS, Fit
+from focalkern.calibrators._spline_fit import LBFGS_STEPS, Fit, curve_derivatives
 from focalkern.calibrators._spline_module import SplineLogProbs
 from focalkern.calibrators._spline_rows import SplineRows
 
@@ -189,7 +189,9 @@ class SplineScaling(FitsBatches):
 
     def _fitted(self, rows: SplineRows, found: Fit) -> dict[str, Any]:
         """The attributes of a fit to ``rows``."""
-        map, here = found.map, found.derivatives
+        map, here, passes = found.map, found.derivatives, found.passes
+        if here is None:
+            here, passes = curve_derivatives(rows, map), passes + 1
         covariance = torch.linalg.inv(here.hessian)
         of_penalty = 2 * rows.factor / rows.weight_sum * rows.penalty
         fitted = {
@@ -204,7 +206,7 @@ class SplineScaling(FitsBatches):
             "best_value_": here.nll,
             "objective_": here.value,
             "weight_sum_": rows.weight_sum,
-            "passes_": found.passes,
+            "passes_": passes,
             "converged_": found.converged,
             "degrees_of_freedom_": float((covariance @ (here.hessian - of_penalty)).trace()),
             "covariance_": (covariance / rows.weight_sum).numpy(),

@@ -8,6 +8,7 @@ import torch
 from focalkern.calibrators._spline_fit import (
     LBFGS_DONE,
     LBFGS_DONE_IN_A_FOLD,
+    NEWTON_DONE_IN_A_FOLD,
     Fit,
     Map,
     Preconditioner,
@@ -41,16 +42,18 @@ def fit_family(rows: SplineRows, members: Collection[str], near: Family | None =
         members: out of ``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``.
         near: the family on nearly the same rows, such as all of those of a fold: every fit starts there.
     """
-    fits = {"free": fit_curve(rows, None if near is None else near["free"].map.curve)}
+    free = fit_curve(rows) if near is None else fit_curve(rows, near["free"].map.curve, NEWTON_DONE_IN_A_FOLD)
+    assert free.derivatives is not None
+    fits = {"free": free}
     scales: dict[str, Preconditioner] = {}
     if "scalar" in members:
-        fits["scalar"] = fit_ordered(rows, fits["free"])
+        fits["scalar"] = fit_ordered(rows, free)
     for kind in ("vector", "matrix"):
         if kind not in members and not (kind == "vector" and "matrix" in members):
             continue
         if near is None:
-            scales[kind] = precondition(rows, fits["free"].map, fits["free"].derivatives.hessian, kind)
-            start = fits["vector"].map if kind == "matrix" else fits["free"].map
+            scales[kind] = precondition(rows, free.map, free.derivatives.hessian, kind)
+            start = fits["vector"].map if kind == "matrix" else free.map
             nothing = torch.zeros(rows.n_classes, dtype=torch.float64, device=rows.device)
             weight = nothing if start.weight is None else start.weight.diag()
             found = fit_linear(
@@ -58,6 +61,6 @@ def fit_family(rows: SplineRows, members: Collection[str], near: Family | None =
             )
         else:
             scales[kind] = near.scales[kind]
-            found = fit_linear(rows, near[kind].map, scales[kind], LBFGS_DONE_IN_A_FOLD)
+            found = fit_linear(rows, near[kind].map, scales[kind], LBFGS_DONE_IN_A_FOLD, near[kind].pairs)
         fits[kind] = found
     return Family(fits, scales)

@@ -1,12 +1,13 @@
 """Fits of spline scaling: Newton steps for the curve, preconditioned L-BFGS for slopes, intercepts and matrices."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from focalkern.calibrators._lbfgs import Pair, minimise
 from focalkern.calibrators._row_source import MemoryRows
 from focalkern.calibrators._spline_rows import SplineRows
 from focalkern.ops.spline_sums import spline_sums_for
@@ -17,10 +18,17 @@ __all__ = ["Derivatives", "Fit", "Map", "curve_derivatives", "fit_curve", "fit_l
 _FEW = 4_000_000
 
 _NEWTON_STEPS = 40
-_NEWTON_DONE = 1e-9  # of g' H^-1 g, on the scale of the mean loss
+NEWTON_DONE = 1e-9  # of g' H^-1 g, on the scale of the mean loss
+NEWTON_DONE_IN_A_FOLD = 1e-7
 LBFGS_STEPS = 300
 LBFGS_DONE = 1e-4  # of the largest entry of the preconditioned gradient
 LBFGS_DONE_IN_A_FOLD = 3e-4
+
+# Numbers of x that a fit keeps from one evaluation to the next.
+_KEPT = 1 << 24
+
+_Block = tuple[MemoryRows, Tensor]
+"""Rows and their x [n, C]."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,23 @@ class Preconditioner:
 
 @dataclass(frozen=True)
 class Fit:
-    """An optimum, with its derivatives in the curve, after so many passes over the rows."""
+    """An optimum.
+
+    Attributes:
+        map: the parameters.
+        value: J / W.
+        passes: over the rows.
+        converged: whether it ended before its last step.
+        derivatives: in the curve; None after L-BFGS.
+        pairs: the memory of L-BFGS.
+    """
 
     map: Map
-    derivatives: Derivatives
+    value: float
     passes: int
     converged: bool = True
+    derivatives: Derivatives | None = None
+    pairs: tuple[Pair, ...] = ()
 
 
 def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
@@ -86,15 +105,27 @@ def curve_derivatives(rows: SplineRows, map: Map) -> Derivatives:
     return Derivatives(value, gradient / total + 2 * pull, hessian / total + 2 * quadratic, nll / total)
 
 
-def _parts(rows: SplineRows, map: Map) -> Iterator[tuple[MemoryRows, Tensor | None, Tensor | None]]:
+def _parts(
+    rows: SplineRows, map: Map, blocks: Sequence[_Block] | None = None
+) -> Iterator[tuple[MemoryRows, Tensor | None, Tensor | None]]:
     """Rows with their x and D x for a matrix, in blocks; without one, the parts of the source and twice None."""
-    for part in rows.source.parts():
-        if map.weight is None or map.weight.dim() == 1:
+    if map.weight is None or map.weight.dim() == 1:
+        for part in rows.source.parts():
             yield part, None, None
-            continue
-        for block in part.blocks():
-            x = rows.log_probs(block)
+    else:
+        for block, x in _blocks_of(rows) if blocks is None else blocks:
             yield block, x, x @ map.weight.T
+
+
+def _blocks_of(rows: SplineRows) -> Iterator[_Block]:
+    return ((block, rows.log_probs(block)) for part in rows.source.parts() for block in part.blocks())
+
+
+def _blocks_in_memory(rows: SplineRows) -> Sequence[_Block] | None:
+    """Blocks of rows with their x, for many evaluations; None where the rows themselves are not in memory, or many."""
+    source = rows.source
+    few = isinstance(source, MemoryRows) and len(source.target) * rows.n_classes <= _KEPT
+    return list(_blocks_of(rows)) if few else None
 
 
 def _arguments(rows: SplineRows, part: MemoryRows, map: Map, extra: Tensor | None) -> tuple[Any, ...]:
@@ -124,7 +155,7 @@ def _linear_penalty(rows: SplineRows, map: Map) -> float:
     return float((of_weight * map.weight.square()).sum() + of_bias * map.bias.square().sum())
 
 
-def fit_curve(rows: SplineRows, start: Tensor | None = None) -> Fit:
+def fit_curve(rows: SplineRows, start: Tensor | None = None, done: float = NEWTON_DONE) -> Fit:
     """Newton's method in (a, f) from ``start``, which is the identity when None."""
     curve, passes = torch.zeros(len(rows.spline.knots) + 1, dtype=torch.float64), 0
     if start is not None:
@@ -138,19 +169,19 @@ def fit_curve(rows: SplineRows, start: Tensor | None = None) -> Fit:
         passes += 1
         step = newton_step(here.gradient, here.hessian)
         decrement = -float(here.gradient @ step)
-        done = decrement < _NEWTON_DONE
+        last = decrement < done
         for _ in range(40):
             there = curve_derivatives(rows, Map(curve + step))
-            if done or there.value <= here.value - 1e-4 * decrement:
+            if last or there.value <= here.value - 1e-4 * decrement:
                 break
             passes, step, decrement = passes + 1, step / 2, decrement / 2
         else:
             break
         # The last step leaves an error that is the square of its own: rounding alone could make it a step up.
         curve, here = curve + step, there
-        if done:
-            return Fit(Map(curve), here, passes + 1)
-    return Fit(Map(curve), here, passes + 1, converged=False)
+        if last:
+            return Fit(Map(curve), here.value, passes + 1, derivatives=here)
+    return Fit(Map(curve), here.value, passes + 1, converged=False, derivatives=here)
 
 
 def newton_step(gradient: Tensor, hessian: Tensor) -> Tensor:
@@ -181,59 +212,45 @@ def precondition(rows: SplineRows, map: Map, hessian: Tensor, kind: str) -> Prec
     return Preconditioner(root, (curvature + 2 * of_weight).rsqrt(), (of_one + 2 * of_bias).rsqrt())
 
 
-def fit_linear(rows: SplineRows, start: Map, scales: Preconditioner, done: float = LBFGS_DONE) -> Fit:
-    """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has both."""
+def fit_linear(
+    rows: SplineRows, start: Map, scales: Preconditioner, done: float = LBFGS_DONE, pairs: Sequence[Pair] = ()
+) -> Fit:
+    """Preconditioned L-BFGS in all parameters of a vector or matrix, from ``start``, which has both.
+
+    ``pairs`` are those of a fit with the same scales to nearly the same rows.
+    """
     assert start.weight is not None and start.bias is not None
     device, n_curve = rows.device, len(start.curve)
     sizes = [n_curve, start.weight.numel(), rows.n_classes]
-    scaled = torch.zeros(sum(sizes), dtype=torch.float64, device=device, requires_grad=True)
-    passes = 0
+    blocks = None if start.weight.dim() == 1 else _blocks_in_memory(rows)
 
     def at(point: Tensor) -> Map:
         assert start.weight is not None and start.bias is not None
-        curve, weight, bias = point.detach().split(sizes)
+        curve, weight, bias = point.split(sizes)
         return Map(
             start.curve + scales.curve @ curve.cpu(),
             start.weight + scales.weight * weight.reshape(start.weight.shape),
             start.bias + scales.bias * bias,
         )
 
-    @torch.no_grad()
-    def closure() -> float:
-        nonlocal passes
-        passes += 1
-        value, slopes = linear_gradient(rows, at(scaled))
+    def objective(point: Tensor) -> tuple[float, Tensor]:
+        value, slopes = linear_gradient(rows, at(point), blocks)
         assert slopes.weight is not None and slopes.bias is not None
-        scaled.grad = torch.cat(
-            [
-                (scales.curve.T @ slopes.curve).to(device),
-                (slopes.weight * scales.weight).reshape(-1),
-                slopes.bias * scales.bias,
-            ]
-        )
-        return value
+        of_curve = (scales.curve.T @ slopes.curve).to(device)
+        return value, torch.cat([of_curve, (slopes.weight * scales.weight).reshape(-1), slopes.bias * scales.bias])
 
-    optimizer = torch.optim.LBFGS(
-        [scaled],
-        max_iter=LBFGS_STEPS,
-        tolerance_grad=done,
-        tolerance_change=1e-5 * done,
-        history_size=10,
-        line_search_fn="strong_wolfe",
-    )
-    optimizer.step(closure)
-    found = at(scaled)
-    converged = optimizer.state[scaled]["n_iter"] < LBFGS_STEPS
-    return Fit(found, curve_derivatives(rows, found), passes + 1, converged)
+    zero = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    found = minimise(objective, zero, done=done, steps=LBFGS_STEPS, pairs=pairs)
+    return Fit(at(found.point), found.value, found.evaluations, found.converged, pairs=found.pairs)
 
 
-def linear_gradient(rows: SplineRows, map: Map) -> tuple[float, Map]:
-    """J / W with its gradient in all parameters of a vector or matrix."""
+def linear_gradient(rows: SplineRows, map: Map, blocks: Sequence[_Block] | None = None) -> tuple[float, Map]:
+    """J / W with its gradient in all parameters of a vector or matrix; ``blocks`` of :func:`_blocks_in_memory`."""
     assert map.weight is not None and map.bias is not None
     total, vector, device = rows.weight_sum, map.weight.dim() == 1, rows.device
     sizes = [1, len(map.curve), map.weight.numel(), rows.n_classes]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-    for part, x, extra in _parts(rows, map):
+    for part, x, extra in _parts(rows, map, blocks):
         sums_of = spline_sums_for(part.input).spline_linear_sums
         value, of_curve, of_classes, of_one, slopes = sums_of(*_arguments(rows, part, map, extra), not vector)
         of_linear = of_classes if x is None else slopes.T @ x

@@ -59,6 +59,7 @@ def keeps_order(spline: NaturalSpline, n_classes: int, curve: Tensor) -> bool:
 def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
     """The optimum that keeps the order, by sequential quadratic programming from the free optimum."""
     conditions, constant = order_conditions(rows.spline, rows.n_classes, _POINTS, _MIRRORED)
+    assert free.derivatives is not None
     curve, here, passes = free.map.curve, free.derivatives, free.passes
     if bool((conditions @ curve + constant < 0).any()):
         for turn in range(_PASSES):
@@ -80,7 +81,7 @@ def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
         factor = float((constant / -moved).where(moved < 0, torch.inf).min())
         curve = curve * min(1.0, factor) * (1 - 1e-9)
         here, passes = curve_derivatives(rows, Map(curve)), passes + 1
-    return Fit(Map(curve), here, passes, free.converged)
+    return Fit(Map(curve), here.value, passes, free.converged, here)
 
 
 def _quadratic_program(here: Derivatives, at: Tensor, conditions: Tensor, constant: Tensor) -> Tensor:

@@ -1,0 +1,142 @@
+"""L-BFGS for a scaled problem, whose memory of curvature a nearby problem can start with."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["Minimum", "minimise"]
+
+HISTORY = 10
+
+_DECREASE, _CURVATURE = 1e-4, 0.9  # of the strong Wolfe conditions
+_TRIALS = 25  # of one line search
+_ROUNDING = 1e-14  # of a value
+
+Pair = tuple[Tensor, Tensor]
+"""A step and the change of the gradient along it."""
+
+_Trial = tuple[float, float, float]
+"""The size of a step, the value there and the slope along the step."""
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """The end of a search.
+
+    Attributes:
+        point: where it ended.
+        value: there.
+        evaluations: of value and gradient.
+        converged: whether it ended before its last step.
+        pairs: the last :data:`HISTORY` pairs, for a search nearby.
+    """
+
+    point: Tensor
+    value: float
+    evaluations: int
+    converged: bool
+    pairs: tuple[Pair, ...]
+
+
+def minimise(
+    objective: Callable[[Tensor], tuple[float, Tensor]],
+    start: Tensor,
+    *,
+    done: float,
+    steps: int,
+    pairs: Sequence[Pair] = (),
+) -> Minimum:
+    """Minimise a smooth function whose Hessian is near the identity, from ``start``.
+
+    Args:
+        objective: from a point to its value and gradient.
+        start: [n].
+        done: the search ends where no entry of the gradient is larger, or where a step changes the value or all entries
+            of the point by less than ``1e-5 * done``.
+        steps: at most so many.
+        pairs: of a search on nearly the same function.
+
+    Source: Nocedal & Wright, Numerical Optimization, 2nd edition, 2006, algorithms 7.4, 7.5, 3.5 and 3.6.
+    """
+    point = start
+    value, gradient = objective(point)
+    evaluations, known = 1, list(pairs)
+    for _ in range(steps):
+        if float(gradient.abs().max()) <= done:
+            break
+        direction = _direction(gradient, known)
+        slope = float(gradient @ direction)
+        if not slope < 0:  # rounding alone is left
+            break
+        size, there, of_there, trials = _line_search(objective, point, direction, value, slope)
+        evaluations += trials
+        if of_there is None:
+            break
+        step, change = size * direction, of_there - gradient
+        fallen = value - there
+        point, value, gradient = point + step, there, of_there
+        if float(step @ change) > 1e-10 * float(change @ change):
+            known = [*known[-(HISTORY - 1) :], (step, change)]
+        if abs(fallen) < 1e-5 * done or float(step.abs().max()) < 1e-5 * done:
+            break
+    else:
+        return Minimum(point, value, evaluations, False, tuple(known))
+    return Minimum(point, value, evaluations, True, tuple(known))
+
+
+def _direction(gradient: Tensor, pairs: Sequence[Pair]) -> Tensor:
+    """Minus the gradient times the inverse Hessian of the pairs, by two loops."""
+    direction, factors = -gradient, []
+    for step, change in reversed(pairs):
+        inverse = 1 / (change @ step)
+        factor = inverse * (step @ direction)
+        factors.append((inverse, factor))
+        direction = direction - factor * change
+    if pairs:
+        step, change = pairs[-1]
+        direction = direction * ((step @ change) / (change @ change))
+    for (step, change), (inverse, factor) in zip(pairs, reversed(factors), strict=True):
+        direction = direction + (factor - inverse * (change @ direction)) * step
+    return direction
+
+
+def _line_search(
+    objective: Callable[[Tensor], tuple[float, Tensor]], point: Tensor, direction: Tensor, value: float, slope: float
+) -> tuple[float, float, Tensor | None, int]:
+    """A size of the step that meets the strong Wolfe conditions, with value and gradient there, and evaluations.
+
+    The gradient is None where no size lowers the value.
+    """
+    low: _Trial = (0.0, value, slope)
+    high: _Trial | None = None
+    of_low: Tensor | None = None
+    rounding = _ROUNDING * (1 + abs(value))
+    size = 1.0
+    for trial in range(1, _TRIALS + 1):
+        there, gradient = objective(point + size * direction)
+        at = float(gradient @ direction)
+        if not (there <= value + _DECREASE * size * slope + rounding and there <= low[1] + rounding):
+            high = (size, there, at)
+        elif abs(at) <= -_CURVATURE * slope:
+            return size, there, gradient, trial
+        else:
+            if (at >= 0) if high is None else (at * (high[0] - size) >= 0):
+                high = low
+            low, of_low = (size, there, at), gradient
+        size = 4 * size if high is None else _between(low, high)
+    return low[0], low[1], of_low, _TRIALS
+
+
+def _between(low: _Trial, high: _Trial) -> float:
+    """The minimum of the cubic through two values and slopes, a tenth of the way from either end at least."""
+    (a, of_a, slope_a), (b, of_b, slope_b) = low, high
+    first = slope_a + slope_b - 3 * (of_a - of_b) / (a - b)
+    square = first * first - slope_a * slope_b
+    middle = (a + b) / 2
+    if square >= 0:
+        root = square**0.5 if b > a else -(square**0.5)
+        below = slope_b - slope_a + 2 * root
+        middle = b - (b - a) * (slope_b + root - first) / below if below else middle
+    least, most = sorted((a + 0.1 * (b - a), b - 0.1 * (b - a)))
+    return min(max(middle, least), most)
