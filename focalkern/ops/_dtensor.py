@@ -23,7 +23,7 @@ from focalkern._devices import autocast_is_on, has_float64
 from focalkern._types import HALVES
 from focalkern.gamma import GammaTable
 
-__all__ = ["is_dtensor", "loss_of_elements_over_mesh", "loss_over_mesh", "map_over_mesh"]
+__all__ = ["is_dtensor", "linear_loss_over_mesh", "loss_of_elements_over_mesh", "loss_over_mesh", "map_over_mesh"]
 
 Placements = tuple[Any, ...]
 Parameter = float | Tensor | GammaTable | None
@@ -70,11 +70,60 @@ def loss_over_mesh(
             loss = over_ranks(last, y, gamma, weight, how, group)  # type: ignore[misc]
     if not summed:
         return _placed(loss, reduction, mesh, of_rows, leading)
-    if soft:
-        divisor = torch.full((), z.numel() // max(1, z.shape[class_dim]), dtype=loss.dtype, device=z.device)
-    else:
-        divisor = _row_weights(y, weight, ignore_index).sum()
-    return _mean(loss, divisor, z, mesh, of_rows)
+    rows = z.numel() // max(1, z.shape[class_dim])
+    return _mean(loss, _divisor(y, rows, weight, ignore_index), z, mesh, of_rows)
+
+
+def linear_loss_over_mesh(
+    op: str,
+    local: Callable[..., Tensor],
+    input: Any,
+    linear_weight: Any,
+    linear_bias: Any,
+    target: Any,
+    gamma: Parameter,
+    weight: Any,
+    ignore_index: int,
+    reduction: str,
+) -> Tensor:
+    """The loss of a head: ``local(input, linear_weight, linear_bias, target, gamma, weight, reduction, group)``, with a
+    group where the head's classes are sharded."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    reduction_code(op, reduction)
+    mesh = input.device_mesh
+    for name, value in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if value is not None and not (is_dtensor(value) and value.device_mesh == mesh):
+            kind = "one of another mesh" if is_dtensor(value) else "a plain tensor"
+            raise TypeError(f"{op}: {name} must be a DTensor on the mesh of input, got {kind}; see distribute_tensor")
+    if linear_weight.dim() != 2:
+        raise ValueError(f"{op}: linear_weight that is a DTensor must be [C, D], got shape {list(linear_weight.shape)}")
+    of_classes = next((i for i, p in enumerate(linear_weight.placements) if type(p) is Shard and p.is_shard(0)), None)
+    of_rows, of_head, sums = [], [], []
+    for i, placement in enumerate(input.placements):
+        rows = type(placement) is Shard and not placement.is_shard(input.dim() - 1) and i != of_classes
+        of_rows.append(placement if rows else Replicate())
+        of_head.append(Shard(0) if i == of_classes else Replicate())
+        sums.append(Shard(0) if i == of_classes else Partial() if rows else Replicate())
+    # A rank of the head has its part of the input's gradient; the redistribution backwards adds or scatters them.
+    of_input = [Partial() if i == of_classes else placement for i, placement in enumerate(of_rows)]
+    x = input.redistribute(placements=of_rows).to_local(grad_placements=of_input)
+    w = linear_weight.redistribute(placements=of_head).to_local(grad_placements=sums)
+    b = linear_bias
+    if b is not None:
+        b = b.redistribute(placements=of_head).to_local(grad_placements=sums)
+    soft = isinstance(target, Tensor) and target.is_floating_point()
+    leading = input.shape[:-1]
+    last = [Shard(len(leading)) if i == of_classes else placement for i, placement in enumerate(of_rows)]
+    y = _local(op, "target", target, mesh, tuple(last if soft else of_rows))
+    gamma, weight = parameter_over_mesh(gamma, mesh, leading, tuple(of_rows)), _whole(weight)
+    summed = reduction == "mean" and any(placement.is_shard() for placement in of_rows)
+    group = None if of_classes is None else mesh.get_group(of_classes)
+    with _float32_loss(x) if summed else contextlib.nullcontext():
+        loss = local(x, w, b, y, gamma, weight, "sum" if summed else reduction, group)
+    if not summed:
+        return _placed(loss, reduction, mesh, tuple(of_rows), leading)
+    return _mean(loss, _divisor(y, math.prod(x.shape[:-1]), weight, ignore_index), x, mesh, tuple(of_rows))
 
 
 def loss_of_elements_over_mesh(
@@ -220,13 +269,16 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if is_dtensor(value) else value
 
 
-def _row_weights(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    counts = labels != ignore_index
+def _divisor(target: Tensor, rows: int, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What this rank's rows add to the divisor of the mean."""
+    if target.is_floating_point():
+        return torch.full((), rows, device=target.device)
+    counts = target != ignore_index
     if weight is None:
-        return counts
-    index = torch.where(counts & (labels >= 0) & (labels < len(weight)), labels, 0).long()
+        return counts.sum()
+    index = torch.where(counts & (target >= 0) & (target < len(weight)), target, 0).long()
     wide = weight.double() if has_float64(weight.device) else weight.float()
-    return torch.where(counts, wide[index], 0.0)
+    return torch.where(counts, wide[index], 0.0).sum()
 
 
 def _placed(loss: Tensor, reduction: str, mesh: Any, placements: Placements, leading: torch.Size) -> Tensor:

@@ -11,6 +11,7 @@ from focalkern._devices import has_float64
 from focalkern._types import compute_dtype
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, blocks, is_plain
 from focalkern.ops._row_kernels import Block, Settings, gradients_of_rows, losses_of_rows
+from focalkern.ops._row_loss import kind_of
 
 __all__ = [
     "MEAN",
@@ -129,7 +130,10 @@ def loss_and_gradients(
             logits = part.to(real) if options.float64_loss else part
             here = Block(logits, target[where], gamma_rows[where] if per_row else gamma, edges, weight)
             settings = Settings(
-                options.ignore_index, options.label_smoothing, options.detach_modulation, options.modulation
+                options.ignore_index,
+                options.label_smoothing,
+                options.detach_modulation,
+                kind=kind_of(options.modulation),
             )
             losses[where], saved = losses_of_rows(here, settings)
             if not any_needed:

@@ -14,7 +14,7 @@ from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
 from focalkern.ops._row_loss import kind_of, row_loss
 
-__all__ = ["gradients_of_rows", "losses_of_rows", "slice_gradient", "slice_statistics"]
+__all__ = ["gradients_of_rows", "losses_of_margins", "losses_of_rows", "slice_gradient", "slice_statistics"]
 
 _NO_REDUCTION = 0
 
@@ -35,19 +35,15 @@ class Settings(NamedTuple):
     ignore_index: int
     label_smoothing: float
     detach_modulation: bool
-    modulation: str | None = None
-
-    @property
-    def kind(self) -> int:
-        return kind_of(self.modulation)
+    float32_loss: bool = True
+    kind: int = kind_of(None)
+    epsilon: float = 0.0
 
 
 def losses_of_rows(block: Block, settings: Settings) -> tuple[Tensor, Tensor | None]:
     """The losses [n], and what :func:`gradients_of_rows` wants to know of them."""
     if has_kernels(block.logits):
-        losses, saved = torch.ops.focalkern.focal_loss_forward(
-            *block, _NO_REDUCTION, *settings[:3], True, settings.kind
-        )
+        losses, saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, *settings)
         return losses, saved
     return _plain_losses(block, settings), None
 
@@ -58,7 +54,7 @@ def gradients_of_rows(
     """Gradients of sum(upstream * losses) by logits, target and gamma; what is not needed means nothing."""
     if saved is not None:
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.focalkern.focal_loss_backward(
-            upstream, *block, saved, _NO_REDUCTION, *settings[:3], list(needed), settings.kind
+            upstream, *block, saved, _NO_REDUCTION, *settings[:3], list(needed), *settings[4:]
         )
         return found
     with torch.enable_grad():
@@ -84,13 +80,38 @@ def _plain_losses(block: Block, settings: Settings) -> Tensor:
         logits.to(real),
         target.to(real) if target.is_floating_point() else target,
         gamma if edges is None else GammaTable._unchecked(edges, gamma),
-        0.0,
+        settings.epsilon,
         weight,
         settings.ignore_index,
         "none",
         settings.label_smoothing,
         settings.detach_modulation,
     )
+
+
+def losses_of_margins(
+    margin: Tensor, gamma: float | Tensor | GammaTable, settings: Settings, needs_gamma: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, its derivative in d and, if needed, in gamma, all [n] and float64, of rows whose class has
+    d = log(1 - p) - log p: those of the two logits (-d, 0)."""
+    # e^-_FAR is 0, also in float64; a class alone in its row has d = -inf.
+    d = margin.double().clamp(min=-_FAR)
+    edges, device = None, d.device
+    if isinstance(gamma, GammaTable):
+        edges, gamma = gamma.edges, gamma.gammas
+    elif isinstance(gamma, Tensor):
+        gamma = gamma.double()
+        gamma = gamma.expand(len(d)) if needs_gamma else gamma
+    else:
+        gamma = torch.tensor(gamma, dtype=torch.float64)
+    first = torch.zeros(len(d), dtype=torch.int64, device=device)
+    block = Block(torch.stack([-d, torch.zeros_like(d)], dim=1), first, gamma.detach(), edges)
+    losses, saved = losses_of_rows(block, settings)
+    found = gradients_of_rows(torch.ones_like(d), block, settings, saved, (True, False, needs_gamma))
+    return losses, -found[0][:, 0], found[2] if needs_gamma else torch.zeros_like(d)
+
+
+_FAR = 1e4
 
 
 # ---- cross-entropy of a slice of the classes -------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from focalkern._types import FLOATS, LABELS
 from focalkern.gamma import GammaTable
 from focalkern.ops._collectives import all_gather, all_reduce, group_of
 from focalkern.ops._linear_chunks import blocks, is_plain
-from focalkern.ops._row_kernels import slice_gradient, slice_statistics
+from focalkern.ops._row_kernels import Settings as KernelSettings
+from focalkern.ops._row_kernels import losses_of_margins, slice_gradient, slice_statistics
 from focalkern.ops._row_loss import row_loss, warn_if_steep
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "refuse_second_derivatives",
     "row_losses",
     "slice_of",
+    "slopes",
     "statistics",
 ]
 
@@ -250,6 +252,13 @@ def row_losses(margin: Tensor, gamma: float | Tensor | GammaTable, settings: Set
         0.0,
         settings.detach_modulation,
     )
+
+
+def slopes(margin: Tensor, gamma: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, dL/dd and dL/dgamma of each row; ``gamma`` [] or [n] stands for that of the settings."""
+    kernel = KernelSettings(-100, 0.0, settings.detach_modulation, kind=settings.kind, epsilon=settings.epsilon)
+    has_gamma = gamma is not None and not settings.detach_modulation  # the derivative of a constant is 0
+    return losses_of_margins(margin, settings.gamma if gamma is None else gamma, kernel, has_gamma)
 
 
 def gamma_rows(op: str, gamma: float | Tensor | GammaTable, leading: torch.Size) -> float | Tensor | GammaTable:

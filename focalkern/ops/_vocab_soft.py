@@ -6,8 +6,8 @@ and
     dL/dz_j = s_j - p_j G,    s_j = w_j t_j dl/dlog p_j,    G = sum_i s_i
 
 Every rank sums its classes; two reductions give the softmax of all classes (MAX of the largest logit, SUM of the
-others' exponentials), a third one the loss, G and the slope in gamma. The terms are computed in float64, block by
-block, in torch operations; 1 - p of the largest class comes from the sum of the others.
+others' exponentials), a third one the loss, G and the slope in gamma. The terms l(p) are those of two classes with the
+logits (log p - log(1 - p), 0), in float64, block by block; 1 - p of the largest class comes from the sum of the others.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,7 @@ from torch import Tensor
 
 from focalkern.ops._collectives import all_reduce
 from focalkern.ops._linear_chunks import blocks
-from focalkern.ops._vocab_slices import Settings, Split, refuse_second_derivatives
-from focalkern.reference._rows import gamma_tensor, times_log, weighted_sum
-from focalkern.reference._softmax_losses import row_loss_of
+from focalkern.ops._vocab_slices import Settings, Split, refuse_second_derivatives, slopes
 
 __all__ = ["Shares", "SoftLosses", "SoftRows", "soft_gradients", "soft_losses"]
 
@@ -30,6 +28,7 @@ class Shares(NamedTuple):
 
     target: Tensor | None  # [n, C_r] class probabilities; None for the labels of a Split
     weight: Tensor | None  # [C_r] class weights
+    needs_target: bool = False  # whether the derivative in the class probabilities is wanted
 
     @classmethod
     def of(cls, target: Tensor | None, weight: Tensor | None, classes: int, split: Split) -> "Shares":
@@ -39,7 +38,7 @@ class Shares(NamedTuple):
         return cls(target, weight[split.offset + torch.arange(classes, device=weight.device)])
 
     def at(self, rows: slice | Tensor) -> "Shares":
-        return self if self.target is None else Shares(self.target[rows], self.weight)
+        return self if self.target is None else self._replace(target=self.target[rows])
 
 
 class SoftRows(NamedTuple):
@@ -120,37 +119,28 @@ def _terms(
     logits = z.double()
     log_p = (logits - top) - log_total
     log_u = torch.where(logits == top, log_u_top, torch.log1p(-log_p.exp()))
-    rise = torch.where(log_u == -torch.inf, 0.0, -(log_p - log_u).exp())  # d log u / d log p
-    factor_of = row_loss_of(settings.kind).factor
-    assert factor_of is not None
-    with torch.enable_grad():
-        step = torch.zeros_like(log_p).requires_grad_()
-        variables = [step]
-        of_rows: Any = settings.gamma
-        if gamma is not None:
-            of_rows = gamma.double().requires_grad_(not settings.detach_modulation)
-            variables += [of_rows] if of_rows.requires_grad else []
-        log_p, log_u = log_p + step, log_u + rise * step
-        factor = factor_of(log_p, log_u, gamma_tensor(of_rows, log_p.detach().exp()))
-        of_class = -times_log(factor.detach() if settings.detach_modulation else factor, log_p)
-        target = shares.target
-        if target is None:
-            columns = torch.arange(z.shape[1], device=z.device)
-            target = ((columns == split.label.unsqueeze(1)) & split.owned.unsqueeze(1)).double()
-        else:
-            target = target.detach().double().requires_grad_(target.requires_grad)
-            variables += [target] if target.requires_grad else []
-        e = settings.label_smoothing
-        share = (1.0 - e) * target + (e / split.classes.double() if e else 0.0)
-        weight = torch.ones_like(share) if shares.weight is None else shares.weight.double().expand_as(share)
-        losses = torch.where(split.counts, weighted_sum(weight, share, of_class), 0.0)
-        found = iter(torch.autograd.grad(losses.sum(), variables))
-    slope = next(found)
-    of_gamma = next(found) if gamma is not None and of_rows.requires_grad else torch.zeros_like(rows.top)
-    of_target = next(found) if shares.target is not None and target.requires_grad else None
-    # A label out of range, where nobody looks at the labels.
-    losses = torch.where(split.legal, losses.detach(), torch.nan)
-    return losses, torch.where(split.legal.unsqueeze(1), slope, torch.nan), of_target, of_gamma
+    of_class = None if gamma is None else gamma.double().unsqueeze(1).expand_as(log_p).reshape(-1)
+    found = slopes((log_u - log_p).reshape(-1), of_class, settings)
+    loss, of_margin, of_gamma = (values.reshape(log_p.shape) for values in found)
+    # d log p / dd = -u; where u vanishes, all others do, and G cancels s.
+    u = log_u.exp()
+    of_log_p = torch.where(u > 0, -of_margin / u, torch.where(of_margin.isnan(), of_margin, 0.0))
+    e, target = settings.label_smoothing, shares.target
+    if target is None:
+        columns = torch.arange(z.shape[1], device=z.device)
+        target = ((columns == split.label.unsqueeze(1)) & split.owned.unsqueeze(1)).double()
+    weight = torch.ones_like(loss) if shares.weight is None else shares.weight.double().expand_as(loss)
+    share = weight * ((1.0 - e) * target.double() + (e / split.classes.double() if e else 0.0))
+    counts = split.counts.unsqueeze(1)
+    # A class without a share contributes 0, also where its logit is -inf.
+    share, none = torch.where(counts, share, 0.0), (share == 0) | ~counts
+    nan = torch.where(split.legal, 0.0, torch.nan)  # a label out of range, where nobody looks at the labels
+    losses = torch.where(none & (loss == torch.inf), 0.0, share * loss).sum(1) + nan
+    of_target = None
+    if shares.needs_target:
+        of_target = torch.where(weight == 0, 0.0, (1.0 - e) * weight * loss)
+    sums = torch.where(none, 0.0, share * of_gamma).sum(1)
+    return losses, torch.where(none & ~of_log_p.isnan(), 0.0, share * of_log_p) + nan.unsqueeze(1), of_target, sums
 
 
 class SoftLosses(torch.autograd.Function):
@@ -177,7 +167,7 @@ class SoftLosses(torch.autograd.Function):
         refuse_second_derivatives(ctx.settings.op)
         logits, target, gamma, of_gamma = ctx.saved_tensors
         needs_target = target is not None and ctx.needs_input_grad[1]
-        shares = Shares(target if target is None else target.detach().requires_grad_(needs_target), ctx.weight)
+        shares = Shares(target, ctx.weight, needs_target)
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         grad_target = torch.empty_like(target) if needs_target else None
         for block, part, of_target in soft_gradients(

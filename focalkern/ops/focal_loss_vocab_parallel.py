@@ -158,7 +158,10 @@ def loss_of_slices(
     if soft or label_smoothing:
         of_rows = gammas if isinstance(gammas, Tensor) else None
         shares = target.reshape(rows.shape) if soft else None
-        losses = SoftLosses.apply(rows, shares, of_rows, split, weight, settings)  # type: ignore[no-untyped-call]
+        apply: Any = SoftLosses.apply
+        if torch.compiler.is_compiling():
+            apply = torch.compiler.disable(apply)
+        losses = apply(rows, shares, of_rows, split, weight, settings)
     else:
         margin = _Margin.apply(rows, op, *split)  # type: ignore[no-untyped-call]
         losses = row_losses(margin, gammas, settings) * split.row_weights(weight, margin.dtype)

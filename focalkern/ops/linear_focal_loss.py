@@ -12,10 +12,12 @@ from focalkern._devices import autocast_is_on
 from focalkern._types import FLOATS, HALVES, LABELS, Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
+from focalkern.ops._dtensor import is_dtensor, linear_loss_over_mesh
 from focalkern.ops._linear_autograd import loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
 from focalkern.ops._linear_pass import NONE, Options, capped, check_labels
-from focalkern.ops._linear_vocab_parallel import linear_focal_loss_over_ranks, slice_of_dtensor
+from focalkern.ops._linear_vocab_operator import linear_focal_loss_over_ranks
+from focalkern.ops._linear_vocab_parallel import slice_of_dtensor
 from focalkern.ops._row_loss import Modulation, check_modulation, warn_if_steep
 from focalkern.ops.focal_loss import focal_loss
 
@@ -59,7 +61,10 @@ def linear_focal_loss(
     hand over the others only: ``input[keep], target[keep]``, with ``keep`` made where the batch is.
 
     Args:
-        input: [D], [N, D] or [B, S, D], float16, bfloat16, float32 or float64.
+        input: [D], [N, D] or [B, S, D], float16, bfloat16, float32 or float64. If ``input``, ``linear_weight`` and
+            ``linear_bias`` are DTensors of one mesh, the loss is one too: rows of ``input`` and classes of the head may
+            be sharded (rows that are sharded on the dimension of the classes, as by sequence parallelism, are
+            gathered), and ``target`` has the placements of the rows.
         linear_weight: [C, D], in the dtype of ``input`` (under autocast in any). A weight [C, d1, ..., D], for a
             K-dimensional head over an input [N, D], goes through :func:`focal_loss` with all its logits at once.
         target: labels of the shape of ``input`` without D (K-dimensional: [N, d1, ...]), int64, int32 or uint8; or
@@ -81,8 +86,8 @@ def linear_focal_loss(
             ``linear_bias``), those of rank r after those of rank r - 1, in any numbers, and the same of everything
             else; ``linear_weight`` may be a DTensor that is split over dimension 0. Every rank gets the same loss, bit
             by bit; 24 bytes per row travel (see :func:`focal_loss_vocab_parallel`), and the gradient of ``input``.
-            ``chunk_rows`` must be the same on every rank; by default it depends on D alone. Labels only, without
-            smoothing; differentiable once; torch.compile ends its graph here.
+            ``chunk_rows`` must be the same on every rank; by default it depends on D alone. Class probabilities are
+            the slice [..., C_r] of the rank. Differentiable once; one operator of a compiled graph.
         reduce_input_grad: sum the gradient of ``input`` over the ranks. False leaves each rank its part, for a caller
             that sums it elsewhere (sequence parallelism scatters it).
 
@@ -112,6 +117,29 @@ def linear_focal_loss(
         >>> fk.focal_loss(hidden @ head.T, target, gamma=2.0)
         tensor(0.7996)
     """
+    if process_group is None and is_dtensor(input):
+
+        def local(x: Tensor, w: Tensor, b: Any, y: Tensor, gamma: Any, weight: Any, how: Any, group: Any) -> Tensor:
+            return linear_focal_loss(
+                x,
+                w,
+                y,
+                gamma,
+                linear_bias=b,
+                weight=weight,
+                ignore_index=ignore_index,
+                reduction=how,
+                label_smoothing=label_smoothing,
+                detach_modulation=detach_modulation,
+                modulation=modulation,
+                chunk_rows=chunk_rows,
+                softcap=softcap,
+                process_group=group,
+                reduce_input_grad=False,
+            )
+
+        heads = (input, linear_weight, linear_bias)
+        return linear_loss_over_mesh(_OP, local, *heads, target, gamma, weight, ignore_index, reduction)
     code = reduction_code(_OP, reduction)  # which is MEAN, NONE or SUM
     _check_numbers(ignore_index, label_smoothing, detach_modulation, chunk_rows, softcap)
     gamma = check_modulation(_OP, modulation, gamma)
@@ -120,9 +148,10 @@ def linear_focal_loss(
         linear_weight = slice_of_dtensor(linear_weight)
     _check_tensors(input, linear_weight, target, linear_bias, weight, over_ranks)
     if over_ranks:
-        if label_smoothing or linear_weight.dim() > 2:
-            what = "label_smoothing" if label_smoothing else "a K-dimensional head"
-            raise ValueError(f"{_OP}: {what} does not go with process_group, whose ranks have a slice of the classes")
+        if linear_weight.dim() > 2:
+            raise ValueError(
+                f"{_OP}: a K-dimensional head does not go with process_group, whose ranks have a slice of the classes"
+            )
         dtype, loss_dtype = _dtypes(input, linear_weight, linear_bias)
         loss = linear_focal_loss_over_ranks(
             input,
@@ -133,6 +162,7 @@ def linear_focal_loss(
             weight=weight,
             ignore_index=ignore_index,
             reduction=reduction,
+            label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
             modulation=modulation,
             chunk_rows=chunk_rows,
@@ -250,8 +280,8 @@ def _check_tensors(
         dense(_OP, name, value)
     if hasattr(linear_weight, "device_mesh") or hasattr(input, "device_mesh"):
         raise TypeError(
-            f"{_OP}: input and linear_weight must be tensors of this process, got a DTensor. A weight that FSDP has "
-            "split is whole in the forward pass of its module; call the loss there"
+            f"{_OP}: input and linear_weight must both be DTensors, or tensors of this process with process_group, got "
+            "one DTensor. A weight that FSDP has split is whole in the forward pass of its module; call the loss there"
         )
     if not 1 <= input.dim() <= 3:
         raise ValueError(f"{_OP}: input must be [D], [N, D] or [B, S, D], got shape {list(input.shape)}")

@@ -14,7 +14,6 @@ __all__ = [
     "reduce_classes",
     "reduce_rows",
     "times_log",
-    "weighted_sum",
 ]
 
 
@@ -64,10 +63,10 @@ def reduce_classes(
     if target.is_floating_point():
         probabilities = target.to(class_loss.dtype).movedim(0 if input.dim() == 1 else 1, -1)
         t = (1.0 - label_smoothing) * probabilities + label_smoothing / n_classes
-        return reduce_rows(weighted_sum(w, t, class_loss), input, None, reduction)
+        return reduce_rows(_weighted_sum(w, t, class_loss), input, None, reduction)
     valid, onehot = one_hot(target, class_loss, ignore_index)
     t = (1.0 - label_smoothing) * onehot + label_smoothing / n_classes
-    loss = torch.where(valid, weighted_sum(w, t, class_loss), 0.0)
+    loss = torch.where(valid, _weighted_sum(w, t, class_loss), 0.0)
     return reduce_rows(loss, input, torch.where(valid, (w * onehot).sum(-1), 0.0), reduction)
 
 
@@ -89,7 +88,7 @@ def reduce_rows(loss: Tensor, input: Tensor, row_weight: Tensor | None, reductio
     return loss if autocast else loss.to(input.dtype)
 
 
-def weighted_sum(weight: Tensor, target: Tensor, class_loss: Tensor) -> Tensor:
+def _weighted_sum(weight: Tensor, target: Tensor, class_loss: Tensor) -> Tensor:
     # A class with no share in the target contributes 0, also where its own loss is infinite.
     share = weight * target
     nothing = (share == 0) & (class_loss == torch.inf)

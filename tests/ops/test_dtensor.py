@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 WORLD, N, C = 4, 10, 7  # neither is a multiple of 2 or 4
-ROWS, CLASSES, WHOLE, PARTIAL = "rows", "classes", "whole", "partial"
+ROWS, CLASSES, WHOLE, PARTIAL, FEATURES = "rows", "classes", "whole", "partial", "features"
 # The meshes, and what each of their dimensions does to the logits.
 MESHES = {
     "rows": ((4,), (ROWS,)),
@@ -30,6 +30,21 @@ MESHES = {
     "rows x rows": ((2, 2), (ROWS, ROWS)),
     "classes x classes": ((2, 2), (CLASSES, CLASSES)),
     "whole x classes": ((2, 2), (WHOLE, CLASSES)),
+}
+# Of the head: what each dimension of the mesh does to the input, and to the weight.
+HEADS = {
+    "rows": ((4,), (ROWS,), (WHOLE,)),
+    "classes": ((4,), (WHOLE,), (CLASSES,)),
+    "sequence": ((4,), (ROWS,), (CLASSES,)),  # sharded rows meet sharded classes
+    "rows x classes": ((2, 2), (ROWS, WHOLE), (WHOLE, CLASSES)),
+    "rows x sequence": ((2, 2), (ROWS, ROWS), (WHOLE, CLASSES)),
+    "rows x features": ((2, 2), (ROWS, FEATURES), (WHOLE, FEATURES)),
+}
+LINEAR = {
+    "labels": {},
+    "weights, gamma": {"gamma": "one", "weight": True},
+    "smoothing": {"label_smoothing": 0.1, "softcap": 2.0},
+    "probabilities": {"soft": True},
 }
 TABLE = fk.GammaTable([0, 0.1, 0.4, 1], [2.0, -1.0, 0.5])
 WEIGHT = torch.linspace(0.5, 2, C, dtype=torch.float64)
@@ -145,6 +160,51 @@ def over_mesh(function, case, layout, mesh, **more):
     return out, [str(p) for p in result.placements], [str(p) for p in z.grad.placements], [str(p) for p in z.placements]
 
 
+def head_problem(case):
+    random = torch.Generator().manual_seed(5)
+    options = dict(LINEAR[case])
+    x, w, b = (torch.randn(*size, generator=random, dtype=torch.float64) for size in ((N, 6), (C, 6), (C,)))
+    target = torch.randint(C, (N,), generator=random)
+    target[: N // 3] = -100
+    if options.pop("soft", False):
+        target = torch.rand(N, C, generator=random, dtype=torch.float64)
+    if options.pop("weight", False):
+        options["weight"] = WEIGHT
+    if options.get("gamma") == "one":
+        options["gamma"] = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    return x, w, b, target, options
+
+
+def head_over_mesh(case, layouts, mesh, reduction):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    x, w, b, target, options = head_problem(case)
+    of_input, of_head = layouts
+    places = {ROWS: Shard(0), WHOLE: Replicate(), CLASSES: Shard(0), FEATURES: Shard(1)}
+    x = distribute_tensor(x, mesh, [places[kind] for kind in of_input]).detach().requires_grad_()
+    w = distribute_tensor(w, mesh, [places[kind] for kind in of_head]).detach().requires_grad_()
+    of_bias = [Shard(0) if kind == CLASSES else Replicate() for kind in of_head]
+    b = distribute_tensor(b, mesh, of_bias).detach().requires_grad_()
+    of_target = [
+        Shard(0) if kind == ROWS and head != CLASSES else Replicate() for kind, head in zip(*layouts, strict=True)
+    ]
+    target = distribute_tensor(target, mesh, of_target)
+    loss = fk.linear_focal_loss(x, w, target, linear_bias=b, reduction=reduction, **options)
+    upstream = torch.linspace(1, 2, loss.numel(), dtype=torch.float64).reshape(loss.shape)
+    loss.backward(distribute_tensor(upstream, mesh, [p if p.is_shard() else Replicate() for p in loss.placements]))
+    assert all(leaf.grad.placements == leaf.placements for leaf in (x, w, b))
+    gamma = [options["gamma"].grad] if "gamma" in options else []
+    return [loss.detach().full_tensor(), *(leaf.grad.full_tensor() for leaf in (x, w, b)), *gamma]
+
+
+def head_expected(case, reduction):
+    x, w, b, target, options = head_problem(case)
+    leaves = [leaf.requires_grad_() for leaf in (x, w, b)] + ([options["gamma"]] if "gamma" in options else [])
+    loss = fk.linear_focal_loss(x, w, target, linear_bias=b, reduction=reduction, **options)
+    upstream = torch.linspace(1, 2, loss.numel(), dtype=torch.float64).reshape(loss.shape)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves, upstream)]
+
+
 def other_facts(mesh):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -155,6 +215,8 @@ def other_facts(mesh):
         "no tensor": error_of(lambda: fk.focal_loss(rows, [1, 2])),
         "replicated target": fk.focal_loss(rows, distribute_tensor(target, mesh, [Replicate()])).full_tensor(),
         "whole": fk.focal_loss(z, target),
+        "plain head": error_of(lambda: fk.linear_focal_loss(rows, torch.zeros(3, C).double(), target)),
+        "plain input": error_of(lambda: fk.linear_focal_loss(torch.zeros(N, C).double(), rows, target)),
     }
     leaf = classes.detach().requires_grad_()
     nothing = fk.focal_loss(leaf, torch.full((N,), -100))
@@ -181,6 +243,10 @@ def process(rank, folder):
                 out[name, case, reduction] = over_mesh(function, case, layout, mesh, reduction=reduction)
         for case, (function, _) in MAPS.items():
             out[name, case] = over_mesh(function, case, layout, mesh)
+    for name, (shape, *layouts) in HEADS.items():
+        for case in LINEAR:
+            for reduction in ("none", "sum", "mean"):
+                out["head", name, case, reduction] = head_over_mesh(case, layouts, meshes[shape], reduction)
     out["other"] = other_facts(meshes[(4,)])
     torch.save(out, f"{folder}/{rank}.pt")
     dist.barrier()
@@ -221,6 +287,16 @@ def test_maps_are_those_of_one_process(mesh, case, ranks):
             assert of_map == of_gradient == of_logits
 
 
+@pytest.mark.parametrize("case", LINEAR)
+@pytest.mark.parametrize("mesh", HEADS)
+def test_heads_are_those_of_one_process(mesh, case, ranks):
+    for reduction in ("none", "sum", "mean"):
+        expected = head_expected(case, reduction)
+        for result in ranks:
+            for value, wanted in zip(result["head", mesh, case, reduction], expected, strict=True):
+                assert_close(value, wanted)
+
+
 def test_placements_of_the_loss(ranks):
     """Rows stay sharded, their sum is a part of the whole; a slice's loss is the same on all ranks of its group."""
     for result in ranks:
@@ -238,6 +314,8 @@ def test_other_facts(ranks):
         assert other["plain target"].startswith(
             "TypeError: focal_loss: target must be a DTensor where the rows of input are sharded, got a plain tensor"
         )
+        assert "linear_weight must be a DTensor on the mesh of input, got a plain tensor" in other["plain head"]
+        assert "input and linear_weight must both be DTensors" in other["plain input"]
         assert other["no tensor"] == "TypeError: focal_loss: target must be a tensor, got list"
         assert_close(other["replicated target"], other["whole"])
         assert other["all ignored"][0].isnan()

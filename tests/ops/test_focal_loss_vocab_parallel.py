@@ -52,6 +52,15 @@ CASES = {
     "chunks": {"chunk_rows": 4},
     "DFT": {"gamma": 1.0, "modulation": "confidence", "detach_modulation": True},
     "weight p^gamma, none": {"gamma": "one", "modulation": "confidence", "reduction": "none"},
+    "smoothing": {"label_smoothing": 0.1, "weight": torch.linspace(0, 2, C).double()},
+    "smoothing, capped, none": {"label_smoothing": 0.3, "softcap": 1.5, "gamma": "rows", "reduction": "none"},
+    "smoothing, float32, chunks": {"label_smoothing": 0.1, "dtype": torch.float32, "chunk_rows": 4},
+    "smoothing, far apart": {"label_smoothing": 0.1, "scale": 300.0, "gamma": -1.0},
+    "smoothing, table, sum": {"label_smoothing": 0.1, "gamma": TABLE, "reduction": "sum"},
+    "probabilities": {"soft": True, "gamma": "one", "weight": torch.linspace(0, 2, C).double()},
+    "probabilities, none": {"soft": True, "reduction": "none", "label_smoothing": 0.1, "softcap": 1.5},
+    "probabilities, bfloat16": {"soft": True, "dtype": torch.bfloat16, "reduction": "sum"},
+    "probabilities, DFT": {"soft": True, "gamma": 1.0, "modulation": "confidence", "detach_modulation": True},
     "weight p^gamma, far apart": {"gamma": 0.5, "modulation": "confidence", "scale": 300.0},
 }
 
@@ -72,6 +81,9 @@ def problem(name, world, device="cpu"):
     target[0, ::4] = options.get("ignore_index", -100)
     if options.pop("ignored", False):
         target[:] = -100
+    if options.pop("soft", False):
+        target = torch.softmax(3 * torch.randn(2, N // 2, C, dtype=torch.float64), -1).to(dtype)
+        target[0, 0] = F.one_hot(torch.tensor(C - 1), C)
     gamma = options.get("gamma")
     if gamma == "rows":
         options["gamma"] = torch.linspace(-1, 3, N // 2, dtype=torch.float64, device=device).requires_grad_()
@@ -98,7 +110,9 @@ def with_head(name, world, rank=None, group=None, device="cpu", **more):
         part = slice(begin, begin + slices(world)[rank])
         w, b = w[part].clone(), b[part].clone()
         more["process_group"] = group
+        target = target[..., part].clone() if target.is_floating_point() else target
     leaves = [t.requires_grad_() for t in (x, w, b)]
+    leaves += [target.requires_grad_()] if target.is_floating_point() else []
     if isinstance(options.get("gamma"), torch.Tensor):
         leaves.append(options["gamma"])
     loss = fk.linear_focal_loss(x, w, target, linear_bias=b, **{**options, **more})
@@ -112,15 +126,19 @@ def of_logits(name, world, rank=None, group=None, device="cpu"):
     options.pop("chunk_rows", None)
     z = F.linear(x, w, b)
     gamma = options.pop("gamma", 2.0)
-    leaves = [gamma] if isinstance(gamma, torch.Tensor) else []
+    begin = sum(slices(world)[: rank or 0])
+    part = slice(None) if rank is None else slice(begin, begin + slices(world)[rank])
+    if target.is_floating_point():
+        target = target[..., part].clone().requires_grad_()
+    leaves = [t for t in (target, gamma) if isinstance(t, torch.Tensor) and t.requires_grad]
     if rank is None:
         z = z.requires_grad_()
-        flat = gamma.expand(target.shape).reshape(-1) if isinstance(gamma, torch.Tensor) else gamma
-        loss = fk.focal_loss(z.flatten(0, 1), target.flatten(), flat, **options)
-        loss = loss.reshape(target.shape) if options.get("reduction") == "none" else loss
+        flat = gamma.expand(z.shape[:-1]).reshape(-1) if isinstance(gamma, torch.Tensor) else gamma
+        rows = target.flatten(0, 1) if target.is_floating_point() else target.flatten()
+        loss = fk.focal_loss(z.flatten(0, 1), rows, flat, **options)
+        loss = loss.reshape(z.shape[:-1]) if options.get("reduction") == "none" else loss
     else:
-        begin = sum(slices(world)[:rank])
-        z = z[..., begin : begin + slices(world)[rank]].clone().requires_grad_()
+        z = z[..., part].clone().requires_grad_()
         loss = fk.focal_loss_vocab_parallel(z, target, gamma, process_group=group, **options)
     return [loss.detach(), *gradients(loss, [z, *leaves])]
 
@@ -300,25 +318,28 @@ def close(found, expected):
 
 
 def check_head(name, world, results):
-    expected = with_head(name, world)
+    expected, soft = with_head(name, world), "soft" in CASES[name]
     found = [result["head", name] for result in results]
     for of_rank in found:
         close(of_rank[0], expected[0])
         close(of_rank[1], expected[1])  # the input's gradient is that of all ranks
-        for gradient, wanted in zip(of_rank[4:], expected[4:], strict=True):
+        for gradient, wanted in zip(of_rank[4 + soft :], expected[4 + soft :], strict=True):
             close(gradient, wanted)
     for place in (2, 3):
         close(torch.cat([of_rank[place] for of_rank in found]), expected[place])
+    if soft:
+        close(torch.cat([of_rank[4] for of_rank in found], -1), expected[4])
 
 
 def check_logits(name, world, results):
-    expected = of_logits(name, world)
+    expected, soft = of_logits(name, world), "soft" in CASES[name]
     found = [result["logits", name] for result in results]
     for of_rank in found:
         close(of_rank[0], expected[0])
-        for gradient, wanted in zip(of_rank[2:], expected[2:], strict=True):
+        for gradient, wanted in zip(of_rank[2 + soft :], expected[2 + soft :], strict=True):
             close(gradient, wanted)
-    close(torch.cat([of_rank[1] for of_rank in found], -1), expected[1])
+    for place in (1, 2) if soft else (1,):
+        close(torch.cat([of_rank[place] for of_rank in found], -1), expected[place])
 
 
 def check_bits(results):
@@ -498,12 +519,52 @@ def test_compiles_into_one_graph(alone, name):
     assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
 
 
+HEADS = {
+    **COMPILED,
+    "number, none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.1, "weight": torch.linspace(0, 2, 40)},
+    "probabilities": {"soft": True, "gamma": torch.tensor(1.5, requires_grad=True)},
+    "capped": {"softcap": 2.0, "chunk_rows": 3},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_compiles_into_one_graph(alone, name):
+    options = dict(HEADS[name])
+    x, w, b = (torch.randn(*size, requires_grad=True) for size in ((7, 6), (40, 6), (40,)))
+    soft = options.pop("soft", False)
+    target = torch.rand(7, 40, requires_grad=True) if soft else torch.randint(40, (7,))
+    leaves = [x, w, b, *(t for t in (target, options.get("gamma")) if isinstance(t, torch.Tensor) and t.requires_grad)]
+
+    def loss(x, w, b, **group):
+        return fk.linear_focal_loss(x * 2, w, target, linear_bias=b, **options, **group) + 1
+
+    torch._dynamo.reset()
+    found = torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w, b, process_group=alone)
+    expected = loss(x, w, b)
+    assert_close(found, expected)
+    for gradient, wanted in zip(gradients(found, leaves), gradients(expected, leaves), strict=True):
+        assert_close(gradient, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_graph_ends_at_smoothing(alone):
+    z, target = torch.randn(7, 40, requires_grad=True), torch.randint(40, (7,))
+    torch._dynamo.reset()
+    options = {"label_smoothing": 0.1}
+    compiled = torch.compile(lambda z: fk.focal_loss_vocab_parallel(z * 2, target, **options) + 1, backend="eager")
+    found, expected = compiled(z), fk.focal_loss(z * 2, target, **options) + 1
+    assert_close(found, expected)
+    assert_close(gradients(found, [z])[0], gradients(expected, [z])[0])
+
+
 def test_what_does_not_go_with_ranks(alone):
     x, w, target = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.long)
-    with pytest.raises(ValueError, match="label_smoothing does not go with process_group"):
-        fk.linear_focal_loss(x, w, target, label_smoothing=0.1, process_group=alone)
-    with pytest.raises(TypeError, match="target must be labels where the classes are split"):
-        fk.linear_focal_loss(x, w, torch.zeros(4, 5), process_group=alone)
+    with pytest.raises(ValueError, match="a K-dimensional head does not go with process_group"):
+        fk.linear_focal_loss(x, w.unsqueeze(1), target, process_group=alone)
+    with pytest.raises(ValueError, match=r"target must be \[4, 5\], got \[4, 6\]"):
+        fk.linear_focal_loss(x, w, torch.zeros(4, 6), process_group=alone)
     with pytest.raises(NotImplementedError, match=r"torch.func does not transform"):
         torch.func.grad(lambda x: fk.linear_focal_loss(x, w, target, process_group=alone))(x)
 
