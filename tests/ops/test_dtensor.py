@@ -4,6 +4,9 @@ Every process computes every case on a mesh, and gives back whole tensors and th
 with the same call on plain tensors.
 """
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
+EXAMPLE, STEPS = Path(__file__).resolve().parents[2] / "examples" / "torchtitan_focal.py", 5
 WORLD, N, C = 4, 10, 7  # neither is a multiple of 2 or 4
 ROWS, CLASSES, WHOLE, PARTIAL, FEATURES = "rows", "classes", "whole", "partial", "features"
 # The meshes, and what each of their dimensions does to the logits.
@@ -247,6 +251,10 @@ def process(rank, folder):
         for case in LINEAR:
             for reduction in ("none", "sum", "mean"):
                 out["head", name, case, reduction] = head_over_mesh(case, layouts, meshes[shape], reduction)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for way in ("dtensor", "group"):
+        losses, model = runpy.run_path(str(EXAMPLE))["train"](mesh, way, STEPS)
+        out["example", way] = losses, [parameter.detach().full_tensor() for parameter in model.parameters()]
     out["other"] = other_facts(meshes[(4,)])
     torch.save(out, f"{folder}/{rank}.pt")
     dist.barrier()
@@ -295,6 +303,28 @@ def test_heads_are_those_of_one_process(mesh, case, ranks):
         for result in ranks:
             for value, wanted in zip(result["head", mesh, case, reduction], expected, strict=True):
                 assert_close(value, wanted)
+
+
+@pytest.mark.parametrize("way", ["dtensor", "group"])
+def test_fsdp_and_tensor_parallel_training_is_that_of_one_process(way, ranks):
+    """Of examples/torchtitan_focal.py, whose ranks have different numbers of tokens that count."""
+    example = runpy.run_path(str(EXAMPLE))
+    torch.manual_seed(0)
+    model, losses = example["Model"](), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    for step in range(STEPS):
+        tokens, labels = example["batch"](step)
+        loss = fk.focal_loss(model(tokens), labels, 2.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for result in ranks:
+        found, parameters = result["example", way]
+        torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+        for parameter, expected in zip(parameters, model.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_placements_of_the_loss(ranks):

@@ -34,8 +34,15 @@ def numbers(name, text):
     return [float(number) for number in re.findall(rf"{name} +(-?[\d.]+)", text)]
 
 
-def test_there_are_five():
-    assert SCRIPTS == ["calibrate.py", "compare.py", "detect.py", "language_model.py", "train.py"]
+def test_there_are_six():
+    assert SCRIPTS == [
+        "calibrate.py",
+        "compare.py",
+        "detect.py",
+        "language_model.py",
+        "torchtitan_focal.py",
+        "train.py",
+    ]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -91,3 +98,14 @@ def test_language_model(run):
     assert nlls[2] < nlls[0]
     assert all(0 <= ece <= 1 for ece in eces)
     assert "on 8192 words" in said
+
+
+# Of FSDP2, about outputs that are written to in place; the example writes to none.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
+@pytest.mark.parametrize("way", ["dtensor", "group"])
+def test_torchtitan_focal(run, way):
+    """One process; four of them are in tests/ops/test_dtensor.py."""
+    said = run("torchtitan_focal.py", "--steps", "10", "--way", way)
+    first, last = re.search(r"focal loss ([\d.]+) -> ([\d.]+) in 10 steps", said).groups()
+    assert float(last) < float(first)
