@@ -91,12 +91,13 @@ class SoftReader {
     if (across) {
       run_in_widest<LargestOfColumns>(columns, padded_, tile);
     } else {
-      uniform ? run_in_widest<LargestOfRows<false>>(rows, n, tile) : run_in_widest<LargestOfRows<true>>(rows, n, tile);
+      run_in_widest<LargestOfRows>(rows, n, tile);
     }
   }
 
-  // The whole share of the largest class, whose index is in tile.special where shares are not uniform.
+  // The whole share of the largest class, of rows where that is likely.
   void read_top_shares(int64_t n) {
+    if (!uniform && !across) run_in_widest<LikelyOfRows>(rows, n, tile);
     if (tile.has_labels) {
       soft_label_is_top(n, tile);
     } else {
@@ -329,12 +330,6 @@ void backward_soft(const RowLossBackward<Scalar>& args, int64_t row_begin, int64
     soft_zeros(whole, tile);
     soft_numbers(whole, tile);
     soft_gammas(args, n, tile);
-    if (!reader.uniform && !reader.across) {
-      for (int64_t r = 0; r < n; ++r) {
-        const bool is_likely = tile.inv_sum_exp[r] > kUnlikely<Real>;
-        tile.special[r] = is_likely ? first_equal(reader.rows.z[r], args.classes, tile.likely[r]) : 0;
-      }
-    }
     reader.read_top_shares(n);
     if (args.grad_gamma && Loss::kHasGamma) reader.template add_classes<true>(n, AnyGammas());
     if (needs_loss) {
@@ -428,6 +423,7 @@ void write_soft_grads(const RowLossBackward<Scalar>& args, int64_t row, int64_t 
     }
   }
   run();
+  if ((!args.grad_logits || in_place) && (!args.grad_target || target_in_place)) return;
   at = RowCursor(grad_layout, row);
   target_at = RowCursor(target_layout, row);
   for (int64_t r = 0; r < n; ++r, at.next()) {

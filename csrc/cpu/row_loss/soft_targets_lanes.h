@@ -23,7 +23,8 @@ constexpr int64_t kSoftPart = 16;  // vectors that are added in the type of the 
 
 template <typename Real>
 struct SoftTile : Tile<Real> {
-  Real likely[kTileRows];  // logit of a class above kUnlikely, or a number that no logit of the row has
+  // Aligned: else the loops over a tile take their first rows one by one.
+  alignas(64) Real likely[kTileRows];  // logit of a class above kUnlikely, or a number that no logit of the row has
   Real top_share[kTileRows];
   Real top_gamma[kTileRows];
   Real label_gamma[kTileRows];
@@ -323,8 +324,6 @@ FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real 
   return fold_lanes(all, Sum{}) + (fold_lanes(at_max, Sum{}) - again);
 }
 
-// kIndex: which class is the largest is wanted, too.
-template <bool kIndex>
 struct LargestOfRows {
   template <int64_t bytes, typename Real>
   static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, SoftTile<Real>& tile) {
@@ -334,7 +333,7 @@ struct LargestOfRows {
       const Real max = max_of<n>(z, rows.classes);
       double rest = 0;
       const int64_t blocks = std::max<int64_t>(1, rows.classes / kBlock);  // the last one also takes what is left
-      if (!kIndex && blocks == 1) {
+      if (blocks == 1) {
         rest = sum_exp_beside_largest<n>(z, rows.classes, max, tile);
       } else {
         const int64_t top = first_equal(z, rows.classes, max);
@@ -343,10 +342,21 @@ struct LargestOfRows {
           const int64_t count = block + 1 < blocks ? kBlock : rows.classes - begin;
           rest += sum_exp_except<n, false>(z + begin, count, max, top - begin, tile.exp_zero[0]).first;
         }
-        tile.special[r] = static_cast<label_int<Real>>(top);
       }
       tile.shift[r] = max;
       tile.sum_exp_others[r] = static_cast<Real>(rest);
+    }
+  }
+};
+
+// The class above kUnlikely of each row, or class 0 where there is none.
+struct LikelyOfRows {
+  template <int64_t bytes, typename Real>
+  static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, SoftTile<Real>& tile) {
+    for (int64_t r = 0; r < n_rows; ++r) {
+      const bool is_likely = tile.inv_sum_exp[r] > kUnlikely<Real>;
+      tile.special[r] =
+          static_cast<label_int<Real>>(is_likely ? first_equal(rows.z[r], rows.classes, tile.likely[r]) : 0);
     }
   }
 };
@@ -376,14 +386,13 @@ struct SoftSumsOfRows {
         if constexpr (kUniform && kLabelApart<Loss>) leave_out_by_bits(index == label, terms);
         return terms;
       };
-      int64_t j = 0;
-      while (j < whole) {
+      for (int64_t j = 0; j < whole;) {
+        if (j > 0) sums.flush(fold);
         const int64_t stop = std::min(whole, j + kSoftPart * n);
         for (; j < stop; j += n) {
           sums.add(terms_of(load_simd<Reals>(z + j), j));
           if constexpr (kUniform && kLabelApart<Loss>) index += static_cast<Int>(n);
         }
-        sums.flush(fold);
       }
       if (whole < classes) {
         const int64_t begin = classes - n;
@@ -392,8 +401,8 @@ struct SoftSumsOfRows {
         const Reals first = load_simd<Reals>(tile.first), done = spread<Reals>(static_cast<Real>(whole - begin));
         const Reals v = load_simd<Reals>(z + begin);
         sums.add(terms_of(Reals(first < done ? lanes.likely : v), begin));
-        sums.flush(fold);
       }
+      sums.flush(fold);
       tile.loss_sum[r] = static_cast<Real>(sums.all_loss);
       tile.grad_sum[r] = static_cast<Real>(sums.all_grad);
       if constexpr (kGamma) tile.gamma_sum[r] = static_cast<Real>(sums.all_gamma);

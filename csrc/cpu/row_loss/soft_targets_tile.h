@@ -131,8 +131,11 @@ template <typename Loss, typename Gammas>
 struct LabelTerms {
   template <typename Real>
   static FK_HOST_DEVICE ClassTerms<Real> of(const SoftTile<Real>& tile, int64_t r, Real epsilon, bool detached) {
-    const Real log_p = tile.log_p[r], log_u = log_one_plus(-exponential(log_p));
-    return Loss::class_terms(log_p, log_u, tile.label_gamma[r], epsilon, detached, tile.label_share[r]);
+    const Real given = tile.label_gamma[r];
+    // A loss without an inverse is NaN below 0.
+    const bool in_domain = Loss::kHasInverse || !(given < Real(0));
+    const AnyGamma<Real> gamma(in_domain ? given : std::numeric_limits<Real>::quiet_NaN(), detached);
+    return Loss::unlikely_terms(exponential(tile.log_p[r]), Real(-tile.log_p[r]), gamma, epsilon, tile.label_share[r]);
   }
 };
 template <typename Loss, int kGamma>
