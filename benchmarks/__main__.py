@@ -16,6 +16,7 @@ from benchmarks.speed import (
     losses,
     package,
     sigmoid_loss,
+    soft_targets,
     spline,
 )
 from benchmarks.targets import target_lines
@@ -25,6 +26,7 @@ BENCHMARKS = {
     "linear_focal_loss": linear_focal_loss,
     "losses": losses,
     "sigmoid_loss": sigmoid_loss,
+    "soft_targets": soft_targets,
     "calibration_map": calibration_map,
     "calibration_grid": calibration_grid,
     "spline": spline,
