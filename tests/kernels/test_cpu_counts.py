@@ -1,5 +1,6 @@
 """The instruction counts of the CPU kernels: the program that counts, and the table of the documentation."""
 
+import csv
 import platform
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ counts = pytest.importorskip("tools.cpu.instruction_counts", reason="the benchma
 def test_the_documentation_has_the_recorded_table():
     page = (counts.ROOT / "docs" / "evidence" / "speed.md").read_text()
     assert counts.summary() in page
+    assert counts.soft_summary() in page
     assert counts.element_summary() in page
 
 
@@ -25,6 +27,21 @@ def test_the_floor_of_a_long_row_is_that_of_its_elements():
     assert counts.floor(100, "float32") == pytest.approx((7 * 34 + 2 * 13 / 4 + rows * 32) / 100)
 
 
+def most_soft(gamma: str) -> float:
+    """The goal from 100 classes on, forward and backward."""
+    return 10 if gamma in ("0", "1", "2", "3") else 16
+
+
+def test_the_recorded_counts_of_smoothed_labels_meet_their_goal():
+    with counts.SOFT_TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["target"], int(row["classes"]), row["dtype"], row["gamma"]) for row in rows] == counts.SOFT_CASES
+    long = [row for row in rows if int(row["classes"]) >= 100 and row["dtype"] == "float32"]
+    for row in long:
+        if row["target"] == "smoothed" or row["classes"] == "1000":
+            assert float(row["both"]) <= most_soft(row["gamma"]), row
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("c++"), reason="steps through x86-64 code")
 def test_counts_repeat(tmp_path: Path):
     if "avx512bw" not in Path("/proc/cpuinfo").read_text():
@@ -36,6 +53,8 @@ def test_counts_repeat(tmp_path: Path):
     table = counts.count(program, 10, "float32", "table")
     assert table.forward > first.forward
     assert table.backward == first.backward  # what the gradient takes of gamma comes from the forward pass
+    for gamma in ("3", "1.5"):
+        assert counts.count_soft(program, "smoothed", 100, "float32", gamma).both <= most_soft(gamma)
     computed = counts.count_elements(program, "focal", "float32", "dense")
     looked_up = counts.count_elements(program, "focal", "bfloat16", "dense")
     assert 1 < looked_up.forward < computed.forward < 6

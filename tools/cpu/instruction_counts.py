@@ -32,6 +32,7 @@ from tools.toolchain import HOST_FLAGS
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "benchmarks" / "results" / "cpu_counts.csv"
 ELEMENTS_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_sigmoid.csv"
+SOFT_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_soft.csv"
 LANES = 16
 FEW_CLASSES = 32  # as in csrc/cpu/row_loss/tile.h
 CASES = [
@@ -40,6 +41,13 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for gamma in gammas
 ]
+# Label smoothing and class probabilities. 1.5 stands for every gamma that is not 0, 1, 2 or 3.
+SOFT_CASES = [
+    (target, classes, "float32", gamma)
+    for target, gammas in (("smoothed", ("0", "1", "2", "3", "1.5")), ("probabilities", ("2", "1.5")))
+    for classes in (10, 100, 1000)
+    for gamma in gammas
+] + [("smoothed", classes, "bfloat16", "2") for classes in (10, 100, 1000)]
 # The losses of independent logits, 80 classes: what a detector's head has.
 ELEMENT_CASES = [
     (loss, dtype, target)
@@ -58,6 +66,17 @@ class Count:
     backward: float
     floor: float
     ratio: float
+
+
+@dataclass(frozen=True)
+class SoftCount:
+    target: str
+    classes: int
+    dtype: str
+    gamma: str
+    forward: float
+    backward: float
+    both: float
 
 
 @dataclass(frozen=True)
@@ -103,6 +122,11 @@ def count(program: Path, classes: int, dtype: str, gamma: str) -> Count:
     return Count(classes, dtype, gamma, *(round(number, 2) for number in numbers))
 
 
+def count_soft(program: Path, target: str, classes: int, dtype: str, gamma: str) -> SoftCount:
+    forward, backward = steps(program, target, classes, dtype, gamma)
+    return SoftCount(target, classes, dtype, gamma, *(round(n, 2) for n in (forward, backward, forward + backward)))
+
+
 def count_elements(program: Path, loss: str, dtype: str, target: str) -> ElementCount:
     return ElementCount(loss, dtype, target, *(round(n, 2) for n in steps(program, loss, 80, dtype, target)))
 
@@ -118,6 +142,10 @@ def summary() -> str:
     return table(TABLE, ["classes", "dtype", "gamma", "forward", "backward", "floor of both", "ratio"])
 
 
+def soft_summary() -> str:
+    return table(SOFT_TABLE, ["target", "classes", "dtype", "gamma", "forward", "backward", "both"])
+
+
 def element_summary() -> str:
     return table(ELEMENTS_TABLE, ["loss", "dtype", "target", "forward", "backward"])
 
@@ -128,13 +156,19 @@ def main() -> None:
     parser.add_argument("--summary", action="store_true", help="print the recorded tables")
     arguments = parser.parse_args()
     if arguments.summary:
-        print(summary(), element_summary(), sep="\n\n")
+        print(summary(), soft_summary(), element_summary(), sep="\n\n")
         return
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
         counts = [count(program, *case) for case in CASES]
+        soft_counts = [count_soft(program, *case) for case in SOFT_CASES]
         element_counts = [count_elements(program, *case) for case in ELEMENT_CASES]
-    for path, kind, found in ((TABLE, Count, counts), (ELEMENTS_TABLE, ElementCount, element_counts)):
+    tables = (
+        (TABLE, Count, counts),
+        (SOFT_TABLE, SoftCount, soft_counts),
+        (ELEMENTS_TABLE, ElementCount, element_counts),
+    )
+    for path, kind, found in tables:
         rows = [asdict(one) for one in found]
         for row in rows:
             print(*(f"{name} {value}" for name, value in row.items()), sep="  ")
