@@ -122,7 +122,7 @@ def test_pages_show_what_was_recorded():
     for table in (
         *(
             main.summary(op, harness.RESULTS)
-            for op in ("focal_loss", "sigmoid_loss", "calibration_map", "calibration_grid")
+            for op in ("focal_loss", "soft_targets", "sigmoid_loss", "calibration_map", "calibration_grid")
         ),
         main.targets_summary(harness.RESULTS),
     ):
