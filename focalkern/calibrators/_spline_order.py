@@ -66,13 +66,15 @@ def fit_ordered(rows: SplineRows, free: Fit) -> Fit:
             step = _quadratic_program(here, curve, conditions, constant) - curve
             there = curve_derivatives(rows, Map(curve + step))
             passes += 1
-            while turn > 0 and there.value > here.value and float(step.abs().max()) > 1e-12:
+            # The program is solved to about 1e-9, so the last step may be one up.
+            while turn > 0 and there.value > here.value + _DONE:
                 step = step / 2
                 there = curve_derivatives(rows, Map(curve + step))
                 passes += 1
-            fallen = here.value - there.value
-            curve, here = curve + step, there
-            if turn > 0 and abs(fallen) < _DONE:
+            done = turn > 0 and abs(here.value - there.value) < _DONE
+            if not done or there.value <= here.value:
+                curve, here = curve + step, there
+            if done:
                 break
     if not keeps_order(rows.spline, rows.n_classes, curve):
         fine, constant = order_conditions(rows.spline, rows.n_classes, _CHECKED, _CHECKED)

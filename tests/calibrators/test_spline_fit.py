@@ -292,6 +292,13 @@ def crossing(n=3000, n_classes=3):
     return logits, torch.where(sure, swapped, target)
 
 
+@pytest.mark.parametrize("n", [300, 350, 450])
+def test_the_search_under_the_condition_ends_at_rounding(n):
+    """A step up by what the quadratic program leaves open is not halved until nothing of it is left."""
+    family = fit_family(rows_of(*crossing(n)), ("scalar",))
+    assert family["scalar"].passes - family["free"].passes <= 8
+
+
 @pytest.mark.parametrize("n_classes", [2, 3, 20])
 def test_the_condition_binds_and_its_optimum_is_the_best_that_keeps_the_order(n_classes):
     logits, target = crossing(n_classes=n_classes)
