@@ -39,18 +39,21 @@ def parameters_of(n_classes: int, kind: str) -> dict[str, torch.Tensor]:
 
 
 def check(z: torch.Tensor, kind: str = "scalar", **options) -> None:
-    """Value and every gradient, for a random upstream gradient, against the reference in float64."""
+    """Value and every gradient, for a random upstream gradient, against the reference in float64.
+
+    The reference computes on the CPU.
+    """
     numbers = [torch.tensor(v, dtype=torch.float64) for v in MAP[:3]] + [KNOTS, VALUES]
     of_classes = parameters_of(z.shape[-1], kind)
     found = []
     upstream = torch.randn(z.shape, dtype=torch.float64).to(z.dtype)
-    for function, source in ((fk.spline_calibration_map, z), (reference.spline_calibration_map, z.double())):
-        leaves = [leaf(v) for v in (source, *numbers)]
-        extra = {name: leaf(v) for name, v in of_classes.items()}
+    for function, source in ((fk.spline_calibration_map, z), (reference.spline_calibration_map, z.double().cpu())):
+        leaves = [leaf(v.to(source.device)) for v in (source, *numbers)]
+        extra = {name: leaf(v.to(source.device)) for name, v in of_classes.items()}
         output = function(*leaves, **extra, **options)
         inputs = [*leaves, *extra.values()]
-        grads = torch.autograd.grad(output, inputs, upstream.to(output.dtype), allow_unused=True)
-        found.append((output, grads))
+        grads = torch.autograd.grad(output, inputs, upstream.to(output), allow_unused=True)
+        found.append((output.cpu(), [grad.cpu() for grad in grads]))
     (ours, grads), (theirs, exact) = found
     assert ours.dtype == z.dtype
     assert_close(ours, theirs, z.dtype)
@@ -225,20 +228,20 @@ def test_keep_order_keeps_it_to_the_bit(dtype, n_classes, log):
 # 2: the smallest; 3, 10: under one vector; 32, 33: the layouts of a tile; 100; 300: off the vector width; 2100: one row
 # is a tile.
 @pytest.mark.parametrize("n_classes", [2, 3, 10, 32, 33, 100, 300, 2100])
-def test_class_counts_and_dtypes(dtype, n_classes):
-    z = (torch.randn(5, n_classes) * 3).to(dtype)
+def test_class_counts_and_dtypes(device, dtype, n_classes):
+    z = (torch.randn(5, n_classes) * 3).to(device, dtype)
     for kind in ("scalar", "vector", *(("matrix",) if n_classes < 300 else ())):
         for log in (False, True):
             check(z, kind, log=log)
     # 70 rows are more than a tile.
     p = (torch.randn(70, min(n_classes, 100)) * 3).softmax(-1).clamp(min=1e-4)  # above the denormal numbers of float16
-    check((p / p.sum(-1, keepdim=True)).to(dtype), "vector", input_kind="probs")
+    check((p / p.sum(-1, keepdim=True)).to(device, dtype), "vector", input_kind="probs")
 
 
 # One row, a batch, an empty batch, three and four dimensions.
 @pytest.mark.parametrize("shape", [(3,), (5, 4), (0, 4), (2, 3, 4), (2, 1, 3, 5)])
-def test_shapes(shape):
-    z = torch.randn(shape, dtype=torch.float64)
+def test_shapes(device, shape):
+    z = torch.randn(shape, dtype=torch.float64).to(device)
     for kind in ("scalar", "vector", "matrix"):
         check(z, kind, log=True)
     check(z.transpose(0, -1).contiguous().transpose(0, -1) if len(shape) > 1 and z.numel() else z)

@@ -15,6 +15,28 @@ from focalkern.ops.spline_sums import spline_sums_for
 pytestmark = pytest.mark.kernels
 
 KERNELS = spline_sums_for(torch.empty(0))
+
+
+class OnDevice:
+    """The functions for rows on a device, with tensors of the CPU in and out. Parameters lie on the CPU anyhow."""
+
+    def __init__(self, device):
+        self.device, self.module = device, spline_sums_for(torch.empty(0, device=device))
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            rows = [one.to(self.device) if isinstance(one, torch.Tensor) else one for one in arguments[:3]]
+            return on_the_cpu(getattr(self.module, name)(*rows, *arguments[3:]))
+
+        return call
+
+
+def on_the_cpu(found):
+    if isinstance(found, tuple):
+        return tuple(map(on_the_cpu, found))
+    return found.cpu() if isinstance(found, torch.Tensor) else found
+
+
 # 2: the smallest; 3, 10: under one vector; 32, 33: the layouts of a tile; 100, 300: off the vector width; 2100: a row
 # is a tile.
 N_CLASSES = [2, 3, 10, 32, 33, 100, 300, 2100]
@@ -66,28 +88,32 @@ def sums(module, z, target, weight, m=10, kind="scalar", is_probs=False, keep_ze
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n_classes", N_CLASSES)
-def test_sums_are_those_of_the_fallback(n_classes, dtype):
+def test_sums_are_those_of_the_fallback(device, n_classes, dtype):
     rows = problem(90 if n_classes < 1000 else 7, n_classes, dtype)
     for kind in ("scalar", "vector", "matrix"):
         for keep_zeros in (False, True):
-            ours, theirs = (sums(module, *rows, kind=kind, keep_zeros=keep_zeros) for module in (KERNELS, fallback))
+            ours, theirs = (
+                sums(module, *rows, kind=kind, keep_zeros=keep_zeros) for module in (OnDevice(device), fallback)
+            )
             for one, other in zip(ours, theirs, strict=True):
                 close(one, other)
     probs = problem(90 if n_classes < 1000 else 7, n_classes, torch.float64, "probs")
-    for one, other in zip(*(sums(module, *probs, is_probs=True) for module in (KERNELS, fallback)), strict=True):
+    for one, other in zip(
+        *(sums(module, *probs, is_probs=True) for module in (OnDevice(device), fallback)), strict=True
+    ):
         close(one, other)
 
 
 @pytest.mark.parametrize("m", [2, 4, 9, 15])  # 15 fill the tables of the vector code
-def test_numbers_of_knots(m):
+def test_numbers_of_knots(device, m):
     rows = problem(90, 40)
-    for one, other in zip(*(sums(module, *rows, m=m) for module in (KERNELS, fallback)), strict=True):
+    for one, other in zip(*(sums(module, *rows, m=m) for module in (OnDevice(device), fallback)), strict=True):
         close(one, other)
 
 
 @pytest.mark.parametrize("input_kind", ["logits", "probs"])
 @pytest.mark.parametrize("n_classes", N_CLASSES)
-def test_features_are_those_of_the_fallback(n_classes, input_kind):
+def test_features_are_those_of_the_fallback(device, n_classes, input_kind):
     z, target, weight = problem(90 if n_classes < 1000 else 7, n_classes, torch.float64, input_kind)
     is_probs = input_kind == "probs"
     betas = torch.tensor([1.0, 0.002, 0.3, 5.0, 400.0], dtype=torch.float64)
@@ -97,7 +123,7 @@ def test_features_are_those_of_the_fallback(n_classes, input_kind):
         "spline_histogram": (z, weight, 1.7, 1e-4),
         "spline_log_probs": (z, 1.7, 1e-4),
     }.items():
-        ours, theirs = (getattr(module, name)(*arguments, is_probs) for module in (KERNELS, fallback))
+        ours, theirs = (getattr(module, name)(*arguments, is_probs) for module in (OnDevice(device), fallback))
         if name == "spline_histogram":  # an u on the edge of a bin may fall on either side of it
             ours, theirs = ours.cumsum(0)[::8], theirs.cumsum(0)[::8]
             assert ((ours - theirs).abs() > 1e-9).sum() <= 2
@@ -106,7 +132,7 @@ def test_features_are_those_of_the_fallback(n_classes, input_kind):
 
 
 @pytest.mark.parametrize("n_classes", [3, 60])
-def test_temperature_without_a_floor(n_classes):
+def test_temperature_without_a_floor(device, n_classes):
     z, target, weight = problem(50, n_classes)
     z[2, target[2]] = z[2].max() - 900  # its probability underflows
     betas = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
@@ -115,28 +141,28 @@ def test_temperature_without_a_floor(n_classes):
     )
     expected = (losses.reshape(2, -1) * weight).sum(1)
     (slopes,) = torch.autograd.grad(expected.sum(), betas)
-    for module in (KERNELS, fallback):
+    for module in (OnDevice(device), fallback):
         found = module.spline_temperature_sums(z, target, weight, betas.detach(), 0.0, False)
         close(found, torch.stack([expected.detach(), slopes]))
 
 
-def test_label_at_an_impossible_class():
+def test_label_at_an_impossible_class(device):
     z, target, weight = problem(20, 5)
     z[3, target[3]] = -math.inf
     betas = torch.tensor([0.5, 2.0], dtype=torch.float64)
     arguments = (z, target, weight, betas, 1e-3, False)
-    close(KERNELS.spline_temperature_sums(*arguments), fallback.spline_temperature_sums(*arguments))
-    for one, other in zip(*(sums(module, z, target, weight) for module in (KERNELS, fallback)), strict=True):
+    close(OnDevice(device).spline_temperature_sums(*arguments), fallback.spline_temperature_sums(*arguments))
+    for one, other in zip(*(sums(module, z, target, weight) for module in (OnDevice(device), fallback)), strict=True):
         close(one, other)
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 63, 64, 65])
-def test_few_rows(n_rows):
+def test_few_rows(device, n_rows):
     z, target, weight = (column[:n_rows] for column in problem(70, 4))
-    ours, theirs = (sums(module, z, target, weight, kind="vector") for module in (KERNELS, fallback))
+    ours, theirs = (sums(module, z, target, weight, kind="vector") for module in (OnDevice(device), fallback))
     for one, other in zip(ours, theirs, strict=True):
         close(one, other)
-    assert KERNELS.spline_log_probs(z, 1.0, 1e-3, False).shape == (n_rows, 4)
+    assert OnDevice(device).spline_log_probs(z, 1.0, 1e-3, False).shape == (n_rows, 4)
 
 
 def test_integer_weights_are_repeated_rows():
