@@ -107,7 +107,9 @@ class RobustTemperatureScaling(FitsBatches):
         }
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        return self._module().mapped(input, log=log)
+        module = self._kept_module(self._module, input.device)
+        assert isinstance(module, FlooredLogProbs)
+        return module.mapped(input, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         names = ("temperature_", "floor_", "masks_")

@@ -242,7 +242,9 @@ class SplineScaling(FitsBatches):
         return found
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
-        return self._module().to(input.device).mapped(input, log=log)
+        module = self._kept_module(self._module, input.device)
+        assert isinstance(module, SplineLogProbs)
+        return module.mapped(input, log=log)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         top = {name[:-1]: getattr(self, name) for name in ("temperature_", "floor_", "slope_", "masks_")}

@@ -202,11 +202,18 @@ def test_what_changes_the_order_says_so():
         assert torch.equal(calibrator.changed(logits), calibrator.predict(logits) != logits.argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["vector", "focal matrix", "isotonic", "bins", "bins after a scaling"])
-def test_the_module_is_made_once_for_a_fit(name, monkeypatch):
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(EVERY[name] for name in ("vector", "focal matrix", "isotonic", "bins", "bins after a scaling")),
+        fk.SplineScaling,
+        fk.RobustTemperatureScaling,
+    ],
+)
+def test_the_module_is_made_once_for_a_fit(make, monkeypatch):
     """A regression of 1000 classes takes 40 ms to lay out, and 0.2 ms for a row."""
     logits, target = sample()
-    calibrator = EVERY[name]().fit(logits, target)
+    calibrator = make().fit(logits, target)
     kind = type(calibrator._module())
     made = []
     monkeypatch.setattr(
@@ -222,7 +229,7 @@ def test_the_module_is_made_once_for_a_fit(name, monkeypatch):
     assert fresh.predict_proba(logits[:1].half()).dtype == torch.float16
     # A second fit has a module of its own.
     other = fresh.fit(logits[:200], target[:200]).predict_proba(logits)
-    assert torch.equal(other, EVERY[name]().fit(logits[:200], target[:200]).predict_proba(logits))
+    assert torch.equal(other, make().fit(logits[:200], target[:200]).predict_proba(logits))
     assert not torch.equal(other, found)
     fresh.as_module()(logits)
     assert torch.equal(fresh.predict_proba(logits), other)
