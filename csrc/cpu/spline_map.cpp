@@ -5,8 +5,9 @@
 //
 // Memory: each direction reads its inputs once and writes its outputs once; nothing is kept between the two.
 
+#include <algorithm>
 #include <cmath>
-#include <utility>
+#include <vector>
 
 #include "cpu/spline_tile.h"
 
@@ -53,6 +54,8 @@ void validate_rows(const SplineMapForward& args, int64_t row, const SplineTile& 
   }
 }
 
+constexpr int64_t kFewPairs = 400;  // classes, up to which all pairs take less time than a sort
+
 // Rounding may exchange the results of nearly equal inputs: each class takes the largest result of all classes with at
 // most its input. By pairs of classes, from f to e:
 FK_VECTOR_CLONES void largest_up_to_each(const SplineTile& t) {
@@ -87,31 +90,89 @@ FK_VECTOR_CLONES void largest_up_to_each(const SplineTile& t) {
   }
 }
 
-// By a sort, for a row of many classes.
-void put_in_order(const double* input, int64_t n, std::vector<std::pair<double, double*>>& order, double* result) {
-  order.clear();
-  for (int64_t c = 0; c < n; ++c) order.emplace_back(input[c], result + c);
-  std::sort(order.begin(), order.end());
+// The classes of a row by their inputs. Few of them share one of the buckets that divide the range of the inputs, so
+// counting puts nearly all of them in place, and insertion the others.
+class RowOrder {
+ public:
+  explicit RowOrder(int64_t classes) : order_(classes), bucket_(classes), begin_(2 * classes + 2) {}
+
+  const std::vector<uint32_t>& of(const double* input, bool is_probs) {
+    count(input, is_probs);
+    uint32_t sum = 0, most = 0;
+    for (size_t b = 0; b + 1 < begin_.size(); ++b) {
+      const uint32_t members = begin_[b];
+      if (b > 0) most = std::max(most, members);  // those of the first one are equal
+      begin_[b] = sum;
+      sum += members;
+    }
+    for (size_t c = 0; c < order_.size(); ++c) order_[begin_[bucket_[c]]++] = static_cast<uint32_t>(c);
+    const auto less = [input](uint32_t a, uint32_t b) { return input[a] < input[b]; };
+    if (most > kMostOfABucket) {
+      std::sort(order_.begin(), order_.end(), less);
+      return order_;
+    }
+    for (size_t i = 1; i < order_.size(); ++i) {
+      const uint32_t mine = order_[i];
+      size_t to = i;
+      for (; to > 0 && less(mine, order_[to - 1]); --to) order_[to] = order_[to - 1];
+      order_[to] = mine;
+    }
+    return order_;
+  }
+
+ private:
+  static constexpr uint32_t kMostOfABucket = 32;
+
+  // What is divided evenly: logits, and of probabilities the bits, which grow as their logarithms do.
+  static double key(double input, bool is_probs) {
+    return is_probs ? static_cast<double>(bit_cast<int64_t>(input)) : input;
+  }
+
+  // The bucket of each class, and how many each has. Impossible classes have the first.
+  void count(const double* input, bool is_probs) {
+    const double impossible = is_probs ? 0 : kMinusInfinity;
+    const auto n = static_cast<int64_t>(order_.size());
+    double low = -kMinusInfinity, high = kMinusInfinity;
+    for (int64_t c = 0; c < n; ++c) {
+      if (input[c] == impossible) continue;
+      const double at = key(input[c], is_probs);
+      low = at < low ? at : low;
+      high = at > high ? at : high;
+    }
+    const double range = high - low, scale = static_cast<double>(2 * n - 1) / range;
+    const bool divides = range < -kMinusInfinity && scale < -kMinusInfinity;  // else one bucket has them all
+    std::fill(begin_.begin(), begin_.end(), 0u);
+    for (int64_t c = 0; c < n; ++c) {
+      const double place = divides && input[c] != impossible ? (key(input[c], is_probs) - low) * scale : 0;
+      bucket_[c] = input[c] == impossible ? 0 : 1 + static_cast<uint32_t>(place);
+      ++begin_[bucket_[c]];
+    }
+  }
+
+  std::vector<uint32_t> order_, bucket_, begin_;
+};
+
+// For a row of many classes.
+void put_in_order(const double* input, const std::vector<uint32_t>& order, double* result) {
   double reached = kMinusInfinity;
   for (size_t begin = 0, end = 0; begin < order.size(); begin = end) {
-    for (end = begin; end < order.size() && order[end].first == order[begin].first; ++end) {
-      reached = std::max(reached, *order[end].second);
+    for (end = begin; end < order.size() && input[order[end]] == input[order[begin]]; ++end) {
+      reached = std::max(reached, result[order[end]]);
     }
-    for (size_t i = begin; i < end; ++i) *order[i].second = reached;
+    for (size_t i = begin; i < end; ++i) result[order[i]] = reached;
   }
 }
 
 // Returns the results of the tile in the order of its inputs, which are read into t.d anew.
-double* keep_order(const SplineInput& input, int64_t row, const SplineTile& t,
-                   std::vector<std::pair<double, double*>>& order) {
-  constexpr int64_t kFewPairs = 400;  // classes, up to which all pairs take less time than a sort
+double* keep_order(const SplineInput& input, int64_t row, const SplineTile& t, RowOrder& order) {
   read_tile(t, input.input, input.storage, row, t.d, 0);
   if (t.classes <= kFewPairs) {
     largest_up_to_each(t);
     return t.e;
   }
   for (int64_t r = 0; r < t.n_rows; ++r) {
-    if (t.valid[r]) put_in_order(t.d + r * t.inner, t.classes, order, t.f + r * t.inner);
+    const double* z = t.d + r * t.inner;
+    if (t.valid[r]) put_in_order(z, order.of(z, input.is_probs), t.f + r * t.inner);
   }
   return t.f;
 }
@@ -236,7 +297,7 @@ int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int6
   SplineInput input = args.rows;
   input.in_steps = args.keep_order && input.storage != SplineStorage::kDouble;
   const bool sorts = args.keep_order && !input.in_steps;
-  std::vector<std::pair<double, double*>> order;
+  RowOrder order(sorts && args.rows.classes > kFewPairs ? args.rows.classes : 0);
   int64_t invalid = -1;
   double scale[kSplineTileRows], shift[kSplineTileRows];
   for (int64_t row = row_begin; row < row_end; row += scratch.rows()) {

@@ -221,6 +221,44 @@ def test_keep_order_keeps_it_to_the_bit(dtype, n_classes, log):
             torch.testing.assert_close(p, free, rtol=rtol, atol=rtol)
 
 
+def rows_of_many_classes(case: str) -> torch.Tensor:
+    """Rows whose inputs an even division of their range puts in order, or all into one bucket."""
+    z = torch.randn(6, 450, dtype=torch.float64).mul_(3)
+    z[:, 100:200] = z[:, :100]  # ties
+    z[:, 200:300] = torch.nextafter(z[:, :100], torch.full((6, 100), math.inf, dtype=torch.float64))
+    z[:, 300:310] = -math.inf
+    if case == "an outlier":
+        z[:, 7] = 1e9
+    if case == "the whole range":
+        z[:, 7], z[:, 8] = 1.7e308, -1.7e308
+    if case == "denormal differences":
+        z = torch.where(z > 0, 5e-324, 0.0)
+    if case == "all equal":
+        z = torch.full_like(z, -3.5)
+    return z
+
+
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+@pytest.mark.parametrize("case", ["even", "an outlier", "the whole range", "denormal differences", "all equal"])
+def test_keep_order_of_many_double_classes(case, kind):
+    """With so many classes a row is sorted. Scores of 0.1 log q: neighbours round anyhow."""
+    z = rows_of_many_classes(case)
+    if kind == "probs":
+        z = z.softmax(-1)
+    knots = torch.linspace(-8, 4, 15, dtype=torch.float64)
+    curve = (knots, 0.9 * torch.nn.functional.softplus(-knots))
+    options = {"input_kind": kind, "log": True}
+    p = fk.spline_calibration_map(z, 1.0, 1e-4, 0.0, *curve, keep_order=True, **options)
+    order = z.argsort(1)
+    sorted_z, sorted_p = z.gather(1, order), p.gather(1, order)
+    assert (sorted_p[:, 1:] >= sorted_p[:, :-1]).all()
+    assert (sorted_p[:, 1:] == sorted_p[:, :-1])[sorted_z[:, 1:] == sorted_z[:, :-1]].all()
+    free = fk.spline_calibration_map(z, 1.0, 1e-4, 0.0, *curve, **options)
+    torch.testing.assert_close(p, free, rtol=1e-12, atol=1e-12)
+    if case == "even":  # without the sort neighbours do change places
+        assert not (free.gather(1, order).diff(dim=1) >= 0).all()
+
+
 # ---- every option, shape, layout and dtype --------------------------------------------------------------------------
 
 
