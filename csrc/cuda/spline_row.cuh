@@ -193,25 +193,24 @@ struct SplineBlock {
     }
   }
 
-  // Reads the logits of a row into part.d and returns the largest. `checks`: valid says whether the row has an answer.
+  // Reads the logits of a row into part.d and returns the largest. `checks`: valid says whether the row has an answer;
+  // it needs no look at NaN, which makes the sum over its row NaN, and with it every class.
   template <bool checks>
   __device__ __forceinline__ double read_row(const SplineInput& input, const SplinePart& part, double tolerance,
                                              bool* valid) const {
-    double top = -kInfinity<double>, total = 0, wrong = 0;
+    double top = -kInfinity<double>, total = 0;
     part.each([&](int c, int at) {
       double z = load_number(input.input, input.storage, part.offset + c);
       if (input.is_probs) {
         total += z;
-        z = logit_of_probability(z);
+        z = logit_of_probability(z);  // NaN for a negative one
       }
-      if (z != z) wrong = 1;  // also what has a negative probability
       part.d[at] = z;
       top = fmax(top, z);
     });
     top = group.max(top);
     if constexpr (checks) {
-      wrong = group.sum(wrong);
-      *valid = wrong == 0 && top > -kInfinity<double> && top < kInfinity<double>;
+      *valid = top > -kInfinity<double> && top < kInfinity<double>;
       if (input.is_probs) {
         total = group.sum(total);
         *valid = *valid && total >= 1 - tolerance && total <= 1 + tolerance;

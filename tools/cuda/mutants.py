@@ -1018,12 +1018,6 @@ FAULTS = [
         "sums.of_threads + threadIdx.x",
     ),
     Fault(
-        "rows with NaN have an answer in the spline map",
-        "spline_row.cuh",
-        "if (z != z) wrong = 1;",
-        "",
-    ),
-    Fault(
         "long rows of the spline map use shared memory",
         "spline_map.cu",
         "plan.in_shared ? spline_map_forward_kernel<true> : spline_map_forward_kernel<false>",
@@ -1069,7 +1063,6 @@ FAULTS = [
 
 # By the name of the fault: why no result can depend on it.
 REDUNDANT = {
-    "rows with NaN have an answer in the spline map": "a NaN makes the sum over its row NaN, and with it every class",
     "calibration_sums.cu: __syncthreads 3": "a thread clears no bucket but those that it has written out itself",
     "the last row of a tile lends its neighbour's gradient": "a whole vector ends with the last row at the latest, and "
     "what its last element fetches is for no other",
