@@ -1,6 +1,5 @@
 """The documentation: `make docs` builds it into build/docs, plain files that open from disk."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -66,8 +65,6 @@ html_static_path = ["_static"]
 html_css_files = ["focalkern.css"]
 html_show_sourcelink = False
 html_copy_source = False
-# Excerpts are fetched, which browsers refuse to pages on disk.
-html_show_search_summary = os.environ.get("READTHEDOCS") == "True"
 html_math_renderer = "mathml"
 html_sidebars = {name: [] for name in ("index", "install", "get_started", "changes", "sources")}
 html_theme_options = {
@@ -77,7 +74,8 @@ html_theme_options = {
     "navbar_persistent": ["search-button"],
     "show_prev_next": True,
     "show_toc_level": 2,
-    "secondary_sidebar_items": ["page-toc"],
+    # The pages with the widest tables have the whole width.
+    "secondary_sidebar_items": {"**": ["page-toc"], "evidence/speed": [], "evidence/calibrators": []},
     "footer_start": ["copyright"],
     "footer_end": ["sphinx-version"],
     "pygments_light_style": "a11y-high-contrast-light",

@@ -1,6 +1,8 @@
-"""Tables of text fold on a narrow screen: each row becomes a block, its first cell the heading (class `fold`).
+"""Tables fold on a narrow screen: each row becomes a block, its first cell the heading.
 
-Tables of numbers, and tables of more than three columns, scroll instead.
+The cells of a table of text (class `fold`) stand below each other. The cells of any other table (class `cards`) stand
+beside each other, each below the name of its column, which a wide screen hides. A table of many columns (class `dense`)
+is set smaller on a wide screen.
 """
 
 from docutils import nodes
@@ -8,14 +10,26 @@ from sphinx.application import Sphinx
 
 COLUMNS = 3
 TEXT = 30  # characters of a cell that make a table one of text
+DENSE = 6  # columns
 
 
 def mark(app: Sphinx, doctree: nodes.document) -> None:
     for table in doctree.findall(nodes.table):
-        rows = [list(row.findall(nodes.entry)) for row in table.findall(nodes.row)]
-        longest = max((len(cell.astext()) for row in rows[1:] for cell in row[1:]), default=0)
-        if len(rows[0]) <= COLUMNS and longest > TEXT:
+        head, rows = (
+            list(table.findall(nodes.thead)),
+            [list(row.findall(nodes.entry)) for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)],
+        )
+        width = max(map(len, rows), default=0)
+        longest = max((len(cell.astext()) for row in rows for cell in row[1:]), default=0)
+        if width <= COLUMNS and (longest > TEXT or not head):
             table["classes"].append("fold")
+        elif head:
+            table["classes"] += ["cards", "dense"] if width >= DENSE else ["cards"]
+            names = [cell.astext() for cell in head[0].findall(nodes.entry)]
+            for row in rows:
+                for name, cell in zip(names[1:], row[1:], strict=False):
+                    if cell.astext():
+                        cell.insert(0, nodes.inline(text=name, classes=["column-name"]))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
