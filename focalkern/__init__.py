@@ -1,6 +1,6 @@
 """Fused focal losses and focal calibration for PyTorch.
 
-What is here, by what it is for::
+The contents, by purpose::
 
     Train: modules, in the place of torch.nn.CrossEntropyLoss
         FocalLoss, InverseFocalLoss, PolyFocalLoss, DFTLoss, FLSDLoss, AdaFocalLoss, DualFocalLoss

@@ -24,7 +24,7 @@ R = TypeVar("R")
 def as_tensor(values: Any, what: str = "an argument") -> Tensor:
     """A tensor as it is, detached; anything else through NumPy, without a copy where that is safe.
 
-    What is taken from users with this is computed with in float64, so a tensor comes from a device that has none to the
+    focalkern computes with such values in float64, so a tensor of a device without float64 is copied to the
     CPU.
 
     Raises:

@@ -43,7 +43,7 @@ MOST_RESAMPLES = 1_000_000
 
 
 def short(value: object) -> str:
-    """What was given, on one line: numbers and words as they are written, everything else by its kind."""
+    """The value on one line: numbers and words as they are written, everything else by its kind."""
     if isinstance(value, Tensor):
         if value.is_nested:
             return "a nested tensor"

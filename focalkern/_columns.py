@@ -1,4 +1,4 @@
-"""Which columns of a table are the classes, and in which order; nothing is taken for a class that may be none."""
+"""The columns of a table that are classes, in their order; a column that may be no class raises."""
 
 import fnmatch
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["ClassColumns", "ColumnsError", "class_columns"]
 
-# What other programs write beside the classes. Among numbered columns every other one is refused, whatever its name.
+# Columns that other programs write beside the classes. Among numbered columns every other one is refused.
 _NO_CLASS = re.compile(
     r"|unnamed:.*|__index_level_\d+__|index|idx|(.*[_ ])?id|uuid|row|fold|split|epoch|(sample_)?weights?|file_?name|"
     r"path|pred|preds|predicted|predictions?|predicted[_ ].*|y_?(pred|hat)|top_?1|argmax|conf|confidences?|correct|"

@@ -94,7 +94,7 @@ def _are_one_hot(input: Tensor) -> bool:
 
 
 def input_notes(logits: Tensor) -> list[str]:
-    """What is worth knowing about logits, and no error."""
+    """Notes on logits that are no error."""
     if not _are_log_probabilities(logits):
         return []
     return [
@@ -104,7 +104,7 @@ def input_notes(logits: Tensor) -> list[str]:
 
 
 def pair_doubts(input: Tensor, labels: Tensor, other: Tensor, other_labels: Tensor) -> list[str]:
-    """What is odd about validation and test rows: rows that are in both."""
+    """Rows that are both validation and test rows."""
     if input.shape[1:] != other.shape[1:] or len(other) == 0:
         return []
     if input.shape == other.shape and torch.equal(input, other) and torch.equal(labels, other_labels):

@@ -58,7 +58,7 @@ def styles_by_gamma(losses: Iterable[str]) -> Styles:
 
 
 def styles_of_others(losses: Iterable[str]) -> Styles:
-    """Cross-entropy, and what neither ``styles_by_gamma`` nor the figures of six losses have."""
+    """Style of cross-entropy and of losses that the other tables of styles lack."""
     found = [loss for loss in losses if loss not in _STYLES and objectives.gamma(loss) is None]
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
     dashes = ("-", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1, 1)))

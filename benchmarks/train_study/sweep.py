@@ -1,4 +1,4 @@
-"""Many short runs: what the coefficient of a regulariser does, for training parts of several sizes.
+"""Many short runs: the effect of the coefficient of a regulariser, for training parts of several sizes.
 
 [4] Figure 1 (calibration error against the coefficient, best coefficient against the size) and Figure 6 (from strong
 focal to strong inverse focal loss).

@@ -29,7 +29,7 @@ def mark(app: Sphinx, doctree: nodes.document) -> None:
             for row in rows:
                 for name, cell in zip(names[1:], row[1:], strict=False):
                     if cell.astext():
-                        cell.insert(0, nodes.inline(text=name, classes=["column-name"]))
+                        cell.insert(0, nodes.inline(text=f"{name} ", classes=["column-name"]))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-r"""How far to trust a figure: paired bootstrap intervals, and the calibration error of a perfectly calibrated model.
+r"""Precision of a figure: paired bootstrap intervals, and the calibration error of a perfectly calibrated model.
 
 Rows are drawn again with replacement, N out of N, and every figure is computed anew on each such set. All calibrators
 see the same sets (the sets depend on N and the seed only), so the spread of a *difference* between two of them is free
@@ -12,9 +12,9 @@ lie above the ECE itself, and their plain quantiles hardly ever contain the ECE 
 when that is small. ``method`` chooses what is done about it, with t the figure on the rows as they are:
 
 ``"symmetric"`` (default)
-    t -+ the ``level`` quantile of \|replicate - t\|. What noise may do, bias included, is allowed for on both sides, so
-    the interval contains t, and a difference between two calibrators excludes 0 only where it is larger than what
-    resampling does to it. Conservative for small calibration errors, and for large ones and for means (accuracy, NLL,
+    t -+ the ``level`` quantile of \|replicate - t\|. Both sides allow for noise and bias, so the interval
+    contains t, and the interval of a difference excludes 0 only where the difference exceeds the effect of resampling.
+    Conservative for small calibration errors, and for large ones and for means (accuracy, NLL,
     Brier score) no different from the others.
 ``"basic"``
     [2 t - high quantile, 2 t - low quantile]: what resampling added to t is taken off t. Nearest of the three to the

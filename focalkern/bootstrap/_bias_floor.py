@@ -60,7 +60,7 @@ class BiasFloor:
         return float(np.quantile(self.samples.numpy(), q))
 
     def p_value(self, observed: float) -> float:
-        """How often a perfectly calibrated model scores ``observed`` or more: (1 + how many do) / (1 + R).
+        """Share of perfectly calibrated models that score ``observed`` or more: (1 + their number) / (1 + R).
 
         Small: ``observed`` is no mere noise, the model is miscalibrated. Not small: it may be calibrated.
 
@@ -106,7 +106,7 @@ def bias_floor(
     r"""The calibration error that a perfectly calibrated model with these confidences would score.
 
     Labels are drawn from the model's own word, R times, and scored against it: ECE with correct ~
-    Bernoulli(confidence), classwise ECE with label ~ probabilities. What comes out is noise and nothing else: an ECE
+    Bernoulli(confidence), classwise ECE with label ~ probabilities. The result is noise alone: an ECE
     near it cannot be told from 0, and two ECEs near it cannot be told apart by their size.
 
     Args:

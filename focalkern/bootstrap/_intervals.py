@@ -46,7 +46,7 @@ class Interval:
 
 @dataclass(frozen=True, eq=False)
 class PairedBootstrap:
-    """What :func:`paired_bootstrap` found for K calibrators, F figures and R resamples.
+    """The result of :func:`paired_bootstrap` for K calibrators, F figures and R resamples.
 
     Attributes:
         names: K names of calibrators.

@@ -1,4 +1,4 @@
-"""How the commands print what has to be said besides their figures."""
+"""Printing of notes beside the figures of a command."""
 
 import re
 import textwrap

@@ -192,7 +192,7 @@ def seconds(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    """What torch takes as the seed of a generator."""
+    """A seed as torch's generators take it."""
     try:
         number = parsed_int(text)
     except ValueError:

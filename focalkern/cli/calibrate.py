@@ -348,7 +348,7 @@ def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    """What can be known to fail is said before the search, not after it."""
+    """Raise before the search where an output cannot be written."""
     if arguments.out is not None:
         check_out(arguments.out, "--out")
         _check_not_read(arguments, arguments.out, "--out")

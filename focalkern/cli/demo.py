@@ -116,7 +116,7 @@ def _scores(study: Study) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _found(studies: dict[str, Study]) -> list[str]:
-    """Which network is best before calibration and which after it, with the reason."""
+    """Sentences: the best network before calibration and after it, with the reason."""
     said = []
     for place, when in enumerate(("before", "after")):
         best = min(studies, key=lambda name: _scores(studies[name])[place]["nll"])

@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "CPU": f"{torch.get_num_threads()} threads; torch sees {torch.backends.cpu.get_cpu_capability()}",
         "CPU kernels": _words(cpu),
         "CUDA kernels": _words(cuda),
-        # Whatever else the module says of itself.
+        # All other entries of build_info.
         **{name.replace("_", " "): _words(value) for name, value in built.items()},
         "packages": ", ".join(
             _installed(name) for name in ("numpy", "tabulate", "tqdm", "matplotlib", "safetensors", "scikit-learn")

@@ -1,4 +1,4 @@
-"""What the plain operators check, in the words of the compiled ones."""
+"""Checks of the plain operators, in the words of the compiled ones."""
 
 import os
 
@@ -48,7 +48,7 @@ def check_same_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None
 
 
 def widest_dtype(tensor: Tensor) -> torch.dtype:
-    """What parameters are formed in: float64, where the device has it."""
+    """The dtype of parameters: float64 where the device has it."""
     return torch.float64 if has_float64(tensor.device) else torch.float32
 
 
@@ -74,5 +74,5 @@ def fits(parameter: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def sum_tolerance(dtype: torch.dtype) -> float:
-    """How far rows of probabilities of this dtype may be from 1 in sum."""
+    """The tolerance of the sum of a row of probabilities of this dtype."""
     return 1e-3 + {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}.get(dtype, 0.0)

@@ -1,6 +1,6 @@
 """The calibration grid in plain torch: blocks of temperatures by blocks of rows, all gammas at once.
 
-What depends on the temperature alone (q, log(1 - q), phi) is computed once and serves every gamma. The quantities are
+q, log(1 - q) and phi depend on the temperature alone: they are computed once for all gammas. The quantities are
 those of :mod:`focalkern.fallback.calibration_map`; of a cell's probabilities only sums over the classes are kept.
 """
 
@@ -305,7 +305,7 @@ def _interpolated_edges(ordered: Tensor, n_bins: int) -> Tensor:
 def _bucket_sums(
     confidence: Tensor, is_correct: Tensor, count: Tensor, total: Tensor, correct: Tensor, sketch: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """What confidences [Gt, Gg, rows] add to sums [Gg, Gt, n_buckets]."""
+    """Add confidences [Gt, Gg, rows] to sums [Gg, Gt, n_buckets]."""
     confidence = confidence.transpose(0, 1)
     n_buckets = count.shape[-1]
     if sketch:

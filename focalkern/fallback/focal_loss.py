@@ -188,7 +188,7 @@ def _of_probabilities(
 
 
 def _classes_second(z: Tensor, labels: Tensor | None, probabilities: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As focal_loss wants them: [C] or [N, C, d1, ...]."""
+    """Logits and target with the classes second, as focal_loss takes them: [C] or [N, C, d1, ...]."""
     target = labels if labels is not None else probabilities
     assert target is not None
     if z.dim() == 1:

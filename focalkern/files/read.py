@@ -140,7 +140,7 @@ def _sets_in(
     logits_key: str | None,
     labels_key: str | None,
 ) -> dict[str, LogitSet]:
-    """By prefix, the sets of a file."""
+    """The sets of a file, by prefix."""
     if isinstance(arrays, LogitSet):
         return {"": arrays}
     if list(arrays) == [BARE]:

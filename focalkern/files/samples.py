@@ -31,7 +31,7 @@ KINDS: tuple[InputKind, ...] = ("logits", "probs")
 
 @dataclass(frozen=True)
 class Hint:
-    """What mends an error. The command spells it as an option.
+    """The remedy of an error. The command spells it as an option.
 
     Attributes:
         argument: the name of an argument.

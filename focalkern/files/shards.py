@@ -33,7 +33,7 @@ __all__ = [
     "open_shards",
 ]
 
-# What can be read a few rows at a time.
+# Formats that are read a few rows at a time.
 STREAMED = (".npy", *BY_NAME)
 
 # Number of rows that tell probabilities from logits.
@@ -209,7 +209,7 @@ def _npy_shards(path: str, names: Sequence[str], labels: str | None, input_kind:
 
 
 def _kind_of(name: str) -> InputKind | None:
-    """What the name of a file says that it holds: logits.npy, val_logits.npy, val_logits-003.npy."""
+    """The kind that the name of a file states: logits.npy, val_logits.npy, val_logits-003.npy."""
     words = re.split(r"[^a-zA-Z]+", name_of(name).stem)
     return next((kind for kind in KINDS if kind in words), None)
 

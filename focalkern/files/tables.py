@@ -160,7 +160,7 @@ def read_unlabelled(
 
 
 def _class_names(classes: ClassColumns) -> list[str]:
-    """Of ``logit_cat`` and ``logit_dog``, ``cat`` and ``dog``; of numbered columns the numbers."""
+    """Names of the classes: ``cat`` for the column ``logit_cat``; for numbered columns the numbers."""
     if classes.numbers is not None:
         return [str(number) for number in classes.numbers]
     if _said_by_columns(classes) is None:
@@ -169,7 +169,7 @@ def _class_names(classes: ClassColumns) -> list[str]:
 
 
 def _said_by_columns(classes: ClassColumns) -> InputKind | None:
-    """What the prefix of numbered columns, or the names of all others, say that they hold."""
+    """The kind that the prefix of numbered columns, or the names of all others, state."""
     said = {kind_from_name(name) for name in ([classes.prefix] if classes.numbers is not None else classes.names)}
     return said.pop() if len(said) == 1 else None
 
@@ -218,7 +218,7 @@ def _array_of(source: str, name: str, column: Any, of_lists: bool) -> Any:
 
 
 class _Table:
-    """Which of the columns are the classes, and which the labels."""
+    """The columns of the classes, and the column of the labels."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class _Table:
         self.classes = ClassColumns([others[place] for place in found.places], found.names, found.numbers, found.prefix)
 
     def _hint(self, names: Sequence[str]) -> tuple[Hint, Hint]:
-        """Which are the classes."""
+        """The columns of the classes."""
         numbered = [name.rstrip("0123456789") for name in names if name[-1:].isdigit()]
         prefix = max(numbered, key=numbered.count, default="")
         pattern = f"{prefix}*" if prefix else "[0-9]*" if numbered else "PATTERN"

@@ -83,7 +83,7 @@ def matching(url: Url) -> list[Url]:
 
 
 def inside(url: Url) -> list[Url] | None:
-    """What a folder holds; None if it is none."""
+    """The files of a folder; None if it is no folder."""
     system, path = _opened(url)
     with _reading(url):
         system.invalidate_cache()

@@ -25,7 +25,7 @@ from focalkern.calibrators._warnings import warn
 
 __all__ = ["CalibratedClassifier"]
 
-# What classifiers give, in the order in which it is asked for. Logarithms of probabilities are logits.
+# Outputs of classifiers, in the order of preference. Logarithms of probabilities are logits.
 _RESPONSES = ("decision_function", "predict_log_proba", "predict_proba")
 
 

@@ -38,7 +38,7 @@ _INPUT_KINDS = ("probs", "logits")
 
 
 class _FocalkernMetric(Metric):
-    """What the four share: the checks, and rows out of any shape."""
+    """Base of the four metrics: checks, and rows of any shape."""
 
     is_differentiable = False
     higher_is_better = False

@@ -31,7 +31,7 @@ _ROW = (
     "ForVideoClassification",
     "ForAudioClassification",
 )
-# What some models apply to the logits after their head; with linear=True it would meet the features instead.
+# Some models apply these to the logits after their head; with linear=True they would meet the features instead.
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 

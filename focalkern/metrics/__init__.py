@@ -1,4 +1,4 @@
-"""How well probabilities are calibrated: named estimators, in plain torch.
+"""Calibration errors and scores of probabilities: named estimators, in plain torch.
 
 Every figure is a fraction, never percent, and every ECE is told apart by the name of its estimator, because the three
 in use differ by more than the effects they are used to compare:
@@ -12,7 +12,7 @@ in use differ by more than the effects they are used to compare:
     Edges interpolated between the sorted confidences, ``interp(linspace(0, N, M + 1), arange(N), sorted)``, bins
     (lo, hi]. The lowest sample falls in no bin, as in the published AdaECE code of Mukhoti et al. 2020.
 
-What other libraries call it, where the rows tie nowhere and lie on no edge (``p`` probabilities, ``y`` labels):
+The names in other libraries, where the rows tie nowhere and lie on no edge (``p`` probabilities, ``y`` labels):
 
 =======================================================  =============================================================
 there                                                    here

@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ReliabilityBins:
-    """What happens in each confidence bin. Shapes are [..., M] for M bins; "..." is the batch, usually nothing.
+    """Counts and means of each confidence bin. Shapes are [..., M] for M bins; "..." is the batch, usually nothing.
 
     Attributes:
         lower, upper: float64, the cuts of the bin (``equal_width``, ``equal_mass_interp``), or its smallest and

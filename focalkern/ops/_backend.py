@@ -116,7 +116,7 @@ def _load() -> tuple[ModuleType, ModuleType]:
 
 
 def _choose() -> tuple[ModuleType | None, ModuleType | None, str]:
-    """What the module was built for, the module, and why it is there or is not."""
+    """The build of the module, the module, and the reason where there is none."""
     if _SETTING == "0":
         return None, None, "FOCALKERN_KERNELS=0 asks for plain torch"
     try:
@@ -184,7 +184,7 @@ def _say_why(device_type: str) -> Literal[False]:
     return False
 
 
-# What torch.compiler.assume_constant_result does, which imports all of torch.compile: a graph calls it while traced.
+# As torch.compiler.assume_constant_result, which would import all of torch.compile: a graph calls it while traced.
 _say_why._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

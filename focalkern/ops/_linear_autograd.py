@@ -84,7 +84,7 @@ class _ReducedLoss(torch.autograd.Function):
 
 
 class _Transformable(torch.autograd.Function):
-    """What the functions below share: torch.func may transform them."""
+    """Base of the functions below: torch.func may transform them."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

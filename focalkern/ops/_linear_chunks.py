@@ -20,7 +20,7 @@ from focalkern._types import HALVES, PLAIN_TENSORS
 __all__ = ["Head", "blocks", "default_chunk_rows", "is_plain"]
 
 _CHUNK_BYTES = 256 * 2**20
-# What one block of logits takes: on the CPU it stays in the second-level cache, elsewhere it bounds the extra memory.
+# Bytes of one block of logits: on the CPU it stays in the second-level cache, elsewhere it bounds the extra memory.
 _BLOCK_BYTES = {"cpu": 2 * 2**20}
 _OTHER_BLOCK_BYTES = 32 * 2**20
 # A half-precision weight's gradient is formed in pieces of this size (in float32) before it is added in float32: what

@@ -50,7 +50,7 @@ class Options:
     dtype: torch.dtype  # of the products
     float64_loss: bool  # of narrower logits, because the target probabilities are float64
     chunk_rows: int
-    # Which gradients _Gradient returns: of input, linear_weight, linear_bias, target, gamma.
+    # Gradients that _Gradient returns: of input, linear_weight, linear_bias, target, gamma.
     wanted: tuple[bool, bool, bool, bool, bool] = (False, False, False, False, False)
 
 
@@ -74,7 +74,7 @@ def loss_dtype(options: Options) -> torch.dtype:
 
 
 def gradients_needed(tensors: Tensors, requires: Any, options: Options) -> Needed:
-    """Which gradients there are: labels, tabulated gammas and those of a detached factor have none."""
+    """Whether each gradient exists: labels, tabulated gammas and those of a detached factor have none."""
     gamma_is_variable = tensors[5] is None and not options.detach_modulation
     return (
         bool(requires[0]),
@@ -159,7 +159,7 @@ def loss_and_gradients(
 
 
 def _row_weights(target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """What each row [N] adds to the divisor of the mean, and whether it counts."""
+    """Each row's [N] share of the divisor of the mean, and whether the row counts."""
     real = loss_dtype(options)
     if target.is_floating_point():
         every = torch.ones(target.shape[:1], dtype=real, device=target.device)
@@ -176,7 +176,7 @@ def total_of(losses: Tensor) -> Tensor:
 
 
 def divisor_of(target: Tensor, weight: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """What the mean divides by, and its reciprocal for gradients: 0 where no row counts, whose gradient is 0."""
+    """The divisor of the mean, and its reciprocal for gradients: 0 where no row counts, whose gradient is 0."""
     row_weights, counts = _row_weights(target, weight, options)
     divisor = total_of(row_weights)
     return divisor, torch.where(counts.any(), divisor.reciprocal(), 0.0).to(loss_dtype(options))

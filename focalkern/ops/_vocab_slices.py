@@ -103,7 +103,7 @@ def check_settings(
 
 
 class Split(NamedTuple):
-    """Which of the rows' targets are in this rank's slice of the classes."""
+    """The rows whose targets are in this rank's slice of the classes."""
 
     group: Any
     target: Tensor  # [N] among all classes
@@ -150,7 +150,7 @@ class Split(NamedTuple):
         )
 
     def row_weights(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """What each row [N] counts for in the loss and in the mean: 0 if it is ignored."""
+        """The weight of each row [N] in the loss and in the mean: 0 if it is ignored."""
         if weight is None:
             return self.counts.to(dtype)
         index = torch.where(self.counts & self.legal, self.target, 0).long()

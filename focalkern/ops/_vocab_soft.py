@@ -24,7 +24,7 @@ __all__ = ["Shares", "SoftLosses", "SoftRows", "soft_gradients", "soft_losses"]
 
 
 class Shares(NamedTuple):
-    """What the classes of a slice have of the targets, without smoothing."""
+    """The targets of the classes of a slice, without smoothing."""
 
     target: Tensor | None  # [n, C_r] class probabilities; None for the labels of a Split
     weight: Tensor | None  # [C_r] class weights

@@ -33,7 +33,7 @@ Criterion = Literal["ece", "mce", "nll", "brier"]
 
 @dataclass(frozen=True, eq=False)
 class CalibrationGrid:
-    """What :func:`calibration_grid` found.
+    """The result of :func:`calibration_grid`.
 
     Attributes:
         gammas: [Gg] float64, on the device of ``input``, like every tensor here. For arrays they are all arrays.

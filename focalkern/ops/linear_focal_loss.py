@@ -56,8 +56,8 @@ def linear_focal_loss(
     place. A second one (``retain_graph``), every one of "none", those that are differentiated again and those under
     ``torch.func`` compute the logits anew, chunk by chunk.
 
-    On the CPU rows with ``ignore_index`` are left out of the products, and cost nothing. On CUDA their number is known
-    to nobody without waiting for the device; there they go through the products as zeros. Where most rows are ignored,
+    On the CPU rows with ``ignore_index`` are left out of the products, and cost nothing. On CUDA, counting
+    them would synchronise the device, so they stay in the products as zeros. Where most rows are ignored,
     hand over the others only: ``input[keep], target[keep]``, with ``keep`` made where the batch is.
 
     Args:
@@ -93,9 +93,9 @@ def linear_focal_loss(
 
     Returns:
         The loss, scalar or of the leading shape of ``input``, in the dtype that ``focal_loss(F.linear(...))`` has:
-        that of ``input``, float32 for half-precision products under autocast. Products run in the dtype of ``input``
-        (under autocast, in its); on a processor without instructions for a half type, in float32, with a copy of the
-        weight in it. The gradient of a half-precision weight is summed in float32 over the chunks. Differentiable in
+        that of ``input``, float32 for half-precision products under autocast. Products run in the dtype of ``input`` or
+        of autocast. A processor without instructions for a half type computes them in float32, with a float32 copy of
+        the weight. The gradient of a half-precision weight is summed in float32 over the chunks. Differentiable in
         ``input``, ``linear_weight``, ``linear_bias``, ``gamma`` and class probabilities, to any order: the second
         derivative too goes chunk by chunk. Under ``torch.compile`` it is one operator of the graph. Forward-mode
         derivatives are an error: use ``focal_loss(F.linear(...))``.

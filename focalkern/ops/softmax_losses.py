@@ -86,7 +86,7 @@ def dual_focal_loss(
     label_smoothing: float,
     detach_modulation: bool,
 ) -> Tensor:
-    """What :class:`focalkern.DualFocalLoss` computes."""
+    """The operator of :class:`focalkern.DualFocalLoss`."""
     op = "DualFocalLoss"
     if isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(f"{op}: target must be labels, int64, int32 or uint8, got {target.dtype}")
@@ -105,7 +105,7 @@ def brier_loss(
     reduction: Reduction,
     label_smoothing: float,
 ) -> Tensor:
-    """What :class:`focalkern.BrierLoss` computes."""
+    """The operator of :class:`focalkern.BrierLoss`."""
     op, options = "BrierLoss", (weight, ignore_index, reduction, label_smoothing, False)
     if type(input) is not Tensor and is_dtensor(input):
         return _over_mesh(op, _BRIER, input, target, 0.0, 0.0, *options)
@@ -152,7 +152,7 @@ def mmce_loss(
     reduction: Reduction,
     ignore_index: int,
 ) -> Tensor | None:
-    """What :class:`focalkern.MMCELoss` computes on the CPU, for labels without class weights and smoothing.
+    """The operator of :class:`focalkern.MMCELoss` on the CPU, for labels without class weights and smoothing.
 
     None for tensors that have no kernel: what is wrong with those is said where the loss is put together.
     """

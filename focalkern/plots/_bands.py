@@ -16,7 +16,7 @@ __all__ = ["ReliabilityBands", "reliability_bands"]
 
 @dataclass(frozen=True)
 class ReliabilityBands:
-    """How far chance alone moves the accuracy of each bin. All are float64 [M], NaN for an empty bin.
+    """Bands of chance around the accuracy of each bin. All are float64 [M], NaN for an empty bin.
 
     Attributes:
         lower, upper: bootstrap interval of the bin's accuracy.

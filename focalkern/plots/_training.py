@@ -18,7 +18,7 @@ __all__ = ["adafocal_history"]
 
 
 def adafocal_history(history: Sequence[AdaFocalRecord], *, title: str | None = None) -> Figure:
-    r"""What AdaFocal saw in each bin and what it did: calibration error above, gamma below, against the update.
+    r"""The history of AdaFocal by bin: calibration error above, gamma below, against the update.
 
     .. math:: E_b = \text{conf}_b - \text{acc}_b
 

@@ -71,7 +71,7 @@ def reduce_classes(
 
 
 def one_hot(target: Tensor, like: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Which labels count, and 1 in their place among the classes."""
+    """The labels that count, and 1 in their place among the classes."""
     valid = target != ignore_index
     index = torch.where(valid, target, 0).long().unsqueeze(-1)
     return valid, (torch.arange(like.shape[-1], device=like.device) == index).to(like.dtype)

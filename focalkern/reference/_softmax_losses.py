@@ -259,8 +259,7 @@ def brier_loss(
 
 @dataclass(frozen=True)
 class RowLossSpec:
-    """What a loss of rows is. A test, a case or a benchmark leaves a loss out by one of its properties, never by its
-    name."""
+    """The properties of a loss of rows. Tests, cases and benchmarks select losses by property, never by name."""
 
     name: str  # in error messages, and in csrc/math/row_def
     short: str  # in the names of cases, counts and benchmarks

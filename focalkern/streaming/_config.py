@@ -70,7 +70,7 @@ class GridConfig:
 
     @property
     def of_rows(self) -> dict[str, Any]:
-        """How rows are read, as the operators take it."""
+        """Options of the rows, as the operators take them."""
         return {"is_probs": _INPUT_KINDS[self.input_kind], "ignore_index": self.ignore_index}
 
     def as_dict(self) -> dict[str, Any]:

@@ -279,7 +279,7 @@ class CalibrationGridState:
         return content.tensors()[criterion].clone()
 
     def error_bound(self, criterion: str) -> Tensor:
-        """How far :meth:`compute` can be from what all rows at once would give, apart from rounding.
+        """The largest error of :meth:`compute` against all rows at once, apart from rounding.
 
         Zero but for ``ece`` and ``mce`` of an equal-mass estimator without ``exact=True``.
 

@@ -189,7 +189,7 @@ class Spill:
             weakref.finalize(self, stream.close)
 
     def append(self, input: Tensor, target: Tensor) -> None:
-        """Add rows. An error, as of a full disk, leaves those before them."""
+        """Add rows. After an error, such as a full disk, the earlier rows are unchanged."""
         if input.dtype != self.dtype:
             raise TypeError(
                 f"calibration_grid: logits must be {self.dtype} as in the batches before with exact=True, "

@@ -15,7 +15,7 @@ __all__ = ["Cut", "bounds_of", "tables_of"]
 _AT_ONCE = 2**15
 
 
-# How far a bucket's ends may be from where a confidence of float32, rounded on its way to the bucket, puts them.
+# Tolerance of a bucket's ends: a confidence of float32 is rounded on its way to the bucket.
 _SLACK = 1e-6
 
 
@@ -151,7 +151,7 @@ class _CellBins:
 
 
 def _cuts(n_samples: int, n_bins: int, interpolated: bool) -> tuple[Tensor, Tensor]:
-    """How many samples lie below each of the M + 1 cuts, [M + 1] each: at least, and one that may tie with it."""
+    """Numbers of samples below each of the M + 1 cuts, [M + 1] each: at least, and one that may tie with it."""
     bins = range(n_bins + 1)
     if not interpolated:
         size, larger = divmod(n_samples, n_bins)
@@ -176,7 +176,7 @@ def _bucket_limits(place: Tensor, n_buckets: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the samples of a cell become bins.
+    """The rule that makes bins of the samples of a cell.
 
     Attributes:
         n_bins, estimator: of the ECE.

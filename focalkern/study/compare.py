@@ -348,7 +348,7 @@ def _of_method(
     estimator: Estimator,
     n_bins: int,
 ) -> list[CalibratorResult]:
-    """What the grid does not have: the scaling by another search, and bins. The last one is what was asked for.
+    """Results besides the grid: the scaling by another search, and bins. The last one was asked for.
 
     Args:
         validation: in memory.

@@ -1,4 +1,4 @@
-"""Which samples of some files are the validation samples, and which are the test samples."""
+"""Choose the validation samples and the test samples of some files."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -292,7 +292,7 @@ def test_the_temperature_is_scikit_learns():
             return self.classes_[X.argmax(1)]
 
     logits, target = sample(500, 4, scale=3.0)
-    # Far from [0, 1], so that it is not taken for probabilities there.
+    # Logits far from [0, 1] cannot be mistaken for probabilities.
     z, y = logits.numpy(), target.numpy()
     theirs = calibration.CalibratedClassifierCV(frozen.FrozenEstimator(Given().fit(z, y)), method="temperature").fit(
         z, y

@@ -328,7 +328,7 @@ def test_coefficients_of_zero_leave_cross_entropy(soft):
 
 
 def test_dual_detached_and_smoothed_near_zero():
-    """The coefficient of a detached factor is that of cross-entropy, and smoothing has its own path, same limit."""
+    """A detached factor has the coefficient of cross-entropy. Smoothed labels take another path to the same limit."""
     input, target = batch()
     p = input.detach().softmax(-1)
     p_y = p.gather(1, target[:, None])

@@ -154,7 +154,7 @@ def test_slopes_at_enormous_logits(device, dtype, share, sign):
     t = torch.zeros_like(x)
     t[6:] = 1
     t[0] = share
-    # Where sigmoid(x) is 0 or 1, the distance to the target is the share on the other side, and the loss is linear.
+    # Where sigmoid(x) is 1, the distance to the target t is 1 - t; where it is 0, it is t. The loss is linear there.
     distance = 1 - t if sign > 0 else t
     for function, expected in (
         (lambda: fk.sigmoid_focal_loss(x, t, 2.0, 0.25), (0.25 * t + 0.75 * (1 - t)) * distance**3),

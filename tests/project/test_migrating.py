@@ -278,7 +278,7 @@ def test_mmcv_formulas(gamma):
 
     target = F.one_hot(y, C + 1)[:, :C]
     assert_equal(sigmoid, lambda z: fk.sigmoid_focal_loss(z, target, gamma=gamma, alpha=alpha), z)
-    # Its mean is one over the rows; mmdet's FocalLoss, which calls it with "none", takes one over rows and classes.
+    # Its mean divides by the rows. mmdet's FocalLoss calls it with "none" and divides by rows times classes.
     assert_equal(
         lambda z: sigmoid(z).sum() / z.size(0),
         lambda z: fk.sigmoid_focal_loss(z, target, gamma=gamma, alpha=alpha, reduction="sum") / len(z),

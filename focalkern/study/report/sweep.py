@@ -158,7 +158,7 @@ class Sweep:
         return {method: rank / max(1, len(self.networks)) for method, rank in total.items()}
 
     def wins(self, figure: str) -> dict[str, dict[str, int]]:
-        """How often one method is better than another.
+        """Counts of networks on which one method is better than another.
 
         Args:
             figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``.
