@@ -361,8 +361,7 @@
   };
   find("lowest").addEventListener("click", () => goToLowest(map.values));
   find("nearest")?.addEventListener("click", () => goToLowest(differences.values));
-  find("gamma").max = rows - 1;
-  find("temperature").max = columns - 1;
+  [find("gamma").max, find("temperature").max] = [rows - 1, columns - 1];
   for (const name of ["gamma", "temperature"]) {
     find(name).addEventListener("input", () => choose(Number(find("gamma").value), Number(find("temperature").value)));
   }
