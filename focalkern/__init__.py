@@ -17,7 +17,7 @@ The contents, by purpose::
         RobustTemperatureScaling, SplineScaling                      finite on any rows; the map as a learned curve
         StructuredScaling, IsotonicCalibration, HistogramBinning     more parameters, for more rows
         MultiLabelScaling, CalibratedClassifier                      several labels per row; scikit-learn's classifiers
-        fit_temperatures                                             of many networks, in one call
+        fit_temperatures, fit_focal_temperatures                     of many networks, in one call
         sweep, sweep_one (give a Sweep, and one of its records)      the comparison for many networks, on any engine
         load_calibrator, CalibrationWarning
 
@@ -66,6 +66,7 @@ from focalkern.calibrators import (
     StructuredScaling,
     TemperatureScaling,
     Verdict,
+    fit_focal_temperatures,
     fit_temperatures,
     load_calibrator,
     per_class_report,
@@ -159,6 +160,7 @@ __all__ = [
     "class_balanced_weight",
     "compare_calibrators",
     "empty_cache",
+    "fit_focal_temperatures",
     "fit_temperatures",
     "focal_calibration_map",
     "focal_loss",

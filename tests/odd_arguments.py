@@ -144,6 +144,7 @@ def calls() -> dict[str, Call]:
         "load_calibrator": call(fk.load_calibrator, path="nowhere.json"),
         "compare_calibrators": call(fk.compare_calibrators, validation=(Z, Y), resamples=0),
         "fit_temperatures": call(fk.fit_temperatures, logits=Z[None], labels=Y[None]),
+        "fit_focal_temperatures": call(fk.fit_focal_temperatures, logits=Z[None], labels=Y[None]),
         "sweep": call(
             _swept, "sweep", files=["no/where.npz"], jobs=1, batch=1, criterion="nll", folds=5, progress=False
         ),

@@ -1,6 +1,7 @@
 // The Python module focalkern._C and the definition of the torch library "focalkern".
 
 #include "bindings/common.h"
+#include "bindings/map_nll_sums.h"
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -123,4 +124,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   focalkern::bindings::register_calibration_map(definitions, module);
   focalkern::bindings::register_spline_map(definitions, module);
   focalkern::bindings::register_spline(module);
+  focalkern::bindings::register_map_nll_sums(module);
 }

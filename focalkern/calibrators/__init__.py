@@ -3,7 +3,7 @@
 from focalkern._types import Criterion, Estimator, InputKind
 from focalkern.calibrators._auto import AutoCalibrator
 from focalkern.calibrators._base import Calibrator, load_calibrator
-from focalkern.calibrators._batched import fit_temperatures
+from focalkern.calibrators._batched import fit_focal_temperatures, fit_temperatures
 from focalkern.calibrators._candidates import CANDIDATES
 from focalkern.calibrators._fitted import NotFittedError
 from focalkern.calibrators._focal_temperature import FocalTemperatureScaling
@@ -65,6 +65,7 @@ __all__ = [
     "StructuredScaling",
     "TemperatureScaling",
     "Verdict",
+    "fit_focal_temperatures",
     "fit_temperatures",
     "grid_border",
     "load_calibrator",

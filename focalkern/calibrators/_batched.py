@@ -1,5 +1,6 @@
-"""The temperatures of many networks in one call."""
+"""The scalings of many networks in one call."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,11 +10,10 @@ from focalkern._arrays import as_tensor
 from focalkern._checks import one_of
 from focalkern._types import InputKind
 from focalkern.calibrators._fit_data import as_rows
-from focalkern.calibrators._newton_search import check_finite_nll, nll_temperature
+from focalkern.calibrators._newton_search import check_finite_nll, nll_focal_scalings, nll_temperatures
+from focalkern.calibrators._search import SearchResult
 
-__all__ = ["fit_temperatures"]
-
-_OP = "fit_temperatures"
+__all__ = ["fit_focal_temperatures", "fit_temperatures"]
 
 
 def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind: InputKind = "logits") -> Tensor:
@@ -48,19 +48,78 @@ def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind
         >>> fk.fit_temperatures(logits, labels).round(decimals=4)
         tensor([2.8854, 9.8652], dtype=torch.float64)
     """
-    one_of(_OP, "input_kind", input_kind, ("logits", "probs"))
-    logits, labels = as_tensor(logits, f"{_OP}: logits"), as_tensor(labels, f"{_OP}: labels")
-    weights = None if weight is None else as_tensor(weight, f"{_OP}: weight")
+    found, device = _fitted("fit_temperatures", nll_temperatures, logits, labels, weight, input_kind)
+    return torch.tensor([one.temperature for one in found], dtype=torch.float64, device=device)
+
+
+def fit_focal_temperatures(
+    logits: Any, labels: Any, weight: Any = None, *, input_kind: InputKind = "logits"
+) -> tuple[Tensor, Tensor]:
+    r"""gamma and temperature of every network of a batch, by the mean NLL of the focal calibration map.
+
+    .. math:: \gamma_b, T_b = \arg\min_{\gamma, T} \; -\overline{\log p_y(z; \gamma, T)}
+
+    with p the :func:`focalkern.focal_calibration_map`. ``FocalTemperatureScaling().fit`` of each network, without its
+    warnings: the same bits. On the CPU a step reads the logits of every network once and yields the loss, its slope and
+    its curvature in gamma and 1/T; elsewhere plain torch does, one network after the other.
+
+    Args:
+        logits, labels, weight, input_kind: as :func:`fit_temperatures`.
+
+    Returns:
+        gamma and temperature, [B] float64 each, on the device of ``logits``. A network whose optimum hits a bound of
+        the search has that bound.
+
+    Raises:
+        TypeError, ValueError, IndexError: as :func:`fit_temperatures`.
+
+    Source: Komisarenko & Kull, Improving Calibration by Relating Focal Loss, Temperature Scaling, and Properness, ECAI
+    2024 (arXiv 2408.11598), section 4.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> labels = torch.randint(3, (2, 400), generator=generator)
+        >>> logits = 2 * torch.randn(2, 400, 3, generator=generator) + 3 * torch.eye(3)[labels]
+        >>> gamma, temperature = fk.fit_focal_temperatures(logits, labels)
+        >>> one = fk.FocalTemperatureScaling().fit(logits[1], labels[1])
+        >>> (one.gamma_, one.temperature_) == (gamma[1].item(), temperature[1].item())
+        True
+    """
+    found, device = _fitted("fit_focal_temperatures", nll_focal_scalings, logits, labels, weight, input_kind)
+    pairs = torch.tensor([(one.gamma, one.temperature) for one in found], dtype=torch.float64, device=device)
+    gamma, temperature = pairs.reshape(-1, 2).unbind(1)
+    return gamma, temperature
+
+
+def _fitted(
+    op: str, search: Callable[..., list[SearchResult]], logits: Any, labels: Any, weight: Any, input_kind: InputKind
+) -> tuple[list[SearchResult], torch.device]:
+    """The results for every network, and the device of the logits."""
+    one_of(op, "input_kind", input_kind, ("logits", "probs"))
+    logits, labels = as_tensor(logits, f"{op}: logits").detach(), as_tensor(labels, f"{op}: labels")
+    weights = None if weight is None else as_tensor(weight, f"{op}: weight")
     if logits.dim() != 3:
-        raise ValueError(f"{_OP}: logits must be [B, N, C], got shape {list(logits.shape)}")
+        raise ValueError(f"{op}: logits must be [B, N, C], got shape {list(logits.shape)}")
     for name, given in (("labels", labels), ("weight", weights)):
         if given is not None and given.shape != logits.shape[:2]:
-            raise ValueError(f"{_OP}: {name} must be [B, N] = {list(logits.shape[:2])}, got {list(given.shape)}")
-    found = []
-    for network, (input, target) in enumerate(zip(logits.detach(), labels, strict=True)):
-        name = f"{_OP}, network {network}"
+            raise ValueError(f"{op}: {name} must be [B, N] = {list(logits.shape[:2])}, got {list(given.shape)}")
+    networks = []
+    for network, (input, target) in enumerate(zip(logits, labels, strict=True)):
+        name = f"{op}, network {network}"
         of_network = None if weights is None else weights[network]
         rows = as_rows(name, input, target, of_network, None, input_kind=input_kind, one_logit=False)
         check_finite_nll(name, rows.input, rows.target, input_kind)
-        found.append(nll_temperature(rows.input, rows.target, input_kind, rows.weight).temperature)
-    return torch.tensor(found, dtype=torch.float64, device=logits.device)
+        networks.append(rows)
+    if not networks:
+        return [], logits.device
+    if any(len(rows.input) != logits.shape[1] for rows in networks):  # rows of weight 0 are left out
+        found = [
+            search(rows.input[None], rows.target[None], input_kind, None if rows.weight is None else rows.weight[None])
+            for rows in networks
+        ]
+        return [one for (one,) in found], logits.device
+    together = None
+    if any(rows.weight is not None for rows in networks):
+        once = torch.ones(logits.shape[1], dtype=torch.float64, device=logits.device)
+        together = torch.stack([once if rows.weight is None else rows.weight for rows in networks])
+    return search(logits, torch.stack([rows.target for rows in networks]), input_kind, together), logits.device

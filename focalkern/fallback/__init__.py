@@ -10,6 +10,7 @@ from focalkern.fallback._operators import register_composites
 from focalkern.fallback.calibration_grid import CalibrationGridRun, calibration_grid
 from focalkern.fallback.calibration_map import calibration_map, calibration_map_scalar
 from focalkern.fallback.focal_loss import focal_loss
+from focalkern.fallback.map_nll_sums import map_nll_sums
 from focalkern.fallback.row_loss import row_loss
 from focalkern.fallback.sigmoid_loss import sigmoid_loss
 from focalkern.fallback.spline_map import spline_map
@@ -29,6 +30,7 @@ __all__ = [
     "calibration_map_scalar",
     "empty_cache",
     "focal_loss",
+    "map_nll_sums",
     "register_composites",
     "row_loss",
     "sigmoid_loss",

@@ -1,4 +1,4 @@
-"""Temperatures of many networks in one call: those of TemperatureScaling, to the bit; an optimum to eleven digits."""
+"""Scalings of many networks in one call: those of the calibrators, to the bit; an optimum to eleven digits."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import focalkern as fk
-from focalkern.calibrators import _newton_search
+from focalkern import fallback
 
 
 @pytest.fixture
@@ -29,6 +29,35 @@ def test_they_are_those_of_one_fit_each(batch, weighted, dtype):
     for b in range(5):
         of_one = fk.TemperatureScaling().fit_quietly(logits[b], labels[b], None if weight is None else weight[b])
         assert found[b].item() == of_one.temperature_
+    gamma, temperature = fk.fit_focal_temperatures(logits, labels, weight)
+    for b in range(5):
+        of_one = fk.FocalTemperatureScaling().fit_quietly(logits[b], labels[b], None if weight is None else weight[b])
+        assert (gamma[b].item(), temperature[b].item()) == (of_one.gamma_, of_one.temperature_)
+
+
+def test_rows_of_weight_zero_are_left_out(batch):
+    logits, labels, weight = batch
+    weight[1, ::2] = 0
+    logits[1, 0] = math.nan
+    found = fk.fit_temperatures(logits, labels, weight)
+    assert found[1] == fk.fit_temperatures(logits[1:2, 1::2], labels[1:2, 1::2], weight[1:2, 1::2])[0]
+    assert found[0] == fk.fit_temperatures(logits[:1], labels[:1], weight[:1])[0]
+
+
+def test_no_step_in_gamma_or_temperature_lowers_the_loss(batch):
+    logits, labels, _ = batch
+    logits = logits.double()
+
+    def loss(b, gamma, temperature):
+        log_p = fk.focal_calibration_map(logits[b], gamma, temperature, log=True)
+        return torch.nn.functional.nll_loss(log_p, labels[b]).item()
+
+    for b, pair in enumerate(zip(*fk.fit_focal_temperatures(logits, labels), strict=True)):
+        gamma, temperature = (one.item() for one in pair)
+        least = loss(b, gamma, temperature)
+        for factor in (0.5, 0.99, 1.01, 2.0):
+            assert loss(b, (1 + gamma) * factor - 1, temperature) > least - 1e-12
+            assert loss(b, gamma, temperature * factor) > least - 1e-12
 
 
 def test_the_slope_is_zero_there(batch):
@@ -44,8 +73,11 @@ def test_the_kernel_and_torch_find_the_same(batch, monkeypatch):
     logits, labels, _ = batch
     logits[:, ::3] = logits[:, ::3].scatter(2, ((labels[:, ::3] + 1) % 4).unsqueeze(2), -math.inf)
     found = fk.fit_temperatures(logits, labels)
-    monkeypatch.setattr(_newton_search, "spline_sums_for", lambda input: _newton_search.fallback)
+    pairs = fk.fit_focal_temperatures(logits, labels)
+    monkeypatch.setattr("focalkern.calibrators._smooth_losses.map_nll_sums_for", lambda input: fallback.map_nll_sums)
     torch.testing.assert_close(found, fk.fit_temperatures(logits, labels), rtol=1e-11, atol=0)
+    # At an optimum that is flat in a direction, rounding moves it further than the loss.
+    torch.testing.assert_close(pairs, fk.fit_focal_temperatures(logits, labels), rtol=1e-6, atol=1e-7)
 
 
 def test_probabilities_arrays_and_bounds(batch):
@@ -56,7 +88,9 @@ def test_probabilities_arrays_and_bounds(batch):
     with pytest.warns(fk.CalibrationWarning):
         of_one = fk.TemperatureScaling().fit(10 * torch.eye(3).repeat(4, 1), torch.arange(3).repeat(4))
     assert right.item() == of_one.temperature_
-    assert fk.fit_temperatures(torch.zeros(0, 3, 2), torch.zeros(0, 3, dtype=torch.int64)).shape == (0,)
+    none = torch.zeros(0, 3, 2), torch.zeros(0, 3, dtype=torch.int64)
+    assert fk.fit_temperatures(*none).shape == (0,)
+    assert [one.shape for one in fk.fit_focal_temperatures(*none)] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize(
@@ -73,5 +107,6 @@ def test_probabilities_arrays_and_bounds(batch):
     ],
 )
 def test_errors_name_the_network(batch, change, error, words):
-    with pytest.raises(error, match=rf"^fit_temperatures(, |: ){words}"):
-        fk.fit_temperatures(*change(*batch))
+    for fit in (fk.fit_temperatures, fk.fit_focal_temperatures):
+        with pytest.raises(error, match=rf"^{fit.__name__}(, |: ){words}"):
+            fit(*change(*batch))

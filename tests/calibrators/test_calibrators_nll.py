@@ -1,6 +1,7 @@
 """Temperature scaling by the derivative of the NLL: the optimum against other optimizers, and where there is none."""
 
 import math
+import sys
 
 import mpmath
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from conftest import peer
 
+from focalkern import fallback
 from focalkern.calibrators import TEMPERATURE_BOUNDS, TemperatureScaling
 
 # The data are small or odd, and many fits doubtful: what is said of them is test_calibrators_doubts.py's subject.
@@ -100,7 +102,8 @@ def test_what_none_searches():
 def test_rows_are_looked_at_in_blocks(monkeypatch):
     logits, target = sample(103, 7)
     whole = TemperatureScaling().fit(logits, target)
-    monkeypatch.setattr("focalkern.calibrators._newton_search._BLOCK", 70)
+    monkeypatch.setattr("focalkern.calibrators._smooth_losses.map_nll_sums_for", lambda input: fallback.map_nll_sums)
+    monkeypatch.setattr(sys.modules["focalkern.fallback.map_nll_sums"], "_BLOCK", 70)
     parts = TemperatureScaling().fit(logits, target)
     assert parts.temperature_ == pytest.approx(whole.temperature_, rel=1e-12)
     assert parts.best_value_ == pytest.approx(whole.best_value_, rel=1e-12)

@@ -1,0 +1,72 @@
+"""Newton steps as a generator: it yields points and is sent what a function and its derivatives are there."""
+
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+__all__ = ["Steps", "newton_steps", "valleys"]
+
+# A step that is so small, in logarithms of the variables, leaves an error of its square where the curvature is exact.
+_NEWTON_STEP = 1e-6
+# So close to a bottom, in the same variables, another start leads to it.
+_NEAR = 0.01
+
+_Found = TypeVar("_Found")
+# Yields a point [log T] or [log(1 + gamma), log T] and is sent (value, slope, curvature or None); or yields a number,
+# 1/T, and is sent the sums of the NLL there.
+Steps = Generator[Any, Any, _Found]
+
+
+def valleys(values: np.ndarray) -> list[int]:
+    """Indices of the local minima, the lowest first."""
+    padded = np.concatenate([[np.inf], values, [np.inf]])
+    bottoms = np.flatnonzero((values <= padded[:-2]) & (values <= padded[2:]))
+    return sorted(bottoms.tolist(), key=values.__getitem__)
+
+
+def newton_steps(
+    point: np.ndarray, low: np.ndarray, high: np.ndarray, bottoms: Sequence[tuple[np.ndarray, float]] = ()
+) -> Steps[tuple[np.ndarray, float]]:
+    """A minimum of a smooth function of a few variables between bounds; from its derivatives, never uphill.
+
+    Near one of ``bottoms``, which other starts have found, it is that one.
+    """
+    value, slope, known = yield point
+    for _ in range(60):
+        # A variable at a bound that it would cross takes no part.
+        free = ~(((point <= low) & (slope > 0)) | ((point >= high) & (slope < 0)))
+        if not free.any():
+            break
+        if known is not None:
+            curvature = known[np.ix_(free, free)]
+        else:  # second derivatives as differences of the exact first ones
+            width = 1e-5
+            columns = []
+            for i in np.flatnonzero(free):
+                moved = point.copy()
+                moved[i] += width if point[i] + width <= high[i] else -width
+                columns.append(((yield moved)[1][free] - slope[free]) / (moved[i] - point[i]))
+            curvature = np.stack(columns)
+        sizes, directions = np.linalg.eigh((curvature + curvature.T) / 2)
+        # Downhill along every axis of the quadratic form, also where it bends down.
+        sizes = np.maximum(np.abs(sizes), 1e-8 * max(1e-300, float(np.abs(sizes).max())))
+        step = np.zeros_like(point)
+        step[free] = -directions @ ((directions.T @ slope[free]) / sizes)
+        step /= max(1.0, float(np.abs(step).max()))
+        for _ in range(30):
+            moved = np.clip(point + step, low, high)
+            trial, trial_slope, trial_known = yield moved
+            if trial <= value:
+                break
+            step /= 2
+        else:
+            break
+        travelled = float(np.abs(moved - point).max())
+        point, value, slope, known = moved, trial, trial_slope, trial_known
+        if travelled <= (_NEWTON_STEP if known is not None else 1e-9):
+            break
+        near = [bottom for bottom in bottoms if float(np.abs(bottom[0] - point).max()) <= _NEAR]
+        if near:
+            return near[0]
+    return point, value

@@ -1,0 +1,124 @@
+"""The NLL of many networks and the Brier score of one, with their derivatives in gamma and T."""
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern._types import InputKind
+from focalkern.calibrators._search import every_row_grid
+from focalkern.ops.calibration_map import focal_calibration_map
+from focalkern.ops.map_nll_sums import map_nll_sums_for
+
+__all__ = ["BrierOfRows", "NllOfNetworks", "Smooth", "check_finite_nll", "coarse_table"]
+
+# Rows are converted to float64 so many numbers at a time.
+_BLOCK = 1 << 22
+# A table for starts is of as many rows, evenly spaced, as hold so many numbers, and of no fewer rows than that.
+_TABLE_NUMBERS, _TABLE_ROWS = 1 << 16, 512
+
+Smooth = Literal["nll", "brier"]
+
+
+def check_finite_nll(name: str, input: Tensor, target: Tensor, input_kind: str, remedy: str = "") -> None:
+    """Raises where no temperature has a finite NLL; the values of ``input`` must have been checked.
+
+    Args:
+        remedy: beside a floor.
+    """
+    of_target = input.gather(1, target.unsqueeze(1)).squeeze(1)
+    impossible = of_target == (0 if input_kind == "probs" else -math.inf)
+    if bool(impossible.any()):
+        what = "probability 0" if input_kind == "probs" else "a logit of -inf"
+        raise ValueError(
+            f"{name}: the NLL must be finite for some temperature, but {int(impossible.sum())} of {len(input)} rows "
+            f"(the first is {int(impossible.nonzero()[0])}) give their target {what}: "
+            f"floor={0.1 / len(input):.2g} gives every class a little of the probability{remedy}"
+        )
+
+
+def coarse_table(
+    input: Tensor,
+    target: Tensor,
+    input_kind: InputKind,
+    criterion: Smooth,
+    gammas: tuple[float, ...],
+    temperatures: list[float],
+) -> np.ndarray:
+    """[gammas, temperatures], for starts: of some of the rows, where each counts the same."""
+    step = max(1, len(input) // max(_TABLE_ROWS, _TABLE_NUMBERS // input.shape[1]))
+    some = input[::step].contiguous(), target[::step].contiguous()
+    grid = every_row_grid("fit", *some, gammas, temperatures, criteria=(criterion,), input_kind=input_kind)
+    table: np.ndarray = grid.tables[criterion].cpu().numpy()
+    return table
+
+
+class NllOfNetworks:
+    """The mean NLL of the focal calibration map for each of many networks.
+
+    Args:
+        input: [B, N, C] of ``input_kind``, checked; no target impossible.
+        target: [B, N] int64.
+        weight: [B, N] float64, what a row counts; None is 1.
+    """
+
+    def __init__(self, input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None) -> None:
+        self.input, self.target, self.input_kind, self.weight = input, target, input_kind, weight
+        whole = torch.full(target.shape, 1 / target.shape[1], dtype=torch.float64, device=input.device)
+        self._share = whole if weight is None else weight / weight.sum(1, keepdim=True)
+        self._sums = map_nll_sums_for(input)
+
+    def __len__(self) -> int:
+        return len(self.input)
+
+    def __call__(self, gammas: np.ndarray | None, betas: np.ndarray) -> np.ndarray:
+        """[B, 7], as :func:`focalkern.fallback.map_nll_sums`; zeros where a beta is NaN."""
+        of_gamma = None if gammas is None else torch.from_numpy(gammas)
+        is_probs = self.input_kind == "probs"
+        found = self._sums(self.input, self.target, self._share, of_gamma, torch.from_numpy(betas), is_probs)
+        sums: np.ndarray = found.numpy()
+        return sums
+
+
+class BrierOfRows:
+    """The mean Brier score of the focal calibration map, with its first derivatives.
+
+    A point is [log T], at gamma = 0, or [log(1 + gamma), log T].
+
+    Args:
+        input: [N, C] of ``input_kind``, checked.
+        target: [N] int64.
+        weight: [N] float64, what a row counts; None is 1.
+    """
+
+    def __init__(self, input: Tensor, target: Tensor, input_kind: InputKind, weight: Tensor | None) -> None:
+        self.input, self.target, self.input_kind, self.weight = input, target, input_kind, weight
+
+    def __call__(self, point: np.ndarray) -> tuple[float, np.ndarray]:
+        values = [math.expm1(point[0]) if len(point) == 2 else 0.0, math.exp(point[-1])]
+        gamma, temperature = (
+            torch.tensor(value, dtype=torch.float64, device=self.input.device, requires_grad=True) for value in values
+        )
+        total = np.zeros(3)
+        for block, labels, share in self._blocks():
+            with torch.enable_grad():
+                probs = focal_calibration_map(block, gamma, temperature, input_kind=self.input_kind)
+                of_target = probs.gather(1, labels).squeeze(1)
+                value = (probs.square().sum(-1) - 2 * of_target + 1) @ share
+            slopes = torch.autograd.grad(value, (gamma, temperature))
+            total += [value.item(), *(slope.item() for slope in slopes)]
+        slopes_of = total[1:] * [1 + gamma.item(), temperature.item()]
+        return total[0], slopes_of[-len(point) :]
+
+    def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Blocks of (input, float64; target [n, 1]; share of the sum of the weights [n])."""
+        rows = max(1, _BLOCK // self.input.shape[1])
+        n, weight = len(self.target), self.weight
+        shares = torch.full_like(self.target, 1 / n, dtype=torch.float64) if weight is None else weight / weight.sum()
+        for block, labels, part in zip(
+            self.input.split(rows), self.target.split(rows), shares.split(rows), strict=True
+        ):
+            yield block.to(torch.float64), labels.unsqueeze(-1), part
