@@ -35,8 +35,8 @@ def main(arguments=None):
     validation, test = classifier_rows()
     study = fk.compare_calibrators(validation, test, candidates=CANDIDATES, input_kind="probs")
     print(study.verdict)
-    for doubt in study.verdict.doubts:
-        print(f"Note: {doubt}.")
+    for warning in study.verdict.warnings:
+        print(f"Note: {warning}.")
     print()
     print(study.table())
     print()

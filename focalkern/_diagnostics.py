@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "input_doubts",
     "input_notes",
+    "input_problems",
     "label_problems",
     "looks_like_probs",
-    "one_logit_doubts",
-    "pair_doubts",
+    "one_logit_problems",
+    "pair_problems",
     "refuse_probs",
 ]
 
@@ -57,8 +57,8 @@ def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
     )
 
 
-def input_doubts(input: Tensor, kind: str) -> list[str]:
-    """Rows that can be read and are hardly what they should be: at most one doubt.
+def input_problems(input: Tensor, kind: str) -> list[str]:
+    """Rows that can be read and are hardly what they should be: at most one sentence.
 
     Args:
         input: [N, C] floating point, checked.
@@ -76,7 +76,7 @@ def input_doubts(input: Tensor, kind: str) -> list[str]:
     return []
 
 
-def one_logit_doubts(logits: Tensor) -> list[str]:
+def one_logit_problems(logits: Tensor) -> list[str]:
     """The same of one logit per row [N], or of independent labels [N, L]."""
     if len(logits) < _ENOUGH or not bool(((logits >= 0) & (logits <= 1)).all()):
         return []
@@ -103,7 +103,7 @@ def input_notes(logits: Tensor) -> list[str]:
     ]
 
 
-def pair_doubts(input: Tensor, labels: Tensor, other: Tensor, other_labels: Tensor) -> list[str]:
+def pair_problems(input: Tensor, labels: Tensor, other: Tensor, other_labels: Tensor) -> list[str]:
     """Rows that are both validation and test rows."""
     if input.shape[1:] != other.shape[1:] or len(other) == 0:
         return []
@@ -123,7 +123,7 @@ def pair_doubts(input: Tensor, labels: Tensor, other: Tensor, other_labels: Tens
 
 
 def label_problems(input: Tensor, labels: Tensor) -> list[str]:
-    """Labels that cannot be right: at most one doubt, the likeliest.
+    """Labels that cannot be right: at most one sentence, the likeliest.
 
     Args:
         input: [N, C] floating point logits or probabilities, checked.

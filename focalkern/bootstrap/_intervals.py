@@ -121,7 +121,7 @@ class PairedBootstrap:
         )
 
     def wins(self, name: str, other: str, figure: str) -> bool:
-        """Whether ``name`` is better than ``other`` beyond doubt: the interval of the difference excludes 0.
+        """Whether ``name`` is better than ``other``: the interval of the difference excludes 0.
 
         Better is higher for accuracy and lower for everything else. One pair and one figure at a time: among many,
         one in 1 / (1 - level) excludes 0 by chance. Ask for a higher ``level`` where many are compared.

@@ -20,13 +20,19 @@ from focalkern.calibrators._selection import CrossValidation
 from focalkern.calibrators._source_selection import cross_validate_source
 from focalkern.calibrators._spline import SplineScaling
 from focalkern.calibrators._spline_features import as_scores
-from focalkern.calibrators._verdict import Verdict, describe_evidence, describe_method, describe_predictions, doubts_of
+from focalkern.calibrators._verdict import (
+    Verdict,
+    cross_validation_warnings,
+    describe_evidence,
+    describe_method,
+    describe_predictions,
+)
 
 __all__ = ["AutoCalibrator"]
 
 
 class AutoCalibrator(FitsBatches):
-    r"""The calibrator with the lowest loss in a cross-validation on the rows of ``fit``, the simpler one if in doubt.
+    r"""The calibrator with the lowest loss in a cross-validation on the rows of ``fit``; of equal ones the simpler.
 
     Among the candidates that change no predicted class, none, temperature and spline scaling by default, the one with
     the lowest mean loss is held. A richer one takes its place, spline-vector and then spline-matrix, where
@@ -103,11 +109,11 @@ class AutoCalibrator(FitsBatches):
             NotFittedError: ``fit`` did not come before.
             TypeError: it is not one of this library's.
         """
-        return self._placed(self._own("as_module").as_module())
+        return self._placed(self._fitted_calibrator("as_module").as_module())
 
     # -- private ------------------------------------------------------------------------------------------------
 
-    def _own(self, what: str) -> Calibrator:
+    def _fitted_calibrator(self, what: str) -> Calibrator:
         self._check_fitted()
         if not isinstance(self.calibrator_, Calibrator):
             raise TypeError(
@@ -188,7 +194,7 @@ class AutoCalibrator(FitsBatches):
                 use,
                 describe_evidence(cross_validation),
                 "" if winner.name == "none" else describe_predictions(n_changed, source.n_rows),
-                tuple(doubts_of(cross_validation)),
+                tuple(cross_validation_warnings(cross_validation)),
             ),
         }
 
@@ -211,14 +217,14 @@ class AutoCalibrator(FitsBatches):
         return self._apply(input, log=True).argmax(-1)
 
     def _document(self) -> dict[str, Any]:
-        document = self._own("save")._document()
+        document = self._fitted_calibrator("save")._document()
         document["fit"]["evidence"] = {
             "candidates": self.table_,
             "criterion": self.criterion,
             "folds": self.folds,
             "seed": self.seed,
             "because": self.verdict_.because,
-            "doubts": list(self.verdict_.doubts),
+            "warnings": list(self.verdict_.warnings),
         }
         if self.classes_.dtype.kind not in "iu":
             document["fit"]["classes"] = self.classes_.tolist()

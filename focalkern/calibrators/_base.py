@@ -11,7 +11,7 @@ from torch import Tensor
 
 from focalkern._atomic import write_atomically
 from focalkern._checks import path_text, short
-from focalkern._diagnostics import input_doubts, label_problems, one_logit_doubts, refuse_probs
+from focalkern._diagnostics import input_problems, label_problems, one_logit_problems, refuse_probs
 from focalkern.calibrators._document import FORMAT_VERSION, from_document, read_document, to_document
 from focalkern.calibrators._fit_data import FitData, as_rows
 from focalkern.calibrators._fitted import Fitted, Layout
@@ -49,7 +49,7 @@ class Calibrator(Fitted):
             what the class says. When anything is raised, a calibrator that was fitted before stays as it was.
 
         Warns:
-            CalibrationWarning: what was fitted is doubtful, or the labels cannot be right (shifted, of another row, of
+            CalibrationWarning: the result should be checked, or the labels cannot be right (shifted, of another row, of
                 columns in another order, no better than chance): once, in words that name the remedy or the likely
                 cause, which ``warnings_`` has as well.
 
@@ -68,9 +68,9 @@ class Calibrator(Fitted):
         """
         rows = self._fit_rows(logits, target, sample_weight, ignore_index, assumed=is_assumed(self.input_kind))
         if not rows.one_logit:
-            of_input = input_doubts(rows.input, self.input_kind)
+            of_input = input_problems(rows.input, self.input_kind)
         else:
-            of_input = one_logit_doubts(rows.input[:, 1]) if self.input_kind == "logits" else []
+            of_input = one_logit_problems(rows.input[:, 1]) if self.input_kind == "logits" else []
         self.warnings_ = (*of_input, *label_problems(rows.input, rows.target), *self.warnings_)
         warn(type(self).__name__, self.warnings_)
         return self
@@ -117,7 +117,7 @@ class Calibrator(Fitted):
         fitted = self._fit(of_fit)
         layout = Layout(rows.input.shape[1], rows.names, one_logit, rows.dense)
         self._become(fitted, layout, n_samples=len(rows.input), floor=floor)
-        self.warnings_ = tuple(self._doubts(of_fit))
+        self.warnings_ = tuple(self._fit_warnings(of_fit))
         return rows
 
     def as_module(self) -> torch.nn.Module:
@@ -159,7 +159,7 @@ class Calibrator(Fitted):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what ``save`` wrote, this version's or an older one's.
+        """Read a calibrator that ``save`` wrote.
 
         Args:
             path: of the file.
@@ -169,7 +169,7 @@ class Calibrator(Fitted):
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is not a calibrator, is of a newer version, or of another class.
+            ValueError: it is not a calibrator, is of another format version, or of another class.
 
         Example:
             >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
@@ -187,31 +187,13 @@ class Calibrator(Fitted):
         return {**state, "_format_version": FORMAT_VERSION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        version = state.pop("_format_version", 2)  # the last that did not say so
-        if version > FORMAT_VERSION:
+        version = state.get("_format_version")
+        if version != FORMAT_VERSION:
             raise ValueError(
-                f"{type(self).__name__}: expected a pickle of format version {FORMAT_VERSION} or older, found "
-                f"{version}; upgrade focalkern"
+                f"{type(self).__name__}: expected a pickle of format version {FORMAT_VERSION}, found {version}; load "
+                "it with the focalkern that wrote it, or fit again"
             )
-        if version == 2:
-            # What None meant, and what there was not.
-            if self.method == "focal-temperature" and state.get("criterion", "") is None:
-                state["criterion"] = "nll" if state.get("search") == "nll" else "ece"
-            if self.method in ("temperature", "focal-temperature"):
-                state.setdefault("widen", False)
-            if "n_classes_" in state:
-                state = {"dense_": False, "warnings_": (), **state}
-        if "n_classes_" in state and version < 4:
-            if self.method in ("structured", "isotonic"):
-                state["epsilon_"] = state.pop("floor_")
-            state["input_floor_"] = 0.0
-        if "floor" in self._parameter_names:
-            state.setdefault("floor", 0.0)
-        if "classes_" in state:
-            classes = state.pop("classes_")
-            state["_names"] = None if classes.dtype.kind in "iu" else classes
-        vars(self).update(state)
+        vars(self).update({name: value for name, value in state.items() if name != "_format_version"})
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "n_classes_")
@@ -236,8 +218,8 @@ class Calibrator(Fitted):
         """The fitted attributes."""
         raise NotImplementedError
 
-    def _doubts(self, rows: FitData) -> Iterable[str]:
-        """What is doubtful about what was fitted to these rows, each with its remedy."""
+    def _fit_warnings(self, rows: FitData) -> Iterable[str]:
+        """Sentences of the warning about a fit on these rows, each with its remedy."""
         return self._warnings_of(torch.bincount(rows.target, minlength=rows.input.shape[1]))
 
     def _warnings_of(self, class_counts: Tensor) -> Iterable[str]:
@@ -256,7 +238,7 @@ def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a calibrator, or is of a newer version.
+        ValueError: it is not a calibrator, or is of another format version.
 
     Example:
         >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)

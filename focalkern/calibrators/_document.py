@@ -27,11 +27,8 @@ __all__ = [
 ]
 
 _FORMAT = "focalkern-calibrator"
-# 1: gamma, temperature, parameters and fit of the two scalings. 2 adds methods, nested calibrators, the classes, the
-# version of the library, and in "fit" which search it was and how many cells it looked at. 3 adds methods, the Brier
-# score as a criterion and the doubts, and has no criterion that depends on the search. 4 adds the floor, and calls
-# epsilon what structured scaling and isotonic regression called that.
-FORMAT_VERSION = 4
+# Up by one with every change of the file; a released version's files stay readable.
+FORMAT_VERSION = 5
 
 # Of a file: no search goes there.
 _MOST_GAMMA, _MOST_TEMPERATURE = 1e6, 1e30
@@ -51,7 +48,7 @@ def to_document(calibrator: Fitted) -> dict[str, Any]:
     if calibrator.dense_:
         data["dense"] = True
     if calibrator.warnings_:
-        data["doubts"] = list(calibrator.warnings_)
+        data["warnings"] = list(calibrator.warnings_)
     return {
         "format": _FORMAT,
         "format_version": FORMAT_VERSION,
@@ -79,8 +76,6 @@ def _plain(name: str, value: Any) -> Any:
         }
     if name in ("gammas", "temperatures") and value is not None:
         return list(as_numbers("save", name, value))
-    if name == "criterion" and value is None:
-        return "nll"  # None meant something else before version 3
     return int(value) if name == "n_bins" else value
 
 
@@ -94,14 +89,14 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a calibrator in JSON, found something else ({error})") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ValueError(f'{path}: expected a calibrator with "format": "{_FORMAT}", found other JSON')
-    version = document.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    version, writer = document.get("format_version"), document.get("focalkern", "of another version")
+    if isinstance(version, bool) or version != FORMAT_VERSION:
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        remedy = "upgrade focalkern" if newer else "fit and save it again with this version"
         raise ValueError(
-            f"{path}: expected a calibrator of format version 1 to {FORMAT_VERSION}, found {version}, written by "
-            f"focalkern {document.get('focalkern', 'of a later version')}; upgrade focalkern"
+            f"{path}: expected a calibrator of format version {FORMAT_VERSION}, found {version!r}, written by "
+            f"focalkern {writer}; {remedy}"
         )
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ValueError(f"{path}: expected a calibrator of format version 1 to {FORMAT_VERSION}, found {version!r}")
     if document.get("method") not in tuple(BY_METHOD):
         raise ValueError(f"{path}: expected a method out of {', '.join(BY_METHOD)}, found {document.get('method')!r}")
     return document
@@ -124,11 +119,6 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
     for key, value in parameters.items():
         if isinstance(value, dict):
             parameters[key] = calibrator_from_json(value)
-    search, given = parameters.get("search"), parameters.get("criterion")
-    if document.get("format_version") == 1:
-        parameters["search"] = "grid"  # the only one there was
-    elif document.get("format_version", 2) == 2 and cls.method == "focal-temperature" and given is None:
-        parameters["criterion"] = "nll" if search == "nll" else "ece"  # what None meant
     calibrator = cls(**parameters)
     calibrator._check_parameters()
     if "fit" not in document and "format" not in document:
@@ -141,14 +131,12 @@ def calibrator_from_json(document: Mapping[str, Any]) -> Fitted:
     layout = Layout(n_classes, names, fit.get("one_logit") is True, fit.get("dense") is True)
     if layout.one_logit and n_classes != 2:
         raise ValueError(f"expected 2 classes where a row is one logit, found {n_classes}")
-    if document.get("format_version", 4) < 4 and cls.method in ("structured", "isotonic"):
-        document = {**document, "epsilon": document["floor"]}
     floor = as_number("input_floor", document.get("input_floor", 0.0))
     if not 0 <= floor < 1:
         raise ValueError(f"expected an input_floor of at least 0 and less than 1, found {floor}")
     fitted = calibrator._fitted_from_json(document, fit)
     calibrator._become(fitted, layout, n_samples=n_samples, floor=floor)
-    calibrator.warnings_ = tuple(str(words) for words in fit.get("doubts", ()))
+    calibrator.warnings_ = tuple(str(words) for words in fit.get("warnings", ()))
     return calibrator
 
 

@@ -39,7 +39,7 @@ class FitsBatches(Calibrator):
             The calibrator itself, as ``fit``.
 
         Warns:
-            CalibrationWarning: what was fitted is doubtful.
+            CalibrationWarning: the result should be checked; the warning names the reason and the remedy.
 
         Raises:
             TypeError: batches that can be iterated only once; a batch of another form.

@@ -18,7 +18,7 @@ from focalkern.calibrators._inputs import can_occur, widened
 from focalkern.calibrators._modules import CalibratedLogProbs, FlooredInput
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._scaling import Scaling
-from focalkern.calibrators._warnings import judged
+from focalkern.calibrators._warnings import worse_than_uncalibrated
 
 __all__ = ["Binning", "HistogramBinning"]
 
@@ -170,24 +170,24 @@ class HistogramBinning(Calibrator):
             "edges_": edges.numpy(),
             "counts_": counts.numpy(),
             "values_": values.numpy(),
-            "n_changed_": int(_beaten(binned, top).sum()),
+            "n_changed_": int(_has_larger_class(binned, top).sum()),
             "scaling_": scaling,
         }
 
-    def _doubts(self, rows: FitData) -> list[str]:
-        doubts = []
+    def _fit_warnings(self, rows: FitData) -> list[str]:
+        warnings = []
         certain = int(((self.values_ == 1) & (self.counts_ > 0)).sum())
         if certain:
-            doubts.append(
+            warnings.append(
                 f"{certain} of {len(self.values_)} bins are always right, so that one mistake in them makes the NLL "
                 "infinite (fewer bins, n_bins, or a scaling alone)"
             )
         if self.scaling_ is not None and self.scaling_.at_border_:
             words = ", and ".join(self.scaling_.at_border_)
-            doubts.append(f"of the scaling, {words} (its temperatures and gammas should go further)")
+            warnings.append(f"of the scaling, {words} (its temperatures and gammas should go further)")
         remedy = "fewer bins, n_bins, or a scaling alone"
         apply = functools.partial(self._apply, log=True)
-        return [*doubts, *judged(rows, apply, by=_PROPER, input_kind=self.input_kind, remedy=remedy)]
+        return [*warnings, *worse_than_uncalibrated(rows, apply, by=_PROPER, input_kind=self.input_kind, remedy=remedy)]
 
     def _apply(self, input: Tensor, *, log: bool) -> Tensor:
         log_probs: Tensor = self._kept_module(self._module, input.device)(widened(input))
@@ -196,7 +196,7 @@ class HistogramBinning(Calibrator):
     def _predicted(self, input: Tensor) -> Tensor:
         top = input.argmax(-1, keepdim=True)
         log_probs = self._apply(input, log=True)
-        return torch.where(_beaten(log_probs, top), log_probs.argmax(-1), top.squeeze(-1))
+        return torch.where(_has_larger_class(log_probs, top), log_probs.argmax(-1), top.squeeze(-1))
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         top = {"edges": self.edges_.tolist(), "values": self.values_.tolist()}
@@ -225,6 +225,6 @@ class HistogramBinning(Calibrator):
         return {"edges_": edges, "counts_": counts, "values_": values, "n_changed_": changed, "scaling_": scaling}
 
 
-def _beaten(log_probs: Tensor, top: Tensor) -> Tensor:
+def _has_larger_class(log_probs: Tensor, top: Tensor) -> Tensor:
     """[...]: some class has more than the top class, not as much."""
     return (log_probs > log_probs.gather(-1, top)).any(-1)

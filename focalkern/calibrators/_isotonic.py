@@ -13,7 +13,7 @@ from focalkern.calibrators._document import LEAST_EPSILON, as_count, as_number
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._isotonic_module import IsotonicLogProbs
 from focalkern.calibrators._parameters import LOGITS
-from focalkern.calibrators._warnings import few_by_weight, judged
+from focalkern.calibrators._warnings import few_by_weight, worse_than_uncalibrated
 
 __all__ = ["IsotonicCalibration"]
 
@@ -121,9 +121,9 @@ class IsotonicCalibration(Calibrator):
             "n_changed_": int((log_probs.argmax(-1) != input.argmax(-1)).sum()),
         }
 
-    def _doubts(self, rows: FitData) -> list[str]:
+    def _fit_warnings(self, rows: FitData) -> list[str]:
         remedy = "more rows, or TemperatureScaling"
-        return few_by_weight(rows) + judged(
+        return few_by_weight(rows) + worse_than_uncalibrated(
             rows, self._log_probs, by=("nll",), input_kind=self.input_kind, remedy=remedy
         )
 

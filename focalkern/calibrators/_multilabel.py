@@ -9,7 +9,7 @@ from torch import Tensor
 
 from focalkern._arrays import as_tensor
 from focalkern._checks import label as as_label
-from focalkern._diagnostics import one_logit_doubts
+from focalkern._diagnostics import one_logit_problems
 from focalkern._types import InputKind
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._document import as_count, calibrator_from_json, nested_document
@@ -25,7 +25,7 @@ from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["MultiLabelScaling"]
 
-_SAID = 3  # doubts that the warning repeats; there may be one for every label
+_MOST_NAMED = 3  # sentences in the warning; there may be one for every label
 
 
 class MultiLabelScaling(Calibrator):
@@ -99,8 +99,8 @@ class MultiLabelScaling(Calibrator):
         """
         self.fit_quietly(logits, target, sample_weight, ignore_index=ignore_index)
         if self.input_kind == "logits":
-            self.warnings_ = (*one_logit_doubts(self._as_tensor(logits)), *self.warnings_)
-        first = self.warnings_[:_SAID]
+            self.warnings_ = (*one_logit_problems(self._as_tensor(logits)), *self.warnings_)
+        first = self.warnings_[:_MOST_NAMED]
         more = len(self.warnings_) - len(first)
         warn(type(self).__name__, (*first, f"{more} more in warnings_") if more else first)
         return self
@@ -153,7 +153,7 @@ class MultiLabelScaling(Calibrator):
         positive = (labels * known).sum(0).tolist()
         scalings: list[Scaling | None] = []
         remarks = []
-        doubts: list[str] = []
+        warnings: list[str] = []
         for label, count in enumerate(positive):
             rows = known[:, label]
             n_rows = int(rows.sum())
@@ -169,12 +169,12 @@ class MultiLabelScaling(Calibrator):
             except ValueError as error:
                 raise ValueError(f"{name}: label {label}: {error}") from error
             remarks.extend(f"label {label}: {words}" for words in scaling.at_border_)
-            doubts.extend(f"label {label}: {words}" for words in scaling.warnings_)
+            warnings.extend(f"label {label}: {words}" for words in scaling.warnings_)
             scalings.append(scaling)
         fitted = self._of(scalings, positive, remarks)
         floor = 0.0 if self.scaling is None else float(self.scaling.floor)
         self._become(fitted, Layout(input.shape[1]), n_samples=len(labels), floor=floor)
-        self.warnings_ = tuple(doubts)
+        self.warnings_ = tuple(warnings)
         return self
 
     @overload

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from focalkern._types import InputKind
+from focalkern._types import LOSS_NAMES, InputKind
 from focalkern.calibrators._newton_steps import Steps, newton_steps, valleys
 from focalkern.calibrators._search import GAMMA_BOUNDS, TEMPERATURE_BOUNDS, SearchResult
 from focalkern.calibrators._smooth_losses import BrierOfRows, NllOfNetworks, Smooth, check_finite_nll, coarse_table
-from focalkern.calibrators._temperature_bound import ceiling_in_words, succession_bound
+from focalkern.calibrators._temperature_bound import describe_bound, succession_bound
 
 __all__ = [
     "brier_temperature",
@@ -27,7 +27,6 @@ __all__ = [
     "nll_temperatures",
 ]
 
-_WORDS = {"nll": "NLL", "brier": "Brier score"}
 _LOG_T = (math.log(TEMPERATURE_BOUNDS[0]), math.log(TEMPERATURE_BOUNDS[1]))
 # A step that is so small, relative to 1/T, leaves an error of its square.
 _CONVERGED = 1e-7
@@ -48,7 +47,7 @@ class _Rows:
     def low_end(self, gamma: float, why: str) -> tuple[float, tuple[str, ...]]:
         """The temperature where a criterion stops that falls all the way to T = 0, and the words for it."""
         temperature = succession_bound(self.input, gamma, self.input_kind, self.weight)
-        return temperature, (ceiling_in_words(temperature, len(self.input), self.weight, why),)
+        return temperature, (describe_bound(temperature, len(self.input), self.weight, why),)
 
     def words(self, name: str, value: float, bounds: tuple[float, float]) -> list[str]:
         if value not in bounds:
@@ -56,7 +55,7 @@ class _Rows:
         end = "lower" if value == bounds[0] else "upper"
         found = f"{math.expm1(value) if name == 'gamma' else math.exp(value):g}"
         return [
-            f"{name} = {found} is the {end} bound of the search: the {_WORDS[self.criterion]} falls all the way to it"
+            f"{name} = {found} is the {end} bound of the search: the {LOSS_NAMES[self.criterion]} falls all the way to it"
         ]
 
 
@@ -189,7 +188,7 @@ def _brier_temperature(rows: _Rows) -> Steps[SearchResult]:
 
 def _at_low_end(rows: _Rows, gamma: float) -> Steps[SearchResult]:
     """Where the criterion falls all the way to T = 0."""
-    temperature, words = rows.low_end(gamma, f"the {_WORDS[rows.criterion]} falls all the way to it")
+    temperature, words = rows.low_end(gamma, f"the {LOSS_NAMES[rows.criterion]} falls all the way to it")
     value = (yield np.array([math.log1p(gamma), math.log(temperature)]))[0]
     return SearchResult(gamma, temperature, float(value), 0, words)
 

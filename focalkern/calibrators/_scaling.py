@@ -28,7 +28,7 @@ from focalkern.calibrators._search import (
     search_line,
     search_refine,
 )
-from focalkern.calibrators._warnings import judged
+from focalkern.calibrators._warnings import worse_than_uncalibrated
 from focalkern.calibrators._weighted import weighted_grid
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
 from focalkern.ops.calibration_map import focal_calibration_map
@@ -54,7 +54,7 @@ class Scaling(Calibrator):
 
     search: Search | None
     temperatures: Iterable[float] | Tensor | None
-    criterion: Criterion | None
+    criterion: Criterion
     estimator: Estimator
     n_bins: int
     widen: bool
@@ -135,7 +135,7 @@ class Scaling(Calibrator):
             >>> calibrator.temperature_
             3.0
         """
-        name, criterion = type(self).__name__, self._criterion()
+        name, criterion = type(self).__name__, self.criterion
         if not isinstance(grid, CalibrationGrid):
             raise TypeError(f"{name}: grid must be a CalibrationGrid, got {short(grid)}")
         n_samples, n_classes = integer(name, "n_samples", n_samples, 1), integer(name, "n_classes", n_classes, 2, 2**32)
@@ -180,11 +180,7 @@ class Scaling(Calibrator):
         if self.search is not None:
             return self.search
         given = self.temperatures is not None or getattr(self, "gammas", None) is not None
-        criterion = self._criterion()
-        return "grid" if given or criterion == "ece" else criterion
-
-    def _criterion(self) -> Criterion:
-        return self.criterion or "nll"
+        return "grid" if given or self.criterion == "ece" else self.criterion
 
     def _temperatures(self) -> Any:
         if self.temperatures is None:
@@ -195,7 +191,7 @@ class Scaling(Calibrator):
         super()._check_parameters()
         name = type(self).__name__
         self._check_option("search", (None, *self._searches))
-        self._check_option("criterion", (None, *CRITERIA))
+        self._check_option("criterion", CRITERIA)
         self._check_estimator()
         integer(name, "n_bins", self.n_bins, 1, MOST_BINS)
         flag(name, "widen", self.widen)
@@ -206,7 +202,7 @@ class Scaling(Calibrator):
                 _check_axis(name, axis, as_numbers(name, axis, values), least)
         search = self._search()
         if search in PROPER:
-            if self._criterion() != search:
+            if self.criterion != search:
                 raise ValueError(f"{name}: criterion must be {search!r} with search={search!r}, got {self.criterion!r}")
             for axis in ("gammas", "temperatures"):
                 if getattr(self, axis, None) is not None:
@@ -214,7 +210,7 @@ class Scaling(Calibrator):
 
     def _fit(self, rows: FitData) -> dict[str, Any]:
         input, target, weight = rows.input, rows.target, rows.weight
-        name, search, criterion = type(self).__name__, self._search(), self._criterion()
+        name, search, criterion = type(self).__name__, self._search(), self.criterion
 
         def grid(gammas: Any, temperatures: Any) -> CalibrationGrid:
             options: Any = {
@@ -260,8 +256,8 @@ class Scaling(Calibrator):
     def _search_smooth(self, rows: FitData, criterion: Proper) -> SearchResult:
         raise NotImplementedError
 
-    def _doubts(self, rows: FitData) -> list[str]:
-        doubts = []
+    def _fit_warnings(self, rows: FitData) -> list[str]:
+        warnings = []
         if self.at_border_:
             if self.search_ in PROPER and self.at_border_[-1].startswith("temperature"):
                 remedy = "fit on rows that are neither all right nor no better than chance"
@@ -271,15 +267,15 @@ class Scaling(Calibrator):
                 remedy = "no search goes further; criterion='nll' has its optimum elsewhere"
             else:
                 remedy = "widen=True searches on"
-            doubts.append(f"{', and '.join(self.at_border_)} ({remedy})")
+            warnings.append(f"{', and '.join(self.at_border_)} ({remedy})")
         if self.search_ in PROPER:
             by, remedy = [], ""  # never worse than none by their own criterion
         elif self.criterion_ == "ece":
             by, remedy = ["nll", "brier"], "an ECE can fall while the probabilities get worse; criterion='nll' does not"
         else:
             by, remedy = [self.criterion_], "gamma = 0 and temperature = 1 belong into the search"
-        worse = judged(rows, self._log_probs, by=by, input_kind=self.input_kind, remedy=remedy)
-        return [*doubts, *worse]
+        worse = worse_than_uncalibrated(rows, self._log_probs, by=by, input_kind=self.input_kind, remedy=remedy)
+        return [*warnings, *worse]
 
     def _log_probs(self, input: Tensor) -> Tensor:
         return self._apply(input, log=True)
@@ -313,13 +309,13 @@ class Scaling(Calibrator):
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
         gamma, temperature = as_map(document["gamma"], document["temperature"])
-        # Version 1 has no search, which was the grid, and no count of its cells.
-        search, criterion = fit.get("search", "grid"), fit.get("criterion", self._criterion())
+        search, criterion = fit["search"], fit["criterion"]
         if search not in self._searches or criterion not in CRITERIA:
             raise ValueError(f"expected a search and a criterion that are known, found {search!r} and {criterion!r}")
-        cells = fit["n_cells"] if "n_cells" in fit else len(tuple(self._gammas())) * len(tuple(self._temperatures()))
         border = tuple(str(text) for text in fit["at_border"])
-        found = SearchResult(gamma, temperature, as_number("best_value", fit["best_value"]), as_count(cells), border)
+        found = SearchResult(
+            gamma, temperature, as_number("best_value", fit["best_value"]), as_count(fit["n_cells"]), border
+        )
         return self._fitted(found, search, criterion)
 
 

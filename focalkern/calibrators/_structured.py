@@ -17,7 +17,7 @@ from focalkern.calibrators._newton_search import check_finite_nll, minimize_foca
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._probmetrics import fit_structured
 from focalkern.calibrators._structured_module import StructuredLogProbs
-from focalkern.calibrators._warnings import few_by_weight, judged
+from focalkern.calibrators._warnings import few_by_weight, worse_than_uncalibrated
 
 __all__ = ["Solver", "Structure", "StructuredScaling"]
 
@@ -231,9 +231,9 @@ class StructuredScaling(Calibrator):
         possible = can_occur(input, self.input_kind)
         return "lbfgs", temperature, *_regularised(features, possible, target, share, identity, penalties, strength)
 
-    def _doubts(self, rows: FitData) -> list[str]:
+    def _fit_warnings(self, rows: FitData) -> list[str]:
         remedy = "a larger penalty, or TemperatureScaling"
-        return few_by_weight(rows) + judged(
+        return few_by_weight(rows) + worse_than_uncalibrated(
             rows, self._module(), by=("nll",), input_kind=self.input_kind, remedy=remedy
         )
 

@@ -10,7 +10,7 @@ from focalkern._types import InputKind
 from focalkern.calibrators._search import TEMPERATURE_BOUNDS
 from focalkern.ops.calibration_map import focal_calibration_map
 
-__all__ = ["ceiling_in_words", "justified_confidence", "succession_bound"]
+__all__ = ["describe_bound", "justified_confidence", "succession_bound"]
 
 # Rows are converted to float64 so many numbers at a time.
 _BLOCK = 1 << 22
@@ -61,7 +61,7 @@ def succession_bound(input: Tensor, gamma: float, input_kind: InputKind, weight:
     return math.exp(high)
 
 
-def ceiling_in_words(temperature: float, n_rows: int, weight: Tensor | None, why: str) -> str:
+def describe_bound(temperature: float, n_rows: int, weight: Tensor | None, why: str) -> str:
     """Why the temperature is what :func:`succession_bound` has found: the end of the search, as ``at_border_``."""
     if temperature == TEMPERATURE_BOUNDS[0]:
         return f"temperature = {temperature:g} is the lower bound of the search: {why}"

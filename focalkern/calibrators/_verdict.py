@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators._selection import CandidateScore, CrossValidation
 
-__all__ = ["Verdict", "describe_evidence", "describe_method", "doubts_of", "sentence"]
+__all__ = ["Verdict", "cross_validation_warnings", "describe_evidence", "describe_method", "sentence"]
 
 _METHODS = {
     "none": "no calibration",
@@ -38,7 +38,7 @@ class Verdict:
         use: what to use, with its parameters, and what it does to the figures.
         because: the evidence of the cross-validation.
         costs: what it costs, or what another choice would gain and cost; empty where there is nothing to say.
-        doubts: what speaks against trusting all this, a sentence each.
+        warnings: reasons to check the choice before it is used, a sentence each.
         optimistic: whether the figures are of the rows that it was fitted on; ``str()`` begins with it.
 
     Example:
@@ -53,30 +53,30 @@ class Verdict:
     use: str
     because: str
     costs: str
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     optimistic: bool = False
 
     def __str__(self) -> str:
         return "\n".join(self._lines()[0])
 
     def notes(self) -> tuple[str, ...]:
-        """The sentences that do not fit into ``str()``, and the doubts.
+        """The sentences that do not fit into ``str()``, and the warnings.
 
         Returns:
             A sentence each.
         """
         said = self._lines()[1]
         return tuple(
-            text for text in (self.because, self.costs, *map(sentence, self.doubts)) if text and text not in said
+            text for text in (self.because, self.costs, *map(sentence, self.warnings)) if text and text not in said
         )
 
     def sentences(self) -> tuple[str, ...]:
-        """What to use, why, and what it costs, or the first doubt.
+        """What to use, why, and what it costs, or the first warning.
 
         Returns:
             One to three sentences.
         """
-        third = self.costs or (sentence(self.doubts[0]) if self.doubts else "")
+        third = self.costs or (sentence(self.warnings[0]) if self.warnings else "")
         start = "Optimistic, because the validation rows are the test rows: use" if self.optimistic else "Use"
         return tuple(text for text in (f"{start} {self.use}.", self.because, third) if text)
 
@@ -138,13 +138,13 @@ def describe_predictions(changed: int, rows: int) -> str:
     return f"Predictions change in {changed:,} of {rows:,} rows (keep_predictions=True: in none)."
 
 
-def doubts_of(cross_validation: CrossValidation) -> list[str]:
+def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
     """Differences within the standard error, excluded candidates, and candidates that were not tried."""
     loss = LOSS_NAMES[cross_validation.criterion]
     winner, rows = cross_validation.winner, cross_validation.n_samples
-    doubts = []
+    warnings = []
     if 0 < rows < _FEW_ROWS:
-        doubts.append(
+        warnings.append(
             f"{rows} rows are few: another sample of them may choose otherwise"
             if winner.keeps_predictions
             else f"{rows} rows are few, and {_name(winner)} can be worse than temperature scaling on others: "
@@ -152,21 +152,23 @@ def doubts_of(cross_validation: CrossValidation) -> list[str]:
         )
     elif cross_validation.folds > 0 and cross_validation.chosen != cross_validation.best and math.isfinite(winner.loss):
         best = cross_validation.entries[cross_validation.best]
-        doubts.append(f"{rows} rows are too few to tell {_name(winner)} from {_name(best)}")
+        warnings.append(f"{rows} rows are too few to tell {_name(winner)} from {_name(best)}")
     mean, error = cross_validation.brier
     if mean > 2 * error:
-        doubts.append(f"the cross-validated Brier score is {_with_error(mean, error)} higher than without calibration")
+        warnings.append(
+            f"the cross-validated Brier score is {_with_error(mean, error)} higher than without calibration"
+        )
     if not winner.keeps_predictions and rows >= _FEW_ROWS:
-        doubts.append("for data of another source keep_predictions=True is safer")
+        warnings.append("for data of another source keep_predictions=True is safer")
     for entry in cross_validation.entries:
         if entry.excluded and not entry.excluded.startswith(("is worse", "adds nothing")):
-            doubts.append(f"{_name(entry)} {entry.excluded}, and is not chosen")
+            warnings.append(f"{_name(entry)} {entry.excluded}, and is not chosen")
     worse = [entry for entry in cross_validation.entries if entry.excluded.startswith("is worse")]
     if worse:
         names = " and ".join(map(_name, worse))
-        doubts.append(f"{names}: the cross-validated {loss} is higher than that of no calibration")
-    doubts += [f"left out: {words}" for words in cross_validation.left_out]
-    return doubts
+        warnings.append(f"{names}: the cross-validated {loss} is higher than that of no calibration")
+    warnings += [f"left out: {words}" for words in cross_validation.left_out]
+    return warnings
 
 
 def sentence(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What ``fit`` says of a choice that is doubtful, and the one warning that says it."""
+"""The warning of ``fit``, and the checks behind it: few samples by weight, a result worse than no calibration."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ from torch import Tensor
 from focalkern._types import LOSS_NAMES
 from focalkern.calibrators._fit_data import FitData
 
-__all__ = ["CalibrationWarning", "few_by_weight", "judged", "warn"]
+__all__ = ["CalibrationWarning", "few_by_weight", "warn", "worse_than_uncalibrated"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
@@ -21,10 +21,10 @@ _BLOCK = 1 << 22
 
 
 class CalibrationWarning(UserWarning):
-    """What ``fit`` found is doubtful.
+    """A result of ``fit`` that should be checked before it is used.
 
-    Its optimum lies at the border of the search, the NLL of its rows is infinite, no calibration at all would be
-    better, or the labels cannot be right. ``warnings_`` has the words as well, each with its remedy or likely cause.
+    The optimum lies at a bound of the search, the NLL of the rows is infinite, no calibration would be better, or the
+    labels cannot be right. ``warnings_`` holds the same sentences, each with its remedy or likely cause.
 
     Example:
         >>> import warnings
@@ -37,14 +37,14 @@ class CalibrationWarning(UserWarning):
     """
 
 
-def warn(name: str, doubts: Sequence[str]) -> None:
-    """One warning for all doubts, which points to the first line outside this package."""
-    if not doubts:
+def warn(name: str, words: Sequence[str]) -> None:
+    """One warning with all the words; it points to the first line outside this package."""
+    if not words:
         return
     depth, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         depth, frame = depth + 1, frame.f_back
-    warnings.warn(f"{name}: {', and '.join(doubts)}", CalibrationWarning, stacklevel=depth)
+    warnings.warn(f"{name}: {', and '.join(words)}", CalibrationWarning, stacklevel=depth)
 
 
 def few_by_weight(of: FitData) -> list[str]:
@@ -60,7 +60,7 @@ def few_by_weight(of: FitData) -> list[str]:
     ]
 
 
-def judged(
+def worse_than_uncalibrated(
     of: FitData, apply: Callable[[Tensor], Tensor], *, by: Sequence[str], input_kind: str, remedy: str
 ) -> list[str]:
     """Whether calibrated rows are worse than the same rows without calibration.
@@ -74,7 +74,7 @@ def judged(
         remedy: what to do where one is worse.
 
     Returns:
-        No, one or two doubts, in words.
+        No, one or two sentences.
     """
     input, target, weight = of.input, of.target, of.weight
     rows = max(1, _BLOCK // input.shape[1])
@@ -87,10 +87,10 @@ def judged(
     share = torch.ones_like(before[0]) if weight is None else weight.to(before)
     share = share / share.sum()
 
-    doubts = []
+    found = []
     impossible = (after[0] == math.inf) & (share > 0)
     if bool(impossible.any()):
-        doubts.append(
+        found.append(
             f"the NLL is infinite because {int(impossible.sum())} of {len(input)} rows (the first is "
             f"{int(impossible.nonzero()[0])}) give their target probability 0 (floor={0.1 / len(input):.2g} gives "
             "every class a little of the probability)"
@@ -107,8 +107,8 @@ def judged(
             first, last = (float((share * side).sum()) for side in (old, new))
             risen.append(f"the {LOSS_NAMES[loss]} rises from {first:.4f} to {last:.4f}")
     if risen:
-        doubts.append(f"on the rows of fit {' and '.join(risen)} ({remedy})")
-    return doubts
+        found.append(f"on the rows of fit {' and '.join(risen)} ({remedy})")
+    return found
 
 
 def _losses(log_probs: Tensor, target: Tensor) -> Tensor:

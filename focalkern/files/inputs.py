@@ -11,7 +11,7 @@ from focalkern._types import InputKind
 from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, rows_of_tensor
 from focalkern.files.parts import BY_NAME, open_npy
 from focalkern.files.paths import located, matches, name_of, suffix_of
-from focalkern.files.samples import KINDS, Hint, InputError, as_tensor, check_options, check_said
+from focalkern.files.samples import KINDS, Hint, InputError, as_tensor, check_input_kind, check_options
 from focalkern.files.shards import LOOK, STREAMED, Shard
 from focalkern.files.tables import OtherColumns, read_unlabelled
 
@@ -112,7 +112,7 @@ def open_unlabelled(
         if input_kind is None and first.kind == "logits":
             filled = next((part for part in parts if part.rows), first)
             start = filled.input.rows(0, min(filled.rows, LOOK))
-            check_said(filled.source, first.kind, first.kind, input_kind, start)
+            check_input_kind(filled.source, first.kind, first.kind, input_kind, start)
         opened[prefix] = UnlabelledRows(first.kind, prefix, str(path), rows, first.n_classes, table, tuple(parts))
     return opened
 

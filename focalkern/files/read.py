@@ -23,7 +23,7 @@ from focalkern.files.paths import (
     open_file,
     suffix_of,
 )
-from focalkern.files.samples import KINDS, Hint, InputError, LogitSet, check_options, check_said, checked_set
+from focalkern.files.samples import KINDS, Hint, InputError, LogitSet, check_input_kind, check_options, checked_set
 from focalkern.files.shards import open_shards
 from focalkern.files.tables import read_arrow, read_csv
 
@@ -152,7 +152,7 @@ def _sets_in(
             one.whole() if isinstance(one, ArrayRows) else one for one in (arrays[name], arrays[label_name])
         )
         sets[prefix] = checked_set(source, prefix, kind, name, values, label_name, targets)
-        check_said(source, name, kind, input_kind, sets[prefix].input)
+        check_input_kind(source, name, kind, input_kind, sets[prefix].input)
     return sets
 
 

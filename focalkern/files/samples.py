@@ -19,9 +19,9 @@ __all__ = [
     "InputError",
     "LogitSet",
     "as_tensor",
+    "check_input_kind",
     "check_options",
     "check_rows",
-    "check_said",
     "checked_set",
     "label_numbers",
 ]
@@ -181,8 +181,10 @@ def check_options(op: str, input_kind: Any, path: Any = "", **names: Any) -> str
     return text
 
 
-def check_said(source: str, input_name: str, kind: InputKind, input_kind: InputKind | None, input: Tensor) -> None:
-    """Raises where logits, which nobody said they are, look like probabilities."""
+def check_input_kind(
+    source: str, input_name: str, kind: InputKind, input_kind: InputKind | None, input: Tensor
+) -> None:
+    """Raises where ``input_kind`` is None and the logits look like probabilities."""
     if input_kind is None and kind == "logits" and looks_like_probs(input):
         raise InputError(
             f"{source}: {input_name}",

@@ -24,7 +24,7 @@ from focalkern.files.paths import (
     name_of,
     suffix_of,
 )
-from focalkern.files.samples import KINDS, Hint, InputError, check_options, check_rows, check_said
+from focalkern.files.samples import KINDS, Hint, InputError, check_input_kind, check_options, check_rows
 
 __all__ = [
     "STREAMED",
@@ -171,7 +171,7 @@ def open_shards(
         if input_kind is None and first.kind == "logits":
             filled = next(shard for shard in shards if shard.rows)
             start, _ = filled.read(0, min(filled.rows, LOOK))
-            check_said(filled.source, filled.input.name, first.kind, input_kind, start)
+            check_input_kind(filled.source, filled.input.name, first.kind, input_kind, start)
     return sets
 
 

@@ -17,8 +17,8 @@ from focalkern.files.samples import (
     Hint,
     InputError,
     LogitSet,
+    check_input_kind,
     check_options,
-    check_said,
     checked_set,
     label_numbers,
 )
@@ -156,19 +156,19 @@ def read_unlabelled(
         tuple(pair for place, pair in named if place < first),
         tuple(pair for place, pair in named if place > first),
     )
-    return input_kind or _said_by_columns(found) or "logits", values, rest
+    return input_kind or _kind_of_columns(found) or "logits", values, rest
 
 
 def _class_names(classes: ClassColumns) -> list[str]:
     """Names of the classes: ``cat`` for the column ``logit_cat``; for numbered columns the numbers."""
     if classes.numbers is not None:
         return [str(number) for number in classes.numbers]
-    if _said_by_columns(classes) is None:
+    if _kind_of_columns(classes) is None:
         return classes.names
     return [re.sub(r"^(logits?|prob(s|a|ability|abilities)?)[^a-zA-Z0-9]+", "", name) or name for name in classes.names]
 
 
-def _said_by_columns(classes: ClassColumns) -> InputKind | None:
+def _kind_of_columns(classes: ClassColumns) -> InputKind | None:
     """The kind that the prefix of numbered columns, or the names of all others, state."""
     said = {kind_from_name(name) for name in ([classes.prefix] if classes.numbers is not None else classes.names)}
     return said.pop() if len(said) == 1 else None
@@ -284,7 +284,7 @@ def _set(
     table: _Table, columns: Sequence[np.ndarray[Any, Any]], labels: np.ndarray[Any, Any], input_kind: InputKind | None
 ) -> LogitSet:
     source, classes = table.source, table.classes
-    kind = input_kind or _said_by_columns(classes) or "logits"
+    kind = input_kind or _kind_of_columns(classes) or "logits"
     for name, column in zip(classes.names, columns, strict=True):
         if column.dtype.kind not in "fiu":
             raise InputError(f"{source}: {name}: expected numbers, found {column.dtype}")
@@ -300,5 +300,5 @@ def _set(
     first = 0 if classes.numbers is None else classes.numbers[0]
     numbers = label_numbers(source, table.label_name, labels, len(classes.places), names=names, first=first)
     rows = checked_set(source, "", kind, kind, values, table.label_name, numbers)
-    check_said(source, f"{classes.names[0]} to {classes.names[-1]}", kind, input_kind, rows.input)
+    check_input_kind(source, f"{classes.names[0]} to {classes.names[-1]}", kind, input_kind, rows.input)
     return rows

@@ -131,7 +131,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
 
         response = _response(self.estimator, calibrator)
         pairs: list[tuple[Any, Any]] = []
-        doubts: list[str] = []
+        found: list[str] = []
         if _frozen(self.estimator):
             classifier = clone(self.estimator).fit(X, y)
             pairs.append(
@@ -153,7 +153,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
                 part = None if weight is None else weight[rows]
                 pairs.append((fitted(), _calibrated(calibrator, logits, labels[rows], part)))
         for _, one in pairs:
-            doubts.extend(getattr(one, "warnings_", ()))
+            found.extend(getattr(one, "warnings_", ()))
 
         self.classes_ = classes
         self.calibrated_ = pairs
@@ -166,7 +166,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         if hasattr(pairs[0][0], "n_features_in_"):
             _check_n_features(self, X, reset=True)
             _check_feature_names(self, X, reset=True)
-        warn(name, tuple(dict.fromkeys(doubts)))
+        warn(name, tuple(dict.fromkeys(found)))
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:

@@ -165,7 +165,7 @@ def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
                 dashes,
                 color=colour,
                 linewidth=1.3,
-                label=f"{label}: T = {_line_in_words(ridge)}{r_squared}",
+                label=f"{label}: T = {_describe_line(ridge)}{r_squared}",
             )
         point: dict[str, Any] = {
             "linestyle": "none",
@@ -205,7 +205,7 @@ def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
     return figure
 
 
-def _line_in_words(ridge: Ridge) -> str:
+def _describe_line(ridge: Ridge) -> str:
     return f"{ridge.slope:.3g} gamma {'-' if ridge.intercept < 0 else '+'} {abs(ridge.intercept):.3g}"
 
 
@@ -291,7 +291,7 @@ def grid_heatmap(
             linewidth=1.6,
             path_effects=[withStroke(linewidth=3.2, foreground="black")],  # shows on every colour
             zorder=3,
-            label=f"fit: T = {_line_in_words(ridge)}",
+            label=f"fit: T = {_describe_line(ridge)}",
         )
     axes.plot(
         temperatures[best_columns],

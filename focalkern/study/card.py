@@ -163,7 +163,7 @@ def _evaluation(evidence: Mapping[str, Any]) -> str:
 
 
 def _limits(document: Mapping[str, Any], evidence: Mapping[str, Any]) -> str:
-    said = [evidence.get("costs", ""), *evidence.get("doubts", ()), *document["fit"].get("doubts", ())]
+    said = [evidence.get("costs", ""), *evidence.get("warnings", ()), *document["fit"].get("warnings", ())]
     lines = [f"- {_ascii_off(sentence(one))}" for one in dict.fromkeys(said) if one]
     return "\n".join(lines) or "None were found in the fit."
 

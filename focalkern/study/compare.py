@@ -82,7 +82,7 @@ def compare_calibrators(
         validation: samples to fit and to choose by: a pair (logits [N, C], labels [N]) of tensors or arrays, a set of
             :func:`focalkern.study.stream_sets`, or a pattern of files for it. For files the folds are by sample number
             and focal temperature scaling is that of the grid. A spline matrix needs samples that fit in memory, and
-            candidates that have no fit by sums are left out; a doubt of the verdict names them.
+            candidates that have no fit by sums are left out; the verdict's warnings name them.
         test: samples to score. None takes the validation samples; the scores are then optimistic, and the verdict says
             so.
         candidates: names out of ``"none"``, ``"temperature"`` (:class:`focalkern.RobustTemperatureScaling`),

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from focalkern._diagnostics import input_doubts, input_notes, label_problems, pair_doubts
+from focalkern._diagnostics import input_notes, input_problems, label_problems, pair_problems
 from focalkern.files import LogitSet
 from focalkern.study.intervals import DEFAULT_RESAMPLES
 from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, Intervals
@@ -65,15 +65,15 @@ def remarks_on_samples(samples: Samples) -> list[str]:
     if len(labels) < len(samples):
         of_rows += f" ({len(labels):,} of its rows)"
     notes = input_notes(input) if samples.kind == "logits" else []
-    doubts = (*input_doubts(input, samples.kind), *label_problems(input, labels))
-    found.extend(f"{of_rows}: {words}." for words in (*doubts, *notes))
+    warnings = (*input_problems(input, samples.kind), *label_problems(input, labels))
+    found.extend(f"{of_rows}: {words}." for words in (*warnings, *notes))
     return found
 
 
 def _on_both_samples(validation: Samples, test: Samples) -> list[str]:
     """Samples that are in both sets."""
     (input, labels), (other, other_labels) = validation.sample(), test.sample()
-    words = pair_doubts(input, labels, other, other_labels)
+    words = pair_problems(input, labels, other, other_labels)
     part = f"of {len(other_labels):,} rows that were compared, " if len(other_labels) < len(test) else ""
     return [f"{part}{one}." for one in words]
 

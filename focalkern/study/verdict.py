@@ -8,7 +8,13 @@ from focalkern._types import LOSS_NAMES
 from focalkern.bootstrap import Interval
 from focalkern.calibrators import Verdict
 from focalkern.calibrators._candidates import keeps_predictions, log_proba
-from focalkern.calibrators._verdict import describe_evidence, describe_method, describe_predictions, doubts_of, sentence
+from focalkern.calibrators._verdict import (
+    cross_validation_warnings,
+    describe_evidence,
+    describe_method,
+    describe_predictions,
+    sentence,
+)
 from focalkern.study.results import CalibratorResult, Comparison, at_bound
 from focalkern.study.samples import describe_test
 
@@ -32,15 +38,15 @@ def judge(comparison: Comparison) -> Verdict:
     else:
         changed = [f"{words} {_print(before[name])} -> {_print(now[name])}" for words, name in _shown(criterion, ece)]
         use += f": {', '.join(changed)} {where}"
-    doubts = []
+    warnings = []
     if comparison.same_samples:
-        doubts.append(
+        warnings.append(
             "validation and test rows are the same: the figures after calibration are too good; give test rows of "
             "their own"
         )
     if cross_validation is not None and criterion != "ece":
         because = describe_evidence(cross_validation)
-        doubts += doubts_of(cross_validation)
+        warnings += cross_validation_warnings(cross_validation)
         costs = (
             ""
             if chosen.method == "none"
@@ -55,8 +61,10 @@ def judge(comparison: Comparison) -> Verdict:
         because += "."
         costs = _price(comparison, chosen)
         if now["nll"] > before["nll"]:
-            doubts.append(f"its NLL, {_print(now['nll'])}, is higher than without calibration, {_print(before['nll'])}")
-    return Verdict(use, because, costs, tuple(doubts), optimistic=_has_same_rows(comparison))
+            warnings.append(
+                f"its NLL, {_print(now['nll'])}, is higher than without calibration, {_print(before['nll'])}"
+            )
+    return Verdict(use, because, costs, tuple(warnings), optimistic=_has_same_rows(comparison))
 
 
 def _has_same_rows(comparison: Comparison) -> bool:

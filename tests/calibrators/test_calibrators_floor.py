@@ -1,7 +1,6 @@
 """A floor under the probabilities: rows whose target had probability 0 can be fitted, saved, exported."""
 
 import copy
-import json
 import math
 
 import numpy as np
@@ -166,17 +165,6 @@ def test_bad_floors_are_named(floor, error, words):
     grid = fk.calibration_grid(torch.zeros(2, 2), torch.tensor([0, 1]), gammas=[0.0], temperatures=[1.0])
     with pytest.raises(ValueError, match="floor must be 0 where a grid is there already"):
         fk.TemperatureScaling(floor=0.1).choose(grid, n_samples=2, n_classes=2)
-
-
-def test_epsilon_of_version_3_was_called_floor(tmp_path):
-    logits, labels = votes()
-    for calibrator in (fk.StructuredScaling(floor=0.01), fk.IsotonicCalibration(floor=0.01)):
-        calibrator.set_params(floor=0.0).fit(by_hand(logits), labels).save(tmp_path / "calibrator.json")
-        document = json.loads((tmp_path / "calibrator.json").read_text())
-        document.update(format_version=3, floor=document.pop("epsilon"))
-        (tmp_path / "calibrator.json").write_text(json.dumps(document))
-        loaded = fk.load_calibrator(tmp_path / "calibrator.json")
-        assert (loaded.epsilon_, loaded.input_floor_) == (calibrator.epsilon_, 0.0)
 
 
 def test_an_evaluation_knows_the_floor():

@@ -160,7 +160,7 @@ def test_a_table_of_steps_is_no_larger_than_its_file(tmp_path):
     few, many = {"from": [0.5], "to": [0.5]}, {"from": [k / 2e4 for k in range(20_000)], "to": [0.5] * 20_000}
     document = {
         "format": "focalkern-calibrator",
-        "format_version": 4,
+        "format_version": 5,
         "method": "isotonic",
         "epsilon": 0.01,
         "steps": [few] * 20_000 + [many],

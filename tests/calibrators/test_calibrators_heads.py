@@ -20,7 +20,7 @@ from focalkern.calibrators import (
     per_class_report,
 )
 
-# The data are small or odd, and many fits doubtful: what is said of them is test_calibrators_doubts.py's subject.
+# The data are small or odd, and many fits warn: test_calibrators_warnings.py tests the words.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
 

@@ -12,7 +12,7 @@ from conftest import peer
 from focalkern import fallback
 from focalkern.calibrators import TEMPERATURE_BOUNDS, TemperatureScaling
 
-# The data are small or odd, and many fits doubtful: what is said of them is test_calibrators_doubts.py's subject.
+# The data are small or odd, and many fits warn: test_calibrators_warnings.py tests the words.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
 LOW, HIGH = TEMPERATURE_BOUNDS

@@ -17,7 +17,7 @@ from focalkern.calibrators import (
 )
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES
 
-# The data are small or odd, and many fits doubtful: what is said of them is test_calibrators_doubts.py's subject.
+# The data are small or odd, and many fits warn: test_calibrators_warnings.py tests the words.
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
 SEARCHES = ["grid", "line", "refine", "nll", "brier"]

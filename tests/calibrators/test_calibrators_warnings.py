@@ -1,4 +1,4 @@
-"""What is said of a doubtful fit: when, in which words, once, and that the remedy it names is one."""
+"""The warning of a fit: when, in which words, once, and that its remedy helps."""
 
 import math
 import pathlib
@@ -66,7 +66,9 @@ def test_labels_that_cannot_be_right_are_said_once(calibrator):
     words = said(calibrator, logits[kept], target[kept] + 1)
     assert words.count("if the labels are one too high: the first class is 0") == 1
     # By fit alone: a study, whose folds are fitted quietly, says it once of all its rows.
-    assert not any("too high" in doubt for doubt in calibrator.fit_quietly(logits[kept], target[kept] + 1).warnings_)
+    assert not any(
+        "too high" in warning for warning in calibrator.fit_quietly(logits[kept], target[kept] + 1).warnings_
+    )
 
 
 @pytest.mark.parametrize("search", ["grid", "line", "refine"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from focalkern._diagnostics import input_notes, label_problems, pair_doubts
+from focalkern._diagnostics import input_notes, label_problems, pair_problems
 
 
 def model(n_rows, n_classes, signal, prior=None, bias=0.0, seed=0):
@@ -39,9 +39,9 @@ ORDER = torch.tensor([3, 5, 0, 1, 2, 4])
 )
 def test_labels_that_cannot_be_right(logits, labels, words):
     for form in (logits, logits.half(), logits.double(), logits.softmax(-1)):
-        (doubt,) = label_problems(form, labels)
-        assert words in doubt
-        assert "\n" not in doubt
+        (warning,) = label_problems(form, labels)
+        assert words in warning
+        assert "\n" not in warning
 
 
 LONG_TAIL = torch.logspace(0, -2.5, 20)
@@ -73,18 +73,18 @@ def test_no_false_alarm(logits, labels):
 
 def test_sets_with_rows_in_common():
     one, two = (Z[:500], Y[:500]), (Z[500:], Y[500:])
-    assert pair_doubts(*one, *two) == []
-    assert pair_doubts(*one, *one) == [
+    assert pair_problems(*one, *two) == []
+    assert pair_problems(*one, *one) == [
         "the same 500 rows are validation and test rows, so that the figures are too good"
     ]
     mixed = torch.cat([two[0], one[0][:100].flip(0)]), torch.cat([two[1], one[1][:100].flip(0)])
-    assert pair_doubts(*one, *mixed)[0].startswith("100 of the 600 test rows are among the validation rows")
-    assert pair_doubts(one[0].double(), one[1], *mixed)  # in another dtype
+    assert pair_problems(*one, *mixed)[0].startswith("100 of the 600 test rows are among the validation rows")
+    assert pair_problems(one[0].double(), one[1], *mixed)  # in another dtype
     few = torch.cat([two[0], one[0][:10]]), torch.cat([two[1], one[1][:10]])
-    assert pair_doubts(*one, *few) == []
+    assert pair_problems(*one, *few) == []
     # A tree has few distinct rows, and finds them everywhere.
-    assert pair_doubts(Z[:500].sign(), Y[:500], Z[500:].sign(), Y[500:]) == []
-    assert pair_doubts(*one, Z[:500, :3], Y[:500]) == pair_doubts(*one, Z[:0], Y[:0]) == []
+    assert pair_problems(Z[:500].sign(), Y[:500], Z[500:].sign(), Y[500:]) == []
+    assert pair_problems(*one, Z[:500, :3], Y[:500]) == pair_problems(*one, Z[:0], Y[:0]) == []
 
 
 def test_log_probabilities_are_a_note():

@@ -165,7 +165,7 @@ def test_a_frozen_classifier_stays():
     assert classifier.calibrator_.temperature_ == expected.temperature_
 
 
-def test_doubts_are_one_warning_in_the_callers_line():
+def test_reasons_are_one_warning_in_the_callers_line():
     X, y = sample()
     calibrator = TemperatureScaling(temperatures=[5.0, 6.0])
     with pytest.warns(fk.CalibrationWarning, match="temperature = 5 is the smallest") as caught:

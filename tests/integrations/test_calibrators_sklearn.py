@@ -23,7 +23,7 @@ def sample(n=300, scale=3.0):
     return logits * scale, target
 
 
-# A few temperatures and bins say what is doubtful about them, which is not the subject here.
+# A few temperatures and bins warn, which is not the subject here.
 @pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 @pytest.mark.parametrize("calibrator", CALIBRATORS)
 @pytest.mark.parametrize("named", [False, True])

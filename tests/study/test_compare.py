@@ -132,8 +132,8 @@ def test_test_rows_never_choose():
 def test_ece_is_the_papers_choice_with_its_price():
     study = fk.compare_calibrators(sample(300, 0), sample(300, 1), criterion="ece", resamples=30, folds=3)
     assert (study.chosen.method, study.chosen.criterion, study.chosen.search) == ("focal-temperature", "ece", "grid")
-    in_words = describe_method(study.cross_validation.winner.name)
-    assert study.verdict.because == f"The ECE was asked for (by NLL: {in_words})."
+    words = describe_method(study.cross_validation.winner.name)
+    assert study.verdict.because == f"The ECE was asked for (by NLL: {words})."
     costs = study.verdict.costs
     assert costs.startswith("Against no calibration: NLL ") and "; against temperature scaling: NLL " in costs
     plain, place = study.results[1], study.results.index(study.chosen)
@@ -152,10 +152,10 @@ def test_brier_is_a_criterion():
 
 def test_few_rows_are_said():
     study = fk.compare_calibrators(sample(12, 3, temperature=1.3), sample(300, 1), **FAST)
-    assert any("rows are few" in doubt or "too few" in doubt for doubt in study.verdict.doubts)
+    assert any("rows are few" in warning or "too few" in warning for warning in study.verdict.warnings)
     changing = fk.compare_calibrators(mixed(100, 0), mixed(300, 1), candidates=("spline-matrix",), **FAST)
     assert changing.chosen.method == "spline-matrix"
-    assert "keep_predictions=True is the cautious choice" in changing.verdict.doubts[0]
+    assert "keep_predictions=True is the cautious choice" in changing.verdict.warnings[0]
     changed = int((changing.calibrator.changed(mixed(300, 1)[0])).sum())
     assert f"Predictions change in {changed} of 300 rows" in changing.verdict.costs
 
@@ -188,9 +188,9 @@ def test_an_impossible_row_leaves_what_has_a_floor():
     study = fk.compare_calibrators((logits, labels), **FAST)
     assert study.chosen.method in ("temperature", "spline")
     assert math.isfinite(study.chosen.test["nll"])
-    assert "gives probability 0 to classes that are possible in other rows" in " ".join(study.verdict.doubts)
+    assert "gives probability 0 to classes that are possible in other rows" in " ".join(study.verdict.warnings)
     json.dumps(study.to_dict(), allow_nan=False)
-    assert "Validation and test rows are the same" in str(study.verdict) or study.verdict.doubts
+    assert "Validation and test rows are the same" in str(study.verdict) or study.verdict.warnings
 
 
 class Half:
@@ -286,7 +286,7 @@ def test_streamed_folds_are_those_of_the_row_numbers(shards):
 def test_streamed_rows_leave_out_what_needs_them_all(shards):
     study = fk.compare_calibrators(shards, candidates={"half": Half(), "temperature": TemperatureScaling()}, **FAST)
     assert study.chosen.method == "temperature"
-    assert "left out: half, which needs all rows in memory" in study.verdict.doubts
+    assert "left out: half, which needs all rows in memory" in study.verdict.warnings
     assert study.calibrator.n_samples_ == 300
 
 
@@ -339,12 +339,12 @@ def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):
 @pytest.mark.parametrize("because", ["", "Because.", " ".join(["because"] * 20) + "."])
 @pytest.mark.parametrize("costs", ["", "Costs " + "much " * 25 + "."])
 def test_a_verdict_is_three_lines_of_a_hundred_columns_and_loses_nothing(use, because, costs):
-    verdict = fk.Verdict(use, because, costs, ("one doubt", "another"))
+    verdict = fk.Verdict(use, because, costs, ("one warning", "another"))
     lines = str(verdict).splitlines()
     assert 1 <= len(lines) <= 3 and max(map(len, lines)) <= 100
     assert str(verdict).startswith("Use ")
     said = " ".join(lines)
-    for sentence in (because, costs, "One doubt.", "Another."):
+    for sentence in (because, costs, "One warning.", "Another."):
         assert not sentence or (sentence in said) != (sentence in verdict.notes())
 
 
@@ -422,7 +422,7 @@ def test_auto_names_what_takes_no_weights():
     weight = torch.linspace(0.5, 1.5, 100)
     auto = fk.AutoCalibrator({"half": Half(), "T": TemperatureScaling()}, folds=2).fit(logits, labels, weight)
     assert [row["excluded"] for row in auto.table_] == [None, "could not be fitted: its fit has no sample_weight", None]
-    assert any(words.startswith("half could not be fitted") for words in auto.verdict_.doubts)
+    assert any(words.startswith("half could not be fitted") for words in auto.verdict_.warnings)
 
 
 def test_auto_in_numpy_with_names_and_with_one_logit():

@@ -160,7 +160,7 @@ def make_explorer(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
         )
     introduction = (
         f"The map has {n_cells:,} cells. Choose one by pointer, with the arrow keys (Shift for ten at a time) or with "
-        f"the sliders: its figures and its reliability diagram on the {_rows_in_words(comparison)} "
+        f"the sliders: its figures and its reliability diagram on the {_describe_rows(comparison)} "
         f"appear beside it.{thin}"
     )
     return {
@@ -217,7 +217,7 @@ def payload(comparison: JudgedComparison, cells: Cells, curve: LearnedCurve | No
 
 def _maps(comparison: JudgedComparison, cells: Cells) -> list[dict[str, Any]]:
     """Colours of the scores on the test samples and, if there are other validation samples, of the grid on those."""
-    reported = _rows_in_words(comparison)
+    reported = _describe_rows(comparison)
     found = []
     for name in ("nll", "brier", "ece"):
         words = {"name": _SCORES[name], "rows": f"on the {reported}"}
@@ -273,7 +273,7 @@ def _bins(bins: metrics.ReliabilityBins) -> list[tuple[int, int, float]]:
     ]
 
 
-def _rows_in_words(comparison: JudgedComparison) -> str:
+def _describe_rows(comparison: JudgedComparison) -> str:
     return f"{len(comparison.test)} {'validation' if comparison.same_samples else 'test'} rows"
 
 

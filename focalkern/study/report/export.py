@@ -57,7 +57,7 @@ def to_json(comparison: JudgedComparison, *, more: dict[str, Any] | None = None)
             "use": comparison.verdict.use,
             "because": comparison.verdict.because,
             "costs": comparison.verdict.costs,
-            "doubts": list(comparison.verdict.doubts),
+            "warnings": list(comparison.verdict.warnings),
         },
         "cross_validation": _cross_validation_to_json(comparison),
         "remarks": list(comparison.remarks),
@@ -75,7 +75,7 @@ def evidence(comparison: JudgedComparison) -> dict[str, Any]:
         "use": comparison.verdict.use,
         "because": comparison.verdict.because,
         "costs": comparison.verdict.costs,
-        "doubts": list(comparison.verdict.doubts),
+        "warnings": list(comparison.verdict.warnings),
         "estimator": comparison.estimator,
         "bootstrap": _bootstrap_to_json(intervals),
         "table": [

@@ -105,7 +105,7 @@ def make_page(
     if not comparison.same_samples:
         caption = f"Figures on the {len(comparison.validation)} validation rows, by which was chosen: too good."
         all_scores.append(_score_table(comparison, "validation", caption, everything))
-    remarks = [*map(sentence, comparison.verdict.doubts), *comparison.remarks]
+    remarks = [*map(sentence, comparison.verdict.warnings), *comparison.remarks]
     caption = f"Figures {test}. The row with the shade is the one to use."
     return html.render_page(
         "report.html.j2",
