@@ -36,14 +36,15 @@ class FitsBatches(Calibrator):
             ignore_index: label of rows that are left out; None is no label.
 
         Returns:
-            The calibrator itself, as ``fit``.
+            The calibrator itself, fitted.
 
         Warns:
             CalibrationWarning: the result should be checked; the warning names the reason and the remedy.
 
         Raises:
             TypeError: batches that can be iterated only once; a batch of another form.
-            ValueError: no rows; batches or processes with different numbers of classes; and as ``fit``.
+            ValueError: no rows; batches or processes with different numbers of classes; NaN or +inf logits; an option
+                or parameter outside its domain.
             IndexError: a target outside [0, C).
 
         Example:

@@ -42,14 +42,27 @@ class FocalTemperatureScaling(Scaling):
             :class:`TemperatureScaling` of the same grid; and because 0 comes first and of equal optima the first is
             taken, it differs from it only where it is better. ``focalkern.PAPER_GAMMAS`` is the paper's own grid,
             without 0.
-        temperatures: as :class:`TemperatureScaling`.
+        temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. Of equal optima the first is taken.
         criterion: what is minimised: ``"nll"``, ``"brier"``, or ``"ece"``, the paper's. The first two judge all
             probabilities of a row. The ECE judges its confidence alone, and the optimum by it is often worse than no
             calibration by both of the others; ``fit`` warns where it is.
-        estimator: as :class:`TemperatureScaling`. The paper selects by ``"equal_mass"``, its published code by
-            ``"equal_mass_interp"``.
-        n_bins, widen, floor: as :class:`TemperatureScaling`.
-        input_kind: as :class:`TemperatureScaling`.
+        estimator: of the ECE, ``"equal_mass"`` (the paper's), ``"equal_mass_interp"`` (its published code's) or
+            ``"equal_width"``; see :mod:`focalkern.metrics`.
+        n_bins: bins of the ECE.
+        widen: where the optimum of a grid, line or refinement is an end of an axis, search on beyond it, up to
+            ``GAMMA_BOUNDS`` and ``TEMPERATURE_BOUNDS``.
+        floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
+            a true class of probability 0 has a finite NLL.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
+            probabilities.
+
+    ``fit`` sets ``temperature_``, ``gamma_``, ``search_`` and ``criterion_`` (of this fit), ``best_value_`` (the
+    criterion at the optimum), ``n_cells_`` (how often it was evaluated), ``at_border_`` (a sentence for each parameter
+    whose optimum lies at a bound of the search) and, after a search on a grid, ``grid_``, the whole
+    :class:`focalkern.CalibrationGrid`. It warns if the optimum lies at a bound of the search, a target has probability
+    0, or the calibrated rows are worse than before: a mean loss higher by more than a standard error, of NLL and Brier
+    score for the criterion ``"ece"``, else of the criterion. With ``sample_weight`` a search on a grid takes ten times
+    longer, and ``"equal_mass_interp"`` is not defined.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.
 

@@ -98,7 +98,7 @@ class HistogramBinning(Calibrator):
         to calibrated logits.
 
         Args:
-            fused: as :class:`CalibratedLogProbs`.
+            fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
 
         Returns:
             The module, without parameters to train.

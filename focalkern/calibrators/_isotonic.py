@@ -40,7 +40,8 @@ class IsotonicCalibration(Calibrator):
     noise, and the order of the classes may change.
 
     Args:
-        floor: as :class:`TemperatureScaling`.
+        floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
+            the true class has a probability above 0.
         input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
             probabilities.
 

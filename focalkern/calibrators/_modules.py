@@ -169,7 +169,7 @@ class MultiLabelLogits(ExactBuffers):
     Args:
         gammas, temperatures: [L].
         input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
-        fused: as :class:`CalibratedLogProbs`.
+        fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 4, for each label.
     """

@@ -305,7 +305,7 @@ class MultiLabelScaling(Calibrator):
         """The fitted maps as a module from logits [..., L] to calibrated logits, for a sigmoid or a loss with logits.
 
         Args:
-            fused: as :class:`CalibratedLogProbs`.
+            fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
 
         Returns:
             The module, without parameters to train.

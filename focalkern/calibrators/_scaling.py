@@ -71,49 +71,6 @@ class Scaling(Calibrator):
     at_border_: tuple[str, ...]
     grid_: CalibrationGrid
 
-    def fit(self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None) -> Self:
-        """Search for the optimum on held-out data.
-
-        Args:
-            logits: [N, C] floating point, tensor or array; probabilities with ``input_kind="probs"``. Or [N], one
-                logit (or probability) per row, that of class 1 of two: the same as [N, 2] with a logit of 0 for class
-                0. Or [N, C, d1, ...] with the classes where torch's losses have them: every place is a row, and what
-                is fitted so takes and gives this layout.
-            target: [N], or [N, d1, ...]. Integers, bools and whole floats are class indices, columns of ``logits``.
-                Strings are taken as scikit-learn does: in alphabetical order they are the columns, and all must occur.
-            sample_weight: [N], or of the shape of ``target``: how often a row counts; None is once. A search that is
-                not by derivatives takes ten times longer with it, and ``"equal_mass_interp"`` is not defined.
-            ignore_index: label of rows that are left out; None is no label.
-
-        Returns:
-            The calibrator itself, with ``temperature_``, ``gamma_`` (0 for :class:`TemperatureScaling`),
-            ``search_`` and ``criterion_`` (what was done, where that was left open), ``best_value_`` (the criterion at
-            the optimum), ``n_cells_`` (how often it was evaluated), ``at_border_`` (in words, each parameter whose
-            optimum lies where the search ended), ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_`` and,
-            after a search on a grid, ``grid_``, the whole :class:`focalkern.CalibrationGrid`. When anything is raised,
-            a calibrator that was fitted before stays as it was.
-
-        Warns:
-            CalibrationWarning: the optimum lies at an end of the search, a target has probability 0, or no calibration
-                at all would be better: once, in words that name the remedy, which ``warnings_`` has as well. Better
-                means a mean loss lower by more than a standard error: NLL or Brier score for the criterion ``"ece"``,
-                else the criterion.
-
-        Raises:
-            TypeError: logits that are not floating point, a target that is neither integer nor strings.
-            ValueError: no rows; one class; shapes that do not fit; NaN or +inf logits; a temperature <= 0, a gamma
-                <= -1; an unknown search, criterion or estimator, or ones that do not go together; n_bins < 1; a
-                criterion that is finite nowhere; more or fewer strings than classes.
-            IndexError: an integer target outside [0, C).
-
-        Example:
-            >>> logits, labels = torch.tensor([[4.0, 0.0]]).repeat(10, 1), torch.tensor([0] * 8 + [1] * 2)
-            >>> calibrator = fk.TemperatureScaling().fit(logits, labels)
-            >>> calibrator.search_, round(calibrator.temperature_, 4), round(calibrator.best_value_, 4)
-            ('nll', 2.8854, 0.5004)
-        """
-        return super().fit(logits, target, sample_weight, ignore_index=ignore_index)
-
     def choose(self, grid: CalibrationGrid, *, n_samples: int, n_classes: int) -> Self:
         """Take the optimum of a grid that is there already, in place of ``fit``, which would search it again.
 
@@ -152,7 +109,7 @@ class Scaling(Calibrator):
         to calibrated logits.
 
         Args:
-            fused: as :class:`CalibratedLogProbs`.
+            fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
 
         Returns:
             The module, without parameters to train.

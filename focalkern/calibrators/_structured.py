@@ -63,7 +63,8 @@ class StructuredScaling(Calibrator):
             0. ``"auto"``: the former where it is installed and takes the rows, the latter elsewhere; ``solver_`` and
             the saved file say which. Their NLLs are equal to 1e-3; ask for one by name where the digits may not depend
             on what is installed.
-        floor: as :class:`TemperatureScaling`.
+        floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
+            the true class has a probability above 0.
         input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
             probabilities.
 
@@ -122,7 +123,7 @@ class StructuredScaling(Calibrator):
         to calibrated logits.
 
         Args:
-            fused: as :class:`CalibratedLogProbs`.
+            fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
 
         Returns:
             The module, without parameters to train.

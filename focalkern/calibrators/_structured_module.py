@@ -30,7 +30,7 @@ class StructuredLogProbs(ExactBuffers):
         focal: gamma and temperature of the focal map; (0, 1) is none.
         input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
         one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
-        fused: as :class:`CalibratedLogProbs`.
+        fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
 
     Source: Berta et al., AISTATS 2026 (arXiv 2511.03685).
     """

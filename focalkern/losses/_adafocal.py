@@ -47,9 +47,12 @@ class AdaFocalLoss(FocalFamily):
         gamma_max, gamma_min: what gamma is clipped to. Below -3.591 the slope of the inverse focal loss changes sign
             near p = 0.28, which is warned about.
         switch: the threshold S_th, at least 0.
-        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`; the factor is
-            not detached by default, as published. With label smoothing or class probabilities gamma is looked up at
-            the probability of each class.
+        weight: [C] class weights, floating point; None for equal weights.
+        ignore_index: label whose samples count neither in the loss nor in the mean.
+        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
+        label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C. With it, or with class probabilities, gamma
+            is looked up at the probability of each class.
+        detach_modulation: treat the factor before log p as a constant; False by default, as published.
 
     Attributes:
         bin_edges: float64 [n_bins + 1], a buffer.
@@ -64,7 +67,7 @@ class AdaFocalLoss(FocalFamily):
     buffers go to the device of the logits by themselves.
 
     Raises:
-        TypeError, ValueError: as :class:`FocalLoss`; gamma_init outside [gamma_min, gamma_max].
+        TypeError, ValueError: an argument of the wrong kind, value or shape; gamma_init outside [gamma_min, gamma_max].
 
     Source: Ghosh, Schaaf & Gormley, NeurIPS 2022. Their code (github.com/3mcloud/adafocal) sums the loss
     over the batch where the default here is the mean, adds 1e-20 to 1 - p, and finds gamma on the host, sample by

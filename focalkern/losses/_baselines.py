@@ -21,7 +21,9 @@ class DualFocalLoss(Loss):
 
     Args:
         gamma: a number, at least 0. 0 is cross-entropy.
-        weight, ignore_index, reduction: as in :class:`torch.nn.CrossEntropyLoss`.
+        weight: [C] class weights, floating point; None for equal weights.
+        ignore_index: label whose samples count neither in the loss nor in the mean.
+        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
         label_smoothing: e in [0, 1]. ``L = -sum_i w_i t_i (1 - p_i + p_j(i))^gamma log p_i`` then, with
             t = (1 - e) onehot + e / C, as in the focal loss: each class has a next lower one, and a factor of its own.
         detach_modulation: treat the factor before log p as a constant.
@@ -78,7 +80,10 @@ class BrierLoss(Loss):
     in :func:`focalkern.metrics.brier_score` (``torch.nn.MSELoss`` would divide it by C).
 
     Args:
-        weight, ignore_index, reduction, label_smoothing: as in :class:`torch.nn.CrossEntropyLoss`.
+        weight: [C] class weights, floating point; None for equal weights.
+        ignore_index: label whose samples count neither in the loss nor in the mean.
+        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
+        label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C.
 
     Raises:
         TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.
@@ -123,7 +128,8 @@ class MMCELoss(Loss):
         coefficient: lambda, at least 0.
         weighted: use the balanced form.
         bandwidth: h, at least 0.01.
-        weight, ignore_index: as in :class:`torch.nn.CrossEntropyLoss`. Class weights are in the cross-entropy only.
+        weight: [C] class weights, floating point, in the cross-entropy only; None for equal weights.
+        ignore_index: label whose samples count neither in the loss nor in the mean.
         reduction: "mean" or "sum". The sum is that of the cross-entropy plus m times the second term. There is no
             "none": the error belongs to the batch.
         label_smoothing: e in [0, 1], in the cross-entropy only.
@@ -193,8 +199,10 @@ class LogitNormPenalty(Loss):
 
     Args:
         coefficient: alpha, at least 0; the paper searches 0.001 to 0.1.
-        weight, ignore_index, reduction, label_smoothing: as in :class:`torch.nn.CrossEntropyLoss`. Label smoothing is
-            in the cross-entropy only.
+        weight: [C] class weights, floating point; None for equal weights.
+        ignore_index: label whose samples count neither in the loss nor in the mean.
+        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
+        label_smoothing: e in [0, 1], in the cross-entropy only.
 
     Raises:
         TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range.

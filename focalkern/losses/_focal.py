@@ -96,7 +96,10 @@ class FocalLoss(FocalFamily):
             themselves, to the device of the logits), are saved with it, and new values written into them count from
             the next step on. A gamma per sample is for the function: a module takes no other tensor, because class
             weights, cross-entropy's first argument, would be taken for it.
-        weight, ignore_index, reduction, label_smoothing: as in :class:`torch.nn.CrossEntropyLoss`.
+        weight: [C] class weights, floating point; None for equal weights.
+        ignore_index: label whose samples count neither in the loss nor in the mean.
+        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
+        label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C.
         detach_modulation: treat the factor before log p as a constant.
         modulation: None, or "confidence": the factor is p^gamma, gamma >= 0.
         alpha: not an option: raises a TypeError that says where the alpha of other libraries has gone.
@@ -210,13 +213,17 @@ class DFTLoss(FocalLoss):
     improbable count less, where the focal loss lets them count more.
 
     Args:
-        gamma: as in :class:`FocalLoss`, but at least 0. 1 is the paper's loss, 0 cross-entropy.
-        weight, ignore_index, reduction, label_smoothing: as in :class:`FocalLoss`. With label smoothing or class
-            probabilities each class has the weight of its own probability.
+        gamma: at least 0; a number, tensor, parameter or table, as :class:`FocalLoss` takes them. 1 is the paper's
+            loss, 0 cross-entropy.
+        weight: [C] class weights, floating point; None for equal weights.
+        ignore_index: label whose samples count neither in the loss nor in the mean.
+        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
+        label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C. With it, or with class probabilities, each
+            class has the weight of its own probability.
         detach_modulation: False: the gradient goes through the weight too.
 
     Raises:
-        TypeError, ValueError: as :class:`FocalLoss`; a gamma below 0.
+        TypeError, ValueError: an argument of the wrong kind, value or shape; a gamma below 0.
 
     Source: Wu et al., On the Generalization of SFT, 2025 (arXiv 2508.05629).
 
@@ -261,10 +268,14 @@ class InverseFocalLoss(FocalLoss):
     Args:
         gamma: a number, at least 0, or a floating-point tensor of such numbers. Above 3.591 the slope of the loss
             changes sign near p = 0.28, which is warned about for numbers.
-        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`.
+        weight: [C] class weights, floating point; None for equal weights.
+        ignore_index: label whose samples count neither in the loss nor in the mean.
+        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
+        label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C.
+        detach_modulation: treat the factor before log p as a constant.
 
     Raises:
-        TypeError, ValueError: as :class:`FocalLoss`; a gamma below 0.
+        TypeError, ValueError: an argument of the wrong kind, value or shape; a gamma below 0.
 
     Source: Wang, Feng & Zhang, NeurIPS 2021.
 
@@ -313,12 +324,15 @@ class PolyFocalLoss(FocalLoss):
     .. math:: L = -(1 - p)^\gamma \log p + \epsilon (1 - p)^{\gamma + 1}
 
     Args:
-        gamma: as in :class:`FocalLoss`, but at least 0.
+        gamma: at least 0; a number, tensor, parameter or table, as :class:`FocalLoss` takes them.
         epsilon: a finite number, a setting of the constructor.
-        weight, ignore_index, reduction, label_smoothing: as in :class:`FocalLoss`.
+        weight: [C] class weights, floating point; None for equal weights.
+        ignore_index: label whose samples count neither in the loss nor in the mean.
+        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
+        label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C.
 
     Raises:
-        TypeError, ValueError: as :class:`FocalLoss`; a gamma below 0.
+        TypeError, ValueError: an argument of the wrong kind, value or shape; a gamma below 0.
 
     Source: Leng et al., PolyLoss, ICLR 2022 (arXiv 2204.12511).
 
@@ -363,14 +377,18 @@ class FLSDLoss(FocalLoss):
     Args:
         edges: [n_bins + 1] numbers or floating-point tensor, ascending; the first and the last bin are open-ended.
         gammas: [n_bins], one per bin; a negative one is an inverse focal loss.
-        weight, ignore_index, reduction, label_smoothing, detach_modulation: as in :class:`FocalLoss`. With label
-            smoothing or class probabilities gamma is looked up at the probability of each class.
+        weight: [C] class weights, floating point; None for equal weights.
+        ignore_index: label whose samples count neither in the loss nor in the mean.
+        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
+        label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C. With it, or with class probabilities, gamma
+            is looked up at the probability of each class.
+        detach_modulation: treat the factor before log p as a constant.
 
     The table is a setting of the constructor and not in the state, so that a checkpoint of cross-entropy loads
     strictly. ``FocalLoss(GammaTable(edges, gammas))`` is the same loss with the table in its state.
 
     Raises:
-        TypeError, ValueError: as :class:`focalkern.GammaTable` and :class:`FocalLoss`.
+        TypeError, ValueError: an argument of the wrong kind, value or shape; edges that do not ascend.
 
     Source: Mukhoti et al. 2020 (arXiv 2002.09437), section 4.
 
