@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import LABELS, compute_dtype
+from focalkern.fallback._calibration_bins import EQUAL_MASS, EQUAL_WIDTH, bucket_sums, calibration_error
 from focalkern.fallback._checks import (
     check_dense,
     check_floating,
@@ -18,15 +19,19 @@ from focalkern.fallback._checks import (
 )
 from focalkern.fallback.calibration_map import _one_minus_phi_of_odds
 
-__all__ = ["CalibrationGridRun"]
+__all__ = ["EQUAL_MASS", "EQUAL_WIDTH", "CalibrationGridRun"]
+
 
 _OP = "calibration_grid"
+
 _ECE, _MCE, _NLL, _BRIER = 1, 2, 4, 8  # the codes of the compiled module, in the order of its tables
-_EQUAL_WIDTH, _EQUAL_MASS, _EQUAL_MASS_INTERP = 0, 1, 2
+
 
 # Above it, (1 - q)^-gamma of the classes below the top, where q <= 1/2, may overflow by itself.
 _LARGE_GAMMA = 64.0
+
 _BLOCK_ELEMENTS = 1 << 16  # rows x classes at once: what stays in the caches
+
 _KEPT_CONFIDENCES = 1 << 20  # temperatures x gammas x rows between two steps
 
 
@@ -64,7 +69,7 @@ class CalibrationGridRun:
         tables = {}
         if self._criteria & (_ECE | _MCE):
             correct = self._samples.correct
-            tables[_ECE], tables[_MCE] = _calibration_error(confidence, correct, self._n_bins, self._estimator)
+            tables[_ECE], tables[_MCE] = calibration_error(confidence, correct, self._n_bins, self._estimator)
         rows = self._samples.rows
         tables[_NLL], tables[_BRIER] = nll / rows, brier / rows
         wanted = [tables[code].T for code in (_ECE, _MCE, _NLL, _BRIER) if self._criteria & code]
@@ -96,7 +101,7 @@ class CalibrationGridRun:
                 if brier is not None:
                     found.append((brier[:, begin:end], brier_sum.T))
                 if count is not None and confidence is not None and correct is not None:
-                    found += _bucket_sums(
+                    found += bucket_sums(
                         conf, part.correct, count[:, begin:end], confidence[:, begin:end], correct[:, begin:end], sketch
                     )
         for total, part_of_it in found:
@@ -235,109 +240,7 @@ class _Terms:
         return torch.where(self._samples.correct, right, wrong)
 
 
-# -- bins -------------------------------------------------------------------------------------------------------------
-
-
-def _calibration_error(confidence: Tensor, correct: Tensor, n_bins: int, estimator: int) -> tuple[Tensor, Tensor]:
-    """ECE and MCE, [Gt, Gg], of confidences [Gt, Gg, rows]."""
-    rows = confidence.shape[-1]
-    if estimator == _EQUAL_WIDTH:
-        count, excess = _equal_width_bins(confidence, correct, n_bins)
-    else:
-        ordered, correct = _ordered(confidence, correct)
-        running = (ordered.double() - correct).cumsum(-1)
-        running = torch.nn.functional.pad(running, (1, 0))
-        if estimator == _EQUAL_MASS:
-            larger = rows % n_bins
-            bins = torch.arange(n_bins + 1, device=confidence.device)
-            ends = (bins * (rows // n_bins) + bins.clamp(max=larger)).expand(*confidence.shape[:2], -1)
-        else:
-            edges = _interpolated_edges(ordered, n_bins)
-            ends = torch.searchsorted(ordered, edges, right=True)
-        excess, count = running.gather(-1, ends).diff(dim=-1), ends.diff(dim=-1)
-    size = excess.abs()
-    # An empty bin has no gap.
-    gaps = torch.where(count > 0, size / torch.where(count > 0, count, 1), 0.0)
-    return size.sum(-1) / rows, gaps.amax(-1)
-
-
-def _ordered(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Confidences in ascending order, ties by row, and whether each is correct, 0 or 1."""
-    if confidence.dtype != torch.float32 or confidence.device.type != "cpu":
-        ordered, order = confidence.sort(dim=-1, stable=True)
-        return ordered, correct.double()[order]
-    # One integer each: the bits of a float that is not negative are in its order, then row and correctness. numpy sorts
-    # these several times faster than torch sorts with an index.
-    rows = torch.arange(confidence.shape[-1])
-    bits = confidence.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
-    keys = bits.bitwise_or_(rows * 2 + correct).numpy()
-    keys.sort(axis=-1)
-    sorted_keys = torch.from_numpy(keys)
-    ordered = sorted_keys.bitwise_right_shift(32).to(torch.int32).view(torch.float32)
-    return ordered, sorted_keys.bitwise_and_(1).double()
-
-
-def _equal_width_bins(confidence: Tensor, correct: Tensor, n_bins: int) -> tuple[Tensor, Tensor]:
-    """Samples, and sums of confidence - correct, per bin [Gt, Gg, n_bins]."""
-    edges = torch.arange(1, n_bins, dtype=torch.float64, device=confidence.device) / n_bins
-    bins = torch.bucketize(confidence, edges.to(confidence.dtype))
-    shape = (*confidence.shape[:2], n_bins)
-    count = torch.zeros(shape, dtype=torch.int64, device=confidence.device)
-    count.scatter_add_(-1, bins, torch.ones_like(bins))
-    excess = torch.zeros(shape, dtype=torch.float64, device=confidence.device)
-    excess.scatter_add_(-1, bins, confidence.double() - correct.double())
-    return count, excess
-
-
-def _interpolated_edges(ordered: Tensor, n_bins: int) -> Tensor:
-    """Edges [Gt, Gg, n_bins + 1] between sorted confidences, at the ranks 0, rows / n_bins, ... and the last one."""
-    rows = ordered.shape[-1]
-    place = torch.arange(n_bins + 1, dtype=torch.float64, device=ordered.device) * (rows / n_bins)
-    place[-1] = rows - 1
-    place = torch.where(place < rows - 1, place, float(rows - 1))
-    low = place.long()
-    lower, upper = ordered[..., low], ordered[..., torch.where(low + 1 < rows, low + 1, low)]
-    edges = ((upper.double() - lower.double()) * (place - low) + lower.double()).to(ordered.dtype)
-    # Rounding must not carry an edge past its neighbour.
-    return torch.minimum(edges, upper)
-
-
-def _bucket_sums(
-    confidence: Tensor, is_correct: Tensor, count: Tensor, total: Tensor, correct: Tensor, sketch: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """Add confidences [Gt, Gg, rows] to sums [Gg, Gt, n_buckets]."""
-    confidence = confidence.transpose(0, 1)
-    n_buckets = count.shape[-1]
-    if sketch:
-        buckets = _sketch_bucket(confidence, n_buckets)
-    else:
-        edges = torch.arange(1, n_buckets, dtype=torch.float64, device=confidence.device) / n_buckets
-        buckets = torch.bucketize(confidence.contiguous(), edges.to(confidence.dtype))
-
-    def summed(values: Tensor, like: Tensor) -> Tensor:
-        values = values.to(like.dtype).expand(buckets.shape)
-        return torch.zeros(like.shape, dtype=like.dtype, device=like.device).scatter_add_(-1, buckets, values)
-
-    ones = torch.ones((), device=confidence.device)
-    return [
-        (count, summed(ones, count)),
-        (total, summed(confidence, total)),
-        (correct, summed(is_correct, correct)),
-    ]
-
-
-def _sketch_bucket(confidence: Tensor, n_buckets: int) -> Tensor:
-    """As sketch_bucket of csrc/math/binning.h."""
-    middle = n_buckets // 3
-    low = ((confidence + confidence).sqrt() * (n_buckets / 3)).long().clamp(max=middle)
-    u = 1 - confidence
-    high = (n_buckets - (u + u).sqrt().sqrt() * (n_buckets * 2 / 3)).long().clamp(middle, n_buckets - 1)
-    return torch.where(confidence <= 0.5, low, high)
-
-
 # -- arguments --------------------------------------------------------------------------------------------------------
-
-
 def _check_arguments(input: Tensor, target: Tensor, gammas: Tensor, temperatures: Tensor, n_bins: int) -> None:
     check_floating(_OP, "input", input)
     if input.dim() != 2:

@@ -26,7 +26,8 @@ A module's state loads whole or not at all: what does not fit leaves it as it wa
 from focalkern.losses._adafocal import AdaFocalLoss
 from focalkern.losses._adafocal_state import AdaFocalRecord
 from focalkern.losses._baselines import BrierLoss, DualFocalLoss, LogitNormPenalty, MMCELoss
-from focalkern.losses._focal import DFTLoss, FLSDLoss, FocalLoss, InverseFocalLoss, PolyFocalLoss
+from focalkern.losses._flsd import FLSDLoss
+from focalkern.losses._focal import DFTLoss, FocalLoss, InverseFocalLoss, PolyFocalLoss
 from focalkern.losses._linear import LinearAdaFocalLoss, LinearFLSDLoss, LinearFocalLoss
 from focalkern.losses._sigmoid import AsymmetricLoss, QualityFocalLoss, SigmoidFocalLoss
 from focalkern.losses._weights import class_balanced_weight

@@ -191,7 +191,7 @@ def number(op: str, name: str, value: object, *, low: float = -math.inf, high: f
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Batch:
     """Logits and targets of a batch in the form that the plain losses compute with; "..." is N, d1, ..."""
 
     z: Tensor  # [..., C], float32 or float64; 0 in ignored rows, whose values must not come through
@@ -235,7 +235,7 @@ class Rows:
         return loss.sum() / (loss.numel() if self.index is None else weight.sum())
 
 
-def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Rows:
+def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Batch:
     op = loss._name
     class_dim = check_pair(op, input, target)
     n_classes = input.shape[class_dim]
@@ -256,7 +256,7 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Rows:
         given = target.to(z.dtype).movedim(class_dim, -1)
         sample_weight = None if weight is None else (weight * given).sum(-1)
         every = torch.ones(z.shape[:-1], dtype=torch.bool, device=z.device)
-        return Rows(z, None, given, sample_weight, every)
+        return Batch(z, None, given, sample_weight, every)
     index = target.long()
     valid = index != loss.ignore_index
     values_are_there = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
@@ -266,7 +266,7 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Rows:
     counts = valid & (index >= 0) & (index < n_classes)
     z = torch.where(counts.unsqueeze(-1), z, torch.where(valid, math.nan, 0.0).to(z.dtype).unsqueeze(-1))
     index = torch.where(counts, index, 0)
-    return Rows(z, index, None, None if weight is None else weight[index], valid)
+    return Batch(z, index, None, None if weight is None else weight[index], valid)
 
 
 def check_pair(op: str, input: Tensor, target: Tensor, *, input_name: str = "input") -> int:
@@ -313,3 +313,11 @@ def in_dtype_of(loss: Tensor, input: Tensor) -> Tensor:
     """The loss in the dtype of the logits, or as computed, in float32, for half-precision logits under autocast."""
     is_half = input.dtype in HALVES
     return loss if is_half and autocast_is_on(input.device.type) else loss.to(input.dtype)
+
+
+def digits(values: Tensor) -> str:
+    """The numbers of a tensor, for errors and ``repr``."""
+    if values.device.type == "meta":
+        return "meta"
+    numbers = [f"{value:.4g}" for value in values.flatten().tolist()]
+    return numbers[0] if values.dim() == 0 else f"[{', '.join(numbers)}]"

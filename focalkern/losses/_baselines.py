@@ -7,7 +7,7 @@ from torch import Tensor
 from focalkern._checks import flag
 from focalkern._types import Reduction
 from focalkern.fallback.mmce_loss import batch_error
-from focalkern.losses._base import Loss, Rows, in_dtype_of, number, rows_of
+from focalkern.losses._base import Batch, Loss, in_dtype_of, number, rows_of
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.ops.softmax_losses import brier_loss, dual_focal_loss, mmce_loss
 
@@ -239,7 +239,7 @@ class LogitNormPenalty(Loss):
         return {"coefficient": self.coefficient}
 
 
-def cross_entropy_of(loss: Loss, rows: Rows, target: Tensor) -> Tensor:
+def cross_entropy_of(loss: Loss, rows: Batch, target: Tensor) -> Tensor:
     # Of the float32 rows, not of half-precision logits: else two gradients are rounded before they are added.
     return focal_loss(
         rows.z.movedim(-1, min(rows.z.dim() - 1, 1)),

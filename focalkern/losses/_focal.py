@@ -1,7 +1,7 @@
 """The losses that are the fused focal loss with a gamma of their own."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from focalkern._checks import dense, flag, one_of
 from focalkern._types import FLOATS, Reduction
 from focalkern.gamma import GammaTable
-from focalkern.losses._base import Loss, described, number
+from focalkern.losses._base import Loss, described, digits, number
 from focalkern.ops._row_loss import Modulation
 from focalkern.ops.focal_loss import focal_loss
 from focalkern.ops.softmax_losses import poly_focal_loss
-
-_FLSD_53_GAMMAS = (5.0, 3.0)
 
 
 class FocalFamily(Loss):
@@ -170,7 +168,7 @@ class FocalLoss(FocalFamily):
             if gamma.dtype not in FLOATS:
                 raise TypeError(f"{self._name}: gamma must be floating point, got {gamma.dtype}")
             if gamma.device.type == "cpu" and not bool(gamma.isfinite().all()):  # elsewhere it would wait
-                raise ValueError(f"{self._name}: gamma must be finite, got {_shown(gamma.detach())}")
+                raise ValueError(f"{self._name}: gamma must be finite, got {digits(gamma.detach())}")
             if isinstance(gamma, nn.Parameter):
                 self.gamma = gamma
             else:
@@ -183,7 +181,7 @@ class FocalLoss(FocalFamily):
         if self._gamma_may_be_negative or not isinstance(gamma, Tensor) or gamma.device.type != "cpu":
             return
         if not bool((gamma >= 0).all()):
-            raise ValueError(f"{self._name}: gamma must be at least 0, got {_shown(gamma.detach())}")
+            raise ValueError(f"{self._name}: gamma must be at least 0, got {digits(gamma.detach())}")
 
     def _gamma(self) -> float | Tensor | GammaTable:
         if self.gamma is None:
@@ -199,8 +197,8 @@ class FocalLoss(FocalFamily):
     def _settings(self) -> dict[str, object]:
         gamma = self._gamma()
         if isinstance(gamma, GammaTable):
-            return {"edges": _shown(gamma.edges), "gammas": _shown(gamma.gammas)}
-        return {"gamma": _shown(gamma) if isinstance(gamma, Tensor) else gamma}
+            return {"edges": digits(gamma.edges), "gammas": digits(gamma.gammas)}
+        return {"gamma": digits(gamma) if isinstance(gamma, Tensor) else gamma}
 
 
 class DFTLoss(FocalLoss):
@@ -315,7 +313,7 @@ class InverseFocalLoss(FocalLoss):
         return -self.gamma
 
     def _settings(self) -> dict[str, object]:
-        return {"gamma": _shown(self.gamma) if isinstance(self.gamma, Tensor) else self.gamma}
+        return {"gamma": digits(self.gamma) if isinstance(self.gamma, Tensor) else self.gamma}
 
 
 class PolyFocalLoss(FocalLoss):
@@ -363,85 +361,3 @@ class PolyFocalLoss(FocalLoss):
 
     def _settings(self) -> dict[str, object]:
         return {**super()._settings(), "epsilon": self.epsilon}
-
-
-class FLSDLoss(FocalLoss):
-    r"""Focal loss whose gamma is a step function of the probability p of the target class.
-
-    .. math:: L = -(1 - p)^{\gamma(p)} \log p, \qquad
-        \gamma(p) = \text{gammas}[b] \text{ for } \text{edges}[b] \le p < \text{edges}[b + 1]
-
-    The default is FLSD-53: 5 where p < 0.2, 3 elsewhere. (The published code has a third step at p = 0.5, to the gamma
-    of its constructor; ``FLSDLoss([0, 0.2, 0.5, 1], [5, 3, gamma])`` is that.) gamma(p) is a constant for the gradient.
-
-    Args:
-        edges: [n_bins + 1] numbers or floating-point tensor, ascending; the first and the last bin are open-ended.
-        gammas: [n_bins], one per bin; a negative one is an inverse focal loss.
-        weight: [C] class weights, floating point; None for equal weights.
-        ignore_index: label whose samples count neither in the loss nor in the mean.
-        reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
-        label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C. With it, or with class probabilities, gamma
-            is looked up at the probability of each class.
-        detach_modulation: treat the factor before log p as a constant.
-
-    The table is a setting of the constructor and not in the state, so that a checkpoint of cross-entropy loads
-    strictly. ``FocalLoss(GammaTable(edges, gammas))`` is the same loss with the table in its state.
-
-    Raises:
-        TypeError, ValueError: an argument of the wrong kind, value or shape; edges that do not ascend.
-
-    Source: Mukhoti et al. 2020 (arXiv 2002.09437), section 4.
-
-    Example:
-        >>> criterion = fk.FLSDLoss(reduction="none")
-        >>> criterion
-        FLSDLoss(edges=[0, 0.2, 1], gammas=[5, 3], reduction=none)
-        >>> logits, target = torch.tensor([[1.4, 0.0], [1.4, 0.0]]), torch.tensor([0, 1])  # p = 0.802 and 0.198
-        >>> criterion(logits, target)  # gamma is 3 and 5
-        tensor([0.0017, 0.5383])
-    """
-
-    _table_in_state = False
-    _optional_state = frozenset(("edges", "gammas"))
-
-    def __init__(
-        self,
-        edges: Tensor | Sequence[float] = (0.0, 0.2, 1.0),
-        gammas: Tensor | Sequence[float] = _FLSD_53_GAMMAS,
-        *,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: Reduction = "mean",
-        label_smoothing: float = 0.0,
-        detach_modulation: bool = False,
-    ) -> None:
-        if isinstance(edges, Tensor) and gammas is _FLSD_53_GAMMAS:
-            raise ValueError(f"{self._name}: gammas must be given with edges, got edges alone: {described(edges)}")
-        super().__init__(
-            GammaTable(edges, gammas),
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            detach_modulation=detach_modulation,
-        )
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        super()._check_state(state)
-        # Earlier versions kept the table in the state. Of another table it would be another loss.
-        for name in self._optional_state & state.keys():
-            own, found = self.get_buffer(name), state[name]
-            if not isinstance(found, Tensor):
-                raise TypeError(f"{self._name}: {name} must be a tensor, got {type(found).__name__}")
-            if not torch.equal(own.to(found), found):
-                raise ValueError(
-                    f"{self._name}: the checkpoint has the {name} {_shown(found)}, and this loss was made with "
-                    f"{_shown(own)}; give them to the constructor"
-                )
-
-
-def _shown(values: Tensor) -> str:
-    if values.device.type == "meta":
-        return "meta"
-    numbers = [f"{value:.4g}" for value in values.flatten().tolist()]
-    return numbers[0] if values.dim() == 0 else f"[{', '.join(numbers)}]"

@@ -12,7 +12,8 @@ from focalkern._types import Reduction
 from focalkern.gamma import GammaTable
 from focalkern.losses._adafocal import AdaFocalLoss
 from focalkern.losses._base import number
-from focalkern.losses._focal import FLSDLoss, FocalFamily, FocalLoss
+from focalkern.losses._flsd import FLSDLoss
+from focalkern.losses._focal import FocalFamily, FocalLoss
 from focalkern.ops._linear_chunks import default_chunk_rows
 from focalkern.ops._row_loss import Modulation
 from focalkern.ops.linear_focal_loss import linear_focal_loss

@@ -57,7 +57,7 @@ class ElementLoss(Loss):
         if value.dtype not in FLOATS:
             raise TypeError(f"{self._name}: {name} must be floating point, got {value.dtype}")
 
-    def _shown(self, *names: str) -> str:
+    def _constructor_words(self, *names: str) -> str:
         shown = {name: getattr(self, name) for name in names}
         shown["reduction"] = self.reduction
         if self.weight is not None:
@@ -124,7 +124,7 @@ class SigmoidFocalLoss(ElementLoss):
         )
 
     def extra_repr(self) -> str:
-        return self._shown("gamma", "alpha")
+        return self._constructor_words("gamma", "alpha")
 
 
 class AsymmetricLoss(ElementLoss):
@@ -183,7 +183,7 @@ class AsymmetricLoss(ElementLoss):
         )
 
     def extra_repr(self) -> str:
-        return self._shown("gamma_negative", "gamma_positive", "margin")
+        return self._constructor_words("gamma_negative", "gamma_positive", "margin")
 
 
 class QualityFocalLoss(ElementLoss):
@@ -226,4 +226,4 @@ class QualityFocalLoss(ElementLoss):
         )
 
     def extra_repr(self) -> str:
-        return self._shown("beta")
+        return self._constructor_words("beta")

@@ -261,7 +261,7 @@ def brier_loss(
 class RowLossSpec:
     """The properties of a loss of rows. Tests, cases and benchmarks select losses by property, never by name."""
 
-    name: str  # in error messages, and in csrc/math/row_def
+    name: str  # in error messages, and in csrc/math/row_losses.def
     short: str  # in the names of cases, counts and benchmarks
     definition: Callable[..., Tensor]  # of this file
     module: str  # the class, in focalkern
@@ -373,7 +373,7 @@ def take_numbers(names: Sequence[str]) -> None:
     """
     if sorted(names) != sorted(ROW_LOSSES):
         differing = sorted(set(names) ^ set(ROW_LOSSES))
-        raise ValueError(f"the compiled module and focalkern/reference/_row_py differ in {', '.join(differing)}")
+        raise ValueError(f"the compiled module and ROW_LOSSES differ in {', '.join(differing)}")
     _numbered[:] = names
 
 

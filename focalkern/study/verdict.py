@@ -36,7 +36,9 @@ def judge(comparison: Comparison) -> Verdict:
     if chosen.method == "none":
         use += f": NLL {_print(now['nll'])}, ECE {_print(now[ece])} {where}"
     else:
-        changed = [f"{words} {_print(before[name])} -> {_print(now[name])}" for words, name in _shown(criterion, ece)]
+        changed = [
+            f"{words} {_print(before[name])} -> {_print(now[name])}" for words, name in _first_scores(criterion, ece)
+        ]
         use += f": {', '.join(changed)} {where}"
     warnings = []
     if comparison.same_samples:
@@ -86,7 +88,7 @@ def _with_parameters(result: CalibratorResult) -> str:
     return f"{name}, {gamma}T = {result.temperature:.4g}{at['temperature']}"
 
 
-def _shown(criterion: str, ece: str) -> list[tuple[str, str]]:
+def _first_scores(criterion: str, ece: str) -> list[tuple[str, str]]:
     """Names in print and names of the scores in the first line."""
     losses = [("NLL", "nll"), ("Brier", "brier")]
     return [("ECE", ece), *losses] if criterion == "ece" else [*losses, ("ECE", ece)]
