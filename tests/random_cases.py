@@ -32,10 +32,12 @@ from random_draws import (
     outer_shape,
     row_options,
 )
+from row_losses import public_form, takes_tensors
 from torch import Tensor
 
 import focalkern as fk
 from focalkern import reference
+from focalkern.reference._softmax_losses import ROW_LOSSES, RowLossSpec
 
 # ---- operators: what is called, and the same in float64 --------------------------------------------------------------
 
@@ -46,22 +48,22 @@ def as_real(value: Any, dtype: torch.dtype) -> Any:
     return value.to(real) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def row_loss(name: str) -> Callable[[Draw], Case]:
+def row_loss(spec: RowLossSpec) -> Callable[[Draw], Case]:
     def case(draw: Draw) -> Case:
         dtype = draw.pick("dtype", DTYPES)
         classes = draw_classes(draw)
         z = laid_out(draw, draw_logits(draw, draw_rows(draw, classes), classes, dtype), dtype)
-        if draw.said.get("masked") and name == "dual_focal":
+        if draw.said.get("masked") and not spec.soft_target:  # the next lower class of one at -inf is not defined
             z = z.clamp(min=-50.0)
-        soft = name != "dual_focal" and draw.chance(0.2)
+        soft = spec.soft_target and draw.chance(0.2)
         draw.said["soft"] = soft
         target = draw_row_target(draw, z, soft)
         options = {key: as_real(value, dtype) for key, value in row_options(draw, classes).items()}
-        gamma, magnitude = 2.0, 2.0
-        if name in ("focal", "poly_focal"):
-            gamma, magnitude = draw_gamma(draw, outer_shape(z), name == "focal", True)
+        gamma, magnitude = spec.example.get("gamma"), 2.0
+        if gamma is not None and takes_tensors(spec):
+            gamma, magnitude = draw_gamma(draw, outer_shape(z), spec.has_inverse, True)
             gamma = as_real(gamma, dtype)
-        if name == "focal" and not isinstance(gamma, Tensor) and draw.chance(0.15):
+        if spec.detachable and spec.soft_target and not isinstance(gamma, Tensor) and draw.chance(0.15):
             options["detach_modulation"] = draw.said["detach"] = True
         inputs = [z]
         if isinstance(gamma, Tensor):
@@ -78,22 +80,10 @@ def row_loss(name: str) -> Callable[[Draw], Case]:
             given = {
                 key: value.double() if wide and isinstance(value, Tensor) else value for key, value in options.items()
             }
-            if name in ("focal", "poly_focal"):
-                return function(logits, of_target, of_gamma, **given)
-            return function(logits, of_target, **given)
+            return function(logits, of_target, *(() if gamma is None else (of_gamma,)), **given)
 
-        def module(kind: Any) -> Callable[..., Tensor]:
-            return lambda logits, of_target, **given: kind(**given)(logits, of_target)
-
-        functions: dict[str, tuple[Any, Any]] = {
-            "focal": (fk.focal_loss, reference.focal_loss),
-            "poly_focal": (fk.poly_focal_loss, reference.poly_focal_loss),
-            "dual_focal": (module(fk.DualFocalLoss), reference.dual_focal_loss),
-            "brier": (module(fk.BrierLoss), reference.brier_loss),
-        }
-        ours, oracle = functions[name]
-        magnitude = 5.0 if name == "dual_focal" else magnitude
-        return Case(lambda *a: call(ours, *a), lambda *a: call(oracle, *a), inputs, 1 + magnitude)
+        ours = public_form(spec)
+        return Case(lambda *a: call(ours, *a), lambda *a: call(spec.definition, *a), inputs, 1 + magnitude)
 
     return case
 
@@ -339,11 +329,7 @@ def grid(draw: Draw) -> Case:
 
 
 OPERATORS: dict[str, Callable[[Draw], Case]] = {
-    "focal": row_loss("focal"),
-    "poly_focal": row_loss("poly_focal"),
-    "dual_focal": row_loss("dual_focal"),
-    "brier": row_loss("brier"),
-    "mmce": mmce,
+    **{spec.short: mmce if spec.of_batch else row_loss(spec) for spec in ROW_LOSSES.values()},
     "linear": linear,
     "properized": properized,
     "sigmoid_focal": elements("sigmoid_focal"),
@@ -355,7 +341,7 @@ OPERATORS: dict[str, Callable[[Draw], Case]] = {
     "grid": grid,
 }
 # How often each is drawn: the kernels with the most ways through them most often.
-SHARES = {"focal": 5, "poly_focal": 2, "map": 4, "sigmoid_focal": 2}
+SHARES = {"focal": 5, "poly": 2, "map": 4, "sigmoid_focal": 2}
 
 
 def run(seed: int, only: list[str] | None = None, figures: Figures | None = None) -> str | None:

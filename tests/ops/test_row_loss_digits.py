@@ -3,54 +3,25 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from row_losses import public_form
 
 import focalkern as fk
 from focalkern import reference
+from focalkern.reference._softmax_losses import ROW_LOSSES
 
 TABLE = fk.GammaTable([0.0, 0.2, 1.0], [5.0, 3.0])
-LOSSES = {
-    "cross-entropy": (fk.focal_loss, reference.focal_loss, 0.0),
-    "focal": (fk.focal_loss, reference.focal_loss, 2.0),
-    "gamma per row": (fk.focal_loss, reference.focal_loss, torch.tensor([0.0, 0.5, 3.0])),
-    "inverse": (fk.focal_loss, reference.focal_loss, -0.7),
-    "table": (fk.focal_loss, reference.focal_loss, TABLE),
-    "poly": (fk.poly_focal_loss, reference.poly_focal_loss, 2.0),
-}
-# A row has one label of many, all classes alike, or a share for each.
-SHARES = ["labels", "smoothed", "smoothed away", "smoothed and weighted", "one of many", "probabilities", "all"]
+FOCAL = (fk.focal_loss, reference.focal_loss)
 
 
-def case(shares, z):
-    rows, classes = z.shape
-    labels = torch.randint(classes, (rows,))
-    weight = torch.rand(classes) + 0.5
-    probabilities = (2 * torch.randn(rows, classes)).softmax(1)
-    return {
-        "labels": (labels, {}),
-        "smoothed": (labels, {"label_smoothing": 0.1}),
-        "smoothed away": (labels, {"label_smoothing": 1.0}),
-        "smoothed and weighted": (labels, {"label_smoothing": 0.1, "weight": weight}),
-        "one of many": (F.one_hot(labels, classes) * 0.9 + 0.1 / classes, {}),
-        "probabilities": (probabilities, {}),
-        "all": (probabilities, {"label_smoothing": 0.1, "weight": weight}),
-    }[shares]
+def without_gamma(function):
+    """A loss that has no gamma, called with one."""
+    return lambda z, target, gamma, **options: function(z, target, **options)
 
 
-def brier(z, target, gamma, **options):
-    options.pop("reduction")
-    return fk.BrierLoss(reduction="none", **options)(z, target)
-
-
-def brier_definition(z, target, gamma, **options):
-    return reference.brier_loss(z, target, **options)
-
-
-def dual(z, target, gamma, *, reduction, **options):
-    return fk.DualFocalLoss(gamma, reduction=reduction, **options)(z, target)
-
-
-def dual_definition(z, target, gamma, **options):
-    return reference.dual_focal_loss(z, target, gamma, **options)
+def pair_of(spec):
+    """The loss and its definition, both of (z, target, gamma)."""
+    pair = public_form(spec), spec.definition
+    return pair if "gamma" in spec.parameters else tuple(map(without_gamma, pair))
 
 
 def mmce(z, target, gamma, *, reduction):
@@ -69,7 +40,33 @@ def mmce_definition(z, target, gamma, *, reduction):
     return (F.nll_loss(log_p, labels, reduction="sum") + 2 * len(labels) * error).reshape(1)
 
 
-DUAL, MMCE = (dual, dual_definition), (mmce, mmce_definition)
+# Pair and gamma by name.
+LOSSES = {
+    "cross-entropy": (FOCAL, 0.0),
+    "gamma per row": (FOCAL, torch.tensor([0.0, 0.5, 3.0])),
+    "inverse": (FOCAL, -0.7),
+    "table": (FOCAL, TABLE),
+    **{spec.short: ((mmce, mmce_definition) if spec.of_batch else pair_of(spec), 2.0) for spec in ROW_LOSSES.values()},
+}
+ONLY_LABELS = {spec.short for spec in ROW_LOSSES.values() if not spec.soft_target}
+# A row has one label of many, all classes alike, or a share for each.
+SHARES = ["labels", "smoothed", "smoothed away", "smoothed and weighted", "one of many", "probabilities", "all"]
+
+
+def case(shares, z):
+    rows, classes = z.shape
+    labels = torch.randint(classes, (rows,))
+    weight = torch.rand(classes) + 0.5
+    probabilities = (2 * torch.randn(rows, classes)).softmax(1)
+    return {
+        "labels": (labels, {}),
+        "smoothed": (labels, {"label_smoothing": 0.1}),
+        "smoothed away": (labels, {"label_smoothing": 1.0}),
+        "smoothed and weighted": (labels, {"label_smoothing": 0.1, "weight": weight}),
+        "one of many": (F.one_hot(labels, classes) * 0.9 + 0.1 / classes, {}),
+        "probabilities": (probabilities, {}),
+        "all": (probabilities, {"label_smoothing": 0.1, "weight": weight}),
+    }[shares]
 
 
 def as_pixels(function):
@@ -122,12 +119,11 @@ def check(pair, z, target, gamma, options, is_brier=False):
 # almost equal, and of a trained network.
 @pytest.mark.parametrize("classes", [2, 3, 10, 33, 100, 4097, 128256, 256000])
 @pytest.mark.parametrize("shares", SHARES)
-@pytest.mark.parametrize("name", [*LOSSES, "brier", "dual", "MMCE"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_digits_of_rows_of_any_length(name, shares, classes):
-    if name in ("dual", "MMCE") and shares != "labels":
+    if name in ONLY_LABELS and shares != "labels":
         pytest.skip("their kernels take labels without smoothing")
-    pair = {"brier": (brier, brier_definition), "dual": DUAL, "MMCE": MMCE}.get(name) or LOSSES[name][:2]
-    gamma = LOSSES[name][2] if name in LOSSES else 2.0
+    pair, gamma = LOSSES[name]
     for scale in (0.01, 4.0):
         z = scale * torch.randn(3, classes)
         target, options = case(shares, z)
@@ -152,14 +148,14 @@ def test_slope_in_gamma_of_a_certain_class(label, gamma, gap):
 @pytest.mark.parametrize("classes", [4097, 300000])
 @pytest.mark.parametrize("layout", ["rows", "pixels"])
 @pytest.mark.parametrize("shares", ["labels", "smoothed"])
-@pytest.mark.parametrize("name", ["focal", "poly", "brier", "dual", "MMCE"])
+@pytest.mark.parametrize("name", [spec.short for spec in ROW_LOSSES.values()])
 def test_digits_of_equal_classes(name, shares, layout, classes):
-    if shares == "smoothed" and name in ("dual", "MMCE"):
+    if shares == "smoothed" and name in ONLY_LABELS:
         pytest.skip("their kernels take labels without smoothing")
-    pair = {"brier": (brier, brier_definition), "dual": DUAL, "MMCE": MMCE}.get(name) or LOSSES[name][:2]
+    pair, gamma = LOSSES[name]
     z = torch.full((4, classes), 0.1) + torch.arange(4)[:, None] / 10
     z[:, 7] = torch.tensor([0.8, 1.1, 1.7, 2.6])
     target, options = case(shares, z)
     if layout == "pixels":
         pair = tuple(as_pixels(function) for function in pair)
-    check(pair, z, target, 2.0, options, name == "brier")
+    check(pair, z, target, gamma, options, name == "brier")
