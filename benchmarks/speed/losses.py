@@ -21,6 +21,7 @@ from benchmarks.speed.focal_loss import (
     published_adafocal,
     published_flsd,
 )
+from focalkern.reference._softmax_losses import ROW_LOSSES
 
 # A training batch of CIFAR and of ImageNet; many samples, as a step of segmentation has; a vocabulary.
 SHAPES = [(128, 10), (256, 1000), (8192, 20), (1024, 32000)]
@@ -72,6 +73,21 @@ def published_mmce(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target) + 2 * squared.sqrt()
 
 
+def published_dft(logits: Tensor, target: Tensor) -> Tensor:
+    cross_entropy = F.cross_entropy(logits, target, reduction="none")
+    return (logits.softmax(1).gather(1, target.unsqueeze(1)).squeeze(1).detach() * cross_entropy).mean()
+
+
+# By the short name of the loss: its name in the results, and the published algorithm with the module's defaults.
+PUBLISHED: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "poly": ("poly focal", published_poly),
+    "dual": ("dual focal", published_dual),
+    "brier": ("Brier", published_brier),
+    "mmce": ("MMCE", published_mmce),
+    "dft": ("DFT", published_dft),
+}
+
+
 def check_beside(
     published: Callable[..., Tensor], logits: Tensor, target: Tensor, tolerance: float = 1e-5
 ) -> Callable[[object], None]:
@@ -91,8 +107,12 @@ def check_beside(
 
 def cases(device: str, n: int, classes: int) -> Iterator[tuple[str, Any, Callable[..., Tensor], Any]]:
     """Name, module, published algorithm, and the gamma of both where the reference is a focal loss."""
-    if (n, classes) in MMCE_SHAPES:
-        yield "MMCE", fk.MMCELoss().to(device), published_mmce, None
+    only_batch = (n, classes) in MMCE_SHAPES
+    for spec in ROW_LOSSES.values():
+        if spec.short in PUBLISHED and (spec.of_batch or not only_batch):
+            name, published = PUBLISHED[spec.short]
+            yield name, getattr(fk, spec.module)().to(device), published, None
+    if only_batch or n * classes >= 10_000_000:  # the others choose gamma sample by sample
         return
     adafocal = fk.AdaFocalLoss().to(device)
     edges = torch.linspace(0.05, 0.95, 16) ** 2
@@ -100,13 +120,8 @@ def cases(device: str, n: int, classes: int) -> Iterator[tuple[str, Any, Callabl
     for _ in range(4):  # gammas of both signs, as after some epochs
         adafocal.update_bins(edges, 0.5 + error / 2, 0.5 - error / 2)
     table = fk.GammaTable(adafocal.bin_edges, adafocal.bin_gammas)
-    if n * classes < 10_000_000:  # sample by sample
-        yield "FLSD-53", fk.FLSDLoss().to(device), published_flsd, fk.FLSD_53
-        yield "AdaFocal", adafocal, lambda logits, target: published_adafocal(logits, target, table), table
-    yield "poly focal", fk.PolyFocalLoss().to(device), published_poly, None
-    yield "dual focal", fk.DualFocalLoss(5.0).to(device), published_dual, None
-    yield "Brier", fk.BrierLoss().to(device), published_brier, None
-    yield "MMCE", fk.MMCELoss().to(device), published_mmce, None
+    yield "FLSD-53", fk.FLSDLoss().to(device), published_flsd, fk.FLSD_53
+    yield "AdaFocal", adafocal, lambda logits, target: published_adafocal(logits, target, table), table
 
 
 def run(
