@@ -13,7 +13,7 @@ from pathlib import Path
 
 import focalkern as fk
 from benchmarks.harness import RESULTS, commit
-from benchmarks.studies.search_table import two_sets
+from benchmarks.studies.networks import two_sets
 
 PICTURES = Path(__file__).parents[2] / "docs" / "_static"
 NETWORKS = {

@@ -29,11 +29,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tabulate import tabulate
 
 import focalkern as fk
-from benchmarks.harness import RESULTS, commit, device_name
-from benchmarks.studies.search_table import two_sets
+from benchmarks.harness import RESULTS
+from benchmarks.studies.networks import about_run, markdown, two_sets, without_zeros, write_rows
 from focalkern.files import LogitSet
 
 FIGURES = ("nll", "brier", "ece_equal_width", "ece_equal_mass", "smooth_ece")
@@ -180,9 +179,7 @@ def measure(path: Path, few: Sequence[int] = ()) -> list[dict[str, Any]]:
     if sets is None:
         return []
     selection, report = sets
-    if selection.kind == "probs":  # a target of probability 0 has no NLL: zeros become a little, for all alike
-        for rows in sets:
-            rows.input.clip_(1e-7).div_(rows.input.sum(-1, keepdim=True))
+    without_zeros(sets)
     result = measure_fits(selection, report, list(OURS | PEERS), FIGURES)
     for n in few:
         for draw in range(DRAWS if n < len(selection) else 0):
@@ -258,7 +255,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         seconds = "" if name == "none" else f"{statistics.median(row['seconds'] for row in of):.2g}"
         lines.append([name, *(printed(value) for value in values), *beyond_noise(of), seconds])
     heads = ["calibrator", "NLL", "Brier", "ECE equal_width", "ECE equal_mass", "smooth ECE", "higher", "lower", "s"]
-    table = tabulate(lines, heads, tablefmt="github", disable_numparse=True)
+    table = markdown(lines, heads)
     missing = [name for name in names if name not in whole]
     left_out = f" Not on every file, and so not in it: {', '.join(missing)}." if missing else ""
     return (
@@ -292,7 +289,7 @@ def pairs(rows: list[dict[str, Any]]) -> str:
             row = found.get((file, name))
             cells.append("" if row is None else f"{row['vs_auto']:+.4f} +-{1.96 * row['vs_auto_error']:.4f}")
         lines.append([file, *cells])
-    return tabulate(lines, ["NLL minus automatic choice", *shown], tablefmt="github", disable_numparse=True)
+    return markdown(lines, ["NLL minus automatic choice", *shown])
 
 
 def few_rows(rows: list[dict[str, Any]]) -> str:
@@ -312,7 +309,7 @@ def few_rows(rows: list[dict[str, Any]]) -> str:
                 cells.append(printed(statistics.fmean(row[figure] for row in of)) if len(of) == fits else "failed")
             lines.append([name, *cells])
         heads = [f"{words}, mean over files and {DRAWS} draws", *(f"{n:,} rows" for n in FEW)]
-        parts.append(tabulate(lines, heads, tablefmt="github", disable_numparse=True))
+        parts.append(markdown(lines, heads))
     worse = []
     for n in FEW:
         of = [row for row in rows if row["calibrator"] == "temperature, robust" and row["n_fit"] == n]
@@ -387,19 +384,14 @@ def page(path: Path) -> str:
         f"Paired differences, all validation rows, with 95 % intervals:\n\n{pairs(rows)}",
         verdict(rows),
         few_rows(rows),
-        tabulate(body, heads, tablefmt="github", disable_numparse=True),
+        markdown(body, heads),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def write(rows: list[dict[str, Any]], target: Path, about: dict[str, Any]) -> str:
     """The CSV, and the page beside it, which is returned."""
-    with target.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, restval="", lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            values = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-            writer.writerow({**values, **about})
+    write_rows(target, FIELDS, rows, about)
     text = page(target)
     target.with_suffix(".md").write_text(text)
     return text
@@ -424,12 +416,7 @@ def main() -> None:
     if arguments.logits is None:
         parser.error("--logits DIR is required")
     date = datetime.date.today().isoformat()
-    about = {
-        "threads": torch.get_num_threads(),
-        "device": device_name(),
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
+    about = about_run()
     arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / f"calibrator_table_{date}.csv"
     rows: list[dict[str, Any]] = []

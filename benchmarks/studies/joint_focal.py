@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.harness import RESULTS, commit, device_name
+from benchmarks.harness import RESULTS
 from benchmarks.studies.calibrator_table import figures
-from benchmarks.studies.search_table import two_sets
+from benchmarks.studies.networks import about_run, markdown, two_sets, without_zeros, write_rows
 from focalkern.files import LogitSet
 
 FIGURES = ("nll", "brier", "ece_equal_width")
@@ -80,9 +79,7 @@ def measure(path: Path) -> list[dict[str, Any]]:
     if sets is None:
         return []
     selection, report = sets
-    if selection.kind == "probs":  # a target of probability 0 has no NLL: zeros become a little, for all alike
-        for rows in sets:
-            rows.input.clip_(1e-7).div_(rows.input.sum(-1, keepdim=True))
+    without_zeros(sets)
     result = []
     for kind in ("vector", "matrix"):
         for way in WAYS:
@@ -119,8 +116,8 @@ def summary(rows: list[dict[str, str]]) -> str:
         f"# The focal map of structured scaling: on top, or jointly\n\nMeans over {len(files)} files, "
         f"{about['device']}, {about['threads']} threads, commit {about['commit']}; test rows, but for "
         "the NLL of fit.\n\n"
-        f"{tabulate(lines, heads, tablefmt='github', disable_numparse=True)}\n\nTest NLL:\n\n"
-        f"{tabulate(alone, ['focal map', *files], tablefmt='github', disable_numparse=True)}\n"
+        f"{markdown(lines, heads)}\n\nTest NLL:\n\n"
+        f"{markdown(alone, ['focal map', *files])}\n"
     )
 
 
@@ -133,22 +130,12 @@ def main() -> None:
     parser.add_argument("--logits", type=Path, required=True, metavar="DIR", help="a folder of .npz files")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     arguments = parser.parse_args()
-    about = {
-        "threads": torch.get_num_threads(),
-        "device": device_name(),
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
+    about = about_run()
     target = arguments.out / f"joint_focal_{datetime.date.today().isoformat()}.csv"
     rows = [row for path in sorted(arguments.logits.glob("*.npz")) for row in measure(path)]
     if not rows:
         parser.error(f"{arguments.logits}: no .npz file with logits and labels")
-    with target.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *about], lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            values = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-            writer.writerow({**values, **about})
+    write_rows(target, rows[0], rows, about)
     with target.open(newline="") as file:
         text = summary(list(csv.DictReader(file)))
     target.with_suffix(".md").write_text(text)

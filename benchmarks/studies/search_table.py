@@ -16,7 +16,6 @@ smallest of ``--repeats`` fits, which take turns. Writes a CSV and a Markdown ta
 """
 
 import argparse
-import csv
 import datetime
 import itertools
 import math
@@ -25,15 +24,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from tabulate import tabulate
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.harness import RESULTS, commit, device_name
+from benchmarks.harness import RESULTS
+from benchmarks.studies.networks import about_run, markdown, two_sets, write_rows
 from focalkern.bootstrap import paired_bootstrap
 from focalkern.calibrators import Calibrator
-from focalkern.files import InputError, LogitSet, read_sets
+from focalkern.files import LogitSet
 
 NEAR_LINE = {"search": "line", "gammas": (0.0, -0.5, 5.0, 1.0)}  # through the best T at the first and at the last
 SEARCHES: list[tuple[str, type[Calibrator], dict[str, Any]]] = [
@@ -56,24 +54,6 @@ FIGURES = {"ece": "ece_equal_mass", "nll": "nll"}
 
 def criterion_of(name: str) -> str:
     return name.rpartition(", ")[2]
-
-
-def two_sets(path: Path) -> tuple[LogitSet, LogitSet] | None:
-    """Validation and test rows, in float64; None for a file of something else."""
-    try:
-        sets = read_sets(path)
-    except InputError as error:
-        print(f"left out: {str(error).replace(str(path), path.name)}")
-        return None
-    if "val" in sets and "test" in sets:
-        chosen = sets["val"], sets["test"]
-    else:
-        (rows,) = sets.values()
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-        half = len(rows) // 2
-        chosen = rows.rows(order[:half], "a random half"), rows.rows(order[half:], "the other half")
-    first, second = (LogitSet(s.input.double(), s.labels, s.kind, s.name, s.source, s.part) for s in chosen)
-    return first, second
 
 
 def calibrated(rows: LogitSet, calibrator: Calibrator | None) -> Tensor:
@@ -141,7 +121,7 @@ def measure(path: Path, repeats: int) -> list[dict[str, Any]]:
     return table
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
+def each_search(rows: list[dict[str, Any]]) -> str:
     def cell(row: dict[str, Any], key: str, form: str) -> str:
         return format(row[key], form) if key in row else "-"
 
@@ -163,7 +143,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     heads = ["file", "search", "gamma", "T", "cells", "s", "val ECE", "val NLL", "test ECE", "test NLL"]
-    return tabulate(body, [*heads, "its criterion on test, minus the grid's"], tablefmt="github", disable_numparse=True)
+    return markdown(body, [*heads, "its criterion on test, minus the grid's"])
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -194,7 +174,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
             ]
         )
     heads = ["search", "files", "cells", "seconds", "on val: median, range", "on test: median, range"]
-    return tabulate(lines, [*heads, "better / worse on test"], tablefmt="github", disable_numparse=True)
+    return markdown(lines, [*heads, "better / worse on test"])
 
 
 def main() -> None:
@@ -214,26 +194,16 @@ def main() -> None:
     if not rows:
         parser.error(f"{arguments.logits}: no .npz file with logits and labels")
     date = datetime.date.today().isoformat()
-    about = {
-        "threads": torch.get_num_threads(),
-        "device": device_name(),
-        "torch": torch.__version__,
-        "commit": commit(),
-    }
+    about = about_run()
     arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / f"search_table_{date}.csv"
     names = list(dict.fromkeys(key for row in rows for key in row))
-    with target.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*names, *about], restval="", lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            values = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-            writer.writerow({**values, **about})
+    write_rows(target, names, rows, about)
     text = (
         f"Searches of focal temperature scaling, {date}, {about['device']}, {about['threads']} threads, commit "
         f"{about['commit']}; ECE: equal_mass, 15 bins.\n\nEach beside the full grid of the same criterion: cells and "
         "seconds as shares of the grid's (medians), its criterion minus\nthe grid's, and on how many files that is "
-        f"below / above 0 by the whole 95 % interval.\n\n{summary(rows)}\n\n{markdown(rows)}\n"
+        f"below / above 0 by the whole 95 % interval.\n\n{summary(rows)}\n\n{each_search(rows)}\n"
     )
     target.with_suffix(".md").write_text(text)
     print(f"\n{text}\nwritten: {target}, {target.with_suffix('.md')}")

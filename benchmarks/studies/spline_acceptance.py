@@ -8,7 +8,6 @@ NLL of every file and of few rows, and writes every row to a CSV.
 """
 
 import argparse
-import csv
 import datetime
 import statistics
 import time
@@ -19,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.harness import RESULTS, commit, device_name
+from benchmarks.harness import RESULTS
+from benchmarks.studies.networks import about_run, markdown, two_sets, without_zeros, write_rows
 
 CALIBRATORS: dict[str, Callable[[], Any]] = {
     "temperature": fk.TemperatureScaling,
@@ -35,25 +34,6 @@ CALIBRATORS: dict[str, Callable[[], Any]] = {
 }
 FEW = (50, 100, 200, 1000)
 FIGURES = ("nll", "brier", "ece", "error")
-
-
-def two_sets(path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Logits and labels of the fit and of the test, float64; None for a file of something else."""
-    with np.load(path, allow_pickle=False) as file:
-        numbers = {name: file[name] for name in file.files if file[name].dtype.kind in "fiu"}
-    arrays = {name: torch.from_numpy(array) for name, array in numbers.items()}
-    if "val_logits" in arrays:
-        fit, test = ((arrays[f"{name}_logits"].double(), arrays[f"{name}_labels"]) for name in ("val", "test"))
-        return *fit, *test
-    probs = next((array for name, array in arrays.items() if "probs" in name and array.dim() == 2), None)
-    labels = next((array for name, array in arrays.items() if "labels" in name), None)
-    if probs is None or labels is None:
-        return None
-    clipped = probs.double().clip(1e-7)
-    logits = (clipped / clipped.sum(-1, keepdim=True)).log()
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    first, second = order[: len(order) // 2], order[len(order) // 2 :]
-    return logits[first], labels[first].long(), logits[second], labels[second].long()
 
 
 def figures(log_probs: Tensor, labels: Tensor) -> dict[str, float]:
@@ -70,7 +50,9 @@ def measure(path: Path, names: list[str], few: tuple[int, ...]) -> list[dict[str
     sets = two_sets(path)
     if sets is None:
         return []
-    logits, labels, new, new_labels = sets
+    without_zeros(sets)
+    logits, new = (rows.input.log() if rows.kind == "probs" else rows.input for rows in sets)
+    labels, new_labels = (rows.labels for rows in sets)
     about = {"file": path.stem, "classes": logits.shape[1]}
     rows = [{**about, "rows": len(labels), "calibrator": "none", **figures(new.log_softmax(-1), new_labels)}]
     parts = [(len(labels), torch.arange(len(labels)))]
@@ -104,8 +86,8 @@ def tables(rows: list[dict[str, Any]], few: tuple[int, ...]) -> str:
     first = [[name, *(mean(name, figure) for figure in FIGURES)] for name in names]
     second = [[file, *(f"{found[file, name]['nll']:.4f}" for name in names)] for file in files]
     parts = [
-        tabulate(first, ["all rows, mean", "NLL", "Brier", "ECE", "test error"], "github", disable_numparse=True),
-        tabulate(second, ["NLL", *names], "github", disable_numparse=True),
+        markdown(first, ["all rows, mean", "NLL", "Brier", "ECE", "test error"]),
+        markdown(second, ["NLL", *names]),
     ]
     if few:
         of = [name for name in names if any(row["calibrator"] == name and row["rows"] in few for row in rows)]
@@ -114,7 +96,7 @@ def tables(rows: list[dict[str, Any]], few: tuple[int, ...]) -> str:
             of_rows = [row for row in rows if row["rows"] == n]
             means = (statistics.fmean(row["nll"] for row in of_rows if row["calibrator"] == name) for name in of)
             third.append([f"{n:,}", *(f"{value:.4f}" for value in means)])
-        parts.append(tabulate(third, ["rows, NLL", *of], "github", disable_numparse=True))
+        parts.append(markdown(third, ["rows, NLL", *of]))
     return "\n\n".join(parts)
 
 
@@ -135,16 +117,9 @@ def main() -> None:
         print(path.stem, flush=True)
         rows += measure(path, args.only or list(CALIBRATORS), few)
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    about = {"device": device_name(), "threads": torch.get_num_threads(), "commit": commit()}
+    about = about_run()
     target = args.out / f"spline_acceptance_{date}.csv"
-    with target.open("w", newline="") as file:
-        writer = csv.DictWriter(
-            file, ["file", "classes", "rows", "calibrator", *FIGURES, "seconds", *about], lineterminator="\n"
-        )
-        writer.writeheader()
-        for row in rows:
-            values = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-            writer.writerow({**values, **about})
+    write_rows(target, ["file", "classes", "rows", "calibrator", *FIGURES, "seconds"], rows, about)
     text = tables(rows, few)
     target.with_suffix(".md").write_text(
         f"Spline scaling on published networks, {date}, {about['device']}, {about['threads']} threads, commit "
