@@ -5,72 +5,45 @@ the highest seed, error bars are a standard deviation either way.
 colour (from the set of Okabe & Ito, safe for colour-blind readers, or along a scale of lightness) and in dashes.
 """
 
-import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from PIL import Image
 
 from benchmarks.train_study import objectives, sweep
+from benchmarks.train_study.figure_parts import (
+    STYLES,
+    Styles,
+    _summary,
+    drawn,
+    epoch_lines,
+    grid,
+    lines,
+    losses_below,
+    mark_significant,
+    styles_by_gamma,
+    styles_of_others,
+    with_gamma,
+    write_figures,
+)
 from benchmarks.train_study.records import Run
-from benchmarks.train_study.tables import Row
+from benchmarks.train_study.run_rows import Row
 from focalkern import PAPER_TEMPERATURES, metrics, plots
-from focalkern._atomic import write_atomically
 
-Styles = dict[str, tuple[Any, Any]]  # by loss: colour and dashes
-
-_STYLES: Styles = {
-    "cross-entropy": ("#000000", "-"),
-    "focal-3": ("#0072B2", "-"),
-    "flsd-53": ("#56B4E9", (0, (5, 1.5))),
-    "adafocal": ("#009E73", "-"),
-    "inverse-focal-2": ("#D55E00", "-"),
-    "brier": ("#CC79A7", (0, (3, 1, 1, 1))),
-}
-"""The losses that are drawn, where a figure compares losses: more lines than six are not to be told apart. What is
-followed per epoch is drawn for the other losses as well, in figures of their own."""
-
-_FONTS = {"axes.titlesize": 10, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}
 _BLUE, _VERMILION, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
+
 _RELIABILITY = ("cross-entropy", "focal-3", "label-smoothing-0.05", "inverse-focal-2")
+
 _SHOWN_BINS = (0, 7, 14)  # those of [3]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Per epoch
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def styles_by_gamma(losses: Iterable[str]) -> Styles:
-    """From the strongest focal loss over cross-entropy to inverse focal losses: dark to light, dashes in turns."""
-    gammas = {loss: gamma for loss in losses if (gamma := objectives.gamma(loss)) is not None}
-    colours = matplotlib.colormaps["cividis"](np.linspace(0, 0.95, max(len(gammas), 2)))
-    dashes = ("-", (0, (5, 1.5)))
-    order = sorted(gammas, key=lambda loss: -gammas[loss])
-    return {loss: (colours[i], dashes[i % 2]) for i, loss in enumerate(order)}
-
-
-def styles_of_others(losses: Iterable[str]) -> Styles:
-    """Style of cross-entropy and of losses that the other tables of styles lack."""
-    found = [loss for loss in losses if loss not in _STYLES and objectives.gamma(loss) is None]
-    colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-    dashes = ("-", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-    styles = {loss: (colours[i % 6], dashes[i % 4]) for i, loss in enumerate(found)}
-    return {"cross-entropy": _STYLES["cross-entropy"], **styles} if styles else {}
-
-
-def training_curves(rows: Sequence[Row], styles: Styles = _STYLES) -> Figure | None:
+def training_curves(rows: Sequence[Row], styles: Styles = STYLES) -> Figure | None:
     """[2] Figure 1: NLL and error of training and test, entropy and test ECE per epoch."""
-    if not _drawn(rows, styles):
+    if not drawn(rows, styles):
         return None
-    figure, axes = _grid(2, 3)
+    figure, axes = grid(2, 3)
     panels = (
         ("train_nll", "NLL, training"),
         ("train_error", "error, training"),
@@ -80,16 +53,16 @@ def training_curves(rows: Sequence[Row], styles: Styles = _STYLES) -> Figure | N
         ("test_ece_equal_width", "ECE (equal_width), test"),
     )
     for ax, (column, title) in zip(axes, panels, strict=True):
-        _epoch_lines(ax, rows, column, title, styles)
-    _losses_below(figure, axes[0])
+        epoch_lines(ax, rows, column, title, styles)
+    losses_below(figure, axes[0])
     return figure
 
 
-def correct_and_incorrect(rows: Sequence[Row], styles: Styles = _STYLES) -> Figure | None:
+def correct_and_incorrect(rows: Sequence[Row], styles: Styles = STYLES) -> Figure | None:
     """[2] Figure 2: NLL and entropy of right and wrong test samples, and the last layer's weight norm, per epoch."""
-    if not _drawn(rows, styles):
+    if not drawn(rows, styles):
         return None
-    figure, axes = _grid(2, 3)
+    figure, axes = grid(2, 3)
     panels = (
         ("test_nll_correct", "NLL of correct test samples"),
         ("test_entropy_correct", "entropy of correct test samples"),
@@ -99,24 +72,24 @@ def correct_and_incorrect(rows: Sequence[Row], styles: Styles = _STYLES) -> Figu
         ("temperature_nll", "best temperature (validation NLL)"),
     )
     for ax, (column, title) in zip(axes, panels, strict=True):
-        _epoch_lines(ax, rows, column, title, styles)
-    _losses_below(figure, axes[0])
+        epoch_lines(ax, rows, column, title, styles)
+    losses_below(figure, axes[0])
     return figure
 
 
 def scaled_ece(rows: Sequence[Row]) -> Figure | None:
     """[4] Figure 4: test ECE per epoch, as it is and at the temperature that validation finds best."""
-    if not _drawn(rows, _STYLES):
+    if not drawn(rows, STYLES):
         return None
-    figure, axes = _grid(1, 3)
+    figure, axes = grid(1, 3)
     panels = (
         ("test_ece_equal_width", "ECE (equal_width), test"),
         ("test_ece_at_temperature_ece_equal_width", "after temperature scaling"),
         ("temperature_ece", "best temperature (validation ECE)"),
     )
     for ax, (column, title) in zip(axes, panels, strict=True):
-        _epoch_lines(ax, rows, column, title)
-    _losses_below(figure, axes[0])
+        epoch_lines(ax, rows, column, title)
+    losses_below(figure, axes[0])
     return figure
 
 
@@ -125,8 +98,8 @@ def adafocal(epochs: Sequence[Row], bins: Sequence[Row]) -> Figure | None:
     own = [row for row in bins if row["loss"] == "adafocal"]
     if not own:
         return None
-    figure, axes = _grid(2, 4)
-    _epoch_lines(axes[0], epochs, "test_ece_equal_width", "ECE (equal_width), test")
+    figure, axes = grid(2, 4)
+    epoch_lines(axes[0], epochs, "test_ece_equal_width", "ECE (equal_width), test")
     ax = axes[4]
     gammas = {}
     for row in own:
@@ -144,49 +117,47 @@ def adafocal(epochs: Sequence[Row], bins: Sequence[Row]) -> Figure | None:
         axis.set_major_locator(MaxNLocator(integer=True))
     for column, index in enumerate(_SHOWN_BINS, start=1):
         chosen = [row for row in bins if row["bin"] == index]
-        _epoch_lines(axes[column], chosen, "calibration_error", f"bin {index}: confidence - accuracy")
+        epoch_lines(axes[column], chosen, "calibration_error", f"bin {index}: confidence - accuracy")
         axes[column].axhline(0, color=_GREY, linewidth=0.8, zorder=1)
-        _epoch_lines(
+        epoch_lines(
             axes[4 + column], [row for row in chosen if row["loss"] == "adafocal"], "gamma", f"bin {index}: gamma"
         )
-    _losses_below(figure, axes[0])
+    losses_below(figure, axes[0])
     return figure
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # After training
 # ---------------------------------------------------------------------------------------------------------------------
-
-
 def validation_size(rows: Sequence[Row]) -> Figure | None:
     """[4] Figure 3: test ECE after calibration against the number of validation samples."""
-    if not _drawn(rows, _STYLES):
+    if not drawn(rows, STYLES):
         return None
-    figure, axes = _grid(1, 2)
+    figure, axes = grid(1, 2)
     titles = {"temperature": "after temperature scaling", "histogram binning": "after histogram binning"}
     for ax, (method, title) in zip(axes, titles.items(), strict=True):
         chosen = [row for row in rows if row["method"] == method]
-        _lines(ax, chosen, "validation_samples", "ece_equal_width", marker="o")
+        lines(ax, chosen, "validation_samples", "ece_equal_width", marker="o")
         ax.set(xscale="log", xlabel="validation samples", ylabel="test ECE (equal_width)", title=title)
-    _losses_below(figure, axes[0])
+    losses_below(figure, axes[0])
     return figure
 
 
 def learned(rows: Sequence[Row]) -> Figure | None:
     """[4] Figure 5: the largest logit after training, by the epoch in which a training sample was first right."""
-    if not _drawn(rows, _STYLES):
+    if not drawn(rows, STYLES):
         return None
-    figure, axes = _grid(1, 2)
+    figure, axes = grid(1, 2)
     right = [row for row in rows if row["learned_epoch"] > 0]
-    _lines(axes[0], right, "learned_epoch", "top_logit", marker="o")
-    _lines(axes[1], right, "learned_epoch", "samples", marker="o")
+    lines(axes[0], right, "learned_epoch", "top_logit", marker="o")
+    lines(axes[1], right, "learned_epoch", "samples", marker="o")
     axes[0].set(xlabel="epoch in which the sample was first right", ylabel="mean largest logit")
     axes[1].set(xlabel="epoch in which the sample was first right", ylabel="training samples", yscale="log")
     for ax in axes:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].set_title("their logits after training")
     axes[1].set_title("how many they are")
-    _losses_below(figure, axes[0])
+    losses_below(figure, axes[0])
     return figure
 
 
@@ -195,12 +166,12 @@ def optimal_temperature(rows: Sequence[Row]) -> Figure | None:
     styles = styles_by_gamma(row["loss"] for row in rows)
     if not styles:
         return None
-    figure, axes = _grid(1, 1, width=7.6)
+    figure, axes = grid(1, 1, width=7.6)
     for (loss, (colour, _)), marker in zip(styles.items(), "os^vDPX*<>" * 3, strict=False):
         x, middle, low, high = _summary(
             [row for row in rows if row["loss"] == loss], "gamma_evaluated", "temperature_ece"
         )
-        axes[0].plot(x, middle, color=colour, marker=marker, markersize=4.5, linewidth=1.3, label=_with_gamma(loss))
+        axes[0].plot(x, middle, color=colour, marker=marker, markersize=4.5, linewidth=1.3, label=with_gamma(loss))
         axes[0].fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     axes[0].set(xlabel="gamma of the calibration map", ylabel="best temperature (validation ECE)")
     highest = PAPER_TEMPERATURES[-1]
@@ -218,25 +189,12 @@ def optimal_temperature(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
-def _with_gamma(loss: str) -> str:
-    return f"{objectives.gamma(loss):g} ({loss})"
-
-
-def _mark_significant(
-    ax: Axes, x: Sequence[float], heights: Sequence[float], p: Sequence[float | None], colour: str
-) -> None:
-    """A star above each point that differs from cross-entropy: p < 0.05 in the paired t-test of the table."""
-    for at, height, value in zip(x, heights, p, strict=True):
-        if value is not None and value < 0.05:  # none: cross-entropy itself, or too few seeds
-            ax.annotate("*", (at, height), xytext=(5, 3), textcoords="offset points", fontsize=14, color=colour)
-
-
 def from_focal_to_inverse(rows: Sequence[Row]) -> Figure | None:
     """[4] Figure 6: accuracy, temperature and calibrated ECE from strong focal to strong inverse focal loss."""
     chosen = sorted((row for row in rows if row["gamma"] is not None), key=lambda row: -row["gamma"])
     if len(chosen) < 3:
         return None
-    figure, axes = _grid(1, 4)
+    figure, axes = grid(1, 4)
     gammas = [row["gamma"] for row in chosen]
     for ax, title, name in (
         (axes[0], "accuracy, test", "accuracy_{}"),
@@ -250,7 +208,7 @@ def from_focal_to_inverse(rows: Sequence[Row]) -> Figure | None:
             floor = [row[name.format("floor")] for row in chosen]
             ax.plot(gammas, floor, color=_VERMILION, linestyle=":", label="of perfect calibration")
             p = [row[name.format("p").removeprefix("ece_")] for row in chosen]
-            _mark_significant(ax, gammas, mean, p, _BLUE)
+            mark_significant(ax, gammas, mean, p, _BLUE)
             ax.set_ylim(bottom=0)
             ax.legend(frameon=False, fontsize=8, loc="lower left", title="* p < 0.05", title_fontsize=8)
         ax.axvline(0, color=_GREY, linewidth=0.8, linestyle="--", zorder=1)
@@ -263,18 +221,18 @@ def from_focal_to_inverse(rows: Sequence[Row]) -> Figure | None:
 def roc_curves(runs: Sequence[Run], temperatures: Sequence[Row]) -> Figure | None:
     """[3]: how well confidence tells out-of-distribution inputs, before and after temperature scaling."""
     names = sorted({name for run in runs for name in run.out_of_distribution})
-    drawn = [loss for loss in _STYLES if any(run.loss == loss for run in runs)]
-    if not names or not drawn:
+    losses = [loss for loss in STYLES if any(run.loss == loss for run in runs)]
+    if not names or not losses:
         return None
     best = {
         (row["loss"], row["seed"], row["set"]): row["temperature"] for row in temperatures if row["scaled"] == "yes"
     }
-    figure, axes = _grid(len(names), 2)
+    figure, axes = grid(len(names), 2)
     rates = np.linspace(0, 1, 201)
     for row, name in enumerate(names):
         for column, scaled in enumerate((False, True)):
             ax = axes[2 * row + column]
-            for loss in drawn:
+            for loss in losses:
                 curves, areas = [], []
                 for run in runs:
                     if run.loss != loss:
@@ -286,7 +244,7 @@ def roc_curves(runs: Sequence[Run], temperatures: Sequence[Row]) -> Figure | Non
                     )
                     areas.append(float(metrics.auroc(inside, outside)))
                     curves.append(_roc(inside.numpy(), outside.numpy(), rates))
-                colour, dashes = _STYLES[loss]
+                colour, dashes = STYLES[loss]
                 label = f"{loss}: {np.mean(areas):.3f}"
                 ax.plot(rates, np.mean(curves, 0), color=colour, linestyle=dashes, linewidth=1.4, label=label)
             ax.plot([0, 1], [0, 1], color=_GREY, linewidth=0.8)
@@ -328,12 +286,10 @@ def reliability(runs: Sequence[Run], rows: Sequence[Row]) -> Figure | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Sweep
 # ---------------------------------------------------------------------------------------------------------------------
-
-
 def coefficients(table: Sequence[Row]) -> Figure:
     """[4] Figure 1: ECE against the coefficient of a regulariser, as it is and after temperature scaling."""
     sizes = sorted({row["train_size"] for row in table})
-    figure, axes = _grid(len(sizes), len(sweep.FAMILIES))
+    figure, axes = grid(len(sizes), len(sweep.FAMILIES))
     for row, size in enumerate(sizes):
         for column, family in enumerate(sweep.FAMILIES):
             ax = axes[row * len(sweep.FAMILIES) + column]
@@ -350,7 +306,7 @@ def coefficients(table: Sequence[Row]) -> Figure:
                 )
                 if name.startswith("ece_{}"):
                     p = [point[name.format("p").removeprefix("ece_")] for _, point in points]
-                    _mark_significant(ax, x, mean, p, colour)
+                    mark_significant(ax, x, mean, p, colour)
             ax.set_xticks(x, [f"{coefficient:g}" for coefficient, _ in points])
             ax.set_title(f"{family}, {size} training samples")
             ax.set_xlabel("coefficient (0: cross-entropy)")
@@ -368,7 +324,7 @@ def coefficients(table: Sequence[Row]) -> Figure:
 def best_coefficient(table: Sequence[Row]) -> Figure:
     """[4] Figure 1: the coefficient of lowest test ECE, as it is and after calibration, against the training size."""
     sizes = sorted({row["train_size"] for row in table})
-    figure, axes = _grid(1, len(sweep.FAMILIES))
+    figure, axes = grid(1, len(sweep.FAMILIES))
     for ax, family in zip(axes, sweep.FAMILIES, strict=True):
         for name, label, colour, marker in (
             ("ece_equal_width_mean_uncalibrated", "as it is", _VERMILION, "s"),
@@ -400,12 +356,10 @@ def _family(table: Sequence[Row], family: str, size: int) -> list[tuple[float, R
 # ---------------------------------------------------------------------------------------------------------------------
 # All of them
 # ---------------------------------------------------------------------------------------------------------------------
-
-
 def write_study(files: dict[str, list[Row]], runs: Sequence[Run], folder: Path) -> None:
     epochs, losses = files["epochs"], list(dict.fromkeys(run.loss for run in runs))
     by_gamma, others = styles_by_gamma(losses), styles_of_others(losses)
-    if by_gamma.keys() <= _STYLES.keys():
+    if by_gamma.keys() <= STYLES.keys():
         by_gamma = {}  # the figures of six have them
     makers: dict[str, Callable[[], Figure | None]] = {
         "training_curves": lambda: training_curves(epochs),
@@ -423,7 +377,7 @@ def write_study(files: dict[str, list[Row]], runs: Sequence[Run], folder: Path) 
         "out_of_distribution": lambda: roc_curves(runs, files["out_of_distribution"]),
         "reliability": lambda: reliability(runs, files["calibration"]),
     }
-    _write(makers, folder)
+    write_figures(makers, folder)
 
 
 def write_sweep(table: Sequence[Row], temperatures: Sequence[Row], folder: Path) -> None:
@@ -435,79 +389,4 @@ def write_sweep(table: Sequence[Row], temperatures: Sequence[Row], folder: Path)
         "from_focal_to_inverse": lambda: from_focal_to_inverse(inverse),
         "optimal_temperature": lambda: optimal_temperature(temperatures),
     }
-    _write(makers, folder)
-
-
-def _write(makers: dict[str, Callable[[], Figure | None]], folder: Path) -> None:
-    for name, make in makers.items():
-        with matplotlib.rc_context(_FONTS):
-            figure = make()
-        path = folder / f"{name}.png"
-        if figure is None:
-            path.unlink(missing_ok=True)  # of an earlier report, which had other losses
-        else:
-            write_atomically(path, _png(figure))
-
-
-def _png(figure: Figure) -> bytes:
-    """A palette of 256 colours is enough for lines and bands, and makes a third of the bytes."""
-    drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
-    picture = Image.open(drawn).convert("RGB")
-    picture.quantize(256, kmeans=1, dither=Image.Dither.NONE).save(small, "png", optimize=True)
-    return small.getvalue()
-
-
-def _drawn(rows: Iterable[Row], styles: Styles) -> list[str]:
-    present = {row["loss"] for row in rows}
-    return [loss for loss in styles if loss in present]
-
-
-def _grid(rows: int, columns: int, width: float = 3.4) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width * columns, 2.9 * rows + 0.5), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for ax in axes:
-        for side in ("top", "right"):
-            ax.spines[side].set_visible(False)
-        ax.grid(color="#E8E8E8", linewidth=0.6)
-        ax.set_axisbelow(True)
-    return figure, axes
-
-
-def _epoch_lines(ax: Axes, rows: Sequence[Row], column: str, title: str, styles: Styles = _STYLES) -> None:
-    _lines(ax, rows, "epoch", column, styles=styles)
-    ax.set(title=title, xlabel="epoch")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _lines(ax: Axes, rows: Sequence[Row], x: str, y: str, marker: str | None = None, styles: Styles = _STYLES) -> None:
-    for loss in _drawn(rows, styles):
-        colour, dashes = styles[loss]
-        places, middle, low, high = _summary([row for row in rows if row["loss"] == loss], x, y)
-        ax.plot(
-            places, middle, color=colour, linestyle=dashes, linewidth=1.5, label=loss, marker=marker, markersize=3.5
-        )
-        ax.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
-
-
-def _summary(rows: Sequence[Row], x: str, y: str) -> tuple[list[float], list[float], list[float], list[float]]:
-    """x ascending, and mean, lowest and highest y over seeds."""
-    values: dict[float, list[float]] = {}
-    for row in rows:
-        values.setdefault(row[x], []).append(row[y])
-    places = sorted(values)
-    return (
-        places,
-        [float(np.mean(values[place])) for place in places],
-        [min(values[place]) for place in places],
-        [max(values[place]) for place in places],
-    )
-
-
-def _losses_below(figure: Figure, ax: Axes) -> None:
-    handles, labels = ax.get_legend_handles_labels()
-    columns = 6 if figure.get_figwidth() > 8 else 3
-    if len(labels) > columns:
-        columns = -(-len(labels) // 2)  # two full rows
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    write_figures(makers, folder)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import focalkern as fk
 from benchmarks.train_study import objectives, records
 from benchmarks.train_study.records import Run
-from benchmarks.train_study.tables import ABOUT, Row
+from benchmarks.train_study.run_rows import ABOUT, Row
 from focalkern import bootstrap
 from focalkern._atomic import write_atomically
 
@@ -210,9 +210,9 @@ def picture(epochs: Sequence[Row], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from benchmarks.train_study.figures import _STYLES
+    from benchmarks.train_study.figure_parts import STYLES
 
-    styles = {**_STYLES, "focal-1": ("#CC79A7", (0, (3, 1, 1, 1)))}
+    styles = {**STYLES, "focal-1": ("#CC79A7", (0, (3, 1, 1, 1)))}
     figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2)

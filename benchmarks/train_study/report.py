@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.train_study import figures, objectives, records, tables
+from benchmarks.train_study import figures, objectives, records, run_rows, tables
 from benchmarks.train_study.errors import DataError
-from benchmarks.train_study.tables import Row
+from benchmarks.train_study.run_rows import Row
 
 
 def write(out: Path, folder: Path) -> str:
@@ -34,12 +34,12 @@ def _study(out: Path, folder: Path) -> str:
 def _sweep(out: Path, folder: Path) -> str:
     sizes = sorted(int(path.parent.name.removeprefix("train-")) for path in out.glob("train-*/settings.json"))
     runs = [(size, run) for size in sizes for run in records.read_runs(out / f"train-{size}", rank=objectives.parse)]
-    rows = [{"train_size": size, **row} for size, run in runs for row in tables.calibration_rows(run)]
+    rows = [{"train_size": size, **row} for size, run in runs for row in run_rows.calibration_rows(run)]
     if not rows:
         raise DataError(f"{out}: no complete run to report on")
     table = coefficient_table(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    temperatures = [row for size, run in runs if size == sizes[-1] for row in tables.temperature_rows(run)]
+    temperatures = [row for size, run in runs if size == sizes[-1] for row in run_rows.temperature_rows(run)]
     records.write_csv(folder / "calibration.csv", rows)
     records.write_csv(folder / "temperatures.csv", temperatures)
     records.write_csv(folder / "table_coefficients.csv", table)

@@ -9,6 +9,9 @@ import torch
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 reproduce = pytest.importorskip("benchmarks.published.reproduce", reason="the benchmarks are in the source tree only")
 
+from benchmarks.published import lines as printed_lines  # noqa: E402
+from benchmarks.published import statements  # noqa: E402
+
 
 def by_what(lines):
     found = {line.what: line for line in lines}
@@ -17,7 +20,7 @@ def by_what(lines):
 
 
 @pytest.mark.parametrize(
-    "part", [part for part in reproduce.STATEMENTS if part is not reproduce.relations], ids=lambda part: part.__name__
+    "part", [part for part in statements.STATEMENTS if part is not statements.relations], ids=lambda part: part.__name__
 )
 def test_what_the_papers_state_holds(part):
     lines = list(part())
@@ -27,7 +30,7 @@ def test_what_the_papers_state_holds(part):
 
 
 def test_the_figures_that_the_papers_print():
-    lines = by_what([*reproduce.bounds(), *reproduce.confidence()])
+    lines = by_what([*statements.bounds(), *statements.confidence()])
     assert lines["counterexample: 10 classes, gamma = 1, confidence 0.11 becomes"].verdict == "as printed"
     assert lines["experiment: highest T, 1 / slope at one half"].verdict == "as printed"
     # A published bound of an experiment on finitely many points: the true one is 1/(gamma + 1).
@@ -37,24 +40,24 @@ def test_the_figures_that_the_papers_print():
 
 
 def test_the_nearest_temperature_is_the_nearest():
-    log_q = reproduce.points(3)
+    log_q = statements.points(3)
     for measure in (0, 1):
-        beta = reproduce.best_beta(3, 2.0, measure)
-        others = [reproduce.apart(log_q, 2.0, beta + step)[measure] for step in np.linspace(-0.5, 0.5, 21)]
-        assert reproduce.apart(log_q, 2.0, beta)[measure] <= min(others) + 1e-12
+        beta = statements.best_beta(3, 2.0, measure)
+        others = [statements.apart(log_q, 2.0, beta + step)[measure] for step in np.linspace(-0.5, 0.5, 21)]
+        assert statements.apart(log_q, 2.0, beta)[measure] <= min(others) + 1e-12
 
 
 @pytest.mark.parametrize("n_classes", [2, 3, 4])
 def test_the_published_fit_is_near_the_map(n_classes):
-    slope, intercept, _ = reproduce.FITS[n_classes]
+    slope, intercept, _ = statements.FITS[n_classes]
     for gamma in (1.0, 3.0, 5.0):
         # As initial guesses: within a tenth of the nearest inverse temperature.
-        nearest = reproduce.best_beta(n_classes, gamma)
+        nearest = statements.best_beta(n_classes, gamma)
         assert float(slope) * gamma + float(intercept) == pytest.approx(nearest, rel=0.1)
 
 
 def test_the_simplex_is_covered_evenly():
-    points = reproduce.simplex(3, 5)
+    points = statements.simplex(3, 5)
     assert points.shape == (6, 3)
     assert points.sum(1).tolist() == pytest.approx([1.0] * 6)
     assert points.min() == pytest.approx(0.2)
@@ -62,7 +65,7 @@ def test_the_simplex_is_covered_evenly():
 
 def test_a_figure_is_as_printed_up_to_its_last_digit():
     def verdict(published, computed, **options):
-        return reproduce.number("", "", published, computed, "", **options).verdict
+        return printed_lines.number("", "", published, computed, "", **options).verdict
 
     assert verdict("0.0435", 0.04354) == "as printed"
     assert verdict("0.0435", 0.04356) == "differs"
@@ -71,7 +74,7 @@ def test_a_figure_is_as_printed_up_to_its_last_digit():
     assert verdict("61", 61.0) == "as printed"
     assert verdict("61", 62.0) == "differs"
     assert verdict("0.95", 0.9, judge=False) == ""
-    line = reproduce.number("", "", None, 0.25, "")
+    line = printed_lines.number("", "", None, 0.25, "")
     assert (line.published, line.difference, line.verdict) == ("not at hand", "", "")
 
 

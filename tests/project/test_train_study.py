@@ -26,7 +26,7 @@ import focalkern as fk
 pytest.importorskip("sklearn", reason="the study's default data come with scikit-learn")
 training = pytest.importorskip("benchmarks.train_study.training", reason="the benchmarks are in the source tree only")
 
-from benchmarks.train_study import data, networks, objectives, records, sweep, tables  # noqa: E402
+from benchmarks.train_study import data, networks, objectives, records, run_rows, sweep, tables  # noqa: E402
 from benchmarks.train_study.__main__ import main  # noqa: E402
 from benchmarks.train_study.errors import DataError, SettingsError, StudyError  # noqa: E402
 
@@ -467,7 +467,7 @@ def test_quick_study(tmp_path, capsys):
     rows = records.read_csv(out / "report" / "calibration.csv")
     assert {(row["loss"], row["seed"]) for row in rows} == {("cross-entropy", 0), ("focal-3", 0)}
     for name in (
-        *tables.PER_RUN,
+        *run_rows.PER_RUN,
         *tables.TABLES,
     ):
         assert (out / "report" / f"{name}.csv").stat().st_size > 100
@@ -586,13 +586,13 @@ def test_the_recorded_figures_come_from_the_recorded_logits(loss, tmp_path):
         for row in records.read_csv(RESULTS / "fashion_mnist" / "calibration.csv")
         if (row["loss"], row["seed"]) == (loss, 0)
     ]
-    run = records.Run(tmp_path, loss, 0, {key: recorded[0][key] for key in tables.ABOUT})
+    run = records.Run(tmp_path, loss, 0, {key: recorded[0][key] for key in run_rows.ABOUT})
     run.__dict__["logits"] = logits
-    computed = tables.calibration_rows(run)
+    computed = run_rows.calibration_rows(run)
     assert len(computed) == len(recorded) == 7
     for now, then in zip(computed, recorded, strict=True):
         assert (now["method"], now["criterion"]) == (then["method"], then["criterion"])
-        for name in ("gamma", "temperature", "ece_equal_width_floor", *tables.FIGURES):
+        for name in ("gamma", "temperature", "ece_equal_width_floor", *run_rows.FIGURES):
             # Six digits are written.
             assert now[name] == pytest.approx(then[name], rel=1e-5, nan_ok=True), (now["method"], name)
 
