@@ -1,0 +1,201 @@
+"""The command's mistakes are one line; files and pipes that fail."""
+
+import os
+import subprocess
+import sys
+
+import cli_cases
+import numpy as np
+import pytest
+
+from focalkern.calibrators import (
+    HistogramBinning,
+    MultiLabelScaling,
+    TemperatureScaling,
+)
+
+pytest.importorskip("tabulate", reason="tabulate is not installed")
+from cli_cases import GRID, sample
+
+both = cli_cases.both  # fixture
+single = cli_cases.single  # fixture
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+def one_line(code, out, err):
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train",), "invalid choice"),
+        (("calibrate",), "the following arguments are required: VAL"),
+        (("calibrate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
+        (("evaluate", "missing.npz"), "missing.npz: expected a file, found nothing there"),
+        (("calibrate", "BOTH", "--split", "0.5"), "expected one set to split, found val_* and test_*"),
+        (
+            ("calibrate", "SINGLE", "--split", "0.5", "--test", "BOTH"),
+            "expected either a file of test rows or a share to split off, found both",
+        ),
+        (("calibrate", "SINGLE", "--split", "1"), "expected a number between 0 and 1, found '1'"),
+        (("calibrate", "SINGLE", "--split", "0.5", "--seed", str(2**63)), "expected a whole number of at most 64 bits"),
+        (("demo", "--seed", "one"), "expected a whole number of at most 64 bits, found 'one'"),
+        (("calibrate", "SINGLE", "--split", "0.0001"), "to leave some on both sides, found 400"),
+        (
+            ("calibrate", "SINGLE", "--test-labels", "a.npy"),
+            "expected a file of test rows for these labels, found none; say --test FILE",
+        ),
+        (("calibrate", "SINGLE", "--test", "missing.npz"), "missing.npz: expected a file"),
+        (
+            ("calibrate", "SINGLE", "--test", "SOME.npy"),
+            "which tells where the labels are, found another; say --test-labels FILE.npy",
+        ),
+        (
+            ("calibrate", "SINGLE", "--test", "OTHER", "--test-labels", "a.npy"),
+            "expected no other file of labels, because a .npz file has them in it, found",
+        ),
+        (("calibrate", "SINGLE", "--test", "OTHER"), "expected the 5 classes of"),
+        (
+            ("calibrate", "SINGLE", "--input-kind", "probs"),
+            "expected probs, found logits [400, 5], labels [400]; say --input-kind logits",
+        ),
+        (("calibrate", "SINGLE", "--bootstrap", "-1"), "expected a whole number of at least 0, found '-1'"),
+        (("calibrate", "SINGLE", "--search", "all"), "argument --search: invalid choice: 'all'"),
+        (("calibrate", "SINGLE", "--binning", "quantile"), "argument --binning: invalid choice: 'quantile'"),
+        (("calibrate", "SINGLE", "--search", "nll", "--criterion", "ece"), "--search nll: expected --criterion nll"),
+        (
+            ("calibrate", "SINGLE", "--search", "line", "--method", "temperature"),
+            "--search line: expected --method focal-temperature, found temperature",
+        ),
+        (
+            ("calibrate", "SINGLE", "--search", "refine", "--method", "histogram"),
+            "--search refine: expected --method focal-temperature or temperature, found histogram",
+        ),
+        (
+            ("calibrate", "SOME.npy", "--labels", "LABELS", "--stream", "--search", "line"),
+            "expected rows in memory for --search line, found rows that are read in parts",
+        ),
+        (
+            ("calibrate", "SOME.npy", "--labels", "LABELS", "--stream", "--method", "histogram"),
+            "expected rows in memory for --binning or --method histogram",
+        ),
+        (
+            ("evaluate", "SINGLE", "--calibrator", "LABELED"),
+            "expected a calibrator of one label per row",
+        ),
+        (("evaluate", "OTHER", "--calibrator", "BINARY"), "found one of one logit per row"),
+        (("calibrate", "SINGLE", "--n-bins", "0"), "expected a whole number of at least 1, found '0'"),
+        (("calibrate", "SINGLE", "--estimator", "adaptive"), "invalid choice: 'adaptive'"),
+        (("calibrate", "SINGLE", "--gammas", "-1"), "expected numbers > -1, found -1"),
+        (("calibrate", "SINGLE", "--gammas", "nan"), "expected numbers > -1, found nan"),
+        (("calibrate", "SINGLE", "--gammas", "all"), "expected numbers or the word paper, found 'all'"),
+        (("calibrate", "SINGLE", "--gammas", ","), "expected at least one number, found none"),
+        (("calibrate", "SINGLE", "--temperatures", "1"), "expected LO:HI:STEP, found '1'"),
+        (("calibrate", "SINGLE", "--temperatures", "0:5:0.1"), "expected 0 < LO <= HI and STEP > 0"),
+        (("calibrate", "SINGLE", "--temperatures", "0.5:5:0.2"), "expected LO to be a multiple of STEP"),
+        (("calibrate", "SINGLE", "--temperatures", "1:9e9:1"), "at most a million temperatures"),
+        (("calibrate", "SINGLE", "--out", "no/such/folder/a.json"), "expected a file in an existing folder"),
+        (("calibrate", "SINGLE", "--out", "."), "expected a file for --out, found a folder"),
+        (("calibrate", "SINGLE", "--report", "SINGLE"), "expected a folder for --report, found a file"),
+        (("evaluate", "SINGLE", "--calibrator", "missing.json"), "missing.json: No such file or directory"),
+        (("evaluate", "SINGLE", "--calibrator", "SINGLE"), "expected a calibrator in JSON"),
+        (("evaluate", "OTHER", "--calibrator", "SAVED"), "expected the 5 classes of"),
+        (("evaluate", "PROBS", "--calibrator", "SAVED"), "expected logits, for which"),
+        (("demo", "--out", "SINGLE"), "expected a folder for --out, found a file"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, words, both, single, tmp_path, run):
+    logits, labels = sample(30, 0, n_classes=3)
+    np.savez(tmp_path / "other.npz", logits=logits, labels=labels)
+    np.savez(tmp_path / "probs.npz", probs=np.full((4, 5), 0.2), labels=np.arange(4))
+    TemperatureScaling(temperatures=[1.0, 2.0]).fit_quietly(*sample(50, 0)).save(tmp_path / "saved.json")
+    names = {
+        "BOTH": both,
+        "SINGLE": single,
+        "OTHER": tmp_path / "other.npz",
+        "PROBS": tmp_path / "probs.npz",
+        "SAVED": tmp_path / "saved.json",
+        "LABELED": tmp_path / "labeled.json",
+        "BINARY": tmp_path / "binary.json",
+        "LABELS": tmp_path / "labels.npy",
+        "SOME.npy": tmp_path / "some.npy",
+    }
+    np.save(names["SOME.npy"], logits)
+    np.save(names["LABELS"], labels)
+    one, zeros = np.linspace(-2.0, 2.0, 20), np.arange(20) % 2
+    MultiLabelScaling().fit(one[:, None], zeros[:, None]).save(names["LABELED"])
+    HistogramBinning(n_bins=2).fit_quietly(one, zeros).save(names["BINARY"])
+    assert words in one_line(*run(*(names.get(argument, argument) for argument in arguments)))
+
+
+def test_a_failed_write_keeps_the_old_calibrator(both, run, tmp_path, monkeypatch):
+    out = tmp_path / "calibrator.json"
+    out.write_text("precious")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    code, _, err = run("calibrate", both, *GRID, "--out", out)
+    assert code == 2
+    assert "No space left on device" in err
+    assert out.read_text() == "precious"
+
+
+@pytest.mark.parametrize("option", ["VAL", "--labels", "--test", "--test-labels"])
+def test_the_calibrator_does_not_overwrite_what_is_read(option, tmp_path, run):
+    logits, labels = sample(60, 0)
+    names = {"VAL": "v.npy", "--labels": "v_labels.npy", "--test": "t.npy", "--test-labels": "t_labels.npy"}
+    paths = {name: tmp_path / file for name, file in names.items()}
+    for name, path in paths.items():
+        np.save(path, labels if "labels" in name else logits)
+    # Under another name for the same file, too.
+    (tmp_path / "link").symlink_to(paths[option])
+    before = paths[option].read_bytes()
+    arguments = [paths["VAL"], *(part for name, path in list(paths.items())[1:] for part in (name, path))]
+    said = one_line(*run("calibrate", *arguments, *GRID, "--out", tmp_path / "link"))
+    assert "expected another file for --out, found one that is read" in said
+    assert paths[option].read_bytes() == before
+
+
+def test_a_closed_stdout_is_no_failure(both):
+    # As in: focalkern evaluate FILE >&-
+    command = [sys.executable, "-c", "import sys; sys.stdout = None; from focalkern.cli import main; sys.exit(main())"]
+    done = subprocess.run([*command, "evaluate", str(both)], capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize("package", ["tabulate", "matplotlib", "sklearn"])
+def test_a_missing_package_is_one_line_with_the_command(package, both, run, monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name == "focalkern.plots"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    arguments = ("demo",) if package == "sklearn" else ("calibrate", both, "--report", tmp_path / "report")
+    command = "pip install " + {"sklearn": "scikit-learn"}.get(package, package)
+    assert command in one_line(*run(*arguments))
+
+
+def test_the_reader_of_a_pipe_may_go(both):
+    command = [sys.executable, "-m", "focalkern", "evaluate", str(both)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_files_are_written_before_the_reader_of_a_pipe_can_go(both, tmp_path):
+    out, state = tmp_path / "calibrator.json", tmp_path / "state"
+    np.save(tmp_path / "logits.npy", np.load(both)["test_logits"])
+    np.save(tmp_path / "labels.npy", np.load(both)["test_labels"])
+    command = [sys.executable, "-u", "-m", "focalkern", "calibrate", tmp_path / "logits.npy", *GRID, "--bootstrap", "0"]
+    command += ["--out", out, "--state", state]
+    with subprocess.Popen(map(str, command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        process.stdout.close()
+    assert process.returncode == 0
+    assert out.exists()
+    assert not state.exists()

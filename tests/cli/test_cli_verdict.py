@@ -1,0 +1,101 @@
+"""The command's verdict and candidates."""
+
+import json
+
+import cli_cases
+import numpy as np
+import pytest
+import torch
+
+from focalkern.calibrators import (
+    load_calibrator,
+)
+
+pytest.importorskip("tabulate", reason="tabulate is not installed")
+from cli_cases import INTERVALS, run_json
+
+both = cli_cases.both  # fixture
+single = cli_cases.single  # fixture
+
+
+# -- the candidates --------------------------------------------------------------------------------------------------
+def test_candidates_by_name_and_predictions_that_are_kept(both, run):
+    document = run_json(run, "calibrate", both, "--bootstrap", "0", "--candidates", "structured-vector, temperature")
+    names = [one["name"] for one in document["cross_validation"]["candidates"]]
+    assert names == ["none", "temperature", "structured-vector"]
+    document = run_json(run, "calibrate", both, "--bootstrap", "0", "--keep-predictions")
+    assert [one["name"] for one in document["cross_validation"]["candidates"]] == ["none", "temperature", "spline"]
+    assert document["verdict"]["costs"] == "No predicted class changes."
+    code, out, err = run("calibrate", both, "--candidates", "platt")
+    assert (code, out) == (2, "") and "expected names out of none, temperature, " in err and "got 'platt'" in err
+    code, out, err = run("calibrate", both, "--keep-predictions", "--candidates", "isotonic")
+    assert (code, out) == (2, "") and "isotonic may change predicted classes" in err
+    code, out, err = run("calibrate", both, "--keep-predictions", "--method", "temperature")
+    assert (code, out) == (2, "") and "--keep-predictions: expected --method auto beside it, found temperature" in err
+
+
+def test_a_forest_gets_a_calibrated_model(run, tmp_path):
+    """Votes of ten trees: probability 0 for the true class of some rows, where no calibration has an infinite NLL."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(800, 4, generator=generator)
+    labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    votes = torch.multinomial((1.5 * logits).softmax(-1), 10, replacement=True, generator=generator)
+    probs = torch.nn.functional.one_hot(votes, 4).float().mean(1)
+    assert bool((probs.gather(1, labels.unsqueeze(1)) == 0).any())
+    np.savez(tmp_path / "forest.npz", probs=probs.numpy(), labels=labels.numpy())
+    command = ("calibrate", tmp_path / "forest.npz", "--split", "0.5", "--bootstrap", "0")
+    code, out, err = run(*command, "--out", tmp_path / "c.json")
+    assert (code, err) == (0, "")
+    assert out.startswith(("Use spline ", "Use temperature scaling, T = "))
+    assert "NLL inf -> " in out
+    found = load_calibrator(tmp_path / "c.json").predict_proba(probs)
+    assert float(found.min()) > 0
+
+
+# -- the verdict -----------------------------------------------------------------------------------------------------
+def test_the_verdict_is_said_first_and_what_is_saved_does_no_harm(both, run, tmp_path):
+    out_file = tmp_path / "c.json"
+    code, out, err = run("calibrate", both, "--bootstrap", "0", "--out", out_file)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("Use spline ")
+    end = lines.index("")
+    assert end <= 3 and max(map(len, lines[:end])) <= 100
+    assert "on 500 test rows. Cross-validated NLL " in " ".join(lines[:end])
+    assert lines[-7:] == [
+        "Next:",
+        f"  focalkern apply {out_file} {both} --out probs.npz",
+        f"  focalkern card {out_file}",
+        "In Python:",
+        "  import focalkern as fk",
+        f'  calibrator = fk.load_calibrator("{out_file}")',
+        "  probs = calibrator.predict_proba(logits)",
+    ]
+    table = lines[end + 1 : lines.index("", end + 1)]
+    assert max(map(len, table)) <= 100
+    document = run_json(run, "calibrate", both, "--bootstrap", "0")
+    assert document["verdict"]["use"] in " ".join(lines[:end])
+    before, after = (document["rows"][place]["test"]["nll"] for place in (0, document["chosen"]))
+    assert after < before
+    chosen = document["rows"][document["chosen"]]
+    assert load_calibrator(out_file).method == "spline" and chosen["method"].startswith("spline")
+    evidence = json.loads(out_file.read_text())["fit"]["evidence"]
+    assert evidence["candidates"] == document["cross_validation"]["candidates"]
+    assert {name: evidence[name] for name in document["verdict"]} == document["verdict"]
+    assert [(row["method"], row["criterion"]) for row in document["rows"][-2:]] == [
+        ("temperature", "ece"),
+        ("focal-temperature", "ece"),
+    ]
+
+
+def test_the_papers_choice_has_its_price_in_the_verdict(both, run):
+    document = run_json(run, "calibrate", both, *INTERVALS)
+    assert document["verdict"]["costs"].startswith("Against no calibration: NLL ")
+    assert "; against temperature scaling: NLL " in document["verdict"]["costs"]
+
+
+def test_figures_on_the_rows_of_the_fit_are_called_optimistic_first(single, run):
+    document = run_json(run, "calibrate", single, "--bootstrap", "0")
+    assert document["data"]["same_rows"]
+    _, out, _ = run("calibrate", single, "--bootstrap", "0")
+    assert out.startswith("Optimistic, because the validation rows are the test rows: use ")

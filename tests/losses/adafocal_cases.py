@@ -1,0 +1,42 @@
+"""Samples and checks of test_adafocal.py and the files beside it."""
+
+import dataclasses
+
+import torch
+
+import focalkern as fk
+
+NAN = float("nan")
+
+EDGES = [0.0, 0.25, 0.5, 1.0]
+
+
+def validation(n=200, c=5, sharpness=3.0, dtype=torch.float64, device="cpu"):
+    target = torch.randint(c, (n,), device=device)
+    logits = torch.randn(n, c, dtype=dtype, device=device)
+    logits[torch.arange(n), target] += 1.0
+    return sharpness * logits, target
+
+
+def snapshot(loss):
+    """Everything in the state, exactly."""
+
+    def plain(value):
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype), value.tolist()
+        if isinstance(value, dict):
+            return {key: plain(entry) for key, entry in value.items()}
+        return [plain(entry) for entry in value] if isinstance(value, list) else value
+
+    return repr(plain(dict(loss.state_dict())))
+
+
+def extra_of(state):
+    """The history and the waiting samples of a state in the form that version 0.1 saved them in."""
+    loss = fk.AdaFocalLoss()
+    loss.set_extra_state(state["_extra_state"])
+    return {
+        "history": [dataclasses.asdict(record) for record in loss.history],
+        "confidence": torch.cat(loss._confidence),
+        "correct": torch.cat(loss._correct),
+    }

@@ -1,0 +1,101 @@
+"""The module of the sigmoid focal loss: 300 digits, edges, errors."""
+
+import mpmath
+import oracle
+import pytest
+import torch
+from conftest import assert_close, peer
+from loss_cases import DTYPES, gradient
+from mpmath import mpf
+
+import focalkern as fk
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One logit per class
+# ---------------------------------------------------------------------------------------------------------------------
+SCORES = [-1e4, -200.0, -90.0, -17.0, -1.3, 0.0, 0.4, 5.0, 17.0, 90.0, 200.0, 1e4]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.01, 0.5, 2.0, 3.5])
+@pytest.mark.parametrize("t", [0.0, 1.0, 0.3])
+def test_sigmoid_focal_loss_at_300_digits(gamma, t):
+    def definition(x):
+        p = 1 / (1 + mpmath.exp(-x))
+        q = 1 / (1 + mpmath.exp(x))
+        share = mpf(t)
+        cross_entropy = -(share * mpmath.log(p) if t else 0) - ((1 - share) * mpmath.log(q) if t < 1 else 0)
+        alpha = mpf("0.25") * share + mpf("0.75") * (1 - share)
+        return alpha * (share * q + (1 - share) * p) ** mpf(gamma) * cross_entropy
+
+    with oracle.precision():
+        step = mpf(10) ** -40
+        expected = [float(definition(mpf(v))) for v in SCORES]
+        slope = [float((definition(mpf(v) + step) - definition(mpf(v) - step)) / (2 * step)) for v in SCORES]
+    for dtype in DTYPES:
+        input = torch.tensor(SCORES, dtype=dtype, requires_grad=True)
+        found = fk.sigmoid_focal_loss(input, torch.full_like(input, t), gamma)
+        assert_close(found, torch.tensor(expected, dtype=torch.float64))
+        assert_close(gradient(found.sum(), input), torch.tensor(slope, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("gamma", [0.0, 0.01, 0.5, 2.0])
+def test_sigmoid_focal_loss_is_finite(dtype, gamma, device):
+    """Also where 1 - p_t is subnormal, 88 to 104 from 0 in float32 and 708 to 746 in float64."""
+    magnitudes = torch.cat([torch.linspace(80, 110, 61), torch.linspace(700, 750, 51), torch.tensor([1e4])])
+    input = torch.cat([magnitudes, -magnitudes]).to(device, dtype).requires_grad_()
+    for t in (0.0, 1.0, 0.5):
+        found = fk.sigmoid_focal_loss(input, torch.full_like(input, t), gamma)
+        assert found.dtype == dtype
+        assert found.isfinite().all()
+        assert gradient(found.sum(), input).isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("alpha", [0.25, 0.0, -1])
+@pytest.mark.parametrize("gamma", [0.0, 0.7, 2.0])
+def test_sigmoid_focal_loss_is_torchvisions(reduction, alpha, gamma):
+    """With gradients in the logits and in the targets, which are 0, 1 and between."""
+    theirs = peer("torchvision.ops").sigmoid_focal_loss
+    input = torch.randn(50, 3, dtype=torch.float64).mul_(4).requires_grad_()
+    target = torch.rand(50, 3, dtype=torch.float64)
+    target[:20] = target[:20].round()
+    target.requires_grad_()
+    expected = theirs(input, target, alpha=alpha, gamma=gamma, reduction=reduction)
+    found = fk.sigmoid_focal_loss(input, target, gamma, alpha, reduction)
+    constant = fk.sigmoid_focal_loss(input, target.detach(), gamma, alpha, reduction)
+    assert found.shape == expected.shape
+    assert_close(found, expected)
+    assert_close(constant, expected)
+    upstream = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, (input, target), upstream)
+    for ours, exact in zip(torch.autograd.grad(found, (input, target), upstream), wanted, strict=True):
+        assert_close(ours, exact)
+    assert_close(torch.autograd.grad(constant, input, upstream)[0], wanted[0])
+
+
+def test_sigmoid_focal_loss_alpha_none_and_labels_of_other_dtypes(device):
+    input = torch.randn(9, device=device)
+    target = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1], device=device)
+    expected = fk.sigmoid_focal_loss(input, target.float(), 2.0, -1)
+    assert torch.equal(fk.sigmoid_focal_loss(input, target.bool(), 2.0, None), expected)
+    assert torch.equal(fk.SigmoidFocalLoss(2.0, None, "none")(input, target), expected)
+    # The elements are added in another order.
+    torch.testing.assert_close(fk.SigmoidFocalLoss(2.0, None)(input, target), expected.mean())
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert fk.sigmoid_focal_loss(input.bfloat16(), target).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("input", "target", "error", "message"),
+    [
+        ([0.0], torch.zeros(1), TypeError, r"input must be a tensor, got list"),
+        (torch.zeros(1), 1.0, TypeError, r"target must be a tensor, got float"),
+        (torch.zeros(1).long(), torch.zeros(1), TypeError, r"input must be floating point, got torch.int64"),
+        (torch.zeros(2, 3), torch.zeros(2), ValueError, r"target must be the shape of input = \[2, 3\], got \[2\]"),
+        (torch.zeros(1), torch.zeros(1, device="meta"), ValueError, r"target must be on the device of input"),
+    ],
+)
+def test_bad_batches_of_sigmoid_focal_loss(input, target, error, message):
+    with pytest.raises(error, match="sigmoid_focal_loss: " + message):
+        fk.sigmoid_focal_loss(input, target)

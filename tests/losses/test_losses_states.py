@@ -1,0 +1,240 @@
+"""Copies, checkpoints, moves and settings of the training losses."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from loss_cases import LOSSES, NAMES, batch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import focalkern as fk
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# As modules
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_pickles_and_checkpoints(name):
+    loss = LOSSES[name](weight=torch.rand(7), label_smoothing=0.1, ignore_index=3)
+    input, target = batch(dtype=torch.float32)
+    expected = loss(input, target)
+    for again in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert repr(again) == repr(loss)
+        assert torch.equal(again(input, target), expected)
+    file = io.BytesIO()
+    torch.save(loss.state_dict(), file)
+    file.seek(0)
+    fresh = LOSSES[name](weight=torch.ones(7), label_smoothing=0.1, ignore_index=3)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(fresh(input, target), expected)
+
+
+def test_settings_are_shown():
+    shown = [
+        (fk.FocalLoss(1.5), "FocalLoss(gamma=1.5)"),
+        (
+            fk.FocalLoss(torch.nn.Parameter(torch.tensor([0.5, 2.0])), reduction="sum"),
+            "FocalLoss(gamma=[0.5, 2], reduction=sum)",
+        ),
+        (fk.InverseFocalLoss(2), "InverseFocalLoss(gamma=2.0)"),
+        (fk.FLSDLoss(ignore_index=255), "FLSDLoss(edges=[0, 0.2, 1], gammas=[5, 3], ignore_index=255)"),
+        (
+            fk.AdaFocalLoss(lam=0.5, detach_modulation=True),
+            "AdaFocalLoss(n_bins=15, lam=0.5, gamma_init=1.0, gamma_max=20.0, gamma_min=-2.0, switch=0.2, "
+            "detach_modulation=True)",
+        ),
+        (fk.DualFocalLoss(weight=torch.ones(3)), "DualFocalLoss(gamma=5.0, weight=[3])"),
+        (fk.BrierLoss(label_smoothing=0.1), "BrierLoss(label_smoothing=0.1)"),
+        (fk.MMCELoss(weighted=True), "MMCELoss(coefficient=2.0, weighted=True, bandwidth=0.4)"),
+        (fk.LogitNormPenalty(), "LogitNormPenalty(coefficient=0.01)"),
+        (fk.SigmoidFocalLoss(), "SigmoidFocalLoss(gamma=2.0, alpha=0.25, reduction=mean)"),
+    ]
+    for loss, text in shown:
+        assert repr(loss) == text
+
+
+def test_gammas_move_with_the_module_and_keep_their_precision(device):
+    """Half precision would move the edges of the bins and stop small updates."""
+    model = torch.nn.ModuleList([fk.FLSDLoss([0, 0.3, 1], [5.1, 3.1]), fk.AdaFocalLoss(), fk.FocalLoss(fk.FLSD_53)])
+    model.append(fk.FocalLoss(torch.tensor(1.5)))
+    model.to(device=device, dtype=torch.bfloat16)
+    assert {buffer.device.type for buffer in model.buffers()} == {device.type}
+    assert model[0].edges.dtype == model[0].gammas.dtype == torch.float64
+    assert model[1].bin_edges.dtype == model[1].bin_gammas.dtype == torch.float64
+    assert model[0].edges.tolist() == [0, 0.3, 1]
+    assert fk.FLSD_53.edges.device.type == "cpu"
+    for loss in model:
+        assert loss(*batch(device=device)).isfinite()
+
+
+@pytest.mark.parametrize("make", [fk.FLSDLoss, fk.AdaFocalLoss])
+def test_a_schedule_goes_to_the_device_of_the_logits(make, monkeypatch):
+    """As nn.CrossEntropyLoss() these take nothing from their user that would have to be moved."""
+    given = []
+    monkeypatch.setattr(make, "_function", staticmethod(lambda input, target, gamma, **_: given.append(gamma)))
+    loss = make(weight=torch.ones(3))
+    with FakeTensorMode(allow_non_fake_inputs=True):  # CUDA tensors without CUDA
+        loss(torch.zeros(4, 3, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda"))
+    assert given[0].edges.device.type == given[0].gammas.device.type == "cuda"
+    kept = {name: buffer for name, buffer in loss.named_buffers() if name != "weight"}
+    assert {(buffer.device.type, buffer.dtype) for buffer in kept.values()} == {("cuda", torch.float64)}
+    assert loss.weight.device.type == "cpu"  # the user's own, as in cross-entropy
+
+
+@pytest.mark.parametrize("make", [fk.FLSDLoss, fk.AdaFocalLoss])
+def test_a_schedule_that_was_not_moved_works_on_cuda(make, cuda):
+    loss, moved = make(), make().to(cuda)
+    input, target = batch(device=cuda)
+    for _ in range(2):
+        assert torch.equal(loss(input, target), moved(input, target))
+        if isinstance(loss, fk.AdaFocalLoss):
+            for module in (loss, moved):
+                module.update(input, target)
+    assert {buffer.device.type for buffer in loss.buffers()} == {"cuda"}
+
+
+def test_a_table_given_to_the_module_is_copied():
+    table = fk.GammaTable(torch.tensor([0.0, 0.5, 1.0]), torch.tensor([1.0, 2.0]))
+    loss = fk.FocalLoss(table)
+    loss.gammas[0] = 9.0
+    assert table.gammas[0] == 1.0
+    assert loss.gamma is None
+
+
+def test_a_learned_gamma_is_a_parameter():
+    gamma = torch.nn.Parameter(torch.tensor(2.0))
+    loss = fk.FocalLoss(gamma)
+    assert list(loss.parameters()) == [gamma]
+    input, target = batch(dtype=torch.float32)
+    loss(input, target).backward()
+    assert gamma.grad < 0
+    assert list(fk.FocalLoss(gamma.detach()).parameters()) == []
+
+
+def table_loss(edges=(0, 0.2, 0.5, 1), gammas=(5, 3, 2)):
+    return fk.FocalLoss(fk.GammaTable(edges, gammas))
+
+
+def snapshot(loss):
+    return {name: value.tolist() for name, value in loss.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("loss", "other", "message"),
+    [
+        (fk.FLSDLoss(), fk.AdaFocalLoss(), r"FLSDLoss: the checkpoint has another loss, AdaFocalLoss; strict=False"),
+        (fk.FLSDLoss(), fk.FocalLoss(), r"FLSDLoss: the checkpoint has another loss, FocalLoss"),
+        (fk.FocalLoss(), fk.DualFocalLoss(), r"FocalLoss: the checkpoint has another loss, DualFocalLoss"),
+        (fk.InverseFocalLoss(torch.tensor(1.0)), fk.FocalLoss(torch.tensor(2.0)), r"has another loss, FocalLoss"),
+        (fk.FocalLoss(fk.FLSD_53), fk.FocalLoss(), r"Missing key.*\"edges\", \"gammas\""),
+        (fk.FocalLoss(), fk.FocalLoss(fk.FLSD_53), r"Unexpected key.*\"edges\""),
+        (table_loss(), table_loss([0, 0.5, 1], [5, 3]), r"FocalLoss: edges must have shape \[4\], got \[3\]"),
+        (fk.BrierLoss(torch.ones(3)), fk.BrierLoss(torch.ones(4)), r"weight must have shape \[3\], got \[4\]"),
+    ],
+)
+def test_a_state_that_does_not_fit_leaves_the_module_as_it_was(loss, other, message):
+    before = snapshot(loss)
+    with pytest.raises(RuntimeError, match=message):
+        loss.load_state_dict(other.state_dict())
+    assert snapshot(loss) == before
+
+
+def test_a_schedule_from_a_checkpoint_is_checked():
+    loss = fk.FocalLoss(fk.FLSD_53)
+    before = snapshot(loss)
+    state = loss.state_dict()
+    state["gammas"] = torch.tensor([7.0, 8.0])
+    state["edges"] = torch.tensor([0.0, 1.2, 1.0])
+    with pytest.raises(RuntimeError, match=r"edges must be ascending"):
+        loss.load_state_dict(state)
+    assert snapshot(loss) == before
+
+
+def test_a_loss_inside_a_model_loads_with_it():
+    def model():
+        return torch.nn.ModuleDict({"net": torch.nn.Linear(2, 2), "criterion": table_loss()})
+
+    one, two = model(), model()
+    one["criterion"].gammas[0] = 4.0
+    two.load_state_dict(one.state_dict())
+    assert two["criterion"].gammas[0] == 4.0
+    # A checkpoint from before the model had a loss.
+    result = two.load_state_dict({"net.weight": torch.ones(2, 2), "net.bias": torch.ones(2)}, strict=False)
+    assert result.missing_keys == ["criterion.edges", "criterion.gammas"]
+    assert two["criterion"].gammas[0] == 4.0
+
+
+def model_with(loss):
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({"net": torch.nn.Linear(2, 2), "criterion": loss})
+
+
+def test_a_checkpoint_of_another_loss_is_loaded_without_it_on_demand():
+    one, two = model_with(fk.FocalLoss(torch.tensor(2.0))), model_with(fk.InverseFocalLoss(torch.tensor(1.0)))
+    with torch.no_grad():
+        one["net"].weight.fill_(3.0)
+    with pytest.raises(RuntimeError, match=r"criterion\.InverseFocalLoss: the checkpoint has another loss, FocalLoss"):
+        two.load_state_dict(through_a_file(one.state_dict()))
+    result = two.load_state_dict(through_a_file(one.state_dict()), strict=False)
+    assert result.missing_keys == result.unexpected_keys[:-1] == ["criterion.gamma"]
+    assert result.unexpected_keys[-1].startswith("criterion.InverseFocalLoss: the checkpoint has another loss")
+    assert (two["criterion"].gamma, two["net"].weight[0, 0]) == (1, 3)
+    # A class of the user's own is the loss that it is derived from.
+    derived = model_with(type("Own", (fk.FocalLoss,), {})(torch.tensor(5.0)))
+    derived.load_state_dict(one.state_dict())
+    assert derived["criterion"].gamma == 2
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_the_table_of_flsd_is_no_part_of_a_state():
+    """So that cross-entropy's checkpoints load strictly; those of version 0.1, which had it, still do."""
+    model = model_with(fk.FLSDLoss())
+    model.load_state_dict(model_with(torch.nn.CrossEntropyLoss()).state_dict())
+    assert model["criterion"].state_dict() == {}
+    old = model.state_dict() | {
+        "criterion.edges": torch.tensor([0.0, 0.2, 1.0], dtype=torch.float64),
+        "criterion.gammas": torch.tensor([5.0, 3.0], dtype=torch.float64),
+    }
+    model.load_state_dict(old)
+    model.load_state_dict({name: value.half() for name, value in old.items()})
+    before = model["criterion"].gammas.clone()
+    for found, message in [
+        (torch.tensor([5.0, 2.0]), r"has the gammas \[5, 2\], and this loss was made with \[5, 3\]"),
+        (torch.tensor([5.0, 3.0, 2.0]), r"has the gammas \[5, 3, 2\]"),
+        ([5.0, 3.0], r"gammas must be a tensor, got list"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"FLSDLoss: (the checkpoint )?{message}"):
+            model.load_state_dict(old | {"criterion.gammas": found})
+    assert torch.equal(model["criterion"].gammas, before)
+
+
+def test_an_inverse_focal_loss_takes_no_negative_gamma_from_a_state():
+    loss = fk.InverseFocalLoss(torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="InverseFocalLoss: gamma must be at least 0, got -2"):
+        loss.load_state_dict({"gamma": torch.tensor(-2.0)})
+    assert loss.gamma == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_safetensors_saves_and_loads_a_model_with_the_loss(name, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    loss = LOSSES[name](weight=torch.rand(7))
+    input, target = batch(dtype=torch.float32)
+    if isinstance(loss, fk.AdaFocalLoss):
+        loss.update(input, target)
+        loss.accumulate(input, target)
+    safetensors.save_model(model_with(loss), str(tmp_path / "model.safetensors"))
+    again = model_with(LOSSES[name](weight=torch.ones(7)))
+    safetensors.load_model(again, str(tmp_path / "model.safetensors"))
+    assert torch.equal(again["criterion"](input, target), loss(input, target))
+    if isinstance(loss, fk.AdaFocalLoss):
+        assert again["criterion"].n_accumulated == loss.n_accumulated > 0
+        assert len(again["criterion"].history) == 1

@@ -1,0 +1,20 @@
+"""Samples and checks of test_sigmoid_loss.py and the files beside it."""
+
+import torch
+import torch._dynamo
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+NAMES = ["sigmoid_focal_loss", "asymmetric_loss", "quality_focal_loss"]
+
+# Far beyond where exp under- and overflows in float32 and float64, where 1 - p rounds to 1, and the middle.
+SCORES = [-1000.0, -745.0, -100.0, -88.0, -17.0, -3.0, -0.5, 0.0, 0.25, 2.0, 17.0, 90.0, 104.0, 800.0, 1000.0]
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def grads(loss, inputs, upstream=None):
+    upstream = torch.ones_like(loss) if upstream is None else upstream
+    return torch.autograd.grad(loss, inputs, upstream, retain_graph=True)

@@ -1,0 +1,176 @@
+"""fk.focal_loss in compiled and exported graphs, under autocast, as an operator and with subclasses."""
+
+import copy
+import functools
+
+import focal_cases
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from conftest import assert_close
+from focal_cases import TABLE, leaf, torch_jit_warns
+
+import focalkern as fk
+from focalkern import reference
+
+dynamo = focal_cases.dynamo  # fixture
+
+
+def test_compiles_as_one_graph_without_recompilation_when_gamma_changes(device, dynamo):
+    z = torch.randn(6, 5, device=device, requires_grad=True)
+    target = torch.randint(5, (6,), device=device)
+
+    def step(z, target, gamma):
+        return fk.focal_loss(z * 2, target, gamma)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    # torch takes every number for a constant until it sees a second value: that one change costs a compilation.
+    compiled(z, target, 3.0)
+    compiled(z, target, 2.5)
+    with dynamo.config.patch(error_on_recompile=True):
+        for gamma in (2.0, 0.5, 0.0, -1.5, 3.25, 1.0, 4.0, 5.0, 6.0, 7.0):
+            loss, expected = compiled(z, target, gamma), step(z, target, gamma)
+            assert_close(loss, expected)
+            upstream = torch.randn((), device=device)
+            grads = [torch.autograd.grad(v, z, upstream)[0] for v in (loss, expected)]
+            assert_close(grads[0], grads[1])
+
+
+def test_every_form_of_the_arguments_compiles(device, dynamo):
+    z = torch.randn(6, 5, 3, device=device, requires_grad=True)
+    target = torch.randint(5, (6, 3), device=device)
+    soft = torch.rand(6, 5, 3, device=device)
+    weight = torch.rand(5, device=device)
+    cases = [
+        (target, torch.rand(6, 1, device=device, requires_grad=True), {}),
+        (target, TABLE.to(device), {"weight": weight, "reduction": "sum"}),
+        (soft, 2.0, {"label_smoothing": 0.1, "reduction": "none"}),
+        (target.int(), 1, {"detach_modulation": True, "ignore_index": 1}),
+    ]
+    for t, gamma, options in cases:
+        function = functools.partial(fk.focal_loss, **options)
+        compiled = torch.compile(
+            lambda z, t, g, function=function: function(z, t, g), fullgraph=True, backend="aot_eager"
+        )
+        inputs = [z, gamma] if isinstance(gamma, torch.Tensor) else [z]
+        results = []
+        for f in (compiled, function):
+            loss = f(z, t, gamma)
+            results.append((loss, *torch.autograd.grad(loss.sum(), inputs)))
+        for actual, expected in zip(*results, strict=True):
+            assert_close(actual, expected)
+
+
+def test_compiles_with_dynamic_shapes(device, dynamo):
+    compiled = torch.compile(fk.focal_loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    with dynamo.config.patch(error_on_recompile=True):
+        for n in (4, 9, 17):
+            z = torch.randn(n, 5, device=device, requires_grad=True)
+            target = torch.randint(5, (n,), device=device)
+            loss = compiled(z, target)
+            assert_close(loss, fk.focal_loss(z, target))
+            loss.backward()
+            assert z.grad.isfinite().all()
+
+
+@torch_jit_warns
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # advice, on every GPU that has them
+def test_compiles_with_inductor(device, dynamo):
+    # The default backend, once: it calls a C++ compiler, which takes seconds.
+    z = torch.randn(6, 5, device=device, requires_grad=True)
+    target = torch.randint(5, (6,), device=device)
+    compiled = torch.compile(lambda z, t: fk.focal_loss(z, t, 1.5), fullgraph=True)
+    grads = []
+    for function in (compiled, lambda z, t: fk.focal_loss(z, t, 1.5)):
+        loss = function(z, target)
+        grads.append(torch.autograd.grad(loss, z)[0])
+    assert_close(loss, compiled(z, target))
+    assert_close(*grads)
+
+
+@pytest.mark.kernels
+def test_exports(device):
+    class Loss(torch.nn.Module):
+        def forward(self, z, target):
+            return fk.focal_loss(z, target, 2.0, label_smoothing=0.1)
+
+    z, target = torch.randn(4, 5, device=device), torch.tensor([0, 4, 1, 2], device=device)
+    exported = torch.export.export(Loss(), (z, target))
+    assert any("focalkern" in str(node.target) for node in exported.graph.nodes)
+    assert_close(exported.module()(z, target), fk.focal_loss(z, target, 2.0, label_smoothing=0.1))
+
+
+def test_autocast_takes_bfloat16_logits_as_they_are(device):
+    z = torch.randn(64, 40, device=device).bfloat16().requires_grad_()
+    target = torch.randint(40, (64,), device=device)
+    for kind in (target, torch.rand(64, 40, device=device).bfloat16()):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = fk.focal_loss(z, kind, 1.5)
+            assert loss.dtype == torch.float32
+            unreduced = fk.focal_loss(z, kind, 1.5, reduction="none")
+            assert unreduced.dtype == torch.float32
+        expected = reference.focal_loss(leaf(z.double()), kind.double() if kind is not target else kind, 1.5)
+        assert_close(loss, expected)
+        (grad,) = torch.autograd.grad(loss, z)
+        assert grad.dtype == torch.bfloat16
+    # Outside autocast the loss has the dtype of the logits, as torch's.
+    assert fk.focal_loss(z, target).dtype == torch.bfloat16
+    # A loss computed in float64 stays there.
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert fk.focal_loss(z.double(), target).dtype == F.cross_entropy(z.double(), target).dtype
+
+
+def test_meta_tensors_give_shapes():
+    z = torch.empty(4, 5, 3, device="meta", requires_grad=True)
+    target = torch.empty(4, 3, dtype=torch.int64, device="meta")
+    assert fk.focal_loss(z, target).shape == ()
+    loss = fk.focal_loss(z, target, reduction="none")
+    assert loss.shape == (4, 3)
+    assert loss.device.type == "meta"
+    (grad,) = torch.autograd.grad(loss.sum(), z)
+    assert grad.shape == z.shape
+
+
+@pytest.mark.kernels
+def test_opcheck(device):
+    z = torch.randn(6, 5, 2, device=device, requires_grad=True)
+    target = torch.randint(5, (6, 2), device=device)
+    soft = torch.rand(6, 5, 2, device=device, requires_grad=True)
+    gamma = torch.rand(6, 1, device=device, requires_grad=True)
+    edges, gammas = TABLE.to(device).edges, TABLE.to(device).gammas
+    weight = torch.rand(5, device=device)
+    number = torch.tensor(2.0, dtype=torch.float64)
+    # Each form of target and gamma, each reduction (0 none, 1 mean, 2 sum), and channels last.
+    for arguments in (
+        (z, target, number, None, None, 1, -100, 0.0, False, False),
+        (z, target.int(), gamma, None, weight, 0, 2, 0.1, False, False),
+        (z, soft, gamma, None, None, 2, -100, 0.0, True, False),
+        (leaf(z.bfloat16()), target, gammas, edges, None, 0, -100, 0.0, False, True),
+        (leaf(z.transpose(1, 2).contiguous().transpose(1, 2)), target, number, None, None, 0, -100, 0.0, False, False),
+    ):
+        torch.library.opcheck(torch.ops.focalkern.focal_loss_forward, arguments)
+        z_, t_, *others = arguments
+        with torch.no_grad():
+            loss, saved = torch.ops.focalkern.focal_loss_forward(*arguments)
+            z_, t_, *others = (a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+            gamma_, edges_, weight_, *rest = others
+            needed = [True, t_.is_floating_point(), edges_ is None]
+            backward = (torch.randn_like(loss), z_, t_, gamma_, edges_, weight_, saved, *rest[:4], needed)
+            torch.library.opcheck(torch.ops.focalkern.focal_loss_backward, backward)
+
+
+class Marked(torch.Tensor):
+    """A subclass that only changes the type."""
+
+
+def test_subclasses_and_copies(device):
+    z = torch.randn(4, 5, device=device)
+    target = torch.tensor([0, 1, 2, 3], device=device)
+    expected = fk.focal_loss(z, target)
+    marked = fk.focal_loss(z.as_subclass(Marked), target)
+    assert isinstance(marked, Marked)
+    assert_close(marked.as_subclass(torch.Tensor), expected)
+    again = copy.deepcopy(leaf(z))
+    assert_close(fk.focal_loss(again, target), expected)
