@@ -55,7 +55,8 @@ class _Rows:
         end = "lower" if value == bounds[0] else "upper"
         found = f"{math.expm1(value) if name == 'gamma' else math.exp(value):g}"
         return [
-            f"{name} = {found} is the {end} bound of the search: the {LOSS_NAMES[self.criterion]} falls all the way to it"
+            f"{name} = {found} is the {end} bound of the search: "
+            f"the {LOSS_NAMES[self.criterion]} falls all the way to it"
         ]
 
 
