@@ -26,6 +26,7 @@ The contents, by purpose::
         bootstrap    confidence intervals, and the ECE of a perfectly calibrated model
         plots        reliability diagrams, maps of (gamma, T)        needs matplotlib
         per_class_report, check_labels
+        accept_threshold                                             which predictions to accept, with a bounded risk
 
     Operators: one function each, differentiable, on CPU and CUDA
         focal_loss, poly_focal_loss, linear_focal_loss, focal_loss_vocab_parallel
@@ -91,6 +92,7 @@ from focalkern.losses import (
     SigmoidFocalLoss,
     class_balanced_weight,
 )
+from focalkern.metrics import accept_threshold
 from focalkern.ops._backend import build_info
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
@@ -150,6 +152,7 @@ __all__ = [
     "Sweep",
     "TemperatureScaling",
     "Verdict",
+    "accept_threshold",
     "asymmetric_loss",
     "binary_focal_calibration_map",
     "binary_inverse_focal_calibration_map",

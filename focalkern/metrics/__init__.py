@@ -61,13 +61,17 @@ from focalkern.metrics._errors import (
     rms_calibration_error,
 )
 from focalkern.metrics._inputs import ESTIMATORS, Estimator
+from focalkern.metrics._risk import AcceptThreshold, RiskCoverage, accept_threshold, risk_coverage
 from focalkern.metrics._scores import accuracy, aurc, auroc, brier_score, nll
 from focalkern.metrics._smooth import smooth_calibration_error
 
 __all__ = [
     "ESTIMATORS",
+    "AcceptThreshold",
     "Estimator",
     "ReliabilityBins",
+    "RiskCoverage",
+    "accept_threshold",
     "accuracy",
     "aurc",
     "auroc",
@@ -78,6 +82,7 @@ __all__ = [
     "maximum_calibration_error",
     "nll",
     "reliability_bins",
+    "risk_coverage",
     "rms_calibration_error",
     "smooth_calibration_error",
 ]

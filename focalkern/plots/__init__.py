@@ -16,6 +16,7 @@ from focalkern.plots._curve import calibration_curve
 from focalkern.plots._grid import Ridge, fit_ridge, grid_heatmap, ridge_diagram
 from focalkern.plots._grid import colour_range as colour_range
 from focalkern.plots._reliability import reliability_diagram
+from focalkern.plots._risk import risk_coverage
 from focalkern.plots._training import adafocal_history
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "reliability_bands",
     "reliability_diagram",
     "ridge_diagram",
+    "risk_coverage",
 ]
