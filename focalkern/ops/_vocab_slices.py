@@ -86,6 +86,8 @@ def check_settings(
         raise ValueError(
             f"{op}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
         )
+    if isinstance(label_smoothing, bool | Tensor):
+        raise TypeError(f"{op}: label_smoothing must be a number, got {type(label_smoothing).__name__}")
     if not 0 <= number(op, "label_smoothing", label_smoothing) <= 1:
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
     if isinstance(gamma, Tensor):

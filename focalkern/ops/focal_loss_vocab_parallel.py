@@ -89,12 +89,13 @@ def focal_loss_vocab_parallel(
         >>> torch.distributed.destroy_process_group()
     """
     logits, target, process_group = _without_dtensor(logits, target, process_group)
+    gamma = check_modulation(_OP, modulation, gamma)
     return loss_of_slices(
         _OP,
         kind_of(modulation),
         logits,
         target,
-        check_modulation(_OP, modulation, gamma),
+        gamma,
         process_group=process_group,
         weight=weight,
         ignore_index=ignore_index,

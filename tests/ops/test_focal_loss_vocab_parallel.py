@@ -478,6 +478,8 @@ def test_a_target_beside_which_nothing_is_left(alone, dtype, gamma):
         ({"target": torch.zeros(4, 2)}, ValueError, r"target must be \[4, 3\], got \[4, 2\]"),
         ({"target": torch.zeros(4, 3), "ignore_index": 0}, ValueError, "ignore_index must be negative"),
         ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in \[0, 1\], got 1.5"),
+        ({"label_smoothing": torch.tensor(0.1)}, TypeError, "label_smoothing must be a number, got Tensor"),
+        ({"modulation": True}, ValueError, "modulation must be one of confidence, got True"),
         ({"weight": torch.ones(2)}, ValueError, r"weight must be \[C\], with the classes of all ranks, got \[2\]"),
         ({"target": torch.zeros(4, dtype=torch.bool)}, TypeError, "target must be int64"),
         ({"target": torch.zeros(3, dtype=torch.long)}, ValueError, r"target must be \[4\], got \[3\]"),
