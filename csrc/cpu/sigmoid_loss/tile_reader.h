@@ -1,0 +1,299 @@
+// Reads a tile: logits, targets, and the parameters that are not one number for all elements.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+#include "cpu/sigmoid_loss/labels.h"
+#include "cpu/sigmoid_loss/read.h"
+#include "cpu/sigmoid_loss/tile.h"
+#include "cpu/simd/dispatch.h"
+#include "math/sigmoid_loss.h"
+
+namespace focalkern::cpu {
+namespace {
+
+// Whether all targets are 0 or 1. t^2 - t is 0 there alone, rounded once or twice, and never -0.
+template <typename Bits, typename Real>
+FK_VECTOR_CLONES bool all_hard_of_real(const Real* target, int64_t n) {
+  Bits found = 0;
+  const int64_t half = n / 2;
+#pragma omp simd reduction(| : found)
+  for (int64_t i = 0; i < half; ++i) {
+    const Real first = target[i], second = target[i + half];
+    found |= bit_cast<Bits>(first * first - first) | bit_cast<Bits>(second * second - second);
+  }
+  for (int64_t i = 2 * half; i < n; ++i) found |= bit_cast<Bits>(target[i] * target[i] - target[i]);
+  return found == 0;
+}
+
+// The same of 16 bits. Of positive numbers only 0 and 1 have their bits change, from one to the next, nowhere or at
+// both ends of those that 1 has: two instructions per vector instead of conversions.
+template <typename Stored, typename Bits, int kMantissaBits>
+FK_VECTOR_CLONES bool all_hard_of_bits(const Stored* target, int64_t n) {
+  Bits changes = 0, set = 0;
+  const int64_t quarter = n / 4;
+#pragma omp simd reduction(| : changes, set)
+  for (int64_t i = 0; i < quarter; ++i) {
+    const Bits first = bit_cast<Bits>(target[i]), second = bit_cast<Bits>(target[i + quarter]);
+    const Bits third = bit_cast<Bits>(target[i + 2 * quarter]), fourth = bit_cast<Bits>(target[i + 3 * quarter]);
+    changes |=
+        static_cast<Bits>((first ^ static_cast<Bits>(first + first)) | (second ^ static_cast<Bits>(second + second)));
+    changes |=
+        static_cast<Bits>((third ^ static_cast<Bits>(third + third)) | (fourth ^ static_cast<Bits>(fourth + fourth)));
+    set |= static_cast<Bits>((first | second) | (third | fourth));
+  }
+  for (int64_t i = 4 * quarter; i < n; ++i) {
+    const Bits bits = bit_cast<Bits>(target[i]);
+    changes |= static_cast<Bits>(bits ^ static_cast<Bits>(bits + bits));
+    set |= bits;
+  }
+  constexpr int kBits = 8 * sizeof(Bits);
+  constexpr auto kOfOne = static_cast<Bits>(Bits(1) << kMantissaBits | Bits(1) << (kBits - 2));
+  return (changes & static_cast<Bits>(~kOfOne)) == 0 && set >> (kBits - 1) == 0;
+}
+
+bool all_hard(const float* target, int64_t n) { return all_hard_of_real<uint32_t>(target, n); }
+bool all_hard(const double* target, int64_t n) { return all_hard_of_real<uint64_t>(target, n); }
+bool all_hard(const Half* target, int64_t n) { return all_hard_of_bits<Half, uint16_t, 10>(target, n); }
+bool all_hard(const BFloat16* target, int64_t n) { return all_hard_of_bits<BFloat16, uint16_t, 7>(target, n); }
+
+template <typename Real>
+FK_VECTOR_CLONES void fill(Real value, int64_t n, Real* to) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i] = value;
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void one_minus(const Real* from, int64_t n, Real* to) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i] = Real(1) - from[i];
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void multiply(Real by, int64_t n, Real* product) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) product[i] *= by;
+}
+
+// A scale of 0 stays 0, whatever comes from upstream.
+template <typename Real>
+FK_VECTOR_CLONES void multiply(const Real* by, int64_t n, Real* scale) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) scale[i] = scale[i] == Real(0) ? Real(0) : scale[i] * by[i];
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void products(Real sign, const Real* a, const Real* b, int64_t n, Real* product) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) product[i] = sign * a[i] * b[i];
+}
+
+template <typename Scalar>
+class TileReader {
+ public:
+  using Real = compute_t<Scalar>;
+
+  // What is one number for all elements is written once. `sign_of_one` is that of TileView::one, `grad_loss` null in
+  // the forward pass.
+  TileReader(const SigmoidLossArgs<Scalar>& args, Real factor, Real sign_of_one, const Operand* grad_loss)
+      : args_(args),
+        factor_(factor),
+        sign_of_one_(sign_of_one),
+        grad_loss_(grad_loss && grad_loss->data ? grad_loss : nullptr) {
+    if (args.target_is_labels) fill(Real(1), kTile, signs_);
+    fill_number(args.gamma, gamma_);
+    if (args.loss_kind == SigmoidLoss::kAsymmetric) fill_number(args.second, second_);
+    if (args.has_alpha) {
+      fill_number(args.second, second_);
+      if (!args.second.data) one_minus(second_, kTile, negative_);
+    } else if (args.loss_kind != SigmoidLoss::kAsymmetric) {
+      fill(Real(1), kTile, second_);
+      fill(Real(1), kTile, negative_);
+    }
+    if (!args.weight.data) fill(factor * static_cast<Real>(args.weight.value), kTile, scale_);
+    has_numbers_ = !args.weight.data && !grad_loss_ && !(args.has_alpha && args.second.data);
+    if (has_numbers_ && args.loss_kind != SigmoidLoss::kAsymmetric) weigh(second_, scale_, kTile);
+  }
+
+  Powers powers() const {
+    const auto is_small = [](const Operand& operand) {
+      return !operand.data && SmallPower<Real>::covers(static_cast<Real>(operand.value));
+    };
+    if (!is_small(args_.gamma)) return Powers::kAny;
+    if (args_.loss_kind == SigmoidLoss::kAsymmetric) return is_small(args_.second) ? Powers::kSmall : Powers::kAny;
+    return args_.gamma.value == 2 ? Powers::kSquare : Powers::kSmall;
+  }
+
+  // Without the logits, which a tile that is looked up needs as they are.
+  TileView<Real> view(int64_t begin, int64_t end) {
+    const int64_t n = end - begin;
+    TileView<Real> view{};
+    flip_ones(false);
+    logits_ = read_input(args_, begin, end, raw_);
+    view.gamma = read_or_number(args_.gamma, begin, end, gamma_);
+    view.second = read_or_number(args_.second, begin, end, second_);
+    view.negative = negative_;
+    if (args_.has_alpha && args_.second.data) one_minus(view.second, n, negative_);
+    view.scale = scale_;
+    if (args_.weight.data) {
+      view.scale = own_scale(read(args_.weight, args_.space, begin, end, scale_), n);
+      multiply(factor_, n, own_scale_);
+    }
+    if (grad_loss_) {
+      view.scale = own_scale(view.scale, n);
+      multiply(read(*grad_loss_, args_.space, begin, end, grad_), n, own_scale_);
+    }
+    if (args_.target_is_labels) {
+      labels_.is_valid = true;
+      labels_.ones = labels_.ignored_runs = labels_.ignored = 0;
+      const Real* shares = nullptr;
+      with_type(args_.target, [&](const auto* labels) {
+        if constexpr (std::is_integral_v<std::decay_t<decltype(*labels)>>) {
+          shares = read_labels(args_, labels, begin, end, target_, &labels_);
+        }
+      });
+      view.targets = shares ? Targets::kHard : Targets::kLabels;
+      view.target = shares ? shares : target_;
+    } else {
+      read_target(begin, end, &view);
+    }
+    if (!has_numbers_ && view.targets != Targets::kSoft && args_.loss_kind != SigmoidLoss::kAsymmetric) {
+      weigh(view.second, view.scale, n);
+    }
+    view.one = one_;
+    view.zero = zero_;
+    view.sign = signs_;
+    if (view.targets == Targets::kLabels && args_.loss_kind != SigmoidLoss::kAsymmetric) flip_ones(true);
+    return view;
+  }
+
+  // The logits of the last view, and in the type of the computation.
+  const Scalar* logits() const { return logits_; }
+  const Real* input(int64_t n) {
+    if constexpr (std::is_same_v<Scalar, Real>) {
+      return logits_;
+    } else {
+      read_run(logits_, 1, n, input_);
+      return input_;
+    }
+  }
+
+  const TileLabels& labels() const { return labels_; }
+  bool computes_ones_again() const { return args_.loss_kind == SigmoidLoss::kAsymmetric; }
+
+  // The ones of a tile of labels side by side, and the first of them again until the last vector is full.
+  int64_t padded_ones() const { return (labels_.ones + 15) / 16 * 16; }
+  TileView<Real> ones(const TileView<Real>& tile) {
+    if (!ones_) {
+      ones_ = std::make_unique_for_overwrite<Ones>();
+      std::fill_n(ones_->target, kTile, Real(1));
+    }
+    const auto gather = [&](const auto* from, auto* to) {
+      for (int64_t k = 0; k < padded_ones(); ++k) to[k] = from[labels_.one[k < labels_.ones ? k : 0]];
+      return to;
+    };
+    TileView<Real> view = tile;
+    view.targets = Targets::kHard;
+    view.target_size = 0;
+    view.input = gather(tile.input, ones_->input);
+    view.target = ones_->target;
+    if (args_.gamma.data) view.gamma = gather(tile.gamma, ones_->gamma);
+    if (args_.second.data) view.second = gather(tile.second, ones_->second);
+    if (args_.weight.data || grad_loss_) view.scale = gather(tile.scale, ones_->scale);
+    if (!has_numbers_) view.one = gather(tile.one, ones_->one);
+    return view;
+  }
+
+  // For the formulas that read the target.
+  void write_shares(int64_t n) {
+    fill(Real(0), n, target_);
+    for (int64_t k = 0; k < labels_.ones; ++k) target_[labels_.one[k]] = Real(1);
+  }
+
+  // Whatever the logits of ignored labels hold, they add nothing.
+  template <typename Result>
+  void clear_ignored(Result* results) const {
+    for (int64_t k = 0; k < labels_.ignored_runs; ++k) {
+      std::fill_n(results + labels_.ignored_run[k].first, labels_.ignored_run[k].length, Result{});
+    }
+  }
+
+ private:
+  void read_target(int64_t begin, int64_t end, TileView<Real>* view) {
+    const int64_t n = end - begin;
+    view->target = read(args_.target, args_.space, begin, end, target_);
+    bool known = false, hard = false;
+    if (args_.target.dense) {
+      with_type(args_.target, [&](const auto* data) {
+        view->target_source = reinterpret_cast<const char*>(data + begin);
+        view->target_size = sizeof(*data);
+        if constexpr (!std::is_integral_v<std::decay_t<decltype(*data)>>) {
+          known = true;
+          hard = all_hard(data + begin, n);
+        }
+      });
+    }
+    if (!known) hard = all_hard(view->target, n);
+    view->targets = hard ? Targets::kHard : Targets::kSoft;
+  }
+
+  // The ones of the tile as the loops want them: logits that change their sign, with the weight of a one. Or back.
+  void flip_ones(bool flip) {
+    if (are_flipped_ == flip) return;
+    are_flipped_ = flip;
+    const Real zero = has_numbers_ ? negative_[0] * scale_[0] : Real(0);
+    for (int64_t k = 0; k < labels_.ones; ++k) {
+      const int64_t i = labels_.one[k];
+      signs_[i] = flip ? Real(-1) : Real(1);
+      zero_[i] = flip ? one_[i] : zero;
+    }
+  }
+
+  void weigh(const Real* alpha, const Real* scale, int64_t n) {
+    products(sign_of_one_, alpha, scale, n, one_);
+    products(Real(1), negative_, scale, n, zero_);
+  }
+
+  // The scale in memory that may be written to.
+  Real* own_scale(const Real* scale, int64_t n) {
+    if (scale != own_scale_) std::copy(scale, scale + n, own_scale_);
+    return own_scale_;
+  }
+
+  void fill_number(const Operand& operand, Real* buffer) {
+    if (!operand.data) fill(static_cast<Real>(operand.value), kTile, buffer);
+  }
+  const Real* read_or_number(const Operand& operand, int64_t begin, int64_t end, Real* buffer) {
+    return operand.data ? read(operand, args_.space, begin, end, buffer) : buffer;
+  }
+
+  const SigmoidLossArgs<Scalar>& args_;
+  Real factor_;  // of every scale
+  Real sign_of_one_;
+  const Operand* grad_loss_;  // or null, where it is one number
+  bool has_numbers_;          // for all that TileView::one and zero are made of
+  bool are_flipped_ = false;  // the ones of labels_, in signs_ and zero_
+  TileLabels labels_;
+  struct Ones {
+    Real input[kTile], target[kTile], gamma[kTile], second[kTile], scale[kTile], one[kTile];
+  };
+  std::unique_ptr<Ones> ones_;
+  const Scalar* logits_ = nullptr;
+  alignas(64) Scalar raw_[kTile];
+  alignas(64) Real input_[std::is_same_v<Scalar, Real> ? 1 : kTile];
+  alignas(64) Real target_[kTile + (kRowGroup + 1) * kFewClasses];
+  alignas(64) Real gamma_[kTile];
+  alignas(64) Real second_[kTile];  // alpha, or gamma_positive
+  alignas(64) Real negative_[kTile];
+  alignas(64) Real scale_[kTile];
+  alignas(64) Real own_scale_[kTile];
+  alignas(64) Real one_[kTile];
+  alignas(64) Real zero_[kTile];
+  alignas(64) Real signs_[kTile];
+  alignas(64) Real grad_[kTile];
+};
+
+}  // namespace
+}  // namespace focalkern::cpu
