@@ -1,7 +1,7 @@
 // The calibration grid on the CPU: ECE, MCE, NLL and Brier score of every (gamma, temperature) at once.
 //
 // Stage 1 goes over the samples. It reads a row once per block of temperatures, takes the softmax once per
-// temperature, and derives every gamma from that; a vector lane is a temperature. What it leaves behind is the
+// temperature, and derives every gamma from that; a vector lane is a temperature. It writes the
 // confidence of each (temperature, gamma, sample) and sums of NLL and Brier score per chunk of rows.
 // Stage 2 goes over the cells (temperature, gamma). It finds the bins of a cell by counting, without sorting it.
 //

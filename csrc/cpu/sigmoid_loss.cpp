@@ -3,9 +3,9 @@
 //   forward   input, target (and gamma, alpha, weight) -> loss per element, or its sum
 //   backward  the same and grad_loss -> grad_input (and grad_target, grad_gamma)
 //
-// Memory: each direction reads the logits and the dense target once. Elements are taken a tile at a time. What is not
-// there in the right type and order (a broadcast alpha, a bool target, logits with strides) is brought into a buffer of
-// the tile; then one loop over the tile, with the formula of math/sigmoid_loss.h inside. It exists for soft and for
+// Memory: each direction reads the logits and the dense target once. Elements are taken a tile at a time. Operands of
+// another type or order (a broadcast alpha, a bool target, logits with strides) are copied into a buffer of the tile;
+// then one loop over the tile, with the formula of math/sigmoid_loss.h inside. It exists for soft and for
 // hard targets, for labels along rows of classes (as if all were background; where they say 1, the logit's sign and the
 // weight change beforehand, or the asymmetric loss is computed again), and for gammas that are small whole numbers (no
 // logarithm, no second exponential) and any others. Labels of a few classes become shares.

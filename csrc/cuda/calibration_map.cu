@@ -118,7 +118,7 @@ __device__ __forceinline__ T* worked_out(T* address) {
   return address;
 }
 
-// What gamma and temperature give to a row.
+// The numbers of a row that follow from gamma and temperature.
 template <typename Real>
 struct MapNumbers {
   MapGamma<Real> gamma;
@@ -132,7 +132,7 @@ FK_HOST_DEVICE MapNumbers<Real> map_numbers(double gamma, double temperature) {
   return {map_gamma<Real>(gamma), inverse_temperature<Real>(temperature), valid};
 }
 
-// What passes 1 and 2 find out.
+// The results of passes 1 and 2.
 template <typename Real>
 struct RowStart {
   bool valid;
@@ -621,8 +621,8 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
 
     const auto finish = [&](auto log_output) {
       constexpr bool kLog = decltype(log_output)::value;
-      // What a class other than the largest has of the upstream gradient: w_k, or v_k where probabilities are the
-      // output. One that cannot occur takes no part.
+      // The upstream gradient of a class other than the largest: w_k, or v_k where probabilities are the output. A
+      // class of probability zero takes no part.
       const auto weight_of = [&](Real y, Real grad) {
         return y == -kInfinity<Real> ? Real(0) : kLog ? grad : grad - grad_top;
       };

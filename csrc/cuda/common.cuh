@@ -1,4 +1,4 @@
-// What every kernel here is made of: 16-byte vectors, reductions in a fixed order, and the launch itself.
+// Building blocks of every kernel here: 16-byte vectors, reductions in a fixed order, and the launch itself.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -107,7 +107,7 @@ struct RowGroup {
 
   template <typename Real, typename Combine>
   __device__ __forceinline__ Real reduce(Real value, Combine combine) const {
-    // What two lanes exchange they add in one order or the other, to the same sum: all lanes have the same in the end.
+    // Two lanes add what they exchange in either order, to the same sum: all lanes end with the same number.
     if (lanes < kWarp) {
       for (int offset = lanes / 2; offset > 0; offset /= 2) {
         value = combine(value, __shfl_xor_sync(kFullWarp, value, offset));

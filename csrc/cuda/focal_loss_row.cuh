@@ -1,4 +1,4 @@
-// What a row of the focal loss comes to, whoever has read its classes: the loss from the target's logit and the sum
+// Per-row epilogue of the focal loss, shared by all kernels: the loss from the target's logit and the sum
 // over the other classes, the gradient from the three numbers that are kept.
 #pragma once
 
@@ -30,7 +30,7 @@ struct ClassDivider {
   }
 };
 
-// How a launch divides its work, and where its rows are.
+// The division of a launch's work, and the places of its rows.
 struct Geometry {
   RowPlan plan;
   ClassDivider classes;
@@ -111,7 +111,7 @@ __device__ __forceinline__ FocalTerms<Real> terms_of_row(Real log_p, Real log_u,
   return focal_terms<false>(log_p, log_u, gamma);
 }
 
-// What comes of a row, by the thread that has its target's logit and the sum over its other classes.
+// Loss and saved numbers of a row, by the thread that has its target's logit and the sum over its other classes.
 template <typename Real>
 struct RowLoss {
   TargetLogs<Real> logs;
@@ -154,7 +154,7 @@ struct RowGradient {
   int target;  // or kIgnored, kOutOfRange
 };
 
-// What the forward pass kept of a row.
+// The numbers of a row that the forward pass saved.
 template <typename Real>
 struct SavedRow {
   Real max;

@@ -1,5 +1,5 @@
 // Rows of a few classes: a thread has a row of a tile for itself, or two in 16 bits, which are read a word at a time.
-// How many classes there are is known when the loops are compiled.
+// The number of classes is known when the loops are compiled.
 #pragma once
 
 #include "cuda/focal_loss_row.cuh"

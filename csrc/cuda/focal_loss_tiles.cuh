@@ -49,7 +49,7 @@ struct TileLoad {
     for (int k = 0; k < kVectors; ++k) {
       if (k * kBlock < left) to[k * kBlock] = loaded[k];
     }
-    // What fills no vector, in the last tile alone: a loop, which others step over.
+    // The remainder that fills no vector, in the last tile alone: a loop, which the other tiles skip.
     const int in_vectors = count & ~(kVectorSize<Scalar> - 1);
 #pragma unroll 1
     for (int at = in_vectors + static_cast<int>(threadIdx.x); at < count; at += kBlock) tile[at] = source[at];

@@ -55,7 +55,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
       const auto* mine = reinterpret_cast<const Scalar*>(at + labels[p] * static_cast<int64_t>(stride)) + p;
       z_target[p] = labels[p] >= 0 ? load_as_compute(*mine) : 0.0f;
     }
-    // What is over comes first: it has nothing before it to be brought to the same maximum.
+    // Handle the remainder first: no running maximum exists yet, so no rescaling is needed.
     const int over = (classes - 1) % kUnroll + 1;
     int target[2] = {labels[0], labels[1]};  // from the class that `at` is at
     if (over <= 4) {

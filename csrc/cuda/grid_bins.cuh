@@ -83,7 +83,7 @@ __device__ void select_cuts(const Real* confidence, int rows, int n_cuts, int ro
   for (int pass = 0; pass < kKeyDigits + row_digits; ++pass) {
     const bool in_key = pass < kKeyDigits;
     const int shift = kDigitBits * ((in_key ? kKeyDigits : kKeyDigits + row_digits) - 1 - pass);
-    // What is known of a key, and of a row.
+    // The bins of a key, and of a row.
     const int key_shift = in_key ? shift + kDigitBits : 0;
     const int row_shift = in_key ? 32 : shift + kDigitBits;
     const int histograms = pass == 0 ? 1 : n_cuts;
@@ -178,7 +178,7 @@ __device__ void add_samples(const CellArgs<Real>& args, const Real* confidence, 
                             int end, CellShared<Real>& shared) {
   for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kBlock) {
     const Real value = confidence[i];
-    // How many edges lie below the sample; the last one of them opens its bin.
+    // The number of edges below the sample; the last one of them opens its bin.
     int below = 0;
 #pragma unroll
     for (int step = kSearch / 2; step > 0; step /= 2) {

@@ -75,8 +75,8 @@ constexpr int kStageStride = kStageBytes + kWarp * kVectorBytes;
 // Classes that are added in Real before the sum goes on in double, or in a second Real.
 constexpr int kClassesPerSum = 64;
 
-// What a thread has in hand, from where it stands in the block; the last row and temperature stand in for those beyond,
-// for which nothing is written.
+// The row and temperature of a thread, from its place in the block. The last row and temperature stand in for those
+// beyond, for which nothing is written.
 template <typename Scalar>
 struct GridRow {
   using Real = compute_t<Scalar>;

@@ -62,9 +62,9 @@ __device__ __forceinline__ void block_sums(double& value, double& weight, double
   }
 }
 
-// Every thread of every block calls it, once. Which block does the last step varies; what it adds and in which order
-// does not. brings_any: whether a thread of the warp may have anything but zeros. (Internal linkage: its shared memory
-// lies with that of the kernels, which tests on the host look for.)
+// Every thread of every block calls it, once. The block that does the last step varies; its terms and their
+// order do not. brings_any: whether a thread of the warp may have anything but zeros. (Internal linkage: its shared
+// memory lies with that of the kernels, which tests on the host look for.)
 template <typename Real>
 static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, double value, double weight,
                                                      bool brings_any = true) {

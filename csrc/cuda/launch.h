@@ -124,7 +124,7 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
       most = kBlock * (4 / element_bytes);
     }
     while (most * row_bytes > kTileBytes) most /= 2;
-    // What fits one tile is left in one: a single block needs no counter to find out who is last.
+    // Work that fits one tile stays in one: a single block needs no counter to find out which is last.
     plan.rows_per_tile = rows <= most ? most : rows_per_tile(rows, most, 16);
   } else if (class_outermost) {
     plan.path = RowPath::kPixels;
@@ -163,8 +163,8 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
 
 // ---- calibration map -----------------------------------------------------------------------------------------------
 
-// Groups of threads share rows that lie end to end, and go on to further rows in strides of the grid. What a row needs
-// once, each of its threads works out: so they are as few as can hold it.
+// Groups of threads share rows that lie end to end, and go on to further rows in strides of the grid. Each thread
+// of a row computes the numbers that the row needs once: so the threads are as few as can hold it.
 struct MapPlan {
   int lanes;     // a power of two up to a warp, or the block
   int capacity;  // registers set aside for a thread's part of a row; 0: it does not fit, and is read again by each pass

@@ -11,7 +11,7 @@ namespace focalkern::cuda {
 
 constexpr int kNoClass = INT32_MAX;  // loses against any class when the first one is asked for
 
-// How a launch divides its work, and where its rows are.
+// The division of a launch's work, and the places of its rows.
 struct RowGeometry {
   int lanes;
   int lane_bits;
@@ -216,7 +216,7 @@ struct SumBesideLargest {
     Real above = max;
 #pragma unroll
     for (int k = 0; k < count; ++k) {
-      // What is no longer the largest is one of the others. NaN is not above anything, and stays among them.
+      // A former largest class is one of the others. NaN is not above anything, and stays among them.
       const bool is_above = values[k] > above;
       others[k] = is_above ? above : values[k];
       above = is_above ? values[k] : above;

@@ -1,6 +1,6 @@
 // The other losses of rows of logits, in any of the layouts that RowLayout describes, forward and backward, for labels
-// without smoothing (row_loss_soft.cu has the rest). What a loss is besides is in its header in math (see
-// math/row_loss.h), who owns a row in row_groups.cuh.
+// without smoothing (row_loss_soft.cu has the rest). The formula of a loss is in its header in math (see
+// math/row_loss.h), the threads of a row in row_groups.cuh.
 //
 // One pass over the logits each way. The group's threads share the classes out and reduce them to the sums of the row;
 // each thread then has the numbers of the row, and writes its share of the gradient.
@@ -22,7 +22,7 @@ using class_int = decltype(number_as_class(Real()));
 
 // ---- sums over the classes -----------------------------------------------------------------------------------------
 
-// What is kept of a row beside its label, and what the loss asks for.
+// The saved numbers of a row, its label, and the numbers that the loss asks for.
 template <typename Real>
 struct KeptNumbers {
   Real max;

@@ -1,4 +1,4 @@
-// What the kernels of focal_loss.cu and of row_loss.cu share: labels, parameters and places of rows, and the kernels
+// Shared by the kernels of focal_loss.cu and row_loss.cu: labels, parameters and places of rows, and the kernels
 // for class probabilities and label smoothing, which are those of row_loss.cu for every loss.
 #pragma once
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ compute_t<Scalar> weight_of(const RowLossArgs<Scalar>
   return args.class_weight != nullptr ? args.class_weight[j] : compute_t<Scalar>(1);
 }
 
-// What d(reduced loss)/d(loss of the row) is.
+// d(reduced loss)/d(loss of the row).
 template <typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> upstream(const RowLossBackward<Scalar>& args, int64_t row) {
   const compute_t<Scalar> grad = args.grad_loss[row * args.grad_stride];

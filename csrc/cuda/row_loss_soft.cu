@@ -49,7 +49,7 @@ __device__ __forceinline__ compute_t<Scalar> row_weight(const RowLossArgs<Scalar
   return group.sum(mean);
 }
 
-// What all classes of a row have in common.
+// The numbers that all classes of a row share.
 template <typename Scalar>
 struct SoftRow {
   using Real = compute_t<Scalar>;
@@ -222,7 +222,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// What every class of a row knows of the gradients.
+// The coefficients that the gradients of all classes of a row share.
 template <typename Scalar>
 struct SoftSlopes {
   using Real = compute_t<Scalar>;

@@ -1,8 +1,8 @@
 // Sigmoid focal, asymmetric and quality focal loss, forward and backward.
 //
 // A thread takes four neighbouring elements at a time (two of double), in the order in which the results lie in memory,
-// and reads the logits and a dense target of their type as one vector. What lies otherwise (a broadcast alpha, labels,
-// logits with strides) is found by walking the position down the dims, one division each. Each direction reads the
+// and reads the logits and a dense target of their type as one vector. Other operands (a broadcast alpha, labels,
+// logits with strides) are reached by walking the position down the dims, one division each. Each direction reads the
 // logits once; nothing is kept between them. The last block to finish adds up what the others found.
 //
 // These kernels take everything, with the soft formulas for hard targets too; sigmoid_loss_vectorized.cu has faster
@@ -69,7 +69,7 @@ Power<Real> power_of(const Operand& operand) {
   return {SmallPower<Real>(is_small ? number : Real(0)), is_small, number};
 }
 
-// What every thread needs to know of a launch.
+// The arguments of a launch that every thread reads.
 template <typename Real>
 struct Plan {
   Power<Real> gamma;
@@ -137,7 +137,7 @@ __device__ __forceinline__ int64_t read_label(const Operand& operand, int64_t at
   return static_cast<const uint8_t*>(operand.data)[at];
 }
 
-// A parameter: a number, or of Real. What is dense lies at the element itself.
+// A parameter: a number, or of Real. A dense one lies at the element itself.
 template <typename Real>
 __device__ __forceinline__ Real parameter_at(const Operand& operand, int64_t element, int64_t walked) {
   if (operand.data == nullptr) return static_cast<Real>(operand.value);
@@ -194,7 +194,7 @@ __device__ __forceinline__ Element<compute_t<Scalar>> element_at(const SigmoidLo
   return found;
 }
 
-// What a thread reads before it looks at single elements.
+// The numbers that a thread reads before it looks at single elements.
 template <typename Scalar>
 struct Packs {
   Pack<Scalar> input;
@@ -273,7 +273,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void sigmoid_loss_ba
                                              static_cast<Real>(load_as_compute(packs.target.at[e])));
       const SigmoidTerms<Real> terms = terms_of<Loss>(found, args.margin);
       const Real scale = found.weight * (parameter_at<Real>(args.grad_loss, element, at.grad) / divisor);
-      // Whatever the logits of an ignored row hold.
+      // Also where the logits of an ignored row are NaN.
       const bool counts = found.counts;
       result.at[e] = Store<Scalar>::from_compute(counts ? terms.slope * scale : Real(0));
       if (args.grad_target != nullptr) args.grad_target[element] = counts ? terms.slope_target * scale : Real(0);

@@ -95,7 +95,7 @@ __device__ __forceinline__ Elements<Scalar> load_elements(const void* data, int6
   return bit_cast<Elements<Scalar>>(loaded);
 }
 
-// What a label says of the elements of its row.
+// The targets that a label gives to the elements of its row.
 template <typename Real>
 struct RowLabel {
   uint32_t class_index;  // the class of the target, or none

@@ -82,7 +82,7 @@ FK_VECTOR_CLONES void buckets_and_excess(const Real* __restrict confidence, cons
   }
 }
 
-// What sorts like (confidence, row).
+// A key with the order of (confidence, row).
 FK_HOST_DEVICE uint64_t sort_key(float confidence, int32_t row) {
   return static_cast<uint64_t>(bit_cast<uint32_t>(confidence)) << 32 | static_cast<uint32_t>(row);
 }

@@ -78,7 +78,7 @@ FK_VECTOR_CLONES void nll_of_group(const NllOfGroup& nll, const LinearNllOfGroup
   }
 }
 
-// What every cell of a temperature needs to know of its gamma.
+// One gamma, as every cell of a temperature reads it.
 template <typename Real>
 struct CellPlan {
   Gamma<Real> gamma;

@@ -16,7 +16,7 @@ constexpr int64_t kRowGroup = 16;   // rows of few classes at once
 
 enum class Targets { kSoft, kHard, kLabels };  // any share; 0 or 1; 0 everywhere but at TileLabels::one
 
-// What the labels of a tile say, beside shares.
+// The labels of a tile, where they do not become shares.
 struct TileLabels {
   bool is_valid = true;
   int64_t invalid_label = 0;
@@ -29,7 +29,7 @@ struct TileLabels {
   } ignored_run[kTile];
 };
 
-// What the loops read: a buffer of the tile, or the user's memory.
+// The inputs of the loops: a buffer of the tile, or the user's memory.
 template <typename Real>
 struct TileView {
   const Real* input;
@@ -46,7 +46,7 @@ struct TileView {
   int64_t target_size;        // and the bytes of one; 0 for what is not dense
 };
 
-// What is known of the gammas, and spares the loop a logarithm and an exponential, or a handful of products.
+// The kind of the gammas: kSmall saves the loop a logarithm and an exponential, kSquare a handful of products more.
 enum class Powers { kAny, kSmall, kSquare };
 
 }  // namespace

@@ -95,8 +95,8 @@ class TileReader {
  public:
   using Real = compute_t<Scalar>;
 
-  // What is one number for all elements is written once. `sign_of_one` is that of TileView::one, `grad_loss` null in
-  // the forward pass.
+  // Writes parameters that are one number for all elements once. `sign_of_one` is that of TileView::one, `grad_loss`
+  // null in the forward pass.
   TileReader(const SigmoidLossArgs<Scalar>& args, Real factor, Real sign_of_one, const Operand* grad_loss)
       : args_(args),
         factor_(factor),
@@ -212,7 +212,7 @@ class TileReader {
     for (int64_t k = 0; k < labels_.ones; ++k) target_[labels_.one[k]] = Real(1);
   }
 
-  // Whatever the logits of ignored labels hold, they add nothing.
+  // Logits of ignored labels add nothing, also where they are NaN.
   template <typename Result>
   void clear_ignored(Result* results) const {
     for (int64_t k = 0; k < labels_.ignored_runs; ++k) {
