@@ -46,7 +46,7 @@ int64_t count_criteria(int64_t criteria) {
 
 // ---- checks --------------------------------------------------------------------------------------------------------
 
-// What can be said without looking at values: for real and fake tensors alike.
+// Checks of dtypes and shapes, which need no values: for real and fake tensors alike.
 void check_tensors(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures,
                    int64_t n_bins, int64_t criteria, int64_t estimator) {
   check_floating(kOp, "input", input);

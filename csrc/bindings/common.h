@@ -1,4 +1,4 @@
-// What the bindings of the operators share: registration, checks, and the step from tensors to kernel arguments.
+// Shared by the bindings of all operators: registration, checks, and the step from tensors to kernel arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -91,7 +91,7 @@ void dispatch_scalar(at::ScalarType dtype, Function f) {
   }
 }
 
-// How far rows of probabilities of this dtype may be from 1 in sum.
+// The tolerance of the sum of a row of probabilities of this dtype.
 inline double sum_tolerance(at::ScalarType dtype) {
   double tolerance = 0;
   dispatch_scalar(dtype, [&](auto scalar) { tolerance = probability_sum_tolerance<decltype(scalar)>(); });

@@ -42,8 +42,8 @@ struct Block {
 void prefer_huge_pages(const Block& block) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
-  // What malloc never takes from its heap. There the pages are often present already, and the hint would cut it into
-  // pieces.
+  // Allocations of this size never come from malloc's heap. There the pages are often present already, and the hint
+  // would cut it into pieces.
   constexpr size_t kOwnMapping = 32 * kMiB;
   if (block.bytes < kOwnMapping) return;
   const auto begin = reinterpret_cast<uintptr_t>(block.memory.get());
@@ -97,7 +97,7 @@ class ResultAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 
  private:
-  // What is to be freed once the lock is free.
+  // To be freed once the lock is released.
   using Blocks = std::array<Block, kMostBlocks>;
 
   ResultAllocator() : limit_(limit_from_environment()) {

@@ -4,8 +4,8 @@
 //   spline_map_backward   -> (grad_input, grad_parameters, grad_knots, grad_coefficients, grad_weight, grad_bias)
 //   spline_map_composite  -> output   in differentiable torch operations, by focalkern.fallback
 //
-// `parameters` holds 1 + a, T and e; `coefficients` [m + 1, 4] are those of the curve on its pieces. What lies on the
-// host stays there, in float64. Nothing is saved for the backward pass but the arguments. Derivatives of higher order,
+// `parameters` holds 1 + a, T and e; `coefficients` [m + 1, 4] are those of the curve on its pieces. Tensors on the
+// host stay there, in float64. Nothing is saved for the backward pass but the arguments. Derivatives of higher order,
 // torch.func transforms and forward-mode tangents go through spline_map_composite.
 
 #include <ATen/Parallel.h>

@@ -16,7 +16,7 @@ namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// How many classes of each row are NaN.
+// The number of NaN classes of each row.
 FK_VECTOR_CLONES void count_missing(const SplineTile& t, double* counts) {
   for (int64_t i = 0; i < kSplineTileRows; ++i) counts[i] = 0;
   for (int64_t o = 0; o < t.outer; ++o) {

@@ -37,9 +37,9 @@ struct RowLossArgs {
   const Real* edges;  // [n_bins + 1], or null
   int64_t n_bins;
 
-  // What a row keeps for its backward pass, as three or four arrays: m, its largest logit or that of its target;
-  // log sum_j exp(z_j - m); log u of the target (labels without smoothing) or of the largest class (otherwise), or a
-  // sum of squares; and the special class of some losses. On the CPU the focal loss of labels keeps other numbers
+  // The numbers that a row saves for its backward pass, in three or four arrays: m, its largest logit or that of its
+  // target; log sum_j exp(z_j - m); log u of the target (labels without smoothing) or of the largest class (otherwise),
+  // or a sum of squares; and the special class of some losses. On the CPU the focal loss of labels keeps other numbers
   // (cpu/row_loss/epilogue_focal.h), and so do class probabilities and label smoothing (cpu/row_loss/soft_targets.h).
   Real* saved;  // [kSavedNumbers, rows]
 };
@@ -49,7 +49,7 @@ struct RowLossForward : RowLossArgs<Scalar> {
   compute_t<Scalar>* row_loss;  // [rows], or null if only the sums are wanted
 };
 
-// What a run of rows adds to a reduced loss. The sums are in double on every device.
+// The sums that a run of rows adds to a reduced loss. The sums are in double on every device.
 struct RowLossSums {
   double loss;
   double weight;        // class weights of the rows that were not ignored

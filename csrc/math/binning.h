@@ -79,7 +79,7 @@ FK_HOST_DEVICE int32_t sketch_bucket(Real confidence, int64_t n_buckets) {
   return confidence <= Real(0.5) ? below : above;
 }
 
-// What a bin has to remember. |acc - conf| |B| is the modulus of the sum of conf - correct, so that neither the
+// The sums of one bin. |acc - conf| |B| is the modulus of the sum of conf - correct, so that neither the
 // accuracy nor the mean confidence is needed by itself.
 struct BinSums {
   int64_t count;

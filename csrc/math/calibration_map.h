@@ -5,7 +5,7 @@
 //
 // A negative gamma is plugged into the formula as it is: this is not the sign rule of the inverse focal loss.
 //
-// How a row is computed. Let t be its largest class (any one of equals), m2 the largest of the other inputs, and
+// The computation of a row. Let t be its largest class (any one of equals), m2 the largest of the other inputs, and
 //   y_k = (z_k - m2) / T,  e_k = exp(y_k) for k != t,   S = sum_{k != t} e_k,   M = (m2 - z_t) / T
 // From S and M everything that is one number per row follows (MapRow). Then, for each k != t,
 //   log_ratio = log(p_k / p_t)   (map_log_ratio; map_ratio without the logarithm, map_class with the derivatives)
@@ -53,7 +53,7 @@ FK_HOST_DEVICE Real rounded_to(Real x, typename detail::Format<Real>::Int step) 
   return bit_cast<Real>(static_cast<Bits>((bit_cast<Bits>(x) + (units >> 1)) & (Bits(0) - units)));
 }
 
-// What a probability stands for as a logit. Denormal probabilities count: they are scaled up before the logarithm.
+// A probability as a logit. Denormal probabilities count: they are scaled up before the logarithm.
 template <typename Real>
 FK_HOST_DEVICE Real logit_of_probability(Real p) {
   constexpr bool kFloat = sizeof(Real) == sizeof(float);
@@ -87,7 +87,7 @@ FK_HOST_DEVICE Real map_exponent(Real x, Real shift, Real scale) {
   return on_grid ? (y + kGrid) - kGrid : y;
 }
 
-// What a row gives to each of its classes. Logarithms are to the base of quick_power.
+// The numbers of a row that each of its classes needs. Logarithms are to the base of quick_power.
 template <typename Real>
 struct MapTerms {
   Real gamma;         // to be multiplied by such a logarithm
@@ -100,7 +100,7 @@ struct MapTerms {
   Real tie;  // classes with y_k of at least this have the input of the largest: 0, or 1 where there is none
 };
 
-// What a row needs once.
+// The numbers that a row needs once.
 template <typename Real>
 struct MapRow {
   MapTerms<Real> terms;
@@ -113,7 +113,7 @@ struct MapRow {
   Real grad_gamma_top;    // da_t/dgamma
 };
 
-// What all gammas of a row share.
+// The numbers that all gammas of a row share.
 template <typename Real>
 struct MapSoftmax {
   Real gap;            // M
@@ -172,7 +172,7 @@ FK_HOST_DEVICE MapOffset<Real> map_offset(const MapSoftmax<Real>& row, MapGamma<
           of.one_plus - of.gamma * row.one_minus_phi};
 }
 
-// How much of ratio_offset may be a factor beside the power in map_ratio, which grows by the rest: to 1 + gamma at
+// The part of ratio_offset that may be a factor beside the power in map_ratio, which grows by the rest: to 1 + gamma at
 // most.
 template <typename Real>
 FK_HOST_DEVICE Real lowest_scale(Real gamma) {

@@ -145,7 +145,7 @@ struct FactorParts {
   Real log_base;
 };
 
-// What of gamma goes into the coefficient; nothing where the factor is detached.
+// The part of gamma in the coefficient: 0 where the factor is detached.
 template <typename Real>
 struct SlopeOfGamma {
   static constexpr bool kIsZero = false;
@@ -194,7 +194,7 @@ struct AnyGamma : SlopeOfGamma<Real> {
   FK_HOST_DEVICE Real signed_like_gamma(Real x) const { return sign * x; }
 };
 
-// What a product with p can take in the place of an infinite -log p at p = 0, where it is 0.
+// -log p as a factor of p: finite at p = 0, where the product is 0.
 template <typename Real>
 FK_HOST_DEVICE Real finite_log(const Real& minus_log_p) {
 #if defined(__CUDA_ARCH__)

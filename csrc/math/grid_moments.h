@@ -1,4 +1,4 @@
-// What the gammas of a calibration grid share: sums over the classes other than the largest that serve many gammas.
+// Shared by the gammas of a calibration grid: sums over the classes other than the largest that serve many gammas.
 //
 //   sum_k e_k / G(q_k)        is all that a gamma wants to know of these classes (math/calibration_map.h)
 //
@@ -11,8 +11,8 @@
 
 namespace focalkern {
 
-// What is summed over the classes, as functions of q in (0, kMaxQ] and s = -q log q. Both variables are scaled, to
-// [0, 1] and [-1, 1]: in plain powers the terms would cancel in float. The first term is the weight itself.
+// The terms that are summed over the classes, as functions of q in (0, kMaxQ] and s = -q log q. Both variables are
+// scaled, to [0, 1] and [-1, 1]: in plain powers the terms would cancel in float. The first term is the weight itself.
 struct WideBasis {
   static constexpr int kTerms = 12;
   static constexpr double kMaxQ = 0.5;

@@ -1,5 +1,5 @@
-// How each gamma of a calibration grid gets its sum over the classes. Host only: made once per grid, read by both
-// devices.
+// The plan of a calibration grid: the kind of sum over the classes that each gamma takes. Host only: made once per
+// grid, read by both devices.
 #pragma once
 
 #include <algorithm>

@@ -113,7 +113,7 @@ struct Store<Half> {
   }
 };
 
-// How far a row of probabilities may be from 1 in sum: 1e-3, and what storing its entries in a narrow type may have
+// The tolerance of the sum of a row of probabilities: 1e-3, and what storing its entries in a narrow type may have
 // added.
 template <typename Scalar>
 FK_HOST_DEVICE double probability_sum_tolerance() {

@@ -1,4 +1,4 @@
-// What the kernels know of a row of logits and its target, and what a loss makes of it.
+// The interface of a loss of rows: the numbers of a row of logits and its target that the kernels pass to a loss.
 //
 // The loops over rows and classes are written once (cpu/row_loss/driver.h, cuda/row_loss*.cu); a loss is a struct of
 // static functions in a header of its own, next to this one:
@@ -59,7 +59,7 @@ struct RowGrad {
   Real grad_gamma;
 };
 
-// What a class adds to the loss of a row with the target shares t: `slope` is -p dL/dp, `grad_share` dL/dt.
+// The terms of one class in the loss of a row with the target shares t: `slope` is -p dL/dp, `grad_share` dL/dt.
 template <typename Real>
 struct ClassTerms {
   Real loss;
@@ -127,8 +127,8 @@ struct FocalFormula : SumOverClasses<FocalFormula> {
   }
 };
 
-// How many numbers a row keeps for its backward pass: the m of its sums, log_s, log_u or squares, and the special
-// class.
+// The count of numbers that a row saves for its backward pass: the m of its sums, log_s, log_u or squares, and the
+// special class.
 template <typename Loss>
 constexpr int64_t kSavedNumbers = Loss::kSpecialClass == SpecialClass::kNone ? 3 : 4;
 

@@ -187,7 +187,7 @@ FK_HOST_DEVICE LogitPieces<Real> logit_pieces(Real x) {
   return z;
 }
 
-// What one element has, all of it from the same exponential. A caller pays for what it uses.
+// Loss and derivatives of one element, all from the same exponential. A caller pays for what it uses.
 template <typename Real>
 struct SigmoidTerms {
   Real loss;

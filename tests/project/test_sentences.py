@@ -1,6 +1,6 @@
 """No sentence begins with a clause in the place of a noun: "What is left of a row ...", "How the bins are cut ...".
 
-A named subject is shorter and is understood at once. README, docs and most folders of the package have none.
+A named subject is shorter and is understood at once. README, docs, csrc and most folders of the package have none.
 `python tests/project/test_sentences.py PATH ...` lists those of any text: Markdown, docstrings and comments of Python,
 comments of C++ and CUDA. To hold a folder to it, add the folder to HELD.
 """
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HELD = (
     "README.md",
     "docs",
+    "csrc",
     *(
         f"focalkern/{folder}"
         for folder in (

@@ -72,7 +72,7 @@ struct SumsOfLanes {
     this_class += 1;
   }
 
-  // What look() found.
+  // The results of look().
   FK_HOST_DEVICE void store_looked(Tile<Real>& tile, int64_t row) const {
     store_simd(max, tile.shift + row);
     if constexpr (Loss::kSpecialClass == SpecialClass::kLargest) store_simd(marked, tile.special + row);

@@ -1,5 +1,5 @@
 // The gradient of contiguous rows of few classes, with AVX-512: sixteen rows are as many vectors as there are classes,
-// all of them full, whatever row a number belongs to. What a row has is brought to its numbers by one shuffle each.
+// all of them full, whatever row a number belongs to. One shuffle broadcasts a coefficient of a row to its elements.
 #pragma once
 
 #include <algorithm>
@@ -53,7 +53,7 @@ DenseRows<kPairs>& dense_rows_of_this_thread() {
   return rows;
 }
 
-// What sixteen rows have, in registers, and the gradient of sixteen of their numbers.
+// The coefficients of sixteen rows in registers, and the gradient of sixteen of their elements.
 template <typename Loss, typename Scalar>
 struct DenseGroup {
   using Reals = simd_t<float, 16>;

@@ -193,7 +193,7 @@ FK_VECTOR_CLONES void finish_power_loss(int64_t n_rows, bool detach_modulation, 
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// What the gradient of a row is made of. The upstream gradient of plain rows is one number, and not 0.
+// The coefficients of a row's gradient. The upstream gradient of plain rows is one number, and not 0.
 template <bool kPlain, typename Real>
 FK_HOST_DEVICE void grads_of(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();

@@ -39,7 +39,7 @@ struct KeyOf<64> {
   __extension__ using type = unsigned __int128;
 };
 
-// What the labels say of the rows, in words as wide as the logits: loops over both are of one width.
+// The rows that count and are correct, in words as wide as the logits: loops over both have one vector width.
 enum Flag { kCorrect = 1, kCounts = 2 };
 
 template <typename Label, typename Real>
@@ -53,8 +53,8 @@ FK_VECTOR_CLONES void compare_rows(const Label* labels, int64_t ignore_index, co
   }
 }
 
-// How many of the rows count, and are correct; and the bits of log_s, which are in its order, because it is not
-// negative.
+// The numbers of rows that count and that are correct, and the bits of log_s. These have the order of log_s, because it
+// is not negative.
 template <typename Bits>
 struct Extent {
   int64_t count;
@@ -160,7 +160,7 @@ Key* sort_keys(Key* keys, Key* other, int64_t n, int width) {
   }
 }
 
-// What the order of the confidences has: arrays of one number per row.
+// Arrays of one number per row, in the order of the confidences.
 struct Ordered {
   double* r;      // ascending
   double* a;      // (c - r) / m

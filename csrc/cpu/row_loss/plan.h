@@ -1,5 +1,5 @@
-// Which loop takes a tile of rows, as pure functions of the shape: tests/kernels/test_cpu_row_paths.py asks them for
-// every size without running a kernel. The classes of soft targets have their own loops (soft_targets.h).
+// The plan: pure functions of the shape that choose the loop for a tile of rows. tests/kernels/test_cpu_row_paths.py
+// calls them for every size without running a kernel. Soft targets have their own loops (soft_targets.h).
 #pragma once
 
 #include <algorithm>

@@ -104,7 +104,7 @@ FK_VECTOR_CLONES int64_t read_rows(const RowLossArgs<Scalar>& args, int64_t row_
   return row;
 }
 
-// How many rows of a tile can be handled together: for columns, those that are adjacent in memory.
+// The number of rows that one tile takes: for columns, those that are adjacent in memory.
 template <typename Scalar>
 int64_t tile_rows(const RowLossArgs<Scalar>& args, bool columns, int64_t row, int64_t row_end) {
   int64_t n = std::min(kTileRows, row_end - row);

@@ -23,7 +23,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// How the logits and targets of a chunk of rows are reached, and what they are copied to where they have to be.
+// Reads logits and targets of a chunk of rows, and copies them where their layout or dtype requires it.
 template <typename Loss, typename Scalar>
 class SoftReader {
  public:

@@ -57,7 +57,7 @@ FK_VECTOR_CLONES void soft_saved(int64_t n_rows, Real* saved, int64_t rows, Soft
   }
 }
 
-// Which rows have no gradient.
+// Marks the rows without a gradient.
 template <typename Real>
 FK_VECTOR_CLONES void soft_zeros(int64_t n_rows, SoftTile<Real>& tile) {
   const label_int<Real> has_labels = tile.has_labels ? 1 : 0;

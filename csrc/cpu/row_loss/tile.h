@@ -1,4 +1,4 @@
-// What the loops of a loss of rows share: a tile of rows, whose numbers are finished together, and the way along rows.
+// Shared by the loops of a loss of rows: a tile of rows, for which the epilogue runs once, and the steps along rows.
 #pragma once
 
 #include <algorithm>

@@ -2,10 +2,10 @@
 // AVX-512, and the loader picks the widest that the machine has. A clone does not reach into lambdas or functions that
 // are called: mark the plain function that holds the loop, and make everything inside it always-inline.
 //
-// What no loop says (shuffles between rows) is written for AVX-512 by hand, beside a loop for all others: a function
-// marked FK_AVX512 is called where has_avx512() says so, and is there where FK_HAS_AVX512_CODE is defined.
+// Shuffles between rows are written for AVX-512 by hand, beside a loop for all other processors: a function marked
+// FK_AVX512 is called where has_avx512() returns true, and exists where FK_HAS_AVX512_CODE is defined.
 //
-// What is written in vectors of the compiler (gnu::vector_size) rather than in loops has to know how wide they are:
+// Code in vectors of the compiler (gnu::vector_size) rather than in loops has to know their width:
 // run_in_widest<Body>(arguments...) calls Body::run<bytes>(arguments...) for the widest that the machine has.
 #pragma once
 

@@ -11,13 +11,13 @@
 #include "cpu/simd/vector.h"
 #include "math/portable.h"
 
-// g++ warns that vectors would be returned otherwise where the processor has wider ones. What takes them is inlined.
+// g++ warns that vectors would be returned otherwise where the processor has wider ones. Their users are inlined.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace focalkern::cpu {
 namespace {
 
-// What a vector has in each lane, and what its bits are. A number is one lane.
+// The type of a vector's lanes, and that of its bits. A number is one lane.
 template <typename Real, bool = std::is_floating_point_v<Real>>
 struct Lane {
   using type = Real;

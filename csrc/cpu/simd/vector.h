@@ -16,7 +16,7 @@
 #define FK_HAS_SHUFFLEVECTOR
 #endif
 
-// g++ warns that vectors would be returned otherwise where the processor has wider ones. What takes them is inlined.
+// g++ warns that vectors would be returned otherwise where the processor has wider ones. Their users are inlined.
 #ifdef __GNUC__
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
@@ -33,7 +33,7 @@ struct VectorOf {
 template <typename Number, int64_t n>
 using simd_t = typename VectorOf<Number, n>::type;
 
-// How many numbers of the computation, or classes of a row, are in one vector of so many bytes.
+// The numbers of the computation, or classes of a row, in one vector of this many bytes.
 template <int64_t bytes, typename Scalar>
 constexpr int64_t kLanesOf = bytes / static_cast<int64_t>(sizeof(compute_t<Scalar>));
 
