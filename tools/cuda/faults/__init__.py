@@ -1,0 +1,16 @@
+"""The planted faults, by the kernels that they are in, and those that no case can see."""
+
+from tools.cuda.faults import calibration, focal_loss, row_loss, sigmoid_loss, spline
+from tools.cuda.faults.fault import Fault as Fault
+
+FAULTS = [*focal_loss.FAULTS, *row_loss.FAULTS, *sigmoid_loss.FAULTS, *calibration.FAULTS, *spline.FAULTS]
+
+# By the name of the fault: why no result can depend on it.
+REDUNDANT = {
+    "calibration_sums.cu: __syncthreads 3": "a thread clears no bucket but those that it has written out itself",
+    "the last row of a tile lends its neighbour's gradient": "a whole vector ends with the last row at the latest, and "
+    "what its last element fetches is for no other",
+    "rows beyond a tile are read": "in 32 bits they lie within the tile's memory, and their sum goes nowhere; "
+    "in double, which is not compiled for the faults, they lie beyond it",
+    "an ignored row is read": "what it brings is not looked at: leaving it out saves time",
+}
