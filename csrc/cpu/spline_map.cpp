@@ -123,7 +123,7 @@ class RowOrder {
  private:
   static constexpr uint32_t kMostOfABucket = 32;
 
-  // What is divided evenly: logits, and of probabilities the bits, which grow as their logarithms do.
+  // The key is divided evenly: a logit, or the bits of a probability, which grow as its logarithm does.
   static double key(double input, bool is_probs) {
     return is_probs ? static_cast<double>(bit_cast<int64_t>(input)) : input;
   }
