@@ -111,8 +111,8 @@ FK_VECTOR_CLONES void softmax_sums(double beta, Tile& tile) {
   }
 }
 
-// What map_curvature_row has of each row, apart from what only the derivatives of the largest class need: arrays,
-// because a loop over structs is not vectorized.
+// The numbers of map_curvature_row for each row, without those that only the derivatives of the largest class need:
+// arrays, because a loop over structs is not vectorized.
 struct alignas(64) MapTile {
   double q_scale[kRows], log_q_offset[kRows], ratio_offset[kRows], mean[kRows], variance[kRows];
   double beta[kRows], gamma[kRows], beta_beta[kRows], gamma_beta[kRows], gamma_gamma[kRows];  // of the largest class

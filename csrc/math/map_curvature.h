@@ -22,7 +22,7 @@ struct MapCurvature {
   Real beta_beta, gamma_beta, gamma_gamma;  // second
 };
 
-// What a row needs once.
+// The numbers that a row needs once.
 template <typename Real>
 struct MapCurvatureRow {
   MapTerms<Real> terms;
