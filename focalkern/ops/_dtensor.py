@@ -270,7 +270,7 @@ def _whole(value: Any) -> Any:
 
 
 def _divisor(target: Tensor, rows: int, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What this rank's rows add to the divisor of the mean."""
+    """The share of this rank's rows in the divisor of the mean."""
     if target.is_floating_point():
         return torch.full((), rows, device=target.device)
     counts = target != ignore_index

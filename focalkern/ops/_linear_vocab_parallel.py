@@ -46,7 +46,7 @@ def slice_of_dtensor(linear_weight: Any) -> Any:
 
 
 class HeadTensors(NamedTuple):
-    """What the loss is differentiated in, and the rest of a call that has N rows or C_r classes."""
+    """The tensors of a call, of N rows or C_r classes."""
 
     input: Tensor  # [N, D]
     linear_weight: Tensor  # [C_r, D]
