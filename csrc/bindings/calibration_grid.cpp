@@ -420,10 +420,7 @@ Tensor grid_meta(const Tensor& input, const Tensor& target, const Tensor& gammas
 
 void register_calibration_grid(torch::Library& definitions, pybind11::module_& module) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  definitions.def(
-      "calibration_grid(Tensor input, Tensor target, Tensor gammas, Tensor temperatures, int n_bins, int criteria, "
-      "int estimator, bool input_is_probs, int ignore_index) -> Tensor",
-      tags);
+  definitions.def(kCalibrationGridSchema, tags);
   definitions.impl("calibration_grid", torch::dispatch(c10::DispatchKey::CPU, &grid));
 #ifdef FOCALKERN_WITH_CUDA
   definitions.impl("calibration_grid", torch::dispatch(c10::DispatchKey::CUDA, &grid));

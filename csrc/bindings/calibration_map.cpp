@@ -524,18 +524,9 @@ Tensor calibration_map_scalar(const Tensor& input, double gamma, double temperat
 
 void register_calibration_map(torch::Library& definitions, pybind11::module_& module) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  definitions.def(
-      "calibration_map_forward(Tensor input, Tensor gamma, Tensor temperature, int kind, bool log_output, bool wide, "
-      "bool validate) -> Tensor",
-      tags);
-  definitions.def(
-      "calibration_map_backward(Tensor grad, Tensor input, Tensor gamma, Tensor temperature, int kind, bool "
-      "log_output, bool[3] needed) -> (Tensor grad_input, Tensor grad_gamma, Tensor grad_temperature)",
-      tags);
-  definitions.def(
-      "calibration_map_composite(Tensor input, Tensor gamma, Tensor temperature, int kind, bool log_output, bool "
-      "wide) -> Tensor",
-      tags);
+  definitions.def(kCalibrationMapForwardSchema, tags);
+  definitions.def(kCalibrationMapBackwardSchema, tags);
+  definitions.def(kCalibrationMapCompositeSchema, tags);
   definitions.impl("calibration_map_forward", torch::dispatch(c10::DispatchKey::CPU, &forward_cpu));
   definitions.impl("calibration_map_backward", torch::dispatch(c10::DispatchKey::CPU, &backward_cpu));
 #ifdef FOCALKERN_WITH_CUDA

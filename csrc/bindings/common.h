@@ -12,6 +12,8 @@
 #include <initializer_list>
 #include <optional>
 
+#include "bindings/row_layout.h"
+#include "bindings/schemas.h"
 #include "kernels/layout.h"
 
 namespace focalkern::bindings {
@@ -69,10 +71,6 @@ bool autocasts(const Tensor& input);
 // Whether a torch.func transform is active or one of the tensors carries a forward-mode tangent: the fused kernels know
 // nothing of either, and would drop them silently.
 bool needs_composite(std::initializer_list<const Tensor*> tensors);
-
-// The rows of a tensor whose classes run along `class_dim`, as two nested runs at most; nothing if its strides do not
-// allow that, or if neither the classes nor the rows of a run are adjacent. Such a tensor must be copied.
-std::optional<RowLayout> row_layout(const Tensor& tensor, int64_t class_dim);
 
 Labels labels_of(const Tensor& target);
 

@@ -112,10 +112,7 @@ OptionalTensor mmce_loss(const Tensor& input, const Tensor& target, double coeff
 }  // namespace
 
 void register_mmce_loss(torch::Library& definitions, pybind11::module_& module) {
-  definitions.def(
-      "mmce_loss_composite(Tensor input, Tensor target, float coefficient, bool weighted, float bandwidth, int "
-      "reduction, int ignore_index) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+  definitions.def(kMmceLossCompositeSchema, {at::Tag::pt2_compliant_tag});
   module.def("mmce_loss", &mmce_loss);
 }
 

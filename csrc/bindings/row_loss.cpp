@@ -623,21 +623,9 @@ std::tuple<Tensor, Tensor, Tensor> call_row_loss_backward(const Tensor& grad, co
 
 void register_focal_loss(torch::Library& definitions, pybind11::module_& module) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  definitions.def(
-      "focal_loss_forward(Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? weight, int reduction, "
-      "int ignore_index, float label_smoothing, bool detach_modulation, bool float32_loss, int kind=0, float "
-      "epsilon=0.0) -> (Tensor loss, Tensor saved)",
-      tags);
-  definitions.def(
-      "focal_loss_backward(Tensor grad, Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? weight, "
-      "Tensor saved, int reduction, int ignore_index, float label_smoothing, bool detach_modulation, bool[3] needed, "
-      "int kind=0, float epsilon=0.0) -> (Tensor grad_input, Tensor grad_target, Tensor grad_gamma)",
-      tags);
-  definitions.def(
-      "focal_loss_composite(Tensor input, Tensor target, Tensor gamma, Tensor? edges, Tensor? weight, int reduction, "
-      "int ignore_index, float label_smoothing, bool detach_modulation, bool float32_loss, int kind=0, float "
-      "epsilon=0.0) -> Tensor",
-      tags);
+  definitions.def(kFocalLossForwardSchema, tags);
+  definitions.def(kFocalLossBackwardSchema, tags);
+  definitions.def(kFocalLossCompositeSchema, tags);
   using c10::DispatchKey;
   definitions.impl("focal_loss_forward", torch::dispatch(DispatchKey::CPU, &unpacked<&forward<Cpu>>));
   definitions.impl("focal_loss_backward", torch::dispatch(DispatchKey::CPU, &unpacked_backward<&backward<Cpu>>));

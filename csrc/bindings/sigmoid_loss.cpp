@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "bindings/common.h"
+#include "bindings/strided_iteration.h"
 #include "kernels/sigmoid_loss.h"
 #ifdef FOCALKERN_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -176,96 +177,14 @@ bool has_element_type(at::ScalarType dtype) {
          dtype == at::kBool || dtype == at::kByte || dtype == at::kInt || dtype == at::kLong;
 }
 
-// Brings tensors into the form in which the kernels walk over them, in the order in which a result of the shape of
-// `like` lies in memory. Copies that this takes are kept alive here.
-class StridedIteration {
- public:
-  // `like`: dense, the gradient or the loss. `class_dim`: kept apart from its neighbours, or -1.
-  StridedIteration(const Tensor& like, int64_t class_dim) : like_(like) {
-    if (like.is_contiguous() && class_dim < 0) {
-      flat_ = true;
-      return;
-    }
-    for (int64_t d = 0; d < like.dim(); ++d) {
-      if (like.size(d) != 1 || d == class_dim) order_.push_back(d);
-    }
-    std::stable_sort(order_.begin(), order_.end(),
-                     [&](int64_t a, int64_t b) { return like.stride(a) > like.stride(b); });
-    if (class_dim >= 0) class_dim_ = class_dim;
-  }
-
-  // Tensors that do not lie as the results do ask for all the dims; `finish` then merges those that it can.
-  Operand add(const Tensor& tensor) {
-    Operand operand{};
-    const Tensor expanded = tensor.sizes() == like_.sizes() ? tensor : tensor.expand(like_.sizes());
-    operand.data = expanded.const_data_ptr();
-    operand.type = element_type(expanded.scalar_type());
-    operand.dense = expanded.strides() == like_.strides() || (flat_ && expanded.is_contiguous());
-    if (!operand.dense && flat_) {
-      flat_ = false;
-      for (int64_t d = 0; d < like_.dim(); ++d) {
-        if (like_.size(d) != 1) order_.push_back(d);
-      }
-    }
-    kept_.push_back(expanded);
-    return operand;
-  }
-
-  // The space, and the strides of all operands, which were added in this order.
-  void finish(ElementSpace* space, std::initializer_list<Operand*> operands, int* class_dim) {
-    space->size = like_.numel();
-    space->dims = 1;
-    space->sizes[0] = space->size;
-    *class_dim = -1;
-    for (Operand* operand : operands) operand->strides[0] = operand->data && operand->dense ? 1 : 0;
-    if (flat_ || order_.empty() || space->size == 0) {
-      if (class_dim_ >= 0) *class_dim = 0;
-      return;
-    }
-    int dims = 0;
-    int64_t outer_of[64];
-    for (size_t i = 0; i < order_.size(); ++i) {
-      const int64_t d = order_[i];
-      if (dims > 0 && merges(outer_of[dims - 1], d)) {
-        space->sizes[dims - 1] *= like_.size(d);
-      } else {
-        TORCH_CHECK_VALUE(dims < kMaxDims, "focalkern: tensors with more than ", kMaxDims,
-                          " dimensions of different strides must be made contiguous first");
-        space->sizes[dims++] = like_.size(d);
-      }
-      outer_of[dims - 1] = d;
-      if (d == class_dim_) *class_dim = dims - 1;
-    }
-    space->dims = dims;
-    size_t next = 0;
-    for (Operand* operand : operands) {
-      if (!operand->data) continue;
-      const Tensor& tensor = kept_[next++];
-      for (int i = 0; i < dims; ++i)
-        operand->strides[i] = tensor.size(outer_of[i]) == 1 ? 0 : tensor.stride(outer_of[i]);
-    }
-  }
-
- private:
-  // Whether the dim `inner` continues `outer` in every tensor.
-  bool merges(int64_t outer, int64_t inner) const {
-    if (outer == class_dim_ || inner == class_dim_) return false;
-    if (like_.stride(outer) != like_.size(inner) * like_.stride(inner)) return false;
-    for (const Tensor& tensor : kept_) {
-      if (tensor.stride(outer) != tensor.size(inner) * tensor.stride(inner)) return false;
-    }
-    return true;
-  }
-
-  const Tensor& like_;
-  bool flat_ = false;  // contiguous, so far: one dim
-  int64_t class_dim_ = -1;
-  std::vector<int64_t> order_;  // dims of more than one element, outermost first
-  std::vector<Tensor> kept_;
-};
+// Adds a tensor that broadcasts to the results.
+Operand broadcast(StridedIteration<Tensor>& walk, const Tensor& tensor, at::IntArrayRef sizes) {
+  return walk.add(tensor.sizes() == sizes ? tensor : tensor.expand(sizes), element_type(tensor.scalar_type()));
+}
 
 // A number on the host, or a tensor in the type of the computation.
-Operand parameter(const OptionalTensor& tensor, double absent, at::ScalarType real, StridedIteration& walk) {
+Operand parameter(const OptionalTensor& tensor, double absent, at::ScalarType real, StridedIteration<Tensor>& walk,
+                  at::IntArrayRef sizes) {
   Operand operand{};
   operand.value = absent;
   if (!tensor.has_value()) return operand;
@@ -273,12 +192,12 @@ Operand parameter(const OptionalTensor& tensor, double absent, at::ScalarType re
     operand.value = tensor->item<double>();
     return operand;
   }
-  return walk.add(as_dtype(*tensor, real));
+  return broadcast(walk, as_dtype(*tensor, real), sizes);
 }
 
 // `like` is dense and lies as the results do. Fills all but the results.
 template <typename Scalar>
-void prepare(SigmoidLossArgs<Scalar>& args, StridedIteration& walk, Operand* grad_loss, const Tensor& grad,
+void prepare(SigmoidLossArgs<Scalar>& args, StridedIteration<Tensor>& walk, Operand* grad_loss, const Tensor& grad,
              const Inputs& inputs, const Options& options) {
   const auto& [input, target, gamma, second, weight] = inputs;
   const auto real = compute_dtype(input.scalar_type());
@@ -287,26 +206,27 @@ void prepare(SigmoidLossArgs<Scalar>& args, StridedIteration& walk, Operand* gra
   args.ignore_index = options.ignore_index;
   args.target_is_labels = is_labels(input, target);
   args.classes = input.dim() > 0 ? input.size(class_dim_of(input)) : 1;
-  args.input = walk.add(input);
+  const auto sizes = input.sizes();
+  args.input = broadcast(walk, input, sizes);
   const bool known = has_element_type(target.scalar_type());
   Tensor given = known ? target : target.to(args.target_is_labels ? at::kLong : at::kFloat);
   if (args.target_is_labels) given = given.unsqueeze(class_dim_of(input));
-  args.target = walk.add(given);
-  args.gamma = parameter(gamma, 0, real, walk);
+  args.target = broadcast(walk, given, sizes);
+  args.gamma = parameter(gamma, 0, real, walk, sizes);
   args.has_alpha = options.kind == SigmoidLoss::kFocal && second.has_value();
-  args.second = parameter(second, 0, real, walk);
-  args.weight = parameter(weight, 1, real, walk);
+  args.second = parameter(second, 0, real, walk, sizes);
+  args.weight = parameter(weight, 1, real, walk, sizes);
+  std::vector<Operand*> operands{&args.input, &args.target, &args.gamma, &args.second, &args.weight};
   if (grad_loss) {
     if (grad.numel() == 1 && grad.device().is_cpu()) {
       grad_loss->value = grad.item<double>();
     } else {
-      *grad_loss = walk.add(as_dtype(grad, real));
+      *grad_loss = broadcast(walk, as_dtype(grad, real), sizes);
     }
-    walk.finish(&args.space, {&args.input, &args.target, &args.gamma, &args.second, &args.weight, grad_loss},
-                &args.class_dim);
-  } else {
-    walk.finish(&args.space, {&args.input, &args.target, &args.gamma, &args.second, &args.weight}, &args.class_dim);
+    operands.push_back(grad_loss);
   }
+  TORCH_CHECK_VALUE(walk.finish(&args.space, operands, &args.class_dim), "focalkern: tensors with more than ", kMaxDims,
+                    " dimensions of different strides must be made contiguous first");
 }
 
 // The dim of the classes where the target is labels, else -1.
@@ -436,7 +356,7 @@ std::tuple<Tensor, Tensor> forward(const Inputs& inputs, const Options& options)
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
     SigmoidLossForward<Scalar> args{};
-    StridedIteration walk(layout, label_dim(input, inputs.target));
+    StridedIteration<Tensor> walk(layout, label_dim(input, inputs.target));
     prepare(args, walk, nullptr, Tensor(), inputs, options);
     if (unreduced && stored == real) {
       args.loss_wide = static_cast<compute_t<Scalar>*>(loss.mutable_data_ptr());
@@ -473,7 +393,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const In
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
     SigmoidLossBackward<Scalar> args{};
-    StridedIteration walk(layout, label_dim(input, target));
+    StridedIteration<Tensor> walk(layout, label_dim(input, target));
     prepare(args, walk, &args.grad_loss, grad, inputs, options);
     if (options.reduction == kMean) args.divisor = static_cast<const Real*>(divisor.const_data_ptr());
     if (needed[0]) args.grad_input = static_cast<Scalar*>(grad_input.mutable_data_ptr());
@@ -658,19 +578,9 @@ Tensor sigmoid_loss_entry(const Tensor& input, const Tensor& target, const pybin
 
 void register_sigmoid_loss(torch::Library& definitions, pybind11::module_& module) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  definitions.def(
-      "sigmoid_loss_forward(Tensor input, Tensor target, Tensor gamma, Tensor? second, Tensor? weight, int kind, float "
-      "margin, int reduction, int ignore_index, bool float32_loss) -> (Tensor loss, Tensor divisor)",
-      tags);
-  definitions.def(
-      "sigmoid_loss_backward(Tensor grad, Tensor input, Tensor target, Tensor gamma, Tensor? second, Tensor? weight, "
-      "Tensor divisor, int kind, float margin, int reduction, int ignore_index, bool[4] needed) -> (Tensor grad_input, "
-      "Tensor grad_target, Tensor grad_gamma, Tensor grad_second)",
-      tags);
-  definitions.def(
-      "sigmoid_loss_composite(Tensor input, Tensor target, Tensor gamma, Tensor? second, Tensor? weight, int kind, "
-      "float margin, int reduction, int ignore_index, bool float32_loss) -> Tensor",
-      tags);
+  definitions.def(kSigmoidLossForwardSchema, tags);
+  definitions.def(kSigmoidLossBackwardSchema, tags);
+  definitions.def(kSigmoidLossCompositeSchema, tags);
   using c10::DispatchKey;
   definitions.impl("sigmoid_loss_forward", torch::dispatch(DispatchKey::CPU, &unpacked<&forward<Cpu>>));
   definitions.impl("sigmoid_loss_backward", torch::dispatch(DispatchKey::CPU, &unpacked_backward<&backward<Cpu>>));

@@ -517,16 +517,9 @@ Tensor spline_map(const Tensor& input, const Tensor& parameters, const Tensor& k
 
 void register_spline_map(torch::Library& definitions, pybind11::module_& module) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  const std::string shared =
-      "Tensor input, Tensor parameters, Tensor knots, Tensor coefficients, Tensor? weight, Tensor? bias, bool "
-      "is_probs, "
-      "bool keep_zeros, ";
-  const auto define = [&](const std::string& schema) { definitions.def(schema.c_str(), tags); };
-  define("spline_map_forward(" + shared + "bool keep_order, bool log_output, bool wide, bool validate) -> Tensor");
-  define("spline_map_backward(Tensor grad, " + shared +
-         "bool log_output, bool need_input) -> (Tensor grad_input, Tensor grad_parameters, Tensor grad_knots, Tensor "
-         "grad_coefficients, Tensor grad_weight, Tensor grad_bias)");
-  define("spline_map_composite(" + shared + "bool log_output, bool wide) -> Tensor");
+  for (const char* schema : {kSplineMapForwardSchema, kSplineMapBackwardSchema, kSplineMapCompositeSchema}) {
+    definitions.def(schema, tags);
+  }
   definitions.impl("spline_map_forward", torch::dispatch(c10::DispatchKey::CPU, &forward_cpu));
   definitions.impl("spline_map_backward", torch::dispatch(c10::DispatchKey::CPU, &backward_cpu));
 #ifdef FOCALKERN_WITH_CUDA
