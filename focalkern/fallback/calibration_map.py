@@ -24,7 +24,13 @@ from focalkern.fallback._checks import (
     widest_dtype,
 )
 
-__all__ = ["calibration_map", "calibration_map_composite", "calibration_map_scalar"]
+__all__ = [
+    "calibration_map",
+    "calibration_map_composite",
+    "calibration_map_scalar",
+    "check_arguments",
+    "raise_invalid_row",
+]
 
 _LOGITS, _PROBS, _BINARY = 0, 1, 2  # the codes of the compiled module
 
@@ -37,13 +43,13 @@ def calibration_map_scalar(input: Tensor, gamma: float, temperature: float, kind
 
 def calibration_map(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log: bool) -> Tensor:
     """As the compiled module's calibration_map."""
-    _check_arguments(input, gamma, temperature, kind)
+    check_arguments(input, gamma, temperature, kind)
     output = _definition(input, gamma, temperature, kind, log)
     if values_may_be_read(input):
         first = output.detach() if kind == _BINARY else output.detach()[..., 0]
         invalid = first.isnan().reshape(-1).nonzero()
         if len(invalid):
-            _raise_invalid_row(input, gamma, temperature, kind, int(invalid[0]))
+            raise_invalid_row(input, gamma, temperature, kind, int(invalid[0]))
     return output.to(torch.float32 if autocasts(input) else input.dtype)
 
 
@@ -51,7 +57,7 @@ def calibration_map_composite(
     input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log_output: bool, wide: bool
 ) -> Tensor:
     """The operator of this name. ``wide``: under autocast, which the caller has looked at."""
-    _check_arguments(input, gamma, temperature, kind)
+    check_arguments(input, gamma, temperature, kind)
     output = _definition(input, gamma, temperature, kind, log_output)
     return output if wide else output.to(input.dtype)
 
@@ -188,7 +194,7 @@ def _name(kind: int) -> str:
     return "binary_focal_calibration_map" if kind == _BINARY else "focal_calibration_map"
 
 
-def _check_arguments(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int) -> None:
+def check_arguments(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int) -> None:
     op = _name(kind)
     check_dense(op, input)
     check_floating(op, "logits" if kind == _BINARY else "input", input)
@@ -216,7 +222,7 @@ def _check_arguments(input: Tensor, gamma: Tensor, temperature: Tensor, kind: in
             )
 
 
-def _raise_invalid_row(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, row: int) -> None:
+def raise_invalid_row(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, row: int) -> None:
     """Says why a row has no answer."""
     op, name = _name(kind), "logits" if kind == _BINARY else "input"
     shape = input.shape if kind == _BINARY else input.shape[:-1]

@@ -29,7 +29,7 @@ from focalkern.gamma import GammaTable
 from focalkern.reference._rows import gamma_tensor, times_log
 from focalkern.reference._softmax_losses import ROW_LOSSES, RowLossSpec
 
-__all__ = ["focal_loss"]
+__all__ = ["check_arguments", "check_range", "focal_loss", "host_numbers"]
 
 _FOCAL = ROW_LOSSES["focal_loss"]
 

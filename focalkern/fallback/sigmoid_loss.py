@@ -16,9 +16,9 @@ from focalkern.fallback._checks import (
     values_may_be_read,
 )
 
-__all__ = ["sigmoid_loss", "sigmoid_loss_composite"]
+__all__ = ["NAMES", "check_arguments", "check_range", "sigmoid_loss", "sigmoid_loss_composite"]
 
-_NAMES = (  # operator, gamma, second
+NAMES = (  # operator, gamma, second
     ("sigmoid_focal_loss", "gamma", "alpha"),
     ("asymmetric_loss", "gamma_negative", "gamma_positive"),
     ("quality_focal_loss", "beta", "none"),
@@ -38,8 +38,8 @@ def sigmoid_loss(
     ignore_index: int,
 ) -> Tensor:
     """As the compiled module's sigmoid_loss. ``second`` is alpha, or gamma_positive."""
-    _check_arguments(input, target, gamma, second, weight, kind)
-    _check_range(input, target, kind, ignore_index)
+    check_arguments(input, target, gamma, second, weight, kind)
+    check_range(input, target, kind, ignore_index)
     dtype = torch.float32 if autocasts(input) else input.dtype
     return _definition(input, target, gamma, second, weight, kind, margin, reduction, ignore_index).to(dtype)
 
@@ -57,7 +57,7 @@ def sigmoid_loss_composite(
     float32_loss: bool,
 ) -> Tensor:
     """The operator of this name. ``float32_loss``: under autocast, which the caller has looked at."""
-    _check_arguments(input, target, gamma, second, weight, kind)
+    check_arguments(input, target, gamma, second, weight, kind)
     loss = _definition(input, target, gamma, second, weight, kind, margin, reduction, ignore_index)
     return loss if float32_loss else loss.to(input.dtype)
 
@@ -83,7 +83,7 @@ def _definition(
     return reference.asymmetric_loss(x, target, gamma, second, margin, how, weight=weight, ignore_index=ignore_index)
 
 
-def _check_arguments(
+def check_arguments(
     input: Tensor,
     target: Tensor,
     gamma: float | Tensor,
@@ -91,7 +91,7 @@ def _check_arguments(
     weight: Tensor | None,
     kind: int,
 ) -> None:
-    op, gamma_name, second_name = _NAMES[kind]
+    op, gamma_name, second_name = NAMES[kind]
     check_dense(op, input)
     if not input.is_floating_point():
         raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
@@ -129,7 +129,7 @@ def _check_target(op: str, input: Tensor, target: Tensor) -> None:
         )
 
 
-def _check_range(input: Tensor, target: Tensor, kind: int, ignore_index: int) -> None:
+def check_range(input: Tensor, target: Tensor, kind: int, ignore_index: int) -> None:
     if target.dim() + 1 != input.dim() or not values_may_be_read(target):
         return
     n_classes, labels = input.shape[0 if input.dim() == 1 else 1], target.reshape(-1).long()
@@ -137,6 +137,6 @@ def _check_range(input: Tensor, target: Tensor, kind: int, ignore_index: int) ->
     if len(rows):
         row = int(rows[0])
         raise IndexError(
-            f"{_NAMES[kind][0]}: target must be in [0, {n_classes}] (the last is background) or ignore_index, got "
+            f"{NAMES[kind][0]}: target must be in [0, {n_classes}] (the last is background) or ignore_index, got "
             f"{int(labels[row])} at row {row}"
         )

@@ -1,10 +1,12 @@
 """Chooses between the compiled module and plain torch, and says why and which command mends that.
 
-The compiled module is used where one fits the torch, the Python and the device at hand; everywhere else
-:mod:`focalkern.fallback` computes the same. FOCALKERN_KERNELS=0 takes plain torch always, FOCALKERN_KERNELS=require
-makes its use an error.
+The compiled module is used where one fits the torch, the Python and the device at hand. For another torch
+:mod:`focalkern.stable` has the same kernels behind torch's stable ABI; everywhere else :mod:`focalkern.fallback`
+computes the same. FOCALKERN_KERNELS=0 takes plain torch always, FOCALKERN_KERNELS=require makes its use an error, and
+FOCALKERN_KERNELS=stable takes the stable module.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -32,6 +34,10 @@ class _DoesNotFitError(Exception):
     """No compiled module for this torch, this Python or this system; the text says which, and what mends it."""
 
 
+class _OtherSourcesError(_DoesNotFitError):
+    """The compiled module is loaded, with its operators, and cannot be used."""
+
+
 def _rebuild() -> str:
     # In a source tree the module lies beside the sources and would shadow an installed one.
     if (_PACKAGE.parent / "setup.py").is_file():
@@ -47,8 +53,8 @@ def rocm() -> str:
 
 def _setting() -> str:
     value = os.environ.get("FOCALKERN_KERNELS") or "auto"
-    if value not in ("auto", "0", "require"):
-        raise ImportError(f"FOCALKERN_KERNELS must be auto, 0 or require, got {value!r}")
+    if value not in ("auto", "0", "require", "stable"):
+        raise ImportError(f"FOCALKERN_KERNELS must be auto, 0, require or stable, got {value!r}")
     return value
 
 
@@ -66,9 +72,7 @@ def _candidates(built_for: ModuleType) -> list[str]:
                 f"focalkern has modules for torch {there}, but torch {here} is imported. {_rebuild()}"
             )
         name = f"_C_{minor.replace('.', '_')}"
-        # The runtime is inside the kernels' library: minor releases of CUDA need not agree.
-        same_cuda = str(torch.version.cuda).split(".")[0] == str(built_for.CUDA).split(".")[0] != "None"
-        return [f"{name}_cuda", name] if same_cuda else [name]
+        return [f"{name}_cuda", name] if _same_cuda(built_for) else [name]
     if here.split(".")[:2] != built_for.TORCH.split(".")[:2]:
         raise _DoesNotFitError(
             f"focalkern was built for torch {built_for.TORCH}, but torch {here} is imported. {_rebuild()}"
@@ -81,13 +85,22 @@ def _candidates(built_for: ModuleType) -> list[str]:
     return ["_C"]
 
 
-def _load() -> tuple[ModuleType, ModuleType]:
+def _same_cuda(built_for: ModuleType) -> bool:
+    """The runtime is inside the kernels' library: minor releases of CUDA need not agree."""
+    return str(torch.version.cuda).split(".")[0] == str(built_for.CUDA).split(".")[0] != "None"
+
+
+def _built_for_module() -> ModuleType:
     # Looked for in this folder, because the finder of an editable installation would also find those of another copy.
     if not (_PACKAGE / "_build_info.py").is_file():
         in_source = (_PACKAGE.parent / "setup.py").is_file()
         lacks = "'s compiled module has not been built" if in_source else " was installed without compiled modules"
         raise _DoesNotFitError(f"focalkern{lacks} in {_PACKAGE}. {_rebuild()}")
-    built_for = importlib.import_module("focalkern._build_info")
+    return importlib.import_module("focalkern._build_info")
+
+
+def _load() -> tuple[ModuleType, ModuleType]:
+    built_for = _built_for_module()
     names = _candidates(built_for)
     if not any((_PACKAGE / f"{names[-1]}{suffix}").is_file() for suffix in EXTENSION_SUFFIXES):
         python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
@@ -109,29 +122,65 @@ def _load() -> tuple[ModuleType, ModuleType]:
     try:
         take_numbers(module.row_losses())
     except (AttributeError, ValueError) as error:
-        raise _DoesNotFitError(
+        raise _OtherSourcesError(
             f"focalkern's compiled module was built from other sources: {error}. {_rebuild()}"
         ) from error
     return built_for, module
 
 
-def _choose() -> tuple[ModuleType | None, ModuleType | None, str]:
-    """The build of the module, the module, and the reason where there is none."""
-    if _SETTING == "0":
-        return None, None, "FOCALKERN_KERNELS=0 asks for plain torch"
+def _load_stable() -> tuple[ModuleType, ModuleType, str]:
+    """The kernels behind torch's stable ABI, for a torch without a module of its own."""
+    built_for = _built_for_module()
+    names = ["_C_stable_cuda", "_C_stable"] if _same_cuda(built_for) else ["_C_stable"]
+    paths = [path for path in (_PACKAGE / f"{name}.abi3.so" for name in names) if path.is_file()]
+    if not paths:
+        raise _DoesNotFitError(f"focalkern has no {names[-1]}.abi3.so in {_PACKAGE}. {_rebuild()}")
+    if any(name.startswith("focalkern::") for name in torch._C._dispatch_get_all_op_names()):
+        raise ImportError(_ANOTHER_COPY)  # a second definition of the operators would end the process
+    for path in paths:
+        try:
+            torch.ops.load_library(path)
+            break
+        except OSError as error:
+            if path == paths[-1]:
+                raise _DoesNotFitError(
+                    f"focalkern's {path.name} does not fit torch {torch.__version__}: {error.__cause__ or error}. "
+                    f"{_rebuild()}"
+                ) from error
+    module = importlib.import_module("focalkern.stable")
+    module.load(path)
     try:
+        take_numbers(module.row_losses())
+    except ValueError as error:
+        raise ImportError(f"focalkern's {path.name} was built from other sources: {error}. {_rebuild()}") from error
+    return built_for, module, f"{path.name} fits torch {torch.__version__}"
+
+
+def _choose() -> tuple[ModuleType | None, ModuleType | None, str, str]:
+    """The build of the module, the module, its kind, and the reason for the choice."""
+    plain = "plain torch"
+    if _SETTING == "0":
+        return None, None, plain, "FOCALKERN_KERNELS=0 asks for plain torch"
+    try:
+        if _SETTING == "stable":
+            built_for, module, why = _load_stable()
+            return built_for, module, "stable", why
         built_for, module = _load()
+        return built_for, module, "compiled", f"{Path(str(module.__file__)).name} fits torch {torch.__version__}"
     except _DoesNotFitError as problem:
-        if _SETTING == "require":
+        if _SETTING in ("auto", "require") and not isinstance(problem, _OtherSourcesError):
+            with contextlib.suppress(_DoesNotFitError):
+                built_for, module, why = _load_stable()
+                return built_for, module, "stable", f"{why}; {problem}"
+        if _SETTING != "auto":
             raise ImportError(str(problem)) from problem.__cause__
-        return None, None, str(problem)
-    return built_for, module, f"{Path(str(module.__file__)).name} fits torch {torch.__version__}"
+        return None, None, plain, str(problem)
 
 
 _SETTING = _setting()
 _built_for: Any
 _module: Any
-_built_for, _module, _why = _choose()
+_built_for, _module, _kind, _why = _choose()
 _CUDA: str | None = _built_for.CUDA if _built_for is not None and _module.build_info()["cuda"] else None
 # The compiled module has kernels for these; on the meta device it computes shapes.
 _DEVICES = () if _module is None else ("cpu", "cuda", "meta") if _CUDA else ("cpu", "meta")
@@ -192,15 +241,15 @@ def build_info() -> dict[str, Any]:
     """Whether the compiled kernels are used, why, and what they were built for.
 
     Returns:
-        ``kernels`` (``"compiled"``, or ``"plain torch"`` where no compiled module fits or FOCALKERN_KERNELS=0), ``why``
-        (str), ``torch`` (str, the torch of the build; None without a compiled module), ``cuda`` (str, or None without
-        CUDA kernels), ``arch_list`` (the GPU architectures, as in TORCH_CUDA_ARCH_LIST), ``cpu_kernels`` and
-        ``cuda_kernels`` (the names under which torch's dispatcher has kernels of this module). A device without kernels
-        is computed on with plain torch.
+        ``kernels`` (``"compiled"``; ``"stable"`` for the module behind torch's stable ABI, where none was compiled for
+        this torch; ``"plain torch"`` where none fits or FOCALKERN_KERNELS=0), ``why`` (str), ``torch`` (str, the torch
+        of the build; None without a compiled module), ``cuda`` (str, or None without CUDA kernels), ``arch_list`` (the
+        GPU architectures, as in TORCH_CUDA_ARCH_LIST), ``cpu_kernels`` and ``cuda_kernels`` (the names under which
+        torch's dispatcher has kernels of this module). A device without kernels is computed on with plain torch.
 
     Example:
         >>> info = fk.build_info()
-        >>> info["kernels"] in ("compiled", "plain torch")
+        >>> info["kernels"] in ("compiled", "stable", "plain torch")
         True
         >>> sorted(info)
         ['arch_list', 'cpu_kernels', 'cuda', 'cuda_kernels', 'kernels', 'torch', 'why']
@@ -214,7 +263,7 @@ def build_info() -> dict[str, Any]:
         for key in ("CPU", "CUDA")
     }
     return {
-        "kernels": "plain torch" if _module is None else "compiled",
+        "kernels": _kind,
         "why": _why,
         "torch": None if _module is None else _module.build_info()["torch"],
         "cuda": _CUDA,

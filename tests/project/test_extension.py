@@ -17,9 +17,17 @@ pytestmark = pytest.mark.kernels
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the package, compiled module included, that a test may damage."""
-    shutil.copytree(PACKAGE, tmp_path / "focalkern", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the package, compiled module included and stable module left out, that a test may damage."""
+    shutil.copytree(PACKAGE, tmp_path / "focalkern", ignore=shutil.ignore_patterns("__pycache__", "_C_stable*"))
     return tmp_path / "focalkern"
+
+
+@pytest.fixture
+def copy_with_stable(copy):
+    """A copy with both modules."""
+    for path in PACKAGE.glob("_C_stable*"):
+        shutil.copy(path, copy)
+    return copy
 
 
 def run(code, *folders, kernels="auto"):
@@ -260,3 +268,60 @@ def test_second_import_of_the_same_copy():
         PACKAGE.parent,
     )
     assert done.returncode == 0, done.stderr
+
+
+# ---- the module behind torch's stable ABI ----------------------------------------------------------------------------
+
+
+def test_a_torch_newer_than_any_build_has_kernels(copy_with_stable):
+    (copy_with_stable / "_build_info.py").write_text("MODULES = {'2.9': '2.9.1'}\nCUDA = None\nARCH_LIST = []\n")
+    done = run(SMALL_STEP, copy_with_stable.parent, kernels="require")
+    assert done.returncode == 0, done.stderr
+    numbers, why = done.stdout.splitlines()
+    assert numbers == "0.0451 0.0451"
+    assert why.startswith(f"stable - _C_stable.abi3.so fits torch {torch.__version__}; focalkern has modules for")
+    assert done.stderr == ""
+
+
+def test_another_python_has_kernels(copy_with_stable):
+    compiled_module(copy_with_stable).unlink()
+    done = run(SMALL_STEP, copy_with_stable.parent, kernels="require")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].startswith("stable - ")
+
+
+def test_the_stable_module_can_be_asked_for(copy, copy_with_stable):
+    done = run(SMALL_STEP, copy_with_stable.parent, kernels="stable")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1] == f"stable - _C_stable.abi3.so fits torch {torch.__version__}"
+    (copy / "_C_stable.abi3.so").unlink()
+    done = run(SMALL_STEP, copy.parent, kernels="stable")
+    assert done.returncode == 1
+    assert "ImportError: focalkern has no _C_stable.abi3.so in" in done.stderr
+
+
+def test_the_stable_module_has_operators_on_fake_and_meta_tensors(copy_with_stable):
+    code = (
+        "import torch, focalkern as fk\n"
+        "z = torch.zeros(3, 5, device='meta', dtype=torch.bfloat16)\n"
+        "y = torch.zeros(3, dtype=torch.long, device='meta')\n"
+        "loss = fk.focal_loss(z, y, reduction='none'), fk.sigmoid_focal_loss(z, z), fk.focal_calibration_map(z, 1.0)\n"
+        "print([(*x.shape, x.dtype, x.device.type) for x in loss])\n"
+    )
+    done = run(code, copy_with_stable.parent, kernels="stable")
+    assert done.returncode == 0, done.stderr
+    half = "torch.bfloat16, 'meta'"
+    assert done.stdout.strip() == f"[(3, {half}), (3, 5, {half}), (3, 5, {half})]"
+
+
+def test_a_second_copy_of_the_stable_module_is_refused(copy_with_stable, tmp_path):
+    other = shutil.copytree(copy_with_stable, tmp_path / "other" / "focalkern")
+    code = (
+        "import sys, focalkern\n"
+        "for name in [name for name in sys.modules if name.startswith('focalkern')]: del sys.modules[name]\n"
+        f"sys.path.insert(0, {str(other.parent)!r})\n"
+        "import focalkern\n"
+    )
+    done = run(code, copy_with_stable.parent, kernels="stable")
+    assert done.returncode == 1
+    assert "ImportError: focalkern cannot be loaded: another copy of it is loaded" in done.stderr

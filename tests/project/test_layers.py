@@ -13,6 +13,7 @@ LAYERS = (
     "shared",
     "reference",
     "fallback",
+    "stable",
     "metrics",
     "bootstrap",
     "ops",

@@ -1,0 +1,45 @@
+"""The compiled module's functions on kernels behind torch's stable ABI, which serve every torch from 2.11 on.
+
+``_C_stable.abi3.so`` has the kernels; this package checks the arguments, allocates the results, and has the derivatives
+and the shapes of fake tensors. Operators, names, arguments and errors are those of the compiled module. Operators
+without such a kernel are computed by :mod:`focalkern.fallback`.
+"""
+
+from focalkern.fallback import (
+    CalibrationGridRun,
+    calibration_grid,
+    empty_cache,
+    spline_curve_sums,
+    spline_histogram,
+    spline_linear_sums,
+    spline_log_probs,
+    spline_map,
+    spline_spread,
+    spline_temperature_sums,
+)
+from focalkern.stable._library import build_info, load, row_losses
+from focalkern.stable.calibration_map import calibration_map, calibration_map_scalar
+from focalkern.stable.row_loss import focal_loss, mmce_loss, row_loss
+from focalkern.stable.sigmoid_loss import sigmoid_loss
+
+__all__ = [
+    "CalibrationGridRun",
+    "build_info",
+    "calibration_grid",
+    "calibration_map",
+    "calibration_map_scalar",
+    "empty_cache",
+    "focal_loss",
+    "load",
+    "mmce_loss",
+    "row_loss",
+    "row_losses",
+    "sigmoid_loss",
+    "spline_curve_sums",
+    "spline_histogram",
+    "spline_linear_sums",
+    "spline_log_probs",
+    "spline_map",
+    "spline_spread",
+    "spline_temperature_sums",
+]

@@ -1,0 +1,95 @@
+"""The stable module beside the compiled one: the same kernels, so the same bits."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import focalkern as fk
+
+pytestmark = pytest.mark.kernels
+
+# One class, a row, rows off the vector width, long rows, images, and nothing.
+SHAPES = [(9,), (33, 10), (3, 1000), (3, 7, 5, 4), (0, 4)]
+REDUCTIONS = ["none", "mean", "sum"]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def labels_and_logits(shape, dtype):
+    class_dim = 0 if len(shape) == 1 else 1
+    logits = torch.randn(shape).to(dtype)
+    target = torch.randint(shape[class_dim], shape[:class_dim] + shape[class_dim + 1 :])
+    return class_dim, logits, target
+
+
+def computations(shape, dtype, reduction):
+    """Functions of tensors that are differentiated, and those tensors."""
+    class_dim, z, y = labels_and_logits(shape, dtype)
+    options = {"reduction": reduction}
+    probabilities = torch.rand(shape).softmax(class_dim).to(dtype)
+    weight, gamma = torch.rand(shape[class_dim]), torch.rand(y.shape, dtype=torch.float64)
+    of_class = torch.rand((shape[class_dim],) + (1,) * (len(shape) - 1 - class_dim))
+    yield lambda z: fk.focal_loss(z, y, 2.0, **options), z
+    yield lambda z: fk.focal_loss(z, y, -1.5, label_smoothing=0.1, **options), z
+    yield lambda z: fk.focal_loss(z, y, 0.5, weight=weight, detach_modulation=True, **options), z
+    yield lambda z, gamma: fk.focal_loss(z, y, gamma, **options), z, gamma
+    yield lambda z, t: fk.focal_loss(z, t, 1.0, **options), z, probabilities
+    yield lambda z: fk.focal_loss(z, y, fk.GammaTable([0.0, 0.5, 1.0], [2.0, 0.5]), **options), z
+    for loss in (fk.PolyFocalLoss, fk.DualFocalLoss, fk.BrierLoss, fk.DFTLoss):
+        yield lambda z, loss=loss: loss(**options)(z, y), z
+    yield lambda z: fk.sigmoid_focal_loss(z, y, **options), z
+    yield lambda z, t: fk.sigmoid_focal_loss(z, t, 1.5, None, **options), z, probabilities
+    yield lambda z, gamma: fk.asymmetric_loss(z, probabilities, gamma, 1.0, **options), z, of_class
+    yield lambda z: fk.quality_focal_loss(z, probabilities, 2.0, **options), z
+    if len(shape) == 4:
+        channels_last, strided = z.to(memory_format=torch.channels_last), z.transpose(2, 3)[:, :, ::2]
+        yield lambda z: fk.focal_loss(z, y, 2.0, **options), channels_last
+        yield lambda z: fk.sigmoid_focal_loss(z, y, **options), channels_last
+        labels = y.transpose(1, 2)[:, ::2]
+        yield lambda z: fk.focal_loss(z, labels, 2.0, **options), strided
+        yield lambda z: fk.sigmoid_focal_loss(z, labels, **options), strided
+    if reduction == "none":
+        rows, temperature = z.movedim(class_dim, -1).contiguous(), torch.tensor(1.5, dtype=torch.float64)
+        gammas = torch.rand(rows.shape[:-1], dtype=torch.float64)
+        yield lambda z: fk.focal_calibration_map(z, 1.0, 1.5), rows
+        yield lambda z, gamma, t: fk.focal_calibration_map(z, gamma, t, log=True), rows, gammas, temperature
+        yield lambda z, t: fk.binary_focal_calibration_map(z, 2.0, t), rows, temperature
+
+
+def values_and_gradients():
+    torch.manual_seed(0)
+    found = []
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            for reduction in REDUCTIONS:
+                for function, *tensors in computations(shape, dtype, reduction):
+                    variables = [tensor.detach().requires_grad_() for tensor in tensors]
+                    result = function(*variables)
+                    upstream = torch.randn(result.shape).to(result.dtype)
+                    found += [result.detach(), *torch.autograd.grad(result, variables, upstream)]
+    return found
+
+
+def test_values_and_gradients_have_the_bits_of_the_compiled_module(tmp_path):
+    assert fk.build_info()["kernels"] == "compiled"
+    code = (
+        "import sys, torch, focalkern as fk, test_stable\n"
+        "assert fk.build_info()['kernels'] == 'stable'\n"
+        "torch.save(test_stable.values_and_gradients(), sys.argv[1])\n"
+    )
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(tmp_path / "found.pt")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "FOCALKERN_KERNELS": "stable"},
+    )
+    assert done.returncode == 0, done.stderr
+    stable, compiled = torch.load(tmp_path / "found.pt"), values_and_gradients()
+    assert len(stable) == len(compiled) > 1000
+    for one, other in zip(stable, compiled, strict=True):
+        assert one.dtype == other.dtype
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,70 @@
+"""Compiles and links the sources of csrc. Objects are kept in build/wheel under a hash of all that went into them."""
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tools.toolchain import fail
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "wheel"
+# The libraries that a binding finds loaded, because torch is imported before it.
+TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
+JOBS = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+
+
+def run(command: Sequence[str | Path], **options: object) -> None:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    if done.returncode != 0:
+        fail(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+
+
+class Compiler:
+    """Compiles what is not compiled yet."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(JOBS)
+        self._text = b"".join(
+            path.read_bytes() for kind in ("*.*h", "*.def") for path in sorted((ROOT / "csrc").rglob(kind))
+        )
+        (BUILD / "objects").mkdir(parents=True, exist_ok=True)
+
+    def object(self, source: Path, command: Sequence[str | Path], macros: dict[str, str], torch: str) -> Path:
+        """The object file of one source. It gets the macros that it names; without one it serves several modules."""
+        text = source.read_bytes() + self._text
+        defines = [f"-D{name}={value}" for name, value in macros.items() if name.encode() in text]
+        words = [*map(str, command), *defines]
+        key = hashlib.sha256(b"\0".join([text, *(word.encode() for word in words), torch.encode()]))
+        target = BUILD / "objects" / f"{source.stem}-{key.hexdigest()[:24]}.o"
+        if not target.is_file():
+            print("compiling", source.name, torch, *defines, flush=True)
+            unfinished = target.with_suffix(f".{os.getpid()}.tmp")
+            run([*words, "-c", source, "-o", unfinished])
+            unfinished.rename(target)
+        return target
+
+    def objects(
+        self, sources: Sequence[Path], command: Sequence[str | Path], macros: dict[str, str], torch: str
+    ) -> list[Path]:
+        return list(self._pool.map(lambda source: self.object(source, command, macros, torch), sources))
+
+
+def sources(pattern: str) -> list[Path]:
+    return sorted((ROOT / "csrc").glob(pattern))
+
+
+def link(target: Path, objects: Sequence[Path], *flags: str | Path) -> None:
+    # $ORIGIN: the libraries lie beside the modules. -s: no symbols but those that are asked for by name.
+    run(["g++", "-shared", "-s", *objects, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{target.name}", *flags, "-o", target])
+
+
+def stand_ins(folder: Path, names: Sequence[str]) -> list[str | Path]:
+    """Link flags for libraries of torch, of which no more than the names are here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        library = folder / f"lib{name}.so"
+        run(["gcc", "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{library.name}", "-o", library])
+    return ["-Wl,--no-as-needed", f"-L{folder}", *(f"-l{name}" for name in names)]
