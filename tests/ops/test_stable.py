@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import focalkern as fk
+from focalkern.reference._softmax_losses import ROW_LOSSES
 
 pytestmark = pytest.mark.kernels
 
@@ -37,8 +38,10 @@ def computations(shape, dtype, reduction):
     yield lambda z, gamma: fk.focal_loss(z, y, gamma, **options), z, gamma
     yield lambda z, t: fk.focal_loss(z, t, 1.0, **options), z, probabilities
     yield lambda z: fk.focal_loss(z, y, fk.GammaTable([0.0, 0.5, 1.0], [2.0, 0.5]), **options), z
-    for loss in (fk.PolyFocalLoss, fk.DualFocalLoss, fk.BrierLoss, fk.DFTLoss):
-        yield lambda z, loss=loss: loss(**options)(z, y), z
+    for spec in ROW_LOSSES.values():
+        if not spec.of_batch:  # which plain torch puts together in the stable module
+            loss = getattr(fk, spec.module)(**spec.example, **options)
+            yield lambda z, loss=loss: loss(z, y), z
     yield lambda z: fk.sigmoid_focal_loss(z, y, **options), z
     yield lambda z, t: fk.sigmoid_focal_loss(z, t, 1.5, None, **options), z, probabilities
     yield lambda z, gamma: fk.asymmetric_loss(z, probabilities, gamma, 1.0, **options), z, of_class
