@@ -5,6 +5,7 @@
 # make gpu-check  proves and measures the CUDA kernels on the GPU at hand, with the python3 that has a CUDA build of torch
 # make docs    the documentation, in build/docs: plain files, index.html opens from disk
 # make wheel   one wheel with modules for every supported torch, and one that computes with plain torch, in dist
+# make release everything that a release needs, in dist; uploads nothing (RELEASE_ARGS=--draft leaves the checks out)
 # make clean   removes what the build made, but not .venv
 #
 # EXTRAS=dev,peers also installs the libraries that some tests compare with (kornia, netcal, transformers, ...).
@@ -27,7 +28,7 @@ TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
 INSTALL_STAMP := $(VENV)/.stamp-install-$(subst $(comma),-,$(EXTRAS))
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
 
-.PHONY: build test demo lint bench docs wheel cuda-proof gpu-check clean
+.PHONY: build test demo lint bench docs wheel release cuda-proof gpu-check clean
 .DELETE_ON_ERROR:
 
 build: $(BUILD_STAMP)
@@ -50,6 +51,10 @@ docs:
 # For this Python; WHEEL_ARGS="--no-cuda --torch 2.13.0" for a part.
 wheel: build
 	$(BIN)/python -m tools.wheel $(WHEEL_ARGS)
+
+# Checks, wheels, source archive, notes, software bill and digests. It uploads nothing.
+release: build
+	$(BIN)/python -m tools.release $(RELEASE_ARGS)
 
 # Needs nvcc; machine code is a part where cuobjdump and nvdisasm are (see tools/cuda/instruction_counts.py).
 cuda-proof: build

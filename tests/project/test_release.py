@@ -1,0 +1,64 @@
+"""What tools/release.py writes beside the wheels, and what it refuses."""
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+release = pytest.importorskip("tools.release", reason="not in the source tree")
+
+ROOT = Path(__file__).parents[2]
+CHANGELOG = "# Changelog\n\n## 1.2.0 (2026-11-24)\n\n### Added\n\n- A thing.\n\n## 1.1.0 (unreleased)\n\n- Another.\n"
+
+
+def test_notes_are_the_part_of_one_version():
+    assert release.notes_of(CHANGELOG, "1.2.0") == ("2026-11-24", "### Added\n\n- A thing.\n")
+    assert release.notes_of(CHANGELOG, "1.1.0") == ("unreleased", "- Another.\n")
+    with pytest.raises(SystemExit, match=r"must have a heading '## 1\.2 \(date\)'"):
+        release.notes_of(CHANGELOG, "1.2")
+
+
+def test_this_version_has_notes():
+    version = release.version_of((ROOT / "focalkern/_version.py").read_text())
+    assert release.notes_of((ROOT / "CHANGELOG.md").read_text(), version)[1]
+
+
+@pytest.mark.parametrize(
+    "date, citation, changes, problem",
+    [
+        ("unreleased", "version: 1.2.0\n", "", "must date version 1.2.0"),
+        ("2026-11-24", "version: 1.1.0\n", "", "CITATION.cff must have the version 1.2.0"),
+        ("2026-11-24", "version: 1.2.0\n", " M setup.py\n", "committed files"),
+    ],
+)
+def test_a_release_is_refused(date, citation, changes, problem):
+    release.check_release("2026-11-24", "1.2.0", "version: 1.2.0\n", "")
+    with pytest.raises(SystemExit, match=problem):
+        release.check_release(date, "1.2.0", citation, changes)
+
+
+def test_records_name_every_file_with_its_digest(tmp_path):
+    wheel, archive = tmp_path / "focalkern-1.2.0-py3-none-any.whl", tmp_path / "focalkern-1.2.0.tar.gz"
+    wheel.write_bytes(b"wheel")
+    archive.write_bytes(b"archive")
+    release.write_records(tmp_path, "1.2.0", "- A thing.\n", ["torch>=2.11", "numpy"])
+    assert (tmp_path / "notes.md").read_text() == "# focalkern 1.2.0\n\n- A thing.\n"
+    checked = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+    assert len((tmp_path / "SHA256SUMS").read_text().splitlines()) == 4
+    bill = json.loads((tmp_path / "focalkern.cdx.json").read_text())
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    component = bill["metadata"]["component"]
+    assert component["purl"] == "pkg:pypi/focalkern@1.2.0"
+    files = {file["name"]: file["hashes"][0]["content"] for file in component["components"]}
+    assert files == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (wheel, archive)}
+    assert [entry["name"] for entry in bill["components"]] == ["torch", "numpy"]
+    references = {component["bom-ref"], *(entry["bom-ref"] for entry in bill["components"])}
+    assert {bill["dependencies"][0]["ref"], *bill["dependencies"][0]["dependsOn"]} == references
+
+
+def test_records_of_an_empty_folder_are_refused(tmp_path):
+    with pytest.raises(SystemExit, match="must hold wheels or a source archive"):
+        release.write_records(tmp_path, "1.2.0", "", [])
