@@ -68,7 +68,8 @@ def open_unlabelled(
     Raises:
         InputError: anything at all that is wrong with the files.
     """
-    path = located(check_options("open_unlabelled", input_kind, path, logits_key=logits_key), storage_options)
+    path = check_options("open_unlabelled", input_kind, path, storage_options, logits_key=logits_key)
+    path = located(path, storage_options)
     names = matches(path)
     suffix = suffix_of(names[0])
     if suffix == ".npy":

@@ -61,15 +61,13 @@ def located(path: str, storage_options: Mapping[str, Any] | None = None) -> str:
 
     Raises:
         InputError: a list that cannot be read.
-        TypeError: ``storage_options`` are no options.
     """
     if isinstance(path, NamedFiles):
         return NamedFiles([located(name, storage_options) for name in path.names])
     if isinstance(path, Url) and storage_options is None:
         return path
-    made = Url(path, storage_options)  # which checks the options, also of a path that does not need them
     if is_url(path):
-        return made
+        return Url(path, storage_options)
     if path.startswith("@") and not os.path.exists(path):
         return NamedFiles([located(name, storage_options) for name in _lines(path[1:])])
     return path
@@ -149,7 +147,6 @@ def expanded(names: Iterable[str], storage_options: Mapping[str, Any] | None = N
 
     Raises:
         InputError: a list that cannot be read, a server that does not answer.
-        TypeError: ``storage_options`` are no options.
     """
     places = [located(name, storage_options) for name in names]
     return list(dict.fromkeys(str(file) for name in places for file in (files_of(name) or [name])))

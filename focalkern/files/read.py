@@ -69,7 +69,7 @@ def read_sets(
         >>> sorted(sets), sets["test"].labels
         (['test', 'val'], tensor([1, 1]))
     """
-    source = check_options("read_sets", input_kind, path, logits_key=logits_key, labels_key=labels_key)
+    source = check_options("read_sets", input_kind, path, storage_options, logits_key=logits_key, labels_key=labels_key)
     source = located(source, storage_options)
     if labels is not None:
         labels = labels if isinstance(labels, NamedFiles) else path_text("read_sets", "labels", labels)

@@ -1,7 +1,7 @@
 """Samples of logits or probabilities with their labels, and the checks of their values; errors of files."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,8 +167,9 @@ class LogitSet:
         return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source, part)
 
 
-def check_options(op: str, input_kind: Any, path: Any = "", **names: Any) -> str:
-    """Raises unless the kind is known and the names are text or None; returns the path as text.
+def check_options(op: str, input_kind: Any, path: Any = "", storage_options: Any = None, **names: Any) -> str:
+    """Raises unless the kind is known, the storage options are a dict and the names are text or None; returns the path
+    as text.
 
     A path that a glob of the shell has become (``NamedFiles``) stays what it is.
     """
@@ -178,6 +179,11 @@ def check_options(op: str, input_kind: Any, path: Any = "", **names: Any) -> str
     for name, value in names.items():
         if value is not None and not isinstance(value, str):
             raise TypeError(f"{op}: {name} must be a name or None, got {short(value)}")
+    options = {} if storage_options is None else storage_options
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        raise TypeError(
+            f"{op}: storage_options must be a dict with names as keys, or None, got {short(storage_options)}"
+        )
     return text
 
 

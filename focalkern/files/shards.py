@@ -132,7 +132,7 @@ def open_shards(
     Raises:
         InputError: anything at all that is wrong with names and shapes.
     """
-    path = check_options("open_shards", input_kind, path, logits_key=logits_key, labels_key=labels_key)
+    path = check_options("open_shards", input_kind, path, storage_options, logits_key=logits_key, labels_key=labels_key)
     path = located(path, storage_options)
     if labels is not None:
         labels = labels if isinstance(labels, NamedFiles) else path_text("open_shards", "labels", labels)

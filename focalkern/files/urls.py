@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from focalkern._checks import short
 from focalkern.files.samples import InputError
 
 __all__ = ["Url", "contents", "exists", "fingerprint", "inside", "is_url", "matching", "part", "size"]
@@ -29,8 +28,6 @@ class Url(str):
     options: Mapping[str, Any]
 
     def __new__(cls, text: str, options: Mapping[str, Any] | None = None) -> "Url":
-        if options is not None and not (isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
-            raise TypeError(f"storage_options must be a dict with names as keys, or None, got {short(options)}")
         made = super().__new__(cls, text)
         made.options = dict(options or {})
         return made

@@ -20,6 +20,7 @@ from focalkern.calibrators._cross_validation import check_folds
 from focalkern.files import InputError, LogitSet, read_sets
 from focalkern.files.paths import expanded, fingerprint, is_url, located, size_of, suffix_of
 from focalkern.files.read import labels_of_npy
+from focalkern.files.samples import check_options
 from focalkern.study.compare import run_study
 from focalkern.study.engines import LocalPool, run_tasks
 from focalkern.study.report.export import finite_or_none
@@ -86,10 +87,10 @@ def sweep(
         {'absent.npz': 'expected a file, found nothing there'}
     """
     progress = None if progress is None else flag("sweep", "progress", progress)
-    names = _names("sweep", files, storage_options)
     settings = sweep_settings(
         "sweep", criterion, folds, seed, labels, input_kind, logits_key, labels_key, storage_options
     )
+    names = _names("sweep", files, storage_options)
     with ProgressBar(len(names), "sweep", "network", progress) as bar:
         return run_sweep(
             names,
@@ -234,7 +235,7 @@ def sweep_settings(
     """The options of every network, checked, as JSON takes them."""
     one_of(op, "criterion", criterion, PROPER)
     folds, seed = check_folds(op, folds, seed)
-    located("", storage_options)  # raises where they are none
+    check_options(op, None, storage_options=storage_options)
     return {
         "criterion": criterion,
         "folds": folds,
