@@ -1,4 +1,4 @@
-// What the operators of the stable module share. They use torch's stable ABI alone, so that one file serves every torch
+// Shared by the operators of the stable module. They use torch's stable ABI alone, so that one file serves every torch
 // from 2.11 on. focalkern.stable checks the arguments, allocates the results and has the derivatives.
 #pragma once
 

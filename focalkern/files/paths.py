@@ -122,7 +122,7 @@ def files_of(path: str) -> list[str]:
 
     A folder stands for the files in it that can be read, but a folder that is called .zarr or .parquet for itself, and
     a pattern for what it matches, ``**`` for all folders below. An existing file is never a pattern. Of .npy files,
-    those of labels belong to others. A name of a list that stands for nothing stays.
+    those of labels belong to others, where there are others. A name of a list that stands for nothing stays.
 
     Raises:
         InputError: a server that does not answer.
@@ -200,19 +200,22 @@ def _lines(name: str) -> list[str]:
 
 
 def _usable(names: Iterable[str]) -> list[str]:
-    """Of some files those that can be read: val-10 comes after val-9."""
-    return sorted((name for name in names if _is_of_rows(name)), key=_numbers)
+    """Of some files those that can be read: val-10 comes after val-9. Those of labels if there are no others."""
+    readable = sorted((name for name in names if _is_readable(name)), key=_numbers)
+    return [name for name in readable if not _is_of_labels(name)] or readable
 
 
 def _numbers(name: str) -> list[Any]:
     return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
-def _is_of_rows(name: str) -> bool:
+def _is_readable(name: str) -> bool:
     suffix = suffix_of(name)
-    if suffix not in _SUFFIXES or (suffix == ".npy" and "labels" in re.split(r"[^a-zA-Z]+", name_of(name).stem)):
-        return False
-    return is_url(name) or suffix in _DATA_SETS or os.path.isfile(name)
+    return suffix in _SUFFIXES and (is_url(name) or suffix in _DATA_SETS or os.path.isfile(name))
+
+
+def _is_of_labels(name: str) -> bool:
+    return suffix_of(name) == ".npy" and "labels" in re.split(r"[^a-zA-Z]+", name_of(name).stem)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------

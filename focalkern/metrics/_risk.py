@@ -1,4 +1,4 @@
-"""Which predictions to accept: risk against coverage, and a threshold whose risk is bounded."""
+"""The choice of predictions to accept: risk against coverage, and a threshold whose risk is bounded."""
 
 import math
 from dataclasses import dataclass

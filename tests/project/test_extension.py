@@ -155,7 +155,7 @@ def test_kernels_0_is_silent(copy):
 
 def test_a_setting_that_is_none(copy):
     done = run("import focalkern", copy.parent, kernels="no")
-    assert done.stderr.splitlines()[-1] == "ImportError: FOCALKERN_KERNELS must be auto, 0 or require, got 'no'"
+    assert done.stderr.splitlines()[-1] == "ImportError: FOCALKERN_KERNELS must be auto, 0, require or stable, got 'no'"
 
 
 def test_required_kernels_and_a_device_without_them(copy):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import focalkern as fk
-from focalkern.calibrators import _selection
+from focalkern.calibrators import _cross_validation
 from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._cross_validation import cross_validate
 from focalkern.calibrators._row_source import BatchedRows, memory_rows
@@ -73,7 +73,9 @@ def test_a_cross_validation_in_batches_is_that_in_memory(monkeypatch):
     logits, target = rows()
     logits[:3, 0] = -torch.inf
     target[:2] = 0  # a label at a logit of -inf: no calibration has an infinite loss
-    monkeypatch.setattr(_selection, "stratified_folds", lambda labels, folds, seed: torch.arange(len(labels)) % folds)
+    monkeypatch.setattr(
+        _cross_validation, "stratified_folds", lambda labels, folds, seed: torch.arange(len(labels)) % folds
+    )
     candidates = as_candidates(None, "nll", "logits")
     expected = cross_validate(logits, target, candidates, criterion="nll", folds=4, seed=0)
     none = expected.entries[0].calibrator

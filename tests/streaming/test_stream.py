@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import focalkern as fk
-from focalkern.calibrators import _selection
+from focalkern.calibrators import _cross_validation
 from focalkern.files.shards import open_shards
 from focalkern.streaming import CalibrationGridState
 from focalkern.study import cross_validation, samples
@@ -274,7 +274,7 @@ def test_options_that_cannot_be(folder, run):
         (("val_logits.npy", "--state", "no/s"), "expected a file in an existing folder for --state"),
         (("val_logits.npy", "--state", "x", "--out", "x"), "expected different files for --state and --out"),
         (("val_logits.npy", "--state-every", "0"), "--state-every: expected a number of seconds greater than 0"),
-        (("plain.csv", "--stream"), "plain.csv: expected .npy or .safetensors for reading in parts, found .csv"),
+        (("plain.csv", "--stream"), "plain.csv: expected .npy, .safetensors or .zarr for reading in parts, found .csv"),
     ):
         code, out, err = run("calibrate", *arguments)
         assert (code, out) == (2, "")
@@ -351,12 +351,13 @@ def test_names_of_shards_and_labels(folder):
     # A pattern that matches the labels too.
     assert len(open_shards("part*.npy", labels=None, input_kind=None)[""].shards) == 2
     assert len(open_shards("part*.npy", labels="part_labels*.npy", input_kind=None)[""].shards) == 2
+    os.mkdir("empty")
     for path, labels, message in (
         ("part?.npy", "val_labels-*.npy", "expected as many files as part.*npy has, 2, found 12"),
         ("none-*.npy", None, "expected at least one file, found none that matches"),
         ("val_logits-0.npy", "nothing.npy", "nothing.npy: expected a file, found nothing there"),
         ("val_*-1*.npy", None, "labels"),
-        (".", None, "expected a file or a pattern of files"),
+        ("empty", None, "expected at least one file, found a folder without any"),
         ("part?.npy", None, None),
     ):
         if message is None:
@@ -480,7 +481,9 @@ def test_streamed_samples_choose_among_the_candidates_of_memory(folder, run, mon
     np.save("val_logits.npy", logits)
     for i, part in enumerate(np.array_split(np.arange(500), 12)):
         np.save(f"val_logits-{i}.npy", logits[part])
-    monkeypatch.setattr(_selection, "stratified_folds", lambda labels, folds, seed: torch.arange(len(labels)) % folds)
+    monkeypatch.setattr(
+        _cross_validation, "stratified_folds", lambda labels, folds, seed: torch.arange(len(labels)) % folds
+    )
     if kept == "batches":
         monkeypatch.setattr(cross_validation, "fits_in_memory", lambda numbers: False)
     whole = json.loads(run("calibrate", "val_logits.npy", "--test", "test_logits.npy", "--json")[1])
