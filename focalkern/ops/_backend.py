@@ -254,11 +254,13 @@ def build_info() -> dict[str, Any]:
         >>> sorted(info)
         ['arch_list', 'cpu_kernels', 'cuda', 'cuda_kernels', 'kernels', 'torch', 'why']
     """
+    plain = getattr(_module, "PLAIN_OPERATORS", ())
     kernels = {
         f"{key.lower()}_kernels": sorted(
-            name.removeprefix("focalkern::")
-            for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
-            if name.startswith("focalkern::") and _module is not None
+            name
+            for op in torch._C._dispatch_get_registrations_for_dispatch_key(key)
+            if op.startswith("focalkern::") and _module is not None
+            if (name := op.removeprefix("focalkern::")) not in plain
         )
         for key in ("CPU", "CUDA")
     }

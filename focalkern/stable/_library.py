@@ -11,7 +11,10 @@ from focalkern.fallback.spline_map import spline_map_composite
 from focalkern.stable import calibration_map, row_loss, sigmoid_loss
 from focalkern.stable._autograd import Operator
 
-__all__ = ["build_info", "load", "row_losses"]
+__all__ = ["PLAIN_OPERATORS", "build_info", "load", "row_losses"]
+
+# Registered, but computed by the fallback: the module has no kernel of these.
+PLAIN_OPERATORS = ("calibration_grid",)
 
 _info: dict[str, Any] = {}
 _names: list[str] = []
@@ -32,7 +35,6 @@ def load(path: Path) -> None:
         for key in keys:
             library.impl(name, operator.kernel, key)
         _describe(library, name, operator)
-    # Without a stable kernel: plain torch.
     grid = Operator(fallback.calibration_grid, lambda *arguments: fallback.calibration_grid(*arguments))
     for key in keys:
         library.impl("calibration_grid", grid.kernel, key)
