@@ -4,6 +4,8 @@ Logits are [n, C], labels [n], everything that has one number per row [n]; resul
 float64 logits.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -57,7 +59,7 @@ def gradients_of_rows(
             upstream, *block, saved, _NO_REDUCTION, *settings[:3], list(needed), *settings[4:]
         )
         return found
-    with torch.enable_grad():
+    with _recording():
         real = compute_dtype(block.logits.dtype)
         variables = [
             tensor.detach().to(real).requires_grad_() if need else tensor
@@ -69,6 +71,17 @@ def gradients_of_rows(
     nothing = upstream.new_empty(0)
     of_logits, of_target, of_gamma = (next(gradients) if need else nothing for need in needed)
     return of_logits, of_target, of_gamma
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd records, also inside an operator: torch has excluded it from dispatch there."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        if not torch.compiler.is_compiling():
+            for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        yield
 
 
 def _plain_losses(block: Block, settings: Settings) -> Tensor:

@@ -534,7 +534,7 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_compiles_into_one_graph(alone, name):
     options = dict(HEADS[name])
-    x, w, b = (torch.randn(*size, requires_grad=True) for size in ((7, 6), (40, 6), (40,)))
+    x, w, b = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((7, 6), (40, 6), (40,)))
     soft = options.pop("soft", False)
     target = torch.rand(7, 40, requires_grad=True) if soft else torch.randint(40, (7,))
     leaves = [x, w, b, *(t for t in (target, options.get("gamma")) if isinstance(t, torch.Tensor) and t.requires_grad)]
