@@ -113,7 +113,7 @@ struct SplinePart {
   }
 };
 
-// The results of passes 1 and 2.
+// What passes 1 and 2 find out.
 struct SplineStart {
   double rest;     // S
   double inverse;  // 1 / (1 + S)
@@ -193,24 +193,25 @@ struct SplineBlock {
     }
   }
 
-  // Reads the logits of a row into part.d and returns the largest. `checks`: valid says whether the row has an answer;
-  // it needs no look at NaN, which makes the sum over its row NaN, and with it every class.
+  // Reads the logits of a row into part.d and returns the largest. `checks`: valid says whether the row has an answer.
   template <bool checks>
   __device__ __forceinline__ double read_row(const SplineInput& input, const SplinePart& part, double tolerance,
                                              bool* valid) const {
-    double top = -kInfinity<double>, total = 0;
+    double top = -kInfinity<double>, total = 0, wrong = 0;
     part.each([&](int c, int at) {
       double z = load_number(input.input, input.storage, part.offset + c);
       if (input.is_probs) {
         total += z;
-        z = logit_of_probability(z);  // NaN for a negative one
+        z = logit_of_probability(z);
       }
+      if (z != z) wrong = 1;  // also what has a negative probability
       part.d[at] = z;
       top = fmax(top, z);
     });
     top = group.max(top);
     if constexpr (checks) {
-      *valid = top > -kInfinity<double> && top < kInfinity<double>;
+      wrong = group.sum(wrong);
+      *valid = wrong == 0 && top > -kInfinity<double> && top < kInfinity<double>;
       if (input.is_probs) {
         total = group.sum(total);
         *valid = *valid && total >= 1 - tolerance && total <= 1 + tolerance;
