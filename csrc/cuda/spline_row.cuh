@@ -113,7 +113,7 @@ struct SplinePart {
   }
 };
 
-// What passes 1 and 2 find out.
+// The results of passes 1 and 2.
 struct SplineStart {
   double rest;     // S
   double inverse;  // 1 / (1 + S)
