@@ -309,7 +309,7 @@ def _like(given: Any, result: Tensor) -> Any:
 
 
 def renamed(name: str, error: Exception) -> Exception:
-    """What an operator or a nested calibrator says of its rows, as the calibrator that was called says it."""
+    """Errors of an operator or a nested calibrator name the calibrator that was called."""
     who, _, words = str(error).partition(": ")
     known = who == "focal_calibration_map" or who in {kind.__name__ for kind in BY_METHOD.values()}
     if not known or not words.startswith(("input ", "logits ")):

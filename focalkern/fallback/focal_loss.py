@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from focalkern._checks import label_range, target_misfit
-from focalkern._devices import as_parameter, is_host_number
+from focalkern._devices import as_parameter, has_float64, is_host_number
 from focalkern._types import LABELS, REDUCTIONS, compute_dtype
 from focalkern.fallback._checks import (
     autocasts,
@@ -27,7 +27,7 @@ from focalkern.fallback._checks import (
 )
 from focalkern.gamma import GammaTable
 from focalkern.reference._rows import gamma_tensor, times_log
-from focalkern.reference._softmax_losses import ROW_LOSSES, RowLossSpec
+from focalkern.reference._softmax_losses import ROW_LOSSES, RowLossSpec, confidence_factor
 
 __all__ = ["check_arguments", "check_range", "focal_loss", "host_numbers"]
 
@@ -67,7 +67,10 @@ def focal_definition(
     spec: RowLossSpec = _FOCAL,
 ) -> Tensor:
     """The loss -f log p of checked arguments in the dtype of the computation. It reads no value of a tensor."""
-    z = input.to(compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
+    real = compute_dtype(input.dtype)
+    z = input.to(real).movedim(0 if input.dim() == 1 else 1, -1)
+    if spec.factor is confidence_factor and has_float64(z.device):
+        z = z.to(torch.float64)  # a rounding of log p is one of p, by which the loss is multiplied
     gammas = gammas_of(gamma, edges, z)
     divisor: Tensor | float
     if target.is_floating_point():
@@ -76,7 +79,7 @@ def focal_definition(
         loss, divisor = _of_labels(z, target, gammas, weight, ignore_index, label_smoothing, detach_modulation, spec)
     if reduction:
         loss = loss.sum()
-    return loss / divisor if REDUCTIONS[reduction] == "mean" else loss
+    return (loss / divisor if REDUCTIONS[reduction] == "mean" else loss).to(real)
 
 
 def promoted(input: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:

@@ -1,4 +1,4 @@
-"""What the operators of the stable module share: parameters of kernels, and when and how derivatives are composed."""
+"""Shared by the operators of the stable module: parameters of kernels, and derivatives composed of plain torch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -103,7 +103,7 @@ def _check(
     label_smoothing: float,
     kind: int,
 ) -> str:
-    """What the public functions check, and what they cannot get wrong. Returns the name of the loss."""
+    """Checks all arguments, as the bindings of the compiled module do. Returns the name of the loss."""
     if not 0 <= kind < len(SAVED_NUMBERS):
         raise ValueError(f"focal_loss: kind must be in [0, {len(SAVED_NUMBERS)}), got {kind}")
     op = row_loss_of(kind).name

@@ -63,7 +63,7 @@ def _check(
     margin: float,
     reduction: int,
 ) -> str:
-    """What the public functions check, and what they cannot get wrong. Returns the name of the loss."""
+    """Checks all arguments, as the bindings of the compiled module do. Returns the name of the loss."""
     if not 0 <= kind < len(NAMES):
         raise ValueError(f"sigmoid_loss: kind must be 0, 1 or 2, got {kind}")
     check_arguments(input, target, gamma, second, weight, kind)
