@@ -14,7 +14,7 @@ from benchmarks.published.lines import Line, number
 
 @dataclass(frozen=True)
 class Network:
-    """What is published of one network; fractions. "Before" is at T = 1, "after" at the T of the validation ECE.
+    """The published figures of one network, in fractions. "Before" is at T = 1, "after" at the T of the validation ECE.
 
     Attributes:
         error, ece, temperature, adaptive, classwise: [2], tables C.3, 1, 1, C.1 and C.2; before and after.

@@ -70,7 +70,7 @@ def _figures(log_probs: Tensor, logits: Mapping[str, Tensor]) -> Row:
                 confidence=confidence, correct=predicted == labels, estimator=estimator
             )
         )
-    # What a perfectly calibrated classifier with these confidences would score on so many rows.
+    # The score of a perfectly calibrated classifier with these confidences on so many rows.
     floors = bias_floor(confidence=confidence, figures=FLOORS, n_resamples=500, progress=False)
     figures.update({f"{name}_floor": floors[name].mean for name in FLOORS})
     figures["classwise_ece"] = float(fk.metrics.classwise_calibration_error(probs, labels))
