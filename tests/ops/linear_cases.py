@@ -10,7 +10,7 @@ N, D, C = 23, 5, 19  # no power of two, and more rows than a chunk
 
 
 def pair(input, linear_weight, target, gamma=2.0, *, linear_bias=None, softcap=None, chunk_rows=None, **options):
-    """What the operator is to be, with all logits at once."""
+    """The definition of the operator, with all logits at once."""
     z = F.linear(input, linear_weight, linear_bias)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)

@@ -51,7 +51,7 @@ def test_reduced_sums_of_many_rows_are_exact_enough(device):
 
 
 def allocated_bytes(function):
-    """What the operators of a call allocate on the CPU, whether they free it again or not."""
+    """The memory that the operators of a call allocate on the CPU, freed again or not."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         function()

@@ -282,7 +282,7 @@ def test_the_focal_map_of_the_cell_is_drawn_beside_the_learned_curve(page, folde
     expected = focal_map(-0.5, 1.5)
     learned = torch.from_numpy(shown_as.calibrated)
     assert difference() == pytest.approx(float((expected - learned).abs().max()), abs=6e-5)
-    # What is drawn: the height of the path in pixels of a box of 250, from the lowest tick to 1.
+    # The drawn curve: the height of its path in pixels of a box of 250, from the lowest tick to 1.
     path = page.find_element(By.CSS_SELECTOR, "#explorer-curve .focal").get_attribute("d")
     heights = torch.tensor([float(point.split()[1]) for point in path[1:].split("L")])
     lowest = float(page.find_element(By.CSS_SELECTOR, "#explorer-curve .end").text)
