@@ -1,7 +1,7 @@
 // Sums and gradient of a tile of adjacent rows.
 //
-// A vector of rows at a time, whose sums stay in registers from class to class. If the last one is not full, it starts
-// earlier and overlaps its neighbour; fewer rows than one vector go one by one.
+// The loop takes one vector of rows at a time, whose sums stay in registers from class to class. If the last vector is
+// not full, it starts earlier and overlaps its neighbour. Fewer rows than one vector are computed one by one.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// Classes that are added one after the other: the roundings of a longer run add up where logits are equal.
+// Classes per partial sum: the rounding errors of a longer run of equal terms all have one sign.
 constexpr int64_t kColumnPart = 64;
 
 template <typename Loss, int64_t n, bool kTransposed, typename Scalar>
@@ -50,7 +50,7 @@ FK_HOST_DEVICE void sums_of_lanes(const Scalar* z, int64_t class_stride, int64_t
   sums.store(tile, row);
 }
 
-// kTransposed: a tile that was made of rows, all of it in the cache.
+// kTransposed: the tile is a transposed copy of rows, and all of it is in the cache.
 template <typename Loss, bool kTransposed>
 struct SumsOfColumns {
   template <int64_t bytes, typename Scalar>

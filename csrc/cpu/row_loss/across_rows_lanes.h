@@ -1,4 +1,4 @@
-// One vector of rows on its way through the classes: what the sums and the gradient of columns of logits do with each.
+// One vector of rows on its way through the classes: the sums and the gradient at one class.
 #pragma once
 
 #include <limits>
@@ -10,7 +10,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// A sum with the part that its additions have rounded off (Kahan).
+// A sum with the rounding error of its additions (Kahan).
 template <typename Reals>
 struct CompensatedSum {
   Reals sum{}, excess{};
@@ -40,7 +40,7 @@ struct SumsOfLanes {
         max(-std::numeric_limits<Real>::infinity() - Reals{}),
         rival(max) {}
 
-  // Twice the same class does no harm.
+  // A class may be looked at twice.
   FK_HOST_DEVICE void look(const Reals& v, [[maybe_unused]] Int c) {
     if constexpr (Loss::kSpecialClass == SpecialClass::kLargest) marked = v > max ? Ints{} + c : marked;
     if constexpr (kRunnerUp) target_logit = label == c ? v : target_logit;
@@ -62,7 +62,7 @@ struct SumsOfLanes {
       if constexpr (Loss::kSquares) squares += product * product;
     }
     if constexpr (kRunnerUp) {
-      // One comparison at a time: of two joined by & gcc makes one for each lane.
+      // Two comparisons joined by & would be slower: gcc makes one of each for every lane.
       const Reals lower = v < target_logit ? v : -std::numeric_limits<Real>::infinity() - Reals{};
       marked = lower > rival ? this_class : marked;
       rival = lower > rival ? lower : rival;
@@ -84,7 +84,7 @@ struct SumsOfLanes {
     if constexpr (kRunnerUp) target_logit = load_simd<Reals>(tile.target_logit + row);
   }
 
-  // Where the class that is left out has been made -inf, and the target's logit was read: nothing is compared.
+  // add() for a tile in which the class that is left out is already -inf and the target's logit is known.
   FK_HOST_DEVICE void add_all(const Reals& v) {
     const Reals fall = max - v, most = -lowest;
     const ScaledExponential<Reals> e = scaled_exponential(-(fall > most ? most : fall));
@@ -95,7 +95,7 @@ struct SumsOfLanes {
     }
   }
 
-  // Adds the sums to others, and goes on from 0.
+  // Adds the sums to `all` and `all_squares`, and resets them to 0.
   FK_HOST_DEVICE void move_sums(Reals& all, Reals& all_squares) {
     all += rest;
     all_squares += squares;
@@ -112,7 +112,7 @@ struct SumsOfLanes {
   }
 };
 
-// The gradient of one class after another.
+// The gradient, one class after another.
 template <typename Loss, typename Real, int64_t n>
 struct GradOfLanes {
   using Int = label_int<Real>;
@@ -137,7 +137,8 @@ struct GradOfLanes {
 
   FK_HOST_DEVICE Reals next(const Reals& v) {
     const Reals x = v - max;
-    // 0 for NaN, which is in the factor already. A row without a gradient has an infinite maximum, whatever it holds.
+    // The minimum turns NaN into 0; the factor of such a row is NaN already. A row without a gradient has an infinite
+    // maximum, so its gradient is 0.
     const ScaledExponential<Reals> e = scaled_exponential(x > lowest ? x : lowest);
     Reals slope = e.mantissa * e.scale;
     if constexpr (Loss::kSquares) {

@@ -1,7 +1,7 @@
 // Sums and gradient of rows of adjacent classes.
 //
-// A group of classes after another (ClassGroup); if the last one is not full, it starts earlier and overlaps its
-// neighbour. A row that has fewer classes than one group takes another road (kFewClasses).
+// The loop takes one group of classes after another (ClassGroup). If the last group is not full, it starts earlier and
+// overlaps its neighbour. A row with fewer classes than one group has its own loop (kFewClasses).
 #pragma once
 
 #include <algorithm>
@@ -57,8 +57,8 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
   using Ints = typename Group::Ints;
   constexpr int64_t kVectors = Group::kVectors, kClasses = Group::kClasses;
   const Reals most = spread<Reals>(-exp_zero), shifts = spread<Reals>(shift);
-  // Compared with the class of the first vector, which is one less than that of the second. Out of this block: any
-  // number that no class equals.
+  // `skipped` is compared with the class index of the first vector, which is one less than that of the second. If the
+  // class is not in this block, `skipped` matches no class.
   const bool is_here = except >= 0 && except < classes;
   Ints skipped[kVectors];
   for (int64_t i = 0; i < kVectors; ++i) {
@@ -70,7 +70,7 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
   Ints index = Group::first_classes();
   const Scalar* group = z;
   for (const Scalar* end = z + whole; group != end;) {
-    // In parts, whose sums are added up: a long run of roundings would all go one way where logits are equal.
+    // The sum has parts, because the rounding errors of a long run of equal terms all have one sign.
     const Scalar* stop = end - group < kPart * kClasses ? end : group + kPart * kClasses;
     for (int64_t i = 0; i < kVectors; ++i) {
       part[i] = Reals{};
@@ -78,7 +78,7 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
     }
 #pragma GCC unroll 4
     for (; group != stop; group += kClasses, index += static_cast<Int>(kClasses)) {
-      prefetch(group + kBlock);  // what is read next: rows to come, or where it does little but wait (max_of)
+      prefetch(group + kBlock);  // the next rows or, in a long row, the block for which max_of would wait
       Group::load(group, v);
       for (int64_t i = 0; i < kVectors; ++i) {
         const ScaledExponential<Reals> e = exponential_of_fall<kMayRise>(Reals(shifts - v[i]), most);
@@ -105,8 +105,8 @@ FK_HOST_DEVICE ExpSums<compute_t<Scalar>> sum_exp_except(const Scalar* z, int64_
     index -= static_cast<Int>(whole - (classes - kClasses));
     for (int64_t i = 0; i < kVectors; ++i) {
       const ScaledExponential<Reals> e = exponential_of_fall<kMayRise>(Reals(shifts - v[i]), most);
-      // Without the classes before, whose difference is negative. Not by a comparison: gcc would make one for each
-      // lane.
+      // Leaves out the classes that were added before: their difference is negative. A comparison would be slower,
+      // because gcc makes one for each lane.
       const Ints were_before = (index + static_cast<Int>(i - whole)) >> (8 * sizeof(Int) - 1);
       const Reals new_scale = lanes_cast<Reals>(lanes_cast<Ints>(e.scale) & ~were_before);
       const Reals product = e.mantissa * (index != skipped[i] ? new_scale : Reals{});
@@ -156,7 +156,7 @@ FK_HOST_DEVICE int64_t first_equal(const Scalar* z, int64_t n, compute_t<Scalar>
   return 0;
 }
 
-// The sum of a row of several blocks for kSumOnly; if it is too large, some of it.
+// The sum of a row of several blocks, for kSumOnly. It stops early once the sum is too large.
 struct SumOfLongRow {
   template <int64_t bytes, typename Scalar>
   static FK_HOST_DEVICE void run(const Scalar* z, int64_t classes, int64_t target, int64_t r,
@@ -164,7 +164,7 @@ struct SumOfLongRow {
     using Real = compute_t<Scalar>;
     const Real target_logit = load_as_compute(z[target]);
     double sum = 0;
-    const int64_t blocks = classes / kBlock;  // the last one also takes what is left
+    const int64_t blocks = classes / kBlock;  // the last block also takes the remainder
     for (int64_t block = 0; block < blocks && sum < kLargestSum<Real>; ++block) {  // not NaN
       const int64_t begin = block * kBlock;
       const int64_t n = block + 1 < blocks ? kBlock : classes - begin;
@@ -191,7 +191,7 @@ struct SumsOfLongRow {
     [[maybe_unused]] Real rival = kMinusInfinity;
     int64_t marked = Loss::kSpecialClass == SpecialClass::kLargest ? 0 : kNoTarget;
     double sum = 0, squares = 0;
-    const int64_t blocks = classes / kBlock;  // the last one also takes what is left
+    const int64_t blocks = classes / kBlock;  // the last block also takes the remainder
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t begin = block * kBlock;
       const int64_t n = block + 1 < blocks ? kBlock : classes - begin;
@@ -199,7 +199,7 @@ struct SumsOfLongRow {
       if (block_max > m) {
         const Real shrink = exponential(m - block_max);
         if constexpr (Loss::kSumExcludesTop) {
-          // The one left out so far is one of the others from here on.
+          // The largest class so far was left out of the sum; a larger one follows, so it is added now.
           sum = (sum + 1) * shrink;
           squares = (squares + 1) * shrink * shrink;
           marked = begin + first_equal(z + begin, n, block_max);
@@ -240,7 +240,8 @@ FK_HOST_DEVICE void scaled_exp_of_group(const Scalar* z, compute_t<Scalar> max, 
   Group::load(z, v);
   for (int64_t i = 0; i < Group::kVectors; ++i) {
     const Reals fall = max - v[i];
-    // 0 for NaN, which is in the factor already. A row without a gradient has an infinite maximum, whatever it holds.
+    // The minimum turns NaN into 0; the factor of such a row is NaN already. A row without a gradient has an infinite
+    // maximum, so its gradient is 0.
     const ScaledExponential<Reals> parts = scaled_exponential(-(fall < most ? fall : most));
     const Reals e = parts.mantissa * parts.scale;
     if constexpr (kSquares) {
@@ -264,16 +265,15 @@ FK_HOST_DEVICE void scaled_exp(const Scalar* z, int64_t classes, compute_t<Scala
   }
 }
 
-// Rows of one block at most. In a function of their own, which calls no other: constants stay in registers from row to
-// row.
+// Rows of at most one block. This function calls no other, so that constants stay in registers from row to row.
 template <typename Loss>
 struct SumsOfRows {
   template <int64_t bytes, typename Scalar>
   static FK_HOST_DEVICE void run(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                                  Tile<compute_t<Scalar>>& tile) {
     constexpr int64_t n = kLanesOf<bytes, Scalar>;
-    // As many rows together as stay in the first-level cache: one waits for the other neither for its maximum nor its
-    // sum.
+    // A group has as many rows as fit the first-level cache. Then no row waits for the maximum or the sum of the one
+    // before.
     using Real = compute_t<Scalar>;
     const int64_t group = std::max<int64_t>(1, kBlock / args.classes);
     RowCursor row(args.layout, row_begin);
@@ -311,7 +311,7 @@ struct SumsOfRows {
   }
 };
 
-// The same for kSumOnly, from the target's logit or, where that is too small, the largest.
+// SumsOfRows for kSumOnly: relative to the target's logit or, if that makes the sum too large, to the largest logit.
 struct SumOfRows {
   template <int64_t bytes, typename Scalar>
   static FK_HOST_DEVICE void run(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
@@ -360,7 +360,7 @@ void sums_of_long_rows(const RowLossArgs<Scalar>& args, int64_t row_begin, int64
   }
 }
 
-// The marked class's logit beside the target's.
+// The logit of the special class minus that of the target.
 template <typename Loss, typename Scalar>
 void read_gaps(const Scalar* logits, const RowLayout& layout, int64_t row_begin, int64_t n_rows,
                Tile<compute_t<Scalar>>& tile) {

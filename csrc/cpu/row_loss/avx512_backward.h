@@ -1,5 +1,5 @@
-// The gradient of contiguous rows of few classes, with AVX-512: sixteen rows are as many vectors as there are classes,
-// all of them full, whatever row a number belongs to. One shuffle broadcasts a coefficient of a row to its elements.
+// The gradient of contiguous rows of few classes, with AVX-512: sixteen rows fill exactly one vector per class, and a
+// vector may hold the ends of two rows. One shuffle broadcasts a coefficient of a row to its elements.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,13 @@
 
 namespace focalkern::cpu {
 
-constexpr int64_t kTargetsTogether = 32;  // classes: above, the targets' slopes are stored one by one, afterwards
+// with more classes, the gradients of the targets are stored one by one at the end
+constexpr int64_t kTargetsTogether = 32;
 
 #ifdef FK_HAS_AVX512_CODE
 
-// The numbers 0, 1, 2, ... of sixteen rows one after the other: which of these rows each belongs to. In pairs, of half
-// precision, the even ones of 32 come first, then the odd ones, as words of two are split.
+// For each element of sixteen contiguous rows, the row that it belongs to. For pairs (half precision), the even
+// elements of 32 come first, then the odd ones, in the order in which Pair::split returns them.
 template <bool kPairs>
 struct DenseRows {
   alignas(64) int32_t row[(kMostDense + 1) * 16];
@@ -33,7 +34,7 @@ struct DenseRows {
     for (int64_t i = 0; i < end; i += 16) {
       const auto begin = static_cast<int32_t>(kPairs ? i / 32 * 32 + i / 16 % 2 : i);
       const __m512i number = _mm512_add_epi32(_mm512_slli_epi32(lane, kPairs), _mm512_set1_epi32(begin));
-      // Half a number away from where the next row begins, for what the product errs.
+      // Half an element past its start, so that rounding of the product cannot reach the next row.
       const __m512 middle = _mm512_add_ps(_mm512_cvtepi32_ps(number), _mm512_set1_ps(0.5f));
       _mm512_store_si512(row + i, _mm512_cvttps_epi32(_mm512_mul_ps(middle, per_class)));
     }
@@ -46,7 +47,7 @@ namespace {
 
 #ifdef FK_HAS_AVX512_CODE
 
-// Kept from call to call: a table of a hundred classes takes as long as a few rows.
+// Kept from call to call: making the table for a hundred classes takes as long as a few rows.
 template <bool kPairs>
 DenseRows<kPairs>& dense_rows_of_this_thread() {
   static thread_local DenseRows<kPairs> rows;
@@ -75,11 +76,11 @@ struct DenseGroup {
     }
   }
 
-  // Of the numbers z in the rows `own`, at `place`, or at the next ones; with kLater not those of targets and marked
-  // classes.
+  // Gradients of the logits z, whose rows are `own`, at `place` or kNext vectors later. kLater leaves out the target
+  // and the special class.
   template <bool kLater, int kNext = 0>
   FK_AVX512 inline __attribute__((always_inline)) __m512 slopes(__m512 z, __m512i own, __m512i place) const {
-    // 0 for NaN, as in a row.
+    // The minimum turns NaN into 0; the factor of such a row is NaN already.
     const __m512 fall = _mm512_min_ps(_mm512_sub_ps(_mm512_permutexvar_ps(own, max), z), most);
     const ScaledExponential<Reals> e = scaled_exponential(-lanes_cast<Reals>(fall));
     __m512 slope = _mm512_mul_ps(lanes_cast<__m512>(e.mantissa), lanes_cast<__m512>(e.scale));
@@ -99,7 +100,7 @@ struct DenseGroup {
     return slope;
   }
 
-  // The same of words of two numbers.
+  // `slopes` for words that hold two half-precision logits.
   template <bool kLater>
   FK_AVX512 inline __attribute__((always_inline)) __m512i slopes_of_pairs(__m512i z, const int32_t* own,
                                                                           __m512i even) const {
@@ -110,7 +111,8 @@ struct DenseGroup {
     return Pair<Scalar>::join_plain(_mm512_castps_si512(of_low), _mm512_castps_si512(of_high));
   }
 
-  // Of a vector full of words at so many bytes from the first, which has the numbers at `place`; the next place.
+  // Computes and stores the gradients of one vector, `bytes` from the first, whose elements are at `place`. Returns the
+  // next place.
   template <bool kLater>
   FK_AVX512 inline __attribute__((always_inline)) __m512i store_slopes(const char* z, const char* own, int64_t bytes,
                                                                        __m512i place, char* grad) const {
@@ -133,7 +135,7 @@ struct DenseGroup {
     const __m512 numbers = _mm512_loadu_ps(from);
     return sizeof(Scalar) == 2 ? _mm512_castsi512_ps(with_plain_nan(_mm512_castps_si512(numbers))) : numbers;
   }
-  // Where the number of a label is; of -1, a number of another row or none.
+  // The element of each row's label. A label of -1 gives an element of another row, or none.
   FK_AVX512 static inline __attribute__((always_inline)) void find_places(const int32_t* label, __m512i begins,
                                                                           __m512i (&places)[2]) {
     places[0] = _mm512_add_epi32(_mm512_loadu_si512(label), begins);
@@ -157,7 +159,7 @@ FK_AVX512 void grad_of_dense_rows(const Scalar* logits, int64_t classes, int64_t
     __m512i place = sizeof(Scalar) == 2 ? _mm512_add_epi32(first, first) : first;
     int64_t i = 0;
     for (; i <= end - 128; i += 128) {
-      asm("" : "+r"(i));  // or gcc would keep an address for each of the five
+      asm("" : "+r"(i));  // without this gcc keeps an address for each of the five calls
       place = group.template store_slopes<kLater>(z_bytes, own, i, place, grad_bytes);
       place = group.template store_slopes<kLater>(z_bytes, own, i + 64, place, grad_bytes);
     }
@@ -179,7 +181,7 @@ FK_AVX512 void grad_of_dense_rows(const Scalar* logits, int64_t classes, int64_t
   }
 }
 
-// As GradOfColumns, at least sixteen rows, the last of which overlap their neighbours.
+// The gradient of at least sixteen rows; the last sixteen overlap their neighbours.
 template <typename Loss, typename Scalar>
 void grad_of_dense_rows(const Scalar* logits, int64_t classes, int64_t n_rows,
                         const DenseRows<sizeof(Scalar) == 2>& dense, const Tile<float>& tile, Scalar* grads) {
@@ -190,8 +192,8 @@ void grad_of_dense_rows(const Scalar* logits, int64_t classes, int64_t n_rows,
   }
 }
 
-// The logits of the rows' targets, in any layout with constant distances below kFarthest; 0 of an ignored row. At least
-// sixteen rows, the last of which overlap their neighbours.
+// The logits of the targets, for any layout whose constant distances are below kFarthest; 0 for an ignored row. At
+// least sixteen rows; the last sixteen overlap their neighbours.
 template <typename Scalar>
 FK_AVX512 void gather_targets(const Scalar* z, int64_t row_stride, int64_t class_stride, int64_t n_rows,
                               const int32_t* label, float* target_logit) {

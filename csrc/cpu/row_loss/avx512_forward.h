@@ -1,6 +1,7 @@
 // Sums of float rows of some dozens of adjacent classes, with AVX-512: four rows side by side, vector after vector.
-// They share what a loop costs, and four of their vectors are folded together. (Of half precision, which has to be
-// converted, and of fewer classes, sums of transposed rows are faster; of more classes, rows one by one.)
+// The four rows share the overhead of the loop, and their four vectors are reduced together. (Transposed rows are
+// faster for half precision, which needs a conversion, and for fewer classes. Rows one by one are faster for more
+// classes.)
 #pragma once
 
 #include <algorithm>
@@ -17,13 +18,14 @@ namespace {
 
 #ifdef FK_HAS_AVX512_CODE
 
-// A row in vectors. Only some classes of the first, at least one, are its own: the second has the others again.
+// A row as vectors. The first vector starts with `own` classes that no other has (at least one) and repeats the start
+// of the second.
 struct RowVectors {
   int64_t count, own;
   explicit RowVectors(int64_t classes) : count((classes + 15) / 16), own(classes - (count - 1) * 16) {}
 };
 
-// Four vectors, each folded to one lane.
+// Reduces each of four vectors to one lane.
 template <typename Combine>
 FK_AVX512 inline __attribute__((always_inline)) __m128 folded(const simd_t<float, 16> (&rows)[4], Combine combine) {
   using Reals = simd_t<float, 16>;
@@ -56,7 +58,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 maxima_of_four(const floa
   return folded(max, Larger{});
 }
 
-// As sum_exp_except over every class but the target.
+// Four times sum_exp_except, over every class but the target.
 template <bool kMayRise>
 FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float* z, int64_t stride,
                                                                     const RowVectors& vectors, const float* shift,
@@ -70,8 +72,8 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
     labels[i] = _mm512_set1_epi32(label[i]);
     sums[i] = Reals{};
   }
-  // As much is prefetched as is read here: contiguous rows follow each other, and in the order of addresses. In that of
-  // the reads, four runs at a time, it takes longer.
+  // Prefetches as many bytes as the loop reads, in the order of addresses, because contiguous rows follow each other.
+  // Prefetching in the order of the reads, four rows at a time, is slower.
   const float* ahead = z + kBlock;
   int64_t step = vectors.own;
   __m512i index = _mm512_loadu_si512(kFirst<int32_t>), index_step = _mm512_set1_epi32(static_cast<int32_t>(step));
@@ -94,7 +96,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m128 sums_of_four(const float*
   return folded(sums, Sum{});
 }
 
-// Of at least sixteen rows; the last of them overlap their neighbours.
+// For at least sixteen rows; the last sixteen overlap their neighbours.
 FK_AVX512 inline void sums_of_four_rows(const float* z, int64_t stride, int64_t classes, int64_t n_rows,
                                         Tile<float>& tile) {
   const RowVectors vectors(classes);
@@ -109,7 +111,7 @@ FK_AVX512 inline void sums_of_four_rows(const float* z, int64_t stride, int64_t 
       __m128 rest = sums_of_four<true>(rows, stride, vectors, shift, tile.label + r, tile.exp_zero);
       const __mmask8 is_large = _mm_cmp_ps_mask(rest, largest, _CMP_NLT_UQ);  // or NaN
       if (is_large) {
-        // Of those rows alone: the numbers of a row are not to depend on its neighbours.
+        // Only these rows are computed again, because the result of a row must not depend on its neighbours.
         _mm_mask_storeu_ps(shift, is_large, maxima_of_four(rows, stride, vectors));
         rest = _mm_mask_mov_ps(rest, is_large,
                                sums_of_four<false>(rows, stride, vectors, shift, tile.label + r, tile.exp_zero));

@@ -1,6 +1,6 @@
 // Sums of rows of few adjacent classes, with AVX-512: sixteen rows at a time are transposed in registers, four words of
 // each (cpu/simd/transpose.h), so that a vector has one class of sixteen rows (cpu/row_loss/across_rows_lanes.h).
-// Nothing is folded across a vector, and what a row costs beside its classes is shared by sixteen.
+// No reduction across a vector is needed, and sixteen rows share the cost of each step that runs once per row.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 #ifdef FK_HAS_AVX512_CODE
 
-// Four words of each of sixteen rows, as a vector for each class.
+// Loads four words of each of sixteen rows as one vector per class.
 template <typename Scalar>
 FK_AVX512 inline __attribute__((always_inline)) void load_transposed(
     const RowsOfSixteen<const Scalar>& rows, simd_t<float, 16> (&columns)[kWideClasses<Scalar>]) {
@@ -39,13 +39,15 @@ FK_AVX512 inline __attribute__((always_inline)) void load_transposed(
   }
 }
 
-// The first look at four words of each of sixteen rows, from the class c on, which are kept for the second.
+// First pass over four words of each of sixteen rows, from class c on. `kept` receives the transposed logits for the
+// second pass.
 template <typename Loss, typename Scalar>
 FK_AVX512 inline __attribute__((always_inline)) void look_at_words(const RowsOfSixteen<const Scalar>& rows,
                                                                    const Scalar* ahead, int64_t c,
                                                                    SumsOfLanes<Loss, float, 16>& sums, float* kept) {
   constexpr int64_t kWidth = kWideClasses<Scalar>;
-  // As much as is read here, of what contiguous rows have a few pages on: the processor does not foresee sixteen runs.
+  // Prefetches as many bytes as the loop reads, a few pages ahead for contiguous rows: the processor's own prefetching
+  // does not follow sixteen streams.
   for (int64_t i = 0; i < kWidth * 16; i += 64 / static_cast<int64_t>(sizeof(Scalar))) prefetch(ahead + i);
   simd_t<float, 16> columns[kWidth];
   load_transposed(rows, columns);
@@ -55,9 +57,9 @@ FK_AVX512 inline __attribute__((always_inline)) void look_at_words(const RowsOfS
   }
 }
 
-// The first pass over the classes of the rows from `first` of the tile on, sixteen after sixteen. Their logits are kept
-// for the second, [n_rows / 16, classes, 16]. At least sixteen rows; the last of them, and the last classes, overlap
-// their neighbours.
+// First pass over the classes of the rows from `first` of the tile on, sixteen rows at a time. kept, [n_rows / 16,
+// classes, 16], receives their logits for the second pass. At least sixteen rows; the last sixteen, and the last
+// classes, overlap their neighbours.
 template <typename Loss, typename Scalar>
 FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
                                    Tile<float>& tile, float* kept) {
@@ -80,7 +82,7 @@ FK_AVX512 void look_at_turned_rows(const Scalar* z, int64_t stride, int64_t clas
   }
 }
 
-// The same of fewer classes than four words: they are gathered.
+// The first pass for fewer classes than four words: the logits are gathered.
 template <typename Loss, typename Scalar>
 FK_AVX512 void look_at_gathered_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t first, int64_t n_rows,
                                      Tile<float>& tile, float* kept) {
@@ -100,12 +102,12 @@ FK_AVX512 void look_at_gathered_rows(const Scalar* z, int64_t stride, int64_t cl
   }
 }
 
-constexpr int64_t kComparedClasses = 32;  // up to here comparing every class with the label is faster than taken_out
+constexpr int64_t kComparedClasses = 32;  // up to here, comparing every class with the label is faster than taken_out
 
-// Classes that are added one after the other: a long run of roundings would all go one way where logits are equal.
+// Classes per partial sum: the rounding errors of a longer run of equal terms all have one sign.
 constexpr int64_t kTransposedPart = 16;
 
-// The logits of the targets, whose places take -inf; 0 where a row has none.
+// Returns the logits of the targets, 0 for a row without one, and writes -inf in their places.
 FK_AVX512 inline __attribute__((always_inline)) simd_t<float, 16> taken_out(float* columns,
                                                                             const simd_t<int32_t, 16>& label) {
   const __m512i labels = lanes_cast<__m512i>(label);
@@ -117,7 +119,7 @@ FK_AVX512 inline __attribute__((always_inline)) simd_t<float, 16> taken_out(floa
   return lanes_cast<simd_t<float, 16>>(logits);
 }
 
-// The second pass, of one kind or the other: what a loop holds in registers is not what the other does.
+// The second pass. kTakesOut is a template argument, because the two variants need different registers.
 template <typename Loss, bool kTakesOut>
 FK_AVX512 void add_kept_rows(float* kept, int64_t classes, int64_t first, int64_t n_rows, Tile<float>& tile) {
   using Sums = SumsOfLanes<Loss, float, 16>;
@@ -150,7 +152,7 @@ FK_AVX512 void add_kept_rows(float* kept, int64_t classes, int64_t first, int64_
 template <typename Loss, typename Scalar>
 void sums_of_transposed_rows(const Scalar* z, int64_t stride, int64_t classes, int64_t n_rows, Tile<float>& tile) {
   alignas(64) float kept[kMostTransposed * 16];
-  // The whole tile where it can be kept, or sixteen rows at a time.
+  // Takes the whole tile if its logits fit `kept`, else sixteen rows at a time.
   const int64_t at_once = classes * kTileRows <= kMostTransposed * 16 ? n_rows : 16;
   for (int64_t r = 0; r < n_rows; r += at_once) {
     const int64_t row = std::min(r, n_rows - at_once);

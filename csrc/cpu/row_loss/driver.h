@@ -146,7 +146,7 @@ struct TargetOfColumns {
   }
 };
 
-// Whether the targets of these rows were gathered.
+// Reads the targets' logits with gather instructions. Returns false if the layout does not allow it.
 template <typename Scalar>
 bool gather_targets_of(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                        Tile<compute_t<Scalar>>& tile) {
@@ -164,8 +164,7 @@ bool gather_targets_of(const RowLossArgs<Scalar>& args, int64_t row_begin, int64
   return false;
 }
 
-// The logits of the targets, where they are needed, and the upstream gradient. The former come from `transposed`, if
-// they were brought there.
+// Reads the upstream gradient and, if needed, the logits of the targets; these come from `transposed` if that is given.
 template <typename Loss, typename Scalar>
 void read_for_grad(const RowLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows, bool needed,
                    const compute_t<Scalar>* transposed, Tile<compute_t<Scalar>>& tile) {
@@ -182,7 +181,7 @@ void read_for_grad(const RowLossBackward<Scalar>& args, int64_t row_begin, int64
     const auto* marked = args.saved + 3 * args.rows + row_begin;
     const auto classes = static_cast<label_int<compute_t<Scalar>>>(args.classes);
     for (int64_t r = 0; r < n_rows; ++r) {
-      // Not beyond the row, whatever was given as saved.
+      // `saved` may be forged: the special class must lie in the row.
       const auto c = number_as_class(marked[r]);
       tile.special[r] = c >= 0 && c < classes ? c : kNoTarget;
     }
@@ -210,7 +209,7 @@ void finish_any_grad(const RowLossBackward<Scalar>& args, int64_t row_begin, int
   }
 }
 
-// Backward, rows that are dense; of double there are none.
+// The gradient of contiguous rows; double has no such loop.
 template <typename Scalar, bool = sizeof(Scalar) <= sizeof(float)>
 struct DenseGradient {
   void prepare(int64_t /*classes*/) {}
@@ -237,7 +236,7 @@ void backward_labels(const RowLossBackward<Scalar>& args, int64_t row_begin, int
       plan_backward(args.layout, args.grad_layout, args.rows, args.classes, sizeof(Scalar), has_avx512());
   const RowPath rest = plan_backward_rest(args.layout, args.grad_layout, args.classes);
   const bool columns = rest == RowPath::kAcrossRows;
-  // On the stack where it fits: an allocation of this size would be a tenth of a small batch's time.
+  // On the stack if it fits: allocating it would take a tenth of a small batch's time.
   alignas(64) Real small[2 * kFewClasses * kTileRows];
   std::unique_ptr<Real[]> large;
   if (rest == RowPath::kTransposedTile && args.classes > kFewClasses)
@@ -246,7 +245,8 @@ void backward_labels(const RowLossBackward<Scalar>& args, int64_t row_begin, int
   Real* grad_transposed = transposed + args.classes * kTileRows;
   DenseGradient<Scalar> dense_gradient;
   if (whole_tiles == RowPath::kDenseRows) dense_gradient.prepare(args.classes);
-  const bool needs_more = !kIsFocal<Loss> || args.grad_gamma;  // the focal loss has all else from the forward pass
+  // the focal loss has everything else from the forward pass
+  const bool needs_more = !kIsFocal<Loss> || args.grad_gamma;
   Tile<Real> tile;
   if (!args.gamma) std::fill_n(tile.gamma, kTileRows, args.gamma_value);
   if (args.grad_stride == 0) {

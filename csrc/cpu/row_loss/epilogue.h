@@ -1,4 +1,4 @@
-// From sums to loss and slope, a tile of rows at a time; of the focal loss in epilogue_focal.h.
+// Epilogue: from sums to loss and slope, a tile of rows at a time. epilogue_focal.h has that of the focal loss.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
     const Real rest = tile.sum_exp_others[r], all_but_one = rest + (e - Real(1));
     const Real log_s = log_of_unit_sum(Real(1), all_but_one);
     // The target's u = rest / S; as p -> 0 it approaches 1, and only log(1 - p) keeps its digits.
-    const bool is_likely = rest < e;  // and then m is its logit, whichever was subtracted
+    const bool is_likely = rest < e;  // then m is the target's logit in either case
     const Real p = e / (Real(1) + all_but_one);
     const Real log_rest_or_u = log_of_unit_sum(is_likely ? rest : Real(1), is_likely ? Real(0) : -p);
     tile.log_s[r] = log_s;
@@ -40,7 +40,7 @@ FK_VECTOR_CLONES void finish_sums(int64_t n_rows, Tile<Real>& tile) {
   }
 }
 
-// table_gamma for many probabilities, bins outermost, so that the rows of a tile are compared together.
+// table_gamma for many probabilities. The outer loop runs over bins, so that the rows of a tile are compared together.
 template <typename Real>
 FK_VECTOR_CLONES void look_up_gamma_by_steps(const Real* p, int64_t n, const Real* edges, const Real* gammas,
                                              int64_t n_bins, Real* gamma) {
@@ -58,8 +58,7 @@ FK_VECTOR_CLONES void look_up_gamma_by_steps(const Real* p, int64_t n, const Rea
 #ifdef FK_HAS_AVX512_CODE
 constexpr int64_t kWideTable = 16;
 
-// The same for a table that fits a register each for its edges and gammas: halving instead of steps, the edges being in
-// ascending order.
+// table_gamma for a table whose edges and gammas fit one register each: a binary search, because the edges ascend.
 FK_AVX512 inline __attribute__((always_inline)) __m512 gammas_of_bins(__m512 p, __m512 edges, __m512 gammas) {
   __m512i bin = _mm512_setzero_si512();
   for (int step = kWideTable / 2; step > 0; step /= 2) {
@@ -103,7 +102,7 @@ FK_VECTOR_CLONES void exponentials(const Real* x, int64_t n, Real* result) {
   for (int64_t i = 0; i < n; ++i) result[i] = exponential(x[i]);
 }
 
-// The same from log p.
+// look_up_gamma for log p.
 template <typename Real>
 void look_up_gamma_of_log(const Real* log_p, int64_t n, const Real* edges, const Real* gammas, int64_t n_bins,
                           Real* gamma) {
@@ -115,7 +114,7 @@ void look_up_gamma_of_log(const Real* log_p, int64_t n, const Real* edges, const
   }
 }
 
-// Without the logarithms and squares.
+// The numbers of a row, without logarithms and squares.
 template <typename Loss, typename Real>
 FK_HOST_DEVICE RowNumbers<Real> numbers_of(const Tile<Real>& tile, int64_t r, Real epsilon, bool detached) {
   RowNumbers<Real> row;
@@ -167,7 +166,8 @@ template <typename Loss, bool kGradGamma, typename Real>
 FK_VECTOR_CLONES void finish_grad(const Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
                                   int64_t n_rows, Real epsilon, bool detach_modulation, Tile<Real>& tile) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
-  const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
+  // as wide as the numbers that it selects; otherwise gcc does not vectorize the loop
+  const Real detached = detach_modulation ? 1 : 0;
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const Real max = saved[r], log_s = saved[rows + r], third = saved[2 * rows + r];
@@ -180,7 +180,7 @@ FK_VECTOR_CLONES void finish_grad(const Real* saved /* [kSavedNumbers, rows], at
     const bool ignored = tile.label[r] == kNoTarget;
     const Real upstream = tile.upstream[r] * tile.weight[r];
     const Real scale = ignored ? Real(0) : upstream;
-    // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
+    // An ignored row has a zero gradient even where its logits are infinite or NaN.
     const bool is_zero = scale == Real(0);
     const Real inv_sum_exp = bounded_exponential(-log_s);
     const Real factor = upstream * grad.factor * inv_sum_exp, target_grad = upstream * grad.at_target;

@@ -1,16 +1,16 @@
-// From sums to loss and slope, as epilogue.h, for the focal and inverse focal loss of labels. Its formulas are
-// those of math/focal.h, from other numbers:
+// Epilogue of the focal and inverse focal loss of labels. The formulas are those of math/focal.h, written with the
+// sums:
 //
 //   S = rest + e^(z_y - m)    L = -log p = log S - (z_y - m)    p = e^(z_y - m) / S    u = 1 - p = rest / S
 //   f = base^|gamma|          base = u, or 1 + p for a negative gamma
 //   loss = f L                c = f (1 + gamma p L / base), or f where the modulation is detached
 //
-// The gradient is c p_j = (c / S) e^(z_j - m), and that of the target -c u = -(c / S) rest. The forward pass has all of
-// that at hand, and keeps it: saved [3, rows] = (m, c / S, -rest). gamma = 2 for every row, the common case, is a
-// square: no logarithm and no power.
+// The gradient is c p_j = (c / S) e^(z_j - m), and that of the target -c u = -(c / S) rest. The forward pass saves
+// these: saved [3, rows] = (m, c / S, -rest). gamma = 2 for every row, the common case, is a square: no logarithm and
+// no power.
 //
-// A loop has one exponential or logarithm, and leaves to the next what it found of the tile: in a longer one the steps
-// of a row wait for each other, and those of the next are out of the processor's sight.
+// Each loop computes one exponential or logarithm per row and stores it for the next loop. A fused loop would be bound
+// by latency.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ namespace {
 template <typename Loss>
 constexpr bool kIsFocal = std::is_same_v<Loss, FocalFormula>;
 
-// e^(z_y - m), in the place of p.
+// Writes e^(z_y - m) to tile.p.
 template <typename Real>
 FK_HOST_DEVICE void exponentials_of_targets(int64_t n_rows, Tile<Real>& tile) {
   const Real lowest = tile.exp_zero[0];
@@ -40,7 +40,7 @@ FK_HOST_DEVICE void exponentials_of_targets(int64_t n_rows, Tile<Real>& tile) {
   }
 }
 
-// 1 / S, p, p - 1 with all its digits, and L.
+// 1 / S, p, p - 1 without cancellation, and L.
 template <typename Real>
 FK_HOST_DEVICE void shares_of_sums(int64_t n_rows, Tile<Real>& tile) {
   exponentials_of_targets(n_rows, tile);
@@ -57,19 +57,19 @@ FK_HOST_DEVICE void shares_of_sums(int64_t n_rows, Tile<Real>& tile) {
   }
 }
 
-// L where it multiplies p, which is 0 where L is cut off.
+// L as a finite factor of p: where L exceeds the largest number, p is 0.
 template <typename Real>
 FK_HOST_DEVICE Real finite_part(Real minus_log_p, Real largest) {
   return largest < minus_log_p ? largest : minus_log_p;
 }
 
-// The base of f as a sum that keeps its digits: of a likely class it is u itself, otherwise 1 - p or 1 + p.
+// The base of f as a sum of two terms without cancellation: u and 0 for a likely class, otherwise 1 and -p, or 1 and p.
 template <typename Real>
 struct TwoTerms {
   Real large;
   Real small;
 };
-// Without kEverInverse gamma is not negative.
+// Without kEverInverse no gamma is negative.
 template <bool kEverInverse, typename Real>
 FK_HOST_DEVICE TwoTerms<Real> base_of_factor(const Tile<Real>& tile, int64_t r) {
   const Real p = tile.p[r];
@@ -79,7 +79,7 @@ FK_HOST_DEVICE TwoTerms<Real> base_of_factor(const Tile<Real>& tile, int64_t r) 
   return {likely ? u_or_one : Real(1), likely ? Real(0) : other};
 }
 
-// Where the base is 0 its logarithm is not -inf but far below 0: L is 0 there, and so is all that f multiplies.
+// Where the base is 0 its logarithm is a large negative number, not -inf: L is 0 there, and so is every product with f.
 template <bool kEverInverse, typename Real>
 FK_HOST_DEVICE void logs_of_bases(int64_t n_rows, Tile<Real>& tile) {
 #pragma omp simd
@@ -95,13 +95,13 @@ FK_HOST_DEVICE Real focal_factor(const Tile<Real>& tile, int64_t r, Real lowest)
   const Real log_factor = (kEverInverse && gamma < Real(0) ? -gamma : gamma) * log_base;
   const ScaledExponential<Real> e = scaled_exponential(lowest > log_factor ? lowest : log_factor);
   const Real factor = e.mantissa * e.scale;
-  // From half of the largest number on.
+  // the factor overflows from half of the largest number on
   return kEverInverse && log_factor > -lowest ? std::numeric_limits<Real>::infinity() : factor;
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-// A number of a row, 0 if it is ignored. Where all count, with weight 1 (kPlain), there is nothing to ask.
+// The number, or 0 for an ignored row. kPlain: every row counts with weight 1, so no test is needed.
 template <bool kPlain, typename Real>
 FK_HOST_DEVICE Real kept(const Tile<Real>& tile, int64_t r, Real number) {
   if constexpr (kPlain) return number;
@@ -140,7 +140,7 @@ FK_HOST_DEVICE void square_loss_of(int64_t n_rows, bool detach_modulation, Tile<
   sums->weight += kPlain ? static_cast<double>(n_rows) : weight_sum;
 }
 
-// The loss for gamma = 2, and the numbers of the rows for the backward pass.
+// The loss for gamma = 2, and the saved numbers of the rows.
 template <typename Real>
 FK_VECTOR_CLONES void finish_square_loss(int64_t n_rows, bool detach_modulation, Tile<Real>& tile,
                                          Real* saved /* [kSavedNumbers, rows], at this tile */, int64_t rows,
@@ -162,7 +162,8 @@ FK_HOST_DEVICE void power_loss_of(int64_t n_rows, bool detach_modulation, const 
                                   int64_t rows, Real* losses, RowLossSums* sums) {
   constexpr Real kTiny = std::numeric_limits<Real>::epsilon() / 2;
   const Real lowest = tile.exp_zero[0], largest = -lowest;
-  const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
+  // as wide as the numbers that it selects; otherwise gcc does not vectorize the loop
+  const Real detached = detach_modulation ? 1 : 0;
   double loss_sum = 0, weight_sum = 0;
 #pragma omp simd reduction(+ : loss_sum, weight_sum)
   for (int64_t r = 0; r < n_rows; ++r) {
@@ -172,7 +173,7 @@ FK_HOST_DEVICE void power_loss_of(int64_t n_rows, bool detach_modulation, const 
     loss_sum += static_cast<double>(loss);
     if constexpr (!kPlain) weight_sum += static_cast<double>(tile.weight[r]);
     const Real ratio = (tile.p[r] * finite_part(tile.minus_log_p[r], largest)) / base;
-    const Real phi = base < kTiny ? Real(1) : ratio;  // 0 / 0 in the end
+    const Real phi = base < kTiny ? Real(1) : ratio;  // the limit of 0 / 0
     const Real whole = factor * (Real(1) + tile.gamma[r] * phi);
     save_row<kPlain>(tile, r, detached > Real(0) ? factor : whole, saved, rows);
   }
@@ -193,7 +194,7 @@ FK_VECTOR_CLONES void finish_power_loss(int64_t n_rows, bool detach_modulation, 
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// The coefficients of a row's gradient. The upstream gradient of plain rows is one number, and not 0.
+// The coefficients of a row's gradient. Plain rows share one upstream gradient, which is not 0.
 template <bool kPlain, typename Real>
 FK_HOST_DEVICE void grads_of(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
@@ -207,7 +208,7 @@ FK_HOST_DEVICE void grads_of(const Real* saved, int64_t rows, int64_t n_rows, Ti
       tile.factor[r] = factor;
       tile.target_grad[r] = target_grad;
     } else {
-      // Also where the logits are infinite or NaN: an ignored row has a zero gradient whatever it holds.
+      // An ignored row has a zero gradient even where its logits are infinite or NaN.
       const bool is_zero = kept<kPlain>(tile, r, upstream) == Real(0);
       tile.shift[r] = is_zero ? kInfinity : max;
       tile.factor[r] = is_zero ? Real(0) : factor;
@@ -226,7 +227,7 @@ FK_VECTOR_CLONES void finish_focal_grads(const Real* saved, int64_t rows, int64_
   }
 }
 
-// The slope in gamma, f L log(base), all of it once more from the logits of the targets.
+// dL/dgamma = f L log(base), computed again from the logits of the targets.
 template <typename Real>
 FK_VECTOR_CLONES void finish_gamma_grads(const Real* saved, int64_t rows, int64_t n_rows, Tile<Real>& tile,
                                          Real* grad_gamma) {
@@ -270,7 +271,7 @@ void finish_focal_loss(const RowLossForward<Scalar>& args, int64_t row_begin, in
   }
 }
 
-// tile.target_logit is needed for the slope in gamma alone, which is never wanted of a table.
+// tile.target_logit is needed only for dL/dgamma, which a table of gammas does not have.
 template <typename Scalar>
 void finish_focal_grad(const RowLossBackward<Scalar>& args, int64_t row_begin, int64_t n_rows,
                        Tile<compute_t<Scalar>>& tile) {

@@ -1,5 +1,5 @@
-// Cross-entropy with the maximum mean calibration error of a batch, on the CPU. The rows are those of every loss; the
-// batch is
+// Cross-entropy with the maximum mean calibration error of a batch, on the CPU. The sums of a row are those of every
+// loss. The error of the batch is
 //
 //   mmce^2 = sum_ij a_i a_j e^(-|r_i - r_j| / h),   a_i = (c_i - r_i) / m
 //
@@ -28,8 +28,8 @@ namespace {
 template <typename Real>
 using BitsOf = std::make_unsigned_t<typename detail::Format<Real>::Int>;
 
-// A row in the order of the confidences: a number of `kNumberBits` bits that grows with the confidence, above the row's
-// index and, lowest, whether it is correct. Two words where one has no room for the index.
+// A sort key: `kNumberBits` bits that grow with the confidence, then the row's index, then one bit for a correct row.
+// It takes two words if one has no room for the index.
 template <int kNumberBits>
 struct KeyOf {
   using type = uint64_t;
@@ -39,7 +39,7 @@ struct KeyOf<64> {
   __extension__ using type = unsigned __int128;
 };
 
-// The rows that count and are correct, in words as wide as the logits: loops over both have one vector width.
+// Flags of a row, in words as wide as the logits, so that loops over both have one vector width.
 enum Flag { kCorrect = 1, kCounts = 2 };
 
 template <typename Label, typename Real>
@@ -53,8 +53,8 @@ FK_VECTOR_CLONES void compare_rows(const Label* labels, int64_t ignore_index, co
   }
 }
 
-// The numbers of rows that count and that are correct, and the bits of log_s. These have the order of log_s, because it
-// is not negative.
+// The number of rows that count, the number of correct ones, and the range of the bits of log_s. The bits have the
+// order of log_s, because log_s is not negative.
 template <typename Bits>
 struct Extent {
   int64_t count;
@@ -104,7 +104,7 @@ FK_VECTOR_CLONES void write_keys(const Real* log_s, const BitsOf<Real>* flags, i
   }
 }
 
-// Ascending, for keys that are nearly so. Returns false where they are not, in any order.
+// Insertion sort for keys that are nearly ascending. Returns false, with the keys in any order, if they are not.
 template <typename Key>
 bool insert_keys(Key* keys, int64_t n) {
   int64_t moves = 0;
@@ -126,8 +126,8 @@ bool insert_keys(Key* keys, int64_t n) {
 
 constexpr int64_t kFewKeys = 16, kManyKeys = 1024;
 
-// Ascending. `other` has room for as many keys; either of the two is returned. The first digits of the numbers, whose
-// bits are `width`, are counted, and what is left is little for nearly every batch.
+// Radix sort, ascending. `other` has room for as many keys; the result is in either array. It sorts by the leading bits
+// of `width`; insertion sort finishes nearly every batch.
 template <int kShift, typename Key>
 Key* sort_keys(Key* keys, Key* other, int64_t n, int width) {
   if (n <= kFewKeys && insert_keys(keys, n)) return keys;
@@ -136,7 +136,7 @@ Key* sort_keys(Key* keys, Key* other, int64_t n, int width) {
   const auto mask = static_cast<uint32_t>((1 << digit_bits) - 1);
   using Place = std::conditional_t<sizeof(Key) == sizeof(uint64_t), uint32_t, uint64_t>;
   Place places[2][1 << kMostBits];
-  // From this bit of the numbers on; a second time, if need be, from the lowest.
+  // Sorts from this bit on; if insertion sort then fails, from the lowest bit.
   for (int lowest = std::max(0, width - 2 * digit_bits);; lowest = 0) {
     for (int first = lowest; first < width; first += 2 * digit_bits) {
       const int digits = first + digit_bits < width ? 2 : 1;
@@ -164,9 +164,9 @@ Key* sort_keys(Key* keys, Key* other, int64_t n, int width) {
 struct Ordered {
   double* r;      // ascending
   double* a;      // (c - r) / m
-  double* decay;  // what is left of a sum on the way to the next confidence
-  double* up;     // sum over what is not above, seen from the confidence at hand
-  double* down;   // sum over what is not below
+  double* decay;  // the kernel between neighbours: e^(-(difference of confidences) / h)
+  double* up;  // sum over the rows of lower or equal confidence
+  double* down;  // sum over the rows of higher or equal confidence
   double* slope;  // d(squared)/d(log_s)
 };
 constexpr int kArrays = 6;
@@ -178,7 +178,7 @@ FK_VECTOR_CLONES void confidences(const Key* keys, BitsOf<Real> most, int64_t n,
   for (int64_t i = 0; i < n; ++i) {
     const double s = static_cast<double>(bit_cast<Real>(static_cast<BitsOf<Real>>(most - (keys[i] >> kShift))));
     const double lack = -exponential_minus_one(-s);
-    // The difference is as right as float logits are; the exponential to the last digit.
+    // For float logits the difference is accurate enough; double needs the exponential.
     const double confidence = sizeof(Real) == sizeof(float) ? 1.0 - lack : exponential(-s);
     r[i] = confidence;
     a[i] = keys[i] & 1 ? lack * of_correct : -confidence * of_wrong;
@@ -190,7 +190,7 @@ FK_VECTOR_CLONES void decays(const double* r, int64_t n, double rate, double* de
   for (int64_t i = 0; i < n - 1; ++i) decay[i] = exponential((r[i] - r[i + 1]) * rate);
 }
 
-// A step of either sum is one multiplication and addition, and waits for the step before.
+// Both sums in one loop: each step is a multiplication and an addition that waits for the step before.
 FK_VECTOR_CLONES void sum_up_and_down(const double* a, const double* decay, int64_t n, double* up, double* down) {
   double from_below = a[0], from_above = a[n - 1];
   up[0] = from_below;
@@ -222,7 +222,7 @@ FK_VECTOR_CLONES double slopes(const Ordered& rows, const Key* keys, int64_t n, 
   return squared;
 }
 
-// Among rows of one confidence the others are neither above nor below.
+// Corrects the slopes of rows of equal confidence: such rows do not count as lower or higher.
 void correct_ties(const Ordered& rows, int64_t n, double rate) {
   const double *r = rows.r, *a = rows.a, *decay = rows.decay, *up = rows.up, *down = rows.down;
   const auto below = [&](int64_t i) { return i > 0 ? up[i - 1] * decay[i - 1] : 0.0; };
@@ -273,7 +273,7 @@ double error_of_rows(const MmceBatch& batch, const Real* log_s, const BitsOf<Rea
   sum_up_and_down(rows.a, rows.decay, n, rows.up, rows.down);
   const double squared = slopes(rows, keys, n, rate, of_correct, of_wrong);
   correct_ties(rows, n, rate);
-  // At 0 the root has no derivative; 0 is taken. Rounding may leave the square just below 0.
+  // The root has no derivative at 0; 0 is used. Rounding may leave the square slightly below 0.
   const double error = squared > 0 ? std::sqrt(squared) : 0;
   const double of_root = squared > 0 ? 0.5 / error : 0;
   if (n < batch.rows) std::fill_n(slope, batch.rows, Real(0));
@@ -309,7 +309,7 @@ MmceError mmce_of_batch(const MmceBatch& batch, const Real* log_s, const Real* t
     return {0, extent.count};
   }
   if (extent.most > bit_cast<Bits>(std::numeric_limits<Real>::infinity())) {
-    // A row without a softmax makes the batch one without an error; it has no place in the order either.
+    // A row with NaN logits has no place in the order, so the error of the batch is NaN.
     std::fill_n(slope, batch.rows, std::numeric_limits<Real>::quiet_NaN());
     return {std::numeric_limits<double>::quiet_NaN(), extent.count};
   }

@@ -1,4 +1,4 @@
-// A tile of rows is read: labels, class weights, gammas; logits in any layout as columns, and columns back.
+// Reads a tile of rows: labels, class weights, gammas, and logits in any layout as columns. Writes columns back.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,12 @@
 namespace focalkern::cpu {
 namespace {
 
-// Returns whether all labels are in range: if not, what it wrote is not to be used.
+// Returns whether all labels are in range. If not, the values it wrote must not be used.
 template <typename Label, typename Real>
 FK_HOST_DEVICE bool read_labels_in_range(const Label* labels, int64_t n_rows, int64_t classes, Tile<Real>& tile) {
-  using Bits = std::make_unsigned_t<Label>;  // in which a negative label is a large one
+  using Bits = std::make_unsigned_t<Label>;  // a negative label is a large unsigned number
   Bits largest = 0;
-#pragma GCC ivdep  // of a reduction of integers: for one of `omp simd` gcc goes through memory
+#pragma GCC ivdep  // gcc would keep an integer reduction of `omp simd` in memory
   for (int64_t r = 0; r < n_rows; ++r) {
     const Bits label = static_cast<Bits>(labels[r]);
     largest = label > largest ? label : largest;
@@ -28,7 +28,7 @@ FK_HOST_DEVICE bool read_labels_in_range(const Label* labels, int64_t n_rows, in
   return static_cast<uint64_t>(largest) < static_cast<uint64_t>(classes) && static_cast<Label>(largest) >= 0;
 }
 
-// Returns whether any label is neither in range nor the ignored one.
+// Returns whether any label is neither in range nor ignore_index.
 template <typename Label, typename Real>
 FK_HOST_DEVICE bool read_any_labels(const Label* labels, int64_t n_rows, int64_t classes, int64_t ignore_index,
                                     Tile<Real>& tile) {
@@ -45,7 +45,7 @@ FK_HOST_DEVICE bool read_any_labels(const Label* labels, int64_t n_rows, int64_t
   return wrong != 0;
 }
 
-// Returns whether any label is wrong. The tile is plain if none is ignored.
+// Returns whether any label is wrong. Sets tile.plain if no row is ignored.
 template <typename Label, typename Scalar>
 FK_HOST_DEVICE bool read_labels(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows,
                                 Tile<compute_t<Scalar>>& tile) {
@@ -75,8 +75,8 @@ FK_HOST_DEVICE void read_gammas(const Real* gamma, int64_t stride, int64_t n_row
   tile.ever_inverse = any_inverse(tile.gamma, n_rows);
 }
 
-// Labels, class weights and, where they are wanted, gammas of a tile. Returns the first row whose label is out of
-// range, or -1.
+// Reads labels, class weights and, if wanted, gammas of a tile. Returns the first row whose label is out of range, or
+// -1.
 template <typename Scalar>
 FK_VECTOR_CLONES int64_t read_rows(const RowLossArgs<Scalar>& args, int64_t row_begin, int64_t n_rows, bool with_gammas,
                                    Tile<compute_t<Scalar>>& tile) {
@@ -104,7 +104,7 @@ FK_VECTOR_CLONES int64_t read_rows(const RowLossArgs<Scalar>& args, int64_t row_
   return row;
 }
 
-// The number of rows that one tile takes: for columns, those that are adjacent in memory.
+// The number of rows in this tile. Columns must be adjacent in memory.
 template <typename Scalar>
 int64_t tile_rows(const RowLossArgs<Scalar>& args, bool columns, int64_t row, int64_t row_end) {
   int64_t n = std::min(kTileRows, row_end - row);

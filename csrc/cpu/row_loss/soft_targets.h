@@ -7,8 +7,7 @@
 // it, and for the terms of its classes. saved [3 or 4, rows] = (m, rest, others): the largest logit, the sum of e^(z_j
 // - m) over all other classes, and the sum of a_j over all classes but one above kUnlikely. With that the backward pass
 // reads a row once and writes its gradient. Vectors run along the classes of rows or, where classes are few or rows
-// adjacent, across rows (soft_targets_lanes.h); the type of both is that of the computation, and narrower logits are
-// copied.
+// adjacent, across rows (soft_targets_lanes.h). Half-precision logits are first copied to float.
 #pragma once
 
 #include <algorithm>
@@ -52,13 +51,13 @@ class SoftReader {
     rows.classes = columns.classes = args.classes;
   }
 
-  // Rows that are taken together; along classes, as many as stay in the first-level cache.
+  // Rows per tile; along classes, as many as fit the first-level cache.
   int64_t count(int64_t row, int64_t row_end) const {
     const int64_t n = tile_rows(args, is_columns_of_memory, row, row_end);
     return across ? n : std::min(n, std::max<int64_t>(1, kBlock / args.classes));
   }
 
-  // Labels, gammas and pointers of a tile. Returns the first row whose label is out of range, or -1.
+  // Reads labels, gammas and pointers of a tile. Returns the first row whose label is out of range, or -1.
   int64_t read(int64_t row, int64_t n) {
     if (args.target_probs) {
       std::fill_n(tile.label, kTileRows, label_int<Real>(kNoTarget));
@@ -95,7 +94,7 @@ class SoftReader {
     }
   }
 
-  // The whole share of the largest class, of rows where that is likely.
+  // The share of the likely class of each row that has one.
   void read_top_shares(int64_t n) {
     if (!uniform && !across) run_in_widest<LikelyOfRows>(rows, n, tile);
     if (tile.has_labels) {
@@ -109,7 +108,7 @@ class SoftReader {
     }
   }
 
-  // Calls f with the kind of gammas of this tile.
+  // Calls f with the type of this tile's gammas.
   template <typename Function>
   void with_gammas(Function f) const {
     if constexpr (!Loss::kHasGamma) {
@@ -147,7 +146,7 @@ class SoftReader {
 
   std::unique_ptr<Real[]> memory_of_logits, memory_of_targets, memory_of_grads, memory_of_target_grads;
 
-  // Memory for a tile in the form that the loops take.
+  // Scratch memory for a tile that must be copied.
   Real* scratch(std::unique_ptr<Real[]>& memory) const {
     const int64_t most = across ? kTileRows : std::min(kTileRows, std::max<int64_t>(1, kBlock / args.classes));
     if (!memory) memory.reset(new Real[args.classes * most]());
@@ -220,7 +219,8 @@ class SoftReader {
     std::fill_n(rows.grad_target, n, nullptr);
   }
 
-  // Of the label what its share is beyond that of the others, and of the row what its loss is multiplied with.
+  // tile.label_share: the label's share beyond that of the other classes. tile.row_weight: the factor of the row's
+  // loss.
   void read_weights(int64_t n) {
     constexpr bool kOfRows = Loss::kTarget == SoftTarget::kRows;
     std::fill_n(tile.label_share, kTileRows, kOfRows ? shares.kept + shares.spread : shares.kept);
@@ -367,7 +367,7 @@ FK_VECTOR_CLONES void store_row(const Real* from, int64_t n, Number* to) {
   for (int64_t c = 0; c < n; ++c) to[c] = Store<Number>::from_compute(from[c]);
 }
 
-// The gradients of a tile, where they belong or by way of memory in the form that the loops take.
+// Writes the gradients of a tile, directly or through scratch memory in the layout of the loops.
 template <typename Loss, typename Scalar>
 void write_soft_grads(const RowLossBackward<Scalar>& args, int64_t row, int64_t n, SoftReader<Loss, Scalar>& reader) {
   using Real = compute_t<Scalar>;
@@ -405,7 +405,7 @@ void write_soft_grads(const RowLossBackward<Scalar>& args, int64_t row, int64_t 
     return;
   }
   auto& rows = reader.rows;
-  // A layout that is not there has no rows to count.
+  // An absent gradient has no layout; that of its input has the same number of rows.
   const RowLayout& grad_layout = args.grad_logits ? args.grad_layout : args.layout;
   const RowLayout& target_layout = args.grad_target ? args.target_layout : args.layout;
   const bool target_in_place = target_layout.class_stride == 1;

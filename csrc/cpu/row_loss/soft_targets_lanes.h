@@ -1,8 +1,8 @@
 // Loops over the classes of rows with soft targets: sums, and the gradient.
 //
-// A class above kUnlikely, of which a row has one at most, is left to the epilogue (row_loss_soft_tile.h): for all
-// others 1 - p does not cancel, and p and log p are enough (`unlikely_terms`). Vectors run along the classes of one
-// row, or across adjacent rows; what they do with a class is the same (SoftLanes).
+// A likely class is one with p above kUnlikely; a row has at most one. The epilogue computes it (soft_targets_tile.h).
+// For all others 1 - p does not cancel, and p and log p suffice (`unlikely_terms`). Vectors run along the classes of
+// one row, or across adjacent rows; SoftLanes has the step at one class for both.
 #pragma once
 
 #include <algorithm>
@@ -19,37 +19,39 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int64_t kSoftPart = 16;  // vectors that are added in the type of the logits before they go into a double
+// vectors per partial sum: the sum of these in the type of the logits goes into a double
+constexpr int64_t kSoftPart = 16;
 
 template <typename Real>
 struct SoftTile : Tile<Real> {
-  // Aligned: else the loops over a tile take their first rows one by one.
-  alignas(64) Real likely[kTileRows];  // logit of a class above kUnlikely, or a number that no logit of the row has
+  // Aligned: otherwise the loops over a tile would take its first rows one by one.
+  alignas(64) Real likely[kTileRows];  // logit of the likely class, or a number that no logit of the row equals
   Real top_share[kTileRows];
   Real top_gamma[kTileRows];
   Real label_gamma[kTileRows];
-  // Over all classes but a likely one and, of some losses, the label. Where shares are uniform, they are 1 here.
+  // Sums over all classes but the likely one and, for some losses, the label. Uniform shares count as 1 here.
   Real loss_sum[kTileRows];
   Real grad_sum[kTileRows];
   Real gamma_sum[kTileRows];
-  Real others[kTileRows];        // sum of a_j over all classes but a likely one
-  Real p_factor[kTileRows];      // what multiplies e^(z_j - max) in the gradient
-  Real share_factor[kTileRows];  // what multiplies a_j, with a minus
+  Real others[kTileRows];  // sum of a_j over all classes but the likely one
+  Real p_factor[kTileRows];  // factor of e^(z_j - max) in the gradient
+  Real share_factor[kTileRows];  // minus the factor of a_j
   Real top_grad[kTileRows];
   Real label_grad[kTileRows];
-  Real top_share_grad[kTileRows];  // of the likely class, the gradient in its share before weights
+  Real top_share_grad[kTileRows];  // of the likely class: the gradient in its share before weights
   Real share_grad_factor[kTileRows];
-  Real weight_grad[kTileRows];  // what the weight of the row adds to the gradient in a share, by the class weight
+  Real weight_grad[kTileRows];  // the part of the gradient in a share that the row's weight adds, per class weight
   Real is_zero[kTileRows];      // 1 for a row without a gradient, or 0
-  Real label_share[kTileRows];  // of the label: beyond that of the others, or (backward, kLabelApart) all of it
-  Real row_weight[kTileRows];   // what multiplies the loss of the row
+  // share of the label beyond that of the other classes; backward with kLabelApart, its whole share
+  Real label_share[kTileRows];
+  Real row_weight[kTileRows];  // factor of the row's loss
   Real first[16];               // 0, 1, 2, ...
-  int64_t target_step;          // 1, or 0 for no target probabilities
+  int64_t target_step;  // 1; 0 without target probabilities
   bool has_labels;
 
   SoftTile() {
     for (int i = 0; i < 16; ++i) first[i] = static_cast<Real>(i);
-    // Of rows beyond a tile, which is computed in whole vectors.
+    // Fills the rows beyond the last, because a tile is computed in whole vectors.
     std::fill_n(this->label, kTileRows, label_int<Real>(kNoTarget));
     for (Real* numbers : {this->shift, this->sum_exp_others, this->target_logit, this->gamma, this->upstream, top_share,
                           top_gamma, label_gamma, loss_sum, grad_sum, gamma_sum, others}) {
@@ -58,8 +60,8 @@ struct SoftTile : Tile<Real> {
   }
 };
 
-// The share of a class in what its loss weighs, (kept target + spread) weight. Without target or weights the pointers
-// lead to constants, and the steps are 0.
+// The share of a class with its weight: (kept target + spread) weight. Without target or weights the pointers lead to
+// constants, and the strides are 0.
 template <typename Real>
 struct SoftShares {
   Real kept;
@@ -120,7 +122,7 @@ struct GammaTableOf {
   int64_t n_bins;
 };
 
-// kGamma = 0 to 3, the gamma of every row.
+// kGamma = 0 to 3: every row has this gamma.
 template <int kGamma>
 struct WholeGammas {
   template <typename Loss, typename Reals>
@@ -158,11 +160,11 @@ struct AnyGammas {
   };
 };
 
-// Losses whose label is not the sum of two shares are given it whole.
+// Losses that need the whole share of the label at once.
 template <typename Loss>
 constexpr bool kLabelApart = Loss::kTarget == SoftTarget::kRows;
 
-// 0 in some lanes. By bits: of two choices of 0, one after the other, gcc makes one for each lane.
+// Sets some lanes to 0 by a bit mask: for two selections in a row gcc makes one for each lane.
 template <typename Mask, typename Reals>
 FK_HOST_DEVICE Reals without(const Mask& mask, const Reals& x) {
   return lanes_cast<Reals>(lanes_cast<Mask>(x) & ~mask);
@@ -190,7 +192,7 @@ struct SoftLanes {
     } else {
       const Reals one = Reals{} + Real(1);
       ClassTerms<Reals> terms = Loss::unlikely_terms(p, Reals(fall + log_s), gammas.at(p), epsilon, one);
-      // A class without a share adds nothing, also where its own loss is infinite. The others' terms are finite.
+      // A class whose share is 0 adds 0, even where its own loss is infinite. The terms of the others are finite.
       terms.loss = share * without(share == Reals{}, terms.loss);
       terms.slope *= share;
       terms.grad_gamma *= share;
@@ -228,7 +230,7 @@ FK_HOST_DEVICE SoftLanes<Loss, Gammas, simd_t<Real, n>> lanes_of_rows(const Soft
           {load_simd<Reals>(tile.gamma + r), detached, most, table}};
 }
 
-// Sums over some classes, in parts.
+// Sums over some classes, in partial sums.
 template <bool kGamma, typename Reals, typename Double>
 struct SoftSums {
   Reals loss{}, grad{}, gamma{};
@@ -266,7 +268,7 @@ FK_HOST_DEVICE void leave_out_by_bits(const Mask& mask, ClassTerms<Reals>& terms
 
 // ---- along the classes of a row ------------------------------------------------------------------------------------
 
-// Rows of adjacent classes, as they are in memory or copied.
+// Rows whose classes are adjacent, in place or copied.
 template <typename Real>
 struct SoftRows {
   int64_t classes;
@@ -289,7 +291,8 @@ struct SharesOfRow {
   }
 };
 
-// The sum of e^(z_j - max) over all classes but one of those at the maximum, without asking which it is.
+// The sum of e^(z_j - max) over all classes but one at the maximum. Where several are at the maximum, any of them is
+// left out.
 template <int64_t n, typename Real>
 FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real max, const SoftTile<Real>& tile) {
   using Reals = simd_t<Real, n>;
@@ -314,7 +317,7 @@ FK_HOST_DEVICE Real sum_exp_beside_largest(const Real* z, int64_t classes, Real 
   }
   Real again = 1;
   if (whole < classes) {
-    // Classes that were added before are put at the maximum, and not counted.
+    // Classes that were added before are set to the maximum and are not counted.
     const Real done = static_cast<Real>(n - (classes - whole));
     const Reals first = load_simd<Reals>(tile.first), v = load_simd<Reals>(z + classes - n);
     add(Reals(first < spread<Reals>(done) ? shift : v));
@@ -332,7 +335,7 @@ struct LargestOfRows {
       const Real* z = rows.z[r];
       const Real max = max_of<n>(z, rows.classes);
       double rest = 0;
-      const int64_t blocks = std::max<int64_t>(1, rows.classes / kBlock);  // the last one also takes what is left
+      const int64_t blocks = std::max<int64_t>(1, rows.classes / kBlock);  // the last block also takes the remainder
       if (blocks == 1) {
         rest = sum_exp_beside_largest<n>(z, rows.classes, max, tile);
       } else {
@@ -349,7 +352,7 @@ struct LargestOfRows {
   }
 };
 
-// The class above kUnlikely of each row, or class 0 where there is none.
+// The likely class of each row, or class 0 if it has none.
 struct LikelyOfRows {
   template <int64_t bytes, typename Real>
   static FK_HOST_DEVICE void run(const SoftRows<Real>& rows, int64_t n_rows, SoftTile<Real>& tile) {
@@ -397,7 +400,7 @@ struct SoftSumsOfRows {
       if (whole < classes) {
         const int64_t begin = classes - n;
         if constexpr (kUniform && kLabelApart<Loss>) index -= static_cast<Int>(whole - begin);
-        // Classes that were added before are left out as a likely one is.
+        // Classes that were added before are left out in the same way as the likely one.
         const Reals first = load_simd<Reals>(tile.first), done = spread<Reals>(static_cast<Real>(whole - begin));
         const Reals v = load_simd<Reals>(z + begin);
         sums.add(terms_of(Reals(first < done ? lanes.likely : v), begin));
@@ -410,7 +413,7 @@ struct SoftSumsOfRows {
   }
 };
 
-// The gradient in the share of a class, from that of its loss.
+// The gradient in the share of a class, from the gradient of its loss.
 template <typename Reals, typename Real>
 FK_HOST_DEVICE Reals share_grad(const Reals& grad, const Reals& factor, const Reals& weight, const Reals& of_weight,
                                 bool is_row_weight) {
@@ -472,7 +475,7 @@ struct SoftColumns {
   int64_t classes;
   const Real* z;
   int64_t stride;
-  const Real* target;  // or constants, with stride 0
+  const Real* target;  // constants have stride 0
   int64_t target_stride;
   Real* grad;  // or null
   int64_t grad_stride;

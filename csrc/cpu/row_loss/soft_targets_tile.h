@@ -1,4 +1,4 @@
-// From the sums over the classes of rows with soft targets to loss and gradient: the label and a likely class, which
+// Epilogue of rows with soft targets: from the sums over classes to loss and gradient. The label and the likely class
 // take the formulas for any probability, once per row.
 //
 //   rest: the sum of e^(z_j - m) over all classes but the largest,  S = 1 + rest,  log u of the largest = log(rest / S)
@@ -15,10 +15,10 @@
 namespace focalkern::cpu {
 namespace {
 
-// A tile is computed in whole vectors of rows; the numbers of rows beyond it are not used.
+// A tile is computed in whole vectors of rows; the results of rows beyond the last are not used.
 inline int64_t whole_vectors(int64_t n_rows) { return (n_rows + 15) & -16; }
 
-// The logit of each row's label; that of class 0 of an ignored row.
+// The logit of each row's label; that of class 0 for an ignored row.
 template <typename Real>
 FK_VECTOR_CLONES void soft_logits_of_columns(const SoftColumns<Real>& columns, int64_t n_rows, SoftTile<Real>& tile) {
   const Real* const z = columns.z;
@@ -29,7 +29,7 @@ FK_VECTOR_CLONES void soft_logits_of_columns(const SoftColumns<Real>& columns, i
   }
 }
 
-// 1 where the label is the likely class, in top_share.
+// Writes to top_share 1 where the label is the likely class.
 template <typename Real>
 FK_VECTOR_CLONES void soft_label_is_top(int64_t n_rows, SoftTile<Real>& tile) {
 #pragma omp simd
@@ -42,7 +42,7 @@ FK_VECTOR_CLONES void soft_shares(int64_t n_rows, const SoftShares<Real>& shares
   for (int64_t r = 0; r < n_rows; ++r) tile.top_share[r] = kept * tile.top_share[r] + spread_share;
 }
 
-// Stores the numbers of each row for the backward pass, and its weighted loss: 0 for an ignored row.
+// Saves the numbers of each row for the backward pass and its weighted loss, 0 for an ignored row.
 template <typename Real>
 FK_VECTOR_CLONES void soft_saved(int64_t n_rows, Real* saved, int64_t rows, SoftTile<Real>& tile) {
   const label_int<Real> has_labels = tile.has_labels ? 1 : 0;
@@ -73,14 +73,15 @@ FK_VECTOR_CLONES void soft_numbers(int64_t n_rows, SoftTile<Real>& tile) {
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
     const Real max = tile.shift[r], rest = tile.sum_exp_others[r];
-    // m - m is NaN for an infinite m, which the sum over the others would not show.
+    // m - m is NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_of_unit_sum(Real(1), rest) + (max - max);
     const Real inv_sum_exp = Real(1) / (Real(1) + rest) + (max - max);
     tile.log_s[r] = log_s;
     tile.inv_sum_exp[r] = inv_sum_exp;
     const Real above_all = (max + (max < Real(0) ? -max : max)) + (Real(1) + (max - max));
     tile.likely[r] = inv_sum_exp > kUnlikely<Real> ? max : above_all;
-    // Also of a denormal sum, which `logarithm` takes for 0: log_s is not 0 there, and log u times it has to be finite.
+    // A denormal sum counts as a number here, although `logarithm` takes it for 0: log_s is not 0, and its product with
+    // log u must be finite.
     tile.log_u[r] = log_of_unit_sum(rest, Real(0)) - log_s;
     tile.log_p[r] = (tile.target_logit[r] - max) - log_s;
   }
@@ -98,7 +99,7 @@ void soft_gammas(const RowLossArgs<Scalar>& args, int64_t n_rows, SoftTile<compu
   }
 }
 
-// gamma = 0, 1, 2 or 3 at a class whose 1 - p is known with all its digits.
+// gamma = 0, 1, 2 or 3, for a class whose u = 1 - p is accurate.
 template <typename Real, int kGamma>
 struct WholeGammaAt : WholeGamma<Real, kGamma> {
   Real u;
@@ -108,7 +109,7 @@ struct WholeGammaAt : WholeGamma<Real, kGamma> {
   }
 };
 
-// The largest class. The focal loss of a whole gamma needs no power: with u at hand, nothing cancels in its terms.
+// The largest class. A whole gamma needs no power: with u known, no term cancels.
 template <typename Loss, typename Gammas>
 struct TopTerms {
   template <typename Real>
@@ -126,7 +127,7 @@ struct TopTerms<FocalFormula, WholeGammas<kGamma>> {
   }
 };
 
-// The label where it is not likely.
+// The label, where it is not the likely class.
 template <typename Loss, typename Gammas>
 struct LabelTerms {
   template <typename Real>
@@ -147,11 +148,12 @@ struct LabelTerms<Loss, WholeGammas<kGamma>> {
   }
 };
 
-// The loss of rows, without their weight, and the sum of a_j over all classes but a likely one.
+// The loss of rows before their weight, and the sum of a_j over all classes but the likely one.
 template <typename Loss, typename Gammas, typename Real>
 FK_VECTOR_CLONES void soft_losses(int64_t n_rows, Real epsilon, bool detach_modulation, Real uniform_share,
                                   SoftTile<Real>& tile) {
-  const Real detached = detach_modulation ? 1 : 0;  // as wide as the numbers it selects, or the loop stays scalar
+  // as wide as the numbers that it selects; otherwise gcc does not vectorize the loop
+  const Real detached = detach_modulation ? 1 : 0;
   const Real has_labels = tile.has_labels ? 1 : 0;
 #pragma omp simd
   for (int64_t r = 0; r < n_rows; ++r) {
@@ -167,7 +169,7 @@ FK_VECTOR_CLONES void soft_losses(int64_t n_rows, Real epsilon, bool detach_modu
   }
 }
 
-// Of rows whose `others` are known. `label_part`: of the share of the label, what is in label_share beyond the others'.
+// Finishes rows whose `others` are known. `label_part`: the part of the label's share in label_share.
 template <typename Loss, typename Gammas, typename Real>
 FK_VECTOR_CLONES void soft_grads(int64_t n_rows, Real epsilon, bool detach_modulation, Real uniform_share,
                                  Real label_part, Real kept, SoftTile<Real>& tile) {

@@ -12,7 +12,7 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int64_t kBlock = 4096;         // logits of a row that are looked at twice while in the first-level cache
+constexpr int64_t kBlock = 4096;  // logits of a row that fit the first-level cache: a second read of them is cheap
 constexpr int64_t kChunkLogits = 16384;  // logits per unit of parallel work
 constexpr int64_t kAhead = 2048;         // how many logits ahead a prefetch reaches along a row
 constexpr int64_t kPart = 32;            // vectors of a row that are added one after the other
@@ -24,26 +24,25 @@ using label_int = typename detail::Format<Real>::Int;  // as wide as Real, so th
 template <typename Scalar>
 constexpr int64_t kLanes = sizeof(Scalar) == 2 ? 32 : 16;
 
-// The losses that want no more of a row than the sum of exp(z_j - m) over the classes that are not the target. Where
-// their rows are long and not turned, m is the target's logit: it is at hand, where the largest takes a look at the
-// whole row, and the target's term is 1. Only of rows where that makes the sum too large, which are rare, the largest
-// is looked for.
+// Losses that need only the sum of exp(z_j - m) over the classes other than the target. For long rows that are not
+// transposed, m is the target's logit, which saves the pass for the maximum; the target's term is then 1. If that sum
+// is too large (rare), it is computed again with the maximum.
 template <typename Loss>
 constexpr bool kSumOnly = Loss::kSpecialClass == SpecialClass::kNone && !Loss::kSquares;
-// No term of such a sum has more than e^16: of larger differences, rounding would show.
+// No term of such a sum exceeds e^16: rounding of larger differences would show.
 template <typename Real>
 constexpr Real kLargestSum = Real(0x1p23);
 
 constexpr int kNoTarget = -1;  // never equals a class: the label of an ignored row
 
-// The numbers of a tile of rows on their way from sums to loss and gradient.
+// The numbers of a tile of rows, from the sums to loss and gradient.
 template <typename Real>
 struct alignas(64) Tile {
   label_int<Real> label[kTileRows];
   Real weight[kTileRows];
   Real gamma[kTileRows];
   Real shift[kTileRows];               // m, the largest logit or that of the target (kSumOnly)
-  Real sum_exp_others[kTileRows];      // sum of exp(z_j - m) over every class but the one left out
+  Real sum_exp_others[kTileRows];  // sum of exp(z_j - m) over every class but one
   Real squares[kTileRows];             // sum of exp(z_j - m)^2 over the same classes, then of p_j^2
   Real gap[kTileRows];                 // logit of the special class minus that of the target
   label_int<Real> special[kTileRows];  // or kNoTarget
@@ -53,29 +52,30 @@ struct alignas(64) Tile {
   Real log_u[kTileRows];
   Real loss[kTileRows];
   Real upstream[kTileRows];       // the gradient of the row's loss
-  Real factor[kTileRows];         // what multiplies e^(z_j - m) in the gradient
-  Real square_factor[kTileRows];  // what multiplies e^(2 (z_j - m))
-  Real target_grad[kTileRows];    // the gradient of the target's logit
-  Real special_grad[kTileRows];   // and of the special class's
+  Real factor[kTileRows];  // factor of e^(z_j - m) in the gradient
+  Real square_factor[kTileRows];  // factor of e^(2 (z_j - m))
+  Real target_grad[kTileRows];  // gradient of the target's logit
+  Real special_grad[kTileRows];  // gradient of the special class's logit
   Real grad_gamma[kTileRows];
-  Real p[kTileRows];            // of the target; this and the next five of the focal loss alone
+  Real p[kTileRows];  // of the target; only the focal loss uses this and the next five
   Real inv_sum_exp[kTileRows];  // 1 / sum_j exp(z_j - m)
-  Real p_minus_one[kTileRows];  // p - 1, with all its digits
+  Real p_minus_one[kTileRows];  // p - 1 without cancellation
   Real minus_log_p[kTileRows];
   Real base[kTileRows];  // of the factor
   Real log_base[kTileRows];
-  bool is_plain;      // every row counts, and with weight 1
+  bool is_plain;  // every row counts with weight 1
   bool ever_inverse;  // a gamma may be negative or NaN
-  Real exp_zero[16];  // kExpZero in each lane. Here compilers do not see it: of a constant gcc makes no maximum.
+  // kExpZero in each lane, hidden from the compiler: for a constant gcc makes no maximum instruction.
+  Real exp_zero[16];
 
   Tile() { std::fill_n(exp_zero, 16, kExpZero<Real>); }
 };
 
-// The processor foresees a run of addresses, but not beyond a page, and not the many runs of a tile of columns. The
-// address may lie outside the tensor: a prefetch never faults.
+// The processor prefetches one stream of addresses within a page, but not across pages and not the many streams of a
+// tile of columns. The address may lie outside the tensor: a prefetch never faults.
 FK_HOST_DEVICE void prefetch(const void* address) { __builtin_prefetch(address); }
 
-// The slopes of classes that are not like the rest.
+// Gradients of the target and the special class, which have terms of their own.
 template <typename Loss, typename Scalar>
 FK_HOST_DEVICE void store_special_grads(const Tile<compute_t<Scalar>>& tile, int64_t r, Scalar* grad) {
   if constexpr (Loss::kSpecialClass != SpecialClass::kNone) {
