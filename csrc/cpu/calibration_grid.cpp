@@ -14,11 +14,11 @@
 // Nothing here cancels or overflows: (1 + gamma) is positive, and the map keeps t on top, so that R <= classes - 1.
 // S is summed relative to its largest term, because that alone may underflow while R does not (gamma near -1).
 //
-// Only rho looks at all classes. For a gamma between -1 and 1, 1 / G is a smooth function of q and s = -q log q on
+// Only rho needs all classes. For a gamma between -1 and 1, 1 / G is a smooth function of q and s = -q log q on
 // [0, 1/2], and a sum over the classes of twelve products q^i s^j serves all such gammas; the coefficients are
-// fitted when the grid starts, and the fit is checked. A small whole gamma needs one division per class. Anything
-// else, float64 and the Brier score take an exponential per class and gamma. Where there are many classes most have a
-// q below 1/200, and there seven products serve every gamma up to 5 or so.
+// fitted when the grid starts, and the fit is checked. A small whole gamma needs one division per class. Any other
+// gamma, float64 and the Brier score take an exponential per class and gamma. With many classes most have a q below
+// 1/200; for these, seven products serve every gamma up to about 5.
 
 #include <algorithm>
 #include <cmath>
@@ -102,7 +102,7 @@ void calibration_grid_confidences(const CalibrationGridBlock<Scalar>& block, con
       for (int64_t t_begin = 0; t_begin < block.n_temperatures; t_begin += kLanes) {
         const int64_t n_lanes = std::min<int64_t>(kLanes, block.n_temperatures - t_begin);
         for (int64_t t = 0; t < kLanes; ++t) {
-          // The last group repeats its last temperature.
+          // The last group repeats the last temperature to fill its lanes.
           const double temperature = block.temperatures[t_begin + std::min(t, n_lanes - 1)];
           inverse_temperature[t] = static_cast<Real>(std::min<double>(1 / temperature, kFar<Real>));
         }

@@ -4,11 +4,11 @@
 //   backward  input, grad_output -> grad_input [rows, classes], grad_gamma [rows], grad_temperature [rows]
 //   and the binary map, elementwise on one logit each
 //
-// Memory: each direction reads its inputs once and writes its outputs once; nothing is kept between the two. A tile of
-// rows is converted into scratch memory that stays in cache, and the passes over it are
+// Memory: each direction reads its inputs once and writes its outputs once; nothing is saved between them. A tile of
+// rows is converted into scratch memory that stays in cache. The passes over it are
 //   1. the largest class and the second largest   2. exp and its sum over all but the largest
 //   3. log(p_k / p_t) and sums                    4. normalise and write
-// The numbers that a row has only one of are worked out between the passes, for all rows of the tile at once.
+// Between the passes, the per-row numbers are computed for all rows of the tile at once.
 //
 // Two layouts of the tile, chosen by the number of classes: `row` has the classes of a row side by side, padded with
 // classes of probability zero to whole vectors; `column` has the rows side by side, for few classes.

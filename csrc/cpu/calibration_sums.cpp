@@ -11,7 +11,8 @@ namespace focalkern::cpu {
 
 namespace {
 
-// Few buckets: neighbouring samples mostly share one and would wait for each other, so they go to copies in turn.
+// With few buckets neighbouring samples mostly share one, and their additions would wait for each other; they go to
+// copies in turn.
 constexpr int kCopies = 4;
 constexpr int64_t kMaxCopiedBuckets = 64;
 

@@ -1,8 +1,8 @@
 // NLL of the focal calibration map and its derivatives in gamma and 1/T, summed over rows, in float64.
 //
-// Memory: one read of the logits. A tile of 16 rows is turned so that the rows of a class are adjacent; every loop runs
-// over classes and, in vectors, over rows. Passes over the tile in cache: the two largest, exponentials with moments,
-// and, with gamma, the classes of the map.
+// Memory: one read of the logits. A tile of 16 rows is transposed, so that the rows of a class are adjacent. Every loop
+// runs over classes and, in vectors, over rows. Passes over the tile in cache: the two largest, exponentials with
+// moments, and, with gamma, the classes of the map.
 
 #include "kernels/map_nll_sums.h"
 
@@ -20,9 +20,9 @@ namespace {
 constexpr int64_t kRows = 16;
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
-// Numbers of the rows of a tile.
+// Per-row numbers of a tile.
 struct alignas(64) Tile {
-  double top[kRows], next[kRows], index[kRows];  // index: of the largest class
+  double top[kRows], next[kRows], index[kRows];  // index of the largest class
   double target[kRows], of_target[kRows];        // class and logit
   double share[kRows];
   double rest[kRows], first[kRows], second[kRows];  // sums of e, e d and e d^2
@@ -32,7 +32,7 @@ struct alignas(64) Tile {
 template <typename Scalar>
 FK_VECTOR_CLONES void read_rows(const MapNllRows<Scalar>& rows, int64_t begin, int64_t n, double* x, Tile& tile) {
   for (int64_t r = 0; r < kRows; ++r) {
-    const int64_t row = begin + (r < n ? r : 0);  // rows that are missing count 0
+    const int64_t row = begin + (r < n ? r : 0);  // rows beyond the last are filled with 0
     const Scalar* from = rows.input + row * rows.classes;
     for (int64_t c = 0; c < rows.classes; ++c) x[c * kRows + r] = static_cast<double>(load_as_compute(from[c]));
     tile.target[r] = static_cast<double>(rows.target[row]);
@@ -61,7 +61,7 @@ FK_VECTOR_CLONES void find_top_two(const double* x, int64_t classes, Tile& tile)
       tile.of_target[r] = this_class == tile.target[r] ? value : tile.of_target[r];
     }
   }
-  // Where one class alone can occur, nothing depends on the map.
+  // If only one class is possible, nothing depends on the map.
   for (int64_t r = 0; r < kRows; ++r) {
     if (tile.next[r] != kMinusInfinity) continue;
     tile.next[r] = tile.top[r];
@@ -69,12 +69,12 @@ FK_VECTOR_CLONES void find_top_two(const double* x, int64_t classes, Tile& tile)
   }
 }
 
-// (z - shift) beta; -inf stays so at beta = 0 too.
+// (z - shift) beta; -inf stays -inf also for beta = 0.
 FK_HOST_DEVICE double exponent(double z, double shift, double beta) {
   return z == kMinusInfinity ? kMinusInfinity : (z - shift) * beta;
 }
 
-// Exponentials of all classes but the largest, with their sum and moments.
+// Exponentials of all classes but the largest, their sum and moments.
 FK_VECTOR_CLONES void exponentials(const double* x, double* e, int64_t classes, double beta, Tile& tile) {
   for (int64_t r = 0; r < kRows; ++r) tile.rest[r] = tile.first[r] = tile.second[r] = 0;
   for (int64_t c = 0; c < classes; ++c) {
@@ -91,16 +91,16 @@ FK_VECTOR_CLONES void exponentials(const double* x, double* e, int64_t classes, 
       tile.second[r] += power * d * d;
     }
   }
-  // Impossible where two classes can occur; a row without weight stays finite.
+  // The sum is 0 only where a single class is possible; 1 keeps such a row finite.
   for (int64_t r = 0; r < kRows; ++r) tile.rest[r] = tile.rest[r] > 0 ? tile.rest[r] : 1;
 }
 
-// At gamma = 0 without its derivatives.
+// The NLL at gamma = 0, without derivatives in gamma.
 FK_VECTOR_CLONES void softmax_sums(double beta, Tile& tile) {
 #pragma omp simd
   for (int64_t r = 0; r < kRows; ++r) {
     const double scale = exponential((tile.next[r] - tile.top[r]) * beta);
-    const double odds = tile.rest[r] * scale;  // of all others to the largest
+    const double odds = tile.rest[r] * scale;  // of all others relative to the largest
     const double inverse = scale / (1 + odds);
     const double mean = tile.first[r] * inverse;
     const double below = tile.top[r] - tile.of_target[r];
@@ -111,8 +111,8 @@ FK_VECTOR_CLONES void softmax_sums(double beta, Tile& tile) {
   }
 }
 
-// The numbers of map_curvature_row for each row, without those that only the derivatives of the largest class need:
-// arrays, because a loop over structs is not vectorized.
+// The numbers of map_curvature_row for each row, except those that only the derivatives of the largest class need.
+// These are arrays, because gcc does not vectorize a loop over structs.
 struct alignas(64) MapTile {
   double q_scale[kRows], log_q_offset[kRows], ratio_offset[kRows], mean[kRows], variance[kRows];
   double beta[kRows], gamma[kRows], beta_beta[kRows], gamma_beta[kRows], gamma_gamma[kRows];  // of the largest class
@@ -140,8 +140,8 @@ struct alignas(64) MapTile {
   }
 };
 
-// Over the classes other than the largest, sums of the ratio p_k / p_t, of its products with the first derivatives less
-// those of the largest class, and with the second.
+// Sums over the classes other than the largest: of the ratio p_k / p_t, and of its products with the first derivatives
+// minus those of the largest class, and with the second.
 struct alignas(64) MapMoments {
   double ratio[kRows], beta[kRows], gamma[kRows], beta_beta[kRows], gamma_beta[kRows], gamma_gamma[kRows];
 };
@@ -162,7 +162,7 @@ FK_VECTOR_CLONES void classes_of_map(const double* __restrict x, const double* _
 #pragma omp simd
     for (int64_t r = 0; r < kRows; ++r) {
       const double power = e[c * kRows + r];
-      const double z = power == 0 ? tile.next[r] : x[c * kRows + r];  // any number where nothing is added
+      const double z = power == 0 ? tile.next[r] : x[c * kRows + r];  // any number: nothing is added
       const auto one = map_curvature_class((z - tile.next[r]) * beta, power, z - tile.top[r], gamma, map.row(r));
       const double b = one.of.beta - map.beta[r], g = one.of.gamma - map.gamma[r];
       moments.ratio[r] += one.ratio;
@@ -202,7 +202,7 @@ template <typename Scalar>
 void map_nll_sums(const MapNllRows<Scalar>& rows, const double* gamma, double beta, int64_t begin, int64_t end,
                   double* sums) {
   std::vector<double> memory(2 * rows.classes * kRows + 8);
-  // A multiple of 64 bytes, so that no vector straddles a line of the cache.
+  // A multiple of 64 bytes, so that no vector straddles a cache line.
   double* const x = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64 / sizeof(double);
   double* const e = x + rows.classes * kRows;
   const int64_t n_sums = gamma == nullptr ? kSumGamma : kMapNllSums;

@@ -3,15 +3,15 @@
 //   forward   input, target (and gamma, alpha, weight) -> loss per element, or its sum
 //   backward  the same and grad_loss -> grad_input (and grad_target, grad_gamma)
 //
-// Memory: each direction reads the logits and the dense target once. Elements are taken a tile at a time. Operands of
-// another type or order (a broadcast alpha, a bool target, logits with strides) are copied into a buffer of the tile;
-// then one loop over the tile, with the formula of math/sigmoid_loss.h inside. It exists for soft and for
-// hard targets, for labels along rows of classes (as if all were background; where they say 1, the logit's sign and the
-// weight change beforehand, or the asymmetric loss is computed again), and for gammas that are small whole numbers (no
-// logarithm, no second exponential) and any others. Labels of a few classes become shares.
+// Memory: each direction reads the logits and the dense target once. Operands of another type or order (a broadcast
+// alpha, a bool target, logits with strides) are first copied into a buffer of the tile. Then one loop over the tile
+// applies the formula of math/sigmoid_loss.h. The loop has variants for soft targets, hard targets and labels, and for
+// gammas that are small whole numbers (no logarithm, no second exponential) or any others. Labels of many classes are
+// treated as background everywhere: at the ones, the sign of the logit and the weight are changed before the loop, or
+// the asymmetric loss is computed again after it. Labels of a few classes become one-hot shares.
 //
-// A bfloat16 has only 65536 values: where a large tensor of them has hard targets and one number for each parameter,
-// all results there are come first, and the tiles look them up.
+// A bfloat16 has only 65536 values. For a large tensor with hard targets and one number for each parameter, the kernel
+// first computes the results of all values, and the tiles look them up.
 
 #include <algorithm>
 #include <memory>
@@ -117,7 +117,7 @@ std::vector<float> sigmoid_loss_bfloat16_table(const SigmoidLossForward<BFloat16
 
 std::vector<BFloat16> sigmoid_grad_bfloat16_table(const SigmoidLossBackward<BFloat16>& args) {
   if (args.grad_loss.data || !args.grad_input || !can_be_looked_up(args)) return {};
-  std::vector<BFloat16> logits, slopes(2 * kBFloat16Values + 1);  // look_up reads beyond the last
+  std::vector<BFloat16> logits, slopes(2 * kBFloat16Values + 1);  // look_up reads beyond the last result
   auto table = bfloat16_table(args, &logits);
   table.grad_input = slopes.data();
   table.grad_target = table.grad_gamma = table.grad_second = nullptr;

@@ -1,4 +1,4 @@
-// Stage 2: the bins of one cell, found by counting, without sorting its confidences.
+// Stage 2: finds the bins of one cell by counting, without sorting its confidences.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,9 @@ struct KeyType<double> {
 template <typename Real>
 using KeyOf = typename KeyType<Real>::type;
 
-// A key that orders confidences as integers, and is spaced like their logits: by the exponent below 1/2, by that of
-// 1 - c (which is exact) above. Networks are sure of most of their answers, and would share one bucket otherwise.
+// A key that orders confidences as integers, with a spacing like that of their logits: the exponent of c below 1/2,
+// that of 1 - c (which is exact) above. With equally spaced keys most samples would share one bucket, because networks
+// are sure of most answers.
 template <typename Real>
 FK_HOST_DEVICE KeyOf<Real> confidence_key(Real c) {
   using Key = KeyOf<Real>;
@@ -51,8 +52,8 @@ FK_VECTOR_CLONES void key_range(const Real* __restrict confidence, int64_t rows,
   *most = high;
 }
 
-// confidence - correct of one sample, and a sum of it. For float in units of 2^-30: confidences above 1/64 are whole
-// multiples of it, others are off by half of it at most, and integers add up fast, exactly and in any order.
+// confidence - correct of one sample, and a sum of it. For float in units of 2^-30: confidences above 1/64 are exact
+// multiples, others are off by at most half a unit. Integers add fast, exactly and in any order.
 template <typename Real>
 struct Excess;
 template <>
@@ -90,13 +91,12 @@ FK_HOST_DEVICE int32_t row_of(uint64_t key) { return static_cast<int32_t>(key); 
 inline std::pair<double, int32_t> sort_key(double confidence, int32_t row) { return {confidence, row}; }
 inline int32_t row_of(const std::pair<double, int32_t>& key) { return key.second; }
 
-// The samples of one cell in the order of their confidences, known to the resolution of its buckets; a bucket is
-// sorted when a cut falls into it.
+// The samples of one cell, ordered by bucket of confidence. A bucket is sorted only when a bin edge falls into it.
 template <typename Real>
 class OrderedConfidences {
  public:
   explicit OrderedConfidences(int64_t rows) : rows_(rows), bucket_of_(rows), next_(rows), excess_(rows) {
-    // Few samples per bucket where a cut falls, but buckets that stay in the caches next to the core.
+    // The number of buckets: few samples per bucket, but the counts stay in the core's caches.
     int64_t buckets = 64;
     while (buckets < 4096 && buckets * 4 < rows) buckets *= 2;
     buckets_.resize(buckets);
@@ -123,7 +123,7 @@ class OrderedConfidences {
     rewind();
   }
 
-  // The cursor passes over the buckets once; what it is asked for must not descend.
+  // The cursor passes over the buckets once, so ranks must be asked for in ascending order.
   void rewind() {
     cursor_ = 0;
     rank_ = 0;
@@ -136,7 +136,7 @@ class OrderedConfidences {
     advance_to_rank(count);
     if (rank_ == count) return Excess<Real>::value(below_);
     open();
-    // Cuts that share a bucket go on where the one before them stopped.
+    // Edges in the same bucket continue where the last one stopped.
     for (; summed_ < count - rank_; ++summed_) partial_ += excess_[row_of(sorted_[summed_])];
     return Excess<Real>::value(below_ + partial_);
   }
@@ -147,7 +147,7 @@ class OrderedConfidences {
     return confidence_[row_of(sorted_[rank - rank_])];
   }
 
-  // Count and sum of the samples with a confidence of at most `edge`.
+  // Number and sum of the samples with a confidence of at most `edge`.
   BinSums up_to(Real edge) {
     const KeyOf<Real> bucket = (confidence_key(edge) - base_) >> shift_;
     while (cursor_ < static_cast<int64_t>(bucket)) advance();
@@ -165,7 +165,7 @@ class OrderedConfidences {
   using SortKey = decltype(sort_key(Real(), 0));
   struct Bucket {
     Sum excess;
-    uint64_t count_and_last;  // its samples are a list through next_, the last row first; -1 ends it
+    uint64_t count_and_last;  // the samples of a bucket are a list in next_, the last row first; -1 ends it
     int64_t count() const { return static_cast<int64_t>(count_and_last >> 32); }
   };
   static constexpr uint64_t kLastMask = 0xffffffff;
@@ -189,7 +189,7 @@ class OrderedConfidences {
     size_t i = sorted_.size();
     int32_t row = static_cast<int32_t>(buckets_[cursor_].count_and_last);
     for (; row >= 0; row = next_[row]) sorted_[--i] = sort_key(confidence_[row], row);
-    // The rows ascend, so the one large bucket of a saturated cell, all ties, is sorted as it is.
+    // Rows ascend, so the bucket of a saturated cell, all of equal confidence, is sorted already.
     if (!std::is_sorted(sorted_.begin(), sorted_.end())) std::sort(sorted_.begin(), sorted_.end());
   }
 
@@ -198,10 +198,10 @@ class OrderedConfidences {
   KeyOf<Real> base_ = 0;
   int shift_ = 0;
   int64_t used_ = 0;
-  // The buckets before the cursor hold `rank_` samples and the sum `below_`.
+  // The buckets before the cursor hold `rank_` samples with the sum `below_`.
   int64_t cursor_ = 0, rank_ = 0, opened_ = -1;
   Sum below_ = 0;
-  // The opened bucket in order, and the sum of its first samples.
+  // The opened bucket, sorted, and the sum of its first samples.
   int64_t summed_ = 0;
   Sum partial_ = 0;
   std::vector<int32_t> bucket_of_, next_;
@@ -210,7 +210,8 @@ class OrderedConfidences {
   std::vector<SortKey> sorted_;
 };
 
-// Independent copies of the bins: neighbouring samples mostly share a bin, and would wait for each other.
+// Independent copies of the bins: neighbouring samples mostly share a bin, and their additions would wait for each
+// other.
 constexpr int kCopies = 4;
 template <typename Real>
 void equal_width_bins(const Real* confidence, const uint8_t* correct, int64_t rows, int64_t n_bins,
@@ -243,7 +244,7 @@ void equal_mass_bins(OrderedConfidences<Real>& order, int64_t rows, int64_t n_bi
 
 template <typename Real>
 void equal_mass_interp_bins(OrderedConfidences<Real>& order, int64_t rows, int64_t n_bins, BinSums* bins) {
-  // Three passes, because with fewer samples than bins an edge may ask for a rank below that of the edge before it.
+  // Three passes, because with fewer samples than bins an edge may need a rank below that of the edge before it.
   std::vector<Real> edges(n_bins + 1), upper(n_bins + 1);
   for (int64_t edge = 0; edge <= n_bins; ++edge) {
     edges[edge] = order.confidence_at(equal_mass_interp_rank(edge, rows, n_bins).rank);

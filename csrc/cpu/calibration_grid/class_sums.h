@@ -1,4 +1,4 @@
-// Sums over the classes behind rho: the mean of 1 / G over all classes but t, for many gammas at once.
+// Sums over the classes for rho: the mean of 1 / G over all classes but t, for many gammas at once.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 namespace focalkern::cpu {
 namespace {
 
-// The sums over the classes behind rho. `whole` holds the gammas of the reciprocal route: 1 / G(q) is
-// 1 / (u^(gamma - 1) (u + gamma s)), and the power is a product of some of u, u^2 and u^4.
+// The sums over the classes for rho. `whole` holds the gammas for which 1 / G(q) = 1 / (u^(gamma - 1) (u + gamma s))
+// needs no exponential: the power is a product of some of u, u^2 and u^4.
 template <typename Real, int kReciprocals>
 FK_VECTOR_CLONES void shared_sums(const Real* __restrict d, int64_t n, const Real* __restrict inverse_temperature,
                                   const Real* __restrict e, const SoftmaxPieces<Real>& pieces,
@@ -56,7 +56,7 @@ FK_VECTOR_CLONES void shared_sums(const Real* __restrict d, int64_t n, const Rea
   }
 }
 
-// The same for classes with a q of at most TailBasis::kMaxQ, for every gamma.
+// The sums over classes with q <= TailBasis::kMaxQ, for every gamma.
 template <typename Real>
 FK_VECTOR_CLONES void tail_sums(const Real* __restrict d, int64_t n, const Real* __restrict inverse_temperature,
                                 const Real* __restrict e, const SoftmaxPieces<Real>& pieces,
@@ -84,8 +84,8 @@ FK_VECTOR_CLONES void tail_sums(const Real* __restrict d, int64_t n, const Real*
   }
 }
 
-// Moves the classes whose q leaves the tail at some of the temperatures to the front, in d and e, and returns their
-// number. They mostly stay the same from one group of temperatures to the next.
+// Moves the classes that have a larger q at some temperature to the front of d and e, and returns their number. This
+// set changes little from one group of temperatures to the next.
 template <typename Real>
 int64_t split_classes(int64_t n, Real* __restrict d, Lanes<Real>* __restrict e, const SoftmaxPieces<Real>& pieces,
                       const Lanes<Real>& inverse_temperature) {
@@ -109,7 +109,7 @@ int64_t split_classes(int64_t n, Real* __restrict d, Lanes<Real>* __restrict e, 
   return head;
 }
 
-// The sums behind rho for any gamma, and those of the squares for the Brier score.
+// The sums for rho at any gamma, and those of the squares for the Brier score.
 template <typename Real>
 FK_VECTOR_CLONES void exact_sums(const Real* __restrict d, int64_t n, const Real* __restrict inverse_temperature,
                                  const Real* __restrict e, const SoftmaxPieces<Real>& pieces,

@@ -1,4 +1,4 @@
-// Rows of logits or probabilities as gaps to their largest logit; confidences, one run per temperature.
+// Rows of logits or probabilities as gaps to the largest logit; transposes confidences to one run per temperature.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// log p with denormal p, which `logarithm` takes for 0: a float32 softmax does produce them.
+// log p including denormal p, which `logarithm` treats as 0: a float32 softmax produces such p.
 template <typename Real>
 FK_HOST_DEVICE Real log_probability(Real p) {
   const Real rescaled = p * Real(0x1p64);
@@ -24,7 +24,7 @@ FK_HOST_DEVICE Real log_probability(Real p) {
 // One row, as gaps to its largest logit.
 template <typename Real>
 struct Row {
-  Real* d;  // [classes - 1]: z_k - z_t of the classes other than t, kept finite
+  Real* d;  // [classes - 1]: z_k - z_t for the classes other than t, clamped to finite values
   Real second;
   Real label;
   bool correct;
@@ -57,16 +57,16 @@ void load_row(const CalibrationGridSamples<Scalar>& samples, int64_t row, Row<co
   load_gaps(samples.input + source * samples.row_stride, samples.classes, samples.input_is_probs, top, out->d);
   out->label = out->d[samples.labels[source]];
   out->correct = samples.correct[row] != 0;
-  out->d[top] = out->d[n];  // the order of the others does not matter
+  out->d[top] = out->d[n];  // the order of the other classes does not matter
   out->second = largest_and_bound(out->d, n);
 }
 
-// From one vector of temperatures per sample to one run of samples per temperature.
+// Transposes from one vector of temperatures per sample to one run of samples per temperature.
 template <typename Real>
 void write_confidences(const Real* __restrict in, int64_t in_stride, int64_t n_rows, int64_t n_lanes,
                        Real* __restrict out, int64_t out_stride) {
   if constexpr (sizeof(Real) == sizeof(float)) {
-    // By squares of four, which fit any vector unit.
+    // In 4 x 4 blocks, which fit any vector unit.
     using Four [[gnu::vector_size(16)]] = float;
     if (n_rows == kSamples) {
       for (int64_t t = 0; t < n_lanes; t += 4) {

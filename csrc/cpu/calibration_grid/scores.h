@@ -13,7 +13,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// The label's class where it is not t: what its own a_y needs.
+// The label's class, if it is not t: the quantities of a_y.
 template <typename Real>
 struct LabelPieces {
   Lanes<Real> minus_x;  // -x_y
@@ -25,7 +25,7 @@ FK_VECTOR_CLONES void label_pieces(Real d_label, const Real* __restrict inverse_
                                    const SoftmaxPieces<Real>& pieces, LabelPieces<Real>* __restrict label) {
 #pragma omp simd
   for (int t = 0; t < kLanes; ++t) {
-    // Not kept finite: a class that cannot occur has an infinite loss.
+    // Not clamped: a class of probability 0 has an infinite loss.
     const Real product = d_label * inverse_temperature[t];
     const Real x = product < -kFar<Real> ? -std::numeric_limits<Real>::infinity() : product;
     const Real log_q = x - pieces.lse[t];
@@ -58,7 +58,7 @@ template <typename Real>
 FK_HOST_DEVICE Real denominator_ratio(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
                                       Gamma<Real> gamma, int t) {
   const Real ratio = (Real(1) + gamma.value * label.phi[t]) / top_denominator(gamma, pieces.psi[t]);
-  // Only a gamma beyond 2^60 gets below this, and there the other terms leave nothing of this one.
+  // Only gammas above 2^60 fall below this; then the other terms make this one negligible.
   return ratio < Real(0x1p-60) ? Real(0x1p-60) : ratio;
 }
 template <typename Real>
@@ -78,17 +78,17 @@ FK_VECTOR_CLONES void nll_of_group(const NllOfGroup& nll, const LinearNllOfGroup
   }
 }
 
-// One gamma, as every cell of a temperature reads it.
+// The sums of one gamma.
 template <typename Real>
 struct CellPlan {
   Gamma<Real> gamma;
   Real coefficient[kMoments];
   Real tail_coefficient[kTailMoments];
-  const Real* numerator;   // [kLanes]: sum_k e_k / G(q_k), or null: the combination of the moments
+  const Real* numerator;  // [kLanes]: sum_k e_k / G(q_k); null if the moments give it
   const Real* square_sum;  // [kLanes]: sum_k (e_k / G(q_k))^2, for the Brier score
 };
 
-// From the sums over the classes to confidences and NLL, for every gamma. `label` is null where the label is t.
+// Confidences and NLL for every gamma from the sums over the classes. `label` is null if the label is t.
 template <typename Real, bool kWithNll, bool kWithLabel>
 FK_VECTOR_CLONES void finish_cells(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>& label,
                                    const Lanes<Real>* __restrict moments,
@@ -124,10 +124,10 @@ FK_VECTOR_CLONES void finish_cells(const SoftmaxPieces<Real>& pieces, const Labe
       const Real rho = numerator[t] * pieces.mean_weight[t];
       const Real plain = gamma.plus_one * pieces.log_u[t] + pieces.lse[t];
       const Real log_u_second = log_one_plus(-pieces.scale[t]);
-      // Rounding apart u_t <= u of the runner-up; where they tie, a large gamma would blow up the rounding.
+      // u_t <= u of the runner-up, except for rounding. For ties a large gamma would amplify the rounding error.
       const Real gap = pieces.log_u[t] < log_u_second ? pieces.log_u[t] - log_u_second : Real(0);
       const Real relative = pieces.log_u[t] + pieces.lse[t] + gamma.value * gap;
-      // At most the number of classes: R is a little more than rho times this.
+      // At most the number of classes: R is rho times slightly more than this.
       const Real scale = bounded_exponential(gamma.value > Real(kMaxPlainGamma) ? relative : plain);
       odds[g][t] = rho * top_denominator(gamma, pieces.psi[t]) * scale;
       confidence[g][t] = Real(1) / (Real(1) + odds[g][t]);
@@ -142,7 +142,7 @@ FK_VECTOR_CLONES void finish_cells(const SoftmaxPieces<Real>& pieces, const Labe
   }
 }
 
-// sum_k (p_k - [k = y])^2. p_k = confidence times e^(a_k - a_t), and the squares of the others are known by their sum.
+// sum_k (p_k - [k = y])^2 with p_k = confidence * e^(a_k - a_t); the sum of squares of the others is known.
 template <typename Real>
 FK_VECTOR_CLONES void add_brier(const SoftmaxPieces<Real>& pieces, const LabelPieces<Real>* label,
                                 const CellPlan<Real>& plan, const Real* __restrict odds,
@@ -163,7 +163,7 @@ FK_VECTOR_CLONES void add_brier(const SoftmaxPieces<Real>& pieces, const LabelPi
   for (int t = 0; t < kLanes; ++t) {
     const Real others = odds[t] * confidence[t];
     const Real squares = others * others * (square_sum[t] / (numerator[t] * numerator[t]));
-    // a_t - a_y; the map keeps t on top, but where the two tie a large gamma blows up the rounding
+    // a_t - a_y. The map keeps t on top; for ties a large gamma would amplify the rounding error.
     Real gap = label->minus_x[t] + scaled_log(gamma.value, label->log_u[t] - pieces.log_u[t]) +
                logarithm(denominator_ratio(pieces, *label, gamma, t));
     gap = gap > Real(0) ? gap : Real(0);

@@ -14,14 +14,14 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int kLanes = 16;    // temperatures that are worked on together
-constexpr int kRun = 64;      // classes that are summed on their own: one long float sum would lose digits
+constexpr int kLanes = 16;  // temperatures that are computed together
+constexpr int kRun = 64;  // classes per partial sum: one long float sum would lose digits
 constexpr int kSamples = 16;  // samples whose confidences are written together: a cache line of floats
 constexpr int kMoments = WideBasis::kTerms;
 constexpr int kTailMoments = TailBasis::kTerms;
 
-// Gaps and 1 / T are kept within this, so that 0 * x is 0 for a class that cannot occur, and so that a product of the
-// two or a multiple of one stays finite or overflows the right way.
+// Gaps and 1 / T are clamped to this. Then 0 * x is 0 for a class of probability 0, and products stay finite or
+// overflow with the right sign.
 template <typename Real>
 constexpr Real kFar = sizeof(Real) == sizeof(float) ? Real(1e30) : Real(1e300);
 
@@ -50,7 +50,7 @@ struct SoftmaxPieces {
   Lanes<Real> psi;          // 1 - phi_t
 };
 
-// gamma with what rounding would take from it: near -1, 1 + gamma and 1 + gamma phi cancel.
+// gamma with its rounding error: near -1, 1 + gamma and 1 + gamma phi cancel.
 template <typename Real>
 struct Gamma {
   Real value;
@@ -58,7 +58,7 @@ struct Gamma {
 };
 template <typename Real>
 Gamma<Real> rounded_gamma(double gamma) {
-  // A larger gamma leaves all to the top class already, and its square, by which sums are divided, would overflow.
+  // A larger gamma already gives the top class all probability, and its square, which divides sums, would overflow.
   gamma = std::min(gamma, sizeof(Real) == sizeof(float) ? 1e15 : 1e150);
   return {static_cast<Real>(gamma), static_cast<Real>(gamma + 1)};
 }
@@ -102,7 +102,7 @@ FK_VECTOR_CLONES void softmax_pieces(const Real* __restrict d /* [n] */, int64_t
     pieces->lse[t] = lse;
     pieces->scale[t] = e_second / (Real(1) + odds);
     pieces->log_u[t] = x_second[t] + logarithm(sum[t]) - lse;
-    // phi_t = log(1 + S) / S. The series of 1 - phi_t serves where the difference would cancel, also where S
+    // phi_t = log(1 + S) / S. The series for 1 - phi_t is used where the difference would cancel, and where S
     // underflows to 0.
     const Real series = odds * (Real(0.5) - odds * (Real(1.0 / 3) - odds * (Real(0.25) - odds * Real(0.2))));
     pieces->psi[t] = odds < Real(sizeof(Real) == sizeof(float) ? 0.02 : 1e-4) ? series : Real(1) - lse / odds;

@@ -1,4 +1,4 @@
-// The binary map, elementwise on one logit each.
+// The binary map: elementwise, one logit each.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kBinaryBlock = 64;
 
-// A block of elements with their parameters side by side, so that the loop over it has neither branches nor gathers.
+// A block of elements with their parameters in arrays, so that the loop has neither branches nor gathers.
 template <typename Real>
 struct BinaryBlock {
   alignas(64) double gamma[kBinaryBlock];
@@ -27,7 +27,7 @@ struct BinaryBlock {
   bool valid[kBinaryBlock];
 };
 
-// Reads a block of n elements; returns the first that has no answer, or -1.
+// Reads a block of n elements. Returns the first invalid one, or -1.
 template <typename Scalar>
 FK_HOST_DEVICE int64_t read_block(const BinaryCalibrationMapArgs<Scalar>& args, int64_t begin, int64_t n,
                                   BinaryBlock<compute_t<Scalar>>& block) {

@@ -28,7 +28,7 @@ FK_HOST_DEVICE void fill_nan<BFloat16>(BFloat16* begin, int64_t n) {
   std::fill(begin, begin + n, Store<BFloat16>::from_compute(std::numeric_limits<float>::quiet_NaN()));
 }
 
-// p_k / p_t into e, or where that is wanted its logarithm into x.
+// Writes p_k / p_t to e or, if wanted, its logarithm to x.
 template <bool log_output, typename Real>
 FK_VECTOR_CLONES void ratios_of_rows(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;

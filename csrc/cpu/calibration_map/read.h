@@ -31,7 +31,7 @@ FK_HOST_DEVICE void read_rows(const CalibrationMapArgs<Scalar>& args, int64_t ro
     }
   }
   if (tile.column) {
-    // Rows that are not there: any row that has an answer.
+    // Rows beyond the last are filled with a valid row.
     for (int64_t c = 0; c < classes; ++c) {
       for (int64_t r = tile.n_rows; r < tile.rows; ++r)
         tile.x[c * kMaxTileRows + r] = args.input_is_probs ? Real(1) : Real(0);
@@ -138,7 +138,7 @@ FK_HOST_DEVICE void read_tile(const CalibrationMapArgs<Scalar>& args, int64_t ro
     for (int64_t i = 0; i < size; ++i) tile.x[i] = logit_of_probability(tile.x[i]);
   }
   tile.column ? find_top_two_in_columns(tile) : find_top_two_in_rows(tile);
-  // `next_x` is -inf where only one class can occur (or all others are NaN): any number serves as its shift.
+  // `next_x` is -inf where only one class is possible or all others are NaN; any number then serves as its shift.
   const Real lowest_gap = -largest_finite<Real>() / Real(16);
 #pragma omp simd
   for (int64_t r = 0; r < kMaxTileRows; ++r) {
@@ -147,7 +147,7 @@ FK_HOST_DEVICE void read_tile(const CalibrationMapArgs<Scalar>& args, int64_t ro
     row.gap[r] = gap < lowest_gap ? lowest_gap : gap;
   }
   for (int64_t r = 0; r < tile.n_rows; ++r) {
-    // Also false for a NaN; NaN in other classes shows in the sum of exponentials.
+    // Also false for NaN; a NaN in another class shows in the sum of exponentials.
     if (!(row.top_x[r] > -kInfinity && row.top_x[r] < kInfinity)) row.valid[r] = false;
   }
 }

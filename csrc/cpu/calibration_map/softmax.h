@@ -1,4 +1,4 @@
-// Pass 2: exponentials, then the numbers that a row has once.
+// Pass 2: exponentials, then the numbers of each row.
 #pragma once
 
 #include <algorithm>
@@ -61,7 +61,7 @@ FK_VECTOR_CLONES void finish_rows(const Tile<Real>& tile) {
   const int64_t rows = round_up(tile.n_rows);
 #pragma omp simd
   for (int64_t r = 0; r < rows; ++r) {
-    // Only one class can occur: every e is 0, and any S gives p_t = 1.
+    // Only one class is possible: every e is 0, and any S gives p_t = 1.
     const Real rest = row.rest[r] > Real(0) ? row.rest[r] : Real(1);
     const MapRow<Real> m = map_row(row.gap[r], rest, map_gamma<Real>(row.gamma[r]));
     row.gamma_real[r] = m.terms.gamma;

@@ -14,9 +14,9 @@ namespace {
 
 constexpr int64_t kMaxTileRows = 64;
 constexpr int64_t kLanes = 16;             // rows of scratch memory are padded to whole groups of this many
-constexpr int64_t kFewClasses = 32;        // up to here vectors run across rows
-constexpr int64_t kTileElements = 8192;    // of one scratch array, so that all of them stay in the second-level cache
-constexpr int64_t kSumBlock = 256;         // terms that are added in Real before the sum goes on in double
+constexpr int64_t kFewClasses = 32;  // up to here the rows of a tile are adjacent (column layout)
+constexpr int64_t kTileElements = 8192;  // size of a scratch array, so that all of them fit the second-level cache
+constexpr int64_t kSumBlock = 256;  // terms per partial sum in Real; the sum of these is in double
 constexpr int64_t kChunkElements = 32768;  // inputs per unit of parallel work
 
 int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
@@ -66,7 +66,7 @@ struct Tile {
   int64_t row_stride;
   int64_t class_stride;
   bool column;
-  Real* x;  // inputs as logits; from pass 2 on y; -inf at the largest class, which is kept apart, and at padding
+  Real* x;  // inputs as logits; y from pass 2 on; -inf at the largest class, which is stored apart, and at padding
   Real* e;  // exp(y); later log(p_k / p_t), or its exponential
   Real* g;  // backward: upstream gradient, later h m
   Real* h;  // backward: h r

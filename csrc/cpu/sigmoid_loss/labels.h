@@ -1,4 +1,4 @@
-// Labels of rows of classes: the places of the ones, or one-hot shares where rows have few classes.
+// Labels of rows of classes: the positions of the ones, or one-hot shares for rows of few classes.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 namespace focalkern::cpu {
 namespace {
 
-// 1 where the label is this class.
+// share = 1 where the label is this class, else 0.
 template <typename Label, typename Real>
 FK_VECTOR_CLONES void compare_labels(const Label* labels, int64_t stride, int64_t this_class, int64_t n, Real* share) {
   const auto wanted = static_cast<Label>(this_class);
-  if (static_cast<int64_t>(wanted) != this_class) {  // class 256 of uint8: no label can be it
+  if (static_cast<int64_t>(wanted) != this_class) {  // for instance class 256 of uint8, which no label equals
     std::fill_n(share, n, Real(0));
   } else if (stride == 1) {
 #pragma omp simd
@@ -32,7 +32,7 @@ FK_VECTOR_CLONES bool all_count(const Label* labels, int64_t stride, int64_t n, 
   using Wide = std::conditional_t<sizeof(Label) == 8, int64_t, int32_t>;
   using Bits = std::make_unsigned_t<Wide>;  // whose differences wrap
   const auto top = static_cast<Bits>(std::min<int64_t>(classes, std::numeric_limits<Wide>::max()));
-  // Out of range: the label is negative, or what is left up to the top.
+  // The sign bit of the label, or of top - label, is set if the label is out of range.
   Bits signs = 0;
   if (stride == 1) {
 #pragma omp simd reduction(| : signs)
@@ -49,7 +49,7 @@ FK_VECTOR_CLONES bool all_count(const Label* labels, int64_t stride, int64_t n, 
   return static_cast<Wide>(signs) >= 0 && ignored == 0;
 }
 
-// The shares of rows of few classes.
+// One-hot shares of rows of few classes.
 template <int kClasses, typename Real>
 FK_VECTOR_CLONES void spread_loop(const int32_t* labels, int64_t rows, Real* share) {
 #pragma omp simd
@@ -59,7 +59,7 @@ FK_VECTOR_CLONES void spread_loop(const int32_t* labels, int64_t rows, Real* sha
 }
 
 #ifdef FK_HAS_AVX512_CODE
-// Sixteen rows, and as many vectors of shares as there are classes.
+// For sixteen rows, which take kClasses vectors of shares: the row and the class of each element.
 template <int kClasses>
 struct SpreadOrder {
   alignas(64) int32_t row[kClasses * kRowGroup];
@@ -102,7 +102,7 @@ void spread(const int32_t* labels, int64_t rows, Real* share) {
   spread_loop<kClasses>(labels, rows, share);
 }
 
-// Calls f<classes>, of 1 to kFewClasses of them.
+// Calls f<classes>, for 1 to kFewClasses classes.
 template <typename Function>
 void with_few_classes(int64_t classes, Function f) {
   [&]<int... k>(std::integer_sequence<int, k...>) {
@@ -110,8 +110,8 @@ void with_few_classes(int64_t classes, Function f) {
   }(std::make_integer_sequence<int, kFewClasses>{});
 }
 
-// The places of the ones of rows of classes, the first of which begins at `row`. Returns whether all labels count. It
-// does not branch: half of a detector's rows are background, in no order.
+// The positions of the ones in n rows of classes; the first row begins at `row`. Returns whether every label counts.
+// The loop does not branch: half of a detector's rows are background, in random order.
 template <typename Label>
 bool find_ones(const Label* label, int64_t row_stride, int64_t row, int64_t n, int64_t classes, int64_t ignore_index,
                TileLabels* found) {
@@ -143,14 +143,14 @@ bool find_ones(const Label* label, int64_t row_stride, int64_t row, int64_t n, i
   return none_ignored && most <= top;
 }
 
-// The labels of the elements [begin, end): the places of the ones, or where rows have few classes or the labels do not
-// lie along the classes, one-hot shares, which are returned. They are in `buffer`, of a tile and a group of rows.
+// Labels of the elements [begin, end). Finds the positions of the ones and returns null; for rows of few classes, or
+// labels that do not lie along the classes, it returns one-hot shares. `buffer` holds them: a tile and a group of rows.
 template <typename Scalar, typename Label>
 const compute_t<Scalar>* read_labels(const SigmoidLossArgs<Scalar>& args, const Label* labels, int64_t begin,
                                      int64_t end, compute_t<Scalar>* buffer, TileLabels* found) {
   const int last = args.space.dims - 1;
   const int64_t stride = args.target.strides[last];
-  // Returns whether the run of elements is to be left out.
+  // Returns whether the run of elements is left out.
   const auto leave_out = [&](int64_t label, int64_t first, int64_t n) {
     if (label >= 0 && label <= args.classes && label != args.ignore_index) return false;
     if (label == args.ignore_index) {

@@ -1,4 +1,4 @@
-// Results that are looked up among those of all 65536 values of a bfloat16, for a target of 0 and of 1.
+// Looks up results in a table for all 65536 values of a bfloat16, with a target of 0 and of 1.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kBFloat16Values = 65536;
 
 #ifdef FK_HAS_AVX512_CODE
-// `table` has the results for all values and a target of 0, then those for 1.
+// `table` holds the results of all values for a target of 0, then those for 1.
 template <bool kHard>
 FK_AVX512 FK_HOST_DEVICE __m512i place_in_table(const BFloat16* input, const float* target, __mmask16 mask) {
   const __m512i value = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, input));
@@ -28,7 +28,7 @@ FK_AVX512 FK_HOST_DEVICE __m512i place_in_table(const BFloat16* input, const flo
 FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const float* table, __mmask16 mask, float* to) {
   _mm512_mask_storeu_ps(to, mask, _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, place, table, 4));
 }
-// Reads two bytes beyond each result, and with the last one beyond the table.
+// Reads two bytes beyond each result; the table is padded for the last one.
 FK_AVX512 FK_HOST_DEVICE void look_up_vector(__m512i place, const BFloat16* table, __mmask16 mask, BFloat16* to) {
   const __m512i found = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), mask, place, table, 2);
   _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(found));
@@ -74,14 +74,14 @@ bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<comput
   return false;
 }
 
-// Results depend on the logit and a hard target alone, as far as the first tile shows.
+// Whether results depend only on the logit and a hard target; the targets of the first tile are looked at.
 bool can_be_looked_up(const SigmoidLossArgs<BFloat16>& args) {
   if (!has_avx512() || args.gamma.data || args.second.data || args.weight.data) return false;
   TileReader<BFloat16> reader(args, 1.0f, 1.0f, nullptr);
   return reader.view(0, std::min(kTile, args.space.size)).targets != Targets::kSoft;
 }
 
-// The same loss of table bfloat16, against a target of 0 and of 1.
+// Arguments of the same loss for all bfloat16 values, with a target of 0 and of 1.
 template <typename Args>
 Args bfloat16_table(const Args& args, std::vector<BFloat16>* logits) {
   static const uint8_t kTargets[2] = {0, 1};

@@ -14,7 +14,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// A margin that is known to be there, or not, spares a loop one of two logarithms.
+// The asymmetric loss with a margin that is known to be zero or not: one logarithm less.
 template <bool kShifted>
 struct AsymmetricOfKnown {
   static constexpr bool kHasMargin = kShifted;
@@ -37,7 +37,7 @@ FK_HOST_DEVICE SigmoidTerms<Real> terms_with(const TileView<Real>& view, int64_t
       SigmoidParameters<Real, Power>{gamma, gamma_positive, view.second[i], view.negative[i], margin});
 }
 
-// Loss and slope as they go into the results.
+// Loss and slope with weight and sign, as the loops store them.
 template <typename Loss, Targets kTargets, typename Power, typename Real>
 FK_HOST_DEVICE LossAndSlope<Real> result_with(const TileView<Real>& view, int64_t i, const Power& gamma,
                                               const Power& gamma_positive, Real margin) {
@@ -75,8 +75,8 @@ FK_HOST_DEVICE LossAndSlope<Real> result_at(const TileView<Real>& view, int64_t 
   }
 }
 
-// Asks for the block's counterpart in the next tile: formulas this long keep the processor from finding out by itself
-// what comes next. Where the elements lie in a buffer it asks in vain; an address outside the tensor never faults.
+// Prefetches the corresponding block of the next tile: the loop bodies are too long for the processor to look ahead.
+// For elements in a buffer this has no effect; an address outside the tensor never faults.
 FK_HOST_DEVICE void ask_ahead(const void* block, int64_t size_of_element) {
   const char* ahead = static_cast<const char*>(block) + kTile * size_of_element;
   for (int64_t i = 0; i < kBlock * size_of_element; i += 64) __builtin_prefetch(ahead + i);
@@ -92,7 +92,7 @@ FK_HOST_DEVICE void ask_for_target(const TileView<Real>& view, int64_t first) {
   }
 }
 
-// Calls f(i) for the elements of a tile, and ask(first) for each whole block of them.
+// Calls f(i) for each element of a tile, and ask(first) once per whole block.
 template <typename Ask, typename Function>
 FK_HOST_DEVICE void for_each_element(int64_t n, Ask ask, Function f) {
   int64_t first = 0;
@@ -105,7 +105,7 @@ FK_HOST_DEVICE void for_each_element(int64_t n, Ask ask, Function f) {
   for (int64_t i = first; i < n; ++i) f(i);
 }
 
-// Numbers of one width in one loop: the sum in double is another.
+// A loop has numbers of one width only; the sum in double has its own.
 template <typename Loss, Targets kTargets, Powers kPowers, typename Real>
 FK_VECTOR_CLONES void forward_loop(const TileView<Real>& tile, Real margin, int64_t n, Real* loss) {
   const TileView<Real> view = tile;
@@ -126,7 +126,7 @@ template <typename Real>
 FK_VECTOR_CLONES double sum_of(const Real* loss, int64_t n) {
   double sum = 0;
   if (n == kTile) {
-    // Eight at a time in Real, in pairs: three roundings, and an eighth of the conversions.
+    // Adds eight at a time in Real, pairwise: three roundings, and one conversion to double for eight numbers.
     constexpr int64_t kPart = kTile / 8;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < kPart; ++i) {
@@ -181,7 +181,7 @@ FK_VECTOR_CLONES void slopes_loop(const TileView<Real>& tile, Real margin, int64
   }
 }
 
-// Calls f with the formula of the loss; hard targets make the quality focal loss a focal loss.
+// Calls f with the formula of the loss. With hard targets the quality focal loss is a focal loss.
 template <typename Scalar, typename Function>
 auto with_loss(const SigmoidLossArgs<Scalar>& args, bool hard, Function f) {
   const SigmoidLoss loss = args.loss_kind;
@@ -192,7 +192,7 @@ auto with_loss(const SigmoidLossArgs<Scalar>& args, bool hard, Function f) {
   return f(FocalElement{});
 }
 
-// Calls f<targets, powers>, of those that there are for the formula.
+// Calls f<targets, powers> for the combinations that the formula has.
 template <typename Loss, typename Function>
 void with_variant(Targets targets, Powers powers, Function f) {
   const auto with_powers = [&](auto known) {
@@ -231,7 +231,8 @@ void backward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<compute_t
   });
 }
 
-// Computes a tile with compute(view, n, to); of the asymmetric loss again what the labels say is not background.
+// Computes a tile with compute(view, n, to). For labels of the asymmetric loss, the elements of target 1 are then
+// computed again.
 template <typename Scalar, typename Compute>
 void compute_tile(TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>& view, int64_t n, compute_t<Scalar>* to,
                   Compute compute) {

@@ -1,4 +1,4 @@
-// Operands of any type and strides, brought into a buffer of the tile.
+// Reads operands of any type and strides into a buffer of the tile.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ void copy_run(const Scalar* from, int64_t stride, int64_t n, Scalar* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride];
 }
 
-// Calls f with a pointer of the type that the operand has.
+// Calls f with a pointer of the operand's type.
 template <typename Function>
 void with_type(const Operand& operand, Function f) {
   switch (operand.type) {
@@ -55,7 +55,7 @@ void with_type(const Operand& operand, Function f) {
   }
 }
 
-// The runs along the innermost dim that make up the elements [begin, end).
+// The elements [begin, end) as runs along the innermost dim.
 class Runs {
  public:
   Runs(const ElementSpace& space, int64_t begin, int64_t end) : space_(space), left_(end - begin) {
@@ -98,7 +98,7 @@ class Runs {
 template <typename Real>
 constexpr ElementType kTypeOf = sizeof(Real) == sizeof(float) ? ElementType::kFloat : ElementType::kDouble;
 
-// The operand's elements [begin, end): where they lie, or brought into `buffer`.
+// The operand's elements [begin, end): in place if type and order allow it, else copied to `buffer`.
 template <typename Real>
 const Real* read(const Operand& operand, const ElementSpace& space, int64_t begin, int64_t end, Real* buffer) {
   if (operand.dense && operand.type == kTypeOf<Real>) return static_cast<const Real*>(operand.data) + begin;

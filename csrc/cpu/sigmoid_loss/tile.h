@@ -10,13 +10,13 @@ namespace focalkern::cpu {
 namespace {
 
 constexpr int64_t kTile = 1024;     // elements
-constexpr int64_t kBlock = 64;      // elements between two requests for memory
-constexpr int64_t kFewClasses = 8;  // in a row of labels, whose shares are written down
-constexpr int64_t kRowGroup = 16;   // rows of few classes at once
+constexpr int64_t kBlock = 64;  // elements between two prefetches
+constexpr int64_t kFewClasses = 8;  // up to here labels become one-hot shares
+constexpr int64_t kRowGroup = 16;  // rows of few classes that are handled at once
 
-enum class Targets { kSoft, kHard, kLabels };  // any share; 0 or 1; 0 everywhere but at TileLabels::one
+enum class Targets { kSoft, kHard, kLabels };  // any share; 0 or 1; 0 except at TileLabels::one
 
-// The labels of a tile, where they do not become shares.
+// The labels of a tile that do not become shares.
 struct TileLabels {
   bool is_valid = true;
   int64_t invalid_label = 0;
@@ -37,16 +37,16 @@ struct TileView {
   const Real* gamma;
   const Real* second;    // alpha, or gamma_positive
   const Real* negative;  // 1 - alpha
-  const Real* scale;     // weight, and in the backward pass times the upstream gradient
-  const Real* one;   // of hard focal losses: alpha times scale, negative in the backward pass, where -x is looked at
-  const Real* zero;  // and (1 - alpha) times scale; of labels also where they say 1
-  const Real* sign;  // of labels: -1 where they say 1, otherwise 1
+  const Real* scale;  // weight; in the backward pass times the upstream gradient
+  const Real* one;  // hard focal losses: alpha times scale; its negative in the backward pass, which works with -x
+  const Real* zero;  // (1 - alpha) times scale; for labels also at the ones
+  const Real* sign;  // labels: -1 at the ones, otherwise 1
   Targets targets;
-  const char* target_source;  // the dense target's elements as they lie in the user's memory,
-  int64_t target_size;        // and the bytes of one; 0 for what is not dense
+  const char* target_source;  // the dense target in the user's memory
+  int64_t target_size;  // bytes per element of it; 0 if the target is not dense
 };
 
-// The kind of the gammas: kSmall saves the loop a logarithm and an exponential, kSquare a handful of products more.
+// The kind of the gammas. kSmall saves the loop a logarithm and an exponential, kSquare a few more products.
 enum class Powers { kAny, kSmall, kSquare };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Reads a tile: logits, targets, and the parameters that are not one number for all elements.
+// Reads a tile: logits, targets, and the parameters that vary between elements.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace focalkern::cpu {
 namespace {
 
-// Whether all targets are 0 or 1. t^2 - t is 0 there alone, rounded once or twice, and never -0.
+// Whether all targets are 0 or 1. t^2 - t is 0 only for these, however it is rounded, and never -0.
 template <typename Bits, typename Real>
 FK_VECTOR_CLONES bool all_hard_of_real(const Real* target, int64_t n) {
   Bits found = 0;
@@ -28,8 +28,8 @@ FK_VECTOR_CLONES bool all_hard_of_real(const Real* target, int64_t n) {
   return found == 0;
 }
 
-// The same of 16 bits. Of positive numbers only 0 and 1 have their bits change, from one to the next, nowhere or at
-// both ends of those that 1 has: two instructions per vector instead of conversions.
+// all_hard for 16-bit floats, by their bits: two instructions per vector instead of conversions. A bit pattern of 0 or
+// 1 changes value between neighbouring bits nowhere, or exactly at both ends of the set bits of 1.
 template <typename Stored, typename Bits, int kMantissaBits>
 FK_VECTOR_CLONES bool all_hard_of_bits(const Stored* target, int64_t n) {
   Bits changes = 0, set = 0;
@@ -77,7 +77,7 @@ FK_VECTOR_CLONES void multiply(Real by, int64_t n, Real* product) {
   for (int64_t i = 0; i < n; ++i) product[i] *= by;
 }
 
-// A scale of 0 stays 0, whatever comes from upstream.
+// A scale of 0 stays 0, even for an infinite or NaN upstream gradient.
 template <typename Real>
 FK_VECTOR_CLONES void multiply(const Real* by, int64_t n, Real* scale) {
 #pragma omp simd
@@ -95,8 +95,8 @@ class TileReader {
  public:
   using Real = compute_t<Scalar>;
 
-  // Writes parameters that are one number for all elements once. `sign_of_one` is that of TileView::one, `grad_loss`
-  // null in the forward pass.
+  // Fills the parameters that are one number for all elements. `sign_of_one` is the sign of TileView::one; `grad_loss`
+  // is null in the forward pass.
   TileReader(const SigmoidLossArgs<Scalar>& args, Real factor, Real sign_of_one, const Operand* grad_loss)
       : args_(args),
         factor_(factor),
@@ -169,7 +169,7 @@ class TileReader {
     return view;
   }
 
-  // The logits of the last view, and in the type of the computation.
+  // The logits of the last view as stored, and in the compute type.
   const Scalar* logits() const { return logits_; }
   const Real* input(int64_t n) {
     if constexpr (std::is_same_v<Scalar, Real>) {
@@ -183,7 +183,7 @@ class TileReader {
   const TileLabels& labels() const { return labels_; }
   bool computes_ones_again() const { return args_.loss_kind == SigmoidLoss::kAsymmetric; }
 
-  // The ones of a tile of labels side by side, and the first of them again until the last vector is full.
+  // The ones of a tile of labels next to each other, padded with the first of them to whole vectors.
   int64_t padded_ones() const { return (labels_.ones + 15) / 16 * 16; }
   TileView<Real> ones(const TileView<Real>& tile) {
     if (!ones_) {
@@ -206,13 +206,13 @@ class TileReader {
     return view;
   }
 
-  // For the formulas that read the target.
+  // Shares for formulas that read the target.
   void write_shares(int64_t n) {
     fill(Real(0), n, target_);
     for (int64_t k = 0; k < labels_.ones; ++k) target_[labels_.one[k]] = Real(1);
   }
 
-  // Logits of ignored labels add nothing, also where they are NaN.
+  // Logits of ignored labels contribute 0, even where they are NaN.
   template <typename Result>
   void clear_ignored(Result* results) const {
     for (int64_t k = 0; k < labels_.ignored_runs; ++k) {
@@ -239,7 +239,7 @@ class TileReader {
     view->targets = hard ? Targets::kHard : Targets::kSoft;
   }
 
-  // The ones of the tile as the loops want them: logits that change their sign, with the weight of a one. Or back.
+  // At the ones of the tile, sets the sign of the logit to -1 and the weight to that of a one; flip = false undoes it.
   void flip_ones(bool flip) {
     if (are_flipped_ == flip) return;
     are_flipped_ = flip;
@@ -256,7 +256,7 @@ class TileReader {
     products(Real(1), negative_, scale, n, zero_);
   }
 
-  // The scale in memory that may be written to.
+  // The scale, copied to memory of this reader.
   Real* own_scale(const Real* scale, int64_t n) {
     if (scale != own_scale_) std::copy(scale, scale + n, own_scale_);
     return own_scale_;
@@ -272,9 +272,9 @@ class TileReader {
   const SigmoidLossArgs<Scalar>& args_;
   Real factor_;  // of every scale
   Real sign_of_one_;
-  const Operand* grad_loss_;  // or null, where it is one number
-  bool has_numbers_;          // for all that TileView::one and zero are made of
-  bool are_flipped_ = false;  // the ones of labels_, in signs_ and zero_
+  const Operand* grad_loss_;  // null if it is one number
+  bool has_numbers_;  // TileView::one and zero are each one number
+  bool are_flipped_ = false;  // whether signs_ and zero_ hold the flipped ones of labels_
   TileLabels labels_;
   struct Ones {
     Real input[kTile], target[kTile], gamma[kTile], second[kTile], scale[kTile], one[kTile];

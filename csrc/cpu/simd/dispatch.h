@@ -1,24 +1,24 @@
 // Run-time dispatch over vector widths: a function marked FK_VECTOR_CLONES is compiled for SSE2, AVX2 + FMA and
-// AVX-512, and the loader picks the widest that the machine has. A clone does not reach into lambdas or functions that
-// are called: mark the plain function that holds the loop, and make everything inside it always-inline.
+// AVX-512, and the loader picks the widest that the machine has. Lambdas and called functions are not cloned: mark the
+// plain function that holds the loop, and make everything inside it always-inline.
 //
 // Shuffles between rows are written for AVX-512 by hand, beside a loop for all other processors: a function marked
 // FK_AVX512 is called where has_avx512() returns true, and exists where FK_HAS_AVX512_CODE is defined.
 //
-// Code in vectors of the compiler (gnu::vector_size) rather than in loops has to know their width:
-// run_in_widest<Body>(arguments...) calls Body::run<bytes>(arguments...) for the widest that the machine has.
+// Code with vector types (gnu::vector_size) must know their width: run_in_widest<Body>(arguments...) calls
+// Body::run<bytes>(arguments...) for the widest that the machine has.
 #pragma once
 
 #include <cstdlib>  // defines __GLIBC__
 
-// musl has no ifunc, clang spells the architectures differently, and g++ before 12 chooses between none: there, a
-// kernel is compiled once, for the processor that the compiler's flags say.
+// Without clones (musl has no ifunc, clang spells the architectures differently, g++ before 12 selects the wrong one) a
+// kernel is compiled once, for the processor of the compiler's flags.
 #if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && defined(__GLIBC__)
 #define FK_VECTOR_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #define FK_AVX2 __attribute__((target("arch=x86-64-v3")))
 #define FK_AVX512 __attribute__((target("arch=x86-64-v4")))
 #define FK_HAS_AVX512_CODE
-// g++ 12 takes the undefined registers in this header for a fault.
+// g++ 12 warns of the undefined registers in this header.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"

@@ -1,5 +1,5 @@
-// Elementary functions for the loops over rows: as in math/portable.h, for narrower domains in fewer instructions, and
-// the exponential for vectors of numbers (gnu::vector_size), too.
+// Elementary functions for the loops over rows: those of math/portable.h in fewer instructions, for narrower domains.
+// The exponential also takes vectors (gnu::vector_size).
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 #include "cpu/simd/vector.h"
 #include "math/portable.h"
 
-// g++ warns that vectors would be returned otherwise where the processor has wider ones. Their users are inlined.
+// g++ warns that returning such vectors changes the ABI; all callers are inlined.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace focalkern::cpu {
 namespace {
 
-// The type of a vector's lanes, and that of its bits. A number is one lane.
+// The type of a vector's lanes, and an integer of the same width. A number is one lane.
 template <typename Real, bool = std::is_floating_point_v<Real>>
 struct Lane {
   using type = Real;
@@ -29,18 +29,18 @@ struct Lane<Vector, false> {
   using Bits = decltype(std::declval<Vector>() < std::declval<Vector>());
 };
 
-// The x from which on down e^x is 0 in a sum of numbers around 1: the power of two in it has the biased exponent 0.
-// That of the tables below is 0 only where x is -127 ln 2 to half of a step.
+// Below this x, e^x is negligible against 1 and counts as 0: its power of two has the biased exponent 0. By the tables
+// below, it is 0 only at x = -127 ln 2, to half a step.
 template <typename Real>
 constexpr Real kExpZero = static_cast<Real>(sizeof(Real) == sizeof(float) ? -88.03 : -709);
 
 template <typename Real>
 struct ScaledExponential {
   Real mantissa;  // in [sqrt(1/2), sqrt(2)]
-  Real scale;     // a power of two or, by a table, of its root; below 2^-126 any number down to 0
+  Real scale;  // a power of two or, with a table, of its root; anything down to 0 below 2^-126
 };
 
-// x = n ln 2 + r with |r| <= ln(2)/2, of a number or a vector. For x from kExpZero, where the scale is 0, to -kExpZero.
+// x = n ln 2 + r with |r| <= ln(2)/2, for a number or a vector, x in [kExpZero, -kExpZero]. At kExpZero the scale is 0.
 template <typename Real>
 struct ReducedPower {
   Real r;
@@ -52,7 +52,7 @@ FK_HOST_DEVICE ReducedPower<Real> reduced_power(const Real& x) {
   using Number = typename Lane<Real>::type;
   using F = detail::Format<Number>;
   using Bits = typename Lane<Real>::Bits;
-  // As bounded_exponential: the bias of 2^n is in the low bits beside n, and the shift alone makes 2^n of them.
+  // As in bounded_exponential: the low bits hold n plus the bias, and a shift makes 2^n of them.
   const Real shifted = x * F::kLog2e + F::kRoundToBiased;
   const Real n = shifted - F::kRoundToBiased;
   const Real r = (x - n * F::kLn2Hi) - n * F::kLn2Lo;
@@ -83,17 +83,17 @@ FK_HOST_DEVICE ReducedPower<Real> reduced_power(const Real& x) {
 }
 
 #ifdef FK_HAS_AVX512_CODE
-// A register of 8 or 16 floats may hold a table of the roots 2^(k / lanes), in which one instruction looks up. Then
-// x = m ln(2) / lanes + r: of so small an r a polynomial of third degree will do, four multiply-adds less. It is off by
-// 1.6e-9 with 16 lanes and 2.6e-8 with 8. That ln(2) is one float adds 2.7e-9 |x|, a twentieth of what rounding of x
-// does, where x was rounded. x - m ln(2) / lanes has to be one operation, a fused multiply-add.
+// A register of 8 or 16 floats holds a table of the roots 2^(k / lanes), which one instruction looks up. Then x = m
+// ln(2) / lanes + r, and r is so small that a polynomial of third degree suffices: four multiply-adds less. Its error
+// is 1.6e-9 with 16 lanes and 2.6e-8 with 8. Rounding ln(2) to one float adds 2.7e-9 |x|, a twentieth of the error that
+// rounding x itself causes. x - m ln(2) / lanes must be one fused multiply-add.
 template <int lanes>
 struct RootsOfTwo;
 template <>
 struct RootsOfTwo<16> {
   static constexpr int kBits = 4;
   static constexpr float kPerLn2 = 23.08312f, kLn2 = 0.0433217f, kSquare = 0.50001615f, kCube = 0.16666718f;
-  // The bits of 2^(k / 16) minus k << 19: adding m << 19 brings that k back beside the exponent.
+  // The bits of 2^(k / 16) minus k << 19. Adding m << 19 restores that k and sets the exponent.
   static constexpr int kTable[] = {0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532,
                                    0x3f75fed7, 0x3f75583f, 0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c,
                                    0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
@@ -119,7 +119,7 @@ FK_HOST_DEVICE ScaledExponential<Reals> exponential_by_table(const Reals& x) {
   Bits table, bits;
   __builtin_memcpy(&table, Roots::kTable, sizeof(table));
   __builtin_memcpy(&bits, &shifted, sizeof(bits));
-  // The lowest bits say which root, the others the exponent.
+  // The lowest bits select the root, the others are the exponent.
   bits = __builtin_shuffle(table, bits) + (bits << (detail::Format<float>::kMantissaBits - Roots::kBits));
   Reals scale;
   __builtin_memcpy(&scale, &bits, sizeof(scale));
@@ -128,12 +128,12 @@ FK_HOST_DEVICE ScaledExponential<Reals> exponential_by_table(const Reals& x) {
 }
 #endif
 
-// e^x in two factors, for the same x; any numbers for other x, and a NaN mantissa for NaN. A little above kExpZero,
-// where e^x is a denormal number, it may be less, down to 0.
+// e^x as two factors, for the same x. Other x give arbitrary numbers, NaN a NaN mantissa. Slightly above kExpZero,
+// where e^x is denormal, the result may be smaller, down to 0.
 template <typename Real>
 FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
 #ifdef FK_HAS_AVX512_CODE
-  // Vectors so wide are there only where the processor has them.
+  // Such wide vectors occur only on processors that have them.
   constexpr bool is_wide = sizeof(Real) == 32 || sizeof(Real) == 64;
   if constexpr (is_wide && std::is_same_v<typename Lane<Real>::type, float>) return exponential_by_table(x);
 #endif
@@ -142,7 +142,7 @@ FK_HOST_DEVICE ScaledExponential<Real> scaled_exponential(const Real& x) {
   return {kOne + power.r * (kOne + power.r * power.tail), power.scale};
 }
 
-// e^-fall, which is 0 from `most` on. With kMayRise the fall may be below 0, too: from -most on it counts as that.
+// e^-fall, which is 0 from `most` on. With kMayRise the fall may also be negative; it is cut off at -most.
 template <bool kMayRise = false, typename Reals>
 FK_HOST_DEVICE ScaledExponential<Reals> exponential_of_fall(const Reals& fall, const Reals& most) {
   const Reals bounded = fall > most ? most : fall;
@@ -153,8 +153,8 @@ FK_HOST_DEVICE ScaledExponential<Reals> exponential_of_fall(const Reals& fall, c
   return scaled_exponential(-bounded);
 }
 
-// log(2^n (1 + f)) for 1 + f in [sqrt(1/2), sqrt(2)], in float without a division, to 8e-9 and the last rounding. The
-// power is n in the place of the exponent: n times a power of two, which the constants take back.
+// log(2^n (1 + f)) for 1 + f in [sqrt(1/2), sqrt(2)]. For float: no division, error 8e-9 plus the last rounding.
+// `power` is n in the bits of the exponent, that is n times a power of two, which the constants divide out.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_parts(Real f, typename detail::Format<Real>::Int power) {
   using F = detail::Format<Real>;
@@ -172,7 +172,7 @@ FK_HOST_DEVICE Real log_of_parts(Real f, typename detail::Format<Real>::Int powe
     const float tail = (f * f) * (f * q - 0.5f) + n * (F::kLn2Lo * 0x1p-23f);
     return n * (F::kLn2Hi * 0x1p-23f) + (f + tail);
   } else {
-    // Below AVX-512 there is no conversion of these integers, but their bits may be added to a number.
+    // Before AVX-512 no instruction converts these integers; adding their bits to a float does.
     const Real n =
         bit_cast<Real>((power >> F::kMantissaBits) + bit_cast<decltype(power)>(F::kRoundToInt)) - F::kRoundToInt;
     const Real s = f / (Real(2) + f);
@@ -183,23 +183,23 @@ FK_HOST_DEVICE Real log_of_parts(Real f, typename detail::Format<Real>::Int powe
   }
 }
 
-// log(a + b) for a sum below 2^126, with what rounding the sum takes from it where a >= |b|. NaN stays NaN. Denormal
-// and negative sums are not expected; that of a denormal one is right to 4e-5, and of 0 some number below kExpZero.
+// log(a + b) for a sum below 2^126, corrected for the rounding of the sum if a >= |b|. NaN stays NaN. For a denormal
+// sum the error is up to 4e-5; for 0 the result is some number below kExpZero; negative sums are not allowed.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_sum(Real a, Real b) {
   using F = detail::Format<Real>;
   using Int = typename F::Int;
-  using Bits = std::make_unsigned_t<Int>;  // whose differences and shifts wrap
+  using Bits = std::make_unsigned_t<Int>;  // unsigned: differences and shifts wrap
   constexpr Bits kSqrtHalf = sizeof(Real) == 4 ? Bits(0x3f3504f3) : Bits(0x3fe6a09e667f3bcd);
   constexpr Bits kMantissa = (Bits(1) << F::kMantissaBits) - 1;
   const Bits power = (bit_cast<Bits>(a + b) - kSqrtHalf) & ~kMantissa;
   const Real scale = bit_cast<Real>(static_cast<Bits>(bit_cast<Bits>(Real(1)) - power));
-  // As detail::log_of_normal with m - 1 = f: of a sum near 1 all products and differences are exact, but one.
+  // As in detail::log_of_normal, with f = m - 1. For a sum near 1 all products and differences but one are exact.
   const Real f = b * scale + (a * scale - Real(1));
   return log_of_parts(f, static_cast<Int>(power));
 }
 
-// The same where a is 1 or b is 0: one call that is log in some lanes and log1p in others. -inf at 0.
+// log_of_sum for a = 1 or b = 0: log in some lanes, log1p in others. -inf at 0.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_unit_sum(Real a, Real b) {
   const Real result = log_of_sum(a, b);

@@ -3,8 +3,8 @@
 //   to_columns  in [n_rows, classes] of Scalar  -> out [classes, stride] of compute_t<Scalar>
 //   to_rows     in [classes, stride] of compute_t<Scalar> -> out [n_rows, classes] of Scalar
 //
-// Squares of four fit any vector unit. With AVX-512 sixteen rows are transposed together, four words of each at a time,
-// and two half-precision numbers are one word, converted in the register that turns them.
+// 4 x 4 blocks fit any vector unit. AVX-512 transposes sixteen rows together, four words of each at a time. Two
+// half-precision numbers are one word; they are converted in registers.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +18,15 @@
 namespace focalkern::cpu {
 
 constexpr int64_t kWideRows = 16;                // rows that AVX-512 transposes in registers
-constexpr int64_t kFarthest = int64_t(1) << 30;  // elements that an offset in 32 bits reaches
+constexpr int64_t kFarthest = int64_t(1) << 30;  // largest offset in elements that fits 32 bits
 
-// Classes of four 32-bit words.
+// Classes in four 32-bit words.
 constexpr int64_t wide_classes(int64_t scalar_size) { return 16 / scalar_size; }
 
 namespace {
 
-// in [n_rows, in_stride] -> out [n_columns, out_stride]; the last squares overlap their neighbours. Needs at least four
-// of each.
+// in [n_rows, in_stride] -> out [n_columns, out_stride]. The last 4 x 4 blocks overlap their neighbours. Needs at least
+// four rows and columns.
 template <typename Scalar>
 FK_HOST_DEVICE void transpose_by_four(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t n_columns,
                                       Scalar* out, int64_t out_stride) {
@@ -46,7 +46,7 @@ FK_HOST_DEVICE void transpose_by_four(const Scalar* in, int64_t in_stride, int64
 
 #ifdef FK_HAS_AVX512_CODE
 
-// Squares of four words in every quarter of the registers: an involution.
+// Transposes the 4 x 4 block in each quarter of the registers. Applied twice it does nothing.
 FK_AVX512 inline __attribute__((always_inline)) void transpose_quarters(__m512i (&v)[4]) {
   const __m512i low01 = _mm512_unpacklo_epi32(v[0], v[1]), high01 = _mm512_unpackhi_epi32(v[0], v[1]);
   const __m512i low23 = _mm512_unpacklo_epi32(v[2], v[3]), high23 = _mm512_unpackhi_epi32(v[2], v[3]);
@@ -56,7 +56,8 @@ FK_AVX512 inline __attribute__((always_inline)) void transpose_quarters(__m512i 
   v[3] = _mm512_unpackhi_epi64(high01, high23);
 }
 
-// Four words of each of sixteen rows. The addresses are two and four distances, the rest is in the instructions.
+// Loads and stores four words of each of sixteen rows. Two base addresses and four strides reach all rows by addressing
+// modes.
 template <typename Scalar>
 class RowsOfSixteen {
  public:
@@ -89,7 +90,7 @@ class RowsOfSixteen {
  private:
   using Byte = std::conditional_t<std::is_const_v<Scalar>, const char, char>;
 
-  // Or gcc would keep an address for each row.
+  // Without this gcc keeps an address for each row.
   static inline __attribute__((always_inline)) int64_t opaque(int64_t distance) {
     asm("" : "+r"(distance));
     return distance;
@@ -103,7 +104,7 @@ class RowsOfSixteen {
   }
   FK_AVX512 static inline __attribute__((always_inline)) void split(__m512i v, char* a, char* b, char* c, char* d) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(a), _mm512_castsi512_si128(v));
-    // Of 64-bit words, because gcc stores only these in the instruction that extracts them.
+    // 64-bit words, because only for these gcc stores in the extracting instruction.
     _mm_storeu_si128(reinterpret_cast<__m128i*>(b), _mm512_extracti64x2_epi64(v, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(c), _mm512_extracti64x2_epi64(v, 2));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(d), _mm512_extracti64x2_epi64(v, 3));
@@ -118,7 +119,7 @@ FK_AVX512 inline __attribute__((always_inline)) __m512i with_plain_nan(__m512i b
   return _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
 }
 
-// Words of two half-precision numbers: the first of them is the lower half.
+// Words of two half-precision numbers; the first is the lower half.
 template <typename Scalar>
 struct Pair;
 template <>
@@ -127,8 +128,8 @@ struct Pair<BFloat16> {
     *first = _mm512_slli_epi32(v, 16);
     *second = _mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
   }
-  // As Store<BFloat16>: the processor's own conversion would make denormal numbers 0. A NaN has to be a plain one: what
-  // is added would make a number of some.
+  // As in Store<BFloat16>: the processor's own conversion would flush denormal numbers to 0. NaN is replaced by a quiet
+  // one, because the rounding would turn some NaNs into numbers.
   FK_AVX512 static inline __attribute__((always_inline)) __m512i rounded(__m512i bits) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
@@ -160,13 +161,13 @@ struct Pair<Half> {
   }
 };
 
-// The numbers at these places, where they are wanted; else 0. There are at least two.
+// The numbers at these places; 0 where `wanted` is not set. `from` has at least two numbers.
 template <typename Scalar>
 FK_AVX512 inline __attribute__((always_inline)) __m512 gathered(const Scalar* from, __m512i place, __mmask16 wanted) {
   if constexpr (sizeof(Scalar) == sizeof(float)) {
     return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), wanted, place, from, sizeof(Scalar));
   } else {
-    // Only words are gathered: of the number and the one before, or after the first of all.
+    // Gathers words: a number with the one before it, or the first number with the one after it.
     const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi32(1);
     const __m512i word = _mm512_sub_epi32(_mm512_max_epi32(place, one), one);
     __m512i before, numbers;
@@ -237,9 +238,9 @@ FK_AVX512 void wide_to_rows(const float* in, int64_t n_rows, int64_t classes, Sc
 
 #endif  // FK_HAS_AVX512_CODE
 
-constexpr int64_t kTransposedClasses = 32;  // of half precision at a time
+constexpr int64_t kTransposedClasses = 32;  // half-precision classes at a time
 
-// In whole blocks that overlap, where there are that many classes.
+// Takes whole blocks that overlap, if the row has enough classes.
 template <int64_t kStride, typename Scalar>
 FK_VECTOR_CLONES void narrow_to_columns(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t classes,
                                         float* out) {
@@ -282,7 +283,7 @@ FK_VECTOR_CLONES void narrow_to_rows(const float* in, int64_t n_rows, int64_t cl
   }
 }
 
-// Both need at least four rows, no more than the stride, and four classes.
+// Both need at least four classes and four rows, and a stride of at least the number of rows.
 template <int64_t kStride, typename Scalar>
 void to_columns(const Scalar* in, int64_t in_stride, int64_t n_rows, int64_t classes, float* out) {
 #ifdef FK_HAS_AVX512_CODE

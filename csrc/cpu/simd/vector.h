@@ -1,4 +1,4 @@
-// Vectors of numbers (gnu::vector_size): loads and stores that convert, shuffles, sums across.
+// Vectors (gnu::vector_size): loads and stores that convert, shuffles, sums over lanes.
 #pragma once
 
 #include <bit>
@@ -11,12 +11,12 @@
 
 #include "math/portable.h"
 
-// clang has only this one; g++ before 12 only the other.
+// clang has only __builtin_shufflevector; g++ before 12 only __builtin_shuffle.
 #if defined(__clang__) || __GNUC__ >= 12
 #define FK_HAS_SHUFFLEVECTOR
 #endif
 
-// g++ warns that vectors would be returned otherwise where the processor has wider ones. Their users are inlined.
+// g++ warns that returning such vectors changes the ABI; all callers are inlined.
 #ifdef __GNUC__
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
@@ -24,8 +24,8 @@
 namespace focalkern::cpu {
 namespace {
 
-// n numbers in one vector. Compilers keep it in a register, where they may give up on an array; wider than a register,
-// they keep it in memory.
+// n numbers as one vector. Compilers keep it in registers, but may keep an array in memory. A vector wider than a
+// register is kept in memory.
 template <typename Number, int64_t n>
 struct VectorOf {
   using type [[gnu::vector_size(n * sizeof(Number))]] = Number;
@@ -33,12 +33,11 @@ struct VectorOf {
 template <typename Number, int64_t n>
 using simd_t = typename VectorOf<Number, n>::type;
 
-// The numbers of the computation, or classes of a row, in one vector of this many bytes.
+// A vector of this many bytes, of compute_t<Scalar>.
 template <int64_t bytes, typename Scalar>
 constexpr int64_t kLanesOf = bytes / static_cast<int64_t>(sizeof(compute_t<Scalar>));
 
-// As load_as_compute and Store, in vectors. Comparisons are of floats: of integers that are not equal gcc makes one for
-// each lane.
+// load_as_compute and Store for vectors. They compare floats: gcc splits a != of integers into one comparison per lane.
 template <typename To, typename From>
 FK_HOST_DEVICE To lanes_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -47,7 +46,7 @@ FK_HOST_DEVICE To lanes_cast(const From& from) {
   return to;
 }
 
-// Squares of four numbers turned: an involution.
+// Transposes 4 x 4 blocks. Applied twice it does nothing.
 template <typename Four>
 FK_HOST_DEVICE void transpose_4x4(Four (&v)[4]) {
 #ifdef FK_HAS_SHUFFLEVECTOR
@@ -72,7 +71,7 @@ FK_HOST_DEVICE void transpose_4x4(Four (&v)[4]) {
 #endif
 }
 
-// Each number as the upper half of a word. Widening and shifting takes several shuffles.
+// Each 16-bit number as the upper half of a word. Widening and shifting would take several shuffles.
 template <typename Words, typename Halves, size_t... index>
 FK_HOST_DEVICE Words upper_halves(const Halves& halves, std::index_sequence<index...>) {
 #ifdef FK_HAS_SHUFFLEVECTOR
@@ -137,7 +136,7 @@ template <typename Int>
 constexpr Int kFirst[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                             16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 
-// One number in every lane. Of a sum with zeros gcc may make a store to each lane where a choice was made before.
+// The first lane in every lane. With a sum of zeros instead, gcc may store each lane after a selection.
 template <typename Vector, size_t... index>
 FK_HOST_DEVICE Vector spread_first(const Vector& v, std::index_sequence<index...>) {
 #ifdef FK_HAS_SHUFFLEVECTOR
@@ -153,8 +152,8 @@ FK_HOST_DEVICE Vector spread(Number number) {
   return spread_first(v, std::make_index_sequence<sizeof(Vector) / sizeof(Number)>());
 }
 
-// As many adjacent classes as are looked at together, in vectors of n numbers of the computation. Of bfloat16 these are
-// two, the even classes and the odd ones: either half of a word is a float after one instruction.
+// A group of adjacent classes, in vectors of n numbers of the compute type. bfloat16 has two vectors, the even and the
+// odd classes: one instruction makes a float of either half of a word.
 template <typename Scalar, int64_t n>
 struct ClassGroup {
   static constexpr bool kIsPairs = std::is_same_v<Scalar, BFloat16> && std::endian::native == std::endian::little;
@@ -163,7 +162,7 @@ struct ClassGroup {
   using Reals = simd_t<compute_t<Scalar>, n>;
   using Ints = simd_t<typename detail::Format<compute_t<Scalar>>::Int, n>;
 
-  // Of the first vector; those of the second are one more each.
+  // Class indices of the first vector; those of the second are one more.
   static FK_HOST_DEVICE Ints first_classes() {
     using Int = typename detail::Format<compute_t<Scalar>>::Int;
     return load_simd<Ints>(kFirst<Int>) * static_cast<Int>(kVectors);
@@ -181,7 +180,7 @@ struct ClassGroup {
     }
   }
 
-  // A NaN has to be a plain one, which rounding leaves one.
+  // A NaN must be a quiet one, so that rounding keeps it a NaN.
   static FK_HOST_DEVICE void store(const Reals (&v)[kVectors], Scalar* to) {
     if constexpr (kVectors == 1) {
       store_simd(v[0], to);
@@ -195,20 +194,20 @@ struct ClassGroup {
   }
 
  private:
-  // As Store<BFloat16>, in the upper halves.
+  // Rounds as Store<BFloat16> does, to the upper half.
   static FK_HOST_DEVICE simd_t<uint32_t, n> rounded(const Reals& v) {
     const auto bits = lanes_cast<simd_t<uint32_t, n>>(v);
     return bits + 0x7fffu + ((bits >> 16) & 1u);
   }
 };
 
-// The lanes folded in halves: one after the other they would wait for each other longer than a short row takes.
+// Reduces the lanes by halves. A lane-by-lane reduction takes longer than a short row.
 template <typename Vector, typename Combine>
 FK_HOST_DEVICE auto fold_lanes(const Vector& lanes, Combine combine);
 
 template <typename Vector, typename Combine, size_t... index>
 FK_HOST_DEVICE auto fold_halves(const Vector& lanes, Combine combine, std::index_sequence<index...>) {
-#ifdef FK_HAS_SHUFFLEVECTOR  // not through memory: gcc would keep `lanes` there all along
+#ifdef FK_HAS_SHUFFLEVECTOR  // with memcpy gcc would keep `lanes` in memory
   const auto low = __builtin_shufflevector(lanes, lanes, index...);
   const auto high = __builtin_shufflevector(lanes, lanes, (index + sizeof...(index))...);
 #else
