@@ -22,7 +22,7 @@ namespace {
 
 __global__ void no_problem_kernel(int64_t* first_problem) { *first_problem = kNoRowProblem; }
 
-// A warp for each row.
+// One warp per row.
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock) void calibration_grid_prepare_kernel(
     const __grid_constant__ CalibrationGridSamples<Scalar> samples, int64_t* first_problem) {
@@ -76,7 +76,7 @@ __global__ __launch_bounds__(kBlock) void calibration_grid_prepare_kernel(
       problem = static_cast<int>(RowProblem::kLabelOutOfRange);
     }
     if (problem >= 0) {
-      // The least of all is the same in any order.
+      // A minimum does not depend on the order of the threads.
       atomicMin(reinterpret_cast<long long*>(first_problem), static_cast<long long>(source * kRowProblems + problem));
     }
     samples.top[row] = top < classes ? top : 0;
@@ -111,7 +111,7 @@ int64_t sums_bytes(int64_t rows, int64_t n_gammas, int64_t n_temperatures) {
   return aligned(plan.row_tiles * n_temperatures * n_gammas * static_cast<int64_t>(sizeof(double)));
 }
 
-// The gammas that share sums, kSharedGammas at a time, then the others, kGammasAtOnce at a time.
+// First the gammas that share sums, kSharedGammas at a time; then the others, kGammasAtOnce at a time.
 template <typename Scalar>
 int launch_confidences(const CalibrationGridBlock<Scalar>& block, const CalibrationGridPlan& gammas,
                        const GridPlan& plan, const Scratch<Scalar>& scratch, void* stream) {

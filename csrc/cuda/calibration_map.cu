@@ -1,11 +1,11 @@
 // The focal calibration map of [rows, classes] inputs, forward and backward, and its binary form, elementwise.
 //
-// A thread has a row of few classes to itself; else a group shares it: lanes of a warp, a warp, or the block. Passes
-// over a row, with t its largest class:
+// One thread computes a row of few classes. A longer row is shared by a group: lanes of a warp, a warp, or the block.
+// Passes over a row, with t its largest class:
 //   1. t, and the largest of the others      2. sum of exp over the others
 //   3. p_k / p_t or its logarithm, and sums  4. normalise and write
-// Memory: the inputs are read once and the outputs written once as long as each thread's part of a row fits registers;
-// longer rows are read again by each pass. 16 bytes at a time, where every row begins on such a boundary.
+// Memory: if each thread's part of a row fits registers, inputs are read once and outputs written once. Longer rows are
+// read again by each pass. If every row begins on a 16-byte boundary, a load or store has 16 bytes.
 
 #include <initializer_list>
 
@@ -16,30 +16,30 @@
 namespace focalkern::cuda {
 namespace {
 
-// Classes that one thread takes in registers: a row of few, or as many as it can.
+// Classes that one thread holds in registers.
 template <typename Scalar>
 constexpr int kSmall = sizeof(Scalar) == sizeof(double) ? 8 : 16;
 template <typename Scalar>
 constexpr int kLarge = sizeof(Scalar) == sizeof(double) ? 16 : 32;
 
-// Blocks on a multiprocessor that the registers leave room for.
+// Blocks per multiprocessor for which the registers suffice.
 template <typename Scalar, int capacity>
 constexpr int kForwardBlocks = sizeof(Scalar) == sizeof(double) && capacity == kLarge<Scalar> ? 1 : 2;
 template <typename Scalar, int capacity>
 constexpr int kBackwardBlocks = sizeof(Scalar) == sizeof(double) || capacity == kLarge<Scalar> ? 1 : 2;
 
-// Sums go on in double only where there may be many terms.
+// Sums continue in double only where they may have many terms.
 template <typename Real, bool few>
 using SumOf = std::conditional_t<few, Real, double>;
 
-// The threads that share a row. Every thread of the block calls the reductions, and all of a group have the same
-// result: either partner of an exchange combines the same two.
+// The threads that share a row. Every thread of the block calls the reductions. All threads of a group get the same
+// result: both partners of an exchange combine the same two numbers.
 struct MapGroup {
   static constexpr int kMost = 6;  // numbers at once
   int lanes;
   double* scratch;  // [kWarpsPerBlock * kMost], shared
 
-  // combine(mine, others), of `count` numbers each.
+  // combine(mine, others) for `count` numbers each.
   template <int count, typename Number, typename Combine>
   __device__ __forceinline__ void reduce(Number (&mine)[count], Combine combine) const {
     static_assert(count <= kMost, "more than the scratch memory holds");
@@ -99,8 +99,8 @@ struct MapGroup {
   }
 };
 
-// Where a warp has a row, that has more than half of the classes which a warp can hold (plan_map): the first half of
-// the vectors needs no check.
+// A row that a warp shares has more than half of the classes that a warp can hold (plan_map), so the first half of the
+// vectors needs no bounds check.
 template <typename Scalar, int constant_lanes>
 __device__ __forceinline__ void assume_classes([[maybe_unused]] int classes) {
 #if defined(__CUDA_ARCH__)
@@ -108,7 +108,7 @@ __device__ __forceinline__ void assume_classes([[maybe_unused]] int classes) {
 #endif
 }
 
-// The compiler would work out the address of a row again for each of its vectors.
+// Without this the compiler computes the row's address again for each of its vectors.
 template <typename T>
 __device__ __forceinline__ T* worked_out(T* address) {
 #if defined(__CUDA_ARCH__)
@@ -118,7 +118,7 @@ __device__ __forceinline__ T* worked_out(T* address) {
   return address;
 }
 
-// The numbers of a row that follow from gamma and temperature.
+// The numbers of a row that depend only on gamma and temperature.
 template <typename Real>
 struct MapNumbers {
   MapGamma<Real> gamma;
@@ -127,7 +127,7 @@ struct MapNumbers {
 };
 template <typename Real>
 FK_HOST_DEVICE MapNumbers<Real> map_numbers(double gamma, double temperature) {
-  // A gamma that is infinite in float has no answer.
+  // A gamma that is infinite in float is invalid.
   const bool valid = map_parameters_valid(gamma, temperature) && gamma <= static_cast<double>(largest_finite<Real>());
   return {map_gamma<Real>(gamma), inverse_temperature<Real>(temperature), valid};
 }
@@ -139,25 +139,25 @@ struct RowStart {
   int top;
   Real shift;  // largest of the other inputs
   Real beta;
-  Real scale;  // beta, for logarithms to the base of quick_power
+  Real scale;  // beta for logarithms to the base of quick_power
   Real gap;
   MapRow<Real> map;
 };
 
-// A thread's part of a row, in vectors, each `lanes` threads after the one before. Where rows do not begin on a
-// boundary, a vector is gathered of classes `lanes` apart, so that neighbours still read neighbours. With `capacity` 0
-// nothing is kept, and each pass loads it again. Slots beyond the row hold -inf, a class that cannot occur. `on_grid`:
-// as in map_exponent.
+// A thread's part of a row, in vectors that are `lanes` threads apart. If rows do not begin on a boundary, a vector
+// gathers classes that are `lanes` apart, so that neighbouring threads still read neighbouring classes. With `capacity`
+// 0 nothing is kept, and each pass loads the vector again. Slots beyond the row hold -inf, an impossible class.
+// `on_grid`: as in map_exponent.
 template <typename Scalar, int capacity, bool on_grid>
 struct RowPart {
   using Real = compute_t<Scalar>;
-  // Where a thread has a row to itself, eight classes at once would leave too many slots empty.
+  // For a thread with a whole row, eight classes per vector would leave too many slots empty.
   static constexpr bool kWhole = sizeof(Scalar) >= sizeof(Real) || capacity != kSmall<Scalar>;
   static constexpr int kVector = kWhole ? kVectorSize<Scalar> : 4;
   static constexpr bool kKept = capacity > 0;
   static constexpr int kSlots = kKept ? capacity : kVector;
-  static constexpr int kVectorsOfSum = 8;  // are added in Real before the sum goes on in double
-  static constexpr bool kPowers = kKept && sizeof(Scalar) < sizeof(Real);  // are kept by pass 2
+  static constexpr int kVectorsOfSum = 8;  // terms per partial sum in Real; the sum of these is in double
+  static constexpr bool kPowers = kKept && sizeof(Scalar) < sizeof(Real);  // exponentials that pass 2 keeps
   using Sum = SumOf<Real, kKept>;
 
   const Scalar* input;  // of the thread's first class
@@ -167,8 +167,8 @@ struct RowPart {
   int lanes;
   int vectors;  // whether every row begins on a boundary
   bool probs;
-  int top_vector;  // where the vector with the largest class begins; -1 in a thread that does not have it
-  int top_place;   // of the largest class in that vector
+  int top_vector;  // start of the vector with the largest class; -1 in a thread that does not have it
+  int top_place;  // slot of the largest class in that vector
   Real at[kSlots];
   Real power_at[kPowers ? capacity : 1];
 
@@ -176,8 +176,8 @@ struct RowPart {
   __device__ __forceinline__ int step() const { return lanes * kVector; }
   __device__ __forceinline__ int class_of(int begin, int i) const { return first + begin + (vectors ? i : i * lanes); }
 
-  // f(begin, k): the vector that begins so many classes after the thread's first, kept from slot k on. Now and then,
-  // and at the end, pause().
+  // f(begin, k): a vector that begins `begin` classes after the thread's first; its slots begin at k. pause() is called
+  // at intervals and at the end.
   template <typename Function, typename Pause>
   __device__ __forceinline__ void each(Function f, Pause pause) const {
     if constexpr (kKept) {
@@ -196,7 +196,7 @@ struct RowPart {
     }
   }
 
-  // `from` and `to` are those of the thread's first class, in this row.
+  // `from` and `to` point to the thread's first class in this row.
   template <typename From>
   __device__ __forceinline__ void load(const From* from, int begin, Real missing, Real* values) const {
     vectors ? load_vectors(from, begin, missing, values) : gather(from, begin, missing, values);
@@ -263,7 +263,7 @@ struct RowPart {
     for (int i = 0; i < kVector; ++i) x[i] = logit_of_probability(x[i]);
   }
 
-  // f(begin, k, x): the logits of a vector. Those that are kept may be changed.
+  // f(begin, k, x): the logits of a vector. f may change those that are kept in registers.
   template <typename Function, typename Pause>
   __device__ __forceinline__ void each_logit(Function f, Pause pause) {
     each(
@@ -278,8 +278,8 @@ struct RowPart {
         },
         pause);
   }
-  // f(begin, k, y) with y = (x - shift) / T as a logarithm to the base of quick_power, and -inf for the
-  // largest class, which then adds nothing to any sum. Pass 2 leaves them in the slots.
+  // f(begin, k, y) with y = (x - shift) / T as a logarithm to the base of quick_power. y is -inf for the largest class,
+  // which then adds 0 to every sum. Pass 2 keeps y in the slots.
   template <typename Function, typename Pause>
   __device__ __forceinline__ void each_exponent(const RowStart<Real>& start, Function f, Pause pause) {
     each(
@@ -328,8 +328,8 @@ __device__ __forceinline__ RowPart<Scalar, capacity, on_grid> row_part(const Cal
   return x;
 }
 
-// Takes the largest class out of the row, which may be NaN: then it has none, and stays as it is. Of several equals it
-// is the first, and the others are among the others.
+// Removes the largest class from the row: the first one of equals, the others stay. A row whose maximum is NaN stays as
+// it is.
 template <typename Scalar, int capacity, bool on_grid>
 __device__ __forceinline__ void find_top_two(RowPart<Scalar, capacity, on_grid>& x, const MapGroup& group, int* top,
                                              compute_t<Scalar>* largest, compute_t<Scalar>* next) {
@@ -338,7 +338,7 @@ __device__ __forceinline__ void find_top_two(RowPart<Scalar, capacity, on_grid>&
   constexpr int kVector = Part::kVector;
   const auto pause = [] {};
   int own_class = INT32_MAX;
-  // Keeps the first place in which `values`, a vector of the thread's part, have the largest.
+  // Records the first position at which `values`, a vector of the thread's part, has the largest logit.
   const auto find = [&](int begin, const Real* values) {
 #pragma unroll
     for (int i = kVector - 1; i >= 0; --i) {
@@ -455,9 +455,9 @@ __device__ __forceinline__ RowStart<compute_t<Scalar>> start_row(const Calibrati
 
   Real largest, next;
   find_top_two(x, group, &start.top, &largest, &next);
-  // Also false for a row of NaN; a NaN beside numbers shows in the sum of exponentials.
+  // Also false for a row of NaN only; a NaN beside numbers shows in the sum of exponentials.
   start.valid = start.valid && largest > -kInfinity<Real> && largest < kInfinity<Real>;
-  // No other class can occur: any number serves as the shift.
+  // No other class is possible: any number serves as the shift.
   start.shift = next > -kInfinity<Real> ? next : largest;
   const Real lowest_gap = -largest_finite<Real>() / Real(16);
   start.gap = fmax((start.shift - largest) * start.beta, lowest_gap);
@@ -485,7 +485,8 @@ __device__ __forceinline__ RowStart<compute_t<Scalar>> start_row(const Calibrati
   return start;
 }
 
-// `constant_lanes` of a row, where that is one thread, one warp or the block; else 0, and it is 1 << lane_bits.
+// constant_lanes: the threads of a row if that is one, a warp or the block. Otherwise it is 0, and the row has 1 <<
+// lane_bits threads.
 template <typename Scalar, int capacity, int constant_lanes>
 __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void calibration_map_forward_kernel(
     const __grid_constant__ CalibrationMapForward<Scalar> args,
@@ -500,7 +501,7 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void cali
   const int rows_at_once = constant_lanes > 0 ? kBlock / constant_lanes : kBlock >> lane_bits;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * rows_at_once; first < args.rows;
        first += static_cast<int64_t>(gridDim.x) * rows_at_once) {
-    // The last row stands in for those beyond it, for which nothing is written.
+    // Threads beyond the last row compute that row again, and write nothing.
     const int64_t wanted = first + (constant_lanes > 0 ? static_cast<int>(threadIdx.x) / constant_lanes
                                                        : static_cast<int>(threadIdx.x) >> lane_bits);
     const bool exists = wanted < args.rows;
@@ -549,7 +550,7 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void cali
               x.store(output, begin, y);
             },
             [] {});
-        // Over what the same thread has just written for it.
+        // Overwrites a value that the same thread has just written.
         using To = std::remove_reference_t<decltype(*output)>;
         if (x.top_vector >= 0) output[start.top - x.first] = Store<To>::from_compute(top);
       };
@@ -577,7 +578,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
   using Sum = typename Part::Sum;
   constexpr int kVector = Part::kVector;
   constexpr bool kNarrow = sizeof(Scalar) < sizeof(Real);
-  // Stands for an exponent of -inf, a class that cannot occur, and can be multiplied by 0.
+  // A finite substitute for the exponent -inf of an impossible class: its product with 0 is 0.
   const Real kImpossible = -largest_finite<Real>() * Real(0.75);
   __shared__ double scratch[kWarpsPerBlock * MapGroup::kMost];
   const int lanes = constant_lanes > 0 ? constant_lanes : 1 << lane_bits;
@@ -600,8 +601,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
         x.load(grad_output_wide, begin, Real(0), grad);
       }
     };
-    // Where few warps fit a multiprocessor, the upstream gradient is asked for at once; pass 3 puts what it makes of it
-    // in its place.
+    // If few warps fit a multiprocessor, the upstream gradient is loaded early; pass 3 overwrites it with its result.
     constexpr bool kEarly = capacity == kLarge<Scalar>;
     Real kept_w[Part::kSlots];
     Real kept_hr[Part::kSlots];
@@ -621,8 +621,8 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
 
     const auto finish = [&](auto log_output) {
       constexpr bool kLog = decltype(log_output)::value;
-      // The upstream gradient of a class other than the largest: w_k, or v_k where probabilities are the output. A
-      // class of probability zero takes no part.
+      // The upstream gradient of a class other than the largest: w_k, or v_k if the output is probabilities. It is 0
+      // for a class of probability zero.
       const auto weight_of = [&](Real y, Real grad) {
         return y == -kInfinity<Real> ? Real(0) : kLog ? grad : grad - grad_top;
       };
@@ -665,7 +665,8 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
                                       static_cast<Real>(totals[4]), static_cast<Real>(totals[5])};
       MapRowGrad<Real> grad = map_row_grad(start.map, sums, grad_top, kLog);
       if (!start.valid) grad.keep = grad.top = kNaN<Real>;
-      // From dL/d(z / T) to dL/dz. A 1/T that is far from 1 comes last, after the sums: 0 shall meet no infinity.
+      // From dL/d(z / T) to dL/dz. A 1/T that is far from 1 is multiplied last, after the sums, so that 0 never meets
+      // infinity.
       const bool extreme = start.beta > Real(1e9) || start.beta < Real(1e-9);
       const Real inner = extreme ? Real(1) : start.beta, outer = extreme ? start.beta : Real(1);
       grad.keep *= inner;
@@ -673,7 +674,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
       grad.shared *= inner;
       grad.top *= inner;
 
-      // dL/dT is minus the sum of dL/dz_k (x_k - x_t), and that of all dL/dz is 0.
+      // dL/dT is minus the sum of dL/dz_k (x_k - x_t), because the dL/dz_k add up to 0.
       Scalar* const grad_input = worked_out(args.grad_input + x.offset);
       const bool writes = args.grad_input != nullptr && exists;
       Sum temperature_sum = 0;
@@ -705,7 +706,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
               for (int i = 0; i < kVector; ++i) result[i] *= outer;
             }
             if (x.probs) {
-              // The gradient at p = 0 is not defined; as the class is left out of the map, it is given as 0.
+              // At p = 0 the map leaves the class out, so its gradient is undefined; 0 is returned.
               Real p[kVector];
               x.load(x.input, begin, Real(0), p);
 #pragma unroll
@@ -718,7 +719,7 @@ __global__ __launch_bounds__(kBlock, kBackwardBlocks<Scalar, capacity>) void cal
             temperature_sum = Part::kKept ? Sum(temperature_part) : temperature_sum + temperature_part;
             temperature_part = 0;
           });
-      // Over what the same thread has just written for it.
+      // Overwrites a value that the same thread has just written.
       if (writes && x.top_vector >= 0) {
         Real result = grad.top * outer;
         if (x.probs) result /= load_as_compute(x.input[start.top - x.first]);

@@ -23,7 +23,7 @@ int launch(void (*kernel)(Parameters...), int64_t grid, int block, void* stream,
   config.blockDim = dim3(static_cast<unsigned>(block));
   config.stream = static_cast<cudaStream_t>(stream);
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
-  // Reported here once: nobody else should find it later and take it for their own.
+  // Errors are reported here once. They are cleared, so that no later call reports them as its own.
   if (error != cudaSuccess) cudaGetLastError();
   return error;
 }
@@ -43,8 +43,8 @@ constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 template <typename Real>
 constexpr Real kNaN = std::numeric_limits<Real>::quiet_NaN();
 
-// Sixteen bytes of global memory, on a 16-byte boundary. An ordinary store of a value that was put together from
-// elements would be taken apart again; __stcg is one instruction. (It is no instruction for shared memory.)
+// Sixteen bytes of global memory on a 16-byte boundary. __stcg is one instruction; the compiler would split an ordinary
+// store of a value that was built from elements. (For shared memory there is no __stcg.)
 template <typename Scalar>
 __device__ __forceinline__ uint4 load_vector(const Scalar* address) {
   return *reinterpret_cast<const uint4*>(address);
@@ -54,15 +54,15 @@ __device__ __forceinline__ void store_vector(Scalar* address, uint4 vector) {
   __stcg(reinterpret_cast<uint4*>(address), vector);
 }
 
-// Elements to skip until the address is on a 16-byte boundary.
+// Elements before the next 16-byte boundary.
 template <typename Scalar>
 __device__ __forceinline__ int elements_to_boundary(const Scalar* address) {
   const auto low = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address));
   return static_cast<int>(((0u - low) & (kVectorBytes - 1)) / sizeof(Scalar));
 }
 
-// The elements of a vector as numbers. Words of two bfloat16 are taken apart as words: halves of their own would have
-// to be cut out before they can be shifted.
+// The elements of a vector as numbers. Two bfloat16 are split as one 32-bit word: separate halves would need extra
+// instructions before the shift.
 template <typename Scalar>
 __device__ __forceinline__ void unpack(uint4 vector, compute_t<Scalar>* values) {
   if constexpr (std::is_same_v<Scalar, BFloat16>) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ Real group_sum(Real value, int lanes) {
   return value;
 }
 
-// NaN loses against any number.
+// A number is preferred to NaN.
 template <typename Real>
 __device__ __forceinline__ Real group_max(Real value, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
@@ -107,7 +107,7 @@ struct RowGroup {
 
   template <typename Real, typename Combine>
   __device__ __forceinline__ Real reduce(Real value, Combine combine) const {
-    // Two lanes add what they exchange in either order, to the same sum: all lanes end with the same number.
+    // An addition of two lanes is commutative, so all lanes end with the same number.
     if (lanes < kWarp) {
       for (int offset = lanes / 2; offset > 0; offset /= 2) {
         value = combine(value, __shfl_xor_sync(kFullWarp, value, offset));
@@ -154,7 +154,7 @@ __device__ __forceinline__ ExpSum<Real> empty_exp_sum() {
   return {-kInfinity<Real>, Real(0)};
 }
 
-// What to subtract: with no number above -inf yet, exp(-inf - (-inf)) would be NaN instead of 0.
+// The number to subtract: with no number above -inf yet, exp(-inf - (-inf)) would be NaN instead of 0.
 template <typename Real>
 __device__ __forceinline__ Real exp_base(Real max) {
   return max == -kInfinity<Real> ? Real(0) : max;
@@ -171,8 +171,8 @@ __device__ __forceinline__ float power_of_two(float x) {
 #endif
 }
 
-// e^x for an x of at most 0, to be added to a sum of at least 1. Rounding x log2(e) and the unit for powers of two cost
-// it a relative |x| 2^-24 + 2^-22; as the summand is e^x, that is less than the sum has to lose.
+// e^x for x <= 0, as a term of a sum of at least 1. Rounding x log2(e) and the unit for powers of two cause a relative
+// error of |x| 2^-24 + 2^-22. Multiplied by e^x, this is below the rounding error of the sum.
 __device__ __forceinline__ double summand(double x) { return exponential(x); }
 __device__ __forceinline__ float summand(float x) {
 #if defined(__CUDA_ARCH__)
@@ -194,7 +194,7 @@ __device__ __forceinline__ ExpSum<Real> exp_sum_of(const Real* values) {
   return {max, sum};
 }
 
-// The sum of e^(z - m) over `count` numbers, beside m, the largest of them and of `max`.
+// The sum of e^(z - m) over `count` numbers; m is the maximum of these and of `max`.
 template <int count, typename Real>
 __device__ __forceinline__ ExpSum<Real> exp_sum_beside(Real max, const Real (&values)[count]) {
 #pragma unroll
@@ -206,21 +206,21 @@ __device__ __forceinline__ ExpSum<Real> exp_sum_beside(Real max, const Real (&va
   return {max, sum};
 }
 
-// One rescaling for `count` numbers, which are summed apart first: a long row would otherwise round once per class
-// against the whole sum.
+// One rescaling for `count` numbers, which are added apart first: otherwise a long row would round against the whole
+// sum once per class.
 template <int count, typename Real>
 __device__ __forceinline__ void add_to_exp_sum(ExpSum<Real>& total, const Real (&values)[count]) {
   const ExpSum<Real> step = exp_sum_beside(total.max, values);
   total = {step.max, total.sum * exponential(total.max - exp_base(step.max)) + step.sum};
 }
 
-// A sum with the part that its additions have rounded off (Kahan), for a thread that adds up many classes.
+// A sum with the rounding error of its additions (Kahan), for a thread that adds many classes.
 template <typename Real>
 struct CompensatedSum {
   Real sum = 0;
   Real excess = 0;
 
-  // shrink: what multiplies everything so far
+  // shrink: factor of the previous sum
   __device__ __forceinline__ void add(Real shrink, Real summand) {
     const Real before = sum * shrink;
     const Real given = summand - excess * shrink;

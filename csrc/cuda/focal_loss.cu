@@ -1,6 +1,6 @@
 // Focal loss of [rows, classes] logits in any of the layouts that RowLayout describes, forward and backward.
 //
-// Index targets without smoothing: one pass over the logits each way. A block takes tiles of rows; for each tile
+// Index targets without smoothing: one pass over the logits each way. A block takes tiles of rows. For each tile:
 //   forward:  threads share the rows out and reduce each to (max, sum exp(z - max)) over the classes other than the
 //             target; then one thread per row turns that into the loss, the three numbers that are kept, and its share
 //             of the sums. The last block to finish adds the shares up.
@@ -37,7 +37,7 @@ bool has_no_gaps(const RowLayout& layout, int64_t rows, int64_t classes) {
 
 bool on_boundary(const void* address) { return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0; }
 
-// Whether neighbouring rows lie side by side, two in a word of memory, and classes not too far apart for 32 bits.
+// Whether neighbouring rows are adjacent, two in a word of memory, and the class stride fits 32 bits.
 template <typename Scalar>
 bool in_pairs(const Scalar* address, const RowLayout& layout, int64_t rows) {
   constexpr int64_t kMostBytes = int64_t{1} << 30;

@@ -1,5 +1,5 @@
-// Per-row epilogue of the focal loss, shared by all kernels: the loss from the target's logit and the sum
-// over the other classes, the gradient from the three numbers that are kept.
+// Per-row epilogue of the focal loss, shared by all kernels: the loss from the target's logit and the sum over the
+// other classes, and the gradient from the three saved numbers.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -10,15 +10,14 @@
 namespace focalkern::cuda {
 namespace {
 
-// Blocks that a multiprocessor should hold at once: left to itself, the compiler may spill registers to make room for
-// more of them.
+// Blocks per multiprocessor. Without this bound the compiler may spill registers to fit more blocks.
 template <typename Scalar>
 constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 2 : 4;
-// A lane holds up to 26 values of a short row in 16 bits.
+// A lane holds at most 26 half-precision values of a short row.
 template <typename Scalar>
 constexpr int kTileBlocks = sizeof(Scalar) == sizeof(uint16_t) ? 3 : kBlocksAtOnce<Scalar>;
 
-// n / classes for the places of a tile, by multiplication: exact for as many as 2^31 / classes^2.
+// n / classes for positions in a tile, by multiplication: exact up to 2^31 / classes^2.
 struct ClassDivider {
   uint32_t reciprocal;
 
@@ -30,7 +29,7 @@ struct ClassDivider {
   }
 };
 
-// The division of a launch's work, and the places of its rows.
+// The division of a launch's work, and the offsets of its rows.
 struct Geometry {
   RowPlan plan;
   ClassDivider classes;
@@ -46,7 +45,7 @@ struct TargetLogs {
   Real log_u;
 };
 
-// x / y for a y of normal size, and log x to an absolute 2^-22 and a relative 2^-22: enough for what is added to
+// x / y for a y of normal size, and log x to an absolute 2^-22 and a relative 2^-22: accurate enough as a term beside
 // another logarithm.
 __device__ __forceinline__ double quotient(double x, double y) { return x / y; }
 __device__ __forceinline__ double absolute_logarithm(double x) { return logarithm(x); }
@@ -84,8 +83,8 @@ __device__ __forceinline__ float log_one_plus_ratio(float t) {
   return t + t * (t * q);
 }
 
-// From the target's logit and the sum over all other classes: their shares are as `mine` to `others`, and of the two
-// shares the logarithm of the larger is -log(1 + ratio), which cancels nowhere.
+// From the target's logit and the sum over all other classes. Their probabilities have the ratio `mine` to `others`;
+// the logarithm of the larger one is -log(1 + ratio), which does not cancel.
 template <typename Real>
 __device__ __forceinline__ TargetLogs<Real> target_logs(Real z, const ExpSum<Real>& rest) {
   const bool is_top = z >= rest.max;
@@ -96,7 +95,7 @@ __device__ __forceinline__ TargetLogs<Real> target_logs(Real z, const ExpSum<Rea
   const bool is_likely = mine > others;
   const Real ratio = is_likely ? others : quotient(mine, others);
   const Real log_larger = log_one_plus_ratio(ratio);
-  // A target far above the rest: their sum may vanish beside it, their logarithm does not.
+  // If the target is far above the rest, their sum may underflow; the logarithm of the sum does not.
   const Real log_others = absolute_logarithm(is_likely ? rest.sum : others);
   const Real log_s = is_likely ? log_larger : log_others + log_larger;
   const Real log_p = (z - max) - log_s;
@@ -104,19 +103,20 @@ __device__ __forceinline__ TargetLogs<Real> target_logs(Real z, const ExpSum<Rea
   return {max, log_s, log_p, log_u};
 }
 
-// The inverse loss is rare, and costs another exponential, a logarithm and a quotient.
+// The inverse loss is rare, and takes another exponential, a logarithm and a division.
 template <typename Real>
 __device__ __forceinline__ FocalTerms<Real> terms_of_row(Real log_p, Real log_u, Real gamma) {
   if (gamma < Real(0)) return focal_terms(log_p, log_u, gamma);
   return focal_terms<false>(log_p, log_u, gamma);
 }
 
-// Loss and saved numbers of a row, by the thread that has its target's logit and the sum over its other classes.
+// Loss and saved numbers of a row, computed by the thread that has the target's logit and the sum over the other
+// classes.
 template <typename Real>
 struct RowLoss {
   TargetLogs<Real> logs;
   Real loss;
-  Real weight;  // 0 in a row that is not counted
+  Real weight;  // 0 in an ignored row
 };
 
 template <typename Scalar>
@@ -144,12 +144,12 @@ __device__ __forceinline__ void finish_row(const RowLossForward<Scalar>& args, i
   weight_sum += static_cast<double>(weight);
 }
 
-// dL/dz_j = scale * exp(z_j - max), but `at_target` for the target. The target's value is written over the other one,
-// by the same thread or after a barrier: to choose between the two costs every element a branch.
+// dL/dz_j = scale * exp(z_j - max), and `at_target` for the target. The target's value overwrites the general one, by
+// the same thread or after a barrier: selecting would cost a branch per element.
 template <typename Real>
 struct RowGradient {
   Real max;
-  Real scale;  // 0 in a row that is ignored
+  Real scale;  // 0 in an ignored row
   Real at_target;
   int target;  // or kIgnored, kOutOfRange
 };
@@ -182,7 +182,7 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Row
     const Real coefficient = row_scale * (args.detach_modulation ? terms.factor : terms.coefficient);
     result.max = max;
     result.scale = coefficient * exponential(-log_s);
-    // p - 1 = -u, which has all its digits where 1 - p has none.
+    // p - 1 = -u, accurate where 1 - p cancels.
     result.at_target = -coefficient * exponential(log_u);
     grad_gamma = row_scale * terms.grad_gamma;
   } else if (label == kOutOfRange) {
@@ -209,9 +209,9 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Row
   return row_gradient(args, row, label, z, saved, grad_loss, has_grad_gamma);
 }
 
-// One element, the target's aside. No logit is above the maximum, and a NaN reaches the whole row through the saved
-// numbers: the minimum is for rows that are ignored, where anything may lie, and where it takes care of infinity and
-// NaN. A gradient that is stored in 16 bits loses more by that than `summand` costs it.
+// One element other than the target. No logit exceeds the maximum, and NaN reaches the whole row through the saved
+// numbers. The minimum is for ignored rows, which may hold infinity and NaN. For a gradient stored in 16 bits,
+// `summand` is accurate enough.
 template <typename Scalar>
 __device__ __forceinline__ Scalar gradient_at(const RowGradient<compute_t<Scalar>>& row, compute_t<Scalar> z) {
   using Real = compute_t<Scalar>;
@@ -220,7 +220,7 @@ __device__ __forceinline__ Scalar gradient_at(const RowGradient<compute_t<Scalar
   return Store<Scalar>::from_compute(row.scale * e);
 }
 
-// Two neighbours in memory, as one word.
+// Two neighbouring elements as one word.
 template <typename Scalar>
 using PairWord = std::conditional_t<sizeof(Scalar) == sizeof(uint16_t), uint32_t, uint64_t>;
 
@@ -229,7 +229,7 @@ struct Pair {
   Scalar at[2];
 };
 
-// Minus infinity twice, where there is none.
+// A word of two minus infinities, for a missing pair.
 template <typename Scalar>
 __device__ __forceinline__ Pair<compute_t<Scalar>> load_pair(const void* address, bool exists = true) {
   const Scalar nothing = Store<Scalar>::from_compute(-kInfinity<compute_t<Scalar>>);

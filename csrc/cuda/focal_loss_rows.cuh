@@ -1,5 +1,5 @@
-// Rows of any length and layout: a group of lanes, a warp or the block reads a row, or, where classes lie further apart
-// than rows, a lane. The backward kernel has the tiles of short rows, too.
+// Rows of any length and layout: a group of lanes, a warp or the block reads a row. If classes are further apart than
+// rows, one lane does. The backward kernel also handles the tiles of short rows.
 #pragma once
 
 #include "cuda/focal_loss_row.cuh"
@@ -9,7 +9,7 @@
 namespace focalkern::cuda {
 namespace {
 
-// The next `count` of a thread's classes from `first` on, and `at` behind them.
+// The next `count` of a thread's classes from `first` on; `at` moves behind them.
 template <int count, typename Scalar>
 __device__ __forceinline__ void add_strided(LongExpSum<compute_t<Scalar>>& total, const Scalar*& at, int64_t step,
                                             int classes, int target, int first, int threads) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void add_strided(LongExpSum<compute_t<Scalar>>& total
   total.add(values);
 }
 
-// One thread's share of a row's other classes; `index` of `threads` threads on the row.
+// One thread's part of a row's other classes. The thread is number `index` of `threads` on this row.
 template <typename Scalar>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scalar* row, int64_t class_stride,
                                                                      int classes, int target, int index, int threads) {
@@ -39,8 +39,7 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> strided_exp_sum(const Scala
   return total.result();
 }
 
-// A warp's share of classes that lie next to each other, with 16-byte loads; a constant says whether a warp or the
-// block has the row.
+// A warp's part of adjacent classes, with 16-byte loads. A constant says whether a warp or the block shares the row.
 template <typename Scalar, typename Threads>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* row, int classes, int target, int index,
                                                                  Threads threads) {
@@ -48,7 +47,7 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> row_exp_sum(const Scalar* r
   ExpSum<Real> total = empty_exp_sum<Real>();
   constexpr int kSize = kVectorSize<Scalar>;
   constexpr int kUnroll = 4;
-  // Elements before the first 16-byte boundary and after the last: fewer than a warp has lanes.
+  // Elements before the first 16-byte boundary and after the last one: fewer than a warp has lanes.
   const int to_boundary = elements_to_boundary(row);
   const int head = to_boundary < classes ? to_boundary : classes;
   const int vectors = (classes - head) / kSize;
@@ -110,7 +109,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
 
   const int thread = static_cast<int>(threadIdx.x);
   const int classes = static_cast<int>(args.classes);
-  // Whether a thread has its row for itself. (In double, both ways together would spill registers.)
+  // Whether each thread has a whole row. (In double, one kernel with both cases would spill registers.)
   const bool is_alone = sizeof(Scalar) != sizeof(double) && path == RowPath::kPixels && plan.parts == 1;
   double loss_sum = 0;
   double weight_sum = 0;
@@ -119,7 +118,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     const int64_t left = args.rows - first;
     const int rows = left < plan.rows_per_tile ? static_cast<int>(left) : plan.rows_per_tile;
 
-    // A thread for each row finds its label and the target's logit.
+    // One thread per row reads its label and the target's logit.
     int label = kIgnored;
     Real z_target = 0;
     int64_t offset = 0;
@@ -131,7 +130,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
       if (label >= 0) z_target = load_as_compute(args.logits[offset + label * args.layout.class_stride]);
     }
 
-    // All threads reduce the classes other than the target. Rows that are ignored are not read.
+    // All threads reduce the classes other than the target. Ignored rows are not read.
     ExpSum<Real> rest = empty_exp_sum<Real>();
     if (is_alone) {
       if (label >= 0) {
@@ -157,7 +156,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
           const bool is_live = r < rows && labels[r < rows ? r : 0] >= 0;
           ExpSum<Real> share = empty_exp_sum<Real>();
           const Scalar* row = args.logits + offsets[r < rows ? r : 0];
-          // A warp or the block is of one mind about a row.
+          // All threads of a warp or block have the same row, so this branch does not diverge.
           if (lanes >= kWarp && args.layout.class_stride == 1) {
             if (is_live) share = row_exp_sum(row, classes, labels[r], index, lanes);
           } else {
@@ -173,7 +172,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     }
     __syncthreads();
 
-    // A thread for each row again.
+    // Again one thread per row.
     if (thread < rows) {
       if (label >= 0) {
         const ExpSum<Real>* parts = shares + thread * plan.parts;
@@ -222,7 +221,8 @@ __device__ __forceinline__ void write_strided_gradient(Scalar* grad, int64_t gra
   }
 }
 
-// The same with 16-byte loads and stores where both rows have their 16-byte boundaries at the same classes.
+// The gradient with 16-byte loads and stores, for rows whose 16-byte boundaries fall on the same classes in both
+// tensors.
 template <typename Scalar>
 __device__ __forceinline__ void write_row_gradient(Scalar* grad, int64_t grad_stride, const Scalar* row,
                                                    int64_t class_stride, int classes,
@@ -287,7 +287,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_back
     const int64_t left = args.rows - first;
     const int rows = left < plan.rows_per_tile ? static_cast<int>(left) : plan.rows_per_tile;
 
-    __syncthreads();  // the last tile's gradients have been read
+    __syncthreads();  // all threads have read the last tile's gradients
     if (thread < rows) {
       const int64_t offset = geometry.logits(first + thread);
       gradients[thread] = row_gradient(args, first + thread, offset);

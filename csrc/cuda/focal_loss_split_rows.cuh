@@ -1,5 +1,5 @@
-// Few long rows: each is cut into chunks of classes, a block for each; forward, a second kernel of one block brings
-// their sums together.
+// Few long rows: each row is cut into chunks of classes, one block per chunk. Forward, a second kernel of one block
+// combines the sums of the chunks.
 #pragma once
 
 #include "cuda/focal_loss_row.cuh"
@@ -9,7 +9,7 @@
 namespace focalkern::cuda {
 namespace {
 
-// The part of a row that a block has.
+// The part of a row that a block computes.
 struct Chunk {
   int64_t row;
   int first;    // class
@@ -24,7 +24,7 @@ struct Chunk {
   }
 };
 
-// sums: [rows, chunks], of the classes other than the target. Those of rows without a target stay unwritten.
+// sums: [rows, chunks], of the classes other than the target. The sums of ignored rows are not written.
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chunk_forward_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ Geometry geometry,
@@ -52,7 +52,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_chun
   if (thread == 0) sums[blockIdx.x] = share;
 }
 
-// One block: `lanes` threads, a power of two up to a warp, bring the chunks of a row together.
+// One block: `lanes` threads, a power of two up to a warp, combine the chunks of a row.
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock) void focal_loss_chunk_total_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ Geometry geometry,

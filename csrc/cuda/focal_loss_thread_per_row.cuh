@@ -1,5 +1,5 @@
-// Rows of a few classes: a thread has a row of a tile for itself, or two in 16 bits, which are read a word at a time.
-// The number of classes is known when the loops are compiled.
+// Rows of a few classes: one thread computes a row of a tile or, in 16 bits, two rows, which it reads a word at a time.
+// The number of classes is a compile-time constant.
 #pragma once
 
 #include "cuda/focal_loss_row.cuh"
@@ -12,7 +12,7 @@ namespace {
 template <typename Scalar>
 constexpr int kOwnRows = 4 / static_cast<int>(sizeof(Scalar));
 
-// f(an integral constant) for the number of classes, which is at most kValuesPerLane and fills no vectors.
+// Calls f with the number of classes as an integral constant. It is at most kValuesPerLane and fills no vectors.
 template <typename Scalar, int least = 1, int most = kValuesPerLane, typename Function>
 __device__ __forceinline__ void with_classes(int classes, const Function& f) {
   if constexpr (least < most) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_own(const Scalar* own, float* values) {
   }
 }
 
-// The row beyond the last, beside it, has zeros.
+// The row after the last is filled with zeros.
 template <typename Scalar>
 __device__ __forceinline__ void fill_beyond(Scalar* own, int mine, int rows, int classes) {
   if (kOwnRows<Scalar> == 1 || mine + 1 != rows) return;

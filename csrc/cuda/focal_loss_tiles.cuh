@@ -1,5 +1,5 @@
-// Short rows that lie end to end, read as one run of vectors, a tile of them at a time: forward, groups of lanes reduce
-// the rows of a tile in shared memory; backward, vectors go from memory to memory.
+// Short contiguous rows, read as one run of vectors, a tile at a time. Forward, groups of lanes reduce the rows of a
+// tile in shared memory. Backward, vectors go from memory to memory.
 #pragma once
 
 #include "cuda/focal_loss_row.cuh"
@@ -8,7 +8,7 @@
 namespace focalkern::cuda {
 namespace {
 
-// The rows of a tile; the last one may have fewer. (Unsigned: a product with a sign takes twice the instructions.)
+// The rows of a tile; the last tile may have fewer. (Unsigned: a signed product takes twice the instructions.)
 struct TileRows {
   int64_t first;
   int rows;
@@ -26,13 +26,13 @@ struct TileRows {
   }
 };
 
-// A tile on its way to shared memory: all of a thread's loads are issued before the first is waited for. Both ends
-// start on a 16-byte boundary.
+// Copies a tile to shared memory. A thread issues all its loads before it waits for the first. The tile starts on a
+// 16-byte boundary in both.
 template <typename Scalar>
 struct TileLoad {
   static constexpr int kVectors = kTileBytes / kVectorBytes / kBlock;
   uint4 loaded[kVectors];
-  int left;  // vectors from the thread's first on
+  int left;  // vectors after the thread's first
 
   __device__ __forceinline__ void start(const Scalar* source, int count) {
     const auto* at = reinterpret_cast<const uint4*>(source) + threadIdx.x;
@@ -49,7 +49,7 @@ struct TileLoad {
     for (int k = 0; k < kVectors; ++k) {
       if (k * kBlock < left) to[k * kBlock] = loaded[k];
     }
-    // The remainder that fills no vector, in the last tile alone: a loop, which the other tiles skip.
+    // The remainder that fills no vector. Only the last tile has one, so this is a loop that the others skip.
     const int in_vectors = count & ~(kVectorSize<Scalar> - 1);
 #pragma unroll 1
     for (int at = in_vectors + static_cast<int>(threadIdx.x); at < count; at += kBlock) tile[at] = source[at];
@@ -69,9 +69,9 @@ __device__ __forceinline__ void store_tile(Scalar* target, const Scalar* tile, i
   if (at < count) target[at] = tile[at];
 }
 
-// sum e^(z - base), for a base that is the maximum or exp_base of it. A product and a difference are one operation:
-// what rounding the base's own product leaves is the same for all of them, and is made up for in the end. From 2^30 on
-// that would be too much; numbers that differ there differ by 32 at the least, and any scale will do.
+// sum e^(z - base), for a base that is the maximum or its exp_base. Product and difference are one fused operation. The
+// rounding error of the base's own product is the same for all terms, and is corrected at the end. From 2^30 on this
+// error would be too large; such logits differ by at least 32 or not at all, and any scale will do.
 template <int count>
 __device__ __forceinline__ double sum_of_exponentials(const double* values, double base) {
   double sum = summand(values[0] - base);
@@ -89,9 +89,9 @@ __device__ __forceinline__ float sum_of_exponentials(const float* values, float 
   return sum * power_of_two(-fmaf(base, scale, -scaled_base));
 }
 
-// A group's share of a short row in shared memory, in at most kSlots steps, of which it surely has the first kSure: all
-// of it is held in registers between the maximum and the sum. A step is an element of each lane, or a word of two;
-// places are counted in bytes, which need no multiplication. Lanes: int, or a constant.
+// A group's part of a short row in shared memory, in at most kSlots steps, of which kSure always exist. All of it stays
+// in registers between the maximum and the sum. A step is one element per lane, or a word of two. Positions are counted
+// in bytes, which needs no multiplication. Lanes: int, or a constant.
 template <int kSlots, int kSure, bool kAround, typename Scalar, int kValues, typename Lanes>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, int classes,
                                                                   int steps, int index, Lanes lanes) {
@@ -131,12 +131,12 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned
   return {max, group_sum(sum_of_exponentials<kSlots * kValues>(values, exp_base(max)), lanes)};
 }
 
-// Slots beyond the steps cost as much as others: of some numbers of them, the least that will do.
+// Empty slots cost as much as full ones, so this takes the smallest sufficient number of slots.
 template <bool kAround, typename Scalar, int kValues, typename Lanes>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, int classes,
                                                                   int steps, int index, Lanes lanes) {
   static_assert(kValuesPerLane == 16 && kWordsPerLane == 13, "as many slots as there may be steps");
-  // Several lanes have more than half of the most that a lane can have.
+  // With several lanes, each has more than half of the maximum per lane.
   constexpr bool kMayBeFew = std::is_same_v<Lanes, int> || Lanes() == 1;
   if constexpr (kMayBeFew) {
     if (steps <= 4) return tile_exp_sum<4, 0, kAround, Scalar, kValues>(tile, row, classes, steps, index, lanes);
@@ -160,7 +160,7 @@ __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned
   return tile_exp_sum<kAround, Scalar, 1>(tile, row, classes, steps, index, lanes);
 }
 
-// f(an integral constant) for the logarithm of the number of lanes.
+// Calls f with the logarithm of the number of lanes as an integral constant.
 template <int least, int most, typename Function>
 __device__ __forceinline__ void with_lane_bits(int bits, const Function& f) {
   if constexpr (least == most) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void with_lane_bits(int bits, const Function& f) {
   }
 }
 
-// Short rows that lie end to end: a group of lanes for each row of a tile in shared memory.
+// Short contiguous rows: a group of lanes for each row of a tile in shared memory.
 template <typename Scalar>
 __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forward_tile_kernel(
     const __grid_constant__ RowLossForward<Scalar> args, const __grid_constant__ RowPlan plan,
@@ -195,7 +195,7 @@ __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forwar
     const Scalar* logits = of_tile.of(args.logits, classes);
     TileLoad<Scalar> load;
     load.start(logits, rows * classes);
-    // A thread for each row finds its label, and takes the target's logit out of the tile.
+    // One thread per row reads its label and takes the target's logit out of the tile.
     int label = kIgnored;
     if (thread < rows) label = as_class(args, args.labels[first + thread]);
     load.finish(tile, logits, rows * classes);
@@ -207,8 +207,8 @@ __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forwar
     }
     __syncthreads();
 
-    // All threads reduce the other classes, of rows without a target too. Any row will do where there is none: its sum
-    // goes nowhere.
+    // All threads reduce the other classes, also of rows without a target. Threads beyond the last row reduce any row;
+    // that sum is not used.
     const auto reduce = [&](auto around, int lane_bits, auto lanes) {
       const int index = thread & (lanes - 1);
       int first_of_round = 0;
@@ -229,10 +229,10 @@ __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forwar
     }
     __syncthreads();
 
-    // A thread for each row again.
+    // Again one thread per row.
     if (thread < rows) finish_row(args, first + thread, label, z_target, shares[thread], loss_sum, weight_sum);
   }
-  // Warps beyond the rows of a tile have nothing to add.
+  // Warps beyond the rows of a tile add nothing.
   sum_over_grid(reduction, loss_sum, weight_sum, thread < plan.rows_per_tile || thread < kWarp);
 }
 
@@ -269,7 +269,7 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
           result.at[e] = gradient_at<Scalar>(gradient, load_as_compute(elements.at[e]));
           if (++j == classes) {
             j = 0;
-            r += r + 1 < rows;  // past the last row nothing is left to compute
+            r += r + 1 < rows;  // vectors past the last row are not computed
             gradient = gradients[r];
           }
         }
@@ -282,7 +282,7 @@ __device__ __forceinline__ void write_tile_gradient(Scalar* grad, const Scalar* 
     const Real z = load_as_compute(logits[rest]);
     grad[rest] = gradient_at<Scalar>(gradients[divide(rest)], z);
   }
-  __syncthreads();  // the targets' elements have their other values
+  __syncthreads();  // the targets' elements are overwritten
   if (thread < rows && gradients[thread].target >= 0) {
     grad[thread * classes + gradients[thread].target] = Store<Scalar>::from_compute(gradients[thread].at_target);
   }

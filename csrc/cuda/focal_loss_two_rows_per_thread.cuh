@@ -1,5 +1,5 @@
-// Where there are pixels enough for a thread to have several for itself: two neighbours, whose logits of a class are
-// one word, so that they share its place, its load and the loop.
+// Many pixels: a thread computes several. Two neighbouring pixels share a word per class, and so its address, its load
+// and the loop.
 #pragma once
 
 #include "cuda/focal_loss_row.cuh"
@@ -8,7 +8,7 @@
 namespace focalkern::cuda {
 namespace {
 
-// The values of `size` classes, or of `count` where those are fewer; -inf for none, and for the targets.
+// The values of `size` classes, or of `count` if that is less; -inf beyond them and for the targets.
 template <int size, typename Scalar>
 __device__ __forceinline__ void load_pairs(float (&values)[2][size], const char* logits, int stride, int count,
                                            const int (&target)[2]) {
@@ -57,7 +57,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     }
     // Handle the remainder first: no running maximum exists yet, so no rescaling is needed.
     const int over = (classes - 1) % kUnroll + 1;
-    int target[2] = {labels[0], labels[1]};  // from the class that `at` is at
+    int target[2] = {labels[0], labels[1]};  // first class of the loads at `at`
     if (over <= 4) {
       first_pairs<4, Scalar>(rest, at, stride, over, target);
     } else if (over <= 8) {
@@ -93,7 +93,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
   sum_over_grid(reduction, loss_sum, weight_sum);
 }
 
-// `count` classes, or those that there are of them.
+// The values of `count` classes, or of the remaining ones if those are fewer.
 template <int count, bool kIsLast, typename Scalar>
 __device__ __forceinline__ void write_pairs(char* grad, int grad_stride, const char* logits, int stride, int left,
                                             const RowGradient<float> (&gradients)[2]) {

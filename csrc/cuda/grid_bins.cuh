@@ -1,10 +1,10 @@
 // Stage 2 of the calibration grid (calibration_grid.cu): the bins of each cell, kBinsAtOnce at a time.
 //
-// A block has a cell. Equal-mass bins begin at order statistics, which it finds by radix selection over (confidence,
-// row): digit by digit, all of them at once. Those that share the digits so far share a histogram, and what has another
-// first digit than any of them costs one look-up. A pair of confidence and row is unique, so ties need no care, and
-// where there are none the rows are left alone. Then each sample looks for its bin among the edges. Sums are kept as
-// integers, in units of 2^-40: they do not depend on the order in which the threads come.
+// A block computes one cell. Equal-mass bins begin at order statistics. Radix selection over (confidence, row) finds
+// all of them at once, digit by digit. Order statistics with the same digits so far share a histogram; a sample whose
+// first digit differs from all of theirs costs one look-up. Pairs of confidence and row are unique, so ties need no
+// special case; without ties the rows are not looked at. Then each sample looks for its bin among the edges. Sums are
+// kept as integers, in units of 2^-40: they do not depend on the order in which the threads come.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -14,16 +14,16 @@ namespace focalkern::cuda {
 
 constexpr int kBinsAtOnce = 16;
 constexpr int kEdges = kBinsAtOnce + 1;
-constexpr int kCuts = 2 * kEdges;  // order statistics wanted at a time: two per edge
+constexpr int kCuts = 2 * kEdges;  // order statistics that are found together: two per edge
 constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;
-constexpr int kSearch = 32;  // edges and what fills them up to a power of two
+constexpr int kSearch = 32;  // edges, padded to a power of two
 
 template <typename Real>
 using KeyOf = std::conditional_t<sizeof(Real) == sizeof(float), uint32_t, uint64_t>;
 
-// Ascending with the confidence c, one to one. An octave of c up to 1/2 is a run of keys, and so is an octave of 1 - c
-// beyond, which is exact there: the first digit tells the many samples apart that networks are sure of.
+// A key that ascends with the confidence c, one to one. Each octave of c up to 1/2 is a run of keys, and beyond 1/2
+// each octave of 1 - c, which is exact there. So the first digit separates the many samples of high confidence.
 template <typename Real>
 __device__ __forceinline__ KeyOf<Real> key_of(Real c) {
   using Key = KeyOf<Real>;
@@ -39,8 +39,8 @@ __device__ __forceinline__ Real confidence_of(KeyOf<Real> key) {
   return key <= half ? bit_cast<Real>(key) : Real(1) - bit_cast<Real>(half - (key - half));
 }
 
-// The sample of a certain rank in the order of (confidence, row), found digit by digit: what is known of it so far, and
-// its rank among the samples that share these digits.
+// An order statistic of (confidence, row) that is found digit by digit: the digits known so far, and its rank among the
+// samples that share them.
 template <typename Real>
 struct Cut {
   KeyOf<Real> key;
@@ -54,7 +54,7 @@ struct CellShared {
   Cut<Real> cuts[kCuts];   // in ascending order
   uint8_t leader[kCuts];   // the first cut with the same digits so far, whose histogram it uses
   uint8_t first[kDigits];  // the first cut with this first digit, or kCuts
-  uint32_t tied;           // cuts whose confidence is not the only one of its kind
+  uint32_t tied;  // cuts whose confidence occurs more than once
   // Of the bins: the lower edges and the last upper one, and infinities.
   Real edges[kSearch];
   uint32_t edge_rows[kSearch];  // a sample on an edge is above it from this row on
@@ -70,7 +70,7 @@ __device__ __forceinline__ Key high_bits(Key key, int shift, int bits) {
   return shift >= bits ? Key(0) : key >> shift;
 }
 
-// Finds shared.cuts[0 .. n_cuts), whose ranks are given in ascending order; by confidence alone if row_digits is 0.
+// Finds shared.cuts[0 .. n_cuts), whose ranks ascend; by confidence alone if row_digits is 0.
 template <typename Real>
 __device__ void select_cuts(const Real* confidence, int rows, int n_cuts, int row_digits, CellShared<Real>& shared) {
   using Key = KeyOf<Real>;
@@ -83,7 +83,7 @@ __device__ void select_cuts(const Real* confidence, int rows, int n_cuts, int ro
   for (int pass = 0; pass < kKeyDigits + row_digits; ++pass) {
     const bool in_key = pass < kKeyDigits;
     const int shift = kDigitBits * ((in_key ? kKeyDigits : kKeyDigits + row_digits) - 1 - pass);
-    // The bins of a key, and of a row.
+    // The histogram bins of a key, and of a row.
     const int key_shift = in_key ? shift + kDigitBits : 0;
     const int row_shift = in_key ? 32 : shift + kDigitBits;
     const int histograms = pass == 0 ? 1 : n_cuts;
@@ -122,7 +122,7 @@ __device__ void select_cuts(const Real* confidence, int rows, int n_cuts, int ro
       }
     }
     __syncthreads();
-    // A warp for each cut, a run of digits for each lane.
+    // One warp per cut, a run of digits for each lane.
     constexpr int kRun = kDigits / kWarp;
     for (int c = thread / kWarp; c < n_cuts; c += kWarpsPerBlock) {
       const uint32_t* counts = shared.counts[shared.leader[c]] + lane * kRun;
@@ -178,7 +178,7 @@ __device__ void add_samples(const CellArgs<Real>& args, const Real* confidence, 
                             int end, CellShared<Real>& shared) {
   for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kBlock) {
     const Real value = confidence[i];
-    // The number of edges below the sample; the last one of them opens its bin.
+    // The number of edges below the sample; its bin begins at the last of them.
     int below = 0;
 #pragma unroll
     for (int step = kSearch / 2; step > 0; step /= 2) {
@@ -192,14 +192,14 @@ __device__ void add_samples(const CellArgs<Real>& args, const Real* confidence, 
     const double excess = static_cast<double>(value) - static_cast<double>(args.correct[i]);
     const auto units = static_cast<unsigned long long>(llrint(excess * (1 / kBinUnit)));
     const auto low = static_cast<unsigned int>(units);
-    // An atomic of 64 bits in shared memory would be a loop: the halves one after the other.
+    // Adds the two halves one after the other: a 64-bit atomic in shared memory would be a loop.
     const unsigned int carry = atomicAdd(&shared.low_sum[b], low) + low < low ? 1 : 0;
     atomicAdd(&shared.high_sum[b], static_cast<unsigned int>(units >> 32) + carry);
     atomicAdd(&shared.count[b], 1u);
   }
 }
 
-// Three blocks at once: left alone, the compiler aims at more and spills.
+// Three blocks per multiprocessor: by default the compiler aims at more, and spills.
 template <typename Real>
 __global__ __launch_bounds__(kBlock, 3) void calibration_grid_bins_kernel(const __grid_constant__ CellArgs<Real> args) {
   using Key = KeyOf<Real>;
@@ -219,14 +219,14 @@ __global__ __launch_bounds__(kBlock, 3) void calibration_grid_bins_kernel(const 
     const int bins = left < kBinsAtOnce ? static_cast<int>(left) : kBinsAtOnce;
     if (by_rank && thread <= bins) {
       const int64_t rank = equal_mass_begin(first_bin + thread, args.rows, args.n_bins);
-      // Past the last sample there is none to be found: look for the last one, and replace it below.
+      // A rank past the last sample: finds the last sample, and replaces it below.
       shared.cuts[thread] = {Key(0), 0u, static_cast<uint32_t>(rank < args.rows ? rank : args.rows - 1)};
     }
     int lower_cut = 0;
     int upper_cut = 0;
     if (by_position && thread <= bins) {
       const InterpolatedRank at = equal_mass_interp_rank(first_bin + thread, args.rows, args.n_bins);
-      // Edges between the same two samples, where there are more bins than samples: all the lower ones come first.
+      // With more bins than samples, several edges fall between the same two samples; all lower ones come first.
       const auto rank_of = [&](int b) { return equal_mass_interp_rank(first_bin + b, args.rows, args.n_bins).rank; };
       int begin = thread;
       int end = thread + 1;
@@ -241,7 +241,7 @@ __global__ __launch_bounds__(kBlock, 3) void calibration_grid_bins_kernel(const 
     if (by_position) select_cuts(confidence, args.rows, 2 * (bins + 1), 0, shared);
 
     if (thread < kSearch) {
-      // Edges that no confidence exceeds, for bins that are not there.
+      // Edges above every confidence, for bins that do not exist.
       Real edge = kInfinity<Real>;
       uint32_t edge_row = 0;
       if (thread <= bins && by_position) {
@@ -254,13 +254,13 @@ __global__ __launch_bounds__(kBlock, 3) void calibration_grid_bins_kernel(const 
           edge_row = shared.cuts[thread].row;
         }
       } else if (thread <= bins) {
-        // 0 is in the first bin.
+        // A confidence of 0 belongs to the first bin.
         edge = first_bin + thread == 0 ? Real(-1) : equal_width_edge<Real>(first_bin + thread, args.n_bins);
       }
       shared.edges[thread] = edge;
       shared.edge_rows[thread] = edge_row;
     }
-    BinSums sums = {};  // of the bin that is this thread's
+    BinSums sums = {};  // sums of this thread's bin
     for (int begin = 0; begin < args.rows;) {
       const int end = args.rows - begin < kRowsAtOnce ? args.rows : begin + kRowsAtOnce;
       if (thread < kBinsAtOnce) shared.low_sum[thread] = shared.high_sum[thread] = shared.count[thread] = 0;

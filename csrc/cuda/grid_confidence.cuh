@@ -1,13 +1,13 @@
 // Stage 1 of the calibration grid (calibration_grid.cu): confidences, and sums of NLL and Brier score.
 //
-// Thread (row, temperature): the lanes of a warp are temperatures, so all of them want the same class at the same time,
-// and none needs another's sums. A warp keeps its rows in shared memory, a part at a time where they are long: as
-// differences to the largest of the other classes, which is what every lane would compute. Two passes over the row: the
-// softmax; then sums over the classes, of which there are two kinds:
+// Thread (row, temperature): the lanes of a warp are temperatures, so all of them read the same class at the same time,
+// and no lane needs another's sums. A warp keeps its rows in shared memory, long rows in parts, as differences to the
+// largest of the other classes. Two passes over the row: the softmax; then sums over the classes, of which there are
+// two kinds:
 //   shared       twelve sums for all gammas from -1 to 1, and one each for a few small whole gammas (math/grid_plan.h)
 //   for a gamma  p_k / p_t, and its square for the Brier score, kGammasAtOnce gammas at a time
-// In float, exponentials and reciprocals of this second pass are one instruction each: they are summands beside e = 1
-// of the largest of the others, and reach 2^-22 of that.
+// In float, exponentials and reciprocals of the second pass are one instruction each. Their error is 2^-22 relative to
+// the term e = 1 of the runner-up, which is accurate enough for the sums.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -31,7 +31,7 @@ struct SharedGammas {
   int reciprocals;
   int index[kSharedGammas];  // among all gammas
   double gamma[kSharedGammas];
-  float coefficient[kSharedGammas][WideBasis::kTerms + kMaxReciprocals];  // of the sums: a whole gamma has its own
+  float coefficient[kSharedGammas][WideBasis::kTerms + kMaxReciprocals];  // of the sums: a whole gamma has its own sum
   float whole[kMaxReciprocals];
   float bit[kMaxReciprocals][3];  // of gamma - 1
 
@@ -72,11 +72,11 @@ __device__ __forceinline__ Real natural(Real exponent) {
 constexpr int kStageBytes = 2048;  // of a warp
 // Rows of one warp lie one vector apart from the next multiple of the banks.
 constexpr int kStageStride = kStageBytes + kWarp * kVectorBytes;
-// Classes that are added in Real before the sum goes on in double, or in a second Real.
+// Classes per partial sum in Real; the sum of these is in double, or in a second Real.
 constexpr int kClassesPerSum = 64;
 
-// The row and temperature of a thread, from its place in the block. The last row and temperature stand in for those
-// beyond, for which nothing is written.
+// The row and temperature of a thread. Threads beyond the last row or temperature compute the last one again, and write
+// nothing.
 template <typename Scalar>
 struct GridRow {
   using Real = compute_t<Scalar>;
@@ -91,7 +91,7 @@ struct GridRow {
   int top;
   int label;
   bool correct;
-  Real shift;  // the largest of the others
+  Real shift;  // the largest of the other classes
   Real beta;
   Real gap;       // (shift - top) / T
   Real per_unit;  // from a difference of logits to an exponent
@@ -126,7 +126,7 @@ struct GridRow {
     }
     next = group_max(next, lanes);
     const Real top_logit = logit(top);
-    // No other class can occur: any number serves as the shift.
+    // No other class is possible: any number serves as the shift.
     shift = next > -kInfinity<Real> ? next : top_logit;
     beta = inverse_temperature<Real>(temperature);
     gap = fmax((shift - top_logit) * beta, -largest_finite<Real>() / Real(16));
@@ -137,18 +137,19 @@ struct GridRow {
   // (z_k - shift) / T
   __device__ __forceinline__ Real y(int k) const { return (logit(k) - shift) * beta; }
 
-  // The classes from `first` on, and classes that cannot occur up to a whole vector. Every lane of the warp calls it.
+  // Stages the classes from `first` on, and pads them with impossible classes to a whole vector. Every lane of the warp
+  // calls it.
   __device__ __forceinline__ void fill(int first) const {
     const int count = classes - first < capacity ? classes - first : capacity;
-    __syncwarp();  // what was staged before has been read
+    __syncwarp();  // all lanes have read the previous part
     for (int k = lane; k < (count + kPerVector - 1) / kPerVector * kPerVector; k += lanes) {
       stage[k] = k < count && first + k != top ? logit(first + k) - shift : -kInfinity<Real>;
     }
     __syncwarp();
   }
 
-  // f(z_k - shift) for each class, -inf for the largest; after each kClassesPerSum of them done(). The first part of
-  // the row is staged before and after.
+  // Calls f(z_k - shift) for each class, with -inf for the largest, and done() after each kClassesPerSum of them. The
+  // first part of the row is staged before the call and after it.
   template <typename Function, typename Done>
   __device__ __forceinline__ void each(Function f, Done done) const {
     for (int first = 0; first < classes; first += capacity) {
@@ -178,11 +179,11 @@ struct GridRow {
     return map_softmax(gap, sum > 0 ? static_cast<Real>(sum) : Real(1));
   }
 
-  // An exponent that is finite where the class cannot occur: q (log q) is 0 then.
+  // A finite exponent for an impossible class, so that q (log q) is 0.
   __device__ __forceinline__ Real exponent(Real d) const { return fmax(d * per_unit, Real(-1e30)); }
 };
 
-// Where the block's thread stands.
+// The position of the thread in its block.
 struct GridPlace {
   int64_t row_tile;
   int64_t temperature;
@@ -277,7 +278,7 @@ __global__ __launch_bounds__(kBlock, 2) void calibration_grid_shared_kernel(
   }
   if (scratch.nll == nullptr) return;
 
-  // Sums over the rows of the tile: threads with one temperature are `lanes` apart.
+  // Sums over the rows of the tile: threads of one temperature are `lanes` apart.
   __syncthreads();
   for (int i = thread; i < gammas.count * plan.lanes; i += kBlock) {
     const int g = i / plan.lanes;
@@ -369,7 +370,7 @@ __global__ __launch_bounds__(
     const Real q_label = exponential(y_label) * soft.q_scale;
     const auto offset_of = [&](int g) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-      // Registers are short by one: what was kept through the loop is worked out again, of a gamma that is read again.
+      // One register is missing: this value is computed again after the loop, from a gamma that is read again.
       const volatile double& gamma = gammas.gamma[g];
       return map_offset(soft, map_gamma<Real>(gamma));
 #else
@@ -389,7 +390,7 @@ __global__ __launch_bounds__(
         }
         nll[g] += static_cast<double>(log_norm - log_ratio);
         if (with_brier) {
-          // sum_k (p_k - [k = y])^2, in which 1 - p_t is p_t times the sum of the ratios.
+          // sum_k (p_k - [k = y])^2, where 1 - p_t is p_t times the sum of the ratios.
           const double p = static_cast<double>(confidence);
           const double missing = x.correct ? p * ratio_sum[g] : p;
           const double of_label = x.correct ? 0.0 : 1.0 - 2.0 * p * static_cast<double>(exponential(log_ratio));
@@ -399,7 +400,7 @@ __global__ __launch_bounds__(
     }
   }
 
-  // Sums over the rows of the tile: threads with one temperature are `lanes` apart.
+  // Sums over the rows of the tile: threads of one temperature are `lanes` apart.
   const auto sum_over_rows = [&](double value, double* sums, int64_t gamma) {
     __syncthreads();
     shared_sums[thread] = value;

@@ -1,5 +1,5 @@
-// The sum, or the mean, of what every thread of a launch brings, in the order of the geometry: each block writes its
-// own sums down, and the last one to finish adds them up.
+// The sum, or the mean, of one number per thread of a launch, in an order that depends on the geometry alone: each
+// block writes its sums, and the last one to finish adds them up.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -9,7 +9,7 @@ namespace focalkern::cuda {
 template <typename Real>
 struct GridSum {
   Real* result;   // the sum or mean, or null for no reduction
-  Real* divisor;  // what the mean was divided by, 1 if there is none; or null
+  Real* divisor;  // receives the divisor of the mean, 1 for a sum; or null
   bool mean;
   unsigned* finished;  // blocks that have written their sums
   double* sums;        // [2, grid]
@@ -17,12 +17,12 @@ struct GridSum {
 
 constexpr int64_t kGridSumCounterBytes = 16;
 
-// Scratch memory that a launch of so many blocks needs for it.
+// Size of the scratch memory for a launch of this many blocks.
 inline int64_t grid_sum_workspace(int64_t grid) {
   return kGridSumCounterBytes + 2 * grid * static_cast<int64_t>(sizeof(double));
 }
 
-// Hands it the scratch memory. One block alone needs none.
+// Assigns the scratch memory. A single block needs none.
 template <typename Real>
 cudaError_t prepare_grid_sum(GridSum<Real>& to, int64_t grid, void* workspace, void* stream) {
   if (to.result == nullptr || grid <= 1) return cudaSuccess;
@@ -40,8 +40,8 @@ __device__ __forceinline__ void write_grid_sum(const GridSum<Real>& to, double v
   if (to.divisor != nullptr) *to.divisor = to.mean ? static_cast<Real>(weight) : Real(1);
 }
 
-// Both sums over the block, in thread 0. The lower half of each warp goes on with one of them, the upper with the
-// other. Warps that bring nothing but zeros need not add them.
+// Both sums over the block, in thread 0. The lower half of each warp continues with one of them, the upper with the
+// other. Warps without contributions may skip it.
 __device__ __forceinline__ void block_sums(double& value, double& weight, double (*scratch)[kWarpsPerBlock],
                                            bool brings_any) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -62,9 +62,9 @@ __device__ __forceinline__ void block_sums(double& value, double& weight, double
   }
 }
 
-// Every thread of every block calls it, once. The block that does the last step varies; its terms and their
-// order do not. brings_any: whether a thread of the warp may have anything but zeros. (Internal linkage: its shared
-// memory lies with that of the kernels, which tests on the host look for.)
+// Every thread of every block calls it once. The block that does the last step varies; its terms and their order do
+// not. brings_any: whether a thread of the warp may contribute anything but zeros. (Internal linkage: tests on the host
+// look for its shared memory beside that of the kernels.)
 template <typename Real>
 static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, double value, double weight,
                                                      bool brings_any = true) {
@@ -83,7 +83,7 @@ static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, do
   if (thread == 0) {
     to.sums[blockIdx.x] = value;
     to.sums[gridDim.x + blockIdx.x] = weight;
-    __threadfence();  // the sums are visible before the count says so
+    __threadfence();  // the sums are visible before the counter is incremented
     is_last = atomicAdd(to.finished, 1u) == gridDim.x - 1;
   }
   __syncthreads();
@@ -95,7 +95,7 @@ static __device__ __forceinline__ void sum_over_grid(const GridSum<Real>& to, do
     value += __ldcg(to.sums + block);
     weight += __ldcg(to.sums + gridDim.x + block);
   }
-  block_sums(value, weight, scratch, true);  // the barrier above is behind the last reading of `scratch`
+  block_sums(value, weight, scratch, true);  // all threads have read `scratch` before the barrier above
   if (thread == 0) write_grid_sum(to, value, weight);
 }
 

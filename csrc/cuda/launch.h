@@ -1,5 +1,5 @@
-// Launch geometry: which thread works on what, as pure functions of the shape. No CUDA here, so the choices can be
-// tested for every size without a GPU.
+// Launch geometry: assigns work to threads by pure functions of the shape. It needs no CUDA, so that tests check every
+// size without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,53 +10,55 @@ constexpr int kWarp = 32;
 constexpr int kBlock = 256;
 constexpr int kWarpsPerBlock = kBlock / kWarp;
 
-// Work is cut into tiles, and block b takes tiles b, b + grid, ... . More blocks than the largest chip holds at once,
-// so that it stays full; few enough that the last one sums all their partial results in a moment.
+// Work is cut into tiles, and block b takes tiles b, b + grid, ... . The grid has more blocks than the largest chip
+// holds at once, so that the chip stays full, but few enough that the last block adds their partial results quickly.
 #ifdef FOCALKERN_TEST_GRID
-inline int64_t kMaxGrid = 2048;  // tests choose it, so that a block has a second and a third tile
+inline int64_t kMaxGrid = 2048;  // tests lower it, so that a block has several tiles
 #else
 constexpr int64_t kMaxGrid = 2048;
 #endif
 
-// Blocks it takes to keep two of them on every multiprocessor of a large chip: with less work than this, tiles shrink.
+// Blocks for two on every multiprocessor of a large chip. With less work, tiles shrink.
 constexpr int64_t kEnoughBlocks = 264;
 
-// Rows that would leave multiprocessors of a large chip idle if each had a block: long ones are cut into chunks, each a
-// multiple of what a block loads at once.
+// Fewer rows than this would leave multiprocessors idle with one block each. Long rows are then cut into chunks, each a
+// multiple of a block's loads.
 constexpr int64_t kFewRows = kEnoughBlocks / 2;
 constexpr int64_t kLongRowBytes = 32768;
 constexpr int64_t kChunkBytes = 16384;                         // four vectors for each thread
 constexpr int64_t kMostChunks = kEnoughBlocks + kFewRows - 1;  // of all rows
 
-// Pixels that keep a large chip busy with a thread for each.
+// Enough pixels to fill a large chip with one thread each.
 #ifdef FOCALKERN_TEST_GRID
-inline int64_t kManyPixels = kEnoughBlocks * kBlock * 2;  // tests choose it, so that few pixels are many
+inline int64_t kManyPixels = kEnoughBlocks * kBlock * 2;  // tests lower it, so that few pixels count as many
 #else
 constexpr int64_t kManyPixels = kEnoughBlocks * kBlock * 2;
 #endif
 
 constexpr int kTileBytes = 16384;   // shared memory for a tile of short rows
-constexpr int kValuesPerLane = 16;  // of a short row, kept in registers between finding its maximum and its sum
-constexpr int kVectorBytes = 16;    // the widest load a thread can make
+constexpr int kValuesPerLane = 16;  // values of a short row that stay in registers between its maximum and its sum
+constexpr int kVectorBytes = 16;  // the widest load of a thread
 
 enum class RowPath : int {
-  kTile,    // short rows that lie end to end: read as one run, whatever the row length
+  kTile,  // short contiguous rows: read as one run, whatever the row length
   kRows,    // a group of lanes, a warp, or the block for each row
-  kPixels,  // classes lie further apart than rows: a lane for each row, so that neighbours read neighbours
-  kPairs,   // the same with a lane for two rows that lie side by side
-  kOwn,     // as kTile, for the shortest rows: a thread has one or two of them for itself
+  // classes are further apart than rows: one lane per row, so that neighbouring lanes read neighbouring addresses
+  kPixels,
+  kPairs,  // kPixels with one lane for two adjacent rows
+  kOwn,  // kTile for the shortest rows: one or two rows per thread
 };
 
 struct RowPlan {
   RowPath path;
   int rows_per_tile;
   int lanes;          // threads on one row, a power of two up to a warp, or the block
-  int lane_bits;      // its logarithm: the kernels divide by shifting
-  int steps;          // of a lane on a row of a tile: an element, or two of 16 bits, in each
-  bool around;        // whether the rows of a tile begin in few banks of shared memory, and lanes go around in them
+  int lane_bits;  // log2(lanes): the kernels shift instead of dividing
+  int steps;  // steps of a lane over a row of a tile: each is one element, or two of 16 bits
+  // whether the rows of a tile begin in few banks of shared memory, so that lanes start at rotated positions
+  bool around;
   int parts;          // partial results of one row: one per warp that works on it; rows_per_tile * parts <= kBlock
-  int chunks;         // of one row, a block for each; 1 where rows are not cut
-  int chunk_classes;  // in each but the last
+  int chunks;  // chunks per row, one block each; 1 if rows are not cut
+  int chunk_classes;  // classes in each chunk but the last
   int64_t tiles;
   int64_t grid;
 };
@@ -69,7 +71,7 @@ inline int power_of_two_at_least(int64_t value, int limit) {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-// Values of a short row that a lane has at most: of 16 bits, two can be read at once where all rows begin with a word.
+// The largest number of values of a short row per lane. Two of 16 bits are read at once if all rows begin with a word.
 // More words would spill registers.
 constexpr int kWordsPerLane = 13;
 constexpr int tile_values_at_once(int element_bytes, int64_t classes) {
@@ -90,19 +92,19 @@ inline RowPlan finish_row_plan(RowPlan plan, int64_t rows) {
   plan.lane_bits = 0;
   while (1 << plan.lane_bits < plan.lanes) ++plan.lane_bits;
   plan.tiles = divide_up(rows, plan.rows_per_tile);
-  // A block for no rows at all, too: it writes the sum of nothing.
+  // One block also for no rows: it writes the sum 0.
   plan.grid = plan.tiles < 1 ? 1 : plan.tiles < kMaxGrid ? plan.tiles : kMaxGrid;
   return plan;
 }
 
-// Whether one block takes all rows whatever their layout, so that no scratch memory is needed to reduce them.
+// Whether one block takes all rows whatever their layout; the reduction then needs no scratch memory.
 inline bool fits_one_block(int64_t rows, int64_t classes) {
   return rows <= 32 && classes <= 1024 / (rows > 0 ? rows : 1);
 }
 
 // element_bytes: of the logits. end_to_end: every operand is [rows, classes] without gaps and starts on a 16-byte
-// boundary. class_outermost: the classes of a row lie further apart than neighbouring rows. pairs: those are even in
-// number, and may be read two at a time.
+// boundary. class_outermost: the classes of a row are further apart than neighbouring rows. pairs: the number of rows
+// is even, and two may be read at a time.
 inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool end_to_end, bool class_outermost,
                          bool pairs = false) {
   const int64_t row_bytes = classes * element_bytes;
@@ -114,22 +116,22 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
     plan.lanes = power_of_two_at_least(divide_up(classes, tile_values_per_lane(element_bytes, classes)), kWarp);
     const int of_a_step = plan.lanes * tile_values_at_once(element_bytes, classes);
     plan.steps = static_cast<int>(divide_up(classes, of_a_step));
-    // Whether four groups of a warp, or more, would meet in one bank.
+    // Whether four or more groups of a warp would access one bank.
     plan.around = element_bytes == 8 || row_bytes % (16 * plan.lanes) == 0;
-    // 16 rows or a multiple of them fill whole vectors at every row length.
+    // A multiple of 16 rows fills whole vectors at every row length.
     int most = kBlock;
-    // Rows that begin in few banks of shared memory are left to the way that goes around in them.
+    // Rows that begin in few banks of shared memory take the loop with rotated positions.
     if (classes <= kValuesPerLane && element_bytes <= 4 && row_bytes % kVectorBytes != 0) {
       plan.path = RowPath::kOwn;
       most = kBlock * (4 / element_bytes);
     }
     while (most * row_bytes > kTileBytes) most /= 2;
-    // Work that fits one tile stays in one: a single block needs no counter to find out which is last.
+    // Work that fits one tile stays in one: a single block needs no counter to detect the last one.
     plan.rows_per_tile = rows <= most ? most : rows_per_tile(rows, most, 16);
   } else if (class_outermost) {
     plan.path = RowPath::kPixels;
     plan.lanes = 1;
-    // Few rows: several warps share 32 of them, each with every n-th class.
+    // Few rows: several warps share 32 of them; each warp takes every n-th class.
     while (plan.parts < kWarpsPerBlock && rows * plan.parts < kManyPixels && plan.parts * 8 < classes) plan.parts *= 2;
     plan.rows_per_tile = kBlock / plan.parts;
     if (pairs && plan.parts == 1) {
@@ -138,7 +140,8 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
     }
   } else {
     plan.path = RowPath::kRows;
-    // A warp has a row of this size at most. The block has longer ones: its sums cost as much as a hundred values do.
+    // A warp takes rows up to this size. The block takes longer ones: its reductions cost as much as about a hundred
+    // values.
     const int64_t most_bytes = rows >= kEnoughBlocks * kWarpsPerBlock ? 16384 : 8192;
     if (row_bytes > most_bytes) {
       plan.lanes = kBlock;
@@ -163,11 +166,11 @@ inline RowPlan plan_rows(int64_t rows, int64_t classes, int element_bytes, bool 
 
 // ---- calibration map -----------------------------------------------------------------------------------------------
 
-// Groups of threads share rows that lie end to end, and go on to further rows in strides of the grid. Each thread
-// of a row computes the numbers that the row needs once: so the threads are as few as can hold it.
+// Groups of threads share contiguous rows, and continue with further rows in strides of the grid. Each thread of a
+// group computes the per-row numbers, so a group has as few threads as can hold the row.
 struct MapPlan {
   int lanes;     // a power of two up to a warp, or the block
-  int capacity;  // registers set aside for a thread's part of a row; 0: it does not fit, and is read again by each pass
+  int capacity;  // registers for a thread's part of a row; 0: it does not fit, and each pass reads it again
   int64_t grid;
 };
 inline MapPlan plan_map(int64_t rows, int64_t classes, int small, int large) {
@@ -189,12 +192,12 @@ inline MapPlan plan_map(int64_t rows, int64_t classes, int small, int large) {
 
 // ---- calibration grid ----------------------------------------------------------------------------------------------
 
-constexpr int kSharedGammas = 12;  // of those whose sums over the classes are shared, in one launch
-constexpr int kGammasAtOnce = 5;   // of the others: each has sums of its own, in registers
+constexpr int kSharedGammas = 12;  // gammas per launch that share sums over the classes
+constexpr int kGammasAtOnce = 5;  // gammas per launch with sums of their own, in registers
 constexpr int64_t kConfidenceBytes = int64_t{128} << 20;
 
-// Temperatures of one block of the grid: as many as keep the confidences of all its cells within a fixed size. A warp's
-// lanes are temperatures, so whole warps where possible.
+// Temperatures per block of the grid: as many as keep the confidences of all cells within a fixed size. The lanes of a
+// warp are temperatures, so whole warps where possible.
 inline int64_t grid_block_temperatures(int64_t rows, int64_t n_gammas, int64_t real_bytes) {
   const int64_t each = rows * n_gammas * real_bytes;
   const int64_t fit = kConfidenceBytes / (each > 0 ? each : 1);
@@ -218,13 +221,13 @@ inline GridPlan plan_grid(int64_t rows, int64_t n_temperatures) {
   GridPlan plan = {};
   plan.lanes = power_of_two_at_least(n_temperatures, kWarp);
   plan.temperature_tiles = divide_up(n_temperatures, plan.lanes);
-  // Sums over the rows of a tile are kept in registers: the more rows, the less scratch memory, and the fewer blocks.
+  // Sums over the rows of a tile stay in registers: more rows need less scratch memory, but make fewer blocks.
   const int rows_at_once = kBlock / plan.lanes;
   int steps = 16;
   while (steps > 1 && rows / (rows_at_once * steps) * plan.temperature_tiles < 4 * kEnoughBlocks) {
     steps /= 2;
   }
-  // Tiles are numbered in 31 bits.
+  // The tile index must fit 31 bits.
   while (divide_up(rows, int64_t{rows_at_once} * steps) * plan.temperature_tiles > INT32_MAX) {
     steps *= 2;
   }

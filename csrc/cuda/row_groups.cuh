@@ -1,5 +1,5 @@
-// Rows of logits among groups of threads: lanes of a warp, a warp, or the block; where classes lie further apart than
-// rows, a thread for each row, so that a warp reads neighbours.
+// Distributes rows of logits over groups of threads: lanes of a warp, a warp, or the block. If classes are further
+// apart than rows, one thread takes a row, so that a warp reads neighbouring addresses.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -9,20 +9,20 @@
 
 namespace focalkern::cuda {
 
-constexpr int kNoClass = INT32_MAX;  // loses against any class when the first one is asked for
+constexpr int kNoClass = INT32_MAX;  // less than any class, so that the first one replaces it
 
-// The division of a launch's work, and the places of its rows.
+// The division of a launch's work, and the offsets of its rows.
 struct RowGeometry {
   int lanes;
   int lane_bits;
-  int64_t tiles;  // of kBlock / lanes rows
+  int64_t tiles;  // tiles of kBlock / lanes rows
   int64_t grid;
   RowOffset logits;
   RowOffset target_probs;
   RowOffset grad_logits;
 };
 
-// A row as one thread of its group sees it.
+// A row from the point of view of one thread of its group.
 template <typename Scalar>
 struct Row {
   using Real = compute_t<Scalar>;
@@ -46,7 +46,7 @@ struct Row {
   }
 };
 
-// Row number `thread of the block / lanes` of a tile; it may lie beyond the last one.
+// Row number `thread of the block / lanes` of a tile; it may be beyond the last one.
 template <typename Scalar>
 __device__ __forceinline__ Row<Scalar> row_of(const RowLossArgs<Scalar>& args, const RowGeometry& geometry,
                                               int64_t tile) {
@@ -74,8 +74,8 @@ __device__ __forceinline__ Row<Scalar> row_of(const RowLossArgs<Scalar>& args, c
 
 // ---- the classes of a thread ---------------------------------------------------------------------------------------
 
-// A row whose classes lie next to each other, as a warp or the block shares it out: 16-byte vectors, and what is before
-// the first boundary and after the last.
+// A row of adjacent classes that a warp or the block shares: 16-byte vectors, and the classes before the first boundary
+// and after the last.
 struct Vectors {
   int head;  // classes before them
   int count;
@@ -95,8 +95,8 @@ __device__ __forceinline__ bool is_in_vectors(const Row<Scalar>& row) {
   return row.lanes >= kWarp && row.class_stride == 1;
 }
 
-// Calls take(logits, first, step) for all of a thread's classes, some at a time: logits[k] is that of class
-// first + k * step. A thread meets its classes in their order.
+// Calls take(logits, first, step) for all of a thread's classes, several at a time: logits[k] belongs to class first +
+// k * step. The classes of a thread ascend.
 template <typename Scalar, typename Take>
 __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take) {
   using Real = compute_t<Scalar>;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take) {
     Real values[kSize];
     const Scalar* at = row.logits + vectors.head + row.index * kSize;
     int vector = row.index;
-    // Two at a time as long as the whole warp has two.
+    // Two at a time while the whole warp has two.
     for (; (vector | (kWarp - 1)) + row.lanes < vectors.count; vector += 2 * row.lanes, at += 2 * row.lanes * kSize) {
       const uint4 one = load_vector(at), other = load_vector(at + row.lanes * kSize);
       unpack<Scalar>(one, values);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take) {
       unpack<Scalar>(load_vector(at), values);
       take(values, vectors.head + vector * kSize, 1);
     }
-    // Before and after the vectors there are fewer classes than a warp has lanes.
+    // Before and after the vectors: fewer classes than a warp has lanes.
     if (vectors.tail + row.index < row.classes) {
       const Real values[1] = {load_as_compute(row.logits[vectors.tail + row.index])};
       take(values, vectors.tail + row.index, 1);
@@ -146,7 +146,7 @@ __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take) {
   }
 }
 
-// Whether a class is among those of this thread.
+// Whether this thread computes the class.
 template <typename Scalar>
 __device__ __forceinline__ bool is_mine(const Row<Scalar>& row, int j) {
   if (!is_in_vectors(row)) return (j & (row.lanes - 1)) == row.index;
@@ -156,7 +156,7 @@ __device__ __forceinline__ bool is_mine(const Row<Scalar>& row, int j) {
   return (((j - vectors.head) / kVectorSize<Scalar>)&(row.lanes - 1)) == row.index;
 }
 
-// The gradient of a row, written as each_class reads it.
+// Writes the gradient of a row in the order in which each_class reads it.
 template <typename Scalar>
 struct RowWriter {
   Scalar* grad;
@@ -185,24 +185,24 @@ struct RowWriter {
   }
 };
 
-// The base of running sums: whole numbers, so that few classes change it, and rescale the sum, where many are a little
-// larger than all before them. Rounding is the same in each of them, and would add up.
+// The base of running sums, a whole number. It changes less often than the maximum itself, and each change rescales the
+// sum: with many rescalings by factors near 1, the rounding errors would add up.
 template <typename Real>
 __device__ __forceinline__ Real coarse_base(Real max) {
   return exp_base(floor(max));
 }
 
-// The largest logit of a row, and the sums over all classes but one that is the largest.
+// The largest logit of a row, and the sums over all other classes; of several largest classes one is left out.
 template <typename Real>
 struct RowSums {
   Real max;
   Real rest;     // of e^(z - max)
-  Real squares;  // and of their squares, if they were asked for, as the next
+  Real squares;  // sum of squares, only if wanted, as is the next
   int largest;   // the first of the largest classes
 };
 
-// The sum of e^(z - coarse_base(max)) over the classes of a thread other than the first of its largest; that of the
-// squares and the index of the largest, too, if they are asked for.
+// The sum of e^(z - coarse_base(max)) over the classes of a thread, without the first of its largest. If wanted, also
+// the sum of squares and the index of the largest.
 template <typename Real, bool kSquares = false>
 struct SumBesideLargest {
   Real max = -kInfinity<Real>;
@@ -216,7 +216,7 @@ struct SumBesideLargest {
     Real above = max;
 #pragma unroll
     for (int k = 0; k < count; ++k) {
-      // A former largest class is one of the others. NaN is not above anything, and stays among them.
+      // The previous largest class is now one of the others. NaN exceeds nothing, and stays among the others.
       const bool is_above = values[k] > above;
       others[k] = is_above ? above : values[k];
       above = is_above ? values[k] : above;
@@ -237,12 +237,12 @@ struct SumBesideLargest {
     max = above;
   }
 
-  // Of the row, in e^(z - max).
+  // Sums of the row, in units of e^(z - max).
   __device__ __forceinline__ RowSums<Real> of(const RowGroup& group) const {
     RowSums<Real> row = {group.max(max), Real(0), Real(0), kNoClass};
     const Real base = exp_base(row.max);
     const Real shrink = exponential(floor(max) - base);
-    const Real own = exponential(max - base);  // of the thread's largest class
+    const Real own = exponential(max - base);  // the thread's largest class
     if constexpr (kSquares) {
       row.largest = group.min(max == row.max ? largest : kNoClass);
       const Real left_out = largest == row.largest ? Real(0) : own;
@@ -270,7 +270,7 @@ RowGeometry plan_groups(const RowLossArgs<Scalar>& args, const RowLayout& grad_l
                           RowOffset(args.target_layout),
                           RowOffset(grad_layout)};
   geometry.tiles = divide_up(args.rows, kBlock >> geometry.lane_bits);
-  // A block for no rows at all, too: it writes the sum of nothing. One where there is no memory for more sums.
+  // One block for no rows (it writes the sum 0), and one if there is no memory for more sums.
   geometry.grid = geometry.tiles < kMaxGrid ? geometry.tiles : kMaxGrid;
   if (geometry.grid < 1 || fits_one_block(args.rows, args.classes)) geometry.grid = 1;
   return geometry;

@@ -1,6 +1,6 @@
 // The other losses of rows of logits, in any of the layouts that RowLayout describes, forward and backward, for labels
 // without smoothing (row_loss_soft.cu has the rest). The formula of a loss is in its header in math (see
-// math/row_loss.h), the threads of a row in row_groups.cuh.
+// math/row_loss.h). row_groups.cuh assigns threads to rows.
 //
 // One pass over the logits each way. The group's threads share the classes out and reduce them to the sums of the row;
 // each thread then has the numbers of the row, and writes its share of the gradient.
@@ -31,8 +31,8 @@ struct KeptNumbers {
   int marked;  // or kIgnored
 };
 
-// LongExpSum for so few numbers at once that the rescaling counts: it may cost the sum what a summand may. The sum is
-// to the base coarse_base(max).
+// LongExpSum for a few numbers at a time, where the cost of rescaling counts; its error is that of `summand`. The sum
+// is relative to coarse_base(max).
 template <int count, typename Real>
 __device__ __forceinline__ void add_some(LongExpSum<Real>& rest, const Real (&values)[count]) {
   Real max = rest.max;
@@ -53,7 +53,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
     SumBesideLargest<Real, Loss::kSquares> mine;
     each_class(row, [&](const auto& values, int first, int step) { mine.add(values, first, step); });
     const auto sums = mine.of(group);
-    // m - m is NaN for an infinite m, which the sum over the others would not show.
+    // m - m is NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     const int largest = sums.largest == kNoClass ? 0 : sums.largest;
     return {sums.max, log_s, sums.squares * exponential(Real(-2) * log_s), largest};
@@ -75,7 +75,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
         }
         others[k] = values[k];
       }
-      // Classes next to each other seldom have the target among them.
+      // A group of adjacent classes seldom contains the target.
       if (step != 1 || static_cast<unsigned>(target_at) < static_cast<unsigned>(count)) {
 #pragma unroll
         for (int k = 0; k < count; ++k) {
@@ -210,7 +210,7 @@ __global__ __launch_bounds__(kBlock,
       Scalar result[count];
 #pragma unroll
       for (int k = 0; k < count; ++k) {
-        // A gradient that is stored in 16 bits loses more by that than `summand` costs it.
+        // For a gradient stored in 16 bits, `summand` is accurate enough.
         const Real below_max = values[k] - max;
         const Real e = sizeof(Scalar) < sizeof(Real) ? summand(below_max) : exponential(below_max);
         result[k] =
@@ -218,7 +218,7 @@ __global__ __launch_bounds__(kBlock,
       }
       writer.write(result, first, step);
     });
-    // Over what was written there: to choose for every element costs it a branch. This thread wrote that, too.
+    // Overwrites the general value, which the same thread wrote: selecting would cost a branch per element.
     if (Loss::kSpecialClass != SpecialClass::kNone && marked >= 0 && is_mine(row, marked)) {
       grad[marked * stride] = Store<Scalar>::from_compute(row_grad.at_special);
     }

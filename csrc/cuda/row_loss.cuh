@@ -1,5 +1,5 @@
-// Shared by the kernels of focal_loss.cu and row_loss.cu: labels, parameters and places of rows, and the kernels
-// for class probabilities and label smoothing, which are those of row_loss.cu for every loss.
+// Shared by the kernels of focal_loss.cu and row_loss.cu: labels, parameters and offsets of rows. Also declares the
+// kernels for class probabilities and label smoothing, which row_loss_soft.cu has for every loss.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -9,7 +9,7 @@
 
 namespace focalkern::cuda {
 
-// A label as a class, or why it is none.
+// A label as a class, or as the reason why it is none.
 constexpr int kIgnored = -1;
 constexpr int kOutOfRange = -2;
 
@@ -28,12 +28,12 @@ __device__ __forceinline__ int read_label(const RowLossArgs<Scalar>& args, int64
   return label < 0 || label >= args.classes ? kOutOfRange : static_cast<int>(label);
 }
 
-// The labels of some rows from `row` on, of which `there` exist, at least one; the others count as ignored.
+// The labels of rows from `row` on. `there` of them exist, at least one; the others count as ignored.
 template <int rows, typename Scalar>
 __device__ __forceinline__ void read_labels(const RowLossArgs<Scalar>& args, int64_t row, int there,
                                             int (&labels)[rows]) {
   int64_t given[rows];
-  if (args.labels.type == Labels::Type::kInt64) {  // one question for all of them
+  if (args.labels.type == Labels::Type::kInt64) {  // one test for all of them
     const auto* at = static_cast<const int64_t*>(args.labels.data) + row;
 #pragma unroll
     for (int p = 0; p < rows; ++p) given[p] = at[p < there ? p : 0];
@@ -52,7 +52,7 @@ __device__ __forceinline__ compute_t<Scalar> gamma_at(const RowLossArgs<Scalar>&
   return args.gamma != nullptr ? args.gamma[row * args.gamma_stride] : args.gamma_value;
 }
 
-// The same from log p, for who needs p for nothing else.
+// row_gamma from log p, for callers that need p for nothing else.
 template <typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> gamma_at_log(const RowLossArgs<Scalar>& args, int64_t row,
                                                           compute_t<Scalar> log_p) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ compute_t<Scalar> upstream(const RowLossBackward<Scal
   return args.divisor != nullptr ? grad / *args.divisor : grad;
 }
 
-// RowLayout::row_offset without the 64-bit division, which would be a subroutine in every kernel: a quotient from the
-// reciprocal, right to within one for as many rows as a double can count.
+// RowLayout::row_offset without a 64-bit division, which would be a subroutine in every kernel. The reciprocal gives a
+// quotient that is off by at most one for any number of rows that a double can count.
 struct RowOffset {
   int64_t inner;
   int64_t outer_stride;
@@ -108,7 +108,7 @@ bool is_soft(const RowLossArgs<Scalar>& args) {
   return args.target_probs != nullptr || args.label_smoothing != 0;
 }
 
-// Whether the classes of a row lie further apart than neighbouring rows.
+// Whether the classes of a row are further apart than neighbouring rows.
 template <typename Scalar>
 bool class_is_outermost(const RowLossArgs<Scalar>& args) {
   const auto distance = [](int64_t stride) { return stride < 0 ? -stride : stride; };
@@ -117,7 +117,7 @@ bool class_is_outermost(const RowLossArgs<Scalar>& args) {
   return args.rows > 1 && args.classes > 1 && distance(row_stride) < distance(layout.class_stride);
 }
 
-// Classes are counted in int, with room for one step of any loop over them.
+// Classes are counted in int; the bound leaves room for one step of any loop over them.
 template <typename Scalar>
 bool sizes_are_valid(const RowLossArgs<Scalar>& args) {
   constexpr int64_t kMostClasses = INT32_MAX - 64 * kBlock * kVectorBytes;
@@ -126,7 +126,7 @@ bool sizes_are_valid(const RowLossArgs<Scalar>& args) {
          (args.target_probs != nullptr) != (args.labels.data != nullptr);
 }
 
-// The launchers where is_soft, of arguments that are valid.
+// The launchers for is_soft; their arguments are valid.
 template <typename Loss, typename Scalar>
 int row_loss_soft_forward(const RowLossForward<Scalar>& args, GridSum<compute_t<Scalar>> totals, void* workspace,
                           void* stream);

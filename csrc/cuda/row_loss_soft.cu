@@ -1,11 +1,11 @@
 // Losses of rows of logits with class probabilities or label smoothing, which need the terms of every class, in any of
 // the layouts that RowLayout describes, forward and backward.
 //
-// Who owns a row is in row_groups.cuh. Forward, a group reads its row twice: for the largest logit and the sum beside
-// it, then for the terms. Backward twice again: for the sum of the slopes, then for the gradient. A class that has more
-// than about half of the probability, of which there is one at most, takes the exact formulas, once per row; for all
-// others 1 - p does not cancel, and a few operations do (unlikely_terms). Where only the label's share differs from
-// that of the rest (kUniform), the label is added apart, too.
+// row_groups.cuh assigns threads to rows. Forward, a group reads its row twice: for the largest logit with the sum of
+// exponentials, then for the terms. Backward it reads the row twice again: for the sum of the slopes, then for the
+// gradient. The likely class is the one, if any, with more than about half of the probability. It takes the exact
+// formulas, once per row. For all others 1 - p does not cancel, and a few operations suffice (unlikely_terms). If only
+// the label's share differs from that of the rest (kUniform), the label is added apart, too.
 
 #include <type_traits>
 
@@ -19,7 +19,7 @@
 namespace focalkern::cuda {
 namespace {
 
-// In double precision the exact formulas take more registers than two blocks leave each other.
+// In double, the exact formulas need more registers than two blocks per multiprocessor leave.
 template <typename Scalar>
 constexpr int kBlocksAtOnce = sizeof(Scalar) == sizeof(double) ? 1 : 2;
 
@@ -28,7 +28,7 @@ constexpr int kCount = std::extent_v<std::remove_reference_t<Array>>;
 
 // ---- a row and its classes -----------------------------------------------------------------------------------------
 
-// The shares of a row in what its loss weighs: those of the classes, or the row's own.
+// The shares of a row with their weights: those of the classes, or the row's weight.
 template <typename Loss, typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> class_share(const RowLossArgs<Scalar>& args, const Row<Scalar>& row,
                                                          int64_t j) {
@@ -49,14 +49,14 @@ __device__ __forceinline__ compute_t<Scalar> row_weight(const RowLossArgs<Scalar
   return group.sum(mean);
 }
 
-// The numbers that all classes of a row share.
+// The numbers that all classes of a row use.
 template <typename Scalar>
 struct SoftRow {
   using Real = compute_t<Scalar>;
   Real max;
   Real log_s;
   Real log_u;   // of the largest class
-  Real likely;  // the logit of a class above kUnlikely, or NaN
+  Real likely;  // logit of the likely class, or NaN
   Real gamma;
   Real epsilon;
   bool is_square;
@@ -77,7 +77,7 @@ __device__ __forceinline__ Real gamma_of_loss(Real gamma) {
   return Loss::kHasInverse || !(gamma < Real(0)) ? gamma : kNaN<Real>;
 }
 
-// Calls f(gamma_of) with what tells the gamma of a class from its probability.
+// Calls f(gamma_of), where gamma_of returns the gamma of a class for its probability.
 template <typename Loss, typename Scalar, typename Function>
 __device__ __forceinline__ void with_gamma(const RowLossArgs<Scalar>& args, const SoftRow<Scalar>& numbers,
                                            Function f) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ UnlikelyClass<compute_t<Scalar>> unlikely_class(const
   return {p, Loss::unlikely_terms(p, -log_p, gamma_of(p), row.epsilon, share)};
 }
 
-// The same by itself, with a share of 1.
+// The terms of a class with a share of 1.
 template <typename Loss, typename Scalar>
 __device__ __forceinline__ UnlikelyClass<compute_t<Scalar>> unlikely_class(const RowLossArgs<Scalar>& args,
                                                                            const SoftRow<Scalar>& row,
@@ -132,8 +132,8 @@ __device__ __forceinline__ ClassTerms<compute_t<Scalar>> likely_terms(const RowL
                            numbers.is_detached, class_share<Loss>(args, row, j));
 }
 
-// Calls take(k, z, share, gamma_of) for the classes of a thread but a likely one, which it returns if it meets it.
-// Where shares are uniform, they are 1 here.
+// Calls take(k, z, share, gamma_of) for the classes of a thread except the likely one, whose index it returns. Uniform
+// shares count as 1 here.
 template <typename Loss, bool kUniform, typename Scalar, typename Values, typename Take>
 __device__ __forceinline__ void each_unlikely(const RowLossArgs<Scalar>& args, const Row<Scalar>& row,
                                               const SoftRow<Scalar>& numbers, const Values& values, int first, int step,
@@ -154,7 +154,7 @@ __device__ __forceinline__ void each_unlikely(const RowLossArgs<Scalar>& args, c
   });
 }
 
-// The share of the label beyond that of the other classes, and theirs.
+// The label's share beyond that of the other classes, and the share of those.
 template <typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> label_share(const RowLossArgs<Scalar>& args) {
   return compute_t<Scalar>(1) - args.label_smoothing;
@@ -180,7 +180,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
     SumBesideLargest<Real> mine;
     each_class(row, [&](const auto& values, int first, int step) { mine.add(values, first, step); });
     const RowSums<Real> sums = mine.of(group);
-    // m - m is NaN for an infinite m, which the sum over the others would not show.
+    // m - m is NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
     const SoftRow<Scalar> numbers(args, row, sums.max, log_s, logarithm(sums.rest) - log_s, false, false);
 
@@ -189,7 +189,8 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
     const Real share = uniform_share<kUniform>(args);
     each_class(row, [&](const auto& values, int first, int step) {
       Real sum = 0;
-      // Each by its share: the sum of the losses of several classes masked by a large number is infinite.
+      // Multiplies each loss by its share before the sum: the sum of the losses of several classes masked by a large
+      // number would be infinite.
       each_unlikely<Loss, kUniform>(args, row, numbers, values, first, step, top,
                                     [&](const ClassTerms<Real>& terms) { sum += share * terms.loss; });
       row_sum += static_cast<double>(sum);
@@ -222,17 +223,17 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// The coefficients that the gradients of all classes of a row share.
+// The coefficients that the gradients of all classes of a row use.
 template <typename Scalar>
 struct SoftSlopes {
   using Real = compute_t<Scalar>;
-  Real scale;  // what the loss of the row is multiplied with
+  Real scale;  // factor of the row's loss
   Real all;    // sum of the slopes a
-  Real given;  // scale without the weight of the row
-  Real loss;   // of the row, without its weight
+  Real given;  // scale without the row's weight
+  Real loss;  // loss of the row, without its weight
 };
 
-// The gradient in the share of a class, whose loss has `slope` in it.
+// The gradient in the share of a class, from the gradient of its loss, `slope`.
 template <typename Loss, typename Scalar>
 __device__ __forceinline__ compute_t<Scalar> target_gradient(const RowLossArgs<Scalar>& args,
                                                              const SoftSlopes<Scalar>& row, int64_t j,
@@ -241,7 +242,7 @@ __device__ __forceinline__ compute_t<Scalar> target_gradient(const RowLossArgs<S
   const Real weight = weight_of(args, j);
   const Real value = row.scale * (Real(1) - args.label_smoothing) * slope;
   if constexpr (Loss::kTarget == SoftTarget::kClasses) return weighted_slope(weight, value);
-  // The target is also what the weight of a row is the mean under.
+  // The weight of a row is a mean over its target, so the target has this part of the gradient, too.
   return args.class_weight != nullptr ? value + weight * row.given * row.loss : value;
 }
 
@@ -263,7 +264,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     }
     const SoftRow<Scalar> numbers(args, row, max, log_s, log_u, args.detach_modulation, with_gamma_slope);
 
-    // Over the classes other than a likely one.
+    // Over the classes other than the likely one.
     double slope_sum = 0;
     double gamma_sum = 0;
     [[maybe_unused]] double loss_sum = 0;
@@ -339,14 +340,14 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
       });
       if (grad != nullptr) writer.write(result, first, step);
     });
-    // Over what was written there, by the same thread.
+    // Overwrites a value that the same thread wrote.
     if (kUniform && grad != nullptr && row.label != row_top && is_mine(row, row.label)) {
       const Real slope = (label_share(args) + share) * of_label.terms.slope;
       grad[row.label * stride] = Store<Scalar>::from_compute(of_label.p * of_p - scale * slope);
     }
     if (row_top != kNoClass && is_mine(row, row_top)) {
       if (grad != nullptr) {
-        // p_j (sum a - a_j) - u a_j, which does not subtract a_j from p a_j as p -> 1.
+        // p_j (sum a - a_j) - u a_j: no subtraction of a_j from p a_j, which would cancel as p -> 1.
         const Real value = scale * (exponential(-log_s) * others - exponential(log_u) * of_top.slope);
         grad[row_top * stride] = Store<Scalar>::from_compute(value);
       }
@@ -357,7 +358,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
   }
 }
 
-// Whether all classes but the label have the same share, and their terms are in proportion to it.
+// Whether all classes but the label have one share, to which their terms are proportional.
 template <typename Loss, typename Scalar>
 bool is_uniform(const RowLossArgs<Scalar>& args) {
   return Loss::kTarget == SoftTarget::kClasses && args.target_probs == nullptr && args.class_weight == nullptr;

@@ -1,4 +1,4 @@
-// The losses of one logit as most callers use them, between the launchers of sigmoid_loss_strided.cu and the kernels of
+// The losses of one logit in their common case: declarations shared by sigmoid_loss_strided.cu and
 // sigmoid_loss_vectorized.cu.
 #pragma once
 
@@ -7,11 +7,11 @@
 
 namespace focalkern::cuda {
 
-// Whether the plain kernels take them: parameters that are numbers, and logits that lie as the results do, on a 16-byte
-// boundary, as dense targets of their type do; or a label for each row of them.
+// Whether the vectorized kernels apply: parameters are numbers; logits have the layout of the results and begin on a
+// 16-byte boundary, as do dense targets of their type; or the targets are one label per row.
 template <typename Scalar>
 bool sigmoid_loss_is_plain(const SigmoidLossForward<Scalar>& args);
-// Also: one upstream gradient, and no gradient but the logits'.
+// Also requires one upstream gradient, and no gradient but that of the logits.
 template <typename Scalar>
 bool sigmoid_loss_is_plain(const SigmoidLossBackward<Scalar>& args);
 

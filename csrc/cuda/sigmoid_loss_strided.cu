@@ -1,12 +1,12 @@
 // Sigmoid focal, asymmetric and quality focal loss, forward and backward.
 //
-// A thread takes four neighbouring elements at a time (two of double), in the order in which the results lie in memory,
-// and reads the logits and a dense target of their type as one vector. Other operands (a broadcast alpha, labels,
-// logits with strides) are reached by walking the position down the dims, one division each. Each direction reads the
-// logits once; nothing is kept between them. The last block to finish adds up what the others found.
+// A thread takes four neighbouring elements at a time (two of double), in the memory order of the results. It reads the
+// logits and a dense target of their type as one vector. For other operands (a broadcast alpha, labels, logits with
+// strides) it computes the offset from the position, with one division per dim. Each direction reads the logits once;
+// nothing is saved between them. The last block to finish adds up the sums of all blocks.
 //
-// These kernels take everything, with the soft formulas for hard targets too; sigmoid_loss_vectorized.cu has faster
-// ones for what most callers ask for.
+// These kernels handle every case, and use the soft formulas for hard targets, too. sigmoid_loss_vectorized.cu has
+// faster kernels for the common cases.
 
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
@@ -17,8 +17,8 @@
 namespace focalkern::cuda {
 namespace {
 
-// Left to itself, the compiler would keep so many values of four elements at once that a multiprocessor could hold but
-// one block.
+// Without this bound the compiler keeps so many values of four elements in registers that only one block fits a
+// multiprocessor.
 template <typename Scalar>
 constexpr int kBlocksAtOnce = 2;
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_pack(Scalar* address, const Pack<Scalar>& 
 
 // ---- one element ---------------------------------------------------------------------------------------------------
 
-// A power that is the same everywhere and small needs no exponential.
+// A small constant power needs no exponential.
 template <typename Real>
 struct Power {
   SmallPower<Real> by_products;
@@ -75,13 +75,13 @@ struct Plan {
   Power<Real> gamma;
   Power<Real> second;  // of the asymmetric loss
   bool has_alpha;
-  bool walks;           // some tensor does not lie as the results do
-  bool input_in_packs;  // dense, and on the boundary of a pack
+  bool walks;  // some tensor has another layout than the results
+  bool input_in_packs;  // dense, and on the boundary of a vector
   bool target_in_packs;
   bool result_in_packs;
 };
 
-// Where the tensors have the element, and its class.
+// Offsets of an element in the tensors, and its class.
 struct Position {
   int64_t input, target, gamma, second, weight, grad;
   int64_t class_index;
@@ -94,7 +94,7 @@ __device__ __forceinline__ Position position_of(const SigmoidLossArgs<Scalar>& a
   int64_t rest = element;
   for (int d = args.space.dims - 1; d >= 0; --d) {
     const int64_t size = args.space.sizes[d];
-    // 64-bit division is a subroutine: left to tensors that need it.
+    // A 64-bit division is a subroutine, so only tensors that need it use it.
     const int64_t outer = rest <= 0xffffffffLL && size <= 0xffffffffLL
                               ? static_cast<int64_t>(static_cast<uint32_t>(rest) / static_cast<uint32_t>(size))
                               : rest / size;
@@ -137,7 +137,7 @@ __device__ __forceinline__ int64_t read_label(const Operand& operand, int64_t at
   return static_cast<const uint8_t*>(operand.data)[at];
 }
 
-// A parameter: a number, or of Real. A dense one lies at the element itself.
+// A parameter: a number, or a tensor of Real. A dense tensor is read at the element's own index.
 template <typename Real>
 __device__ __forceinline__ Real parameter_at(const Operand& operand, int64_t element, int64_t walked) {
   if (operand.data == nullptr) return static_cast<Real>(operand.value);
@@ -152,7 +152,7 @@ struct Element {
   bool counts;  // not ignored
   Power<Real> gamma;
   Power<Real> gamma_positive;
-  Real positive;  // weights of the share and of the rest
+  Real positive;  // weights of t and of 1 - t
   Real negative;
 };
 
@@ -163,7 +163,7 @@ __device__ __forceinline__ SigmoidTerms<Real> terms_of(const Element<Real>& foun
   return Loss::template terms<false>(found.x, found.share, with);
 }
 
-// `x` and `share` are what the packs hold, where there are packs.
+// `x` and `share` are the values of the vectors, where vectors are read.
 template <typename Scalar>
 __device__ __forceinline__ Element<compute_t<Scalar>> element_at(const SigmoidLossArgs<Scalar>& args,
                                                                  const Plan<compute_t<Scalar>>& plan, int64_t element,
@@ -194,7 +194,7 @@ __device__ __forceinline__ Element<compute_t<Scalar>> element_at(const SigmoidLo
   return found;
 }
 
-// The numbers that a thread reads before it looks at single elements.
+// The numbers that a thread reads before its elements.
 template <typename Scalar>
 struct Packs {
   Pack<Scalar> input;
@@ -273,7 +273,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void sigmoid_loss_ba
                                              static_cast<Real>(load_as_compute(packs.target.at[e])));
       const SigmoidTerms<Real> terms = terms_of<Loss>(found, args.margin);
       const Real scale = found.weight * (parameter_at<Real>(args.grad_loss, element, at.grad) / divisor);
-      // Also where the logits of an ignored row are NaN.
+      // Also if the logits of an ignored row are NaN.
       const bool counts = found.counts;
       result.at[e] = Store<Scalar>::from_compute(counts ? terms.slope * scale : Real(0));
       if (args.grad_target != nullptr) args.grad_target[element] = counts ? terms.slope_target * scale : Real(0);

@@ -1,12 +1,12 @@
-// Sigmoid focal, asymmetric and quality focal loss as most callers use them: gamma, alpha and weight are numbers,
-// logits and results lie alike, and only the logits' gradient is wanted. Forward and backward; sigmoid_loss_strided.cu
+// Sigmoid focal, asymmetric and quality focal loss, the common case: gamma, alpha and weight are numbers, logits and
+// results have one layout, and only the gradient of the logits is wanted. Forward and backward; sigmoid_loss_strided.cu
 // has the rest.
 //
 // A thread takes 16 bytes of logits at a time, and with them either 16 bytes of targets or the label of their row.
-// Where labels are those of pixels ([N, C, H, W]), it takes 16 bytes of pixels through several classes with the same
+// For labels of pixels ([N, C, H, W]) it takes 16 bytes of pixels and goes through several classes with the same
 // labels. A pack of hard targets (0 and 1, or labels) takes the short formulas, a pack with a soft one the general
-// ones. Nothing is kept between the passes. Elements that count nothing, because their row is ignored or because they
-// lie beyond the end, get a logit without loss and gradient, so that nothing has to be chosen afterwards.
+// ones. Nothing is saved between the passes. Elements of ignored rows, and those beyond the end, get a logit whose loss
+// and gradient are 0, so that no later step needs a selection.
 
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kBlocksAtOnce = 2;
 
-// e^-1000 is 0 in every type: against a target of 0, loss and slope are 0, too.
+// e^-1000 is 0 in every type: for a target of 0, loss and slope are 0, too.
 template <typename Real>
 constexpr Real kLogitWithoutLoss = Real(-1000);
 
@@ -31,14 +31,14 @@ struct PlainNumbers {
   PowerKind power;
   Real gamma;
   Real gamma_positive;
-  SmallPower<Real> small;  // the same two, where they are small
+  SmallPower<Real> small;  // gamma as a small power, if it is one
   SmallPower<Real> small_positive;
-  Real positive;  // weights of a target and of the rest
+  Real positive;  // weights of t and of 1 - t
   Real negative;
   Real weight;
 };
 
-// n / classes for n below 2^32, by multiplication: at most one too small before it is put right.
+// n / classes for n below 2^32, by multiplication: the product is at most one too small, and is then corrected.
 struct RowDivider {
   uint32_t classes;
   uint32_t reciprocal;
@@ -58,13 +58,13 @@ struct RowDivider {
 
 enum class Targets { kDense, kLabels, kPixelLabels };
 
-// Where labels belong: each to a row of the memory, [rows, classes], or to a pixel of [outer, classes, pixels].
+// The layout of labels: one per row of [rows, classes], or one per pixel of [outer, classes, pixels].
 struct Places {
   RowDivider rows;
   RowDivider packs;   // of pixels
-  RowDivider chunks;  // of classes, for one thread
+  RowDivider chunks;  // classes per thread
   int chunk_classes;
-  int64_t units;  // packs of pixels in all chunks
+  int64_t units;  // vectors of pixels in all chunks
 };
 
 // ---- a pack of elements --------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ struct Pack {
   compute_t<Scalar> x[kSize];
   compute_t<Scalar> share[kSize];
   int size;    // elements before the end
-  int counts;  // of them, those that are not ignored
+  int counts;  // number of elements that are not ignored
   bool is_hard;
 };
 
@@ -83,7 +83,7 @@ template <typename Scalar>
 __device__ __forceinline__ Elements<Scalar> load_elements(const void* data, int64_t first, int size, Scalar missing) {
   constexpr int kSize = kVectorSize<Scalar>;
   const Scalar* at = static_cast<const Scalar*>(data) + first;
-  uint4 loaded;  // not elements: those of 16 bits would be taken apart here and again where they are used
+  uint4 loaded;  // whole words: 16-bit elements would be taken apart here and again where they are used
   if (size == kSize) {
     loaded = load_vector(at);
   } else {
@@ -95,13 +95,13 @@ __device__ __forceinline__ Elements<Scalar> load_elements(const void* data, int6
   return bit_cast<Elements<Scalar>>(loaded);
 }
 
-// The targets that a label gives to the elements of its row.
+// The targets of the elements of a row, from its label.
 template <typename Real>
 struct RowLabel {
-  uint32_t class_index;  // the class of the target, or none
+  uint32_t class_index;  // the class with target 1, or none
   bool counts;           // not ignored
   bool is_live;          // nor out of range
-  Real otherwise;        // the logit in its place where it is not
+  Real otherwise;  // the substitute logit where it is ignored
 };
 
 template <typename Scalar>
@@ -138,7 +138,7 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>&
         pack.share[e] = j + e == label.class_index ? Real(1) : Real(0);
       }
     } else {
-      // The pack goes on into further rows, or ends with the last of them.
+      // The vector continues into further rows, or ends with the last one.
       pack.counts = 0;
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
@@ -163,14 +163,14 @@ __device__ __forceinline__ Pack<Scalar> load_pack(const SigmoidLossArgs<Scalar>&
       const Real share = load_as_compute(target.at[e]);
       pack.x[e] = load_as_compute(x.at[e]);
       pack.share[e] = share;
-      soft += fabs(share * share - share);  // 0 for 0 and 1 alone; NaN for NaN
+      soft += fabs(share * share - share);  // 0 only for 0 and 1; NaN for NaN
     }
     pack.is_hard = soft == Real(0);
   }
   return pack;
 }
 
-// Calls take(first, pack) for every pack of the thread; `first` is the pack's first element.
+// Calls take(first, pack) for every vector of the thread; `first` is its first element.
 template <Targets targets, typename Scalar, typename Take>
 __device__ __forceinline__ void each_pack(const SigmoidLossArgs<Scalar>& args, const Places& places, Take take) {
   using Real = compute_t<Scalar>;
@@ -233,7 +233,7 @@ __device__ __forceinline__ void each_of_kind(const Pack<Scalar>& pack, const Pla
   }
 }
 
-// Calls take(e, terms) for every element of the pack.
+// Calls take(e, terms) for every element of the vector.
 template <typename Loss, bool kHard, typename Scalar, typename Take>
 __device__ __forceinline__ void each_of(const Pack<Scalar>& pack, const PlainNumbers<compute_t<Scalar>>& numbers,
                                         compute_t<Scalar> margin, Take take) {
@@ -343,7 +343,7 @@ bool has_plain_arguments(const SigmoidLossArgs<Scalar>& args) {
   if (!args.target_is_labels) {
     return args.target.dense && args.target.type == kTypeOf<Scalar> && on_boundary(args.target.data);
   }
-  // A row of the memory for each label. Its elements are counted in 32 bits.
+  // One row of memory per label. Elements are counted in 32 bits.
   const ElementSpace& space = args.space;
   if (args.classes <= 0 || args.class_dim < 0 || space.sizes[args.class_dim] != args.classes) return false;
   if (space.size > INT32_MAX) return false;
@@ -356,7 +356,7 @@ Places places_of(const SigmoidLossArgs<Scalar>& args) {
   if (!labels_are_of_pixels(args) || args.space.size == 0) return places;
   const int64_t packs = args.space.sizes[args.space.dims - 1] / kVectorSize<Scalar>;
   const int64_t vectors = args.space.size / kVectorSize<Scalar>;
-  // The more classes a thread has, the less often labels are read: as many as leave enough blocks.
+  // Classes per thread: the more, the fewer reads of labels, but enough blocks must remain.
   places.chunk_classes = 8;
   while (places.chunk_classes > 1 && vectors / places.chunk_classes < kMaxGrid / 8 * kBlock) places.chunk_classes /= 2;
   const int64_t chunks = divide_up(args.classes, places.chunk_classes);
@@ -421,7 +421,7 @@ int64_t sigmoid_loss_plain_grid(int64_t size) {
   return blocks < 1 ? 1 : blocks < kMaxGrid ? blocks : kMaxGrid;
 }
 
-// Never more than those of sigmoid_loss_plain_grid, for which there is scratch memory.
+// At most as many blocks as sigmoid_loss_plain_grid returns, because the scratch memory is for these.
 template <typename Scalar>
 int64_t grid_of(const SigmoidLossArgs<Scalar>& args, const Places& places) {
   return sigmoid_loss_plain_grid<Scalar>(places.units > 0 ? places.units * kVectorSize<Scalar> : args.space.size);
