@@ -168,7 +168,7 @@ struct RowPart {
   int vectors;  // whether every row begins on a boundary
   bool probs;
   int top_vector;  // start of the vector with the largest class; -1 in a thread that does not have it
-  int top_place;  // slot of the largest class in that vector
+  int top_place;   // slot of the largest class in that vector
   Real at[kSlots];
   Real power_at[kPowers ? capacity : 1];
 

@@ -37,27 +37,27 @@ constexpr int64_t kManyPixels = kEnoughBlocks * kBlock * 2;
 
 constexpr int kTileBytes = 16384;   // shared memory for a tile of short rows
 constexpr int kValuesPerLane = 16;  // values of a short row that stay in registers between its maximum and its sum
-constexpr int kVectorBytes = 16;  // the widest load of a thread
+constexpr int kVectorBytes = 16;    // the widest load of a thread
 
 enum class RowPath : int {
   kTile,  // short contiguous rows: read as one run, whatever the row length
-  kRows,    // a group of lanes, a warp, or the block for each row
+  kRows,  // a group of lanes, a warp, or the block for each row
   // classes are further apart than rows: one lane per row, so that neighbouring lanes read neighbouring addresses
   kPixels,
   kPairs,  // kPixels with one lane for two adjacent rows
-  kOwn,  // kTile for the shortest rows: one or two rows per thread
+  kOwn,    // kTile for the shortest rows: one or two rows per thread
 };
 
 struct RowPlan {
   RowPath path;
   int rows_per_tile;
-  int lanes;          // threads on one row, a power of two up to a warp, or the block
+  int lanes;      // threads on one row, a power of two up to a warp, or the block
   int lane_bits;  // log2(lanes): the kernels shift instead of dividing
-  int steps;  // steps of a lane over a row of a tile: each is one element, or two of 16 bits
+  int steps;      // steps of a lane over a row of a tile: each is one element, or two of 16 bits
   // whether the rows of a tile begin in few banks of shared memory, so that lanes start at rotated positions
   bool around;
   int parts;          // partial results of one row: one per warp that works on it; rows_per_tile * parts <= kBlock
-  int chunks;  // chunks per row, one block each; 1 if rows are not cut
+  int chunks;         // chunks per row, one block each; 1 if rows are not cut
   int chunk_classes;  // classes in each chunk but the last
   int64_t tiles;
   int64_t grid;
@@ -193,7 +193,7 @@ inline MapPlan plan_map(int64_t rows, int64_t classes, int small, int large) {
 // ---- calibration grid ----------------------------------------------------------------------------------------------
 
 constexpr int kSharedGammas = 12;  // gammas per launch that share sums over the classes
-constexpr int kGammasAtOnce = 5;  // gammas per launch with sums of their own, in registers
+constexpr int kGammasAtOnce = 5;   // gammas per launch with sums of their own, in registers
 constexpr int64_t kConfidenceBytes = int64_t{128} << 20;
 
 // Temperatures per block of the grid: as many as keep the confidences of all cells within a fixed size. The lanes of a

@@ -230,7 +230,7 @@ struct SoftSlopes {
   Real scale;  // factor of the row's loss
   Real all;    // sum of the slopes a
   Real given;  // scale without the row's weight
-  Real loss;  // loss of the row, without its weight
+  Real loss;   // loss of the row, without its weight
 };
 
 // The gradient in the share of a class, from the gradient of its loss, `slope`.

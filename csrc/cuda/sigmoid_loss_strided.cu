@@ -75,7 +75,7 @@ struct Plan {
   Power<Real> gamma;
   Power<Real> second;  // of the asymmetric loss
   bool has_alpha;
-  bool walks;  // some tensor has another layout than the results
+  bool walks;           // some tensor has another layout than the results
   bool input_in_packs;  // dense, and on the boundary of a vector
   bool target_in_packs;
   bool result_in_packs;

@@ -101,7 +101,7 @@ struct RowLabel {
   uint32_t class_index;  // the class with target 1, or none
   bool counts;           // not ignored
   bool is_live;          // nor out of range
-  Real otherwise;  // the substitute logit where it is ignored
+  Real otherwise;        // the substitute logit where it is ignored
 };
 
 template <typename Scalar>

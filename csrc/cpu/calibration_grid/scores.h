@@ -84,7 +84,7 @@ struct CellPlan {
   Gamma<Real> gamma;
   Real coefficient[kMoments];
   Real tail_coefficient[kTailMoments];
-  const Real* numerator;  // [kLanes]: sum_k e_k / G(q_k); null if the moments give it
+  const Real* numerator;   // [kLanes]: sum_k e_k / G(q_k); null if the moments give it
   const Real* square_sum;  // [kLanes]: sum_k (e_k / G(q_k))^2, for the Brier score
 };
 

@@ -14,8 +14,8 @@
 namespace focalkern::cpu {
 namespace {
 
-constexpr int kLanes = 16;  // temperatures that are computed together
-constexpr int kRun = 64;  // classes per partial sum: one long float sum would lose digits
+constexpr int kLanes = 16;    // temperatures that are computed together
+constexpr int kRun = 64;      // classes per partial sum: one long float sum would lose digits
 constexpr int kSamples = 16;  // samples whose confidences are written together: a cache line of floats
 constexpr int kMoments = WideBasis::kTerms;
 constexpr int kTailMoments = TailBasis::kTerms;

@@ -14,9 +14,9 @@ namespace {
 
 constexpr int64_t kMaxTileRows = 64;
 constexpr int64_t kLanes = 16;             // rows of scratch memory are padded to whole groups of this many
-constexpr int64_t kFewClasses = 32;  // up to here the rows of a tile are adjacent (column layout)
-constexpr int64_t kTileElements = 8192;  // size of a scratch array, so that all of them fit the second-level cache
-constexpr int64_t kSumBlock = 256;  // terms per partial sum in Real; the sum of these is in double
+constexpr int64_t kFewClasses = 32;        // up to here the rows of a tile are adjacent (column layout)
+constexpr int64_t kTileElements = 8192;    // size of a scratch array, so that all of them fit the second-level cache
+constexpr int64_t kSumBlock = 256;         // terms per partial sum in Real; the sum of these is in double
 constexpr int64_t kChunkElements = 32768;  // inputs per unit of parallel work
 
 int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }

@@ -165,8 +165,8 @@ struct Ordered {
   double* r;      // ascending
   double* a;      // (c - r) / m
   double* decay;  // the kernel between neighbours: e^(-(difference of confidences) / h)
-  double* up;  // sum over the rows of lower or equal confidence
-  double* down;  // sum over the rows of higher or equal confidence
+  double* up;     // sum over the rows of lower or equal confidence
+  double* down;   // sum over the rows of higher or equal confidence
   double* slope;  // d(squared)/d(log_s)
 };
 constexpr int kArrays = 6;

@@ -33,8 +33,8 @@ struct SoftTile : Tile<Real> {
   Real loss_sum[kTileRows];
   Real grad_sum[kTileRows];
   Real gamma_sum[kTileRows];
-  Real others[kTileRows];  // sum of a_j over all classes but the likely one
-  Real p_factor[kTileRows];  // factor of e^(z_j - max) in the gradient
+  Real others[kTileRows];        // sum of a_j over all classes but the likely one
+  Real p_factor[kTileRows];      // factor of e^(z_j - max) in the gradient
   Real share_factor[kTileRows];  // minus the factor of a_j
   Real top_grad[kTileRows];
   Real label_grad[kTileRows];
@@ -45,8 +45,8 @@ struct SoftTile : Tile<Real> {
   // share of the label beyond that of the other classes; backward with kLabelApart, its whole share
   Real label_share[kTileRows];
   Real row_weight[kTileRows];  // factor of the row's loss
-  Real first[16];               // 0, 1, 2, ...
-  int64_t target_step;  // 1; 0 without target probabilities
+  Real first[16];              // 0, 1, 2, ...
+  int64_t target_step;         // 1; 0 without target probabilities
   bool has_labels;
 
   SoftTile() {

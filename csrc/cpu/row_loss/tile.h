@@ -42,7 +42,7 @@ struct alignas(64) Tile {
   Real weight[kTileRows];
   Real gamma[kTileRows];
   Real shift[kTileRows];               // m, the largest logit or that of the target (kSumOnly)
-  Real sum_exp_others[kTileRows];  // sum of exp(z_j - m) over every class but one
+  Real sum_exp_others[kTileRows];      // sum of exp(z_j - m) over every class but one
   Real squares[kTileRows];             // sum of exp(z_j - m)^2 over the same classes, then of p_j^2
   Real gap[kTileRows];                 // logit of the special class minus that of the target
   label_int<Real> special[kTileRows];  // or kNoTarget
@@ -52,18 +52,18 @@ struct alignas(64) Tile {
   Real log_u[kTileRows];
   Real loss[kTileRows];
   Real upstream[kTileRows];       // the gradient of the row's loss
-  Real factor[kTileRows];  // factor of e^(z_j - m) in the gradient
+  Real factor[kTileRows];         // factor of e^(z_j - m) in the gradient
   Real square_factor[kTileRows];  // factor of e^(2 (z_j - m))
-  Real target_grad[kTileRows];  // gradient of the target's logit
-  Real special_grad[kTileRows];  // gradient of the special class's logit
+  Real target_grad[kTileRows];    // gradient of the target's logit
+  Real special_grad[kTileRows];   // gradient of the special class's logit
   Real grad_gamma[kTileRows];
-  Real p[kTileRows];  // of the target; only the focal loss uses this and the next five
+  Real p[kTileRows];            // of the target; only the focal loss uses this and the next five
   Real inv_sum_exp[kTileRows];  // 1 / sum_j exp(z_j - m)
   Real p_minus_one[kTileRows];  // p - 1 without cancellation
   Real minus_log_p[kTileRows];
   Real base[kTileRows];  // of the factor
   Real log_base[kTileRows];
-  bool is_plain;  // every row counts with weight 1
+  bool is_plain;      // every row counts with weight 1
   bool ever_inverse;  // a gamma may be negative or NaN
   // kExpZero in each lane, hidden from the compiler: for a constant gcc makes no maximum instruction.
   Real exp_zero[16];

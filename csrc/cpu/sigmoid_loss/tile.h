@@ -10,9 +10,9 @@ namespace focalkern::cpu {
 namespace {
 
 constexpr int64_t kTile = 1024;     // elements
-constexpr int64_t kBlock = 64;  // elements between two prefetches
+constexpr int64_t kBlock = 64;      // elements between two prefetches
 constexpr int64_t kFewClasses = 8;  // up to here labels become one-hot shares
-constexpr int64_t kRowGroup = 16;  // rows of few classes that are handled at once
+constexpr int64_t kRowGroup = 16;   // rows of few classes that are handled at once
 
 enum class Targets { kSoft, kHard, kLabels };  // any share; 0 or 1; 0 except at TileLabels::one
 
@@ -37,13 +37,13 @@ struct TileView {
   const Real* gamma;
   const Real* second;    // alpha, or gamma_positive
   const Real* negative;  // 1 - alpha
-  const Real* scale;  // weight; in the backward pass times the upstream gradient
-  const Real* one;  // hard focal losses: alpha times scale; its negative in the backward pass, which works with -x
-  const Real* zero;  // (1 - alpha) times scale; for labels also at the ones
-  const Real* sign;  // labels: -1 at the ones, otherwise 1
+  const Real* scale;     // weight; in the backward pass times the upstream gradient
+  const Real* one;       // hard focal losses: alpha times scale; its negative in the backward pass, which works with -x
+  const Real* zero;      // (1 - alpha) times scale; for labels also at the ones
+  const Real* sign;      // labels: -1 at the ones, otherwise 1
   Targets targets;
   const char* target_source;  // the dense target in the user's memory
-  int64_t target_size;  // bytes per element of it; 0 if the target is not dense
+  int64_t target_size;        // bytes per element of it; 0 if the target is not dense
 };
 
 // The kind of the gammas. kSmall saves the loop a logarithm and an exponential, kSquare a few more products.

@@ -273,7 +273,7 @@ class TileReader {
   Real factor_;  // of every scale
   Real sign_of_one_;
   const Operand* grad_loss_;  // null if it is one number
-  bool has_numbers_;  // TileView::one and zero are each one number
+  bool has_numbers_;          // TileView::one and zero are each one number
   bool are_flipped_ = false;  // whether signs_ and zero_ hold the flipped ones of labels_
   TileLabels labels_;
   struct Ones {

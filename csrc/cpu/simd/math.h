@@ -37,7 +37,7 @@ constexpr Real kExpZero = static_cast<Real>(sizeof(Real) == sizeof(float) ? -88.
 template <typename Real>
 struct ScaledExponential {
   Real mantissa;  // in [sqrt(1/2), sqrt(2)]
-  Real scale;  // a power of two or, with a table, of its root; anything down to 0 below 2^-126
+  Real scale;     // a power of two or, with a table, of its root; anything down to 0 below 2^-126
 };
 
 // x = n ln 2 + r with |r| <= ln(2)/2, for a number or a vector, x in [kExpZero, -kExpZero]. At kExpZero the scale is 0.
