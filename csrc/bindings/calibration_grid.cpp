@@ -1,11 +1,11 @@
 // calibration_grid: argument checks, scratch memory, kernel calls and registration.
 //
-//   calibration_grid -> tables [n_criteria, n_gammas, n_temperatures]    the whole grid, through the dispatcher
-//   CalibrationGridRun, and its method run(begin, end) per block of temperatures    the same in steps, for the eager
-//   caller: it shows progress and can be interrupted between two blocks
-//   CalibrationGridRun.add_to(sums...)    what the samples add to running sums, for grids computed batch by batch
+//   calibration_grid             the whole grid by the dispatcher -> tables [n_criteria, n_gammas, n_temperatures]
+//   CalibrationGridRun.run       the same per block of temperatures, for the eager caller: it shows progress and can be
+//                                interrupted between two blocks
+//   CalibrationGridRun.add_to    adds the samples to running sums, for grids that are computed batch by batch
 //
-// There is nothing to differentiate: a calibration error is a step function of its bins.
+// The grid has no derivatives: a calibration error is a step function of the bins.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
@@ -46,7 +46,7 @@ int64_t count_criteria(int64_t criteria) {
 
 // ---- checks --------------------------------------------------------------------------------------------------------
 
-// Checks of dtypes and shapes, which need no values: for real and fake tensors alike.
+// Checks of dtypes and shapes only, for real and for fake tensors.
 void check_tensors(const Tensor& input, const Tensor& target, const Tensor& gammas, const Tensor& temperatures,
                    int64_t n_bins, int64_t criteria, int64_t estimator) {
   check_floating(kOp, "input", input);
@@ -71,7 +71,7 @@ void check_tensors(const Tensor& input, const Tensor& target, const Tensor& gamm
   TORCH_CHECK_VALUE(estimator >= 0 && estimator <= 2, kOp, ": estimator must be 0, 1 or 2, got ", estimator);
 }
 
-// gammas or temperatures as contiguous float64 on the CPU, with legal values.
+// Returns gammas or temperatures as contiguous float64 on the CPU; raises if a value is out of range.
 Tensor axis_on_host(const char* name, const Tensor& axis, double above) {
   const Tensor host = axis.to(at::kCPU).contiguous();
   const double* values = host.const_data_ptr<double>();
@@ -105,11 +105,11 @@ Tensor axis_on_host(const char* name, const Tensor& axis, double above) {
 
 // ---- samples -------------------------------------------------------------------------------------------------------
 
-// The samples that count, checked, with what every block needs to know of them.
+// The samples that count, checked, with the numbers that every block needs.
 struct Samples {
   Tensor input;                // [N, C], classes adjacent
   Tensor target;               // [N]
-  std::optional<Tensor> kept;  // [rows] int64, or nothing if all N rows count
+  std::optional<Tensor> kept;  // [rows] int64, or undefined if all N rows count
   Tensor top;                  // [rows] int32
   Tensor correct;              // [rows] uint8
   bool input_is_probs;
@@ -129,7 +129,7 @@ struct Samples {
             static_cast<uint8_t*>(correct.mutable_data_ptr())};
   }
 
-  // Some of them, without a copy.
+  // A range of them, without a copy.
   Samples slice(int64_t begin, int64_t end) const {
     Samples part = *this;
     if (kept.has_value()) {
@@ -146,14 +146,15 @@ struct Samples {
 
 Samples prepare(const Tensor& input, const Tensor& target, bool input_is_probs, int64_t ignore_index) {
   TORCH_CHECK_VALUE(input.size(0) > 0, kOp, ": input must have at least one row, got [N, C] = ", input.sizes());
-  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max() - 256;  // room for a block's last step in int32
+  // the last step of a block must not overflow int32
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max() - 256;
   TORCH_CHECK_VALUE(input.size(0) < kLimit && input.size(1) < kLimit, kOp,
                     ": input must have fewer than 2^31 - 257 rows and classes, got [N, C] = ", input.sizes());
   Samples samples;
   samples.input_is_probs = input_is_probs;
   samples.input = input.stride(1) == 1 ? input : input.contiguous();
   samples.target = target.contiguous();
-  // In int64: a uint8 label would be compared with the ignore_index modulo 256.
+  // Compared in int64: a uint8 label would be compared with ignore_index modulo 256.
   const Tensor valid = samples.target.to(at::kLong).ne(ignore_index);
   int64_t rows = input.size(0);
   if (!valid.all().item<bool>()) {
@@ -210,10 +211,10 @@ class Grid {
   int64_t n_temperatures() const { return temperatures_.numel(); }
   int64_t per_block() const { return per_block_; }
 
-  // Adds what the samples contribute: to the tables nll and brier [n_gammas, n_temperatures], where they are among the
-  // criteria, and to count, confidence and correct [n_gammas, n_temperatures, n_buckets], where ece or mce are. The
+  // Adds the contributions of the samples: to the tables nll and brier [n_gammas, n_temperatures], if they are among
+  // the criteria, and to count, confidence and correct [n_gammas, n_temperatures, n_buckets], if ece or mce are. The
   // buckets are those of the sketch, or else n_buckets equal bins. The number of samples goes to rows, one int64 on the
-  // CPU. All in one call, so that nobody who interrupts Python finds half of it done.
+  // CPU. This is one call, so that an interrupt of Python never leaves half of the sums updated.
   void add_to(const Tensor& rows_seen, const std::optional<Tensor>& count, const std::optional<Tensor>& confidence,
               const std::optional<Tensor>& correct, const std::optional<Tensor>& nll,
               const std::optional<Tensor>& brier, bool sketch) {
@@ -267,7 +268,7 @@ class Grid {
   }
 
  private:
-  // The tables of some criteria; with keep_confidence the confidences are at the start of confidence_ afterwards.
+  // The tables of some criteria. With keep_confidence, confidence_ then begins with the confidences.
   Tensor run_block(int64_t begin, int64_t end, int64_t criteria, bool keep_confidence) {
     const Tensor& input = samples_.input;
     const int64_t n_gammas = gammas_.numel(), n_temperatures = end - begin;
@@ -333,8 +334,8 @@ class Grid {
     });
   }
 
-  // Rows whose confidences take about 32 MiB at the fewest temperatures of a block. From the shape alone, so that sums
-  // do not depend on the number of threads.
+  // Rows whose confidences take about 32 MiB at the smallest number of temperatures per block. It depends on the shape
+  // alone, so that sums do not depend on the number of threads.
   int64_t rows_at_once() const {
     const int64_t rows = (int64_t{1} << 18) / gammas_.numel();
     return std::clamp<int64_t>(rows, 256, kMaxCalibrationSumRows);
@@ -351,12 +352,12 @@ class Grid {
     return cpu::calibration_grid_block_temperatures(samples_.rows(), input.size(1), gammas_.numel(), real_size);
   }
 
-  // Scratch memory is kept for the next block: fresh pages would cost as much as the binning.
+  // Scratch memory is reused for the next block: page faults would cost as much as the binning.
   template <typename T>
   T* scratch(Tensor& tensor, int64_t elements) {
     const int64_t bytes = elements * static_cast<int64_t>(sizeof(T));
     if (!tensor.defined() || tensor.numel() < bytes) {
-      tensor = Tensor();  // first give back what is too small
+      tensor = Tensor();  // frees a buffer that is too small first
       tensor = at::empty({bytes}, samples_.input.options().dtype(at::kByte));
     }
     return static_cast<T*>(tensor.mutable_data_ptr());

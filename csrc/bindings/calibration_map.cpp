@@ -5,7 +5,7 @@
 //   calibration_map_composite  -> output   in differentiable torch operations, by focalkern.fallback
 //
 // `kind` says what the input is: rows of logits, rows of probabilities, or one logit each (the binary map). The
-// backward pass needs the arguments alone. Derivatives of higher order, torch.func transforms and forward-mode tangents
+// backward pass needs only the arguments. Derivatives of higher order, torch.func transforms and forward-mode tangents
 // go through calibration_map_composite.
 
 #include <ATen/ExpandUtils.h>
@@ -52,7 +52,7 @@ struct Options {
 const char* op_name(int64_t kind) { return kind == kBinary ? "binary_focal_calibration_map" : "focal_calibration_map"; }
 const char* input_name(int64_t kind) { return kind == kBinary ? "logits" : "input"; }
 
-// Shape of the parameters: one of each per row, or per element of the binary map.
+// Shape of the parameters: one number per row, or per element of the binary map.
 c10::SymDimVector leading_shape(const Tensor& input, int64_t kind) {
   c10::SymDimVector shape(input.sym_sizes().begin(), input.sym_sizes().end());
   if (kind != kBinary) shape.pop_back();
@@ -96,7 +96,7 @@ double parameter_of_row(const Tensor& parameter, const Tensor& input, int64_t ki
   return parameter.expand(C10_AS_INTARRAYREF_SLOW(leading_shape(input, kind))).reshape(-1)[row].item<double>();
 }
 
-// Says why a row has no answer. Only called for rows that have none.
+// Raises the error of an invalid row. Only called if there is one.
 [[noreturn]] void raise_invalid_row(const Tensor& input, const Tensor& gamma, const Tensor& temperature, int64_t kind,
                                     int64_t row) {
   const char* op = op_name(kind);
@@ -128,7 +128,7 @@ double parameter_of_row(const Tensor& parameter, const Tensor& input, int64_t ki
 
 // ---- from tensors to kernel arguments ------------------------------------------------------------------------------
 
-// A parameter as the kernels take it. The copy, if there is one, lives here.
+// A parameter in the form that the kernels take. Keeps the copy alive if one is needed.
 struct Parameter {
   Tensor values;
   const double* data = nullptr;
@@ -225,7 +225,7 @@ double* data_or_null(const Tensor& tensor) {
   return tensor.defined() ? static_cast<double*>(tensor.mutable_data_ptr()) : nullptr;
 }
 
-// Gradients as the kernels leave them: those of the parameters per row, in double.
+// Gradients as the kernels write them: those of the parameters per row, in double.
 template <typename Launch>
 Gradients launch_backward(const Tensor& grad, const Tensor& input, const Tensor& gamma, const Tensor& temperature,
                           const Options& options, std::array<bool, 3> needed, Launch launch) {
@@ -263,12 +263,12 @@ Gradients launch_backward(const Tensor& grad, const Tensor& input, const Tensor&
   return grads;
 }
 
-// The gradient of a parameter: its rows added up over the dimensions that were broadcast.
+// The gradient of a parameter: the rows' gradients summed over the broadcast dimensions.
 Tensor reduce_to(const Tensor& rows, const Tensor& parameter) {
   if (parameter.numel() != 1 || !rows.device().is_cpu()) {
     return at::sum_to(rows, parameter.sym_sizes()).to(parameter.options());
   }
-  // One after the other: torch's sum would depend on the number of threads.
+  // Added in order: the result of torch's sum would depend on the number of threads.
   const double* values = static_cast<const double*>(rows.const_data_ptr());
   const int64_t n = rows.numel();
   double sum = 0;
@@ -393,7 +393,7 @@ void launch_cuda(const Args& args) {
   C10_CUDA_CHECK(static_cast<cudaError_t>(run_cuda(args, c10::cuda::getCurrentCUDAStream().stream())));
 }
 
-// `validate` asks for what is free on the CPU; here only FOCALKERN_VALIDATE=1 makes it wait for the device.
+// `validate` asks for the checks that are free on the CPU; on CUDA only FOCALKERN_VALIDATE=1 waits for the device.
 Tensor forward_cuda(const Tensor& input_as_given, const Tensor& gamma, const Tensor& temperature, int64_t kind,
                     bool log_output, bool wide, bool /*validate*/) {
   check_arguments(input_as_given, gamma, temperature, kind);
@@ -477,7 +477,7 @@ struct CalibrationMapFunction : torch::autograd::Function<CalibrationMapFunction
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
-    torch::autograd::variable_list result(7);  // as many as forward has arguments
+    torch::autograd::variable_list result(7);  // autograd wants as many gradients as forward has arguments
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     const auto saved = ctx->get_saved_variables();

@@ -24,7 +24,7 @@ using OptionalTensor = std::optional<Tensor>;
 enum Reduction : int64_t { kNone = 0, kMean = 1, kSum = 2 };
 
 // Each operator registers its schemas and kernels with torch's dispatcher, and its eager entry with the module. The
-// implementation of the operators *_composite comes from Python: focalkern.fallback registers it.
+// operators *_composite are implemented in Python: focalkern.fallback registers them.
 void register_focal_loss(torch::Library& definitions, pybind11::module_& module);
 void register_calibration_grid(torch::Library& definitions, pybind11::module_& module);
 void register_calibration_map(torch::Library& definitions, pybind11::module_& module);
@@ -54,22 +54,22 @@ inline at::ScalarType result_dtype(const Tensor& input, bool wide) {
   return wide ? compute_dtype(input.scalar_type()) : input.scalar_type();
 }
 
-// Without the dispatcher's half microsecond where there is nothing to convert.
+// Skips the dispatcher (half a microsecond) if there is nothing to convert.
 inline Tensor as_dtype(const Tensor& tensor, at::ScalarType dtype) {
   return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
 }
 
-// Classes are dimension 1, or the only one.
+// Classes are dimension 1, or the only dimension.
 inline int64_t class_dim_of(const Tensor& input) { return input.dim() == 1 ? 0 : 1; }
 
-// One number may stay on the host: it becomes a kernel argument.
+// A single number may stay on the host: it becomes a kernel argument.
 inline bool is_host_number(const Tensor& parameter) { return parameter.dim() == 0 && parameter.device().is_cpu(); }
 
-// Whether autocast wants a float32 result of this half-precision input.
+// Whether autocast wants a float32 result for this half-precision input.
 bool autocasts(const Tensor& input);
 
-// Whether a torch.func transform is active or one of the tensors carries a forward-mode tangent: the fused kernels know
-// nothing of either, and would drop them silently.
+// Whether a torch.func transform is active or a tensor carries a forward-mode tangent: the fused kernels would drop
+// both silently.
 bool needs_composite(std::initializer_list<const Tensor*> tensors);
 
 Labels labels_of(const Tensor& target);
@@ -100,14 +100,14 @@ inline double sum_tolerance(at::ScalarType dtype) {
 // result, up to FOCALKERN_CACHE_MIB in all.
 Tensor empty_result_like(const Tensor& tensor, at::ScalarType dtype);
 
-// The handle of an operator that was registered above, found once.
+// The handle of an operator that was registered above. It is looked up once.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Gradients that are themselves to be differentiated: result[i] is that of variables[i], where it is needed.
-// `composite` computes the loss from aliases of the variables, so that a hook on the user's tensor fires once.
+// Gradients that can be differentiated again: result[i] is that of variables[i], if it is needed. `composite` computes
+// the loss from aliases of the variables, so that a hook on the user's tensor fires once.
 template <size_t kVariables, typename Composite>
 void differentiable_gradients(const std::array<Tensor, kVariables>& variables,
                               const std::array<bool, kVariables>& needed, const Tensor& grad, Composite composite,

@@ -15,10 +15,10 @@
 namespace focalkern::bindings {
 namespace {
 
-// Rows that are added up in one go: their bounds do not depend on the number of threads.
+// Rows per partial sum; its bounds do not depend on the number of threads.
 int64_t rows_at_once(int64_t classes) { return std::max<int64_t>(64, (int64_t{1} << 16) / classes / 16 * 16); }
 
-// [B, 7], the sums of kernels/map_nll_sums.h over the rows of each network; 0 where its beta is NaN.
+// [B, 7]: the sums of kernels/map_nll_sums.h over the rows of each network; 0 for a network whose beta is NaN.
 Tensor map_nll_sums(const Tensor& given, const Tensor& given_target, const Tensor& given_share,
                     const OptionalTensor& gammas, const Tensor& betas, bool is_probs) {
   const char* op = "map_nll_sums";

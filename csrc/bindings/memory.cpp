@@ -1,8 +1,8 @@
 // Memory for large results on the CPU: gradients of the logits, and mapped probabilities.
 //
-// A page that the system hands out must be found and cleared when it is first written. For a gradient of tens of
-// megabytes that takes longer than computing it, and in a training loop it would happen in every step: the step frees
-// the gradient, the C library gives the pages back, and the next step asks for as many again.
+// The system finds and clears a page when it is first written. For a gradient of tens of megabytes that takes longer
+// than computing it, and in a training loop it would happen in every step: the step frees the gradient, the C library
+// gives the pages back, and the next step asks for as many again.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_like.h>
@@ -38,18 +38,18 @@ struct Block {
   size_t bytes = 0;
 };
 
-// Before the block is written for the first time.
+// Call it before the block is first written.
 void prefer_huge_pages(const Block& block) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
-  // Allocations of this size never come from malloc's heap. There the pages are often present already, and the hint
-  // would cut it into pieces.
+  // Blocks of this size never come from malloc's heap, where pages are often present already and the hint would split
+  // it.
   constexpr size_t kOwnMapping = 32 * kMiB;
   if (block.bytes < kOwnMapping) return;
   const auto begin = reinterpret_cast<uintptr_t>(block.memory.get());
   const uintptr_t first = (begin + kHugePage - 1) & ~(kHugePage - 1);
   const uintptr_t last = (begin + block.bytes) & ~(kHugePage - 1);
-  // A hint: where it is refused, the memory is what it was.
+  // A hint: if the system refuses it, nothing changes.
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
 }
@@ -64,8 +64,7 @@ size_t limit_from_environment() {
   return static_cast<size_t>(mib) * kMiB;
 }
 
-// Keeps the blocks of the last results that were freed, up to a limit. A profiler is told of the results as if each had
-// been allocated anew.
+// Keeps the blocks of freed results for reuse, up to a limit. A profiler sees every result as a new allocation.
 class ResultAllocator final : public c10::Allocator {
  public:
   static ResultAllocator& instance() {
@@ -97,13 +96,13 @@ class ResultAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 
  private:
-  // To be freed once the lock is released.
+  // Freed after the lock is released.
   using Blocks = std::array<Block, kMostBlocks>;
 
   ResultAllocator() : limit_(limit_from_environment()) {
-    kept_.reserve(kMostBlocks + 1);  // so that nothing is allocated while something is freed
+    kept_.reserve(kMostBlocks + 1);  // no allocation happens while a block is freed
 #if defined(__unix__) || defined(__APPLE__)
-    // A forked process must not inherit a lock that a thread held which it does not have.
+    // A forked process must not inherit a lock held by a thread that it does not have.
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] { instance().mutex_.unlock(); });
 #endif

@@ -1,6 +1,7 @@
-// MMCELoss on the CPU, for labels without class weights and smoothing: the rows' kernels are focal_loss_forward and
-// focal_loss_backward, and in between the error of the batch becomes a number for each row. Derivatives of higher order
-// go through mmce_loss_composite, which focalkern.fallback implements in differentiable torch operations.
+// MMCELoss on the CPU, for labels without class weights and smoothing: the kernels focal_loss_forward and
+// focal_loss_backward compute the rows. Between them, the error of the batch gives one coefficient per row. Derivatives
+// of higher order go through mmce_loss_composite, which focalkern.fallback implements in differentiable torch
+// operations.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
@@ -26,7 +27,7 @@ struct Settings : torch::CustomClassHolder {
   int64_t ignore_index;
 };
 
-// Cross-entropy, whose numbers of rows are those that the error of the batch needs.
+// Cross-entropy, whose saved numbers the error of the batch needs.
 RowLossOptions options_of(const Settings& settings) {
   return {RowLoss::kMmce,
           /*epsilon=*/0.0,
@@ -55,7 +56,7 @@ struct MmceFunction : torch::autograd::Function<MmceFunction> {
       const auto* numbers = static_cast<const Real*>(saved.const_data_ptr());
       const cpu::MmceBatch batch{rows, settings->weighted, settings->bandwidth, labels_of(labels),
                                  settings->ignore_index};
-      // The kernel multiplies it by what the cross-entropy of a row has in the loss: 1 / count for a mean.
+      // The kernel multiplies it by the factor of a row's cross-entropy in the loss: 1 / count for a mean.
       const auto found = cpu::mmce_of_batch(batch, numbers + rows, numbers + 3 * rows, settings->coefficient,
                                             static_cast<Real*>(gamma.mutable_data_ptr()));
       const double error = settings->reduction == kMean ? found.error : found.error * static_cast<double>(found.count);
@@ -88,8 +89,8 @@ struct MmceFunction : torch::autograd::Function<MmceFunction> {
   }
 };
 
-// Nothing where the loss is to be put together from torch's operations, which also say what is wrong with a batch: for
-// all but labels and logits on the CPU at which nothing but this function's autograd looks.
+// Returns nothing if torch's operations must compute the loss, which also report invalid batches: for anything but
+// labels and logits on the CPU, and where more than this function's autograd is active.
 OptionalTensor mmce_loss(const Tensor& input, const Tensor& target, double coefficient, bool weighted, double bandwidth,
                          int64_t reduction, int64_t ignore_index) {
   const auto labels = target.scalar_type();

@@ -1,4 +1,4 @@
-// Rows and classes of a tensor, of torch's or of its stable interface.
+// Rows and classes of a tensor, for torch's interface and its stable one.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace focalkern::bindings {
 
-// The rows of a tensor whose classes run along `class_dim`, as two nested runs at most; nothing if its strides do not
-// allow that, or if neither the classes nor the rows of a run are adjacent. Such a tensor must be copied.
+// The rows of a tensor whose classes run along `class_dim`, as at most two nested runs. Returns nothing if its strides
+// do not allow that, or if neither the classes nor the rows of a run are adjacent; such a tensor must be copied.
 template <typename Tensor>
 std::optional<RowLayout> row_layout(const Tensor& tensor, int64_t class_dim) {
   if (tensor.numel() == 0) return RowLayout{1, 0, 1, 1};  // its strides say nothing

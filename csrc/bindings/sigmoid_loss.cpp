@@ -195,7 +195,7 @@ Operand parameter(const OptionalTensor& tensor, double absent, at::ScalarType re
   return broadcast(walk, as_dtype(*tensor, real), sizes);
 }
 
-// `like` is dense and lies as the results do. Fills all but the results.
+// `like` is dense and has the layout of the results. Sets everything but the results.
 template <typename Scalar>
 void prepare(SigmoidLossArgs<Scalar>& args, StridedIteration<Tensor>& walk, Operand* grad_loss, const Tensor& grad,
              const Inputs& inputs, const Options& options) {
@@ -289,7 +289,7 @@ struct Cpu {
       if (size >= cpu::kBFloat16TablePays * at::get_num_threads()) table = cpu::sigmoid_grad_bfloat16_table(args);
     }
     at::parallel_for(0, (size + chunk - 1) / chunk, 1, [&](int64_t begin, int64_t end) {
-      // Backwards: what the forward pass read last may still be in the cache.
+      // Runs backwards: the end of the tensor, which the forward pass read last, may still be in the cache.
       for (int64_t i = end - 1; i >= begin; --i) {
         cpu::sigmoid_loss_backward(args, i * chunk, std::min(size, (i + 1) * chunk),
                                    table.empty() ? nullptr : table.data());
@@ -349,7 +349,7 @@ std::tuple<Tensor, Tensor> forward(const Inputs& inputs, const Options& options)
   const Tensor divisor = at::empty({1}, input.options().dtype(real));
   const Tensor loss = unreduced ? Device::empty_like(input, stored)
                                 : at::empty({}, input.options().dtype(Device::reduced_dtype(stored)));
-  // Results of the shape of the input lie as it does where it is dense.
+  // Results have the layout of the input if it is dense.
   const Tensor layout = input.is_non_overlapping_and_dense() ? input
                         : unreduced                          ? loss
                                                              : at::empty_like(input, input.options().device(at::kMeta));
@@ -506,7 +506,7 @@ struct SigmoidLossFunction : torch::autograd::Function<SigmoidLossFunction> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
-    torch::autograd::variable_list result(6);  // as many as forward has arguments
+    torch::autograd::variable_list result(6);  // autograd wants as many gradients as forward has arguments
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     const auto capsule = ctx->saved_data["options"].toCapsule();

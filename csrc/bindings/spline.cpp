@@ -41,7 +41,7 @@ struct Rows {
       TORCH_CHECK_VALUE(target->scalar_type() == at::kLong && target->dim() == 1 && target->size(0) == rows.rows, op,
                         ": target must be [N] = [", rows.rows, "] int64, got ", target->sizes());
       const int64_t* labels = this->target.const_data_ptr<int64_t>();
-      // On CUDA that would wait for the device, and no class is that of another label.
+      // On CUDA this check would wait for the device; a kernel treats such a label as no class.
       for (int64_t i = 0; input.is_cpu() && i < rows.rows; ++i) {
         TORCH_CHECK_INDEX(labels[i] >= 0 && labels[i] < rows.classes, op, ": target must be from 0 to ",
                           rows.classes - 1, ", got ", labels[i], " at row ", i);

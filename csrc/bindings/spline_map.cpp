@@ -69,7 +69,7 @@ void check_arguments(const Tensor& input, const Tensor& parameters, const Tensor
   }
 }
 
-// Says why a row has no answer. Only called for rows that have none.
+// Raises the error of an invalid row. Only called if there is one.
 [[noreturn]] void raise_invalid_row(const Tensor& input, bool is_probs, int64_t row) {
   const Tensor values = input.reshape({-1, input.size(-1)})[row].to(at::kDouble).contiguous();
   const double* x = values.const_data_ptr<double>();
@@ -90,7 +90,7 @@ at::ScalarType output_dtype(const Tensor& input, bool wide) {
   return wide ? compute_dtype(input.scalar_type()) : input.scalar_type();
 }
 
-// The arguments of the kernels, with the tensors that hold what they point to.
+// The arguments of the kernels, with the tensors whose memory they point to.
 struct Prepared {
   Prepared(const Tensor& input, const Tensor& parameters, const Tensor& knots, const Tensor& coefficients,
            const OptionalTensor& weight, const OptionalTensor& bias, bool is_probs, bool keep_zeros)
@@ -170,7 +170,7 @@ void check_gradient(const Tensor& grad, const Tensor& input) {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The derivative in the origins of the pieces, of which knot 1 has two: f depends on u - origin.
+// The derivative in the origins of the pieces; knot 1 is the origin of two. f depends on u - origin.
 Tensor gradient_of_knots(const double* of_powers, const SplineCurve& curve) {
   const Tensor result = at::zeros({curve.knots}, at::kDouble);
   double* grad = result.mutable_data_ptr<double>();
@@ -208,7 +208,7 @@ Gradients backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& pa
   const int64_t classes = weight || bias ? args.rows.classes : 0;
   std::vector<cpu::SplineMapGradient> sums(n_spline_chunks(args.rows) + 1,
                                            cpu::SplineMapGradient(args.curve.knots, classes));
-  // The product over rows that the gradient of a matrix is takes all of them at once.
+  // The gradient of a matrix is a product over all rows at once.
   const auto of_entries = [&] {
     return at::empty({prepared.is_matrix ? args.rows.rows : 0, args.rows.classes}, at::kDouble);
   };
@@ -248,8 +248,8 @@ Gradients backward_cpu(const Tensor& grad, const Tensor& input, const Tensor& pa
 }
 
 #ifdef FOCALKERN_WITH_CUDA
-// All rows at once; for a matrix, whose products take tensors [rows, C] in float64, so many that these stay small.
-// work(begin, end)
+// Calls work(begin, end) for all rows at once; for a matrix, whose products need tensors [rows, C] in float64, for
+// ranges that keep these small.
 template <typename Work>
 void for_each_part(const Prepared& prepared, Work work) {
   constexpr int64_t kEntries = int64_t{1} << 24;
@@ -279,7 +279,7 @@ Tensor log_probs_on_device(const Prepared& prepared, const SplineInput& rows) {
   return x;
 }
 
-// `result` in the order of `input`: each class takes the largest result of the classes with at most its input.
+// `result` in the order of `input`: each class takes the largest result of all classes whose input is at most its own.
 Tensor in_order(const Tensor& input, const Tensor& result) {
   const auto [ordered, order] = at::sort(input, -1);
   const Tensor raised = std::get<0>(at::cummax(result.gather(-1, order), -1));
@@ -289,7 +289,7 @@ Tensor in_order(const Tensor& input, const Tensor& result) {
   return at::empty_like(result).scatter_(-1, order, of_last.flip(-1));
 }
 
-// `validate` asks for what is free on the CPU; here only FOCALKERN_VALIDATE=1 makes it wait for the device.
+// `validate` asks for the checks that are free on the CPU; on CUDA only FOCALKERN_VALIDATE=1 waits for the device.
 Tensor forward_cuda(const Tensor& input, const Tensor& parameters, const Tensor& knots, const Tensor& coefficients,
                     const OptionalTensor& weight, const OptionalTensor& bias, bool is_probs, bool keep_zeros,
                     bool keep_order, bool log_output, bool wide, bool /*validate*/) {
@@ -450,7 +450,7 @@ struct SplineMapFunction : torch::autograd::Function<SplineMapFunction> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
-    torch::autograd::variable_list result(12);  // as many as forward has arguments
+    torch::autograd::variable_list result(12);  // autograd wants as many gradients as forward has arguments
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     const auto saved = ctx->get_saved_variables();

@@ -1,4 +1,4 @@
-// Elements of broadcast tensors, of torch's or of its stable interface, in the order of the results.
+// Elements of broadcast tensors in the memory order of the results, for torch's interface and its stable one.
 #pragma once
 
 #include <algorithm>
@@ -8,12 +8,12 @@
 
 namespace focalkern::bindings {
 
-// Brings tensors into the form in which the kernels walk over them, in the order in which a result of the shape of
-// `like` lies in memory. Copies that this takes are kept alive here.
+// Brings tensors into the form that the kernels iterate over, in the memory order of a result with the shape of `like`.
+// Keeps the copies that this needs alive.
 template <typename Tensor>
 class StridedIteration {
  public:
-  // `like`: dense, the gradient or the loss. `class_dim`: kept apart from its neighbours, or -1.
+  // `like`: the gradient or the loss, dense. `class_dim` is not merged with its neighbours; -1 for none.
   StridedIteration(const Tensor& like, int64_t class_dim) : like_(like) {
     if (like.is_contiguous() && class_dim < 0) {
       flat_ = true;
@@ -27,8 +27,8 @@ class StridedIteration {
     if (class_dim >= 0) class_dim_ = class_dim;
   }
 
-  // Tensors that do not lie as the results do ask for all the dims; `finish` then merges those that it can.
-  // `expanded` has the shape of the results.
+  // A tensor with another layout than the results keeps all dims separate; `finish` then merges what it can. `expanded`
+  // has the shape of the results.
   Operand add(const Tensor& expanded, ElementType type) {
     Operand operand{};
     operand.data = expanded.const_data_ptr();
@@ -44,7 +44,8 @@ class StridedIteration {
     return operand;
   }
 
-  // The space, and the strides of all operands, which were added in this order. False if they need more than kMaxDims.
+  // The space, and the strides of all operands in the order in which they were added. False if they need more than
+  // kMaxDims.
   bool finish(ElementSpace* space, const std::vector<Operand*>& operands, int* class_dim) {
     space->size = like_.numel();
     space->dims = 1;
@@ -80,7 +81,7 @@ class StridedIteration {
   }
 
  private:
-  // Whether the dim `inner` continues `outer` in every tensor.
+  // Whether dim `inner` continues dim `outer` in every tensor.
   bool merges(int64_t outer, int64_t inner) const {
     if (outer == class_dim_ || inner == class_dim_) return false;
     if (like_.stride(outer) != like_.size(inner) * like_.stride(inner)) return false;

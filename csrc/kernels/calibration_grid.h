@@ -10,8 +10,8 @@
 
 namespace focalkern {
 
-// Why a sample cannot be calibrated. The first offender is handed over as one number, row * kRowProblems + problem,
-// with kNoRowProblem for none: the least of these numbers over any split of the rows names the first bad row.
+// Reasons why a row is invalid. The first problem is one number, row * kRowProblems + problem, or kNoRowProblem: the
+// minimum over any split of the rows names the first invalid row.
 enum class RowProblem : int64_t {
   kNotANumber,
   kPositiveInfinity,
@@ -23,7 +23,7 @@ enum class RowProblem : int64_t {
 constexpr int64_t kRowProblems = 8;
 constexpr int64_t kNoRowProblem = INT64_MAX;
 
-// The samples. An input of -inf (probability 0) is a class that cannot occur.
+// The samples. An input of -inf (probability 0) is an impossible class.
 template <typename Scalar>
 struct CalibrationGridSamples {
   int64_t rows;         // samples that count
@@ -34,7 +34,7 @@ struct CalibrationGridSamples {
   Labels labels;        // [*]
   const int64_t* kept;  // [rows]: the rows of `input` and `labels` that count, or null for all of them
 
-  // Written by `prepare`, read by everything after it. Rows are counted among those kept.
+  // Written by `prepare`, read by all later steps. Rows are numbered among those that count.
   int32_t* top;      // [rows]: class of the largest input, the first one of equals
   uint8_t* correct;  // [rows]: 1 where top is the label
 
@@ -47,23 +47,23 @@ struct CalibrationGridBlock {
   CalibrationGridSamples<Scalar> samples;
   int64_t n_gammas;
   int64_t n_temperatures;
-  const double* gammas;        // [n_gammas], on the host: what the plan is made of
+  const double* gammas;        // [n_gammas], on the host, for the plan
   const double* temperatures;  // [n_temperatures], on the device of the input
   int64_t n_bins;
   BinEstimator estimator;
 
-  // Tables in double, on the device of the input; null where a criterion is not wanted.
+  // Tables in double, on the device of the input; null if a criterion is not wanted.
   double* ece;
   double* mce;
   double* nll;
   double* brier;
   int64_t table_stride;
 
-  // Whether the confidences are wanted although no table needs them.
+  // Whether to keep the confidences even if no table needs them.
   bool keep_confidence;
 };
 
-// Numbers that depend on a grid's gammas alone, computed once on the host (math/grid_plan.h).
+// Numbers that depend only on a grid's gammas, computed once on the host (math/grid_plan.h).
 struct CalibrationGridPlan;
 // Whether sums over the classes may serve several gammas of a block.
 template <typename Scalar>
@@ -78,26 +78,26 @@ struct CalibrationSums {
   int64_t rows;
   int64_t n_gammas;
   int64_t n_temperatures;
-  const Real* confidence;  // [n_temperatures, n_gammas, rows]: what a block with keep_confidence leaves behind
+  const Real* confidence;  // [n_temperatures, n_gammas, rows]: the confidences of a block with keep_confidence
   const uint8_t* correct;  // [rows]
   int64_t n_buckets;
-  bool sketch;  // buckets of sketch_bucket, or else of equal_width_bin
+  bool sketch;  // buckets of sketch_bucket if true, else of equal_width_bin
 
-  // Added to. Those of cell (g, t) begin at (g * cell_stride + t) * n_buckets.
+  // Sums that are added to. Those of cell (g, t) begin at (g * cell_stride + t) * n_buckets.
   int64_t* count;
   double* confidence_sum;
   int64_t* correct_sum;
   int64_t cell_stride;
 };
-// Rows that one call takes at most.
+// The largest number of rows per call.
 constexpr int64_t kMaxCalibrationSumRows = int64_t{1} << 22;
 
 namespace cpu {
 
-// All three are functions of the shape alone, so that sums do not depend on the number of threads.
+// These three are functions of the shape alone, so that sums do not depend on the number of threads.
 int64_t calibration_grid_chunk_rows(int64_t rows, int64_t classes);
-// Temperatures that one block should take: enough to keep every thread busy, few enough to keep scratch memory and
-// the wait between two blocks small.
+// Temperatures per block: enough to keep every thread busy, few enough for small scratch memory and a short wait
+// between two blocks.
 int64_t calibration_grid_block_temperatures(int64_t rows, int64_t classes, int64_t n_gammas, int64_t real_size);
 
 // Scratch memory of one block, between its two stages.
@@ -110,7 +110,7 @@ struct CalibrationGridScratch {
   double* brier;  // likewise
 };
 
-// Checks the rows, fills in top and correct; returns the first problem (row counted in `input`).
+// Checks the rows and writes top and correct; returns the first problem (its row is counted in `input`).
 template <typename Scalar>
 int64_t calibration_grid_prepare(const CalibrationGridSamples<Scalar>& samples, int64_t row_begin, int64_t row_end);
 

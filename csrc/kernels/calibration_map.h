@@ -7,8 +7,8 @@
 
 namespace focalkern {
 
-// Exactly one of `output` and `output_wide` is set (and of `grad_output` and `grad_output_wide`): under autocast a
-// narrow input has an output in the compute type, as softmax does.
+// Exactly one of `output` and `output_wide` is set (and of `grad_output` and `grad_output_wide`). Under autocast a
+// half-precision input has an output in the compute type, as softmax does.
 template <typename Scalar>
 struct CalibrationMapArgs {
   using Real = compute_t<Scalar>;
@@ -34,8 +34,8 @@ struct CalibrationMapArgs {
   }
 };
 
-// A row that has no answer becomes NaN throughout: a NaN or +inf input, no class that can occur, probabilities that are
-// negative or do not sum to 1, gamma or temperature outside their domain.
+// An invalid row becomes NaN throughout: a NaN or +inf input, no possible class, probabilities that are negative or do
+// not sum to 1, gamma or temperature outside their domain.
 template <typename Scalar>
 struct CalibrationMapForward : CalibrationMapArgs<Scalar> {
   Scalar* output;                  // [rows, classes], or null
@@ -90,7 +90,7 @@ namespace cpu {
 // Rows (elements of the binary map: classes = 1) per unit of work, a function of the shape alone.
 int64_t calibration_map_chunk_rows(int64_t rows, int64_t classes);
 
-// Returns the first row that has no answer, or -1.
+// Returns the first invalid row, or -1.
 template <typename Scalar>
 int64_t calibration_map_forward(const CalibrationMapForward<Scalar>& args, int64_t row_begin, int64_t row_end);
 

@@ -8,8 +8,8 @@
 
 namespace focalkern {
 
-// Where the element of (row, class) lies, in elements from the base pointer. Rows are the positions of the unreduced
-// loss in their logical order; [N, C, d1, ...] in any memory format is two nested runs of rows at most.
+// The offset of element (row, class), in elements from the base pointer. Rows are the positions of the unreduced loss
+// in their logical order; [N, C, d1, ...] in any memory format is at most two nested runs of rows.
 struct RowLayout {
   int64_t inner;  // rows in the innermost run
   int64_t outer_stride;
@@ -21,7 +21,7 @@ struct RowLayout {
   }
 };
 
-// Labels as they were given: a conversion would cost a launch and a copy.
+// Labels in the type that the user gave: a conversion would cost a launch and a copy.
 struct Labels {
   enum class Type : int32_t { kInt64, kInt32, kUInt8 };
   const void* data;  // [rows], contiguous

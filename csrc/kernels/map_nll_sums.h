@@ -5,7 +5,7 @@
 
 namespace focalkern {
 
-// Where each sum lies; those in gamma are there with gamma only.
+// Index of each sum; the sums in gamma exist only with gamma.
 enum MapNllSum : int64_t {
   kSumValue,
   kSumBeta,

@@ -37,9 +37,9 @@ struct RowLossArgs {
   const Real* edges;  // [n_bins + 1], or null
   int64_t n_bins;
 
-  // The numbers that a row saves for its backward pass, in three or four arrays: m, its largest logit or that of its
+  // A row saves three or four numbers for its backward pass, one array each: m, its largest logit or that of its
   // target; log sum_j exp(z_j - m); log u of the target (labels without smoothing) or of the largest class (otherwise),
-  // or a sum of squares; and the special class of some losses. On the CPU the focal loss of labels keeps other numbers
+  // or a sum of squares; and the special class of some losses. On the CPU, the focal loss of labels saves other numbers
   // (cpu/row_loss/epilogue_focal.h), and so do class probabilities and label smoothing (cpu/row_loss/soft_targets.h).
   Real* saved;  // [kSavedNumbers, rows]
 };
@@ -49,7 +49,7 @@ struct RowLossForward : RowLossArgs<Scalar> {
   compute_t<Scalar>* row_loss;  // [rows], or null if only the sums are wanted
 };
 
-// The sums that a run of rows adds to a reduced loss. The sums are in double on every device.
+// The sums of a run of rows for a reduced loss, in double on every device.
 struct RowLossSums {
   double loss;
   double weight;        // class weights of the rows that were not ignored
@@ -61,7 +61,7 @@ struct RowLossBackward : RowLossArgs<Scalar> {
   using Real = compute_t<Scalar>;
   const Real* grad_loss;  // [rows] with stride `grad_stride`
   int64_t grad_stride;    // 0 or 1
-  const Real* divisor;    // what the mean was divided by, on the device of the logits, or null
+  const Real* divisor;    // the divisor of the mean, on the device of the logits, or null
   Scalar* grad_logits;    // [rows, classes] in `grad_layout`, or null
   RowLayout grad_layout;
   Real* grad_target;  // [rows, classes] in `target_layout`, or null
@@ -85,11 +85,11 @@ namespace cuda {
 
 // Launchers put their work on `stream` (a cudaStream_t) and return a cudaError_t, 0 for success.
 
-// Size in bytes of the scratch memory that a forward pass needs: to reduce the loss, and for few long rows; 0 for a
-// small batch. It need not be cleared.
+// Size in bytes of the scratch memory of a forward pass, for the reduction and for few long rows; 0 for a small batch.
+// It need not be cleared.
 int64_t focal_loss_workspace(int64_t rows, int64_t classes, bool reduced);
 
-// `loss` (or null for no reduction) receives the sum or the mean, `divisor` what the mean was divided by (1 for a sum).
+// `loss` (null for no reduction) receives the sum or the mean, `divisor` the divisor of the mean (1 for a sum).
 template <typename Scalar>
 int focal_loss_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss,
                        compute_t<Scalar>* divisor, void* workspace, void* stream);
@@ -103,7 +103,7 @@ inline constexpr bool kHasKernels = true;
 template <>
 inline constexpr bool kHasKernels<MmceFormula> = false;
 
-// Every loss, with the same workspace. The focal loss goes on to its own launchers above.
+// Every loss, with the same workspace. The focal loss is passed to its own launchers above.
 template <typename Loss, typename Scalar>
 int row_loss_forward(const RowLossForward<Scalar>& args, bool mean, compute_t<Scalar>* loss, compute_t<Scalar>* divisor,
                      void* workspace, void* stream);

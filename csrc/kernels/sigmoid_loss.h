@@ -15,8 +15,8 @@ enum class ElementType : int32_t { kFloat, kDouble, kHalf, kBFloat16, kUInt8, kI
 
 constexpr int kMaxDims = 10;
 
-// Elements in the order in which the results lie in memory, dense; every other tensor is reached by strides. Dims that
-// run together in all tensors are one, so that an ordinary case has one dim.
+// Elements in the memory order of the results, which are dense; every other tensor is reached by strides. Dims that are
+// adjacent in all tensors are merged, so that an ordinary case has one dim.
 struct ElementSpace {
   int64_t size;  // of all
   int dims;
@@ -27,7 +27,7 @@ struct ElementSpace {
 struct Operand {
   const void* data;  // or null: `value`
   ElementType type;
-  bool dense;                 // lies as the results do
+  bool dense;                 // has the layout of the results
   int64_t strides[kMaxDims];  // in elements
   double value;
 };
@@ -41,11 +41,11 @@ struct SigmoidLossArgs {
   Operand input;          // of Scalar
   Operand target;         // shares, or labels
   bool target_is_labels;  // one-hot: 1 where the label is the position along `class_dim`
-  bool has_alpha;         // of the focal loss; without it t and 1 - t weigh 1
+  bool has_alpha;         // for the focal loss; without alpha, t and 1 - t have weight 1
   int class_dim;          // a dim of the space of its own, with stride 0 in `target`
   int64_t classes;        // label `classes` is background, a row of zeros
-  int64_t ignore_index;   // of labels: elements that count nothing
-  Operand gamma;          // numbers or of Real, as those that follow
+  int64_t ignore_index;   // number of elements with an ignored label
+  Operand gamma;          // numbers or of Real, as the following ones
   Operand second;         // alpha, or gamma_positive
   Operand weight;         // or the number 1
   Real margin;            // asymmetric loss
@@ -53,7 +53,7 @@ struct SigmoidLossArgs {
 
 template <typename Scalar>
 struct SigmoidLossForward : SigmoidLossArgs<Scalar> {
-  // Unreduced losses, in Scalar or (`loss_wide`) in the type of the computation; both null if only the sum is wanted.
+  // Unreduced losses, in Scalar or (`loss_wide`) in the compute type; both null if only the sum is wanted.
   Scalar* loss;
   compute_t<Scalar>* loss_wide;
 };
@@ -61,7 +61,7 @@ struct SigmoidLossForward : SigmoidLossArgs<Scalar> {
 struct SigmoidLossSums {
   double loss;
   int64_t count;          // elements that were not ignored
-  bool is_valid;          // no label was out of range
+  bool is_valid;          // whether every label is in range
   int64_t invalid_label;  // otherwise: one that was
 };
 
@@ -69,8 +69,8 @@ template <typename Scalar>
 struct SigmoidLossBackward : SigmoidLossArgs<Scalar> {
   using Real = compute_t<Scalar>;
   Operand grad_loss;    // of Real: one for all, or one per element
-  const Real* divisor;  // what the mean was divided by, or null
-  Scalar* grad_input;   // or null, as those that follow
+  const Real* divisor;  // the divisor of the mean, or null
+  Scalar* grad_input;   // or null, as the following ones
   Real* grad_target;
   Real* grad_gamma;
   Real* grad_second;  // gamma_positive's
@@ -89,7 +89,8 @@ SigmoidLossSums sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, int
 template <typename Scalar>
 void sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, int64_t begin, int64_t end, const Scalar* table);
 
-// To be looked up instead of computed, from kBFloat16TablePays elements per thread on; empty where they cannot be.
+// Arguments of the look-up table. It pays from kBFloat16TablePays elements per thread on; empty if results cannot be
+// looked up.
 constexpr int64_t kBFloat16TablePays = int64_t(1) << 20;
 std::vector<float> sigmoid_loss_bfloat16_table(const SigmoidLossForward<BFloat16>& args);
 std::vector<BFloat16> sigmoid_grad_bfloat16_table(const SigmoidLossBackward<BFloat16>& args);
@@ -101,8 +102,7 @@ namespace cuda {
 // Size in bytes of the scratch memory that a reduced forward pass needs; it need not be cleared.
 int64_t sigmoid_loss_workspace(int64_t size);
 
-// `total` (or null for no reduction) receives the sum or the mean, `divisor` what the mean was divided by (1 for a
-// sum).
+// `total` (null for no reduction) receives the sum or the mean, `divisor` the divisor of the mean (1 for a sum).
 template <typename Scalar>
 int sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, bool mean, compute_t<Scalar>* total,
                          compute_t<Scalar>* divisor, void* workspace, void* stream);

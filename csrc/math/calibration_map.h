@@ -7,7 +7,7 @@
 //
 // The computation of a row. Let t be its largest class (any one of equals), m2 the largest of the other inputs, and
 //   y_k = (z_k - m2) / T,  e_k = exp(y_k) for k != t,   S = sum_{k != t} e_k,   M = (m2 - z_t) / T
-// From S and M everything that is one number per row follows (MapRow). Then, for each k != t,
+// The per-row numbers follow from S and M (MapRow). Then, for each k != t,
 //   log_ratio = log(p_k / p_t)   (map_log_ratio; map_ratio without the logarithm, map_class with the derivatives)
 // and with P = sum_{k != t} exp(log_ratio):   log p_t = -log1p(P),   log p_k = log_ratio - log1p(P).
 // No difference of large numbers occurs: a row may saturate completely and keeps its digits in log space, and the
@@ -23,7 +23,7 @@
 
 namespace focalkern {
 
-// Larger differences of inputs than this, after division by T, are cut: exp is 0 long before, in either type.
+// Larger differences of inputs than this, after division by T, are clamped: exp is 0 long before, in float and double.
 template <typename Real>
 FK_HOST_DEVICE Real largest_finite() {
   return sizeof(Real) == sizeof(float) ? Real(3.402823466e38) : Real(1.7976931348623157e308);
@@ -35,8 +35,8 @@ FK_HOST_DEVICE bool map_parameters_valid(double gamma, double temperature) {
          temperature <= largest_finite<double>();
 }
 
-// 1/T. A tiny T must not become infinite in float: classes that tie for the top have the difference 0, and keep it. Nor
-// may a huge one become 0: a logit of -inf would turn into NaN.
+// 1/T. A tiny T must not make it infinite in float: classes that tie for the top must keep the difference 0. A huge T
+// must not make it 0: a logit of -inf would become NaN.
 template <typename Real>
 FK_HOST_DEVICE Real inverse_temperature(double temperature) {
   const double beta = 1.0 / temperature;
@@ -45,7 +45,8 @@ FK_HOST_DEVICE Real inverse_temperature(double temperature) {
   return static_cast<Real>(beta > bound ? bound : beta < lowest ? lowest : beta);
 }
 
-// x rounded to a multiple of `step` units of its last place, a power of two: functions that err by less keep the order.
+// x rounded to a multiple of `step` units of its last place, a power of two. Functions with a smaller error keep the
+// order of such numbers.
 template <typename Real>
 FK_HOST_DEVICE Real rounded_to(Real x, typename detail::Format<Real>::Int step) {
   using Bits = std::make_unsigned_t<typename detail::Format<Real>::Int>;
@@ -77,9 +78,9 @@ FK_HOST_DEVICE Real one_minus_phi_series(Real u) {
   return sum * u;
 }
 
-// y = (x - shift) * scale <= 0. In the forward direction on a grid: the sum is rounded to 4 units in the last place of
-// 1 where y > -4. Below, the numbers are as far apart themselves. The device's quick functions err by more, in units of
-// log 2. The slope in T, a sum of such differences, is of those that are not rounded.
+// y = (x - shift) * scale <= 0. In the forward direction y lies on a grid: where y > -4 the sum is rounded to 4 units
+// in the last place of 1; smaller y are as far apart anyway. On the device the step is larger, as the error of the
+// quick functions is. dL/dT is a sum of differences that are not rounded.
 template <bool on_grid, typename Real>
 FK_HOST_DEVICE Real map_exponent(Real x, Real shift, Real scale) {
   constexpr Real kGrid = quick_unit<Real>() == Real(1) ? 8 : 16;
@@ -90,17 +91,17 @@ FK_HOST_DEVICE Real map_exponent(Real x, Real shift, Real scale) {
 // The numbers of a row that each of its classes needs. Logarithms are to the base of quick_power.
 template <typename Real>
 struct MapTerms {
-  Real gamma;         // to be multiplied by such a logarithm
+  Real gamma;         // factor for such a logarithm
   Real power;         // gamma - 1
   Real q_scale;       // q_k = e_k * q_scale
   Real log_q_offset;  // log q_k = y_k + log_q_offset
   Real ratio_offset;  // log(p_k / p_t) = y_k + ratio_offset - log G(q_k)
   Real power_offset;  // p_k / p_t = e_k base^(power_offset - log G(q_k)) ratio_scale
   Real ratio_scale;
-  Real tie;  // classes with y_k of at least this have the input of the largest: 0, or 1 where there is none
+  Real tie;  // classes with y_k of at least this tie with the largest class; 0 if others exist, else 1
 };
 
-// The numbers that a row needs once.
+// The numbers that are computed once per row.
 template <typename Real>
 struct MapRow {
   MapTerms<Real> terms;
@@ -108,12 +109,12 @@ struct MapRow {
   // For the derivatives.
   Real q_top;
   Real u_top;
-  Real inverse_rest;      // 1 / S: e_k / S = q_k / u_t keeps its digits when both vanish
+  Real inverse_rest;      // 1 / S: e_k / S = q_k / u_t is accurate even when both vanish
   Real scaled_slope_top;  // u_t da_t/dlog q_t
   Real grad_gamma_top;    // da_t/dgamma
 };
 
-// The numbers that all gammas of a row share.
+// The numbers of a row that all gammas share.
 template <typename Real>
 struct MapSoftmax {
   Real gap;            // M
@@ -126,7 +127,7 @@ struct MapSoftmax {
   Real log_q_offset;   // log q_k = y_k + log_q_offset
 };
 
-// `rest` = S, at least 1 (two or more classes that can occur); `gap` = M <= 0.
+// `rest` = S, at least 1 (two or more possible classes); `gap` = M <= 0.
 template <typename Real>
 FK_HOST_DEVICE MapSoftmax<Real> map_softmax(Real gap, Real rest) {
   MapSoftmax<Real> row;
@@ -152,10 +153,10 @@ struct MapOffset {
   Real denominator;  // 1 + gamma phi_t
 };
 
-// gamma -> -1: 1 + gamma phi_t = (1 + gamma) - gamma (1 - phi_t) is small, and so is each of its terms. Rounding gamma
-// to float before adding 1 would cost it half of its digits.
+// gamma -> -1: 1 + gamma phi_t = (1 + gamma) - gamma (1 - phi_t) is small, and so is each of its terms. If gamma were
+// rounded to float first, 1 + gamma would lose half of its digits.
 template <typename Real>
-struct MapGamma {  // passed by value: a loop over rows with a reference to one is not vectorized
+struct MapGamma {  // passed by value: gcc does not vectorize a loop over rows with a reference
   Real gamma;
   Real one_plus;
 };
@@ -172,8 +173,8 @@ FK_HOST_DEVICE MapOffset<Real> map_offset(const MapSoftmax<Real>& row, MapGamma<
           of.one_plus - of.gamma * row.one_minus_phi};
 }
 
-// The part of ratio_offset that may be a factor beside the power in map_ratio, which grows by the rest: to 1 + gamma at
-// most.
+// The part of ratio_offset that map_ratio applies as a factor. The rest goes into the power, which is then at most
+// about 1 + gamma.
 template <typename Real>
 FK_HOST_DEVICE Real lowest_scale(Real gamma) {
   constexpr bool kFloat = sizeof(Real) == sizeof(float);
@@ -257,14 +258,14 @@ FK_HOST_DEVICE double minus_log_complement_over_q(double q, double /* 1 */) {
 
 }  // namespace detail
 
-// log(1 - q) for q <= 1/2. A polynomial in q has no 1 - q in it that could cancel, and no division.
+// log(1 - q) for q <= 1/2, by a polynomial in q: no 1 - q that could cancel, and no division.
 template <typename Real>
 FK_HOST_DEVICE Real log_complement(Real q) {
   return -q * detail::minus_log_complement_over_q(q, Real(1));
 }
 
-// The same to the base of quick_power; `u` = 1 - q. For 16 bits (`narrow`) it may be off by 2^-22 in absolute terms,
-// and by what rounding u costs.
+// log(1 - q) to the base of quick_power; `u` = 1 - q. For 16-bit storage (`narrow`) the absolute error is up to 2^-22,
+// plus the rounding error of u.
 template <bool narrow, typename Real>
 FK_HOST_DEVICE Real quick_log_complement(Real q, [[maybe_unused]] Real u) {
 #if defined(__CUDA_ARCH__)
@@ -273,7 +274,7 @@ FK_HOST_DEVICE Real quick_log_complement(Real q, [[maybe_unused]] Real u) {
   return -q * detail::minus_log_complement_over_q(q, quick_unit<Real>());
 }
 
-// -q log q, which is 0 at q = 0. There the product is NaN, and loses.
+// -q log q, which is 0 at q = 0; the product is NaN there, and is not selected.
 template <typename Real>
 FK_HOST_DEVICE Real minus_q_log_q(Real q, Real log_q) {
 #if defined(__CUDA_ARCH__)
@@ -283,7 +284,7 @@ FK_HOST_DEVICE Real minus_q_log_q(Real q, Real log_q) {
 #endif
 }
 
-// A ratio, or its logarithm, that rounding keeps from exceeding that of the largest class, and from differing among
+// Clamps a ratio, or its logarithm, so that rounding never makes it exceed that of the largest class, or differ among
 // ties.
 template <typename Real>
 FK_HOST_DEVICE Real in_order(Real ratio, Real y, Real of_largest, const MapTerms<Real>& row) {
@@ -294,9 +295,9 @@ FK_HOST_DEVICE Real in_order(Real ratio, Real y, Real of_largest, const MapTerms
 // With s = -q log q and v = u + gamma s, that is 1 + gamma phi = v / u:
 //   log G = (gamma - 1) log u + log v
 //   h = 1 + gamma (q v - s + q u) / (u v),   c = -log u - s / v
-// which leaves one division to the derivatives and none to the logarithm. Nothing here is undefined at probability zero
-// (y = -inf, e = 0): log_ratio = -inf, slope = 1, grad_gamma = 0. Here all logarithms, `y` too, are to the base of
-// quick_power; log v is a summand of log p_k, which is below -log 2, and v is above 0.15.
+// so that the derivatives take one division and the logarithm none. All results are defined at probability zero (y =
+// -inf, e = 0): log_ratio = -inf, slope = 1, grad_gamma = 0. All logarithms, and y, are to the base of quick_power. v
+// is above 0.15, and log v is a term of log p_k < -log 2.
 template <typename Real>
 FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, const MapTerms<Real>& row) {
   const Real q = e * row.q_scale;
@@ -306,9 +307,9 @@ FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, const MapTerms<Real>& row) {
   return in_order(a + row.ratio_offset, y, Real(0), row);
 }
 
-// The power of map_log_ratio where the logarithm itself is not wanted: e_k base^... / v takes none. As much of the
-// row's constant as possible is a factor beside the power: added to the exponent, it would round away differences of q.
-// Nothing overflows: without that factor the power is p_k v / (p_t e_k), which is never far above 1 + gamma.
+// The power of map_log_ratio without the logarithm: e_k base^... / v. As much of the row's constant as possible is a
+// factor beside the power, because adding it to the exponent would round away differences of q. Nothing overflows:
+// without that factor the power is p_k v / (p_t e_k), which is at most slightly above 1 + gamma.
 template <typename Real>
 FK_HOST_DEVICE Real map_ratio(Real y, Real e, const MapTerms<Real>& row) {
   const Real q = e * row.q_scale;
@@ -318,7 +319,7 @@ FK_HOST_DEVICE Real map_ratio(Real y, Real e, const MapTerms<Real>& row) {
   return in_order(quick_quotient(e * power, v) * row.ratio_scale, y, Real(1), row);
 }
 
-// `finite`: no y is -inf; one that is very low stands for it.
+// `finite`: no y is -inf; a very low y takes its place.
 template <bool narrow = false, bool finite = false, typename Real>
 FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, const MapTerms<Real>& row) {
   [[maybe_unused]] constexpr Real kUnit = quick_unit<Real>();
@@ -331,7 +332,8 @@ FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, const MapTerms<Real>& ro
   MapClass<Real> c;
   Real inverse_v;
   if constexpr (narrow) {
-    // h = 1 + (gamma q + 1) / v + (gamma q - 1) / u. That 1 / v and 1 / u nearly cancel costs about 2^-22, beside 1.
+    // h = 1 + (gamma q + 1) / v + (gamma q - 1) / u. 1 / v and 1 / u nearly cancel, at an absolute error of about
+    // 2^-22.
     const Real gamma_q = e * (row.q_scale * (row.power + Real(1)));
     inverse_v = quick_quotient(Real(1), v);
     c.slope = (Real(1) + (gamma_q - Real(1)) * quick_quotient(Real(1), u)) + (gamma_q + Real(1)) * inverse_v;
@@ -345,7 +347,8 @@ FK_HOST_DEVICE MapClass<Real> map_class(Real y, Real e, const MapTerms<Real>& ro
   return c;
 }
 
-// map_log_ratio with the logarithms of two quotients in one, from what all gammas of a row share; natural logarithms.
+// map_log_ratio with one logarithm for two quotients, from the numbers that all gammas of a row share; natural
+// logarithms.
 template <typename Real>
 FK_HOST_DEVICE Real map_log_ratio_of_q(Real y, Real q, Real log_q_offset, const MapOffset<Real>& row) {
   const Real s = q == Real(0) ? Real(0) : -q * (y + log_q_offset);
@@ -359,8 +362,8 @@ FK_HOST_DEVICE Real map_log_ratio_of_q(Real y, Real q, Real log_q_offset, const 
 //   B = sum h_k s_k,   D = u_t h_t s_t + u_t B
 //   dL/dx_k = h_k s_k - (q_k / u_t) D,   dL/dx_t = u_t h_t s_t - q_t B
 //   dL/dgamma = sum c_k s_k + c_t s_t,   dL/dT = -(1/T) sum dL/dx_k (x_k - x_t)
-// No 1/u_t is left in it. With probabilities as output, w_j = p_j g_j; with v_k = g_k - g_t and V = sum p_k v_k that is
-// s_k = p_k (v_k - V) and s_t = -p_t V.
+// None of these divides by u_t. With probabilities as output, w_j = p_j g_j; with v_k = g_k - g_t and V = sum p_k v_k
+// that is s_k = p_k (v_k - V) and s_t = -p_t V.
 //
 // One pass over the classes is enough for the sums, before p is normalised: with r_k = exp(log_ratio) = p_k / p_t and
 // m_k = w_k (log output) or r_k v_k, every s_k is  keep * m_k - spread * r_k.
@@ -383,7 +386,7 @@ struct MapRowGrad {
   Real gamma;   // dL/dgamma
 };
 
-// `grad_top` = dL/dlog p_t, used with log output only.
+// `grad_top` = dL/dlog p_t, used only if the output is log p.
 template <typename Real>
 FK_HOST_DEVICE MapRowGrad<Real> map_row_grad(const MapRow<Real>& row, const MapGradSums<Real>& sums, Real grad_top,
                                              bool log_output) {
@@ -403,7 +406,7 @@ FK_HOST_DEVICE MapRowGrad<Real> map_row_grad(const MapRow<Real>& row, const MapG
 
 // ---- two classes, one logit ----------------------------------------------------------------------------------------
 
-// The map of the log-odds s / T, and its derivatives. It is odd in s; s >= 0 is worked out.
+// The map of the log-odds s / T, and its derivatives. It is odd in s, and is computed for s >= 0.
 template <typename Real>
 struct BinaryMap {
   Real log_odds;
@@ -432,7 +435,7 @@ FK_HOST_DEVICE Real one_minus_phi_of_odds(Real t) {
 template <typename Real>
 FK_HOST_DEVICE BinaryMap<Real> binary_map(Real s_over_t, double gamma_wide) {
   const Real gamma = static_cast<Real>(gamma_wide);
-  // So that the order is kept: what is added to (1 + gamma) a errs by more as gamma -> -1, and is 0 where gamma is.
+  // Keeps the order: the error of the term that is added to (1 + gamma) a grows as gamma -> -1, and is 0 at gamma = 0.
   const int step = gamma < Real(-0.9) ? 16 : gamma < Real(0) ? 8 : gamma > Real(0) ? 4 : 1;
   const Real x = rounded_to(s_over_t, step);
   const Real one_plus_gamma = static_cast<Real>(1.0 + gamma_wide);
@@ -444,8 +447,8 @@ FK_HOST_DEVICE BinaryMap<Real> binary_map(Real s_over_t, double gamma_wide) {
   const Real phi = Real(1) - one_minus_phi;
   const Real denominator = one_plus_gamma - gamma * one_minus_phi;
 
-  // phi of the other class minus phi of this one. As a -> 0 both tend to log 2: their difference must be had without
-  // subtracting them. It is odds a - (1 - odds^2) phi.
+  // phi of the other class minus phi of this one. As a -> 0 both tend to log 2, so the difference is computed without a
+  // subtraction: odds a - (1 - odds^2) phi.
   const Real odds_a = odds == Real(0) ? Real(0) : odds * a;
   const Real difference = odds_a + exponential_minus_one(Real(-2) * a) * phi;
   const Real other_phi = odds_a + odds * odds * phi;
@@ -477,14 +480,14 @@ struct BinaryMapGrad {
 template <typename Real>
 FK_HOST_DEVICE BinaryMapGrad<Real> binary_map_grad(Real x, double gamma, Real w, bool log_odds_output) {
   const BinaryMap<Real> map = binary_map(x, gamma);
-  // The slope of the sigmoid, p (1 - p), from the side on which 1 - p keeps its digits.
+  // The slope of the sigmoid, p (1 - p), from the side on which 1 - p does not cancel.
   const Real odds = exponential(map.log_odds < Real(0) ? map.log_odds : -map.log_odds);
   const Real slope = odds / ((Real(1) + odds) * (Real(1) + odds));
   const Real w_log_odds = log_odds_output ? w : w * slope;
   const Real grad_x = w_log_odds * map.slope;
   BinaryMapGrad<Real> grad;
   grad.x = grad_x;
-  // At s = -inf a factor 0 meets an infinite one, and the product has the limit 0.
+  // At s = -inf the product of 0 and infinity has the limit 0.
   grad.gamma = w_log_odds == Real(0) ? Real(0) : w_log_odds * map.grad_gamma;
   grad.beta = grad_x == Real(0) ? Real(0) : grad_x * x;
   return grad;

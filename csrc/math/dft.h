@@ -9,7 +9,7 @@
 
 namespace focalkern {
 
-// p^gamma for each kind of gamma, 0 at p = 0 unless gamma is 0: from p where gamma is whole, from -log p elsewhere.
+// p^gamma for each kind of gamma, 0 at p = 0 unless gamma is 0: from p for a whole gamma, otherwise from -log p.
 template <typename Real, int kGamma, typename Reals>
 FK_HOST_DEVICE Reals power_of(const WholeGamma<Real, kGamma>& /*gamma*/, const Reals& p, const Reals& /*minus_log_p*/) {
   if constexpr (kGamma == 0) return Reals{} + Real(1);
@@ -39,11 +39,11 @@ struct DftFormula : SumOverClasses<DftFormula> {
   }
 
  private:
-  // pull: gamma, or 0 where the factor is detached.
+  // pull: gamma, or 0 if the factor is detached.
   template <typename Real, typename Pull>
   static FK_HOST_DEVICE FocalTerms<Real> of_factor(const Real& factor, const Real& minus_log_p, const Pull& pull) {
     using Number = number_t<Real>;
-    // Where the factor is 0 it outweighs any -log p, also an infinite one; an infinite one without it has no slope.
+    // A factor of 0 makes the loss 0 even for an infinite -log p. An infinite loss has no gradient.
     const auto vanishes = factor == Real{};
     const auto infinite = minus_log_p == std::numeric_limits<Number>::infinity() + Real{};
     const Real finite = (vanishes | infinite) ? Real{} : minus_log_p;

@@ -1,4 +1,4 @@
-// Dual focal loss of one row: the factor sees the strongest rival of the target class too.
+// Dual focal loss of one row: the factor also depends on the strongest rival of the target class.
 //
 //   r = the first of the largest classes strictly below the target y,  m = 1 - p_y + p_r,  e = p_r / p_y
 //   L = -m^gamma log p_y
@@ -17,7 +17,7 @@ struct DualFocalFormula {
   static constexpr SpecialClass kSpecialClass = SpecialClass::kRunnerUp;
   static constexpr bool kSquares = false;
   static constexpr bool kHasInverse = false;
-  // Smoothing gives every class a share, and a rival of its own.
+  // Smoothing gives every class a share, and so a rival of its own.
   static constexpr SoftTarget kTarget = SoftTarget::kNone;
 
   template <typename Real>
@@ -31,7 +31,7 @@ struct DualFocalFormula {
     const Real p = exponential(row.log_p);
     const Real u = exponential(row.log_u);
     const bool alone = row.gap == -std::numeric_limits<Real>::infinity();
-    // Below the rival: the logarithm of p_r / u is at most 0, but for its rounding.
+    // The logarithm of p_r / u, which is at most 0 except for rounding.
     const Real log_k = row.log_p + row.gap - row.log_u;
     const Real k = alone ? Real(0) : exponential(log_k < Real(0) ? log_k : Real(0));
     const Real factor = exponential(scaled_log(row.gamma, row.log_u + log_one_plus(k)));

@@ -4,8 +4,8 @@
 //   gamma >= 0:  L = -u^gamma log p              dL/dz_j = G (p_j - [j = y]),  G = u^gamma (1 + gamma phi)
 //   gamma <  0:  L = -(1 + p)^g log p, g = |gamma|   dL/dz_j = (1 + p)^g (1 - g psi) (p_j - [j = y])
 //
-// Everything takes log p and log u rather than p: near p = 1 the difference 1 - p has no digits left, while both
-// logarithms can be had to full precision from the log-sum-exp of the other classes.
+// The functions take log p and log u rather than p: near p = 1 the difference 1 - p cancels, while the log-sum-exp of
+// the other classes gives both logarithms accurately.
 #pragma once
 
 #include <type_traits>
@@ -40,7 +40,7 @@ FK_HOST_DEVICE Real phi_of(Real p, Real log_p, Real u) {
   const Real series = Real(1) - u * (Real(0.5) + u * Real(1.0 / 6.0));
   const Real ratio = -p * log_p / u;
   const Real value = u < small_u<Real>() ? series : ratio;
-  // p = 0 comes with log p = -inf, and the product has the limit 0. A NaN p is not caught here, and stays NaN.
+  // At p = 0, log p = -inf and the product has the limit 0. A NaN p stays NaN.
   return p == Real(0) ? Real(0) : value;
 }
 
@@ -50,7 +50,7 @@ FK_HOST_DEVICE Real scaled_log(Real gamma, Real log_base) {
   return gamma == Real(0) ? Real(0) : gamma * log_base;
 }
 
-// The slope in the share of a class: the loss of the class, infinite at p = 0, by its weight. No weight, no slope.
+// The gradient in the share of a class: its loss (infinite at p = 0) times its weight; 0 for a weight of 0.
 template <typename Real>
 FK_HOST_DEVICE Real weighted_slope(Real weight, Real slope) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
@@ -58,7 +58,7 @@ FK_HOST_DEVICE Real weighted_slope(Real weight, Real slope) {
   return (weight == Real(0)) & infinite ? Real(0) : weight * slope;
 }
 
-// The factor f, the coefficient c and df/dgamma log p belong together: they share both exponentials.
+// The factor f, the coefficient c and dL/dgamma = df/dgamma log p, which share two exponentials.
 template <typename Real>
 struct FocalTerms {
   Real factor;       // f(p): u^gamma, or (1 + p)^|gamma|
@@ -67,7 +67,7 @@ struct FocalTerms {
   Real grad_gamma;   // dL/dgamma; at gamma = 0 the derivative from the right
 };
 
-// kEverInverse = false is for a caller that knows gamma not to be negative, and saves it the other formula.
+// kEverInverse = false: no gamma is negative, so the formula of the inverse loss is left out.
 template <bool kEverInverse = true, typename Real>
 FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) {
   const Real p = exponential(log_p);
@@ -76,23 +76,22 @@ FK_HOST_DEVICE FocalTerms<Real> focal_terms(Real log_p, Real log_u, Real gamma) 
   const Real magnitude = inverse ? -gamma : gamma;
   const Real log_base = inverse ? log_one_plus(p) : log_u;
   const Real factor = exponential(scaled_log(magnitude, log_base));
-  // -p log p over u or over 1 + p: the derivative of the factor pulls in opposite directions.
+  // -p log p over u or over 1 + p; the two formulas have opposite signs of d f/dp.
   const Real phi = phi_of(p, log_p, u);
   const Real psi = p == Real(0) ? Real(0) : -p * log_p / (Real(1) + p);
   FocalTerms<Real> terms;
   terms.factor = factor;
   terms.coefficient = factor * (inverse ? Real(1) - magnitude * psi : Real(1) + magnitude * phi);
-  // At p = 1 a factor of 0 or 1 meets log p = 0, at p = 0 a factor of 1 meets log p = -inf: neither is a 0 * inf.
+  // No 0 * inf: at p = 1, a factor of 0 or 1 meets log p = 0; at p = 0, a factor of 1 meets log p = -inf.
   terms.loss = -factor * log_p;
-  // -inf * 0 at p = 1 and 0 * -inf at p = 0: the product vanishes at both ends.
+  // -inf * 0 at p = 1 and 0 * -inf at p = 0: the product has the limit 0 at both ends.
   const Real finite_log_p = p == Real(0) ? Real(0) : log_p;
   const Real slope = finite_log_p == Real(0) ? Real(0) : factor * (log_base * finite_log_p);
   terms.grad_gamma = inverse ? slope : -slope;
   return terms;
 }
 
-// The loss where no gradient is asked for. Without p, which only the inverse loss needs: each formula in a branch of
-// its own, nothing of one is computed for the other.
+// The loss without a gradient. Only the inverse loss needs p; each formula has its own branch.
 template <typename Real>
 FK_HOST_DEVICE Real focal_loss_alone(Real log_p, Real log_u, Real gamma) {
   if (gamma < Real(0)) return focal_terms(log_p, log_u, gamma).loss;
@@ -101,12 +100,12 @@ FK_HOST_DEVICE Real focal_loss_alone(Real log_p, Real log_u, Real gamma) {
 
 // ---- classes of at most kUnlikely ---------------------------------------------------------------------------------
 //
-// 1 - p does not cancel there, so that p and log p are enough. One class of a row can be above.
+// 1 - p does not cancel there, so p and log p suffice. At most one class of a row is above.
 
 template <typename Real>
 constexpr Real kUnlikely = Real(0.55);
 
-// log(1 + x) for |x| <= kUnlikely, to 3 units in the last place beside what the quotient errs.
+// log(1 + x) for |x| <= kUnlikely, to 3 units in the last place plus the error of the quotient.
 template <typename Real>
 FK_HOST_DEVICE Real log_one_plus_small(const Real& x) {
   using Number = number_t<Real>;
@@ -129,7 +128,7 @@ FK_HOST_DEVICE Real log_one_plus_small(const Real& x) {
       q = q * w + Number(3.99990886e-1);
       q = q * w + Number(6.66666687e-1);
     } else {
-      q = Number(2.0 / 39) * w + Number(2.0 / 37);  // the first term left out is below 2^-59
+      q = Number(2.0 / 39) * w + Number(2.0 / 37);  // the first omitted term is below 2^-59
 #pragma GCC unroll 17
       for (int n = 35; n > 1; n -= 2) q = q * w + Number(2) / Number(n);
     }
@@ -156,7 +155,7 @@ struct SlopeOfGamma {
       : pull(detached ? Real(0) : gamma), rise(detached ? Real(0) : gamma + Real(1)) {}
 };
 
-// gamma = 0, 1, 2 or 3. Without the logarithm, which only the slope in gamma needs.
+// gamma = 0, 1, 2 or 3, without the logarithm, which only dL/dgamma needs.
 template <typename Real, int kGamma>
 struct WholeGamma : SlopeOfGamma<Real> {
   static constexpr bool kIsZero = kGamma == 0;
@@ -226,16 +225,16 @@ FK_HOST_DEVICE FocalTerms<Real> unlikely_focal_terms(const Real& p, const Real& 
   return terms;
 }
 
-// log G(p; gamma) = gamma log u + log(1 + gamma phi), for gamma > -1 of either sign: the formula itself, not the sign
-// rule of the inverse focal loss.
+// log G(p; gamma) = gamma log u + log(1 + gamma phi), for any gamma > -1. A negative gamma is not the inverse focal
+// loss here.
 template <typename Real>
 FK_HOST_DEVICE Real log_focal_g(Real phi, Real log_u, Real gamma) {
   return scaled_log(gamma, log_u) + log_one_plus(gamma * phi);
 }
 
-// One step of the look-up of p in a table with open-ended outer bins [lo, hi): over the bins 1, 2, ... in order, the
-// last one whose lower edge is not above p wins. Equal edges are stepped over together, which leaves the bins between
-// them empty. Start with the gamma of bin 0.
+// One step of the look-up of p in a table of bins [lo, hi) whose outer bins are open. Over the bins 1, 2, ... in order,
+// the last one whose lower edge is at most p is taken. Equal edges leave the bins between them empty. Start with the
+// gamma of bin 0.
 template <typename Real>
 FK_HOST_DEVICE Real table_step(Real p, Real lower_edge, Real gamma_of_bin, Real gamma_so_far) {
   return lower_edge <= p ? gamma_of_bin : gamma_so_far;

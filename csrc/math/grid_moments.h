@@ -1,6 +1,6 @@
-// Shared by the gammas of a calibration grid: sums over the classes other than the largest that serve many gammas.
+// Sums over the classes other than the largest that serve many gammas of a calibration grid.
 //
-//   sum_k e_k / G(q_k)        is all that a gamma wants to know of these classes (math/calibration_map.h)
+//   sum_k e_k / G(q_k)        is the only sum that a gamma needs (math/calibration_map.h)
 //
 // For a gamma between -1 and 1, 1 / G is a smooth function of q and s = -q log q on [0, 1/2]: a sum of twelve products
 // q^i s^j, whose sums over the classes serve all such gammas. Where q is below 1/200, seven serve every gamma up to 5

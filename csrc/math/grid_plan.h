@@ -1,5 +1,5 @@
-// The plan of a calibration grid: the kind of sum over the classes that each gamma takes. Host only: made once per
-// grid, read by both devices.
+// The plan of a calibration grid: the kind of sum over the classes that each gamma takes. Host only: made once per grid
+// for both devices.
 #pragma once
 
 #include <algorithm>
@@ -18,24 +18,24 @@ enum class Route : int32_t { kMoments, kReciprocal, kExponential };
 
 constexpr int kMaxReciprocals = 2;
 constexpr int kMaxWholeGamma = 8;
-// Beyond this, 1 / G(q) near q = 1/2 and its square come close to what a float holds, and they are summed relative to
-// those of the runner-up. Such a gamma is on the route kExponential.
+// Above this gamma, 1 / G(q) near q = 1/2 and its square approach the range of a float. Such sums are relative to the
+// runner-up's term; the gamma takes kExponential.
 constexpr double kMaxPlainGamma = 32;
 
 struct GammaPlan {
   double gamma;
   Route route;
-  int index;  // among the gammas of its route
+  int index;  // index among the gammas of its kind
   double coefficient[WideBasis::kTerms];
   double tail_coefficient[TailBasis::kTerms];
 };
 
 constexpr int64_t kMinTailClasses = 64;
 
-// The relative error of rho that a fit may have: half a unit in the last place of a float.
+// The largest allowed relative error of rho from a fit: half a unit in the last place of a float.
 constexpr double kMaxFitError = 3e-8;
 
-// Nodes that see both ends of (0, max_q]: the logarithm makes 1 / G steep at 0.
+// Nodes that are dense at both ends of (0, max_q]: the logarithm makes 1 / G steep at 0.
 inline std::vector<double> fit_nodes(double max_q, int per_end) {
   std::vector<double> nodes;
   for (int i = 0; i < per_end; ++i) {
@@ -58,9 +58,9 @@ class MomentFit {
  public:
   static constexpr int kTerms = Basis::kTerms;
 
-  // Fills in the coefficients; returns the largest relative error.
+  // Writes the coefficients; returns the largest relative error.
   double fit(double gamma, double (&coefficient)[kTerms]) const {
-    if (gamma == 0) {  // 1 / G = 1, to the last bit
+    if (gamma == 0) {  // 1 / G = 1 exactly
       std::fill_n(coefficient, kTerms, 0.0);
       coefficient[0] = 1;
       return 0;
@@ -113,16 +113,16 @@ class MomentFit {
 struct CalibrationGridPlan {
   std::vector<GammaPlan> gammas;
   int moments = 0, reciprocals = 0, exponentials = 0;  // gammas on each route
-  bool tail = false;                                   // whether classes with a small q are summed apart
+  bool tail = false;                                   // whether classes with a small q have sums of their own
 };
 
-// `shared` says that sums may serve several gammas: the fits reach float accuracy, no further; and they know the sum of
-// p_hat, but not of p_hat^2, which the Brier score wants.
+// `shared`: sums may serve several gammas. The fits reach float accuracy only, and give the sum of p_hat but not of
+// p_hat^2, which the Brier score needs.
 inline CalibrationGridPlan calibration_grid_plan(const double* gammas, int64_t n_gammas, int64_t classes, bool shared) {
   CalibrationGridPlan plan;
   const MomentFit<WideBasis> wide;
   const MomentFit<TailBasis> tail;
-  // With fewer classes there is no tail to speak of.
+  // With fewer classes the tail is not worth a sum of its own.
   plan.tail = shared && classes >= kMinTailClasses;
   for (int64_t g = 0; g < n_gammas; ++g) {
     GammaPlan entry{gammas[g], Route::kExponential, 0, {}, {}};

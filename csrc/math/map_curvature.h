@@ -8,7 +8,7 @@
 //   dc/dgamma      cc = (phi / n)^2
 // In beta, log q_k has the derivatives d_k - mu and -V, with d_k = z_k - z_t, mu and V their mean and variance under q.
 // Of the largest class h, h2 and hc grow as 1 / u and 1 / u^2, and its d - mu = -u A1 and V = u (A2 - u A1^2) fall as
-// u, with A1 and A2 the means of d and d^2 over the other classes: only the products are formed.
+// u, with A1 and A2 the means of d and d^2 over the other classes: so only the products are computed.
 #pragma once
 
 #include "math/calibration_map.h"
@@ -22,7 +22,7 @@ struct MapCurvature {
   Real beta_beta, gamma_beta, gamma_gamma;  // second
 };
 
-// The numbers that a row needs once.
+// The numbers that are computed once per row.
 template <typename Real>
 struct MapCurvatureRow {
   MapTerms<Real> terms;
@@ -65,7 +65,7 @@ struct MapCurvatureClass {
   MapCurvature<Real> of;
 };
 
-// y = (z - m2) beta with its exponential e; d = z - z_t, or any number where e is 0. Natural logarithms.
+// y = (z - m2) beta with its exponential e; d = z - z_t, or any number if e is 0. Natural logarithms.
 template <typename Real>
 FK_HOST_DEVICE MapCurvatureClass<Real> map_curvature_class(Real y, Real e, Real d, Real gamma,
                                                            const MapCurvatureRow<Real>& row) {

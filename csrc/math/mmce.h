@@ -1,9 +1,9 @@
-// Cross-entropy of one row, and a multiple of that of its largest class: what a loss on confidences asks of a row.
+// Cross-entropy of one row, plus a multiple of that of its largest class: the row's part of a loss on confidences.
 //
 //   L = -log p_y      dL/dz_j = (p_j - [j = y]) + g (p_j - [j = t])
 //
-// with t the largest class and g, in the place of gamma, what the confidence's own term adds: the batch's business (see
-// cpu/row_loss/mmce_loss.cpp).
+// with t the largest class. g, which is passed as gamma, is the derivative of the batch's error in the confidence
+// (cpu/row_loss/mmce_loss.cpp).
 #pragma once
 
 #include "math/row_loss.h"

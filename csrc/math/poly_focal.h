@@ -3,7 +3,7 @@
 //   L = u^gamma (-log p + epsilon u)      dL/dz_j = c (p_j - [j = y]),  c = G + epsilon (gamma + 1) u^gamma p
 //
 // gamma is at least 0; below, everything is NaN. At epsilon near -1 the two terms cancel as p -> 1. With
-// a = -log p - u = u^2/2 + u^3/3 + ..., which is summed where it would cancel, nothing does:
+// a = -log p - u = u^2/2 + u^3/3 + ..., computed as a series where the difference would cancel:
 //
 //   L = u^gamma (a + (1 + epsilon) u)     c = u^gamma (u + gamma p a / u + (1 + epsilon) (gamma + 1) p)
 #pragma once
@@ -40,19 +40,19 @@ struct PolyFocalFormula : SumOverClasses<PolyFocalFormula> {
     const Real a_over_u = small ? u * poly_series(small ? u : Real(0)) : (-finite_log_p - u) / u;
     const Real factor = exponential(scaled_log(gamma, log_u));
     const Real kept = Real(1) + epsilon;
-    // Of -log p = a + u, which is infinite at p = 0.
+    // a, from -log p = a + u, which is infinite at p = 0.
     const Real of_factor = u * (a_over_u + kept) + (impossible ? -log_p : Real(0));
     FocalTerms<Real> terms;
     terms.factor = factor;
     terms.coefficient = factor * (u + p * (gamma * a_over_u + kept * (gamma + Real(1))));
     terms.loss = factor * of_factor;
-    // log u is 0 where the loss is infinite, and -inf where it vanishes.
+    // log u is 0 where the loss is infinite, and -inf where it is 0.
     const bool vanishes = (u == Real(0)) | impossible;
     terms.grad_gamma = vanishes ? Real(0) : terms.loss * log_u;
     return terms;
   }
 
-  // With -log p as it is: it does not cancel against epsilon u.
+  // Uses -log p itself: it does not cancel against epsilon u.
   template <typename Gamma, typename Real>
   static FK_HOST_DEVICE FocalTerms<Real> unlikely(const Real& p, const Real& minus_log_p, const Gamma& gamma,
                                                   number_t<Real> epsilon) {

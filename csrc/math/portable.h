@@ -1,7 +1,7 @@
 // Elementary functions and storage types that mean the same on the host and on the device.
 //
 // On the host every function is branch-free straight-line code, so that a loop around it vectorizes at whatever width
-// the compiler is given. On the device the CUDA math library takes over: it is as accurate, and tuned for the chip.
+// the compiler is given. On the device the CUDA math library is used: it is as accurate and faster there.
 // Accuracy, float and double alike: 2 units in the last place or better over the stated domain.
 #pragma once
 
@@ -57,12 +57,12 @@ FK_HOST_DEVICE float load_as_compute(Half x) {
 #if defined(__CUDA_ARCH__)
   return __half2float(__ushort_as_half(x.bits));
 #else
-  // Place the fraction in a float with a small exponent, then let one multiplication rebias: it normalises half's
-  // denormals too. 0x1p112f is 2^(127 - 15).
+  // Puts the fraction into a float with a small exponent; one multiplication by 0x1p112f = 2^(127 - 15) corrects the
+  // exponent, also for denormal numbers of half.
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const float rebiased = bit_cast<float>(magnitude) * 0x1p112f;
-  // Infinities and NaN have all exponent bits set, and keep them.
+  // Infinities and NaN have all exponent bits set.
   const uint32_t special = magnitude | 0x7f800000u;
   const uint32_t bits = magnitude >= 0x0f800000u ? special : bit_cast<uint32_t>(rebiased);
   return bit_cast<float>(bits | sign);
@@ -85,7 +85,7 @@ struct Store<BFloat16> {
 #if defined(__CUDA_ARCH__)
     return BFloat16{__bfloat16_as_ushort(__float2bfloat16_rn(x))};
 #else
-    // Round to nearest, ties to even; a NaN must not be carried into an infinity.
+    // Rounds to nearest, ties to even; rounding must not turn a NaN into an infinity.
     const uint32_t bits = bit_cast<uint32_t>(x);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return BFloat16{static_cast<uint16_t>(x != x ? 0x7fc0u : rounded)};
@@ -101,8 +101,8 @@ struct Store<Half> {
     const uint32_t bits = bit_cast<uint32_t>(x);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
-    // Normal results: rebias the exponent and round to nearest even in the integer; a carry runs into the exponent and,
-    // past the largest half, into infinity, as it should. Everything above is infinity too.
+    // Normal results: corrects the exponent and rounds to nearest even in integers. A carry goes into the exponent and,
+    // past the largest half, gives infinity. Larger numbers become infinity, too.
     const uint32_t rebiased = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
     const uint32_t normal = rebiased < 0x7c00u ? rebiased : 0x7c00u;
     // Denormal results: adding 0.5 makes the float adder round at half's smallest step, 2^-24.
@@ -113,8 +113,7 @@ struct Store<Half> {
   }
 };
 
-// The tolerance of the sum of a row of probabilities: 1e-3, and what storing its entries in a narrow type may have
-// added.
+// The tolerance of the sum of a row of probabilities: 1e-3, plus the rounding error of entries stored in a narrow type.
 template <typename Scalar>
 FK_HOST_DEVICE double probability_sum_tolerance() {
   return 1e-3;
@@ -144,7 +143,7 @@ struct Format<float> {
   static constexpr float kLog2e = 1.44269504088896341f;
   static constexpr float kLn2Hi = 0x1.62e4p-1f;  // short enough that n * kLn2Hi is exact for every exponent n
   static constexpr float kLn2Lo = 0x1.7f7d1cp-20f;
-  static constexpr float kExpMin = -86.9f;       // below: 0, a little before denormals begin
+  static constexpr float kExpMin = -86.9f;       // below this the result is 0; denormal results begin a little lower
   static constexpr float kExpMax = 88.7228390f;  // above: infinity
 };
 template <>
@@ -203,7 +202,8 @@ FK_HOST_DEVICE double log_tail(double w) {
 template <typename Real>
 FK_HOST_DEVICE Real power_of_two(typename Format<Real>::Int n) {
   using F = Format<Real>;
-  using Bits = std::make_unsigned_t<typename F::Int>;  // any other n yields any number, but has to be defined
+  // any other n gives any number, but the behaviour must be defined
+  using Bits = std::make_unsigned_t<typename F::Int>;
   return bit_cast<Real>(static_cast<Bits>((static_cast<Bits>(n) + Bits(F::kBias)) << F::kMantissaBits));
 }
 
@@ -239,8 +239,7 @@ FK_HOST_DEVICE Real exponential(Real x) {
   return exp(x);
 #else
   using F = detail::Format<Real>;
-  // Beyond the bounds the arithmetic yields any number whatever, which is not selected. No clamp: it would cost as much
-  // as the selection, again.
+  // Outside the bounds the arithmetic gives any number, which is not selected. A clamp would cost one more selection.
   const auto reduced = detail::reduce_exponent(x);
   const Real mantissa = detail::exp_of_reduced(reduced.r);
   // In two factors: 2^n alone would overflow a little before e^x does.
@@ -250,7 +249,7 @@ FK_HOST_DEVICE Real exponential(Real x) {
 #endif
 }
 
-// The same in fewer operations, for x that cannot overflow: below 88, or NaN.
+// e^x in fewer operations, for x below 88, or NaN.
 template <typename Real>
 FK_HOST_DEVICE Real bounded_exponential(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -258,7 +257,7 @@ FK_HOST_DEVICE Real bounded_exponential(Real x) {
 #else
   using F = detail::Format<Real>;
   using Bits = std::make_unsigned_t<typename F::Int>;
-  // As reduce_exponent, with the bias of 2^n in the low bits beside n: the shift alone makes 2^n of them.
+  // As reduce_exponent, but the low bits hold n plus the bias of 2^n: a shift makes 2^n of them.
   const Real shifted = x * F::kLog2e + F::kRoundToBiased;
   const Real n = shifted - F::kRoundToBiased;
   const Real r = (x - n * F::kLn2Hi) - n * F::kLn2Lo;
@@ -294,22 +293,22 @@ template <typename Real>
 FK_HOST_DEVICE Real log_of_normal(Real x, Real correction) {
   using F = Format<Real>;
   using Int = typename F::Int;
-  using Bits = std::make_unsigned_t<Int>;  // whose differences and shifts wrap
+  using Bits = std::make_unsigned_t<Int>;  // unsigned: differences and shifts wrap
   constexpr Bits kSqrtHalf = sizeof(Real) == 4 ? Bits(0x3f3504f3) : Bits(0x3fe6a09e667f3bcd);
   const Int exponent = static_cast<Int>(bit_cast<Bits>(x) - kSqrtHalf) >> F::kMantissaBits;
   const Real m = bit_cast<Real>(bit_cast<Bits>(x) - (static_cast<Bits>(exponent) << F::kMantissaBits));
-  // int64 has no vector conversion to double below AVX-512: add the bits of 1.5 * 2^52 instead, as exp does backwards.
+  // Before AVX-512 no vector instruction converts int64 to double; adding the bits of 1.5 * 2^52 does.
   const Real n = bit_cast<Real>(static_cast<Int>(exponent + bit_cast<Int>(F::kRoundToInt))) - F::kRoundToInt;
   const Real f = m - Real(1);
   const Real s = f / (Real(2) + f);
   const Real w = s * s;
   const Real half_square = Real(0.5) * f * f;
-  // f is exact; everything else is small beside it.
+  // f is exact, and the other terms are small compared with it.
   const Real tail = s * (half_square + w * log_tail(w)) + (n * F::kLn2Lo + correction);
   return n * F::kLn2Hi + (f - (half_square - tail));
 }
 
-// log(sum + lost), where `lost` is what rounding took from the sum. -inf at 0, NaN below.
+// log(sum + lost), where `lost` is the rounding error of the sum. -inf at 0, NaN below.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_rounded(Real sum, Real lost) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
@@ -350,8 +349,8 @@ FK_HOST_DEVICE Real log_one_plus(Real x) {
 }
 
 #if !defined(__CUDA_ARCH__)
-// log(large + small) for |large| >= |small|, with what rounding takes from the sum put back: one call that is log in
-// some lanes and log1p in others. Denormal sums are not expected.
+// log(large + small) for |large| >= |small|, corrected for the rounding of the sum: log in some lanes and log1p in
+// others. Denormal sums are not allowed.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_sum(Real large, Real small) {
   const Real sum = large + small;
@@ -359,10 +358,10 @@ FK_HOST_DEVICE Real log_of_sum(Real large, Real small) {
 }
 #endif
 
-// ---- the same in fewer instructions of the device ------------------------------------------------------------------
-// In float, on the device. Elsewhere they are what their names say.
+// ---- in fewer instructions, for float on the device -----------------------------------------------------------------
+// Elsewhere these are the exact functions.
 
-// e^x to a relative |x| 2^-24 + 2^-22: no more than rounding x has cost, where x is a rounded difference times 1/T.
+// e^x with a relative error of |x| 2^-24 + 2^-22. If x is a rounded difference times 1/T, rounding x causes no less.
 template <typename Real>
 FK_HOST_DEVICE Real quick_exponential(Real x) {
 #if defined(__CUDA_ARCH__)

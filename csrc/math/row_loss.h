@@ -31,7 +31,7 @@ enum class SpecialClass {
 
 enum class SoftTarget {
   kNone,     // labels without smoothing only
-  kClasses,  // class weights are those of the classes of the target
+  kClasses,  // each class of the target has the weight of its class
   kRows,     // a row has one weight: that of its label, or the mean over its class probabilities
 };
 
@@ -40,7 +40,7 @@ template <typename Real>
 struct RowNumbers {
   Real log_s;    // log sum_k e^(z_k - m)
   Real log_p;    // log p_y
-  Real log_u;    // log(1 - p_y); not where the largest class is left out
+  Real log_u;    // log(1 - p_y); undefined if the largest class is left out
   Real squares;  // sum of p_k^2 over the classes that are not left out
   Real gap;      // logit of the special class minus that of the target, -inf if there is none
   bool target_is_special;
@@ -49,7 +49,7 @@ struct RowNumbers {
   bool detached;
 };
 
-// The gradient in the logits: p_j (factor + square p_j), but for the target and the special class.
+// The gradient in the logits: p_j (factor + square p_j), except for the target and the special class.
 template <typename Real>
 struct RowGrad {
   Real factor;
@@ -68,7 +68,7 @@ struct ClassTerms {
   Real grad_gamma;
 };
 
-// Losses -sum_k t_k l(p_k): of a function l and its derivatives, `Loss::terms`, all else follows.
+// Losses -sum_k t_k l(p_k): everything follows from the function l and its derivatives, `Loss::terms`.
 template <typename Loss>
 struct SumOverClasses {
   static constexpr bool kSumExcludesTop = false;
@@ -86,7 +86,7 @@ struct SumOverClasses {
   static FK_HOST_DEVICE RowGrad<Real> grad(const RowNumbers<Real>& row) {
     const FocalTerms<Real> terms = Loss::template terms<kEverInverse>(row.log_p, row.log_u, row.gamma, row.epsilon);
     const Real coefficient = row.detached ? terms.factor : terms.coefficient;
-    // p_y - 1 = -u, which has all its digits where p_y - 1 has none.
+    // p_y - 1 = -u, accurate where p_y - 1 cancels.
     return {coefficient, Real(0), -exponential(row.log_u) * coefficient, Real(0), terms.grad_gamma};
   }
 
@@ -94,7 +94,7 @@ struct SumOverClasses {
   static FK_HOST_DEVICE ClassTerms<Real> class_terms(Real log_p, Real log_u, Real gamma, Real epsilon, bool detached,
                                                      Real share) {
     const FocalTerms<Real> terms = Loss::template terms<true>(log_p, log_u, gamma, epsilon);
-    // A class without a share adds nothing, even at probability zero.
+    // A class with a share of 0 adds 0, even at probability zero.
     const bool has_share = share != Real(0);
     const Real slope = detached ? terms.factor : terms.coefficient;
     return {has_share ? share * terms.loss : Real(0), has_share ? share * slope : Real(0), terms.loss,
@@ -127,12 +127,12 @@ struct FocalFormula : SumOverClasses<FocalFormula> {
   }
 };
 
-// The count of numbers that a row saves for its backward pass: the m of its sums, log_s, log_u or squares, and the
+// The number of values that a row saves for its backward pass: the m of its sums, log_s, log_u or squares, and the
 // special class.
 template <typename Loss>
 constexpr int64_t kSavedNumbers = Loss::kSpecialClass == SpecialClass::kNone ? 3 : 4;
 
-// A class among numbers, bit by bit; -1, for none, is the number 0.
+// A class index stored in a floating-point array, bit by bit; -1, for no class, is stored as 0.
 FK_HOST_DEVICE float class_as_number(int32_t index) { return bit_cast<float>(index + 1); }
 FK_HOST_DEVICE double class_as_number(int64_t index) { return bit_cast<double>(index + 1); }
 FK_HOST_DEVICE int32_t number_as_class(float number) { return bit_cast<int32_t>(number) - 1; }

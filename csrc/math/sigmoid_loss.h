@@ -45,7 +45,7 @@ struct SmallPower {
   }
 };
 
-// base^2, by far the most frequent of them.
+// base^2, the most frequent power.
 template <typename Real>
 struct Square {
   static constexpr Real exponent = Real(2);
@@ -63,7 +63,7 @@ struct AnyPower {
 
 // ---- pieces --------------------------------------------------------------------------------------------------------
 
-// log(1 + e) for e in [0, 1]: a loop of these is half as long as one of log_one_plus.
+// log(1 + e) for e in [0, 1], in half the instructions of log_one_plus.
 template <typename Real>
 FK_HOST_DEVICE Real log_one_plus_fraction(Real e) {
   if constexpr (sizeof(Real) == sizeof(float)) {
@@ -84,7 +84,7 @@ FK_HOST_DEVICE Real log_one_plus_fraction(Real e) {
   }
 }
 
-// 1 / y for y in [1, 2]: on the device the approximate instruction, which is right to one unit in the last place there.
+// 1 / y for y in [1, 2]: on the device by the approximate instruction, whose error is one unit in the last place there.
 FK_HOST_DEVICE double reciprocal_of_sum(double y) { return 1.0 / y; }
 FK_HOST_DEVICE float reciprocal_of_sum(float y) {
 #if defined(__CUDA_ARCH__)
@@ -96,7 +96,7 @@ FK_HOST_DEVICE float reciprocal_of_sum(float y) {
 #endif
 }
 
-// e^-x for x >= 0; 0 below the smallest normal number, also in products with an enormous x.
+// e^-x for x >= 0; 0 below the smallest normal number, also in products with a very large x.
 template <typename Real>
 FK_HOST_DEVICE Real exponential_of_minus(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -109,10 +109,10 @@ FK_HOST_DEVICE Real exponential_of_minus(Real x) {
 #endif
 }
 
-// The same in fewer operations, for a caller that looks after NaN itself: here it becomes any number. Below the
-// smallest normal number it is about that number: as small beside anything that it is added to, and cheaper than 0. The
-// bits of numbers that are not negative have their order, and 2^n is added to the exponent's. In float to a relative
-// 2^-23 and x 2^-26: the fraction of -x / ln 2 is the remainder of a fused product. (A processor without one: x 2^-24.)
+// e^-x in fewer operations; NaN becomes any number, so the caller must handle it. Where the result would be denormal,
+// it is about the smallest normal number: negligible in any sum, and cheaper than 0. The bits of non-negative numbers
+// have their order, and 2^n is added to the bits of the exponent. Relative error in float: 2^-23 plus x 2^-26, because
+// the fraction of -x / ln 2 is the remainder of a fused product (x 2^-24 without such an instruction).
 template <typename Real>
 FK_HOST_DEVICE Real exponential_of_minus_number(Real x) {
 #if defined(__CUDA_ARCH__)
@@ -142,8 +142,8 @@ FK_HOST_DEVICE Real exponential_of_minus_number(Real x) {
 }
 
 #if !defined(__CUDA_ARCH__)
-// log(large + small) for |large| >= |small| and a sum that is a normal number, with what rounding takes from it put
-// back: added to the fraction, which for a sum near 1 is all there is. NaN becomes any number.
+// log(large + small) for |large| >= |small| and a normal sum. The rounding error of the sum is added to the fraction,
+// which for a sum near 1 is all of it. NaN becomes any number.
 template <typename Real>
 FK_HOST_DEVICE Real log_of_normal_sum(Real large, Real small) {
   using F = detail::Format<Real>;
@@ -170,11 +170,11 @@ struct LogitPieces {
   Real e;         // exp(-|x|)
   Real r;         // 1 / (1 + e), the larger of p and 1 - p
   Real log1p_e;   // log(1 + e)
-  Real sign;      // of x: 1 or -1
+  Real sign;      // sign of x: 1 or -1
   bool positive;  // x > 0
 };
 
-// Without kNaN, e, r and log1p_e of NaN are any numbers.
+// Without kNaN, the results e, r and log1p_e for a NaN are any numbers.
 template <bool kNaN = true, typename Real>
 FK_HOST_DEVICE LogitPieces<Real> logit_pieces(Real x) {
   LogitPieces<Real> z;
@@ -187,18 +187,18 @@ FK_HOST_DEVICE LogitPieces<Real> logit_pieces(Real x) {
   return z;
 }
 
-// Loss and derivatives of one element, all from the same exponential. A caller pays for what it uses.
+// Loss and derivatives of one element, from one exponential. The compiler removes those that are not used.
 template <typename Real>
 struct SigmoidTerms {
   Real loss;
   Real slope;           // dL/dx
-  Real slope_target;    // dL/dt, not of a kHard formula
+  Real slope_target;    // dL/dt; not set by kHard formulas
   Real slope_gamma;     // dL/dgamma
   Real slope_positive;  // dL/dgamma_positive
 };
 
-// The numbers beside logit and target. Focal: `positive` and `negative` are the weights of t and 1 - t (alpha and
-// 1 - alpha). Asymmetric: `margin`, and the second power.
+// The parameters of an element. Focal: `positive` and `negative` are the weights of t and 1 - t (alpha and 1 - alpha).
+// Asymmetric: `margin`, and the second power.
 template <typename Real, typename Power>
 struct SigmoidParameters {
   const Power& gamma;
@@ -208,20 +208,20 @@ struct SigmoidParameters {
   Real margin;
 };
 
-// A target outside of [0, 1] has no loss: NaN spreads to everything.
+// A target outside [0, 1] makes all results NaN.
 template <typename Real>
 FK_HOST_DEVICE Real checked_share(Real t) {
   const bool is_share = (t >= Real(0)) & (t <= Real(1));
   return is_share ? t : std::numeric_limits<Real>::quiet_NaN();
 }
 
-// share * value, 0 without a share, whatever the value is.
+// share * value; 0 for a share of 0, even if the value is infinite or NaN.
 template <typename Real>
 FK_HOST_DEVICE Real share_of(Real share, Real value) {
   return share == Real(0) ? Real(0) : share * value;
 }
 
-// x log y where 0 * -inf is 0: the derivative of y^gamma x in gamma.
+// x log y, with 0 * -inf = 0: the derivative of y^gamma x in gamma.
 template <typename Real>
 FK_HOST_DEVICE Real times_log(Real x, Real log_y) {
   return x == Real(0) ? Real(0) : x * log_y;
@@ -245,8 +245,8 @@ struct FocalElement {
     }
   }
 
-  // With s = x against a target of 0 and -x against 1: u = sigmoid(s), b = softplus(s), dL/ds = u^gamma (u + gamma
-  // (1 - u) b).
+  // With s = x for a target of 0 and s = -x for 1: u = sigmoid(s), b = softplus(s), dL/ds = u^gamma (u + gamma (1 - u)
+  // b).
   template <typename Real, typename Power>
   static FK_HOST_DEVICE SigmoidTerms<Real> hard_terms(Real x, Real t, const SigmoidParameters<Real, Power>& with) {
     const bool is_one = t > Real(0);
@@ -263,16 +263,17 @@ struct FocalElement {
   }
 
 #if !defined(__CUDA_ARCH__)
-  // The same for the host's loops, as few instructions as it takes: the loss of s with `weight`, and its slope in s.
+  // The hard focal loss for the host's loops, in as few instructions as possible: the loss of s times `weight`, and its
+  // slope in s.
   template <typename Real, typename Power>
   static FK_HOST_DEVICE LossAndSlope<Real> against_zero(Real s, Real weight, const Power& gamma) {
     const LogitPieces<Real> z = logit_pieces<false>(s);
-    const bool positive = !(s < Real(0));  // NaN with those, so that one comparison serves everything
+    const bool positive = !(s < Real(0));  // NaN fails this, so that one comparison covers both
     const Real u = z.r * (positive ? Real(1) : z.e), p = z.r * (positive ? z.e : Real(1));
     const Real log_u = (positive ? Real(0) : s) - z.log1p_e;
     const Real b = (positive ? s : Real(0)) + z.log1p_e;
     const Real factor = weight * gamma(u, log_u);
-    // There p is as good as 0; its product with the largest logits would not be.
+    // Beyond this p is practically 0, but its product with the largest logits would not be.
     constexpr Real kMost = Real(1e4);
     return {factor * b, factor * (u + gamma.exponent * p * (b > kMost ? kMost : b))};
   }
@@ -300,7 +301,7 @@ struct FocalElement {
     const Real e_over_v = agrees ? Real(1) : z.e / v;
     const Real distance = against - z.e * z.r;
     const Real tilt = against - in_favour;
-    // b e / v first: e is 0 for an enormous |x|, and gamma b may be infinite.
+    // b e / v first: e is 0 for a very large |x|, and gamma b may be infinite.
     terms.slope = z.sign * factor * (distance + with.gamma.exponent * z.r * tilt * (b * e_over_v));
     // du/dt = 1 - 2 p, db/dt = -x; b / v is log(1 + e) / e where v = e.
     const Real b_over_v = agrees ? (z.e == Real(0) ? Real(1) : z.log1p_e / z.e) : b / v;
@@ -312,7 +313,7 @@ struct FocalElement {
   }
 };
 
-// For hard targets it is the focal loss without alpha.
+// For hard targets this is the focal loss without alpha.
 struct QualityElement {
   template <bool kHard, typename Real, typename Power>
   static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with) {
@@ -333,7 +334,8 @@ struct QualityElement {
 
     SigmoidTerms<Real> terms;
     terms.loss = factor * b;
-    // p (1 - p) / (p - t) is -r where p - t = -e r. At p = t, factor or exponent is 0: any finite quotient will do.
+    // p (1 - p) / (p - t) is -r where p - t = -e r. At p = t the factor or the exponent is 0, so any finite quotient
+    // will do.
     const Real divisor = gap == Real(0) ? Real(1) : gap;
     const Real quotient = z.e * z.r * z.r / divisor;
     const Real ratio = agrees ? -z.r : quotient;
@@ -381,7 +383,7 @@ struct AsymmetricElement {
     const Real inner =
         with.gamma.exponent * (q * w) * (shifted ? p_over_v : Real(1)) + p * (shifted ? q_over_rest : Real(1));
 #else
-    // The same in one division.
+    // The slope in one division.
     const Real of_power = with.gamma.exponent * (q * w);
     const Real quotient = (of_power * rest + q * v) * p / (v * rest);
     const Real inner = shifted ? quotient : of_power + p;
@@ -399,7 +401,7 @@ struct AsymmetricElement {
       return terms;
     }
     const Real share_of_rest = Real(1) - t;
-    // A side without a share adds nothing, also where it is infinite.
+    // A side with a share of 0 adds 0, even if it is infinite.
     terms.loss = share_of(t, positive_loss) + share_of(share_of_rest, negative_loss);
     terms.slope = share_of(t, positive_slope) + share_of(share_of_rest, negative_slope);
     terms.slope_target = (positive_loss - negative_loss) + (t - t);
@@ -408,7 +410,7 @@ struct AsymmetricElement {
     return terms;
   }
 
-  // log(1 - v) = log(q + margin), for a margin above 0: from v where that is small, from the two others where v is near
+  // log(1 - v) = log(q + margin) for a margin above 0: from v where v is small, from q and the margin where v is near
   // 1. NaN becomes any number.
   template <typename Real>
   static FK_HOST_DEVICE Real log_of_complement(Real v, Real q, Real margin) {

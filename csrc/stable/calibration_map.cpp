@@ -1,6 +1,6 @@
 // The calibration maps: from checked tensors to the kernels of csrc/cpu and csrc/cuda.
 //
-//   calibration_map_forward   fills output; returns the first row without an answer, or -1 (always -1 on CUDA)
+//   calibration_map_forward   fills output; returns the first invalid row, or -1 (always -1 on CUDA)
 //   calibration_map_backward  fills the gradients that are given, those of the parameters per row in double
 //
 // All tensors are contiguous. gamma and temperature are in double, or none for their numbers.

@@ -1,5 +1,5 @@
 // Shared by the operators of the stable module. They use torch's stable ABI alone, so that one file serves every torch
-// from 2.11 on. focalkern.stable checks the arguments, allocates the results and has the derivatives.
+// from 2.11 on. focalkern.stable checks the arguments, allocates the results and defines the derivatives.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>

@@ -4,8 +4,8 @@
 //   sigmoid_loss_backward  fills the gradients that are given
 //
 // All tensors but `divisor`, a reduced loss and a gradient of one number have the shape of the input, by expansion
-// where they broadcast; parameters are in the type of the computation, or none for their numbers. `like` lies as the
-// results do. `class_dim` is the dimension of the classes where the target is labels, else -1.
+// where they broadcast; parameters are in the type of the computation, or none for their numbers. `like` has the layout
+// of the results. `class_dim` is the dimension of the classes where the target is labels, else -1.
 
 #include <type_traits>
 #include <vector>
@@ -58,7 +58,7 @@ struct Inputs {
   int64_t ignore_index;
 };
 
-// Fills all but the results.
+// Sets everything but the results.
 template <typename Scalar>
 void prepare(SigmoidLossArgs<Scalar>& args, const Inputs& inputs, Operand* grad_loss, const OptionalTensor& grad,
              double grad_value) {
