@@ -2,7 +2,7 @@
 
 The contents, by purpose::
 
-    Train: modules, in the place of torch.nn.CrossEntropyLoss
+    Train: modules that replace torch.nn.CrossEntropyLoss
         FocalLoss, InverseFocalLoss, PolyFocalLoss, DFTLoss, FLSDLoss, AdaFocalLoss, DualFocalLoss
         BrierLoss, MMCELoss, LogitNormPenalty                        baselines
         SigmoidFocalLoss, AsymmetricLoss, QualityFocalLoss           a sigmoid per class: detectors, several labels
@@ -190,7 +190,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """On first use what needs packages that may be missing: matplotlib, scikit-learn."""
+    """Imports on first use the modules whose packages may be missing: matplotlib, scikit-learn."""
     if name == "plots":
         return importlib.import_module("focalkern.plots")
     if name == "CalibratedClassifier":

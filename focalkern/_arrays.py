@@ -1,4 +1,4 @@
-"""Arrays in the place of tensors: what is no tensor goes in through NumPy, and the results come out as NumPy arrays."""
+"""Arrays instead of tensors: NumPy converts arguments that are not tensors, and the results are then NumPy arrays."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 def as_tensor(values: Any, what: str = "an argument") -> Tensor:
-    """A tensor as it is, detached; anything else through NumPy, without a copy where that is safe.
+    """A tensor, detached; anything else converted by NumPy, without a copy where that is safe.
 
     focalkern computes with such values in float64, so a tensor of a device without float64 is copied to the
     CPU.
@@ -69,7 +69,7 @@ def as_array(result: Any) -> Any:
 
 
 def with_tensors(result: R) -> R:
-    """The way back, for those who compute with a dataclass of results."""
+    """The inverse of as_arrays, for code that computes with a dataclass of results."""
     if isinstance(result, np.ndarray):
         converted: Any = torch.from_numpy(result)
     elif isinstance(result, dict):
@@ -84,7 +84,7 @@ def with_tensors(result: R) -> R:
 
 
 def arrays_for_arrays(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, whose tensors become arrays where no argument was a tensor."""
+    """Decorator: the function returns arrays instead of tensors if no argument is a tensor."""
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""Writing a file so that a failure leaves whatever was there before."""
+"""Writes files atomically: after a failure the old file is unchanged."""
 
 import contextlib
 import errno
@@ -101,7 +101,8 @@ def _cleaned_up(path: str | os.PathLike[str], partial: Path) -> Iterator[None]:
         yield
     except OSError as error:
         _remove(partial)
-        if error.errno is None or error.filename not in (None, os.fspath(partial)):  # of what was written, not of this
+        # an error of the caller's code, not of the file
+        if error.errno is None or error.filename not in (None, os.fspath(partial)):
             raise
         # A full disk has no name in the system's words, and the new file is none of the user's.
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error

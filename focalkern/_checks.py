@@ -1,4 +1,4 @@
-"""Checks of arguments, in words: who refuses what, what was expected, and what came, on one line."""
+"""Checks of arguments. An error is one line: function, argument, expected value, received value."""
 
 import math
 import operator
@@ -35,15 +35,15 @@ __all__ = [
 
 _LONGEST = 80
 
-# More bins than that are a mistake, and would not fit into memory.
+# A larger number of bins is a mistake, and would not fit into memory.
 MOST_BINS = 1 << 24
 
-# More resamples than that are one too.
+# A larger number of resamples is a mistake, too.
 MOST_RESAMPLES = 1_000_000
 
 
 def short(value: object) -> str:
-    """The value on one line: numbers and words as they are written, everything else by its kind."""
+    """The value on one line: numbers and words literally, anything else by its type."""
     if isinstance(value, Tensor):
         if value.is_nested:
             return "a nested tensor"
@@ -59,7 +59,7 @@ def short(value: object) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether float() takes its kind; of strings it would read the text."""
+    """Whether float() accepts its type, strings excluded."""
     kind = type(value)
     return not isinstance(value, str | bytes | np.ndarray) and (
         hasattr(kind, "__float__") or hasattr(kind, "__index__")
@@ -73,7 +73,7 @@ def number(op: str, name: str, value: Any, expected: str = "a number") -> float:
             return float(value)
         except OverflowError:
             raise ValueError(f"{op}: {name} must be finite, got {short(value)}") from None
-        except Exception:  # what its class does there
+        except Exception:  # its class may raise anything here
             pass
     raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
 
@@ -86,7 +86,7 @@ def integer(
         if isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) is torch.bool:
             raise TypeError
         found = operator.index(value)
-    except Exception:  # what its class does there, besides TypeError
+    except Exception:  # its class may raise anything here, besides TypeError
         raise TypeError(f"{op}: {name} must be an int{or_none}, got {short(value)}") from None
     if least is not None and found < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {short(found)}")
@@ -113,7 +113,7 @@ def parsed_float(text: str) -> float:
 
 
 def parsed_int(text: str) -> int:
-    """As :func:`parsed_float`, without a fraction."""
+    """The whole number that a text writes; see :func:`parsed_float`."""
     text = text.strip()
     if "_" in text or not text.isascii():
         raise ValueError(f"invalid literal for int(): {text!r}")
@@ -200,7 +200,7 @@ def target_misfit(op: str, input: Tensor, target: Tensor, input_name: str = "inp
 def reworded(op: str, error: Exception, **arguments: Any) -> Exception:
     """An error of torch or of the compiled module that names no argument, as one that does.
 
-    For the road of errors only, so that checks of what is rarely wrong cost nothing where all is well.
+    It is called only after an error, so that rare faults cost nothing in the usual case.
     """
     if isinstance(error, ValueError | IndexError) and f"{op}: target must be" in str(error):
         input, target = arguments["input"], arguments["target"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["ClassColumns", "ColumnsError", "class_columns"]
 
-# Columns that other programs write beside the classes. Among numbered columns every other one is refused.
+# Columns that other programs write next to the classes. Beside numbered columns, any other column is refused.
 _NO_CLASS = re.compile(
     r"|unnamed:.*|__index_level_\d+__|index|idx|(.*[_ ])?id|uuid|row|fold|split|epoch|(sample_)?weights?|file_?name|"
     r"path|pred|preds|predicted|predictions?|predicted[_ ].*|y_?(pred|hat)|top_?1|argmax|conf|confidences?|correct|"
@@ -95,7 +95,7 @@ def _in_order(names: Sequence[str], prefix: str, group: list[int]) -> ClassColum
         numbers[int(match[2])] = place
     ordered = sorted(numbers)
     first = min(ordered[0], 1)
-    # Only what is missing between the first and the last: a file may have any number for its last.
+    # Only gaps between the first and the last number: the last number may be any.
     missing = sorted(set(range(first, ordered[-1] + 1)) - set(ordered)) if ordered[-1] < 10**6 else ordered[-1:]
     if missing:
         raise ColumnsError(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 __all__ = ["as_parameter", "autocast_is_on", "has_float64", "is_host_number", "on_device", "where_float64"]
 
-# Types of devices on which no tensor can be float64, and of those without autocast, of which torch must not be asked.
+# Types of devices without float64, and of those without autocast, for which torch.is_autocast_enabled would raise.
 _WITHOUT_FLOAT64 = {"mps"}
 _WITHOUT_AUTOCAST = {"meta", "fpga", "vulkan", "ve", "lazy"}
 
@@ -29,7 +29,7 @@ def on_device(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def is_host_number(parameter: Tensor) -> bool:
-    """Whether torch takes the parameter as a number beside tensors of any device."""
+    """Whether torch accepts the parameter as a number together with tensors of any device."""
     return parameter.dim() == 0 and parameter.device.type == "cpu"
 
 

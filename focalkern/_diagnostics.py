@@ -1,8 +1,7 @@
-"""Rows and labels that can be read and cannot be right: what is odd about them, in words that name the likely cause.
+"""Warnings about rows and labels that are valid but unlikely to be right; each names the likely cause.
 
-Every test compares with what chance would give, and says nothing of sets that are too small to tell: a model that is
-weak, labels that are rare or missing and rows that repeat are no error.
-"""
+Every test compares with chance, and is silent on sets that are too small. Weak models, rare or missing labels and
+repeated rows are no errors."""
 
 import math
 from typing import Any
@@ -21,13 +20,13 @@ __all__ = [
     "refuse_probs",
 ]
 
-# Fewer rows are not looked at.
+# Sets with fewer rows are not tested.
 _ENOUGH = 50
-# Other than those of the commonest label, before labels are said to be no better than chance: weak models exist.
+# Rows other than those of the commonest label, below which labels are not called random: weak models exist.
 _ENOUGH_FOR_CHANCE = 200
-# Rows of which so many differ in one direction cannot be chance: standard deviations of a sign test.
+# Standard deviations of a sign test beyond which differing rows are no chance.
 _CERTAIN = 5.0
-# Rows that are looked at together.
+# Rows per block.
 _BLOCK = 1 << 22
 
 
@@ -44,7 +43,7 @@ def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
         logits: [N, C].
         name: of the argument.
     """
-    if len(logits) < 2 or not looks_like_probs(logits):  # one row may look like anything
+    if len(logits) < 2 or not looks_like_probs(logits):  # a single row may look like anything
         return
     if _are_one_hot(logits):
         raise ValueError(
@@ -58,7 +57,7 @@ def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
 
 
 def input_problems(input: Tensor, kind: str) -> list[str]:
-    """Rows that can be read and are hardly what they should be: at most one sentence.
+    """A warning about unlikely rows: at most one sentence.
 
     Args:
         input: [N, C] floating point, checked.
@@ -77,7 +76,7 @@ def input_problems(input: Tensor, kind: str) -> list[str]:
 
 
 def one_logit_problems(logits: Tensor) -> list[str]:
-    """The same of one logit per row [N], or of independent labels [N, L]."""
+    """The warning for one logit per row [N], or for independent labels [N, L]."""
     if len(logits) < _ENOUGH or not bool(((logits >= 0) & (logits <= 1)).all()):
         return []
     return ["all logits lie in [0, 1], as probabilities do: if they are, input_kind='probs' has to say so"]
@@ -137,7 +136,7 @@ def label_problems(input: Tensor, labels: Tensor) -> list[str]:
     right = int(own.sum())
     found = f"{right / n_rows:.1%} of the {n_rows:,} rows"
 
-    # Another reading of the same numbers that explains the labels much better than the one that was asked for.
+    # Another interpretation of the same numbers that explains the labels much better than the requested one.
     second = input.scatter(1, top.unsqueeze(1), -math.inf).argmax(-1)
     untied = input.amax(-1) > input.amin(-1)
     next_label, last_label = labels.roll(-1), labels.roll(1)
@@ -171,7 +170,7 @@ def label_problems(input: Tensor, labels: Tensor) -> list[str]:
             f"the labels are the largest logit in {found}, which is no more than chance ({chance:.1%}): the rows of "
             "the labels are in another order than those of the logits, or the labels are of another data set"
         ]
-    # A class that is chosen as often as others and never is right, by a model that mostly is.
+    # A class that is predicted as often as others and never right, by a model that is mostly right.
     never = (present == 0) & (predicted >= max(20.0, 0.7 * n_rows / n_classes))
     if bool(never.any()) and right >= 0.6 * (n_rows - int(predicted[never].sum())):
         classes = never.nonzero().flatten().tolist()
@@ -199,18 +198,18 @@ def _other_order(top: Tensor, labels: Tensor, n_classes: int, right: int) -> flo
     counts = torch.bincount(labels * n_classes + top, minlength=n_classes * n_classes).view(n_classes, n_classes)
     most, place = counts.max(-1)
     used = place[most > 0]
-    # Of one class each: a model that says the same of every row is no other order.
+    # Classes with the same prediction for every row: a constant model is no permutation.
     best = int(most.sum())
     different = len(used.unique()) >= 0.8 * len(used) and len(used) > 1
     return best / n_rows if different and best > 2 * right and best > 0.5 * n_rows else None
 
 
 def _informative(input: Tensor, labels: Tensor) -> bool:
-    """Whether the logits of the labels are higher than those of labels in any other order: the covariance of both."""
+    """Whether the logits of the labels are higher than for a random order of the labels, by their covariance."""
     n_rows, n_classes = input.shape
     shares = torch.bincount(labels, minlength=n_classes).double() / n_rows
     size = max(1, _BLOCK // n_classes)
-    # Ruled-out classes are as low as the lowest of their row.
+    # Impossible classes count as low as the lowest class of their row.
     lowest = torch.where(input.isinf(), math.inf, input).amin(-1, keepdim=True)
     scores = []
     for block, low, of_block in zip(input.split(size), lowest.split(size), labels.split(size), strict=True):
@@ -218,7 +217,7 @@ def _informative(input: Tensor, labels: Tensor) -> bool:
         apart -= apart.mean(-1, keepdim=True)
         scores.append(torch.stack([apart.gather(1, of_block.unsqueeze(1)).squeeze(1), apart @ shares]))
     own, any_other = torch.cat(scores, 1)
-    # Less what each class has on average: a class that is high everywhere says nothing.
+    # Minus the mean of each class: a class with high logits in every row is no evidence.
     mean_of_class = torch.zeros(n_classes, dtype=torch.float64, device=input.device)
     for block, low in zip(input.split(size), lowest.split(size), strict=True):
         apart = torch.maximum(block, low).double()

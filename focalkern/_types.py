@@ -37,7 +37,7 @@ CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 LOSS_NAMES = {"nll": "NLL", "brier": "Brier score"}
 
-# In the order of the codes of the compiled module.
+# In the order of the compiled module's codes.
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 # Logits and parameters: float8 and the like have no arithmetic in torch.

@@ -99,7 +99,7 @@ class GammaTable:
         return table
 
     def to(self, device: torch.device | str) -> "GammaTable":
-        """The same table with both tensors on ``device``, in float32 where it has no float64.
+        """The table with both tensors on ``device``, in float32 if the device has no float64.
 
         Args:
             device: where to.
@@ -119,7 +119,7 @@ class GammaTable:
         return GammaTable(on_device(self.edges, device), on_device(self.gammas, device))
 
     def __eq__(self, other: object) -> bool:
-        """Whether edges and gammas are the same numbers, in whatever dtype; it looks at values on every device."""
+        """Whether edges and gammas are equal as numbers, in any dtypes. It reads values, and so waits for a device."""
         if not isinstance(other, GammaTable):
             return NotImplemented
         pairs = ((self.edges, other.edges), (self.gammas, other.gammas))
@@ -145,7 +145,7 @@ def _as_vector(name: str, values: Tensor | Sequence[float]) -> Tensor:
     else:
         try:
             vector = torch.tensor(values, dtype=torch.float64)
-        except Exception as error:  # text, gaps, numbers beyond float64; or what its class does there
+        except Exception as error:  # text, gaps, numbers beyond float64, or its class raises something else
             raise TypeError(f"GammaTable: {name} must be a sequence of numbers, got {short(values)}") from error
     if vector.dim() != 1:
         raise ValueError(f"GammaTable: {name} must be one-dimensional, got shape {list(vector.shape)}")

@@ -9,28 +9,27 @@ Intervals of calibration errors
 ECE cannot be negative, so noise raises it: a perfectly calibrated model scores above 0, the more the fewer rows there
 are per bin (:func:`bias_floor` says how much). Resampling adds the same noise once more, so the replicates of an ECE
 lie above the ECE itself, and their plain quantiles hardly ever contain the ECE that infinitely many rows would have
-when that is small. ``method`` chooses what is done about it, with t the figure on the rows as they are:
+when that is small. ``method`` chooses the correction, with t the metric on the original rows:
 
 ``"symmetric"`` (default)
     t -+ the ``level`` quantile of \|replicate - t\|. Both sides allow for noise and bias, so the interval
     contains t, and the interval of a difference excludes 0 only where the difference exceeds the effect of resampling.
-    Conservative for small calibration errors, and for large ones and for means (accuracy, NLL,
-    Brier score) no different from the others.
+    It is conservative for small calibration errors. For large ones, and for means (accuracy, NLL, Brier score), it
+    agrees with the others.
 ``"basic"``
-    [2 t - high quantile, 2 t - low quantile]: what resampling added to t is taken off t. Nearest of the three to the
-    ECE of infinitely many rows, but it may lie below t, and of two calibrators that are equally good it calls one
-    better far too often.
+    [2 t - high quantile, 2 t - low quantile]: subtracts the bias of resampling from t. It covers the ECE of infinitely
+    many rows best, but it may lie below t, and it calls one of two equally good calibrators better far too often.
 ``"percentile"``
     The quantiles themselves.
 
 There is no bias-corrected (BCa) interval: its correction is estimated by how many replicates lie below t, which for a
 small ECE are next to none.
 
-None of them reaches 0 as often as it should where a model *is* perfectly calibrated, because the bootstrap fails on
-the border of what a figure can be. That question has its own answer, :meth:`BiasFloor.p_value`. For the same reason the
-difference between a calibrated and a miscalibrated model comes out too small, and its interval with it: that errs on
-the side of no win. Where two calibrators differ in how sharp their confidences are, so do their floors, and with them
-the ECEs that are compared: look at both. ``python -m benchmarks.speed.bootstrap`` counts all of this.
+For a perfectly calibrated model none of them contains 0 as often as it should, because the bootstrap fails at the
+boundary of a metric's range. :meth:`BiasFloor.p_value` tests this case. For the same reason the difference between a
+calibrated and a miscalibrated model comes out too small, and its interval with it: that errs on the side of no win.
+Where two calibrators differ in how sharp their confidences are, so do their floors, and with them the ECEs that are
+compared: look at both. ``python -m benchmarks.speed.bootstrap`` counts all of this.
 
 Equal-mass bins are made anew in every resample, as they would be for another set of rows; equal-width bins are where
 they are.

@@ -106,8 +106,8 @@ def bias_floor(
     r"""The calibration error that a perfectly calibrated model with these confidences would score.
 
     Labels are drawn from the model's own word, R times, and scored against it: ECE with correct ~
-    Bernoulli(confidence), classwise ECE with label ~ probabilities. The result is noise alone: an ECE
-    near it cannot be told from 0, and two ECEs near it cannot be told apart by their size.
+    Bernoulli(confidence), classwise ECE with label ~ probabilities. The result is due to noise alone. An ECE near it is
+    indistinguishable from 0, and two ECEs near it are indistinguishable by their size.
 
     Args:
         probs: [N, C] probabilities, floating point; rows are renormalised.
@@ -125,7 +125,7 @@ def bias_floor(
         TypeError, ValueError: as :func:`paired_bootstrap`.
 
     Source: Broecker & Smith 2007, "Increasing the Reliability of Reliability Diagrams" (consistency resampling, here
-    with the confidences as they are); Vaicenavicius et al. 2019 (arXiv 1902.06977).
+    with fixed confidences); Vaicenavicius et al. 2019 (arXiv 1902.06977).
 
     Example:
         >>> probs = torch.tensor([[0.8, 0.2]]).repeat(200, 1)
@@ -177,7 +177,7 @@ def _top_floor(
     n_samples = len(confidence)
     confidence = confidence.sort().values
     chance = confidence.to(torch.float64)
-    # The bins are those of the confidences, whatever the labels are: runs of the sorted rows.
+    # The bins are runs of the sorted rows; they depend on the confidences, not on the labels.
     cuts = []
     for figure in figures:
         estimator: Any = figure.removeprefix("ece_")

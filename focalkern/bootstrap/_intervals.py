@@ -54,7 +54,7 @@ class PairedBootstrap:
         estimates: [K, F] float64 on the CPU, the figures on the rows as they are.
         replicates: [K, F, R] float64 on the CPU, the figures on each resample; resample r is the same rows for every
             calibrator.
-        n_samples, n_bins, level, method, seed: as they were asked for.
+        n_samples, n_bins, level, method, seed: the arguments of the call.
 
     Example:
         >>> logits, target = torch.tensor([[4.0, 0.0]]).repeat(200, 1), (torch.arange(200) >= 160).long()
@@ -228,7 +228,7 @@ def paired_bootstrap(
         figures: from :data:`FIGURES`; by default all that the inputs have.
         n_bins: M of every calibration error, at least 1.
         n_resamples: R, at least 1; a few hundred for a look, 1000 or more for a table.
-        level: the fraction of such intervals that contain what they are for, in (0, 1).
+        level: confidence level of the intervals, in (0, 1).
         method: ``"symmetric"``, ``"basic"`` or ``"percentile"``; see the top of this module.
         seed: of the resamples, at least 0.
         progress: a tqdm bar on stderr: True, False, or None for one after two seconds where stderr is a terminal.

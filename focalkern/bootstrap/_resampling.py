@@ -14,7 +14,7 @@ from focalkern.metrics._inputs import confidence_and_correct, probs_and_target
 
 __all__ = ["ClasswiseSums", "ResampledRows", "chunks", "prefix_sums", "resample_weights", "uniform_draws"]
 
-# Weights of rows that are in memory together; the work space is a few times as many float64 numbers.
+# Weights of rows that are in memory at once; the work space is a few times as many float64 numbers.
 _CHUNK = 1 << 22
 
 
@@ -26,7 +26,7 @@ def chunks(n_resamples: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 class ResampledRows:
-    """One calibrator, in the form in which its figures are sums over weighted rows."""
+    """One calibrator, prepared so that its metrics are weighted sums over rows."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ def prefix_sums(values: Tensor) -> Tensor:
 def resample_weights(n_samples: int, resamples: range, seed: int) -> Tensor:
     """[R, N] float64 on the CPU: how often each row is in each resample.
 
-    A resample has a random stream of its own, so that it is the same whatever it is computed together with.
+    Every resample has its own random stream, so it does not depend on the other resamples of its block.
     """
     result = torch.zeros(len(resamples), n_samples, dtype=torch.float64)
     if n_samples:

@@ -40,11 +40,11 @@ class AutoCalibrator(FitsBatches):
     .. math:: \overline{l - b} < -\tfrac12\, \text{sd}(l - b) / \sqrt{N}
 
     with the losses l of the richer candidate and b of the one that is held, each on rows that its fit did not see.
-    Never chosen are a candidate whose mean loss is higher than that of no calibration, one whose optimum lies where its
-    search ended, on all rows or without a fold, and one whose loss is infinite on a row; nor no calibration, where a
-    row gives probability 0 to a class that is possible in another. A matrix needs 3 classes and 2 rows per class. With
-    ``sample_weight`` fits and means are weighted, and the error is that of a weighted mean, whatever the scale of the
-    weights; a candidate whose ``fit`` takes none is not chosen, and named.
+    A candidate is excluded if its mean loss exceeds that of no calibration, if its optimum hits a bound of the search
+    (on all rows or without a fold), or if its loss is infinite on a row. No calibration is excluded if a row gives
+    probability 0 to a class that is possible in another. A matrix needs 3 classes and 2 rows per class. With
+    ``sample_weight``, fits and means are weighted, and the standard error is that of a weighted mean, which does not
+    depend on the scale of the weights. A candidate whose ``fit`` takes no weights is excluded, and a warning names it.
 
     Args:
         candidates: as :func:`focalkern.compare_calibrators`.

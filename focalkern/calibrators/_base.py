@@ -23,7 +23,7 @@ __all__ = ["Calibrator", "load_calibrator"]
 
 
 class Calibrator(Fitted):
-    """Base of all calibrators: everything but what is fitted and how it is applied.
+    """Base class of all calibrators; a subclass defines the fit and the map.
 
     A subclass has ``method``, ``_parameter_names`` and an ``__init__`` that only stores its arguments (scikit-learn's
     contract), and the hooks at the end of this class and of :class:`Fitted`.
@@ -37,8 +37,8 @@ class Calibrator(Fitted):
         Args:
             logits: [N, C] floating point, tensor or array; probabilities with ``input_kind="probs"``. Or [N], one
                 logit (or probability) per row, that of class 1 of two: the same as [N, 2] with a logit of 0 for class
-                0. Or [N, C, d1, ...] with the classes where torch's losses have them: every place is a row, and what
-                is fitted so takes and gives this layout.
+                0. Or [N, C, d1, ...] with the classes in dimension 1, as in torch's losses: every position is a row,
+                and the fitted calibrator takes and returns this layout.
             target: [N], or [N, d1, ...]. Integers, bools and whole floats are class indices, columns of ``logits``.
                 Strings are taken as scikit-learn does: in alphabetical order they are the columns, and all must occur.
             sample_weight: [N], or of the shape of ``target``: how often a row counts; None is once.
@@ -46,7 +46,8 @@ class Calibrator(Fitted):
 
         Returns:
             The calibrator itself, with ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_``, ``warnings_``, and
-            what the class says. When anything is raised, a calibrator that was fitted before stays as it was.
+            the attributes that the class documents. When anything is raised, a calibrator that was fitted before stays
+            as it was.
 
         Warns:
             CalibrationWarning: the result should be checked, or the labels cannot be right (shifted, of another row, of
@@ -78,7 +79,7 @@ class Calibrator(Fitted):
     def fit_quietly(
         self, logits: Any, target: Any, sample_weight: Any = None, *, ignore_index: int | None = None
     ) -> Self:
-        """:meth:`fit` without the warning and without a look at the labels: for callers that read ``warnings_``.
+        """:meth:`fit` without the warning and without checks of unlikely labels: for callers that read ``warnings_``.
 
         Args:
             logits, target, sample_weight, ignore_index: as :meth:`fit`.
@@ -128,8 +129,8 @@ class Calibrator(Fitted):
 
         Args:
             path: of the file; :func:`focalkern.load_calibrator` reads it.
-            evidence: why it is the one to use, as ``json.dumps`` takes it: kept in the file, in the summary of the fit,
-                for whoever reads it.
+            evidence: reasons for this calibrator, as ``json.dumps`` takes them; they are stored in the file, in the
+            summary of the fit.
 
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.
@@ -223,7 +224,7 @@ class Calibrator(Fitted):
         return self._warnings_of(torch.bincount(rows.target, minlength=rows.input.shape[1]))
 
     def _warnings_of(self, class_counts: Tensor) -> Iterable[str]:
-        """The same, of calibrators that need no more than the number of rows per class [C]."""
+        """The warnings of :meth:`_fit_warnings` that need only the number of rows per class [C]."""
         return ()
 
 

@@ -27,12 +27,12 @@ def fit_temperatures(logits: Any, labels: Any, weight: Any = None, *, input_kind
     Args:
         logits: [B, N, C] floating point, tensor or array; probabilities with ``input_kind="probs"``.
         labels: [B, N] integers, columns of ``logits``.
-        weight: [B, N], how often a row counts; a weight of 0 leaves it out. None is once.
+        weight: [B, N], how often a row counts; a weight of 0 leaves it out. None counts every row once.
         input_kind: ``"logits"`` or ``"probs"``.
 
     Returns:
-        [B] float64, on the device of ``logits``. A network without an optimum has the bound that
-        :class:`TemperatureScaling` stops at.
+        [B] float64, on the device of ``logits``. For a network without an optimum this is the bound at which
+        :class:`TemperatureScaling` stops.
 
     Raises:
         TypeError: logits that are not floating point.

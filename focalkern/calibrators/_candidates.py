@@ -125,7 +125,7 @@ def _as_candidates(
         return made
     try:
         names = DEFAULT_CANDIDATES if candidates is None else tuple(candidates)
-    except Exception:  # no iterable; or what its class does there
+    except Exception:  # not iterable, or its class raises something else
         raise TypeError(f"candidates: expected a sequence of names or a mapping, got {short(candidates)}") from None
     for name in names:
         if not isinstance(name, str) or name not in CANDIDATES:

@@ -1,4 +1,5 @@
-"""Cross-validation of candidates on samples in memory: each is fitted on all folds but one and judged on that one."""
+"""Cross-validation of candidates on samples in memory: each is fitted on all folds but one and evaluated on that
+one."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 
-# More folds would take days.
+# A larger number of folds would take days.
 MOST_FOLDS = 1000
 
 
@@ -102,7 +103,8 @@ def cross_validate(
                     log_probs = log_proba(part, input[held_out])
                 loss[held_out] = losses_of(log_probs, labels[held_out], criterion).cpu()
                 brier[held_out] = losses_of(log_probs, labels[held_out], "brier").cpu()
-        except Exception as error:  # whatever a candidate from elsewhere raises: the others go on, and this is told
+        # a user's candidate may raise anything: the others continue, and a warning names the error
+        except Exception as error:
             if name == "none":
                 raise
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -166,7 +168,7 @@ class SplinesByPenalty:
         return found or (self._why_not_matrix if candidate.kind == "matrix" else "")
 
     def fitted(self, candidate: Any) -> SplineScaling | None:
-        """None for what is no spline scaling."""
+        """None if it is not a spline scaling."""
         if not isinstance(candidate, SplineScaling):
             return None
         candidate._check_parameters()

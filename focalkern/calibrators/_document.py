@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 _FORMAT = "focalkern-calibrator"
-# Up by one with every change of the file; a released version's files stay readable.
+# Raised with every change of the format; files of released versions stay readable.
 FORMAT_VERSION = 5
 
-# Of a file: no search goes there.
+# Bound for values read from a file: no search exceeds it.
 _MOST_GAMMA, _MOST_TEMPERATURE = 1e6, 1e30
-# Of an epsilon that is 1 / (N + 1): below it there are no digits left.
+# Bound for an epsilon of 1 / (N + 1): a smaller one has no digits left.
 LEAST_EPSILON = 1e-100
 
 

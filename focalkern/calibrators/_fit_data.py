@@ -14,7 +14,7 @@ from focalkern.fallback._checks import sum_tolerance
 
 __all__ = ["FitData", "as_floating", "as_rows", "check_input", "check_values", "labels_array", "weighted_mean"]
 
-# Of a sum of weights. Shares, their squares and 1 / (N + 1) have all digits within it.
+# Bounds of a sum of weights. Within them shares, their squares and 1 / (N + 1) have all digits.
 _MOST_WEIGHT = 1e100
 
 
@@ -184,7 +184,7 @@ def labels_array(name: str, values: Any) -> np.ndarray[Any, Any]:
         return (labels.double() if labels.is_floating_point() else labels).numpy()
     try:
         return np.asarray(values)
-    except Exception as error:  # rows of several lengths; or what its class does there
+    except Exception as error:  # rows of different lengths, or its class raises something else
         raise TypeError(f"{name}: target must be a tensor or an array of labels, got {short(values)}") from error
 
 

@@ -31,8 +31,8 @@ class Layout(NamedTuple):
 
 
 class NotFittedError(ValueError, AttributeError):
-    """A calibrator was used before ``fit`` or ``load``. Where scikit-learn is in use, what is raised is its
-    ``NotFittedError`` as well."""
+    """A calibrator was used before ``fit`` or ``load``. If scikit-learn is imported, the error is also an instance of
+    its ``NotFittedError``."""
 
 
 def _not_fitted(words: str) -> NotFittedError:
@@ -138,8 +138,8 @@ class Fitted(Parameters):
             logits: as :meth:`predict_proba`.
 
         Returns:
-            [...] class indices, int64: a tensor for a tensor, a NumPy array for anything else. Where ``fit`` had
-            strings, a NumPy array of those.
+            [...] class indices, int64: a tensor for a tensor, a NumPy array for anything else. If the labels of ``fit``
+            were strings, a NumPy array of these.
 
         Raises:
             NotFittedError, TypeError, ValueError: as :meth:`predict_proba`.
@@ -154,7 +154,7 @@ class Fitted(Parameters):
         return _like(logits, index) if self._names is None else self._names[index.cpu().numpy()]
 
     def score(self, logits: Any, target: Any, sample_weight: Any = None) -> float:
-        """Accuracy of :meth:`predict`: what scikit-learn calls the score of a classifier.
+        """Accuracy of :meth:`predict`, scikit-learn's score of a classifier.
 
         Args:
             logits: as :meth:`predict_proba`.
@@ -242,7 +242,7 @@ class Fitted(Parameters):
         self.warnings_ = ()
 
     def _placed(self, module: torch.nn.Module) -> torch.nn.Module:
-        """A module of what comes after the floor, for all that fit was given."""
+        """The module that follows the floor, for the inputs of ``fit``."""
         if self.input_floor_:
             module = FlooredInput(module, self.input_floor_, self.input_kind, one_logit=self.one_logit_)
         return ClassAxis(module) if self.dense_ else module
@@ -284,7 +284,7 @@ class Fitted(Parameters):
         return self._apply(floored_input(input, self.input_floor_, self.input_kind), log=log).to(input.dtype)
 
     def _named(self, function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-        """Calls what computes with operators, whose errors then carry the name of the calibrator and its argument."""
+        """Calls a function of operators; its errors then name the calibrator and its argument."""
         try:
             return function(input)
         except (TypeError, ValueError) as error:

@@ -34,7 +34,7 @@ class FocalTemperatureScaling(Scaling):
               default, so that plain scaling is among what is compared. It saves cells and no time: a grid shares the
               softmax of a temperature among its gammas, which a line cannot.
             * ``"refine"``: from coarse to fine between the ends of both axes; some 600 cells. On the networks of
-              Mukhoti et al. it finds what the grid finds, or better, in half the time or less.
+            Mukhoti et al. it finds the grid's optimum, or a better one, in half the time or less.
 
             None is the search by derivatives for ``"nll"`` and ``"brier"`` where no axis is given, else ``"grid"``.
         gammas: all > -1; :data:`DEFAULT_GAMMAS` when None: 0, and then the paper's nine values. As gamma = 0 is
@@ -44,8 +44,8 @@ class FocalTemperatureScaling(Scaling):
             without 0.
         temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. Of equal optima the first is taken.
         criterion: what is minimised: ``"nll"``, ``"brier"``, or ``"ece"``, the paper's. The first two judge all
-            probabilities of a row. The ECE judges its confidence alone, and the optimum by it is often worse than no
-            calibration by both of the others; ``fit`` warns where it is.
+            probabilities of a row. The ECE depends only on the confidence, and its optimum is often worse than no
+            calibration by both of the others; ``fit`` then warns.
         estimator: of the ECE, ``"equal_mass"`` (the paper's), ``"equal_mass_interp"`` (its published code's) or
             ``"equal_width"``; see :mod:`focalkern.metrics`.
         n_bins: bins of the ECE.
@@ -112,7 +112,7 @@ class FocalTemperatureScaling(Scaling):
     def _search_smooth(self, rows: FitData, criterion: Proper) -> SearchResult:
         return minimize_focal(rows.input, rows.target, self.input_kind, criterion, rows.weight, self._near)
 
-    # Where a search by derivatives starts, in place of a coarse grid: set by fit_quietly for the time of a fit.
+    # Start of a search by derivatives instead of a coarse grid. Only fit_quietly sets it, for the duration of a fit.
     _near: tuple[float, float] | None = None
 
     def fit_quietly(

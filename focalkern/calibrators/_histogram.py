@@ -153,7 +153,7 @@ class HistogramBinning(Calibrator):
                 reached = rows.weight.cpu()[order].cumsum(0)
                 shares = torch.arange(1, n_bins, dtype=torch.float64) / n_bins * reached[-1]
                 after = (torch.searchsorted(reached, shares * (1 - 1e-12)) + 1).clamp(max=len(ordered))
-            # More bins than rows: the last ones are empty, from the largest confidence to 1.
+            # With more bins than rows the last bins are empty, from the largest confidence to 1.
             cuts = (ordered[after - 1] + ordered[after.clamp(max=len(ordered) - 1)]) / 2
         index = (confidence.unsqueeze(-1) > cuts.to(confidence)).sum(-1).cpu()
         correct = (top.squeeze(-1) == target).to(torch.float64).cpu()

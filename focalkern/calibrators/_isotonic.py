@@ -17,7 +17,7 @@ from focalkern.calibrators._warnings import few_by_weight, worse_than_uncalibrat
 
 __all__ = ["IsotonicCalibration"]
 
-# Of a file: the module has a table of classes x the longest regression, which few long ones would make large.
+# Bound for a file: the module has a table of classes x the longest regression, which a few long ones would make large.
 _MOST_STEPS = 1 << 26
 
 Steps = tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.float64]]]

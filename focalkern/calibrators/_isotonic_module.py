@@ -43,7 +43,7 @@ class IsotonicLogProbs(ExactBuffers):
         self.epsilon = float(epsilon)
         self.input_kind = input_kind
         self.one_logit = one_logit
-        # As long as the longest, and no shorter than two: behind the last point its value stays.
+        # As long as the longest regression, at least two; the last value is repeated behind the last point.
         longest = max(2, *(len(x) for x, _ in steps))
         points = torch.full((len(steps), longest), math.inf, dtype=torch.float64)
         values = torch.zeros_like(points)

@@ -35,7 +35,7 @@ class _Constants(torch.nn.Module):
             raise ValueError(f"{name}: temperature must be finite and positive, got {self.temperature}")
 
     def _plain(self) -> bool:
-        """Whether to spell the map out in torch's own operators: ONNX has no other."""
+        """Whether to write the map in torch's own operators, the only ones that ONNX has."""
         return not self.fused or torch.onnx.is_in_onnx_export()
 
     def get_extra_state(self) -> Tensor:
@@ -66,7 +66,7 @@ class CalibratedLogProbs(_Constants):
         temperature: > 0.
         input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
         fused: the compiled operator; False spells the map out in torch's own operators, for exporters that know no
-            others. It looks at no values: a row with NaN or +inf gives NaN.
+            others. It does not check values: a row with NaN or +inf gives NaN.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 4.
     """
@@ -92,7 +92,7 @@ class CalibratedLogits(CalibratedLogProbs):
     def forward(self, input: Tensor) -> Tensor:
         """``input`` [...], floating point -> calibrated logits [...]."""
         if self.input_kind == "probs":
-            # Both probabilities, so that 1 is as good as 0.
+            # Both probabilities, so that one near 1 is as accurate as one near 0.
             log_probs = super().forward(as_pairs(input, "probs"))
             return log_probs[..., 1] - log_probs[..., 0]
         if self._plain():

@@ -33,9 +33,9 @@ class MultiLabelScaling(Calibrator):
 
     .. math:: \hat p_l = \sigma(g_l(z_l))
 
-    with g of :func:`focalkern.binary_focal_calibration_map` at the gamma and temperature of label l. A label of which
-    ``fit`` saw no positive, or no negative, has nothing to be fitted to: it stays as it is (gamma = 0, T = 1), and
-    ``remarks_`` says so. The ``floor`` of the scaling holds for all labels.
+    with g of :func:`focalkern.binary_focal_calibration_map` at the gamma and temperature of label l. A label without
+    positives, or without negatives, in the rows of ``fit`` stays uncalibrated (gamma = 0, T = 1), and ``remarks_`` says
+    so. The ``floor`` of the scaling holds for all labels.
 
     Args:
         scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`, of which every label gets a copy;
@@ -81,7 +81,7 @@ class MultiLabelScaling(Calibrator):
             logits: [N, L] floating point, tensor or array; probabilities with ``input_kind="probs"``.
             target: [N, L] of 0 and 1: integer, floating point or bool.
             sample_weight: [N], how often a row counts; None is once.
-            ignore_index: what stands in ``target`` where a label of a row is left out; None is nothing.
+            ignore_index: the value in ``target`` of a label that is left out; None is nothing.
 
         Returns:
             The calibrator itself. When anything is raised, a calibrator that was fitted before stays as it was.

@@ -1,8 +1,8 @@
-"""Searches for (gamma, T) by derivatives: of the NLL, convex in 1/T alone, and of the Brier score, which is smooth.
+"""Searches for (gamma, T) by derivatives of the NLL, which for fixed gamma = 0 is convex in 1/T, and of the Brier
+score, which is smooth.
 
-A search is a generator: it yields points and is sent what the criterion and its derivatives are there, so that the
-searches of many networks share the passes over their logits.
-"""
+A search is a generator: it yields points and receives the criterion and its derivatives there, so that the searches of
+many networks share the passes over their logits."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ __all__ = [
 _LOG_T = (math.log(TEMPERATURE_BOUNDS[0]), math.log(TEMPERATURE_BOUNDS[1]))
 # A step that is so small, relative to 1/T, leaves an error of its square.
 _CONVERGED = 1e-7
-# The bracket of 1/T grows so many times in a step towards an end that is not known yet.
+# Factor by which the bracket of 1/T grows per step towards an unknown end.
 _GROWTH = 16.0
 
 
@@ -79,8 +79,8 @@ def nll_temperatures(
     .. math:: f'(\beta) = \overline{E_q[z] - z_y}, \qquad f''(\beta) = \overline{\mathrm{Var}_q[z]}
 
     The root of f' is found by Newton steps inside a bracket that every step narrows; a step that leaves it, or that
-    halves neither it nor the derivative, is replaced by the bracket's geometric mean. Whether there is a root at all is
-    read from f' at 0 and its limit at infinity.
+    halves neither it nor the derivative, is replaced by the bracket's geometric mean. The signs of f' at 0 and at
+    infinity decide whether a root exists.
 
     Args:
         input: [B, N, C] of ``input_kind``, checked; no target impossible.
@@ -256,7 +256,7 @@ def _focal_scaling(rows: _Rows, near: tuple[float, float] | None) -> Steps[Searc
         start = np.clip([math.log1p(gamma), math.log(temperature)], low, high)
         point, value = yield from newton_steps(start, low, high, bottoms)
         bottoms.append((point, value))
-        # More than rounding: where gamma says nothing (two equal classes, say), 0 stays.
+        # A difference above rounding: where the data do not determine gamma (two equal classes, say), it stays 0.
         if value < best_value - 1e-12 * abs(best_value):
             best_point, best_value = point, value
     if float(best_point[1]) == _LOG_T[0]:

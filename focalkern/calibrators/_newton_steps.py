@@ -1,4 +1,4 @@
-"""Newton steps as a generator: it yields points and is sent what a function and its derivatives are there."""
+"""Newton steps as a generator: it yields points and receives the function and its derivatives there."""
 
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ __all__ = ["Steps", "newton_steps", "valleys"]
 
 # A step that is so small, in logarithms of the variables, leaves an error of its square where the curvature is exact.
 _NEWTON_STEP = 1e-6
-# So close to a bottom, in the same variables, another start leads to it.
+# Starts closer than this to a minimum, in the same variables, lead to the same minimum.
 _NEAR = 0.01
 
 _Found = TypeVar("_Found")

@@ -16,7 +16,7 @@ class _Assumed(str):
 
 
 def is_assumed(input_kind: str) -> bool:
-    """Whether it is a default that nobody has said."""
+    """Whether it is a default that the user did not set."""
     return isinstance(input_kind, _Assumed)
 
 
@@ -128,7 +128,7 @@ class Parameters:
 def as_numbers(calibrator: str, name: str, values: Iterable[float] | Tensor) -> tuple[float, ...]:
     try:
         return tuple(float(value) for value in (values.tolist() if isinstance(values, Tensor) else values))
-    except Exception:  # no iterable, no numbers, beyond float64; or what its class does there
+    except Exception:  # not iterable, not numbers, beyond float64, or its class raises something else
         raise TypeError(f"{calibrator}: {name} must be a sequence of numbers, got {short(values)}") from None
 
 

@@ -67,7 +67,7 @@ def per_class_report(
     if names is not None:
         try:
             names = list(names)
-        except Exception:  # no iterable; or what its class does there
+        except Exception:  # not iterable, or its class raises something else
             raise TypeError(f"{_OP}: names must be a sequence, got {short(names)}") from None
         if len(names) != n_classes:
             raise ValueError(f"{_OP}: names must be [C] = [{n_classes}], got {len(names)}")

@@ -31,7 +31,7 @@ def fit_structured(
     """
     calibrators = _library()
     name = f"probmetrics {version('probmetrics')}"
-    # Its defaults, by name: other ones in a later version are not what is saved here.
+    # Its defaults, by name: a later version may have others, for which saved parameters are not meant.
     options = {"penalty": "ridge", "rho": 1.0, "tau": 1.0, "opt": "bfgs"}
     names = ("lambda_intercept", "lambda_diagonal", *(("lambda_off_diagonal",) if kind == "matrix" else ()))
     try:
@@ -48,7 +48,7 @@ def _library() -> Any:
     if "probmetrics.calibrators" in sys.modules:
         return importlib.import_module("probmetrics.calibrators")
     with warnings.catch_warnings():
-        # What it imports compiles with torch.jit.script, of which torch says that it will go.
+        # It imports code that uses torch.jit.script, which torch has deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         return importlib.import_module("probmetrics.calibrators")

@@ -63,7 +63,7 @@ class RobustTemperatureScaling(FitsBatches):
     masks_: bool
     best_value_: float
 
-    # Where the search starts, in place of a grid: T of nearly the same rows.
+    # Start of the search instead of a grid:
     _near: float | None = None
 
     def __init__(self, *, input_kind: InputKind = LOGITS) -> None:

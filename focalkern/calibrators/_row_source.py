@@ -28,7 +28,7 @@ Batch = tuple[Tensor, Tensor, Tensor | None, Tensor]
 """Input [n, C], target [n], weight [n] or None, and the numbers of the rows [n] among those of all processes."""
 
 Wanted = Callable[[Tensor], Tensor]
-"""From the numbers of rows to a mask."""
+"""From row numbers to a mask."""
 
 
 class RowSource(Protocol):
@@ -88,7 +88,7 @@ def sum_over_group(sums: Tensor) -> Tensor:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Of the default group; (0, 1) without one."""
+    """Rank and size of the default group; (0, 1) without a group."""
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)

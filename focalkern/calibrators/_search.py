@@ -62,15 +62,15 @@ class SearchResult:
 
 
 def grid_border(grid: CalibrationGrid, gamma: float, temperature: float) -> tuple[str, ...]:
-    """In words, each parameter of a chosen cell that is the smallest or largest of those searched.
+    """A sentence for each parameter of a chosen cell that is the smallest or largest of those searched.
 
     Args:
         grid: the grid that was searched.
         gamma, temperature: the chosen cell.
 
     Returns:
-        Up to two sentences without a full stop, such as ``"gamma = 5 is the largest that was searched"``. Nothing is
-        said of a parameter of which only one value was searched.
+        Up to two sentences without a full stop, such as ``"gamma = 5 is the largest that was searched"``. A parameter
+        with a single searched value gets no sentence.
     """
     words = []
     for name, value, axis in (("gamma", gamma, grid.gammas), ("temperature", temperature, grid.temperatures)):
@@ -104,7 +104,7 @@ def every_row_grid(
 
 # -- beyond the border -----------------------------------------------------------------------------------------------
 
-# So often an axis whose end was chosen is extended, and so far each time.
+# How many times, and how far each time, an axis is extended if its end was chosen.
 WIDENINGS = 8
 _GAMMA_STEPS, _GAMMA_FACTOR = 3, 1.5  # of 1 + gamma
 _TEMPERATURE_STEPS, _TEMPERATURE_FACTOR = 50, 2 ** (1 / 50)
@@ -113,7 +113,7 @@ _TEMPERATURE_STEPS, _TEMPERATURE_FACTOR = 50, 2 ** (1 / 50)
 def extend_axes(
     found: SearchResult, gammas: Sequence[float], temperatures: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """What to search besides, where the best cell lies at an end of an axis: new gammas and new temperatures."""
+    """Further gammas and temperatures to search if the best cell lies at an end of an axis."""
     ends = {found.temperature, *found.clipped_ends}
     # The best T grows with gamma: another gamma is of no use without the temperatures that go with it.
     if len(set(gammas)) > 1 and found.gamma in (min(gammas), max(gammas)):
@@ -162,8 +162,8 @@ def _joined(grid: CalibrationGrid, more: CalibrationGrid, dim: int) -> Calibrati
 # Computes the table [gammas, temperatures] of the criterion.
 Table = Callable[[Sequence[float], Sequence[float]], "np.ndarray[tuple[int, int], np.dtype[np.float64]]"]
 
-# Neighbours on a line are computed together, as a small grid of which the diagonal is looked at: a grid of one cell
-# costs nearly as much as one of many, because every call prepares the rows anew.
+# Neighbours on a line are computed together as a small grid, whose diagonal is used: a grid of one cell costs nearly as
+# much as one of many, because every call prepares the rows again.
 _TOGETHER = 10
 
 # The coarsest temperatures of "refine", and the temperatures between two neighbours in each round after that.

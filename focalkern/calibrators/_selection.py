@@ -94,7 +94,7 @@ def decide(
 ) -> CrossValidation:
     """Apply the rule to ``losses`` [candidates, N]; NaN where a fit failed."""
     rows = losses.shape[1]
-    # From one that is finite everywhere: where no calibration is infinite, the others are compared all the same.
+    # Relative to a candidate that is finite everywhere: if no calibration is infinite, the others are still compared.
     finite = losses.isfinite().all(1).nonzero().squeeze(1).tolist()
     differences = losses - losses[finite[0] if finite else 0]
     if weight is not None:
@@ -185,7 +185,7 @@ def _decided(
     for place in able:
         if place not in keeping:
             mean, error = pair(place, chosen)
-            # Not a number where a loss is infinite: the finite one is lower.
+            # NaN if a loss is infinite: the finite one is then lower.
             if mean < -error / 2 or (math.isinf(loss(chosen)) and math.isfinite(loss(place))):
                 chosen = place
     for place, entry in enumerate(entries):

@@ -15,9 +15,9 @@ from focalkern.ops.map_nll_sums import map_nll_sums_for
 
 __all__ = ["BrierOfRows", "NllOfNetworks", "Smooth", "check_finite_nll", "coarse_table"]
 
-# Rows are converted to float64 so many numbers at a time.
+# Numbers per block that is converted to float64.
 _BLOCK = 1 << 22
-# A table for starts is of as many rows, evenly spaced, as hold so many numbers, and of no fewer rows than that.
+# The table for starting points uses evenly spaced rows with this many numbers in all, and at least this many rows.
 _TABLE_NUMBERS, _TABLE_ROWS = 1 << 16, 512
 
 Smooth = Literal["nll", "brier"]

@@ -1,4 +1,5 @@
-"""Spline scaling: the calibration map as a smooth curve that the rows decide, alone or with a vector or matrix."""
+"""Spline scaling: the calibration map as a smooth curve that is fitted to the rows, optionally with a vector or
+matrix."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args

@@ -53,7 +53,7 @@ def floored(scores: Tensor, temperature: float, floor: float) -> Tensor:
 
 
 def log_odds(probs: Tensor, x: Tensor) -> Tensor:
-    """u = x - log(1 - p). Where p is above 1/2, 1 - p cancels, and the sum of the other classes takes its place."""
+    """u = x - log(1 - p). Where p is above 1/2, 1 - p would cancel; the sum of the other classes replaces it."""
     large = probs > 0.5
     others = probs.masked_fill(large, 0.0).sum(-1, keepdim=True)
     return x - torch.where(large, others, 1 - probs).log()
@@ -143,7 +143,8 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
 
 
 def _root(slope: Callable[[float], float], start: float) -> float:
-    """Where a slope turns from - to + near ``start``, by secants inside a bracket; else an end of the search."""
+    """The point near ``start`` where a slope changes from - to +, by secants inside a bracket; otherwise an end of the
+    search."""
     low = high = start
     of_low = of_high = slope(start)
     while of_low > 0:

@@ -14,7 +14,7 @@ from focalkern.ops.spline_sums import spline_sums_for
 
 __all__ = ["Derivatives", "Fit", "Map", "curve_derivatives", "fit_curve", "fit_linear"]
 
-# With more entries than that, Newton starts on a part of the rows.
+# With more entries than this, Newton starts on a part of the rows.
 _FEW = 4_000_000
 
 _NEWTON_STEPS = 40
@@ -177,7 +177,7 @@ def fit_curve(rows: SplineRows, start: Tensor | None = None, done: float = NEWTO
             passes, step, decrement = passes + 1, step / 2, decrement / 2
         else:
             break
-        # The last step leaves an error that is the square of its own: rounding alone could make it a step up.
+        # The error after the last step is the square of the one before: a further step could only be rounding.
         curve, here = curve + step, there
         if last:
             return Fit(Map(curve), here.value, passes + 1, derivatives=here)

@@ -20,12 +20,12 @@ FoldOf = Callable[[Tensor], Tensor]
 Predict = Callable[[Tensor], Tensor]
 """From input [n, C] float64 to log-probabilities."""
 
-# More would take minutes: N C^2.
+# A larger number would take minutes:
 _MOST_OF_A_MATRIX = 5e9
 
 
 def why_not(candidate: SplineScaling, n_rows: float, n_samples: int, n_classes: int) -> str:
-    """Why a matrix is not worth a trial on so many rows, as the end of a sentence that begins with its name."""
+    """The reason not to try a matrix on this many rows, as the end of a sentence that begins with its name."""
     if candidate.kind != "matrix":
         return ""
     if n_classes < 3:

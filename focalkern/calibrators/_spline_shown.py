@@ -11,7 +11,7 @@ from focalkern.calibrators._spline_curve import NaturalSpline
 
 __all__ = ["ShownCurve", "describe_curve", "shown_curve"]
 
-# Closer to 0 a confidence counts as left as it is.
+# A confidence that changes by less counts as unchanged.
 _LEAST_CHANGE = 0.005
 
 
@@ -47,7 +47,7 @@ def shown_curve(calibrator: SplineScaling, points: int = 200) -> ShownCurve:
 
 
 def describe_curve(calibrator: SplineScaling) -> str:
-    """One sentence: which confidences the curve raises and which it lowers."""
+    """One sentence that names the confidences which the curve raises and those which it lowers."""
     shown = shown_curve(calibrator)
     change = shown.calibrated - shown.confidence
     signs = np.where(np.abs(change) < _LEAST_CHANGE, 0, np.sign(change)).astype(int)

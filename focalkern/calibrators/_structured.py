@@ -26,10 +26,10 @@ Solver = Literal["auto", "probmetrics", "lbfgs"]
 _STRUCTURES: tuple[Structure, ...] = get_args(Structure)
 _SOLVERS: tuple[Solver, ...] = get_args(Solver)
 
-# Rows are converted to float64 so many numbers at a time.
+# Numbers per block that is converted to float64.
 _BLOCK = 1 << 22
 
-# Of a file: a sum of so large numbers has no overflow in float32.
+# Bound for a file: a sum of numbers this large does not overflow in float32.
 _MOST_WEIGHT = 1e20
 
 _Found = tuple[str, float, Tensor, Tensor]
@@ -307,7 +307,7 @@ def _regularised(
             scores = (x * weight if vector else x @ weight.T) + bias
             log_probs = scores.masked_fill(~mask, -torch.inf).log_softmax(-1)
             value = value - log_probs.gather(1, labels.unsqueeze(1)).squeeze(1) @ part
-            # Softmax minus one-hot, of which everything else is a sum.
+            # Softmax minus one-hot; all other terms are sums of it.
             slope = log_probs.exp_()
             slope.scatter_add_(1, labels.unsqueeze(1), slope.new_full((len(labels), 1), -1.0))
             slope *= part.unsqueeze(1)
@@ -321,7 +321,7 @@ def _regularised(
 
 
 def _minimise(parameters: list[Tensor], closure: Callable[[], float]) -> None:
-    """L-BFGS until the gradient is gone to six digits of what a row can change."""
+    """L-BFGS until the gradient is below 1e-6 of the largest gradient of a row."""
     optimizer = torch.optim.LBFGS(
         parameters,
         max_iter=500,

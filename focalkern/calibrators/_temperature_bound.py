@@ -1,4 +1,4 @@
-"""How far a temperature may fall where the criterion alone would let it fall to 0."""
+"""Lower bound of a temperature whose criterion falls all the way to T = 0."""
 
 import math
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from focalkern.ops.calibration_map import focal_calibration_map
 
 __all__ = ["describe_bound", "justified_confidence", "succession_bound"]
 
-# Rows are converted to float64 so many numbers at a time.
+# Numbers per block that is converted to float64.
 _BLOCK = 1 << 22
-# The bounds are 8 powers of ten apart: so many halvings leave nothing between.
+# The bounds are 8 powers of ten apart; this many halvings leave no gap.
 _HALVINGS = 60
 
 

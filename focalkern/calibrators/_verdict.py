@@ -26,13 +26,13 @@ _METHODS = {
 _LINES, _COLUMNS = 3, 100
 _SPACE = "\u00a0"
 
-# With fewer rows, 5 to 15 of 100 networks end above temperature scaling by more than two standard errors.
+# With fewer rows, 5 to 15 of 100 networks have a higher loss than temperature scaling by more than two standard errors.
 _FEW_ROWS = 300
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to use, why, and what it costs. ``str()`` has at most three lines of at most 100 columns.
+    """The recommended calibrator, the reason, and its cost. ``str()`` has at most three lines of at most 100 columns.
 
     Attributes:
         use: what to use, with its parameters, and what it does to the figures.

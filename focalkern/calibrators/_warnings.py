@@ -38,7 +38,7 @@ class CalibrationWarning(UserWarning):
 
 
 def warn(name: str, words: Sequence[str]) -> None:
-    """One warning with all the words; it points to the first line outside this package."""
+    """Emits one warning with all sentences; it points to the first line outside this package."""
     if not words:
         return
     depth, frame = 2, sys._getframe(1)

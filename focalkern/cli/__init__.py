@@ -20,7 +20,7 @@ _COMMANDS = (calibrate, evaluate, apply, card, sweep, demo, info)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is one ``--help`` away."""
+    """A parser that reports an error in one line and refers to ``--help``."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _sigterm_as_ctrl_c():
             code: int = parsed.run(parsed)
-        # There is no stdout when the shell has closed it (>&-); print puts up with that.
+        # stdout is missing if the shell has closed it (>&-); print then writes nothing.
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which whatever cleans up after Ctrl-C cleans up after too."""
+    """SIGTERM as an exception, so that the cleanup of Ctrl-C also runs for it."""
 
 
 @contextlib.contextmanager

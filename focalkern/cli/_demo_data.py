@@ -1,4 +1,4 @@
-"""Three small classifiers that differ in their loss alone, trained on images that scikit-learn ships."""
+"""Three small classifiers that differ only in their loss, trained on images of scikit-learn."""
 
 from typing import Any
 

@@ -35,7 +35,7 @@ def next_commands(arguments: argparse.Namespace) -> list[str]:
 
 
 def _without_secrets(words: list[str]) -> list[str]:
-    """The words of a command; storage options may hold a key, and JSON stands for them."""
+    """The words of a command. Storage options may hold a secret, so the word JSON replaces them."""
     option, shown = "--storage-options", []
     for before, word in zip(["", *words], words, strict=False):
         shown.append("JSON" if before == option else f"{option}=JSON" if word.startswith(f"{option}=") else word)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their words mean."""
+"""Options that several commands share."""
 
 import argparse
 import errno

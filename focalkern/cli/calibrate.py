@@ -292,7 +292,7 @@ def _show(
         print()
         print(report.describe(study))
         print()
-    # The remarks belong to the table; beside JSON they must not be in the way of whoever parses it.
+    # The remarks belong to the table; in JSON they would disturb parsers.
     said = sys.stderr if arguments.json else sys.stdout
     if arguments.json:
         print(study.verdict, file=said)

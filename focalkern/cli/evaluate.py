@@ -1,4 +1,4 @@
-"""``focalkern evaluate``: the figures of logits as they are, and after a saved calibrator."""
+"""``focalkern evaluate``: metrics of logits before and after a saved calibrator."""
 
 import argparse
 import json

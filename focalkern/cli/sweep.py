@@ -142,7 +142,8 @@ def _best_and_worst(result: Sweep) -> list[list[int]]:
 
 
 class _Progress:
-    """A bar in a terminal. In a log a line per network or, of many, one per percent, with speed and time left.
+    """A bar in a terminal. A log has one line per network or, for many networks, one per percent, with speed and time
+    left.
 
     Args:
         total: networks.

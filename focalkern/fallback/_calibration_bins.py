@@ -38,8 +38,8 @@ def _ordered(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
     if confidence.dtype != torch.float32 or confidence.device.type != "cpu":
         ordered, order = confidence.sort(dim=-1, stable=True)
         return ordered, correct.double()[order]
-    # One integer each: the bits of a float that is not negative are in its order, then row and correctness. numpy sorts
-    # these several times faster than torch sorts with an index.
+    # One integer per sample: the bits of the non-negative confidence, which have its order, then row and correctness.
+    # numpy sorts these several times faster than torch sorts with an index.
     rows = torch.arange(confidence.shape[-1])
     bits = confidence.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
     keys = bits.bitwise_or_(rows * 2 + correct).numpy()

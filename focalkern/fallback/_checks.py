@@ -10,7 +10,7 @@ from focalkern._types import FLOATS, HALVES
 
 
 def scalar_name(dtype: torch.dtype) -> str:
-    """As the compiled module prints a dtype."""
+    """The dtype as the compiled module prints it."""
     return _SCALAR_NAMES.get(dtype, str(dtype))
 
 
@@ -58,7 +58,7 @@ def autocasts(input: Tensor) -> bool:
 
 
 def values_may_be_read(tensor: Tensor) -> bool:
-    """Whether a bad value raises: on the CPU, and with FOCALKERN_VALIDATE=1 on other devices too.
+    """Whether an invalid value raises: on the CPU, and with FOCALKERN_VALIDATE=1 on other devices, too.
 
     Never where there are no values to read: in compiled graphs, under torch.func, on the meta device.
     """

@@ -27,16 +27,17 @@ _OP = "calibration_grid"
 _ECE, _MCE, _NLL, _BRIER = 1, 2, 4, 8  # the codes of the compiled module, in the order of its tables
 
 
-# Above it, (1 - q)^-gamma of the classes below the top, where q <= 1/2, may overflow by itself.
+# Above this gamma, (1 - q)^-gamma of the classes below the top, where q <= 1/2, may overflow.
 _LARGE_GAMMA = 64.0
 
-_BLOCK_ELEMENTS = 1 << 16  # rows x classes at once: what stays in the caches
+_BLOCK_ELEMENTS = 1 << 16  # rows x classes per block, so that a block fits the caches
 
 _KEPT_CONFIDENCES = 1 << 20  # temperatures x gammas x rows between two steps
 
 
 class CalibrationGridRun:
-    """As the compiled module's CalibrationGridRun: the samples, checked, and the tables of blocks of temperatures."""
+    """The compiled module's CalibrationGridRun in plain torch: the checked samples, and the tables of blocks of
+    temperatures."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class CalibrationGridRun:
         brier: Tensor | None,
         sketch: bool,
     ) -> None:
-        """Adds what the samples contribute to sums over samples; see the compiled module's add_to."""
+        """Adds the samples to running sums; see the compiled module's add_to."""
         everything = self._samples
         step = max(256, _KEPT_CONFIDENCES // 4 // len(self._gammas))
         # First all of it, then the sums: nobody who interrupts shall find half of it done.
@@ -133,7 +134,7 @@ class CalibrationGridRun:
 
 
 class _Samples:
-    """The rows that count, with what every cell needs to know of them."""
+    """The rows that count, with the numbers that every cell needs."""
 
     def __init__(self, input: Tensor, target: Tensor, is_probs: bool) -> None:
         x = input.to(compute_dtype(input.dtype))
@@ -196,7 +197,7 @@ class _Terms:
             gammas.plus_one * gap
             + g * (rest.log() - minus_log_q)
             + (gammas.plus_one - g * _one_minus_phi_of_odds(odds, odds * q_top)).log()
-        )  # [Gg, rows, 1]
+        )  # One gamma at a time, in two buffers.
         # [Gg, rows], of the others, without the top class, whose ratio is 1. One gamma at a time, in two buffers.
         self.sum = torch.empty_like(shift.squeeze(-1))
         self._square_sum = torch.empty_like(self.sum) if squares else None

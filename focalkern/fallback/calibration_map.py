@@ -1,9 +1,8 @@
 """The focal calibration map in plain torch, for rows of classes and for one logit.
 
 The quantities are those of csrc/math/calibration_map.h, under the same names: everything of the top class comes from
-the sum over the others, and products that would be 0 * inf are not formed. As there, y is rounded to a grid, so that
-rounding keeps the order of the inputs, and a class that ties with the top class has its result.
-"""
+the sum over the others, and products that would be 0 * inf are not formed. As in csrc/math, y is rounded to a grid, so
+that rounding keeps the order of the inputs; a class that ties with the top class gets the same result."""
 
 import math
 
@@ -42,7 +41,7 @@ def calibration_map_scalar(input: Tensor, gamma: float, temperature: float, kind
 
 
 def calibration_map(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log: bool) -> Tensor:
-    """As the compiled module's calibration_map."""
+    """The compiled module's calibration_map in plain torch."""
     check_arguments(input, gamma, temperature, kind)
     output = _definition(input, gamma, temperature, kind, log)
     if values_may_be_read(input):
@@ -72,9 +71,8 @@ def _definition(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, lo
 def _one_minus_phi_of_odds(t: Tensor, u: Tensor) -> Tensor:
     """1 - phi of a class with the odds 1 : t and u = 1 - q: 1 - log(1 + t) / t.
 
-    As gamma -> -1 it is all that is left of 1 + gamma phi, so for small u it is the sum of u^k / (k (k + 1)), and no
-    difference.
-    """
+    As gamma -> -1, 1 + gamma phi tends to it. So for small u it is computed as the sum of u^k / (k (k + 1)), without a
+    difference."""
     small = u < 0.125
     u_small, t_large = torch.where(small, u, 0.0), torch.where(small, 1.0, t)
     terms = 17 if t.dtype == torch.float64 else 8
@@ -91,7 +89,8 @@ def _in_place_of(result: Tensor, value: Tensor) -> Tensor:
 
 
 def _with_spare_bits(x: Tensor, bits: int) -> Tensor:
-    """x rounded to so many bits less, of which functions that err by less keep the order, with the derivatives of x."""
+    """x without its last bits, with the derivatives of x: functions with a smaller error keep the order of such
+    numbers."""
     now = x.detach()
     multiple = now * float(2**bits + 1)
     return _in_place_of(x, torch.where(multiple.isfinite(), multiple - (multiple - now), now))

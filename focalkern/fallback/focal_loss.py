@@ -45,7 +45,7 @@ def focal_loss(
     label_smoothing: float,
     detach_modulation: bool,
 ) -> Tensor:
-    """As the compiled module's focal_loss. ``edges``: gamma is the table's gammas [n_bins]."""
+    """The compiled module's focal_loss in plain torch. ``edges``: gamma is the table's gammas [n_bins]."""
     ignore_index, label_smoothing = host_numbers("focal_loss", weight, ignore_index, label_smoothing)
     check_arguments("focal_loss", input, target, gamma, edges, weight, ignore_index, label_smoothing)
     input, dtype = promoted(input, target)
@@ -109,7 +109,7 @@ def _of_labels(
     detach_modulation: bool,
     spec: RowLossSpec,
 ) -> tuple[Tensor, Tensor]:
-    """The loss per row, and what its mean is divided by."""
+    """The loss per row, and the divisor of its mean."""
     classes = z.shape[-1]
     labels = target.long()
     valid = labels != ignore_index
@@ -153,12 +153,12 @@ def _log_probability_of(z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     # The shift is a constant of the row. An infinite one would leave inf - inf, and the row is then NaN anyway.
     others = torch.where(is_target, -math.inf, z)
     largest = others.detach().amax(-1)
-    # A class alone in its row has p = 1, whatever its logit.
+    # The only class of a row has p = 1, whatever its logit.
     alone = (largest == -math.inf) & z_target.isfinite()
     shift = torch.where(alone, 0.0, largest)
     total = (torch.where(is_target, -math.inf, z - shift.unsqueeze(-1))).exp().sum(-1)
     d = torch.where(alone, 1.0, total).log() + (shift - torch.where(alone, 0.0, z_target))
-    # A target at +inf has no softmax, as one beside it has none.
+    # A row with a +inf logit has no softmax: NaN.
     d = d + torch.where(z_target == math.inf, z_target - z_target, 0.0)
     # At p = 0 the slope of log(1 - p) is 0, and log(1 - p) too.
     absent = d == math.inf
@@ -207,7 +207,7 @@ def gammas_of(gamma: float | Tensor, edges: Tensor | None, z: Tensor) -> Tensor 
     if isinstance(gamma, Tensor):
         return as_parameter(gamma, z)
     if torch.compiler.is_compiling():
-        # Not a constant of the graph: another value must not compile again.
+        # Not a constant of the graph: a new value must not cause a recompilation.
         return torch.zeros((), dtype=z.dtype, device=z.device) + gamma
     return torch.full((), gamma, dtype=z.dtype, device=z.device)
 

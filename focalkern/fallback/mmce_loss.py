@@ -57,7 +57,7 @@ def batch_error(
     r, one_minus_r = odds.neg().sigmoid(), odds.sigmoid()
     correct = where_float64(correct.reshape(-1)).double()
     valid = where_float64(valid.reshape(-1))
-    # c - r without cancellation: what the correct part lacks and the incorrect part has too much.
+    # c - r without cancellation: 1 - r for correct rows, -r for incorrect ones.
     lack = torch.where(valid, correct, 0.0) * one_minus_r
     excess = torch.where(valid, 1.0 - correct, 0.0) * r
     count = valid.sum()
@@ -90,7 +90,7 @@ def _laplacian_form(a: Tensor, r: Tensor, odds: Tensor, h: float) -> Tensor:
     The kernel is a product of exponentials on either side of r_i, so that prefix sums over the sorted r give both
     sides. Samples of equal r are a third part, to which r contributes no derivative, as for |r_i - r_j| at 0.
     """
-    # By the odds: the sigmoids of equal ones may differ in the last digit, which depends on the place in memory.
+    # Compares the odds: sigmoids of equal odds may differ in the last digit, depending on their position in memory.
     against, order = odds.detach().neg().sort()
     r, a = r[order], a[order]
     first, behind = torch.searchsorted(against, against), torch.searchsorted(against, against, right=True)

@@ -35,7 +35,7 @@ def row_loss(
     kind: int,
     epsilon: float,
 ) -> Tensor:
-    """As the compiled module's row_loss."""
+    """The compiled module's row_loss in plain torch."""
     spec = row_loss_of(kind)
     ignore_index, label_smoothing = host_numbers(spec.name, weight, ignore_index, label_smoothing)
     check_arguments(spec.name, input, target, gamma, edges, weight, ignore_index, label_smoothing)

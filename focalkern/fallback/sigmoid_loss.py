@@ -1,4 +1,4 @@
-"""The losses of independent logits in plain torch: what the compiled module checks, around the reference."""
+"""The losses of independent logits in plain torch: the compiled module's checks around the reference."""
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ def sigmoid_loss(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """As the compiled module's sigmoid_loss. ``second`` is alpha, or gamma_positive."""
+    """The compiled module's sigmoid_loss in plain torch. ``second`` is alpha, or gamma_positive."""
     check_arguments(input, target, gamma, second, weight, kind)
     check_range(input, target, kind, ignore_index)
     dtype = torch.float32 if autocasts(input) else input.dtype

@@ -54,7 +54,7 @@ def spline_coefficients(knots: Tensor, values: Tensor) -> Tensor:
 
 
 def in_order(input: Tensor, result: Tensor) -> Tensor:
-    """``result`` [..., C] of an increasing map of ``input``, without what rounding has done to the order.
+    """``result`` [..., C] of an increasing map of ``input``, with the order that rounding may have changed restored.
 
     Equal inputs get equal results to the bit, larger inputs never smaller ones. Rows that are in order stay as they
     are; in the others a class takes the largest result of the classes up to it.
@@ -86,7 +86,7 @@ def spline_map(
     keep_order: bool,
     log: bool,
 ) -> Tensor:
-    """As the compiled module's spline_map; ``weight`` may also be a matrix [C, C]."""
+    """The compiled module's spline_map in plain torch; ``weight`` may also be a matrix [C, C]."""
     _check(input)
     output = _definition(input, parameters, knots, coefficients, weight, bias, is_probs, keep_zeros, log)
     readable = values_may_be_read(input)

@@ -180,7 +180,7 @@ def spline_linear_sums(
         scores = _plus((1 + slope) * x + _curve(basis @ values, piece, s), x, of_x, bias, *added)
         log_probs = _masked(scores, block, is_probs, keep_zeros).log_softmax(-1)
         nll -= float((log_probs.gather(1, labels).squeeze(1) * w).sum())
-        # Softmax minus one-hot, of which everything else is a sum.
+        # Softmax minus one-hot; all other terms are sums of it.
         residual = log_probs.exp_()
         residual.scatter_add_(1, labels, residual.new_full((len(residual), 1), -1.0))
         residual *= w.unsqueeze(1)

@@ -207,7 +207,7 @@ def find_sets(
 
 
 def _listing(arrays: Mapping[str, Any]) -> str:
-    """``labels [50000], pred [14, 50000]``: names and shapes of what is there."""
+    """``labels [50000], pred [14, 50000]``: names and shapes of the arrays."""
     if not arrays:
         return "nothing"
     shown = [

@@ -52,7 +52,7 @@ def open_unlabelled(
     logits_key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, UnlabelledRows]:
-    """The sets of one or several files, by what stands in front of the array's name.
+    """The sets of one or several files, by the prefix of the array's name.
 
     Labels that are there are not read. ``.npy``, ``.safetensors`` and ``.zarr`` are read a few rows at a time, the
     others at once.

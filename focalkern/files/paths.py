@@ -1,4 +1,4 @@
-"""Files by name, folder, pattern, list or URL, and what is read of them as bytes."""
+"""Files by name, folder, pattern, list or URL, and reading their bytes."""
 
 import glob
 import hashlib
@@ -39,7 +39,7 @@ _DATA_SETS = (".parquet", ".zarr")
 
 
 class NamedFiles(str):
-    """Several names in the place of one, such as those that a shell has made of a pattern. As text, first and last.
+    """Several names for one argument, for instance from a pattern that the shell expanded. As text, first and last.
 
     Attributes:
         names: all of them.
@@ -110,7 +110,7 @@ def is_several(path: str) -> bool:
 
 
 def _is_pattern(name: str) -> bool:
-    # In an address of the web a question mark begins the query.
+    # In a web address a question mark begins the query.
     return "*" in name if name.lower().startswith("http") else glob.has_magic(name)
 
 
@@ -122,7 +122,7 @@ def files_of(path: str) -> list[str]:
 
     A folder stands for the files in it that can be read, but a folder that is called .zarr or .parquet for itself, and
     a pattern for what it matches, ``**`` for all folders below. An existing file is never a pattern. Of .npy files,
-    those of labels belong to others, where there are others. A name of a list that stands for nothing stays.
+    those of labels belong to others, where there are others. A name in a list that matches no file is kept.
 
     Raises:
         InputError: a server that does not answer.

@@ -97,7 +97,7 @@ def read_sets(
 
 
 def _joined(source: str, parts: Sequence[LogitSet]) -> LogitSet:
-    """The rows of sets of one prefix, one after the other."""
+    """The rows of several sets with one prefix, concatenated."""
     first = parts[0]
     for one in parts:
         if (one.kind, one.n_classes) != (first.kind, first.n_classes):
@@ -162,7 +162,7 @@ def _kind_of_npy(source: str) -> InputKind | None:
 
 
 def labels_of_npy(source: str, labels: str | None = None) -> str:
-    """The file of the labels of a .npy file: the one that is named, or the one beside it."""
+    """The file of the labels of a .npy file: the named one, or the one next to it."""
     if labels is not None:
         check_file(labels, f"the labels of {source}")
         return labels

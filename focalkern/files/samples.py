@@ -33,9 +33,7 @@ KINDS: tuple[InputKind, ...] = ("logits", "probs")
 class Hint:
     """The remedy of an error. The command spells it as an option.
 
-    Attributes:
-        argument: the name of an argument.
-        value: what to pass.
+    Attributes: argument: the name of an argument. value: the value to pass.
 
     Example:
         >>> hint = fk.files.Hint("labels_key", "NAME")
@@ -93,7 +91,7 @@ class InputError(Exception):
         return line.replace("\r", r"\r").replace("\n", r"\n")  # which the names of files may have
 
     def _renamed(self, **arguments: str) -> "InputError":
-        """The same error where the arguments of the reader have other names.
+        """The same error with the argument names of another reader.
 
         Args:
             arguments: by the name in a hint, the other name: ``labels="test_labels"``.
@@ -171,7 +169,7 @@ def check_options(op: str, input_kind: Any, path: Any = "", storage_options: Any
     """Raises unless the kind is known, the storage options are a dict and the names are text or None; returns the path
     as text.
 
-    A path that a glob of the shell has become (``NamedFiles``) stays what it is.
+    A ``NamedFiles``, from a pattern that the shell expanded, is returned unchanged.
     """
     text = path if isinstance(path, str) and "\0" not in path else path_text(op, "path", path)
     if input_kind is not None:
@@ -262,7 +260,7 @@ def label_numbers(
         except ValueError:
             return _named_labels(source, label_name, text, n_classes, names)
     if numbers.dtype.kind == "f":
-        # A comparison of what is no number is false.
+        # Comparing objects that are not numbers gives False.
         odd_rows = ~((numbers == np.floor(numbers)) & (np.abs(numbers) < 2**53))
         if odd_rows.any():
             row = int(odd_rows.argmax())

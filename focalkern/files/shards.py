@@ -42,7 +42,7 @@ LOOK = 1024
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of rows, of which only the shapes are known until :meth:`read`.
+    """One file of rows; only its shapes are known until :meth:`read`.
 
     Attributes:
         input: [N, C] logits or probabilities.
@@ -85,7 +85,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardedRows:
-    """The rows of all shards, one after the other.
+    """The rows of all shards, concatenated.
 
     Attributes:
         shards: in the order of their names.

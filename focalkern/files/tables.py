@@ -39,7 +39,7 @@ def from_frame(
     input_kind: InputKind | None = None,
     source: str = "frame",
 ) -> LogitSet:
-    """The rows of a frame of pandas or polars, with the care that is taken of a .csv file.
+    """The rows of a frame of pandas or polars, with the same checks as a .csv file.
 
     Args:
         frame: a column per class and one of labels. Columns that are numbers, or share a prefix and end in a number,

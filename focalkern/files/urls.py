@@ -13,7 +13,7 @@ __all__ = ["Url", "contents", "exists", "fingerprint", "inside", "is_url", "matc
 
 # s3://bucket/key, and chains of fsspec such as simplecache::s3://bucket/key
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::.*://)")
-# By which a file system tells one content from another, without reading it.
+# Metadata by which file systems identify a version of a file without reading it.
 _TAGS = ("ETag", "etag", "md5Hash", "blob_id")
 _AT_ONCE = 1 << 26
 

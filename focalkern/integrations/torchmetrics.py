@@ -2,8 +2,9 @@
 
 They compute what :mod:`focalkern.metrics` does, on all batches together, and work where a Metric works: in a
 ``MetricCollection``, under Lightning's ``self.log``, with ``torch.distributed``. Input is ``[N, C]`` or
-``[N, C, d1, ...]``, class scores in dimension 1, with targets ``[N]`` or ``[N, d1, ...]``; what the scores are,
-``input_kind`` says; it is never guessed. Sums are float64. A metric that has seen no row computes NaN.
+``[N, C, d1, ...]``, class scores in dimension 1, with targets ``[N]`` or ``[N, d1, ...]``; ``input_kind`` says whether
+the scores are logits or probabilities; it is not inferred. Sums are float64. A metric that has seen no row computes
+NaN.
 
 Memory: with ``equal_width`` bins only their sums are kept, however many rows there are. Equal-mass bins depend on all
 rows, so the confidences (for the classwise error, the probabilities) of all of them are.

@@ -181,7 +181,7 @@ class _FeaturesInTraining:
 
 
 def _logits_and_labels(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Out of the ways in which models call their loss: by keyword, or in the order of their kind."""
+    """Finds the arguments in the calling conventions of models: by keyword, or by position and type."""
     names = ("labels", "logits") if kind in _ROW else ("logits", "labels")
     given = dict(zip(names, args, strict=False)) | kwargs
     logits = given["pooled_logits"] if given.get("pooled_logits") is not None else given["logits"]

@@ -1,7 +1,7 @@
-"""Losses for training: modules to put in the place of ``torch.nn.CrossEntropyLoss``.
+"""Losses for training: modules that replace ``torch.nn.CrossEntropyLoss``.
 
 Called with logits [C], [N, C] or [N, C, d1, ...] and labels [], [N] or [N, d1, ...] (int64, int32, uint8) or class
-probabilities of the shape of the logits. Four options mean in all of them what they mean in cross-entropy:
+probabilities of the shape of the logits. Four options have the same meaning as in cross-entropy:
 
 weight
     [C] class weights, a buffer. Where a loss is no sum over the classes of the target (Brier, the norm of the logits),
@@ -20,7 +20,7 @@ of the logits are plain torch around them.
 Nowhere is an epsilon or a clamp on a probability; half-precision logits are computed in float32, and the loss has the
 dtype of the logits (float32 under autocast). Labels out of range are treated as in :func:`focalkern.focal_loss`.
 
-A module's state loads whole or not at all: what does not fit leaves it as it was.
+A module's state is loaded completely or, on an error, not at all.
 """
 
 from focalkern.losses._adafocal import AdaFocalLoss

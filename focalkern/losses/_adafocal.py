@@ -256,7 +256,7 @@ class AdaFocalLoss(FocalFamily):
             accuracy: [n_bins], a fraction.
             counts: [n_bins], samples in each bin. Where it is 0 the gamma is kept, and the other two may be NaN.
 
-        Tensors, NumPy arrays or sequences of numbers. What :meth:`accumulate` has collected is left alone.
+        Tensors, NumPy arrays or sequences of numbers. The samples of :meth:`accumulate` are not changed.
 
         Returns:
             The record that was appended to ``history``.

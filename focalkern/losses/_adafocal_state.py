@@ -8,10 +8,8 @@ from torch import Tensor
 
 __all__ = ["AdaFocalRecord", "packed", "unpacked"]
 
-# History and waiting samples as one tensor of bytes: a state of tensors alone is what safetensors takes, and bytes are
-# what casts and averages of floating-point states leave alone. Inside are float64 numbers, which hold the float32
-# confidences and the counts exactly: _FORMAT, n_bins, updates, waiting samples, 1 if their confidences are float64;
-# edges, confidence, accuracy, count (-1 for None) and gammas of each update; the confidences; the correctness of each.
+# History and waiting samples as one tensor of bytes: safetensors takes only tensors, and casts and averages of
+# floating-point states leave bytes unchanged.
 _FORMAT, _HEADER = 1, 5
 
 
@@ -60,7 +58,7 @@ def unpacked(n_bins: int, state: Any) -> tuple[list[AdaFocalRecord], Tensor, Ten
     damaged = ValueError("AdaFocalLoss: _extra_state must be the bytes that were saved, of as many bins and whole")
     if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1 or len(state) % 8:
         raise damaged
-    # A copy: bytes out of a file may lie at any address.
+    # A copy: bytes from a file may have any alignment.
     numbers = state.cpu().clone().view(torch.float64)
     if len(numbers) < _HEADER or not bool((numbers[:_HEADER] >= 0).all()):  # NaN fails too
         raise damaged

@@ -117,7 +117,7 @@ class Loss(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # torch copies what fits and complains about the rest afterwards; half a schedule would be worse than none.
+        # torch copies the entries that fit before it reports the others; half a schedule would be worse than none.
         own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         current = self.state_dict()
         expected = current.keys() | (own.keys() & self._optional_state)
@@ -160,7 +160,7 @@ class Loss(nn.Module):
                 )
 
 
-# In the metadata of a state, which torch.save keeps beside the tensors and model code never sees.
+# In the metadata of a state, which torch.save keeps with the tensors and model code does not see.
 _KIND = "focalkern_loss"
 
 
@@ -262,7 +262,7 @@ def rows_of(loss: Loss, input: Tensor, target: Tensor) -> Batch:
     values_are_there = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     if values_are_there and (target.device.type == "cpu" or _validating()):
         check_range(op, target, n_classes, loss.ignore_index)
-    # On CUDA nothing looks at the labels on the host: a row whose label is out of range becomes NaN, as in focal_loss.
+    # On CUDA the host does not read labels: a row whose label is out of range becomes NaN, as in focal_loss.
     counts = valid & (index >= 0) & (index < n_classes)
     z = torch.where(counts.unsqueeze(-1), z, torch.where(valid, math.nan, 0.0).to(z.dtype).unsqueeze(-1))
     index = torch.where(counts, index, 0)

@@ -77,7 +77,7 @@ class FLSDLoss(FocalLoss):
 
     def _check_state(self, state: dict[str, Any]) -> None:
         super()._check_state(state)
-        # Earlier versions kept the table in the state. Of another table it would be another loss.
+        # Another table would be another loss.
         for name in self._optional_state & state.keys():
             own, found = self.get_buffer(name), state[name]
             if not isinstance(found, Tensor):

@@ -19,7 +19,7 @@ from focalkern.ops.softmax_losses import poly_focal_loss
 class FocalFamily(Loss):
     """Losses that are a function of logits, target and gamma, with a gamma of their own."""
 
-    # The function, and the attributes that it takes beside gamma and the options of cross-entropy.
+    # The function, and the attributes that it takes in addition to gamma and the options of cross-entropy.
     _function: Callable[..., Tensor] = staticmethod(focal_loss)
     _arguments: tuple[str, ...] = ("detach_modulation", "modulation")
 
@@ -92,8 +92,8 @@ class FocalLoss(FocalFamily):
             unreduced loss; or a :class:`focalkern.GammaTable`. A tensor becomes a buffer (a parameter, if it is one)
             and the table's copies the buffers ``edges`` and ``gammas``: they move with the module (a table's also by
             themselves, to the device of the logits), are saved with it, and new values written into them count from
-            the next step on. A gamma per sample is for the function: a module takes no other tensor, because class
-            weights, cross-entropy's first argument, would be taken for it.
+            the next step on. For a gamma per sample use :func:`focalkern.focal_loss`. The module rejects other tensors,
+            because class weights, cross-entropy's first argument, would be read as gamma.
         weight: [C] class weights, floating point; None for equal weights.
         ignore_index: label whose samples count neither in the loss nor in the mean.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.

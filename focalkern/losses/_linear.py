@@ -101,7 +101,7 @@ class _Head(FocalFamily):
         )
 
     def logits(self, input: Tensor) -> Tensor:
-        """The logits, for inference: those that the loss is made of, all at once.
+        """All logits at once, for inference.
 
         Args:
             input: features [..., D].
@@ -133,8 +133,8 @@ class LinearFocalLoss(_Head, FocalLoss):
     .. math:: L = \mathrm{focal\_loss}(x W^\top + b, \mathrm{target}, \gamma)
 
     The layer is the attribute ``linear``, an ``nn.Linear``, named as in ``torch.nn.LinearCrossEntropyLoss``, whose
-    checkpoints load. To tie it to an embedding: ``criterion.linear.weight = embedding.weight``. :meth:`logits` is what
-    inference wants.
+    checkpoints load. To tie it to an embedding: ``criterion.linear.weight = embedding.weight``. :meth:`logits` is for
+    inference.
 
     Args:
         in_features: D, the features of a row.

@@ -11,7 +11,7 @@ from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigm
 
 
 class ElementLoss(Loss):
-    """Losses of each element by itself: parameters and weights are tensors that broadcast to the logits."""
+    """Elementwise losses: parameters and weights are tensors that broadcast to the logits."""
 
     def __init__(self, reduction: Reduction, weight: Tensor | None, ignore_index: int) -> None:
         super().__init__(None, ignore_index=ignore_index, reduction=reduction)

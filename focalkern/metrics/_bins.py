@@ -205,7 +205,7 @@ def _interp_edges(confidence: Tensor, n_bins: int) -> Tensor:
 
 
 def interp_places(n_samples: int, n_bins: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Between which two of the sorted confidences each edge lies, and how far from the first; three times [M + 1]."""
+    """The two sorted confidences between which each edge lies, and the fraction of the way; three tensors [M + 1]."""
     # numpy's own linspace: another way to round k * N / M would put a sample on the other side of a cut.
     place = torch.from_numpy(np.linspace(0, n_samples, n_bins + 1)).clamp_(max=n_samples - 1).to(device)
     left = place.floor().long()

@@ -19,7 +19,7 @@ __all__ = [
     "rms_calibration_error",
 ]
 
-# Probabilities that classwise_calibration_error looks at together: its work space is a few times as many numbers.
+# Probabilities per block of classwise_calibration_error; the work space is a few times as many numbers.
 _BLOCK = 1 << 22
 
 
@@ -151,7 +151,7 @@ def debiased_calibration_error(
     confidence: Any = None,
     correct: Any = None,
 ) -> Tensor:
-    r"""Calibration error of the top class, less what the noise of the bins' accuracies adds to it.
+    r"""Calibration error of the top class, minus the expected contribution of noise in the bins' accuracies.
 
     With g = acc - conf, n samples in the bin and :math:`v = \text{acc} (1 - \text{acc})`:
 
@@ -162,8 +162,8 @@ def debiased_calibration_error(
 
     Under ``"l2"`` the sum is an unbiased estimate of the squared RMSCE of infinitely many rows in the same bins; a bin
     of one sample counts 0. Under ``"l1"`` it is an approximate correction of ECE: of the bias of a perfectly
-    calibrated model it removes sqrt(2) - 1, about two fifths. It is not cut at 0: a negative value says that the ECE is
-    smaller than noise alone makes it.
+    calibrated model it removes sqrt(2) - 1, about two fifths. It is not clipped at 0: a negative value says that the
+    ECE is below the level of noise.
 
     Args:
         probs, target, n_bins, estimator: as :func:`expected_calibration_error`.

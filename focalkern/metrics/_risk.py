@@ -19,7 +19,7 @@ _CANDIDATES = 20
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """Per distinct confidence [K], descending: what accepting every row from there up means.
+    """Per distinct confidence [K], descending: the result of accepting every row with at least this confidence.
 
     Attributes:
         threshold: the confidence; rows with at least this much are accepted.
@@ -39,7 +39,7 @@ class RiskCoverage:
 
 @dataclass(frozen=True)
 class AcceptThreshold:
-    """A threshold on the confidence, with what it does to the rows that it was chosen on.
+    """A threshold on the confidence, with its result on the rows that it was chosen on.
 
     Attributes:
         threshold: accept a row whose confidence is at least this; infinite if no threshold passed.

@@ -16,7 +16,7 @@ __all__ = ["smooth_calibration_error"]
 _GRID = 1 << 13
 
 
-# Sets that it looks at together: 128 KiB each, a few times over.
+# Sets per block, at about 128 KiB each.
 _BLOCK = 64
 
 
@@ -89,8 +89,7 @@ def _smooth_errors(confidence: Tensor, correct: Tensor, bandwidth: float | None)
     grid = confidence.new_zeros(len(confidence), _GRID + 1)
     grid.scatter_add_(-1, left, residual - to_right)
     grid.scatter_add_(-1, left + 1, to_right)
-    # A Gaussian reflected at both ends is diagonal in the cosines: the transform of the even extension, of period 2.
-    # There an end point lies on its own mirror image.
+    # At this point the end of the interval is its own mirror image.
     grid[:, 0] *= 2
     grid[:, -1] *= 2
     spectrum = torch.fft.rfft(torch.cat([grid, grid[:, 1:-1].flip(-1)], -1))

@@ -31,7 +31,7 @@ _ANOTHER_COPY = (
 
 
 class _DoesNotFitError(Exception):
-    """No compiled module for this torch, this Python or this system; the text says which, and what mends it."""
+    """No compiled module fits this torch, Python or system; the message says which, and the remedy."""
 
 
 class _OtherSourcesError(_DoesNotFitError):
@@ -39,7 +39,7 @@ class _OtherSourcesError(_DoesNotFitError):
 
 
 def _rebuild() -> str:
-    # In a source tree the module lies beside the sources and would shadow an installed one.
+    # In a source tree the module is next to the sources and would shadow an installed one.
     if (_PACKAGE.parent / "setup.py").is_file():
         return f"To build it, run in {_PACKAGE.parent}: python setup.py build_ext --inplace"
     return "To build it, run in the source folder of focalkern: pip install --no-build-isolation ."
@@ -116,7 +116,7 @@ def _load() -> tuple[ModuleType, ModuleType]:
                 raise _DoesNotFitError(
                     f"focalkern's compiled module does not fit torch {torch.__version__}: {error}. {_rebuild()}"
                 ) from error
-    # pybind11 hands out a module that was once loaded under this name, whatever file is asked for.
+    # pybind11 returns a module that was loaded under this name before, whatever file is requested.
     if Path(str(module.__file__)).resolve().parent != _PACKAGE:
         raise ImportError(_ANOTHER_COPY)
     try:

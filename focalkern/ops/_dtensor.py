@@ -166,8 +166,8 @@ def loss_of_elements_over_mesh(
 def map_over_mesh(
     local: Callable[..., Tensor], input: Any, class_dim: int | None, parameters: tuple[Parameter, ...]
 ) -> Tensor:
-    """A map of logits or probabilities to the same shape: ``local(logits, parameters)``. Classes are gathered, and what
-    comes out is sharded again."""
+    """A map of logits or probabilities to the same shape: ``local(logits, parameters)``. Gathers the classes, and
+    shards the result again."""
     given = input.placements
     input = _settled(input, class_dim, False)
     mesh, placements = input.device_mesh, input.placements

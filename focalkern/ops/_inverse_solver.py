@@ -29,7 +29,7 @@ _OUTER_STEPS, _INNER_STEPS = 16, 10
 
 def _phi(x: Tensor) -> Tensor:
     """phi = -q log q / (1 - q) of the log-odds x: log(1 + e^-x) e^x, in which nothing cancels."""
-    # From x = 40 on it is 1 to the last bit of a double; e^x overflows later.
+    # From x = 40 on it is 1 in double precision; e^x overflows later.
     phi = -F.logsigmoid(x) * x.clamp(max=40).exp()
     return torch.where(x > 40, 1.0, torch.where(x == -math.inf, 0.0, phi))
 

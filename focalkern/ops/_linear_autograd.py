@@ -1,4 +1,4 @@
-"""linear_focal_loss under autograd: what differentiates the pass over the chunks.
+"""linear_focal_loss under autograd: derivatives of the pass over the chunks.
 
 Three ways into the same pass (:func:`focalkern.ops._linear_pass.loss_and_gradients`):
     ReducedLoss   mean and sum: the gradients are made with the losses
@@ -168,7 +168,7 @@ def _second_order(saved: Any, options: Options, cotangents: Any, requires: Any) 
     input, linear_weight, bias, target, gamma, edges, weight = tensors
     wanted = options.wanted
     soft, per_row = target.is_floating_point(), edges is None and gamma.dim() > 0
-    # Of upstream and the five; the places of those that have derivatives at all.
+    # Of upstream and the five inputs; indices of those that have derivatives.
     variables = [True, *gradients_needed(tensors, requires[1:6], options)]
     variables[0] = bool(requires[0])
     places = [i for i, is_variable in enumerate(variables) if is_variable]

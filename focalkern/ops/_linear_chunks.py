@@ -32,7 +32,7 @@ FLOAT16_SCALE = 32.0
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's values can be looked at without waiting for a device: on the CPU, no subclass."""
+    """Whether the tensor's values can be read without waiting for a device: on the CPU, no subclass."""
     return tensor.device.type == "cpu" and type(tensor) in PLAIN_TENSORS
 
 
@@ -85,7 +85,7 @@ class Head:
     chunk_rows: int
     needed: tuple[bool, bool, bool]  # gradients of input, weight and bias
     kept: Tensor | None = None
-    scale: float = 1.0  # what the gradients of the logits are multiplied with, taken out of the results again
+    scale: float = 1.0  # the factor of the gradients of the logits, divided out of the results again
 
     rows: int = field(init=False)
     grad_input: Tensor | None = field(init=False, default=None)
@@ -109,7 +109,7 @@ class Head:
             self.grad_bias = torch.zeros(self.weight.shape[:1], dtype=accumulate, device=self.weight.device)
 
     def rows_of(self, rows: slice) -> slice | Tensor:
-        """Where the rows of a chunk lie in the input, the target and everything else that has N rows."""
+        """The rows of a chunk in the input, the target and all other tensors with N rows."""
         return rows if self.kept is None else self.kept[rows]
 
     def _input(self, rows: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""One pass over the chunks of linear_focal_loss, outside of autograd: losses, gradients, and what reduces them."""
+"""One pass over the chunks of linear_focal_loss, outside of autograd: losses, gradients, and their reduction."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""linear_focal_loss over ranks: its call, and the operators that compiled graphs see in the place of its chunks."""
+"""linear_focal_loss over ranks: its call, and the operators that replace its chunks in compiled graphs."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def linear_focal_loss_over_ranks(
     options = (reduction, ignore_index, label_smoothing, detach_modulation)
     settings = check_settings(_OP, kind_of(modulation), target, leading, classes, gamma, 0.0, *options)
     rows, soft = input.reshape(-1, input.shape[-1]), target.is_floating_point()
-    # Not from the size of the slice, which is not everywhere the same: the ranks reduce chunk by chunk.
+    # Not from the size of the slice, which may differ between ranks: the ranks reduce chunk by chunk.
     size = max(64, min(1024, rows.shape[1] // 2)) if chunk_rows is None else int(chunk_rows)
     # Class probabilities have no label; the sizes of the slices are told with any.
     labels = torch.zeros(len(rows), dtype=torch.int64, device=target.device) if soft else target.reshape(-1)

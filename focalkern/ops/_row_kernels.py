@@ -22,7 +22,7 @@ _NO_REDUCTION = 0
 
 
 class Block(NamedTuple):
-    """Rows of logits and what belongs to them, in the order of the operators' arguments."""
+    """Rows of logits with their options, in the order of the operators' arguments."""
 
     logits: Tensor  # [n, C]
     target: Tensor  # [n] labels, or [n, C] probabilities
@@ -53,7 +53,7 @@ def losses_of_rows(block: Block, settings: Settings) -> tuple[Tensor, Tensor | N
 def gradients_of_rows(
     upstream: Tensor, block: Block, settings: Settings, saved: Tensor | None, needed: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(upstream * losses) by logits, target and gamma; what is not needed means nothing."""
+    """Gradients of sum(upstream * losses) in logits, target and gamma; those that are not needed are undefined."""
     if saved is not None:
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.focalkern.focal_loss_backward(
             upstream, *block, saved, _NO_REDUCTION, *settings[:3], list(needed), *settings[4:]

@@ -1,4 +1,4 @@
-"""The way of a loss of rows to its kernels, which they share: numbers, tensors, the dispatcher, the words of errors."""
+"""The call of a row loss's kernel, shared by all of them: arguments, dispatcher, errors."""
 
 import math
 import warnings
@@ -80,7 +80,7 @@ def row_loss(
         ValueError,
         IndexError,
         RuntimeError,
-    ) as error:  # of what is wrong so rarely that it is looked at only here
+    ) as error:  # errors that are so rare that they are looked for only here
         check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
         raise reworded(op, _of(op, kind, error), input=input, target=target, gamma=gamma, weight=weight) from None
 
