@@ -51,7 +51,7 @@ def linear_focal_loss_over_ranks(
     rows, soft = input.reshape(-1, input.shape[-1]), target.is_floating_point()
     # Not from the size of the slice, which may differ between ranks: the ranks reduce chunk by chunk.
     size = max(64, min(1024, rows.shape[1] // 2)) if chunk_rows is None else int(chunk_rows)
-    # Class probabilities have no label; the sizes of the slices are told with any.
+    # Class probabilities have no label; any label serves to exchange the sizes of the slices.
     labels = torch.zeros(len(rows), dtype=torch.int64, device=target.device) if soft else target.reshape(-1)
     split = Split.of(_OP, labels, classes, settings, process_group, (len(rows), size))
     spread = soft or label_smoothing > 0

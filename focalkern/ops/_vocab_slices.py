@@ -1,8 +1,8 @@
-"""A loss of rows whose classes are split over ranks: what the two losses over ranks share.
+"""Shared by the two losses whose classes are split over ranks.
 
 A row's loss depends on the logits z through d = (log-sum-exp of the other classes) - z_y alone: log p = -softplus(d),
-log u = d - softplus(d). Two reductions of one or two numbers per row give every rank the same d, and each then writes
-its slice of dL/dz_j = c (p_j - [j = y]) by itself:
+log u = d - softplus(d). Two reductions of one or two numbers per row give every rank the same d. Each rank then writes
+its slice of dL/dz_j = c (p_j - [j = y]):
 
     MAX   over ranks of (log-sum-exp of the rank's other classes; the target's logit, -inf where another rank has it)
     SUM   over ranks of exp(the rank's log-sum-exp - the largest)
@@ -187,17 +187,17 @@ def statistics(z: Tensor, split: Split) -> RowStatistics:
     """
     local = torch.ops.focalkern.vocab_slice_statistics if torch.compiler.is_compiling() else _statistics_of_slice
     top, log_rest, own = local(z, split.label, split.owned)
-    # A slice of which no class can occur.
+    # A slice without a possible class.
     empty = log_rest == -torch.inf
     rest = torch.where(empty, -torch.inf, top + log_rest)
-    # An ignored row has no target: any number will do. One out of range makes its row NaN.
+    # A label out of range makes its row NaN.
     own = torch.where(split.legal, torch.maximum(own, torch.where(split.counts, -torch.inf, 0.0)), torch.nan)
     largest = all_reduce(torch.stack([rest, own]), "max", split.group)
     shift = torch.where(largest[0].isfinite(), largest[0], 0.0)
     total = all_reduce(torch.where(empty, 0.0, ((top - shift) + log_rest).exp()), "sum", split.group)
     log_rest = total.log()
     own = torch.where(split.legal, largest[1], torch.nan)
-    # Nothing is left beside the target: its loss is 0, and a distance of infinity would make it NaN.
+    # The target is the only possible class: its loss is 0, and an infinite distance would make it NaN.
     alone = (total == 0) & own.isfinite()
     shift, log_rest = torch.where(alone, own, shift), torch.where(alone, -_FAR, log_rest)
     margin = (shift - own) + log_rest
@@ -221,7 +221,7 @@ def _statistics_of_slice(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tenso
 
 def _statistics_of_block(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top, log_sum, log_u = slice_statistics(z, label)
-    # The target is among the classes of the sum only where it lies in the slice; log u takes it out of there.
+    # The sum contains the target only in the slice that has it; log u removes it there.
     log_rest = torch.where(owned, log_sum + log_u, log_sum)
     own = z.gather(1, label.unsqueeze(1)).squeeze(1).double()
     # A reduction by MAX may lose a NaN, one by SUM does not.

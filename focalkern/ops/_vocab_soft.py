@@ -134,7 +134,7 @@ def _terms(
     counts = split.counts.unsqueeze(1)
     # A class without a share contributes 0, also where its logit is -inf.
     share, none = torch.where(counts, share, 0.0), (share == 0) | ~counts
-    nan = torch.where(split.legal, 0.0, torch.nan)  # a label out of range, where nobody looks at the labels
+    nan = torch.where(split.legal, 0.0, torch.nan)  # a label out of range, if nothing has checked the labels
     losses = torch.where(none & (loss == torch.inf), 0.0, share * loss).sum(1) + nan
     of_target = None
     if shares.needs_target:

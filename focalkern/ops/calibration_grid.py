@@ -106,9 +106,9 @@ def calibration_grid(
     * ``nll`` = mean of -log p_target. It is infinite where a target has probability zero.
     * ``brier`` = mean of sum over the classes of (p_k - [k = target])^2.
 
-    gamma is plugged into the formula as it is: a negative one is not the sign rule of the inverse focal loss. gamma = 0
-    is plain temperature scaling. Both are the post-hoc map of :func:`focal_calibration_map`; no cell's probabilities
-    are ever in memory. The kernels give the same bits on every run, and on the CPU for every number of threads.
+    A negative gamma is used in the same formula; it is not the inverse focal loss. gamma = 0
+    is plain temperature scaling. Both are the post-hoc map of :func:`focal_calibration_map`. The probabilities of a
+    cell are never stored. The kernels give the same bits on every run, and on the CPU for every number of threads.
 
     A progress bar shows after two seconds where stderr is a terminal and tqdm is installed.
 
@@ -224,7 +224,7 @@ def _check_option(name: str, value: object, options: dict[str, Any]) -> None:
 def _criteria(criteria: Sequence[str]) -> tuple[Criterion, ...]:
     try:
         names = (criteria,) if isinstance(criteria, str) else tuple(criteria)
-    except Exception:  # no iterable; or what its class does there
+    except Exception:  # not iterable, or its class raises something else
         raise TypeError(f"calibration_grid: criteria must be a sequence of names, got {short(criteria)}") from None
     if not names:
         raise ValueError(f"calibration_grid: criteria must name at least one of {', '.join(_CRITERIA)}, got none")
@@ -242,7 +242,7 @@ def _axis(name: str, values: Sequence[float] | np.ndarray[Any, Any] | Tensor) ->
     else:
         try:
             axis = torch.as_tensor(values, dtype=torch.float64)
-        except Exception:  # text, gaps, numbers beyond float64; or what its class does there
+        except Exception:  # text, gaps, numbers beyond float64, or its class raises something else
             raise TypeError(
                 f"calibration_grid: {name} must be a sequence of numbers or a tensor, got {type(values).__name__}"
             ) from None

@@ -49,7 +49,8 @@ def focal_calibration_map(
     input_kind: InputKind = "logits",
     log: bool = False,
 ) -> Tensor | Array:
-    r"""Focal calibration with temperature: what a focal loss of parameter gamma makes of properly calibrated scores.
+    r"""Focal calibration with temperature: the probabilities that belong to scores of a network trained with focal loss
+    gamma.
 
     With q = softmax(z / T), u = 1 - q, phi = -q log q / u and G(q) = u^gamma (1 + gamma phi):
 
@@ -202,7 +203,7 @@ def _map(
         temperature = _check_number(op, "temperature", temperature, 0.0, "positive")
     try:
         return _through(input, gamma, temperature, kind, log)
-    except (TypeError, ValueError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
+    except (TypeError, ValueError, RuntimeError) as error:  # errors that are so rare that they are looked for only here
         flag(op, "log_odds" if kind == _BINARY else "log", log)
         raise reworded(op, error, **{name: input}, gamma=gamma, temperature=temperature) from None
 

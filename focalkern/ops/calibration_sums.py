@@ -1,4 +1,4 @@
-"""Sums over samples behind the calibration criteria of a grid: what can be added up batch by batch."""
+"""Sums over samples for the calibration criteria of a grid; they are added batch by batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +11,7 @@ from focalkern.ops.calibration_grid import _CRITERIA
 
 __all__ = ["CalibrationSums", "add_calibration_sums", "check_rows"]
 
-_NO_BINS = 1  # what stands for an estimator and its bins where the sums are all that is wanted
+_NO_BINS = 1  # placeholder for an estimator and its bins, if only the sums are wanted
 _EQUAL_WIDTH = 0
 
 
@@ -39,7 +39,7 @@ class CalibrationSums:
     def zeros(
         cls, n_gammas: int, n_temperatures: int, n_buckets: int, criteria: Sequence[str], device: torch.device
     ) -> "CalibrationSums":
-        """Those of no samples at all."""
+        """The sums of zero samples."""
         cells = (n_gammas, n_temperatures)
         # Ordinary tensors, which may be added to later, also where this happens inside torch.inference_mode().
         with torch.inference_mode(False):

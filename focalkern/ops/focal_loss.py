@@ -82,8 +82,8 @@ def focal_loss(
         detach_modulation: treat the factor f as a constant; the gradient is then f * (p_j - [j = y]), and gamma has
             none.
         modulation: None, or "confidence": f(p) = p^gamma for gamma >= 0, with dL/dz_j = p^gamma (1 + gamma log p)
-            (p_j - [j = y]). gamma = 1 with ``detach_modulation=True`` is dynamic fine-tuning (:class:`DFTLoss`). Where
-            a tensor or a table has a negative gamma, the loss is NaN.
+            (p_j - [j = y]). gamma = 1 with ``detach_modulation=True`` is dynamic fine-tuning (:class:`DFTLoss`). A
+            negative gamma in a tensor or a table makes the loss NaN.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under
@@ -140,7 +140,7 @@ def focal_loss(
         ValueError,
         IndexError,
         RuntimeError,
-    ) as error:  # of what is wrong so rarely that it is looked at only here
+    ) as error:  # errors that are so rare that they are looked for only here
         check_types("focal_loss", weight, ignore_index, label_smoothing, detach_modulation)
         raise reworded("focal_loss", error, input=input, target=target, gamma=gamma, weight=weight) from None
 
@@ -178,7 +178,7 @@ def _over_mesh(
 def check_labels(target: Tensor | np.ndarray[Any, Any], n_classes: int, *, ignore_index: int = -100) -> None:
     """Raises unless every label is in [0, n_classes) or equal to ``ignore_index``.
 
-    For CUDA targets, whose labels :func:`focal_loss` does not look at on the host: this waits for the device.
+    For CUDA targets, whose labels :func:`focal_loss` does not check on the host. This waits for the device.
 
     Args:
         target: labels of any shape, int64, int32 or uint8; a tensor, or an array.

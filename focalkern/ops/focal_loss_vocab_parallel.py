@@ -46,8 +46,8 @@ def focal_loss_vocab_parallel(
 
     It is :func:`focal_loss` of all logits to rounding. Every rank calls it with its slice of the classes and the same
     of everything else, and gets the same loss, bit by bit; the gradient of its slice stays with it. Per row 16 bytes
-    are reduced by MAX and 8 by SUM, whatever the number of classes; one number per call tells the ranks the sizes of
-    the slices.
+    are reduced by MAX and 8 by SUM, for any number of classes; one number per call tells the ranks the sizes of the
+    slices.
 
     Args:
         logits: [C_r], [N, C_r] or [B, S, C_r], classes last: this rank's slice, of any size, also 0. The classes of
@@ -150,7 +150,7 @@ def loss_of_slices(
     options = (reduction, ignore_index, label_smoothing, detach_modulation)
     settings = check_settings(op, kind, target, leading, classes, gamma, epsilon, *options)
     rows = logits.reshape(math.prod(leading), classes)
-    # Class probabilities have no label; the sizes of the slices are told with any.
+    # Class probabilities have no label; any label serves to exchange the sizes of the slices.
     labels = torch.zeros(len(rows), dtype=torch.int64, device=target.device) if soft else target.reshape(-1)
     split = Split.of(op, labels, classes, settings, process_group, (len(rows), 0))
     if weight is not None and not torch.compiler.is_compiling() and len(weight) != int(split.classes):

@@ -52,8 +52,8 @@ def inverse_focal_calibration_map(
 
     .. math:: \frac{q_j / G(q_j)}{\sum_k q_k / G(q_k)} = p_j, \qquad \sum_j q_j = 1
 
-    so that ``focal_calibration_map(q, gamma, input_kind="probs")`` is p, and q is what a network trained with a focal
-    loss of parameter gamma is drawn to where p are the true probabilities. gamma = 0 is the identity.
+    so that ``focal_calibration_map(q, gamma, input_kind="probs")`` is p, and q is the optimum of a network trained with
+    focal loss gamma if p are the true probabilities. gamma = 0 is the identity.
 
     Args:
         input: [..., C] logits of p, or p itself with ``input_kind="probs"``; float16, bfloat16, float32 or float64,

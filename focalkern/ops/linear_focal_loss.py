@@ -57,8 +57,8 @@ def linear_focal_loss(
     ``torch.func`` compute the logits anew, chunk by chunk.
 
     On the CPU rows with ``ignore_index`` are left out of the products, and cost nothing. On CUDA, counting
-    them would synchronise the device, so they stay in the products as zeros. Where most rows are ignored,
-    hand over the others only: ``input[keep], target[keep]``, with ``keep`` made where the batch is.
+    them would synchronise the device, so they stay in the products as zeros. If most rows are ignored, pass only the
+    others: ``input[keep], target[keep]``, with ``keep`` computed where the batch is made.
 
     Args:
         input: [D], [N, D] or [B, S, D], float16, bfloat16, float32 or float64. If ``input``, ``linear_weight`` and
@@ -85,9 +85,9 @@ def linear_focal_loss(
         process_group: the classes are split over its ranks. Each has its own rows [C_r, D] of the weight (and of
             ``linear_bias``), those of rank r after those of rank r - 1, in any numbers, and the same of everything
             else; ``linear_weight`` may be a DTensor that is split over dimension 0. Every rank gets the same loss, bit
-            by bit; 24 bytes per row travel (see :func:`focal_loss_vocab_parallel`), and the gradient of ``input``.
-            ``chunk_rows`` must be the same on every rank; by default it depends on D alone. Class probabilities are
-            the slice [..., C_r] of the rank. Differentiable once; one operator of a compiled graph.
+            by bit. The ranks exchange 24 bytes per row (see :func:`focal_loss_vocab_parallel`), and the gradient of
+            ``input``. ``chunk_rows`` must be the same on every rank; by default it depends on D alone. Class
+            probabilities are the slice [..., C_r] of the rank. Differentiable once; one operator of a compiled graph.
         reduce_input_grad: sum the gradient of ``input`` over the ranks. False leaves each rank its part, for a caller
             that sums it elsewhere (sequence parallelism scatters it).
 
@@ -176,7 +176,7 @@ def linear_focal_loss(
     edges, gamma = _gamma_of(gamma, input)
     _check_target(target, leading, linear_weight.shape[:-1], ignore_index)
     _check_gamma_shape(gamma, edges, [*leading, *linear_weight.shape[1:-1]])
-    # A graph that has no kernels, or is transformed, holds the pair, of which the compiler may make what it can.
+    # A graph without kernels, or under a transform, contains the pair of operations, which the compiler may optimize.
     compiling = torch.compiler.is_compiling()
     transformed = compiling and torch._C._are_functorch_transforms_active()
     if linear_weight.dim() > 2 or transformed or (compiling and not has_kernels(input)):

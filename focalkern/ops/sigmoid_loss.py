@@ -234,7 +234,7 @@ def _sigmoid_loss(
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
     try:
         return through(input, target, gamma, second, weight, kind, margin, code, ignore_index)
-    except (TypeError, RuntimeError) as error:  # of what is wrong so rarely that it is looked at only here
+    except (TypeError, RuntimeError) as error:  # errors that are so rare that they are looked for only here
         label(op, "ignore_index", ignore_index)
         parameters = dict(zip(_TENSORS[kind], (gamma, second), strict=False))
         raise reworded(op, error, input=input, target=target, weight=weight, **parameters) from None

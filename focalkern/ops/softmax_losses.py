@@ -1,4 +1,4 @@
-"""The other losses that are made of the softmax of a row and its target: they share the kernels of the focal loss."""
+"""The other losses of a row's softmax and its target; they share the kernels of the focal loss."""
 
 from typing import Any
 
@@ -45,8 +45,7 @@ def poly_focal_loss(
     Args:
         input, target: as in :func:`focal_loss`.
         gamma: a number, at least 0; a floating-point tensor broadcastable to the unreduced loss; or a
-            :class:`GammaTable`. A tensor is differentiable. Where a tensor or a table has a negative gamma, the loss is
-            NaN.
+            :class:`GammaTable`. A tensor is differentiable. A negative gamma in a tensor or a table makes the loss NaN.
         epsilon: a finite number; the paper searches -1 to 8 or so, with -1 as the least that makes sense.
         weight, ignore_index, reduction, label_smoothing: as in :func:`focal_loss`.
 
@@ -154,7 +153,7 @@ def mmce_loss(
 ) -> Tensor | None:
     """The operator of :class:`focalkern.MMCELoss` on the CPU, for labels without class weights and smoothing.
 
-    None for tensors that have no kernel: what is wrong with those is said where the loss is put together.
+    None for tensors without a kernel; the composite loss reports errors in these.
     """
     if torch.compiler.is_compiling() or type(input) not in PLAIN_TENSORS or type(target) not in PLAIN_TENSORS:
         return None

@@ -81,8 +81,8 @@ def spline_calibration_map(
     and b = 0 the result is exp(x). :func:`focal_calibration_map` is the member with
     :math:`f(u) = \gamma\, \mathrm{softplus}(u) - \log(1 + \gamma\phi)`; :class:`SplineScaling` fits all of them.
 
-    Computed in float64 whatever the dtype of ``input``. The kernels give the same bits on every run, and for every
-    number of threads (but for the gradient of a matrix W, a product of torch).
+    The computation is in float64 for every dtype of ``input``. The kernels give the same bits on every run, and for
+    every number of threads (but for the gradient of a matrix W, a product of torch).
 
     Args:
         input: [..., C] logits, or probabilities with ``input_kind="probs"``; float16, bfloat16, float32 or float64, C
@@ -99,8 +99,8 @@ def spline_calibration_map(
             (and the rounding of float16 or bfloat16) and are renormalised.
         keep_zeros: a logit of -inf, or a probability of 0, is a class that cannot occur: its result is 0 (-inf with
             ``log``).
-        keep_order: for a curve that keeps the order of the classes: repair what rounding does to it, so that equal
-            inputs have equal results to the bit, and larger inputs never smaller ones. Compiled graphs and torch.func
+        keep_order: for a curve that keeps the order of the classes: corrects rounding, so that equal inputs have equal
+        results to the bit, and larger inputs never smaller results. Compiled graphs and torch.func
             leave it out.
         log: return log-probabilities.
 

@@ -68,9 +68,9 @@ def reliability_bands(
 
     The cuts between the bins stay where they are. Then a replicate is no more than new counts of right and wrong
     samples per bin, multinomial with the observed shares, and the samples themselves are not needed. Where all samples
-    of a bin are right, or all wrong, every replicate agrees and the interval is one point, which says how little the
-    bootstrap knows of such a bin, not how sure it is; the band has no such weakness. The binomial takes all samples of
-    a bin to have its mean confidence: their true spread makes the accuracy vary a little less, never more.
+    of a bin are right, or all wrong, every replicate agrees and the interval is one point, which is a weakness of the
+    bootstrap for such a bin, not a sign of certainty; the band does not have it. The binomial takes all samples of a
+    bin to have its mean confidence: their true spread makes the accuracy vary a little less, never more.
 
     Args:
         bins: one set of bins, not a batch.

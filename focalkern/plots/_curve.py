@@ -15,7 +15,7 @@ _GAMMAS = ((1.0, "--"), (3.0, ":"))
 
 
 def calibration_curve(calibrator: SplineScaling, *, title: str | None = None) -> Figure:
-    r"""The learned curve of a fitted spline scaling, beside the diagonal and two focal maps.
+    r"""The learned curve of a fitted spline scaling, with the diagonal and two focal maps.
 
     .. math::
         \text{logit}\, \hat p = h(u) - h(-u), \quad h(u) = (1 + a) \log \sigma(u) + f(u), \quad u = \text{logit}\, q

@@ -36,7 +36,7 @@ def check_title(op: str, title: Any) -> None:
 
 
 class _Figure(Figure):
-    """One that a notebook shows as a picture, also where pyplot, which would see to that, was never imported."""
+    """A figure that a notebook shows as a picture even if pyplot was never imported."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()

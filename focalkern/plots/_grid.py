@@ -199,7 +199,7 @@ def ridge_diagram(grid: CalibrationGrid, *, title: str | None = None) -> Figure:
     plain_axes(axes)
     axes.grid(color="#E4E4E4", linewidth=0.7)
     axes.set_axisbelow(True)
-    # One below the other: two beside each other are wider than the figure.
+    # One below the other: side by side they would be wider than the figure.
     figure.legend(loc="outside lower center", ncols=1, frameon=False, fontsize=8.5)
     axes.set_title(title or "Best temperature of each gamma", fontsize=12)
     return figure

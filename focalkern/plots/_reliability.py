@@ -174,7 +174,7 @@ def _reliability_panel(
                     color="#444444",
                 )
     else:
-        # Bins of equal mass are mostly narrower than a pixel and lie side by side at the right: a point each.
+        # Bins of equal mass are mostly narrower than a pixel and next to each other at the right: one point each.
         top.vlines(confidence, accuracy, confidence, color=VERMILION, linewidth=1.6, zorder=3)
         top.plot(
             confidence,
@@ -204,7 +204,7 @@ def _reliability_panel(
         known = low < high
         top.vlines(at[known], low[known], high[known], color=INK, linewidth=1.3, zorder=7)
     top.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1, zorder=5)
-    # Not N: equal_mass_interp leaves samples out. Not 0 either, when it leaves all out.
+    # Not N: equal_mass_interp leaves samples out. At least 1: it may leave out all.
     samples = weight.sum() or np.nan
     lines = [
         f"ECE {float((weight * gap).sum()):.4f} ({bins.estimator}, {bins.n_bins} bins)",
@@ -249,7 +249,7 @@ def _across(n_panels: int) -> int:
 
 
 def _largest_gap(gap: np.ndarray[Any, Any], count: np.ndarray[Any, Any]) -> str:
-    """In words, over the bins that hold enough samples for their gap to say something."""
+    """A sentence about the bins that have enough samples for a reliable gap."""
     enough = count >= _ENOUGH
     if not enough.any():
         return f"no bin has {_ENOUGH}"

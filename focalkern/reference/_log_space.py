@@ -1,4 +1,4 @@
-"""Softmax and its complement in log space, and how a parameter meets a tensor: what the definitions share."""
+"""Shared by the definitions: softmax and its complement in log space, and parameters as tensors."""
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ def log_softmax_and_complement(z: Tensor) -> tuple[Tensor, Tensor]:
     others = torch.where(is_top, -torch.inf, shifted)
     zero = z_top - z_top.detach()
 
-    # A class alone in its row, all others -inf (or C = 1), has q = 1 whatever its logit: constants, no gradient.
+    # The only possible class of a row (all others -inf, or C = 1) has q = 1 whatever its logit: constants without
+    # gradient.
     alone = (others == -torch.inf).all(-1, keepdim=True) & z_top.isfinite()
     log_others = _logsumexp(torch.where(alone, 0.0, others))
     # d <= log(C - 1), so exp(d) never overflows.
@@ -83,11 +84,11 @@ def phi_of(log_q: Tensor, log_u: Tensor) -> Tensor:
 def number_tensor(value: float | Tensor, like: Tensor) -> Tensor:
     """A number or tensor in the dtype of ``like``; a number is rounded once, and not to float32 on its way."""
     if not isinstance(value, Tensor) and torch.compiler.is_compiling():
-        # Not a constant of the graph: another value must not compile again.
+        # Not a constant of the graph: a new value must not cause a recompilation.
         return (torch.zeros((), dtype=torch.float64) + value).to(like.dtype).to(like.device)
     return value.to(like) if isinstance(value, Tensor) else torch.tensor(value, dtype=like.dtype, device=like.device)
 
 
 def parameter_tensor(value: float | Tensor, like: Tensor) -> Tensor:
-    """As number_tensor, but a number on the host stays there."""
+    """number_tensor, except that a number on the host stays there."""
     return as_parameter(value, like) if isinstance(value, Tensor) else number_tensor(value, like)

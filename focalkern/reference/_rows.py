@@ -1,4 +1,4 @@
-"""Factors of log p, gammas and reductions: what the definitions of the losses of rows share."""
+"""Shared by the definitions of the row losses: factors of log p, gammas and reductions."""
 
 import torch
 from torch import Tensor

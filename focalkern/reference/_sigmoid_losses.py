@@ -123,7 +123,7 @@ def sigmoid_focal_loss(
         # The slope in a hard target needs the sum itself.
         factor = torch.where(u == 0, (gamma == 0).to(x.dtype), torch.where(u == 0, 1.0, u).pow(gamma))
     else:
-        # In a hard one u is one of the two, and may underflow where its logarithm does not.
+        # For a hard target u is one of the two, and may underflow where its logarithm does not.
         log_u = torch.where(t == 1, log_q, torch.where(t == 0, log_p, _log(torch.where((t == 0) | (t == 1), 1.0, u))))
         factor = _power(log_u, gamma)
     loss = factor * b
@@ -177,7 +177,7 @@ def asymmetric_loss(
         v = log_p.exp() - margin
         easy, small = v <= 0, v < 0.5
         log_v = torch.where(easy, 0.0, torch.where(easy, 1.0, v).log())
-        # 1 - v = 1 - p + margin, of which one or the other form does not cancel.
+        # 1 - v = 1 - p + margin, in the form that does not cancel.
         log_rest = torch.where(
             small, (-torch.where(small, v, 0.0)).log1p(), (torch.where(small, 1.0, log_q.exp() + margin)).log()
         )
@@ -224,7 +224,7 @@ def quality_focal_loss(
     rest = 1.0 - t
     log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
     b = _of_share(t, -log_p) + _of_share(rest, -log_q)
-    # Of the two forms of the difference, that in which a hard target does not cancel.
+    # The form of the difference that does not cancel for a hard target.
     positive = x > 0
     gap = torch.where(positive, rest - _sigmoid(-x), t - _sigmoid(x))
     size = torch.where(gap < 0, -gap, gap)

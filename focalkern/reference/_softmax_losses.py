@@ -1,8 +1,7 @@
-"""The losses of the softmax of a row and its target: their definitions, and the table that says what each of them is.
+"""The losses of the softmax of a row and its target: their definitions, and a table of their properties.
 
-The operators, plain torch, the tests, the CUDA cases, the counts, the benchmarks and the reference page take what they
-know of a loss from the table. csrc/math/row_losses.def is the list of the compiled module.
-"""
+The operators, plain torch, the tests, the CUDA cases, the counts, the benchmarks and the reference page read the
+properties of a loss from the table. csrc/math/row_losses.def is the list of the compiled module."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -185,7 +184,7 @@ def dual_focal_loss(
     """
     z = input.to(compute_dtype(input.dtype)).movedim(0 if input.dim() == 1 else 1, -1)
     log_p, log_u = log_softmax_and_complement(z)
-    # In ascending order, of equal ones the last first, the next lower class is the one before all of its own logit.
+    # In ascending order, with equal logits in reverse, the next lower class precedes all classes with the same logit.
     ascending, order = z.detach().flip(-1).sort(dim=-1, stable=True)
     n_below = torch.searchsorted(ascending.contiguous(), z.detach().contiguous())
     in_order = log_p.gather(-1, z.shape[-1] - 1 - order)

@@ -74,7 +74,7 @@ def parameter(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side, in any order of dimensions."""
+    """Whether the elements are contiguous in some order of dimensions."""
     return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
 
 

@@ -74,7 +74,7 @@ class GridConfig:
         return {"is_probs": _INPUT_KINDS[self.input_kind], "ignore_index": self.ignore_index}
 
     def as_dict(self) -> dict[str, Any]:
-        """The arguments in numbers and strings: what two states must share to be added up."""
+        """The arguments as numbers and strings; two states can be added only if these are equal."""
         return {
             "gammas": self.gammas.tolist(),
             "temperatures": self.temperatures.tolist(),
@@ -134,7 +134,7 @@ def _checked_axis(name: str, values: Any, above: float) -> Tensor:
 
 
 def adds_nothing(logits: Tensor, target: Tensor, ignore_index: int) -> bool:
-    """Whether a batch of the right form has no row that counts, which the operator would refuse."""
+    """Whether a valid batch has no row that counts; the operator would refuse it."""
     fits = logits.dim() == 2 and target.dim() == 1 and len(logits) == len(target) and logits.is_floating_point()
     if not fits or target.dtype not in (torch.int64, torch.int32, torch.uint8) or target.device != logits.device:
         return False

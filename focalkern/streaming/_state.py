@@ -24,10 +24,10 @@ class CalibrationGridState:
     r"""The calibration grid, batch by batch: what :func:`focalkern.calibration_grid` gives of all rows at once.
 
     ``nll``, ``brier`` and, with ``estimator="equal_width"``, ``ece`` and ``mce`` are exact: sums over the samples,
-    in int64 and float64, of what the bins need. The bins of ``"equal_mass"`` and ``"equal_mass_interp"`` are cut
-    at quantiles of the confidences, which no fixed amount of memory knows exactly. Here each cell counts its samples
-    in ``n_buckets`` fixed buckets of the confidence c, uniform in sqrt(2c)/3 up to 1/2 and in
-    1 - (2/3) (2(1 - c))^(1/4) above. A cut inside a bucket takes its share of the bucket's sums.
+    in int64 and float64, of what the bins need. The bins of ``"equal_mass"`` and ``"equal_mass_interp"`` are cut at
+    quantiles of the confidences, which are not exact in a fixed amount of memory. Here each cell counts its samples in
+    ``n_buckets`` fixed buckets of the confidence c, uniform in sqrt(2c)/3 up to 1/2 and in 1 - (2/3) (2(1 - c))^(1/4)
+    above. A cut inside a bucket takes its share of the bucket's sums.
     :meth:`error_bound` is how far the result can be from the exact one, per cell. It is found from the sums
     themselves: the m lowest of a bucket's n samples have at least max(0, k - (n - m)) and at most min(m, k) of its k
     correct ones. With ``exact=True`` the rows themselves are kept, in a temporary file.
@@ -48,8 +48,8 @@ class CalibrationGridState:
         n_buckets: >= 16, of the sketch behind the equal-mass estimators; the bound shrinks about as 1 / n_buckets.
         exact: keep the rows that were seen in an unnamed temporary file in ``spill_dir``, and let :meth:`compute` map
             it and do what :func:`focalkern.calibration_grid` does: disk space for the input and 8 bytes per row, and
-            in :meth:`compute` memory of 64 bytes per row and gamma. Without effect for ``"equal_width"``, which is
-            exact anyway.
+            in :meth:`compute` memory of 64 bytes per row and gamma. It has no effect for ``"equal_width"``, which is
+            always exact.
         spill_dir: folder of that file; that of :mod:`tempfile` by default.
 
     Raises:
@@ -129,7 +129,7 @@ class CalibrationGridState:
             logits: [N, C], logits or probabilities as ``input_kind`` says, with N >= 0 and the C of the batches
                 before; float16, bfloat16, float32 or float64, which may differ from batch to batch (with
                 ``exact=True`` it must not). On any device that has kernels: the sums are where the first batch was,
-                and the contribution of a batch from elsewhere is moved there. A batch on a device without float64 is
+                and the contribution of a batch on another device is moved there. A batch on a device without float64 is
                 taken to the CPU.
             target: [N] labels, int64, int32 or uint8, on the device of ``logits``.
 
@@ -163,7 +163,7 @@ class CalibrationGridState:
         return self
 
     def merge(self, other: "CalibrationGridState") -> Self:
-        """Add what another state has seen, as if its rows had come after the rows of this one.
+        """Add the sums of another state, as if its rows followed the rows of this one.
 
         Counts add up exactly; float64 sums in any order to 1e-15 relative.
 
@@ -205,7 +205,7 @@ class CalibrationGridState:
         Args:
             group: a process group; the default one when None. With gloo the sums travel through the CPU, with NCCL
                 through the current CUDA device.
-            timeout: how long to wait for the others; by default what the group was made with.
+            timeout: how long to wait for the others; by default the timeout of the group.
 
         Returns:
             The state itself.
@@ -334,7 +334,7 @@ class CalibrationGridState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Self:
-        """Go on from what :meth:`state_dict` has given, in place of what was seen so far.
+        """Replace the sums by those of a :meth:`state_dict`.
 
         Args:
             state_dict: of a state for the same grid.

@@ -48,7 +48,7 @@ def apply_calibrator(
             ``.feather`` with the columns ``prob_<class>``, the class being the name or number of the column of a table,
             or ``0, 1, ...``; all other columns of a table stay as they are. float64 where the source is, or is a table,
             else float32. An existing file is replaced only when the new one is complete.
-        input_kind: ``"logits"`` or ``"probs"``: what ``source`` holds; None takes what its names say.
+        input_kind: ``"logits"`` or ``"probs"``: what ``source`` holds; None infers it from its names.
         logits_key: the array of the logits, or a pattern for the columns of the classes.
         storage_options: of URLs, for their file system in fsspec.
 
@@ -136,7 +136,7 @@ def _write_header(stream: BinaryIO, dtype: np.dtype[Any], rows: UnlabelledRows) 
 
 
 def _table(suffix: str, probs: Tensor, rows: UnlabelledRows) -> bytes:
-    """The table of the source with probabilities in the place of its classes."""
+    """The table of the source with probabilities instead of the columns of its classes."""
     classes = rows.table.classes or tuple(map(str, range(rows.n_classes)))
     before, after = rows.table.before, rows.table.after
     names = [*(name for name, _ in before), *(f"prob_{name}" for name in classes), *(name for name, _ in after)]
@@ -147,7 +147,8 @@ def _table(suffix: str, probs: Tensor, rows: UnlabelledRows) -> bytes:
     if suffix == ".csv":
         text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
         writer = csv.writer(text, lineterminator="\n")
-        text_of = repr if probs.dtype == torch.float64 else "{:.9g}".format  # so many digits tell float32 apart
+        # this many digits distinguish all float32 numbers
+        text_of = repr if probs.dtype == torch.float64 else "{:.9g}".format
         cells = [[text_of(value) for value in column] for column in probs.T.tolist()]
         columns = [*(_as_text(column) for _, column in before), *cells, *(_as_text(column) for _, column in after)]
         writer.writerow(names)
@@ -169,7 +170,7 @@ def _table(suffix: str, probs: Tensor, rows: UnlabelledRows) -> bytes:
 
 
 def _as_text(column: Any) -> list[Any]:
-    """A column as it is written into a .csv file, where nothing stands for no value."""
+    """A column as written to a .csv file: an empty cell is a missing value."""
     values: list[Any] = column if isinstance(column, list) else column.to_pylist()
     return values
 

@@ -1,4 +1,4 @@
-"""A card for a saved calibrator, in Markdown: data, date, metrics with intervals, what it is for and what not."""
+"""A card for a saved calibrator, in Markdown: data, date, metrics with intervals, intended use and limits."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from focalkern.study.samples import SCORES
 
 __all__ = ["calibrator_card"]
 
-# By which method of a file a paper is cited.
+# The paper of each method of a file.
 _SOURCES = {
     "temperature": "Guo et al. 2017, arXiv 1706.04599: temperature scaling",
     "robust-temperature": "Guo et al. 2017, arXiv 1706.04599: temperature scaling",
@@ -25,11 +25,11 @@ _SOURCES = {
 
 
 def calibrator_card(path: str | os.PathLike[str]) -> str:
-    """A card for a saved calibrator: what a colleague must know before using it.
+    """A card for a saved calibrator, for colleagues who will use it.
 
     Its sections follow the model cards of Hugging Face: details, uses, how to start, data, evaluation, limits, source.
-    Data, date and metrics come from :meth:`focalkern.Study.save` or ``focalkern calibrate``; of a calibrator that was
-    saved by itself the card says that they are not recorded.
+    Data, date and metrics come from :meth:`focalkern.Study.save` or ``focalkern calibrate``; for a calibrator that was
+    saved without them the card says that they are not recorded.
 
     Args:
         path: of the calibrator.

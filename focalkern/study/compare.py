@@ -69,7 +69,7 @@ def compare_calibrators(
     input_kind: InputKind = LOGITS,
     keep_predictions: bool = False,
 ) -> Study:
-    r"""Compare calibrators and say which one to use, why, and what it costs, as ``focalkern calibrate`` does.
+    r"""Compare calibrators and recommend one, with the reason and its cost, as ``focalkern calibrate`` does.
 
     The candidates are fitted on the validation samples and compared there by cross-validation, all on the same folds.
     Among those that change no predicted class the one with the lowest mean loss is held; a richer one takes its place

@@ -23,7 +23,7 @@ from focalkern.study.scores import identity
 
 __all__ = ["cross_validate_samples", "source_of"]
 
-# The axes of an optimum at their end become longer so many times; each time is a pass over the samples.
+# An axis whose end is an optimum is extended at most this often; each time is a pass over the samples.
 _EXTENSIONS = 3
 
 

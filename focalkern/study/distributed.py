@@ -112,9 +112,9 @@ class Progress:
     """A state file, written regularly: the same command resumes from it.
 
     Args:
-        path: the file; None for none. Of several processes each writes its own, FILE.0-of-2 and FILE.1-of-2.
+        path: the file; None for none. With several processes each writes its own, FILE.0-of-2 and FILE.1-of-2.
         every: seconds between two writes.
-        processes: who shares the work.
+        processes: the processes that share the work.
         say: called with a sentence when the work resumes and when it stops.
     """
 
@@ -138,7 +138,7 @@ class Progress:
             kept = found["totals"]
         except InputError:
             raise
-        except Exception as error:  # whatever torch.load says of a file of another kind
+        except Exception as error:  # torch.load may raise anything for a file of another kind
             raise InputError(
                 f"{self.path}: expected a state that this command has written, found something else"
             ) from error

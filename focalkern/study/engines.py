@@ -26,10 +26,10 @@ def run_tasks(
     lost: Callable[[str, str], None],
     window: int | None = None,
 ) -> None:
-    """Call ``function(task, attempt)`` for every task and hand on what it returns.
+    """Call ``function(task, attempt)`` for every task and yield its results.
 
     A task is lost if its future raises, because its worker died or a worker beside it did. Every part of a lost task is
-    tried once more, alone, after all others: whoever is lost again is the cause.
+    tried once more, alone, after all others: a part that is lost again is the cause.
 
     Args:
         executor: any with ``submit``.
@@ -106,8 +106,8 @@ def _reason(error: BaseException | None) -> str:
 class LocalPool(Executor):
     """Processes of this machine, as :class:`concurrent.futures.ProcessPoolExecutor` has them, but for two things.
 
-    A pool with a dead worker is replaced by the next ``submit``. The workers never see Ctrl-C, which a terminal sends
-    to all processes of a command: this process alone decides what ends.
+    A pool with a dead worker is replaced by the next ``submit``. The workers ignore Ctrl-C, which a terminal sends to
+    all processes of a command: only this process handles it.
 
     Args:
         jobs: processes.
@@ -139,7 +139,7 @@ class LocalPool(Executor):
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
     def terminate(self) -> None:
-        """End the workers now, whatever they compute; they write nothing."""
+        """Kill the workers; they write no files."""
         workers = list((getattr(self._pool, "_processes", None) or {}).values())  # shutdown forgets them
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:

@@ -17,10 +17,9 @@ from focalkern.study.scores import NO_LABEL, score
 
 __all__ = ["GridSearch", "add_by_fold", "grid_state", "scalings_of_grid", "search_grid"]
 
-# After the search, a pass in float64 with many buckets (100 MB) recomputes the cells with the lowest ECE. Another pass
-# follows if other cells are then the lowest.
+# Another pass follows if other cells then have the lowest values.
 _REFINEMENTS = 4
-_REFINED_CELLS = 32  # of plain temperature scaling, and as many of the others
+_REFINED_CELLS = 32  # cells of temperature scaling, and as many with other gammas
 _REFINED_BUCKETS = 1 << 16
 # The lowest of those get exact scores.
 _MEASURED_CELLS = 4
@@ -28,7 +27,7 @@ _MEASURED_CELLS = 4
 
 @dataclass(frozen=True)
 class GridSearch:
-    """The grid with what is known of its errors and of its folds.
+    """The grid with its error bounds and its folds.
 
     Attributes:
         grid: ECE and NLL of every (gamma, T), and the Brier score if it is the criterion.

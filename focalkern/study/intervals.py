@@ -14,7 +14,7 @@ __all__ = ["DEFAULT_RESAMPLES", "bootstrap_intervals", "default_resamples"]
 
 DEFAULT_RESAMPLES = 200
 _MOST_RESAMPLED_ROWS = 200_000
-# In memory every score is resampled: with more numbers (N times C) that takes minutes.
+# In memory every score is resampled; beyond this number of probabilities (N times C) that takes minutes.
 _MOST_RESAMPLED_NUMBERS = 20_000_000
 
 
@@ -83,7 +83,7 @@ _Resampled = tuple[PairedBootstrap, dict[str, dict[str, BiasFloor]]]
 
 
 def _resample_confidences(samples: Samples, calibrators: Mapping[str, Any], options: dict[str, Any]) -> _Resampled:
-    """Accuracy and ECE alone: for samples in files the probabilities of the other classes are not kept."""
+    """Only accuracy and ECE: for samples in files the probabilities of the other classes are not kept."""
     found = {name: confidences(samples, one, options["n_bins"]) for name, one in calibrators.items()}
     confidence = {name: one for name, (one, _) in found.items()}
     correct = {name: one for name, (_, one) in found.items()}

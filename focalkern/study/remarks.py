@@ -1,4 +1,4 @@
-"""Remarks: sentences that the reader of a comparison needs beside its table."""
+"""Remarks: sentences for the reader of a comparison, in addition to its table."""
 
 import math
 
@@ -43,7 +43,7 @@ def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tupl
 
 
 def remarks_on_samples(samples: Samples) -> list[str]:
-    """Problems of the samples themselves, whatever is done with them."""
+    """Problems of the samples, independent of the calibrators."""
     found, counted = [], facts(samples)
     subject = "a logit of -inf" if samples.kind == "logits" else "probability exactly 0"
     zeros = counted.impossible_targets
@@ -142,7 +142,7 @@ def _on_scores(comparison: Comparison) -> list[str]:
         estimator = focal.scaling.estimator
         name = f"ece_{estimator}"
         intervals, place = comparison.intervals, comparison.results.index(focal)
-        # Where the interval of the difference contains 0, neither is higher; _on_small_differences says so.
+        # If the interval of the difference contains 0, neither is higher; _on_small_differences says so.
         decided = intervals is None or intervals.mark(place, name) == "!"
         if decided and focal.test[name] > temperature.test[name]:
             found.append(

@@ -118,7 +118,7 @@ class CalibratorResult:
 
 
 def at_bound(result: CalibratorResult) -> dict[str, str]:
-    """By parameter, `` (at the bound)`` where the optimum lies at the end of what was searched."""
+    """By parameter, `` (at the bound)`` if the optimum is at the end of the search."""
     border = () if result.scaling is None else result.scaling.at_border_
     return {
         name: " (at the bound)" if any(words.startswith(f"{name} = ") for words in border) else ""
@@ -246,9 +246,7 @@ class Comparison:
 class JudgedComparison(Comparison):
     """A comparison with its verdict and its remarks: everything that the renderers need.
 
-    Attributes:
-        verdict: what to use, why, and what it costs.
-        remarks: sentences that the reader of the table needs.
+    Attributes: verdict: the recommendation, its reason and its cost. remarks: sentences for the reader of the table.
     """
 
     verdict: Verdict

@@ -291,7 +291,7 @@ def _bar(what: str, total: int, done: int) -> Any:
     return tqdm(desc=what, total=total, initial=done, unit="row", unit_scale=True, leave=False)
 
 
-# In memory there are several copies of the input, some of them in float64.
+# In memory the input exists in several copies, some of them in float64.
 _SHARE_OF_MEMORY = 8
 
 
@@ -304,14 +304,14 @@ def stream_sets(
         path: a .npy, .safetensors or .zarr file, or a folder, pattern (``"val_logits-*.npy"``) or ``@LIST`` of them,
             whose rows follow each other in the order of the names and their numbers; also URLs. The labels of
             ``val_logits-3.npy`` are in ``val_labels-3.npy``.
-        processes: who shares the rows; this process alone when None.
-        progress: a file that is written now and then, from which the same call goes on; none when None.
+        processes: the processes that share the rows; only this process when None.
+        progress: a file that is written at intervals, from which the same call continues; no file when None.
         options: ``labels``, ``input_kind``, ``logits_key``, ``labels_key`` and ``storage_options`` of
             :func:`focalkern.files.read_sets`.
 
     Returns:
-        By prefix, ``""``, ``"val"`` or ``"test"``, what :func:`focalkern.compare_calibrators` and
-        :func:`evaluate_rows` take for rows.
+        By prefix, ``""``, ``"val"`` or ``"test"``, the rows that :func:`focalkern.compare_calibrators` and
+        :func:`evaluate_rows` take.
 
     Raises:
         InputError: anything at all that is wrong with names and shapes.

@@ -33,7 +33,7 @@ NO_LABEL = torch.iinfo(torch.int64).min  # no label is ignored
 _BUCKETS = 1 << 18
 
 Cell = tuple[float, float]
-"""(gamma, T), in the place of a fitted scaling."""
+"""(gamma, T), which replaces a fitted scaling."""
 
 
 def log_probabilities(calibrator: Any, input: Tensor, kind: InputKind) -> Tensor:
@@ -220,7 +220,7 @@ class _Sums:
         self.bins = torch.zeros(3, n_bins, dtype=torch.float64)  # samples, their confidences, how many are correct
         # Sum of probability - [target = class], by class and bin of the probability.
         self.excess = torch.zeros(samples.n_classes * n_bins, dtype=torch.float64)
-        # One tensor for all batches: a tensor per batch would keep the memory of its batch from being reused.
+        # One tensor for all batches: a tensor per batch would keep its batch's memory from being reused.
         n_kept = samples.n_local if samples.keeps_confidences else 0
         self.confidence = torch.zeros(n_kept, dtype=torch.float64)
         self.correct = torch.zeros(n_kept, dtype=torch.uint8)

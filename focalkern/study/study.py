@@ -39,9 +39,8 @@ class Study(JudgedComparison):
         intervals: bootstrap intervals of the scores; None without a bootstrap.
         cross_validation: of the candidates; None if a method was asked for by name.
         estimator: of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the search.
-        criterion: by which ``chosen`` was chosen.
-        verdict: what to use, why, and what it costs.
-        remarks: sentences that the reader of the table needs.
+        criterion: the criterion by which ``chosen`` was chosen.
+        verdict: the recommendation, its reason and its cost. remarks: sentences for the reader of the table.
 
     Example:
         >>> labels = torch.arange(600) % 3
@@ -138,7 +137,7 @@ class Study(JudgedComparison):
         return pandas.DataFrame(to_records(self))
 
     def write_report(self, folder: str | os.PathLike[str], *, title: str = "Calibration report") -> list[Path]:
-        """Write ``report.html``, which needs nothing but itself, and beside it pictures, tables and the calibrator.
+        """Write ``report.html``, a self-contained page, and into the same folder pictures, tables and the calibrator.
 
         Args:
             folder: created if it is not there; files of the same names are replaced, each in one step.

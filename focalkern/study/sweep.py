@@ -61,9 +61,9 @@ def sweep(
             A folder is the files in it, a pattern those that match, ``"@LIST"`` those named in a text file, one per
             line. All of them may be URLs that fsspec opens: ``"s3://bucket/runs/*.npz"``.
         folder: for ``sweep.csv``, ``sweep.json`` and ``sweep.html``, and for the result of every file as soon as it is
-            there: a sweep with the same files goes on where it was stopped. Nothing is written when None.
-        jobs: processes on this machine.
-        executor: any :class:`concurrent.futures.Executor` in place of ``jobs``: dask's ``Client.get_executor()``,
+        computed: a later sweep of the same files continues from there. Nothing is written when None. jobs: processes on
+        this machine. executor: any :class:`concurrent.futures.Executor` in place of ``jobs``: dask's
+        ``Client.get_executor()``,
             loky, ``mpi4py.futures.MPIPoolExecutor``, :class:`focalkern.integrations.ray.RayExecutor`. Its workers must
             find the files and focalkern. The caller shuts it down.
         batch: networks per task, for engines that take long over a task.
@@ -156,11 +156,11 @@ def run_sweep(
     done: Callable[[str, bool], None] = lambda name, fresh: None,
     words: Callable[[Exception], str] = str,
 ) -> Sweep:
-    """As :func:`sweep`, for its own callers.
+    """:func:`sweep` with two further arguments, for the command.
 
     Args:
-        done: is told of every file that is over, and whether it was computed now.
-        words: makes the reason of a file that cannot be used from its error; a function of a module, for pickle.
+        done: called for every finished file, with whether it was computed now. words: a module-level function (for
+        pickle) that turns the error of an unusable file into text.
     """
     if folder is not None:
         folder = path_text("sweep", "folder", folder)
@@ -294,7 +294,7 @@ def _record(name: str, settings: Mapping[str, Any], words: Callable[[Exception],
         with _one_thread():
             validation, test, split = _halves(read_sets(name, **reader), settings["seed"])
             study = run_study(validation, test, resamples=0, **study_options)
-    except Exception as error:  # whatever one file does, the others go on
+    except Exception as error:  # an error in one file must not stop the others
         expected = isinstance(error, InputError | ValueError | OSError)
         reason = " ".join(words(error).removeprefix(f"{name}: ").split())
         return {**record, "error": reason if expected and reason else f"{type(error).__name__} {reason}".strip()}
@@ -348,7 +348,7 @@ def _stamp(name: str, settings: Mapping[str, Any]) -> list[Any]:
         known = {key: value for key, value in settings.items() if key not in ("labels", "storage_options")}
         return [__version__, [fingerprint(file) for file in files], known]
     except (InputError, OSError):
-        return []  # the reader says what is wrong
+        return []  # the reader reports the error
 
 
 def _known(place: Path, name: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:

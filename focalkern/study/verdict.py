@@ -1,4 +1,4 @@
-"""The verdict on a comparison: what to use, why, what it costs, and what speaks against trusting it."""
+"""The verdict on a comparison: the recommendation, its reason, its cost, and warnings."""
 
 import math
 
@@ -22,7 +22,7 @@ __all__ = ["judge"]
 
 
 def judge(comparison: Comparison) -> Verdict:
-    """What to use, why, and what it costs."""
+    """The recommendation, its reason and its cost."""
     results, chosen, criterion = comparison.results, comparison.chosen, comparison.criterion
     cross_validation = comparison.cross_validation
     if chosen is None or chosen.test is None:

@@ -1,8 +1,7 @@
 """Pages of HTML that need nothing but themselves: the Jinja environment, its filters, and tables.
 
-The templates decide what a page has and escape all text; ``report.css`` decides how it looks, and ``explorer.js`` what
-it does with script.
-"""
+The templates have the content of a page and escape all text; ``report.css`` has its style, and ``explorer.js`` its
+interactive parts."""
 
 import base64
 import functools
@@ -39,7 +38,7 @@ class Table(NamedTuple):
 def render_page(template: str, **values: Any) -> bytes:
     """A page from a template, in UTF-8."""
     text = _environment().get_template(template).render(version=__version__, torch_version=torch.__version__, **values)
-    # A file name may hold bytes that no encoding knows (Python keeps them as lone surrogates).
+    # A file name may contain bytes that are invalid in every encoding (Python keeps them as lone surrogates).
     return str(text).encode("utf-8", errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""The page of the report: the values of its template, its pictures, and the files beside it."""
+"""The page of the report: the values of its template, its pictures, and the other files of the folder."""
 
 import io
 import json

@@ -39,7 +39,7 @@ _COLUMNS = [
 
 
 def names_of(paths: Iterable[str]) -> dict[str, str]:
-    """By path, its name without folder and suffix; with a digest of the path where several are called the same."""
+    """By path, its name without folder and suffix; with a digest of the path if several have the same name."""
     stems = {path: Path(path).stem for path in paths}
     count = Counter(stems.values())
     return {path: stem if count[stem] == 1 else f"{stem}-{_digest(path)}" for path, stem in stems.items()}
@@ -82,8 +82,8 @@ class Sweep:
         """Join the records of :func:`focalkern.sweep_one`, wherever they were made.
 
         Args:
-            records: in any order, which the tables keep. Of several with the same path the last one without an error
-                counts, or the last one.
+            records: in any order, which the tables keep. Among several records of one path, the last one without an
+            error counts, or else the last one.
 
         Returns:
             A sweep.
