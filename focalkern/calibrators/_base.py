@@ -130,7 +130,7 @@ class Calibrator(Fitted):
         Args:
             path: of the file; :func:`focalkern.load_calibrator` reads it.
             evidence: reasons for this calibrator, as ``json.dumps`` takes them; they are stored in the file, in the
-            summary of the fit.
+                summary of the fit.
 
         Raises:
             NotFittedError: neither ``fit`` nor ``load`` came before.

@@ -33,7 +33,9 @@ KINDS: tuple[InputKind, ...] = ("logits", "probs")
 class Hint:
     """The remedy of an error. The command spells it as an option.
 
-    Attributes: argument: the name of an argument. value: the value to pass.
+    Attributes:
+        argument: the name of an argument.
+        value: the value to pass.
 
     Example:
         >>> hint = fk.files.Hint("labels_key", "NAME")

@@ -49,8 +49,7 @@ def focal_calibration_map(
     input_kind: InputKind = "logits",
     log: bool = False,
 ) -> Tensor | Array:
-    r"""Focal calibration with temperature: the probabilities that belong to scores of a network trained with focal loss
-    gamma.
+    r"""Focal calibration with temperature: the true probabilities behind a network trained with focal loss gamma.
 
     With q = softmax(z / T), u = 1 - q, phi = -q log q / u and G(q) = u^gamma (1 + gamma phi):
 

@@ -100,7 +100,7 @@ def spline_calibration_map(
         keep_zeros: a logit of -inf, or a probability of 0, is a class that cannot occur: its result is 0 (-inf with
             ``log``).
         keep_order: for a curve that keeps the order of the classes: corrects rounding, so that equal inputs have equal
-        results to the bit, and larger inputs never smaller results. Compiled graphs and torch.func
+            results to the bit, and larger inputs never smaller results. Compiled graphs and torch.func
             leave it out.
         log: return log-probabilities.
 

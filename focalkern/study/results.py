@@ -246,7 +246,9 @@ class Comparison:
 class JudgedComparison(Comparison):
     """A comparison with its verdict and its remarks: everything that the renderers need.
 
-    Attributes: verdict: the recommendation, its reason and its cost. remarks: sentences for the reader of the table.
+    Attributes:
+        verdict: the recommendation, its reason and its cost.
+        remarks: sentences for the reader of the table.
     """
 
     verdict: Verdict

@@ -40,7 +40,8 @@ class Study(JudgedComparison):
         cross_validation: of the candidates; None if a method was asked for by name.
         estimator: of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the search.
         criterion: the criterion by which ``chosen`` was chosen.
-        verdict: the recommendation, its reason and its cost. remarks: sentences for the reader of the table.
+        verdict: the recommendation, its reason and its cost.
+        remarks: sentences for the reader of the table.
 
     Example:
         >>> labels = torch.arange(600) % 3

@@ -61,9 +61,9 @@ def sweep(
             A folder is the files in it, a pattern those that match, ``"@LIST"`` those named in a text file, one per
             line. All of them may be URLs that fsspec opens: ``"s3://bucket/runs/*.npz"``.
         folder: for ``sweep.csv``, ``sweep.json`` and ``sweep.html``, and for the result of every file as soon as it is
-        computed: a later sweep of the same files continues from there. Nothing is written when None. jobs: processes on
-        this machine. executor: any :class:`concurrent.futures.Executor` in place of ``jobs``: dask's
-        ``Client.get_executor()``,
+            computed: a later sweep of the same files continues from there. Nothing is written when None.
+        jobs: processes on this machine.
+        executor: any :class:`concurrent.futures.Executor` in place of ``jobs``: dask's ``Client.get_executor()``,
             loky, ``mpi4py.futures.MPIPoolExecutor``, :class:`focalkern.integrations.ray.RayExecutor`. Its workers must
             find the files and focalkern. The caller shuts it down.
         batch: networks per task, for engines that take long over a task.
@@ -159,8 +159,8 @@ def run_sweep(
     """:func:`sweep` with two further arguments, for the command.
 
     Args:
-        done: called for every finished file, with whether it was computed now. words: a module-level function (for
-        pickle) that turns the error of an unusable file into text.
+        done: called for every finished file, with whether it was computed now.
+        words: a module-level function (for pickle) that turns the error of an unusable file into text.
     """
     if folder is not None:
         folder = path_text("sweep", "folder", folder)

@@ -83,7 +83,7 @@ class Sweep:
 
         Args:
             records: in any order, which the tables keep. Among several records of one path, the last one without an
-            error counts, or else the last one.
+                error counts, or else the last one.
 
         Returns:
             A sweep.
