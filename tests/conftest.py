@@ -50,7 +50,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def cuda() -> torch.device:
-    """For tests of what only CUDA has."""
+    """For tests that need CUDA."""
     if (reason := cuda_skip_reason()) is not None:
         pytest.skip(reason)
     return torch.device("cuda")
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """-m gpu takes the tests that run on CUDA, whatever their names are; those of the kernels need them."""
+    """-m gpu selects the tests that run on CUDA, by their parameters; the tests of the kernels need them."""
     import focalkern
 
     compiled = focalkern.build_info()["kernels"] == "compiled"
@@ -153,7 +153,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For what is too small to wake a second thread, or has the same bits only with the same number of them."""
+    """For tests that are too small for a second thread, or whose bits depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

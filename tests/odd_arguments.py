@@ -1,4 +1,4 @@
-"""Arguments of any kind for every public function: what the tests of ``test_odd_arguments.py`` call, and with what."""
+"""The functions that ``test_odd_arguments.py`` calls, and the arguments that it passes."""
 
 import inspect
 import os
@@ -81,7 +81,7 @@ def _values() -> list[Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """A public function with what it has to be given, and how its errors begin."""
+    """A public function with valid arguments, and the beginning of its errors."""
 
     function: Callable[..., Any]
     good: dict[str, Any]
@@ -102,7 +102,7 @@ def call(function: Callable[..., Any], *who: str, **good: Any) -> Call:
 
 
 def _swept(**arguments: Any) -> fk.Sweep:
-    """Without a folder, which it would make."""
+    """Without a folder, because it would create one."""
     return fk.sweep(**arguments)
 
 

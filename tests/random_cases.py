@@ -6,9 +6,8 @@
     FOCALKERN_KERNELS=0 python tests/random_cases.py    plain torch; tools/cpu/without_avx512.py makes it AVX2
 
 A draw chooses operator, layout, dtype, number of classes (to 300,000), ties, classes at -inf, saturated rows, weights,
-smoothing, soft targets and every kind of gamma. The oracle is `focalkern.reference` in float64 of the inputs as they
-are after rounding. A failure is one line with the seed and the arguments. test_random_cases.py runs some.
-"""
+smoothing, soft targets and every kind of gamma. The oracle is `focalkern.reference` in float64, applied to the rounded
+inputs. A failure is one line with the seed and the arguments. test_random_cases.py runs some."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""How random_cases.py compares an operator with float64, and what it has found."""
+"""The comparison of an operator with float64 for random_cases.py, and its record of the results."""
 
 import math
 from dataclasses import dataclass, field

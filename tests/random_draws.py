@@ -18,7 +18,7 @@ VOCABULARY = (32001, 50257, 128256, 300000)
 
 @dataclass
 class Draw:
-    """A seed's choices. ``said`` is what a failure prints."""
+    """The choices of a seed. ``said`` is the text that a failure prints."""
 
     seed: int
     random: torch.Generator = field(init=False)

@@ -69,7 +69,7 @@ def test_the_slope_is_zero_there(batch):
 
 
 def test_the_kernel_and_torch_find_the_same(batch, monkeypatch):
-    """With a class that cannot occur, too."""
+    """With an impossible class, too."""
     logits, labels, _ = batch
     logits[:, ::3] = logits[:, ::3].scatter(2, ((labels[:, ::3] + 1) % 4).unsqueeze(2), -math.inf)
     found = fk.fit_temperatures(logits, labels)

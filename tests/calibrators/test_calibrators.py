@@ -1,4 +1,4 @@
-"""Calibrators: what they choose, what they refuse, and that what they save comes back."""
+"""Calibrators: their choices, their errors, and saving and loading."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, cal
 pytestmark = pytest.mark.filterwarnings("ignore::focalkern.CalibrationWarning")
 
 BOTH = [TemperatureScaling, FocalTemperatureScaling]
-# 0.05 to 4: wide enough that no optimum of the data below lies at its end.
+# 0.05 to 4: wide enough that no optimum of the data below is at an end.
 COARSE = [index * 0.05 for index in range(1, 81)]
 
 

@@ -261,7 +261,7 @@ def test_a_class_without_rows_in_the_report():
     assert (row["n"], row["frequency"]) == (0, 0.0)
     assert math.isnan(row["nll"])
     assert math.isnan(row["recall"])
-    assert row["ece"] == pytest.approx(row["mean_prob"])  # nothing is there, whatever the bin
+    assert row["ece"] == pytest.approx(row["mean_prob"])  # this bin is empty
 
 
 def test_the_report_of_independent_labels():

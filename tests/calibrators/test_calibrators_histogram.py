@@ -1,4 +1,4 @@
-"""Histogram binning: the bins against a loop, what happens at their edges, and where the predicted class changes."""
+"""Histogram binning: the bins against a loop, samples on their edges, and changed predictions."""
 
 import itertools
 import json

@@ -149,7 +149,7 @@ def test_separable_data_end_where_so_many_rows_justify_it(scale, rows):
 
 
 def test_one_mistake_is_an_optimum_again():
-    """The bound is for rows without one: a row that is wrong by much keeps T away from 0 by itself."""
+    """The bound is for rows without one: a row that is wrong by much keeps T away from 0."""
     logits, _ = sample(100)
     target = logits.argmax(-1)
     target[0] = logits[0].argmin(-1)
@@ -168,7 +168,7 @@ def test_the_bound_counts_a_row_as_often_as_its_weight_says():
 
 
 def test_rows_with_one_possible_class_are_sure_of_it():
-    """They have confidence 1 at every temperature; of the others the bound is taken."""
+    """These rows have confidence 1 at every temperature; the bound comes from the others."""
     logits, _ = sample(50)
     sure = torch.full((50, logits.shape[1]), -torch.inf, dtype=logits.dtype)
     sure[:, 0] = 0

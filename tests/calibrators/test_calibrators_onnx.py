@@ -1,4 +1,4 @@
-"""What torch.onnx.export makes of the modules, run by onnxruntime."""
+"""The modules, exported by torch.onnx.export and run by onnxruntime."""
 
 import warnings
 
@@ -48,7 +48,7 @@ class Everything(torch.nn.Module):
         vector = torch.linspace(0.6, 1.4, 6, dtype=torch.float64)
         matrix = torch.diag(vector) + 0.1 * torch.sin(torch.arange(36, dtype=torch.float64)).view(6, 6)
         bias = torch.cos(torch.arange(6, dtype=torch.float64))
-        # As many points as a class has, one of them only one.
+        # Each class has another number of points; one class has a single one.
         steps = [(np.linspace(0, 1, 2 + k), np.linspace(0.01 * k, 1 - 0.1 * k, 2 + k) ** 2) for k in range(5)]
         steps.append((np.array([0.4]), np.array([0.2])))
         curve = torch.tensor([[-6.0, -2.0, -1.5, 0.5, 3.0], [0.3, 0.0, -0.1, 0.6, 2.0]], dtype=torch.float64)

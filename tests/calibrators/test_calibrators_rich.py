@@ -19,7 +19,7 @@ from focalkern.calibrators import IsotonicCalibration, StructuredScaling, Temper
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
-# "auto" would be fitted by what is installed.
+# "auto" would depend on the installed packages.
 ALL = [
     StructuredScaling(kind="vector", solver="lbfgs"),
     StructuredScaling(kind="matrix", solver="lbfgs"),
@@ -170,7 +170,7 @@ def test_a_large_penalty_leaves_temperature_scaling():
     logits, target = sample(300)
     calibrator = StructuredScaling(penalty=1e9).fit(logits, target)
     plain = TemperatureScaling().fit(logits, target).predict_proba(logits)
-    # But for the floor, of which 1 / 301 is to be shared.
+    # Except for the floor, a share of 1 / 301.
     assert float((calibrator.predict_proba(logits) - plain).abs().max()) < 1 / 301
 
 
@@ -269,7 +269,7 @@ def test_what_comes_in_goes_out_saved_and_exported(calibrator, dtype, tmp_path):
 
 
 def arguments_of(module):
-    """Of a module of the same shapes with other numbers."""
+    """A state dict of another module with the same shapes."""
     if hasattr(module, "points"):
         c, m = module.points.shape
         return [(np.linspace(0, 1, m), np.linspace(0, 1, m))] * c, 0.5

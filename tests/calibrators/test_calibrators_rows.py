@@ -218,7 +218,7 @@ def test_segmentation_maps(calibrator, tmp_path):
     assert_close(found.predict_log_proba(dense).exp(), expected)
     assert torch.equal(found.predict(dense), flat.predict(logits).reshape(2, 4, 5))
     assert found.score(dense, target.reshape(2, 4, 5)) == flat.score(logits, target)
-    assert_close(found.predict_proba(logits), flat.predict_proba(logits))  # [N, C] stays what it is
+    assert_close(found.predict_proba(logits), flat.predict_proba(logits))  # [N, C] is returned unchanged
     module = found.as_module()
     assert_close(module(dense).exp(), expected)
     assert_close(torch.export.export(module, (dense,)).module()(dense), module(dense))

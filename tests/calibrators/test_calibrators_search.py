@@ -1,4 +1,4 @@
-"""The searches of focal temperature scaling: each against an independent optimum, and what each costs."""
+"""The searches of focal temperature scaling: each against an independent optimum, and its number of evaluations."""
 
 import math
 
@@ -72,7 +72,7 @@ def test_nll_is_the_minimum_of_the_reference(n_classes, seed):
     assert calibrator.best_value_ == pytest.approx(value(point), rel=1e-12)
     slope = [(value(point + step) - value(point - step)) / 2e-4 for step in np.eye(2) * 1e-4]
     assert slope == pytest.approx([0, 0], abs=1e-7)
-    # Nowhere else is lower: a wide coarse grid, and a search that knows no derivatives from its best cell.
+    # No lower value elsewhere: in a wide coarse grid, and in a search without derivatives from its best cell.
     gammas, temperatures = np.expm1(np.linspace(-3, 4, 12)), calibrator.temperature_ * np.geomspace(0.1, 10, 15)
     table = reference.calibration_grid(logits, target, gammas.tolist(), temperatures.tolist(), criteria=("nll",))["nll"]
     assert calibrator.best_value_ <= float(table.min())
@@ -122,7 +122,7 @@ def test_a_bound_of_gamma_is_said(gamma, bound, words, monkeypatch):
     assert calibrator.at_border_ == (
         f"gamma = {bound:g} is the {words} bound of the search: the NLL falls all the way to it",
     )
-    # With gamma held there, T is the best.
+    # For this gamma, T is the optimum.
     best = calibrator.best_value_
     for factor in (0.999, 1.001):
         assert best < nll(logits, target, calibrator.gamma_, calibrator.temperature_ * factor)
@@ -177,7 +177,7 @@ def test_brier_is_the_minimum_of_the_reference(n_classes, seed, focal):
     box = [np.log(TEMPERATURE_BOUNDS), np.log1p(GAMMA_BOUNDS)][: len(start)]
     other = optimize.minimize(value, start, method="Nelder-Mead", bounds=box, options={"xatol": 1e-7, "fatol": 1e-13})
     assert calibrator.best_value_ <= other.fun + 1e-12
-    # Of a proper loss a grid finds no less.
+    # For a proper loss a grid finds no lower value.
     grid = cls(criterion="brier", search="grid").fit_quietly(logits, target)
     assert calibrator.best_value_ <= grid.best_value_ + 1e-12
 

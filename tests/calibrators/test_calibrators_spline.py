@@ -1,4 +1,4 @@
-"""Spline scaling as a calibrator: invariances, order, edges, files, modules, and what it does to honest rows."""
+"""Spline scaling as a calibrator: invariances, order, edges, files, modules, and rows that are calibrated already."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Calibrators that several threads fit and read at once give what one thread gives, to the bit."""
+"""Calibrators that several threads fit and read at once give the results of one thread, to the bit."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

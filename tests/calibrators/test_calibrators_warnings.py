@@ -65,7 +65,7 @@ def test_labels_that_cannot_be_right_are_said_once(calibrator):
     kept = target < 4
     words = said(calibrator, logits[kept], target[kept] + 1)
     assert words.count("if the labels are one too high: the first class is 0") == 1
-    # By fit alone: a study, whose folds are fitted quietly, says it once of all its rows.
+    # Only fit warns: a study, which fits its folds quietly, warns once for all its rows.
     assert not any(
         "too high" in warning for warning in calibrator.fit_quietly(logits[kept], target[kept] + 1).warnings_
     )

@@ -1,4 +1,4 @@
-"""Labels that cannot be right, and sets that share rows, are said; what is merely weak, rare or small is not."""
+"""Unlikely labels and sets that share rows cause a warning; weak models, rare labels and small sets do not."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from focalkern._diagnostics import input_notes, label_problems, pair_problems
 
 
 def model(n_rows, n_classes, signal, prior=None, bias=0.0, seed=0):
-    """Logits that know about ``signal`` standard deviations of the label, and ``bias`` times what is common."""
+    """Logits with ``signal`` standard deviations of the label, and ``bias`` times a common part."""
     generator = torch.Generator().manual_seed(seed)
     prior = torch.ones(n_classes) if prior is None else prior
     labels = torch.multinomial(prior, n_rows, replacement=True, generator=generator)

@@ -75,7 +75,7 @@ def test_a_search_that_ends_at_its_last_step_says_so():
 
 
 def test_rounding_ends_a_search():
-    """No step lowers the value by what the gradient promises: the search ends and keeps its point."""
+    """No step lowers the value as much as the gradient promises: the search ends and keeps its point."""
 
     def objective(point):
         return 1.0, torch.full_like(point, 1e-3)

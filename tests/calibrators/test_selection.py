@@ -150,7 +150,7 @@ def test_a_matrix_needs_three_classes_and_two_rows_for_each():
 
 
 def test_a_candidate_without_an_optimum_outside_of_a_fold_is_not_chosen():
-    """One mistake in 60 rows: without the fold that has it temperature scaling stops where its search does."""
+    """One mistake in 60 rows: without the fold that has it, temperature scaling stops at its bound."""
     labels = torch.arange(60) % 3
     logits = torch.eye(3, dtype=torch.float64)[labels]
     logits[0] = torch.tensor([0.0, 0.1, 0.0])
@@ -195,7 +195,7 @@ def test_masked_logits_leave_no_calibration_eligible(sharp):
     logits[torch.arange(len(labels)), (labels + 1) % logits.shape[1]] = -math.inf
     found = cross_validate(logits, labels, as_candidates(None, "nll", "logits"), criterion="nll", folds=5, seed=0)
     assert found.entries[0].excluded == ""
-    # Of probabilities a zero may be that of a forest, whose next one falls on the true class.
+    # A probability of zero may come from a forest, whose next zero may be the true class.
     probs = logits.double().softmax(-1)
     found = cross_validate(probs, labels, as_candidates(None, "nll", "probs"), criterion="nll", folds=5, seed=0)
     assert found.entries[0].excluded
@@ -214,7 +214,7 @@ def test_one_row_is_too_few_for_any_fold():
 
 
 class Half:
-    """Scikit-learn-shaped, in NumPy: what it has learnt is a temperature of 2."""
+    """A classifier in scikit-learn's shape, in NumPy: it has learnt a temperature of 2."""
 
     def fit(self, logits, labels):
         assert type(logits).__module__ == type(labels).__module__ == "numpy"

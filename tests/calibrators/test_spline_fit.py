@@ -25,7 +25,7 @@ MEMBERS = ("free", "scalar", "vector", "matrix")
 
 
 def draw(n=400, n_classes=4, seed=0, scale=2.0):
-    """Logits of a network that is too sure, and labels drawn from what it should have said."""
+    """Logits of an over-confident network, and labels drawn from the correct probabilities."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, n_classes, generator=generator, dtype=torch.float64) * 2
     target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -96,7 +96,7 @@ def test_the_focal_map_is_a_member(gamma):
     values = gamma * torch.nn.functional.softplus(knots) - (gamma * phi).log1p()
     found = reference.spline_calibration_map(logits, 1.3, 1e-15, 0.0, knots, values, log=True)
     assert found.numpy() == pytest.approx(fk.focal_calibration_map(logits, gamma, 1.3, log=True).numpy(), abs=1e-5)
-    # Without a curve it is x.
+    # Without a curve the score is x.
     x = parts.features(logits, 1.3, 0.01)[0]
     found = reference.spline_calibration_map(logits, 1.3, 0.01, 0.0, knots, torch.zeros(161), log=True)
     assert found.numpy() == pytest.approx(x.numpy(), abs=1e-14)
@@ -294,7 +294,7 @@ def crossing(n=3000, n_classes=3):
 
 @pytest.mark.parametrize("n", [300, 350, 450])
 def test_the_search_under_the_condition_ends_at_rounding(n):
-    """A step up by what the quadratic program leaves open is not halved until nothing of it is left."""
+    """A step that goes up by the tolerance of the quadratic program is not halved to nothing."""
     family = fit_family(rows_of(*crossing(n)), ("scalar",))
     assert family["scalar"].passes - family["free"].passes <= 8
 

@@ -9,8 +9,7 @@ import torch
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
 
-# A tenth of the paper's temperatures: the tests are about what is said of a grid, not about its size. Most of them are
-# not about intervals either. They ask for the paper's choice; the verdict of a cross-validation has tests below.
+# A tenth of the paper's temperatures: the tests are about the words on a grid, not about its size.
 PAPER = ("--method", "focal-temperature", "--criterion", "ece", "--temperatures", "0.1:5:0.1")
 
 GRID = (*PAPER, "--bootstrap", "0")

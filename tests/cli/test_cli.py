@@ -83,7 +83,7 @@ def test_the_printed_table_is_the_json(both, run):
         "focal-temperature": "focal temperature{}, {}-optimal",
     }
     for row in document["rows"]:
-        # By another search than the usual one for NLL: the temperatures are not the default.
+        # A search other than the default for NLL: the temperatures are given.
         search = " (grid)" if row["criterion"] == "nll" else ""
         label = re.escape(labels[row["method"]].format(search, (row["criterion"] or "").upper()))
         (line,) = [line for line in lines if re.match(rf"(-> |   ){label} ", line)]

@@ -60,7 +60,7 @@ def test_the_intervals_are_those_of_the_library(both, run):
                 "p_value": floor.p_value(row["test"]["ece_equal_mass"]),
             }
         )
-    # Logits that are twice too large: scaling wins, and what the two kinds of scaling differ by is not all decided.
+    # Logits that are twice too large: scaling wins, and not every difference between the two scalings is significant.
     assert {"better", "undecided"} <= verdicts
 
 
@@ -129,14 +129,14 @@ def test_choices_that_cannot_be_told_apart_are_said(both, run):
     assert f"{found['low']:+.4f} to {found['high']:+.4f}, contains 0" in remark
     said = any("from that of a perfectly calibrated model" in remark for remark in document["remarks"])
     assert said == (focal["bias_floor"]["ece_equal_mass"]["p_value"] > 0.05)
-    # The same cell twice has no difference to speak of.
+    # The same cell twice has no difference to report.
     same = run_json(run, "calibrate", both, *INTERVALS, "--gammas", "0")
     assert not any("cannot be told apart" in remark for remark in same["remarks"])
     assert row_of(same, "focal-temperature", "ece")["difference"]["figures"]["nll"]["estimate"] == 0
 
 
 def test_a_choice_that_is_better_beyond_noise_gets_its_mark(tmp_path, run):
-    """Temperature scaling cannot mend what the focal map can: labels that follow the map with gamma = 5."""
+    """Temperature scaling cannot correct labels that follow the focal map with gamma = 5."""
     generator = torch.Generator().manual_seed(0)
     arrays = {}
     for part in ("val", "test"):

@@ -74,7 +74,8 @@ def test_another_search_and_bins_are_rows_beside_the_grids(options, expected, bo
     assert row["test"]["ece_equal_width"] == pytest.approx(float(ece))
     low, high = row["intervals"]["ece_equal_width"]
     assert low <= row["test"]["ece_equal_width"] <= high
-    # Bins are compared with what they follow, another scaling with temperature scaling, the rest with no calibration.
+    # Bins are compared with the scaling before them, another scaling with temperature scaling, the rest with no
+    # calibration.
     beaten = 0 if expected.method in ("temperature", "histogram") else {"ece": 1, "nll": 3}[row["criterion"]]
     if isinstance(expected, HistogramBinning) and expected.scaling is not None:
         beaten = {"focal-temperature": 5, "temperature": 1}[row["method"]]
@@ -104,7 +105,7 @@ def test_another_search_and_bins_are_said_in_print(both, run, tmp_path):
 
 
 def test_what_bins_do_to_predictions_and_nll_is_said(tmp_path, run):
-    # In the lower half of the confidences class 0 is never right when it is on top; in the upper half it always is.
+    # With a confidence below the median class 0 is never right on top; above it, it always is.
     logits = np.tile([[1.0, 0.0, -1.0], [4.0, 0.0, -1.0]], (100, 1))
     labels = np.tile([1, 0], 100)
     later = labels.copy()

@@ -1,5 +1,5 @@
-"""A full disk and a folder that may not be written to, under every writer: an error that names the file, no half file,
-and what was there before is there still.
+"""A full disk and a read-only folder, for every writer: an error that names the file, no partial file, and the old file
+unchanged.
 
 The disk is full where the system says so: a limit on the size of files makes the same calls of write fail.
 """
@@ -22,7 +22,7 @@ from focalkern import cli, files, study
 RNG = np.random.default_rng(0)
 Y = RNG.integers(4, size=200)
 Z = 3 * np.eye(4)[Y] + RNG.normal(size=(200, 4))
-PROBLEM = "File too large|Permission denied"  # what the system says of either
+PROBLEM = "File too large|Permission denied"  # the system's words for either
 FITTED = fk.TemperatureScaling().fit_quietly(Z, Y)
 
 

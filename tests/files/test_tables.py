@@ -182,7 +182,7 @@ def test_frames_are_read_by_their_columns_everywhere():
             fk.focal_calibration_map(frame, 1.0)
 
 
-# Python reads all of these as numbers; whoever wrote them meant something else, or another program reads another one.
+# Python reads all of these as numbers, but their authors meant something else, and other programs read other numbers.
 @pytest.mark.parametrize("cell", ["1_0", "\u0661", "\uff11"])
 def test_a_number_is_written_in_ascii_digits_without_underscores(cell, tmp_path, run):
     fk.TemperatureScaling().fit_quietly(torch.from_numpy(LOGITS), torch.from_numpy(LABELS)).save(tmp_path / "c.json")
@@ -246,7 +246,7 @@ def test_pyarrow_reads_the_same_text_or_none(end, monkeypatch):
             assert found[0].tobytes() == values.tobytes() and found[1] == words
             taken += len(one)
     assert taken > len(cells) if end != "\r" else taken == 0
-    # Where pyarrow does not take the text, or is not installed, Python reads it.
+    # If pyarrow does not accept the text, or is not installed, Python reads it.
     for data in (b'a,b,label\n1,"2",0\n', b"a,b,label\n1,2,0\n"):
         if b'"' not in data:
             monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -126,7 +126,7 @@ def test_names_stand_for_urls(memory, tmp_path):
     listed = tmp_path / "files.txt"
     listed.write_text(f"{memory}/part-*.npz\n")
     same(read_sets(f"@{listed}"), read_sets(f"{memory}/part-*.npz"))
-    # In an address of the web a question mark begins the query; a path with a colon is no URL.
+    # In a web address a question mark begins the query; a path with a colon is no URL.
     assert (
         suffix_of("https://host/val.NPZ?token=a*b.csv") == ".npz" and name_of("s3://b/x_logits.npy").stem == "x_logits"
     )
@@ -249,7 +249,7 @@ def test_apply_joins_a_data_set(here, memory, tmp_path):
 
 
 class Served(http.server.SimpleHTTPRequestHandler):
-    """A server that knows no ranges: it answers with the whole file."""
+    """A server without support for ranges: it answers with the whole file."""
 
     def log_message(self, *arguments):
         pass

@@ -32,7 +32,7 @@ def sample(n=400, n_classes=3, seed=0):
     )
 
 
-# scikit-learn's checks fit what is far too small to calibrate, and warn of it themselves.
+# scikit-learn's checks fit sets that are far too small to calibrate, and expect the warning.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ensemble", [False, True])
 @pytest.mark.parametrize("options", [{}, {"cv": 2}])

@@ -23,7 +23,7 @@ def test_the_floor_of_a_long_row_is_that_of_its_elements():
     # Three transpositions of 28 instructions for sixteen rows and four classes.
     rows = (2 * 22 + 7 * 14) / 16 / 32
     assert counts.floor(32, "float32") == pytest.approx(34 / 16 + 3 * 28 / 64 + rows)
-    # Seven vectors, the last of which has four classes, and two folds of four rows in 13 instructions each.
+    # Seven vectors, the last with four classes, and two reductions of four rows in 13 instructions each.
     assert counts.floor(100, "float32") == pytest.approx((7 * 34 + 2 * 13 / 4 + rows * 32) / 100)
 
 
@@ -52,7 +52,7 @@ def test_counts_repeat(tmp_path: Path):
     assert 1 < first.ratio < 5
     table = counts.count(program, 10, "float32", "table")
     assert table.forward > first.forward
-    assert table.backward == first.backward  # what the gradient takes of gamma comes from the forward pass
+    assert table.backward == first.backward  # the forward pass computes the part of the gradient that depends on gamma
     for gamma in ("3", "1.5"):
         assert counts.count_soft(program, "smoothed", 100, "float32", gamma).both <= most_soft(gamma)
     computed = counts.count_elements(program, "focal", "float32", "dense")

@@ -1,4 +1,4 @@
-"""Counting machine instructions: the reader of what was executed, and the committed table."""
+"""Counting machine instructions: the reader of executed instructions, and the committed table."""
 
 import pytest
 

@@ -25,7 +25,7 @@ def geometry(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return loaded
 
 
-# Rows: see geometry.cpp. Beyond these classes and rows no threshold lies.
+# No threshold lies beyond these classes and rows.
 def test_every_size_has_a_valid_launch(geometry):
     assert geometry.check_all_row_plans(c_int64(70_000)) is None
 

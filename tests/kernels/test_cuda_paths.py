@@ -115,7 +115,7 @@ def test_runs_on_the_current_stream(cuda):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        torch.cuda._sleep(20_000_000)  # what runs on another stream would read the logits before they are written
+        torch.cuda._sleep(20_000_000)  # work on another stream would read the logits before they are written
         logits.add_(torch.eye(10, device=cuda)[0], alpha=5.0)
         loss = fk.focal_loss(logits, target)
         mapped = fk.focal_calibration_map(logits, 2.0)

@@ -72,7 +72,7 @@ def test_thread_sanitizer_has_no_report(hashes):
 
 
 def test_formulas_are_defined_everywhere(tmp_path):
-    """Whatever the argument: no overflow of an integer, no shift of a negative one."""
+    """For any argument: no overflow of an integer, no shift of a negative one."""
     try:
         compiler = build.compiler()
     except build.ToolMissingError as problem:

@@ -1,4 +1,4 @@
-"""The reader of machine code (sassrun): what it does not know is an error, and no guess. What instructions do is tested
+"""The reader of machine code (sassrun): an unknown instruction is an error. What instructions do is tested
 by the results of the kernels: FOCALKERN_PTX=arch=machine_code, and machine_code_100.
 """
 

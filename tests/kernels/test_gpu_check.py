@@ -1,4 +1,5 @@
-"""The GPU check's frame: stages that fail, crash or find no time leave the others alone. No GPU is needed here."""
+"""The frame of the GPU check: a stage that fails, crashes or has no time left does not affect the others. No GPU is
+needed here."""
 
 import argparse
 import json

@@ -19,7 +19,8 @@ def gradient(z, target, upstream, gamma):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_float32_rounded(dtype):
-    # Around what is turned together: 4 rows and classes, 8 classes, 16 rows, 64 rows; odd numbers of classes.
+    # Around the sizes that are transposed together: 4 rows and classes, 8 classes, 16 rows, 64 rows; odd numbers of
+    # classes.
     for classes in (2, 4, 5, 7, 8, 9, 10, 16, 19, 31, 32):
         for n in (3, 4, 15, 16, 17, 63, 64, 65, 90):
             z = (4 * torch.randn(n, classes)).to(dtype)

@@ -210,7 +210,7 @@ def test_ignored_samples_pixels_and_other_forms(device):
     loss.accumulate(logits[:1], torch.tensor([255], device=device))
     assert loss.n_accumulated == 0
     holes = torch.full((10, 21), 255, device=device)
-    pixels = torch.full((10, 5, 21), NAN, dtype=torch.float64, device=device)  # what is ignored may hold anything
+    pixels = torch.full((10, 5, 21), NAN, dtype=torch.float64, device=device)  # ignored entries may hold anything
     holes[:, :20], pixels[:, :, :20] = target.reshape(10, 20), logits.reshape(10, 20, 5).movedim(-1, 1)
     loss.accumulate(pixels[:9], holes[:9].to(torch.uint8))
     loss.accumulate(pixels[9].T.contiguous(), holes[9].int())

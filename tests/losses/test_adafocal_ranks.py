@@ -54,7 +54,7 @@ def process(rank, folder):
     alone.update(*shards(rank), distributed=False)
     results["not distributed"] = alone.state_dict()
 
-    # With an error on one rank, both raise and stay as they were.
+    # If one rank has an error, both raise and stay unchanged.
     before = snapshot(uneven)
     logits, target = shards(rank)
     logits[0] = NAN if rank == 1 else 0.0
@@ -72,7 +72,7 @@ def process(rank, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """One start of two processes for all tests: it takes longer than what they do."""
+    """Two processes are started once for all tests: starting takes longer than the tests."""
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("this torch has no gloo processes")
     folder = tmp_path_factory.mktemp("ranks")

@@ -1,4 +1,5 @@
-"""Dynamic fine-tuning, ``modulation="confidence"``: beside the formulas of TRL and Liger, and where p or gamma is 0."""
+"""Dynamic fine-tuning, ``modulation="confidence"``: compared with the formulas of TRL and Liger, and with p or gamma
+0."""
 
 import math
 

@@ -36,7 +36,7 @@ def share(values, rank):
 
 
 def train(model, criterion, rank, ignored=(), by_count=False):
-    """Three epochs of two batches, with what a schedule learns from validation after each; returns what came out.
+    """Three epochs of two batches, with an update of the schedule after each; returns the results.
 
     With rank None it is one process; else the process has its share of every batch. A loss that is a sum is divided
     by the count of all ranks, times RANKS, because DistributedDataParallel takes the mean of the ranks' gradients.

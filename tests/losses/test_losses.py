@@ -54,7 +54,7 @@ def dual(gamma):
         t = shares(len(z), y, smoothing)
         total = mpf(0)
         for k in range(len(z)):
-            # By the logits: equal ones stay equal when a third is moved for a derivative.
+            # Relative to the logits: equal ones stay equal when a third is moved for a derivative.
             below = max((p[j] for j in range(len(z)) if z[j] < z[k]), default=mpf(0))
             total -= t[k] * (1 - p[k] + below) ** mpf(gamma) * mpmath.log(p[k]) if t[k] else 0
         return total

@@ -104,7 +104,7 @@ def test_reductions_weights_and_ignored_samples(name, device):
     assert_close(total(input, target), losses.sum())
     assert_close(mean(input, target), losses.sum() / weight[target[~ignored]].sum())
     assert gradient(mean(input, target), input)[ignored].count_nonzero() == 0
-    # Without the ignored rows the same.
+    # Without the ignored rows the result is the same.
     assert_close(mean(input[~ignored], target[~ignored]), mean(input, target))
 
 

@@ -164,7 +164,7 @@ def test_autocast(name, dtype):
     exact = logits.detach().double().requires_grad_()
     expected = criterion(exact, y)
     expected.backward()
-    # The loss is computed in float32, and what goes back is rounded to the dtype of the logits once.
+    # The loss is computed in float32, and the gradient is rounded to the dtype of the logits once.
     assert_close(loss, expected)
     assert logits.grad.dtype == dtype
     assert_close(logits.grad, exact.grad)
@@ -264,7 +264,7 @@ def test_gradient_accumulation_is_the_whole_batch(name, weighted):
     kinds = {"focal": (fk.FocalLoss, {"gamma": 2.0}), "FLSD": (fk.FLSDLoss, {}), "Brier": (fk.BrierLoss, {})}
     make, options = kinds[name]
     x, y = samples()
-    y[torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 20, 40])] = -100  # micro batches that differ in what counts
+    y[torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 20, 40])] = -100  # micro batches with different numbers of counting rows
     whole = network()
     make(weight=weight, **options)(whole(x), y).backward()
 

@@ -281,7 +281,7 @@ def test_intervals_contain_the_truth_as_often_as_they_say():
 
 
 def test_equally_good_calibrators_seldom_win():
-    """Two temperatures, 1 and 1.0001: what differs is in which bin a few rows are."""
+    """Two temperatures, 1 and 1.0001, put only a few rows into other bins."""
     generator = torch.Generator().manual_seed(8)
     wins = dict.fromkeys(bootstrap.METHODS, 0)
     trials = 60
@@ -377,7 +377,7 @@ def test_a_bar_shows_when_it_is_asked_for(capsys):
     assert shown.out == ""
 
 
-# Each with the words that must appear: what was expected, what was found.
+# Each with the words that must appear: expected and received.
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [

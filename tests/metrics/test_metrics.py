@@ -282,7 +282,7 @@ def test_smooth_error_is_its_own_bandwidth():
 def test_smooth_error_at_the_ends():
     one = torch.ones(3)
     assert metrics.smooth_calibration_error(confidence=one, correct=one) == 0
-    # Everything at one place and wrong by 1: the mass of the residual, whatever the kernel.
+    # All confidences equal and wrong by 1: the result is the mass of the residual for every kernel.
     assert float(metrics.smooth_calibration_error(confidence=one, correct=0 * one)) == pytest.approx(1, abs=1e-6)
     # It does not jump where ECE does: across the edge of a bin, where residuals of both signs part.
     correct = torch.tensor([1.0, 0.0])
@@ -395,7 +395,7 @@ def test_numpy_arrays_are_taken_also_read_only_ones():
     assert metrics.expected_calibration_error(probs.tolist(), target.tolist()) == pytest.approx(expected.item())
 
 
-# Each with the words that must appear: what was expected, what was found.
+# Each with the words that must appear: expected and received.
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [

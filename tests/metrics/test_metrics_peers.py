@@ -1,4 +1,4 @@
-"""The metrics beside the libraries that people compare with: where they agree, and where they differ by definition."""
+"""The metrics compared with other libraries: where they agree, and where they differ by definition."""
 
 import numpy as np
 import pytest

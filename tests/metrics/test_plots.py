@@ -1,4 +1,4 @@
-"""The figures: that they can be drawn for awkward data, and that what they show is what they were given."""
+"""The figures: they can be drawn for awkward data, and they show the data."""
 
 import io
 import math
@@ -78,7 +78,7 @@ def test_the_bars_are_the_accuracies_at_the_bins():
 
 
 def test_a_notebook_shows_the_picture_without_pyplot():
-    """In an interpreter of its own: what a notebook would find, and that nothing has imported pyplot."""
+    """In a separate interpreter, as in a notebook: nothing has imported pyplot."""
     code = """
 import sys, torch
 from focalkern import metrics, plots

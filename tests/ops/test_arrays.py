@@ -1,4 +1,4 @@
-"""NumPy arrays in the place of tensors: the same numbers, as arrays."""
+"""NumPy arrays instead of tensors: the same numbers, as arrays."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_metrics(name):
     assert isinstance(expected, torch.Tensor)
     assert isinstance(result, np.ndarray if name == "classwise" else np.float64)
     np.testing.assert_array_equal(result, expected.numpy())
-    # One tensor is enough for tensors.
+    # One tensor among the arguments makes the results tensors.
     assert isinstance(METRICS[name](torch.from_numpy(PROBS), LABELS), torch.Tensor)
 
 

@@ -99,7 +99,7 @@ def check_against_reference(z, target, gammas=GAMMAS, temperatures=TEMPERATURES,
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-# float64 leaves no room at the cuts; float32 is what networks give; the others are computed in float32.
+# float64 is exact at the cuts; float32 is what networks give; the others are computed in float32.
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 # Two classes, a few, one more than a vector, many with few samples. N is a multiple of 15 or prime to it: else some
 # edges of equal_mass_interp are samples up to a rounding.
@@ -109,9 +109,9 @@ def test_every_cell_equals_the_reference(device, estimator, dtype, n, n_classes)
     check_against_reference(z, target, estimator=estimator)
 
 
-# Without the Brier score float32 takes other roads to the sum over the classes: moments for gammas up to 1, a division
-# for two whole ones, the exact form for the rest (1.5, -0.97, 20 and a third whole one); and for the small classes of a
-# long row seven moments, unless some gamma is too large for them, which 20 is.
+# Without the Brier score, float32 computes the sum over the classes in other ways: moments for gammas up to 1, a
+# division for two whole gammas, the exact form for the rest (1.5, -0.97, 20 and a third whole one). Small classes of a
+# long row use seven moments, unless some gamma is too large, as 20 is.
 @pytest.mark.parametrize(
     "gammas",
     [[-0.9, -0.5, 0.0, 0.05, 0.75, 1.0, 1.5, 5.0], [-0.97, 0.25, 2.0, 3.0, 4.0, 20.0]],

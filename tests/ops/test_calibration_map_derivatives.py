@@ -164,7 +164,7 @@ def test_forward_mode(device):
         torch.tensor(1.5, dtype=torch.float64, device=device),
     ]
     tangents = [torch.randn_like(v) for v in values]
-    # Each input alone, and with gradients off, where a shortcut would lose the tangent.
+    # Each input separately, and with gradients off, where a shortcut would drop the tangent.
     for i in range(3):
         for grad_mode in (True, False):
             results = []

@@ -1,4 +1,4 @@
-"""A device without float64, and one that knows nothing of autocast: the meta device in the place of a Mac's GPU."""
+"""A device without float64, and one without autocast: the meta device stands in for a Mac's GPU."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""focalkern.fallback beside the compiled kernels, and beside definitions at 300 digits."""
+"""focalkern.fallback compared with the compiled kernels, and with definitions at 300 digits."""
 
 import functools
 

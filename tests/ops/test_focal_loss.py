@@ -125,7 +125,8 @@ LONG_ROWS = [33, 40, 64, 100, 112, 113, 128, 250, 256, 257, 1000, 4096, 4097, 50
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("classes", LONG_ROWS)
 def test_numbers_that_stand_out_in_long_rows(device, classes, dtype):
-    """Not finite, or far from all others; at every place of the first and the last vectors, and beside the target."""
+    """Infinite, NaN, or far from all others; at every position of the first and the last vectors, and next to the
+    target."""
     places = sorted({*range(min(classes, 36)), *range(max(classes - 36, 0), classes)})
     target = torch.tensor(places, device=device)
     logits = torch.randn(len(places), classes, device=device)
@@ -215,7 +216,8 @@ def gammas_for(shape, device, dtype=torch.float64):
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("kind", ["index", "probabilities"])
-# Every pair of options meets in the loops below: each is simple alone, the divisor and the second path mix them.
+# Every pair of options occurs in the loops below: each option is simple, but they share the divisor and the path for
+# soft targets.
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 def test_option_pairs(device, reduction, kind, smoothing):
     z = torch.randn(6, 5, dtype=torch.float64, device=device) * 3
@@ -400,7 +402,7 @@ def test_empty_and_ignored(device, dtype):
 
 
 def test_a_table_is_looked_up_in_the_kernel(device):
-    # p = 0.5 exactly lies in the bin that begins there; the outer edges are not compared.
+    # p = 0.5 exactly belongs to the bin that begins there; the outer edges are not compared.
     table = fk.GammaTable([0.3, 0.5, 0.5, 0.7], [5.0, 9.0, -1.0]).to(device)
     for dtype in (torch.float32, torch.float64):
         z = torch.tensor([[0.0, 0.0], [-5.0, 0.0], [5.0, 0.0]], dtype=dtype, device=device)
@@ -408,7 +410,7 @@ def test_a_table_is_looked_up_in_the_kernel(device):
         per_row = torch.tensor([-1.0, 5.0, -1.0], dtype=dtype, device=device)
         by_table = fk.focal_loss(z, target, table, reduction="none")
         assert_close(by_table, fk.focal_loss(z, target, per_row, reduction="none"))
-    # Values written in place are seen by the next call, which is what a schedule needs.
+    # The next call sees values that were written in place, as a schedule needs.
     table.gammas[1:] = 0.0
     table.gammas[0] = 0.0
     assert_close(fk.focal_loss(z, target, table), F.cross_entropy(z, target))

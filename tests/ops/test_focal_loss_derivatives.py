@@ -219,7 +219,7 @@ def test_forward_mode(device):
         "g": torch.rand(5, dtype=torch.float64, device=device) + 0.5,
     }
     tangents = {name: torch.randn_like(value) for name, value in values.items()}
-    # Each input alone, and with gradients off, where a shortcut would lose the tangent.
+    # Each input separately, and with gradients off, where a shortcut would drop the tangent.
     for name in names:
         for grad_mode in (True, False):
             results = []

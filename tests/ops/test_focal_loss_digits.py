@@ -45,7 +45,7 @@ def test_value_and_gradients_at_300_digits(device, dtype, gamma):
                 # float64 keeps its relative accuracy however small the number; float32 has its contract.
                 floor = 1e-290 if dtype == torch.float64 else atol
                 assert abs(a - e) <= rtol * abs(e) + floor, (gap, target, a, e)
-            # The same through the second path, which visits every class.
+            # The same with soft targets, whose loop visits every class.
             soft = F.one_hot(torch.tensor([target], device=device), 3).to(dtype)
             by_class = fk.focal_loss(z, soft, g, reduction="sum")
             actual = [by_class.item(), *torch.autograd.grad(by_class, z)[0].flatten().tolist()]
@@ -72,7 +72,8 @@ def test_soft_targets_at_300_digits(device, gamma):
 @pytest.mark.filterwarnings("ignore:focal_loss. gamma = -5.0 is below")
 @pytest.mark.parametrize("gamma", EDGE_GAMMAS)
 def test_the_edges_of_every_form_of_gamma(device, gamma):
-    # One gamma for all rows or many, rows that all count alike or not: the loops know. More than a vector of rows.
+    # One gamma for all rows or one each, rows with equal or different weights: each has its own loop. More rows than a
+    # vector.
     edges = [(gap, target) for gap in EDGE_GAPS for target in (0, 1)] * 3
     exact = [edge_oracle(gap, gamma, target) for gap, target in edges]
     table = fk.GammaTable([0.0, 0.5, 1.0], [gamma, gamma]).to(device)

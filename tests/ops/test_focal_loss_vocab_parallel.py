@@ -16,8 +16,7 @@ from torch import nn
 import focalkern as fk
 from focalkern.ops._row_kernels import slice_gradient
 
-# An end for processes that wait for each other for ever. Nothing is measured by it: it is far above what any of this
-# takes on a busy machine.
+# No measurement: a limit far above the time of any of these tests on a busy machine.
 TIMEOUT = datetime.timedelta(minutes=15)
 SHORT = datetime.timedelta(seconds=1)  # of a group, one of whose ranks never answers
 
@@ -504,8 +503,7 @@ COMPILED = {
 }
 
 
-# torch.compile makes an object of an autograd function, about which torch warns; Dynamo looks at .grad of what goes in
-# and out of the graphs.
+# Dynamo reads .grad of the inputs and outputs of the graphs.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", COMPILED)

@@ -1,4 +1,5 @@
-"""docs/large_vocabulary.md: its examples run, its recipes train what they say, and its table is computed anew."""
+"""docs/large_vocabulary.md: its examples run, its recipes give the described results, and its table is computed
+again."""
 
 import copy
 import csv

@@ -1,4 +1,5 @@
-"""linear_focal_loss: against the pair that it replaces, in value and every derivative, and what its chunks take."""
+"""linear_focal_loss against the two operations that it replaces, in value and every derivative, and the memory of its
+chunks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""linear_focal_loss beside torch's own; errors and modules."""
+"""linear_focal_loss compared with torch's own; errors and modules."""
 
 import copy
 import warnings

@@ -23,7 +23,7 @@ def gradient(seed, rows=ROWS):
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    """Whatever the tests before this one have left."""
+    """Memory that earlier tests have left."""
     fk.empty_cache()
 
 
@@ -32,7 +32,7 @@ def test_freed_gradient_is_used_again(rows):
     first = gradient(0)
     address = first.data_ptr()
     del first
-    others = [torch.empty(ROWS, CLASSES) for _ in range(8)]  # these take what the C library had free
+    others = [torch.empty(ROWS, CLASSES) for _ in range(8)]  # these use memory that the C library had free
     assert all(other.data_ptr() != address for other in others)
     assert gradient(1, rows).data_ptr() == address
 

@@ -42,7 +42,7 @@ SLOW = {"AutoCalibrator", "AutoCalibrator.fit", "compare_calibrators", "Study.wr
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
-    """All calls, in a process group of this process alone and in an empty folder."""
+    """All calls, in a process group of one process and in an empty folder."""
     before, threads = os.getcwd(), torch.get_num_threads()
     os.chdir(tmp_path_factory.mktemp("odd"))
     torch.set_num_threads(1)

@@ -137,7 +137,7 @@ def test_focal_loss_where_a_logit_is_infinite():
         assert value == math.inf
         torch.testing.assert_close(grad_z, z.detach().softmax(-1) - torch.tensor([0.0, 1.0, 0.0]))
         assert grad_gamma == 0
-        # Another class: as if it were not there.
+        # As if the class were absent.
         soft = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
         for target in (torch.tensor(0), soft):
             value = reference.focal_loss(z, target, g)

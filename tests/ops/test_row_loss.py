@@ -1,4 +1,5 @@
-"""The losses that share the focal loss's kernels beside their definitions, in every layout and dtype, on every road.
+"""The losses that share the focal loss's kernels against their definitions, in every layout and dtype, with kernels and
+in plain torch.
 Their definitions at 300 digits and their options are in test_losses.py.
 """
 
@@ -102,8 +103,8 @@ def as_channels_last(z):
     return as_pixels(z).to(memory_format=torch.channels_last)
 
 
-# Sixteen rows and more are taken together where classes are few. Below and above words of four classes, or of eight in
-# half precision; 32, where labels are no longer compared; 64 and 128, up to which rows are taken flat; 256, the most.
+# Below and above words of four classes, or of eight in half precision; 32, from which labels are not compared with
+# every class; 64 and 128, up to which rows are computed as one run; 256, the largest size.
 ROWS = [16, 38, 64, 82]
 CLASSES = [2, 3, 4, 5, 7, 8, 9, 10, 13, 16, 17, 31, 32, 33, 40, 55, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257]
 
@@ -120,7 +121,7 @@ def test_rows_that_are_taken_together(layout, dtype, name):
         check(name, z, target.reshape(2, 1, -1) if z.dim() == 4 else target)
 
 
-# From the target's logit, sums are taken up to e^16.
+# Sums relative to the target's logit may reach e^16.
 @pytest.mark.parametrize("classes", [10, 50, 200, 1000, 5000])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSES)
@@ -412,7 +413,7 @@ def test_gamma_of_the_poly_focal_loss_compiles_once(dynamo):
     compiled = torch.compile(lambda z, t, gamma: fk.poly_focal_loss(z, t, gamma, 1.5), fullgraph=True, backend=counter)
     for gamma in (1.0, 2.0, 3.0, 4.5):
         assert_close(compiled(z, target, gamma), fk.poly_focal_loss(z.double(), target, gamma, 1.5))
-    assert counter.frame_count <= 2  # the first number is taken for a constant
+    assert counter.frame_count <= 2  # the compiler takes the first number for a constant
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")

@@ -1,4 +1,4 @@
-"""Losses of rows in float32 beside their definitions in float64: a sum over many classes keeps its digits."""
+"""Row losses in float32 against their definitions in float64: a sum over many classes keeps its digits."""
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_slope_in_gamma_of_a_certain_class(label, gamma, gap):
         assert found.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-35)
 
 
-# One class above all others, which are equal: the roundings of a sum all have one direction.
+# One class above all others, which are equal: all rounding errors of a sum have one sign.
 @pytest.mark.parametrize("classes", [4097, 300000])
 @pytest.mark.parametrize("layout", ["rows", "pixels"])
 @pytest.mark.parametrize("shares", ["labels", "smoothed"])

@@ -255,7 +255,7 @@ def test_bfloat16_results_that_are_looked_up_are_those_that_are_computed(name, g
             whole, parts = leaf(x), leaf(x)
             loss = function(whole, target, gamma)
             expected = torch.cat(
-                # As long as tiles: a soft target changes how its neighbours in the tile are rounded.
+                # As long as a tile: a soft target changes the rounding of its neighbours in the tile.
                 [function(z, t, gamma) for z, t in zip(parts.split(512), target.split(512), strict=True)]
             )
             assert torch.equal(loss.nan_to_num(), expected.nan_to_num())

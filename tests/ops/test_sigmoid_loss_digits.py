@@ -176,7 +176,7 @@ def test_derivatives_where_gamma_times_the_logit_overflows(device, dtype, size, 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 0x7FC00000), (torch.float64, 0x7FF8000000000000)])
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 2.0, 7.0])
 def test_every_nan_stays_nan(dtype, bits, gamma):
-    """Also those with a payload, which the exponential of a hard target's loss takes for numbers."""
+    """Also NaNs with a payload, which the exponential for hard targets would take for numbers."""
     integer = torch.int32 if dtype == torch.float32 else torch.int64
     nans = torch.tensor([bits + k for k in (0, 1, 2, 3, 255, 12345)] + [-1], dtype=integer).view(dtype)
     for share in (0.0, 1.0, 0.5):
@@ -218,7 +218,7 @@ def test_without_gamma_it_is_binary_cross_entropy(device):
 
 @pytest.mark.parametrize("alpha", [float("nan"), -0.5, -1.0])
 def test_alpha_of_a_tensor_without_dimensions_counts_whatever_it_is(device, alpha):
-    """It is handed over as a number, of which none means no alpha."""
+    """It is passed as a number; None means no alpha."""
     x, labels = torch.randn(7, 33, device=device), torch.randint(34, (7,), device=device)
     for target in (torch.rand(7, 33, device=device), torch.randint(2, (7, 33), device=device), labels):
         found, expected = leaf(x), leaf(x.double())

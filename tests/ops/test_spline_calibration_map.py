@@ -241,7 +241,7 @@ def rows_of_many_classes(case: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["logits", "probs"])
 @pytest.mark.parametrize("case", ["even", "an outlier", "the whole range", "denormal differences", "all equal"])
 def test_keep_order_of_many_double_classes(case, kind):
-    """With so many classes a row is sorted. Scores of 0.1 log q: neighbours round anyhow."""
+    """With this many classes a row is sorted."""
     z = rows_of_many_classes(case)
     if kind == "probs":
         z = z.softmax(-1)

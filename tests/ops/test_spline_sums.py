@@ -1,4 +1,4 @@
-"""The sums for fits of spline scaling: compiled kernels beside focalkern.fallback.
+"""The sums for fits of spline scaling: compiled kernels against focalkern.fallback.
 
 tests/calibrators/test_spline_fit.py has the fallback's against autograd of the objective.
 """
@@ -18,7 +18,7 @@ KERNELS = spline_sums_for(torch.empty(0))
 
 
 class OnDevice:
-    """The functions for rows on a device, with tensors of the CPU in and out. Parameters lie on the CPU anyhow."""
+    """Parameters are always on the CPU."""
 
     def __init__(self, device):
         self.device, self.module = device, spline_sums_for(torch.empty(0, device=device))

@@ -1,4 +1,4 @@
-"""The stable module beside the compiled one: the same kernels, so the same bits."""
+"""The stable module against the compiled one: the same kernels, so the same bits."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from focalkern.reference._softmax_losses import ROW_LOSSES
 
 pytestmark = pytest.mark.kernels
 
-# One class, a row, rows off the vector width, long rows, images, and nothing.
+# One class, a row, rows that do not fill vectors, long rows, images, and an empty input.
 SHAPES = [(9,), (33, 10), (3, 1000), (3, 7, 5, 4), (0, 4)]
 REDUCTIONS = ["none", "mean", "sum"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

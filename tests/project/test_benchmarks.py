@@ -1,4 +1,4 @@
-"""The benchmark harness: what it refuses to time, and what it writes. No clock is tested."""
+"""The benchmark harness: cases that it refuses to time, and its output. No clock is tested."""
 
 import csv
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_what_takes_long_is_called_once():
 
 
 def test_page_faults_are_counted():
-    # The size is above what glibc ever takes from its heap: fresh pages at each call.
+    # Larger than any block of glibc's heap: fresh pages at each call.
     pages = 2**26 // 4096
     assert harness.page_faults(lambda: torch.ones(2**26 // 4)) >= min(pages, 32)  # 32 huge pages at least
 
@@ -180,7 +180,7 @@ def test_the_page_of_the_calibrators_is_that_of_the_rows():
     path = sorted(table.RESULTS.glob("calibrator_table_*.csv"))[-1]
     assert path.with_suffix(".md").read_text() == table.page(path)
     rows = table.read(path)
-    for n in table.FEW:  # what the automatic choice was made for: from 100 rows on it is the better one on average
+    for n in table.FEW:  # the purpose of the automatic choice: from 100 rows on it is better on average
         differences = [
             row["vs_auto"] for row in rows if row["calibrator"] == "temperature, robust" and row["n_fit"] == n
         ]

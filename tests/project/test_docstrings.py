@@ -1,4 +1,4 @@
-"""The docstrings of what is public: their sections, the names of their arguments, and their examples, which are run."""
+"""The docstrings of public objects: their sections, the names of their arguments, and their examples, which are run."""
 
 import dataclasses
 import doctest
@@ -15,7 +15,7 @@ import torch
 
 import focalkern as fk
 
-# Modules, and what a user without it does not have.
+# Modules with optional dependencies.
 MODULES = {
     "focalkern": None,
     "focalkern.bootstrap": None,

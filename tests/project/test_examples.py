@@ -100,12 +100,12 @@ def test_language_model(run):
     assert "on 8192 words" in said
 
 
-# Of FSDP2, about outputs that are written to in place; the example writes to none.
+# A warning of FSDP2 about outputs that are written in place; the example writes to none.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
 @pytest.mark.parametrize("way", ["dtensor", "group"])
 def test_torchtitan_focal(run, way):
-    """One process; four of them are in tests/ops/test_dtensor.py."""
+    """One process here; tests/ops/test_dtensor.py runs four."""
     said = run("torchtitan_focal.py", "--steps", "10", "--way", way)
     first, last = re.search(r"focal loss ([\d.]+) -> ([\d.]+) in 10 steps", said).groups()
     assert float(last) < float(first)

@@ -1,4 +1,4 @@
-"""The compiled module: what it says of itself, and what is done and said where it does not fit."""
+"""The compiled module: its information about itself, and behaviour and messages if it does not fit."""
 
 import os
 import shutil
@@ -248,7 +248,7 @@ def test_second_copy_in_one_process(copy):
 
 
 def test_second_copy_under_another_name(copy):
-    """As when another project ships its own copy of the compiled module: torch knows each operator library once."""
+    """As if another project shipped its own copy of the compiled module: torch registers each operator library once."""
     done = run(
         "import importlib.util, torch\n"
         f"spec = importlib.util.spec_from_file_location('vendored._C', {str(compiled_module(copy))!r})\n"

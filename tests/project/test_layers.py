@@ -47,7 +47,7 @@ STUDY = (
     "sweep",
 )
 REPORT = ("html", "tables", "export", "explorer", "page", "sweep")
-# Folders beside the package, by what they may import from each other.
+# Folders outside the package, and the folders from which each may import.
 BESIDE = {"focalkern": set(), "tools": {"focalkern"}, "benchmarks": {"focalkern", "tools"}, "examples": {"focalkern"}}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "tools").is_dir(), reason="not in the source tree")

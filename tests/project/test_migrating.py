@@ -153,7 +153,7 @@ def test_monai_softmax(gamma, alpha, pixels):
     assert_equal(lambda z: theirs(z, y, "mean"), lambda z: ours(z) / z.numel(), z, float32)
     assert_equal(lambda z: theirs(z, y, "sum"), lambda z: ours(z) / y[0].numel(), z, float32)
     assert_equal(lambda z: theirs(z, y, "none").sum(1), lambda z: ours(z, reduction="none"), z, float32)
-    # With ignore_index the mean is one over the pixels that count, and no longer over the classes too.
+    # With ignore_index the mean is over the pixels that count, and no longer over the classes.
     assert_equal(
         lambda z: theirs(z, holes, "mean", ignore_index=IGNORED),
         lambda z: ours(z, holes, ignore_index=IGNORED) / (holes != IGNORED).sum(),
@@ -189,7 +189,7 @@ def test_monai_sigmoid(gamma, alpha, pixels):
     loss_class = peer("monai.losses").FocalLoss
     z, y, holes = pixels
     target, valid = one_hot(y), (holes != IGNORED).unsqueeze(1)
-    listed = isinstance(alpha, list)  # then it weighs the positives alone, and (1 - alpha) is nowhere
+    listed = isinstance(alpha, list)  # then it weights only the positives, and (1 - alpha) does not occur
     factor = torch.where(target == 1, per_class(alpha).view(C, 1, 1), 1.0) if listed else torch.ones_like(z)
     given = [0.5, 1.0, 2.0, 0.25]
 

@@ -1,4 +1,4 @@
-"""The package as a whole: what an import costs and brings, and who may use what."""
+"""The package as a whole: time and modules of an import, and allowed dependencies."""
 
 import ast
 import importlib.metadata

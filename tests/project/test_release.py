@@ -1,4 +1,4 @@
-"""What tools/release.py writes beside the wheels, and what it refuses."""
+"""tools/release.py: the files that it writes next to the wheels, and its errors."""
 
 import hashlib
 import json

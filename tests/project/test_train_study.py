@@ -1,4 +1,4 @@
-"""The training study: runs that go on where they were stopped, what they record, and the tables made of it.
+"""The training study: interrupted runs continue, their records, and the tables.
 
 Everything is trained on the digits with a few samples and epochs: what is tested is the machinery, and nothing about
 which loss is better.
@@ -37,7 +37,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def adafocal_run(digits, tmp_path_factory):
-    """One uninterrupted run of the loss that has a state of its own."""
+    """One uninterrupted run of the loss that has a state."""
     out = tmp_path_factory.mktemp("study")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
