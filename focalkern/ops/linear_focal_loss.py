@@ -1,24 +1,30 @@
 """The focal loss of a linear layer, whose logits never exist all at once."""
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from focalkern._checks import dense, finite, flag, integer, label, number, reduction_code
-from focalkern._devices import autocast_is_on
-from focalkern._types import FLOATS, HALVES, LABELS, Reduction
+from focalkern._checks import reduction_code
+from focalkern._types import Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
 from focalkern.ops._dtensor import is_dtensor, linear_loss_over_mesh
+from focalkern.ops._linear_arguments import (
+    check_gamma_shape,
+    check_numbers,
+    check_target,
+    check_tensors,
+    dtypes_of,
+    gamma_of,
+)
 from focalkern.ops._linear_autograd import loss_of
 from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
 from focalkern.ops._linear_pass import NONE, Options, capped, check_labels
 from focalkern.ops._linear_vocab_operator import linear_focal_loss_over_ranks
 from focalkern.ops._linear_vocab_parallel import slice_of_dtensor
-from focalkern.ops._row_loss import Modulation, check_modulation, warn_if_steep
+from focalkern.ops._row_loss import Modulation, check_modulation
 from focalkern.ops.focal_loss import focal_loss
 
 __all__ = ["linear_focal_loss"]
@@ -141,18 +147,18 @@ def linear_focal_loss(
         heads = (input, linear_weight, linear_bias)
         return linear_loss_over_mesh(_OP, local, *heads, target, gamma, weight, ignore_index, reduction)
     code = reduction_code(_OP, reduction)  # which is MEAN, NONE or SUM
-    _check_numbers(ignore_index, label_smoothing, detach_modulation, chunk_rows, softcap)
+    check_numbers(ignore_index, label_smoothing, detach_modulation, chunk_rows, softcap)
     gamma = check_modulation(_OP, modulation, gamma)
     over_ranks = process_group is not None
     if over_ranks:
         linear_weight = slice_of_dtensor(linear_weight)
-    _check_tensors(input, linear_weight, target, linear_bias, weight, over_ranks)
+    check_tensors(input, linear_weight, target, linear_bias, weight, over_ranks)
     if over_ranks:
         if linear_weight.dim() > 2:
             raise ValueError(
                 f"{_OP}: a K-dimensional head does not go with process_group, whose ranks have a slice of the classes"
             )
-        dtype, loss_dtype = _dtypes(input, linear_weight, linear_bias)
+        dtype, loss_dtype = dtypes_of(input, linear_weight, linear_bias)
         loss = linear_focal_loss_over_ranks(
             input,
             linear_weight,
@@ -173,9 +179,9 @@ def linear_focal_loss(
         )
         return loss.to(loss_dtype)
     classes, leading = linear_weight.shape[0], input.shape[:-1]
-    edges, gamma = _gamma_of(gamma, input)
-    _check_target(target, leading, linear_weight.shape[:-1], ignore_index)
-    _check_gamma_shape(gamma, edges, [*leading, *linear_weight.shape[1:-1]])
+    edges, gamma = gamma_of(gamma, input)
+    check_target(target, leading, linear_weight.shape[:-1], ignore_index)
+    check_gamma_shape(gamma, edges, [*leading, *linear_weight.shape[1:-1]])
     # A graph without kernels, or under a transform, contains the pair of operations, which the compiler may optimize.
     compiling = torch.compiler.is_compiling()
     transformed = compiling and torch._C._are_functorch_transforms_active()
@@ -194,7 +200,7 @@ def linear_focal_loss(
             detach_modulation=detach_modulation,
             modulation=modulation,
         )
-    dtype, loss_dtype = _dtypes(input, linear_weight, linear_bias)
+    dtype, loss_dtype = dtypes_of(input, linear_weight, linear_bias)
     if target.is_floating_point():
         loss_dtype = torch.promote_types(loss_dtype, target.dtype)
 
@@ -221,147 +227,6 @@ def linear_focal_loss(
     if code == NONE:
         loss = loss.reshape(leading)
     return loss.to(loss_dtype)
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _check_numbers(
-    ignore_index: object, label_smoothing: Any, detach_modulation: object, chunk_rows: Any, softcap: Any
-) -> None:
-    label(_OP, "ignore_index", ignore_index)
-    for name, value in (("label_smoothing", label_smoothing), ("softcap", softcap)):
-        if isinstance(value, bool | Tensor):
-            raise TypeError(f"{_OP}: {name} must be a number, got {type(value).__name__}")
-    if not 0 <= number(_OP, "label_smoothing", label_smoothing) <= 1:
-        raise ValueError(f"{_OP}: label_smoothing must be in [0, 1], got {label_smoothing}")
-    flag(_OP, "detach_modulation", detach_modulation)
-    if chunk_rows is not None:
-        integer(_OP, "chunk_rows", chunk_rows, 1, 2**63 - 1, " or None")
-    if softcap is not None and not 0 < number(_OP, "softcap", softcap, "a number or None") < math.inf:
-        raise ValueError(f"{_OP}: softcap must be positive and finite, got {softcap}")
-
-
-def _dtypes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
-    """Of the logits and of the loss."""
-    dtype = input.dtype
-    if dtype != torch.float64 and autocast_is_on(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
-        return dtype, torch.float32 if dtype in HALVES else dtype
-    for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if tensor is not None and tensor.dtype != dtype:
-            raise TypeError(f"{_OP}: {name} must have the dtype of input, {dtype}, got {tensor.dtype}")
-    return dtype, dtype
-
-
-def _check_tensors(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    over_ranks: bool,
-) -> None:
-    for name, value, optional in (
-        ("input", input, False),
-        ("linear_weight", linear_weight, False),
-        ("target", target, False),
-        ("linear_bias", linear_bias, True),
-        ("weight", weight, True),
-    ):
-        if value is None and optional:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{_OP}: {name} must be a tensor, got {type(value).__name__}")
-        if name != "target" and value.dtype not in FLOATS:
-            raise TypeError(f"{_OP}: {name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
-        if value.device != input.device:
-            raise ValueError(f"{_OP}: {name} must be on the device of input, {input.device}, got {value.device}")
-        dense(_OP, name, value)
-    if hasattr(linear_weight, "device_mesh") or hasattr(input, "device_mesh"):
-        raise TypeError(
-            f"{_OP}: input and linear_weight must both be DTensors, or tensors of this process with process_group, got "
-            "one DTensor. A weight that FSDP has split is whole in the forward pass of its module; call the loss there"
-        )
-    if not 1 <= input.dim() <= 3:
-        raise ValueError(f"{_OP}: input must be [D], [N, D] or [B, S, D], got shape {list(input.shape)}")
-    if linear_weight.dim() < 2:
-        raise ValueError(f"{_OP}: linear_weight must be [C, D], got shape {list(linear_weight.shape)}")
-    if linear_weight.dim() > 2 and input.dim() != 2:
-        raise ValueError(
-            f"{_OP}: input must be [N, D] for a K-dimensional linear_weight [C, d1, ..., D], got shape "
-            f"{list(input.shape)}"
-        )
-    features, head = linear_weight.shape[-1], linear_weight.shape[:-1]
-    if input.shape[-1] != features:
-        raise ValueError(
-            f"{_OP}: input and linear_weight must have the same last dimension D, got {input.shape[-1]} and {features}"
-        )
-    if head.numel() < 1 and not over_ranks:
-        raise ValueError(f"{_OP}: linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
-    if linear_bias is not None and linear_bias.shape != head:
-        names = "[C]" if len(head) == 1 else "[C, d1, ...]"
-        raise ValueError(f"{_OP}: linear_bias must be {names} = {list(head)}, got {list(linear_bias.shape)}")
-    if weight is not None:
-        if weight.shape != head[:1] and not over_ranks:
-            raise ValueError(f"{_OP}: weight must be [C] = [{head[0]}], got {list(weight.shape)}")
-        if weight.requires_grad:
-            raise ValueError(f"{_OP}: weight must not require grad: it is a constant of the loss")
-
-
-def _check_target(target: Tensor, leading: torch.Size, head: torch.Size, ignore_index: int) -> None:
-    if target.is_floating_point():
-        if target.dtype not in FLOATS:
-            raise TypeError(f"{_OP}: target must be float16, bfloat16, float32 or float64, got {target.dtype}")
-        expected, what = [*leading, *head], "class probabilities"
-        name = "[N, C, d1, ...]" if len(head) > 1 else ("[C]", "[N, C]", "[B, S, C]")[len(leading)]
-        if ignore_index >= 0:
-            raise ValueError(
-                f"{_OP}: ignore_index must be negative (unused) for a target of class probabilities, got {ignore_index}"
-            )
-    elif target.dtype in LABELS:
-        expected, what = [*leading, *head[1:]], "labels"
-        name = "[N, d1, ...]" if len(head) > 1 else ("[]", "[N]", "[B, S]")[len(leading)]
-    else:
-        raise TypeError(
-            f"{_OP}: target must be int64, int32 or uint8 labels or floating-point class probabilities, got "
-            f"{target.dtype}"
-        )
-    if list(target.shape) != expected:
-        problem = f"{_OP}: target of {what} must be {name} = {expected}, got {list(target.shape)}"
-        if target.numel() == head.numel() and what == "labels":  # of the weight in the place of the input
-            problem += (
-                ". Are the first two arguments swapped? The order is linear_focal_loss(input, linear_weight, target)"
-            )
-        raise ValueError(problem)
-
-
-def _gamma_of(gamma: float | Tensor | GammaTable, input: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Edges and gammas of a table, or None and a tensor: numbers become one, so that a graph does not hold them."""
-    if isinstance(gamma, GammaTable):
-        return gamma.edges, gamma.gammas.detach()
-    if isinstance(gamma, Tensor):
-        dense(_OP, "gamma", gamma)
-        if gamma.dtype not in FLOATS:
-            raise TypeError(
-                f"{_OP}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of {gamma.dtype}"
-            )
-        if gamma.device != input.device and not (gamma.dim() == 0 and gamma.device.type == "cpu"):
-            raise ValueError(f"{_OP}: gamma must be on the device of input, {input.device}, got {gamma.device}")
-        return None, gamma
-    if torch.compiler.is_compiling():
-        return None, torch.zeros((), dtype=torch.float64) + gamma
-    found = finite(_OP, "gamma", gamma, "a number, a tensor or a GammaTable")
-    warn_if_steep(_OP, found, stacklevel=4)
-    return None, torch.tensor(found, dtype=torch.float64)
-
-
-def _check_gamma_shape(gamma: Tensor, edges: Tensor | None, rows: list[int]) -> None:
-    if edges is not None:
-        return
-    pairs = zip(reversed(gamma.shape), reversed(rows), strict=False)
-    if gamma.dim() > len(rows) or not all(size in (1, wanted) for size, wanted in pairs):
-        raise ValueError(f"{_OP}: gamma must be broadcastable to the unreduced loss {rows}, got {list(gamma.shape)}")
 
 
 def _unfused(
