@@ -30,6 +30,7 @@ The contents, by purpose::
 
     Operators: one function each, differentiable, on CPU and CUDA
         focal_loss, poly_focal_loss, linear_focal_loss, focal_loss_vocab_parallel
+        LossWithStats, LossStats                                     of return_stats=True: entropy, accuracy, log p
         sigmoid_focal_loss, asymmetric_loss, quality_focal_loss, properized_focal_loss
         focal_calibration_map, inverse_focal_calibration_map
         binary_focal_calibration_map, binary_inverse_focal_calibration_map
@@ -94,6 +95,7 @@ from focalkern.losses import (
 )
 from focalkern.metrics import accept_threshold
 from focalkern.ops._backend import build_info
+from focalkern.ops._loss_stats import LossStats, LossWithStats
 from focalkern.ops.calibration_grid import PAPER_GAMMAS, PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import check_labels, focal_loss
@@ -140,6 +142,8 @@ __all__ = [
     "LinearFLSDLoss",
     "LinearFocalLoss",
     "LogitNormPenalty",
+    "LossStats",
+    "LossWithStats",
     "MMCELoss",
     "MultiLabelScaling",
     "PolyFocalLoss",

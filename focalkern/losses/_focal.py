@@ -22,6 +22,9 @@ class FocalFamily(Loss):
     # The function, and the attributes that it takes in addition to gamma and the options of cross-entropy.
     _function: Callable[..., Tensor] = staticmethod(focal_loss)
     _arguments: tuple[str, ...] = ("detach_modulation", "modulation")
+    # Only FocalLoss and LinearFocalLoss have the two.
+    z_loss: float = 0.0
+    return_stats: bool = False
 
     def __init__(
         self,
@@ -62,7 +65,17 @@ class FocalFamily(Loss):
             self._buffers[name] = self.get_buffer(name).to(input.device)
         return GammaTable._unchecked(*(self.get_buffer(name) for name in self._exact_buffers))
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def _set_extras(self, z_loss: float, return_stats: bool) -> None:
+        self.z_loss = number(self._name, "z_loss", z_loss, low=0.0)
+        self.return_stats = flag(self._name, "return_stats", return_stats)
+
+    def _extras(self) -> dict[str, Any]:
+        """Arguments of the function, where they are not the defaults."""
+        if self.z_loss == 0 and not self.return_stats:
+            return {}
+        return {"z_loss": self.z_loss, "return_stats": self.return_stats}
+
+    def forward(self, input: Tensor, target: Tensor) -> Any:
         gamma = self._gamma()
         if isinstance(gamma, GammaTable) and isinstance(input, Tensor):
             gamma = self._table_beside(input, gamma)
@@ -75,11 +88,14 @@ class FocalFamily(Loss):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
             **{name: getattr(self, name) for name in self._arguments},
+            **self._extras(),
         )
 
     def extra_repr(self) -> str:
         modulation = f", modulation={self.modulation}" if self.modulation else ""
-        return super().extra_repr() + modulation + (", detach_modulation=True" if self.detach_modulation else "")
+        extras = "".join(f", {name}={value}" for name, value in self._extras().items() if value)
+        detached = ", detach_modulation=True" if self.detach_modulation else ""
+        return super().extra_repr() + modulation + detached + extras
 
 
 class FocalLoss(FocalFamily):
@@ -100,6 +116,8 @@ class FocalLoss(FocalFamily):
         label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C.
         detach_modulation: treat the factor before log p as a constant.
         modulation: None, or "confidence": the factor is p^gamma, gamma >= 0.
+        z_loss: c >= 0: adds c lse^2 to the loss of each row, as in :func:`focalkern.focal_loss`.
+        return_stats: the call returns a :class:`focalkern.LossWithStats` (loss, stats) in place of the loss.
         alpha: not an option: raises a TypeError that says where the alpha of other libraries has gone.
 
     Attributes:
@@ -118,6 +136,9 @@ class FocalLoss(FocalFamily):
         tensor(0.5583)
         >>> fk.FocalLoss(gamma=fk.FLSD_53)
         FocalLoss(edges=[0, 0.2, 1], gammas=[5, 3])
+        >>> loss, stats = fk.FocalLoss(gamma=2.0, z_loss=1e-4, return_stats=True)(logits, torch.tensor([0, 2]))
+        >>> loss, stats.correct
+        (tensor(0.5587), tensor([ True, False]))
     """
 
     _table_in_state = True
@@ -133,6 +154,8 @@ class FocalLoss(FocalFamily):
         label_smoothing: float = 0.0,
         detach_modulation: bool = False,
         modulation: Modulation | None = None,
+        z_loss: float = 0.0,
+        return_stats: bool = False,
         alpha: None = None,
     ) -> None:
         super().__init__(
@@ -143,6 +166,7 @@ class FocalLoss(FocalFamily):
             detach_modulation=detach_modulation,
             modulation=modulation,
         )
+        self._set_extras(z_loss, return_stats)
         if modulation is not None:
             self._gamma_may_be_negative = False
         if alpha is not None:

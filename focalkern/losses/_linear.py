@@ -62,7 +62,7 @@ class _Head(FocalFamily):
         outputs = self.num_classes * math.prod(self.out_features)
         self.linear = nn.Linear(self.in_features, outputs, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Any:
         """The loss of a batch of features.
 
         Args:
@@ -71,7 +71,8 @@ class _Head(FocalFamily):
                 :func:`focalkern.linear_focal_loss`.
 
         Returns:
-            The loss in the dtype of ``input``: a scalar, or of the shape of the labels with ``reduction="none"``.
+            The loss in the dtype of ``input``: a scalar, or of the shape of the labels with ``reduction="none"``. With
+            ``return_stats=True`` a :class:`focalkern.LossWithStats` (loss, stats).
 
         Raises:
             TypeError, ValueError, IndexError: as :func:`focalkern.linear_focal_loss`.
@@ -98,6 +99,7 @@ class _Head(FocalFamily):
             modulation=self.modulation,
             chunk_rows=self.chunk_rows,
             softcap=self.softcap,
+            **self._extras(),
         )
 
     def logits(self, input: Tensor) -> Tensor:
@@ -145,6 +147,7 @@ class LinearFocalLoss(_Head, FocalLoss):
         weight, ignore_index, reduction, label_smoothing, detach_modulation, modulation: as in
             :class:`FocalLoss`.
         chunk_rows, softcap: as in :func:`focalkern.linear_focal_loss`.
+        z_loss, return_stats: as in :class:`FocalLoss`.
         device, dtype: of the layer.
 
     Called with (input, target): [D], [N, D] or [B, S, D], and labels of the leading shape or class probabilities.
@@ -177,6 +180,8 @@ class LinearFocalLoss(_Head, FocalLoss):
         modulation: Modulation | None = None,
         chunk_rows: int | None = None,
         softcap: float | None = None,
+        z_loss: float = 0.0,
+        return_stats: bool = False,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
@@ -189,6 +194,8 @@ class LinearFocalLoss(_Head, FocalLoss):
             label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
             modulation=modulation,
+            z_loss=z_loss,
+            return_stats=return_stats,
         )
         self._add_head(
             in_features,

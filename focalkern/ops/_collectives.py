@@ -10,7 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_gather", "all_reduce", "group_of"]
+__all__ = ["ALONE", "all_gather", "all_reduce", "group_of"]
+
+
+class _Alone:
+    """In the place of a group: this process has all classes, and its reductions are no-ops."""
+
+    group_name = ""
+
+    def rank(self) -> int:
+        return 0
+
+
+ALONE = _Alone()
 
 
 def group_of(op: str, group: Any) -> Any:
@@ -20,6 +32,8 @@ def group_of(op: str, group: Any) -> Any:
         RuntimeError: torch.distributed has none.
         TypeError: it is something else.
     """
+    if group is ALONE:
+        return group
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(f"{op}: torch.distributed has no process group; call init_process_group first")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -29,6 +43,8 @@ def group_of(op: str, group: Any) -> Any:
 
 def all_reduce(tensor: Tensor, operation: Literal["sum", "max"], group: Any) -> Tensor:
     """The sum or maximum over the ranks, in the memory of ``tensor`` outside of graphs."""
+    if group is ALONE:
+        return tensor
     if torch.compiler.is_compiling():
         import torch.distributed._functional_collectives as functional
 
@@ -39,6 +55,8 @@ def all_reduce(tensor: Tensor, operation: Literal["sum", "max"], group: Any) -> 
 
 def all_gather(tensor: Tensor, group: Any) -> Tensor:
     """The tensors [n] of all ranks, [R, n]."""
+    if group is ALONE:
+        return tensor.unsqueeze(0)
     ranks = dist.get_world_size(group)
     if torch.compiler.is_compiling():
         import torch.distributed._functional_collectives as functional

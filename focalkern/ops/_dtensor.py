@@ -23,7 +23,14 @@ from focalkern._devices import autocast_is_on, has_float64
 from focalkern._types import HALVES
 from focalkern.gamma import GammaTable
 
-__all__ = ["is_dtensor", "linear_loss_over_mesh", "loss_of_elements_over_mesh", "loss_over_mesh", "map_over_mesh"]
+__all__ = [
+    "_float32_loss",
+    "is_dtensor",
+    "linear_loss_over_mesh",
+    "loss_of_elements_over_mesh",
+    "loss_over_mesh",
+    "map_over_mesh",
+]
 
 Placements = tuple[Any, ...]
 Parameter = float | Tensor | GammaTable | None
@@ -35,15 +42,15 @@ def is_dtensor(value: object) -> bool:
 
 def loss_over_mesh(
     op: str,
-    local: Callable[..., Tensor],
-    over_ranks: Callable[..., Tensor] | None,
+    local: Callable[..., Any],
+    over_ranks: Callable[..., Any] | None,
     input: Any,
     target: Any,
     gamma: Parameter,
     weight: Any,
     ignore_index: int,
     reduction: str,
-) -> Tensor:
+) -> Any:
     """A loss of rows: ``local(logits, target, gamma, weight, reduction)`` of whole rows,
     ``over_ranks(logits, target, gamma, weight, reduction, group)`` of a slice of the classes, classes last."""
     reduction_code(op, reduction)
@@ -68,15 +75,18 @@ def loss_over_mesh(
             group, last = mesh.get_group(of_classes), z.movedim(class_dim, -1)
             y = y.movedim(class_dim, -1) if soft else y
             loss = over_ranks(last, y, gamma, weight, how, group)  # type: ignore[misc]
-    if not summed:
-        return _placed(loss, reduction, mesh, of_rows, leading)
-    rows = z.numel() // max(1, z.shape[class_dim])
-    return _mean(loss, _divisor(y, rows, weight, ignore_index), z, mesh, of_rows)
+    found, stats = loss if isinstance(loss, tuple) else (loss, None)
+    if summed:
+        rows = z.numel() // max(1, z.shape[class_dim])
+        found = _mean(found, _divisor(y, rows, weight, ignore_index), z, mesh, of_rows)
+    else:
+        found = _placed(found, reduction, mesh, of_rows, leading)
+    return found if stats is None else _with_stats(found, loss, mesh, of_rows, leading)
 
 
 def linear_loss_over_mesh(
     op: str,
-    local: Callable[..., Tensor],
+    local: Callable[..., Any],
     input: Any,
     linear_weight: Any,
     linear_bias: Any,
@@ -85,7 +95,7 @@ def linear_loss_over_mesh(
     weight: Any,
     ignore_index: int,
     reduction: str,
-) -> Tensor:
+) -> Any:
     """The loss of a head: ``local(input, linear_weight, linear_bias, target, gamma, weight, reduction, group)``, with a
     group where the head's classes are sharded."""
     from torch.distributed.tensor import Partial, Replicate, Shard
@@ -121,9 +131,13 @@ def linear_loss_over_mesh(
     group = None if of_classes is None else mesh.get_group(of_classes)
     with _float32_loss(x) if summed else contextlib.nullcontext():
         loss = local(x, w, b, y, gamma, weight, "sum" if summed else reduction, group)
-    if not summed:
-        return _placed(loss, reduction, mesh, tuple(of_rows), leading)
-    return _mean(loss, _divisor(y, math.prod(x.shape[:-1]), weight, ignore_index), x, mesh, tuple(of_rows))
+    found, stats = loss if isinstance(loss, tuple) else (loss, None)
+    if summed:
+        divisor = _divisor(y, math.prod(x.shape[:-1]), weight, ignore_index)
+        found = _mean(found, divisor, x, mesh, tuple(of_rows))
+    else:
+        found = _placed(found, reduction, mesh, tuple(of_rows), leading)
+    return found if stats is None else _with_stats(found, loss, mesh, tuple(of_rows), leading)
 
 
 def loss_of_elements_over_mesh(
@@ -289,6 +303,12 @@ def _placed(loss: Tensor, reduction: str, mesh: Any, placements: Placements, lea
         return DTensor.from_local(loss, mesh, placements, run_check=False, shape=leading, stride=tuple(strides))
     sums = [Partial() if placement.is_shard() else placement for placement in placements]
     return DTensor.from_local(loss, mesh, sums, run_check=False)
+
+
+def _with_stats(loss: Tensor, local: Any, mesh: Any, placements: Placements, leading: torch.Size) -> Any:
+    """The loss with the statistics of the local one, which stay with the rows."""
+    placed = (_placed(values, "none", mesh, placements, leading) for values in local.stats)
+    return type(local)(loss, type(local.stats)(*placed))
 
 
 def _mean(total: Tensor, divisor: Tensor, z: Tensor, mesh: Any, placements: Placements) -> Tensor:

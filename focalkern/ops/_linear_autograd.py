@@ -209,6 +209,7 @@ def _second_order(saved: Any, options: Options, cotangents: Any, requires: Any) 
                 z = F.linear(now[1].to(options.dtype), now[2].to(options.dtype), _cast(now[3], options.dtype))
                 z = capped(z, options.softcap).to(loss_dtype(options))
                 table_or_gamma = now[5] if edges is None else GammaTable._unchecked(edges, now[5])
+                modulation: Any = options.modulation
                 return focal_loss(
                     z,
                     now[4].to(z.dtype) if soft else now[4],
@@ -218,7 +219,7 @@ def _second_order(saved: Any, options: Options, cotangents: Any, requires: Any) 
                     reduction="none",
                     label_smoothing=options.label_smoothing,
                     detach_modulation=options.detach_modulation,
-                    modulation=options.modulation,  # type: ignore[arg-type]
+                    modulation=modulation,
                 )
 
             pull: Any = torch.func.vjp(losses, *(full[place] for place in inner))[1]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from focalkern._types import HALVES
 from focalkern.gamma import GammaTable
+from focalkern.ops._collectives import ALONE
 from focalkern.ops._linear_vocab_parallel import (
     NOTHING,
     HeadOptions,
@@ -16,6 +17,7 @@ from focalkern.ops._linear_vocab_parallel import (
     chunks_over_ranks,
     mean_scale,
 )
+from focalkern.ops._loss_stats import LossStats, stats_from
 from focalkern.ops._row_loss import Modulation, kind_of
 from focalkern.ops._vocab_slices import Settings, Split, check_settings, gamma_rows
 from focalkern.ops._vocab_soft import Shares
@@ -43,10 +45,13 @@ def linear_focal_loss_over_ranks(
     dtype: torch.dtype,
     process_group: Any,
     reduce_input_grad: bool,
-) -> Tensor:
-    """:func:`focalkern.linear_focal_loss` with process_group=; the loss in float64."""
+    z_loss: float,
+    return_stats: bool,
+) -> tuple[Tensor, LossStats | None]:
+    """:func:`focalkern.linear_focal_loss` with process_group=, or ALONE for z_loss= and return_stats=; the loss is in
+    float64."""
     leading, classes = input.shape[:-1], len(linear_weight)
-    options = (reduction, ignore_index, label_smoothing, detach_modulation)
+    options = (reduction, ignore_index, label_smoothing, detach_modulation, z_loss)
     settings = check_settings(_OP, kind_of(modulation), target, leading, classes, gamma, 0.0, *options)
     rows, soft = input.reshape(-1, input.shape[-1]), target.is_floating_point()
     # Not from the size of the slice, which may differ between ranks: the ranks reduce chunk by chunk.
@@ -65,15 +70,18 @@ def linear_focal_loss_over_ranks(
         split.row_weights(None if soft else weight, torch.float64),
         Shares.of(None, weight, classes, split).weight if spread else None,
     )
-    head = HeadOptions(dtype, size, softcap, reduction, reduce_input_grad)
+    head = HeadOptions(dtype, size, softcap, reduction, reduce_input_grad, return_stats)
     if torch.compiler.is_compiling():
-        loss = _through_operator(tensors, split, settings, head)
+        loss, stats = _through_operator(tensors, split, settings, head)
     else:
-        loss = LinearParallel.apply(*tensors, split, settings, head)  # type: ignore[no-untyped-call]
-    return loss.reshape(leading) if reduction == "none" else loss
+        loss, stats = LinearParallel.apply(*tensors, split, settings, head)  # type: ignore[no-untyped-call]
+    loss = loss.reshape(leading) if reduction == "none" else loss
+    return loss, stats_from(stats, split, leading, input.dtype) if return_stats else None
 
 
-def _through_operator(tensors: HeadTensors, split: Split, settings: Settings, options: HeadOptions) -> Tensor:
+def _through_operator(
+    tensors: HeadTensors, split: Split, settings: Settings, options: HeadOptions
+) -> tuple[Tensor, Tensor]:
     gamma, edges = settings.gamma, None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
@@ -82,7 +90,7 @@ def _through_operator(tensors: HeadTensors, split: Split, settings: Settings, op
     else:
         gamma = tensors.gamma if tensors.gamma is not None else gamma
     needed = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors[:4]]
-    loss: Tensor = torch.ops.focalkern.linear_focal_loss_over_ranks(
+    found = torch.ops.focalkern.linear_focal_loss_over_ranks(
         *tensors[:4],
         gamma,
         edges,
@@ -98,9 +106,11 @@ def _through_operator(tensors: HeadTensors, split: Split, settings: Settings, op
         options.softcap,
         options.reduction,
         options.reduce_input_grad,
+        options.return_stats,
+        settings.z_loss,
         needed,
-    )[0]
-    return loss
+    )
+    return found[0], found[-1]
 
 
 def _arguments(*given: Any) -> tuple[HeadTensors, Split, Settings, HeadOptions, tuple[bool, ...]]:
@@ -110,11 +120,10 @@ def _arguments(*given: Any) -> tuple[HeadTensors, Split, Settings, HeadOptions, 
     name, kind, ignore_index, label_smoothing, detach_modulation = given[15:20]
     table = None if edges is None else GammaTable._unchecked(edges, gamma)
     tensors = HeadTensors(given[0], given[1], given[2], given[3], gamma if table is None else None, given[6], given[7])
-    split = Split(resolve(name), *given[8:15])
-    settings = Settings(
-        _OP, kind, gamma if table is None else table, 0.0, ignore_index, label_smoothing, detach_modulation
-    )
-    return tensors, split, settings, HeadOptions(*given[20:25]), tuple(given[25])
+    split = Split(resolve(name) if name else ALONE, *given[8:15])
+    values = gamma if table is None else table
+    settings = Settings(_OP, kind, values, 0.0, ignore_index, label_smoothing, detach_modulation, given[26])
+    return tensors, split, settings, HeadOptions(*given[20:26]), tuple(given[27])
 
 
 def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
@@ -148,16 +157,19 @@ def _operator(
     softcap: float,
     reduction: str,
     reduce_input_grad: bool,
+    return_stats: bool,
+    z_loss: float,
     needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, factor of the gradients, state, dL/dgamma, gradients of input, linear_weight, linear_bias and target at
-    the scale of the sum). Gradients that are not needed, and all of an unreduced loss, are empty."""
+    the scale of the sum, statistics). Gradients that are not needed, and all of an unreduced loss, are empty."""
     given = (input, linear_weight, linear_bias, target, gamma, edges, row_weights, class_weights)
     given += (labels, label, owned, counts, legal, offset, classes, group, kind, ignore_index, label_smoothing)  # type: ignore[assignment]
-    given += (detach_modulation, dtype, chunk_rows, softcap, reduction, reduce_input_grad, needed)  # type: ignore[assignment]
+    given += (detach_modulation, dtype, chunk_rows, softcap, reduction, reduce_input_grad)  # type: ignore[assignment]
+    given += (return_stats, z_loss, needed)  # type: ignore[assignment]
     tensors, split, settings, options, wanted = _arguments(*given)
     early = reduction != "none"
-    losses, state, of_gamma, found = chunks_over_ranks(
+    losses, state, of_gamma, found, stats = chunks_over_ranks(
         tensors,
         split,
         settings,
@@ -169,13 +181,13 @@ def _operator(
         divisor, scale = mean_scale(row_weights, counts)
         total = total / divisor
     gradients = (_or_empty(gradient, losses) for gradient in found)
-    return (total, scale, state, of_gamma, *gradients)  # type: ignore[return-value]
+    return (total, scale, state, of_gamma, *gradients, stats)  # type: ignore[return-value]
 
 
 @_operator.register_fake
 def _fake_operator(*given: Any) -> Any:
     input, linear_weight, _, target = given[:4]
-    dtype, reduction, needed = given[20], given[23], given[25]
+    dtype, reduction, needed = given[20], given[23], given[27]
     summed = torch.float32 if dtype in HALVES else dtype
     wide: dict[str, Any] = {"dtype": torch.float64}
     losses = input.new_empty(input.shape[:1], **wide)
@@ -195,6 +207,7 @@ def _fake_operator(*given: Any) -> Any:
         input.new_empty((4, input.shape[0]), **wide),
         torch.empty_like(losses),
         *gradients,
+        input.new_empty((4, input.shape[0] if given[25] else 0), **wide),
     )
 
 
@@ -227,12 +240,15 @@ def _gradient_operator(
     softcap: float,
     reduction: str,
     reduce_input_grad: bool,
+    return_stats: bool,
+    z_loss: float,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of ``sum(upstream * losses)`` from the state of the forward pass, empty where not needed."""
     given = (input, linear_weight, linear_bias, target, gamma, edges, row_weights, class_weights)
     given += (labels, label, owned, counts, legal, offset, classes, group, kind, ignore_index, label_smoothing)  # type: ignore[assignment]
-    given += (detach_modulation, dtype, chunk_rows, softcap, reduction, reduce_input_grad, needed)  # type: ignore[assignment]
+    given += (detach_modulation, dtype, chunk_rows, softcap, reduction, reduce_input_grad)  # type: ignore[assignment]
+    given += (return_stats, z_loss, needed)  # type: ignore[assignment]
     tensors, split, settings, options, wanted = _arguments(*given)
     found = chunks_over_ranks(tensors, split, settings, options, wanted, upstream, state)[3]  # type: ignore[arg-type]
     return tuple(_or_empty(gradient, upstream) for gradient in cast_gradients(found, tensors))  # type: ignore[return-value]
@@ -242,13 +258,13 @@ def _gradient_operator(
 def _fake_gradient_operator(upstream: Tensor, state: Tensor, *given: Any) -> Any:
     return tuple(
         upstream.new_empty(0) if t is None or not need else t.new_empty(t.shape)
-        for t, need in zip(given[:4], given[25], strict=True)
+        for t, need in zip(given[:4], given[27], strict=True)
     )
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.settings = inputs[15:]
-    ctx.save_for_backward(*inputs[:15], *output[1:])
+    ctx.save_for_backward(*inputs[:15], *output[1:8])
 
 
 def _backward(ctx: Any, upstream: Tensor, *unused: Any) -> Any:
@@ -265,7 +281,7 @@ def _backward(ctx: Any, upstream: Tensor, *unused: Any) -> Any:
     of_tensors = [gradient if need else None for gradient, need in zip(found, needed, strict=True)]
     gamma = tensors[4]
     of_numbers = (factor * of_gamma).sum_to_size(gamma.shape).to(gamma.dtype) if ctx.needs_input_grad[4] else None
-    return (*of_tensors, of_numbers, *(None for _ in range(21)))
+    return (*of_tensors, of_numbers, *(None for _ in range(23)))
 
 
 _operator.register_autograd(_backward, setup_context=_setup_context)

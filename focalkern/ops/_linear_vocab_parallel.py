@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from focalkern.ops._collectives import all_reduce
+from focalkern._types import compute_dtype
+from focalkern.ops._collectives import ALONE, all_reduce
 from focalkern.ops._linear_chunks import FLOAT16_SCALE, Head, is_plain
+from focalkern.ops._loss_extras import loss_with_extras
+from focalkern.ops._loss_stats import packed_stats
 from focalkern.ops._vocab_slices import (
     RowStatistics,
     Settings,
@@ -69,6 +72,7 @@ class HeadOptions:
     softcap: float  # 0 for none
     reduction: str
     reduce_input_grad: bool
+    return_stats: bool = False
 
     @property
     def scale(self) -> float:
@@ -83,24 +87,28 @@ def chunks_over_ranks(
     needed: Needed,
     upstream: Tensor | None = None,
     state: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, HeadGradients]:
-    """One pass over the chunks: losses [N], the state [4, N], dL/dgamma [N], and the gradients of
-    ``sum(upstream * losses)``, upstream [N] being 1 by default. With the state of an earlier pass nothing but the
-    gradients is computed, and nothing is reduced but that of the input."""
+) -> tuple[Tensor, Tensor, Tensor, HeadGradients, Tensor]:
+    """One pass over the chunks: losses [N], the state [4, N], dL/dgamma [N], the gradients of
+    ``sum(upstream * losses)``, upstream [N] being 1 by default, and, if wanted, the statistics [4, N] of
+    ``packed_stats``. With the state of an earlier pass nothing but the gradients is computed, and nothing is reduced
+    but that of the input."""
     input, linear_weight, linear_bias, target, gamma, row_weights, class_weights = tensors
     soft = target is not None or settings.label_smoothing > 0
     looks = is_plain(split.target) and is_plain(input)
     kept = split.counts.nonzero().squeeze(1) if looks and target is None else None
     head = Head(input, linear_weight, linear_bias, options.dtype, options.chunk_rows, needed[:3], kept, options.scale)
-    shares = Shares(target, class_weights, needed[3])
+    shares, z_loss = Shares(target, class_weights, needed[3], row_weights), settings.z_loss
     losses = torch.zeros(len(input), dtype=torch.float64, device=input.device)
     of_gamma, upstream = torch.zeros_like(losses), torch.ones_like(losses) if upstream is None else upstream
     grad_target = None if target is None or not needed[3] else torch.zeros_like(target, dtype=torch.float64)
     result = torch.zeros(4, len(input), dtype=torch.float64, device=input.device) if state is None else state
+    stats = losses.new_zeros(4, len(input) if options.return_stats and state is None else 0)
+    stats[2] = -1  # no class
     for rows, z in head.chunks():
         where = head.rows_of(rows)
         here, some, per_row = split.at(where), shares.at(where), row_weights[where]
         _cap_(z, options.softcap)
+        statistic: RowStatistics | None = None
         if state is None:
             of_row = gamma if gamma is None or gamma.dim() == 0 else gamma[where]
             if soft:
@@ -109,8 +117,12 @@ def chunks_over_ranks(
             else:
                 statistic = statistics(z, here)
                 loss, slope, rise = slopes(statistic.margin, of_row, settings)
+                if z_loss:
+                    loss = loss + z_loss * torch.where(here.counts, statistic.lse, 0.0).square()
                 losses[where], of_gamma[where] = loss * per_row, rise * per_row
-                result[:, where] = torch.stack([*statistic, slope])
+                result[:, where] = torch.stack([*statistic[:3], slope])
+            if options.return_stats:
+                stats[:, where] = packed_stats(z, here, statistic or statistics(z, here))
         if not any(needed):
             continue
         known, scaled = result[:, where], upstream[where] * options.scale
@@ -121,14 +133,15 @@ def chunks_over_ranks(
                     grad_target[where][block] = of_target.div_(options.scale)
                 _overwrite(z, block, grad, options.softcap)
         else:
-            slope = scaled * (per_row * known[3])
-            for block, grad in gradients(z, here, RowStatistics(*known[:3]), slope):
+            statistic, scaled = RowStatistics.saved(*known[:3]), scaled * per_row
+            of_lse = 2 * z_loss * scaled * torch.where(here.counts, statistic.lse, 0.0) if z_loss else None
+            for block, grad in gradients(z, here, statistic, scaled * known[3], of_lse):
                 _overwrite(z, block, grad, options.softcap)
         head.accumulate(rows, z)
     of_input, of_weight, of_bias = head.finish()
     if of_input is not None and options.reduce_input_grad:
         of_input = all_reduce(of_input, "sum", split.group)
-    return losses, result, of_gamma, (of_input, of_weight, of_bias, grad_target)
+    return losses, result, of_gamma, (of_input, of_weight, of_bias, grad_target), stats
 
 
 def mean_scale(row_weights: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,14 +151,15 @@ def mean_scale(row_weights: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinearParallel(torch.autograd.Function):
-    """Losses [N] (reduction "none"), their sum or their mean, from this rank's slice of the head."""
+    """Losses [N] (reduction "none"), their sum or their mean, and the statistics [4, N], from this rank's slice of the
+    head."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         tensors, (split, settings, options) = HeadTensors(*arguments[:7]), arguments[7:]
         early, needs = options.reduction != "none", ctx.needs_input_grad
         needed = (bool(needs[0]), bool(needs[1]), bool(needs[2]), bool(needs[3]))
-        losses, state, of_gamma, found = chunks_over_ranks(
+        losses, state, of_gamma, found, stats = chunks_over_ranks(
             tensors, split, settings, options, needed if early else NOTHING
         )
         ctx.save_for_backward(*tensors, state, of_gamma)
@@ -155,14 +169,17 @@ class LinearParallel(torch.autograd.Function):
         if options.reduction == "mean":
             divisor, ctx.scale = mean_scale(tensors.row_weights, split.counts)
             total = total / divisor
-        return total
+        ctx.mark_non_differentiable(stats)
+        return total, stats
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        refuse_second_derivatives("linear_focal_loss")
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> Any:
         *saved, state, of_gamma = ctx.saved_tensors
         tensors, needs = HeadTensors(*saved), ctx.needs_input_grad
         upstream = g if ctx.scale is None else g * ctx.scale
+        if ctx.split.group is ALONE and torch.is_grad_enabled():
+            return *_differentiable_gradients(upstream, tensors, needs, ctx.split, ctx.settings, ctx.options), *_REST
+        refuse_second_derivatives("linear_focal_loss")
         found, ctx.gradients = ctx.gradients, None
         if found is None:
             needed = (bool(needs[0]), bool(needs[1]), bool(needs[2]), bool(needs[3]))
@@ -173,7 +190,40 @@ class LinearParallel(torch.autograd.Function):
         of_number = None
         if tensors.gamma is not None and needs[4]:
             of_number = (upstream * of_gamma).sum_to_size(tensors.gamma.shape).to(tensors.gamma.dtype)
-        return (*cast_gradients(found, tensors), of_number, *(None for _ in range(5)))
+        return (*cast_gradients(found, tensors), of_number, *_REST)
+
+
+_REST = (None,) * 5  # row_weights, class_weights, and what is no tensor
+
+
+def _differentiable_gradients(
+    upstream: Tensor, tensors: HeadTensors, needs: Any, split: Split, settings: Settings, options: HeadOptions
+) -> list[Tensor | None]:
+    """The gradients of five tensors, from all logits at once, in operations that autograd differentiates again."""
+    x, w, b = (None if t is None else t.to(options.dtype) for t in tensors[:3])
+    assert x is not None and w is not None
+    z = torch.nn.functional.linear(x, w, b)
+    z = options.softcap * torch.tanh(z / options.softcap) if options.softcap else z
+    losses = loss_with_extras(
+        settings.op,
+        settings.kind,
+        z.to(compute_dtype(z.dtype)),
+        split.target if tensors.target is None else tensors.target.to(compute_dtype(z.dtype)),
+        settings.gamma if tensors.gamma is None else tensors.gamma,
+        weight=tensors.class_weights,
+        ignore_index=settings.ignore_index,
+        reduction="none",
+        label_smoothing=settings.label_smoothing,
+        detach_modulation=settings.detach_modulation,
+        z_loss=settings.z_loss,
+        return_stats=False,
+    )
+    if tensors.class_weights is None:  # which has them in it already
+        losses = losses * tensors.row_weights.to(losses.dtype)
+    wanted = [t for t, need in zip(tensors[:5], needs[:5], strict=True) if need and t is not None]
+    rows = upstream.expand(len(x)).to(losses.dtype)
+    found = iter(torch.autograd.grad(losses, wanted, rows, create_graph=True, allow_unused=True))
+    return [next(found) if need and t is not None else None for t, need in zip(tensors[:5], needs[:5], strict=True)]
 
 
 def cast_gradients(found: HeadGradients, tensors: HeadTensors) -> HeadGradients:

@@ -21,7 +21,7 @@ from torch import Tensor
 from focalkern._checks import dense, finite, flag, label, label_range, number, reduction_code
 from focalkern._types import FLOATS, LABELS
 from focalkern.gamma import GammaTable
-from focalkern.ops._collectives import all_gather, all_reduce, group_of
+from focalkern.ops._collectives import ALONE, all_gather, all_reduce, group_of
 from focalkern.ops._linear_chunks import blocks, is_plain
 from focalkern.ops._row_kernels import Settings as KernelSettings
 from focalkern.ops._row_kernels import losses_of_margins, slice_gradient, slice_statistics
@@ -54,6 +54,7 @@ class Settings:
     ignore_index: int
     label_smoothing: float
     detach_modulation: bool
+    z_loss: float = 0.0
 
 
 def check_settings(
@@ -68,6 +69,7 @@ def check_settings(
     ignore_index: int,
     label_smoothing: float,
     detach_modulation: bool,
+    z_loss: float = 0.0,
 ) -> Settings:
     """Checks a target of labels [...] or class probabilities [..., C_r], and everything that is no tensor of logits."""
     if torch._C._are_functorch_transforms_active():
@@ -101,7 +103,7 @@ def check_settings(
         warn_if_steep(op, gamma, stacklevel=4)
     detach_modulation = flag(op, "detach_modulation", detach_modulation)
     ignore_index = label(op, "ignore_index", ignore_index)
-    return Settings(op, kind, gamma, epsilon, ignore_index, float(label_smoothing), detach_modulation)
+    return Settings(op, kind, gamma, epsilon, ignore_index, float(label_smoothing), detach_modulation, z_loss)
 
 
 class Split(NamedTuple):
@@ -139,6 +141,16 @@ class Split(NamedTuple):
         owned = counts & (local >= 0) & (local < classes)
         return cls(group, target, torch.where(owned, local, 0), owned, counts, legal, offset, total)
 
+    @classmethod
+    def whole(cls, target: Tensor, classes: int, ignore_index: int) -> "Split":
+        """Of a process that has all classes. It reads no value of a tensor."""
+        labels = target.long()
+        counts = labels != ignore_index
+        inside = (labels >= 0) & (labels < classes)
+        first, total = (torch.full((), size, dtype=torch.int64, device=target.device) for size in (0, classes))
+        owned = counts & inside
+        return cls(ALONE, target, torch.where(owned, labels, 0), owned, counts, ~counts | inside, first, total)
+
     def at(self, rows: slice | Tensor) -> "Split":
         return Split(
             self.group,
@@ -165,19 +177,18 @@ def slice_of(label: Tensor, owned: Tensor) -> Split:
 
 
 class RowStatistics(NamedTuple):
-    """Of each row, in float64: the slice's largest logit or its label's, log sum_j exp(z_j - that) of all classes, and
-    d."""
+    """Of each row, in float64: the slice's largest logit or its label's, log sum_j exp(z_j - that) of all classes, d,
+    and the log-sum-exp. The last two have the same bits on every rank."""
 
     top: Tensor
     log_sum: Tensor
     margin: Tensor
-
-    def at(self, rows: slice) -> "RowStatistics":
-        return RowStatistics(self.top[rows], self.log_sum[rows], self.margin[rows])
+    lse: Tensor
 
     @classmethod
-    def of(cls, parts: list["RowStatistics"]) -> "RowStatistics":
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("top", "log_sum", "margin")))
+    def saved(cls, top: Tensor, log_sum: Tensor, margin: Tensor) -> "RowStatistics":
+        """From three of them, for the gradient."""
+        return cls(top, log_sum, margin, top + log_sum)
 
 
 def statistics(z: Tensor, split: Split) -> RowStatistics:
@@ -202,10 +213,13 @@ def statistics(z: Tensor, split: Split) -> RowStatistics:
     shift, log_rest = torch.where(alone, own, shift), torch.where(alone, -_FAR, log_rest)
     margin = (shift - own) + log_rest
     top = torch.where(top == -torch.inf, shift, top)
-    # log-sum-exp of all classes minus `top`, from the larger of the target and the others.
-    of_rest = (shift - top) + log_rest + torch.nn.functional.softplus(-margin)
-    of_target = (own - top) + torch.nn.functional.softplus(margin)
-    return RowStatistics(top, torch.where(margin > 0, of_rest, of_target), margin)
+    # log-sum-exp of all classes, and the same minus `top`, from the larger of the target and the others.
+    softplus = torch.nn.functional.softplus
+    of_rest = (shift - top) + log_rest + softplus(-margin)
+    of_target = (own - top) + softplus(margin)
+    log_sum = torch.where(margin > 0, of_rest, of_target)
+    lse = torch.where(margin > 0, shift + (log_rest + softplus(-margin)), own + softplus(margin))
+    return RowStatistics(top, log_sum, margin, lse)
 
 
 def _statistics_of_slice(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,33 +289,44 @@ def gamma_rows(op: str, gamma: float | Tensor | GammaTable, leading: torch.Size)
         ) from None
 
 
-def gradients(z: Tensor, split: Split, rows: RowStatistics, slope: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The slice's gradients, block by block, for dL/dd = ``slope`` [n]."""
+def gradients(
+    z: Tensor, split: Split, rows: RowStatistics, slope: Tensor, of_lse: Tensor | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """The slice's gradients, block by block, for dL/dd = ``slope`` and dL/dlse = ``of_lse``, both [n]."""
     if z.shape[1] == 0:
         return
-    log_u = -torch.nn.functional.softplus(-rows.margin)
+    log_u = torch.nn.functional.logsigmoid(rows.margin)  # softplus is cut off at 20
     u = log_u.exp()
     # c = dL/dd / u; where u vanishes, so does every p_j.
     scale = torch.where(u > 0, slope / u, torch.where(slope.isnan(), slope, 0.0))
+    if of_lse is not None:
+        scale = scale + of_lse  # dlse/dz_j = p_j
     for block in blocks(z):
         part, label, owned = z[block], split.label[block], split.owned[block]
         top, log_sum, log_u_here, scale_here = (values[block] for values in (rows.top, rows.log_sum, log_u, scale))
         grad = slice_gradient(scale_here, part, label, top, log_sum, log_u_here)
-        # RowStatistics without a target here were told class 0.
-        own = grad[:, 0].double()
-        p = ((part[:, 0].double() - top) - log_sum).exp()
+        # Rows without a target here were told class 0.
+        at = torch.zeros_like(label) if of_lse is None else label
+        p = ((part.gather(1, at.unsqueeze(1)).squeeze(1).double() - top) - log_sum).exp()
         without = torch.where(scale_here == 0, 0.0, scale_here * p)
-        grad[:, 0] = torch.where(owned, own, without).to(grad.dtype)
+        if of_lse is None:
+            own = grad[:, 0].double()
+        else:
+            # The label's own derivatives: dd/dz = -1, and again p.
+            slope_here, of_lse_here = slope[block], of_lse[block]
+            is_zero = (slope_here == 0) & (of_lse_here == 0)
+            own = torch.where(is_zero, 0.0, of_lse_here * p - slope_here)
+        grad.scatter_(1, at.unsqueeze(1), torch.where(owned, own, without).to(grad.dtype).unsqueeze(1))
         yield block, grad
 
 
-def gradient(z: Tensor, split: Split, rows: RowStatistics, slope: Tensor) -> Tensor:
+def gradient(z: Tensor, split: Split, rows: RowStatistics, slope: Tensor, of_lse: Tensor | None = None) -> Tensor:
     """The slice's gradient [n, C_r]."""
     if torch.compiler.is_compiling():
-        found: Tensor = torch.ops.focalkern.vocab_slice_gradient(slope, z, split.label, split.owned, *rows)
+        found: Tensor = torch.ops.focalkern.vocab_slice_gradient(slope, of_lse, z, split.label, split.owned, *rows[:3])
         return found
     result = torch.empty_like(z, memory_format=torch.contiguous_format)
-    for block, grad in gradients(z, split, rows, slope):
+    for block, grad in gradients(z, split, rows, slope, of_lse):
         result[block] = grad
     return result
 
@@ -322,14 +347,21 @@ def _(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("focalkern::vocab_slice_gradient", mutates_args=())
 def _gradient_operator(
-    slope: Tensor, z: Tensor, label: Tensor, owned: Tensor, top: Tensor, log_sum: Tensor, margin: Tensor
+    slope: Tensor,
+    of_lse: Tensor | None,
+    z: Tensor,
+    label: Tensor,
+    owned: Tensor,
+    top: Tensor,
+    log_sum: Tensor,
+    margin: Tensor,
 ) -> Tensor:
     split = slice_of(label, owned)
-    return gradient(z, split, RowStatistics(top, log_sum, margin), slope)
+    return gradient(z, split, RowStatistics.saved(top, log_sum, margin), slope, of_lse)
 
 
 @_gradient_operator.register_fake
-def _(slope: Tensor, z: Tensor, label: Tensor, owned: Tensor, top: Tensor, log_sum: Tensor, margin: Tensor) -> Tensor:
+def _(slope: Tensor, of_lse: Tensor | None, z: Tensor, *rows: Tensor) -> Tensor:
     return torch.empty_like(z, memory_format=torch.contiguous_format)
 
 

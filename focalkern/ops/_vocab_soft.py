@@ -29,16 +29,20 @@ class Shares(NamedTuple):
     target: Tensor | None  # [n, C_r] class probabilities; None for the labels of a Split
     weight: Tensor | None  # [C_r] class weights
     needs_target: bool = False  # whether the derivative in the class probabilities is wanted
+    row_weight: Tensor | None = None  # [n] weights of the rows in the mean, and so of their z-loss
 
     @classmethod
     def of(cls, target: Tensor | None, weight: Tensor | None, classes: int, split: Split) -> "Shares":
         """``weight`` is that of all classes."""
+        rows = split.row_weights(None if target is not None else weight, torch.float64)
         if weight is None:
-            return cls(target, None)
-        return cls(target, weight[split.offset + torch.arange(classes, device=weight.device)])
+            return cls(target, None, row_weight=rows)
+        here = weight[split.offset + torch.arange(classes, device=weight.device)]
+        return cls(target, here, row_weight=rows)
 
     def at(self, rows: slice | Tensor) -> "Shares":
-        return self if self.target is None else self._replace(target=self.target[rows])
+        target, weight = (None if t is None else t[rows] for t in (self.target, self.row_weight))
+        return self._replace(target=target, row_weight=weight)
 
 
 class SoftRows(NamedTuple):
@@ -65,6 +69,10 @@ def soft_losses(
         )
         sums[1, block] = slope.sum(1)
     losses, slope_sum, of_gamma = all_reduce(sums, "sum", split.group)
+    if settings.z_loss and shares.row_weight is not None:
+        lse = torch.where(split.counts, rows.top + rows.log_total, 0.0)
+        losses = losses + settings.z_loss * shares.row_weight * lse.square()
+        slope_sum = slope_sum - 2 * settings.z_loss * shares.row_weight * lse
     return losses, rows._replace(slope=slope_sum), of_gamma
 
 

@@ -1,7 +1,7 @@
 """The fused focal and inverse focal loss."""
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from focalkern._types import LABELS, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA, Redu
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.ops._dtensor import is_dtensor, loss_over_mesh
+from focalkern.ops._loss_extras import loss_with_extras
+from focalkern.ops._loss_stats import LossWithStats
 from focalkern.ops._row_loss import (
     Modulation,
     check_modulation,
@@ -24,13 +26,58 @@ from focalkern.ops._row_loss import (
     through_dispatcher,
     warn_if_steep,
 )
-from focalkern.ops.focal_loss_vocab_parallel import loss_of_slices
+from focalkern.ops.focal_loss_vocab_parallel import extras_of, loss_of_slices
 
 __all__ = ["check_labels", "focal_loss"]
 
 _DFT = kind_of("confidence")
 
 
+@overload
+def focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = ...,
+    *,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    detach_modulation: bool = ...,
+    modulation: Modulation | None = ...,
+    z_loss: float = ...,
+    return_stats: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = ...,
+    *,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    detach_modulation: bool = ...,
+    modulation: Modulation | None = ...,
+    z_loss: float = ...,
+    return_stats: Literal[True],
+) -> LossWithStats: ...
+@overload
+def focal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = ...,
+    *,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    detach_modulation: bool = ...,
+    modulation: Modulation | None = ...,
+    z_loss: float = ...,
+    return_stats: bool,
+) -> Tensor | LossWithStats: ...
 def focal_loss(
     input: Tensor,
     target: Tensor,
@@ -42,7 +89,9 @@ def focal_loss(
     label_smoothing: float = 0.0,
     detach_modulation: bool = False,
     modulation: Modulation | None = None,
-) -> Tensor:
+    z_loss: float = 0.0,
+    return_stats: bool = False,
+) -> Tensor | LossWithStats:
     r"""Multiclass focal loss (gamma > 0), cross-entropy (gamma = 0) and inverse focal loss (gamma < 0) from logits.
 
     With p the softmax probability of the target class, u = 1 - p, phi = -p log p / u and psi = -p log p / (1 + p):
@@ -84,11 +133,19 @@ def focal_loss(
         modulation: None, or "confidence": f(p) = p^gamma for gamma >= 0, with dL/dz_j = p^gamma (1 + gamma log p)
             (p_j - [j = y]). gamma = 1 with ``detach_modulation=True`` is dynamic fine-tuning (:class:`DFTLoss`). A
             negative gamma in a tensor or a table makes the loss NaN.
+        z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
+            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). It counts as much as the
+            row does in the mean, and is 0 where the row is ignored. For labels without smoothing both terms share one
+            pass over the logits, and one in the backward pass; otherwise, and under torch.func, the z-loss takes one
+            more of each.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. The logits are read once more for
+            it, in blocks, by torch operations; with ``label_smoothing`` twice more.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under
         autocast; with class probabilities of another dtype, what the two promote to). Differentiable to any order in
-        ``input``, class-probability ``target`` and tensor ``gamma``.
+        ``input``, class-probability ``target`` and tensor ``gamma``. With ``return_stats=True`` a
+        :class:`LossWithStats` (loss, stats).
 
     Raises:
         TypeError: dtype or kind of an argument.
@@ -99,22 +156,42 @@ def focal_loss(
         NotImplementedError: a device without a kernel.
 
     Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437); Wang et al., NeurIPS 2021
-    (inverse); the sign rule of Ghosh et al., NeurIPS 2022; Wu et al. 2025 (arXiv 2508.05629, "confidence").
+    (inverse); the sign rule of Ghosh et al., NeurIPS 2022; Wu et al. 2025 (arXiv 2508.05629, "confidence");
+    Chowdhery et al. 2022 (arXiv 2204.02311, z-loss).
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]])
         >>> target = torch.tensor([0, 2])
         >>> fk.focal_loss(logits, target, gamma=2.0)
         tensor(0.5583)
-        >>> fk.focal_loss(logits, target, gamma=0.0), torch.nn.functional.cross_entropy(logits, target)
-        (tensor(0.9251), tensor(0.9251))
+        >>> fk.focal_loss(logits, target, gamma=0.0)  # torch.nn.functional.cross_entropy(logits, target)
+        tensor(0.9251)
         >>> fk.focal_loss(logits, target, gamma=torch.tensor([1.0, 3.0]), reduction="none")  # per sample
         tensor([0.0265, 0.9052])
+        >>> fk.focal_loss(logits, target, z_loss=1e-4, return_stats=True).stats.correct
+        tensor([ True, False])
     """
     if type(input) is not Tensor and is_dtensor(input):
-        return _over_mesh(
-            input, target, gamma, weight, ignore_index, reduction, label_smoothing, detach_modulation, modulation
-        )
+        extras = {"z_loss": z_loss, "return_stats": return_stats}
+        given = (weight, ignore_index, reduction, label_smoothing, detach_modulation, modulation)
+        return _over_mesh(input, target, gamma, *given, extras)
+    if return_stats is not False or type(z_loss) is not float or z_loss:
+        z_loss, return_stats = extras_of("focal_loss", z_loss, return_stats)
+        if z_loss or return_stats:
+            return loss_with_extras(
+                "focal_loss",
+                kind_of(modulation),
+                input,
+                target,
+                check_modulation("focal_loss", modulation, gamma),
+                weight=weight,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
+                detach_modulation=detach_modulation,
+                z_loss=z_loss,
+                return_stats=return_stats,
+            )
     if modulation is not None:
         gamma = check_modulation("focal_loss", modulation, gamma)
         options = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
@@ -155,7 +232,8 @@ def _over_mesh(
     label_smoothing: float,
     detach_modulation: bool,
     modulation: Modulation | None,
-) -> Tensor:
+    extras: dict[str, Any],
+) -> Tensor | LossWithStats:
     """The loss of logits that are a DTensor."""
     op = "focal_loss"
     gamma = check_modulation(op, modulation, gamma)
@@ -163,12 +241,17 @@ def _over_mesh(
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "detach_modulation": detach_modulation,
+        **extras,
     }
 
-    def local(z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: Any) -> Tensor:
-        return focal_loss(z, y, gamma, weight=weight, reduction=reduction, modulation=modulation, **options)
+    def local(z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: Any) -> Tensor | LossWithStats:
+        given = {"weight": weight, "reduction": reduction, "modulation": modulation}
+        found: Tensor | LossWithStats = focal_loss(z, y, gamma, **given, **options)
+        return found
 
-    def over_ranks(z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: Any, group: Any) -> Tensor:
+    def over_ranks(
+        z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: Any, group: Any
+    ) -> Tensor | LossWithStats:
         given = {"weight": weight, "reduction": reduction, **options}
         return loss_of_slices(op, kind_of(modulation), z, y, gamma, process_group=group, **given)
 

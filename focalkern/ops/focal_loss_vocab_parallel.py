@@ -1,15 +1,17 @@
 """The focal loss where every rank has a slice of the classes; :mod:`focalkern.ops._vocab_slices` says how."""
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from focalkern._checks import dense
+from focalkern._checks import dense, finite, flag
 from focalkern._devices import autocast_is_on, has_float64
 from focalkern._types import FLOATS, HALVES, Reduction
 from focalkern.gamma import GammaTable
+from focalkern.ops._collectives import ALONE
+from focalkern.ops._loss_stats import LossWithStats, packed_stats, stats_from
 from focalkern.ops._row_loss import Modulation, check_modulation, kind_of
 from focalkern.ops._vocab_slices import (
     RowStatistics,
@@ -24,11 +26,68 @@ from focalkern.ops._vocab_slices import (
 )
 from focalkern.ops._vocab_soft import SoftLosses
 
-__all__ = ["focal_loss_vocab_parallel", "loss_of_slices"]
+__all__ = [
+    "extras_of",
+    "focal_loss_vocab_parallel",
+    "loss_of_slices",
+    "plain_statistics",
+    "reduced",
+    "refuse_stats_of_probabilities",
+    "statistics_of",
+]
 
 _OP = "focal_loss_vocab_parallel"
+_FAR = 1e4  # e^-_FAR is 0, also in float64
 
 
+@overload
+def focal_loss_vocab_parallel(
+    logits: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = ...,
+    *,
+    process_group: Any = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    detach_modulation: bool = ...,
+    modulation: Modulation | None = ...,
+    z_loss: float = ...,
+    return_stats: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def focal_loss_vocab_parallel(
+    logits: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = ...,
+    *,
+    process_group: Any = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    detach_modulation: bool = ...,
+    modulation: Modulation | None = ...,
+    z_loss: float = ...,
+    return_stats: Literal[True],
+) -> LossWithStats: ...
+@overload
+def focal_loss_vocab_parallel(
+    logits: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = ...,
+    *,
+    process_group: Any = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    detach_modulation: bool = ...,
+    modulation: Modulation | None = ...,
+    z_loss: float = ...,
+    return_stats: bool,
+) -> Tensor | LossWithStats: ...
 def focal_loss_vocab_parallel(
     logits: Tensor,
     target: Tensor,
@@ -41,7 +100,9 @@ def focal_loss_vocab_parallel(
     label_smoothing: float = 0.0,
     detach_modulation: bool = False,
     modulation: Modulation | None = None,
-) -> Tensor:
+    z_loss: float = 0.0,
+    return_stats: bool = False,
+) -> Tensor | LossWithStats:
     r"""The focal loss of logits whose classes are split over the ranks of a process group.
 
     It is :func:`focal_loss` of all logits to rounding. Every rank calls it with its slice of the classes and the same
@@ -66,11 +127,16 @@ def focal_loss_vocab_parallel(
             probabilities, the terms of all classes are computed by torch operations in float64, and 24 more bytes per
             row are reduced.
         detach_modulation, modulation: as in :func:`focal_loss`.
+        z_loss: c >= 0: adds c lse^2 to the loss of each row, with the log-sum-exp of all classes, as in
+            :func:`focal_loss`; nothing more is reduced for it.
+        return_stats: return the :class:`LossStats` of all classes too, the same on every rank. Labels only. The slice
+            is read once more for it (with ``label_smoothing`` twice), and 24 more bytes per row are reduced.
 
     Returns:
         The loss, scalar or of the leading shape, in the dtype of ``logits`` (float32 for half-precision ones under
         autocast). Differentiable once, in ``logits``, ``gamma`` and class probabilities. ``torch.compile`` takes it
-        into one graph (``fullgraph=True``) for labels without smoothing, and ends the graph there for the others.
+        into one graph (``fullgraph=True``) for labels without smoothing, and ends the graph there for the others. With
+        ``return_stats=True`` a :class:`LossWithStats` (loss, stats).
 
     Raises:
         TypeError, ValueError: as :func:`focal_loss`; on the CPU also ranks that were called with different shapes.
@@ -90,7 +156,7 @@ def focal_loss_vocab_parallel(
     """
     logits, target, process_group = _without_dtensor(logits, target, process_group)
     gamma = check_modulation(_OP, modulation, gamma)
-    return loss_of_slices(
+    found: Tensor | LossWithStats = loss_of_slices(
         _OP,
         kind_of(modulation),
         logits,
@@ -102,7 +168,10 @@ def focal_loss_vocab_parallel(
         reduction=reduction,
         label_smoothing=label_smoothing,
         detach_modulation=detach_modulation,
+        z_loss=z_loss,
+        return_stats=return_stats,
     )
+    return found
 
 
 def loss_of_slices(
@@ -119,8 +188,11 @@ def loss_of_slices(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     detach_modulation: bool = False,
-) -> Tensor:
-    """The loss of a number from slices [..., C_r] of the classes; ``op`` is who was called."""
+    z_loss: float = 0.0,
+    return_stats: bool = False,
+) -> Any:
+    """The loss of a number from slices [..., C_r] of the classes, with return_stats a :class:`LossWithStats`; ``op`` is
+    who was called."""
     for name, value in (("logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
@@ -147,7 +219,9 @@ def loss_of_slices(
         raise ValueError(f"{op}: logits must be [C_r], [N, C_r] or [B, S, C_r], got a single number")
     leading = logits.shape[:-1]
     classes, soft = logits.shape[-1], target.is_floating_point()
-    options = (reduction, ignore_index, label_smoothing, detach_modulation)
+    z_loss, return_stats = extras_of(op, z_loss, return_stats)
+    refuse_stats_of_probabilities(op, target, return_stats)
+    options = (reduction, ignore_index, label_smoothing, detach_modulation, z_loss)
     settings = check_settings(op, kind, target, leading, classes, gamma, epsilon, *options)
     rows = logits.reshape(math.prod(leading), classes)
     # Class probabilities have no label; any label serves to exchange the sizes of the slices.
@@ -162,14 +236,40 @@ def loss_of_slices(
         apply: Any = SoftLosses.apply
         if torch.compiler.is_compiling():
             apply = torch.compiler.disable(apply)
+        statistic: RowStatistics | None = None
         losses = apply(rows, shares, of_rows, split, weight, settings)
     else:
-        margin = _Margin.apply(rows, op, *split)  # type: ignore[no-untyped-call]
-        losses = row_losses(margin, gammas, settings) * split.row_weights(weight, margin.dtype)
-    loss = _reduced(losses, split, None if soft else weight, reduction)
+        statistic = statistics_of(rows, op, split, z_loss != 0)
+        # Rows that do not count may hold anything, and the derivative of 0 * NaN is NaN.
+        losses = row_losses(torch.where(split.counts, statistic.margin, 0.0), gammas, settings)
+        if z_loss:
+            losses = losses + z_loss * torch.where(split.counts, statistic.lse, 0.0).square()
+        losses = losses * split.row_weights(weight, losses.dtype)
+    loss = reduced(losses, split, None if soft else weight, reduction)
     is_half = logits.dtype in HALVES and autocast_is_on(logits.device.type)
     loss = loss.to(torch.float32 if is_half else logits.dtype)
-    return loss.reshape(leading) if reduction == "none" else loss
+    loss = loss.reshape(leading) if reduction == "none" else loss
+    if not return_stats:
+        return loss
+    with torch.no_grad():
+        packed = packed_stats(rows, split, statistic or statistics_of(rows, op, split))
+    return LossWithStats(loss, stats_from(packed, split, leading, logits.dtype))
+
+
+def extras_of(op: str, z_loss: Any, return_stats: Any) -> tuple[float, bool]:
+    """The two as a float and a bool."""
+    if not (torch.compiler.is_compiling() and type(z_loss) is float):  # a graph must not depend on the value
+        z_loss = finite(op, "z_loss", z_loss)
+        if z_loss < 0:
+            raise ValueError(f"{op}: z_loss must be at least 0, got {z_loss:g}")
+    return z_loss, flag(op, "return_stats", return_stats)
+
+
+def refuse_stats_of_probabilities(op: str, target: Tensor, return_stats: bool) -> None:
+    if return_stats and target.is_floating_point():
+        raise ValueError(
+            f"{op}: return_stats=True needs labels, got class probabilities, which have no one target; leave it out"
+        )
 
 
 def _without_dtensor(logits: Any, target: Any, process_group: Any) -> tuple[Any, Any, Any]:
@@ -190,7 +290,7 @@ def _without_dtensor(logits: Any, target: Any, process_group: Any) -> tuple[Any,
     return logits.to_local(), target, logits.device_mesh.get_group(split[0])
 
 
-def _reduced(losses: Tensor, split: Split, weight: Tensor | None, reduction: str) -> Tensor:
+def reduced(losses: Tensor, split: Split, weight: Tensor | None, reduction: str) -> Tensor:
     losses = torch.where(split.counts, losses, 0.0)
     if reduction == "none":
         return losses
@@ -202,20 +302,46 @@ def _reduced(losses: Tensor, split: Split, weight: Tensor | None, reduction: str
     return total / some + torch.where(split.counts.any(), 0.0, torch.nan)
 
 
-class _Margin(torch.autograd.Function):
-    """d of every row, from this rank's slice of its logits."""
+def plain_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp and d of rows [n, C], all of whose classes are here, in operations of torch, to any order."""
+    z = logits.double() if has_float64(logits.device) else logits.float()
+    is_label = torch.arange(z.shape[1], device=z.device) == label.unsqueeze(1)
+    others = torch.where(is_label, -torch.inf, z)
+    # No class beside the target can occur: p is 1 whatever its logit is.
+    alone = (others.amax(1) == -torch.inf).unsqueeze(1)
+    rest = torch.where(alone, 0.0, others).logsumexp(1)
+    own = z.gather(1, label.unsqueeze(1)).squeeze(1)
+    margin = torch.where(alone.squeeze(1), torch.where(own.isnan(), own, -_FAR), rest - own)
+    return z.logsumexp(1), margin
 
+
+def statistics_of(logits: Tensor, op: str, split: Split, needs_lse: bool = False) -> RowStatistics:
+    """The statistics of rows from this rank's slice [n, C_r] of their logits. d is differentiable, and with
+    ``needs_lse`` the log-sum-exp."""
+    found = _Statistics.apply(logits, op, needs_lse, *split)  # type: ignore[no-untyped-call]
+    return RowStatistics(*found)
+
+
+class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, op: str, group: Any, *parts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, op: str, needs_lse: bool, group: Any, *parts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         split = Split(group, *parts)
         rows = statistics(logits, split)
-        ctx.op = op
-        ctx.save_for_backward(logits, split.label, split.owned, *rows)
-        return rows.margin
+        ctx.op, ctx.group, ctx.needs_lse = op, group, needs_lse
+        ctx.save_for_backward(logits, split.label, split.owned, *rows[:3])
+        ctx.mark_non_differentiable(rows.top, rows.log_sum, *(() if needs_lse else (rows.lse,)))
+        return tuple(rows)  # type: ignore[return-value]
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
-        refuse_second_derivatives(ctx.op)
+    def backward(ctx: Any, of_top: Tensor, of_log_sum: Tensor, slope: Tensor, of_lse: Tensor) -> Any:
         logits, label, owned, *rows = ctx.saved_tensors
-        of_logits = gradient(logits, slice_of(label, owned), RowStatistics(*rows), slope)
-        return of_logits, *(None for _ in range(9))
+        if ctx.group is ALONE and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            values = plain_statistics(logits, label)
+            (of_logits,) = torch.autograd.grad(values, logits, (of_lse, slope), create_graph=True)
+            return of_logits, *(None for _ in range(10))
+        refuse_second_derivatives(ctx.op)
+        split = slice_of(label, owned)
+        of_logits = gradient(logits, split, RowStatistics.saved(*rows), slope, of_lse if ctx.needs_lse else None)
+        return of_logits, *(None for _ in range(10))

@@ -1,6 +1,6 @@
 """The focal loss of a linear layer, whose logits never exist all at once."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from focalkern._checks import reduction_code
 from focalkern._types import Reduction
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
+from focalkern.ops._collectives import ALONE
 from focalkern.ops._dtensor import is_dtensor, linear_loss_over_mesh
 from focalkern.ops._linear_arguments import (
     check_gamma_shape,
@@ -24,14 +25,79 @@ from focalkern.ops._linear_chunks import default_chunk_rows, product_dtype
 from focalkern.ops._linear_pass import NONE, Options, capped, check_labels
 from focalkern.ops._linear_vocab_operator import linear_focal_loss_over_ranks
 from focalkern.ops._linear_vocab_parallel import slice_of_dtensor
+from focalkern.ops._loss_stats import LossStats, LossWithStats
 from focalkern.ops._row_loss import Modulation, check_modulation
 from focalkern.ops.focal_loss import focal_loss
+from focalkern.ops.focal_loss_vocab_parallel import extras_of, refuse_stats_of_probabilities
 
 __all__ = ["linear_focal_loss"]
 
 _OP = "linear_focal_loss"
 
 
+@overload
+def linear_focal_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = ...,
+    *,
+    linear_bias: Tensor | None = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    detach_modulation: bool = ...,
+    modulation: Modulation | None = ...,
+    chunk_rows: int | None = ...,
+    softcap: float | None = ...,
+    process_group: Any = ...,
+    reduce_input_grad: bool = ...,
+    z_loss: float = ...,
+    return_stats: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def linear_focal_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = ...,
+    *,
+    linear_bias: Tensor | None = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    detach_modulation: bool = ...,
+    modulation: Modulation | None = ...,
+    chunk_rows: int | None = ...,
+    softcap: float | None = ...,
+    process_group: Any = ...,
+    reduce_input_grad: bool = ...,
+    z_loss: float = ...,
+    return_stats: Literal[True],
+) -> LossWithStats: ...
+@overload
+def linear_focal_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    gamma: float | Tensor | GammaTable = ...,
+    *,
+    linear_bias: Tensor | None = ...,
+    weight: Tensor | None = ...,
+    ignore_index: int = ...,
+    reduction: Reduction = ...,
+    label_smoothing: float = ...,
+    detach_modulation: bool = ...,
+    modulation: Modulation | None = ...,
+    chunk_rows: int | None = ...,
+    softcap: float | None = ...,
+    process_group: Any = ...,
+    reduce_input_grad: bool = ...,
+    z_loss: float = ...,
+    return_stats: bool,
+) -> Tensor | LossWithStats: ...
 def linear_focal_loss(
     input: Tensor,
     linear_weight: Tensor,
@@ -49,7 +115,9 @@ def linear_focal_loss(
     softcap: float | None = None,
     process_group: Any = None,
     reduce_input_grad: bool = True,
-) -> Tensor:
+    z_loss: float = 0.0,
+    return_stats: bool = False,
+) -> Tensor | LossWithStats:
     r"""The focal loss of a linear layer's logits, without ever holding all of them.
 
     .. math:: L = \mathrm{focal\_loss}(z, \mathrm{target}, \gamma), \qquad z = x W^\top + b, \quad
@@ -96,6 +164,11 @@ def linear_focal_loss(
             probabilities are the slice [..., C_r] of the rank. Differentiable once; one operator of a compiled graph.
         reduce_input_grad: sum the gradient of ``input`` over the ranks. False leaves each rank its part, for a caller
             that sums it elsewhere (sequence parallelism scatters it).
+        z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
+            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). It needs no product and no
+            pass over the logits beside those of the loss.
+        return_stats: return the :class:`LossStats` of the rows too. Labels only. Each chunk of logits is read once more
+            for it, before its gradient takes its place.
 
     Returns:
         The loss, scalar or of the leading shape of ``input``, in the dtype that ``focal_loss(F.linear(...))`` has:
@@ -104,7 +177,10 @@ def linear_focal_loss(
         the weight. The gradient of a half-precision weight is summed in float32 over the chunks. Differentiable in
         ``input``, ``linear_weight``, ``linear_bias``, ``gamma`` and class probabilities, to any order: the second
         derivative too goes chunk by chunk. Under ``torch.compile`` it is one operator of the graph. Forward-mode
-        derivatives are an error: use ``focal_loss(F.linear(...))``.
+        derivatives are an error: use ``focal_loss(F.linear(...))``. With ``return_stats=True`` a
+        :class:`LossWithStats` (loss, stats). With ``z_loss`` or ``return_stats`` the loss is computed as over ranks:
+        its terms of one row are in float64, and so are those of every class for class probabilities and smoothing; a
+        second derivative and torch.func hold all logits at once.
 
     Raises:
         TypeError: dtype or kind of an argument.
@@ -125,7 +201,9 @@ def linear_focal_loss(
     """
     if process_group is None and is_dtensor(input):
 
-        def local(x: Tensor, w: Tensor, b: Any, y: Tensor, gamma: Any, weight: Any, how: Any, group: Any) -> Tensor:
+        def local(
+            x: Tensor, w: Tensor, b: Any, y: Tensor, gamma: Any, weight: Any, how: Any, group: Any
+        ) -> Tensor | LossWithStats:
             return linear_focal_loss(
                 x,
                 w,
@@ -142,6 +220,8 @@ def linear_focal_loss(
                 softcap=softcap,
                 process_group=group,
                 reduce_input_grad=False,
+                z_loss=z_loss,
+                return_stats=return_stats,
             )
 
         heads = (input, linear_weight, linear_bias)
@@ -153,13 +233,14 @@ def linear_focal_loss(
     if over_ranks:
         linear_weight = slice_of_dtensor(linear_weight)
     check_tensors(input, linear_weight, target, linear_bias, weight, over_ranks)
-    if over_ranks:
-        if linear_weight.dim() > 2:
-            raise ValueError(
-                f"{_OP}: a K-dimensional head does not go with process_group, whose ranks have a slice of the classes"
-            )
+    z_loss, return_stats = extras_of(_OP, z_loss, return_stats)
+    refuse_stats_of_probabilities(_OP, target, return_stats)
+
+    def over_group(gamma: Any, group: Any, chunk_rows: int | None) -> Tensor | LossWithStats:
         dtype, loss_dtype = dtypes_of(input, linear_weight, linear_bias)
-        loss = linear_focal_loss_over_ranks(
+        if not over_ranks and target.is_floating_point():
+            loss_dtype = torch.promote_types(loss_dtype, target.dtype)
+        loss, stats = linear_focal_loss_over_ranks(
             input,
             linear_weight,
             target,
@@ -174,17 +255,27 @@ def linear_focal_loss(
             chunk_rows=chunk_rows,
             softcap=0.0 if softcap is None else float(softcap),
             dtype=product_dtype(input.device, dtype),
-            process_group=process_group,
+            process_group=group,
             reduce_input_grad=reduce_input_grad,
+            z_loss=z_loss,
+            return_stats=return_stats,
         )
-        return loss.to(loss_dtype)
+        return loss.to(loss_dtype) if stats is None else LossWithStats(loss.to(loss_dtype), stats)
+
+    if over_ranks:
+        if linear_weight.dim() > 2:
+            raise ValueError(
+                f"{_OP}: a K-dimensional head does not go with process_group, whose ranks have a slice of the classes"
+            )
+        return over_group(gamma, process_group, chunk_rows)
     classes, leading = linear_weight.shape[0], input.shape[:-1]
     edges, gamma = gamma_of(gamma, input)
     check_target(target, leading, linear_weight.shape[:-1], ignore_index)
     check_gamma_shape(gamma, edges, [*leading, *linear_weight.shape[1:-1]])
     # A graph without kernels, or under a transform, contains the pair of operations, which the compiler may optimize.
     compiling = torch.compiler.is_compiling()
-    transformed = compiling and torch._C._are_functorch_transforms_active()
+    extras = z_loss != 0 or return_stats
+    transformed = (compiling or extras) and torch._C._are_functorch_transforms_active()
     if linear_weight.dim() > 2 or transformed or (compiling and not has_kernels(input)):
         return _unfused(
             input,
@@ -199,17 +290,23 @@ def linear_focal_loss(
             label_smoothing=label_smoothing,
             detach_modulation=detach_modulation,
             modulation=modulation,
+            z_loss=z_loss,
+            return_stats=return_stats,
         )
     dtype, loss_dtype = dtypes_of(input, linear_weight, linear_bias)
     if target.is_floating_point():
         loss_dtype = torch.promote_types(loss_dtype, target.dtype)
 
     rows = input.reshape(-1, input.shape[-1])
-    soft = target.is_floating_point()
-    targets = target.reshape(-1, classes) if soft else target.reshape(-1)
+    used = product_dtype(input.device, dtype)
+    size = (
+        default_chunk_rows(rows.shape[0], rows.shape[1], classes, used.itemsize) if chunk_rows is None else chunk_rows
+    )
+    if extras:
+        return over_group(gamma if edges is None else GammaTable._unchecked(edges, gamma), ALONE, size)
+    targets = target.reshape(-1, classes) if target.is_floating_point() else target.reshape(-1)
     if edges is None and gamma.dim() > 0:
         gamma = gamma.expand(leading).reshape(-1)
-    used = product_dtype(input.device, dtype)
     options = Options(
         reduction=code,
         ignore_index=int(ignore_index),
@@ -219,9 +316,7 @@ def linear_focal_loss(
         softcap=0.0 if softcap is None else float(softcap),
         dtype=used,
         float64_loss=loss_dtype == torch.float64,
-        chunk_rows=default_chunk_rows(rows.shape[0], rows.shape[1], classes, used.itemsize)
-        if chunk_rows is None
-        else int(chunk_rows),
+        chunk_rows=int(size),
     )
     loss = loss_of((rows, linear_weight, linear_bias, targets, gamma, edges, weight), options)
     if code == NONE:
@@ -237,7 +332,7 @@ def _unfused(
     linear_bias: Tensor | None,
     softcap: float | None,
     **options: Any,
-) -> Tensor:
+) -> Tensor | LossWithStats:
     """All logits at once, classes last unless the head is K-dimensional."""
     features, head = linear_weight.shape[-1], linear_weight.shape[:-1]
     if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
@@ -251,5 +346,8 @@ def _unfused(
         gamma = gamma.expand(leading).reshape(-1)
     soft = target.is_floating_point()
     rows = target.reshape(-1, head[0]) if soft else target.reshape(-1)
-    loss = focal_loss(z.reshape(-1, head[0]), rows, gamma, **options)
-    return loss.reshape(leading) if options["reduction"] == "none" else loss
+    loss: Tensor | LossWithStats = focal_loss(z.reshape(-1, head[0]), rows, gamma, **options)
+    if isinstance(loss, Tensor):
+        return loss.reshape(leading) if options["reduction"] == "none" else loss
+    stats = LossStats(*(values.reshape(leading) for values in loss.stats))
+    return LossWithStats(loss.loss.reshape(leading) if options["reduction"] == "none" else loss.loss, stats)

@@ -132,14 +132,14 @@ def _over_mesh(
             op, kind, z, y, gamma, epsilon, weight, ignore_index, reduction, label_smoothing, detach_modulation
         )
 
-    def over_ranks(z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: str, group: Any) -> Tensor:
+    def over_ranks(z: Tensor, y: Tensor, gamma: Any, weight: Tensor | None, reduction: str, group: Any) -> Any:
         options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
         return loss_of_slices(op, kind, z, y, gamma, process_group=group, epsilon=epsilon, **options)
 
     of_labels = kind == _POLY_FOCAL and label_smoothing == 0 and not target.is_floating_point()
-    return loss_over_mesh(
-        op, local, over_ranks if of_labels else None, input, target, gamma, weight, ignore_index, reduction
-    )
+    parts = (local, over_ranks if of_labels else None)
+    found: Tensor = loss_over_mesh(op, *parts, input, target, gamma, weight, ignore_index, reduction)
+    return found
 
 
 def mmce_loss(

@@ -47,6 +47,7 @@ def focal_loss(
     label_smoothing: float = 0.0,
     detach_modulation: bool = False,
     modulation: Literal["confidence"] | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     r"""Focal loss (inverse focal for gamma < 0); cross-entropy for gamma = 0.
 
@@ -67,6 +68,7 @@ def focal_loss(
         label_smoothing: e in [0, 1].
         detach_modulation: take f(p) as a constant.
         modulation: None, or ``"confidence"``: f(p) = p^gamma, gamma >= 0; below, the loss is NaN.
+        z_loss: c: adds c times the squared log-sum-exp to each row, times the row's weight in the mean.
 
     Returns:
         The loss: a scalar, or [N, d1, ...] unreduced; in ``input``'s dtype, float32 under autocast.
@@ -88,7 +90,16 @@ def focal_loss(
     if detach_modulation:
         factor = factor.detach()
     class_loss = -times_log(factor, log_p)
-    return reduce_classes(class_loss, input, target, weight, ignore_index, reduction, label_smoothing)
+    options = (input, target, weight, ignore_index, reduction, label_smoothing)
+    loss = reduce_classes(class_loss, *options)
+    if z_loss:
+        square = z_loss * torch.logsumexp(z, -1).square()
+        if target.is_floating_point():
+            return loss + reduce_rows(square, input, None, reduction)
+        # Of labels as a loss that every class has alike, so that the label's weight and ignored rows count once.
+        of_class = square.unsqueeze(-1).expand_as(class_loss)
+        loss = loss + reduce_classes(of_class, input, target, weight, ignore_index, reduction, 0.0)
+    return loss
 
 
 def confidence_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:

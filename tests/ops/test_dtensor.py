@@ -49,6 +49,7 @@ LINEAR = {
     "weights, gamma": {"gamma": "one", "weight": True},
     "smoothing": {"label_smoothing": 0.1, "softcap": 2.0},
     "probabilities": {"soft": True},
+    "z-loss": {"z_loss": 0.1, "weight": True},
 }
 TABLE = fk.GammaTable([0, 0.1, 0.4, 1], [2.0, -1.0, 0.5])
 WEIGHT = torch.linspace(0.5, 2, C, dtype=torch.float64)
@@ -75,6 +76,8 @@ CASES = {
     "smoothing": (focal, {"gamma": 2.0, "label_smoothing": 0.1, "weight": WEIGHT}, "labels"),
     "probabilities": (focal, {"gamma": 1.5, "weight": WEIGHT}, "probabilities"),
     "confidence": (focal, {"gamma": 1.0, "modulation": "confidence", "detach_modulation": True}, "labels"),
+    "z-loss": (focal, {"gamma": 2.0, "z_loss": 0.1, "weight": WEIGHT}, "labels"),
+    "z-loss, smoothing": (focal, {"gamma": 2.0, "z_loss": 0.1, "label_smoothing": 0.1}, "labels"),
     "images": (focal, {"gamma": 2.0}, "images"),
     "poly": (fk.poly_focal_loss, {"gamma": 2.0, "epsilon": 1.5}, "labels"),
     "poly, smoothing": (fk.poly_focal_loss, {"gamma": 2.0, "label_smoothing": 0.1}, "labels"),
@@ -209,6 +212,15 @@ def head_expected(case, reduction):
     return [loss.detach(), *torch.autograd.grad(loss, leaves, upstream)]
 
 
+def statistics_over_mesh(mesh, layout):
+    """Those of the rows, as whole tensors, of the logits and of a head."""
+    z, target, _ = problem("labels", {})
+    rows = placed(target, mesh, layout, of_rows=True)
+    loss, stats = fk.focal_loss(placed(z, mesh, layout), rows, return_stats=True)
+    means = {name: value.full_tensor() for name, value in stats.means().items()}
+    return loss.full_tensor(), [values.full_tensor() for values in stats], means
+
+
 def other_facts(mesh):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -247,6 +259,7 @@ def process(rank, folder):
                 out[name, case, reduction] = over_mesh(function, case, layout, mesh, reduction=reduction)
         for case, (function, _) in MAPS.items():
             out[name, case] = over_mesh(function, case, layout, mesh)
+        out["statistics", name] = statistics_over_mesh(mesh, layout)
     for name, (shape, *layouts) in HEADS.items():
         for case in LINEAR:
             for reduction in ("none", "sum", "mean"):
@@ -293,6 +306,20 @@ def test_maps_are_those_of_one_process(mesh, case, ranks):
             assert_close(value, wanted)
         if PARTIAL not in MESHES[mesh][1]:
             assert of_map == of_gradient == of_logits
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_statistics_are_those_of_one_process(mesh, ranks):
+    z, target, _ = problem("labels", {})
+    loss, expected = fk.focal_loss(z, target, return_stats=True)
+    for result in ranks:
+        found, stats, means = result["statistics", mesh]
+        assert_close(found, loss)
+        for values, wanted in zip(stats, expected, strict=True):
+            assert values.dtype == wanted.dtype
+            assert_close(values, wanted, torch.float64)
+        for name, value in expected.means().items():
+            assert_close(means[name], value)
 
 
 @pytest.mark.parametrize("case", LINEAR)

@@ -61,7 +61,15 @@ CASES = {
     "probabilities, bfloat16": {"soft": True, "dtype": torch.bfloat16, "reduction": "sum"},
     "probabilities, DFT": {"soft": True, "gamma": 1.0, "modulation": "confidence", "detach_modulation": True},
     "weight p^gamma, far apart": {"gamma": 0.5, "modulation": "confidence", "scale": 300.0},
+    "z-loss": {"z_loss": 0.1, "gamma": "one", "weight": torch.linspace(0, 2, C).double()},
+    "z-loss, none, capped": {"z_loss": 0.3, "reduction": "none", "softcap": 1.5, "chunk_rows": 4},
+    "z-loss, far apart": {"z_loss": 0.1, "scale": 300.0, "reduction": "sum"},
+    "z-loss, all ignored": {"z_loss": 0.1, "ignored": True},
+    "z-loss, bfloat16": {"z_loss": 0.1, "dtype": torch.bfloat16},
+    "z-loss, smoothing": {"z_loss": 0.1, "label_smoothing": 0.1, "weight": torch.linspace(0, 2, C).double()},
+    "z-loss, probabilities": {"z_loss": 0.1, "soft": True, "reduction": "none"},
 }
+STATISTICS = ("mean", "other index ignored", "far apart", "float32", "all ignored", "smoothing", "capped, none")
 
 
 def slices(world):
@@ -140,6 +148,23 @@ def of_logits(name, world, rank=None, group=None, device="cpu"):
         z = z[..., part].clone().requires_grad_()
         loss = fk.focal_loss_vocab_parallel(z, target, gamma, process_group=group, **options)
     return [loss.detach(), *gradients(loss, [z, *leaves])]
+
+
+def statistics(name, world, rank=None, group=None):
+    """The statistics of the rows, by the head and by its logits."""
+    x, w, b, target, options = problem(name, world)
+    part = slice(None)
+    if rank is not None:
+        begin = sum(slices(world)[:rank])
+        part = slice(begin, begin + slices(world)[rank])
+    options = {"return_stats": True, **options}
+    of_head = fk.linear_focal_loss(x, w[part], target, linear_bias=b[part], process_group=group, **options).stats
+    options.pop("softcap", None)
+    z = F.linear(x, w, b)
+    if rank is None:
+        rows = fk.focal_loss(z.flatten(0, 1), target.flatten(), **options).stats
+        return [*of_head, *(values.reshape(target.shape) for values in rows)]
+    return [*of_head, *fk.focal_loss_vocab_parallel(z[..., part], target, **options).stats]
 
 
 def error_of(function):
@@ -253,6 +278,8 @@ def process(rank, world, folder):
     for name in CASES:
         out["head", name] = with_head(name, world, rank, dist.group.WORLD)
         out["logits", name] = of_logits(name, world, rank, None)
+    for name in STATISTICS:
+        out["statistics", name] = statistics(name, world, rank, dist.group.WORLD)
     out["other"] = other_checks(rank, world, dist.group.WORLD)
     if world == 2:
         out["dtensor"] = with_dtensor(rank, world)
@@ -314,6 +341,16 @@ def close(found, expected):
         torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * scale, equal_nan=True)
     else:
         assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics_are_those_of_one_process(name, ranks):
+    world, results = ranks
+    expected = statistics(name, world)
+    for result in results:
+        for found, wanted in zip(result["statistics", name], expected, strict=True):
+            assert found.dtype == wanted.dtype
+            assert_close(found, wanted, torch.float32 if found.dtype == torch.float32 else torch.float64)
 
 
 def check_head(name, world, results):

@@ -18,7 +18,17 @@ import focalkern as fk
 from focalkern import bootstrap, calibrators, losses, metrics
 
 # Results and words, which nobody constructs; and what takes no arguments.
-NO_CALL = {"CalibrationGrid", "CalibrationWarning", "Study", "Sweep", "Verdict", "build_info", "empty_cache"}
+NO_CALL = {
+    "CalibrationGrid",
+    "CalibrationWarning",
+    "LossStats",
+    "LossWithStats",
+    "Study",
+    "Sweep",
+    "Verdict",
+    "build_info",
+    "empty_cache",
+}
 NO_CALL |= {"AdaFocalRecord", "BiasFloor", "Interval", "PairedBootstrap", "ReliabilityBins", "NotFittedError"}
 NO_CALL |= {"AcceptThreshold", "RiskCoverage"}
 # The base class, types for annotations, and modules that the calibrators make, of arrays that they have checked.

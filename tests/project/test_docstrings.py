@@ -150,7 +150,7 @@ def arguments(found):
 
 
 def has_fields(found):
-    return dataclasses.is_dataclass(found)
+    return dataclasses.is_dataclass(found) or hasattr(found, "_fields")  # of a named tuple
 
 
 @of_kind("function", "class", "property", "module")
@@ -165,8 +165,11 @@ def test_summary_is_one_line(path, found):
 def test_arguments_are_those_of_the_signature(path, found):
     parts = sections(found)
     if has_fields(found):
-        fields = [field.name for field in dataclasses.fields(found) if field.repr and not field.name.startswith("_")]
-        assert entries(parts.get("Attributes", ())) == fields
+        if dataclasses.is_dataclass(found):
+            shown = [field.name for field in dataclasses.fields(found) if field.repr]
+        else:
+            shown = found._fields
+        assert entries(parts.get("Attributes", ())) == [name for name in shown if not name.startswith("_")]
     elif not (isinstance(found, type) and issubclass(found, Exception)):
         assert entries(parts.get("Args", ())) == arguments(found)
 

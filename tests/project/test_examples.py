@@ -34,12 +34,13 @@ def numbers(name, text):
     return [float(number) for number in re.findall(rf"{name} +(-?[\d.]+)", text)]
 
 
-def test_there_are_six():
+def test_there_are_seven():
     assert SCRIPTS == [
         "calibrate.py",
         "compare.py",
         "detect.py",
         "language_model.py",
+        "log_training.py",
         "torchtitan_focal.py",
         "train.py",
     ]
@@ -98,6 +99,14 @@ def test_language_model(run):
     assert nlls[2] < nlls[0]
     assert all(0 <= ece <= 1 for ece in eces)
     assert "on 8192 words" in said
+
+
+def test_log_training(run):
+    said = run("log_training.py", "--steps", "30")
+    for name in ("loss", "entropy"):
+        assert numbers(name, said)[-1] < numbers(name, said)[0]
+    assert numbers("accuracy", said)[-1] > 0.2
+    assert all(value < 0 for value in numbers("log_p", said))
 
 
 # A warning of FSDP2 about outputs that are written in place; the example writes to none.

@@ -1,0 +1,133 @@
+"""Statistics of every row for a trainer's log: log p, entropy, predicted class, log-sum-exp."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from focalkern._types import compute_dtype
+from focalkern.ops._collectives import all_reduce
+from focalkern.ops._linear_chunks import blocks
+from focalkern.ops._vocab_slices import RowStatistics, Split
+
+__all__ = ["LossStats", "LossWithStats", "packed_stats", "stats_from"]
+
+_NO_CLASS = 2**62
+
+
+class LossStats(NamedTuple):
+    r"""Statistics of each row for a trainer's log, which ``return_stats=True`` returns with the loss.
+
+    .. math:: \log p_y, \qquad H = -\sum_j p_j \log p_j, \qquad \hat y = \arg\max_j z_j, \qquad \log\sum_j e^{z_j}
+
+    :func:`focal_loss`, :func:`linear_focal_loss` and :func:`focal_loss_vocab_parallel` have the option. Every field has
+    the shape of the unreduced loss, whatever the reduction, and no gradient. log p, entropy (both in nats) and the
+    log-sum-exp are float32, float64 for float64 logits. Rows with ``ignore_index`` are 0, False or -1. Over ranks every
+    rank has the statistics of all classes; of DTensor logits they are DTensors.
+
+    Attributes:
+        log_p: log-probability of the target.
+        entropy: entropy of the softmax.
+        predicted: the class with the largest logit, int64.
+        correct: whether it is the target, bool.
+        lse: log-sum-exp of the logits, whose square is the z-loss.
+        counts: whether the row counts, bool: its label is not ``ignore_index``.
+
+    Source: the fields of Liger-Kernel's CrossEntropyOutput and the metrics of TRL's SFTTrainer (entropy, accuracy).
+
+    Example:
+        >>> logits, target = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]]), torch.tensor([0, 2])
+        >>> loss, stats = fk.focal_loss(logits, target, return_stats=True)
+        >>> stats.log_p, stats.entropy, stats.correct
+        (tensor([-0.1698, -1.6803]), tensor([0.5243, 1.0202]), tensor([ True, False]))
+        >>> {name: round(float(value), 4) for name, value in stats.means().items()}
+        {'log_p': -0.9251, 'entropy': 0.7722, 'accuracy': 0.5, 'lse': 1.9251}
+    """
+
+    log_p: Tensor
+    entropy: Tensor
+    predicted: Tensor
+    correct: Tensor
+    lse: Tensor
+    counts: Tensor
+
+    def means(self) -> dict[str, Tensor]:
+        """Means of log_p, entropy, correct ("accuracy") and lse over the rows that count, NaN over none.
+
+        They stay on the device, so that logging them does not wait for it. For means over several processes or steps
+        add up sums instead: ``stats.entropy.sum()`` and ``stats.counts.sum()``; ignored rows add 0.
+
+        Returns:
+            Tensors without dimensions, by name.
+
+        Example:
+            >>> logits, target = torch.tensor([[2.0, 0.0], [0.5, 1.0]]), torch.tensor([0, -100])
+            >>> stats = fk.focal_loss(logits, target, return_stats=True).stats
+            >>> stats.means()["accuracy"]
+            tensor(1.)
+        """
+        number = self.counts.sum()
+        names = {"log_p": self.log_p, "entropy": self.entropy, "accuracy": self.correct, "lse": self.lse}
+        return {name: values.sum() / number for name, values in names.items()}
+
+
+class LossWithStats(NamedTuple):
+    """A loss and the statistics of its rows: ``loss, stats = fk.focal_loss(z, y, return_stats=True)``.
+
+    Attributes:
+        loss: as without ``return_stats``.
+        stats: a :class:`LossStats`.
+
+    Example:
+        >>> found = fk.focal_loss(torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([0]), return_stats=True)
+        >>> found.loss, found.stats.predicted
+        (tensor(0.0041), tensor([0]))
+    """
+
+    loss: Tensor
+    stats: LossStats
+
+
+def packed_stats(z: Tensor, split: Split, rows: RowStatistics) -> Tensor:
+    """[4, n] in float64: log p, entropy, predicted class and log-sum-exp, 0 (-1 for the class) of ignored rows."""
+    entropy, best, index = torch.ops.focalkern.row_entropy(z.detach(), rows.top, rows.log_sum)
+    largest = all_reduce(best.clone(), "max", split.group)
+    # The first of equal classes, as argmax.
+    first = torch.where(best == largest, index + split.offset, _NO_CLASS)
+    predicted = -all_reduce(-first, "max", split.group)
+    entropy = all_reduce(entropy, "sum", split.group)
+    predicted = torch.where(predicted == _NO_CLASS, -1, predicted)
+    log_p = torch.nn.functional.logsigmoid(-rows.margin)
+    packed = torch.stack([log_p, entropy, predicted.to(entropy.dtype), rows.lse])
+    ignored = torch.tensor([0, 0, -1, 0], dtype=packed.dtype, device=packed.device).unsqueeze(1)
+    return torch.where(split.counts, packed, ignored)
+
+
+def stats_from(packed: Tensor, split: Split, leading: torch.Size, dtype: torch.dtype) -> LossStats:
+    """``dtype`` is that of the logits."""
+    real = compute_dtype(dtype)
+    predicted = packed[2].to(torch.int64)
+    correct = (predicted == split.target) & split.counts
+    log_p, entropy, lse = (packed[i].to(real) for i in (0, 1, 3))
+    return LossStats(*(values.reshape(leading) for values in (log_p, entropy, predicted, correct, lse, split.counts)))
+
+
+@torch.library.custom_op("focalkern::row_entropy", mutates_args=())
+def _entropy_operator(z: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the slice's part of the entropy, its largest logit, both in the dtype of ``top``, and the class."""
+    entropy, best = torch.zeros_like(top), torch.full_like(top, -torch.inf)
+    index = torch.zeros(len(z), dtype=torch.int64, device=z.device)
+    for block in blocks(z) if z.shape[1] else ():
+        part = z[block]
+        largest, index[block] = part.max(1)
+        best[block] = largest.to(top.dtype)
+        real = compute_dtype(z.dtype)
+        log_p = part.to(real) - top[block].to(real).unsqueeze(1)
+        log_p.sub_(log_sum[block].to(real).unsqueeze(1)).clamp_(min=-1e4)  # a class of -inf adds 0
+        entropy[block] = -(log_p.exp().mul_(log_p)).sum(1, dtype=top.dtype)
+    return entropy, best, index
+
+
+@_entropy_operator.register_fake
+def _(z: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(top), torch.empty_like(top), torch.empty_like(top, dtype=torch.int64)
