@@ -14,7 +14,7 @@ from focalkern._columns import ColumnsError, class_columns
 from focalkern._devices import where_float64
 from focalkern._types import FLOATS
 
-__all__ = ["arrays_for_arrays", "as_array", "as_tensor", "with_tensors"]
+__all__ = ["arrays_for_arrays", "as_array", "as_tensor", "flat_rows", "with_tensors"]
 
 
 P = ParamSpec("P")
@@ -54,6 +54,11 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
     except Exception as error:  # objects, text, dates; rows of several lengths
         found = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
         raise TypeError(f"{what} must be a tensor or an array of numbers, got {found}") from error
+
+
+def flat_rows(input: Tensor) -> Tensor:
+    """[N, C, d1, ...] to [N d1 ..., C], whose order is that of the flattened labels [N, d1, ...]; [N, C] as it is."""
+    return input if input.dim() == 2 else input.movedim(1, -1).flatten(0, -2)
 
 
 def as_array(result: Any) -> Any:

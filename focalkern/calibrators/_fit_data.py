@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._arrays import as_tensor
+from focalkern._arrays import as_tensor, flat_rows
 from focalkern._checks import label, short
 from focalkern.fallback._checks import sum_tolerance
 
@@ -62,7 +62,7 @@ def as_rows(
     weight = None if sample_weight is None else _as_weight(name, sample_weight, expected).to(input.device)
     dense = input.dim() > 2
     if dense:
-        input, labels = input.movedim(1, -1).reshape(-1, n_classes), labels.reshape(-1)
+        input, labels = flat_rows(input), labels.reshape(-1)
         weight = None if weight is None else weight.reshape(-1)
     if ignore_index is not None:
         ignore_index = label(name, "ignore_index", ignore_index, " or None")

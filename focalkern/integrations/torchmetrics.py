@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from focalkern import metrics
+from focalkern._arrays import flat_rows
 from focalkern.metrics._inputs import probs_and_target
 
 try:
@@ -71,7 +72,7 @@ class _FocalkernMetric(Metric):
         expected = [preds.shape[0], *preds.shape[2:]]
         if list(target.shape) != expected:
             raise ValueError(f"{op}: target must be [N, ...] = {expected}, got {list(target.shape)}")
-        scores, target = preds.detach().movedim(1, -1).reshape(-1, preds.shape[1]), target.detach().reshape(-1)
+        scores, target = flat_rows(preds.detach()), target.detach().reshape(-1)
         if self.ignore_index is not None:
             kept = target != self.ignore_index
             scores, target = scores[kept], target[kept]

@@ -38,6 +38,8 @@ uncertainty-calibration ``get_ece``, ``get_ece_em``      ``expected_calibration_
 uncertainty-calibration ``lower_bound_scaling_top_ce``   ``debiased_calibration_error(p, y, estimator="equal_mass")``
 Mukhoti et al. ``ECELoss``, ``AdaptiveECELoss``,         ``expected_calibration_error``, the same with
 ``ClasswiseECELoss`` (on logits)                         ``"equal_mass_interp"``, ``classwise_calibration_error``
+MONAI ``CalibrationErrorMetric(num_bins=15)``            ``classwise_calibration_error(p, y, per="image")``. Its
+                                                         bins are [lo, hi), and all of it is float32.
 scikit-learn ``log_loss``, ``brier_score_loss``          ``nll`` (which does not replace a probability of 0), half of
                                                          ``brier_score`` for two classes
 =======================================================  =============================================================
@@ -46,6 +48,11 @@ Inputs are tensors (CPU or CUDA, any floating dtype) or anything that NumPy make
 the results are NumPy's too: arrays, and ``numpy.float64`` for a single figure. Sums run in float64. The rows are the
 last dimension but one of ``probs`` and the last of everything else; dimensions before that are a batch of independent
 sets (bootstrap replicates, say), and results have the batch's shape. Nothing here is differentiable.
+
+Predictions of pixels are rows too: with ``target`` [N, d1, ...], ``probs`` are [N, C, d1, ...] and the metric is that
+of the flattened rows, to the bit, without those labelled ``ignore_index``. ``per="image"`` is the mean over the N
+images, less those without such rows. The shape of ``target`` tells pixels from a batch of sets; shapes that fit as both
+are an error.
 """
 
 from focalkern.metrics._bins import ReliabilityBins, reliability_bins

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from focalkern._arrays import arrays_for_arrays
-from focalkern.metrics._inputs import Estimator, check_bins, confidence_and_correct
+from focalkern.metrics._images import flattened
+from focalkern.metrics._inputs import Estimator, Rows, check_bins, confidence_and_correct
 
 __all__ = [
     "ReliabilityBins",
@@ -80,11 +81,12 @@ def reliability_bins(
     estimator: Estimator = "equal_width",
     confidence: Any = None,
     correct: Any = None,
+    ignore_index: int | None = None,
 ) -> ReliabilityBins:
     """Count, mean confidence and accuracy of every bin: the numbers of a reliability diagram.
 
     Args:
-        probs, target, n_bins, estimator, confidence, correct: as :func:`expected_calibration_error`.
+        probs, target, n_bins, estimator, confidence, correct, ignore_index: as :func:`expected_calibration_error`.
 
     Returns:
         :class:`ReliabilityBins` with M = ``n_bins`` bins.
@@ -100,7 +102,8 @@ def reliability_bins(
         >>> bins.count, bins.accuracy
         (tensor([2, 2]), tensor([0.5000, 1.0000], dtype=torch.float64))
     """
-    return bins_of("reliability_bins", probs, target, confidence, correct, n_bins, estimator)
+    rows = flattened("reliability_bins", Rows(probs, target, confidence, correct), ignore_index)
+    return bins_of("reliability_bins", rows, n_bins, estimator)
 
 
 def expected_error(bins: ReliabilityBins) -> Tensor:
@@ -129,11 +132,9 @@ def debiased_error(bins: ReliabilityBins, norm: Literal["l1", "l2"] = "l2") -> T
 
 
 @torch.no_grad()
-def bins_of(
-    op: str, probs: Any, target: Any, confidence: Any, correct: Any, n_bins: int, estimator: Estimator
-) -> ReliabilityBins:
+def bins_of(op: str, rows: Rows, n_bins: int, estimator: Estimator) -> ReliabilityBins:
     n_bins = check_bins(op, n_bins, estimator)
-    confidence, correct = confidence_and_correct(op, probs, target, confidence, correct)
+    confidence, correct = confidence_and_correct(op, *rows)
     n_samples = confidence.shape[-1]
     device = confidence.device
     if estimator == "equal_mass":

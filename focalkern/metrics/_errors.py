@@ -9,7 +9,8 @@ from torch import Tensor
 from focalkern._arrays import arrays_for_arrays
 from focalkern._checks import one_of
 from focalkern.metrics._bins import bins_of, debiased_error, expected_error, maximum_error, rms_error
-from focalkern.metrics._inputs import Estimator, check_bins, probs_and_target
+from focalkern.metrics._images import Per, measured
+from focalkern.metrics._inputs import Estimator, Rows, check_bins, probs_and_target
 
 __all__ = [
     "classwise_calibration_error",
@@ -32,6 +33,8 @@ def expected_calibration_error(
     estimator: Estimator = "equal_width",
     confidence: Any = None,
     correct: Any = None,
+    ignore_index: int | None = None,
+    per: Per = "set",
 ) -> Tensor:
     r"""Expected calibration error of the top class.
 
@@ -43,20 +46,24 @@ def expected_calibration_error(
     ``confidence`` and ``correct`` and no probabilities at all.
 
     Args:
-        probs: [..., N, C] probabilities, floating point.
-        target: [..., N] class indices, integer. Not needed when ``correct`` is given.
+        probs: [..., N, C] probabilities, floating point; or [N, C, d1, ...], one distribution per pixel.
+        target: [..., N] class indices, integer; of pixels [N, d1, ...]. Not needed when ``correct`` is given.
         n_bins: M, at least 1.
         estimator: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``; see :mod:`focalkern.metrics`.
         confidence: [..., N] in [0, 1], floating point, in place of ``probs``.
         correct: [..., N], bool, or numbers in [0, 1].
+        ignore_index: label of pixels (or rows of [N, C]) that are left out; None leaves out none.
+        per: ``"set"`` takes all pixels together. ``"image"`` is the mean of the errors of the N images, each with its
+            own bins; an image without pixels that count is skipped.
 
     Returns:
         float64 tensor of the batch's shape (a 0-dim tensor without a batch), a fraction; NaN for N = 0.
 
     Raises:
         TypeError: probabilities that are not floating point, targets that are not integers.
-        ValueError: shapes that do not fit; a confidence outside [0, 1] or NaN; an unknown estimator; n_bins < 1; too
-            few or too many of the four inputs.
+        ValueError: shapes that do not fit, or that are a batch of sets and pixels alike (C = d1 = ...; pass
+            ``ignore_index=-100`` for pixels); a confidence outside [0, 1] or NaN; an unknown estimator;
+            n_bins < 1; too few or too many of the four inputs; ``ignore_index`` without ``target``.
         IndexError: a target outside [0, C).
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 2; the estimators are named in :mod:`focalkern.metrics`.
@@ -69,7 +76,14 @@ def expected_calibration_error(
         >>> fk.metrics.expected_calibration_error(confidence=probs[:, 0], correct=target == 0, n_bins=20)
         tensor(0.1800, dtype=torch.float64)
     """
-    return expected_error(bins_of("expected_calibration_error", probs, target, confidence, correct, n_bins, estimator))
+    op = "expected_calibration_error"
+    return measured(
+        op,
+        lambda rows: expected_error(bins_of(op, rows, n_bins, estimator)),
+        Rows(probs, target, confidence, correct),
+        ignore_index,
+        per,
+    )
 
 
 @arrays_for_arrays
@@ -81,6 +95,8 @@ def maximum_calibration_error(
     estimator: Estimator = "equal_width",
     confidence: Any = None,
     correct: Any = None,
+    ignore_index: int | None = None,
+    per: Per = "set",
 ) -> Tensor:
     r"""Largest gap between accuracy and mean confidence over the bins that are not empty.
 
@@ -89,7 +105,8 @@ def maximum_calibration_error(
     Under ``equal_mass`` it depends on the order of tied confidences: compare it only where they are distinct.
 
     Args:
-        probs, target, n_bins, estimator, confidence, correct: as :func:`expected_calibration_error`.
+        probs, target, n_bins, estimator, confidence, correct, ignore_index, per: as
+            :func:`expected_calibration_error`.
 
     Returns:
         float64 tensor of the batch's shape, a fraction; NaN for N = 0.
@@ -104,7 +121,14 @@ def maximum_calibration_error(
         >>> fk.metrics.maximum_calibration_error(confidence=confidence, correct=torch.tensor([1, 1, 1, 0]))
         tensor(0.1000, dtype=torch.float64)
     """
-    return maximum_error(bins_of("maximum_calibration_error", probs, target, confidence, correct, n_bins, estimator))
+    op = "maximum_calibration_error"
+    return measured(
+        op,
+        lambda rows: maximum_error(bins_of(op, rows, n_bins, estimator)),
+        Rows(probs, target, confidence, correct),
+        ignore_index,
+        per,
+    )
 
 
 @arrays_for_arrays
@@ -116,13 +140,16 @@ def rms_calibration_error(
     estimator: Estimator = "equal_width",
     confidence: Any = None,
     correct: Any = None,
+    ignore_index: int | None = None,
+    per: Per = "set",
 ) -> Tensor:
     r"""Root of the weighted mean of the squared gaps.
 
     .. math:: \text{RMSCE} = \sqrt{\sum_b \frac{|B_b|}{N} (\text{acc}_b - \text{conf}_b)^2}
 
     Args:
-        probs, target, n_bins, estimator, confidence, correct: as :func:`expected_calibration_error`.
+        probs, target, n_bins, estimator, confidence, correct, ignore_index, per: as
+            :func:`expected_calibration_error`.
 
     Returns:
         float64 tensor of the batch's shape, a fraction; NaN for N = 0.
@@ -137,7 +164,14 @@ def rms_calibration_error(
         >>> fk.metrics.rms_calibration_error(confidence=confidence, correct=torch.tensor([1, 1, 1, 0]))
         tensor(0.0721, dtype=torch.float64)
     """
-    return rms_error(bins_of("rms_calibration_error", probs, target, confidence, correct, n_bins, estimator))
+    op = "rms_calibration_error"
+    return measured(
+        op,
+        lambda rows: rms_error(bins_of(op, rows, n_bins, estimator)),
+        Rows(probs, target, confidence, correct),
+        ignore_index,
+        per,
+    )
 
 
 @arrays_for_arrays
@@ -150,6 +184,8 @@ def debiased_calibration_error(
     norm: Literal["l1", "l2"] = "l2",
     confidence: Any = None,
     correct: Any = None,
+    ignore_index: int | None = None,
+    per: Per = "set",
 ) -> Tensor:
     r"""Calibration error of the top class, minus the expected contribution of noise in the bins' accuracies.
 
@@ -168,7 +204,7 @@ def debiased_calibration_error(
     Args:
         probs, target, n_bins, estimator: as :func:`expected_calibration_error`.
         norm: ``"l2"`` or ``"l1"``.
-        confidence, correct: as :func:`expected_calibration_error`.
+        confidence, correct, ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
         float64 tensor of the batch's shape; NaN for N = 0.
@@ -189,7 +225,13 @@ def debiased_calibration_error(
     """
     op = "debiased_calibration_error"
     one_of(op, "norm", norm, ("l1", "l2"))
-    return debiased_error(bins_of(op, probs, target, confidence, correct, n_bins, estimator), norm)
+    return measured(
+        op,
+        lambda rows: debiased_error(bins_of(op, rows, n_bins, estimator), norm),
+        Rows(probs, target, confidence, correct),
+        ignore_index,
+        per,
+    )
 
 
 @arrays_for_arrays
@@ -201,17 +243,19 @@ def classwise_calibration_error(
     n_bins: int = 15,
     estimator: Estimator = "equal_width",
     reduction: Literal["mean", "none"] = "mean",
+    ignore_index: int | None = None,
+    per: Per = "set",
 ) -> Tensor:
     r"""Mean over the classes of the calibration error of that class's probability against [target = class].
 
     .. math:: \frac{1}{C} \sum_k \sum_b \frac{|B_{bk}|}{N} \, |\text{freq}_{bk} - \text{prob}_{bk}|
 
     Args:
-        probs: [..., N, C] probabilities, floating point.
-        target: [..., N] class indices, integer.
+        probs, target: as :func:`expected_calibration_error`.
         n_bins: bins per class, at least 1.
         estimator: as :func:`expected_calibration_error`; the published figures are ``"equal_width"``.
         reduction: ``"mean"`` over the classes, or ``"none"`` for the error of each.
+        ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
         float64 tensor of the batch's shape, with ``"none"`` [..., C]; a fraction; NaN for N = 0.
@@ -231,7 +275,17 @@ def classwise_calibration_error(
     name = "classwise_calibration_error"
     one_of(name, "reduction", reduction, ("mean", "none"))
     check_bins(name, n_bins, estimator)
-    probs, target = probs_and_target(name, probs, target)
+    return measured(
+        name,
+        lambda rows: _classwise(name, rows, n_bins, estimator, reduction),
+        Rows(probs, target),
+        ignore_index,
+        per,
+    )
+
+
+def _classwise(name: str, rows: Rows, n_bins: int, estimator: Estimator, reduction: str) -> Tensor:
+    probs, target = probs_and_target(name, rows.probs, rows.target)
     *batch, n_samples, n_classes = probs.shape
     errors = torch.empty(*batch, n_classes, dtype=torch.float64, device=probs.device)
     block = max(1, _BLOCK // max(1, n_samples * math.prod(batch)))

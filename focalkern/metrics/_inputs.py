@@ -1,6 +1,6 @@
 """Arguments of the metrics: probabilities, labels, confidences, estimators."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,12 +9,30 @@ from focalkern._arrays import as_tensor
 from focalkern._checks import MOST_BINS, integer, one_of
 from focalkern._types import ESTIMATORS, Estimator
 
-__all__ = ["ESTIMATORS", "Estimator", "as_probs", "check_bins", "confidence_and_correct", "probs_and_target"]
+__all__ = [
+    "ESTIMATORS",
+    "Estimator",
+    "Rows",
+    "as_labels",
+    "as_probs",
+    "check_bins",
+    "confidence_and_correct",
+    "probs_and_target",
+]
 
 
 # Rows of probabilities are taken as normalised within this much everywhere in the library, so one entry may be above
 # 1 by as much; it counts as 1 for the choice of its bin.
 _ABOVE_ONE = 1e-3
+
+
+class Rows(NamedTuple):
+    """The arguments of a metric, unchecked: probabilities or confidences, labels or hits."""
+
+    probs: Any = None
+    target: Any = None
+    confidence: Any = None
+    correct: Any = None
 
 
 def check_bins(op: str, n_bins: object, estimator: object) -> int:
@@ -84,15 +102,23 @@ def as_probs(op: str, probs: Any, *, log: bool = False) -> Tensor:
     return result
 
 
-def probs_and_target(op: str, probs: Any, target: Any, *, log: bool = False) -> tuple[Tensor, Tensor]:
-    probs = as_probs(op, probs, log=log)
+def as_labels(op: str, target: Any, probs: Tensor) -> Tensor:
+    """Integers of any shape, on the device of ``probs``."""
     target = as_tensor(target, f"{op}: target")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"{op}: target must be integer, got {target.dtype}")
-    if target.shape != probs.shape[:-1]:
-        raise ValueError(f"{op}: target must be [N] = {list(probs.shape[:-1])}, got {list(target.shape)}")
     if target.device != probs.device:
         raise ValueError(f"{op}: target must be on the device of probs, {probs.device}, got {target.device}")
+    labels: Tensor = target
+    return labels
+
+
+def probs_and_target(op: str, probs: Any, target: Any, *, log: bool = False) -> tuple[Tensor, Tensor]:
+    probs = as_probs(op, probs, log=log)
+    target = as_labels(op, target, probs)
+    if target.shape != probs.shape[:-1]:
+        pixels = f" or [N, d1, ...] = {[len(probs), *probs.shape[2:]]}" if probs.dim() > 2 else ""
+        raise ValueError(f"{op}: target must be [N] = {list(probs.shape[:-1])}{pixels}, got {list(target.shape)}")
     target = target.to(torch.int64)
     outside = (target < 0) | (target >= probs.shape[-1])
     if bool(outside.any()):

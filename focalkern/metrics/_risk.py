@@ -9,7 +9,8 @@ from torch import Tensor
 
 from focalkern._arrays import arrays_for_arrays
 from focalkern._checks import number
-from focalkern.metrics._inputs import confidence_and_correct
+from focalkern.metrics._images import flattened
+from focalkern.metrics._inputs import Rows, confidence_and_correct
 
 __all__ = ["AcceptThreshold", "RiskCoverage", "accept_threshold", "risk_coverage"]
 
@@ -80,7 +81,12 @@ class AcceptThreshold:
 @arrays_for_arrays
 @torch.no_grad()
 def risk_coverage(
-    probs: Any = None, target: Any = None, *, confidence: Any = None, correct: Any = None
+    probs: Any = None,
+    target: Any = None,
+    *,
+    confidence: Any = None,
+    correct: Any = None,
+    ignore_index: int | None = None,
 ) -> RiskCoverage:
     r"""Risk against coverage: the error rate of the most confident rows, for every number of them.
 
@@ -93,10 +99,11 @@ def risk_coverage(
     :func:`aurc` is the area under this curve.
 
     Args:
-        probs: [N, C] probabilities, or None with ``confidence``.
-        target: [N] class indices, or None with ``correct``.
+        probs: [N, C] or [N, C, d1, ...] probabilities, or None with ``confidence``.
+        target: [N] or [N, d1, ...] class indices, or None with ``correct``.
         confidence: [N] in [0, 1], in the place of ``probs``.
         correct: [N] bool, in the place of ``target``.
+        ignore_index: as :func:`expected_calibration_error`.
 
     Returns:
         :class:`RiskCoverage`; float64, K the number of distinct confidences.
@@ -114,7 +121,7 @@ def risk_coverage(
         >>> curve.risk
         tensor([0.0000, 0.3333, 0.5000], dtype=torch.float64)
     """
-    values, accepted, errors = _accepted("risk_coverage", probs, target, confidence, correct)
+    values, accepted, errors = _accepted("risk_coverage", Rows(probs, target, confidence, correct), ignore_index)
     rows = accepted[-1] if len(accepted) else 1.0
     return RiskCoverage(values, accepted / rows, errors / accepted)
 
@@ -128,6 +135,7 @@ def accept_threshold(
     confidence: float = 0.95,
     scores: Any = None,
     correct: Any = None,
+    ignore_index: int | None = None,
 ) -> AcceptThreshold:
     r"""The lowest confidence from which on predictions can be accepted with a bounded error rate.
 
@@ -142,12 +150,13 @@ def accept_threshold(
     1 - ``confidence``. Use rows that neither training nor calibration has seen.
 
     Args:
-        probs: [N, C] probabilities, or None with ``scores``.
-        target: [N] class indices, or None with ``correct``.
+        probs: [N, C] or [N, C, d1, ...] probabilities, or None with ``scores``.
+        target: [N] or [N, d1, ...] class indices, or None with ``correct``.
         max_risk: the largest acceptable error rate of accepted rows, in (0, 1).
         confidence: of the bound, in (0, 1).
         scores: [N] confidences in [0, 1], in the place of ``probs``.
         correct: [N] bool, in the place of ``target``.
+        ignore_index: as :func:`focalkern.metrics.expected_calibration_error`.
 
     Returns:
         :class:`AcceptThreshold`, in numbers; its text is one sentence.
@@ -171,7 +180,7 @@ def accept_threshold(
         if not 0 < levels[name] < 1:
             raise ValueError(f"{op}: {name} must be between 0 and 1, got {levels[name]}")
     level, risk = (1 - levels["confidence"]) / _CANDIDATES, levels["max_risk"]
-    values, accepted, errors = _accepted(op, probs, target, scores, correct)
+    values, accepted, errors = _accepted(op, Rows(probs, target, scores, correct), ignore_index)
     rows = int(accepted[-1]) if len(accepted) else 0
     least = math.ceil(math.log(level) / math.log1p(-risk))  # (1 - risk)^least <= level
     # By numbers of rows, which do not depend on who is right; of equal confidences all are accepted.
@@ -185,9 +194,9 @@ def accept_threshold(
     return AcceptThreshold(math.inf, 0.0, math.nan, math.nan, 0, 0, risk, levels["confidence"])
 
 
-def _accepted(op: str, probs: Any, target: Any, confidence: Any, correct: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _accepted(op: str, given: Rows, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Distinct confidences [K], descending, and how many rows have at least as much, and are wrong."""
-    confidence, correct = confidence_and_correct(op, probs, target, confidence, correct)
+    confidence, correct = confidence_and_correct(op, *flattened(op, given, ignore_index))
     if confidence.dim() != 1:
         raise ValueError(f"{op}: expected one set of rows, got a batch of shape {list(confidence.shape[:-1])}")
     order = confidence.argsort(descending=True, stable=True)

@@ -7,23 +7,25 @@ from torch import Tensor
 
 from focalkern._arrays import arrays_for_arrays, as_tensor
 from focalkern._checks import flag
-from focalkern.metrics._inputs import confidence_and_correct, probs_and_target
+from focalkern.metrics._images import Per, measured
+from focalkern.metrics._inputs import Rows, confidence_and_correct, probs_and_target
 
 __all__ = ["accuracy", "aurc", "auroc", "brier_score", "nll"]
 
 
 @arrays_for_arrays
 @torch.no_grad()
-def nll(probs: Any, target: Any, *, log: bool = False) -> Tensor:
+def nll(probs: Any, target: Any, *, log: bool = False, ignore_index: int | None = None, per: Per = "set") -> Tensor:
     r"""Mean negative log-likelihood of the target class, natural logarithm.
 
     .. math:: -\frac{1}{N} \sum_i \log p_{i, y_i}
 
     Args:
-        probs: [..., N, C] probabilities, or log-probabilities with ``log=True`` (which keep the digits that a
-            probability close to 1 has lost).
-        target: [..., N] class indices, integer.
+        probs: [..., N, C] or [N, C, d1, ...] probabilities, or log-probabilities with ``log=True`` (which keep the
+            digits that a probability close to 1 has lost).
+        target: [..., N] or [N, d1, ...] class indices, integer.
         log: what ``probs`` holds.
+        ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
         float64 tensor of the batch's shape; infinite when a target has probability 0; NaN for N = 0.
@@ -37,16 +39,20 @@ def nll(probs: Any, target: Any, *, log: bool = False) -> Tensor:
         tensor(0.5004, dtype=torch.float64)
     """
     log = flag("nll", "log", log)
-    probs, target = probs_and_target("nll", probs, target, log=log)
-    of_target = probs.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(torch.float64)
-    # 0 - x, not -x: a perfect score prints as 0 and not as -0.
-    log_probs = of_target if log else of_target.log()
-    return torch.sub(0.0, log_probs).mean(-1)
+
+    def of_rows(rows: Rows) -> Tensor:
+        probs, target = probs_and_target("nll", rows.probs, rows.target, log=log)
+        of_target = probs.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(torch.float64)
+        # 0 - x, not -x: a perfect score prints as 0 and not as -0.
+        log_probs = of_target if log else of_target.log()
+        return torch.sub(0.0, log_probs).mean(-1)
+
+    return measured("nll", of_rows, Rows(probs, target), ignore_index, per, log=log)
 
 
 @arrays_for_arrays
 @torch.no_grad()
-def brier_score(probs: Any, target: Any) -> Tensor:
+def brier_score(probs: Any, target: Any, *, ignore_index: int | None = None, per: Per = "set") -> Tensor:
     r"""Mean squared distance between the probabilities and the one-hot target, summed over the classes.
 
     .. math:: \frac{1}{N} \sum_i \sum_k (p_{ik} - [k = y_i])^2
@@ -54,8 +60,7 @@ def brier_score(probs: Any, target: Any) -> Tensor:
     Between 0 and 2. (The score of binary problems that counts one class only is half of this.)
 
     Args:
-        probs: [..., N, C] probabilities, floating point.
-        target: [..., N] class indices, integer.
+        probs, target, ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
         float64 tensor of the batch's shape; NaN for N = 0.
@@ -70,23 +75,35 @@ def brier_score(probs: Any, target: Any) -> Tensor:
         >>> fk.metrics.brier_score(probs, target)
         tensor(0.3200, dtype=torch.float64)
     """
-    probs, target = probs_and_target("brier_score", probs, target)
-    index = target.unsqueeze(-1)
-    residual = probs.to(torch.float64, copy=True)
-    residual.scatter_add_(-1, index, residual.new_full((), -1.0).expand(index.shape))
-    result: Tensor = residual.square_().sum(-1).mean(-1)
-    return result
+
+    def of_rows(rows: Rows) -> Tensor:
+        probs, target = probs_and_target("brier_score", rows.probs, rows.target)
+        index = target.unsqueeze(-1)
+        residual = probs.to(torch.float64, copy=True)
+        residual.scatter_add_(-1, index, residual.new_full((), -1.0).expand(index.shape))
+        result: Tensor = residual.square_().sum(-1).mean(-1)
+        return result
+
+    return measured("brier_score", of_rows, Rows(probs, target), ignore_index, per)
 
 
 @arrays_for_arrays
 @torch.no_grad()
-def accuracy(probs: Any = None, target: Any = None, *, correct: Any = None) -> Tensor:
+def accuracy(
+    probs: Any = None,
+    target: Any = None,
+    *,
+    correct: Any = None,
+    ignore_index: int | None = None,
+    per: Per = "set",
+) -> Tensor:
     """Fraction of the rows whose largest entry is the target's; the first of several largest counts.
 
     Args:
-        probs: [..., N, C] probabilities or logits, floating point.
-        target: [..., N] class indices, integer.
+        probs: [..., N, C] or [N, C, d1, ...] probabilities or logits, floating point.
+        target: [..., N] or [N, d1, ...] class indices, integer.
         correct: [..., N], bool, in place of both.
+        ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
         float64 tensor of the batch's shape, a fraction; NaN for N = 0.
@@ -100,15 +117,18 @@ def accuracy(probs: Any = None, target: Any = None, *, correct: Any = None) -> T
         >>> fk.metrics.accuracy(logits, target)
         tensor(0.8000, dtype=torch.float64)
     """
-    if correct is None:
-        if probs is None or target is None:
-            raise ValueError("accuracy: expected probs and target, or correct")
-        scores, target = probs_and_target("accuracy", probs, target, log=True)
-        result: Tensor = (scores.argmax(-1) == target).to(torch.float64).mean(-1)
-        return result
-    if probs is not None or target is not None:
+    if correct is None and (probs is None or target is None):
+        raise ValueError("accuracy: expected probs and target, or correct")
+    if correct is not None and (probs is not None or target is not None):
         raise ValueError("accuracy: correct replaces probs and target, got both")
-    return as_tensor(correct, "accuracy: correct").to(torch.float64).mean(-1)
+
+    def of_rows(rows: Rows) -> Tensor:
+        if rows.correct is not None:
+            return as_tensor(rows.correct, "accuracy: correct").to(torch.float64).mean(-1)
+        scores, target = probs_and_target("accuracy", rows.probs, rows.target, log=True)
+        return (scores.argmax(-1) == target).to(torch.float64).mean(-1)
+
+    return measured("accuracy", of_rows, Rows(probs, target, None, correct), ignore_index, per, log=True)
 
 
 @arrays_for_arrays
@@ -120,6 +140,8 @@ def aurc(
     excess: bool = False,
     confidence: Any = None,
     correct: Any = None,
+    ignore_index: int | None = None,
+    per: Per = "set",
 ) -> Tensor:
     r"""Area under the risk-coverage curve: the mean error rate when only the most confident samples are answered.
 
@@ -132,7 +154,7 @@ def aurc(
         probs, target: as :func:`expected_calibration_error`.
         excess: take off what the best order of the same samples has (all that are correct first): what is left is due
             to the confidences, and is 0 if they rank every correct sample above every other.
-        confidence, correct: as :func:`expected_calibration_error`.
+        confidence, correct, ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
         float64 tensor of the batch's shape, a fraction, lower is better; NaN for N = 0.
@@ -151,7 +173,12 @@ def aurc(
         tensor(0.0833, dtype=torch.float64)
     """
     excess = flag("aurc", "excess", excess)
-    confidence, correct = confidence_and_correct("aurc", probs, target, confidence, correct)
+    given = Rows(probs, target, confidence, correct)
+    return measured("aurc", lambda rows: _risk_area(rows, excess=excess), given, ignore_index, per)
+
+
+def _risk_area(rows: Rows, *, excess: bool) -> Tensor:
+    confidence, correct = confidence_and_correct("aurc", *rows)
     n_samples = confidence.shape[-1]
     ordered, order = confidence.sort(dim=-1, descending=True)
     loss = 1 - correct.gather(-1, order)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from focalkern._arrays import arrays_for_arrays
 from focalkern._checks import number
-from focalkern.metrics._inputs import confidence_and_correct
+from focalkern.metrics._images import Per, measured
+from focalkern.metrics._inputs import Rows, confidence_and_correct
 
 __all__ = ["smooth_calibration_error"]
 
@@ -29,6 +30,8 @@ def smooth_calibration_error(
     bandwidth: float | None = None,
     confidence: Any = None,
     correct: Any = None,
+    ignore_index: int | None = None,
+    per: Per = "set",
 ) -> Tensor:
     r"""Smooth ECE of the top class: no bins, and so no jumps where a confidence crosses a cut.
 
@@ -46,7 +49,7 @@ def smooth_calibration_error(
     Args:
         probs, target: as :func:`expected_calibration_error`.
         bandwidth: :math:`\sigma` > 0, or None for the one that the data choose.
-        confidence, correct: as :func:`expected_calibration_error`.
+        confidence, correct, ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:
         float64 tensor of the batch's shape, a fraction; NaN for N = 0.
@@ -67,7 +70,12 @@ def smooth_calibration_error(
         bandwidth = number(op, "bandwidth", bandwidth, "a number or None")
         if not bandwidth > 0:
             raise ValueError(f"{op}: bandwidth must be positive, got {bandwidth}")
-    confidence, correct = confidence_and_correct(op, probs, target, confidence, correct)
+    given = Rows(probs, target, confidence, correct)
+    return measured(op, lambda rows: _of_rows(op, rows, bandwidth), given, ignore_index, per)
+
+
+def _of_rows(op: str, rows: Rows, bandwidth: float | None) -> Tensor:
+    confidence, correct = confidence_and_correct(op, *rows)
     *batch, n_samples = confidence.shape
     result = torch.full((math.prod(batch),), math.nan, dtype=torch.float64, device=confidence.device)
     if n_samples:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._arrays import as_array, as_tensor
-from focalkern._checks import MOST_BINS, dense, integer, label, one_of, short
+from focalkern._arrays import as_array, as_tensor, flat_rows
+from focalkern._checks import MOST_BINS, dense, integer, label, one_of, short, target_misfit
 from focalkern._progress import ProgressBar
 from focalkern._types import InputKind
 from focalkern.ops._backend import backend_for, has_kernels
@@ -113,10 +113,11 @@ def calibration_grid(
     A progress bar shows after two seconds where stderr is a terminal and tqdm is installed.
 
     Args:
-        input: [N, C] logits or probabilities, C >= 2, float16, bfloat16, float32 or float64. Half precision is computed
-            in float32. A tensor, or an array with an array as target. A logit of -inf, or a probability of 0, is a
-            class that cannot occur. Probability rows must sum to 1 within 1e-3, and are renormalised.
-        target: [N] labels, int64, int32 or uint8.
+        input: [N, C] or [N, C, d1, ...] logits or probabilities, C >= 2, float16, bfloat16, float32 or float64. Half
+            precision is computed in float32. A tensor, or an array with an array as target. A logit of -inf, or a
+            probability of 0, is a class that cannot occur. Probability rows must sum to 1 within 1e-3, and are
+            renormalised.
+        target: [N] or [N, d1, ...] labels, int64, int32 or uint8.
         gammas: [Gg] numbers, finite and greater than -1.
         temperatures: [Gt] numbers, finite and greater than 0.
         n_bins: M >= 1.
@@ -175,7 +176,7 @@ def calibration_grid(
     _check_option("input_kind", input_kind, _INPUT_KINDS)
     n_bins = integer("calibration_grid", "n_bins", n_bins, 1, MOST_BINS)
     ignore_index = label("calibration_grid", "ignore_index", ignore_index)
-    input, target = input.detach(), target.detach()
+    input, target = pixels_as_rows(input.detach(), target.detach())
     gamma_axis, temperature_axis = _axis("gammas", gammas), _axis("temperatures", temperatures)
     # Tables come in the order of their codes.
     present = sorted(names, key=_CRITERIA.__getitem__)
@@ -199,6 +200,16 @@ def calibration_grid(
         n_bins=n_bins,
         estimator=estimator,
     )
+
+
+def pixels_as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, C, d1, ...] and [N, d1, ...] as rows; everything else, right or wrong, as it is."""
+    if input.dim() < 3:
+        return input, target
+    misfit = target_misfit("calibration_grid", input, target)
+    if misfit is not None:
+        raise misfit
+    return flat_rows(input), target.reshape(-1)
 
 
 def _with_progress(blocks: list[tuple[int, int]], n_gammas: int) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focalkern._checks import dense
 from focalkern._devices import where_float64
-from focalkern.ops.calibration_grid import CalibrationGrid
+from focalkern.ops.calibration_grid import CalibrationGrid, pixels_as_rows
 from focalkern.streaming._config import GridConfig, adds_nothing, as_ours, short
 from focalkern.streaming._reduce import all_reduced
 from focalkern.streaming._sums import Accumulator, SampleStore, SumAccumulator
@@ -126,12 +126,12 @@ class CalibrationGridState:
         number of threads. An interrupt (Ctrl-C) waits for the end of the batch.
 
         Args:
-            logits: [N, C], logits or probabilities as ``input_kind`` says, with N >= 0 and the C of the batches
-                before; float16, bfloat16, float32 or float64, which may differ from batch to batch (with
+            logits: [N, C] or [N, C, d1, ...], logits or probabilities as ``input_kind`` says, with N >= 0 and the C of
+                the batches before; float16, bfloat16, float32 or float64, which may differ from batch to batch (with
                 ``exact=True`` it must not). On any device that has kernels: the sums are where the first batch was,
                 and the contribution of a batch on another device is moved there. A batch on a device without float64 is
                 taken to the CPU.
-            target: [N] labels, int64, int32 or uint8, on the device of ``logits``.
+            target: [N] or [N, d1, ...] labels, int64, int32 or uint8, on the device of ``logits``.
 
         Returns:
             The state itself.
@@ -150,7 +150,7 @@ class CalibrationGridState:
                 if not isinstance(value, Tensor):
                     raise TypeError(f"calibration_grid: {name} must be a tensor, got {type(value).__name__}")
                 dense("calibration_grid", name, value)
-            logits, target = where_float64(logits.detach()), where_float64(target.detach())
+            logits, target = pixels_as_rows(where_float64(logits.detach()), where_float64(target.detach()))
             if logits.dim() == 2 and self._n_classes not in (None, logits.shape[1]):
                 raise ValueError(
                     f"calibration_grid: logits must have the {self._n_classes} classes of the batches before, got "

@@ -116,6 +116,18 @@ def test_scikit_learn_counts_one_of_two_classes_in_the_brier_score():
     assert float(ours) == pytest.approx(2 * theirs)
 
 
+@pytest.mark.parametrize("right", [False, True])
+def test_monai_is_classwise_per_image(right):
+    """It takes no labels to leave out: here, all pixels count."""
+    library = peer("monai.metrics")
+    probs = (2 * torch.randn(5, 4, 9, 7, generator=torch.Generator().manual_seed(0))).softmax(1)
+    target = torch.randint(4, (5, 9, 7), generator=torch.Generator().manual_seed(1))
+    metric = library.CalibrationErrorMetric(num_bins=15, right=right)
+    metric(y_pred=probs, y=torch.nn.functional.one_hot(target, 4).movedim(-1, 1))
+    ours = metrics.classwise_calibration_error(probs, target, per="image")
+    assert metric.aggregate().item() == pytest.approx(ours.item(), rel=1e-5)
+
+
 def test_relplot_loses_half_of_the_rows_that_are_certain():
     """A bandwidth as wide as [0, 1] leaves |mean confidence - accuracy|, whatever the confidences."""
     relplot = peer("relplot")

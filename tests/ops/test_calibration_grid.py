@@ -444,7 +444,12 @@ T = torch.tensor([0, 1, 2, 0])
     ("arguments", "options", "error", "message"),
     [
         ((torch.zeros(3), T, [1.0], [1.0]), {}, ValueError, r"input must be \[N, C\].*got \[3\]"),
-        ((torch.zeros(4, 3, 1), T, [1.0], [1.0]), {}, ValueError, r"input must be \[N, C\].*got \[4, 3, 1\]"),
+        (
+            (torch.zeros(4, 3, 1), T, [1.0], [1.0]),
+            {},
+            ValueError,
+            r"target must be \[N, d1, ...\] = \[4, 1\], got \[4\]",
+        ),
         ((torch.zeros(4, 1), T, [1.0], [1.0]), {}, ValueError, r"input must .*(two|2) classes.*got"),
         ((Z, T[:3], [1.0], [1.0]), {}, ValueError, r"target must be \[N\] = \[4\], got \[3\]"),
         ((Z, T[:, None], [1.0], [1.0]), {}, ValueError, r"target must be \[N\] = \[4\], got \[4, 1\]"),
