@@ -13,6 +13,7 @@ from torch import Tensor
 from focalkern.ops.calibration_grid import CalibrationGrid, calibration_grid
 from focalkern.ops.calibration_sums import CalibrationSums, add_calibration_sums, check_rows
 from focalkern.streaming._config import GridConfig, short
+from focalkern.streaming._packed import packed, unpacked
 from focalkern.streaming._tables import Cut, bounds_of, tables_of
 
 __all__ = ["Accumulator", "SampleStore", "SumAccumulator"]
@@ -94,6 +95,19 @@ class SumAccumulator:
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.sums is None else dict(self.sums.items())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, which sends it to other processes."""
+        return {"config": self.config, "sums": None if self.sums is None else packed(self.sums)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.config = state["config"]
+        self.sums = None if state["sums"] is None else unpacked(state["sums"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SumAccumulator":
+        other = SumAccumulator(self.config)
+        other.sums = copy.deepcopy(self.sums, memo)
+        return other
 
     def load(self, subject: str, tensors: Any, n_rows: int) -> None:
         self.sums = None if n_rows == 0 else _saved_sums(subject, tensors, self.zeros(torch.device("cpu")), n_rows)

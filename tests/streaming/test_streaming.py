@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -420,3 +421,31 @@ def test_devices_may_differ(cuda):
     whole = state_of([(logits, target)], criteria=CRITERIA)
     for name, table in state.compute().tables.items():
         torch.testing.assert_close(table, whole.compute().tables[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("rows", [0, 1, 700])
+def test_a_pickled_state_is_the_state_to_the_bit(estimator, rows):
+    state = state_of([samples(rows)] if rows else [], criteria=CRITERIA, estimator=estimator)
+    again = pickle.loads(pickle.dumps(state))
+    assert snapshot(again) == snapshot(state)
+    more = samples(50)
+    assert snapshot(again.update(*more)) == snapshot(state.update(*more))
+    assert snapshot(copy.deepcopy(state)) == snapshot(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_pickled_state_is_small_enough_to_send(dtype):
+    """Every gamma of the paper's grid, every tenth temperature."""
+    state = fk.CalibrationGridState(fk.PAPER_GAMMAS, fk.PAPER_TEMPERATURES[::10]).update(*samples(5000, dtype=dtype))
+    in_memory = sum(one.numel() * one.element_size() for one in state.state_dict()["tensors"].values())
+    assert in_memory > 9 * 50 * 1024 * 24
+    assert len(pickle.dumps(state)) < in_memory / 5
+
+
+def test_counts_of_many_rows_are_packed_without_loss():
+    state = fk.CalibrationGridState([0.0], [1.0], estimator="equal_width").update(*samples(40))
+    content = state.state_dict()
+    content["tensors"] = {name: tensor * 2**33 for name, tensor in content["tensors"].items()}
+    large = fk.CalibrationGridState.from_state_dict({**content, "n_samples": 40 * 2**33})
+    assert snapshot(pickle.loads(pickle.dumps(large))) == snapshot(large)
