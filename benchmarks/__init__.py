@@ -1,1 +1,1 @@
-"""Speed and memory of the operators beside what one would use instead. Run ``python -m benchmarks --help``."""
+"""Speed and memory of the operators compared with their alternatives. Run ``python -m benchmarks --help``."""

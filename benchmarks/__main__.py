@@ -74,7 +74,7 @@ def summary(op: str, out: Path) -> str:
 
 
 def targets_summary(out: Path) -> str:
-    """A Markdown table of the targets beside what was recorded."""
+    """A Markdown table of the targets with the recorded values."""
     lines = [(what, bound, found, "yes" if met else "no") for what, bound, found, met in target_lines(out)]
     return tabulate(lines, ["target", "wanted", "recorded", "met"], tablefmt="github", disable_numparse=True)
 

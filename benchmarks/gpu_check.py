@@ -1,9 +1,9 @@
 """Proves and measures the CUDA kernels on the GPU at hand: python -m benchmarks.gpu_check --out DIR
 
 Builds the module for this GPU, runs the tests on it, runs compute-sanitizer over a part of them, checks determinism,
-graph capture and that nothing waits for the device, then measures. Every stage is a process of its own, so that a
-failure, a crash or a hang in one leaves the others alone. DIR gets gpu_check.json, summary.md, gpu_check.csv (timings),
-kernel_resources.csv and log.txt. The exit code is 0 if every stage passed, 1 if one failed, 3 without a GPU.
+graph capture and that nothing waits for the device, then measures. Every stage runs in its own process, so that a
+failure, a crash or a hang in one does not affect the others. DIR gets gpu_check.json, summary.md, gpu_check.csv
+(timings), kernel_resources.csv and log.txt. The exit code is 0 if every stage passed, 1 if one failed, 3 without a GPU.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def device(_: argparse.Namespace) -> Result:
 
 
 def take_prebuilt(place: Path, package: Path) -> None:
-    """Puts what was compiled elsewhere into the package, in the place of what is there.
+    """Replaces the compiled files of the package by files that were compiled elsewhere.
 
     From a wheel, or a folder with the files of one: those of a build for one torch, or of a wheel for several, whose
     modules share libraries.
@@ -263,8 +263,7 @@ def sanitizer(arguments: argparse.Namespace) -> Result:
         return {"status": "skipped", "summary": "compute-sanitizer is not on PATH"}
     # PyTorch's caching allocator would hide reads beyond an allocation inside a block that it keeps.
     settings = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    # Of torch's kernels only the writes count, which initcheck has to see. A CUDA call that fails without harm is
-    # torch's matter too; those of this module are checked where they are made.
+    # Of torch's kernels only the writes count; initcheck must see them.
     own = ["--kernel-name", "kernel_substring=focalkern"]
     options = {"memcheck": [*own, "--report-api-errors", "no"], "racecheck": own, "initcheck": []}
     running = {}
@@ -286,7 +285,7 @@ def sanitizer(arguments: argparse.Namespace) -> Result:
         summaries = re.findall(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*", text)
         counts = _pytest_line(text)
         found[tool] = "not finished in time" if code is None else "; ".join([*summaries[-1:], counts or f"exit {code}"])
-        # Without a summary it has checked nothing, and without a test that passed there was nothing to check.
+        # Without a summary nothing was checked, and without a passed test there was nothing to check.
         if code != 0 or not summaries or "passed" not in counts:
             failed.append(tool)
     if failed:
@@ -357,7 +356,7 @@ def _pytest_line(text: str) -> str:
 
 
 def run_stage(name: str, arguments: argparse.Namespace, end: float, later: Sequence[str] = ()) -> Result:
-    """A stage in a process of its own, whatever becomes of it; ``end`` is when the last of ``later`` must be over."""
+    """Runs a stage in its own process and records its result or failure; the last of ``later`` must end by ``end``."""
     limits = {stage.__name__: numbers for stage, numbers in STAGES.items()}
     limit = min(limits[name][0], int(end - time.monotonic()) - sum(limits[stage][1] for stage in later))
     if limit < MIN_SECONDS:
@@ -393,7 +392,7 @@ def stage_process(name: str, arguments: argparse.Namespace) -> int:
     stage = next(s for s in STAGES if s.__name__ == name)
     try:
         result = {"status": "passed", **stage(arguments)}
-    except Exception as error:  # whatever it is, it belongs into the report
+    except Exception as error:  # the report must show any error
         if not isinstance(error, StageError):
             traceback.print_exc()
         result = {"status": "failed", "summary": f"{type(error).__name__}: {error}".removeprefix("StageError: ")}
@@ -465,7 +464,7 @@ def main() -> int:
         print(f"{name} ... ", end="", flush=True)
         stages.append(run_stage(name, arguments, end, later=chosen[number:]))
         print(f"{stages[-1]['status']} in {stages[-1]['seconds']} s: {stages[-1]['summary']}", flush=True)
-        # Written after every stage: what is known is on disk, whatever comes.
+        # Written after every stage, so that results are on disk before the next one.
         document = {"date": datetime.date.today().isoformat(), "commit": _commit(), "stages": stages}
         (arguments.out / "gpu_check.json").write_text(json.dumps(document, indent=2) + "\n")
         (arguments.out / "summary.md").write_text(summary(document, arguments.out))

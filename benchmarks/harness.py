@@ -28,18 +28,18 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Provider:
-    """One way of computing a case: a function without arguments, or the reason why it cannot be had."""
+    """One way of computing a case: a function without arguments, or the reason why it is not available."""
 
     name: str
     run: Callable[[], object] | None
     absent: str = ""
     check: Callable[[object], None] | None = None
-    scale: float = 1.0  # what one call's time is multiplied with, where only a part of the work is timed
+    scale: float = 1.0  # factor of one call's time, if only a part of the work is timed
 
 
 @dataclass
 class Row:
-    """One provider's result in one case, as it stands in the result file."""
+    """One provider's result in one case: a row of the result file."""
 
     op: str
     case: str
@@ -114,9 +114,8 @@ def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int
     """Milliseconds per call of each provider, which take turns until ``seconds`` are spent.
 
     Each round has another order, by a fixed seed: what a provider finds of memory, caches and threads depends on the
-    one before it. A sample is as many calls as fill half a millisecond, so that the clock does not show. At least five
-    samples each, or three where a turn takes more than five seconds.
-    """
+    one before it. A sample is as many calls as fill half a millisecond, so that the resolution of the clock does not
+    matter. At least five samples each, or three where a turn takes more than five seconds."""
     calls = {}
     turn = 0.0
     for provider in providers:
@@ -158,7 +157,7 @@ def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc's allocator keep what is freed, as others do, until the process ends.
+    """Makes glibc's allocator keep freed memory until the process ends, as other allocators do.
 
     By default it gives large tensors back to the system at once or in the next call, depending on what lies beside
     them, and the page faults of the next ones can take longer than computing them.
@@ -180,7 +179,7 @@ def page_faults(run: Callable[[], object]) -> int:
 
 
 def peak_extra_mib(run: Callable[[], object]) -> float:
-    """Memory that a call needs beyond what is there before, results included, in MiB."""
+    """Additional memory of a call, results included, in MiB."""
     gc.collect()
     if torch.cuda.is_available():
         _synchronize()

@@ -64,7 +64,7 @@ def draw(out: Path, folder: Path) -> list[Path]:
             points = {provider: [(c, t) for n, c, t in cases if n == 10000] for provider, cases in lines.items()}
             panel(by_classes, points, "classes", "milliseconds", f"{title}, 10000 rows")
         else:
-            # Batches get smaller as rows get longer: what compares is the time per logit.
+            # Batches get smaller as rows get longer, so the time per logit is compared.
             points = {provider: largest_batches(cases) for provider, cases in lines.items()}
             panel(by_classes, points, "classes", "nanoseconds per logit", title)
         points = {provider: [(n, t) for n, c, t in cases if c == 100] for provider, cases in lines.items()}

@@ -1,4 +1,4 @@
-"""What the operators were meant to reach on two cores, beside what was recorded."""
+"""The goals of the operators on two cores, and the recorded values."""
 
 from collections.abc import Iterator
 from pathlib import Path

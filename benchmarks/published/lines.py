@@ -1,4 +1,4 @@
-"""A line of the comparison: what a paper prints, what is computed, and whether they agree."""
+"""A line of the comparison: the published value, the computed one, and whether they agree."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Line:
 def number(
     figure: str, what: str, published: str | None, computed: float, source: str, *, judge: bool = True, known: str = ""
 ) -> Line:
-    """A figure beside its print. It is as printed if it rounds to the printed digits.
+    """A computed figure with the published one. It is as printed if it rounds to the printed digits.
 
     Args:
         published: as printed; None where it is not at hand.

@@ -47,7 +47,7 @@ NETWORKS = (
             ("0.0020", "0.0021"), ("1.13", "0.02077", "0.9930"), ("-0.25", "1.09", "0.02824", "0.9845")),
 )  # fmt: skip
 
-# One cell of table C.1 is printed as 3.64, the ECE of the same row; from the file it is .0384, and that is above.
+# Table C.1 prints 3.64 in one cell, the ECE of the same row; the value from the file is .0384.
 MISPRINT = ("cifar100_resnet50_brier", "0.0364")
 
 # Scales of the search in [2]: T in steps of 0.1, by the validation ECE.
@@ -139,7 +139,7 @@ def chosen(
 
 
 def others(folder: Path) -> Iterator[Line]:
-    """The sets of probabilities beside the networks of [2]."""
+    """The sets of probabilities other than the networks of [2]."""
     source = "recorded with the probabilities"
     for file, what in (
         # Recorded without the name of its estimator; it is the interpolated one, the other is .14215.

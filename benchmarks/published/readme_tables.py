@@ -19,7 +19,7 @@ README = ROOT / "README.md"
 SPEED_PAGE = ROOT / "docs" / "evidence" / "speed.md"
 HELPS = ROOT / "docs" / "explanation" / "when_focal_scaling_helps.md"
 
-# (what is computed, operator, recorded case, the plain torch beside it, the other road)
+# (computed result, operator, recorded case, its plain torch formula, the other way of computing)
 SPEED = (
     ("`focal_loss`, 8192 rows of 1000 classes", "focal_loss", "forward+backward 8192x1000", "composite"),
     ("`focal_loss`, 1024 rows of 32,000 classes", "focal_loss", "forward+backward 1024x32000", "composite"),

@@ -1,9 +1,10 @@
-"""python -m benchmarks.published.reproduce: what the papers print, beside what this project computes.
+"""python -m benchmarks.published.reproduce: the published values of the papers and the values that this project
+computes.
 
 Without options: the statements of [1] and [2] about the focal loss and its calibration map, which need no data, in
 under a minute. With ``--logits DIR``: the tables about the networks of [2], from the files of their logits. Every line
 has the published value, the computed one, their difference and the source. A published value that this script does not
-have is called "not at hand"; what is computed then stands alone.
+have is called "not at hand"; the line then has only the computed value.
 
 The exit code is 1 if a statement fails, or a figure differs from its printed digits where none was known to differ.
 

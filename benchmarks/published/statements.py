@@ -138,7 +138,7 @@ def log_odds_of_map(s: Tensor, gamma: float) -> Tensor:
 
 
 def bounds() -> Iterator[Line]:
-    """Figure 3 and Proposition 3: between which temperatures the map of two classes lies."""
+    """Figure 3 and Proposition 3: the two temperatures between which the map of two classes lies."""
     s = torch.cat([torch.logspace(-6, 0, 2000, dtype=torch.float64), torch.linspace(1, 60, 5901, dtype=torch.float64)])
     source = "[1] Proposition 3"
     worst_low, worst_high, odd = math.inf, math.inf, 0.0
@@ -221,7 +221,7 @@ def safe_confidence(gamma: float) -> float:
 
 
 def three_and_more() -> Iterator[Line]:
-    """Figures 4, 5 and 7: the map on the simplex beside temperature scaling."""
+    """Figures 4, 5 and 7: the map on the simplex compared with temperature scaling."""
     for figure, n_classes, gamma in (("Fig. 4", 3, 3.0), ("Fig. 5", 3, 1.0), ("Fig. 7", 4, 3.0)):
         log_q = points(n_classes)
         mapped = fk.focal_calibration_map(log_q, gamma)

@@ -1,1 +1,1 @@
-"""Times, memory and errors of single operators, beside their peers."""
+"""Times, memory and errors of single operators, compared with their peers."""

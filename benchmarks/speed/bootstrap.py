@@ -1,4 +1,4 @@
-"""What the bootstrap intervals are worth: how often they contain a known truth, and what they say of real logits.
+"""Coverage of the bootstrap intervals for a known truth, and their results on real logits.
 
 ``python -m benchmarks.speed.bootstrap`` draws data sets from models whose calibration error is known and counts, for
 each kind of interval, how often it contains that, and how often a difference excludes 0. With ``--logits DIR`` it

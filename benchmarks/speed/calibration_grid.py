@@ -1,4 +1,4 @@
-"""The joint (gamma, T) grid beside one pass over the data per cell."""
+"""The joint (gamma, T) grid compared with one pass over the data per cell."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""The fused focal calibration map beside the same formula in torch operations."""
+"""The fused focal calibration map compared with the same formula in torch operations."""
 
 from collections.abc import Callable, Iterator
 

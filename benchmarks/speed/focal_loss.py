@@ -1,4 +1,4 @@
-"""The fused focal loss beside cross-entropy and the focal loss as one writes it in torch, eager and compiled."""
+"""The fused focal loss compared with cross-entropy and with the focal loss written in torch, eager and compiled."""
 
 from collections.abc import Callable, Iterator
 

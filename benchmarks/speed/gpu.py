@@ -60,7 +60,7 @@ class GpuRow:
 
 @dataclass
 class Comparison:
-    """What was counted of a kernel, beside what was measured of it."""
+    """The counts of a kernel with its measurements."""
 
     op: str
     case: str
@@ -181,7 +181,7 @@ def row_bytes(target: Tensor, dtype: torch.dtype) -> int:
 
 
 def step_rows(classes: int, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]:
-    """Forward and backward together, beside what is compiled, which takes seconds a case, and other projects."""
+    """Forward and backward together, compared with compiled code, which takes seconds per case, and other projects."""
     logits, target = loss_data(classes, dtype)
     functions: dict[str, Callable[[Tensor, Tensor], Tensor] | str] = {
         "focalkern": lambda z, y: fk.focal_loss(z, y, GAMMA),
@@ -323,7 +323,7 @@ def cases(copy: float) -> Iterator[tuple[str, str, Callable[[], Iterator[GpuRow]
 
 
 def run(file: Path, deadline: float) -> list[GpuRow]:
-    """Measures, appends every row to ``file`` as soon as it is there, and returns them. A case that fails is a row."""
+    """Measures, appends every row to ``file`` at once, and returns all rows. A case that fails is a row."""
     copy = copy_gb_per_s()
     rows: list[GpuRow] = []
     fresh = not file.exists()

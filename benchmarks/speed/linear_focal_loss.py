@@ -1,9 +1,8 @@
-"""Head and loss in one beside the pair, and beside what torch has: forward and backward of one step.
+"""Head and loss in one, compared with the two operations and with torch's own: forward and backward of one step.
 
-A case is N x D x C: rows, features, classes. The gradients of input and weight are wanted; the memory is what a step
-needs beyond them and everything else that is there before, results included. The three matrix products alone, each in
-one piece and without any loss, are the floor of whatever uses this torch's products.
-"""
+A case is N x D x C: rows, features, classes. The gradients of input and weight are wanted; the memory is that of a step
+in addition to everything allocated before, results included. The three matrix products alone, each in one piece and
+without any loss, are a lower bound for any implementation on torch's products."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""The training losses beside the algorithms of their papers, written as published: forward and backward of one step.
+"""The training losses compared with the published algorithms of their papers: forward and backward of one step.
 
 The published FLSD and AdaFocal choose gamma on the host, sample by sample, and fetch one number from the device for
 each; the note of a row counts the numbers that one step fetches. The published MMCE builds its N x N kernel.

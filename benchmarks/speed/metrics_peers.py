@@ -1,9 +1,8 @@
-"""The metrics beside the libraries that people compare with, on the same probabilities.
+"""The metrics compared with other libraries, on the same probabilities.
 
 ``python -m benchmarks.speed.metrics_peers --logits DIR`` goes through every .npz of a folder that has logits or
-probabilities with labels, prints what agrees with what, and writes it to benchmarks/results. Nothing is timed here. The
-tests run the same comparisons on a network that they train themselves.
-"""
+probabilities with labels, prints the agreements and differences, and writes them to benchmarks/results. Nothing is
+timed here. The tests run the same comparisons on a network that they train themselves."""
 
 import argparse
 import csv

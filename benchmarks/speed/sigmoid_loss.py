@@ -1,4 +1,5 @@
-"""The fused losses of independent logits beside the formulas of detectors and multi-label heads, eager and compiled.
+"""The fused losses of independent logits compared with the formulas of detectors and multi-label heads, eager and
+compiled.
 
 The target of a detector's head: dense zeros and ones, or labels without the class dimension, most of them background.
 """

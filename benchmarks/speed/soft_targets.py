@@ -1,4 +1,4 @@
-"""The focal loss with label smoothing or class probabilities beside cross-entropy with the same option."""
+"""The focal loss with label smoothing or class probabilities, compared with cross-entropy with the same option."""
 
 from collections.abc import Callable, Iterator
 

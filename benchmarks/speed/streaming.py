@@ -30,7 +30,7 @@ CASES = {
     "128256 classes": (128_256, "bfloat16", (512, 2048), "1 1:2:1", False),
     "10 classes, all 5000 cells": (10, "float32", (5_000, 20_000, 80_000), "", True),
 }
-# The process tells what it has needed: its parent would count the parent's own memory, before the start, as well.
+# The process reports its own peak; measured by its parent, it would include the parent's memory before the start.
 CHILD = """
 import sys
 from focalkern.cli import main
@@ -67,7 +67,7 @@ def calibrate(files: str, search: str) -> tuple[float, float]:
     if search:
         gammas, temperatures = search.split()
         options += [f"--gammas={gammas}", "--temperatures", temperatures]
-    commit()  # as it is now, whatever is edited in the meantime
+    commit()  # a copy, so that later edits do not affect it
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", CHILD, "calibrate", files, *options], capture_output=True, text=True)
     if done.returncode:

@@ -57,7 +57,7 @@ FEW_CALIBRATORS = (
 
 
 def structured(input_kind: Any, kind: Any, focal: bool = False) -> Any:
-    """By our own solver: what probmetrics finds is a row of its own."""
+    """With our own solver; probmetrics has a row of its own."""
     return fk.StructuredScaling(kind=kind, focal=focal, solver="lbfgs", input_kind=input_kind)
 
 
@@ -323,7 +323,7 @@ def few_rows(rows: list[dict[str, Any]]) -> str:
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """Where focal temperature scaling is worth having, and where not, out of the rows."""
+    """A table of the networks on which focal temperature scaling helps, from the rows."""
     found = {(row["file"], row["calibrator"]): row for row in rows if is_whole(row)}
     gains = {
         file: found[file, "temperature"]["nll"] - found[file, "focal temperature, nll"]["nll"]
@@ -425,7 +425,7 @@ def main() -> None:
         print(path.name, flush=True)
         found = measure(path, FEW if arguments.few else ())
         rows.extend(found)
-        if found:  # after every file, so that a run that is stopped leaves what it has
+        if found:  # after every file, so that an interrupted run keeps its rows
             text = write(rows, target, about)
     if not rows:
         parser.error(f"{arguments.logits}: no .npz file with logits and labels")

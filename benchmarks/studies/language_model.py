@@ -56,7 +56,7 @@ class Settings:
 
 
 def documents() -> list[str]:
-    """In an order that depends on nothing but the texts."""
+    """In an order that depends only on the texts."""
     found = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))

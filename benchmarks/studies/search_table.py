@@ -1,4 +1,4 @@
-"""python -m benchmarks.studies.search_table --logits DIR: what each search of focal temperature scaling finds.
+"""python -m benchmarks.studies.search_table --logits DIR: the results of each search of focal temperature scaling.
 
 [1] chooses gamma and T among some thousand cells of a grid, proposes a search of 3m cells along a line instead, and
 leaves open whether it finds as much. This answers for the networks in a folder of logits, and for the other searches
@@ -147,7 +147,7 @@ def each_search(rows: list[dict[str, Any]]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Each search beside the full grid of its criterion, over the files."""
+    """Each search compared with the full grid of its criterion, over the files."""
     by_file: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if "cells" in row:

@@ -148,7 +148,7 @@ def _train(arguments: argparse.Namespace) -> int:
         diverged, left = diverged + more, left + others
     unfinished = [folder for folder in left if not records.is_complete(folder)]
     if unfinished:
-        # A report of what there is could come after, and in the place of, the other's.
+        # Another process could otherwise write its report after this one, from fewer runs.
         print(f"{len(unfinished)} runs are with another process, which writes the report when it has them all")
         return min(diverged, 1)
     return _report(arguments) or min(diverged, 1)

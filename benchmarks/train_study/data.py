@@ -1,4 +1,4 @@
-"""Data sets as two parts of arrays, and what a run makes of them: train, validation and test on one device."""
+"""Data sets as two parts of arrays, and the sets of a run: train, validation and test on one device."""
 
 import gzip
 import re
@@ -94,7 +94,7 @@ def load(source: str) -> Dataset:
 def split(dataset: Dataset, *, seed: int, val_fraction: float, train_size: int | None, device: torch.device) -> Split:
     """Cuts the validation part from the training part, both in an order that ``seed`` decides.
 
-    ``train_size`` takes only so many of the images left for training; the validation part stays what it is.
+    ``train_size`` takes only so many of the images left for training; the validation part does not change.
     """
     n = len(dataset.train_labels)
     n_val = round(val_fraction * n)

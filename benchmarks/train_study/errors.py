@@ -1,4 +1,4 @@
-"""What whoever gave the command can mend; the command prints it without a traceback."""
+"""An error that the user can correct; the command prints it without a traceback."""
 
 
 class StudyError(ValueError):

@@ -78,7 +78,7 @@ def correct_and_incorrect(rows: Sequence[Row], styles: Styles = STYLES) -> Figur
 
 
 def scaled_ece(rows: Sequence[Row]) -> Figure | None:
-    """[4] Figure 4: test ECE per epoch, as it is and at the temperature that validation finds best."""
+    """[4] Figure 4: test ECE per epoch, uncalibrated and at the temperature chosen on validation samples."""
     if not drawn(rows, STYLES):
         return None
     figure, axes = grid(1, 3)
@@ -287,7 +287,7 @@ def reliability(runs: Sequence[Run], rows: Sequence[Row]) -> Figure | None:
 # Sweep
 # ---------------------------------------------------------------------------------------------------------------------
 def coefficients(table: Sequence[Row]) -> Figure:
-    """[4] Figure 1: ECE against the coefficient of a regulariser, as it is and after temperature scaling."""
+    """[4] Figure 1: ECE against the coefficient of a regulariser, uncalibrated and after temperature scaling."""
     sizes = sorted({row["train_size"] for row in table})
     figure, axes = grid(len(sizes), len(sweep.FAMILIES))
     for row, size in enumerate(sizes):
@@ -322,7 +322,7 @@ def coefficients(table: Sequence[Row]) -> Figure:
 
 
 def best_coefficient(table: Sequence[Row]) -> Figure:
-    """[4] Figure 1: the coefficient of lowest test ECE, as it is and after calibration, against the training size."""
+    """[4] Figure 1: the coefficient of lowest test ECE, uncalibrated and calibrated, against the training size."""
     sizes = sorted({row["train_size"] for row in table})
     figure, axes = grid(1, len(sweep.FAMILIES))
     for ax, family in zip(axes, sweep.FAMILIES, strict=True):

@@ -24,7 +24,7 @@ FLOORS = ("ece_equal_width", "ece_equal_mass")
 
 
 def calibration_rows(run: Run) -> list[Row]:
-    """A row per way of calibrating the run: what was chosen on validation, and what it does on test."""
+    """A row per calibrator of the run: the parameters chosen on validation samples, and the scores on test samples."""
     logits = run.logits
     val, val_labels = logits["val_logits"], logits["val_labels"]
     by_mass = fk.calibration_grid(val, val_labels, DEFAULT_GAMMAS, fk.PAPER_TEMPERATURES, estimator="equal_mass")
@@ -57,7 +57,7 @@ def _figures(log_probs: Tensor, logits: Mapping[str, Tensor]) -> Row:
     labels = logits["test_labels"]
     predicted = logits["test_logits"].argmax(-1)
     probs = log_probs.exp()
-    # Of the class that the network predicts: histogram binning may leave another class more than that.
+    # The probability of the predicted class: histogram binning may give another class a larger one.
     confidence = probs.gather(-1, predicted[:, None]).squeeze(-1)
     figures: Row = {
         "accuracy": float((predicted == labels).double().mean()),
@@ -203,7 +203,7 @@ PER_RUN: dict[str, Callable[[Run], list[Row]]] = {
     "epochs": epoch_rows,
     "bins": bin_rows,
 }
-"""CSV files by their stem: what a run contributes to each."""
+"""CSV files by their stem: the rows of a run for each."""
 
 
 def _about(run: Run) -> Row:

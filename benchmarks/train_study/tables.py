@@ -1,9 +1,8 @@
-"""From the logits of the runs to figures per run, and from those to the tables of the papers.
+"""Scores per run from its logits, and the tables of the papers from the scores.
 
 [1] Komisarenko & Kull 2024, [2] Mukhoti et al. 2020, [3] Ghosh et al. 2022, [4] Wang et al. 2021. Calibrators are
-fitted on validation rows and judged on test rows. Everything is a fraction; means and sample standard deviations are
-over seeds.
-"""
+fitted on validation rows and evaluated on test rows. Everything is a fraction; means and sample standard deviations are
+over seeds."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -292,6 +291,6 @@ def write(runs: Sequence[Run], folder: Path) -> dict[str, list[Row]]:
     for name, (_, source, make) in TABLES.items():
         files[name] = make(files[source])
     for name, rows in files.items():
-        # Of a bin of some hundred samples no more than four digits mean anything, and there are many bins.
+        # With some hundred samples per bin, more than four digits are meaningless, and there are many bins.
         records.write_csv(folder / f"{name}.csv", rows, digits=4 if name == "bins" else 6)
     return files

@@ -1,9 +1,7 @@
 """One run: a network trained with one loss from one seed, followed epoch by epoch, resumable after every one.
 
-Nothing of a run depends on where it was interrupted: what an epoch does follows from the seed, the number of the epoch
-and the checkpoint of the epoch before. On the same machine with the same number of threads the results are the same
-bits.
-"""
+A run does not depend on interruptions: an epoch is determined by the seed, its number and the checkpoint of the epoch
+before. On the same machine with the same number of threads the results are the same bits."""
 
 import contextlib
 import fcntl
@@ -166,7 +164,7 @@ class _Run:
     def _train_epoch(self, epoch: int) -> dict[str, float]:
         """Loss, NLL and error of the training samples as they were met: nothing is run twice for the record's sake."""
         parts, n = self.parts, len(self.parts.train_labels)
-        # Dropout draws from torch's own generator. Both start anew with every epoch, so there is no state to restore.
+        # Both start again with every epoch, so there is no state to restore.
         seed = 1_000_003 * (self.seed + 1) + epoch
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
