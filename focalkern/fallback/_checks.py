@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import autocast_is_on, has_float64
-from focalkern._types import FLOATS, HALVES
+from focalkern._types import FLOATS, HALVES, REDUCTIONS
 
 
 def scalar_name(dtype: torch.dtype) -> str:
@@ -45,6 +45,11 @@ def check_floating(op: str, name: str, tensor: Tensor) -> None:
 def check_same_device(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
     if tensor.device != input.device:
         raise ValueError(f"{op}: {name} must be on the device of input, {input.device}, got {tensor.device}")
+
+
+def check_reduction(op: str, reduction: int) -> None:
+    if not 0 <= reduction < len(REDUCTIONS):
+        raise ValueError(f"{op}: reduction must be 0 (none), 1 (mean) or 2 (sum), got {reduction}")
 
 
 def widest_dtype(tensor: Tensor) -> torch.dtype:

@@ -189,12 +189,15 @@ def _rows(input: Tensor, gamma: Tensor, temperature: Tensor, probs: bool, log: b
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _name(kind: int) -> str:
+def operator_name(kind: int) -> str:
     return "binary_focal_calibration_map" if kind == _BINARY else "focal_calibration_map"
 
 
-def check_arguments(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int) -> None:
-    op = _name(kind)
+def check_arguments(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, kind: int) -> None:
+    """Checks all arguments but the values of the input and of parameters."""
+    if not _LOGITS <= kind <= _BINARY:
+        raise ValueError(f"focal_calibration_map: kind must be 0, 1 or 2, got {kind}")
+    op = operator_name(kind)
     check_dense(op, input)
     check_floating(op, "logits" if kind == _BINARY else "input", input)
     if kind != _BINARY:
@@ -206,6 +209,8 @@ def check_arguments(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int
             )
     shape = tuple(input.shape if kind == _BINARY else input.shape[:-1])
     for name, parameter in (("gamma", gamma), ("temperature", temperature)):
+        if not isinstance(parameter, Tensor):
+            continue
         if not parameter.is_floating_point():
             raise TypeError(
                 f"{op}: {name} must be a number or a floating-point tensor, got a tensor of "
@@ -221,12 +226,14 @@ def check_arguments(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int
             )
 
 
-def raise_invalid_row(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, row: int) -> None:
+def raise_invalid_row(input: Tensor, gamma: float | Tensor, temperature: float | Tensor, kind: int, row: int) -> None:
     """Says why a row has no answer."""
-    op, name = _name(kind), "logits" if kind == _BINARY else "input"
+    op, name = operator_name(kind), "logits" if kind == _BINARY else "input"
     shape = input.shape if kind == _BINARY else input.shape[:-1]
 
-    def of_row(parameter: Tensor) -> float:
+    def of_row(parameter: float | Tensor) -> float:
+        if not isinstance(parameter, Tensor):
+            return parameter
         return float(parameter.detach().expand(shape).reshape(-1)[row])
 
     g, t = of_row(gamma), of_row(temperature)

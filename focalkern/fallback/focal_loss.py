@@ -229,15 +229,13 @@ def check_arguments(
     check_floating(op, "input", input)
     if input.dim() < 1:
         raise ValueError(f"{op}: input must be [C], [N, C] or [N, C, d1, ...], got a scalar")
-    class_dim = 0 if input.dim() == 1 else 1
-    classes = input.shape[class_dim]
+    classes = input.shape[0 if input.dim() == 1 else 1]
     if classes < 1:
         raise ValueError(f"{op}: input must have at least one class, got shape {list(input.shape)}")
     check_same_device(op, "target", target, input)
-    rows = (*input.shape[:class_dim], *input.shape[class_dim + 1 :])
     _check_target(op, input, target, ignore_index)
     if isinstance(gamma, Tensor):
-        _check_gamma(op, input, gamma, edges, rows)
+        _check_gamma(op, input, gamma, edges)
     if weight is not None:
         check_floating(op, "weight", weight)
         if weight.dim() != 1 or len(weight) != classes:
@@ -291,19 +289,28 @@ def _check_target(op: str, input: Tensor, target: Tensor, ignore_index: int) -> 
         raise misfit
 
 
-def _check_gamma(op: str, input: Tensor, gamma: Tensor, edges: Tensor | None, rows: tuple[int, ...]) -> None:
+def _check_gamma(op: str, input: Tensor, gamma: Tensor, edges: Tensor | None) -> None:
     if not gamma.is_floating_point():
         raise TypeError(
             f"{op}: gamma must be a float, a floating-point tensor or a GammaTable, got a tensor of "
             f"{scalar_name(gamma.dtype)}"
         )
     if edges is not None:
+        if not edges.is_floating_point():
+            raise TypeError(f"{op}: gamma.edges must be floating point, got {scalar_name(edges.dtype)}")
+        if gamma.dim() != 1 or edges.dim() != 1 or len(gamma) < 1 or len(edges) != len(gamma) + 1:
+            raise ValueError(
+                f"{op}: gamma.edges must be [n_bins + 1] for gamma.gammas [n_bins], got {list(edges.shape)} and "
+                f"{list(gamma.shape)}"
+            )
         check_same_device(op, "gamma.edges", edges, input)
         check_same_device(op, "gamma.gammas", gamma, input)
         return
     if is_host_number(gamma):  # one number may stay on the host
         return
     check_same_device(op, "gamma", gamma, input)
+    class_dim = 0 if input.dim() == 1 else 1
+    rows = (*input.shape[:class_dim], *input.shape[class_dim + 1 :])
     if not fits(gamma, rows):
         raise ValueError(
             f"{op}: gamma must be broadcastable to the unreduced loss {list(rows)}, got {list(gamma.shape)}"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from focalkern._types import compute_dtype
+from focalkern.fallback._checks import check_reduction, scalar_name
 from focalkern.fallback.focal_loss import (
     check_arguments,
     check_range,
@@ -17,7 +18,7 @@ from focalkern.fallback.focal_loss import (
 )
 from focalkern.reference._softmax_losses import RowLossSpec, row_loss_of
 
-__all__ = ["focal_loss_composite", "row_loss"]
+__all__ = ["check_operator", "focal_loss_composite", "row_loss"]
 
 _NONE, _MEAN = 0, 1
 
@@ -38,7 +39,7 @@ def row_loss(
     """The compiled module's row_loss in plain torch."""
     spec = row_loss_of(kind)
     ignore_index, label_smoothing = host_numbers(spec.name, weight, ignore_index, label_smoothing)
-    check_arguments(spec.name, input, target, gamma, edges, weight, ignore_index, label_smoothing)
+    check_operator(spec, input, target, gamma, edges, weight, reduction, ignore_index, label_smoothing)
     input, dtype = promoted(input, target)
     check_range(spec.name, target, input.shape[0 if input.dim() == 1 else 1], ignore_index)
     options = (reduction, ignore_index, label_smoothing, detach_modulation, epsilon)
@@ -61,10 +62,29 @@ def focal_loss_composite(
 ) -> Tensor:
     """The operator of this name. ``float32_loss``: under autocast, which the caller has looked at."""
     spec = row_loss_of(kind)
-    check_arguments(spec.name, input, target, gamma, edges, weight, ignore_index, label_smoothing)
+    check_operator(spec, input, target, gamma, edges, weight, reduction, ignore_index, label_smoothing)
     options = (reduction, ignore_index, label_smoothing, detach_modulation, epsilon)
     loss = _definition(spec, input, target, gamma, edges, weight, *options)
     return loss if float32_loss else loss.to(input.dtype)
+
+
+def check_operator(
+    spec: RowLossSpec,
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    edges: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> None:
+    """Checks all arguments but the range of labels."""
+    check_arguments(spec.name, input, target, gamma, edges, weight, ignore_index, label_smoothing)
+    if target.is_floating_point() and not spec.soft_target:
+        found = scalar_name(target.dtype)
+        raise TypeError(f"{spec.name}: target must be labels, int64, int32 or uint8, got {found}")
+    check_reduction(spec.name, reduction)
 
 
 def _definition(

@@ -10,6 +10,7 @@ from focalkern.fallback._checks import (
     autocasts,
     check_dense,
     check_floating,
+    check_reduction,
     check_same_device,
     fits,
     scalar_name,
@@ -38,7 +39,7 @@ def sigmoid_loss(
     ignore_index: int,
 ) -> Tensor:
     """The compiled module's sigmoid_loss in plain torch. ``second`` is alpha, or gamma_positive."""
-    check_arguments(input, target, gamma, second, weight, kind)
+    check_arguments(input, target, gamma, second, weight, kind, margin, reduction)
     check_range(input, target, kind, ignore_index)
     dtype = torch.float32 if autocasts(input) else input.dtype
     return _definition(input, target, gamma, second, weight, kind, margin, reduction, ignore_index).to(dtype)
@@ -57,7 +58,7 @@ def sigmoid_loss_composite(
     float32_loss: bool,
 ) -> Tensor:
     """The operator of this name. ``float32_loss``: under autocast, which the caller has looked at."""
-    check_arguments(input, target, gamma, second, weight, kind)
+    check_arguments(input, target, gamma, second, weight, kind, margin, reduction)
     loss = _definition(input, target, gamma, second, weight, kind, margin, reduction, ignore_index)
     return loss if float32_loss else loss.to(input.dtype)
 
@@ -90,7 +91,12 @@ def check_arguments(
     second: float | Tensor | None,
     weight: Tensor | None,
     kind: int,
+    margin: float,
+    reduction: int,
 ) -> None:
+    """Checks all arguments of an operator but the labels' range."""
+    if not 0 <= kind < len(NAMES):
+        raise ValueError(f"sigmoid_loss: kind must be 0, 1 or 2, got {kind}")
     op, gamma_name, second_name = NAMES[kind]
     check_dense(op, input)
     if not input.is_floating_point():
@@ -109,6 +115,11 @@ def check_arguments(
                 )
         if value.requires_grad and name in ("alpha", "weight"):
             raise ValueError(f"{op}: {name} must not require grad: it is a constant of the loss")
+    if kind != _FOCAL and (second is not None) != (kind == _ASYMMETRIC):
+        raise ValueError(f"{op}: asymmetric_loss alone needs a second gamma")
+    if not 0 <= margin < 1:
+        raise ValueError(f"{op}: margin must be in [0, 1), got {margin:g}")
+    check_reduction(op, reduction)
 
 
 def _check_target(op: str, input: Tensor, target: Tensor) -> None:

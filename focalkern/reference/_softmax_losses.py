@@ -394,4 +394,6 @@ def number_of(name: str) -> int:
 
 def row_loss_of(number: int) -> RowLossSpec:
     """The loss of a number."""
+    if not 0 <= number < len(_numbered):
+        raise ValueError(f"focal_loss: kind must be in [0, {len(_numbered)}), got {number}")
     return ROW_LOSSES[_numbered[number]]

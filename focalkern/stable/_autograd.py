@@ -1,4 +1,4 @@
-"""Shared by the operators of the stable module: parameters of kernels, and derivatives composed of plain torch."""
+"""Operators of the stable module: their registration with torch, and their derivatives."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,91 +10,157 @@ from torch.autograd import forward_ad
 from focalkern._devices import is_host_number
 from focalkern._types import PLAIN_TENSORS
 
-__all__ = [
-    "Operator",
-    "apply",
-    "backward_kernel",
-    "differentiable_gradients",
-    "is_dense",
-    "needs_composite",
-    "parameter",
-]
+__all__ = ["Operator", "apply", "is_dense", "parameter", "reduced", "register"]
 
 
 class Operator(NamedTuple):
-    """An operator of the library "focalkern" as torch registers it."""
+    """An operator of the library "focalkern". Its arguments are ``inputs``, then ``options``, as in its schema."""
 
-    kernel: Callable[..., Any]  # on the CPU and on CUDA
-    shapes: Callable[..., Any]  # of fake tensors
-    keep: Callable[..., None] | None = None  # for the derivative
-    derivative: Callable[..., tuple[Any, ...]] | None = None
+    name: str  # registered as {name}_forward, {name}_backward and {name}_composite, its definition in torch operations
+    inputs: Callable[..., Any]  # makes the named tuple of tensors; parameters of eager calls may be numbers
+    options: Callable[..., Any]  # the named tuple of all other arguments
+    wide: int  # the index of the option that the backward pass has not; its schema has `needed` there
+    check: Callable[[Any, Any], object]
+    forward: Callable[[Any, Any], tuple[Tensor, ...]]  # of checked arguments: the result, and what backward needs of it
+    forward_shapes: Callable[[Any, Any], tuple[Tensor, ...]]
+    check_backward: Callable[[Tensor, Any, Sequence[Tensor], Any, Sequence[bool]], object]
+    backward: Callable[[Tensor, Any, Sequence[Tensor], Any, Sequence[bool]], Sequence[Tensor | None]]
+    backward_shapes: Callable[[Any, Sequence[bool]], Sequence[Tensor | None]]
+    differentiable: Callable[[Any, Any], Sequence[bool]]  # which of the first inputs have a derivative
+    n_saved: int = 1
+    n_forward_only: int = 0  # the last options, which forward alone takes
 
 
-def apply(name: str, forward: Operator, backward: Operator, input: Tensor, *arguments: Any) -> Any:
-    """The operator of this name. Plain tensors go past torch's dispatcher, which takes longer than a small batch."""
+def apply(operator: Operator, inputs: Any, options: Any) -> Tensor:
+    """The operator of these arguments. Plain tensors go past the dispatcher, which costs more than a small batch."""
+    input = inputs[0]
+    if _needs_composite(inputs):
+        given = options[: len(options) - operator.n_forward_only]
+        result: Tensor = _registered(operator, "composite")(*_tensors(inputs), *given)
+        return result
     if type(input) not in PLAIN_TENSORS or input.is_meta or torch._C._len_torch_dispatch_stack() > 0:
-        return getattr(torch.ops.focalkern, name)(input, *arguments)
-    return _Eager.apply(input, *arguments, forward, backward)  # type: ignore[no-untyped-call]
+        found = _registered(operator, "forward")(*_tensors(inputs), *options)
+        return found[0] if operator.n_saved else found
+    operator.check(inputs, options)
+    if torch.is_grad_enabled():
+        variables = inputs[: len(operator.differentiable(inputs, options))]
+        result = _Eager.apply(operator, inputs, options, *variables)  # type: ignore[no-untyped-call]
+        return result
+    return operator.forward(inputs, options)[0]
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        *given, forward, backward = arguments
-        output = forward.kernel(*given)
-        forward.keep(ctx, given, output)
-        ctx.derivative, ctx.kernel = forward.derivative, backward.kernel
-        return output
+    def forward(ctx: Any, operator: Operator, inputs: Any, options: Any, *_variables: Any) -> Any:
+        result, *saved = operator.forward(inputs, options)
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs), *saved)
+        numbers = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.call = operator, numbers, options
+        ctx.set_materialize_grads(False)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (*ctx.derivative(ctx, *grads), None, None)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        operator, numbers, options = ctx.call
+        kept = ctx.saved_tensors
+        inputs = operator.inputs(*(n if t is None else t for t, n in zip(kept, numbers, strict=False)))
+        asked = ctx.needs_input_grad[3:]
+        if grad is None:
+            return (None,) * (3 + len(asked))
+        transformed = torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
+        saved = kept[len(numbers) :]
+        return (None, None, None, *_gradients(operator, grad, inputs, saved, options, asked, transformed))
 
 
-def needs_composite(*tensors: object) -> bool:
-    """Whether a torch.func transform is active or a tensor has a forward-mode tangent, which kernels would drop."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    if forward_ad._current_level < 0:
-        return False
-    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+def register(library: torch.library.Library, operator: Operator, keys: Sequence[str]) -> None:
+    """Registers an operator whose schema torch has."""
+    n, n_saved = len(operator.inputs._fields), operator.n_saved  # type: ignore[attr-defined]
+
+    def checked(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        inputs, options = operator.inputs(*arguments[:n]), operator.options(*arguments[n:])
+        operator.check(inputs, options)
+        return inputs, options
+
+    def checked_backward(grad: Tensor, arguments: tuple[Any, ...]) -> tuple[Tensor, Any, Any, Any, list[bool]]:
+        inputs, options = checked((*arguments[:n], *arguments[n + n_saved :]))
+        saved, needed = arguments[n : n + n_saved], options[operator.wide]
+        operator.check_backward(grad, inputs, saved, options, needed)
+        return grad, inputs, saved, options, needed
+
+    def outputs(found: tuple[Tensor, ...]) -> Any:
+        return found if n_saved else found[0]
+
+    def filled(gradients: Sequence[Tensor | None], input: Tensor) -> tuple[Tensor, ...]:
+        return tuple(input.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+    def forward(*arguments: Any) -> Any:
+        return outputs(operator.forward(*checked(arguments)))
+
+    def forward_shapes(*arguments: Any) -> Any:
+        return outputs(operator.forward_shapes(*checked(arguments)))
+
+    def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        return filled(operator.backward(*checked_backward(grad, arguments)), arguments[0])
+
+    def backward_shapes(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        _, inputs, _, _, needed = checked_backward(grad, arguments)
+        return filled(operator.backward_shapes(inputs, needed), arguments[0])
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        saved = output[1:] if n_saved else ()
+        ctx.save_for_backward(*inputs[:n], *saved)
+        ctx.options = operator.options(*inputs[n:])
+        ctx.mark_non_differentiable(*saved)
+        ctx.set_materialize_grads(False)  # or a zero gradient of `saved` would be filled in for every backward pass
+
+    def derivative(ctx: Any, grad: Tensor | None, *_of_saved: Tensor | None) -> tuple[Tensor | None, ...]:
+        asked, kept = ctx.needs_input_grad, ctx.saved_tensors
+        if grad is None:
+            return (None,) * len(asked)
+        found = _gradients(operator, grad, operator.inputs(*kept[:n]), kept[n:], ctx.options, asked, True)
+        return (*found, *(None,) * (len(asked) - len(found)))
+
+    for key in keys:
+        library.impl(f"{operator.name}_forward", forward, key)
+        library.impl(f"{operator.name}_backward", backward, key)
+    names = [f"focalkern::{operator.name}_{direction}" for direction in ("forward", "backward")]
+    torch.library.register_fake(names[0], forward_shapes, lib=library)
+    torch.library.register_fake(names[1], backward_shapes, lib=library)
+    torch.library.register_autograd(names[0], derivative, setup_context=keep, lib=library)
 
 
-def parameter(
-    value: Tensor | None, absent: float, dtype: torch.dtype, shape: Sequence[int] | None = None
-) -> tuple[Tensor | None, float]:
-    """A parameter as kernels take it: a tensor in their type, expanded to ``shape``, or none and a number."""
-    if value is None:
-        return None, absent
-    if is_host_number(value):
-        return None, value.item()
-    if shape is not None:
-        value = value.expand(shape)
-    return value.to(dtype), 0.0
+def _gradients(
+    operator: Operator,
+    grad: Tensor,
+    inputs: Any,
+    saved: Sequence[Tensor],
+    options: Any,
+    asked: Sequence[bool],
+    through_dispatcher: bool,
+) -> Sequence[Tensor | None]:
+    """The gradients of the first inputs, None where none is needed."""
+    possible = operator.differentiable(inputs, options)
+    needed = [one and other for one, other in zip(asked, possible, strict=False)]
+    given = options[: len(options) - operator.n_forward_only]
+    if torch.is_grad_enabled():
+        return _differentiable_gradients(operator, grad, _tensors(inputs), given, needed)
+    if not through_dispatcher:
+        return operator.backward(grad, inputs, saved, options, needed)
+    given = (*given[: operator.wide], needed, *given[operator.wide + 1 :])
+    found = _registered(operator, "backward")(grad, *_tensors(inputs), *saved, *given)
+    return [gradient if need else None for gradient, need in zip(found, needed, strict=True)]
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements are contiguous in some order of dimensions."""
-    return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
-
-
-def backward_kernel(ctx: Any, name: str, grad: Tensor) -> Callable[..., Any]:
-    """The kernel of the derivative; the operator of this name in compiled graphs and for batched upstream gradients."""
-    is_batched = torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
-    if is_batched or not hasattr(ctx, "kernel"):
-        return getattr(torch.ops.focalkern, name)
-    return ctx.kernel
-
-
-def differentiable_gradients(
-    variables: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor, composite: Callable[..., Tensor]
+def _differentiable_gradients(
+    operator: Operator, grad: Tensor, inputs: Sequence[Tensor | None], options: Sequence[Any], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients that are themselves to be differentiated: those of the variables that need one, else None.
+    """Gradients that are themselves to be differentiated.
 
-    ``composite`` computes the result from aliases of the variables, so that a hook on the user's tensor fires once.
+    The definition takes aliases of the variables, so that a hook on the user's tensor fires once.
     """
-    aliases = [None if tensor is None else torch.ops.aten.alias(tensor) for tensor in variables]
-    result = composite(*aliases)
+    n = len(needed)
+    aliases = [None if tensor is None else torch.ops.aten.alias(tensor) for tensor in inputs[:n]]
+    result = _registered(operator, "composite")(*aliases, *inputs[n:], *options)
     wanted = [alias for alias, need in zip(aliases, needed, strict=True) if need and alias is not None]
     found = iter(
         torch.autograd.grad(
@@ -102,3 +168,50 @@ def differentiable_gradients(
         )
     )
     return [next(found) if need else None for need in needed]
+
+
+def _registered(operator: Operator, direction: str) -> Any:
+    return getattr(torch.ops.focalkern, f"{operator.name}_{direction}")
+
+
+def _tensors(inputs: Sequence[Any]) -> list[Tensor | None]:
+    """The inputs with tensors in place of numbers."""
+    wide = torch.float64
+    return [v if v is None or isinstance(v, Tensor) else torch.scalar_tensor(v, dtype=wide) for v in inputs]
+
+
+def _needs_composite(inputs: Sequence[object]) -> bool:
+    """Whether a torch.func transform is active or a tensor has a forward-mode tangent, which kernels would drop."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
+
+
+# -- for the operators ------------------------------------------------------------------------------------------------
+
+
+def parameter(
+    value: float | Tensor | None, absent: float, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> tuple[Tensor | None, float]:
+    """A parameter as kernels take it: a tensor in their type, expanded to ``shape``, or none and a number."""
+    if value is None:
+        return None, absent
+    if not isinstance(value, Tensor):
+        return None, value
+    if is_host_number(value):
+        return None, value.item()
+    if shape is not None:
+        value = value.expand(shape)
+    return value.to(dtype), 0.0
+
+
+def reduced(gradient: Tensor | None, value: float | Tensor | None) -> Tensor | None:
+    """The gradient of a parameter, summed over the dimensions that were broadcast."""
+    return gradient.sum_to_size(value.shape).to(value) if gradient is not None and isinstance(value, Tensor) else None
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements are contiguous in some order of dimensions."""
+    return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()

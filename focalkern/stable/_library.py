@@ -9,7 +9,7 @@ import torch
 from focalkern import fallback
 from focalkern.fallback.spline_map import spline_map_composite
 from focalkern.stable import calibration_map, row_loss, sigmoid_loss
-from focalkern.stable._autograd import Operator
+from focalkern.stable._autograd import register
 
 __all__ = ["PLAIN_OPERATORS", "build_info", "load", "row_losses"]
 
@@ -31,24 +31,13 @@ def load(path: Path) -> None:
     _info.update(torch="2.11 or newer (stable ABI)", cuda="cuda" in path.name)
     keys = ("CPU", "CUDA") if _info["cuda"] else ("CPU",)
     library = torch.library.Library("focalkern", "IMPL")
-    for name, operator in (row_loss.OPERATORS | sigmoid_loss.OPERATORS | calibration_map.OPERATORS).items():
-        for key in keys:
-            library.impl(name, operator.kernel, key)
-        _describe(library, name, operator)
-    grid = Operator(fallback.calibration_grid, lambda *arguments: fallback.calibration_grid(*arguments))
+    for operator in (row_loss.OPERATOR, sigmoid_loss.OPERATOR, calibration_map.OPERATOR):
+        register(library, operator, keys)
     for key in keys:
-        library.impl("calibration_grid", grid.kernel, key)
-    _describe(library, "calibration_grid", grid)
+        library.impl("calibration_grid", fallback.calibration_grid, key)
+    torch.library.register_fake("focalkern::calibration_grid", fallback.calibration_grid, lib=library)
     library.impl("spline_map_forward", _spline_map, "CompositeImplicitAutograd")
     _registered.append(library)
-
-
-def _describe(library: torch.library.Library, name: str, operator: Operator) -> None:
-    torch.library.register_fake(f"focalkern::{name}", operator.shapes, lib=library)
-    if operator.derivative is not None:
-        torch.library.register_autograd(
-            f"focalkern::{name}", operator.derivative, setup_context=operator.keep, lib=library
-        )
 
 
 def _spline_map(*arguments: Any) -> torch.Tensor:
