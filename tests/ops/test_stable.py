@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import focalkern as fk
+from focalkern import fallback, stable
 from focalkern.reference._softmax_losses import ROW_LOSSES
 
 pytestmark = pytest.mark.kernels
@@ -73,6 +74,12 @@ def values_and_gradients():
                     upstream = torch.randn(result.shape).to(result.dtype)
                     found += [result.detach(), *torch.autograd.grad(result, variables, upstream)]
     return found
+
+
+def test_the_stable_module_has_every_function_of_plain_torch():
+    """Or an operator that asks the backend for one would fail where the stable module runs."""
+    missing = set(fallback.__all__) - set(stable.__all__)
+    assert missing == {"register_composites"}, missing  # which the backend calls itself
 
 
 def test_values_and_gradients_have_the_bits_of_the_compiled_module(tmp_path):
