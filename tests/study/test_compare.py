@@ -7,28 +7,14 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import peer
+from compare_cases import FAST, Half, sample
 
 import focalkern as fk
-from focalkern.calibrators import FocalTemperatureScaling, RobustTemperatureScaling, SplineScaling, TemperatureScaling
-from focalkern.calibrators._candidates import DEFAULT_CANDIDATES, as_candidates
-from focalkern.calibrators._cross_validation import stratified_folds
+from focalkern.calibrators import FocalTemperatureScaling, RobustTemperatureScaling
+from focalkern.calibrators._candidates import DEFAULT_CANDIDATES
 from focalkern.calibrators._verdict import describe_method
-from focalkern.study import samples, stream_sets
-from focalkern.study.cross_validation import cross_validate_samples
-from focalkern.study.grid_search import search_grid
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
-
-FAST = {"resamples": 0, "folds": 3}
-
-
-def sample(n, seed, temperature=2.0, n_classes=4):
-    """Logits whose labels follow softmax(z / temperature)."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
-    labels = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).squeeze(1)
-    return logits, labels
 
 
 @pytest.fixture(scope="module")
@@ -193,14 +179,6 @@ def test_an_impossible_row_leaves_what_has_a_floor():
     assert "Validation and test rows are the same" in str(study.verdict) or study.verdict.warnings
 
 
-class Half:
-    def fit(self, logits, labels):
-        return self
-
-    def predict_proba(self, logits):
-        return torch.from_numpy(logits / 2).softmax(-1).numpy()
-
-
 def test_a_candidate_from_elsewhere():
     study = fk.compare_calibrators(sample(300, 0), sample(300, 1), candidates={"half": Half()}, **FAST)
     assert isinstance(study.calibrator, Half)
@@ -229,107 +207,6 @@ def test_mistakes(arguments, error, words):
     options = {"validation": sample(20, 0), **FAST, **arguments}
     with pytest.raises(error, match=words):
         fk.compare_calibrators(options.pop("validation"), **options)
-
-
-# -- streamed --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def shards(tmp_path, monkeypatch):
-    logits, labels = sample(300, 0)
-    for part, rows in enumerate(np.array_split(np.arange(300), 3)):
-        np.save(tmp_path / f"val_logits-{part}.npy", logits[rows].numpy())
-        np.save(tmp_path / f"val_labels-{part}.npy", labels[rows].numpy())
-    monkeypatch.setattr(samples, "_SEARCH_BATCH", 4 * 70)
-    monkeypatch.setattr(samples, "_FLOAT64_BATCH", 4 * 40)
-    return str(tmp_path / "val_logits-*.npy")
-
-
-ON_THE_GRID = {"temperature": TemperatureScaling(), "focal-temperature": fk.FocalTemperatureScaling()}
-
-
-def test_streamed_folds_are_those_of_the_row_numbers(shards):
-    (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
-    temperatures = [index * 0.25 for index in range(1, 21)]
-    gammas = (0.0, -0.25, 0.5, 1.0)
-    search = search_grid(rows, gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
-    logits, labels = sample(300, 0)
-    fold = torch.arange(300) % 3
-    totals = search.fold_totals
-    for k in range(3):
-        expected = fk.calibration_grid(logits[fold == k], labels[fold == k], gammas, temperatures, criteria="nll")
-        torch.testing.assert_close(totals[k], expected.tables["nll"] * 100, rtol=1e-12, atol=0)
-    cross_validation = cross_validate_samples(
-        rows,
-        as_candidates(ON_THE_GRID, "nll", "logits"),
-        search,
-        gammas,
-        criterion="nll",
-        folds=3,
-        seed=0,
-    )
-    losses = torch.zeros(2, 300, dtype=torch.float64)
-    for k in range(3):
-        part = TemperatureScaling(temperatures=temperatures).fit(logits[fold != k], labels[fold != k])
-        for place, temperature in enumerate((1.0, part.temperature_)):
-            log_probs = (logits[fold == k] / temperature).log_softmax(-1)
-            losses[place, fold == k] = -log_probs.gather(1, labels[fold == k, None]).squeeze(1)
-    assert [entry.loss for entry in cross_validation.entries[:2]] == pytest.approx(losses.mean(1).tolist(), rel=1e-12)
-    difference = losses[0] - losses[1]
-    first, second = cross_validation.entries[:2]
-    assert first.difference - second.difference == pytest.approx(float(difference.mean()), rel=1e-9)
-    if cross_validation.best == 1:
-        assert first.error == pytest.approx(float(difference.std()) / math.sqrt(300), rel=1e-9)
-    assert cross_validation.winner.name == "temperature"
-
-
-def test_streamed_rows_leave_out_what_needs_them_all(shards):
-    study = fk.compare_calibrators(shards, candidates={"half": Half(), "temperature": TemperatureScaling()}, **FAST)
-    assert study.chosen.method == "temperature"
-    assert "left out: half, which needs all rows in memory" in study.verdict.warnings
-    assert study.calibrator.n_samples_ == 300
-
-
-def test_streamed_rows_that_are_the_validation_rows_are_called_so(shards, tmp_path):
-    """The same files, or copies of them under other names."""
-    for part in range(3):
-        for what in ("logits", "labels"):
-            (tmp_path / f"test_{what}-{part}.npy").write_bytes((tmp_path / f"val_{what}-{part}.npy").read_bytes())
-    copies = str(tmp_path / "test_logits-*.npy")
-    for test in (shards, copies):
-        assert fk.compare_calibrators(shards, test=test, candidates=ON_THE_GRID, **FAST).verdict.optimistic
-    labels = np.load(tmp_path / "test_labels-2.npy")
-    labels[-1] = (labels[-1] + 1) % 4
-    np.save(tmp_path / "test_labels-2.npy", labels)
-    assert not fk.compare_calibrators(shards, test=copies, candidates=ON_THE_GRID, **FAST).verdict.optimistic
-
-
-def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
-    """All of them, or a sample; and whether validation and test rows are the same files."""
-    for part in range(3):
-        labels = np.load(tmp_path / f"val_labels-{part}.npy")
-        np.save(tmp_path / f"val_labels-{part}.npy", (labels + 1) % 4)
-    remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
-    assert [words for words in remarks if "of the 300 rows, but in" in words and "one too high" in words]
-    assert "the same 300 rows are validation and test rows, so that the figures are too good." in remarks
-    monkeypatch.setattr(samples, "_SAMPLED_ROWS", 128)
-    remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
-    assert [words for words in remarks if "(128 of its rows): the labels are the largest logit in" in words]
-    assert "of 128 rows that were compared, the same 128 rows are validation and test rows" in " ".join(remarks)
-
-
-def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):
-    (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
-    gammas, temperatures = (0.0, 0.25), (0.5, 0.75, 1.0)
-    search = search_grid(rows, gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
-    cross_validation = cross_validate_samples(
-        rows, as_candidates(ON_THE_GRID, "nll", "logits"), search, gammas, criterion="nll", folds=3, seed=0
-    )
-    plain = cross_validation.entries[1]
-    assert not plain.excluded and plain.calibrator.at_border_ == ()
-    exact = TemperatureScaling().fit(*sample(300, 0)).temperature_
-    assert 1.5 < plain.calibrator.temperature_ < 2.5 and 1.5 < exact < 2.5
-    assert cross_validation.winner.name == "temperature"
 
 
 # -- what a verdict says and saves -----------------------------------------------------------------------------------
@@ -366,121 +243,7 @@ def test_a_study_saves_its_calibrator_with_the_evidence(study, tmp_path):
         other.save(tmp_path / "no.json")
 
 
-# -- AutoCalibrator --------------------------------------------------------------------------------------------------
-
-
-def test_auto_is_the_calibrator_it_chose(tmp_path):
-    logits, labels = sample(300, 0)
-    auto = fk.AutoCalibrator(folds=3).fit(logits, labels)
-    assert auto.chosen_ == "spline"
-    same = SplineScaling().fit(logits, labels)
-    assert torch.equal(auto.predict_proba(logits), same.predict_proba(logits))
-    assert torch.equal(auto.predict(logits), logits.argmax(-1))
-    assert [row["name"] for row in auto.table_] == list(DEFAULT_CANDIDATES)
-    assert auto.verdict_.use == "spline scaling"
-    assert auto.verdict_.costs == "No predicted class changes."
-    auto.save(tmp_path / "auto.json")
-    loaded = fk.load_calibrator(tmp_path / "auto.json")
-    assert isinstance(loaded, SplineScaling) and loaded.temperature_ == auto.calibrator_.temperature_
-    evidence = json.loads((tmp_path / "auto.json").read_text())["fit"]["evidence"]
-    assert evidence["candidates"] == auto.table_ and evidence["because"] == auto.verdict_.because
-    assert torch.equal(auto.as_module()(logits), same.as_module()(logits))
-
-
-def test_auto_weights_its_fits_and_its_losses():
-    """Against the same by hand; zero is no row, and equal weights are none."""
-    logits, labels = sample(300, 0)
-    weight = torch.rand(300, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
-    auto = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels, weight)
-    assert auto.calibrator_.temperature_ == RobustTemperatureScaling().fit(logits, labels, weight).temperature_
-    fold = stratified_folds(labels, 3, 7)
-    losses = torch.empty(2, 300, dtype=torch.float64)
-    for k in range(3):
-        part = RobustTemperatureScaling().fit(logits[fold != k], labels[fold != k], weight[fold != k])
-        probs = [logits[fold == k].double().softmax(-1), part.predict_proba(logits[fold == k].double())]
-        for row, of_all in zip(losses, probs, strict=True):
-            row[fold == k] = -of_all.gather(1, labels[fold == k].unsqueeze(1)).squeeze(1).log()
-    means, difference = np.average(losses, axis=1, weights=weight), (losses[0] - losses[1]).numpy()
-    assert [row["loss"] for row in auto.table_] == pytest.approx(means.tolist(), rel=1e-9)
-    share = (weight / weight.sum()).numpy()
-    error = np.sqrt((share**2 * (difference - share @ difference) ** 2).sum() / (1 - (share**2).sum()))
-    assert auto.table_[0]["standard_error"] == pytest.approx(error, rel=1e-6)
-
-    none = (torch.arange(300) % 3 > 0).double()
-    left = fk.AutoCalibrator(folds=3).fit(logits, labels, none)
-    assert left.table_ == fk.AutoCalibrator(folds=3).fit(logits[none > 0], labels[none > 0]).table_
-    plain = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels).table_
-    equal = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels, 2 * torch.ones(300)).table_
-    for one, other in zip(equal, plain, strict=True):
-        for name in ("loss", "difference", "standard_error"):
-            # A weight of 2 is two rows, which the prior on the temperature hardly tells from one.
-            assert one[name] == pytest.approx(other[name], rel=1e-2, abs=1e-9), name
-
-
-def test_auto_names_what_takes_no_weights():
-    logits, labels = sample(100, 0)
-    weight = torch.linspace(0.5, 1.5, 100)
-    auto = fk.AutoCalibrator({"half": Half(), "T": TemperatureScaling()}, folds=2).fit(logits, labels, weight)
-    assert [row["excluded"] for row in auto.table_] == [None, "could not be fitted: its fit has no sample_weight", None]
-    assert any(words.startswith("half could not be fitted") for words in auto.verdict_.warnings)
-
-
-def test_auto_in_numpy_with_names_and_with_one_logit():
-    logits, labels = sample(200, 0, n_classes=2)
-    names = np.array(["cat", "dog"])[labels.numpy()]
-    auto = fk.AutoCalibrator(("temperature",), folds=2).fit(logits.numpy(), names)
-    assert set(auto.predict(logits.numpy())) <= {"cat", "dog"}
-    assert isinstance(auto.predict_proba(logits.numpy()), np.ndarray)
-    one = fk.AutoCalibrator(folds=2).fit(logits[:, 1] - logits[:, 0], labels)
-    assert one.predict_proba(logits[:5, 1] - logits[:5, 0]).shape == (5, 2)
-
-
-def test_auto_checks_its_parameters_and_saves_only_ours(tmp_path):
-    logits, labels = sample(100, 0)
-    with pytest.raises(ValueError, match="folds must be at least 2"):
-        fk.AutoCalibrator(folds=1).fit(logits, labels)
-    with pytest.raises(ValueError, match="criterion must be one of nll, brier"):
-        fk.AutoCalibrator(criterion="ece").fit(logits, labels)
-    with pytest.raises(ValueError, match="got 'platt'"):
-        fk.AutoCalibrator(("platt",)).fit(logits, labels)
-    auto = fk.AutoCalibrator({"half": Half()}, folds=2).fit(logits, labels)
-    assert auto.chosen_ == "half"
-    assert torch.allclose(auto.predict_proba(logits), (logits / 2).softmax(-1))
-    with pytest.raises(TypeError, match="save needs a calibrator of this library, but half was chosen"):
-        auto.save(tmp_path / "no.json")
-    assert fk.AutoCalibrator(seed=3).get_params()["seed"] == 3
-
-
 def test_the_legend_says_what_a_richer_candidate_is_compared_with():
     for candidates, said in ((["temperature"], False), (["temperature", "structured-vector"], True)):
         table = str(fk.compare_calibrators(sample(200, 0), sample(200, 1), candidates=candidates, resamples=10).table())
         assert ("other candidates with temperature scaling" in " ".join(table.split())) == said
-
-
-# -- candidates of other libraries -----------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_candidates_of_netcal_probmetrics_and_scikit_learn():
-    """They take probabilities, and so does the comparison then; none of them needs an adapter."""
-    scaling = peer("netcal.scaling")
-    calibrators = peer("probmetrics.calibrators")
-    linear_model = peer("sklearn.linear_model")
-    (logits, labels), (test_logits, test_labels) = sample(200, 0), sample(200, 1)
-    study = fk.compare_calibrators(
-        (logits.softmax(-1), labels),
-        (test_logits.softmax(-1), test_labels),
-        input_kind="probs",
-        candidates={
-            "temperature": TemperatureScaling(input_kind="probs"),
-            "netcal": scaling.TemperatureScaling(),
-            "probmetrics": calibrators.SVSCalibrator(),
-            "regression": linear_model.LogisticRegression(),
-        },
-        **FAST,
-    )
-    assert [row.method for row in study.results[:5]] == ["none", "temperature", "netcal", "probmetrics", "regression"]
-    assert all(entry.excluded in ("", "is worse than no calibration") for entry in study.cross_validation.entries)
-    ours, theirs = study.results[1].test, study.results[2].test
-    assert theirs["nll"] == pytest.approx(ours["nll"], rel=1e-2)
-    assert study.chosen.method in ("temperature", "netcal")  # the same map, to the last digits

@@ -1,0 +1,118 @@
+"""The comparison of samples in files: its folds, its candidates and its search."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from compare_cases import FAST, Half, sample
+
+import focalkern as fk
+from focalkern.calibrators import TemperatureScaling
+from focalkern.calibrators._candidates import as_candidates
+from focalkern.study import samples, stream_sets
+from focalkern.study.cross_validation import cross_validate_samples
+from focalkern.study.grid_search import search_grid
+
+pytest.importorskip("tabulate", reason="tabulate is not installed")
+
+
+# -- streamed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    logits, labels = sample(300, 0)
+    for part, rows in enumerate(np.array_split(np.arange(300), 3)):
+        np.save(tmp_path / f"val_logits-{part}.npy", logits[rows].numpy())
+        np.save(tmp_path / f"val_labels-{part}.npy", labels[rows].numpy())
+    monkeypatch.setattr(samples, "_SEARCH_BATCH", 4 * 70)
+    monkeypatch.setattr(samples, "_FLOAT64_BATCH", 4 * 40)
+    return str(tmp_path / "val_logits-*.npy")
+
+
+ON_THE_GRID = {"temperature": TemperatureScaling(), "focal-temperature": fk.FocalTemperatureScaling()}
+
+
+def test_streamed_folds_are_those_of_the_row_numbers(shards):
+    (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
+    temperatures = [index * 0.25 for index in range(1, 21)]
+    gammas = (0.0, -0.25, 0.5, 1.0)
+    search = search_grid(rows, gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
+    logits, labels = sample(300, 0)
+    fold = torch.arange(300) % 3
+    totals = search.fold_totals
+    for k in range(3):
+        expected = fk.calibration_grid(logits[fold == k], labels[fold == k], gammas, temperatures, criteria="nll")
+        torch.testing.assert_close(totals[k], expected.tables["nll"] * 100, rtol=1e-12, atol=0)
+    cross_validation = cross_validate_samples(
+        rows,
+        as_candidates(ON_THE_GRID, "nll", "logits"),
+        search,
+        gammas,
+        criterion="nll",
+        folds=3,
+        seed=0,
+    )
+    losses = torch.zeros(2, 300, dtype=torch.float64)
+    for k in range(3):
+        part = TemperatureScaling(temperatures=temperatures).fit(logits[fold != k], labels[fold != k])
+        for place, temperature in enumerate((1.0, part.temperature_)):
+            log_probs = (logits[fold == k] / temperature).log_softmax(-1)
+            losses[place, fold == k] = -log_probs.gather(1, labels[fold == k, None]).squeeze(1)
+    assert [entry.loss for entry in cross_validation.entries[:2]] == pytest.approx(losses.mean(1).tolist(), rel=1e-12)
+    difference = losses[0] - losses[1]
+    first, second = cross_validation.entries[:2]
+    assert first.difference - second.difference == pytest.approx(float(difference.mean()), rel=1e-9)
+    if cross_validation.best == 1:
+        assert first.error == pytest.approx(float(difference.std()) / math.sqrt(300), rel=1e-9)
+    assert cross_validation.winner.name == "temperature"
+
+
+def test_streamed_rows_leave_out_what_needs_them_all(shards):
+    study = fk.compare_calibrators(shards, candidates={"half": Half(), "temperature": TemperatureScaling()}, **FAST)
+    assert study.chosen.method == "temperature"
+    assert "left out: half, which needs all rows in memory" in study.verdict.warnings
+    assert study.calibrator.n_samples_ == 300
+
+
+def test_streamed_rows_that_are_the_validation_rows_are_called_so(shards, tmp_path):
+    """The same files, or copies of them under other names."""
+    for part in range(3):
+        for what in ("logits", "labels"):
+            (tmp_path / f"test_{what}-{part}.npy").write_bytes((tmp_path / f"val_{what}-{part}.npy").read_bytes())
+    copies = str(tmp_path / "test_logits-*.npy")
+    for test in (shards, copies):
+        assert fk.compare_calibrators(shards, test=test, candidates=ON_THE_GRID, **FAST).verdict.optimistic
+    labels = np.load(tmp_path / "test_labels-2.npy")
+    labels[-1] = (labels[-1] + 1) % 4
+    np.save(tmp_path / "test_labels-2.npy", labels)
+    assert not fk.compare_calibrators(shards, test=copies, candidates=ON_THE_GRID, **FAST).verdict.optimistic
+
+
+def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
+    """All of them, or a sample; and whether validation and test rows are the same files."""
+    for part in range(3):
+        labels = np.load(tmp_path / f"val_labels-{part}.npy")
+        np.save(tmp_path / f"val_labels-{part}.npy", (labels + 1) % 4)
+    remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
+    assert [words for words in remarks if "of the 300 rows, but in" in words and "one too high" in words]
+    assert "the same 300 rows are validation and test rows, so that the figures are too good." in remarks
+    monkeypatch.setattr(samples, "_SAMPLED_ROWS", 128)
+    remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
+    assert [words for words in remarks if "(128 of its rows): the labels are the largest logit in" in words]
+    assert "of 128 rows that were compared, the same 128 rows are validation and test rows" in " ".join(remarks)
+
+
+def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):
+    (rows,) = stream_sets(shards, labels=None, input_kind=None).values()
+    gammas, temperatures = (0.0, 0.25), (0.5, 0.75, 1.0)
+    search = search_grid(rows, gammas, temperatures, n_bins=15, estimator="equal_mass", folds=3)
+    cross_validation = cross_validate_samples(
+        rows, as_candidates(ON_THE_GRID, "nll", "logits"), search, gammas, criterion="nll", folds=3, seed=0
+    )
+    plain = cross_validation.entries[1]
+    assert not plain.excluded and plain.calibrator.at_border_ == ()
+    exact = TemperatureScaling().fit(*sample(300, 0)).temperature_
+    assert 1.5 < plain.calibrator.temperature_ < 2.5 and 1.5 < exact < 2.5
+    assert cross_validation.winner.name == "temperature"
