@@ -34,12 +34,15 @@ _FEW_ROWS = 300
 class Verdict:
     """The recommended calibrator, the reason, and its cost. ``str()`` has at most three lines of at most 100 columns.
 
+    With ``accept_risk`` it has one line more.
+
     Attributes:
         use: what to use, with its parameters, and what it does to the figures.
         because: the evidence of the cross-validation.
         costs: what it costs, or what another choice would gain and cost; empty where there is nothing to say.
         warnings: reasons to check the choice before it is used, a sentence each.
         optimistic: whether the figures are of the rows that it was fitted on; ``str()`` begins with it.
+        accepts: with ``accept_risk``, the confidence from which on predictions can be accepted, its coverage and risk.
 
     Example:
         >>> verdict = fk.Verdict(use="temperature scaling, T = 1.9", because="Its NLL is the lowest.", costs="")
@@ -55,9 +58,10 @@ class Verdict:
     costs: str
     warnings: tuple[str, ...] = ()
     optimistic: bool = False
+    accepts: str = ""
 
     def __str__(self) -> str:
-        return "\n".join(self._lines()[0])
+        return "\n".join([*self._lines()[0], *_wrapped(self.accepts)])
 
     def notes(self) -> tuple[str, ...]:
         """The sentences that do not fit into ``str()``, and the warnings.
@@ -71,18 +75,21 @@ class Verdict:
         )
 
     def sentences(self) -> tuple[str, ...]:
-        """What to use, why, and what it costs, or the first warning.
+        """What to use, why, what it costs, or the first warning; and what can be accepted, if that was asked for.
 
         Returns:
-            One to three sentences.
+            One to four sentences.
         """
+        return tuple(text for text in (*self._sentences(), self.accepts) if text)
+
+    def _sentences(self) -> tuple[str, ...]:
         third = self.costs or (sentence(self.warnings[0]) if self.warnings else "")
         start = "Optimistic, because the validation rows are the test rows: use" if self.optimistic else "Use"
         return tuple(text for text in (f"{start} {self.use}.", self.because, third) if text)
 
     def _lines(self) -> tuple[list[str], list[str]]:
         """The lines, and the sentences in them: as many as fit."""
-        use, *others = self.sentences()
+        use, *others = self._sentences()
         for parts in ((use, *others), (use, *others[1:]), (use, *others[:1])):
             said = [text for text in parts if text]
             if max(map(len, said)) <= _COLUMNS:

@@ -115,6 +115,14 @@ def add_parser(commands: Any) -> None:
         help="choose only among candidates that change no predicted class: none, temperature and spline",
     )
     parser.add_argument(
+        "--accept-risk",
+        type=share,
+        metavar="R",
+        help="one line more of the verdict: the confidence from which on predictions can be accepted with an error "
+        "rate of at most R, such as 0.02, and their share of the test rows. The exact binomial bound of the error rate "
+        "has 95%% confidence",
+    )
+    parser.add_argument(
         "--criterion",
         choices=get_args(Criterion),
         help="by which it is chosen (default nll; with --search nll or brier, that). ece is the paper's: the best ECE "
@@ -222,6 +230,8 @@ def _run(arguments: argparse.Namespace) -> int:
             f"{test.source}: expected --bootstrap 0, or at most {MOST_KEPT} test rows where they are read in "
             f"parts, found {len(test)}"
         )
+    if arguments.accept_risk is not None and not test.keeps_confidences:
+        raise InputError(f"{test.source}: expected at most {MOST_KEPT} test rows for --accept-risk, found {len(test)}")
     if validation.memory is None and (arguments.search not in _GRID or binning is not None):
         option = "--binning or --method histogram" if binning is not None else f"--search {arguments.search}"
         raise InputError(
@@ -243,6 +253,7 @@ def _run(arguments: argparse.Namespace) -> int:
         n_bins=arguments.n_bins,
         resamples=arguments.bootstrap if processes.rank == 0 else 0,  # it has the results
         seed=arguments.seed,
+        accept_risk=arguments.accept_risk,
     )
     cells = None if arguments.report is None else report.cells_of(study)  # all processes have a share in them
     processes.close()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, one_of, short
+from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, number, one_of, short
 from focalkern._diagnostics import refuse_probs
 from focalkern._types import PROPER, Proper
 from focalkern.calibrators import (
@@ -47,7 +47,7 @@ from focalkern.study.samples import (
 )
 from focalkern.study.scores import identity
 from focalkern.study.study import Study
-from focalkern.study.verdict import judge
+from focalkern.study.verdict import accept_rows, judge
 
 __all__ = ["compare_calibrators", "run_study"]
 
@@ -68,6 +68,7 @@ def compare_calibrators(
     seed: int = 0,
     input_kind: InputKind = LOGITS,
     keep_predictions: bool = False,
+    accept_risk: float | None = None,
 ) -> Study:
     r"""Compare calibrators and recommend one, with the reason and its cost, as ``focalkern calibrate`` does.
 
@@ -100,6 +101,9 @@ def compare_calibrators(
         input_kind: ``"logits"`` or ``"probs"``: what the pairs hold. Unless it is said, logits that look like
             probabilities are refused.
         keep_predictions: choose only among candidates that change no predicted class.
+        accept_risk: an error rate in (0, 1), for one line more of the verdict: the confidence from which on predictions
+            can be accepted, how many are, and the bound of their error rate with 95% confidence, from the test samples
+            (:func:`focalkern.accept_threshold`).
 
     Returns:
         A :class:`focalkern.Study`: ``verdict``, ``calibrator`` (fitted, the one to use), ``table()``, ``to_dict()``,
@@ -131,6 +135,10 @@ def compare_calibrators(
     folds, seed = check_folds(_OP, folds, seed)
     n_bins = integer(_OP, "n_bins", n_bins, 1, MOST_BINS)
     flag(_OP, "keep_predictions", keep_predictions)
+    if accept_risk is not None:
+        accept_risk = number(_OP, "accept_risk", accept_risk, "a number or None")
+        if not 0 < accept_risk < 1:
+            raise ValueError(f"{_OP}: accept_risk must be between 0 and 1, got {accept_risk:g}")
     if resamples is not None:
         resamples = integer(_OP, "resamples", resamples, 0, MOST_RESAMPLES, " or None")
     try:
@@ -156,6 +164,7 @@ def compare_calibrators(
         n_bins=n_bins,
         resamples=resamples,
         seed=seed,
+        accept_risk=accept_risk,
     )
 
 
@@ -200,6 +209,7 @@ def run_study(
     n_bins: int = 15,
     resamples: int | None = None,
     seed: int = 0,
+    accept_risk: float | None = None,
 ) -> Study:
     """Fit and choose calibrators on ``validation``, and score them on ``test``.
 
@@ -223,6 +233,7 @@ def run_study(
         report_estimator: of the ECE in the verdict and the remarks.
         resamples: of the bootstrap on ``test``; 0 for none, :func:`default_resamples` when None.
         seed: of the folds and of the resamples.
+        accept_risk: the largest error rate of accepted rows; None for no threshold.
     """
     same = test is validation
     validation = as_samples(validation)
@@ -305,10 +316,12 @@ def run_study(
         estimator=report_estimator,
         criterion=criterion,
     )
+    accept = None if accept_risk is None else accept_rows(comparison, accept_risk)
     return Study(
         **vars(comparison),
-        verdict=judge(comparison),
+        verdict=judge(comparison, accept),
         remarks=remarks(comparison, intervals_expected=resamples is None),
+        accept=accept,
     )
 
 

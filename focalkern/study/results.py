@@ -8,6 +8,7 @@ from focalkern._types import PROPER
 from focalkern.bootstrap import BiasFloor, Interval, PairedBootstrap
 from focalkern.calibrators import Criterion, Estimator, HistogramBinning, RobustTemperatureScaling, Search, Verdict
 from focalkern.calibrators._selection import CrossValidation
+from focalkern.metrics import AcceptThreshold
 from focalkern.ops.calibration_grid import CalibrationGrid
 from focalkern.study.grid_search import GridSearch
 from focalkern.study.samples import Samples, Scaling, scaling_or_none
@@ -249,7 +250,9 @@ class JudgedComparison(Comparison):
     Attributes:
         verdict: the recommendation, its reason and its cost.
         remarks: sentences for the reader of the table.
+        accept: with ``accept_risk``, the threshold on the confidence of ``chosen``, from the test samples.
     """
 
     verdict: Verdict
     remarks: tuple[str, ...]
+    accept: AcceptThreshold | None = None

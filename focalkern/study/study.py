@@ -42,6 +42,8 @@ class Study(JudgedComparison):
         criterion: the criterion by which ``chosen`` was chosen.
         verdict: the recommendation, its reason and its cost.
         remarks: sentences for the reader of the table.
+        accept: with ``accept_risk``, the result of :func:`focalkern.accept_threshold` for ``chosen`` on the test
+            samples; otherwise None.
 
     Example:
         >>> labels = torch.arange(600) % 3

@@ -15,14 +15,15 @@ from focalkern.calibrators._verdict import (
     describe_predictions,
     sentence,
 )
+from focalkern.metrics import AcceptThreshold, accept_threshold
 from focalkern.study.results import CalibratorResult, Comparison, at_bound
 from focalkern.study.samples import describe_test
 
-__all__ = ["judge"]
+__all__ = ["accept_rows", "judge"]
 
 
-def judge(comparison: Comparison) -> Verdict:
-    """The recommendation, its reason and its cost."""
+def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verdict:
+    """The recommendation, its reason and its cost, and which of its predictions can be accepted."""
     results, chosen, criterion = comparison.results, comparison.chosen, comparison.criterion
     cross_validation = comparison.cross_validation
     if chosen is None or chosen.test is None:
@@ -46,6 +47,12 @@ def judge(comparison: Comparison) -> Verdict:
             "validation and test rows are the same: the figures after calibration are too good; give test rows of "
             "their own"
         )
+    optimistic = _has_same_rows(comparison)
+    if accept is not None and optimistic:
+        warnings.append(
+            "the bound on accepted rows does not hold for new rows, because the calibrator was fitted on these; give "
+            "test rows of their own"
+        )
     if cross_validation is not None and criterion != "ece":
         because = describe_evidence(cross_validation)
         warnings += cross_validation_warnings(cross_validation)
@@ -66,7 +73,23 @@ def judge(comparison: Comparison) -> Verdict:
             warnings.append(
                 f"its NLL, {_print(now['nll'])}, is higher than without calibration, {_print(before['nll'])}"
             )
-    return Verdict(use, because, costs, tuple(warnings), optimistic=_has_same_rows(comparison))
+    accepts = "" if accept is None else str(accept)
+    return Verdict(use, because, costs, tuple(warnings), optimistic=optimistic, accepts=accepts)
+
+
+def accept_rows(comparison: Comparison, max_risk: float) -> AcceptThreshold | None:
+    """The threshold on the confidence of the chosen calibrator, from the test samples; None without a calibrator, and
+    for processes other than the first."""
+    if comparison.chosen is None:
+        return None
+    test, parts = comparison.test, [torch.zeros(2, 0, dtype=torch.float64)]
+    for _, input, target, _ in test.batches("accepted rows"):
+        log_p, predicted = log_proba(comparison.chosen.calibrator, input).max(-1)
+        parts.append(torch.stack([log_p.double().exp().clamp(max=1.0), (predicted == target).double()]))
+    confidence, correct = (test.processes.to_first(values) for values in torch.cat(parts, 1))
+    if test.processes.rank:
+        return None
+    return accept_threshold(scores=confidence, correct=correct > 0, max_risk=max_risk)
 
 
 def _has_same_rows(comparison: Comparison) -> bool:

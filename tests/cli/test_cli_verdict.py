@@ -52,6 +52,33 @@ def test_a_forest_gets_a_calibrated_model(run, tmp_path):
     assert float(found.min()) > 0
 
 
+# -- accepted rows ---------------------------------------------------------------------------------------------------
+def test_the_rows_that_can_be_accepted_are_one_line_of_the_verdict(both, run):
+    arguments = ("calibrate", both, "--bootstrap", "0")
+    plain, (code, out, err) = run(*arguments)[1].splitlines(), run(*arguments, "--accept-risk", "0.3")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    (line,) = [line for line in lines if line.startswith("Accept confidence >= ")]
+    assert lines.index(line) == plain.index("")  # the last of the verdict, before the table
+    assert [other.replace(" --accept-risk 0.3", "") for other in lines if other != line] == plain
+    document = run_json(run, *arguments, "--accept-risk", "0.3")
+    found = document.pop("accept")
+    assert document == run_json(run, *arguments)
+    assert f">= {found['threshold']:.4f}: {found['coverage']:.1%} of the rows" in line
+    assert found["risk"] < found["bound"] <= found["max_risk"] == 0.3
+    none = run_json(run, *arguments, "--accept-risk", "0.001")["accept"]
+    assert (none["threshold"], none["n_accepted"]) == (None, 0)
+    assert "No threshold keeps the risk below 0.001" in run(*arguments, "--accept-risk", "0.001")[1]
+    code, out, err = run(*arguments, "--accept-risk", "2")
+    assert (code, out) == (2, "") and "--accept-risk: expected a number between 0 and 1, found '2'" in err
+
+
+def test_the_bound_of_accepted_rows_needs_test_rows(single, run):
+    code, out, err = run("calibrate", single, "--bootstrap", "0", "--accept-risk", "0.3")
+    assert (code, err) == (0, "")
+    assert "Note: The bound on accepted rows does not hold for new rows, because the calibrator was" in out
+
+
 # -- the verdict -----------------------------------------------------------------------------------------------------
 def test_the_verdict_is_said_first_and_what_is_saved_does_no_harm(both, run, tmp_path):
     out_file = tmp_path / "c.json"

@@ -413,12 +413,14 @@ def test_two_processes_of_torchrun_give_what_one_gives(folder, run):
 
 @needs_distributed
 def test_two_processes_of_torchrun_choose_what_one_chooses(folder, run):
-    files = ("val_logits-*.npy", "--test", "test_logits-*.npy", "--json")
+    files = ("val_logits-*.npy", "--test", "test_logits-*.npy", "--json", "--accept-risk", "0.3")
     one = json.loads(run("calibrate", *files)[1])
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone", "-m", "focalkern")
     out, err = launch(*torchrun, "calibrate", *files).communicate(timeout=240)
     two = json.loads(out)
     assert two["verdict"] == one["verdict"], err
+    assert two["accept"] == one["accept"]
+    assert one["accept"]["n_accepted"] > 0
     for found, expected in zip(two["rows"], one["rows"], strict=True):
         assert found["method"] == expected["method"]
         assert found["test"] == pytest.approx(expected["test"], abs=1e-9)

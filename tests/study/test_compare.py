@@ -22,6 +22,20 @@ def study():
     return fk.compare_calibrators(sample(400, 0), sample(500, 1), resamples=40, folds=3)
 
 
+def test_accepted_rows_are_those_of_accept_threshold():
+    test = sample(500, 1)
+    study = fk.compare_calibrators(sample(400, 0), test, accept_risk=0.3, **FAST)
+    expected = fk.accept_threshold(study.calibrator.predict_proba(test[0]), test[1], max_risk=0.3)
+    assert study.accept == expected
+    assert 0 < expected.n_accepted < 500
+    assert study.verdict.accepts == str(expected) == str(study.verdict).splitlines()[-1]
+    assert study.verdict.sentences()[-1] == str(expected)
+    assert fk.compare_calibrators(sample(400, 0), test, **FAST).accept is None
+    for value, error in ((1.5, ValueError), ("much", TypeError)):
+        with pytest.raises(error, match="compare_calibrators: accept_risk must be"):
+            fk.compare_calibrators(sample(400, 0), accept_risk=value)
+
+
 def test_the_verdict_of_over_confident_rows_is_temperature_scaling(study):
     fitted = RobustTemperatureScaling().fit(*sample(400, 0))
     assert isinstance(study.calibrator, RobustTemperatureScaling)

@@ -59,9 +59,17 @@ def to_json(comparison: JudgedComparison, *, more: dict[str, Any] | None = None)
             "costs": comparison.verdict.costs,
             "warnings": list(comparison.verdict.warnings),
         },
+        **_accept_to_json(comparison),
         "cross_validation": _cross_validation_to_json(comparison),
         "remarks": list(comparison.remarks),
     }
+
+
+def _accept_to_json(comparison: JudgedComparison) -> dict[str, Any]:
+    """Nothing where it was not asked for; a threshold that no row reaches is None."""
+    if comparison.accept is None:
+        return {}
+    return {"accept": finite_or_none(vars(comparison.accept))}
 
 
 def evidence(comparison: JudgedComparison) -> dict[str, Any]:
