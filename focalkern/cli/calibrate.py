@@ -251,7 +251,7 @@ def _run(arguments: argparse.Namespace) -> int:
         estimator=arguments.estimator or "equal_mass",
         report_estimator=arguments.estimator or "equal_width",
         n_bins=arguments.n_bins,
-        resamples=arguments.bootstrap if processes.rank == 0 else 0,  # it has the results
+        resamples=arguments.bootstrap,
         seed=arguments.seed,
         accept_risk=arguments.accept_risk,
     )

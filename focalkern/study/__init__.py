@@ -6,6 +6,7 @@ from focalkern.study.card import calibrator_card
 from focalkern.study.compare import compare_calibrators, run_study
 from focalkern.study.distributed import Processes, Progress
 from focalkern.study.evaluate import Evaluation, evaluate_rows
+from focalkern.study.partitions import share_rows
 from focalkern.study.report.export import to_json
 from focalkern.study.report.page import cells_of, python_lines, write_report
 from focalkern.study.report.tables import describe, format_table
@@ -49,6 +50,7 @@ __all__ = [
     "format_table",
     "python_lines",
     "run_study",
+    "share_rows",
     "stream_sets",
     "to_json",
     "wants_streaming",

@@ -305,6 +305,7 @@ def run_study(
             chosen = keys.index((method, criterion)) if (method, criterion) in keys else None
     results = scored(results, validation, test, n_bins)
     n_resamples = default_resamples(test) if resamples is None else resamples
+    n_resamples = n_resamples if test.processes.rank == 0 else 0  # it has the results
     comparison = Comparison(
         validation=validation,
         test=test,

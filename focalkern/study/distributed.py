@@ -24,24 +24,59 @@ _STATE_FORMAT = 2
 
 
 class Processes:
-    """The processes that torchrun has started, or one.
+    """The processes of a gloo group: those of torchrun, those that are given an address, or one.
 
-    Every rank reads its share of the samples. Rank 0 gets all results, prints and writes.
+    Every rank reads its share of the samples. Rank 0 gets all results, prints and writes. A group that exists already,
+    as in a worker of Ray Train, is used as it is and stays when this is closed.
 
     Args:
         timeout: seconds that a process waits for the others; None for one process, also under torchrun.
+        rank, size: of this process among all; by default those that torchrun has set.
+        address: ``"HOST:PORT"`` at which rank 0 listens; with ``rank`` and ``size``.
+
+    Raises:
+        InputError: the others did not start in time, or have died.
+        ValueError: one of ``rank``, ``size`` and ``address`` without the others, or without ``timeout``.
+
+    Example:
+        >>> processes = fk.study.Processes(60, rank=0, size=1, address="127.0.0.1:29500")
+        >>> processes.rank, processes.size
+        (0, 1)
+        >>> processes.close()
     """
 
-    def __init__(self, timeout: float | None = None) -> None:
-        self.rank, self.size = 0, 1
-        if timeout is None or os.environ.get("WORLD_SIZE", "1") == "1":
+    def __init__(
+        self,
+        timeout: float | None = None,
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+        address: str | None = None,
+    ) -> None:
+        self.rank, self.size, self._ends = 0, 1, False
+        given = (rank is not None, size is not None, address is not None)
+        if any(given) and (timeout is None or not all(given)):
+            raise ValueError(f"Processes: rank, size, address and timeout go together, got {rank}, {size}, {address}")
+        if timeout is None:
             return
-        self.size, self.timeout = int(os.environ["WORLD_SIZE"]), timeout
         import torch.distributed as dist
 
+        self.timeout = timeout
+        wait = datetime.timedelta(seconds=timeout)
+        if rank is None and dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            return
+        self.size = int(os.environ.get("WORLD_SIZE", "1")) if size is None else size
+        if self.size == 1:
+            return
         with self._clearly("start"):
-            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
-        self.rank = dist.get_rank()
+            if rank is None:
+                dist.init_process_group("gloo", timeout=wait)
+            else:
+                dist.init_process_group(
+                    "gloo", init_method=f"tcp://{address}", rank=rank, world_size=self.size, timeout=wait
+                )
+        self.rank, self._ends = dist.get_rank(), True
 
     @contextlib.contextmanager
     def _clearly(self, what: str) -> Iterator[None]:
@@ -101,7 +136,8 @@ class Processes:
         return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
 
     def close(self) -> None:
-        if self.size > 1:
+        """End the group, if this has started it."""
+        if self._ends:
             import torch.distributed as dist
 
             if dist.is_initialized():

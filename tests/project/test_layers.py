@@ -29,6 +29,7 @@ LAYERS = (
 STUDY = (
     "distributed",
     "samples",
+    "partitions",
     "split",
     "scores",
     "grid_search",
