@@ -6,6 +6,7 @@
 # make docs    the documentation, in build/docs: plain files, index.html opens from disk
 # make wheel   one wheel with modules for every supported torch, and one that computes with plain torch, in dist
 # make release everything that a release needs, in dist; uploads nothing (RELEASE_ARGS=--draft leaves the checks out)
+# make release-check  tests the wheel in dist with several releases of torch and every Python that is here
 # make clean   removes what the build made, but not .venv
 #
 # EXTRAS=dev,peers also installs the libraries that some tests compare with (kornia, netcal, transformers, ...).
@@ -28,7 +29,7 @@ TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
 INSTALL_STAMP := $(VENV)/.stamp-install-$(subst $(comma),-,$(EXTRAS))
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
 
-.PHONY: build test demo lint bench docs wheel release cuda-proof gpu-check clean
+.PHONY: build test demo lint bench docs wheel release release-check cuda-proof gpu-check clean
 .DELETE_ON_ERROR:
 
 build: $(BUILD_STAMP)
@@ -55,6 +56,10 @@ wheel: build
 # Checks, wheels, source archive, notes, software bill and digests. It uploads nothing.
 release: build
 	$(BIN)/python -m tools.release $(RELEASE_ARGS)
+
+# The same wheel file with each of them: RELEASE_CHECK_ARGS="--python python3.13 --torch 2.13.0 2.15.0" for a part.
+release-check: build
+	$(BIN)/python -m tools.release_check $(RELEASE_CHECK_ARGS)
 
 # Needs nvcc; machine code is a part where cuobjdump and nvdisasm are (see tools/cuda/instruction_counts.py).
 cuda-proof: build

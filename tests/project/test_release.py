@@ -3,11 +3,14 @@
 import hashlib
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 release = pytest.importorskip("tools.release", reason="not in the source tree")
+
+release_check = pytest.importorskip("tools.release_check", reason="not in the source tree")
 
 ROOT = Path(__file__).parents[2]
 CHANGELOG = "# Changelog\n\n## 1.2.0 (2026-11-24)\n\n### Added\n\n- A thing.\n\n## 1.1.0 (unreleased)\n\n- Another.\n"
@@ -62,3 +65,50 @@ def test_records_name_every_file_with_its_digest(tmp_path):
 def test_records_of_an_empty_folder_are_refused(tmp_path):
     with pytest.raises(SystemExit, match="must hold wheels or a source archive"):
         release.write_records(tmp_path, "1.2.0", "", [])
+
+
+WHEEL = [
+    "focalkern/_C_2_11.cpython-311-x86_64-linux-gnu.so",
+    "focalkern/_C_2_11_cuda.cpython-311-x86_64-linux-gnu.so",
+    "focalkern/_C_stable.abi3.so",
+]
+
+
+@pytest.mark.parametrize(
+    "cache_tag, torch, module",
+    [
+        ("cpython-311", "2.11.0", "compiled"),
+        ("cpython-311", "2.11.1+cu130", "compiled"),
+        ("cpython-311", "2.1.1", "stable"),  # which begins as 2.11 does
+        ("cpython-311", "2.12.0", "stable"),
+        ("cpython-312", "2.11.0", "stable"),
+    ],
+)
+def test_the_release_check_knows_which_module_must_run(cache_tag, torch, module):
+    assert release_check.module_for(WHEEL, cache_tag, torch) == module
+
+
+def test_the_release_check_takes_every_torch_here_and_the_newest_elsewhere():
+    assert release_check.pairs("a", ["b", "c"], ["2.11.0", "2.15.0"]) == [
+        ("a", "2.11.0"),
+        ("a", "2.15.0"),
+        ("b", "2.15.0"),
+        ("c", "2.15.0"),
+    ]
+    assert release_check.cache_tag_of(sys.executable) == sys.implementation.cache_tag
+    assert release_check.cache_tag_of("python0.0") is None
+
+
+def test_the_release_check_has_tests_of_every_operator():
+    files = [word for word in release_check.operator_tests() if word.endswith(".py")]
+    for name in release_check.OPERATORS:
+        assert str(ROOT / f"tests/ops/test_{name}.py") in files
+
+
+def test_the_release_check_takes_one_wheel(tmp_path):
+    for name in ("focalkern-1.0-cp311-abi3-manylinux_2_34_x86_64.whl", "focalkern-1.0-py3-none-any.whl"):
+        (tmp_path / name).touch()
+    assert release_check.wheel_in(tmp_path).name == "focalkern-1.0-cp311-abi3-manylinux_2_34_x86_64.whl"
+    (tmp_path / "focalkern-1.0-cp312-abi3-manylinux_2_34_x86_64.whl").touch()
+    with pytest.raises(SystemExit, match=r"must hold one wheel focalkern-\*-manylinux\*\.whl, found 2"):
+        release_check.wheel_in(tmp_path)
