@@ -53,8 +53,11 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, inputs: Any, options: Any, *_variables: Any) -> Any:
         result, *saved = operator.forward(inputs, options)
-        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs), *saved)
-        numbers = [None if isinstance(value, Tensor) else value for value in inputs]
+        are_tensors = [isinstance(value, Tensor) for value in inputs]
+        ctx.save_for_backward(
+            *[value if is_one else None for value, is_one in zip(inputs, are_tensors, strict=True)], *saved
+        )
+        numbers = [None if is_one else value for value, is_one in zip(inputs, are_tensors, strict=True)]
         ctx.call = operator, numbers, options
         ctx.set_materialize_grads(False)
         return result
@@ -63,7 +66,7 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         operator, numbers, options = ctx.call
         kept = ctx.saved_tensors
-        inputs = operator.inputs(*(n if t is None else t for t, n in zip(kept, numbers, strict=False)))
+        inputs = operator.inputs(*[n if t is None else t for t, n in zip(kept, numbers, strict=False)])
         asked = ctx.needs_input_grad[3:]
         if grad is None:
             return (None,) * (3 + len(asked))
@@ -141,11 +144,12 @@ def _gradients(
     """The gradients of the first inputs, None where none is needed."""
     possible = operator.differentiable(inputs, options)
     needed = [one and other for one, other in zip(asked, possible, strict=False)]
-    given = options[: len(options) - operator.n_forward_only]
-    if torch.is_grad_enabled():
-        return _differentiable_gradients(operator, grad, _tensors(inputs), given, needed)
-    if not through_dispatcher:
+    is_final = not torch.is_grad_enabled()
+    if is_final and not through_dispatcher:
         return operator.backward(grad, inputs, saved, options, needed)
+    given = options[: len(options) - operator.n_forward_only]
+    if not is_final:
+        return _differentiable_gradients(operator, grad, _tensors(inputs), given, needed)
     given = (*given[: operator.wide], needed, *given[operator.wide + 1 :])
     found = _registered(operator, "backward")(grad, *_tensors(inputs), *saved, *given)
     return [gradient if need else None for gradient, need in zip(found, needed, strict=True)]

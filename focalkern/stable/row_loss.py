@@ -118,17 +118,16 @@ def _results(inputs: _Inputs, options: _Options, dtype: torch.dtype) -> tuple[Te
 def _forward(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
     input, target = inputs.input, inputs.target
     reduction, ignore_index, label_smoothing, detach_modulation, float32_loss, kind, epsilon = options
-    labels = (row_loss_of(kind).name, target, input.shape[_class_dim(input)], ignore_index)
     if not input.is_cpu and values_may_be_read(target):
-        check_range(*labels)
+        check_range(row_loss_of(kind).name, target, input.shape[_class_dim(input)], ignore_index)
     real = compute_dtype(input.dtype)
     loss, saved = _results(inputs, options, real)
     tensors, number = _prepared(inputs)
     settings = (ignore_index, label_smoothing, detach_modulation, kind, epsilon)
     reduce = (reduction != _NONE, reduction == _MEAN)
     if _kernels.row_loss_forward(*tensors, saved, loss, number, *settings, *reduce) >= 0:
-        check_range(*labels)
-    return loss if float32_loss else loss.to(input.dtype), saved
+        check_range(row_loss_of(kind).name, target, input.shape[_class_dim(input)], ignore_index)
+    return loss if float32_loss or real == input.dtype else loss.to(input.dtype), saved
 
 
 def _forward_shapes(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
