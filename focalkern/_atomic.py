@@ -104,7 +104,7 @@ def _cleaned_up(path: str | os.PathLike[str], partial: Path) -> Iterator[None]:
         # an error of the caller's code, not of the file
         if error.errno is None or error.filename not in (None, os.fspath(partial)):
             raise
-        # A full disk has no name in the system's words, and the new file is none of the user's.
+        # The system's error for a full disk names no file, and the temporary file is not the user's.
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     except BaseException:
         _remove(partial)

@@ -4,7 +4,7 @@ One wheel holds modules for several releases of torch, compiled for this Python,
 Python. A second wheel without any (py3-none-any) computes with plain torch. The compiled wheel has in its folder
 focalkern:
 
-    libfocalkern_cpu.so     the CPU kernels, which know no torch
+    libfocalkern_cpu.so     the CPU kernels, independent of torch
     _C_2_13.*.so            their binding for torch 2.13, of a CPU or a CUDA build; one for every minor release
     _C_stable.abi3.so       their binding for every other torch from 2.11 on and every other Python
     libfocalkern_cuda.so    the CUDA kernels, with the CUDA runtime inside

@@ -27,7 +27,7 @@ STYLES: Styles = {
     "inverse-focal-2": ("#D55E00", "-"),
     "brier": ("#CC79A7", (0, (3, 1, 1, 1))),
 }
-"""The losses that are drawn, where a figure compares losses: more lines than six are not to be told apart. What is
+"""The losses in figures that compare losses: more than six lines would be indistinguishable. What is
 followed per epoch is drawn for the other losses as well, in figures of their own."""
 
 FONTS = {"axes.titlesize": 10, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}

@@ -78,7 +78,7 @@ void check_on_cpu(const char* op, const Tensor& input) {
 
 double* data_of(const Tensor& tensor) { return tensor.mutable_data_ptr<double>(); }
 
-// Scores with what their tensors hold; each may be missing.
+// Scores with the tensors whose memory they point to; each tensor may be absent.
 struct Scores {
   Scores(const char* op, const Rows& of, double slope, const OptionalTensor& of_x, const OptionalTensor& bias,
          const OptionalTensor& extra, bool keep_zeros) {

@@ -51,8 +51,8 @@ class Calibrator(Fitted):
 
         Warns:
             CalibrationWarning: the result should be checked, or the labels cannot be right (shifted, of another row, of
-                columns in another order, no better than chance): once, in words that name the remedy or the likely
-                cause, which ``warnings_`` has as well.
+                columns in another order, no better than chance): once, with the remedy or the likely cause;
+                ``warnings_`` has the same sentences.
 
         Raises:
             TypeError: logits that are not floating point, a target that is neither integer nor strings.

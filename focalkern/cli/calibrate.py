@@ -255,7 +255,7 @@ def _run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         accept_risk=arguments.accept_risk,
     )
-    cells = None if arguments.report is None else report.cells_of(study)  # all processes have a share in them
+    cells = None if arguments.report is None else report.cells_of(study)  # all processes take part
     processes.close()
     if processes.rank > 0:
         progress.remove()

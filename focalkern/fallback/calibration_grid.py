@@ -206,7 +206,7 @@ class _Terms:
             torch.add(y, log_u, alpha=-number, out=ratio)
             torch.mul(phi, number, out=divisor).add_(1)
             if number > _LARGE_GAMMA:
-                # No other class exceeds the top one, but for the rounding that gamma magnifies.
+                # No other class exceeds the top one, except for rounding that gamma magnifies.
                 ratio.add_(shift[i]).sub_(divisor.log_()).clamp_(max=0).exp_()
             else:
                 ratio.exp_().div_(divisor)

@@ -72,8 +72,8 @@ class Loss(nn.Module):
         Raises:
             TypeError: dtype or kind of an argument.
             ValueError: shape or device of an argument.
-            IndexError: a label outside [0, C) that is not ``ignore_index``. On CUDA, where looking would wait for the
-                device, such a row is NaN, unless FOCALKERN_VALIDATE=1.
+            IndexError: a label outside [0, C) that is not ``ignore_index``. On CUDA, where a check would wait for the
+                device, such a row is NaN unless FOCALKERN_VALIDATE=1.
         """
         raise NotImplementedError
 

@@ -262,7 +262,7 @@ def _inverse_binary(t: Tensor, gamma: Tensor) -> Tensor:
     s = low
     for _ in range(_OUTER_STEPS):
         step = torch.where(size.isfinite(), (size - _binary_map(s, gamma)) / _binary_slope(s, gamma), 0.0)
-        # Convex or concave over the whole bracket, so a step that leaves it is brought back to its end.
+        # The function is convex or concave over the whole bracket, so a step that leaves it is brought back to its end.
         moved = torch.minimum(torch.maximum(s + step, low), high)
         step, s = moved - s, moved
         if _converged(torch.where(size.isfinite(), step, 0.0), s, tolerance):

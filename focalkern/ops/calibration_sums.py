@@ -81,7 +81,7 @@ def add_calibration_sums(
     is_probs: bool,
     ignore_index: int,
 ) -> None:
-    """Add the rows of a batch to ``sums``, all of them or, where one is bad, none.
+    """Add the rows of a batch to ``sums``: all of them or, if one is invalid, none.
 
     Args:
         sums: on the device of ``input``, changed in place.

@@ -1,4 +1,4 @@
-"""Reliability diagrams and maps of calibration grids, as matplotlib figures that belong to nobody's pyplot.
+"""Reliability diagrams and maps of calibration grids, as matplotlib figures without pyplot.
 
 The drawing functions return a ``matplotlib.figure.Figure`` with its own canvas: ``figure.savefig("name.png")`` writes
 it, a notebook shows it. Axes are fractions. Colours are from the set of Okabe & Ito and the map ``cividis``. They

@@ -352,7 +352,7 @@ def grid_heatmap(
 
 def colour_range(table: np.ndarray[Any, Any], criterion: str) -> tuple[float, float, float]:
     """Where the colours of a map begin and end, and its largest value; ``table`` is [Gg, Gt] with a finite cell."""
-    # A perfect zero has no logarithm: it gets the colour of the smallest value that has one.
+    # Zero has no logarithm: it gets the colour of the smallest positive value.
     positive = table[np.isfinite(table) & (table > 0)]
     low, top = (float(positive.min()), float(positive.max())) if positive.size else (1.0, 1.0)
     # Far above the minimum every cell is equally useless; keep the colours for the others, the optimum of each gamma

@@ -19,9 +19,7 @@ __all__ = [
 
 def modulating_factor(log_p: Tensor, log_u: Tensor, gamma: Tensor) -> Tensor:
     """f(p) = (1 - p)^gamma for gamma >= 0 and (1 + p)^-gamma below; log_u = log(1 - p), gamma broadcasts to log_p."""
-    # f is 1 at p = 0, and f * log p keeps derivatives 0 * inf = 0 in p and gamma there. At p = 1, (1 - p)^gamma is 0
-    # for gamma > 0 and 1 for gamma = 0.
-    # A NaN gamma comes out of every comparison, also where f is known otherwise.
+    # A NaN gamma must stay NaN, even where f is known from a comparison.
     absent = (log_p == -torch.inf) & (gamma == gamma)
     certain = log_u == -torch.inf
     # Not clamp: the derivative in gamma at 0 is the one from the right, which torch's own convention there need not be.

@@ -60,7 +60,7 @@ class GridConfig:
 
     @property
     def sketched(self) -> bool:
-        """Whether bins are cut at quantiles, so that buckets stand for them."""
+        """Whether bins are cut at quantiles, so that buckets approximate them."""
         return self.estimator != "equal_width" and not {"ece", "mce"}.isdisjoint(self.criteria)
 
     @property

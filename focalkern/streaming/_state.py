@@ -371,7 +371,7 @@ class CalibrationGridState:
         """The state that :meth:`state_dict` describes, grid and all.
 
         Args:
-            state_dict: what :meth:`state_dict` has given.
+            state_dict: the result of :meth:`state_dict`.
 
         Returns:
             A new state.

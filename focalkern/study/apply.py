@@ -36,7 +36,7 @@ def apply_calibrator(
     logits_key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, tuple[int, int]]:
-    """Calibrated probabilities of the rows of ``source``, whose labels, if there are any, are not read.
+    """Calibrated probabilities of the rows of ``source``. Labels are not read.
 
     Args:
         calibrator: fitted, or the file that ``save`` has written.

@@ -170,7 +170,7 @@ def test_the_committed_counts_can_be_compared(tmp_path):
 
 
 def test_a_stage_leaves_time_for_those_after_it(arguments):
-    # 100 seconds are wanted by others: the tests do not begin, and the sanitizer after them could.
+    # Later stages need 100 seconds: the tests do not begin, and the sanitizer after them could.
     end = time.monotonic() + 100
     result = gpu_check.run_stage("tests", arguments, end, later=["benchmarks", "sanitizer"])
     assert "no time left" in result["summary"]

@@ -198,7 +198,7 @@ def _bin_table(name: str, bins: metrics.ReliabilityBins) -> html.Table:
             cells += [
                 f"{confidence:.4f}",
                 f"{accuracy:.4f}",
-                # All right or all wrong: every resample says the same, which is no interval.
+                # If all samples are right or all are wrong, every resample agrees, and the interval is a point.
                 f"{float(bands.lower[index]):.4f}\u00a0\u2013\u00a0{float(bands.upper[index]):.4f}"
                 if 0 < accuracy < 1
                 else "",

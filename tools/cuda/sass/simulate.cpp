@@ -116,6 +116,6 @@ extern "C" double sassrun_simulate(int resident, double bytes_per_cycle, int mem
     }
     ++now;
   }
-  // What is still on its way to memory.
+  // Loads that memory has not answered yet.
   return std::max(static_cast<double>(now), memory_free);
 }
