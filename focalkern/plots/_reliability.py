@@ -46,7 +46,8 @@ def reliability_diagram(
     bin outside of it is miscalibrated beyond chance. The whisker is the bootstrap interval of the bin's accuracy; a
     bin that is all right or all wrong has none. Both are from :func:`reliability_bands`.
 
-    Args: bins: a result of :func:`focalkern.metrics.reliability_bins`, or several by panel title, drawn side by side
+    Args:
+        bins: a result of :func:`focalkern.metrics.reliability_bins`, or several by panel title, drawn side by side
             on common axes, at most three in a row. Equal-width bins make the familiar picture.
         title: heading of the whole figure.
         level: of band and whiskers; None draws neither.
