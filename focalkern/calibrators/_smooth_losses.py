@@ -16,7 +16,7 @@ from focalkern.ops.map_nll_sums import map_nll_sums_for
 __all__ = ["BrierOfRows", "NllOfNetworks", "Smooth", "check_finite_nll", "coarse_table"]
 
 # Numbers per block that is converted to float64.
-_BLOCK = 1 << 22
+_BLOCK = 1 << 18
 # The table for starting points uses evenly spaced rows with this many numbers in all, and at least this many rows.
 _TABLE_NUMBERS, _TABLE_ROWS = 1 << 16, 512
 

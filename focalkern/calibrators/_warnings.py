@@ -17,7 +17,7 @@ __all__ = ["CalibrationWarning", "few_by_weight", "warn", "worse_than_uncalibrat
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 # Numbers of a block of rows that are measured together.
-_BLOCK = 1 << 22
+_BLOCK = 1 << 18
 
 
 class CalibrationWarning(UserWarning):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import peer
 
+import focalkern as fk
 from focalkern import fallback
 from focalkern.calibrators import TEMPERATURE_BOUNDS, TemperatureScaling
 
@@ -304,3 +305,29 @@ def test_the_temperature_is_scikit_learns():
     beta = theirs.calibrated_classifiers_[0].calibrators[0].beta_
     assert ours.temperature_ == pytest.approx(1 / beta, rel=1e-6)
     assert ours.predict_proba(z) == pytest.approx(theirs.predict_proba(z), abs=1e-6)
+
+
+@pytest.mark.parametrize("criterion", ["nll", "brier"])
+def test_a_fit_makes_no_copy_of_its_rows_in_float64(criterion):
+    """Memory beyond the input: blocks, and numbers per row. ``benchmarks.speed.fit_memory`` measures the process."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    if criterion == "nll" and not fk.build_info()["kernels"]:
+        pytest.skip("plain torch converts the rows at once")
+
+    class Largest(TorchDispatchMode):
+        bytes = 0
+
+        def __torch_dispatch__(self, function, types, args=(), options=None):
+            result = function(*args, **(options or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+                self.bytes = max(self.bytes, result.nbytes)
+            return result
+
+    n, classes = 8000, 100
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (n,), generator=generator)
+    logits = 2 * torch.randn(n, classes, generator=generator) + 4 * torch.nn.functional.one_hot(labels, classes)
+    with Largest() as largest:
+        fk.FocalTemperatureScaling(criterion=criterion).fit(logits, labels)
+    assert 0 < largest.bytes <= logits.nbytes
