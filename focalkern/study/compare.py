@@ -2,14 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, number, one_of, short
-from focalkern._diagnostics import refuse_probs
+from focalkern._checks import MOST_BINS, MOST_RESAMPLES, flag, integer, number, one_of
 from focalkern._types import PROPER, Proper
 from focalkern.calibrators import (
     DEFAULT_GAMMAS,
@@ -25,25 +22,22 @@ from focalkern.calibrators import (
 )
 from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._cross_validation import check_folds
-from focalkern.calibrators._parameters import LOGITS, is_assumed
+from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._selection import CrossValidation
 from focalkern.files import InputError, LogitSet
-from focalkern.files.samples import checked_set
 from focalkern.metrics import ESTIMATORS
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid
 from focalkern.study.cross_validation import cross_validate_samples
+from focalkern.study.given import given_samples
 from focalkern.study.grid_search import scalings_of_grid, search_grid
 from focalkern.study.intervals import bootstrap_intervals, default_resamples
 from focalkern.study.remarks import remarks
 from focalkern.study.results import SCALINGS, CalibratorResult, Comparison, scored
 from focalkern.study.samples import (
-    MemorySamples,
     Samples,
     Scaling,
-    StreamedSamples,
     as_samples,
     scaling_or_none,
-    stream_sets,
 )
 from focalkern.study.scores import identity
 from focalkern.study.study import Study
@@ -69,6 +63,8 @@ def compare_calibrators(
     input_kind: InputKind = LOGITS,
     keep_predictions: bool = False,
     accept_risk: float | None = None,
+    ignore_index: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Study:
     r"""Compare calibrators and recommend one, with the reason and its cost, as ``focalkern calibrate`` does.
 
@@ -80,7 +76,8 @@ def compare_calibrators(
     for temperature scaling and for focal temperature scaling.
 
     Args:
-        validation: samples to fit and to choose by: a pair (logits [N, C], labels [N]) of tensors or arrays, a set of
+        validation: samples to fit and to choose by: a pair (logits [N, C], labels [N]) of tensors or arrays (of pixels
+            [N, C, d1, ...] and [N, d1, ...]), a set of
             :func:`focalkern.study.stream_sets`, or a pattern of files for it. For files the folds are by sample number
             and focal temperature scaling is that of the grid. A spline matrix needs samples that fit in memory, and
             candidates that have no fit by sums are left out; the verdict's warnings name them.
@@ -104,6 +101,8 @@ def compare_calibrators(
         accept_risk: an error rate in (0, 1), for one line more of the verdict: the confidence from which on predictions
             can be accepted, how many are, and the bound of their error rate with 95% confidence, from the test samples
             (:func:`focalkern.accept_threshold`).
+        ignore_index: label of the rows of pairs that are left out.
+        storage_options: of patterns that are URLs, as :func:`focalkern.files.read_sets`.
 
     Returns:
         A :class:`focalkern.Study`: ``verdict``, ``calibrator`` (fitted, the one to use), ``table()``, ``to_dict()``,
@@ -141,9 +140,10 @@ def compare_calibrators(
             raise ValueError(f"{_OP}: accept_risk must be between 0 and 1, got {accept_risk:g}")
     if resamples is not None:
         resamples = integer(_OP, "resamples", resamples, 0, MOST_RESAMPLES, " or None")
+    of_pairs: dict[str, Any] = {"ignore_index": ignore_index, "storage_options": storage_options}
     try:
-        validation = _samples("validation", validation, "val", input_kind)
-        test = validation if test is None else _samples("test", test, "test", input_kind)
+        validation = given_samples(_OP, "validation", validation, "val", input_kind, **of_pairs)
+        test = validation if test is None else given_samples(_OP, "test", test, "test", input_kind, **of_pairs)
     except InputError as error:
         raise ValueError(f"compare_calibrators: {error}") from None
     if (test.n_classes, test.kind) != (validation.n_classes, validation.kind):
@@ -166,29 +166,6 @@ def compare_calibrators(
         seed=seed,
         accept_risk=accept_risk,
     )
-
-
-def _samples(name: str, given: Any, prefix: str, kind: InputKind) -> Samples:
-    if isinstance(given, LogitSet | MemorySamples | StreamedSamples):
-        return as_samples(given)
-    if isinstance(given, str | Path):
-        if not str(given).isprintable() or len(str(given)) > 4096:
-            raise ValueError(f"{_OP}: {name} must be a path or a pattern of files, got {short(given)}")
-        sets = stream_sets(str(given), labels=None, input_kind=None)
-        if len(sets) > 1 and prefix not in sets:
-            raise ValueError(f"compare_calibrators: {name} must be one set of rows, got {', '.join(sets)} in {given}")
-        return sets.get(prefix, next(iter(sets.values())))
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise TypeError(
-            f"compare_calibrators: {name} must be a pair (logits, labels), a pattern of files or a streamed set, got "
-            f"{type(given).__name__}"
-        )
-    pair = [one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in given]
-    assumed, kind = is_assumed(kind), "probs" if kind == "probs" else "logits"
-    found = as_samples(checked_set(name, prefix, kind, kind, pair[0], "labels", pair[1]))
-    if assumed:
-        refuse_probs(_OP, found.sample()[0], name)
-    return found
 
 
 def run_study(

@@ -1,6 +1,7 @@
 """Many networks in one go: the same comparison for each, resumable, on any executor."""
 
 import contextlib
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,8 +61,9 @@ def sweep(
         files: each with validation and test rows; of a file with one set of rows a random half is for validation.
             A folder is the files in it, a pattern those that match, ``"@LIST"`` those named in a text file, one per
             line. All of them may be URLs that fsspec opens: ``"s3://bucket/runs/*.npz"``.
-        folder: for ``sweep.csv``, ``sweep.json`` and ``sweep.html``, and for the result of every file as soon as it is
-            computed: a later sweep of the same files continues from there. Nothing is written when None.
+        folder: for ``sweep.csv``, ``sweep.json``, ``sweep.html`` and, with pyarrow, ``sweep.parquet``, and for the
+            result of every file as soon as it is computed: a later sweep of the same files continues from there.
+            Nothing is written when None.
         jobs: processes on this machine.
         executor: any :class:`concurrent.futures.Executor` in place of ``jobs``: dask's ``Client.get_executor()``,
             loky, ``mpi4py.futures.MPIPoolExecutor``, :class:`focalkern.integrations.ray.RayExecutor`. Its workers must
@@ -211,6 +213,8 @@ def run_sweep(
         document = json.dumps(result.to_dict(), indent=2, allow_nan=False) + "\n"
         table = result.to_csv().encode(errors="surrogateescape")  # the bytes of a path that is no UTF-8
         pages = {"sweep.csv": table, "sweep.json": document.encode(), "sweep.html": result.to_html()}
+        if importlib.util.find_spec("pyarrow") is not None:
+            pages["sweep.parquet"] = result.to_parquet()
         write_together(folder, pages)
     return result
 

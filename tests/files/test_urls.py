@@ -201,7 +201,7 @@ def test_a_sweep_reads_urls_and_goes_on(here, memory, tmp_path, monkeypatch):
     found = fk.sweep(names, folder=tmp_path / "sweep", storage_options={"skip_instance_cache": False})
     assert [one["path"] for one in found.networks] == names and not found.failed
     assert [one["figures"] for one in found.networks] == [one["figures"] for one in local.networks]
-    assert "skip_instance_cache" not in "".join(path.read_text() for path in (tmp_path / "sweep").rglob("*.*"))
+    assert b"skip_instance_cache" not in b"".join(path.read_bytes() for path in (tmp_path / "sweep").rglob("*.*"))
     fsspec.filesystem("memory").pipe("/bucket/a.npz", (here / "part-1.npz").read_bytes())
     fresh = []
     monkeypatch.setattr("focalkern.study.sweep.run_study", spied(fresh, fk.study.sweep.run_study))
@@ -287,6 +287,15 @@ def test_s3_is_read_as_files_are(here, tmp_path, monkeypatch, run):
         local = fk.sweep([f"{here}/part-*.npz"])
         found = fk.sweep(["s3://bucket/part-*.npz"], folder=tmp_path / "sweep", storage_options=options, jobs=2)
         assert [one["figures"] for one in found.networks] == [one["figures"] for one in local.networks]
+        np.save(tmp_path / "logits-0.npy", SETS["val_logits"])
+        np.save(tmp_path / "labels-0.npy", SETS["val_labels"])
+        for name in ("logits-0.npy", "labels-0.npy"):
+            system.put(str(tmp_path / name), f"bucket/shards/{name}")
+        studies = [
+            fk.compare_calibrators(f"{place}/logits-*.npy", resamples=0, candidates=["none", "temperature"], **more)
+            for place, more in ((tmp_path, {}), ("s3://bucket/shards", {"storage_options": options}))
+        ]
+        assert studies[0].to_dict()["rows"] == studies[1].to_dict()["rows"]
         names = ["evaluate", "s3://bucket/a.npz", "--storage-options", json.dumps(options), "--json"]
         assert run(*names)[1].replace("s3://bucket", str(here)) == run("evaluate", here / "a.npz", "--json")[1]
         group = peer("zarr").open_group("s3://bucket/h.zarr", mode="w", storage_options=options)

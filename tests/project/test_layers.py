@@ -30,6 +30,7 @@ STUDY = (
     "distributed",
     "samples",
     "partitions",
+    "given",
     "split",
     "scores",
     "grid_search",

@@ -261,3 +261,23 @@ def test_the_legend_says_what_a_richer_candidate_is_compared_with():
     for candidates, said in ((["temperature"], False), (["temperature", "structured-vector"], True)):
         table = str(fk.compare_calibrators(sample(200, 0), sample(200, 1), candidates=candidates, resamples=10).table())
         assert ("other candidates with temperature scaling" in " ".join(table.split())) == said
+
+
+def test_pixels_are_the_flattened_rows():
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(3, (8, 5, 6), generator=generator)
+    logits = 3 * torch.randn(8, 3, 5, 6, generator=generator)
+    logits += 3 * torch.nn.functional.one_hot(labels, 3).movedim(-1, 1)
+    labels[:, 0] = 255
+    rows = logits.movedim(1, -1).reshape(-1, 3), labels.flatten()
+    counts = rows[1] != 255
+    options = {"resamples": 0, "candidates": ["none", "temperature"]}
+    expected = fk.compare_calibrators((rows[0][counts], rows[1][counts]), **options).to_dict()["rows"]
+    for pair in ((logits, labels), (logits.numpy(), labels.numpy()), rows):
+        assert fk.compare_calibrators(pair, ignore_index=255, **options).to_dict()["rows"] == expected
+    with pytest.raises(
+        IndexError, match=r"compare_calibrators: validation: target must be in \[0, 3\), got 255 at row"
+    ):
+        fk.compare_calibrators((logits, labels))
+    with pytest.raises(ValueError, match=r"ignore_index goes with a pair \(logits, labels\), got str as validation"):
+        fk.compare_calibrators("val_logits-*.npy", ignore_index=255)

@@ -1,15 +1,19 @@
 """Many networks in one go."""
 
 import csv
+import importlib.util
+import io
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import focalkern as fk
 from focalkern.cli import sweep as cli_sweep
 from focalkern.study import compare_calibrators
 from focalkern.study.report import sweep as report_sweep
@@ -56,6 +60,11 @@ def test_every_network_is_what_a_comparison_finds(files, run, tmp_path):
         rows = list(csv.DictReader(stream))
     assert len(rows) == 3 * len(METHODS)
     assert float(rows[-1]["nll"]) == network["figures"]["focal, ECE"]["nll"]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = parquet.read_table(tmp_path / "r" / "sweep.parquet")
+    assert table.column_names == list(rows[0])
+    for found, of_csv in zip(table.to_pylist(), rows, strict=True):
+        assert ["" if cell is None else str(cell) for cell in found.values()] == list(of_csv.values())
     page = (tmp_path / "r" / "sweep.html").read_text()
     assert "network0" in page and "mean rank" in page and "<script" not in page
     assert page.index("What to use</h2>") < page.index("NLL</h2>")
@@ -213,3 +222,35 @@ def test_naming_looks_at_each_path_once(monkeypatch):
     names = report_sweep.names_of([f"{place}/{kind}.npz" for place in range(300) for kind in ("logits", place)])
     assert len(looks) == 600 and len(set(names.values())) == 600
     assert names["7/7.npz"] == "7" and names["7/logits.npz"].startswith("logits-")
+
+
+def test_without_pyarrow_there_is_no_parquet(files, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = fk.sweep(["absent.npz"], folder=tmp_path / "none")
+    assert sorted(path.name for path in (tmp_path / "none").iterdir() if path.is_file()) == [
+        "sweep.csv",
+        "sweep.html",
+        "sweep.json",
+    ]
+    with pytest.raises(ImportError, match=r"to_parquet needs pyarrow: pip install 'focalkern\[tables\]'"):
+        found.to_parquet()
+
+
+def test_parquet_has_paths_that_are_no_utf8_and_infinite_figures():
+    parquet = pytest.importorskip("pyarrow.parquet")
+    record = {
+        "path": "caf\udce9.npz",
+        "error": None,
+        "criterion": "nll",
+        "n_classes": 3,
+        "n_validation": 5,
+        "n_test": 7,
+        "split": False,
+        "chosen": "spline",
+        "use": "",
+        "figures": {"auto": {"nll": 0.5, "brier": 0.25, "ece_equal_width": None}},
+    }
+    rows = parquet.read_table(io.BytesIO(fk.Sweep.from_records([record]).to_parquet())).to_pylist()
+    assert (rows[0]["path"], rows[0]["classes"], rows[0]["nll"]) == ("caf\ufffd.npz", 3, 0.5)
+    assert (rows[0]["ece_equal_width"], rows[0]["error"], rows[1]["nll"]) == (math.inf, None, None)
