@@ -9,7 +9,7 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/spline_tile.h"
+#include "cpu/spline_scores.h"
 
 namespace focalkern::cpu {
 namespace {

@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "cpu/simd/vector.h"
-#include "cpu/spline_tile.h"
+#include "cpu/spline_scores.h"
 
 namespace focalkern::cpu {
 namespace {

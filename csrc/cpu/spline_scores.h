@@ -1,0 +1,238 @@
+// Curve, scores and softmax of a tile of rows whose features are there (cpu/spline_tile.h).
+#pragma once
+
+#include "cpu/spline_tile.h"
+
+namespace focalkern::cpu {
+namespace {
+
+// ---- the curve -----------------------------------------------------------------------------------------------------
+
+// A curve as tables of its pieces.
+struct CurveTables {
+  explicit CurveTables(const SplineCurve& curve) : curve(curve) {
+    if (curve.knots >= kSplineTables) return;
+    for (int64_t i = 0; i < kSplineTables; ++i) {
+      const int64_t piece = std::min(i, curve.knots);
+      knot[i] = i < curve.knots ? curve.positions[i] : -kMinusInfinity;
+      origin[i] = curve.positions[std::max<int64_t>(piece - 1, 0)];
+      for (int k = 0; k < 4; ++k) power[k][i] = curve.coefficients[piece * 4 + k];
+    }
+  }
+  SplineCurve curve;
+  alignas(64) double knot[kSplineTables], origin[kSplineTables], power[4][kSplineTables];
+};
+
+#ifdef FK_HAS_AVX512_CODE
+// Knots that are below u, by bisection of 15.
+FK_AVX512 inline __m512i pieces_of(__m512d u, const CurveTables& tables) {
+  __m512i piece = _mm512_setzero_si512();
+  // Of many classes, nearly all lie left of the first knot.
+  if (!_mm512_cmp_pd_mask(u, _mm512_set1_pd(tables.knot[0]), _CMP_GT_OQ)) return piece;
+  for (const int step : {8, 4, 2, 1}) {
+    const __m512i next = _mm512_add_epi64(piece, _mm512_set1_epi64(step));
+    const __m512d knot = look_up(tables.knot, _mm512_sub_epi64(next, _mm512_set1_epi64(1)));
+    piece = _mm512_mask_mov_epi64(piece, _mm512_cmp_pd_mask(u, knot, _CMP_GT_OQ), next);
+  }
+  return piece;
+}
+
+template <bool with_slope>
+FK_AVX512 void curve_in_registers(const SplineTile& t, const CurveTables& tables) {
+  const int64_t n = t.outer * t.inner;
+  for (int64_t i = 0; i < n; i += 8) {
+    const __m512d u = _mm512_load_pd(t.u + i);
+    const __m512i piece = pieces_of(u, tables);
+    const __m512d s = _mm512_sub_pd(u, look_up(tables.origin, piece));
+    const __m512d c1 = look_up(tables.power[1], piece), c2 = look_up(tables.power[2], piece);
+    const __m512d c3 = look_up(tables.power[3], piece);
+    __m512d f = _mm512_fmadd_pd(c3, s, c2);
+    f = _mm512_fmadd_pd(f, s, c1);
+    f = _mm512_fmadd_pd(f, s, look_up(tables.power[0], piece));
+    _mm512_store_pd(t.f + i, f);
+    _mm512_store_pd(t.u + i, s);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(t.piece + i), _mm512_cvtepi64_epi8(piece));
+    if constexpr (with_slope) {
+      __m512d slope = _mm512_fmadd_pd(_mm512_mul_pd(c3, _mm512_set1_pd(3)), s, _mm512_add_pd(c2, c2));
+      _mm512_store_pd(t.slope + i, _mm512_fmadd_pd(slope, s, c1));
+    }
+  }
+}
+#endif
+
+FK_VECTOR_CLONES inline void count_knots_below(const double* u, int64_t n, const SplineCurve& curve, uint8_t* piece) {
+  for (int64_t i = 0; i < n; ++i) piece[i] = 0;
+  for (int64_t k = 0; k < curve.knots; ++k) {
+    const double knot = curve.positions[k];
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) piece[i] += u[i] > knot ? 1 : 0;
+  }
+}
+
+template <bool with_slope>
+void curve_one_by_one(const SplineTile& t, const SplineCurve& curve) {
+  const int64_t n = t.outer * t.inner;
+  if (curve.knots < kSplineTables) {
+    count_knots_below(t.u, n, curve, t.piece);
+  } else {
+    const double* end = curve.positions + curve.knots;
+    for (int64_t i = 0; i < n; ++i) {
+      t.piece[i] = static_cast<uint8_t>(std::lower_bound(curve.positions, end, t.u[i]) - curve.positions);
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t piece = t.piece[i];
+    const double* c = curve.coefficients + piece * 4;
+    const double s = t.u[i] - curve.positions[std::max<int64_t>(piece - 1, 0)];
+    t.f[i] = spline_value(c[0], c[1], c[2], c[3], s);
+    if constexpr (with_slope) t.slope[i] = spline_slope(c[1], c[2], c[3], s);
+    t.u[i] = s;
+  }
+}
+
+// f(u), the piece of u, and s in the place of u; f'(u), too, if wanted.
+template <bool with_slope>
+void curve_of_tile(const SplineTile& t, const CurveTables& tables) {
+#ifdef FK_HAS_AVX512_CODE
+  if (tables.curve.knots < kSplineTables && has_avx512()) return curve_in_registers<with_slope>(t, tables);
+#endif
+  curve_one_by_one<with_slope>(t, tables.curve);
+}
+
+// ---- scores and their softmax --------------------------------------------------------------------------------------
+
+FK_VECTOR_CLONES inline void scores_of_tile(const SplineScores& args, int64_t row, const SplineTile& t) {
+  for (int64_t o = 0; o < t.outer; ++o) {
+    const double* d = t.d + o * t.inner;
+    const double* x = t.x + o * t.inner;
+    double* f = t.f + o * t.inner;
+    if (t.column) {
+      const double factor = args.factor + (args.weight ? args.weight[o] : 0), bias = args.bias ? args.bias[o] : 0;
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) f[i] += factor * x[i] + bias;
+    } else if (args.weight || args.bias) {
+      for (int64_t i = 0; i < t.classes; ++i) {
+        f[i] += (args.factor + (args.weight ? args.weight[i] : 0)) * x[i] + (args.bias ? args.bias[i] : 0);
+      }
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < t.inner; ++i) f[i] += args.factor * x[i];
+    }
+    if (args.keep_zeros) {
+#pragma omp simd
+      for (int64_t i = 0; i < t.inner; ++i) f[i] = d[i] == kMinusInfinity ? kMinusInfinity : f[i];
+    }
+    for (int64_t i = t.column ? t.inner : t.classes; i < t.inner; ++i) f[i] = kMinusInfinity;
+  }
+  if (!args.extra) return;
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const double* extra = args.extra + (row + r - args.first_row) * t.classes;
+    double* f = t.f + r * t.row_stride;
+    for (int64_t c = 0; c < t.classes; ++c) f[c * t.class_stride] += extra[c];
+  }
+}
+
+#ifdef FK_HAS_AVX512_CODE
+// Scores without terms of their own for a class, and the largest of each row, from the exponentials at once: neither x
+// nor u is written.
+FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables& tables, const SplineScores& args,
+                                          uint64_t kept_bits) {
+  const __m512d kept = _mm512_castsi512_pd(_mm512_set1_epi64(static_cast<int64_t>(kept_bits)));
+  const __m512d nothing = _mm512_set1_pd(kMinusInfinity);
+  const __m512d factor = _mm512_set1_pd(args.factor);
+  const auto score_at = [&](int64_t i, const SplineRows& row, __mmask8 there) FK_AVX512 {
+    const WideFeatures of = features_of(_mm512_load_pd(t.e + i), row, kept);
+    const __m512i piece = pieces_of(of.u, tables);
+    const __m512d s = _mm512_sub_pd(of.u, look_up(tables.origin, piece));
+    __m512d f = _mm512_fmadd_pd(look_up(tables.power[3], piece), s, look_up(tables.power[2], piece));
+    f = _mm512_fmadd_pd(f, s, look_up(tables.power[1], piece));
+    f = _mm512_fmadd_pd(f, s, look_up(tables.power[0], piece));
+    __m512d score = _mm512_fmadd_pd(factor, of.x, f);
+    if (args.keep_zeros) there &= _mm512_cmp_pd_mask(_mm512_load_pd(t.d + i), nothing, _CMP_NEQ_UQ);
+    score = _mm512_mask_mov_pd(nothing, there, score);
+    _mm512_store_pd(t.f + i, score);
+    return score;
+  };
+  if (t.column) {
+    for (int64_t r = 0; r < kSplineTileRows; r += 8) {
+      const SplineRows rows = rows_at(t, r);
+      __m512d top = nothing;
+      for (int64_t c = 0; c < t.classes; ++c) top = _mm512_max_pd(score_at(c * kSplineTileRows + r, rows, 0xff), top);
+      _mm512_storeu_pd(t.score_top + r, top);
+    }
+    return;
+  }
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const SplineRows row = row_at(t, r);
+    __m512d top = nothing;
+    for (int64_t c = 0; c < t.inner; c += 8) {
+      const int64_t left = t.classes - c;  // the others fill up the vector
+      const __mmask8 there = left >= 8 ? 0xff : static_cast<__mmask8>((1 << left) - 1);
+      top = _mm512_max_pd(score_at(r * t.inner + c, row, there), top);
+    }
+    t.score_top[r] = _mm512_reduce_max_pd(top);
+  }
+}
+#endif
+
+// exp(score - largest) in the place of the scores, and its sum per row. `keep` leaves the scores.
+template <bool keep>
+FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
+  if (t.column) {
+    for (int64_t i = 0; i < kSplineTileRows; ++i) t.sum[i] = 0;
+    for (int64_t o = 0; o < t.outer; ++o) {
+      double* f = t.f + o * kSplineTileRows;
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) {
+        const double p = bounded_exponential(f[i] - t.score_top[i]);
+        t.sum[i] += p;
+        if constexpr (!keep) f[i] = p;
+      }
+    }
+  } else {
+    for (int64_t o = 0; o < t.outer; ++o) {
+      double* f = t.f + o * t.inner;
+      const double top = t.score_top[o];
+      double sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < t.inner; ++i) {
+        const double p = bounded_exponential(f[i] - top);
+        sum += p;
+        if constexpr (!keep) f[i] = p;
+      }
+      t.sum[o] = sum;
+    }
+  }
+}
+
+// Scores of the tile whose exponents are there, and the largest of each row.
+inline void scores_of_exponents(const SplineInput& input, const CurveTables& curve, const SplineScores& args,
+                                int64_t row, const SplineTile& t) {
+#ifdef FK_HAS_AVX512_CODE
+  if (!args.weight && !args.bias && !args.extra && curve.curve.knots < kSplineTables && has_avx512()) {
+    return scores_in_registers(t, curve, args, kept_bits_of(input));
+  }
+#endif
+  features_of_exponents(input, t);
+  curve_of_tile<false>(t, curve);
+  scores_of_tile(args, row, t);
+  largest_of_rows(t, t.f, t.score_top);
+}
+
+// f <- f * scale + shift of its row.
+FK_VECTOR_CLONES inline void scale_and_shift(const SplineTile& t, const double* scale, const double* shift) {
+  for (int64_t o = 0; o < t.outer; ++o) {
+    double* f = t.f + o * t.inner;
+    if (t.column) {
+#pragma omp simd
+      for (int64_t i = 0; i < kSplineTileRows; ++i) f[i] = f[i] * scale[i] + shift[i];
+    } else {
+      const double factor = scale[o], term = shift[o];
+#pragma omp simd
+      for (int64_t i = 0; i < t.inner; ++i) f[i] = f[i] * factor + term;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace focalkern::cpu
