@@ -16,30 +16,10 @@ namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// The number of NaN classes of each row.
-FK_VECTOR_CLONES void count_missing(const SplineTile& t, double* counts) {
-  for (int64_t i = 0; i < kSplineTileRows; ++i) counts[i] = 0;
-  for (int64_t o = 0; o < t.outer; ++o) {
-    const double* z = t.d + o * t.inner;
-    if (t.column) {
-#pragma omp simd
-      for (int64_t i = 0; i < kSplineTileRows; ++i) counts[i] += z[i] == z[i] ? 0 : 1;
-    } else {
-      double count = 0;
-#pragma omp simd reduction(+ : count)
-      for (int64_t i = 0; i < t.inner; ++i) count += z[i] == z[i] ? 0 : 1;
-      counts[o] = count;
-    }
-  }
-}
-
-// Whether every row has an answer: no NaN, no +inf, a class above -inf; of probabilities the signs and the sum, too.
-// Before the features of the tile are computed, which take the place of its logits.
+// Whether every row has an answer: no NaN, no +inf, a class above -inf, which the sums of the exponentials tell; of
+// probabilities the signs and the sum, too.
 void validate_rows(const SplineMapForward& args, int64_t row, const SplineTile& t) {
-  count_missing(t, t.shared);
-  for (int64_t r = 0; r < t.n_rows; ++r) {
-    t.valid[r] = t.shared[r] == 0 && t.top[r] > kMinusInfinity && t.top[r] < -kMinusInfinity;
-  }
+  for (int64_t r = 0; r < t.n_rows; ++r) t.valid[r] = t.rest[r] == t.rest[r];
   if (!args.rows.is_probs) return;
   read_tile(t, args.rows.input, args.rows.storage, row, t.x, 0);
   for (int64_t r = 0; r < t.n_rows; ++r) {
@@ -177,6 +157,28 @@ double* keep_order(const SplineInput& input, int64_t row, const SplineTile& t, R
   return t.f;
 }
 
+// The slack of scores in steps of P (scores_in_registers): four times a bound of the rounding of a score. 0 where that
+// is not small beside the rise of a score from one step to the next, or where the scores are not computed in registers.
+double slack_of_steps(const SplineMapForward& args) {
+  if (!scores_fit_registers(args.curve, args.scores)) return 0;
+  constexpr double kLeastSlope = 1e-3;  // in log q, of a curve that keeps the order
+  constexpr double kUnit = 0x1p-51, kLeastStep = 0x1p-31;
+  const double farthest = std::log(static_cast<double>(args.rows.classes) / args.rows.floor);  // of x and u from 0
+  double largest = 0, steepest = 0;
+  for (int64_t piece = 0; piece <= args.curve.knots; ++piece) {
+    const double* c = args.curve.coefficients + piece * 4;
+    const int64_t knot = std::max<int64_t>(piece - 1, 0);
+    const bool is_tail = piece == 0 || piece == args.curve.knots;
+    const double origin = args.curve.positions[knot];
+    const double s = is_tail ? farthest + std::abs(origin) : args.curve.positions[knot + 1] - origin;
+    const double of[] = {std::abs(c[0]), std::abs(c[1]), std::abs(c[2]), std::abs(c[3])};
+    largest = std::max(largest, of[0] + s * (of[1] + s * (of[2] + s * of[3])));
+    steepest = std::max(steepest, of[1] + s * (2 * of[2] + s * 3 * of[3]));
+  }
+  const double rounding = kUnit * (largest + (std::abs(args.scores.factor) + steepest) * farthest);
+  return 4 * rounding <= kLeastSlope * kLeastStep ? 4 * rounding : 0;
+}
+
 // ---- backward ------------------------------------------------------------------------------------------------------
 
 // dL/dscore into g, from the upstream gradient there and the softmax in f. Impossible classes take no part.
@@ -293,9 +295,13 @@ void SplineMapGradient::add(const SplineMapGradient& other) {
 int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end) {
   SplineScratch scratch(args.rows.classes, /*arrays=*/5);
   const CurveTables tables(args.curve);
-  // Of narrow types the grid keeps the order: distinct inputs are many of its steps apart.
+  // Of narrow types the grid keeps the order: distinct inputs are many of its steps apart. Of double, scores that rise
+  // within each step do, where their rounding is small enough.
   SplineInput input = args.rows;
-  input.in_steps = args.keep_order && input.storage != SplineStorage::kDouble;
+  const bool wide = input.storage == SplineStorage::kDouble;
+  const double slack = args.keep_order && wide ? slack_of_steps(args) : 0;
+  input.in_steps = args.keep_order && (!wide || slack > 0);
+  const double grid = !input.in_steps ? 0 : wide ? kSplineFineGrid : kSplineGrid;
   const bool sorts = args.keep_order && !input.in_steps;
   RowOrder order(sorts && args.rows.classes > kFewPairs ? args.rows.classes : 0);
   int64_t invalid = -1;
@@ -304,15 +310,15 @@ int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int6
     const auto t = scratch.tile(std::min(scratch.rows(), row_end - row));
     read_logits(args.rows, row, t);
     largest_of_rows(t, t.d, t.top);
+    exponents_of_logits(input, t, grid);
     validate_rows(args, row, t);
-    exponents_of_logits(input, t);
-    scores_of_exponents(input, tables, args.scores, row, t);
+    scores_of_exponents(input, tables, args.scores, row, slack, t);
     const int64_t rows = t.column ? kSplineTileRows : t.n_rows;
     if (args.log_output) {
-      softmax_of_scores<true>(t);
+      softmax_of_scores</*keep=*/true>(t);
       for (int64_t r = 0; r < rows; ++r) scale[r] = 1, shift[r] = -(t.score_top[r] + std::log(t.sum[r]));
     } else {
-      softmax_of_scores<false>(t);
+      slack > 0 ? softmax_of_scores</*keep=*/false, /*in_order=*/true>(t) : softmax_of_scores</*keep=*/false>(t);
       for (int64_t r = 0; r < rows; ++r) scale[r] = 1 / t.sum[r], shift[r] = 0;
     }
     for (int64_t r = 0; r < t.n_rows; ++r) {
@@ -320,8 +326,12 @@ int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int6
       shift[r] = kNan;
       if (invalid < 0) invalid = row + r;
     }
+    if (!sorts) {
+      write_scaled(t, scale, shift, args.output, args.to, row);
+      continue;
+    }
     scale_and_shift(t, scale, shift);
-    write_tile(t, sorts ? keep_order(args.rows, row, t, order) : t.f, args.output, args.to, row);
+    write_tile(t, keep_order(args.rows, row, t, order), args.output, args.to, row);
   }
   return invalid;
 }

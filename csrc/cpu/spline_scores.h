@@ -27,8 +27,6 @@ struct CurveTables {
 // Knots that are below u, by bisection of 15.
 FK_AVX512 inline __m512i pieces_of(__m512d u, const CurveTables& tables) {
   __m512i piece = _mm512_setzero_si512();
-  // Of many classes, nearly all lie left of the first knot.
-  if (!_mm512_cmp_pd_mask(u, _mm512_set1_pd(tables.knot[0]), _CMP_GT_OQ)) return piece;
   for (const int step : {8, 4, 2, 1}) {
     const __m512i next = _mm512_add_epi64(piece, _mm512_set1_epi64(step));
     const __m512d knot = look_up(tables.knot, _mm512_sub_epi64(next, _mm512_set1_epi64(1)));
@@ -37,25 +35,43 @@ FK_AVX512 inline __m512i pieces_of(__m512d u, const CurveTables& tables) {
   return piece;
 }
 
+struct WideCurve {
+  __m512d value, slope, offset;
+  __m512i piece;
+};
+template <bool with_slope>
+FK_AVX512 inline WideCurve curve_at(__m512d u, const CurveTables& tables) {
+  WideCurve found;
+  // Of many classes, nearly all lie left of the first knot, where the curve is straight. The same bits as below.
+  if (!_mm512_cmp_pd_mask(u, _mm512_set1_pd(tables.knot[0]), _CMP_GT_OQ)) {
+    found.piece = _mm512_setzero_si512();
+    found.offset = _mm512_sub_pd(u, _mm512_set1_pd(tables.origin[0]));
+    found.slope = _mm512_set1_pd(tables.power[1][0]);
+    found.value = _mm512_fmadd_pd(found.slope, found.offset, _mm512_set1_pd(tables.power[0][0]));
+    return found;
+  }
+  found.piece = pieces_of(u, tables);
+  const __m512d s = found.offset = _mm512_sub_pd(u, look_up(tables.origin, found.piece));
+  const __m512d c1 = look_up(tables.power[1], found.piece), c2 = look_up(tables.power[2], found.piece);
+  const __m512d c3 = look_up(tables.power[3], found.piece);
+  const __m512d tail = _mm512_fmadd_pd(_mm512_fmadd_pd(c3, s, c2), s, c1);
+  found.value = _mm512_fmadd_pd(tail, s, look_up(tables.power[0], found.piece));
+  if constexpr (with_slope) {
+    const __m512d rise = _mm512_fmadd_pd(_mm512_mul_pd(c3, _mm512_set1_pd(3)), s, _mm512_add_pd(c2, c2));
+    found.slope = _mm512_fmadd_pd(rise, s, c1);
+  }
+  return found;
+}
+
 template <bool with_slope>
 FK_AVX512 void curve_in_registers(const SplineTile& t, const CurveTables& tables) {
   const int64_t n = t.outer * t.inner;
   for (int64_t i = 0; i < n; i += 8) {
-    const __m512d u = _mm512_load_pd(t.u + i);
-    const __m512i piece = pieces_of(u, tables);
-    const __m512d s = _mm512_sub_pd(u, look_up(tables.origin, piece));
-    const __m512d c1 = look_up(tables.power[1], piece), c2 = look_up(tables.power[2], piece);
-    const __m512d c3 = look_up(tables.power[3], piece);
-    __m512d f = _mm512_fmadd_pd(c3, s, c2);
-    f = _mm512_fmadd_pd(f, s, c1);
-    f = _mm512_fmadd_pd(f, s, look_up(tables.power[0], piece));
-    _mm512_store_pd(t.f + i, f);
-    _mm512_store_pd(t.u + i, s);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(t.piece + i), _mm512_cvtepi64_epi8(piece));
-    if constexpr (with_slope) {
-      __m512d slope = _mm512_fmadd_pd(_mm512_mul_pd(c3, _mm512_set1_pd(3)), s, _mm512_add_pd(c2, c2));
-      _mm512_store_pd(t.slope + i, _mm512_fmadd_pd(slope, s, c1));
-    }
+    const WideCurve found = curve_at<with_slope>(_mm512_load_pd(t.u + i), tables);
+    _mm512_store_pd(t.f + i, found.value);
+    _mm512_store_pd(t.u + i, found.offset);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(t.piece + i), _mm512_cvtepi64_epi8(found.piece));
+    if constexpr (with_slope) _mm512_store_pd(t.slope + i, found.slope);
   }
 }
 #endif
@@ -133,21 +149,38 @@ FK_VECTOR_CLONES inline void scores_of_tile(const SplineScores& args, int64_t ro
 }
 
 #ifdef FK_HAS_AVX512_CODE
+// 1 / x to 28 bits.
+FK_AVX512 inline __m512d inverses(__m512d x) {
+  const __m512d guess = _mm512_rcp14_pd(x);
+  return _mm512_mul_pd(guess, _mm512_fnmadd_pd(x, guess, _mm512_set1_pd(2)));
+}
+
 // Scores without terms of their own for a class, and the largest of each row, from the exponentials at once: neither x
 // nor u is written.
+//
+// `in_order` keeps the digits of double: a P is in a step of 2^-30 of itself. Its score is that at the start of the
+// step, plus the slope there times the rest of P: within a step it rises with P, whatever rounding does. A rise counts
+// from `slack` on, so that rounding at the start of the next step, where the score begins anew, cannot fall below it.
+template <bool in_order>
 FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables& tables, const SplineScores& args,
-                                          uint64_t kept_bits) {
+                                          uint64_t kept_bits, double slack) {
   const __m512d kept = _mm512_castsi512_pd(_mm512_set1_epi64(static_cast<int64_t>(kept_bits)));
   const __m512d nothing = _mm512_set1_pd(kMinusInfinity);
   const __m512d factor = _mm512_set1_pd(args.factor);
   const auto score_at = [&](int64_t i, const SplineRows& row, __mmask8 there) FK_AVX512 {
-    const WideFeatures of = features_of(_mm512_load_pd(t.e + i), row, kept);
-    const __m512i piece = pieces_of(of.u, tables);
-    const __m512d s = _mm512_sub_pd(of.u, look_up(tables.origin, piece));
-    __m512d f = _mm512_fmadd_pd(look_up(tables.power[3], piece), s, look_up(tables.power[2], piece));
-    f = _mm512_fmadd_pd(f, s, look_up(tables.power[1], piece));
-    f = _mm512_fmadd_pd(f, s, look_up(tables.power[0], piece));
-    __m512d score = _mm512_fmadd_pd(factor, of.x, f);
+    const __m512d p = _mm512_fmadd_pd(_mm512_load_pd(t.e + i), row.scale, row.floor), start = _mm512_and_pd(p, kept);
+    const WideFeatures of = features_of(start, row);
+    const WideCurve curve = curve_at<in_order>(of.u, tables);
+    __m512d score = _mm512_fmadd_pd(factor, of.x, curve.value);
+    if constexpr (in_order) {
+      const __mmask8 rest = _mm512_cmp_pd_mask(p, _mm512_set1_pd(kSplineLarge<double>), _CMP_LE_OQ);
+      const __m512d rise_of_u = inverses(_mm512_sub_pd(_mm512_set1_pd(1), start));  // du / dx; 1 of a large P
+      const __m512d slope =
+          _mm512_fmadd_pd(curve.slope, _mm512_mask_mov_pd(_mm512_set1_pd(1), rest, rise_of_u), factor);
+      const __m512d rise = _mm512_mul_pd(slope, _mm512_mul_pd(_mm512_sub_pd(p, start), inverses(start)));
+      score = _mm512_add_pd(
+          score, _mm512_max_pd(_mm512_sub_pd(rise, _mm512_set1_pd(slack)), _mm512_min_pd(rise, _mm512_setzero_pd())));
+    }
     if (args.keep_zeros) there &= _mm512_cmp_pd_mask(_mm512_load_pd(t.d + i), nothing, _CMP_NEQ_UQ);
     score = _mm512_mask_mov_pd(nothing, there, score);
     _mm512_store_pd(t.f + i, score);
@@ -175,8 +208,9 @@ FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables
 }
 #endif
 
-// exp(score - largest) in the place of the scores, and its sum per row. `keep` leaves the scores.
-template <bool keep>
+// exp(score - largest) in the place of the scores, and its sum per row. `keep` leaves the scores; `in_order` rounds
+// their differences to a grid on which the exponential cannot change their order.
+template <bool keep, bool in_order = false>
 FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
   if (t.column) {
     for (int64_t i = 0; i < kSplineTileRows; ++i) t.sum[i] = 0;
@@ -184,7 +218,7 @@ FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
       double* f = t.f + o * kSplineTileRows;
 #pragma omp simd
       for (int64_t i = 0; i < kSplineTileRows; ++i) {
-        const double p = bounded_exponential(f[i] - t.score_top[i]);
+        const double p = bounded_exponential(spline_difference<in_order>(f[i] - t.score_top[i]));
         t.sum[i] += p;
         if constexpr (!keep) f[i] = p;
       }
@@ -196,7 +230,7 @@ FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
       double sum = 0;
 #pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < t.inner; ++i) {
-        const double p = bounded_exponential(f[i] - top);
+        const double p = bounded_exponential(spline_difference<in_order>(f[i] - top));
         sum += p;
         if constexpr (!keep) f[i] = p;
       }
@@ -205,12 +239,19 @@ FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
   }
 }
 
+// Whether scores_in_registers takes them.
+inline bool scores_fit_registers(const SplineCurve& curve, const SplineScores& args) {
+  return !args.weight && !args.bias && !args.extra && curve.knots < kSplineTables && has_avx512();
+}
+
 // Scores of the tile whose exponents are there, and the largest of each row.
 inline void scores_of_exponents(const SplineInput& input, const CurveTables& curve, const SplineScores& args,
-                                int64_t row, const SplineTile& t) {
+                                int64_t row, double slack, const SplineTile& t) {
 #ifdef FK_HAS_AVX512_CODE
-  if (!args.weight && !args.bias && !args.extra && curve.curve.knots < kSplineTables && has_avx512()) {
-    return scores_in_registers(t, curve, args, kept_bits_of(input));
+  if (scores_fit_registers(curve.curve, args)) {
+    const uint64_t kept = kept_bits_of(input);
+    return slack > 0 ? scores_in_registers<true>(t, curve, args, kept, slack)
+                     : scores_in_registers<false>(t, curve, args, kept, slack);
   }
 #endif
   features_of_exponents(input, t);
@@ -232,6 +273,31 @@ FK_VECTOR_CLONES inline void scale_and_shift(const SplineTile& t, const double* 
       for (int64_t i = 0; i < t.inner; ++i) f[i] = f[i] * factor + term;
     }
   }
+}
+
+// The same, written: of the row layout in one loop.
+template <typename Scalar>
+FK_VECTOR_CLONES void write_scaled(const SplineTile& t, const double* scale, const double* shift, Scalar* to) {
+  for (int64_t r = 0; r < t.n_rows; ++r) {
+    const double* f = t.f + r * t.inner;
+    const double factor = scale[r], term = shift[r];
+    Scalar* row = to + r * t.classes;
+#pragma omp simd
+    for (int64_t c = 0; c < t.classes; ++c) {
+      row[c] = Store<Scalar>::from_compute(static_cast<compute_t<Scalar>>(f[c] * factor + term));
+    }
+  }
+}
+inline void write_scaled(const SplineTile& t, const double* scale, const double* shift, void* to, SplineStorage storage,
+                         int64_t row) {
+  if (t.column) {
+    scale_and_shift(t, scale, shift);
+    return write_tile(t, t.f, to, storage, row);
+  }
+  with_storage(storage, [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    write_scaled<Scalar>(t, scale, shift, static_cast<Scalar*>(to) + row * t.classes);
+  });
 }
 
 }  // namespace

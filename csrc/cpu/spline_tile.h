@@ -246,17 +246,18 @@ FK_AVX512 inline SplineRows row_at(const SplineTile& t, int64_t row) {
           _mm512_set1_pd(t.row[row].log_complement)};
 }
 
-// As spline_features.
+// As spline_features, of probabilities.
 struct WideFeatures {
   __m512d x, u;
 };
-FK_AVX512 inline WideFeatures features_of(__m512d e, const SplineRows& row, __m512d kept) {
-  const __m512d p = _mm512_and_pd(_mm512_fmadd_pd(e, row.scale, row.floor), kept);
+FK_AVX512 inline WideFeatures features_of(__m512d p, const SplineRows& row) {
   const __m512d x = logarithms(p);
   __m512d log_complement = log_complements_of_small(p);
-  if (_mm512_cmp_pd_mask(p, _mm512_set1_pd(kSplineSmall), _CMP_GT_OQ)) {
+  // Lane by lane: the result of a class must not depend on its neighbours, so that ties stay ties.
+  if (const __mmask8 above = _mm512_cmp_pd_mask(p, _mm512_set1_pd(kSplineSmall), _CMP_GT_OQ)) {
     const __mmask8 large = _mm512_cmp_pd_mask(p, _mm512_set1_pd(kSplineLarge<double>), _CMP_GT_OQ);
-    log_complement = _mm512_mask_mov_pd(logarithms(_mm512_sub_pd(_mm512_set1_pd(1), p)), large, row.log_complement);
+    log_complement = _mm512_mask_mov_pd(log_complement, above, logarithms(_mm512_sub_pd(_mm512_set1_pd(1), p)));
+    log_complement = _mm512_mask_mov_pd(log_complement, large, row.log_complement);
   }
   return {x, _mm512_sub_pd(x, log_complement)};
 }
@@ -264,7 +265,8 @@ FK_AVX512 inline WideFeatures features_of(__m512d e, const SplineRows& row, __m5
 FK_AVX512 inline void log_odds_in_registers(const SplineTile& t, uint64_t kept_bits) {
   const __m512d kept = _mm512_castsi512_pd(_mm512_set1_epi64(static_cast<int64_t>(kept_bits)));
   const auto store = [&](int64_t i, const SplineRows& row) FK_AVX512 {
-    const WideFeatures found = features_of(_mm512_load_pd(t.e + i), row, kept);
+    const __m512d p = _mm512_fmadd_pd(_mm512_load_pd(t.e + i), row.scale, row.floor);
+    const WideFeatures found = features_of(_mm512_and_pd(p, kept), row);
     _mm512_store_pd(t.x + i, found.x);
     _mm512_store_pd(t.u + i, found.u);
   };
@@ -282,7 +284,7 @@ FK_AVX512 inline void log_odds_in_registers(const SplineTile& t, uint64_t kept_b
 }
 #endif
 
-// d and e, and the sum of e over all classes but the largest.
+// d and e, and the sum of e over all classes but the largest: NaN where a class is NaN or +inf, or all are -inf.
 FK_VECTOR_CLONES inline void exponentials(const SplineTile& t, double beta, double grid) {
   if (t.column) {
     double ties[kSplineTileRows];
@@ -294,8 +296,8 @@ FK_VECTOR_CLONES inline void exponentials(const SplineTile& t, double beta, doub
       for (int64_t i = 0; i < kSplineTileRows; ++i) {
         d[i] = spline_exponent(d[i], t.top[i], beta, grid);
         e[i] = bounded_exponential(d[i]);
-        t.rest[i] += d[i] < 0 ? e[i] : 0;
-        ties[i] += d[i] < 0 ? 0 : 1;
+        t.rest[i] += d[i] >= 0 ? 0 : e[i];
+        ties[i] += d[i] >= 0 ? 1 : 0;
       }
     }
     for (int64_t i = 0; i < kSplineTileRows; ++i) t.rest[i] += ties[i];
@@ -309,8 +311,8 @@ FK_VECTOR_CLONES inline void exponentials(const SplineTile& t, double beta, doub
       for (int64_t i = 0; i < t.inner; ++i) {
         d[i] = spline_exponent(d[i], top, beta, grid);
         e[i] = bounded_exponential(d[i]);
-        rest += d[i] < 0 ? e[i] : 0;
-        ties += d[i] < 0 ? 0 : 1;
+        rest += d[i] >= 0 ? 0 : e[i];
+        ties += d[i] >= 0 ? 1 : 0;
       }
       t.rest[o] = rest + ties;
     }
@@ -343,9 +345,9 @@ FK_VECTOR_CLONES inline void log_odds(const SplineTile& t, uint64_t kept_bits) {
 
 inline uint64_t kept_bits_of(const SplineInput& args) { return ~uint64_t{0} << (args.in_steps ? 22 : 0); }
 
-// d, e and what the classes of a row share, of the rows whose logits are in d.
-inline void exponents_of_logits(const SplineInput& args, const SplineTile& t) {
-  exponentials(t, inverse_temperature<double>(args.temperature), args.in_steps ? 0x1.8p21 : 0.0);
+// d, e and what the classes of a row share, of the rows whose logits are in d. `grid` of spline_exponent.
+inline void exponents_of_logits(const SplineInput& args, const SplineTile& t, double grid) {
+  exponentials(t, inverse_temperature<double>(args.temperature), grid);
   const int64_t rows = t.column ? kSplineTileRows : t.n_rows;
   for (int64_t r = 0; r < rows; ++r) {
     t.inverse[r] = 1 / (1 + t.rest[r]);
@@ -364,7 +366,7 @@ inline void features_of_exponents(const SplineInput& args, const SplineTile& t) 
 inline void features_of_rows(const SplineInput& args, int64_t row, const SplineTile& t) {
   read_logits(args, row, t);
   largest_of_rows(t, t.d, t.top);
-  exponents_of_logits(args, t);
+  exponents_of_logits(args, t, /*grid=*/0);
   features_of_exponents(args, t);
 }
 

@@ -228,7 +228,7 @@ struct SplineBlock {
     result.valid = true;
     const double top = read_row<checks>(input, part, tolerance, &result.valid);
     const double beta = inverse_temperature<double>(input.temperature);
-    const double grid = input.in_steps ? 0x1.8p21 : 0.0;
+    const double grid = input.in_steps ? kSplineGrid : 0.0;
     double rest = 0, ties = 0;
     part.each([&](int, int at) {
       const double d = spline_exponent(part.d[at], top, beta, grid);

@@ -40,11 +40,20 @@ FK_HOST_DEVICE SplineRow<Real> spline_row(Real rest, Real e, Real classes) {
   return row;
 }
 
-// d = (z - z_t) / T. In steps of 2^-31, where `grid` is 2^21 * 1.5: a difference of d then outweighs the rounding of
-// all that follows, and the order of the classes is kept to the bit. grid 0: as it is.
+// d = (z - z_t) / T. In steps of 2^-31, where `grid` is kSplineGrid: a difference of d then outweighs the rounding of
+// all that follows, and the order of the classes is kept to the bit. In steps of 2^-46 or less with kSplineFineGrid: a
+// difference outweighs the rounding of the exponential alone. grid 0: as it is.
+constexpr double kSplineGrid = 0x1.8p21, kSplineFineGrid = 0x1.8p6;
 template <typename Real>
 FK_HOST_DEVICE Real spline_exponent(Real z, Real top, Real beta, Real grid) {
   return ((z - top) * beta + grid) - grid;
+}
+
+// A difference of two scores, `in_order` on the fine grid.
+template <bool in_order, typename Real>
+FK_HOST_DEVICE Real spline_difference(Real difference) {
+  if constexpr (!in_order) return difference;
+  return (difference + Real(kSplineFineGrid)) - Real(kSplineFineGrid);
 }
 
 // P, in which `kept` says which bits of a double are kept: without the last 22 the order is kept to the bit, as above.
