@@ -99,9 +99,9 @@ def spline_calibration_map(
             (and the rounding of float16 or bfloat16) and are renormalised.
         keep_zeros: a logit of -inf, or a probability of 0, is a class that cannot occur: its result is 0 (-inf with
             ``log``).
-        keep_order: for a curve that keeps the order of the classes: corrects rounding, so that equal inputs have equal
-            results to the bit, and larger inputs never smaller results. Compiled graphs and torch.func
-            leave it out.
+        keep_order: for a curve that keeps the order of the classes, with a slope of at least 0.001 in log P:
+            corrects rounding, so that equal inputs have equal results to the bit, and larger inputs never smaller
+            results. Compiled graphs and torch.func leave it out.
         log: return log-probabilities.
 
     Returns:

@@ -201,8 +201,17 @@ def rows_with_neighbours(n_classes: int, dtype: torch.dtype) -> torch.Tensor:
     return z
 
 
+def assert_in_order(z: torch.Tensor, p: torch.Tensor) -> None:
+    """Larger inputs have no smaller results, and equal ones equal results to the bit."""
+    order = z.argsort(1)
+    sorted_z, sorted_p = z.gather(1, order), p.gather(1, order)
+    assert (sorted_p[:, 1:] >= sorted_p[:, :-1]).all()
+    assert (sorted_p[:, 1:] == sorted_p[:, :-1])[sorted_z[:, 1:] == sorted_z[:, :-1]].all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n_classes", [3, 10, 40])
+# 40: a row is in vectors, whose small P have log(1 - P) by a polynomial; 120: off the vector width.
+@pytest.mark.parametrize("n_classes", [3, 10, 40, 120])
 @pytest.mark.parametrize("log", [False, True])
 def test_keep_order_keeps_it_to_the_bit(dtype, n_classes, log):
     z = rows_with_neighbours(n_classes, dtype)
@@ -212,13 +221,23 @@ def test_keep_order_keeps_it_to_the_bit(dtype, n_classes, log):
     for knots, values in ((KNOTS, VALUES), (few, 0.9 * softplus(-few)), (many, 0.999 * softplus(-many))):
         for temperature in (0.3, 1.0, 7.0):
             p = fk.spline_calibration_map(z, temperature, 1e-4, 0.0, knots, values, keep_order=True, log=log)
-            order = z.argsort(1)
-            sorted_z, sorted_p = z.gather(1, order), p.gather(1, order)
-            assert (sorted_p.diff(dim=1) >= 0).all()
-            assert (sorted_p[:, 1:] == sorted_p[:, :-1])[sorted_z[:, 1:] == sorted_z[:, :-1]].all()
+            assert_in_order(z, p)
             free = fk.spline_calibration_map(z, temperature, 1e-4, 0.0, knots, values, log=log)
             rtol = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
             torch.testing.assert_close(p, free, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("n_classes", [3, 40])
+@pytest.mark.parametrize("case", ["large scores", "a small floor"])
+def test_keep_order_where_rounding_is_large(n_classes, case):
+    """Where a score has fewer digits than the steps need, the rows are put in order afterwards."""
+    z = rows_with_neighbours(n_classes, torch.float64)[::10]
+    floor, values = (1e-4, VALUES + 1e6) if case == "large scores" else (1e-280, VALUES)
+    p = fk.spline_calibration_map(z, 1.0, floor, 0.0, KNOTS, values, keep_order=True, log=True)
+    assert_in_order(z, p)
+    torch.testing.assert_close(
+        p, fk.spline_calibration_map(z, 1.0, floor, 0.0, KNOTS, VALUES, log=True), rtol=1e-8, atol=1e-8
+    )
 
 
 def rows_of_many_classes(case: str) -> torch.Tensor:
@@ -240,23 +259,22 @@ def rows_of_many_classes(case: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["logits", "probs"])
 @pytest.mark.parametrize("case", ["even", "an outlier", "the whole range", "denormal differences", "all equal"])
-def test_keep_order_of_many_double_classes(case, kind):
-    """With this many classes a row is sorted."""
+# 15 fill the tables of the vector code, which needs no sort; with 40 so many classes are sorted.
+@pytest.mark.parametrize("n_knots", [15, 40])
+def test_keep_order_of_many_double_classes(case, kind, n_knots):
+    """Scores of 0.1 log q: neighbours round anyhow."""
     z = rows_of_many_classes(case)
     if kind == "probs":
         z = z.softmax(-1)
-    knots = torch.linspace(-8, 4, 15, dtype=torch.float64)
+    knots = torch.linspace(-8, 4, n_knots, dtype=torch.float64)
     curve = (knots, 0.9 * torch.nn.functional.softplus(-knots))
     options = {"input_kind": kind, "log": True}
     p = fk.spline_calibration_map(z, 1.0, 1e-4, 0.0, *curve, keep_order=True, **options)
-    order = z.argsort(1)
-    sorted_z, sorted_p = z.gather(1, order), p.gather(1, order)
-    assert (sorted_p[:, 1:] >= sorted_p[:, :-1]).all()
-    assert (sorted_p[:, 1:] == sorted_p[:, :-1])[sorted_z[:, 1:] == sorted_z[:, :-1]].all()
+    assert_in_order(z, p)
     free = fk.spline_calibration_map(z, 1.0, 1e-4, 0.0, *curve, **options)
     torch.testing.assert_close(p, free, rtol=1e-12, atol=1e-12)
     if case == "even":  # without the sort neighbours do change places
-        assert not (free.gather(1, order).diff(dim=1) >= 0).all()
+        assert not (free.gather(1, z.argsort(1)).diff(dim=1) >= 0).all()
 
 
 # ---- every option, shape, layout and dtype --------------------------------------------------------------------------
