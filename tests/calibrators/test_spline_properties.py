@@ -1,12 +1,14 @@
-"""Properties of whole fits of spline scaling: folds that start warm, memory."""
+"""Properties of whole fits of spline scaling: folds that start warm, memory, odd data."""
 
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from test_spline_fit import crossing, draw
 
+import focalkern as fk
 from focalkern.calibrators import _spline_folds
 from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._cross_validation import cross_validate
@@ -63,3 +65,43 @@ def test_float32_rows_are_fitted_without_a_float64_copy():
     """A float64 copy alone takes 153 MiB."""
     out = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True).stdout
     assert float(out) < 76
+
+
+# -- cases of the specification that only whole fits show ----------------------------------------------------------
+
+
+def test_few_distinct_values_of_many_classes():
+    """13 classes whose probabilities have four values: knots keep their distance, and the map still gains."""
+    random = torch.Generator().manual_seed(0)
+    target = torch.randint(13, (400,), generator=random)
+    right = torch.rand(400, generator=random) < 0.6
+    named = torch.where(right, target, torch.randint(13, (400,), generator=random))
+    probs = torch.full((400, 13), 0.02, dtype=torch.float64)
+    probs[torch.arange(400), named] = 0.55
+    probs[torch.arange(400), (named + 1) % 13] = 0.15
+    probs[torch.arange(400), (named + 2) % 13] = 0.10
+    probs[torch.arange(400), (named + 3) % 13] = 0.02
+    assert torch.allclose(probs.sum(1), torch.ones(400, dtype=torch.float64))
+    before = float(-probs.gather(1, target.unsqueeze(1)).log().mean())
+    for kind in ("scalar", "vector", "matrix"):
+        calibrator = fk.SplineScaling(kind=kind, input_kind="probs").fit(probs, target)
+        assert np.diff(calibrator.knots_).min() >= 0.25 - 1e-9
+        assert calibrator.best_value_ < before
+
+
+def test_scores_against_the_labels_are_turned_round_by_a_vector():
+    """T would rise to its bound and leave x flat; the cap of T leaves the vector enough to turn them."""
+    logits, target = draw(400, 2, scale=1.0)
+    for options in ({"kind": "vector"}, {"keep_order": False}):
+        against, along = (fk.SplineScaling(**options).fit_quietly(logits, labels) for labels in (1 - target, target))
+        assert against.best_value_ == pytest.approx(along.best_value_, abs=0.01)
+        assert against.n_changed_ > 350 > 100 > along.n_changed_
+
+
+def test_a_scale_of_the_logits_moves_a_fit_by_its_prior_alone():
+    """The bounds are those of the specification, on average over rows and classes."""
+    for n_rows, bound in ((400, 0.03), (5000, 0.003)):
+        logits, target = draw(n_rows, 4)
+        one, other = (fk.SplineScaling().fit(scale * logits, target) for scale in (1.0, 1e4))
+        found, expected = other.predict_log_proba(1e4 * logits), one.predict_log_proba(logits)
+        assert float((found - expected).abs().mean()) <= bound
