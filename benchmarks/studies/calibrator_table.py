@@ -23,7 +23,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -352,9 +352,11 @@ FIELDS = (
 )
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV."""
-    words = {"file", "calibrator", "device", "torch", "commit"}
+WORDS = frozenset({"file", "calibrator", "device", "torch", "commit"})
+
+
+def read(path: Path, words: Set[str] = WORDS) -> list[dict[str, Any]]:
+    """The rows of a CSV, in which the columns that are not ``words`` are numbers; empty cells are left out."""
     with path.open(newline="") as file:
         return [
             {key: value if key in words else float(value) for key, value in row.items() if value != ""}

@@ -186,3 +186,52 @@ def test_the_page_of_the_calibrators_is_that_of_the_rows():
         ]
         assert len(differences) == table.DRAWS * 8
         assert sum(differences) > 0
+
+
+def test_the_study_of_shift_compares_on_every_source(monkeypatch, tmp_path):
+    pytest.importorskip("sklearn")
+    shift = pytest.importorskip("benchmarks.studies.shift")
+    names = ("temperature", "automatic")
+    monkeypatch.setattr(shift, "CALIBRATORS", {name: shift.CALIBRATORS[name] for name in names})
+    monkeypatch.setattr(shift, "SIZES", (40,))
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(3, (200,), generator=generator)
+    probs = (torch.nn.functional.one_hot(target, 3) + torch.rand(200, 3, generator=generator).double()).softmax(-1)
+    probs[:10] = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)  # with zeros on the label
+    same, other = (probs[:100], target[:100]), (probs[100:], target[100:])
+    rows = shift.measure(shift.Model("a model", same, {shift.SAME: same, "elsewhere": other}))
+    assert [(row["calibrator"], row["source"], row["n_fit"]) for row in rows[:4]] == [
+        ("none", shift.SAME, 100),
+        ("none", "elsewhere", 100),
+        ("temperature", shift.SAME, 100),
+        ("temperature", "elsewhere", 100),
+    ]
+    # Few rows: two draws on the same source alone.
+    assert [row["source"] for row in rows if row["n_fit"] == 40] == [shift.SAME] * 4
+    assert all(row["nll"] < 20 for row in rows)
+    of_temperature = [row for row in rows if row["calibrator"] == "temperature"]
+    assert all(row["vs_temperature"] == row["vs_temperature_error"] == 0 for row in of_temperature)
+    shift.write_rows(tmp_path / "shift_x.csv", (*shift.FIELDS, *shift.PAIRED), rows, shift.about_run())
+    drawn = [{**row, "source": shift.CALIBRATED} for row in rows if row["source"] == shift.SAME]
+    shift.write_rows(tmp_path / "shift_x.csv", (*shift.FIELDS, *shift.PAIRED), rows + drawn, shift.about_run())
+    text = shift.page(tmp_path / "shift_x.csv")
+    assert "| elsewhere (1 models)" in text and "| same source, 40 rows" in text
+    assert "| calibrated rows, all rows" in text
+
+
+def test_other_priors_make_the_first_class_nine_times_the_last():
+    pytest.importorskip("sklearn")
+    small_models = pytest.importorskip("benchmarks.studies.small_models")
+    labels = torch.arange(30_000).numpy() % 3
+    _, drawn = small_models.other_priors((labels, labels))
+    counts = torch.bincount(torch.from_numpy(drawn)).tolist()
+    assert counts[0] / counts[2] == pytest.approx(9, rel=0.1)
+    assert counts[0] / counts[1] == pytest.approx(3, rel=0.1)
+
+
+def test_calibrated_rows_are_calibrated():
+    pytest.importorskip("sklearn")
+    small_models = pytest.importorskip("benchmarks.studies.small_models")
+    probs, target = small_models.calibrated(4, 20_000, 0)
+    hits = torch.nn.functional.one_hot(target, 4)
+    assert (hits - probs).mean(0).abs().max() < 0.015
