@@ -16,7 +16,7 @@ __all__ = ["Operator", "apply", "is_dense", "parameter", "reduced", "register"]
 class Operator(NamedTuple):
     """An operator of the library "focalkern". Its arguments are ``inputs``, then ``options``, as in its schema."""
 
-    name: str  # registered as {name}_forward, {name}_backward and {name}_composite, its definition in torch operations
+    name: str  # registered as {name}_forward and {name}_backward
     inputs: Callable[..., Any]  # makes the named tuple of tensors; parameters of eager calls may be numbers
     options: Callable[..., Any]  # the named tuple of all other arguments
     wide: int  # the index of the option that the backward pass has not; its schema has `needed` there
@@ -27,6 +27,7 @@ class Operator(NamedTuple):
     backward: Callable[[Tensor, Any, Sequence[Tensor], Any, Sequence[bool]], Sequence[Tensor | None]]
     backward_shapes: Callable[[Any, Sequence[bool]], Sequence[Tensor | None]]
     differentiable: Callable[[Any, Any], Sequence[bool]]  # which of the first inputs have a derivative
+    composite: Callable[..., Tensor]  # the definition in torch operations, for transforms and double backward
     n_saved: int = 1
     n_forward_only: int = 0  # the last options, which forward alone takes
 
@@ -35,16 +36,15 @@ def apply(operator: Operator, inputs: Any, options: Any) -> Tensor:
     """The operator of these arguments. Plain tensors go past the dispatcher, which costs more than a small batch."""
     input = inputs[0]
     if _needs_composite(inputs):
-        given = options[: len(options) - operator.n_forward_only]
-        result: Tensor = _registered(operator, "composite")(*_tensors(inputs), *given)
-        return result
+        # Not through the dispatcher: vmap of torch 2.15 would run the operator once per element there.
+        return operator.composite(*_tensors(inputs), *options[: len(options) - operator.n_forward_only])
     if type(input) not in PLAIN_TENSORS or input.is_meta or torch._C._len_torch_dispatch_stack() > 0:
         found = _registered(operator, "forward")(*_tensors(inputs), *options)
         return found[0] if operator.n_saved else found
     operator.check(inputs, options)
     if torch.is_grad_enabled():
         variables = inputs[: len(operator.differentiable(inputs, options))]
-        result = _Eager.apply(operator, inputs, options, *variables)  # type: ignore[no-untyped-call]
+        result: Tensor = _Eager.apply(operator, inputs, options, *variables)  # type: ignore[no-untyped-call]
         return result
     return operator.forward(inputs, options)[0]
 
@@ -164,7 +164,7 @@ def _differentiable_gradients(
     """
     n = len(needed)
     aliases = [None if tensor is None else torch.ops.aten.alias(tensor) for tensor in inputs[:n]]
-    result = _registered(operator, "composite")(*aliases, *inputs[n:], *options)
+    result = operator.composite(*aliases, *inputs[n:], *options)
     wanted = [alias for alias, need in zip(aliases, needed, strict=True) if need and alias is not None]
     found = iter(
         torch.autograd.grad(

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from focalkern._types import compute_dtype
 from focalkern.fallback._checks import autocasts, check_same_device, values_may_be_read
-from focalkern.fallback.calibration_map import check_arguments, operator_name, raise_invalid_row
+from focalkern.fallback.calibration_map import (
+    calibration_map_composite,
+    check_arguments,
+    operator_name,
+    raise_invalid_row,
+)
 from focalkern.stable._autograd import Operator, apply, parameter, reduced
 
 __all__ = ["OPERATOR", "calibration_map", "calibration_map_scalar"]
@@ -131,6 +136,7 @@ OPERATOR = Operator(
     _backward,
     _backward_shapes,
     _differentiable,
+    calibration_map_composite,
     n_saved=0,
     n_forward_only=1,
 )

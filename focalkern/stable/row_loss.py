@@ -10,7 +10,7 @@ from focalkern import fallback
 from focalkern._types import compute_dtype
 from focalkern.fallback._checks import check_same_device, values_may_be_read
 from focalkern.fallback.focal_loss import check_range, host_numbers, promoted
-from focalkern.fallback.row_loss import check_operator
+from focalkern.fallback.row_loss import check_operator, focal_loss_composite
 from focalkern.reference._softmax_losses import number_of, row_loss_of
 from focalkern.stable._autograd import Operator, apply, parameter, reduced
 
@@ -199,4 +199,5 @@ OPERATOR = Operator(
     _backward,
     _backward_shapes,
     _differentiable,
+    focal_loss_composite,
 )

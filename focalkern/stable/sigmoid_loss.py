@@ -8,7 +8,7 @@ from torch import Tensor
 
 from focalkern._types import FLOATS, LABELS, compute_dtype
 from focalkern.fallback._checks import autocasts, check_same_device, values_may_be_read
-from focalkern.fallback.sigmoid_loss import NAMES, check_arguments, check_range
+from focalkern.fallback.sigmoid_loss import NAMES, check_arguments, check_range, sigmoid_loss_composite
 from focalkern.stable._autograd import Operator, apply, is_dense, parameter, reduced
 
 __all__ = ["OPERATOR", "sigmoid_loss"]
@@ -167,4 +167,5 @@ OPERATOR = Operator(
     _backward,
     _backward_shapes,
     _differentiable,
+    sigmoid_loss_composite,
 )
