@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "kernels: about the compiled module; skipped where plain torch is taken")
+    config.addinivalue_line("markers", "kernels(also): about the compiled module, or also the stable one; else skipped")
     config.addinivalue_line("markers", "gpu: runs on CUDA (set by the fixtures of a test, never by hand)")
 
 
@@ -70,14 +70,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """-m gpu selects the tests that run on CUDA, by their parameters; the tests of the kernels need them."""
     import focalkern
 
-    compiled = focalkern.build_info()["kernels"] == "compiled"
+    kernels = focalkern.build_info()["kernels"]
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         fixtures = set(getattr(item, "fixturenames", ())) - set(parameters)
         if "cuda" in fixtures or parameters.get("device") == "cuda":
             item.add_marker("gpu")
-        if not compiled and item.get_closest_marker("kernels"):
-            item.add_marker(pytest.mark.skip(reason="focalkern computes with plain torch"))
+        marker = item.get_closest_marker("kernels")
+        if marker and kernels not in ("compiled", *marker.args):
+            item.add_marker(pytest.mark.skip(reason=f"focalkern's kernels are {kernels}"))
 
 
 @contextlib.contextmanager

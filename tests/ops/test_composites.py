@@ -11,7 +11,7 @@ import focalkern as fk
 from focalkern.ops import _backend
 from focalkern.reference._softmax_losses import ROW_LOSSES, number_of, row_loss_of, take_numbers
 
-pytestmark = pytest.mark.kernels
+pytestmark = pytest.mark.kernels("stable")
 
 OPERATORS = torch.ops.focalkern
 
@@ -123,6 +123,7 @@ def test_third_derivatives(name):
     torch.testing.assert_close((third * step).sum(), (values[0] - values[1]) / 2, rtol=1e-5, atol=1e-12)
 
 
+@pytest.mark.kernels
 def test_the_module_alone_declares_them():
     """Kernels run without Python's part; a composite operator then says that it has no implementation."""
     path, name = _backend._module.__file__, _backend._module.__name__.split(".")[-1]
