@@ -6,6 +6,7 @@ results and errors are the same (:func:`focalkern.ops._backend.backend_for`). Wh
 of derivatives, torch.func transforms and forward-mode tangents.
 """
 
+from focalkern.fallback._compile import compile_on, compiles_on
 from focalkern.fallback._operators import register_composites
 from focalkern.fallback.calibration_grid import CalibrationGridRun, calibration_grid
 from focalkern.fallback.calibration_map import calibration_map, calibration_map_scalar
@@ -28,6 +29,8 @@ __all__ = [
     "calibration_grid",
     "calibration_map",
     "calibration_map_scalar",
+    "compile_on",
+    "compiles_on",
     "empty_cache",
     "focal_loss",
     "map_nll_sums",

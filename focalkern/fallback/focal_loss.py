@@ -25,6 +25,7 @@ from focalkern.fallback._checks import (
     scalar_name,
     values_may_be_read,
 )
+from focalkern.fallback._compile import compilable
 from focalkern.gamma import GammaTable
 from focalkern.reference._rows import gamma_tensor, times_log
 from focalkern.reference._softmax_losses import ROW_LOSSES, RowLossSpec, confidence_factor
@@ -54,6 +55,7 @@ def focal_loss(
     return focal_definition(input, target, gamma, edges, weight, *options).to(dtype)
 
 
+@compilable("gamma")
 def focal_definition(
     input: Tensor,
     target: Tensor,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from focalkern._types import compute_dtype
 from focalkern.fallback._checks import check_reduction, scalar_name
+from focalkern.fallback._compile import compilable
 from focalkern.fallback.focal_loss import (
     check_arguments,
     check_range,
@@ -87,6 +88,7 @@ def check_operator(
     check_reduction(spec.name, reduction)
 
 
+@compilable("gamma", "epsilon")
 def _definition(
     spec: RowLossSpec,
     input: Tensor,

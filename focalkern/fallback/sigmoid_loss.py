@@ -16,6 +16,7 @@ from focalkern.fallback._checks import (
     scalar_name,
     values_may_be_read,
 )
+from focalkern.fallback._compile import compilable
 
 __all__ = ["NAMES", "check_arguments", "check_range", "sigmoid_loss", "sigmoid_loss_composite"]
 
@@ -63,6 +64,7 @@ def sigmoid_loss_composite(
     return loss if float32_loss else loss.to(input.dtype)
 
 
+@compilable("gamma", "second")
 def _definition(
     input: Tensor,
     target: Tensor,

@@ -2,8 +2,9 @@
 
 The compiled module is used where one fits the torch, the Python and the device at hand. For another torch
 :mod:`focalkern.stable` has the same kernels behind torch's stable ABI; everywhere else :mod:`focalkern.fallback`
-computes the same. FOCALKERN_KERNELS=0 takes plain torch always, FOCALKERN_KERNELS=require makes its use an error, and
-FOCALKERN_KERNELS=stable takes the stable module.
+computes the same, on GPUs with the losses compiled by torch.compile. FOCALKERN_KERNELS=0 takes plain torch always,
+FOCALKERN_KERNELS=compile too, with the losses compiled on every device; FOCALKERN_KERNELS=require makes its use an
+error, and FOCALKERN_KERNELS=stable takes the stable module.
 """
 
 import contextlib
@@ -53,8 +54,8 @@ def rocm() -> str:
 
 def _setting() -> str:
     value = os.environ.get("FOCALKERN_KERNELS") or "auto"
-    if value not in ("auto", "0", "require", "stable"):
-        raise ImportError(f"FOCALKERN_KERNELS must be auto, 0, require or stable, got {value!r}")
+    if value not in ("auto", "0", "compile", "require", "stable"):
+        raise ImportError(f"FOCALKERN_KERNELS must be auto, 0, compile, require or stable, got {value!r}")
     return value
 
 
@@ -161,6 +162,8 @@ def _choose() -> tuple[ModuleType | None, ModuleType | None, str, str]:
     plain = "plain torch"
     if _SETTING == "0":
         return None, None, plain, "FOCALKERN_KERNELS=0 asks for plain torch"
+    if _SETTING == "compile":
+        return None, None, plain, "FOCALKERN_KERNELS=compile asks for plain torch, compiled by torch.compile"
     try:
         if _SETTING == "stable":
             built_for, module, why = _load_stable()
@@ -187,6 +190,12 @@ _DEVICES = () if _module is None else ("cpu", "cuda", "meta") if _CUDA else ("cp
 _warned = False
 # Not before the compiled module, which owns the name under which operators are registered.
 fallback = importlib.import_module("focalkern.fallback")
+# Where torch.compile is known to fuse, unless kernels do; on a CPU a user must ask for it, and wait for its compiler.
+_GPUS = ("cuda", "xpu")
+if _SETTING == "compile":
+    fallback.compile_on((*_GPUS, "cpu", "mps"))
+elif _SETTING != "0":
+    fallback.compile_on(device for device in _GPUS if device not in _DEVICES)
 _composites = fallback.register_composites() if _module is not None else None
 
 
@@ -224,10 +233,13 @@ def _say_why(device_type: str) -> Literal[False]:
         reason = f"focalkern has no kernel for device {device_type}; move the tensors to the CPU to use those it has"
     if _SETTING == "require":
         raise NotImplementedError(f"FOCALKERN_KERNELS=require, but {reason}")
-    if _SETTING != "0" and not _warned:
+    if _SETTING not in ("0", "compile") and not _warned:
         _warned = True
+        road = "plain torch"
+        if fallback.compiles_on(device_type):
+            road += " and compiles the losses by torch.compile"
         warnings.warn(
-            f"focalkern computes with plain torch, which is slower: {reason} (FOCALKERN_KERNELS=0 silences this)",
+            f"focalkern computes with {road}, which is slower: {reason} (FOCALKERN_KERNELS=0 silences this)",
             stacklevel=5,
         )
     return False
@@ -245,14 +257,15 @@ def build_info() -> dict[str, Any]:
         this torch; ``"plain torch"`` where none fits or FOCALKERN_KERNELS=0), ``why`` (str), ``torch`` (str, the torch
         of the build; None without a compiled module), ``cuda`` (str, or None without CUDA kernels), ``arch_list`` (the
         GPU architectures, as in TORCH_CUDA_ARCH_LIST), ``cpu_kernels`` and ``cuda_kernels`` (the names under which
-        torch's dispatcher has kernels of this module). A device without kernels is computed on with plain torch.
+        torch's dispatcher has kernels of this module), ``torch_compile`` (the devices of this machine on which plain
+        torch is used and torch.compile compiles its losses). Another device without kernels has plain torch as it is.
 
     Example:
         >>> info = fk.build_info()
         >>> info["kernels"] in ("compiled", "stable", "plain torch")
         True
         >>> sorted(info)
-        ['arch_list', 'cpu_kernels', 'cuda', 'cuda_kernels', 'kernels', 'torch', 'why']
+        ['arch_list', 'cpu_kernels', 'cuda', 'cuda_kernels', 'kernels', 'torch', 'torch_compile', 'why']
     """
     plain = getattr(_module, "PLAIN_OPERATORS", ())
     kernels = {
@@ -271,4 +284,11 @@ def build_info() -> dict[str, Any]:
         "cuda": _CUDA,
         "arch_list": _built_for.ARCH_LIST if _built_for and _CUDA else [],
         **kernels,
+        "torch_compile": [device for device in ("cpu", *_GPUS, "mps") if _compiles_on(device)],
     }
+
+
+def _compiles_on(device_type: str) -> bool:
+    if not fallback.compiles_on(device_type):
+        return False
+    return device_type == "cpu" or bool(torch.get_device_module(device_type).is_available())

@@ -153,9 +153,24 @@ def test_kernels_0_is_silent(copy):
     assert done.stdout == "0.0451 0.0451\nplain torch - FOCALKERN_KERNELS=0 asks for plain torch\n"
 
 
+def test_kernels_compile_is_silent_and_told(copy):
+    code = f"{SMALL_STEP}print(info['torch_compile'], info['cpu_kernels'])\n"
+    done = run(code, copy.parent, kernels="compile")
+    assert (done.returncode, done.stderr) == (0, "")
+    numbers, road, compiled = done.stdout.splitlines()
+    assert (numbers, road) == (
+        "0.0451 0.0451",
+        "plain torch - FOCALKERN_KERNELS=compile asks for plain torch, compiled by torch.compile",
+    )
+    assert compiled.startswith("['cpu'")
+    assert compiled.endswith("] []")
+
+
 def test_a_setting_that_is_none(copy):
     done = run("import focalkern", copy.parent, kernels="no")
-    assert done.stderr.splitlines()[-1] == "ImportError: FOCALKERN_KERNELS must be auto, 0, require or stable, got 'no'"
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: FOCALKERN_KERNELS must be auto, 0, compile, require or stable, got 'no'"
+    )
 
 
 def test_required_kernels_and_a_device_without_them(copy):
@@ -187,7 +202,8 @@ def test_a_rocm_build_of_torch_is_told_what_runs(copy):
     write_build_info(copy)
     done = run(code, copy.parent)
     words = "torch was built for ROCm (HIP 6.2.41134), and focalkern has compiled kernels for CUDA and the CPU only"
-    assert f"computes with plain torch, which is slower: {words} (FOCALKERN_KERNELS=0 silences this)" in done.stderr
+    road = "plain torch and compiles the losses by torch.compile"
+    assert f"computes with {road}, which is slower: {words} (FOCALKERN_KERNELS=0 silences this)" in done.stderr
     assert "FOCALKERN_CUDA" not in done.stderr
     last = run(code, copy.parent, kernels="require").stderr.splitlines()[-1]
     assert last == f"NotImplementedError: FOCALKERN_KERNELS=require, but {words}"
