@@ -24,6 +24,7 @@ import argparse
 import csv
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -33,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "benchmarks" / "results" / "cpu_counts.csv"
 ELEMENTS_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_sigmoid.csv"
 SOFT_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_soft.csv"
+SPLINE_TABLE = ROOT / "benchmarks" / "results" / "cpu_counts_spline.csv"
 LANES = 16
 FEW_CLASSES = 32  # as in csrc/cpu/row_loss/tile.h
 CASES = [
@@ -55,6 +57,8 @@ ELEMENT_CASES = [
     for dtype in ("float32", "bfloat16")
     for target in ("dense", "labels")
 ]
+
+SPLINE_CASES = [(classes, dtype) for classes in (10, 100, 1000) for dtype in ("float32", "float64")]
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,18 @@ class ElementCount:
     backward: float
 
 
+@dataclass(frozen=True)
+class SplineCount:
+    classes: int
+    dtype: str
+    temperature: float  # temperature scaling, forward
+    forward: float  # the map that keeps the order
+    ratio: float
+    backward: float
+    curve: float  # of a fit: value, gradient and Hessian of the curve
+    vector: float  # value and gradient of spline-vector
+
+
 def floor(classes: int, dtype: str) -> float:
     """Instructions per element, forward and backward."""
     half = dtype == "bfloat16"
@@ -100,12 +116,16 @@ def floor(classes: int, dtype: str) -> float:
     return (vectors * (34 + (3 + 7 if half else 0)) + 2 * 13 / 4) / classes + finishing
 
 
-def build(folder: Path) -> Path:
-    program = folder / "instruction_counts"
-    sources = [Path(__file__).with_suffix(".cpp"), ROOT / "csrc" / "cpu" / "sigmoid_loss.cpp"]
-    command = ["c++", "-std=c++20", "-fwrapv", *HOST_FLAGS, "-I", ROOT / "csrc", *sources, "-o", program]
-    subprocess.run(command, check=True)
+def build(folder: Path, name: str = "instruction_counts", kernels: Sequence[str] = ("sigmoid_loss",)) -> Path:
+    program = folder / name
+    sources = [Path(__file__).with_name(f"{name}.cpp"), *(ROOT / "csrc" / "cpu" / f"{one}.cpp" for one in kernels)]
+    flags = ["-std=c++20", "-fwrapv", "-Wno-psabi", *HOST_FLAGS]
+    subprocess.run(["c++", *flags, "-I", ROOT / "csrc", *sources, "-o", program], check=True)
     return program
+
+
+def build_spline(folder: Path) -> Path:
+    return build(folder, "spline_counts", ("spline_map", "spline_sums", "calibration_map"))
 
 
 def steps(program: Path, *case: object) -> tuple[float, float]:
@@ -131,6 +151,14 @@ def count_elements(program: Path, loss: str, dtype: str, target: str) -> Element
     return ElementCount(loss, dtype, target, *(round(n, 2) for n in steps(program, loss, 80, dtype, target)))
 
 
+def count_spline(program: Path, classes: int, dtype: str) -> SplineCount:
+    temperature, forward = steps(program, "maps", classes, dtype)
+    backward, _ = steps(program, "backward", classes, dtype)
+    fit = steps(program, "fit", classes, dtype)
+    numbers = temperature, forward, forward / temperature, backward, *fit
+    return SplineCount(classes, dtype, *(round(number, 2) for number in numbers))
+
+
 def table(path: Path, header: list[str]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     with path.open(newline="") as file:
@@ -150,23 +178,31 @@ def element_summary() -> str:
     return table(ELEMENTS_TABLE, ["loss", "dtype", "target", "forward", "backward"])
 
 
+def spline_summary() -> str:
+    heads = ["classes", "dtype", "temperature scaling", "map", "ratio", "map, backward", "fit: curve", "fit: vector"]
+    return table(SPLINE_TABLE, heads)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--write", action="store_true", help=f"record in {TABLE.parent.relative_to(ROOT)}")
     parser.add_argument("--summary", action="store_true", help="print the recorded tables")
     arguments = parser.parse_args()
     if arguments.summary:
-        print(summary(), soft_summary(), element_summary(), sep="\n\n")
+        print(summary(), soft_summary(), element_summary(), spline_summary(), sep="\n\n")
         return
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
         counts = [count(program, *case) for case in CASES]
         soft_counts = [count_soft(program, *case) for case in SOFT_CASES]
         element_counts = [count_elements(program, *case) for case in ELEMENT_CASES]
+        of_splines = build_spline(Path(folder))
+        spline_counts = [count_spline(of_splines, *case) for case in SPLINE_CASES]
     tables = (
         (TABLE, Count, counts),
         (SOFT_TABLE, SoftCount, soft_counts),
         (ELEMENTS_TABLE, ElementCount, element_counts),
+        (SPLINE_TABLE, SplineCount, spline_counts),
     )
     for path, kind, found in tables:
         rows = [asdict(one) for one in found]
