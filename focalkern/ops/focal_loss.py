@@ -139,7 +139,8 @@ def focal_loss(
             pass over the logits, and one in the backward pass; otherwise, and under torch.func, the z-loss takes one
             more of each.
         return_stats: return the :class:`LossStats` of the rows too. Labels only. The logits are read once more for
-            it, in blocks, by torch operations; with ``label_smoothing`` twice more.
+            it, in blocks, by torch operations; with ``label_smoothing`` twice more. On the CPU this takes longer than
+            the loss and its gradient: ask for it in the steps that are logged.
 
     Returns:
         The loss, scalar or of shape [N, d1, ...], in the dtype of ``input`` (float32 for half-precision logits under
