@@ -23,13 +23,49 @@ def run(
     for shape in SHAPES if device == "cpu" else []:
         if wanted(f"{shape[0]}x{shape[1]} float32"):
             yield from run_shape(shape, seconds)
+        for dtype in (torch.float32, torch.float64):
+            if wanted(f"{shape[0]}x{shape[1]} {str(dtype).removeprefix('torch.')}"):
+                yield run_in_order(shape, dtype, seconds)
 
 
-def run_shape(shape: tuple[int, int], seconds: float) -> Iterator[list[Row]]:
+def rows_of(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(shape, generator=generator)
     target = torch.randint(shape[1], shape[:1], generator=generator)
     logits[torch.arange(shape[0]), target] += 8
+    return logits, target
+
+
+def run_in_order(shape: tuple[int, int], dtype: torch.dtype, seconds: float) -> list[Row]:
+    """What a prediction takes, which keeps the order of the classes."""
+    logits = rows_of(shape)[0].to(dtype)
+    destination = torch.empty_like(logits)
+    curve = (TEMPERATURE, FLOOR, SLOPE, KNOTS, VALUES)
+    expected = fk.spline_calibration_map(logits, *curve)
+
+    def matches(found: object) -> None:
+        assert isinstance(found, torch.Tensor)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+    return measure(
+        op="spline",
+        case=f"forward, order kept {'x'.join(map(str, shape))}",
+        n=shape[0],
+        classes=shape[1],
+        dtype=dtype,
+        providers=[
+            Provider("focalkern", lambda: fk.spline_calibration_map(logits, *curve, keep_order=True), check=matches),
+            Provider("temperature scaling", lambda: fk.focal_calibration_map(logits, 0.0, TEMPERATURE)),
+        ],
+        bytes_moved=2 * logits.nbytes,
+        copy=Provider("copy", lambda: destination.copy_(logits)),
+        seconds=seconds,
+        device="cpu",
+    )
+
+
+def run_shape(shape: tuple[int, int], seconds: float) -> Iterator[list[Row]]:
+    logits, target = rows_of(shape)
     weight, destination = torch.ones(shape[0], dtype=torch.float64), torch.empty_like(logits)
     parameters = torch.tensor([1 + SLOPE, TEMPERATURE, FLOOR], dtype=torch.float64)
     mapped = (logits, parameters, KNOTS, spline_coefficients(KNOTS, VALUES), None, None, False, False, False, False)
