@@ -67,17 +67,19 @@ def operator_tests() -> list[str]:
 def check(wheel: Path, python: str, torch: str, kernels: str, words: Sequence[str]) -> None:
     """Installs the wheel in a new environment and tests it there; exits at the first failure."""
     with tempfile.TemporaryDirectory() as work:
+        # With the tree on PYTHONPATH pip would take the package for installed.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
         def run(*command: str, **variables: str) -> None:
             print(f"--- {' '.join(command[:4])} {variables or ''}", flush=True)
             # In an empty folder: the tree would hide the installed package.
-            done = subprocess.run(command, cwd=work, env={**os.environ, **variables})
+            done = subprocess.run(command, cwd=work, env=environment | variables)
             if done.returncode:
                 fail(f"python {python}, torch {torch}: the command above failed with {done.returncode}")
 
         run(python, "-m", "venv", "environment")
         inside = str(Path(work, "environment/bin/python"))
-        path = {"PATH": str(Path(inside).parent), "PYTHONPATH": ""}
+        path = {"PATH": str(Path(inside).parent)}
         pip = (inside, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
         run(*pip, f"torch=={torch}")
         run(*pip, f"focalkern[test] @ file://{wheel}", f"torch=={torch}")
