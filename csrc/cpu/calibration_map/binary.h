@@ -7,7 +7,7 @@
 
 #include "cpu/simd/dispatch.h"
 #include "kernels/calibration_map.h"
-#include "math/calibration_map.h"
+#include "math/binary_map.h"
 
 namespace focalkern::cpu {
 namespace {

@@ -7,7 +7,7 @@
 // it, and for the terms of its classes. saved [3 or 4, rows] = (m, rest, others): the largest logit, the sum of e^(z_j
 // - m) over all other classes, and the sum of a_j over all classes but one above kUnlikely. With that the backward pass
 // reads a row once and writes its gradient. Vectors run along the classes of rows or, where classes are few or rows
-// adjacent, across rows (soft_targets_lanes.h). Half-precision logits are first copied to float.
+// adjacent, across rows (soft_targets_across.h). Half-precision logits are first copied to float.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,8 @@
 #include <type_traits>
 
 #include "cpu/row_loss/read.h"
+#include "cpu/row_loss/soft_targets_across.h"
+#include "cpu/row_loss/soft_targets_along.h"
 #include "cpu/row_loss/soft_targets_lanes.h"
 #include "cpu/row_loss/soft_targets_tile.h"
 
