@@ -1,0 +1,230 @@
+// Kernel calls of the losses of rows, for each device and for fake tensors.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/Exception.h>
+
+#include <tuple>
+#include <vector>
+
+#include "bindings/row_loss_arguments.h"
+
+#ifdef FOCALKERN_WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace focalkern::bindings {
+namespace {
+
+Tensor empty_saved(const Tensor& input, const Options& options) {
+  const auto rows = input.sym_numel() / input.sym_size(class_dim_of(input));
+  return at::empty_symint({rows * saved_numbers(options) + 1},
+                          input.options().dtype(compute_dtype(input.scalar_type())));
+}
+
+// A device reads labels where that is free, allocates what its kernels need beside the results, and launches them.
+struct Cpu {
+  struct Guard {
+    explicit Guard(c10::Device /* device */) {}
+  };
+  static void check_labels(const Inputs& /* inputs */, const Options& /* options */) {}  // the kernels do
+
+  template <typename Scalar>
+  static void forward(RowLossForward<Scalar>& args, const Prepared<Scalar>& prepared, const Options& options,
+                      const Tensor& loss) {
+    using Real = compute_t<Scalar>;
+    const int64_t chunk_rows = cpu::row_loss_chunk_rows(args.rows, args.classes);
+    const int64_t n_chunks = (args.rows + chunk_rows - 1) / chunk_rows;
+    std::vector<RowLossSums> chunks(n_chunks);
+    dispatch_loss(options.kind, [&](auto formula) {
+      using Loss = decltype(formula);
+      at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          chunks[i] = cpu::row_loss_forward<Loss>(args, i * chunk_rows, std::min(args.rows, (i + 1) * chunk_rows));
+        }
+      });
+    });
+    double total = 0, divisor = 0;
+    for (const auto& chunk : chunks) {
+      if (chunk.invalid_row >= 0)
+        raise_invalid_label(name_of(options), prepared.target, chunk.invalid_row, args.classes);
+      total += chunk.loss;
+      divisor += chunk.weight;
+    }
+    if (options.reduction == kMean) total /= divisor;
+    if (options.reduction != kNone) *static_cast<Real*>(loss.mutable_data_ptr()) = static_cast<Real>(total);
+    args.saved[saved_numbers(options) * args.rows] = static_cast<Real>(divisor);
+  }
+
+  template <typename Scalar>
+  static void backward(const RowLossBackward<Scalar>& args, const Options& options) {
+    const int64_t chunk_rows = cpu::row_loss_chunk_rows(args.rows, args.classes);
+    const int64_t n_chunks = (args.rows + chunk_rows - 1) / chunk_rows;
+    dispatch_loss(options.kind, [&](auto formula) {
+      using Loss = decltype(formula);
+      at::parallel_for(0, n_chunks, 1, [&](int64_t begin, int64_t end) {
+        // Backwards: what the forward pass read last may still be in the cache, and the gradient evicts the rest first.
+        for (int64_t i = end - 1; i >= begin; --i) {
+          cpu::row_loss_backward<Loss>(args, i * chunk_rows, std::min(args.rows, (i + 1) * chunk_rows));
+        }
+      });
+    });
+  }
+};
+
+#ifdef FOCALKERN_WITH_CUDA
+struct Cuda {
+  using Guard = c10::cuda::CUDAGuard;
+
+  static void check_labels(const Inputs& inputs, const Options& options) {
+    if (!validation_requested() || is_soft_target(inputs.target)) return;
+    const int64_t classes = inputs.input.size(class_dim_of(inputs.input));
+    check_labels_on_device(name_of(options), inputs.target, classes, options.ignore_index);
+  }
+
+  template <typename Scalar>
+  static void forward(RowLossForward<Scalar>& args, const Prepared<Scalar>& prepared, const Options& options,
+                      const Tensor& loss) {
+    using Real = compute_t<Scalar>;
+    const bool mean = options.reduction == kMean;
+    Real* reduced = options.reduction == kNone ? nullptr : static_cast<Real*>(loss.mutable_data_ptr());
+    Tensor workspace;
+    const int64_t bytes = cuda::focal_loss_workspace(args.rows, args.classes, options.reduction != kNone);
+    if (bytes > 0) workspace = at::empty({bytes}, prepared.input.options().dtype(at::kByte));
+    void* scratch = workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
+    Real* divisor = args.saved + saved_numbers(options) * args.rows;
+    void* stream = c10::cuda::getCurrentCUDAStream().stream();
+    dispatch_loss(options.kind, [&](auto formula) {
+      const int error = cuda::row_loss_forward<decltype(formula)>(args, mean, reduced, divisor, scratch, stream);
+      C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+    });
+  }
+
+  template <typename Scalar>
+  static void backward(const RowLossBackward<Scalar>& args, const Options& options) {
+    void* stream = c10::cuda::getCurrentCUDAStream().stream();
+    dispatch_loss(options.kind, [&](auto formula) {
+      const int error = cuda::row_loss_backward<decltype(formula)>(args, stream);
+      C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+    });
+  }
+};
+#endif  // FOCALKERN_WITH_CUDA
+
+template <typename Device>
+std::tuple<Tensor, Tensor> forward(const Inputs& inputs, const Options& options) {
+  check_arguments(inputs, options);
+  const Tensor& input = inputs.input;
+  const typename Device::Guard guard(input.device());
+  Device::check_labels(inputs, options);
+  const Tensor saved = empty_saved(input, options);
+  const bool unreduced = options.reduction == kNone;
+  const Tensor loss =
+      at::empty(unreduced ? C10_AS_INTARRAYREF_SLOW(loss_shape(input)) : at::IntArrayRef(), saved.options());
+  dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    using Real = compute_t<Scalar>;
+    const auto prepared = prepare<Scalar>(inputs, options);
+    RowLossForward<Scalar> args{prepared.args, nullptr};
+    args.saved = static_cast<Real*>(saved.mutable_data_ptr());
+    if (unreduced) args.row_loss = static_cast<Real*>(loss.mutable_data_ptr());
+    Device::forward(args, prepared, options, loss);
+  });
+  return {as_dtype(loss, result_dtype(input, options.float32_loss)), saved};
+}
+
+template <typename Device>
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& inputs, const Tensor& saved,
+                                            const Options& options, std::array<bool, 3> needed) {
+  check_arguments(inputs, options);
+  const auto& [input, target, gamma, edges, weight] = inputs;
+  const typename Device::Guard guard(input.device());
+  const char* op = name_of(options);
+  const int64_t numbers = saved_numbers(options);
+  const auto real = compute_dtype(input.scalar_type());
+  const int64_t classes = input.size(class_dim_of(input));
+  const int64_t rows = input.numel() / classes;
+  const auto shape = options.reduction == kNone ? loss_shape(input) : c10::SymDimVector();
+  TORCH_CHECK_VALUE(grad.sym_sizes() == c10::SymIntArrayRef(shape), op, ": grad must have the shape of the loss, ",
+                    c10::SymIntArrayRef(shape), ", got ", grad.sym_sizes());
+  TORCH_CHECK_VALUE(
+      saved.dim() == 1 && saved.numel() == numbers * rows + 1 && saved.scalar_type() == real && saved.is_contiguous(),
+      op, ": saved must be what the forward pass returned for this input");
+  TORCH_CHECK_VALUE(!edges || !needed[2], op, ": the gammas of a table have no gradient, and needed[2] asks for it");
+  check_same_device(op, "grad", grad, input);
+  check_same_device(op, "saved", saved, input);
+  Tensor grad_input = at::empty({0}, input.options());
+  Tensor grad_target = at::empty({0}, input.options().dtype(real));
+  Tensor grad_gamma = at::empty({0}, input.options().dtype(real));
+  dispatch_scalar(input.scalar_type(), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    using Real = compute_t<Scalar>;
+    auto prepared = prepare<Scalar>(inputs, options);
+    RowLossBackward<Scalar> args{};
+    const int64_t class_dim = class_dim_of(input);
+    // Where the kernel writes; not the gradient itself if that has strides which no RowLayout describes.
+    Tensor input_buffer, target_buffer;
+    if (needed[0]) {
+      grad_input = empty_result_like(input, input.scalar_type());
+      input_buffer =
+          row_layout(grad_input, class_dim) ? grad_input : empty_result_like(prepared.input, input.scalar_type());
+      args.grad_logits = static_cast<Scalar*>(input_buffer.mutable_data_ptr());
+    }
+    if (needed[1]) {
+      // The kernel knows one layout for the target and its gradient, which an expanded target cannot lend.
+      if (!prepared.target.is_non_overlapping_and_dense()) {
+        prepared.target = prepared.target.contiguous();
+        prepared.args.target_layout = *row_layout(prepared.target, class_dim);
+        prepared.args.target_probs = static_cast<const Real*>(prepared.target.const_data_ptr());
+      }
+      grad_target = at::empty_like(target, target.options().dtype(real));
+      const bool same_layout = grad_target.strides() == prepared.target.strides();
+      target_buffer = same_layout ? grad_target : at::empty_like(prepared.target);
+      args.grad_target = static_cast<Real*>(target_buffer.mutable_data_ptr());
+    }
+    if (needed[2]) {
+      grad_gamma = at::empty(C10_AS_INTARRAYREF_SLOW(loss_shape(input)), input.options().dtype(real));
+      args.grad_gamma = static_cast<Real*>(grad_gamma.mutable_data_ptr());
+    }
+    static_cast<RowLossArgs<Scalar>&>(args) = prepared.args;
+    if (needed[0]) args.grad_layout = *row_layout(input_buffer, class_dim);
+    args.saved = static_cast<Real*>(const_cast<void*>(saved.const_data_ptr()));
+    if (options.reduction == kMean) args.divisor = args.saved + numbers * rows;
+    Tensor upstream = as_dtype(grad, real);
+    args.grad_stride = options.reduction == kNone ? 1 : 0;
+    if (args.grad_stride) upstream = upstream.contiguous();
+    args.grad_loss = static_cast<const Real*>(upstream.const_data_ptr());
+    if (rows > 0) Device::backward(args, options);
+    if (needed[0] && !input_buffer.is_same(grad_input)) grad_input.copy_(input_buffer);
+    if (needed[1] && !target_buffer.is_same(grad_target)) grad_target.copy_(target_buffer);
+  });
+  if (needed[1]) grad_target = as_dtype(grad_target, target.scalar_type());
+  if (needed[2]) grad_gamma = grad_gamma.sum_to_size(gamma.sizes()).to(gamma.options());
+  return {grad_input, grad_target, grad_gamma};
+}
+
+std::tuple<Tensor, Tensor> forward_meta(const Inputs& inputs, const Options& options) {
+  check_arguments(inputs, options);
+  const Tensor& input = inputs.input;
+  const auto shape = options.reduction == kNone ? loss_shape(input) : c10::SymDimVector();
+  return {at::empty_symint(shape, input.options().dtype(result_dtype(input, options.float32_loss))),
+          empty_saved(input, options)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& /* grad */, const Inputs& inputs,
+                                                 const Tensor& /* saved */, const Options& /* options */,
+                                                 std::array<bool, 3> needed) {
+  const auto& [input, target, gamma, edges, weight] = inputs;
+  const auto absent = [&](at::ScalarType dtype) { return at::empty({0}, inputs.input.options().dtype(dtype)); };
+  const auto real = compute_dtype(input.scalar_type());
+  return {needed[0] ? at::empty_like(input) : absent(input.scalar_type()),
+          needed[1] ? at::empty_like(target) : absent(real),
+          needed[2] ? at::empty_like(gamma, gamma.options(), at::MemoryFormat::Contiguous) : absent(real)};
+}
+
+}  // namespace
+}  // namespace focalkern::bindings
