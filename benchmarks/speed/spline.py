@@ -37,7 +37,7 @@ def rows_of(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_in_order(shape: tuple[int, int], dtype: torch.dtype, seconds: float) -> list[Row]:
-    """What a prediction takes, which keeps the order of the classes."""
+    """The map of a prediction, which keeps the order of the classes."""
     logits = rows_of(shape)[0].to(dtype)
     destination = torch.empty_like(logits)
     curve = (TEMPERATURE, FLOOR, SLOPE, KNOTS, VALUES)

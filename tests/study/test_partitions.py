@@ -38,7 +38,7 @@ def address():
 
 
 def compared(part, rank=0, size=1, place=None):
-    """What the process of ``rank`` finds: None but for rank 0."""
+    """The comparison on the process of ``rank``: its record on rank 0, None elsewhere."""
     torch.set_num_threads(1)
     with contextlib.closing(Processes(60, rank=rank, size=size, address=place or "")) as processes:
         val, test = (share_rows(*one, processes, name=name) for one, name in zip(part, ("val", "test"), strict=True))
