@@ -89,7 +89,7 @@ def extension() -> tuple[Extension, type[build_ext]]:
             self.build_stable_modules()
             arch_list = os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if toolkit else []
             Path(self.get_ext_fullpath("focalkern._C")).with_name("_build_info.py").write_text(
-                '"""What focalkern._C was built with. Written by setup.py."""\n\n'
+                '"""The settings with which focalkern._C was built. Written by setup.py."""\n\n'
                 f"TORCH = {str(torch.__version__)!r}\nCUDA: str | None = {torch.version.cuda if toolkit else None!r}\n"
                 f"ARCH_LIST: list[str] = {arch_list!r}\n"
             )

@@ -123,7 +123,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
         arch_list[-1] += "+PTX"
     modules = {".".join(torch.split(".")[:2]): torch for torch in torches}
     (folder / "_build_info.py").write_text(
-        '"""What this wheel holds. Written by tools/wheel.py."""\n\n'
+        '"""The contents of this wheel. Written by tools/wheel.py."""\n\n'
         f"MODULES: dict[str, str] = {modules!r}\nCUDA: str | None = {cuda_version!r}\n"
         f"ARCH_LIST: list[str] = {arch_list!r}\n"
     )

@@ -1,4 +1,4 @@
-"""What ``fit`` is given, as rows: [N, C] of logits or probabilities, labels and weights."""
+"""The arguments of ``fit`` as rows: [N, C] of logits or probabilities, labels and weights."""
 
 import math
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ BY_METHOD: dict[str, type["Fitted"]] = {}  # every calibrator, by the word in it
 
 
 class Layout(NamedTuple):
-    """What fit was given."""
+    """The kind of the input of ``fit``: classes, their names, and the layout."""
 
     n_classes: int
     names: np.ndarray[Any, Any] | None = None
@@ -222,7 +222,7 @@ class Fitted(Parameters):
         return (input if self._keeps_predictions() else self._after_floor(input, log=True)).argmax(-1)
 
     def _fitted_to_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What ``_fit`` returned, for the top of the file and for its summary of the fit."""
+        """The result of ``_fit``, for the top of the file and for its summary of the fit."""
         raise NotImplementedError
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class Fitted(Parameters):
             raise renamed(type(self).__name__, error) from None
 
     def _kept_module(self, make: Callable[[], torch.nn.Module], device: torch.device) -> torch.nn.Module:
-        """What ``make`` gives, on the device: made once for a fit, because that takes longer than a row."""
+        """The module of ``make`` on the device, made once per fit, because making it takes longer than a row."""
         modules: dict[Any, torch.nn.Module] = vars(self).setdefault("_modules", {})
         key = device, self.input_kind
         if key not in modules:

@@ -138,7 +138,7 @@ class FlooredInput(torch.nn.Module):
         (self.floor,) = state.tolist()
 
     def forward(self, input: Tensor) -> Tensor:
-        """What the module gives, in the dtype of ``input``."""
+        """The output of the module, in the dtype of ``input``."""
         pairs = as_pairs(input, self.input_kind) if self.one_logit else input
         rows = floored_input(pairs, self.floor, self.input_kind)
         if self.one_logit:

@@ -257,7 +257,7 @@ class MultiLabelScaling(Calibrator):
     @overload
     def predict(self, logits: np.ndarray[Any, Any] | Sequence[Any]) -> np.ndarray[Any, Any]: ...
     def predict(self, logits: Any) -> Any:
-        """Which labels are more probable than not, before calibration as after it.
+        """The labels with a probability above 1/2, before and after calibration.
 
         Args:
             logits: [..., L], as :meth:`predict_proba`.

@@ -261,7 +261,7 @@ def _focal_scaling(rows: _Rows, near: tuple[float, float] | None) -> Steps[Searc
             best_point, best_value = point, value
     if float(best_point[1]) == _LOG_T[0]:
         found = yield from _at_low_end(rows, math.expm1(best_point[0]))
-        # What the rows justify may be worse than the optimum of plain temperature scaling, which is one.
+        # A bound of the search may be worse than the optimum of plain temperature scaling, which is not a bound.
         return replace(found if found.value < plain.value else plain, n_cells=n_cells)
     words = [
         text

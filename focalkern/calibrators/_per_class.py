@@ -26,7 +26,7 @@ def per_class_report(
     estimator: Estimator = "equal_width",
     names: Sequence[Any] | None = None,
 ) -> list[dict[str, Any]]:
-    r"""How well the probability of each class is calibrated, before and after.
+    r"""Calibration of the probability of each class, before and after.
 
     Args:
         probs: [N, C] probabilities, floating point; of the classes, or of independent labels.

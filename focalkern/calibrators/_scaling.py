@@ -37,7 +37,7 @@ __all__ = ["Scaling"]
 
 
 class Scaling(Calibrator):
-    """What both scalings share: everything but which gammas are searched."""
+    """Shared by both scalings, which differ only in the gammas that they search."""
 
     _parameter_names: ClassVar[tuple[str, ...]] = (
         "search",

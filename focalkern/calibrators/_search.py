@@ -25,8 +25,8 @@ __all__ = [
 Search = Literal["grid", "line", "refine", "nll", "brier"]
 
 DEFAULT_GAMMAS: tuple[float, ...] = (0.0, *PAPER_GAMMAS)
-"""What :class:`FocalTemperatureScaling` searches: the paper's nine values, and before them 0, plain temperature
-scaling. First, because of two equal cells the earlier one is taken: the plainer calibrator wins a tie."""
+"""The gammas of :class:`FocalTemperatureScaling`: 0, plain temperature scaling, and the paper's nine values. 0 is
+first, because of two equal cells the earlier one is taken: the plainer calibrator wins a tie."""
 
 TEMPERATURE_BOUNDS: tuple[float, float] = (1e-4, 1e4)
 """Where the search by derivatives looks for T. An optimum at infinity, or beyond, becomes the upper bound; one at 0, or
@@ -104,7 +104,7 @@ def every_row_grid(
 
 # -- beyond the border -----------------------------------------------------------------------------------------------
 
-# How many times, and how far each time, an axis is extended if its end was chosen.
+# Number of extensions of an axis whose end was chosen, and the length of each.
 WIDENINGS = 8
 _GAMMA_STEPS, _GAMMA_FACTOR = 3, 1.5  # of 1 + gamma
 _TEMPERATURE_STEPS, _TEMPERATURE_FACTOR = 50, 2 ** (1 / 50)

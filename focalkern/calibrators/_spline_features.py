@@ -1,4 +1,4 @@
-"""What spline scaling reads of a row: its temperature, the floored log-probabilities x, their log-odds u, the knots."""
+"""The features of spline scaling: temperature, floored log-probabilities x, their log-odds u, and the knots."""
 
 import math
 from collections.abc import Callable

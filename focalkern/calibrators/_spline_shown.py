@@ -26,7 +26,7 @@ class ShownCurve:
 
 
 def shown_curve(calibrator: SplineScaling, points: int = 200) -> ShownCurve:
-    r"""What the curve alone makes of the confidence q of two classes.
+    r"""The confidence of two classes after the curve, from the confidence q.
 
     .. math::
         \text{logit}\, \hat p = h(u) - h(-u), \quad h(u) = (1 + a) \log \sigma(u) + f(u), \quad u = \text{logit}\, q

@@ -177,7 +177,7 @@ class AdaFocalLoss(FocalFamily):
 
         Raises:
             TypeError, ValueError: dtype, shape or device; logits whose softmax is NaN.
-            IndexError: a label out of range. What was accumulated before stays as it was in every case.
+            IndexError: a label out of range. Samples that were accumulated before are never changed.
         """
         confidence, correct = self._validation_samples("accumulate", logits, target)
         self._confidence.append(confidence)

@@ -1,4 +1,4 @@
-"""What the losses share: the options of cross-entropy, and batches in the form that the plain losses compute with."""
+"""Shared by the losses: the options of cross-entropy, and batches in the form that the plain losses compute with."""
 
 import math
 import os
@@ -22,7 +22,7 @@ class Loss(nn.Module):
 
     # Buffers that keep their dtype when a model is cast to half precision with the loss inside.
     _exact_buffers: tuple[str, ...] = ()
-    # What the states of earlier versions have, and those of this one have not.
+    # Entries in states of earlier versions that this version does not have.
     _optional_state: frozenset[str] = frozenset()
 
     def __init__(
@@ -54,7 +54,7 @@ class Loss(nn.Module):
         return type(self).__name__
 
     def _settings(self) -> dict[str, object]:
-        """What the loss has beyond the common options, for its printed form."""
+        """The settings of the loss other than the common options, for its printed form."""
         return {}
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ class Loss(nn.Module):
         own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         current = self.state_dict()
         expected = current.keys() | (own.keys() & self._optional_state)
-        # Losses whose gamma is a number have states without names, and others have names in common. What says nothing
-        # of its kind, such as a checkpoint of cross-entropy or a .safetensors file, is taken by its names.
+        # A state that does not name its class, such as a checkpoint of cross-entropy or a .safetensors file, is loaded
+        # by names.
         kind = local_metadata.get(_KIND, _kind_of(self))
         if kind != _kind_of(self):
             # Among the keys, the only errors that strict=False lets pass.
@@ -170,7 +170,7 @@ def _kind_of(loss: Loss) -> str:
 
 
 def described(value: object) -> str:
-    """What was given in the place of a setting; class weights, cross-entropy's first argument, are told apart."""
+    """A description of an invalid setting; class weights, cross-entropy's first argument, have their own words."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.is_nested:

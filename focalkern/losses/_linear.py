@@ -24,7 +24,7 @@ def _positive_int(op: str, name: str, value: object) -> int:
 
 
 class _Head(FocalFamily):
-    """What turns a loss of logits into one of the features that a linear layer makes logits of."""
+    """Turns a loss of logits into a loss of features, from which a linear layer makes the logits."""
 
     linear: nn.Linear
 
