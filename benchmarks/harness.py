@@ -1,4 +1,4 @@
-"""What every benchmark shares: providers, checks before clocks, interleaved timing, memory, and result files.
+"""Shared by the benchmarks: providers, checks before timing, interleaved timing, memory, and result files.
 
 The machines are shared and their speed drifts, so the providers of a case take turns within one process, and the
 tables show medians and ratios of one run, never single times.

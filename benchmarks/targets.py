@@ -15,7 +15,7 @@ FAMILY = (("128x10", 1.5), ("8192x20", 2.0), ("256x1000", 2.0), ("1024x32000", 2
 SIGMOID_DENSE, SIGMOID_LABELS, SIGMOID_SMALL, SIGMOID_COPIES, SIGMOID_BF16 = 3.0, 4.0, 1.5, 6.0, 1.3
 GRID_SECONDS, GRID_MIB, IMPORT_MS, BUILD_SECONDS = 20.0, 256.0, 150.0, 120.0
 
-# What is wanted, the bound in words, the figure in words, whether it is met.
+# The goal, its bound, the recorded value, and whether it is met.
 Line = tuple[str, str, str, bool]
 
 

@@ -31,7 +31,7 @@ def main(arguments=None):
     parser.add_argument("--report", metavar="DIR", help="write a page with diagrams there (needs matplotlib)")
     chosen = parser.parse_args(arguments)
 
-    # What the rows hold, you say: log-probabilities are logits, probabilities are input_kind="probs".
+    # The kind of the rows: log-probabilities are logits; for probabilities say input_kind="probs".
     validation, test = classifier_rows()
     study = fk.compare_calibrators(validation, test, candidates=CANDIDATES, input_kind="probs")
     print(study.verdict)

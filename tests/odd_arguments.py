@@ -47,7 +47,7 @@ class Refuses:
 
 
 def values() -> list[Any]:
-    """What belongs somewhere, and what belongs nowhere; new each time, as some of them are used up."""
+    """Suitable and unsuitable values; new ones each time, because some are consumed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of some of its kinds of tensors
         return _values()
@@ -165,7 +165,7 @@ def calls() -> dict[str, Call]:
         kind = getattr(losses, name)
         if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
             size = {"in_features": 3, "num_classes": 4} if name.startswith("Linear") else {}
-            # What checks a table is called by its name.
+            # Errors of the checks of a table begin with its name.
             many[name] = call(kind, name, "GammaTable", **size)
             loss = kind(**size)
             batch = {"input": features if size else z, "target": p if "Sigm" in name or "ymm" in name else y}
@@ -266,7 +266,7 @@ REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, files.InputE
 
 
 def problem_of(one: Call, arguments: dict[str, Any]) -> str | None:
-    """What is wrong with the error that the call raises, if it raises one."""
+    """The fault of the error that the call raises, if it raises one."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         try:

@@ -339,7 +339,7 @@ OPERATORS: dict[str, Callable[[Draw], Case]] = {
     "inverse_map": inverse_map,
     "grid": grid,
 }
-# How often each is drawn: the kernels with the most ways through them most often.
+# Frequencies of the draws: kernels with more code paths are drawn more often.
 SHARES = {"focal": 5, "poly": 2, "map": 4, "sigmoid_focal": 2}
 
 

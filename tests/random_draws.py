@@ -1,4 +1,4 @@
-"""What random_cases.py draws: arguments from a seed, and the case that they make."""
+"""The draws of random_cases.py: arguments from a seed, and the case that they make."""
 
 import math
 from collections.abc import Callable

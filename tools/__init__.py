@@ -1,1 +1,1 @@
-"""What builds and ships the package; not part of it."""
+"""Programs that build and ship the package; they are not part of it."""

@@ -132,7 +132,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
 def build_wheel(native: str, out: Path) -> Path:
     """A wheel of the package with the files of a folder, or with none."""
     with tempfile.TemporaryDirectory() as work:
-        # What was built in the tree must not get in.
+        # Files that were built in the tree must not get into the wheel.
         unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so", "_build_info.py")
         source = shutil.copytree(ROOT, Path(work, "source"), ignore=unwanted)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]

@@ -98,9 +98,8 @@ def decomposition() -> Iterator[Line]:
 def relations() -> Iterator[Line]:
     """Figures 2, 5 and 6, and the fit for four classes.
 
-    How [1] measured the distance between map and temperature scaling, and for which gammas, is not at hand: both usual
-    measures over the range of its grid stand here, and how far the published line itself is from the map.
-    """
+    The measure of distance in [1] between map and temperature scaling, and its gammas, are not at hand. The rows have
+    both usual measures over the range of its grid, and the distance of the published line from the map."""
     for n_classes, (slope, intercept, figure) in FITS.items():
         log_q = points(n_classes)
         source = f"[1] {figure}, fit for {n_classes} classes"

@@ -2,9 +2,8 @@
 
 A case is checked against the reference, then timed with CUDA events by triton.testing.do_bench (medians; the cache is
 emptied between calls). The bytes are those that the case must move at least: the logits or their gradient, a label for
-each row, and the three numbers for each row that the forward pass keeps. What could not be had is a row without time
-that says why.
-"""
+each row, and the three numbers for each row that the forward pass keeps. A case that cannot run is a row without a
+time, with the reason."""
 
 import argparse
 import csv

@@ -91,7 +91,7 @@ def run(
             classes=classes,
             dtype=dtype,
             providers=providers,
-            # What any of them must move: input, weight, and the gradients of both.
+            # The bytes that every implementation must move: input, weight, and the gradients of both.
             bytes_moved=2 * (x.numel() + w.numel()) * x.element_size(),
             copy=None,
             seconds=seconds,

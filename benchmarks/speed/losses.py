@@ -139,7 +139,7 @@ def run(
                 if gamma is None
                 else check_gradient(logits, target, gamma, tolerance=1e-5)
             )
-            # What asks the host for numbers has no graph to compile.
+            # Code that reads numbers on the host has no graph to compile.
             graph, absent = compiled(published, quick) if gamma is None else (None, "it chooses gamma on the host")
             # The published Brier score loses digits among many classes: 2.7e-5 of the largest slope at 32000.
             loose = check_beside(published, logits, target, 1e-4) if published is published_brier else check

@@ -1,4 +1,4 @@
-"""What the package itself costs: seconds of its build, milliseconds of its import."""
+"""Cost of the package: seconds of its build, milliseconds of its import."""
 
 import os
 import shutil

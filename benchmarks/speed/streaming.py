@@ -1,4 +1,4 @@
-"""How much memory ``focalkern calibrate`` takes for how many rows, read a few at a time and all at once.
+"""Memory of ``focalkern calibrate`` by the number of rows, streamed and in memory.
 
 ``python -m benchmarks.speed.streaming`` writes files of random logits, calibrates each in a process of its own, and
 records the largest resident memory that the system has seen of that process. The seconds are of one run each on a
@@ -80,7 +80,7 @@ def measure(name: str, rows: int) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         pattern, size = write_shards(Path(folder), rows, n_classes, dtype)
         ways = {"streamed": pattern}
-        # What fits; all of it is in float64 there, some of it more than once.
+        # Rows that fit in memory; they exist in float64 there, some of them more than once.
         if in_memory and size < 1100:
             for kind in ("logits", "labels"):
                 parts = sorted(Path(folder).glob(f"val_{kind}-*.npy"))

@@ -270,7 +270,7 @@ def printed(value: float) -> str:
 
 
 def beyond_noise(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """How many have a higher, and how many a lower NLL than the automatic choice, with 95 % confidence."""
+    """The numbers of fits with a higher and with a lower NLL than the automatic choice, with 95 % confidence."""
     signs = [
         0 if abs(row["vs_auto"]) <= 1.96 * row["vs_auto_error"] else math.copysign(1, row["vs_auto"]) for row in rows
     ]

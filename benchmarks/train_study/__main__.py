@@ -124,7 +124,7 @@ def _train(arguments: argparse.Namespace) -> int:
         network=arguments.network or ("text-cnn" if dataset.n_tokens else "small-cnn"),
         **{name: getattr(arguments, name) for name in _SETTINGS},
     )
-    # What does not fit is said before anything is written.
+    # Errors are reported before anything is written.
     networks.build(settings.network, dataset, settings.width)
     data.split(
         dataset,

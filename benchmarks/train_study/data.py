@@ -45,7 +45,7 @@ class Dataset:
 
 @dataclass
 class Split:
-    """What one run trains, chooses and reports on. ``prepare`` makes network inputs of stored ones."""
+    """The training, validation and test sets of a run. ``prepare`` makes network inputs of stored ones."""
 
     train_inputs: Tensor
     train_labels: Tensor

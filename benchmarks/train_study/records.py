@@ -1,4 +1,4 @@
-"""What a run leaves behind, written and read."""
+"""Reads and writes the files of a run."""
 
 import csv
 import datetime
@@ -74,7 +74,7 @@ def read_runs(out: Path, rank: Callable[[str], Any]) -> list[Run]:
 
 
 def about(loss: str, seed: int, device: torch.device) -> dict[str, Any]:
-    """What ran where."""
+    """Versions and machine of the run."""
     return {
         "loss": loss,
         "seed": seed,

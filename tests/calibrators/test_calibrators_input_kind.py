@@ -1,4 +1,4 @@
-"""What is given for something else: probabilities, percentages and decisions where logits are expected."""
+"""Inputs of the wrong kind: probabilities, percentages and decisions where logits are expected."""
 
 import copy
 import pickle

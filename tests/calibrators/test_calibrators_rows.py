@@ -1,4 +1,4 @@
-"""What fit takes: weights that are repeated rows, labels of every kind, rows left out, and dense predictions."""
+"""Arguments of fit: weights that are repeated rows, labels of every kind, rows left out, and dense predictions."""
 
 import itertools
 import json

@@ -17,7 +17,7 @@ def tasks(tmp_path, monkeypatch):
 
 
 def classifier_loss(gamma):
-    """What ultralytics calls: a criterion of predictions and batch gives the loss and what it logs."""
+    """A criterion as ultralytics calls it: of predictions and batch, it returns the loss and the logged values."""
 
     def criterion(predictions, batch):
         loss = fk.focal_loss(predictions, batch["cls"], gamma)

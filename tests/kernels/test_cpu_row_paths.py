@@ -1,4 +1,4 @@
-"""Which loop of the CPU takes a tile of rows (csrc/cpu/row_loss/plan.h), for every size and without a kernel."""
+"""The choice of the CPU loop for a tile of rows (csrc/cpu/row_loss/plan.h), for every size and without a kernel."""
 
 import platform
 import shutil

@@ -1,4 +1,4 @@
-"""How the kernels are built for the tests: in which order, and for what."""
+"""The build of the kernels for the tests: its order and its targets."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""The reader of machine code (sassrun): an unknown instruction is an error. What instructions do is tested
-by the results of the kernels: FOCALKERN_PTX=arch=machine_code, and machine_code_100.
+"""The reader of machine code (sassrun): an unknown instruction is an error. The results of the kernels test the
+instructions: FOCALKERN_PTX=arch=machine_code, and machine_code_100.
 """
 
 import struct

@@ -1,5 +1,5 @@
 """The CUDA kernels on the CPU: blocks and threads run as fibers (tools/cuda/shim), so that indexing, reductions, tails
-and launch geometry are tested on every machine. What they compute shares its formulas with the CPU kernels.
+and launch geometry are tested on every machine. The CPU kernels share their formulas.
 
 Inputs end at a page that nobody may touch, outputs start as NaN, and the threads of a block run in a random order.
 """

@@ -93,7 +93,7 @@ def process(rank, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the two processes ended with: one start for all cases, because it takes longer than all of them."""
+    """The final states of the two processes: one start for all cases, because it takes longer than all of them."""
     folder = tmp_path_factory.mktemp("ranks")
     context = mp.spawn(process, args=(str(folder),), nprocs=RANKS, join=False)
     end = time.monotonic() + TIMEOUT.total_seconds()

@@ -63,7 +63,7 @@ def dynamo():
 
 
 def other_gammas(criterion, step):
-    """What a schedule or an update does between steps: other values in the same memory."""
+    """A schedule or an update between steps: other values in the same memory."""
     if isinstance(criterion, fk.AdaFocalLoss):
         torch.manual_seed(step)
         criterion.update(3 * torch.randn(64, 4), torch.randint(4, (64,)))

@@ -301,7 +301,7 @@ def test_equally_good_calibrators_seldom_win():
             wins[method] += difference.excludes_zero
     # At level 0.95 three of sixty are expected; three deviations more make eight.
     assert wins["symmetric"] <= 8
-    # What the module says of the basic interval.
+    # The module's statement about the basic interval.
     assert wins["basic"] > 8
 
 

@@ -17,7 +17,7 @@ PROPERTY = settings(deadline=None, derandomize=True, max_examples=40, database=N
 
 
 def samples_near_cuts(confidence, n_bins, estimator, eps):
-    """How many samples a rounding of eps in the confidences may move to another bin."""
+    """The number of samples that a rounding of eps in the confidences may move to another bin."""
     n = len(confidence)
     ordered = confidence.double().sort().values
     near = torch.zeros(n, dtype=torch.bool)

@@ -176,7 +176,7 @@ def error_of(function):
 
 
 def other_checks(rank, world, group):
-    """What is no comparison of a case: name -> a value to save."""
+    """Checks other than the comparisons of cases: name -> a value to save."""
     x, w, _, target, _ = problem("mean", world)
     begin = sum(slices(world)[:rank])
     part = w[begin : begin + slices(world)[rank]]

@@ -43,7 +43,7 @@ def run(code, *folders, kernels="auto"):
 
 
 def last_line_of_failed_import(package, code="import focalkern"):
-    """What an import ends with where the compiled module is required; otherwise the same text is a warning."""
+    """The error of an import if the compiled module is required; otherwise the same text is a warning."""
     done = run(code, package.parent, kernels="require")
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stderr.strip().splitlines()[-1]

@@ -265,7 +265,7 @@ def test_segmentation_models_binary_and_multilabel(gamma, alpha, pixels):
 
 @pytest.mark.parametrize("gamma", GAMMAS)
 def test_mmcv_formulas(gamma):
-    # What its CUDA kernels compute, written down from their source: the library itself is not run.
+    # The formula of its CUDA kernels, from their source: the library itself is not run.
     z = torch.randn(9, C, dtype=torch.float64)
     y = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, C])  # C, one past the classes: background
     alpha, weight = 0.3, per_class([0.5, 1.0, 2.0, 0.25])

@@ -25,8 +25,8 @@ BLOCK = re.compile(r"^```(\w+|\{code-cell\} python)\n(.*?)^```$", re.MULTILINE |
 IMPORT = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\"]+)\"")
 
-# What an example may import that focalkern does not need. Elsewhere than here a missing module is a failure, and here
-# too where all of them must be installed. (Not conftest.peer: this file also runs alone, against an installed wheel.)
+# Packages that an example may import although focalkern does not need them. Only these may be missing, and only if not
+# all must be installed. (Not conftest.peer: this file also runs alone, against an installed wheel.)
 PEERS = {
     "accelerate",
     "distributed",
@@ -118,7 +118,7 @@ def test_there_are_examples():
 
 
 def test_every_block_has_a_kind():
-    """What is run, what is checked, or output: no block that nobody looks at."""
+    """Every block is run, checked, or output of a command."""
     for page in PAGES:
         fences = re.findall(r"^```([^\n`]+)$", page.read_text(), re.MULTILINE)
         known = {"python", "sh", "text", "{code-cell} python"}

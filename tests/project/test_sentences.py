@@ -1,6 +1,6 @@
 """No sentence begins with a clause in the place of a noun: "What is left of a row ...", "How the bins are cut ...".
 
-A named subject is shorter and is understood at once. README, docs, csrc and the package have none.
+A named subject is shorter and is understood at once. README, docs, sources and tests have none.
 `python tests/project/test_sentences.py PATH ...` lists those of any text: Markdown, docstrings and comments of Python,
 comments of C++ and CUDA. To hold a folder to it, add the folder to HELD.
 """
@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HELD = ("README.md", "CONTRIBUTING.md", "docs", "csrc", "focalkern")
+FOLDERS = ("docs", "csrc", "focalkern", "examples", "tools", "tests")
+BENCHMARKS = ("published", "speed", "studies", "train_study")
+HELD = ("README.md", "CONTRIBUTING.md", *FOLDERS, *(f"benchmarks/{folder}" for folder in BENCHMARKS))
 
 CPP = {".h", ".cpp", ".cu", ".cuh", ".def"}
 # A question ("What does an ECE mean?") and an infinitive ("How to read them") are no clauses in the place of a noun.

@@ -176,7 +176,7 @@ def test_the_learning_rate_drops_where_the_papers_drop_it(digits):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is recorded
+# The records
 # ---------------------------------------------------------------------------------------------------------------------
 def test_the_last_epoch_is_what_the_saved_logits_say(adafocal_run):
     row, logits = adafocal_run.epochs[-1], adafocal_run.logits

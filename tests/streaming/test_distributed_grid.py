@@ -35,7 +35,7 @@ def state_of(logits, target, **options):
 
 
 def process(rank, store, folder):
-    """What each of two processes does; it leaves what it has found in a file."""
+    """The work of each of two processes; it writes its result to a file."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=PATIENCE)

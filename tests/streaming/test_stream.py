@@ -324,7 +324,7 @@ def test_a_bad_shard_is_named_and_nothing_is_written(folder, run, damage, messag
 
 
 def test_a_bad_shard_costs_only_itself(folder, run):
-    """What was read before it is saved, and mended data goes on from there."""
+    """The rows read before the error are saved, and corrected data continue from there."""
     good = np.load("val_labels-11.npy")
     bad("val_labels-11.npy", row=33, value=5)
     stamp = os.stat("val_labels-11.npy").st_mtime_ns

@@ -101,7 +101,7 @@ def test_the_sketch_keeps_its_error_bound(device, case, estimator, n_buckets):
 
 
 def test_the_bound_holds_for_every_order_of_ties():
-    """Which of several equal confidences come first in an equal-mass bin is a matter of row order."""
+    """The row order decides which of several equal confidences come first in an equal-mass bin."""
     logits, target = samples(300)
     logits = logits.round()
     state = state_of([(logits, target)], criteria=("ece",))

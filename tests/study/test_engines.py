@@ -23,7 +23,7 @@ BAD = 3  # the place of the file that cannot be read
 
 
 class Killing:
-    """What a worker does with the error of a file that cannot be used: it dies, the first ``times`` times."""
+    """The reaction of a worker to an unusable file: it dies, the first ``times`` times."""
 
     def __init__(self, folder, times):
         self.folder, self.times = folder, times

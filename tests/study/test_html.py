@@ -27,7 +27,7 @@ VOID = {"meta", "img", "wbr", "br", "input"}
 
 
 class Page(HTMLParser):
-    """What a browser would see: the text, the tags with their attributes, and whether every tag is closed."""
+    """The content of a page: the text, the tags with their attributes, and whether every tag is closed."""
 
     def __init__(self, data):
         super().__init__()

@@ -100,7 +100,7 @@ def find(page, name):
 
 
 def shown(page):
-    """What stands beside the map."""
+    """The text next to the map."""
     return {name: find(page, name).text for name in ("title", "nll", "brier", "ece", "accuracy")}
 
 

@@ -24,13 +24,13 @@ NVCC_FLAGS = [
 # Several of these libraries may live in one process, each with its own state: hence no-gnu-unique.
 HOST_FLAGS = ["-std=c++17", "-fPIC", "-fno-gnu-unique"]
 MACHINE_CODE = {"machine_code": "90", "machine_code_100": "100"}
-# What takes more than a few seconds to compile.
+# Sources that take more than a few seconds to compile.
 LONGEST = ("row_loss_soft", "sassrun", "calibration_map", "sigmoid_loss_vectorized", "focal_loss", "runtime")
 EXACT = ["-O3", "-march=native", "-fno-strict-aliasing", "-ffp-contract=off"]
 
 
 class ToolMissingError(Exception):
-    """What is not there, and where it is looked for."""
+    """The missing tools, and where they were searched."""
 
 
 def tool(name: str) -> str:
@@ -129,7 +129,7 @@ def interpreter_commands(folder: Path, csrc: Path = CSRC, sass: bool = False) ->
 
 
 def build_ptx(folder: Path, arch: str = "90", csrc: Path = CSRC) -> Path:
-    """What nvcc makes of the launchers, and the PTX that it embeds in them, on ptxrun."""
+    """The launchers as nvcc compiles them, and the PTX that it embeds in them, on ptxrun."""
     code = f"arch=compute_{arch},code=compute_{arch}"
     run_all([nvcc_command(k, folder, csrc, code) for k in kernels(csrc)] + interpreter_commands(folder, csrc))
     return link(folder)

@@ -109,7 +109,7 @@ class CountsUnavailableError(Exception):
 
 
 def load(folder: Path, arch: str = "90") -> ctypes.CDLL:
-    """The library that runs machine code. What was built in the folder before is taken as it is."""
+    """The library that runs machine code. Files that the folder already has are used."""
     try:
         path, code = folder / "kernels.so", folder / "code.txt"
         if not (path.is_file() and code.is_file()):
@@ -301,7 +301,7 @@ def sigmoid_loss(library: ctypes.CDLL, wanted: Callable[[str], bool]) -> Iterato
 
 
 def taken_by(blocks: int, size: int, of_a_block: int) -> int:
-    """How much of `size` the first blocks take, in all rounds of the grid."""
+    """The part of `size` that the first blocks take, in all rounds of the grid."""
     grid = min(MAX_GRID, -(-size // of_a_block))
     firsts = [
         (start + block) * of_a_block for start in range(0, -(-size // of_a_block), grid) for block in range(blocks)
@@ -386,7 +386,7 @@ def all_counts(library: ctypes.CDLL, cycles: bool, words: list[str]) -> Iterator
 
 
 def problems(found: list[Count], table: list[Count]) -> list[str]:
-    """What got worse than the table, and what no kernel for float32 or narrower may hold."""
+    """Counts that exceed the table, and instructions that no kernel for float32 or narrower may have."""
     before = {(row.case, row.kernel): row for row in table}
     wrong = [f"{row.case}, {row.kernel}: not in the table" for row in found if (row.case, row.kernel) not in before]
     for row in found:

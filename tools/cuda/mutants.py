@@ -58,7 +58,7 @@ CASES = {
     "row_groups.cuh": "row_loss+focal_loss",
     "row_loss.cuh": "row_loss+focal_loss",
 }
-# What is compiled anew where a header changes: files that together use all of it.
+# Files that are compiled again if a header changes: together they use all of it.
 COMPILED = {
     "common.cuh": ("focal_loss.cu", "row_loss.cu", "row_loss_soft.cu"),
     "row_groups.cuh": ("row_loss.cu", "row_loss_soft.cu"),
@@ -114,7 +114,7 @@ def all_faults() -> list[Fault]:
     return [*synchronization(), *FAULTS]
 
 
-# What an atomic becomes.
+# The plain update that replaces an atomic.
 PLAIN = """namespace mutant {
 template <typename T, typename U>
 __device__ inline T atomicAdd(T* at, U value) {

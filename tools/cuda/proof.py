@@ -128,7 +128,7 @@ def prove_mutants(kept: "Kept", say: Callable[[str], None]) -> tuple[list[str], 
 
 
 class Kept:
-    """What was found about these sources: by part, and by fault."""
+    """The results for these sources: by part, and by fault."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "found.json"

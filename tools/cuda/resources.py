@@ -76,7 +76,7 @@ def compile_for(architectures: list[str], folder: Path) -> list[Path]:
 
 
 def parse(dump: str) -> list[KernelResources]:
-    """What ``cuobjdump --dump-resource-usage`` prints, kernel names still mangled."""
+    """The output of ``cuobjdump --dump-resource-usage``, with mangled kernel names."""
     found, arch = [], ""
     for line in dump.splitlines():
         if match := re.match(r"\s*arch\s*=\s*(\S+)", line):

@@ -1,4 +1,5 @@
-"""What the other cases leave out: tiles that are full to the last byte, tails of vectors, rows off every boundary, more
+"""Cases that the others leave out: tiles that are full to the last byte, tails of vectors, rows off every boundary,
+more
 blocks than a block has threads, and the kernels of every dtype in every layout.
 """
 

@@ -205,7 +205,7 @@ def test_map_slope_of_extreme_temperatures(library, temperature):
     torch.testing.assert_close(grad_logits, torch.tensor([[-0.5e38, -0.5e38, 1e38]]), rtol=1e-6, atol=0)
 
 
-# What arrives from above at a class that cannot occur is left out, even where it is not a number.
+# An upstream gradient at an impossible class is left out, even if it is NaN.
 @pytest.mark.parametrize("classes", [3, 40, 1000, 9000])
 @pytest.mark.parametrize("log", [False, True])
 def test_map_of_gradients_at_classes_that_cannot_occur(library, classes, log):

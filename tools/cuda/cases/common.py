@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 def real_of(dtype: torch.dtype) -> torch.dtype:
-    """What the kernels compute in."""
+    """The types that the kernels compute in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

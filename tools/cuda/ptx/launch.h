@@ -346,7 +346,7 @@ struct Launch : Execute {
   }
 };
 
-// What makes a launch of a kernel: of its PTX, or of machine code (sassrun) where that was loaded.
+// The parts of a kernel launch: its PTX, or machine code (sassrun) where that was loaded.
 using MakeLaunch = std::unique_ptr<Launch> (*)(Kernel&, const u32 (&)[3], const u32 (&)[3]);
 inline std::unique_ptr<Launch> make_ptx_launch(Kernel& k, const u32 (&grid)[3], const u32 (&block)[3]) {
   return std::make_unique<Launch>(k, grid, block);

@@ -5,7 +5,7 @@
 //   g++ -shared -O3 -march=native -std=c++17 -fno-strict-aliasing -ffp-contract=off runtime.cpp kernels.o -o kernels.so
 //
 // Host code, argument marshalling, launch configuration and device code are then what nvcc made of them; only ptxas and
-// the chip are left out. What it is written from: "Parallel Thread Execution ISA", NVIDIA.
+// the chip are left out. Source: "Parallel Thread Execution ISA", NVIDIA.
 //
 // Threads have a program counter each; lanes at the same one run together, 32 wide. Warps and blocks are interleaved at
 // random. Reported as errors, and the launch fails:

@@ -39,7 +39,7 @@ struct Threads {
   int threads, warps;
   std::vector<u8> params;
   std::vector<Block> slots;
-  // What a thread wrote before `fence` is there for a block that has acquired `atomic`.
+  // A write before `fence` is visible to a block that has acquired `atomic`.
   struct Release {
     u32 fence, atomic;
   };

@@ -135,7 +135,7 @@ struct SassLaunch : SassExecute {
           wait_for_block(m);
           return done;
         case s_NOP:
-          // What is left of a __syncwarp where ptxas knows the warp to be together: order alone.
+          // The remainder of a __syncwarp if ptxas knows that the warp is converged: memory order only.
           if (m == (~0u & ~w->exited)) ++w->warp_syncs;
           ++pc;
           continue;

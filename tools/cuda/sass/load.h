@@ -127,7 +127,7 @@ inline void load_sass(const char* path) {
       try {
         decode(*k, in, r.text, r.low, at_of, r.address);
       } catch (Stop) {
-        // What is not known here matters only to who launches this kernel, and is told then.
+        // An unknown instruction matters only if this kernel is launched, and is reported then.
         errors.clear();
         sass_kernels().erase(std::string(k->carrier.name));
         k = nullptr;

@@ -6,7 +6,7 @@
 
 namespace ptxrun {
 
-// What each warp of the first blocks issued, for sassrun_simulate.
+// Instructions that each warp of the first blocks issued, for sassrun_simulate.
 struct Event {
   u32 pc;
   u16 miss, hit;  // sectors of 32 bytes

@@ -58,7 +58,8 @@ namespace shim {
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreads = 1024;
 
-// What a fiber waits for. A shuffle is told from a barrier, so that threads which meet at different ones are caught.
+// The event that a fiber waits for. A shuffle differs from a barrier, so that threads which meet at different ones are
+// caught.
 enum class Wait { kNone, kBlock, kWarp, kShuffle, kDone };
 
 struct Fiber {
@@ -111,7 +112,7 @@ struct Index {
   unsigned x;
 };
 
-// What the harness tells of its memory: here pages guard it, and that is all.
+// Calls of the harness about its memory: here they do nothing, because pages guard it.
 inline void memory_made(void*, int64_t) {}
 inline void memory_gone(void*) {}
 inline void memory_undefined(void*, int64_t) {}

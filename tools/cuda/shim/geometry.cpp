@@ -70,7 +70,7 @@ const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_
     FK_REQUIRE(classes % at_once == 0 && plan.steps <= tile_values_per_lane(bytes, classes) / at_once);
     FK_REQUIRE(plan.steps * plan.lanes * at_once >= classes && (plan.steps - 1) * plan.lanes * at_once < classes);
     FK_REQUIRE(1 << plan.lane_bits == plan.lanes);
-    // What the kernels take for granted of several lanes, and of the number of sums.
+    // Assumptions of the kernels about several lanes, and about the number of sums.
     FK_REQUIRE(plan.lanes == 1 || plan.steps > (at_once == 2 ? 4 : 8));
     FK_REQUIRE(plan.path == RowPath::kOwn || plan.rows_per_tile <= kBlock);
     FK_REQUIRE(bytes < 8 || plan.around);

@@ -40,7 +40,7 @@ namespace {
 
 constexpr size_t kStackBytes = 256 << 10;
 
-// What is ordered by what, for ThreadSanitizer: addresses to release and to acquire. Barriers take turns between two.
+// Order for ThreadSanitizer: addresses to release and to acquire.
 char block_sync[2], warp_sync[2][kMaxThreads / kWarpSize], fence_sync, start_sync, end_sync;
 void* scheduler_fiber;
 

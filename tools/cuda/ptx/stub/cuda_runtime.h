@@ -1,4 +1,4 @@
-// What tools/cuda/shim/harness.cpp asks of a machine, answered by ptxrun.
+// The functions that tools/cuda/shim/harness.cpp calls, implemented by ptxrun.
 #pragma once
 
 #include <cstdint>
