@@ -145,7 +145,7 @@ def label_problems(input: Tensor, labels: Tensor) -> list[str]:
         ((top - 1 == labels), "the labels are one too low: the first class is 0"),
         (top == next_label, "the labels are those of the row before: they start a row too late"),
         (top == last_label, "the labels are those of the row behind: they start a row too early"),
-        ((input.argmin(-1) == labels) & untied, "the sign of the logits is turned round: a loss or a distance"),
+        ((input.argmin(-1) == labels) & untied, "the sign of the logits is reversed: a loss or a distance"),
         (second == labels, "two columns are in each other's place, or one class outbids the others"),
     ]
     best = max(readings, key=lambda reading: int(reading[0].sum()))

@@ -25,7 +25,7 @@ class GammaTable:
     A p that equals an edge in exact arithmetic is rounded before it is compared, as any p: two equal logits have
     p = 0.5, give or take its last digit, and take the gamma on one side of an edge at 0.5 or on the other. The same
     device always takes the same; the CPU, a GPU and plain torch may differ there. An edge between such values, 0.499
-    rather than 0.5, leaves no doubt.
+    rather than 0.5, avoids this.
 
     Args:
         edges: [n_bins + 1] numbers or a 1-D tensor, floating point, ascending (equal neighbours are allowed).

@@ -100,8 +100,8 @@ def add_parser(commands: Any) -> None:
         "--method",
         choices=("auto", "focal-temperature", "temperature", "histogram"),
         help="what --out saves. auto, the default: of the candidates the one with the lowest cross-validated loss, "
-        "the simpler one if in doubt. focal-temperature is the default with --search or --binning; histogram bins the "
-        "confidence of the top class",
+        "the simpler one if they are close. focal-temperature is the default with --search or --binning; histogram "
+        "bins the confidence of the top class",
     )
     parser.add_argument(
         "--candidates",

@@ -235,11 +235,11 @@ def _say_why(device_type: str) -> Literal[False]:
         raise NotImplementedError(f"FOCALKERN_KERNELS=require, but {reason}")
     if _SETTING not in ("0", "compile") and not _warned:
         _warned = True
-        road = "plain torch"
+        backend = "plain torch"
         if fallback.compiles_on(device_type):
-            road += " and compiles the losses by torch.compile"
+            backend += " and compiles the losses by torch.compile"
         warnings.warn(
-            f"focalkern computes with {road}, which is slower: {reason} (FOCALKERN_KERNELS=0 silences this)",
+            f"focalkern computes with {backend}, which is slower: {reason} (FOCALKERN_KERNELS=0 silences this)",
             stacklevel=5,
         )
     return False

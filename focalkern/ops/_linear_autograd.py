@@ -40,7 +40,7 @@ __all__ = ["loss_of"]
 
 
 def loss_of(tensors: Tensors, options: Options) -> Tensor:
-    """The loss, [N] or reduced, by the road that fits."""
+    """The loss, [N] or reduced, by the path that fits."""
     requires = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:5]]
     options = replace(options, wanted=gradients_needed(tensors, requires, options))
     if torch.compiler.is_compiling():

@@ -144,7 +144,7 @@ def through_dispatcher(
     kind: int = _FOCAL,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
+    """The path for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
     if not isinstance(gamma, Tensor):
         # A tensor, and not a constant of the graph: another value must not compile again.
         gamma = torch.zeros((), dtype=torch.float64) + gamma

@@ -234,7 +234,7 @@ def _as_tensor(value: float | Tensor) -> Tensor:
 def _through_dispatcher(
     input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log: bool, validate: bool
 ) -> Tensor:
-    """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
+    """The path for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
     wide = input.dtype in HALVES and autocast_is_on(input.device.type)
     if torch._C._are_functorch_transforms_active():
         return torch.ops.focalkern.calibration_map_composite(input, gamma, temperature, kind, log, wide)

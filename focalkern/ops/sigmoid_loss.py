@@ -251,7 +251,7 @@ def _traced(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """The road for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
+    """The path for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
     if not has_kernels(input):
         return backend_for(input).sigmoid_loss(
             input, target, gamma, second, weight, kind, margin, reduction, ignore_index

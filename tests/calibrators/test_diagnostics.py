@@ -29,7 +29,7 @@ ORDER = torch.tensor([3, 5, 0, 1, 2, 4])
         (Z, (Y + 1) % 6, "if the labels are one too high"),
         (Z[1:], Y[:-1], "those of the row before"),
         (Z[:-1], Y[1:], "those of the row behind"),
-        (-Z, Y, "the sign of the logits is turned round"),
+        (-Z, Y, "the sign of the logits is reversed"),
         (Z[:, ORDER], Y, "if the classes are in another order: the columns are not in the order of the class numbers"),
         (Z[:, [1, 0]], (Y == 1).long(), "if "),
         (Z + torch.tensor([50.0, 0, 0, 0, 0, 0]), Y, "one class outbids the others"),

@@ -210,7 +210,7 @@ def test_the_demo(run, tmp_path, monkeypatch):
     from focalkern.cli import _demo_data as networks
     from focalkern.cli import demo
 
-    # Two epochs and a coarse grid: the same road as the real thing, in a fraction of its time.
+    # Two epochs and a coarse grid: the same steps as a full run, in a fraction of its time.
     monkeypatch.setattr(networks, "_EPOCHS", 2)
     monkeypatch.setattr(demo, "PAPER_TEMPERATURES", [index * 0.25 for index in range(1, 21)])
     state = torch.get_rng_state()

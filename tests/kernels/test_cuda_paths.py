@@ -1,4 +1,4 @@
-"""Every road through the CUDA kernels once, with small shapes: for the memory checkers, which run a program slowly."""
+"""Every path through the CUDA kernels once, with small shapes: for the memory checkers, which run a program slowly."""
 
 import pytest
 import torch

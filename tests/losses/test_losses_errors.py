@@ -111,7 +111,7 @@ _LOSSES_OF_LABELS = [
 ]
 
 
-@pytest.mark.parametrize("road", ["kernels", "plain torch"])
+@pytest.mark.parametrize("backend", ["kernels", "plain torch"])
 @pytest.mark.parametrize("loss", _LOSSES_OF_LABELS, ids=repr)
 @pytest.mark.parametrize(
     ("shape", "target", "kind", "words"),
@@ -137,8 +137,8 @@ _LOSSES_OF_LABELS = [
         ((8, 3), torch.ones(8, 3).long(), ValueError, r"got \[8, 3\]; one-hot rows are class probabilities: target.to"),
     ],
 )
-def test_a_target_that_does_not_fit_is_told_what_does(loss, road, shape, target, kind, words, monkeypatch):
-    if road == "plain torch":
+def test_a_target_that_does_not_fit_is_told_what_does(loss, backend, shape, target, kind, words, monkeypatch):
+    if backend == "plain torch":
         monkeypatch.setattr(_backend, "_DEVICES", ())
         monkeypatch.setattr(_backend, "_SETTING", "0")
     with pytest.raises(kind, match=words):

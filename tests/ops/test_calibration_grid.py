@@ -106,7 +106,7 @@ def test_every_cell_equals_the_reference(device, estimator, dtype, n, n_classes)
 # Below, at and above the length from which a row is split; runs of 64 classes that are full, and one that is not.
 @pytest.mark.parametrize(("n", "n_classes"), [(150, 3), (60, 63), (60, 65), (31, 1000)])
 @pytest.mark.parametrize("scale", [1.0, 6.0])  # hardly any large class, and hardly any small one
-def test_every_road_equals_the_reference(device, gammas, n, n_classes, scale):
+def test_every_path_equals_the_reference(device, gammas, n, n_classes, scale):
     z, target = samples(n, n_classes, torch.float32, device, scale)
     check_against_reference(z, target, gammas, criteria=("ece", "mce", "nll"), estimator="equal_width")
 

@@ -155,17 +155,17 @@ def test_opcheck_of_a_layout_that_is_copied(device):
     torch.library.opcheck(torch.ops.focalkern.focal_loss_backward, (*arguments, [True, False, False]))
 
 
-# Every pair, and the two promotions, to float32 and to float64, on the compiled road too.
+# Every pair, and the two promotions, to float32 and to float64, on the compiled path too.
 @pytest.mark.parametrize("logits_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("target_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_class_probabilities_of_another_dtype_promote_as_in_torch(device, dynamo, logits_dtype, target_dtype):
     z = torch.randn(4, 5, device=device).to(logits_dtype).requires_grad_()
     target = torch.rand(4, 5, device=device).softmax(1).to(target_dtype)
-    roads = [fk.focal_loss]
+    calls = [fk.focal_loss]
     if (logits_dtype, target_dtype) in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64)):
-        roads.append(torch.compile(fk.focal_loss, fullgraph=True, backend="aot_eager"))
-    for road in roads:
-        loss = road(z, target, 1.0)
+        calls.append(torch.compile(fk.focal_loss, fullgraph=True, backend="aot_eager"))
+    for call in calls:
+        loss = call(z, target, 1.0)
         assert loss.dtype == F.cross_entropy(z.detach(), target).dtype
         assert torch.autograd.grad(loss, z)[0].dtype == logits_dtype
 

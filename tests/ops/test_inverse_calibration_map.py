@@ -330,7 +330,7 @@ def test_digits_of_the_definition_suffice() -> None:
 
 @pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script:DeprecationWarning")  # torch's own, in jvp
 def test_forward_mode_and_torch_func() -> None:
-    """Every road gives the derivatives of ordinary autograd."""
+    """Every path gives the derivatives of ordinary autograd."""
     from torch.func import grad, hessian, jacfwd, jacrev, vmap
 
     torch.manual_seed(0)

@@ -301,7 +301,7 @@ def test_infinite_and_ignored_logits(name):
 
 @pytest.mark.parametrize("gamma", [2.0, 0.0, -1.5])
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5], [1.0, 0.0, 0.5]])
-def test_slopes_at_a_class_that_cannot_occur_on_every_road(weights, gamma):
+def test_slopes_at_a_class_that_cannot_occur(weights, gamma):
     """That of its share is the loss that it would have, infinite, by its weight; without weight it is 0."""
     weight = None if weights is None else torch.tensor(weights, dtype=torch.float64)
     expected = 0.0 if weights is not None and weights[1] == 0 else math.inf

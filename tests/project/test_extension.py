@@ -139,9 +139,9 @@ def test_without_a_module_plain_torch_computes_and_one_warning_names_the_command
     compiled_module(copy).unlink()
     done = run(SMALL_STEP, copy.parent)
     assert done.returncode == 0, done.stderr
-    numbers, road = done.stdout.splitlines()
+    numbers, backend = done.stdout.splitlines()
     assert numbers == "0.0451 0.0451"
-    assert road.startswith("plain torch - focalkern has no compiled module for Python")
+    assert backend.startswith("plain torch - focalkern has no compiled module for Python")
     assert done.stderr.count("Warning") == 1
     assert "focalkern computes with plain torch, which is slower: focalkern has no compiled module" in done.stderr
     assert "pip install --no-build-isolation ." in done.stderr
@@ -157,8 +157,8 @@ def test_kernels_compile_is_silent_and_told(copy):
     code = f"{SMALL_STEP}print(info['torch_compile'], info['cpu_kernels'])\n"
     done = run(code, copy.parent, kernels="compile")
     assert (done.returncode, done.stderr) == (0, "")
-    numbers, road, compiled = done.stdout.splitlines()
-    assert (numbers, road) == (
+    numbers, backend, compiled = done.stdout.splitlines()
+    assert (numbers, backend) == (
         "0.0451 0.0451",
         "plain torch - FOCALKERN_KERNELS=compile asks for plain torch, compiled by torch.compile",
     )
@@ -202,8 +202,8 @@ def test_a_rocm_build_of_torch_is_told_what_runs(copy):
     write_build_info(copy)
     done = run(code, copy.parent)
     words = "torch was built for ROCm (HIP 6.2.41134), and focalkern has compiled kernels for CUDA and the CPU only"
-    road = "plain torch and compiles the losses by torch.compile"
-    assert f"computes with {road}, which is slower: {words} (FOCALKERN_KERNELS=0 silences this)" in done.stderr
+    backend = "plain torch and compiles the losses by torch.compile"
+    assert f"computes with {backend}, which is slower: {words} (FOCALKERN_KERNELS=0 silences this)" in done.stderr
     assert "FOCALKERN_CUDA" not in done.stderr
     last = run(code, copy.parent, kernels="require").stderr.splitlines()[-1]
     assert last == f"NotImplementedError: FOCALKERN_KERNELS=require, but {words}"
