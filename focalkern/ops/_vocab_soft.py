@@ -28,21 +28,21 @@ class Shares(NamedTuple):
 
     target: Tensor | None  # [n, C_r] class probabilities; None for the labels of a Split
     weight: Tensor | None  # [C_r] class weights
-    needs_target: bool = False  # whether the derivative in the class probabilities is wanted
-    row_weight: Tensor | None = None  # [n] weights of the rows in the mean, and so of their z-loss
+    needs_target: bool  # whether the derivative in the class probabilities is wanted
+    row_weight: Tensor | None  # [n] weights of the rows in the mean, and so of their z-loss
 
     @classmethod
     def of(cls, target: Tensor | None, weight: Tensor | None, classes: int, split: Split) -> "Shares":
         """``weight`` is that of all classes."""
         rows = split.row_weights(None if target is not None else weight, torch.float64)
         if weight is None:
-            return cls(target, None, row_weight=rows)
+            return cls(target, None, False, rows)
         here = weight[split.offset + torch.arange(classes, device=weight.device)]
-        return cls(target, here, row_weight=rows)
+        return cls(target, here, False, rows)
 
     def at(self, rows: slice | Tensor) -> "Shares":
         target, weight = (None if t is None else t[rows] for t in (self.target, self.row_weight))
-        return self._replace(target=target, row_weight=weight)
+        return Shares(target, self.weight, self.needs_target, weight)
 
 
 class SoftRows(NamedTuple):
@@ -175,7 +175,7 @@ class SoftLosses(torch.autograd.Function):
         refuse_second_derivatives(ctx.settings.op)
         logits, target, gamma, of_gamma = ctx.saved_tensors
         needs_target = target is not None and ctx.needs_input_grad[1]
-        shares = Shares(target, ctx.weight, needs_target)
+        shares = Shares(target, ctx.weight, needs_target, None)
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         grad_target = torch.empty_like(target) if needs_target else None
         for block, part, of_target in soft_gradients(

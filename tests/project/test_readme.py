@@ -29,6 +29,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\"]+)\"")
 # all must be installed. (Not conftest.peer: this file also runs alone, against an installed wheel.)
 PEERS = {
     "accelerate",
+    "dask",
     "distributed",
     "kornia",
     "lightning",
