@@ -1,5 +1,8 @@
 """A focal loss in ultralytics' classifiers and detectors, as docs/howto/migrate.md says."""
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 from conftest import assert_close, peer
@@ -9,11 +12,20 @@ import focalkern as fk
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """Networks from their descriptions, without weights; the settings are written into an empty folder."""
+    """Networks from their descriptions, without weights; the settings are written into an empty folder.
+
+    The import changes the environment and the print options of numpy and torch. Later tests must not see that.
+    """
     monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("YOLO_OFFLINE", "true")
     monkeypatch.setenv("YOLO_VERBOSE", "false")
-    return peer("ultralytics.nn.tasks")
+    for name in ("KINETO_LOG_LEVEL", "NUMEXPR_MAX_THREADS", "TF_CPP_MIN_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, "1")
+    options = vars(copy.copy(torch._tensor_str.PRINT_OPTS))
+    with np.printoptions():
+        module = peer("ultralytics.nn.tasks")
+    torch.set_printoptions(**options)
+    return module
 
 
 def classifier_loss(gamma):
