@@ -34,7 +34,7 @@ class FocalTemperatureScaling(Scaling):
               default, so that plain scaling is among what is compared. It saves cells and no time: a grid shares the
               softmax of a temperature among its gammas, which a line cannot.
             * ``"refine"``: from coarse to fine between the ends of both axes; some 600 cells. On the networks of
-            Mukhoti et al. it finds the grid's optimum, or a better one, in half the time or less.
+              Mukhoti et al. it finds the grid's optimum, or a better one, in half the time or less.
 
             None is the search by derivatives for ``"nll"`` and ``"brier"`` where no axis is given, else ``"grid"``.
         gammas: all > -1; :data:`DEFAULT_GAMMAS` when None: 0, and then the paper's nine values. As gamma = 0 is
