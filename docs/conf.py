@@ -41,6 +41,7 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_in_temp = True
 nb_merge_streams = True
+nb_output_stderr = "remove"  # warnings of other packages, with paths of the machine that builds
 nb_render_image_options = {"alt": "drawn by the cell above"}
 
 # Docstrings: Google's sections. A single backtick is a name of this library where there is one, and code elsewhere.
