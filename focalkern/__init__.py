@@ -6,6 +6,7 @@ The contents, by purpose::
         FocalLoss, InverseFocalLoss, PolyFocalLoss, DFTLoss, FLSDLoss, AdaFocalLoss, DualFocalLoss
         BrierLoss, MMCELoss, LogitNormPenalty                        baselines
         SigmoidFocalLoss, AsymmetricLoss, QualityFocalLoss           a sigmoid per class: detectors, several labels
+        VarifocalLoss, MatchabilityLoss, IABCELoss                   the same, for boxes scored by their overlap
         LinearFocalLoss, LinearFLSDLoss, LinearAdaFocalLoss          with the last linear layer: large vocabularies
         GammaTable, FLSD_53                                          gamma as a function of the probability
         class_balanced_weight                                        class weights from class counts
@@ -32,6 +33,7 @@ The contents, by purpose::
         focal_loss, poly_focal_loss, linear_focal_loss, focal_loss_vocab_parallel
         LossWithStats, LossStats                                     of return_stats=True: entropy, accuracy, log p
         sigmoid_focal_loss, asymmetric_loss, quality_focal_loss, properized_focal_loss
+        varifocal_loss, matchability_loss, ia_bce_loss
         focal_calibration_map, inverse_focal_calibration_map
         binary_focal_calibration_map, binary_inverse_focal_calibration_map
         spline_calibration_map
@@ -82,15 +84,18 @@ from focalkern.losses import (
     DualFocalLoss,
     FLSDLoss,
     FocalLoss,
+    IABCELoss,
     InverseFocalLoss,
     LinearAdaFocalLoss,
     LinearFLSDLoss,
     LinearFocalLoss,
     LogitNormPenalty,
+    MatchabilityLoss,
     MMCELoss,
     PolyFocalLoss,
     QualityFocalLoss,
     SigmoidFocalLoss,
+    VarifocalLoss,
     class_balanced_weight,
 )
 from focalkern.metrics import accept_threshold
@@ -107,6 +112,7 @@ from focalkern.ops.inverse_calibration_map import (
 )
 from focalkern.ops.linear_focal_loss import linear_focal_loss
 from focalkern.ops.memory import empty_cache
+from focalkern.ops.scored_losses import ia_bce_loss, matchability_loss, varifocal_loss
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 from focalkern.ops.softmax_losses import poly_focal_loss
 from focalkern.ops.spline_map import spline_calibration_map
@@ -136,6 +142,7 @@ __all__ = [
     "FocalTemperatureScaling",
     "GammaTable",
     "HistogramBinning",
+    "IABCELoss",
     "InverseFocalLoss",
     "IsotonicCalibration",
     "LinearAdaFocalLoss",
@@ -145,6 +152,7 @@ __all__ = [
     "LossStats",
     "LossWithStats",
     "MMCELoss",
+    "MatchabilityLoss",
     "MultiLabelScaling",
     "PolyFocalLoss",
     "QualityFocalLoss",
@@ -155,6 +163,7 @@ __all__ = [
     "Study",
     "Sweep",
     "TemperatureScaling",
+    "VarifocalLoss",
     "Verdict",
     "accept_threshold",
     "asymmetric_loss",
@@ -172,10 +181,12 @@ __all__ = [
     "focal_calibration_map",
     "focal_loss",
     "focal_loss_vocab_parallel",
+    "ia_bce_loss",
     "inverse_focal_calibration_map",
     "linear_focal_loss",
     "load_calibrator",
     "losses",
+    "matchability_loss",
     "metrics",
     "per_class_report",
     "poly_focal_loss",
@@ -186,6 +197,7 @@ __all__ = [
     "spline_calibration_map",
     "sweep",
     "sweep_one",
+    "varifocal_loss",
 ]
 
 

@@ -119,6 +119,9 @@ def calls() -> dict[str, Call]:
         "sigmoid_focal_loss": call(fk.sigmoid_focal_loss, input=z, target=p),
         "asymmetric_loss": call(fk.asymmetric_loss, input=z, target=p),
         "quality_focal_loss": call(fk.quality_focal_loss, input=z, target=p),
+        "varifocal_loss": call(fk.varifocal_loss, input=z, target=p),
+        "matchability_loss": call(fk.matchability_loss, input=z, target=p),
+        "ia_bce_loss": call(fk.ia_bce_loss, input=z, target=p),
         "linear_focal_loss": call(
             fk.linear_focal_loss, input=features, linear_weight=torch.from_numpy(Z[:4, :3].copy()), target=y
         ),
@@ -175,6 +178,9 @@ def calls() -> dict[str, Call]:
                 "sigmoid_focal_loss",
                 "asymmetric_loss",
                 "quality_focal_loss",
+                "varifocal_loss",
+                "matchability_loss",
+                "ia_bce_loss",
             )
             many[f"{name}()"] = call(loss.forward, name, *who, **batch)
     adafocal = fk.AdaFocalLoss(n_bins=2)

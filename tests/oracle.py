@@ -134,3 +134,17 @@ def quality(x: float, t: float, beta: float) -> mpf:
     (p, q), t = _shares_of_logit(x), mpf(t)
     gap = q - (1 - t) if p > q else t - p
     return abs(gap) ** mpf(beta) * _binary_cross_entropy(p, q, t)
+
+
+def scored(name: str, x: float, t: float, gamma: float, alpha: float, constant: float | None = None) -> mpf:
+    """The varifocal, the matchability and the IoU-aware loss. With `constant`, the modulation of the background and the
+    soft target of the IoU-aware loss are those of this logit."""
+    (p, q), t, gamma, alpha = _shares_of_logit(x), mpf(t), mpf(gamma), mpf(alpha)
+    fixed = p if constant is None else _shares_of_logit(constant)[0]
+    if not t:
+        modulation = p if name == "ia_bce_loss" else fixed
+        return (1 if name == "ia_bce_loss" else alpha) * modulation**gamma * -mpmath.log(q)
+    if name == "varifocal_loss":
+        return t * _binary_cross_entropy(p, q, t)
+    mixed = max(fixed**alpha * t ** (1 - alpha), mpf(0.01))
+    return _binary_cross_entropy(p, q, t**gamma if name == "matchability_loss" else mixed)

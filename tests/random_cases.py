@@ -201,6 +201,10 @@ def elements(name: str) -> Callable[[Draw], Case]:
             inputs.append(as_real(torch.tensor(gamma, dtype=torch.float64), dtype))
         if name == "sigmoid_focal":
             options["alpha"] = draw.pick("alpha", (0.25, None, 0.7))
+        if name in ("varifocal", "matchability", "ia_bce"):
+            options["alpha"] = draw.pick("alpha", (0.25, 0.75, 1.0))
+            if name != "ia_bce":
+                options["detach_modulation"] = draw.pick("detach_modulation", (False, True))
         if name == "asymmetric":
             options["margin"] = draw.pick("margin", (0.0, 0.05, 0.2))
             options["gamma_positive"] = draw.pick("gamma_positive", (0.0, 1.0, 2.5))
@@ -334,6 +338,9 @@ OPERATORS: dict[str, Callable[[Draw], Case]] = {
     "sigmoid_focal": elements("sigmoid_focal"),
     "asymmetric": elements("asymmetric"),
     "quality_focal": elements("quality_focal"),
+    "varifocal": elements("varifocal"),
+    "matchability": elements("matchability"),
+    "ia_bce": elements("ia_bce"),
     "map": calibration_map,
     "binary_map": binary_map,
     "inverse_map": inverse_map,

@@ -1,11 +1,12 @@
-// sigmoid_focal_loss, asymmetric_loss and quality_focal_loss: argument checks, kernel calls, autograd and the eager
-// entry. The three are one operator, told apart by `kind`.
+// The losses of one logit: argument checks, kernel calls, autograd and the eager entry. They are one operator, told
+// apart by `kind`.
 //
 //   sigmoid_loss_forward   -> (loss, divisor)   divisor = [1]: what the mean was divided by, or 1
 //   sigmoid_loss_backward  -> (grad_input, grad_target, grad_gamma, grad_second), empty where not needed
 //   sigmoid_loss_composite -> loss              in differentiable torch operations, by focalkern.fallback
 //
-// `second` is alpha of the focal loss (none is no alpha) and gamma_positive of the asymmetric loss.
+// `second` is gamma_positive of the asymmetric loss, and alpha of the others (none is no alpha). `margin` is that of
+// the asymmetric loss; for the losses of math/scored_loss.h it is the number that this file names.
 // Derivatives of higher order, torch.func transforms and forward-mode tangents go through sigmoid_loss_composite.
 
 #include <ATen/core/grad_mode.h>

@@ -37,14 +37,15 @@ struct Names {
 };
 
 const Names& names_of(SigmoidLoss kind) {
-  static const Names names[] = {{"sigmoid_focal_loss", "gamma", "alpha"},
-                                {"asymmetric_loss", "gamma_negative", "gamma_positive"},
-                                {"quality_focal_loss", "beta", "none"}};
+  static const Names names[] = {
+      {"sigmoid_focal_loss", "gamma", "alpha"}, {"asymmetric_loss", "gamma_negative", "gamma_positive"},
+      {"quality_focal_loss", "beta", "none"},   {"varifocal_loss", "gamma", "alpha"},
+      {"matchability_loss", "gamma", "alpha"},  {"ia_bce_loss", "gamma", "alpha"}};
   return names[static_cast<int>(kind)];
 }
 
 SigmoidLoss checked_kind(int64_t kind) {
-  TORCH_CHECK_VALUE(kind >= 0 && kind <= 2, "sigmoid_loss: kind must be 0, 1 or 2, got ", kind);
+  TORCH_CHECK_VALUE(kind >= 0 && kind <= 5, "sigmoid_loss: kind must be 0, 1, 2, 3, 4 or 5, got ", kind);
   return static_cast<SigmoidLoss>(kind);
 }
 
@@ -104,16 +105,17 @@ void check_arguments(const Inputs& inputs, const Options& options) {
   check_broadcast(op, names.gamma, gamma, input);
   if (second.has_value()) {
     check_broadcast(op, names.second, *second, input);
-    if (options.kind == SigmoidLoss::kFocal) check_constant(op, names.second, *second);
+    if (may_have_alpha(options.kind)) check_constant(op, names.second, *second);
   }
-  TORCH_CHECK_VALUE(
-      second.has_value() == (options.kind == SigmoidLoss::kAsymmetric) || options.kind == SigmoidLoss::kFocal, op,
-      ": asymmetric_loss alone needs a second gamma");
+  const bool needs_second = options.kind == SigmoidLoss::kAsymmetric || options.kind == SigmoidLoss::kIaBce;
+  TORCH_CHECK_VALUE(second.has_value() ? options.kind != SigmoidLoss::kQuality : !needs_second, op,
+                    second.has_value() ? ": has no " : ": needs ", names.second);
   if (weight.has_value()) {
     check_broadcast(op, "weight", *weight, input);
     check_constant(op, "weight", *weight);
   }
-  TORCH_CHECK_VALUE(options.margin >= 0 && options.margin < 1, op, ": margin must be in [0, 1), got ", options.margin);
+  TORCH_CHECK_VALUE(options.margin >= 0 && (options.margin < 1 || (options.margin == 1 && is_scored(options.kind))), op,
+                    ": margin must be in [0, 1), got ", options.margin);
   TORCH_CHECK_VALUE(options.reduction >= kNone && options.reduction <= kSum, op,
                     ": reduction must be 0 (none), 1 (mean) or 2 (sum), got ", options.reduction);
 }
@@ -192,7 +194,7 @@ void prepare(SigmoidLossArgs<Scalar>& args, StridedIteration<Tensor>& walk, Oper
   if (args.target_is_labels) given = given.unsqueeze(class_dim_of(input));
   args.target = broadcast(walk, given, sizes);
   args.gamma = parameter(gamma, 0, real, walk, sizes);
-  args.has_alpha = options.kind == SigmoidLoss::kFocal && second.has_value();
+  args.has_alpha = may_have_alpha(options.kind) && second.has_value();
   args.second = parameter(second, 0, real, walk, sizes);
   args.weight = parameter(weight, 1, real, walk, sizes);
   std::vector<Operand*> operands{&args.input, &args.target, &args.gamma, &args.second, &args.weight};

@@ -1,14 +1,16 @@
-// Sigmoid focal, asymmetric and quality focal loss, forward and backward, on the CPU.
+// Losses of one logit (sigmoid focal, asymmetric, quality focal, varifocal, matchability and IA-BCE), forward and
+// backward, on the CPU.
 //
 //   forward   input, target (and gamma, alpha, weight) -> loss per element, or its sum
 //   backward  the same and grad_loss -> grad_input (and grad_target, grad_gamma)
 //
 // Memory: each direction reads the logits and the dense target once. Operands of another type or order (a broadcast
 // alpha, a bool target, logits with strides) are first copied into a buffer of the tile. Then one loop over the tile
-// applies the formula of math/sigmoid_loss.h. The loop has variants for soft targets, hard targets and labels, and for
-// gammas that are small whole numbers (no logarithm, no second exponential) or any others. Labels of many classes are
-// treated as background everywhere: at the ones, the sign of the logit and the weight are changed before the loop, or
-// the asymmetric loss is computed again after it. Labels of a few classes become one-hot shares.
+// applies the formula of math/sigmoid_loss.h or math/scored_loss.h. The loop has variants for soft targets, hard
+// targets and labels, and for gammas that are small whole numbers (no logarithm, no second exponential) or any others.
+// Labels of many classes are treated as background everywhere: at the ones, the sign of the logit and the weight are
+// changed before the loop, or other losses than the focal are computed again after it. Labels of a few classes become
+// one-hot shares.
 //
 // A bfloat16 has only 65536 values. For a large tensor with hard targets and one number for each parameter, the kernel
 // first computes the results of all values, and the tiles look them up.

@@ -4,8 +4,14 @@
 
 #include "cuda/grid_sum.cuh"
 #include "kernels/sigmoid_loss.h"
+#include "math/sigmoid_loss.h"
 
 namespace focalkern::cuda {
+
+// Of a loss for which is_scored holds; for the others any.
+__host__ __device__ inline ScoredLoss scored_loss_of(SigmoidLoss loss) {
+  return static_cast<ScoredLoss>(static_cast<int>(loss) - static_cast<int>(SigmoidLoss::kVarifocal));
+}
 
 // Whether the vectorized kernels apply: parameters are numbers; logits have the layout of the results and begin on a
 // 16-byte boundary, as do dense targets of their type; or the targets are one label per row.

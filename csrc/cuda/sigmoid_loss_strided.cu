@@ -1,4 +1,4 @@
-// Sigmoid focal, asymmetric and quality focal loss, forward and backward.
+// Losses of one logit, forward and backward.
 //
 // A thread takes four neighbouring elements at a time (two of double), in the memory order of the results. It reads the
 // logits and a dense target of their type as one vector. For other operands (a broadcast alpha, labels, logits with
@@ -12,6 +12,7 @@
 #include "cuda/grid_sum.cuh"
 #include "cuda/sigmoid_loss.h"
 #include "kernels/sigmoid_loss.h"
+#include "math/scored_loss.h"
 #include "math/sigmoid_loss.h"
 
 namespace focalkern::cuda {
@@ -157,9 +158,9 @@ struct Element {
 };
 
 template <typename Loss, typename Real>
-__device__ __forceinline__ SigmoidTerms<Real> terms_of(const Element<Real>& found, Real margin) {
-  const SigmoidParameters<Real, Power<Real>> with{found.gamma, found.gamma_positive, found.positive, found.negative,
-                                                  margin};
+__device__ __forceinline__ SigmoidTerms<Real> terms_of(const Element<Real>& found, Real margin, ScoredLoss scored) {
+  const SigmoidParameters<Real, Power<Real>> with{
+      found.gamma, found.gamma_positive, found.positive, found.negative, margin, scored};
   return Loss::template terms<false>(found.x, found.share, with);
 }
 
@@ -241,7 +242,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void sigmoid_loss_fo
       const Position at = plan.walks ? position_of(args, nullptr, element) : Position{};
       const Element<Real> found = element_at(args, plan, element, at, load_as_compute(packs.input.at[e]),
                                              static_cast<Real>(load_as_compute(packs.target.at[e])));
-      Real loss = terms_of<Loss>(found, args.margin).loss * found.weight;
+      Real loss = terms_of<Loss>(found, args.margin, scored_loss_of(args.loss_kind)).loss * found.weight;
       loss = found.counts ? loss : Real(0);
       if (args.loss != nullptr) args.loss[element] = Store<Scalar>::from_compute(loss);
       if (args.loss_wide != nullptr) args.loss_wide[element] = loss;
@@ -271,7 +272,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void sigmoid_loss_ba
       const Position at = plan.walks ? position_of(args, args.grad_loss.strides, element) : Position{};
       const Element<Real> found = element_at(args, plan, element, at, load_as_compute(packs.input.at[e]),
                                              static_cast<Real>(load_as_compute(packs.target.at[e])));
-      const SigmoidTerms<Real> terms = terms_of<Loss>(found, args.margin);
+      const SigmoidTerms<Real> terms = terms_of<Loss>(found, args.margin, scored_loss_of(args.loss_kind));
       const Real scale = found.weight * (parameter_at<Real>(args.grad_loss, element, at.grad) / divisor);
       // Also if the logits of an ignored row are NaN.
       const bool counts = found.counts;
@@ -352,6 +353,7 @@ int sigmoid_loss_forward(const SigmoidLossForward<Scalar>& args, bool mean, comp
   void (*kernel)(SigmoidLossForward<Scalar>, Plan<Real>, GridSum<Real>) =
       args.loss_kind == SigmoidLoss::kFocal     ? sigmoid_loss_forward_kernel<Scalar, FocalElement>
       : args.loss_kind == SigmoidLoss::kQuality ? sigmoid_loss_forward_kernel<Scalar, QualityElement>
+      : is_scored(args.loss_kind)               ? sigmoid_loss_forward_kernel<Scalar, ScoredElement>
                                                 : sigmoid_loss_forward_kernel<Scalar, AsymmetricElement>;
   return launch(kernel, grid, kBlock, stream, args, plan_of(args), totals);
 }
@@ -368,6 +370,7 @@ int sigmoid_loss_backward(const SigmoidLossBackward<Scalar>& args, void* stream)
   void (*kernel)(SigmoidLossBackward<Scalar>, Plan<Real>) =
       args.loss_kind == SigmoidLoss::kFocal     ? sigmoid_loss_backward_kernel<Scalar, FocalElement>
       : args.loss_kind == SigmoidLoss::kQuality ? sigmoid_loss_backward_kernel<Scalar, QualityElement>
+      : is_scored(args.loss_kind)               ? sigmoid_loss_backward_kernel<Scalar, ScoredElement>
                                                 : sigmoid_loss_backward_kernel<Scalar, AsymmetricElement>;
   return launch(kernel, blocks_for(args.space.size, kStep<Scalar>), kBlock, stream, args, plan);
 }

@@ -1,4 +1,4 @@
-// Sigmoid focal, asymmetric and quality focal loss, the common case: gamma, alpha and weight are numbers, logits and
+// Losses of one logit, the common case: gamma, alpha and weight are numbers, logits and
 // results have one layout, and only the gradient of the logits is wanted. Forward and backward; sigmoid_loss_strided.cu
 // has the rest.
 //
@@ -12,6 +12,7 @@
 #include "cuda/grid_sum.cuh"
 #include "cuda/sigmoid_loss.h"
 #include "kernels/sigmoid_loss.h"
+#include "math/scored_loss.h"
 #include "math/sigmoid_loss.h"
 
 namespace focalkern::cuda {
@@ -36,6 +37,7 @@ struct PlainNumbers {
   Real positive;  // weights of t and of 1 - t
   Real negative;
   Real weight;
+  ScoredLoss scored;
 };
 
 // n / classes for n below 2^32, by multiplication: the product is at most one too small, and is then corrected.
@@ -225,8 +227,8 @@ __device__ __forceinline__ void each_of_kind(const Pack<Scalar>& pack, const Pla
   };
   const auto gamma = power(numbers.gamma, numbers.small);
   const auto gamma_positive = power(numbers.gamma_positive, numbers.small_positive);
-  const SigmoidParameters<Real, std::decay_t<decltype(gamma)>> with{gamma, gamma_positive, numbers.positive,
-                                                                    numbers.negative, margin};
+  const SigmoidParameters<Real, std::decay_t<decltype(gamma)>> with{
+      gamma, gamma_positive, numbers.positive, numbers.negative, margin, numbers.scored};
 #pragma unroll
   for (int e = 0; e < kVectorSize<Scalar>; ++e) {
     take(e, Loss::template terms<kHard>(pack.x[e], pack.share[e], with));
@@ -382,7 +384,8 @@ PlainNumbers<compute_t<Scalar>> numbers_of(const SigmoidLossArgs<Scalar>& args) 
           SmallPower<Real>(is_small && is_asymmetric ? second : Real(0)),
           args.has_alpha ? second : Real(1),
           args.has_alpha ? Real(1) - second : Real(1),
-          static_cast<Real>(args.weight.value)};
+          static_cast<Real>(args.weight.value),
+          scored_loss_of(args.loss_kind)};
 }
 
 // Calls f(loss, kind of targets).
@@ -391,6 +394,7 @@ int with_kernel(const SigmoidLossArgs<Scalar>& args, Function f) {
   const auto with_loss = [&](auto targets) {
     return args.loss_kind == SigmoidLoss::kFocal     ? f(FocalElement{}, targets)
            : args.loss_kind == SigmoidLoss::kQuality ? f(QualityElement{}, targets)
+           : is_scored(args.loss_kind)               ? f(ScoredElement{}, targets)
                                                      : f(AsymmetricElement{}, targets);
   };
   if (!args.target_is_labels) return with_loss(std::integral_constant<Targets, Targets::kDense>{});

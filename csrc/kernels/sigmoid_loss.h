@@ -1,4 +1,4 @@
-// Losses of one logit: arguments and launchers. Formulas: math/sigmoid_loss.h.
+// Losses of one logit: arguments and launchers. Formulas: math/sigmoid_loss.h and math/scored_loss.h.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,18 @@
 
 namespace focalkern {
 
-enum class SigmoidLoss : int32_t { kFocal = 0, kAsymmetric = 1, kQuality = 2 };
+enum class SigmoidLoss : int32_t {
+  kFocal = 0,
+  kAsymmetric = 1,
+  kQuality = 2,
+  kVarifocal = 3,
+  kMatchability = 4,
+  kIaBce = 5
+};
+
+// Whether the loss is one of math/scored_loss.h, and whether it may have an alpha.
+constexpr bool is_scored(SigmoidLoss loss) { return loss >= SigmoidLoss::kVarifocal; }
+constexpr bool may_have_alpha(SigmoidLoss loss) { return loss == SigmoidLoss::kFocal || is_scored(loss); }
 
 enum class ElementType : int32_t { kFloat, kDouble, kHalf, kBFloat16, kUInt8, kInt32, kInt64 };
 
@@ -41,14 +52,14 @@ struct SigmoidLossArgs {
   Operand input;          // of Scalar
   Operand target;         // shares, or labels
   bool target_is_labels;  // one-hot: 1 where the label is the position along `class_dim`
-  bool has_alpha;         // for the focal loss; without alpha, t and 1 - t have weight 1
+  bool has_alpha;         // otherwise t and 1 - t, or the background, have weight 1
   int class_dim;          // a dim of the space of its own, with stride 0 in `target`
   int64_t classes;        // label `classes` is background, a row of zeros
   int64_t ignore_index;   // number of elements with an ignored label
   Operand gamma;          // numbers or of Real, as the following ones
   Operand second;         // alpha, or gamma_positive
   Operand weight;         // or the number 1
-  Real margin;            // asymmetric loss
+  Real margin;            // of the asymmetric loss; for scored losses see math/scored_loss.h
 };
 
 template <typename Scalar>

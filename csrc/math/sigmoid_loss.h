@@ -1,4 +1,5 @@
-// The losses of one logit: sigmoid focal, asymmetric and quality focal loss, for a target t in [0, 1].
+// The losses of one logit: sigmoid focal, asymmetric and quality focal loss, for a target t in [0, 1]. Those with a
+// background apart are in scored_loss.h.
 //
 //   p = sigmoid(x),  b = -(t log p + (1 - t) log(1 - p))
 //   focal       a u^gamma b,  u = t (1 - p) + (1 - t) p,  a = positive t + negative (1 - t)
@@ -197,6 +198,9 @@ struct SigmoidTerms {
   Real slope_positive;  // dL/dgamma_positive
 };
 
+// The losses of scored_loss.h, for kernels that learn which one when they run.
+enum class ScoredLoss : int { kVarifocal, kMatchability, kIaBce };
+
 // The parameters of an element. Focal: `positive` and `negative` are the weights of t and 1 - t (alpha and 1 - alpha).
 // Asymmetric: `margin`, and the second power.
 template <typename Real, typename Power>
@@ -206,6 +210,7 @@ struct SigmoidParameters {
   Real positive;
   Real negative;
   Real margin;
+  ScoredLoss scored{};
 };
 
 // A target outside [0, 1] makes all results NaN.

@@ -24,8 +24,12 @@ NAMES = (  # operator, gamma, second
     ("sigmoid_focal_loss", "gamma", "alpha"),
     ("asymmetric_loss", "gamma_negative", "gamma_positive"),
     ("quality_focal_loss", "beta", "none"),
+    ("varifocal_loss", "gamma", "alpha"),
+    ("matchability_loss", "gamma", "alpha"),
+    ("ia_bce_loss", "gamma", "alpha"),
 )
-_FOCAL, _ASYMMETRIC, _QUALITY = 0, 1, 2
+_FOCAL, _ASYMMETRIC, _QUALITY, _VARIFOCAL, _MATCHABILITY, _IA_BCE = range(6)
+_SCORED = {_VARIFOCAL: reference.varifocal_loss, _MATCHABILITY: reference.matchability_loss}
 
 
 def sigmoid_loss(
@@ -39,7 +43,8 @@ def sigmoid_loss(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """The compiled module's sigmoid_loss in plain torch. ``second`` is alpha, or gamma_positive."""
+    """The compiled module's sigmoid_loss in plain torch. ``second`` is alpha, or gamma_positive. ``margin`` is 1 where
+    the modulation of the varifocal and the matchability loss is detached."""
     check_arguments(input, target, gamma, second, weight, kind, margin, reduction)
     check_range(input, target, kind, ignore_index)
     dtype = torch.float32 if autocasts(input) else input.dtype
@@ -82,7 +87,13 @@ def _definition(
         return reference.sigmoid_focal_loss(x, target, gamma, second, how, weight=weight, ignore_index=ignore_index)
     if kind == _QUALITY:
         return reference.quality_focal_loss(x, target, gamma, how, weight=weight, ignore_index=ignore_index)
+    if kind in _SCORED:
+        return _SCORED[kind](
+            x, target, gamma, second, how, detach_modulation=margin > 0, weight=weight, ignore_index=ignore_index
+        )
     assert second is not None
+    if kind == _IA_BCE:
+        return reference.ia_bce_loss(x, target, gamma, second, how, weight=weight, ignore_index=ignore_index)
     return reference.asymmetric_loss(x, target, gamma, second, margin, how, weight=weight, ignore_index=ignore_index)
 
 
@@ -98,7 +109,7 @@ def check_arguments(
 ) -> None:
     """Checks all arguments of an operator but the labels' range."""
     if not 0 <= kind < len(NAMES):
-        raise ValueError(f"sigmoid_loss: kind must be 0, 1 or 2, got {kind}")
+        raise ValueError(f"sigmoid_loss: kind must be 0, 1, 2, 3, 4 or 5, got {kind}")
     op, gamma_name, second_name = NAMES[kind]
     check_dense(op, input)
     if not input.is_floating_point():
@@ -117,9 +128,9 @@ def check_arguments(
                 )
         if value.requires_grad and name in ("alpha", "weight"):
             raise ValueError(f"{op}: {name} must not require grad: it is a constant of the loss")
-    if kind != _FOCAL and (second is not None) != (kind == _ASYMMETRIC):
-        raise ValueError(f"{op}: asymmetric_loss alone needs a second gamma")
-    if not 0 <= margin < 1:
+    if kind == _QUALITY if second is not None else kind in (_ASYMMETRIC, _IA_BCE):
+        raise ValueError(f"{op}: {'has no' if second is not None else 'needs'} {second_name}")
+    if not (0 <= margin < 1 or (margin == 1 and kind >= _VARIFOCAL)):
         raise ValueError(f"{op}: margin must be in [0, 1), got {margin:g}")
     check_reduction(op, reduction)
 

@@ -29,8 +29,10 @@ from focalkern.losses._baselines import BrierLoss, DualFocalLoss, LogitNormPenal
 from focalkern.losses._flsd import FLSDLoss
 from focalkern.losses._focal import DFTLoss, FocalLoss, InverseFocalLoss, PolyFocalLoss
 from focalkern.losses._linear import LinearAdaFocalLoss, LinearFLSDLoss, LinearFocalLoss
+from focalkern.losses._scored import IABCELoss, MatchabilityLoss, VarifocalLoss
 from focalkern.losses._sigmoid import AsymmetricLoss, QualityFocalLoss, SigmoidFocalLoss
 from focalkern.losses._weights import class_balanced_weight
+from focalkern.ops.scored_losses import ia_bce_loss, matchability_loss, varifocal_loss
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 
 __all__ = [
@@ -42,17 +44,23 @@ __all__ = [
     "DualFocalLoss",
     "FLSDLoss",
     "FocalLoss",
+    "IABCELoss",
     "InverseFocalLoss",
     "LinearAdaFocalLoss",
     "LinearFLSDLoss",
     "LinearFocalLoss",
     "LogitNormPenalty",
     "MMCELoss",
+    "MatchabilityLoss",
     "PolyFocalLoss",
     "QualityFocalLoss",
     "SigmoidFocalLoss",
+    "VarifocalLoss",
     "asymmetric_loss",
     "class_balanced_weight",
+    "ia_bce_loss",
+    "matchability_loss",
     "quality_focal_loss",
     "sigmoid_focal_loss",
+    "varifocal_loss",
 ]

@@ -13,11 +13,11 @@ from focalkern._types import HALVES, PLAIN_TENSORS, Reduction
 from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.ops._dtensor import is_dtensor, loss_of_elements_over_mesh
 
-__all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
+__all__ = ["asymmetric_loss", "element_loss", "element_parameter", "quality_focal_loss", "sigmoid_focal_loss"]
 
 _FOCAL, _ASYMMETRIC, _QUALITY = 0, 1, 2  # the codes of the compiled module
-# What its two parameters are called.
-_TENSORS = {_FOCAL: ("gamma", "alpha"), _ASYMMETRIC: ("gamma_negative", "gamma_positive"), _QUALITY: ("beta",)}
+# Parameters that are not called gamma and alpha.
+_TENSORS = {_ASYMMETRIC: ("gamma_negative", "gamma_positive"), _QUALITY: ("beta",)}
 
 
 def sigmoid_focal_loss(
@@ -83,9 +83,9 @@ def sigmoid_focal_loss(
     op = "sigmoid_focal_loss"
     second = None
     if alpha is not None and not (type(alpha) in (float, int) and alpha == -1):  # torchvision says -1 for none
-        second = _parameter(op, "alpha", alpha, high=1.0)
-    gamma = _parameter(op, "gamma", gamma)
-    return _sigmoid_loss(op, _FOCAL, input, target, gamma, second, 0.0, reduction, weight, ignore_index)
+        second = element_parameter(op, "alpha", alpha, high=1.0)
+    gamma = element_parameter(op, "gamma", gamma)
+    return element_loss(op, _FOCAL, input, target, gamma, second, 0.0, reduction, weight, ignore_index)
 
 
 def asymmetric_loss(
@@ -133,9 +133,9 @@ def asymmetric_loss(
         margin = _number(op, "margin", margin)
         if not 0.0 <= margin < 1.0:
             raise ValueError(f"{op}: margin must be in [0, 1), got {margin}")
-    gamma_negative = _parameter(op, "gamma_negative", gamma_negative)
-    gamma_positive = _parameter(op, "gamma_positive", gamma_positive)
-    return _sigmoid_loss(
+    gamma_negative = element_parameter(op, "gamma_negative", gamma_negative)
+    gamma_positive = element_parameter(op, "gamma_positive", gamma_positive)
+    return element_loss(
         op, _ASYMMETRIC, input, target, gamma_negative, gamma_positive, margin, reduction, weight, ignore_index
     )
 
@@ -175,8 +175,8 @@ def quality_focal_loss(
         tensor([0.0018, 0.0000, 0.0238])
     """
     op = "quality_focal_loss"
-    beta = _parameter(op, "beta", beta)
-    return _sigmoid_loss(op, _QUALITY, input, target, beta, None, 0.0, reduction, weight, ignore_index)
+    beta = element_parameter(op, "beta", beta)
+    return element_loss(op, _QUALITY, input, target, beta, None, 0.0, reduction, weight, ignore_index)
 
 
 def _number(op: str, name: str, value: object) -> float:
@@ -185,7 +185,7 @@ def _number(op: str, name: str, value: object) -> float:
     return number(op, name, value, "a number or a tensor")
 
 
-def _parameter(op: str, name: str, value: object, high: float = math.inf) -> float | Tensor:
+def element_parameter(op: str, name: str, value: object, high: float = math.inf) -> float | Tensor:
     """A number that is at least 0, or a tensor, whose values are not looked at."""
     if isinstance(value, Tensor):
         return value
@@ -198,7 +198,7 @@ def _parameter(op: str, name: str, value: object, high: float = math.inf) -> flo
     return found
 
 
-def _sigmoid_loss(
+def element_loss(
     op: str,
     kind: int,
     input: Tensor,
@@ -210,10 +210,11 @@ def _sigmoid_loss(
     weight: Tensor | None,
     ignore_index: int,
 ) -> Tensor:
+    """The loss of this code; ``op`` is its public name in error messages."""
     if type(input) is not Tensor and is_dtensor(input):
 
         def local(z: Tensor, y: Tensor, given: Any, weight: Tensor | None, reduction: str, ignore_index: int) -> Tensor:
-            return _sigmoid_loss(op, kind, z, y, given[0], given[1], margin, reduction, weight, ignore_index)
+            return element_loss(op, kind, z, y, given[0], given[1], margin, reduction, weight, ignore_index)
 
         return loss_of_elements_over_mesh(op, local, input, target, (gamma, second), weight, ignore_index, reduction)
     code = reduction_code(op, reduction)
@@ -236,7 +237,7 @@ def _sigmoid_loss(
         return through(input, target, gamma, second, weight, kind, margin, code, ignore_index)
     except (TypeError, RuntimeError) as error:  # errors that are so rare that they are looked for only here
         label(op, "ignore_index", ignore_index)
-        parameters = dict(zip(_TENSORS[kind], (gamma, second), strict=False))
+        parameters = dict(zip(_TENSORS.get(kind, ("gamma", "alpha")), (gamma, second), strict=False))
         raise reworded(op, error, input=input, target=target, weight=weight, **parameters) from None
 
 

@@ -16,6 +16,7 @@ from focalkern.reference._calibration import (
     focal_calibration_map,
     spline_calibration_map,
 )
+from focalkern.reference._scored_losses import ia_bce_loss, matchability_loss, varifocal_loss
 from focalkern.reference._sigmoid_losses import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 from focalkern.reference._softmax_losses import (
     brier_loss,
@@ -34,8 +35,11 @@ __all__ = [
     "dual_focal_loss",
     "focal_calibration_map",
     "focal_loss",
+    "ia_bce_loss",
+    "matchability_loss",
     "poly_focal_loss",
     "quality_focal_loss",
     "sigmoid_focal_loss",
     "spline_calibration_map",
+    "varifocal_loss",
 ]

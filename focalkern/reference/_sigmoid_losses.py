@@ -7,10 +7,19 @@ from focalkern._devices import as_parameter, autocast_is_on
 from focalkern._types import HALVES, compute_dtype
 from focalkern.reference._log_space import parameter_tensor
 
-__all__ = ["asymmetric_loss", "quality_focal_loss", "sigmoid_focal_loss"]
+__all__ = [
+    "asymmetric_loss",
+    "log_sigmoid",
+    "of_share",
+    "power",
+    "quality_focal_loss",
+    "reduce_elements",
+    "shares",
+    "sigmoid_focal_loss",
+]
 
 
-def _shares(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def shares(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Logits and targets in the type of the computation, and which elements count (None: all of them).
 
     Labels become one-hot rows, with label C a row of zeros; everything outside of its domain becomes NaN.
@@ -29,7 +38,7 @@ def _shares(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, T
     return x, torch.where(valid, (labels == classes).to(x.dtype), torch.nan), counts
 
 
-def _of_share(share: Tensor, value: Tensor) -> Tensor:
+def of_share(share: Tensor, value: Tensor) -> Tensor:
     """share * value, and 0 without a share, also of an infinite value. A share that is to be differentiated has a slope
     there all the same."""
     return share * value if share.requires_grad else torch.where(share == 0, 0.0, share * value)
@@ -39,7 +48,7 @@ def _of_share(share: Tensor, value: Tensor) -> Tensor:
 _SATURATED = 1e4
 
 
-def _log_sigmoid(x: Tensor) -> Tensor:
+def log_sigmoid(x: Tensor) -> Tensor:
     zero = x > _SATURATED
     return torch.where(zero, 0.0, torch.nn.functional.logsigmoid(torch.where(zero, 0.0, x)))
 
@@ -50,11 +59,11 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.where(saturated, (x > 0).to(x.dtype), inner)
 
 
-def _power(log_base: Tensor, exponent: Tensor) -> Tensor:
+def power(log_base: Tensor, exponent: Tensor) -> Tensor:
     """base^exponent from log base, with 0^0 = 1, and without a slope where the base is 0."""
     nothing = log_base == -torch.inf
-    power = (exponent * torch.where(nothing, 0.0, log_base)).exp()
-    return torch.where(nothing, (exponent == 0).to(power.dtype), power)
+    found = (exponent * torch.where(nothing, 0.0, log_base)).exp()
+    return torch.where(nothing, (exponent == 0).to(found.dtype), found)
 
 
 def _log(base: Tensor) -> Tensor:
@@ -62,7 +71,7 @@ def _log(base: Tensor) -> Tensor:
     return torch.where(nothing, -torch.inf, torch.where(nothing, 1.0, base).log())
 
 
-def _reduce_elements(
+def reduce_elements(
     loss: Tensor, input: Tensor, weight: Tensor | None, counts: Tensor | None, reduction: str
 ) -> Tensor:
     if weight is not None:
@@ -113,10 +122,10 @@ def sigmoid_focal_loss(
         >>> fk.reference.sigmoid_focal_loss(logits, torch.tensor([0]))
         tensor([[0.0005, 0.1300, 0.0170]], dtype=torch.float64)
     """
-    x, t, counts = _shares(input, target, ignore_index)
+    x, t, counts = shares(input, target, ignore_index)
     rest = 1.0 - t
-    log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
-    b = _of_share(t, -log_p) + _of_share(rest, -log_q)
+    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    b = of_share(t, -log_p) + of_share(rest, -log_q)
     u = torch.where(x.abs() > _SATURATED, torch.where(x > 0, rest, t), t * _sigmoid(-x) + rest * _sigmoid(x))
     gamma = parameter_tensor(gamma, x)
     if t.requires_grad:
@@ -125,12 +134,12 @@ def sigmoid_focal_loss(
     else:
         # For a hard target u is one of the two, and may underflow where its logarithm does not.
         log_u = torch.where(t == 1, log_q, torch.where(t == 0, log_p, _log(torch.where((t == 0) | (t == 1), 1.0, u))))
-        factor = _power(log_u, gamma)
+        factor = power(log_u, gamma)
     loss = factor * b
     if alpha is not None:
         alpha = parameter_tensor(alpha, x)
         loss = loss * (alpha * t + (1.0 - alpha) * rest)
-    return _reduce_elements(loss, input, weight, counts, reduction)
+    return reduce_elements(loss, input, weight, counts, reduction)
 
 
 def asymmetric_loss(
@@ -170,8 +179,8 @@ def asymmetric_loss(
         >>> fk.reference.asymmetric_loss(logits, torch.tensor([0]))
         tensor([[0.0151, 0.0245, 0.0006]], dtype=torch.float64)
     """
-    x, t, counts = _shares(input, target, ignore_index)
-    log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
+    x, t, counts = shares(input, target, ignore_index)
+    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
     log_v, log_rest = log_p, log_q
     if margin > 0:
         v = log_p.exp() - margin
@@ -182,10 +191,10 @@ def asymmetric_loss(
             small, (-torch.where(small, v, 0.0)).log1p(), (torch.where(small, 1.0, log_q.exp() + margin)).log()
         )
         log_rest = torch.where(easy, 0.0, log_rest)
-    positive = _power(log_q, parameter_tensor(gamma_positive, x)) * -log_p
-    negative = _power(log_v, parameter_tensor(gamma_negative, x)) * -log_rest
-    loss = _of_share(t, positive) + _of_share(1.0 - t, negative)
-    return _reduce_elements(loss, input, weight, counts, reduction)
+    positive = power(log_q, parameter_tensor(gamma_positive, x)) * -log_p
+    negative = power(log_v, parameter_tensor(gamma_negative, x)) * -log_rest
+    loss = of_share(t, positive) + of_share(1.0 - t, negative)
+    return reduce_elements(loss, input, weight, counts, reduction)
 
 
 def quality_focal_loss(
@@ -220,10 +229,10 @@ def quality_focal_loss(
         >>> fk.reference.quality_focal_loss(logits, torch.tensor([[0.9, 0.5, 0.0]], dtype=torch.float64))
         tensor([[0.0001, 0.0000, 0.0227]], dtype=torch.float64)
     """
-    x, t, counts = _shares(input, target, ignore_index)
+    x, t, counts = shares(input, target, ignore_index)
     rest = 1.0 - t
-    log_p, log_q = _log_sigmoid(x), _log_sigmoid(-x)
-    b = _of_share(t, -log_p) + _of_share(rest, -log_q)
+    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    b = of_share(t, -log_p) + of_share(rest, -log_q)
     # The form of the difference that does not cancel for a hard target.
     positive = x > 0
     gap = torch.where(positive, rest - _sigmoid(-x), t - _sigmoid(x))
@@ -234,8 +243,8 @@ def quality_focal_loss(
     else:
         agrees = torch.where(positive, t == 1, t == 0)
         log_size = torch.where(agrees, torch.where(positive, log_q, log_p), _log(torch.where(agrees, 1.0, size)))
-        factor = _power(log_size, beta)
-    return _reduce_elements(factor * b, input, weight, counts, reduction)
+        factor = power(log_size, beta)
+    return reduce_elements(factor * b, input, weight, counts, reduction)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

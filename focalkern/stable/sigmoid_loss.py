@@ -14,7 +14,7 @@ from focalkern.stable._autograd import Operator, apply, is_dense, parameter, red
 __all__ = ["OPERATOR", "sigmoid_loss"]
 
 _NONE, _MEAN = 0, 1
-_FOCAL, _ASYMMETRIC = 0, 1
+_ASYMMETRIC = 1
 _ELEMENTS = (*FLOATS, *LABELS, torch.bool)  # targets of other dtypes are converted
 _kernels = torch.ops.focalkern_stable
 
@@ -77,7 +77,11 @@ def _prepared(inputs: _Inputs, kind: int) -> tuple[list[Tensor | None], list[flo
     given = [parameter(value, absent, real, shape) for value, absent in ((gamma, 0.0), (second, 0.0), (weight, 1.0))]
     tensors = [input, target.expand(shape), *(tensor for tensor, _ in given)]
     classes = shape[0 if input.dim() == 1 else 1] if input.dim() else 1
-    return tensors, [number for _, number in given], [classes, class_dim, kind == _FOCAL and second is not None, kind]
+    return (
+        tensors,
+        [number for _, number in given],
+        [classes, class_dim, kind != _ASYMMETRIC and second is not None, kind],
+    )
 
 
 def _forward(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:

@@ -76,6 +76,9 @@ CASES = {
     "sigmoid": sigmoid(0, 0.25),
     "asymmetric": sigmoid(1, 1.0, 0.05),
     "quality": sigmoid(2, None),
+    "varifocal": sigmoid(3, 0.75),
+    "matchability": sigmoid(4, None, 1.0),
+    "IoU-aware": sigmoid(5, 0.25, 0.01),
 }
 
 

@@ -53,6 +53,10 @@ CALLS = {
         OPERATORS.sigmoid_loss_composite,
         (leaf(4, 5), torch.rand(4, 5), number(4.0), number(1.0), None, 1, 0.05, 2, -100, False),
     ),
+    "varifocal": lambda: (
+        OPERATORS.sigmoid_loss_composite,
+        (leaf(4, 5), torch.rand(4, 5), number(2.0), number(0.75), None, 3, 0.0, 2, -100, False),
+    ),
     "map": lambda: (OPERATORS.calibration_map_composite, (leaf(4, 5), number(0.5), number(1.5), 0, True, False)),
     "binary map": lambda: (OPERATORS.calibration_map_composite, (leaf(4), number(2.0), number(1.5), 2, False, False)),
     "mmce": lambda: (OPERATORS.mmce_loss_composite, (leaf(4, 5), LABELS, 2.0, True, 0.4, 1, -100)),

@@ -46,6 +46,9 @@ OPERATORS = {
     "sigmoid_focal_loss": lambda: fk.sigmoid_focal_loss(there(5, 4), there(5, 4)),
     "asymmetric_loss": lambda: fk.asymmetric_loss(there(5, 4), LABELS),
     "quality_focal_loss": lambda: fk.quality_focal_loss(there(5, 4), LABELS),
+    "varifocal_loss": lambda: fk.varifocal_loss(there(5, 4), there(5, 4)),
+    "matchability_loss": lambda: fk.matchability_loss(there(5, 4), LABELS),
+    "ia_bce_loss": lambda: fk.ia_bce_loss(there(5, 4), LABELS),
     "linear_focal_loss": lambda: fk.linear_focal_loss(there(5, 3), there(4, 3), LABELS),
     "linear_focal_loss, a table": lambda: fk.linear_focal_loss(
         there(5, 3), there(4, 3), LABELS, gamma=TABLE.to("meta")

@@ -89,6 +89,7 @@ CASES = {
     "sigmoid, labels": (fk.sigmoid_focal_loss, {"gamma": 2.0}, "background"),
     "sigmoid, a label of the slice ignored": (fk.sigmoid_focal_loss, {"gamma": 2.0, "ignore_index": 1}, "background"),
     "asymmetric": (fk.asymmetric_loss, {"gamma_negative": "elements"}, "probabilities"),
+    "varifocal": (fk.varifocal_loss, {"gamma": "elements"}, "probabilities"),
 }
 MAPS = {
     "map": (fk.focal_calibration_map, {"gamma": 2.0, "temperature": "one"}),

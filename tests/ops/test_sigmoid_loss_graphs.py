@@ -6,21 +6,23 @@ import pytest
 import torch
 import torch._dynamo
 from conftest import assert_close, no_waiting
-from sigmoid_cases import NAMES, SCORES, grads, leaf
+from sigmoid_cases import NAMES, SCORED, SCORES, grads, leaf
 
 import focalkern as fk
 from focalkern import reference
 
 
 # ---- derivatives and transforms ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NAMES)
+# In the IoU-aware loss the soft target is a constant of p: see test_scored_losses.py.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ia_bce_loss"])
 @pytest.mark.parametrize("gamma", [0.0, 0.7, 2.0])
 def test_first_and_second_derivatives(device, name, gamma):
     x = leaf(torch.randn(4, 3, device=device, dtype=torch.float64) * 2)
     soft = torch.rand(4, 3, device=device, dtype=torch.float64)
     labels = torch.tensor([0, 3, 2, -100], device=device)
     g = leaf(torch.full((3,), gamma + 0.1, device=device, dtype=torch.float64))
-    function = getattr(fk, name)
+    options = {"detach_modulation": False} if name in SCORED else {}
+    function = functools.partial(getattr(fk, name), **options)
     for t in (soft, soft.round(), labels):
         assert torch.autograd.gradcheck(lambda x, t=t: function(x, t, gamma), x)
         assert torch.autograd.gradgradcheck(lambda x, t=t: function(x, t, gamma), x)
@@ -109,7 +111,9 @@ def test_compiles_as_one_graph_without_recompilation_when_gamma_and_alpha_change
             assert_close(grads(loss, x)[0], grads(expected, x)[0])
 
 
-@pytest.mark.parametrize("module", [fk.SigmoidFocalLoss(0.5), fk.AsymmetricLoss(), fk.QualityFocalLoss()])
+@pytest.mark.parametrize(
+    "module", [fk.SigmoidFocalLoss(0.5), fk.AsymmetricLoss(), fk.QualityFocalLoss(), fk.VarifocalLoss(), fk.IABCELoss()]
+)
 def test_modules_compile_and_export(device, dynamo, module):
     x = torch.randn(6, 5, device=device, requires_grad=True)
     for t in (torch.rand(6, 5, device=device), torch.randint(6, (6,), device=device)):
@@ -148,6 +152,9 @@ def test_opcheck(device):
         (x, soft, gamma, torch.rand(2, device=device, requires_grad=True), None, 1, 0.05, 2, -100, False),
         (channels_last, soft, number, None, None, 2, 0.0, 0, -100, False),
         (x.detach().bfloat16().requires_grad_(), soft, gamma, None, None, 2, 0.0, 0, -100, True),
+        (x, soft, number, torch.tensor(0.75, dtype=torch.float64), None, 3, 0.0, 1, -100, False),
+        (x, labels, gamma, None, None, 4, 1.0, 0, -100, False),
+        (channels_last, soft, gamma, torch.rand(5, 1, device=device), None, 5, 0.01, 2, -100, False),
     ]:
         torch.library.opcheck(forward, arguments)
     grad = torch.randn(6, 5, 2, device=device)
@@ -213,6 +220,9 @@ def test_modules_are_their_functions(device):
         ),
         (fk.AsymmetricLoss(3.0, 0.5, 0.1), fk.asymmetric_loss(x, t, 3.0, 0.5, 0.1, "mean")),
         (fk.QualityFocalLoss(1.0, ignore_index=2), fk.quality_focal_loss(x, t, 1.0, "mean", ignore_index=2)),
+        (fk.VarifocalLoss(1.0, None, "sum"), fk.varifocal_loss(x, t, 1.0, None, "sum")),
+        (fk.MatchabilityLoss(2.0, 0.5), fk.matchability_loss(x, t, 2.0, 0.5, "mean")),
+        (fk.IABCELoss(1.0, 0.5, weight=weight), fk.ia_bce_loss(x, t, 1.0, 0.5, "mean", weight=weight)),
     ]
     for module, expected in pairs:
         assert torch.equal(module.to(device)(x, t), expected)
@@ -252,6 +262,11 @@ def test_parameters_of_modules_train_and_are_saved():
         (lambda x, t: fk.AsymmetricLoss(gamma_negative=-1), ValueError, r"AsymmetricLoss: gamma_negative must be at"),
         (lambda x, t: fk.AsymmetricLoss(margin=1), ValueError, r"AsymmetricLoss: margin must be below 1"),
         (lambda x, t: fk.SigmoidFocalLoss(torch.tensor(-1.0)), ValueError, r"gamma must be finite and at least 0"),
+        (lambda x, t: fk.varifocal_loss(x, t, alpha=-1.0), ValueError, r"varifocal_loss: alpha must be at least 0"),
+        (lambda x, t: fk.matchability_loss(x, t, detach_modulation=1), TypeError, r"detach_modulation must be a bool"),
+        (lambda x, t: fk.ia_bce_loss(x, t, alpha=1.5), ValueError, r"ia_bce_loss: alpha must be in \[0, 1\], got 1.5"),
+        (lambda x, t: fk.ia_bce_loss(x, t, alpha=torch.ones(5).requires_grad_()), ValueError, r"alpha must not requir"),
+        (lambda x, t: fk.VarifocalLoss(alpha=float("nan")), ValueError, r"VarifocalLoss: alpha"),
         (lambda x, t: fk.QualityFocalLoss(weight=torch.ones(5).long()), TypeError, r"weight must be floating point"),
     ],
 )  # fmt: skip

@@ -47,6 +47,9 @@ def computations(shape, dtype, reduction):
     yield lambda z, t: fk.sigmoid_focal_loss(z, t, 1.5, None, **options), z, probabilities
     yield lambda z, gamma: fk.asymmetric_loss(z, probabilities, gamma, 1.0, **options), z, of_class
     yield lambda z: fk.quality_focal_loss(z, probabilities, 2.0, **options), z
+    yield lambda z, t: fk.varifocal_loss(z, t, 1.5, 0.5, **options), z, probabilities
+    yield lambda z, gamma: fk.matchability_loss(z, probabilities, gamma, **options), z, of_class
+    yield lambda z: fk.ia_bce_loss(z, y, 1.5, 0.5, **options), z
     if len(shape) == 4:
         channels_last, strided = z.to(memory_format=torch.channels_last), z.transpose(2, 3)[:, :, ::2]
         yield lambda z: fk.focal_loss(z, y, 2.0, **options), channels_last

@@ -9,6 +9,7 @@
 #include "cpu/sigmoid_loss/tile.h"
 #include "cpu/sigmoid_loss/tile_reader.h"
 #include "cpu/simd/dispatch.h"
+#include "math/scored_loss.h"
 #include "math/sigmoid_loss.h"
 
 namespace focalkern::cpu {
@@ -181,7 +182,12 @@ FK_VECTOR_CLONES void slopes_loop(const TileView<Real>& tile, Real margin, int64
   }
 }
 
-// Calls f with the formula of the loss. With hard targets the quality focal loss is a focal loss.
+using VarifocalElement = KnownScoredElement<ScoredLoss::kVarifocal>;
+using MatchabilityElement = KnownScoredElement<ScoredLoss::kMatchability>;
+using IaBceElement = KnownScoredElement<ScoredLoss::kIaBce>;
+
+// Calls f with the formula of the loss. With hard targets the quality focal loss is a focal loss, and the matchability
+// loss is the varifocal loss.
 template <typename Scalar, typename Function>
 auto with_loss(const SigmoidLossArgs<Scalar>& args, bool hard, Function f) {
   const SigmoidLoss loss = args.loss_kind;
@@ -189,6 +195,9 @@ auto with_loss(const SigmoidLossArgs<Scalar>& args, bool hard, Function f) {
     return args.margin > 0 ? f(AsymmetricOfKnown<true>{}) : f(AsymmetricOfKnown<false>{});
   }
   if (loss == SigmoidLoss::kQuality && !hard) return f(QualityElement{});
+  if (loss == SigmoidLoss::kIaBce) return f(IaBceElement{});
+  if (loss == SigmoidLoss::kMatchability && !hard) return f(MatchabilityElement{});
+  if (is_scored(loss)) return f(VarifocalElement{});
   return f(FocalElement{});
 }
 
@@ -202,7 +211,7 @@ void with_variant(Targets targets, Powers powers, Function f) {
     if (powers == Powers::kAny) return f(known, std::integral_constant<Powers, Powers::kAny>{});
     return f(known, std::integral_constant<Powers, Powers::kSmall>{});
   };
-  if constexpr (!std::is_same_v<Loss, QualityElement>) {
+  if constexpr (!std::is_same_v<Loss, QualityElement> && !std::is_same_v<Loss, MatchabilityElement>) {
     if (targets == Targets::kHard) return with_powers(std::integral_constant<Targets, Targets::kHard>{});
     if (targets == Targets::kLabels) return with_powers(std::integral_constant<Targets, Targets::kLabels>{});
   }
@@ -231,8 +240,8 @@ void backward_tile(const SigmoidLossArgs<Scalar>& args, const TileView<compute_t
   });
 }
 
-// Computes a tile with compute(view, n, to). For labels of the asymmetric loss, the elements of target 1 are then
-// computed again.
+// Computes a tile with compute(view, n, to). For labels of some losses, the elements of target 1 are then computed
+// again.
 template <typename Scalar, typename Compute>
 void compute_tile(TileReader<Scalar>& reader, const TileView<compute_t<Scalar>>& view, int64_t n, compute_t<Scalar>* to,
                   Compute compute) {

@@ -114,7 +114,7 @@ class TileReader {
     }
     if (!args.weight.data) fill(factor * static_cast<Real>(args.weight.value), kTile, scale_);
     has_numbers_ = !args.weight.data && !grad_loss_ && !(args.has_alpha && args.second.data);
-    if (has_numbers_ && args.loss_kind != SigmoidLoss::kAsymmetric) weigh(second_, scale_, kTile);
+    if (has_numbers_ && !computes_ones_again()) weigh(second_, scale_, kTile);
   }
 
   Powers powers() const {
@@ -159,13 +159,13 @@ class TileReader {
     } else {
       read_target(begin, end, &view);
     }
-    if (!has_numbers_ && view.targets != Targets::kSoft && args_.loss_kind != SigmoidLoss::kAsymmetric) {
+    if (!has_numbers_ && view.targets != Targets::kSoft && !computes_ones_again()) {
       weigh(view.second, view.scale, n);
     }
     view.one = one_;
     view.zero = zero_;
     view.sign = signs_;
-    if (view.targets == Targets::kLabels && args_.loss_kind != SigmoidLoss::kAsymmetric) flip_ones(true);
+    if (view.targets == Targets::kLabels && !computes_ones_again()) flip_ones(true);
     return view;
   }
 
@@ -181,7 +181,8 @@ class TileReader {
   }
 
   const TileLabels& labels() const { return labels_; }
-  bool computes_ones_again() const { return args_.loss_kind == SigmoidLoss::kAsymmetric; }
+  // The loss of a one is no loss of a zero with another sign and weight.
+  bool computes_ones_again() const { return args_.loss_kind == SigmoidLoss::kAsymmetric || is_scored(args_.loss_kind); }
 
   // The ones of a tile of labels next to each other, padded with the first of them to whole vectors.
   int64_t padded_ones() const { return (labels_.ones + 15) / 16 * 16; }

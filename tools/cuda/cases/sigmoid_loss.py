@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from focalkern import reference
+from focalkern.reference._scored_losses import IA_BCE_FLOOR
 from tools.cuda.cases.common import DTYPES, NAN, Memory, assert_near, real_of, structure
 
 MAX_DIMS = 10
-FOCAL, ASYMMETRIC, QUALITY = range(3)
+FOCAL, ASYMMETRIC, QUALITY, VARIFOCAL, MATCHABILITY, IA_BCE = KINDS = range(6)
+SCORED = {VARIFOCAL: reference.varifocal_loss, MATCHABILITY: reference.matchability_loss, IA_BCE: reference.ia_bce_loss}
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64]
 
 
@@ -53,7 +55,7 @@ def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.
     `one_image`, the first dimension, of size 1, is none of the space."""
     dtype, real, shape = x.dtype, real_of(x.dtype), x.shape
     labels = target.dim() < x.dim()
-    has_alpha = kind == FOCAL and second is not None
+    has_alpha = kind not in (ASYMMETRIC, QUALITY) and second is not None
     second = 1.0 if second is None else second
     in_real = [v.to(real) if isinstance(v, torch.Tensor) else v for v in (gamma, second, weight)]
     with Memory(library) as memory:
@@ -102,6 +104,8 @@ def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.
 
 def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, reduction="mean", **options):
     dtype, real = x.dtype, real_of(x.dtype)
+    if kind == IA_BCE:
+        second, options["margin"] = 0.25 if second is None else second, IA_BCE_FLOOR
     grad = torch.randn(x.shape if reduction == "none" else (1,) * x.dim(), dtype=real)
     actual = run_sigmoid_loss(library, kind, x, target, gamma, second, grad, reduction=reduction, **options)
     wide = options.pop("wide", True)
@@ -122,7 +126,11 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
         expected = reference.quality_focal_loss(z, t, gammas[0], reduction, **options)
     else:
         alpha = None if second is None else gammas[1].detach()
-        expected = reference.sigmoid_focal_loss(z, t, gammas[0], alpha, reduction, **options)
+        if kind in (VARIFOCAL, MATCHABILITY):
+            options["detach_modulation"] = margin == 1
+        function = SCORED.get(kind, reference.sigmoid_focal_loss)
+        expected = function(z, t, gammas[0], alpha, reduction, **options)
+        options.pop("detach_modulation", None)
     inputs = [z, gammas[0], *([] if labels else [t]), *([gammas[1]] if kind == ASYMMETRIC else [])]
     upstream = grad.double().reshape(expected.shape)
     found = torch.autograd.grad(expected, inputs, upstream)
@@ -146,10 +154,12 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
 # One element, a pack, around a block of packs, and several rounds of the small grid.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (13, 79), (40, 80)])
-@pytest.mark.parametrize("kind", [FOCAL, ASYMMETRIC, QUALITY])
+@pytest.mark.parametrize("kind", KINDS)
 def test_sigmoid_loss_of_dense_targets(library, dtype, shape, kind):
     x, t = (torch.randn(shape) * 4).to(dtype), torch.rand(shape).to(dtype)
-    margin = 0.0625 if kind == ASYMMETRIC else 0.0
+    margin = {ASYMMETRIC: 0.0625, MATCHABILITY: 1.0}.get(kind, 0.0)
+    if kind in SCORED:
+        t = torch.where(torch.rand(shape) < 0.5, t, 0.0).to(dtype)
     for reduction, gamma in (("mean", 2.0), ("none", 1.5), ("sum", 3.0)):
         check_sigmoid_loss(library, kind, x, t, gamma, reduction=reduction, margin=margin)
         # Hard targets, in some packs alone; and a weight that is no number, for which there are other kernels.
@@ -165,7 +175,7 @@ def test_sigmoid_loss_of_labels(library, dtype, shape):
     labels = torch.randint(shape[1] + 1, (shape[0], *shape[2:]))
     labels.view(-1)[::5] = -100
     labels.view(-1)[3] = shape[1] + 7 if reduction_may_be_nan(shape) else 0
-    for kind in (FOCAL, ASYMMETRIC, QUALITY):
+    for kind in KINDS:
         for reduction in ("none", "sum", "mean"):
             check_sigmoid_loss(library, kind, x, labels, reduction=reduction)
     check_sigmoid_loss(library, FOCAL, x, labels.int(), reduction="none", wide=False)
@@ -195,7 +205,14 @@ def test_sigmoid_loss_of_labels_of_pixels(library, dtype, shape):
         ignored = 255 if kind == torch.uint8 else -100
         labels.view(-1)[::7] = ignored
         labels.view(-1)[-1] = shape[1] - 1
-        for loss, gamma, reduction in ((FOCAL, 2.0, "mean"), (ASYMMETRIC, 0.7, "sum"), (QUALITY, 3.0, "none")):
+        for loss, gamma, reduction in (
+            (FOCAL, 2.0, "mean"),
+            (ASYMMETRIC, 0.7, "sum"),
+            (QUALITY, 3.0, "none"),
+            (VARIFOCAL, 2.0, "sum"),
+            (MATCHABILITY, 1.5, "mean"),
+            (IA_BCE, 3.0, "none"),
+        ):
             check_sigmoid_loss(library, loss, x, labels, gamma, reduction=reduction, ignore_index=ignored)
     x = x.detach().clone()
     if len(x) == 1:
@@ -243,7 +260,7 @@ def test_sigmoid_loss_of_an_alpha_that_is_no_weight(library, alpha):
 def test_sigmoid_loss_with_strides_and_broadcast_parameters(library, dtype):
     x = (torch.randn(5, 9, 6) * 3).to(dtype).transpose(0, 2).contiguous().transpose(0, 2)
     t = torch.rand(5, 1, 6).expand(5, 9, 6)
-    for kind in (FOCAL, ASYMMETRIC, QUALITY):
+    for kind in KINDS:
         check_sigmoid_loss(library, kind, x, t, torch.rand(9, 1) * 3, torch.rand(6), weight=torch.rand(5, 1, 1),
                            reduction="none")  # fmt: skip
     # Off the boundary of a pack, input and target alike or not.
@@ -254,23 +271,27 @@ def test_sigmoid_loss_with_strides_and_broadcast_parameters(library, dtype):
 
 def test_sigmoid_loss_at_extreme_logits(library):
     x = torch.tensor([[-1000.0, -90.0, -17.0, 0.0, 17.0, 90.0, 1000.0]]).expand(3, 7).contiguous()
-    for kind in (FOCAL, ASYMMETRIC, QUALITY):
+    for kind in KINDS:
+        margin = IA_BCE_FLOOR if kind == IA_BCE else 0.0
         for gamma in (0.0, 0.3, 2.0):
             # An approximate p may miss t = 0.5 by a unit in the last place, which is 0.006 in |t - p|^0.3.
             share = 0.25 if kind == QUALITY and gamma == 0.3 else 0.5
             t = torch.tensor([[0.0], [1.0], [share]]).expand(3, 7).contiguous()
             # The slope in the target has no reference where 1 - p underflows.
             grad = torch.ones(3, 7)
-            found = run_sigmoid_loss(library, kind, x, t, gamma, 1.0, grad, reduction="none")
+            found = run_sigmoid_loss(library, kind, x, t, gamma, 1.0, grad, reduction="none", margin=margin)
             z = x.double().requires_grad_()
-            function = (reference.sigmoid_focal_loss, reference.asymmetric_loss, reference.quality_focal_loss)[kind]
-            options = {FOCAL: {"alpha": 1.0}, ASYMMETRIC: {"gamma_positive": 1.0, "margin": 0.0}, QUALITY: {}}[kind]
+            functions = (reference.sigmoid_focal_loss, reference.asymmetric_loss, reference.quality_focal_loss)
+            function = (*functions, *SCORED.values())[kind]
+            options = {ASYMMETRIC: {"gamma_positive": 1.0, "margin": 0.0}, QUALITY: {}}.get(kind, {"alpha": 1.0})
+            if kind == MATCHABILITY:
+                options["detach_modulation"] = False
             expected = function(z, t.double(), gamma, **options)
             assert_near(found["loss"], expected, torch.float32)
             assert_near(found["grad_input"], torch.autograd.grad(expected.sum(), z)[0], torch.float32)
             assert found["grad_gamma"].isfinite().all()
             alone = run_sigmoid_loss(
-                library, kind, x, t, gamma, 1.0, grad[:1, :1], reduction="sum", all_gradients=False
+                library, kind, x, t, gamma, 1.0, grad[:1, :1], reduction="sum", all_gradients=False, margin=margin
             )
             assert_near(alone["grad_input"], found["grad_input"], torch.float32)
 

@@ -152,4 +152,22 @@ FAULTS = [
         "% kVectorBytes == 0; }",
         "% 1 == 0; }",
     ),
+    Fault(
+        "plain: every scored loss is the varifocal loss",
+        "sigmoid_loss_vectorized.cu",
+        "scored_loss_of(args.loss_kind)};",
+        "ScoredLoss::kVarifocal};",
+    ),
+    Fault(
+        "every scored loss is the varifocal loss",
+        "sigmoid_loss_strided.cu",
+        "terms_of<Loss>(found, args.margin, scored_loss_of(args.loss_kind)).loss",
+        "terms_of<Loss>(found, args.margin, ScoredLoss::kVarifocal).loss",
+    ),
+    Fault(
+        "every scored loss has the gradient of the varifocal loss",
+        "sigmoid_loss_strided.cu",
+        "terms = terms_of<Loss>(found, args.margin, scored_loss_of(args.loss_kind));",
+        "terms = terms_of<Loss>(found, args.margin, ScoredLoss::kVarifocal);",
+    ),
 ]

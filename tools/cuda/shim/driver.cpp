@@ -199,7 +199,7 @@ void sigmoid(SigmoidLoss kind, int rows, int classes, int target, int offset, bo
   a.classes = classes;
   a.ignore_index = -100;
   a.gamma.value = 1.5;
-  a.has_alpha = kind == SigmoidLoss::kFocal;
+  a.has_alpha = may_have_alpha(kind);
   a.second.value = 0.25;
   a.weight.value = 1;
   if (target == 2) {
@@ -452,7 +452,8 @@ int main(int argc, char** argv) {
       for (bool probs : {false, true}) {
         spline<S>(r, c, probs, r % 2);
       }
-    for (auto kind : {SigmoidLoss::kFocal, SigmoidLoss::kAsymmetric, SigmoidLoss::kQuality})
+    for (auto kind : {SigmoidLoss::kFocal, SigmoidLoss::kAsymmetric, SigmoidLoss::kQuality, SigmoidLoss::kVarifocal,
+                      SigmoidLoss::kMatchability, SigmoidLoss::kIaBce})
       for (auto [r, c] : {std::pair{1, 1}, {7, 5}, {40, 81}})
         for (int target : {0, 1, 2})
           for (int offset : {0, 1}) {

@@ -1,0 +1,169 @@
+"""The losses of one logit per class whose targets are scores of matched boxes, with 0 for the background."""
+
+import torch
+from torch import Tensor
+
+from focalkern.reference._log_space import parameter_tensor
+from focalkern.reference._sigmoid_losses import log_sigmoid, of_share, power, reduce_elements, shares
+
+__all__ = ["IA_BCE_FLOOR", "ia_bce_loss", "matchability_loss", "varifocal_loss"]
+
+IA_BCE_FLOOR = 0.01  # of the soft target, as in the published code
+
+
+def varifocal_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor = 2.0,
+    alpha: float | Tensor | None = 0.75,
+    reduction: str = "none",
+    *,
+    detach_modulation: bool = False,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    r"""Varifocal loss of independent logits.
+
+    .. math::
+        L = t (-t \log p - (1 - t) \log(1 - p)) \text{ for } t > 0, \qquad
+        -\alpha p^\gamma \log(1 - p) \text{ for } t = 0
+
+    Args:
+        input: logits of any shape.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        gamma: the exponent, a number or a tensor that broadcasts to ``input``.
+        alpha: likewise, the weight of the background; None for 1.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
+        detach_modulation: treat p^gamma as a constant.
+        weight: broadcasts to ``input``.
+        ignore_index: label whose elements count nothing.
+
+    Returns:
+        The loss, in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.varifocal_loss(logits, torch.tensor([[0.9, 0.5, 0.0]], dtype=torch.float64))
+        tensor([[0.2942, 0.3466, 0.0170]], dtype=torch.float64)
+    """
+    x, t, counts = shares(input, target, ignore_index)
+    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    background = _background(log_p, log_q, parameter_tensor(gamma, x), alpha, detach_modulation)
+    loss = _chosen(t, t * _cross_entropy(log_p, log_q, t), background)
+    return reduce_elements(loss, input, weight, counts, reduction)
+
+
+def matchability_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor = 1.5,
+    alpha: float | Tensor | None = None,
+    reduction: str = "none",
+    *,
+    detach_modulation: bool = True,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    r"""Matchability-aware loss of independent logits.
+
+    .. math::
+        L = -t^\gamma \log p - (1 - t^\gamma) \log(1 - p) \text{ for } t > 0, \qquad
+        -\alpha p^\gamma \log(1 - p) \text{ for } t = 0
+
+    Args:
+        input: logits of any shape.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        gamma: the exponent, a number or a tensor that broadcasts to ``input``.
+        alpha: likewise, the weight of the background; None for 1.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
+        detach_modulation: treat p^gamma as a constant.
+        weight: broadcasts to ``input``.
+        ignore_index: label whose elements count nothing.
+
+    Returns:
+        The loss, in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.matchability_loss(logits, torch.tensor([[0.9, 0.5, 0.0]], dtype=torch.float64))
+        tensor([[0.4193, 0.6931, 0.0437]], dtype=torch.float64)
+    """
+    x, t, counts = shares(input, target, ignore_index)
+    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    gamma = parameter_tensor(gamma, x)
+    score = (gamma * _log_of_matched(t)).exp()
+    background = _background(log_p, log_q, gamma, alpha, detach_modulation)
+    loss = _chosen(t, _cross_entropy(log_p, log_q, score), background)
+    return reduce_elements(loss, input, weight, counts, reduction)
+
+
+def ia_bce_loss(
+    input: Tensor,
+    target: Tensor,
+    gamma: float | Tensor = 2.0,
+    alpha: float | Tensor = 0.25,
+    reduction: str = "none",
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    r"""IoU-aware binary cross-entropy of independent logits.
+
+    .. math::
+        L = -s \log p - (1 - s) \log(1 - p) \text{ for } t > 0, \quad s = \max(p^\alpha t^{1 - \alpha}, 0.01),
+        \qquad -p^\gamma \log(1 - p) \text{ for } t = 0
+
+    Args:
+        input: logits of any shape.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        gamma: the exponent of the background, a number or a tensor that broadcasts to ``input``.
+        alpha: likewise, the share of p in s, which is a constant of the loss.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
+        weight: broadcasts to ``input``.
+        ignore_index: label whose elements count nothing.
+
+    Returns:
+        The loss, in ``input``'s dtype, float32 under autocast.
+
+    Raises:
+        RuntimeError: shapes that do not fit. Nothing else is checked.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
+        >>> fk.reference.ia_bce_loss(logits, torch.tensor([[0.9, 0.5, 0.0]], dtype=torch.float64))
+        tensor([[0.3366, 0.6931, 0.0227]], dtype=torch.float64)
+    """
+    x, t, counts = shares(input, target, ignore_index)
+    log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
+    alpha = parameter_tensor(alpha, x)
+    mixed = (of_share(alpha, log_p.detach()) + (1.0 - alpha) * _log_of_matched(t.detach())).exp()
+    score = mixed.clamp(min=IA_BCE_FLOOR)
+    background = _background(log_p, log_q, parameter_tensor(gamma, x), None, detach_modulation=False)
+    loss = _chosen(t, _cross_entropy(log_p, log_q, score), background)
+    return reduce_elements(loss, input, weight, counts, reduction)
+
+
+def _log_of_matched(t: Tensor) -> Tensor:
+    return torch.where(t > 0, t, 1.0).log()
+
+
+def _cross_entropy(log_p: Tensor, log_q: Tensor, score: Tensor) -> Tensor:
+    return of_share(score, -log_p) + of_share(1.0 - score, -log_q)
+
+
+def _background(
+    log_p: Tensor, log_q: Tensor, gamma: Tensor, alpha: float | Tensor | None, detach_modulation: bool
+) -> Tensor:
+    factor = power(log_p.detach() if detach_modulation else log_p, gamma)
+    return (factor if alpha is None else factor * parameter_tensor(alpha, log_p)) * -log_q
+
+
+def _chosen(t: Tensor, matched: Tensor, background: Tensor) -> Tensor:
+    """The loss of each element; NaN where the target is. A target whose slope is 0 stays part of the graph."""
+    return torch.where(t > 0, matched, background) * (1.0 + 0.0 * t)
