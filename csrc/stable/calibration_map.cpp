@@ -1,7 +1,7 @@
 // The calibration maps: from checked tensors to the kernels of csrc/cpu and csrc/cuda.
 //
-//   calibration_map_forward   fills output; returns the first invalid row, or -1 (always -1 on CUDA)
-//   calibration_map_backward  fills the gradients that are given, those of the parameters per row in double
+//   calibration_map_forward_out   fills output; returns the first invalid row, or -1 (always -1 on CUDA)
+//   calibration_map_backward_out  fills the gradients that are given, those of the parameters per row in double
 //
 // All tensors are contiguous. gamma and temperature are in double, or none for their numbers.
 
@@ -148,24 +148,26 @@ void backward(const Tensor& grad, const Tensor& input, const OptionalTensor& gam
   });
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(focalkern_stable, m) {
+FK_KERNELS_FRAGMENT(m) {
   m.def(
-      "calibration_map_forward(Tensor input, Tensor? gamma, Tensor? temperature, Tensor(a!) output, float gamma_value, "
+      "calibration_map_forward_out(Tensor input, Tensor? gamma, Tensor? temperature, Tensor(a!) output, float "
+      "gamma_value, "
       "float temperature_value, int kind, bool log_output) -> int");
   m.def(
-      "calibration_map_backward(Tensor grad, Tensor input, Tensor? gamma, Tensor? temperature, Tensor(a!)? grad_input, "
+      "calibration_map_backward_out(Tensor grad, Tensor input, Tensor? gamma, Tensor? temperature, Tensor(a!)? "
+      "grad_input, "
       "Tensor(b!)? grad_gamma, Tensor(c!)? grad_temperature, float gamma_value, float temperature_value, int kind, "
       "bool log_output) -> ()");
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl("calibration_map_forward", TORCH_BOX(&forward));
-  m.impl("calibration_map_backward", TORCH_BOX(&backward));
+  m.impl("calibration_map_forward_out", TORCH_BOX(&forward));
+  m.impl("calibration_map_backward_out", TORCH_BOX(&backward));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(focalkern_stable, CPU, m) { implement(m); }
+FK_KERNELS_IMPL(CPU, m) { implement(m); }
 #ifdef FOCALKERN_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(focalkern_stable, CUDA, m) { implement(m); }
+FK_KERNELS_IMPL(CUDA, m) { implement(m); }
 #endif
 
 }  // namespace

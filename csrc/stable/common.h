@@ -12,6 +12,20 @@
 
 #include "kernels/layout.h"
 
+// The torch library of the kernels. The Kernel Hub's builder gives each build a name (tools/hub.py).
+#ifdef TORCH_EXTENSION_NAME
+#define FK_KERNELS TORCH_EXTENSION_NAME
+#ifdef CUDA_KERNEL
+#define FOCALKERN_WITH_CUDA
+#endif
+#else
+#define FK_KERNELS focalkern_stable
+#endif
+// torch's macros write their arguments as they are; these expand the name first.
+#define FK_EXPANDED(macro, ...) macro(__VA_ARGS__)
+#define FK_KERNELS_FRAGMENT(m) FK_EXPANDED(STABLE_TORCH_LIBRARY_FRAGMENT, FK_KERNELS, m)
+#define FK_KERNELS_IMPL(key, m) FK_EXPANDED(STABLE_TORCH_LIBRARY_IMPL, FK_KERNELS, key, m)
+
 namespace focalkern::stable {
 
 using torch::headeronly::ScalarType;

@@ -1,7 +1,7 @@
 // The losses of rows: from checked tensors to the kernels of csrc/cpu and csrc/cuda.
 //
-//   row_loss_forward   fills saved and loss; returns the first row whose label is out of range, or -1
-//   row_loss_backward  fills the gradients that are given
+//   row_loss_forward_out   fills saved and loss; returns the first row whose label is out of range, or -1
+//   row_loss_backward_out  fills the gradients that are given
 //
 // gamma is contiguous in the type of the computation, or none for the number gamma_value; so are edges and weight.
 // Labels are contiguous, class probabilities in the type of the computation.
@@ -210,25 +210,26 @@ void backward(const Tensor& grad, const Tensor& input, const Tensor& target, con
   });
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(focalkern_stable, m) {
+FK_KERNELS_FRAGMENT(m) {
   m.def(
-      "row_loss_forward(Tensor input, Tensor target, Tensor? gamma, Tensor? edges, Tensor? weight, Tensor(a!) saved, "
+      "row_loss_forward_out(Tensor input, Tensor target, Tensor? gamma, Tensor? edges, Tensor? weight, Tensor(a!) "
+      "saved, "
       "Tensor(b!) loss, float gamma_value, int ignore_index, float label_smoothing, bool detach_modulation, int kind, "
       "float epsilon, bool reduce, bool mean) -> int");
   m.def(
-      "row_loss_backward(Tensor grad, Tensor input, Tensor target, Tensor? gamma, Tensor? edges, Tensor? weight, "
+      "row_loss_backward_out(Tensor grad, Tensor input, Tensor target, Tensor? gamma, Tensor? edges, Tensor? weight, "
       "Tensor saved, Tensor(a!)? grad_input, Tensor(b!)? grad_target, Tensor(c!)? grad_gamma, float gamma_value, int "
       "ignore_index, float label_smoothing, bool detach_modulation, int kind, float epsilon, bool mean) -> ()");
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl("row_loss_forward", TORCH_BOX(&forward));
-  m.impl("row_loss_backward", TORCH_BOX(&backward));
+  m.impl("row_loss_forward_out", TORCH_BOX(&forward));
+  m.impl("row_loss_backward_out", TORCH_BOX(&backward));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(focalkern_stable, CPU, m) { implement(m); }
+FK_KERNELS_IMPL(CPU, m) { implement(m); }
 #ifdef FOCALKERN_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(focalkern_stable, CUDA, m) { implement(m); }
+FK_KERNELS_IMPL(CUDA, m) { implement(m); }
 #endif
 
 }  // namespace

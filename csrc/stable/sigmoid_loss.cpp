@@ -1,7 +1,7 @@
 // The losses of one logit: from checked tensors to the kernels of csrc/cpu and csrc/cuda.
 //
-//   sigmoid_loss_forward   fills loss and divisor; returns whether all labels are in range (always true on CUDA)
-//   sigmoid_loss_backward  fills the gradients that are given
+//   sigmoid_loss_forward_out   fills loss and divisor; returns whether all labels are in range (always true on CUDA)
+//   sigmoid_loss_backward_out  fills the gradients that are given
 //
 // All tensors but `divisor`, a reduced loss and a gradient of one number have the shape of the input, by expansion
 // where they broadcast; parameters are in the type of the computation, or none for their numbers. `like` has the layout
@@ -203,27 +203,29 @@ void backward(const Tensor& like, const Tensor& input, const Tensor& target, con
   });
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(focalkern_stable, m) {
+FK_KERNELS_FRAGMENT(m) {
   m.def(
-      "sigmoid_loss_forward(Tensor like, Tensor input, Tensor target, Tensor? gamma, Tensor? second, Tensor? weight, "
+      "sigmoid_loss_forward_out(Tensor like, Tensor input, Tensor target, Tensor? gamma, Tensor? second, Tensor? "
+      "weight, "
       "Tensor(a!) loss, Tensor(b!) divisor, float gamma_value, float second_value, float weight_value, int classes, "
       "int "
       "class_dim, bool has_alpha, int kind, float margin, int ignore_index, bool reduce, bool mean) -> bool");
   m.def(
-      "sigmoid_loss_backward(Tensor like, Tensor input, Tensor target, Tensor? gamma, Tensor? second, Tensor? weight, "
+      "sigmoid_loss_backward_out(Tensor like, Tensor input, Tensor target, Tensor? gamma, Tensor? second, Tensor? "
+      "weight, "
       "Tensor? grad, Tensor? divisor, Tensor(a!)? grad_input, Tensor(b!)? grad_target, Tensor(c!)? grad_gamma, "
       "Tensor(d!)? grad_second, float gamma_value, float second_value, float weight_value, float grad_value, int "
       "classes, int class_dim, bool has_alpha, int kind, float margin, int ignore_index) -> ()");
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {
-  m.impl("sigmoid_loss_forward", TORCH_BOX(&forward));
-  m.impl("sigmoid_loss_backward", TORCH_BOX(&backward));
+  m.impl("sigmoid_loss_forward_out", TORCH_BOX(&forward));
+  m.impl("sigmoid_loss_backward_out", TORCH_BOX(&backward));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(focalkern_stable, CPU, m) { implement(m); }
+FK_KERNELS_IMPL(CPU, m) { implement(m); }
 #ifdef FOCALKERN_WITH_CUDA
-STABLE_TORCH_LIBRARY_IMPL(focalkern_stable, CUDA, m) { implement(m); }
+FK_KERNELS_IMPL(CUDA, m) { implement(m); }
 #endif
 
 }  // namespace

@@ -70,7 +70,7 @@ def _forward(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
     kind, log_output, _, validate = options
     (output,) = _forward_shapes(inputs, options)
     tensors, numbers = _prepared(inputs, kind)
-    first = _kernels.calibration_map_forward(*tensors, output, *numbers, kind, log_output)
+    first = _kernels.calibration_map_forward_out(*tensors, output, *numbers, kind, log_output)
     requested = os.environ.get("FOCALKERN_VALIDATE", "").startswith("1")
     if not output.is_cpu and requested and values_may_be_read(output):
         invalid = (output if kind == _BINARY else output[..., 0]).isnan().reshape(-1).nonzero()
@@ -104,7 +104,7 @@ def _backward(
     upstream = (grad if grad.dtype == x.dtype else grad.to(compute_dtype(x.dtype))).contiguous()
     of_input = torch.empty_like(x) if needed[0] else None
     rows = [x.new_empty(_rows(x, kind), dtype=torch.float64) if need else None for need in needed[1:]]
-    _kernels.calibration_map_backward(upstream, *tensors, of_input, *rows, *numbers, kind, log_output)
+    _kernels.calibration_map_backward_out(upstream, *tensors, of_input, *rows, *numbers, kind, log_output)
     return of_input, _reduced(rows[0], inputs.gamma), _reduced(rows[1], inputs.temperature)
 
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from focalkern import fallback
 from focalkern._types import compute_dtype
 from focalkern.fallback._checks import check_same_device, values_may_be_read
 from focalkern.fallback.focal_loss import check_range, host_numbers, promoted
 from focalkern.fallback.row_loss import check_operator, focal_loss_composite
+from focalkern.fallback.row_loss import row_loss as plain_row_loss
 from focalkern.reference._softmax_losses import number_of, row_loss_of
 from focalkern.stable._autograd import Operator, apply, parameter, reduced
 
@@ -45,7 +45,7 @@ def row_loss(
     ignore_index, label_smoothing = host_numbers(spec.name, weight, ignore_index, label_smoothing)
     options = (reduction, ignore_index, label_smoothing, detach_modulation)
     if label_smoothing != 0 and not spec.soft_target:  # kernels of such a loss take labels without smoothing
-        return fallback.row_loss(input, target, gamma, edges, weight, *options, kind, epsilon)
+        return plain_row_loss(input, target, gamma, edges, weight, *options, kind, epsilon)
     input, dtype = promoted(input, target)
     inputs = _Inputs(input, target, gamma, edges, weight)
     return apply(OPERATOR, inputs, _Options(*options, dtype == torch.float32 != input.dtype, kind, epsilon))
@@ -125,7 +125,7 @@ def _forward(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
     tensors, number = _prepared(inputs)
     settings = (ignore_index, label_smoothing, detach_modulation, kind, epsilon)
     reduce = (reduction != _NONE, reduction == _MEAN)
-    if _kernels.row_loss_forward(*tensors, saved, loss, number, *settings, *reduce) >= 0:
+    if _kernels.row_loss_forward_out(*tensors, saved, loss, number, *settings, *reduce) >= 0:
         check_range(row_loss_of(kind).name, target, input.shape[_class_dim(input)], ignore_index)
     return loss if float32_loss or real == input.dtype else loss.to(input.dtype), saved
 
@@ -169,7 +169,7 @@ def _backward(
         grad_gamma = input.new_empty(_loss_shape(input), dtype=real)
     settings = (ignore_index, label_smoothing, detach_modulation, kind, epsilon, reduction == _MEAN)
     upstream = grad.to(real).contiguous()
-    _kernels.row_loss_backward(upstream, *tensors, *saved, grad_input, grad_target, grad_gamma, number, *settings)
+    _kernels.row_loss_backward_out(upstream, *tensors, *saved, grad_input, grad_target, grad_gamma, number, *settings)
     if grad_target is not None:
         grad_target = torch.empty_like(inputs.target).copy_(grad_target)
     return grad_input, grad_target, reduced(grad_gamma, inputs.gamma)

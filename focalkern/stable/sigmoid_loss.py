@@ -99,7 +99,7 @@ def _forward(inputs: _Inputs, options: _Options) -> tuple[Tensor, ...]:
     like = input if is_dense(input) else loss if reduction == _NONE else torch.empty_like(input)
     tensors, numbers, facts = _prepared(inputs, kind)
     settings = (margin, ignore_index, reduction != _NONE, reduction == _MEAN)
-    if not _kernels.sigmoid_loss_forward(like, *tensors, loss, divisor, *numbers, *facts, *settings):
+    if not _kernels.sigmoid_loss_forward_out(like, *tensors, loss, divisor, *numbers, *facts, *settings):
         check_range(input, target, kind, ignore_index)
     return loss.to(stored), divisor
 
@@ -141,7 +141,7 @@ def _backward(
     mean = saved[0] if reduction == _MEAN else None
     of_grad = grad.item() if one else 0.0
     settings = (margin, ignore_index)
-    _kernels.sigmoid_loss_backward(like, *tensors, upstream, mean, *found, *numbers, of_grad, *facts, *settings)
+    _kernels.sigmoid_loss_backward_out(like, *tensors, upstream, mean, *found, *numbers, of_grad, *facts, *settings)
     of_input, of_target, of_gamma, of_second = found
     of_target = None if of_target is None else of_target.to(target.dtype)
     return of_input, of_target, reduced(of_gamma, gamma), reduced(of_second, second)
