@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tools.toolchain import fail
+from tools.toolchain import HOST_FLAGS, fail
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "wheel"
@@ -56,15 +56,31 @@ def sources(pattern: str) -> list[Path]:
     return sorted((ROOT / "csrc").glob(pattern))
 
 
-def link(target: Path, objects: Sequence[Path], *flags: str | Path) -> None:
+# The kernels are exported: what crosses the border is declared in csrc/kernels.
+EXPORTED = ["-std=c++20", "-fPIC", "-DNDEBUG", *(flag for flag in HOST_FLAGS if "visibility" not in flag)]
+
+
+def kernel_command(tools: str = "") -> list[str | Path]:
+    """Compiles csrc/cpu. ``tools`` is the prefix of a cross-compiler's programs."""
+    return [
+        f"{tools}g++",
+        *EXPORTED,
+        "-fno-semantic-interposition",
+        "-fvisibility-inlines-hidden",
+        f"-I{ROOT / 'csrc'}",
+    ]
+
+
+def link(target: Path, objects: Sequence[Path], *flags: str | Path, tools: str = "") -> None:
     # $ORIGIN: the libraries lie beside the modules. -s: no symbols but those that are asked for by name.
-    run(["g++", "-shared", "-s", *objects, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{target.name}", *flags, "-o", target])
+    command = [f"{tools}g++", "-shared", "-s", *objects, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{target.name}"]
+    run([*command, *flags, "-o", target])
 
 
-def stand_ins(folder: Path, names: Sequence[str]) -> list[str | Path]:
+def stand_ins(folder: Path, names: Sequence[str], tools: str = "") -> list[str | Path]:
     """Link flags for libraries of torch, of which no more than the names are here."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         library = folder / f"lib{name}.so"
-        run(["gcc", "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{library.name}", "-o", library])
+        run([f"{tools}gcc", "-shared", "-x", "c", os.devnull, f"-Wl,-soname,{library.name}", "-o", library])
     return ["-Wl,--no-as-needed", f"-L{folder}", *(f"-l{name}" for name in names)]

@@ -29,9 +29,20 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.compiler import BUILD, ROOT, TORCH_LIBRARIES, Compiler, link, run, sources, stand_ins
+from tools.compiler import (
+    BUILD,
+    EXPORTED,
+    ROOT,
+    TORCH_LIBRARIES,
+    Compiler,
+    kernel_command,
+    link,
+    run,
+    sources,
+    stand_ins,
+)
 from tools.stable import build_stable
-from tools.toolchain import HOST_FLAGS, fail, toolkit_folder, toolkit_version
+from tools.toolchain import fail, toolkit_folder, toolkit_version
 
 TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 # Any GPU after these compiles the last one's PTX for itself.
@@ -80,10 +91,8 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
     """Fills a folder with the files that the docstring above lists."""
     compiler = Compiler()
     folder.mkdir(parents=True)
-    # The kernels are exported: what crosses the border is declared in csrc/kernels.
-    host = ["g++", "-std=c++20", "-fPIC", "-DNDEBUG", *(flag for flag in HOST_FLAGS if "visibility" not in flag)]
-    kernels = [*host, "-fno-semantic-interposition", "-fvisibility-inlines-hidden", f"-I{ROOT / 'csrc'}"]
-    link(folder / "libfocalkern_cpu.so", compiler.objects(sources("cpu/**/*.cpp"), kernels, {}, ""), "-Wl,-Bsymbolic")
+    kernels = compiler.objects(sources("cpu/**/*.cpp"), kernel_command(), {}, "")
+    link(folder / "libfocalkern_cpu.so", kernels, "-Wl,-Bsymbolic")
     if toolkit:
         newest = architectures[-1]
         codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in architectures]
@@ -103,7 +112,7 @@ def compile_modules(torches: Sequence[str], architectures: Sequence[str], toolki
         where.append(f"-isystem{sysconfig.get_path('include')}")
         where += [f"-isystem{toolkit / 'include'}"] if toolkit else []
         # -O2: bindings check and launch, they have no loops over classes.
-        command = [*host, "-O2", "-fvisibility=hidden", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+        command = ["g++", *EXPORTED, "-O2", "-fvisibility=hidden", "-DTORCH_API_INCLUDE_EXTENSION_H"]
         ready = precompiled(where, command, f"{torch}-{sys.implementation.cache_tag}")
         libraries = stand_ins(BUILD / "stand_ins", TORCH_LIBRARIES)
         for with_cuda in (False, True) if toolkit else (False,):
