@@ -14,7 +14,7 @@ from torch import Tensor
 from focalkern._types import compute_dtype
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import has_kernels
-from focalkern.ops._row_loss import kind_of, row_loss
+from focalkern.ops._row_loss import kind_of, needs_float64, row_loss
 
 __all__ = ["gradients_of_rows", "losses_of_margins", "losses_of_rows", "slice_gradient", "slice_statistics"]
 
@@ -44,6 +44,9 @@ class Settings(NamedTuple):
 
 def losses_of_rows(block: Block, settings: Settings) -> tuple[Tensor, Tensor | None]:
     """The losses [n], and what :func:`gradients_of_rows` wants to know of them."""
+    if needs_float64(block.logits, block.target, settings.label_smoothing):
+        losses, saved = losses_of_rows(block._replace(logits=block.logits.double()), settings)
+        return losses.to(block.logits.dtype), saved
     if has_kernels(block.logits):
         losses, saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, *settings)
         return losses, saved
@@ -54,6 +57,10 @@ def gradients_of_rows(
     upstream: Tensor, block: Block, settings: Settings, saved: Tensor | None, needed: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum(upstream * losses) in logits, target and gamma; those that are not needed are undefined."""
+    if needs_float64(block.logits, block.target, settings.label_smoothing):
+        wide = block._replace(logits=block.logits.double())
+        exact = gradients_of_rows(upstream.double(), wide, settings, saved, needed)
+        return exact[0].to(block.logits.dtype), exact[1].to(block.logits.dtype), exact[2].to(block.logits.dtype)
     if saved is not None:
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.focalkern.focal_loss_backward(
             upstream, *block, saved, _NO_REDUCTION, *settings[:3], list(needed), *settings[4:]

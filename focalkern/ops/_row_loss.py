@@ -9,25 +9,29 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from focalkern._checks import finite, flag, label, number, one_of, reduction_code, reworded
-from focalkern._devices import autocast_is_on
+from focalkern._devices import autocast_is_on, has_float64
 from focalkern._types import HALVES, PLAIN_TENSORS, STEEPEST_INVERSE_GAMMA
 from focalkern.gamma import GammaTable
 from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.reference._softmax_losses import ROW_LOSSES, number_of, row_loss_of
 
 __all__ = [
+    "MOST_SMOOTHING",
     "Modulation",
     "check_modulation",
     "check_tensor",
     "check_types",
     "finite_number",
     "kind_of",
+    "needs_float64",
     "row_loss",
     "through_dispatcher",
     "warn_if_steep",
 ]
 
 Modulation = Literal["confidence"]
+
+MOST_SMOOTHING = 0.5  # label smoothing of float32 logits that are computed in float32
 
 _FOCAL = number_of("focal_loss")
 
@@ -67,6 +71,9 @@ def row_loss(
         check_tensor(op, "target", target)
         dispatched = (compiling or has_torch_function((input, target))) and has_kernels(input)
         through = through_dispatcher if dispatched else backend_for(input).row_loss
+    if needs_float64(input, target, label_smoothing):
+        given = (weight, ignore_index, reduction, label_smoothing, detach_modulation)
+        return row_loss(op, kind, input.double(), target, gamma, epsilon, *given).to(input.dtype)
     edges = None
     if isinstance(gamma, GammaTable):
         edges, gamma = gamma.edges, gamma.gammas.detach()
@@ -83,6 +90,18 @@ def row_loss(
     ) as error:  # errors that are so rare that they are looked for only here
         check_types(op, weight, ignore_index, label_smoothing, detach_modulation)
         raise reworded(op, _of(op, kind, error), input=input, target=target, gamma=gamma, weight=weight) from None
+
+
+def needs_float64(input: Tensor, target: Tensor, label_smoothing: object) -> bool:
+    """Whether the gradient p_j - t_j has too few digits in float32: of a row of similar logits it cancels unless the
+    label has most of the target t."""
+    return (
+        isinstance(label_smoothing, float | int)
+        and MOST_SMOOTHING < label_smoothing <= 1
+        and input.dtype == torch.float32
+        and target.dtype != torch.float64
+        and has_float64(input.device)
+    )
 
 
 def _of(op: str, kind: int, error: Exception) -> Exception:

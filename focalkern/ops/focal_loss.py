@@ -17,11 +17,13 @@ from focalkern.ops._dtensor import is_dtensor, loss_over_mesh
 from focalkern.ops._loss_extras import loss_with_extras
 from focalkern.ops._loss_stats import LossWithStats
 from focalkern.ops._row_loss import (
+    MOST_SMOOTHING,
     Modulation,
     check_modulation,
     check_tensor,
     check_types,
     kind_of,
+    needs_float64,
     row_loss,
     through_dispatcher,
     warn_if_steep,
@@ -127,7 +129,8 @@ def focal_loss(
         ignore_index: label whose samples count neither in the loss nor in the mean. Label targets only.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples that are not ignored
             (labels) or by N * d1 * ... (probabilities); over no sample it is NaN, with a zero gradient.
-        label_smoothing: e in [0, 1].
+        label_smoothing: e in [0, 1]. Above 0.5, float32 logits are computed in float64: the gradient p_j - t_j of a row
+            of similar logits cancels where the label has less than half of the target.
         detach_modulation: treat the factor f as a constant; the gradient is then f * (p_j - [j = y]), and gamma has
             none.
         modulation: None, or "confidence": f(p) = p^gamma for gamma >= 0, with dL/dz_j = p^gamma (1 + gamma log p)
@@ -211,8 +214,12 @@ def focal_loss(
         edges, gamma = gamma.edges, gamma.gammas.detach()
     elif not compiling and (type(gamma) is not float or not STEEPEST_INVERSE_GAMMA <= gamma < math.inf):
         gamma = _check_gamma(gamma)  # a compiled graph must not depend on the value
+    arguments = (gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
+    is_smooth = type(label_smoothing) is not float or label_smoothing > MOST_SMOOTHING
     try:
-        return through(input, target, gamma, edges, weight, code, ignore_index, label_smoothing, detach_modulation)
+        if is_smooth and needs_float64(input, target, label_smoothing):
+            return through(input.double(), target, *arguments).to(input.dtype)
+        return through(input, target, *arguments)
     except (
         TypeError,
         ValueError,

@@ -159,3 +159,34 @@ def test_digits_of_equal_classes(name, shares, layout, classes):
     if layout == "pixels":
         pair = tuple(as_pixels(function) for function in pair)
     check(pair, z, target, gamma, options, name == "brier")
+
+
+# Similar logits and a label without a share, or with little: the gradient p_j - t_j is a small difference.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("classes", [2, 10, 1000, 50000])
+@pytest.mark.parametrize("layout", ["rows", "pixels"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "mmce"])
+def test_digits_of_a_gradient_without_a_label(name, layout, classes, dtype):
+    pair, gamma = LOSSES[name]
+    if layout == "pixels":
+        pair = tuple(as_pixels(function) for function in pair)
+    z = 0.01 * torch.randn(3, classes)
+    target = torch.randint(classes, (3,))
+    for smoothing in (1.0, 1 - 0.1 / classes, 1 - 2 / classes):
+        options = {"label_smoothing": smoothing}
+        expected = gradients(pair[1], torch.float64, z, target, gamma, options)[1][0]
+        found = gradients(pair[0], dtype, z, target, gamma, options)[1][0]
+        assert found.dtype == dtype
+        assert ((found - expected).abs() <= 1e-6 * expected.abs().amax(1, keepdim=True)).all()
+
+
+def test_digits_of_a_gradient_without_a_label_of_a_linear_layer():
+    hidden, head, target = torch.randn(8, 64), torch.randn(1000, 64) / 800, torch.randint(1000, (8,))
+
+    def of(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, head)]
+        loss = fk.linear_focal_loss(*leaves, target, label_smoothing=1.0)
+        return torch.autograd.grad(loss, leaves)
+
+    for found, expected in zip(of(torch.float32), of(torch.float64), strict=True):
+        assert ((found - expected).abs() <= 1e-6 * expected.abs().max()).all()
