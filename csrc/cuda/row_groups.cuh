@@ -2,6 +2,9 @@
 // apart than rows, one thread takes a row, so that a warp reads neighbouring addresses.
 #pragma once
 
+#include <cstddef>
+#include <type_traits>
+
 #include "cuda/common.cuh"
 #include "cuda/grid_sum.cuh"
 #include "cuda/row_loss.cuh"
@@ -96,9 +99,9 @@ __device__ __forceinline__ bool is_in_vectors(const Row<Scalar>& row) {
 }
 
 // Calls take(logits, first, step) for all of a thread's classes, several at a time: logits[k] belongs to class first +
-// k * step. The classes of a thread ascend.
-template <typename Scalar, typename Take>
-__device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take) {
+// k * step. The classes of a thread ascend. With take_two(logits, first, more, next) two vectors are one step.
+template <typename Scalar, typename Take, typename TakeTwo = std::nullptr_t>
+__device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take, TakeTwo take_two = nullptr) {
   using Real = compute_t<Scalar>;
   constexpr int kSize = kVectorSize<Scalar>;
   if (!row.is_live) return;
@@ -115,9 +118,15 @@ __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take) {
     for (; (vector | (kWarp - 1)) + row.lanes < vectors.count; vector += 2 * row.lanes, at += 2 * row.lanes * kSize) {
       const uint4 one = load_vector(at), other = load_vector(at + row.lanes * kSize);
       unpack<Scalar>(one, values);
-      take(values, vectors.head + vector * kSize, 1);
-      unpack<Scalar>(other, values);
-      take(values, vectors.head + (vector + row.lanes) * kSize, 1);
+      if constexpr (std::is_same_v<TakeTwo, std::nullptr_t>) {
+        take(values, vectors.head + vector * kSize, 1);
+        unpack<Scalar>(other, values);
+        take(values, vectors.head + (vector + row.lanes) * kSize, 1);
+      } else {
+        Real more[kSize];
+        unpack<Scalar>(other, more);
+        take_two(values, vectors.head + vector * kSize, more, vectors.head + (vector + row.lanes) * kSize);
+      }
     }
     for (; vector < vectors.count; vector += row.lanes, at += row.lanes * kSize) {
       unpack<Scalar>(load_vector(at), values);
@@ -210,31 +219,67 @@ struct SumBesideLargest {
   CompensatedSum<Real> squares;
   int largest = kNoClass;
 
+  // The largest class of the thread and the sums so far, of all its classes.
+  template <typename Scalar>
+  __device__ __forceinline__ void read(const Row<Scalar>& row) {
+    each_class(
+        row, [&](const auto& values, int first, int step) { add(values, first, step); },
+        [&](const auto& values, int first, const auto& more, int next) { add_two(values, first, more, next); });
+  }
+
   template <int count>
   __device__ __forceinline__ void add(const Real (&values)[count], int first, int step) {
     Real others[count];
-    Real above = max;
+    const Real before = max;
+    set_aside(values, first, step, others);
+    add_sums(before, sums_of(others));
+  }
+  // One rescaling for both.
+  template <int count>
+  __device__ __forceinline__ void add_two(const Real (&values)[count], int first, const Real (&more)[count], int next) {
+    Real others[count], more_others[count];
+    const Real before = max;
+    set_aside(values, first, 1, others);
+    set_aside(more, next, 1, more_others);
+    const Sums one = sums_of(others), two = sums_of(more_others);
+    add_sums(before, {one.rest + two.rest, one.squares + two.squares});
+  }
+
+  struct Sums {
+    Real rest;
+    Real squares;
+  };
+
+  // Makes the largest of the values the thread's largest if it is above; the previous one is then among the others.
+  template <int count>
+  __device__ __forceinline__ void set_aside(const Real (&values)[count], int first, int step, Real (&others)[count]) {
 #pragma unroll
     for (int k = 0; k < count; ++k) {
-      // The previous largest class is now one of the others. NaN exceeds nothing, and stays among the others.
-      const bool is_above = values[k] > above;
-      others[k] = is_above ? above : values[k];
-      above = is_above ? values[k] : above;
+      // NaN exceeds nothing, and stays among the others.
+      const bool is_above = values[k] > max;
+      others[k] = is_above ? max : values[k];
+      max = is_above ? values[k] : max;
       if constexpr (kSquares) largest = is_above ? first + k * step : largest;
     }
-    const Real base = coarse_base(above);
-    const Real shrink = summand(floor(max) - base);
-    Real sum = 0;
-    [[maybe_unused]] Real of_squares = 0;
+  }
+  template <int count>
+  __device__ __forceinline__ Sums sums_of(const Real (&others)[count]) const {
+    const Real base = coarse_base(max);
+    const Real e = summand(others[0] - base);
+    Sums sums = {e, e * e};
 #pragma unroll
-    for (int k = 0; k < count; ++k) {
+    for (int k = 1; k < count; ++k) {
       const Real e = summand(others[k] - base);
-      sum += e;
-      if constexpr (kSquares) of_squares += e * e;
+      sums.rest += e;
+      if constexpr (kSquares) sums.squares += e * e;
     }
-    rest.add(shrink, sum);
-    if constexpr (kSquares) squares.add(shrink * shrink, of_squares);
-    max = above;
+    return sums;
+  }
+  // before: the largest class of the previous sums
+  __device__ __forceinline__ void add_sums(Real before, const Sums& sums) {
+    const Real shrink = summand(floor(before) - coarse_base(max));
+    rest.add(shrink, sums.rest);
+    if constexpr (kSquares) squares.add(shrink * shrink, sums.squares);
   }
 
   // Sums of the row, in units of e^(z - max).

@@ -51,7 +51,7 @@ __device__ __forceinline__ KeptNumbers<compute_t<Scalar>> sums_of_row(const Row<
   using Real = compute_t<Scalar>;
   if constexpr (Loss::kSumExcludesTop) {
     SumBesideLargest<Real, Loss::kSquares> mine;
-    each_class(row, [&](const auto& values, int first, int step) { mine.add(values, first, step); });
+    mine.read(row);
     const auto sums = mine.of(group);
     // m - m is NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);

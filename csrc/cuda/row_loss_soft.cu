@@ -178,7 +178,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_f
   for (int64_t t = blockIdx.x; t < geometry.tiles; t += gridDim.x) {
     const auto row = row_of<Scalar>(args, geometry, t);
     SumBesideLargest<Real> mine;
-    each_class(row, [&](const auto& values, int first, int step) { mine.add(values, first, step); });
+    mine.read(row);
     const RowSums<Real> sums = mine.of(group);
     // m - m is NaN for an infinite m; the sum over the others alone would be finite.
     const Real log_s = log_one_plus(sums.rest) + (sums.max - sums.max);
