@@ -7,6 +7,7 @@ is deleted before the next one is made. Words after ``--`` go to pytest in place
 """
 
 import argparse
+import datetime
 import hashlib
 import os
 import shutil
@@ -22,6 +23,8 @@ from tools.toolchain import fail
 ROOT = Path(__file__).resolve().parent.parent
 TORCHES = ("2.11.0", "2.13.0", "2.15.0")
 OTHER_PYTHONS = ("python3.12", "python3.13", "python3.14", "python3.15")
+# The packages that the tests of the operators import.
+FEW_PACKAGES = ("pytest", "hypothesis", "mpmath", "expecttest")
 # tests/ops/test_{name}*.py
 OPERATORS = ("focal_loss", "sigmoid_loss", "row_loss", "calibration_map", "inverse_calibration_map", "calibration_grid")
 
@@ -45,6 +48,11 @@ def pairs(here: str, others: Sequence[str], torches: Sequence[str]) -> list[tupl
     return [(here, torch) for torch in torches] + [(other, torches[-1]) for other in others]
 
 
+def of_the_day(pythons: Sequence[str], day: datetime.date) -> list[str]:
+    """One of these, another one each day; none of none."""
+    return [pythons[day.toordinal() % len(pythons)]] if pythons else []
+
+
 def cache_tag_of(python: str) -> str | None:
     """Such as ``cpython-312``; None where the interpreter does not start."""
     if not shutil.which(python):
@@ -53,6 +61,15 @@ def cache_tag_of(python: str) -> str | None:
         [python, "-c", "import sys; print(sys.implementation.cache_tag)"], capture_output=True, text=True
     )
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def interpreter(python: str) -> str:
+    """The program of this name: on PATH, or a version that pyenv has."""
+    if cache_tag_of(python):
+        return python
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    found = sorted(versions.glob(f"{python.removeprefix('python')}.*/bin/python"))
+    return str(found[-1]) if found else python
 
 
 def operator_tests() -> list[str]:
@@ -64,8 +81,9 @@ def operator_tests() -> list[str]:
     ]
 
 
-def check(wheel: Path, python: str, torch: str, kernels: str, words: Sequence[str]) -> None:
-    """Installs the wheel in a new environment and tests it there; exits at the first failure."""
+def check(wheel: Path, python: str, torch: str, kernels: str, words: Sequence[str], few: bool = False) -> None:
+    """Installs the wheel in a new environment and tests it there; exits at the first failure. ``few``: with no more
+    packages than the tests of the operators import."""
     with tempfile.TemporaryDirectory() as work:
         # With the tree on PYTHONPATH pip would take the package for installed.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -82,7 +100,8 @@ def check(wheel: Path, python: str, torch: str, kernels: str, words: Sequence[st
         path = {"PATH": str(Path(inside).parent)}
         pip = (inside, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
         run(*pip, f"torch=={torch}")
-        run(*pip, f"focalkern[test] @ file://{wheel}", f"torch=={torch}")
+        extra = "" if few else "[test]"
+        run(*pip, f"focalkern{extra} @ file://{wheel}", f"torch=={torch}", *(FEW_PACKAGES if few else ()))
         for setting, expected in (("require", kernels), ("stable", "stable")):
             code = (
                 f"import focalkern as fk; i = fk.build_info(); print(i['why']); assert i['kernels'] == {expected!r}, i"
@@ -107,8 +126,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.release_check", description=__doc__.splitlines()[0])
     parser.add_argument("--wheel", type=Path, help="the wheel (default: the one in dist)")
     parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="VERSION", help="releases, the newest one last")
-    parser.add_argument("--python", nargs="*", metavar="PROGRAM", help="other Pythons (default: those on PATH)")
+    parser.add_argument(
+        "--python", nargs="*", metavar="PROGRAM", help="other Pythons (default: those on PATH or of pyenv)"
+    )
     parser.add_argument("--others-only", action="store_true", help="leave out the environments of this Python")
+    parser.add_argument(
+        "--today", action="store_true", help="one other Python alone, another one each day, with few packages"
+    )
     parser.add_argument(
         "pytest", nargs="*", metavar="-- WORD", help="arguments of pytest (default: the operators' tests)"
     )
@@ -116,15 +140,19 @@ def main() -> None:
     wheel = (arguments.wheel or wheel_in(ROOT / "dist")).resolve()
     names = zipfile.ZipFile(wheel).namelist()
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    others = [python for python in (arguments.python or OTHER_PYTHONS) if cache_tag_of(python)]
-    for python in set(arguments.python or OTHER_PYTHONS) - set(others):
+    wanted = [interpreter(python) for python in arguments.python or OTHER_PYTHONS]
+    others = [python for python in wanted if cache_tag_of(python)]
+    for python in set(wanted) - set(others):
         print(f"{python} is not here and was not tested")
-    checked = pairs(sys.executable, others, arguments.torch)[len(arguments.torch) if arguments.others_only else 0 :]
+    if arguments.today:
+        others = of_the_day(others, datetime.date.today())
+    alone = arguments.others_only or arguments.today
+    checked = pairs(sys.executable, others, arguments.torch)[len(arguments.torch) if alone else 0 :]
     for python, torch in checked:
         tag = str(cache_tag_of(python))
         kernels = module_for(names, tag, torch)
         print(f"=== {tag}, torch {torch}: the {kernels} module of {wheel.name}, sha256 {digest}", flush=True)
-        check(wheel, python, torch, kernels, arguments.pytest or operator_tests())
+        check(wheel, python, torch, kernels, arguments.pytest or operator_tests(), arguments.today)
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != digest:
         fail(f"{wheel} changed while it was tested")
     print(f"{len(checked)} environments passed")

@@ -1,5 +1,6 @@
 """tools/release.py: the files that it writes next to the wheels, and its errors."""
 
+import datetime
 import hashlib
 import json
 import subprocess
@@ -97,6 +98,25 @@ def test_the_release_check_takes_every_torch_here_and_the_newest_elsewhere():
     ]
     assert release_check.cache_tag_of(sys.executable) == sys.implementation.cache_tag
     assert release_check.cache_tag_of("python0.0") is None
+
+
+def test_every_other_python_has_its_day():
+    day, pythons = datetime.date(2026, 12, 30), ["python3.12", "python3.13", "python3.14"]
+    chosen = [release_check.of_the_day(pythons, day + datetime.timedelta(n)) for n in range(6)]
+    assert sorted(chosen[:3]) == [[python] for python in pythons]
+    assert chosen[:3] == chosen[3:]
+    assert release_check.of_the_day([], day) == []
+
+
+def test_a_python_is_on_path_or_of_pyenv(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    for version in ("0.1.2", "0.1.3", "0.10.1"):
+        program = tmp_path / "versions" / version / "bin/python"
+        program.parent.mkdir(parents=True)
+        program.touch()
+    assert release_check.interpreter("python0.1") == str(tmp_path / "versions/0.1.3/bin/python")
+    assert release_check.interpreter("python0.2") == "python0.2"
+    assert release_check.interpreter(sys.executable) == sys.executable
 
 
 def test_the_release_check_has_tests_of_every_operator():
