@@ -5,6 +5,7 @@
 //   sigmoid_loss_backward  -> (grad_input, grad_target, grad_gamma, grad_second), empty where not needed
 //   sigmoid_loss_composite -> loss              in differentiable torch operations, by focalkern.fallback
 //
+// `scores` are the targets at the classes of labels, in place of 1.
 // `second` is gamma_positive of the asymmetric loss, and alpha of the others (none is no alpha). `margin` is that of
 // the asymmetric loss; for the losses of math/scored_loss.h it is the number that this file names.
 // Derivatives of higher order, torch.func transforms and forward-mode tangents go through sigmoid_loss_composite.
@@ -25,23 +26,24 @@ namespace {
 // dispatch key.
 template <auto function>
 auto unpacked(const Tensor& input, const Tensor& target, const Tensor& gamma, const OptionalTensor& second,
-              const OptionalTensor& weight, int64_t kind, double margin, int64_t reduction, int64_t ignore_index,
-              bool float32_loss) {
-  return function(Inputs{input, target, gamma, second, weight},
+              const OptionalTensor& weight, const OptionalTensor& scores, int64_t kind, double margin,
+              int64_t reduction, int64_t ignore_index, bool float32_loss) {
+  return function(Inputs{input, target, gamma, second, weight, scores},
                   options_of(kind, margin, reduction, ignore_index, float32_loss));
 }
 
 template <auto function>
 auto unpacked_backward(const Tensor& grad, const Tensor& input, const Tensor& target, const Tensor& gamma,
-                       const OptionalTensor& second, const OptionalTensor& weight, const Tensor& divisor, int64_t kind,
-                       double margin, int64_t reduction, int64_t ignore_index, std::array<bool, 4> needed) {
-  return function(grad, Inputs{input, target, gamma, second, weight}, divisor,
+                       const OptionalTensor& second, const OptionalTensor& weight, const OptionalTensor& scores,
+                       const Tensor& divisor, int64_t kind, double margin, int64_t reduction, int64_t ignore_index,
+                       std::array<bool, 4> needed) {
+  return function(grad, Inputs{input, target, gamma, second, weight, scores}, divisor,
                   options_of(kind, margin, reduction, ignore_index), needed);
 }
 
 template <typename Operator>
 auto call_packed(const Operator& op, const Inputs& inputs, const Options& options) {
-  return op.call(inputs.input, inputs.target, inputs.gamma, inputs.second, inputs.weight,
+  return op.call(inputs.input, inputs.target, inputs.gamma, inputs.second, inputs.weight, inputs.scores,
                  static_cast<int64_t>(options.kind), options.margin, options.reduction, options.ignore_index,
                  options.float32_loss);
 }
@@ -66,9 +68,10 @@ struct SavedOptions : torch::CustomClassHolder {
 struct SigmoidLossFunction : torch::autograd::Function<SigmoidLossFunction> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& input,
                                                 const Tensor& target, const Tensor& gamma, const OptionalTensor& second,
-                                                const OptionalTensor& weight, const Options& options) {
+                                                const OptionalTensor& weight, const OptionalTensor& scores,
+                                                const Options& options) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, divisor] = call_forward({input, target, gamma, second, weight}, options);
+    auto [loss, divisor] = call_forward({input, target, gamma, second, weight, scores}, options);
     auto stored = c10::make_intrusive<SavedOptions>();
     stored->options = options;
     torch::autograd::variable_list variables{input, target, divisor};
@@ -85,6 +88,7 @@ struct SigmoidLossFunction : torch::autograd::Function<SigmoidLossFunction> {
     keep(gamma, &stored->gamma);
     keep(second, &stored->second);
     keep(weight, &stored->weight);
+    variables.push_back(scores.value_or(Tensor()));
     ctx->save_for_backward(std::move(variables));
     ctx->saved_data["options"] = c10::IValue::make_capsule(std::move(stored));
     ctx->mark_non_differentiable({divisor});
@@ -94,7 +98,7 @@ struct SigmoidLossFunction : torch::autograd::Function<SigmoidLossFunction> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
-    torch::autograd::variable_list result(6);  // autograd wants as many gradients as forward has arguments
+    torch::autograd::variable_list result(7);  // autograd wants as many gradients as forward has arguments
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     const auto capsule = ctx->saved_data["options"].toCapsule();
@@ -108,12 +112,13 @@ struct SigmoidLossFunction : torch::autograd::Function<SigmoidLossFunction> {
     };
     const Tensor gamma = *kept(variables[3], stored.gamma);
     const OptionalTensor second = kept(variables[4], stored.second), weight = kept(variables[5], stored.weight);
+    const OptionalTensor scores = variables[6].defined() ? OptionalTensor(variables[6]) : std::nullopt;
     const std::array<bool, 4> needed{
         ctx->needs_input_grad(0), ctx->needs_input_grad(1) && target.is_floating_point(), ctx->needs_input_grad(2),
         second.has_value() && second->requires_grad() && options.kind == SigmoidLoss::kAsymmetric};
     if (c10::GradMode::is_enabled()) {
       const auto composite = [&](const auto& v) {
-        return composite_loss({v[0], v[1], v[2], v[3].defined() ? OptionalTensor(v[3]) : std::nullopt, weight},
+        return composite_loss({v[0], v[1], v[2], v[3].defined() ? OptionalTensor(v[3]) : std::nullopt, weight, scores},
                               options);
       };
       differentiable_gradients<4>({input, target, gamma, second.value_or(Tensor())}, needed, grad, composite, result);
@@ -122,8 +127,8 @@ struct SigmoidLossFunction : torch::autograd::Function<SigmoidLossFunction> {
     static const auto op =
         find_operator<decltype(unpacked_backward<&backward_meta>)>("focalkern::sigmoid_loss_backward");
     auto [grad_input, grad_target, grad_gamma, grad_second] =
-        op.call(grad, input, target, gamma, second, weight, divisor, static_cast<int64_t>(options.kind), options.margin,
-                options.reduction, options.ignore_index, needed);
+        op.call(grad, input, target, gamma, second, weight, scores, divisor, static_cast<int64_t>(options.kind),
+                options.margin, options.reduction, options.ignore_index, needed);
     if (needed[0]) result[0] = std::move(grad_input);
     if (needed[1]) result[1] = std::move(grad_target);
     if (needed[2]) result[2] = std::move(grad_gamma);
@@ -133,8 +138,8 @@ struct SigmoidLossFunction : torch::autograd::Function<SigmoidLossFunction> {
 };
 
 std::tuple<Tensor, Tensor> forward_autograd(const Inputs& inputs, const Options& options) {
-  const auto& [input, target, gamma, second, weight] = inputs;
-  auto outputs = SigmoidLossFunction::apply(input, target, gamma, second, weight, options);
+  const auto& [input, target, gamma, second, weight, scores] = inputs;
+  auto outputs = SigmoidLossFunction::apply(input, target, gamma, second, weight, scores, options);
   return {std::move(outputs[0]), std::move(outputs[1])};
 }
 
@@ -142,8 +147,8 @@ std::tuple<Tensor, Tensor> forward_autograd(const Inputs& inputs, const Options&
 
 // Gammas are Python numbers or tensors; the function is called with the GIL held.
 Tensor sigmoid_loss_entry(const Tensor& input, const Tensor& target, const pybind11::object& gamma,
-                          const pybind11::object& second, const OptionalTensor& weight, int64_t kind, double margin,
-                          int64_t reduction, int64_t ignore_index) {
+                          const pybind11::object& second, const OptionalTensor& weight, const OptionalTensor& scores,
+                          int64_t kind, double margin, int64_t reduction, int64_t ignore_index) {
   const auto as_tensor = [](const pybind11::object& value) {
     return PyFloat_Check(value.ptr()) ? at::scalar_tensor(PyFloat_AS_DOUBLE(value.ptr()), at::kDouble)
                                       : value.cast<Tensor>();
@@ -152,9 +157,10 @@ Tensor sigmoid_loss_entry(const Tensor& input, const Tensor& target, const pybin
   const OptionalTensor second_tensor = second.is_none() ? OptionalTensor() : OptionalTensor(as_tensor(second));
   const pybind11::gil_scoped_release release;
   const Options options = options_of(kind, margin, reduction, ignore_index, autocasts(input));
-  const Inputs inputs{input, target, gamma_tensor, second_tensor, weight};
+  const Inputs inputs{input, target, gamma_tensor, second_tensor, weight, scores};
   const Tensor second_or_none = second_tensor.value_or(Tensor()), weight_or_none = weight.value_or(Tensor());
-  if (needs_composite({&input, &target, &gamma_tensor, &second_or_none, &weight_or_none})) {
+  const Tensor scores_or_none = scores.value_or(Tensor());
+  if (needs_composite({&input, &target, &gamma_tensor, &second_or_none, &weight_or_none, &scores_or_none})) {
     check_arguments(inputs, options);
     return composite_loss(inputs, options);
   }

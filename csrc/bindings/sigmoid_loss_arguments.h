@@ -28,6 +28,7 @@ struct Inputs {
   const Tensor& gamma;
   const OptionalTensor& second;
   const OptionalTensor& weight;
+  const OptionalTensor& scores;
 };
 
 struct Names {
@@ -95,13 +96,30 @@ void check_target(const char* op, const Tensor& input, const Tensor& target) {
                     target.sym_sizes());
 }
 
+// Scores belong to labels, one each.
+void check_scores(const char* op, const Inputs& inputs, SigmoidLoss kind) {
+  const Tensor& scores = *inputs.scores;
+  TORCH_CHECK_VALUE(kind != SigmoidLoss::kFocal && kind != SigmoidLoss::kAsymmetric, op, ": target must be a tensor");
+  check_floating(op, "the scores of target", scores);
+  check_same_device(op, "the scores of target", scores, inputs.input);
+  check_constant(op, "the scores of target", scores);
+  TORCH_CHECK_VALUE(is_labels(inputs.input, inputs.target), op,
+                    ": target must be labels and scores, with labels of the shape of input without its class "
+                    "dimension, got labels ",
+                    inputs.target.sym_sizes(), " of ", inputs.target.dtype());
+  TORCH_CHECK_VALUE(scores.sym_sizes() == inputs.target.sym_sizes(), op,
+                    ": the scores of target must have the shape of its labels, ", inputs.target.sym_sizes(), ", got ",
+                    scores.sym_sizes());
+}
+
 void check_arguments(const Inputs& inputs, const Options& options) {
-  const auto& [input, target, gamma, second, weight] = inputs;
+  const auto& [input, target, gamma, second, weight, scores] = inputs;
   const auto& names = names_of(options.kind);
   const char* op = names.op;
   TORCH_CHECK_TYPE(input.is_floating_point(), op, ": input must be floating point, got ", input.dtype());
   check_floating(op, "input", input);
   check_target(op, input, target);
+  if (scores.has_value()) check_scores(op, inputs, options.kind);
   check_broadcast(op, names.gamma, gamma, input);
   if (second.has_value()) {
     check_broadcast(op, names.second, *second, input);
@@ -180,7 +198,7 @@ Operand parameter(const OptionalTensor& tensor, double absent, at::ScalarType re
 template <typename Scalar>
 void prepare(SigmoidLossArgs<Scalar>& args, StridedIteration<Tensor>& walk, Operand* grad_loss, const Tensor& grad,
              const Inputs& inputs, const Options& options) {
-  const auto& [input, target, gamma, second, weight] = inputs;
+  const auto& [input, target, gamma, second, weight, scores] = inputs;
   const auto real = compute_dtype(input.scalar_type());
   args.loss_kind = options.kind;
   args.margin = static_cast<compute_t<Scalar>>(options.margin);
@@ -197,7 +215,8 @@ void prepare(SigmoidLossArgs<Scalar>& args, StridedIteration<Tensor>& walk, Oper
   args.has_alpha = may_have_alpha(options.kind) && second.has_value();
   args.second = parameter(second, 0, real, walk, sizes);
   args.weight = parameter(weight, 1, real, walk, sizes);
-  std::vector<Operand*> operands{&args.input, &args.target, &args.gamma, &args.second, &args.weight};
+  if (scores.has_value()) args.scores = broadcast(walk, scores->unsqueeze(class_dim_of(input)), sizes);
+  std::vector<Operand*> operands{&args.input, &args.target, &args.gamma, &args.second, &args.weight, &args.scores};
   if (grad_loss) {
     if (grad.numel() == 1 && grad.device().is_cpu()) {
       grad_loss->value = grad.item<double>();

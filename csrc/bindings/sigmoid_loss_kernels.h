@@ -158,7 +158,7 @@ template <typename Device>
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& inputs, const Tensor& divisor,
                                                     const Options& options, std::array<bool, 4> needed) {
   check_arguments(inputs, options);
-  const auto& [input, target, gamma, second, weight] = inputs;
+  const auto& [input, target, gamma, second, weight, scores] = inputs;
   const typename Device::Guard guard(input.device());
   const char* op = names_of(options.kind).op;
   const auto real = compute_dtype(input.scalar_type());
@@ -206,7 +206,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_meta(const Tensor& /* grad *
                                                          const Tensor& /* divisor */, const Options& options,
                                                          std::array<bool, 4> needed) {
   check_arguments(inputs, options);
-  const auto& [input, target, gamma, second, weight] = inputs;
+  const auto& [input, target, gamma, second, weight, scores] = inputs;
   const auto real = input.options().dtype(compute_dtype(input.scalar_type()));
   const auto contiguous_like = [](const Tensor& tensor) {
     return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);

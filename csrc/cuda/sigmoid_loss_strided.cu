@@ -84,14 +84,14 @@ struct Plan {
 
 // Offsets of an element in the tensors, and its class.
 struct Position {
-  int64_t input, target, gamma, second, weight, grad;
+  int64_t input, target, scores, gamma, second, weight, grad;
   int64_t class_index;
 };
 
 template <typename Scalar>
 __device__ __forceinline__ Position position_of(const SigmoidLossArgs<Scalar>& args, const int64_t* grad_strides,
                                                 int64_t element) {
-  Position at = {0, 0, 0, 0, 0, 0, 0};
+  Position at = {0, 0, 0, 0, 0, 0, 0, 0};
   int64_t rest = element;
   for (int d = args.space.dims - 1; d >= 0; --d) {
     const int64_t size = args.space.sizes[d];
@@ -103,6 +103,7 @@ __device__ __forceinline__ Position position_of(const SigmoidLossArgs<Scalar>& a
     rest = outer;
     at.input += c * args.input.strides[d];
     at.target += c * args.target.strides[d];
+    at.scores += c * args.scores.strides[d];
     at.gamma += c * args.gamma.strides[d];
     at.second += c * args.second.strides[d];
     at.weight += c * args.weight.strides[d];
@@ -180,6 +181,9 @@ __device__ __forceinline__ Element<compute_t<Scalar>> element_at(const SigmoidLo
     const int64_t label = read_label(args.target, args.target.dense ? element : at.target);
     found.counts = label != args.ignore_index;
     found.share = label == at.class_index ? Real(1) : Real(0);
+    if (args.scores.data != nullptr && label == at.class_index) {
+      found.share = score_of_match(read_share<Real>(args.scores, args.scores.dense ? element : at.scores));
+    }
     if (label < 0 || label > args.classes) found.share = kNaN<Real>;
   } else if (!plan.target_in_packs) {
     found.share = read_share<Real>(args.target, args.target.dense ? element : at.target);

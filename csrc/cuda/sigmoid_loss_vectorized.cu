@@ -341,6 +341,7 @@ bool labels_are_of_pixels(const SigmoidLossArgs<Scalar>& args) {
 template <typename Scalar>
 bool has_plain_arguments(const SigmoidLossArgs<Scalar>& args) {
   if (args.gamma.data != nullptr || args.second.data != nullptr || args.weight.data != nullptr) return false;
+  if (args.scores.data != nullptr) return false;
   if (!args.input.dense || !on_boundary(args.input.data)) return false;
   if (!args.target_is_labels) {
     return args.target.dense && args.target.type == kTypeOf<Scalar> && on_boundary(args.target.data);

@@ -59,6 +59,7 @@ struct SigmoidLossArgs {
   Operand gamma;          // numbers or of Real, as the following ones
   Operand second;         // alpha, or gamma_positive
   Operand weight;         // or the number 1
+  Operand scores;         // with labels: the target at the label's class; without data 1
   Real margin;            // of the asymmetric loss; for scored losses see math/scored_loss.h
 };
 

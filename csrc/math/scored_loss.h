@@ -14,6 +14,12 @@
 
 namespace focalkern {
 
+// The target of a match. A match without overlap is no background: its score is the smallest normal number.
+template <typename Real>
+FK_HOST_DEVICE Real score_of_match(Real score) {
+  return score == Real(0) ? std::numeric_limits<Real>::min() : score;
+}
+
 // `with.positive` is alpha. `with.margin` is 1 where p^gamma is a constant and 0 otherwise; for IA-BCE it is the floor.
 struct ScoredTerms {
   template <bool kHard, typename Real, typename Power>

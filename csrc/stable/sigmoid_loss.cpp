@@ -47,6 +47,7 @@ struct Inputs {
   const OptionalTensor& gamma;
   const OptionalTensor& second;
   const OptionalTensor& weight;
+  const OptionalTensor& scores;
   double gamma_value;
   double second_value;
   double weight_value;
@@ -79,7 +80,8 @@ void prepare(SigmoidLossArgs<Scalar>& args, const Inputs& inputs, Operand* grad_
   args.gamma = operand(inputs.gamma, inputs.gamma_value);
   args.second = operand(inputs.second, inputs.second_value);
   args.weight = operand(inputs.weight, inputs.weight_value);
-  std::vector<Operand*> operands{&args.input, &args.target, &args.gamma, &args.second, &args.weight};
+  args.scores = operand(inputs.scores, 1);
+  std::vector<Operand*> operands{&args.input, &args.target, &args.gamma, &args.second, &args.weight, &args.scores};
   if (grad_loss) {
     *grad_loss = operand(grad, grad_value);
     operands.push_back(grad_loss);
@@ -141,11 +143,12 @@ void launch_forward(const SigmoidLossForward<Scalar>& args, const Tensor& input,
 #endif
 
 bool forward(const Tensor& like, const Tensor& input, const Tensor& target, const OptionalTensor& gamma,
-             const OptionalTensor& second, const OptionalTensor& weight, const Tensor& loss, const Tensor& divisor,
-             double gamma_value, double second_value, double weight_value, int64_t classes, int64_t class_dim,
-             bool has_alpha, int64_t kind, double margin, int64_t ignore_index, bool reduce, bool mean) {
-  const Inputs inputs{like,         input,   target,    gamma,     second, weight, gamma_value, second_value,
-                      weight_value, classes, class_dim, has_alpha, kind,   margin, ignore_index};
+             const OptionalTensor& second, const OptionalTensor& weight, const OptionalTensor& scores,
+             const Tensor& loss, const Tensor& divisor, double gamma_value, double second_value, double weight_value,
+             int64_t classes, int64_t class_dim, bool has_alpha, int64_t kind, double margin, int64_t ignore_index,
+             bool reduce, bool mean) {
+  const Inputs inputs{like,         input,        target,  gamma,     second,    weight, scores, gamma_value,
+                      second_value, weight_value, classes, class_dim, has_alpha, kind,   margin, ignore_index};
   bool valid = true;
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
@@ -166,13 +169,13 @@ bool forward(const Tensor& like, const Tensor& input, const Tensor& target, cons
 }
 
 void backward(const Tensor& like, const Tensor& input, const Tensor& target, const OptionalTensor& gamma,
-              const OptionalTensor& second, const OptionalTensor& weight, const OptionalTensor& grad,
-              const OptionalTensor& divisor, const OptionalTensor& grad_input, const OptionalTensor& grad_target,
-              const OptionalTensor& grad_gamma, const OptionalTensor& grad_second, double gamma_value,
-              double second_value, double weight_value, double grad_value, int64_t classes, int64_t class_dim,
-              bool has_alpha, int64_t kind, double margin, int64_t ignore_index) {
-  const Inputs inputs{like,         input,   target,    gamma,     second, weight, gamma_value, second_value,
-                      weight_value, classes, class_dim, has_alpha, kind,   margin, ignore_index};
+              const OptionalTensor& second, const OptionalTensor& weight, const OptionalTensor& scores,
+              const OptionalTensor& grad, const OptionalTensor& divisor, const OptionalTensor& grad_input,
+              const OptionalTensor& grad_target, const OptionalTensor& grad_gamma, const OptionalTensor& grad_second,
+              double gamma_value, double second_value, double weight_value, double grad_value, int64_t classes,
+              int64_t class_dim, bool has_alpha, int64_t kind, double margin, int64_t ignore_index) {
+  const Inputs inputs{like,         input,        target,  gamma,     second,    weight, scores, gamma_value,
+                      second_value, weight_value, classes, class_dim, has_alpha, kind,   margin, ignore_index};
   dispatch_scalar(input.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
     using Real = compute_t<Scalar>;
@@ -207,13 +210,15 @@ FK_KERNELS_FRAGMENT(m) {
   m.def(
       "sigmoid_loss_forward_out(Tensor like, Tensor input, Tensor target, Tensor? gamma, Tensor? second, Tensor? "
       "weight, "
-      "Tensor(a!) loss, Tensor(b!) divisor, float gamma_value, float second_value, float weight_value, int classes, "
+      "Tensor? scores, Tensor(a!) loss, Tensor(b!) divisor, float gamma_value, float second_value, float weight_value, "
+      "int classes, "
       "int "
       "class_dim, bool has_alpha, int kind, float margin, int ignore_index, bool reduce, bool mean) -> bool");
   m.def(
       "sigmoid_loss_backward_out(Tensor like, Tensor input, Tensor target, Tensor? gamma, Tensor? second, Tensor? "
       "weight, "
-      "Tensor? grad, Tensor? divisor, Tensor(a!)? grad_input, Tensor(b!)? grad_target, Tensor(c!)? grad_gamma, "
+      "Tensor? scores, Tensor? grad, Tensor? divisor, Tensor(a!)? grad_input, Tensor(b!)? grad_target, Tensor(c!)? "
+      "grad_gamma, "
       "Tensor(d!)? grad_second, float gamma_value, float second_value, float weight_value, float grad_value, int "
       "classes, int class_dim, bool has_alpha, int kind, float margin, int ignore_index) -> ()");
 }

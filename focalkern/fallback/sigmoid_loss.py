@@ -38,6 +38,7 @@ def sigmoid_loss(
     gamma: float | Tensor,
     second: float | Tensor | None,
     weight: Tensor | None,
+    scores: Tensor | None,
     kind: int,
     margin: float,
     reduction: int,
@@ -45,10 +46,10 @@ def sigmoid_loss(
 ) -> Tensor:
     """The compiled module's sigmoid_loss in plain torch. ``second`` is alpha, or gamma_positive. ``margin`` is 1 where
     the modulation of the varifocal and the matchability loss is detached."""
-    check_arguments(input, target, gamma, second, weight, kind, margin, reduction)
+    check_arguments(input, target, gamma, second, weight, scores, kind, margin, reduction)
     check_range(input, target, kind, ignore_index)
     dtype = torch.float32 if autocasts(input) else input.dtype
-    return _definition(input, target, gamma, second, weight, kind, margin, reduction, ignore_index).to(dtype)
+    return _definition(input, target, gamma, second, weight, scores, kind, margin, reduction, ignore_index).to(dtype)
 
 
 def sigmoid_loss_composite(
@@ -57,6 +58,7 @@ def sigmoid_loss_composite(
     gamma: Tensor,
     second: Tensor | None,
     weight: Tensor | None,
+    scores: Tensor | None,
     kind: int,
     margin: float,
     reduction: int,
@@ -64,8 +66,8 @@ def sigmoid_loss_composite(
     float32_loss: bool,
 ) -> Tensor:
     """The operator of this name. ``float32_loss``: under autocast, which the caller has looked at."""
-    check_arguments(input, target, gamma, second, weight, kind, margin, reduction)
-    loss = _definition(input, target, gamma, second, weight, kind, margin, reduction, ignore_index)
+    check_arguments(input, target, gamma, second, weight, scores, kind, margin, reduction)
+    loss = _definition(input, target, gamma, second, weight, scores, kind, margin, reduction, ignore_index)
     return loss if float32_loss else loss.to(input.dtype)
 
 
@@ -76,6 +78,7 @@ def _definition(
     gamma: float | Tensor,
     second: float | Tensor | None,
     weight: Tensor | None,
+    scores: Tensor | None,
     kind: int,
     margin: float,
     reduction: int,
@@ -83,17 +86,18 @@ def _definition(
 ) -> Tensor:
     """The loss of checked arguments in the dtype of the computation. It reads no value of a tensor."""
     x, how = input.to(compute_dtype(input.dtype)), REDUCTIONS[reduction]
+    scored = target if scores is None else (target, scores)
     if kind == _FOCAL:
         return reference.sigmoid_focal_loss(x, target, gamma, second, how, weight=weight, ignore_index=ignore_index)
     if kind == _QUALITY:
-        return reference.quality_focal_loss(x, target, gamma, how, weight=weight, ignore_index=ignore_index)
+        return reference.quality_focal_loss(x, scored, gamma, how, weight=weight, ignore_index=ignore_index)
     if kind in _SCORED:
         return _SCORED[kind](
-            x, target, gamma, second, how, detach_modulation=margin > 0, weight=weight, ignore_index=ignore_index
+            x, scored, gamma, second, how, detach_modulation=margin > 0, weight=weight, ignore_index=ignore_index
         )
     assert second is not None
     if kind == _IA_BCE:
-        return reference.ia_bce_loss(x, target, gamma, second, how, weight=weight, ignore_index=ignore_index)
+        return reference.ia_bce_loss(x, scored, gamma, second, how, weight=weight, ignore_index=ignore_index)
     return reference.asymmetric_loss(x, target, gamma, second, margin, how, weight=weight, ignore_index=ignore_index)
 
 
@@ -103,6 +107,7 @@ def check_arguments(
     gamma: float | Tensor,
     second: float | Tensor | None,
     weight: Tensor | None,
+    scores: Tensor | None,
     kind: int,
     margin: float,
     reduction: int,
@@ -116,6 +121,8 @@ def check_arguments(
         raise TypeError(f"{op}: input must be floating point, got {input.dtype}")
     check_floating(op, "input", input)
     _check_target(op, input, target)
+    if scores is not None:
+        _check_scores(op, input, target, scores, kind)
     for name, value in ((gamma_name, gamma), (second_name, second), ("weight", weight)):
         if not isinstance(value, Tensor):
             continue
@@ -150,6 +157,23 @@ def _check_target(op: str, input: Tensor, target: Tensor) -> None:
         raise ValueError(
             f"{op}: target of labels must be the shape of input without its class dimension, {shape}, "
             f"got {list(target.shape)}"
+        )
+
+
+def _check_scores(op: str, input: Tensor, labels: Tensor, scores: Tensor, kind: int) -> None:
+    if kind in (_FOCAL, _ASYMMETRIC):
+        raise ValueError(f"{op}: target must be a tensor")
+    check_floating(op, "the scores of target", scores)
+    check_same_device(op, "the scores of target", scores, input)
+    if labels.dim() + 1 != input.dim():
+        raise ValueError(
+            f"{op}: target must be labels and scores, with labels of the shape of input without its class dimension, "
+            f"got labels {list(labels.shape)} of {scalar_name(labels.dtype)}"
+        )
+    if scores.shape != labels.shape:
+        raise ValueError(
+            f"{op}: the scores of target must have the shape of its labels, {list(labels.shape)}, "
+            f"got {list(scores.shape)}"
         )
 
 

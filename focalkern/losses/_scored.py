@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from focalkern._checks import flag
-from focalkern._types import Reduction
+from focalkern._types import Reduction, ScoredTarget
 from focalkern.losses._sigmoid import ElementLoss
 from focalkern.ops.scored_losses import ia_bce_loss, matchability_loss, varifocal_loss
 
@@ -55,7 +55,7 @@ class VarifocalLoss(ElementLoss):
             self._keep("alpha", alpha)
         self.detach_modulation = flag(self._name, "detach_modulation", detach_modulation)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: ScoredTarget) -> Tensor:
         return self._loss(
             input,
             target,
@@ -152,7 +152,7 @@ class IABCELoss(ElementLoss):
         self._keep("gamma", gamma)
         self._keep("alpha", alpha, high=1.0)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: ScoredTarget) -> Tensor:
         return ia_bce_loss(
             input,
             target,

@@ -1,11 +1,12 @@
 """The losses of independent logits as modules."""
 
 import math
+from typing import Any
 
 from torch import Tensor, nn
 
 from focalkern._checks import dense
-from focalkern._types import FLOATS, Reduction
+from focalkern._types import FLOATS, Reduction, ScoredTarget
 from focalkern.losses._base import Loss, number
 from focalkern.ops.sigmoid_loss import asymmetric_loss, quality_focal_loss, sigmoid_focal_loss
 
@@ -19,13 +20,14 @@ class ElementLoss(Loss):
             self._check_tensor("weight", weight)
             self.register_buffer("weight", weight)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Any) -> Tensor:
         """The loss of a batch.
 
         Args:
             input: logits of any shape [N, C, d1, ...], floating point.
             target: of the shape of ``input``, in [0, 1]; or labels [N, d1, ...], where label C is the background. See
-                :func:`focalkern.sigmoid_focal_loss`.
+                :func:`focalkern.sigmoid_focal_loss`. Some losses take ``(labels, scores)``, too: see
+                :func:`focalkern.quality_focal_loss`.
 
         Returns:
             The loss in the dtype of ``input`` (float32 for half-precision logits under autocast): a scalar, or of the
@@ -220,7 +222,7 @@ class QualityFocalLoss(ElementLoss):
         super().__init__(reduction, weight, ignore_index)
         self._keep("beta", beta)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: ScoredTarget) -> Tensor:
         return quality_focal_loss(
             input, target, self.beta, self.reduction, weight=self.weight, ignore_index=self.ignore_index
         )

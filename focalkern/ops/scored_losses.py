@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from focalkern._checks import flag
-from focalkern._types import Reduction
+from focalkern._types import Reduction, ScoredTarget
 from focalkern.ops.sigmoid_loss import element_loss, element_parameter
 from focalkern.reference._scored_losses import IA_BCE_FLOOR
 
@@ -14,7 +14,7 @@ _VARIFOCAL, _MATCHABILITY, _IA_BCE = 3, 4, 5  # the codes of the compiled module
 
 def varifocal_loss(
     input: Tensor,
-    target: Tensor,
+    target: ScoredTarget,
     gamma: float | Tensor = 2.0,
     alpha: float | Tensor | None = 0.75,
     reduction: Reduction = "none",
@@ -31,7 +31,9 @@ def varifocal_loss(
     with p = sigmoid(input) and t the target: the quality of a matched box at its class, 0 everywhere else.
 
     Args:
-        input, target: as in :func:`sigmoid_focal_loss`. The class of a label has quality 1.
+        input: as in :func:`sigmoid_focal_loss`.
+        target: as in :func:`quality_focal_loss`; the class of a label without a score has quality 1. With labels and
+            scores, a match of score 0 is a match and no background.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         alpha: weight of the background: a number, at least 0, or a floating-point tensor broadcastable to ``input``, a
             constant; None for 1.
@@ -60,7 +62,7 @@ def varifocal_loss(
 
 def matchability_loss(
     input: Tensor,
-    target: Tensor,
+    target: ScoredTarget,
     gamma: float | Tensor = 1.5,
     alpha: float | Tensor | None = None,
     reduction: Reduction = "none",
@@ -77,7 +79,9 @@ def matchability_loss(
     with p = sigmoid(input) and t the target: the quality of a matched box at its class, 0 everywhere else.
 
     Args:
-        input, target: as in :func:`sigmoid_focal_loss`. The class of a label has quality 1.
+        input: as in :func:`sigmoid_focal_loss`.
+        target: as in :func:`quality_focal_loss`; the class of a label without a score has quality 1. With labels and
+            scores, a match of score 0 is a match and no background.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         alpha: weight of the background: a number, at least 0, or a floating-point tensor broadcastable to ``input``, a
             constant; None for 1.
@@ -107,7 +111,7 @@ def matchability_loss(
 
 def ia_bce_loss(
     input: Tensor,
-    target: Tensor,
+    target: ScoredTarget,
     gamma: float | Tensor = 2.0,
     alpha: float | Tensor = 0.25,
     reduction: Reduction = "none",
@@ -125,7 +129,9 @@ def ia_bce_loss(
     constant of the loss: no gradient goes through it.
 
     Args:
-        input, target: as in :func:`sigmoid_focal_loss`. The class of a label has quality 1.
+        input: as in :func:`sigmoid_focal_loss`.
+        target: as in :func:`quality_focal_loss`; the class of a label without a score has quality 1. With labels and
+            scores, a match of score 0 is a match and no background.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         alpha: share of p in s: a number in [0, 1], or a floating-point tensor broadcastable to ``input``, a constant.
         reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.
@@ -153,7 +159,7 @@ def _scored_loss(
     op: str,
     kind: int,
     input: Tensor,
-    target: Tensor,
+    target: ScoredTarget,
     gamma: float | Tensor,
     alpha: float | Tensor | None,
     reduction: str,

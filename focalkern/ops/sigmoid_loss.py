@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from focalkern import fallback
 from focalkern._checks import label, number, reduction_code, reworded
 from focalkern._devices import autocast_is_on
-from focalkern._types import HALVES, PLAIN_TENSORS, Reduction
+from focalkern._types import HALVES, PLAIN_TENSORS, Reduction, ScoredTarget
 from focalkern.ops._backend import backend_for, has_kernels
 from focalkern.ops._dtensor import is_dtensor, loss_of_elements_over_mesh
 
@@ -142,7 +143,7 @@ def asymmetric_loss(
 
 def quality_focal_loss(
     input: Tensor,
-    target: Tensor,
+    target: ScoredTarget,
     beta: float | Tensor = 2.0,
     reduction: Reduction = "none",
     *,
@@ -156,7 +157,10 @@ def quality_focal_loss(
     with p = sigmoid(input) and t the target; for hard targets it is the focal loss without alpha.
 
     Args:
-        input, target: as in :func:`sigmoid_focal_loss`.
+        input: as in :func:`sigmoid_focal_loss`.
+        target: as in :func:`sigmoid_focal_loss`; or labels and scores, ``(labels, scores)``, two tensors [N, d1, ...]:
+            the target is the score, in [0, 1], at the class of the label and 0 elsewhere. The kernel reads the two
+            without a dense target. DTensor logits take tensors only.
         beta: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.
 
@@ -173,6 +177,10 @@ def quality_focal_loss(
         >>> overlap = torch.tensor([0.0, 0.5, 0.7])
         >>> fk.quality_focal_loss(logits, overlap)
         tensor([0.0018, 0.0000, 0.0238])
+        >>> boxes = torch.tensor([[-2.0, 0.5], [1.0, -1.0]])
+        >>> fk.quality_focal_loss(boxes, (torch.tensor([1, 2]), torch.tensor([0.8, 0.0])))  # label 2 is background
+        tensor([[0.0018, 0.0181],
+                [0.7019, 0.0227]])
     """
     op = "quality_focal_loss"
     beta = element_parameter(op, "beta", beta)
@@ -202,7 +210,7 @@ def element_loss(
     op: str,
     kind: int,
     input: Tensor,
-    target: Tensor,
+    target: ScoredTarget,
     gamma: float | Tensor,
     second: float | Tensor | None,
     margin: float,
@@ -211,11 +219,16 @@ def element_loss(
     ignore_index: int,
 ) -> Tensor:
     """The loss of this code; ``op`` is its public name in error messages."""
+    scores = None
+    if isinstance(target, tuple | list):
+        target, scores = _labels_and_scores(op, input, target)
     if type(input) is not Tensor and is_dtensor(input):
 
         def local(z: Tensor, y: Tensor, given: Any, weight: Tensor | None, reduction: str, ignore_index: int) -> Tensor:
             return element_loss(op, kind, z, y, given[0], given[1], margin, reduction, weight, ignore_index)
 
+        if scores is not None:
+            raise TypeError(f"{op}: target of DTensor logits must be a tensor, got labels and scores")
         return loss_of_elements_over_mesh(op, local, input, target, (gamma, second), weight, ignore_index, reduction)
     code = reduction_code(op, reduction)
     if isinstance(input, Tensor) and not input.is_floating_point():
@@ -229,16 +242,32 @@ def element_loss(
             if not isinstance(value, Tensor):
                 raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
         through = _traced if has_torch_function((input, target)) else backend_for(input).sigmoid_loss
+    if scores is not None and scores.requires_grad:
+        through = fallback.sigmoid_loss  # the kernels have no gradient of scores
     if weight is not None and not isinstance(weight, Tensor):
         raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
     if type(ignore_index) is not int and not hasattr(type(ignore_index), "__index__"):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
     try:
-        return through(input, target, gamma, second, weight, kind, margin, code, ignore_index)
+        return through(input, target, gamma, second, weight, scores, kind, margin, code, ignore_index)
     except (TypeError, RuntimeError) as error:  # errors that are so rare that they are looked for only here
         label(op, "ignore_index", ignore_index)
         parameters = dict(zip(_TENSORS.get(kind, ("gamma", "alpha")), (gamma, second), strict=False))
         raise reworded(op, error, input=input, target=target, weight=weight, **parameters) from None
+
+
+def _labels_and_scores(op: str, input: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+    if len(target) != 2:
+        raise ValueError(f"{op}: target must be a tensor, or labels and scores, got {len(target)} values")
+    for name, value in zip(("labels", "scores"), target, strict=True):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: the {name} of target must be a tensor, got {type(value).__name__}")
+    labels, scores = target
+    if labels.is_floating_point() or labels.dtype == torch.bool or labels.is_complex():
+        raise TypeError(f"{op}: the labels of target must be integer, got {labels.dtype}")
+    if not scores.is_floating_point():
+        raise TypeError(f"{op}: the scores of target must be floating point, got {scores.dtype}")
+    return labels, scores
 
 
 def _traced(
@@ -247,6 +276,7 @@ def _traced(
     gamma: float | Tensor,
     second: float | Tensor | None,
     weight: Tensor | None,
+    scores: Tensor | None,
     kind: int,
     margin: float,
     reduction: int,
@@ -255,7 +285,7 @@ def _traced(
     """The path for compiled and exported graphs and for tensor subclasses, which see operators and no C++."""
     if not has_kernels(input):
         return backend_for(input).sigmoid_loss(
-            input, target, gamma, second, weight, kind, margin, reduction, ignore_index
+            input, target, gamma, second, weight, scores, kind, margin, reduction, ignore_index
         )
     # Tensors, and not constants of the graph: another value must not compile again.
     if not isinstance(gamma, Tensor):
@@ -266,6 +296,6 @@ def _traced(
     float32_loss = is_half and autocast_is_on(input.device.type)
     options = (kind, margin, reduction, ignore_index, float32_loss)
     if torch._C._are_functorch_transforms_active():
-        return torch.ops.focalkern.sigmoid_loss_composite(input, target, gamma, second, weight, *options)
-    loss, _ = torch.ops.focalkern.sigmoid_loss_forward(input, target, gamma, second, weight, *options)
+        return torch.ops.focalkern.sigmoid_loss_composite(input, target, gamma, second, weight, scores, *options)
+    loss, _ = torch.ops.focalkern.sigmoid_loss_forward(input, target, gamma, second, weight, scores, *options)
     return loss

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from focalkern._types import ScoredTarget
 from focalkern.reference._log_space import parameter_tensor
 from focalkern.reference._sigmoid_losses import log_sigmoid, of_share, power, reduce_elements, shares
 
@@ -13,7 +14,7 @@ IA_BCE_FLOOR = 0.01  # of the soft target, as in the published code
 
 def varifocal_loss(
     input: Tensor,
-    target: Tensor,
+    target: ScoredTarget,
     gamma: float | Tensor = 2.0,
     alpha: float | Tensor | None = 0.75,
     reduction: str = "none",
@@ -30,7 +31,8 @@ def varifocal_loss(
 
     Args:
         input: logits of any shape.
-        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background; or
+            such labels and the scores of their classes.
         gamma: the exponent, a number or a tensor that broadcasts to ``input``.
         alpha: likewise, the weight of the background; None for 1.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
@@ -58,7 +60,7 @@ def varifocal_loss(
 
 def matchability_loss(
     input: Tensor,
-    target: Tensor,
+    target: ScoredTarget,
     gamma: float | Tensor = 1.5,
     alpha: float | Tensor | None = None,
     reduction: str = "none",
@@ -75,7 +77,8 @@ def matchability_loss(
 
     Args:
         input: logits of any shape.
-        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background; or
+            such labels and the scores of their classes.
         gamma: the exponent, a number or a tensor that broadcasts to ``input``.
         alpha: likewise, the weight of the background; None for 1.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
@@ -105,7 +108,7 @@ def matchability_loss(
 
 def ia_bce_loss(
     input: Tensor,
-    target: Tensor,
+    target: ScoredTarget,
     gamma: float | Tensor = 2.0,
     alpha: float | Tensor = 0.25,
     reduction: str = "none",
@@ -121,7 +124,8 @@ def ia_bce_loss(
 
     Args:
         input: logits of any shape.
-        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background; or
+            such labels and the scores of their classes.
         gamma: the exponent of the background, a number or a tensor that broadcasts to ``input``.
         alpha: likewise, the share of p in s, which is a constant of the loss.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from focalkern._devices import as_parameter, autocast_is_on
-from focalkern._types import HALVES, compute_dtype
+from focalkern._types import HALVES, ScoredTarget, compute_dtype
 from focalkern.reference._log_space import parameter_tensor
 
 __all__ = [
@@ -19,12 +19,14 @@ __all__ = [
 ]
 
 
-def shares(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def shares(input: Tensor, target: ScoredTarget, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Logits and targets in the type of the computation, and which elements count (None: all of them).
 
-    Labels become one-hot rows, with label C a row of zeros; everything outside of its domain becomes NaN.
+    Labels become one-hot rows, with label C a row of zeros; everything outside of its domain becomes NaN. A score takes
+    the place of the 1 of its label; the smallest normal number takes that of a score of 0, which is no background.
     """
     x = input.to(compute_dtype(input.dtype))
+    target, scores = (target, None) if isinstance(target, Tensor) else target
     if target.dim() == input.dim():
         t = target.to(x.dtype)
         return x, torch.where((t >= 0) & (t <= 1), t, torch.nan), None
@@ -35,7 +37,13 @@ def shares(input: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Te
     counts = (labels != ignore_index).expand(x.shape)
     valid = ((labels >= 0) & (labels <= n_classes)) | ~counts
     x = torch.where(counts, x, 0.0)  # so that a NaN in them stays there
-    return x, torch.where(valid, (labels == classes).to(x.dtype), torch.nan), counts
+    share = (labels == classes).to(x.dtype)
+    if scores is not None:
+        of_class = scores.to(x.dtype).unsqueeze(class_dim)
+        of_class = torch.where((of_class >= 0) & (of_class <= 1), of_class, torch.nan)
+        tiny = torch.finfo(x.dtype).tiny
+        share = torch.where(labels == classes, torch.where(of_class == 0, of_class + tiny, of_class), 0.0)
+    return x, torch.where(valid, share, torch.nan), counts
 
 
 def of_share(share: Tensor, value: Tensor) -> Tensor:
@@ -199,7 +207,7 @@ def asymmetric_loss(
 
 def quality_focal_loss(
     input: Tensor,
-    target: Tensor,
+    target: ScoredTarget,
     beta: float | Tensor = 2.0,
     reduction: str = "none",
     *,
@@ -212,7 +220,8 @@ def quality_focal_loss(
 
     Args:
         input: logits of any shape.
-        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
+        target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background; or
+            such labels and the scores of their classes.
         beta: the exponent, a number or a tensor that broadcasts to ``input``.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
         weight: broadcasts to ``input``.

@@ -25,6 +25,7 @@ def sigmoid_loss(
     gamma: float | Tensor,
     second: float | Tensor | None,
     weight: Tensor | None,
+    scores: Tensor | None,
     kind: int,
     margin: float,
     reduction: int,
@@ -32,7 +33,7 @@ def sigmoid_loss(
 ) -> Tensor:
     """As the compiled module's sigmoid_loss. ``second`` is alpha, or gamma_positive."""
     options = _Options(kind, margin, reduction, ignore_index, autocasts(input))
-    return apply(OPERATOR, _Inputs(input, target, gamma, second, weight), options)
+    return apply(OPERATOR, _Inputs(input, target, gamma, second, weight, scores), options)
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------
@@ -44,6 +45,7 @@ class _Inputs(NamedTuple):
     gamma: float | Tensor
     second: float | Tensor | None
     weight: Tensor | None
+    scores: Tensor | None
 
 
 class _Options(NamedTuple):
@@ -68,14 +70,16 @@ def _label_dim(input: Tensor, target: Tensor) -> int:
 
 def _prepared(inputs: _Inputs, kind: int) -> tuple[list[Tensor | None], list[float], list[Any]]:
     """Input, target and parameters in the shape of the input; the numbers; classes, class_dim, has_alpha, kind."""
-    input, target, gamma, second, weight = inputs
+    input, target, gamma, second, weight, scores = inputs
     real, shape, class_dim = compute_dtype(input.dtype), input.shape, _label_dim(input, target)
     if target.dtype not in _ELEMENTS:
         target = target.to(torch.int64 if class_dim >= 0 else torch.float32)
     if class_dim >= 0:
         target = target.unsqueeze(class_dim)
     given = [parameter(value, absent, real, shape) for value, absent in ((gamma, 0.0), (second, 0.0), (weight, 1.0))]
-    tensors = [input, target.expand(shape), *(tensor for tensor, _ in given)]
+    if scores is not None:
+        scores = scores.unsqueeze(class_dim).expand(shape)
+    tensors = [input, target.expand(shape), *(tensor for tensor, _ in given), scores]
     classes = shape[0 if input.dim() == 1 else 1] if input.dim() else 1
     return (
         tensors,
@@ -127,7 +131,7 @@ def _check_backward(
 def _backward(
     grad: Tensor, inputs: _Inputs, saved: Sequence[Tensor], options: _Options, needed: Sequence[bool]
 ) -> Sequence[Tensor | None]:
-    input, target, gamma, second, _ = inputs
+    input, target, gamma, second = inputs[:4]
     kind, margin, reduction, ignore_index, _ = options
     real = compute_dtype(input.dtype)
     dtypes = (input.dtype, real, real, real)

@@ -57,7 +57,7 @@ def row(name, epsilon=0.0):
 def sigmoid(kind, second, margin=0.0):
     def loss(z, y):
         target = (y.unsqueeze(1) == torch.arange(C)).to(z.dtype)
-        return fallback.sigmoid_loss(z, target, 2.0, second, None, kind, margin, 1, -100)
+        return fallback.sigmoid_loss(z, target, 2.0, second, None, None, kind, margin, 1, -100)
 
     return loss
 

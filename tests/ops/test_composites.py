@@ -51,11 +51,11 @@ CALLS = {
     ),
     "asymmetric": lambda: (
         OPERATORS.sigmoid_loss_composite,
-        (leaf(4, 5), torch.rand(4, 5), number(4.0), number(1.0), None, 1, 0.05, 2, -100, False),
+        (leaf(4, 5), torch.rand(4, 5), number(4.0), number(1.0), None, None, 1, 0.05, 2, -100, False),
     ),
     "varifocal": lambda: (
         OPERATORS.sigmoid_loss_composite,
-        (leaf(4, 5), torch.rand(4, 5), number(2.0), number(0.75), None, 3, 0.0, 2, -100, False),
+        (leaf(4, 5), torch.rand(4, 5), number(2.0), number(0.75), None, None, 3, 0.0, 2, -100, False),
     ),
     "map": lambda: (OPERATORS.calibration_map_composite, (leaf(4, 5), number(0.5), number(1.5), 0, True, False)),
     "binary map": lambda: (OPERATORS.calibration_map_composite, (leaf(4), number(2.0), number(1.5), 2, False, False)),

@@ -142,6 +142,14 @@ def matched_boxes():
     return logits, boxes, targets, matches, dense
 
 
+def labels_and_scores(targets, matches, dense):
+    """Of each query: its class, or CLASSES without a match; and the overlap."""
+    labels = torch.full(dense.shape[:2], CLASSES)
+    for i, (rows, order) in enumerate(matches):
+        labels[i, rows] = targets[i]["class_labels"][order]
+    return labels, dense.sum(-1)
+
+
 @pytest.mark.parametrize(
     ("file", "kind", "method", "settings", "ours"),
     [
@@ -172,6 +180,13 @@ def test_transformers(file, kind, method, settings, ours):
     outputs = {"logits": theirs, "pred_boxes": boxes}
     (expected,) = getattr(criterion, method)(itself, outputs, targets, matches, 5.0).values()
     found = ours(z.transpose(1, 2), dense.transpose(1, 2), reduction="sum") / 5.0
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grads(found, z)[0], grads(expected, theirs)[0], rtol=1e-4, atol=1e-6)
+    targets[0]["boxes"][1] = torch.tensor([0.05, 0.05, 0.02, 0.02])  # a match without overlap
+    (expected,) = getattr(criterion, method)(itself, outputs, targets, matches, 5.0).values()
+    dense[0, 9] = 0
+    pairs = tuple(value.flatten() for value in labels_and_scores(targets, matches, dense))
+    found = ours(z.flatten(0, 1), pairs, reduction="sum") / 5.0
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grads(found, z)[0], grads(expected, theirs)[0], rtol=1e-4, atol=1e-6)
 

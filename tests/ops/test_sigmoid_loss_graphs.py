@@ -147,18 +147,32 @@ def test_opcheck(device):
     forward = torch.ops.focalkern.sigmoid_loss_forward.default
     channels_last = leaf(x.movedim(1, -1).contiguous().movedim(-1, 1))
     for arguments in [
-        (x, soft, number, torch.tensor(0.25, dtype=torch.float64), None, 0, 0.0, 1, -100, False),
-        (x, labels, gamma, None, torch.rand(2, device=device), 0, 0.0, 0, -100, False),
-        (x, soft, gamma, torch.rand(2, device=device, requires_grad=True), None, 1, 0.05, 2, -100, False),
-        (channels_last, soft, number, None, None, 2, 0.0, 0, -100, False),
-        (x.detach().bfloat16().requires_grad_(), soft, gamma, None, None, 2, 0.0, 0, -100, True),
-        (x, soft, number, torch.tensor(0.75, dtype=torch.float64), None, 3, 0.0, 1, -100, False),
-        (x, labels, gamma, None, None, 4, 1.0, 0, -100, False),
-        (channels_last, soft, gamma, torch.rand(5, 1, device=device), None, 5, 0.01, 2, -100, False),
+        (x, soft, number, torch.tensor(0.25, dtype=torch.float64), None, None, 0, 0.0, 1, -100, False),
+        (x, labels, gamma, None, torch.rand(2, device=device), None, 0, 0.0, 0, -100, False),
+        (x, soft, gamma, torch.rand(2, device=device, requires_grad=True), None, None, 1, 0.05, 2, -100, False),
+        (channels_last, soft, number, None, None, None, 2, 0.0, 0, -100, False),
+        (x.detach().bfloat16().requires_grad_(), soft, gamma, None, None, None, 2, 0.0, 0, -100, True),
+        (x, soft, number, torch.tensor(0.75, dtype=torch.float64), None, None, 3, 0.0, 1, -100, False),
+        (x, labels, gamma, None, None, None, 4, 1.0, 0, -100, False),
+        (channels_last, soft, gamma, torch.rand(5, 1, device=device), None, None, 5, 0.01, 2, -100, False),
     ]:
         torch.library.opcheck(forward, arguments)
+    scores = torch.rand(6, 2, device=device)
+    torch.library.opcheck(forward, (x, labels, number, None, None, scores, 2, 0.0, 1, -100, False))
     grad = torch.randn(6, 5, 2, device=device)
-    arguments = (grad, x.detach(), soft.detach(), gamma.detach(), None, None, torch.ones(1, device=device), 2, 0.0, 0)
+    arguments = (
+        grad,
+        x.detach(),
+        soft.detach(),
+        gamma.detach(),
+        None,
+        None,
+        None,
+        torch.ones(1, device=device),
+        2,
+        0.0,
+        0,
+    )
     torch.library.opcheck(
         torch.ops.focalkern.sigmoid_loss_backward.default, (*arguments, -100, [True, True, True, False])
     )

@@ -406,7 +406,7 @@ def test_mmdet_with_avg_factor_and_quality_focal_loss():
         loss[rows, y[rows]] = F.binary_cross_entropy_with_logits(at, score[rows], reduction="none") * scale
         return loss.sum(1).sum() / avg_factor
 
-    assert_equal(quality, lambda z: fk.quality_focal_loss(z, t * score.unsqueeze(1), 2.0, "sum") / 4.0, z)
+    assert_equal(quality, lambda z: fk.quality_focal_loss(z, (y, score), 2.0, "sum") / 4.0, z)
 
 
 # ---- Where a difference 1 - p is not enough -------------------------------------------------------------------------

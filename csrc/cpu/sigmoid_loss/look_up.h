@@ -76,7 +76,7 @@ bool look_up_if_possible(const TileReader<Scalar>& reader, const TileView<comput
 
 // Whether results depend only on the logit and a hard target; the targets of the first tile are looked at.
 bool can_be_looked_up(const SigmoidLossArgs<BFloat16>& args) {
-  if (!has_avx512() || args.gamma.data || args.second.data || args.weight.data) return false;
+  if (!has_avx512() || args.gamma.data || args.second.data || args.weight.data || args.scores.data) return false;
   TileReader<BFloat16> reader(args, 1.0f, 1.0f, nullptr);
   return reader.view(0, std::min(kTile, args.space.size)).targets != Targets::kSoft;
 }

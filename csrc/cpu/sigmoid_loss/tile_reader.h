@@ -9,6 +9,7 @@
 #include "cpu/sigmoid_loss/read.h"
 #include "cpu/sigmoid_loss/tile.h"
 #include "cpu/simd/dispatch.h"
+#include "math/scored_loss.h"
 #include "math/sigmoid_loss.h"
 
 namespace focalkern::cpu {
@@ -114,7 +115,7 @@ class TileReader {
     }
     if (!args.weight.data) fill(factor * static_cast<Real>(args.weight.value), kTile, scale_);
     has_numbers_ = !args.weight.data && !grad_loss_ && !(args.has_alpha && args.second.data);
-    if (has_numbers_ && !computes_ones_again()) weigh(second_, scale_, kTile);
+    if (has_numbers_ && weighs_hard_targets()) weigh(second_, scale_, kTile);
   }
 
   Powers powers() const {
@@ -156,10 +157,18 @@ class TileReader {
       });
       view.targets = shares ? Targets::kHard : Targets::kLabels;
       view.target = shares ? shares : target_;
+      if (args_.scores.data) {
+        match_scores_ = read(args_.scores, args_.space, begin, end, scores_);
+        if (shares) {
+          view.targets = Targets::kSoft;
+          Real* own = target_ + (shares - target_);
+          for (int64_t i = 0; i < n; ++i) own[i] = own[i] > Real(0) ? score_of_match(match_scores_[i]) : Real(0);
+        }
+      }
     } else {
       read_target(begin, end, &view);
     }
-    if (!has_numbers_ && view.targets != Targets::kSoft && !computes_ones_again()) {
+    if (!has_numbers_ && view.targets != Targets::kSoft && weighs_hard_targets()) {
       weigh(view.second, view.scale, n);
     }
     view.one = one_;
@@ -182,7 +191,9 @@ class TileReader {
 
   const TileLabels& labels() const { return labels_; }
   // The loss of a one is no loss of a zero with another sign and weight.
-  bool computes_ones_again() const { return args_.loss_kind == SigmoidLoss::kAsymmetric || is_scored(args_.loss_kind); }
+  bool computes_ones_again() const {
+    return args_.loss_kind == SigmoidLoss::kAsymmetric || is_scored(args_.loss_kind) || args_.scores.data != nullptr;
+  }
 
   // The ones of a tile of labels next to each other, padded with the first of them to whole vectors.
   int64_t padded_ones() const { return (labels_.ones + 15) / 16 * 16; }
@@ -196,10 +207,14 @@ class TileReader {
       return to;
     };
     TileView<Real> view = tile;
-    view.targets = Targets::kHard;
+    view.targets = args_.scores.data ? Targets::kSoft : Targets::kHard;
     view.target_size = 0;
     view.input = gather(tile.input, ones_->input);
     view.target = ones_->target;
+    if (args_.scores.data) {
+      gather(match_scores_, ones_->target);
+      for (int64_t k = 0; k < padded_ones(); ++k) ones_->target[k] = score_of_match(ones_->target[k]);
+    }
     if (args_.gamma.data) view.gamma = gather(tile.gamma, ones_->gamma);
     if (args_.second.data) view.second = gather(tile.second, ones_->second);
     if (args_.weight.data || grad_loss_) view.scale = gather(tile.scale, ones_->scale);
@@ -210,7 +225,10 @@ class TileReader {
   // Shares for formulas that read the target.
   void write_shares(int64_t n) {
     fill(Real(0), n, target_);
-    for (int64_t k = 0; k < labels_.ones; ++k) target_[labels_.one[k]] = Real(1);
+    for (int64_t k = 0; k < labels_.ones; ++k) {
+      const int64_t i = labels_.one[k];
+      target_[i] = args_.scores.data ? score_of_match(match_scores_[i]) : Real(1);
+    }
   }
 
   // Logits of ignored labels contribute 0, even where they are NaN.
@@ -222,6 +240,11 @@ class TileReader {
   }
 
  private:
+  // Whether hard targets take TileView::one and zero.
+  bool weighs_hard_targets() const {
+    return args_.loss_kind == SigmoidLoss::kFocal || args_.loss_kind == SigmoidLoss::kQuality;
+  }
+
   void read_target(int64_t begin, int64_t end, TileView<Real>* view) {
     const int64_t n = end - begin;
     view->target = read(args_.target, args_.space, begin, end, target_);
@@ -282,6 +305,7 @@ class TileReader {
   };
   std::unique_ptr<Ones> ones_;
   const Scalar* logits_ = nullptr;
+  const Real* match_scores_ = nullptr;  // of the last view
   alignas(64) Scalar raw_[kTile];
   alignas(64) Real input_[std::is_same_v<Scalar, Real> ? 1 : kTile];
   alignas(64) Real target_[kTile + (kRowGroup + 1) * kFewClasses];
@@ -294,6 +318,7 @@ class TileReader {
   alignas(64) Real zero_[kTile];
   alignas(64) Real signs_[kTile];
   alignas(64) Real grad_[kTile];
+  alignas(64) Real scores_[kTile];
 };
 
 }  // namespace

@@ -40,7 +40,7 @@ class Operand(ctypes.Structure):
 ARGS = [
     ("loss_kind", c_int32), ("space", Space), ("input", Operand), ("target", Operand), ("target_is_labels", c_bool),
     ("has_alpha", c_bool), ("class_dim", c_int), ("classes", c_int64), ("ignore_index", c_int64), ("gamma", Operand),
-    ("second", Operand), ("weight", Operand), ("margin", "real"),
+    ("second", Operand), ("weight", Operand), ("scores", Operand), ("margin", "real"),
 ]  # fmt: skip
 FORWARD = [*ARGS, ("loss", c_void_p), ("loss_wide", c_void_p)]
 BACKWARD = [
@@ -50,7 +50,7 @@ BACKWARD = [
 
 
 def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.0, margin=0.0, ignore_index=-100,
-                     reduction="mean", wide=True, all_gradients=True, one_image=False):  # fmt: skip
+                     reduction="mean", wide=True, all_gradients=True, one_image=False, scores=None):  # fmt: skip
     """Everything that the two kernels write, by name; without `all_gradients`, of the gradients only the logits'; with
     `one_image`, the first dimension, of size 1, is none of the space."""
     dtype, real, shape = x.dtype, real_of(x.dtype), x.shape
@@ -72,6 +72,8 @@ def run_sigmoid_loss(library, kind, x, target, gamma, second, grad, *, weight=1.
             forward.target, forward.class_dim = Operand.of(memory, target, shape[1:]), 0
         forward.classes, forward.ignore_index, forward.margin = shape[1], ignore_index, margin
         forward.gamma, forward.second, forward.weight = (Operand.of(memory, v, shape) for v in in_real)
+        if scores is not None:
+            forward.scores = Operand.of(memory, scores.unsqueeze(1), shape)
         one, all_real = torch.full((1,), NAN, dtype=real), torch.full(shape, NAN, dtype=real)
         unreduced = all_real if wide else all_real.to(dtype)
         total, divisor, loss = memory.out(one), memory.out(one), memory.out(unreduced)
@@ -111,6 +113,7 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
     wide = options.pop("wide", True)
     margin = options.pop("margin", 0.0)
     weight = options.pop("weight", 1.0)
+    scores = options.pop("scores", None)
     options["weight"] = torch.as_tensor(weight, dtype=torch.float64)
     labels = target.dim() < x.dim()
     z = x.double().requires_grad_()
@@ -120,16 +123,17 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
         .expand(x.shape).clone().requires_grad_()
         for v in (gamma, 1.0 if second is None else second)
     ]  # fmt: skip
+    scored = t if scores is None else (t, scores.double())
     if kind == ASYMMETRIC:
         expected = reference.asymmetric_loss(z, t, *gammas, margin, reduction, **options)
     elif kind == QUALITY:
-        expected = reference.quality_focal_loss(z, t, gammas[0], reduction, **options)
+        expected = reference.quality_focal_loss(z, scored, gammas[0], reduction, **options)
     else:
         alpha = None if second is None else gammas[1].detach()
         if kind in (VARIFOCAL, MATCHABILITY):
             options["detach_modulation"] = margin == 1
         function = SCORED.get(kind, reference.sigmoid_focal_loss)
-        expected = function(z, t, gammas[0], alpha, reduction, **options)
+        expected = function(z, scored, gammas[0], alpha, reduction, **options)
         options.pop("detach_modulation", None)
     inputs = [z, gammas[0], *([] if labels else [t]), *([gammas[1]] if kind == ASYMMETRIC else [])]
     upstream = grad.double().reshape(expected.shape)
@@ -145,7 +149,8 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
         assert_near(actual["grad_second"], found[-1], real, 20)
     # The logits' gradient alone has kernels of its own.
     alone = run_sigmoid_loss(library, kind, x, target, gamma, second, grad, reduction=reduction, wide=wide,
-                             margin=margin, all_gradients=False, **{**options, "weight": weight})  # fmt: skip
+                             margin=margin, all_gradients=False, scores=scores,
+                             **{**options, "weight": weight})  # fmt: skip
     assert_near(alone["loss"], expected, real if wide or reduction != "none" else dtype, 20)
     assert_near(alone["grad_input"], found[0], dtype, 20 if dtype == real else 2)
     return actual
@@ -180,6 +185,20 @@ def test_sigmoid_loss_of_labels(library, dtype, shape):
             check_sigmoid_loss(library, kind, x, labels, reduction=reduction)
     check_sigmoid_loss(library, FOCAL, x, labels.int(), reduction="none", wide=False)
     check_sigmoid_loss(library, FOCAL, x, labels, 0.3, 0.25, reduction="sum", weight=torch.full((1,) * x.dim(), 2.0))
+
+
+# Rows and pixels; a score of 0, of 1, and of a row that is background or ignored.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 5), (30, 80), (3, 4, 9)])
+@pytest.mark.parametrize("kind", [QUALITY, *SCORED])
+def test_sigmoid_loss_of_labels_and_scores(library, dtype, shape, kind):
+    x = (torch.randn(shape) * 4).to(dtype)
+    labels = torch.randint(shape[1] + 1, (shape[0], *shape[2:]))
+    labels.view(-1)[::5] = -100
+    scores = torch.rand(labels.shape)
+    labels.view(-1)[1:3], scores.view(-1)[1:3] = 0, torch.tensor([0.0, 1.0])
+    for reduction, gamma in (("none", 2.0), ("sum", 1.5), ("mean", 3.0)):
+        check_sigmoid_loss(library, kind, x, labels, gamma, reduction=reduction, scores=scores.to(dtype))
 
 
 # Rows that share packs, end in them or fill them; more packs than the small grid has threads.

@@ -159,6 +159,18 @@ FAULTS = [
         "ScoredLoss::kVarifocal};",
     ),
     Fault(
+        "scores are not read",
+        "sigmoid_loss_strided.cu",
+        "if (args.scores.data != nullptr && label",
+        "if (false && label",
+    ),
+    Fault(
+        "plain kernels take labels with scores",
+        "sigmoid_loss_vectorized.cu",
+        "if (args.scores.data != nullptr) return false;",
+        "",
+    ),
+    Fault(
         "every scored loss is the varifocal loss",
         "sigmoid_loss_strided.cu",
         "terms_of<Loss>(found, args.margin, scored_loss_of(args.loss_kind)).loss",
