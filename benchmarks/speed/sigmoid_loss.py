@@ -2,8 +2,10 @@
 compiled.
 
 The target of a detector's head: dense zeros and ones, or labels without the class dimension, most of them background.
+For the losses of boxes the ones are overlaps, and beside labels there are scores.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -40,11 +42,33 @@ def published_quality(x: Tensor, t: Tensor) -> Tensor:
     return (F.binary_cross_entropy_with_logits(x, t, reduction="none") * (x.sigmoid() - t).abs().pow(2)).mean()
 
 
+def published_varifocal(x: Tensor, t: Tensor) -> Tensor:
+    """Of RT-DETR, alpha = 0.75, gamma = 2, for dense overlaps: the modulation is detached."""
+    weight = 0.75 * x.detach().sigmoid().pow(2) * (t == 0) + t
+    return F.binary_cross_entropy_with_logits(x, t, weight=weight, reduction="none").mean()
+
+
+def published_matchability(x: Tensor, t: Tensor) -> Tensor:
+    """Of DEIM, gamma = 1.5, for dense overlaps."""
+    is_match = t > 0
+    weight = x.detach().sigmoid().pow(1.5) * ~is_match + is_match
+    return F.binary_cross_entropy_with_logits(x, t.pow(1.5), weight=weight, reduction="none").mean()
+
+
+def published_ia_bce(x: Tensor, t: Tensor) -> Tensor:
+    """Of LW-DETR and RF-DETR, alpha = 0.25, for dense overlaps."""
+    p = x.sigmoid()
+    soft = (p.pow(0.25) * t.pow(0.75)).clamp(min=0.01).detach()
+    positive = torch.where(t > 0, soft, 0.0)
+    negative = torch.where(t > 0, 1 - soft, p.pow(2))
+    return (negative * x - F.logsigmoid(x) * (positive + negative)).mean()
+
+
 def binary_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(x, t)
 
 
-def forward_backward(loss, x: Tensor, t: Tensor):
+def forward_backward(loss, x: Tensor, t: Tensor | tuple[Tensor, Tensor]):
     return lambda: torch.autograd.grad(loss(x, t), x)[0]
 
 
@@ -62,7 +86,7 @@ def check_beside(published: Callable[..., Tensor], x: Tensor, t: Tensor) -> Call
     return check
 
 
-def mean(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def mean(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, t: loss(x, t, reduction="mean")
 
 
@@ -70,6 +94,9 @@ def cases() -> Iterator[tuple[str, Callable[..., Tensor], Callable[..., Tensor]]
     yield "sigmoid focal", fk.sigmoid_focal_loss, torchvision_formula
     yield "asymmetric", fk.asymmetric_loss, published_asymmetric
     yield "quality focal", fk.quality_focal_loss, published_quality
+    yield "varifocal", functools.partial(fk.varifocal_loss, detach_modulation=True), published_varifocal
+    yield "matchability", fk.matchability_loss, published_matchability
+    yield "IA-BCE", fk.ia_bce_loss, published_ia_bce
 
 
 def run(
@@ -84,16 +111,16 @@ def run(
                 x = torch.randn(n, classes, generator=generator, device=device).mul_(3).to(dtype).requires_grad_()
                 labels = torch.randint(2 * classes, (n,), generator=generator, device=device).clamp_(max=classes)
                 t = F.one_hot(labels, classes + 1)[:, :classes].to(dtype).contiguous()
-                if name == "quality focal":
-                    t = t * torch.rand(n, 1, generator=generator, device=device).to(dtype)
+                given: Tensor | tuple[Tensor, Tensor] = labels
+                if name not in ("sigmoid focal", "asymmetric"):
+                    scores = torch.rand(n, generator=generator, device=device).to(dtype)
+                    t = t * scores.unsqueeze(1)
+                    given = (labels, scores)
                 check = check_beside(published, x, t)
                 published_compiled, absent = compiled(published, quick)
                 bce_compiled, _ = compiled(binary_cross_entropy, quick)
                 providers = [Provider("focalkern", forward_backward(mean(ours), x, t), check=check)]
-                if name != "quality focal":
-                    providers.append(
-                        Provider("focalkern, labels", forward_backward(mean(ours), x, labels), check=check)
-                    )
+                providers.append(Provider("focalkern, labels", forward_backward(mean(ours), x, given), check=check))
                 providers += [
                     Provider("published formula", forward_backward(published, x, t)),
                     Provider(

@@ -34,11 +34,12 @@ def numbers(name, text):
     return [float(number) for number in re.findall(rf"{name} +(-?[\d.]+)", text)]
 
 
-def test_there_are_seven():
+def test_there_are_eight():
     assert SCRIPTS == [
         "calibrate.py",
         "compare.py",
         "detect.py",
+        "detr_criterion.py",
         "language_model.py",
         "log_training.py",
         "torchtitan_focal.py",
@@ -90,6 +91,14 @@ def test_detect(run):
     before, after = numbers("NLL per cell", said)
     assert after < before
     assert len(numbers("ECE", said)) == 2
+
+
+@pytest.mark.parametrize("loss", ["varifocal", "matchability", "ia-bce"])
+def test_detr_criterion(run, loss):
+    said = run("detr_criterion.py", "--loss", loss, "--steps", "80")
+    for name, rises in (("loss", False), ("overlap", True)):
+        first, last = numbers(name, said)
+        assert (last > first) == rises
 
 
 def test_language_model(run):
