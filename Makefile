@@ -7,6 +7,7 @@
 # make wheel   one wheel with modules for every supported torch, and one that computes with plain torch, in dist
 # make release everything that a release needs, in dist; uploads nothing (RELEASE_ARGS=--draft leaves the checks out)
 # make release-check  tests the wheel in dist with several releases of torch and every Python that is here
+# make aarch64-check  cross-compiles the CPU kernels for 64-bit ARM and tests them on an emulator (qemu)
 # make clean   removes what the build made, but not .venv
 #
 # EXTRAS=dev,peers also installs the libraries that some tests compare with (kornia, netcal, transformers, ...).
@@ -29,7 +30,7 @@ TORCH_STAMP := $(VENV)/.stamp-$(TORCH)
 INSTALL_STAMP := $(VENV)/.stamp-install-$(subst $(comma),-,$(EXTRAS))
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(FOCALKERN_CUDA),auto)
 
-.PHONY: build test demo lint bench docs wheel release release-check cuda-proof gpu-check clean
+.PHONY: build test demo lint bench docs wheel release release-check aarch64-check cuda-proof gpu-check clean
 .DELETE_ON_ERROR:
 
 build: $(BUILD_STAMP)
@@ -60,6 +61,10 @@ release: build
 # The same wheel file with each of them: RELEASE_CHECK_ARGS="--python python3.13 --torch 2.13.0 2.15.0" for a part.
 release-check: build
 	$(BIN)/python -m tools.release_check $(RELEASE_CHECK_ARGS)
+
+# Needs g++-aarch64-linux-gnu and qemu-user-static, and fetches Debian's Python and PyPI's torch for ARM once.
+aarch64-check: build
+	$(BIN)/python -m tools.aarch64 $(AARCH64_CHECK_ARGS)
 
 # Needs nvcc; machine code is a part where cuobjdump and nvdisasm are (see tools/cuda/instruction_counts.py).
 cuda-proof: build

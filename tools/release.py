@@ -1,9 +1,10 @@
 """Makes a release in a folder and uploads nothing: ``python -m tools.release [--draft] [--out dist]``.
 
-In turn: version, changelog and CITATION.cff agree and the tree is committed; ``.ci/run`` passes; the wheels; the
-source archive; the notes (``notes.md``, the version's part of the changelog); a software bill of materials
-(``focalkern.cdx.json``, CycloneDX 1.6); the digests (``SHA256SUMS``, for ``sha256sum --check``). ``--draft`` leaves the
-checks out and accepts an unreleased version. Words after ``--`` go to tools.wheel.
+In turn: version, changelog and CITATION.cff agree and the tree is committed; ``.ci/run`` passes; the wheels, with one
+for 64-bit ARM where its compiler is (tools/aarch64.py); the source archive; the notes (``notes.md``, the version's part
+of the changelog); a software bill of materials (``focalkern.cdx.json``, CycloneDX 1.6); the digests (``SHA256SUMS``,
+for ``sha256sum --check``). ``--draft`` leaves the checks out and accepts an unreleased version. Words after ``--`` go
+to tools.wheel.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.aarch64 import PACKAGES, has_compiler
 from tools.long_description import version_of
 from tools.toolchain import fail
 
@@ -118,6 +120,10 @@ def main() -> None:
     out.mkdir(parents=True)
     python = [sys.executable, "-m"]
     subprocess.run([*python, "tools.wheel", "--out", str(out), *arguments.wheel], cwd=ROOT, check=True)
+    if has_compiler():
+        subprocess.run([*python, "tools.aarch64", "--wheel-only", "--out", str(out)], cwd=ROOT, check=True)
+    else:
+        print(f"no wheel for 64-bit ARM, whose compiler is missing: apt-get install {PACKAGES}")
     subprocess.run([*python, "build", "--no-isolation", "--sdist", "--outdir", str(out)], cwd=ROOT, check=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     write_records(out, version, notes, project["dependencies"])

@@ -10,6 +10,7 @@ import argparse
 import datetime
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -30,10 +31,11 @@ OPERATORS = ("focal_loss", "sigmoid_loss", "row_loss", "calibration_map", "inver
 
 
 def wheel_in(folder: Path) -> Path:
-    """The wheel with compiled modules in a folder."""
-    found = sorted(folder.glob("focalkern-*-manylinux*.whl"))
+    """The wheel with compiled modules for this machine in a folder."""
+    pattern = f"focalkern-*-manylinux*_{platform.machine()}.whl"
+    found = sorted(folder.glob(pattern))
     if len(found) != 1:
-        fail(f"{folder} must hold one wheel focalkern-*-manylinux*.whl, found {len(found)}; make it with: make wheel")
+        fail(f"{folder} must hold one wheel {pattern}, found {len(found)}; make it with: make wheel")
     return found[0]
 
 

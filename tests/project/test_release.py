@@ -125,10 +125,11 @@ def test_the_release_check_has_tests_of_every_operator():
         assert str(ROOT / f"tests/ops/test_{name}.py") in files
 
 
-def test_the_release_check_takes_one_wheel(tmp_path):
-    for name in ("focalkern-1.0-cp311-abi3-manylinux_2_34_x86_64.whl", "focalkern-1.0-py3-none-any.whl"):
-        (tmp_path / name).touch()
+def test_the_release_check_takes_one_wheel(tmp_path, monkeypatch):
+    monkeypatch.setattr(release_check.platform, "machine", lambda: "x86_64")
+    for name in ("cp311-abi3-manylinux_2_34_x86_64", "cp311-abi3-manylinux_2_34_aarch64", "py3-none-any"):
+        (tmp_path / f"focalkern-1.0-{name}.whl").touch()
     assert release_check.wheel_in(tmp_path).name == "focalkern-1.0-cp311-abi3-manylinux_2_34_x86_64.whl"
     (tmp_path / "focalkern-1.0-cp312-abi3-manylinux_2_34_x86_64.whl").touch()
-    with pytest.raises(SystemExit, match=r"must hold one wheel focalkern-\*-manylinux\*\.whl, found 2"):
+    with pytest.raises(SystemExit, match=r"must hold one wheel focalkern-\*-manylinux\*_x86_64\.whl, found 2"):
         release_check.wheel_in(tmp_path)
