@@ -201,9 +201,10 @@ def main() -> None:
     wheel = make_wheel(arguments.out.resolve())
     print(f"{wheel}  {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
     if not arguments.wheel_only:
+        given = [str(Path(word).resolve()) if Path(word).exists() else word for word in arguments.pytest]
         tests = [str(ROOT / "tests/ops" / f"test_{name}.py") for name in TESTS]
         # The looked-up results of bfloat16 need tensors of millions of elements.
-        test(wheel, arguments.pytest or ["-k", "not inductor and not looked_up", *tests])
+        test(wheel, given or ["-k", "not inductor and not looked_up", *tests])
 
 
 if __name__ == "__main__":
