@@ -43,16 +43,22 @@ struct ScoredTerms {
     const Real background = factor * minus_log_q;
     const Real background_slope = factor * (p + attached * with.gamma.exponent * (q * minus_log_q));
 
-    Real s = t, weight = Real(1);
+    // 1 - s does not cancel where s is near 1.
+    Real s = t, rest = Real(1) - t, weight = Real(1);
     if (is_ia) {
-      const Real mixed = exponential(share_of(with.positive, log_p) + (Real(1) - with.positive) * log_t);
-      s = mixed > with.margin ? mixed : with.margin;
+      const Real log_s = share_of(with.positive, log_p) + (Real(1) - with.positive) * log_t;
+      const Real mixed = exponential(log_s);
+      const bool is_above = mixed > with.margin;
+      const Real rest_of_mixed = -exponential_minus_one(log_s);
+      s = is_above ? mixed : with.margin;
+      rest = is_above ? rest_of_mixed : Real(1) - with.margin;
     } else if (is_matchability) {
       s = power;
+      rest = -exponential_minus_one(with.gamma.exponent * log_t);
     } else {
       weight = t;
     }
-    const Real against = z.positive ? Real(1) - s : s;
+    const Real against = z.positive ? rest : s;
     const Real entropy = share_of(against, z.size) + z.log1p_e;
     const Real nothing = t - t;  // 0, but NaN for NaN
 

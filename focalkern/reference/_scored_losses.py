@@ -1,5 +1,7 @@
 """The losses of one logit per class whose targets are scores of matched boxes, with 0 for the background."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,8 @@ def varifocal_loss(
     x, t, counts = shares(input, target, ignore_index)
     log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
     background = _background(log_p, log_q, parameter_tensor(gamma, x), alpha, detach_modulation)
-    loss = _chosen(t, t * _cross_entropy(log_p, log_q, t), background)
+    matched = of_share(t, -log_p) + of_share(1.0 - t, -log_q)
+    loss = _chosen(t, t * matched, background)
     return reduce_elements(loss, input, weight, counts, reduction)
 
 
@@ -100,9 +103,9 @@ def matchability_loss(
     x, t, counts = shares(input, target, ignore_index)
     log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
     gamma = parameter_tensor(gamma, x)
-    score = (gamma * _log_of_matched(t)).exp()
+    log_score = gamma * _log_of_matched(t)
     background = _background(log_p, log_q, gamma, alpha, detach_modulation)
-    loss = _chosen(t, _cross_entropy(log_p, log_q, score), background)
+    loss = _chosen(t, _cross_entropy(log_p, log_q, log_score), background)
     return reduce_elements(loss, input, weight, counts, reduction)
 
 
@@ -146,10 +149,10 @@ def ia_bce_loss(
     x, t, counts = shares(input, target, ignore_index)
     log_p, log_q = log_sigmoid(x), log_sigmoid(-x)
     alpha = parameter_tensor(alpha, x)
-    mixed = (of_share(alpha, log_p.detach()) + (1.0 - alpha) * _log_of_matched(t.detach())).exp()
-    score = mixed.clamp(min=IA_BCE_FLOOR)
+    log_mixed = of_share(alpha, log_p.detach()) + (1.0 - alpha) * _log_of_matched(t.detach())
+    log_score = log_mixed.clamp(min=math.log(IA_BCE_FLOOR))
     background = _background(log_p, log_q, parameter_tensor(gamma, x), None, detach_modulation=False)
-    loss = _chosen(t, _cross_entropy(log_p, log_q, score), background)
+    loss = _chosen(t, _cross_entropy(log_p, log_q, log_score), background)
     return reduce_elements(loss, input, weight, counts, reduction)
 
 
@@ -157,8 +160,9 @@ def _log_of_matched(t: Tensor) -> Tensor:
     return torch.where(t > 0, t, 1.0).log()
 
 
-def _cross_entropy(log_p: Tensor, log_q: Tensor, score: Tensor) -> Tensor:
-    return of_share(score, -log_p) + of_share(1.0 - score, -log_q)
+def _cross_entropy(log_p: Tensor, log_q: Tensor, log_score: Tensor) -> Tensor:
+    """With 1 - score in a form that does not cancel where the score is near 1."""
+    return of_share(log_score.exp(), -log_p) + of_share(-log_score.expm1(), -log_q)
 
 
 def _background(

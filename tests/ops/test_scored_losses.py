@@ -12,7 +12,7 @@ from sigmoid_cases import SCORED, SCORES, grads, leaf
 import focalkern as fk
 from focalkern import reference
 
-SHARES = [0.0, 1.0, 0.3, 0.75, 2.0**-20]
+SHARES = [0.0, 1.0, 0.3, 0.75, 2.0**-20, 1 - 2.0**-20]
 LOSSES = [(name, detached) for name in SCORED for detached in (False, True) if name != "ia_bce_loss" or detached]
 
 
