@@ -10,10 +10,11 @@ from focalkern._checks import flag
 from focalkern._types import PROPER, InputKind, Proper
 from focalkern.calibrators._base import Calibrator
 from focalkern.calibrators._candidates import as_candidates, fitted_identity, keeps_predictions, log_proba
-from focalkern.calibrators._cross_validation import check_folds, cross_validate, losses_of
+from focalkern.calibrators._cross_validation import cross_validate, losses_of
 from focalkern.calibrators._fit_batches import FitsBatches
 from focalkern.calibrators._fit_data import FitData
 from focalkern.calibrators._fitted import renamed
+from focalkern.calibrators._folds import check_folds, fold_of
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._selection import CrossValidation
@@ -49,7 +50,7 @@ class AutoCalibrator(FitsBatches):
     Args:
         candidates: as :func:`focalkern.compare_calibrators`.
         criterion: ``"nll"`` or ``"brier"``, by which the candidates are fitted and compared.
-        folds: of the cross-validation, at least 2.
+        folds: of the cross-validation, at least 2; a random division of the rows.
         seed: of the folds.
         input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
             probabilities.
@@ -145,7 +146,7 @@ class AutoCalibrator(FitsBatches):
         return self._concluded(cross_validation, rows_of(rows))
 
     def _fit_source(self, source: RowSource) -> dict[str, Any]:
-        """The folds are by row number; spline matrix scaling and other candidates need all rows in memory."""
+        """The folds are those of rows in memory; spline matrix scaling and other candidates need all rows there."""
         candidates = as_candidates(self.candidates, self.criterion, self.input_kind, self.keep_predictions)
         folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)
         folds = min(folds, source.n_rows)
@@ -166,7 +167,7 @@ class AutoCalibrator(FitsBatches):
             source,
             candidates,
             none,
-            lambda number: (number + seed) % folds,
+            lambda number: fold_of(number, source.n_rows, folds, seed),
             folds if folds > 1 else 0,
             criterion=self.criterion,
         )

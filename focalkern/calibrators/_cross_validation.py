@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._checks import integer
 from focalkern._types import Proper
 from focalkern.calibrators._candidates import fit_one, keeps_predictions, log_proba
 from focalkern.calibrators._fit_data import FitData
+from focalkern.calibrators._folds import fold_of
 from focalkern.calibrators._row_source import RowSource, rows_of
 from focalkern.calibrators._selection import CandidateScore, CrossValidation, decide, weighted_pairs
 from focalkern.calibrators._spline import SplineScaling
@@ -23,30 +22,10 @@ from focalkern.calibrators._spline_folds import FoldOf, Predict, SplineFolds, wh
 __all__ = [
     "ZEROS",
     "SplinesByPenalty",
-    "check_folds",
     "cross_validate",
     "losses_of",
-    "stratified_folds",
     "zeros_are_possible",
 ]
-
-
-# A larger number of folds would take days.
-MOST_FOLDS = 1000
-
-
-def check_folds(op: str, folds: Any, seed: Any) -> tuple[int, int]:
-    return integer(op, "folds", folds, 2, MOST_FOLDS), integer(op, "seed", seed)
-
-
-def stratified_folds(labels: Tensor, folds: int, seed: int) -> Tensor:
-    """[N] int64: the fold of every sample. Sizes differ by at most one, in total and per class."""
-    rows = len(labels)
-    random = np.random.default_rng(seed % 2**63).random(rows)
-    order = torch.from_numpy(np.lexsort((random, labels.cpu().numpy())))
-    fold = torch.empty(rows, dtype=torch.int64)
-    fold[order] = torch.arange(rows) % folds
-    return fold
 
 
 def losses_of(log_probs: Tensor, labels: Tensor, criterion: Proper) -> Tensor:
@@ -77,7 +56,7 @@ def cross_validate(
     """
     rows = len(labels)
     folds = min(folds, rows)
-    fold = stratified_folds(labels, folds, seed)
+    fold = fold_of(torch.arange(rows), rows, folds, seed)
     folds = folds if folds > 1 else 0
     on_device, counts = fold.to(input.device), torch.bincount(labels, minlength=input.shape[1])
     source = rows_of(FitData(input, labels, weight))

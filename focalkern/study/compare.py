@@ -21,7 +21,7 @@ from focalkern.calibrators import (
     TemperatureScaling,
 )
 from focalkern.calibrators._candidates import as_candidates
-from focalkern.calibrators._cross_validation import check_folds
+from focalkern.calibrators._folds import check_folds
 from focalkern.calibrators._parameters import LOGITS
 from focalkern.calibrators._selection import CrossValidation
 from focalkern.files import InputError, LogitSet
@@ -78,8 +78,8 @@ def compare_calibrators(
     Args:
         validation: samples to fit and to choose by: a pair (logits [N, C], labels [N]) of tensors or arrays (of pixels
             [N, C, d1, ...] and [N, d1, ...]), a set of
-            :func:`focalkern.study.stream_sets`, or a pattern of files for it. For files the folds are by sample number
-            and focal temperature scaling is that of the grid. A spline matrix needs samples that fit in memory, and
+            :func:`focalkern.study.stream_sets`, or a pattern of files for it. For files focal temperature
+            scaling is that of the grid. A spline matrix needs samples that fit in memory, and
             candidates that have no fit by sums are left out; the verdict's warnings name them.
         test: samples to score. None takes the validation samples; the scores are then optimistic, and the verdict says
             so.
@@ -233,6 +233,7 @@ def run_study(
         estimator=estimator,
         criterion=proper,
         folds=min(folds, len(validation)) if auto else 0,
+        seed=seed,
     )
     grid = searched.grid
     cross_validation = None

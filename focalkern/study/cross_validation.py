@@ -40,7 +40,7 @@ def cross_validate_samples(
     """Cross-validation of unfitted candidates.
 
     Args:
-        samples: in memory, or in files; those of files have the folds of ``search``, by sample number.
+        samples: in memory, or in files; those of files have the folds of ``search``.
         candidates: by name; of samples in files temperature, focal temperature and spline scaling only, the others are
             left out with a reason.
         search: the result of :func:`search_grid` with these folds.
@@ -76,7 +76,7 @@ def _streamed_cross_validation(
         source_of(samples),
         candidates,
         identity(samples, search.grid.n_bins),
-        lambda number: number % folds,
+        search.folds_of_rows,
         folds if folds > 1 else 0,
         criterion=criterion,
         others=_fits_of_grid(samples, of_grid, search, gammas, criterion) if of_grid else None,
@@ -177,13 +177,13 @@ def _extended(
     state = grid_state(samples, gammas, temperatures, like.n_bins, "equal_width", criteria=(criterion,))
     totals = torch.zeros(n_folds, len(gammas), len(temperatures), dtype=torch.float64)
     for _, input, target, number in samples.batches("widen", wide=False):
-        add_by_fold(state, totals, input, target, number, criterion)
+        add_by_fold(state, totals, input, target, number, search.folds_of_rows, criterion)
     samples.processes.reduce(state)
     totals = samples.processes.add_up(totals)
     tables: dict[str, Tensor] = {criterion: samples.processes.from_first(state.compute().tables[criterion])}
     first, second = (torch.tensor(axis, dtype=torch.float64) for axis in (gammas, temperatures))
     grid = CalibrationGrid(first, second, tables, n_bins=like.n_bins, estimator=like.estimator)
-    return GridSearch(grid, torch.zeros(totals.shape[1:], dtype=torch.float64), totals)
+    return GridSearch(grid, torch.zeros(totals.shape[1:], dtype=torch.float64), totals, search.folds_of_rows)
 
 
 def _lowest_cell(sums: Tensor, grid: CalibrationGrid, rows: Sequence[int]) -> tuple[float, float] | None:

@@ -1,5 +1,6 @@
 """The search over the (gamma, T) grid: exact in memory, refined and summed per fold for samples in files."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from focalkern._types import Proper
 from focalkern.calibrators import DEFAULT_GAMMAS, Criterion, Estimator, FocalTemperatureScaling, TemperatureScaling
+from focalkern.calibrators._folds import fold_of
+from focalkern.calibrators._spline_folds import FoldOf
 from focalkern.ops.calibration_grid import PAPER_TEMPERATURES, CalibrationGrid, calibration_grid
 from focalkern.streaming import CalibrationGridState
 from focalkern.study.distributed import stopping_between_batches
@@ -33,12 +36,13 @@ class GridSearch:
         grid: ECE and NLL of every (gamma, T), and the Brier score if it is the criterion.
         bound: [Gg, Gt] float64, error bounds of the ECEs; 0 where they are exact.
         fold_totals: [folds, Gg, Gt] float64, sums of the criterion over the samples of each fold; no folds in memory.
-            The fold of a sample is its number modulo the number of folds.
+        folds_of_rows: the folds of samples, by their numbers.
     """
 
     grid: CalibrationGrid
     bound: Tensor
     fold_totals: Tensor
+    folds_of_rows: FoldOf
 
     def bound_of(self, gamma: float, temperature: float) -> float:
         """Error bound of one ECE; 0 beside the grid, where other searches compute exact ECEs."""
@@ -57,6 +61,7 @@ def search_grid(
     estimator: Estimator,
     criterion: Proper = "nll",
     folds: int = 0,
+    seed: int = 0,
 ) -> GridSearch:
     """The scores of every (gamma, T) on the samples.
 
@@ -65,11 +70,12 @@ def search_grid(
         gammas, temperatures: the axes.
         n_bins, estimator: of the ECE.
         criterion: ``"nll"``, or ``"brier"`` for a table of Brier scores too.
-        folds: of :func:`cross_validate_samples`; samples in files sum the criterion of each fold in the same pass.
+        folds, seed: of :func:`cross_validate_samples`; samples in files sum the criterion of each fold in the same
+            pass.
     """
     criteria: tuple[Any, ...] = ("ece", "nll") if criterion == "nll" else ("ece", "nll", criterion)
     if isinstance(samples, StreamedSamples):
-        return _streamed_search(samples, gammas, temperatures, n_bins, estimator, criterion, criteria, folds)
+        return _streamed_search(samples, gammas, temperatures, n_bins, estimator, criterion, criteria, folds, seed)
     assert samples.memory is not None
     # In float64 for every dtype: a float32 confidence on the other side of an edge changes an ECE, and with it the
     # choice between nearly equal cells.
@@ -84,7 +90,9 @@ def search_grid(
         input_kind=samples.kind,
     )
     shape = len(grid.gammas), len(grid.temperatures)
-    return GridSearch(grid, torch.zeros(shape, dtype=torch.float64), torch.zeros(0, *shape, dtype=torch.float64))
+    no_bounds, no_totals = torch.zeros(shape, dtype=torch.float64), torch.zeros(0, *shape, dtype=torch.float64)
+    folds_of_rows = functools.partial(fold_of, rows=len(samples), folds=folds, seed=seed)
+    return GridSearch(grid, no_bounds, no_totals, folds_of_rows)
 
 
 def scalings_of_grid(
@@ -131,23 +139,26 @@ def _streamed_search(
     criterion: Proper,
     criteria: Sequence[Any],
     folds: int,
+    seed: int,
 ) -> GridSearch:
     processes, progress = samples.processes, samples.progress
     state = grid_state(samples, gammas, temperatures, n_bins, estimator, criteria=criteria)
     totals = torch.zeros(folds, len(gammas), len(temperatures), dtype=torch.float64)
+    # The numbers are those of all rows of the files, also where a subset of them counts.
+    folds_of_rows = functools.partial(fold_of, rows=len(samples.shards), folds=folds, seed=seed)
     begin, end = samples.share
     task = {
         "data": [part for shard in samples.shards.shards for part in (*shard.stamp(), shard.rows)],
         "classes": [samples.n_classes, samples.kind],
         "rows": [begin, end, samples.part],
-        "folds": [folds, criterion],
+        "folds": [folds, seed, criterion],
     }
     done = progress.load(state, task, totals)
     if done and processes.rank == 0:
         progress.say(f"resumed from {progress.path}: {done} of {end - begin} rows are done")
     with stopping_between_batches(progress.path is not None) as asked_to_stop:
         for over, input, target, number in samples.batches("fit", wide=False, done=done):
-            add_by_fold(state, totals, input, target, number, criterion)
+            add_by_fold(state, totals, input, target, number, folds_of_rows, criterion)
             done = over
             stop = asked_to_stop()
             progress.save(state, task, done, totals, now=stop or done == end - begin)
@@ -163,7 +174,7 @@ def _streamed_search(
         processes.from_first(table)
     _refine(samples, grid, bound)
     _measure_lowest(samples, grid, bound)
-    return GridSearch(grid, bound, totals)
+    return GridSearch(grid, bound, totals, folds_of_rows)
 
 
 def _refine(samples: StreamedSamples, grid: CalibrationGrid, bound: Tensor) -> None:
@@ -222,16 +233,23 @@ def _lowest(grid: CalibrationGrid, criterion: str, n: int) -> list[Tensor]:
 
 
 def add_by_fold(
-    state: CalibrationGridState, totals: Tensor, input: Tensor, target: Tensor, number: Tensor, criterion: Proper
+    state: CalibrationGridState,
+    totals: Tensor,
+    input: Tensor,
+    target: Tensor,
+    number: Tensor,
+    folds_of_rows: FoldOf,
+    criterion: Proper,
 ) -> None:
     """Add a batch to the state, fold by fold, and its part of the criterion to the totals."""
     before = state.total(criterion) if len(totals) else None
-    for fold in range(len(totals) or 1):
-        part = number % len(totals) == fold if len(totals) else slice(None)
+    fold = folds_of_rows(number) if len(totals) else None
+    for k in range(len(totals) or 1):
+        part = slice(None) if fold is None else fold == k
         state.update(input[part], target[part])
         if before is not None:
             after = state.total(criterion)
-            totals[fold] += after - before
+            totals[k] += after - before
             before = after
 
 

@@ -17,7 +17,7 @@ from focalkern._progress import ProgressBar
 from focalkern._types import PROPER, Proper
 from focalkern._version import __version__
 from focalkern.calibrators import InputKind
-from focalkern.calibrators._cross_validation import check_folds
+from focalkern.calibrators._folds import check_folds
 from focalkern.files import InputError, LogitSet, read_sets
 from focalkern.files.paths import expanded, fingerprint, is_url, located, size_of, suffix_of
 from focalkern.files.read import labels_of_npy

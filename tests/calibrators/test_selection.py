@@ -10,7 +10,8 @@ from test_spline_fit import draw
 import focalkern as fk
 from focalkern.calibrators import RobustTemperatureScaling, TemperatureScaling
 from focalkern.calibrators._candidates import as_candidates, fit_one, identity, log_proba
-from focalkern.calibrators._cross_validation import cross_validate, losses_of, stratified_folds
+from focalkern.calibrators._cross_validation import cross_validate, losses_of
+from focalkern.calibrators._folds import fold_of
 from focalkern.calibrators._selection import CandidateScore, decide
 
 
@@ -87,14 +88,34 @@ def test_infinite_without_calibration_too():
     assert outcome([math.inf, 1.0], [2.0, 0.5]).chosen == 1
 
 
-def test_folds_are_stratified_and_repeatable():
-    labels = torch.arange(7).repeat_interleave(torch.tensor([1, 2, 5, 11, 20, 33, 31]))
-    fold = stratified_folds(labels, 5, 3)
-    assert torch.equal(fold, stratified_folds(labels, 5, 3))
-    assert not torch.equal(fold, stratified_folds(labels, 5, 4))
-    for part in (torch.ones(len(labels), dtype=torch.bool), *(labels == c for c in range(7))):
-        sizes = torch.bincount(fold[part], minlength=5)
-        assert int(sizes.max() - sizes.min()) <= 1
+def test_folds_are_balanced_repeatable_and_those_of_any_batch():
+    for rows, folds in ((1, 2), (2, 2), (10, 5), (103, 5), (4096, 7), (70_001, 1000)):
+        number = torch.arange(rows)
+        fold = fold_of(number, rows, folds, 3)
+        sizes = torch.bincount(fold, minlength=folds)
+        assert int(sizes.max() - sizes.min()) <= 1 and len(sizes) == folds
+        some = number[number % 3 == 1]
+        assert torch.equal(fold_of(some, rows, folds, 3), fold[some])
+        assert torch.equal(fold_of(number, rows, folds, 3), fold)
+        if rows > 100:
+            assert not torch.equal(fold, fold_of(number, rows, folds, 4))
+            assert not torch.equal(fold, fold_of(number, rows, folds, -3))
+
+
+@pytest.mark.parametrize("rows", [12, 100, 1025])
+def test_folds_are_random(rows):
+    """Neighbours, distant rows and the numbers of a class in a fold are as in a random division of the rows."""
+    number, seeds = torch.arange(rows), 4000
+    folds = torch.stack([fold_of(number, rows, 4, seed) for seed in range(seeds)])
+    together = (rows / 4 - 1) / (rows - 1)  # the probability that two rows are in one fold; 4 divides the rows but 1025
+    error = (together * (1 - together) / seeds) ** 0.5
+    for one, other in ((0, 1), (0, rows - 1), (3, 7), (rows // 2, rows // 2 + 4)):
+        assert abs(float((folds[:, one] == folds[:, other]).double().mean()) - together) < 4.5 * error
+    counts = (folds[:, : rows // 3] == 2).double().sum(1)  # hypergeometric
+    share, n = rows / 4, rows // 3
+    variance = n * (share / rows) * (1 - share / rows) * (rows - n) / (rows - 1)
+    assert float(counts.mean()) == pytest.approx(n / 4, abs=5 * (variance / seeds) ** 0.5)
+    assert float(counts.var()) == pytest.approx(variance, rel=0.12)
 
 
 @pytest.mark.parametrize("criterion", ["nll", "brier"])
@@ -102,7 +123,7 @@ def test_losses_are_those_of_fits_that_did_not_see_the_row(sharp, criterion):
     logits, labels = sharp
     candidates = as_candidates(("temperature",), criterion, "logits")
     found = cross_validate(logits, labels, candidates, criterion=criterion, folds=4, seed=1)
-    fold = stratified_folds(labels, 4, 1)
+    fold = fold_of(torch.arange(len(labels)), len(labels), 4, 1)
     total, brier = 0.0, 0.0
     for k in range(4):
         scaling = RobustTemperatureScaling() if criterion == "nll" else TemperatureScaling(criterion=criterion)
@@ -123,7 +144,7 @@ def test_splines_are_those_of_fits_that_did_not_see_the_row(weighted):
     weight = 1 + torch.arange(600, dtype=torch.float64) % 3 if weighted else None
     candidates = as_candidates(None, "nll", "logits")
     found = cross_validate(logits, labels, candidates, criterion="nll", folds=5, seed=0, weight=weight)
-    fold = stratified_folds(labels, 5, 0)
+    fold = fold_of(torch.arange(600), 600, 5, 0)
     for entry in found.entries[2:]:
         alone = copy.deepcopy(candidates[entry.name]).fit(logits, labels, weight)
         assert torch.equal(entry.calibrator.predict_proba(logits), alone.predict_proba(logits))

@@ -1,6 +1,7 @@
 """Fits to batches, in one process and in two: the same calibrator as in memory."""
 
 import datetime
+import functools
 import multiprocessing
 import os
 import warnings
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import focalkern as fk
-from focalkern.calibrators import _cross_validation
 from focalkern.calibrators._candidates import as_candidates
 from focalkern.calibrators._cross_validation import cross_validate
+from focalkern.calibrators._folds import fold_of
 from focalkern.calibrators._row_source import BatchedRows, memory_rows
 from focalkern.calibrators._source_selection import cross_validate_source
 
@@ -69,13 +70,10 @@ def test_batches_give_the_calibrator_of_all_rows(name, case):
     assert found.best_value_ == pytest.approx(expected.best_value_, rel=1e-12)
 
 
-def test_a_cross_validation_in_batches_is_that_in_memory(monkeypatch):
+def test_a_cross_validation_in_batches_is_that_in_memory():
     logits, target = rows()
     logits[:3, 0] = -torch.inf
     target[:2] = 0  # a label at a logit of -inf: no calibration has an infinite loss
-    monkeypatch.setattr(
-        _cross_validation, "stratified_folds", lambda labels, folds, seed: torch.arange(len(labels)) % folds
-    )
     candidates = as_candidates(None, "nll", "logits")
     expected = cross_validate(logits, target, candidates, criterion="nll", folds=4, seed=0)
     none = expected.entries[0].calibrator
@@ -86,8 +84,9 @@ def test_a_cross_validation_in_batches_is_that_in_memory(monkeypatch):
             yield input, labels, None, torch.arange(begin, begin + len(labels))
             begin += len(labels)
 
+    folds = functools.partial(fold_of, rows=len(target), folds=4, seed=0)
     for source in (memory_rows(logits, target), BatchedRows(read, 4)):
-        found = cross_validate_source(source, candidates, none, lambda number: number % 4, 4, criterion="nll")
+        found = cross_validate_source(source, candidates, none, folds, 4, criterion="nll")
         for ours, theirs in zip(found.entries, expected.entries, strict=True):
             assert ours.name == theirs.name
             if ours.name == "spline-matrix" and isinstance(source, BatchedRows):

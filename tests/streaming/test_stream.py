@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import focalkern as fk
-from focalkern.calibrators import _cross_validation
 from focalkern.files.shards import open_shards
 from focalkern.streaming import CalibrationGridState
 from focalkern.study import cross_validation, samples
@@ -478,14 +477,11 @@ def test_the_verdict_of_shards_is_that_of_one_file(folder, run):
 
 @pytest.mark.parametrize("kept", ["all rows in memory", "batches"])
 def test_streamed_samples_choose_among_the_candidates_of_memory(folder, run, monkeypatch, kept):
-    """With the folds of streamed samples, the table and the cross-validation are those in memory."""
+    """The table and the cross-validation are those in memory."""
     logits = np.load("val_logits.npy") + np.linspace(-2, 2, 5)  # so that a vector has something to find
     np.save("val_logits.npy", logits)
     for i, part in enumerate(np.array_split(np.arange(500), 12)):
         np.save(f"val_logits-{i}.npy", logits[part])
-    monkeypatch.setattr(
-        _cross_validation, "stratified_folds", lambda labels, folds, seed: torch.arange(len(labels)) % folds
-    )
     if kept == "batches":
         monkeypatch.setattr(cross_validation, "fits_in_memory", lambda numbers: False)
     whole = json.loads(run("calibrate", "val_logits.npy", "--test", "test_logits.npy", "--json")[1])

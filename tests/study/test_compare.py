@@ -20,7 +20,7 @@ pytest.importorskip("tabulate", reason="tabulate is not installed")
 
 @pytest.fixture(scope="module")
 def study():
-    return fk.compare_calibrators(sample(400, 0), sample(500, 1), resamples=40, folds=3)
+    return fk.compare_calibrators(sample(400, 0), sample(500, 1), resamples=40, folds=4)
 
 
 def test_accepted_rows_are_those_of_accept_threshold():
@@ -247,7 +247,7 @@ def test_a_study_saves_its_calibrator_with_the_evidence(study, tmp_path):
     assert loaded.temperature_ == study.calibrator.temperature_
     evidence = json.loads((tmp_path / "calibrator.json").read_text())["fit"]["evidence"]
     assert (evidence["use"], evidence["because"]) == (study.verdict.use, study.verdict.because)
-    assert evidence["candidates"] == study.cross_validation.table() and evidence["folds"] == 3
+    assert evidence["candidates"] == study.cross_validation.table() and evidence["folds"] == 4
     (chosen,) = [row for row in evidence["table"] if row["chosen"]]
     assert chosen["test"] == study.chosen.test and len(evidence["table"]) == len(study.results)
     assert evidence["data"]["test"]["n_samples"] == 500 and not evidence["data"]["same_rows"]

@@ -11,7 +11,7 @@ from conftest import peer
 import focalkern as fk
 from focalkern.calibrators import RobustTemperatureScaling, SplineScaling, TemperatureScaling
 from focalkern.calibrators._candidates import DEFAULT_CANDIDATES
-from focalkern.calibrators._cross_validation import stratified_folds
+from focalkern.calibrators._folds import fold_of
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -43,7 +43,7 @@ def test_auto_weights_its_fits_and_its_losses():
     weight = torch.rand(300, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
     auto = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels, weight)
     assert auto.calibrator_.temperature_ == RobustTemperatureScaling().fit(logits, labels, weight).temperature_
-    fold = stratified_folds(labels, 3, 7)
+    fold = fold_of(torch.arange(300), 300, 3, 7)
     losses = torch.empty(2, 300, dtype=torch.float64)
     for k in range(3):
         part = RobustTemperatureScaling().fit(logits[fold != k], labels[fold != k], weight[fold != k])

@@ -106,7 +106,8 @@ def test_the_page_keeps_the_counts_and_stays_small(n, dtype):
     gammas = grid.gammas.sort().values
     cells = Cells(gammas, grid.temperatures, count, correct, count * mean, tables, n, 1)
     table = torch.zeros(2, 2500)
-    study = Comparison(some_rows(n=3), rows, GridSearch(grid, table, table), (), None, None, None, "equal_width", "nll")
+    search = GridSearch(grid, table, table, torch.zeros_like)
+    study = Comparison(some_rows(n=3), rows, search, (), None, None, None, "equal_width", "nll")
     found = payload(study, cells, None)
     assert len(json.dumps(found)) < 1_500_000  # 5000 cells; the pictures of the page have another megabyte
 
