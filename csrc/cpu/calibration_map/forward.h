@@ -77,8 +77,24 @@ FK_VECTOR_CLONES void ratios_of_columns(const Tile<Real>& tile) {
 }
 
 template <bool log_output, typename Real>
-void ratios(const Tile<Real>& tile) {
+FK_HOST_DEVICE void ratios(const Tile<Real>& tile) {
   tile.column ? ratios_of_columns<log_output>(tile) : ratios_of_rows<log_output>(tile);
+  for (int64_t r = 0; r < kMaxTileRows; ++r) {
+    tile.row->factor[r] = 1;
+    tile.row->log_factor[r] = 0;
+  }
+}
+
+// With gamma = 0, p_k / p_t = e_k exp(M): pass 3 has nothing to do.
+template <typename Real>
+FK_VECTOR_CLONES void ratios_of_softmax(const Tile<Real>& tile) {
+  TileRows<Real>& row = *tile.row;
+  check_sums(tile);
+  for (int64_t r = 0; r < kMaxTileRows; ++r) {
+    row.log_factor[r] = row.gap[r];
+    row.factor[r] = exponential(row.gap[r]);
+    row.ratio_sum[r] = row.rest[r] * row.factor[r];
+  }
 }
 
 template <typename Out, typename Real>
@@ -91,15 +107,15 @@ FK_HOST_DEVICE void write_tile(const Tile<Real>& tile, int64_t classes, bool log
       continue;
     }
     const Real* value = (log_output ? tile.x : tile.e) + r * tile.row_stride;
-    const Real scale = log_output ? Real(1) : row.p_top[r];
-    const Real offset = log_output ? Real(0) - row.log_norm[r] : Real(0);  // 0, not -0
+    const Real scale = log_output ? Real(1) : row.p_top[r] * row.factor[r];
+    const Real offset = log_output ? row.log_factor[r] - row.log_norm[r] : Real(0);
     if (tile.column) {
       for (int64_t c = 0; c < classes; ++c) out[c] = Store<Out>::from_compute(value[c * kMaxTileRows] * scale + offset);
     } else {
 #pragma omp simd
       for (int64_t c = 0; c < classes; ++c) out[c] = Store<Out>::from_compute(value[c] * scale + offset);
     }
-    out[row.top[r]] = Store<Out>::from_compute(log_output ? offset : scale);
+    out[row.top[r]] = Store<Out>::from_compute(log_output ? Real(0) - row.log_norm[r] : row.p_top[r]);  // 0, not -0
   }
 }
 
@@ -110,8 +126,13 @@ FK_VECTOR_CLONES void forward_tile(const CalibrationMapForward<Scalar>& args, in
   TileRows<Real>& row = *tile.row;
   read_tile(args, row_begin, tile);
   tile.column ? exponentials_of_columns<true>(tile) : exponentials_of_rows<true>(tile);
-  finish_rows(tile);
-  args.log_output ? ratios<true>(tile) : ratios<false>(tile);
+  const bool softmax = std::all_of(row.gamma, row.gamma + tile.n_rows, [](double gamma) { return gamma == 0; });
+  if (softmax) {
+    ratios_of_softmax(tile);
+  } else {
+    finish_rows(tile);
+    args.log_output ? ratios<true>(tile) : ratios<false>(tile);
+  }
   const int64_t rows = round_up(tile.n_rows);
 #pragma omp simd
   for (int64_t r = 0; r < rows; ++r) {

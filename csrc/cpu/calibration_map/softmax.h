@@ -52,12 +52,19 @@ FK_VECTOR_CLONES void exponentials_of_columns(const Tile<Real>& tile) {
   }
 }
 
+// A row with NaN in another class than the largest.
 template <typename Real>
-FK_VECTOR_CLONES void finish_rows(const Tile<Real>& tile) {
+FK_HOST_DEVICE void check_sums(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;
   for (int64_t r = 0; r < tile.n_rows; ++r) {
     if (row.rest[r] != row.rest[r]) row.valid[r] = false;
   }
+}
+
+template <typename Real>
+FK_VECTOR_CLONES void finish_rows(const Tile<Real>& tile) {
+  TileRows<Real>& row = *tile.row;
+  check_sums(tile);
   const int64_t rows = round_up(tile.n_rows);
 #pragma omp simd
   for (int64_t r = 0; r < rows; ++r) {

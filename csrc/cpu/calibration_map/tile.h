@@ -40,7 +40,9 @@ struct TileRows {
   Real grad_gamma_top[kMaxTileRows];
 
   Real ratio_sum[kMaxTileRows];  // P
-  Real log_norm[kMaxTileRows];   // -log p_t
+  Real factor[kMaxTileRows];     // p_k / p_t of a value of e, and the same of its logarithm in x
+  Real log_factor[kMaxTileRows];
+  Real log_norm[kMaxTileRows];  // -log p_t
   Real p_top[kMaxTileRows];
 
   // Backward
