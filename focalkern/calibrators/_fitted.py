@@ -259,6 +259,13 @@ class Fitted(Parameters):
         return _like(given, result.movedim(-1, 1) if self.dense_ and result.dim() > 2 else result)
 
     def _input(self, logits: Any) -> Tensor:
+        """Rows [..., C] of the classes of ``fit``, each a distribution."""
+        input = self._of_fit(logits)
+        check_values(type(self).__name__, input, self.input_kind)
+        return input
+
+    def _of_fit(self, logits: Any) -> Tensor:
+        """Rows [..., C] of the classes of ``fit``, whose values are not looked at."""
         self._check_fitted()
         name = type(self).__name__
         input = self._as_tensor(logits)
@@ -272,7 +279,6 @@ class Fitted(Parameters):
             raise ValueError(
                 f"{name}: logits must have the {self.n_classes_} classes of fit, got shape {list(input.shape)}"
             )
-        check_values(name, input, self.input_kind)
         return input
 
     def _applied(self, logits: Any, *, log: bool) -> Tensor:

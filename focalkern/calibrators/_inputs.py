@@ -12,7 +12,13 @@ __all__ = ["as_pairs", "can_occur", "floored", "floored_input", "plain_map", "wi
 
 
 def plain_map(input: Tensor, gamma: float, temperature: float, input_kind: str) -> Tensor:
-    """The log-probabilities of the focal calibration map in torch's own operators; they export to anything."""
+    """The log-probabilities of the focal calibration map in torch's own operators; they export to anything.
+
+    With gamma = 0 they are those of softmax, four nodes of ONNX.
+    """
+    if gamma == 0 and input_kind == "logits":
+        wide = widened(input)  # minus the largest, so that no quotient overflows
+        return ((wide - wide.amax(-1, keepdim=True)) / temperature).log_softmax(-1).to(input.dtype)
     return reference.focal_calibration_map(input, gamma, temperature, input_kind=input_kind, log=True)
 
 
