@@ -11,6 +11,7 @@ from benchmarks.harness import RESULTS, Row, append_rows, keep_freed_memory, rec
 from benchmarks.speed import (
     calibration_grid,
     calibration_map,
+    calls,
     focal_loss,
     linear_focal_loss,
     losses,
@@ -22,6 +23,7 @@ from benchmarks.speed import (
 from benchmarks.targets import target_lines
 
 BENCHMARKS = {
+    "calls": calls,
     "focal_loss": focal_loss,
     "linear_focal_loss": linear_focal_loss,
     "losses": losses,
