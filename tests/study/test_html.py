@@ -18,6 +18,7 @@ import torch
 import focalkern
 from focalkern.cli import main
 from focalkern.study.report import html
+from focalkern.study.report.class_terms import class_tables
 
 pytest.importorskip("tabulate", reason="tabulate is not installed")
 
@@ -229,3 +230,28 @@ def test_templates_are_package_data():
     kept = {file for pattern in PACKAGE_DATA for file in package.glob(pattern)}
     templates = {file for file in (package / "study" / "report" / "templates").iterdir() if file.is_file()}
     assert len(templates) >= 8 and templates <= kept
+
+
+def test_tables_of_slopes_and_intercepts():
+    """Of a vector v and b, of a matrix the largest pairs too; by hand on numbers that are known."""
+    labels = torch.arange(90) % 3
+    logits = 3.0 * torch.nn.functional.one_hot((labels + (torch.arange(90) > 70)) % 3)
+    assert class_tables(focalkern.SplineScaling().fit(logits, labels)) == []
+    assert class_tables(focalkern.TemperatureScaling().fit(logits, labels)) == []
+    vector = focalkern.SplineScaling(kind="vector").fit(logits, labels)
+    vector.weight_, vector.bias_ = np.array([0.5, -0.25, 0.0]), np.array([0.125, 0.0, -1.0])
+    (table,) = class_tables(vector)
+    assert table.rows == [
+        ["class 0", "+0.5000", "+0.1250"],
+        ["class 1", "-0.2500", "+0.0000"],
+        ["class 2", "+0.0000", "-1.0000"],
+    ]
+    matrix = focalkern.SplineScaling(kind="matrix").fit(logits, labels)
+    matrix.weight_ = np.array([[9.0, 0.1, -0.2], [0.3, 0.0, 0.05], [0.01, -0.02, 0.5]])
+    own, pairs = class_tables(matrix)
+    assert [row[1] for row in own.rows] == ["+9.0000", "+0.0000", "+0.5000"]
+    assert pairs.rows[:2] == [["class 0 raises class 1", "+0.3000"], ["class 2 lowers class 0", "-0.2000"]]
+    assert len(pairs.rows) == 6 and "6 largest" in pairs.caption
+    many = focalkern.SplineScaling(kind="vector").fit(torch.randn(200, 30), torch.arange(200) % 30)
+    (table,) = class_tables(many)
+    assert len(table.rows) == 20 and table.caption.startswith("The 20 of 30 classes")

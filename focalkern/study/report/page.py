@@ -16,6 +16,7 @@ from focalkern.calibrators import Calibrator, SplineScaling
 from focalkern.calibrators._spline_shown import describe_curve
 from focalkern.calibrators._verdict import sentence
 from focalkern.study.report import html
+from focalkern.study.report.class_terms import class_tables
 from focalkern.study.report.explorer import Cells, cells_on, make_explorer, subsampled_grid
 from focalkern.study.report.export import evidence, to_csv
 from focalkern.study.report.tables import describe_search, floor_cells, headline, legend_of, on_validation, table_cells
@@ -121,6 +122,7 @@ def make_page(
         explorer=explorer,
         images=images,
         curve=_curve(comparison, images),
+        class_terms=[] if comparison.chosen is None else class_tables(comparison.chosen.calibrator),
         search=describe_search(comparison),
         maps=_maps(comparison, images),
         on_validation=on_validation(comparison),
