@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <string>
+#include <vector>
 
 #include "bindings/row_loss.h"
 #include "math/row_losses.h"
@@ -159,6 +160,7 @@ void check_labels_on_device(const char* op, const Tensor& target, int64_t classe
 template <typename Scalar>
 struct Prepared {
   Tensor input, target, gamma, edges, weight;
+  std::vector<compute_t<Scalar>> table;  // edges and gammas of a float64 table on the host
   RowLossArgs<Scalar> args{};
 };
 
@@ -171,6 +173,11 @@ Tensor with_row_layout(const Tensor& tensor, int64_t class_dim, RowLayout* layou
   const Tensor copy = tensor.contiguous();
   *layout = *row_layout(copy, class_dim);
   return copy;
+}
+
+// Whether its numbers may be read as an array of double.
+bool on_host(const Tensor& tensor) {
+  return tensor.is_cpu() && tensor.scalar_type() == at::kDouble && tensor.is_contiguous();
 }
 
 template <typename Scalar>
@@ -201,11 +208,20 @@ Prepared<Scalar> prepare(const Inputs& inputs, const Options& options) {
     args.class_weight = static_cast<const Real*>(p.weight.const_data_ptr());
   }
   if (edges.has_value()) {
-    p.edges = edges->to(real).contiguous();
-    p.gamma = gamma.to(real).contiguous();
-    args.edges = static_cast<const Real*>(p.edges.const_data_ptr());
     args.n_bins = gamma.numel();
-    args.gamma = static_cast<const Real*>(p.gamma.const_data_ptr());
+    if (on_host(*edges) && on_host(gamma)) {  // without a call of torch, which takes longer than a small batch
+      for (const Tensor& part : {*edges, gamma}) {
+        const double* numbers = part.const_data_ptr<double>();
+        p.table.insert(p.table.end(), numbers, numbers + part.numel());
+      }
+      args.edges = p.table.data();
+      args.gamma = args.edges + args.n_bins + 1;
+    } else {
+      p.edges = edges->to(real).contiguous();
+      p.gamma = gamma.to(real).contiguous();
+      args.edges = static_cast<const Real*>(p.edges.const_data_ptr());
+      args.gamma = static_cast<const Real*>(p.gamma.const_data_ptr());
+    }
   } else if (is_host_number(gamma)) {
     args.gamma_value = gamma.item<Real>();
   } else {
