@@ -161,8 +161,12 @@ def _log_of_matched(t: Tensor) -> Tensor:
 
 
 def _cross_entropy(log_p: Tensor, log_q: Tensor, log_score: Tensor) -> Tensor:
-    """With 1 - score in a form that does not cancel where the score is near 1."""
-    return of_share(log_score.exp(), -log_p) + of_share(-log_score.expm1(), -log_q)
+    """With 1 - score in a form that does not cancel where the score is near 1, and whose slope keeps its digits where
+    the score is near 0: that of expm1 is computed as its value plus 1."""
+    score = log_score.exp()
+    cancels = 1 - score
+    rest = cancels + (-log_score.expm1() - cancels).detach()
+    return of_share(score, -log_p) + of_share(rest, -log_q)
 
 
 def _background(
