@@ -62,7 +62,7 @@ release: build
 release-check: build
 	$(BIN)/python -m tools.release_check $(RELEASE_CHECK_ARGS)
 
-# Needs g++-aarch64-linux-gnu and qemu-user-static, and fetches Debian's Python and PyPI's torch for ARM once.
+# Needs g++-aarch64-linux-gnu and qemu-user-static. The first run downloads Debian's Python and PyPI's torch for ARM.
 aarch64-check: build
 	$(BIN)/python -m tools.aarch64 $(AARCH64_CHECK_ARGS)
 

@@ -5,9 +5,9 @@
 //   sigmoid_loss_backward  -> (grad_input, grad_target, grad_gamma, grad_second), empty where not needed
 //   sigmoid_loss_composite -> loss              in differentiable torch operations, by focalkern.fallback
 //
-// `scores` are the targets at the classes of labels, in place of 1.
-// `second` is gamma_positive of the asymmetric loss, and alpha of the others (none is no alpha). `margin` is that of
-// the asymmetric loss; for the losses of math/scored_loss.h it is the number that this file names.
+// `scores` come with labels: the target at the label's class, which is 1 without scores.
+// `second` is gamma_positive for the asymmetric loss and alpha for the others; without it a loss has no alpha. `margin`
+// is the margin of the asymmetric loss. math/scored_loss.h gives its meaning for the losses in that file.
 // Derivatives of higher order, torch.func transforms and forward-mode tangents go through sigmoid_loss_composite.
 
 #include <ATen/core/grad_mode.h>

@@ -96,7 +96,7 @@ void check_target(const char* op, const Tensor& input, const Tensor& target) {
                     target.sym_sizes());
 }
 
-// Scores belong to labels, one each.
+// Each label has one score.
 void check_scores(const char* op, const Inputs& inputs, SigmoidLoss kind) {
   const Tensor& scores = *inputs.scores;
   TORCH_CHECK_VALUE(kind != SigmoidLoss::kFocal && kind != SigmoidLoss::kAsymmetric, op, ": target must be a tensor");

@@ -99,7 +99,8 @@ __device__ __forceinline__ bool is_in_vectors(const Row<Scalar>& row) {
 }
 
 // Calls take(logits, first, step) for all of a thread's classes, several at a time: logits[k] belongs to class first +
-// k * step. The classes of a thread ascend. With take_two(logits, first, more, next) two vectors are one step.
+// k * step. A thread gets its classes in ascending order. If take_two(logits, first, more, next) is given, it gets two
+// vectors per call.
 template <typename Scalar, typename Take, typename TakeTwo = std::nullptr_t>
 __device__ __forceinline__ void each_class(const Row<Scalar>& row, Take take, TakeTwo take_two = nullptr) {
   using Real = compute_t<Scalar>;
@@ -219,7 +220,7 @@ struct SumBesideLargest {
   CompensatedSum<Real> squares;
   int largest = kNoClass;
 
-  // The largest class of the thread and the sums so far, of all its classes.
+  // Reads all classes of the thread: their maximum, and the sums over the others.
   template <typename Scalar>
   __device__ __forceinline__ void read(const Row<Scalar>& row) {
     each_class(
@@ -234,7 +235,7 @@ struct SumBesideLargest {
     set_aside(values, first, step, others);
     add_sums(before, sums_of(others));
   }
-  // One rescaling for both.
+  // Adds two vectors and rescales the sums once.
   template <int count>
   __device__ __forceinline__ void add_two(const Real (&values)[count], int first, const Real (&more)[count], int next) {
     Real others[count], more_others[count];
@@ -250,12 +251,13 @@ struct SumBesideLargest {
     Real squares;
   };
 
-  // Makes the largest of the values the thread's largest if it is above; the previous one is then among the others.
+  // Updates the thread's maximum with these values. `others` gets the rest: the previous maximum replaces a value that
+  // exceeds it.
   template <int count>
   __device__ __forceinline__ void set_aside(const Real (&values)[count], int first, int step, Real (&others)[count]) {
 #pragma unroll
     for (int k = 0; k < count; ++k) {
-      // NaN exceeds nothing, and stays among the others.
+      // A NaN compares false, so it stays in `others`.
       const bool is_above = values[k] > max;
       others[k] = is_above ? max : values[k];
       max = is_above ? values[k] : max;
@@ -275,7 +277,7 @@ struct SumBesideLargest {
     }
     return sums;
   }
-  // before: the largest class of the previous sums
+  // before: the maximum that the sums so far refer to
   __device__ __forceinline__ void add_sums(Real before, const Sums& sums) {
     const Real shrink = summand(floor(before) - coarse_base(max));
     rest.add(shrink, sums.rest);

@@ -8,7 +8,7 @@
 
 namespace focalkern::cuda {
 
-// Of a loss for which is_scored holds; for the others any.
+// Meaningful only if is_scored(loss).
 __host__ __device__ inline ScoredLoss scored_loss_of(SigmoidLoss loss) {
   return static_cast<ScoredLoss>(static_cast<int>(loss) - static_cast<int>(SigmoidLoss::kVarifocal));
 }

@@ -52,14 +52,14 @@ struct SigmoidLossArgs {
   Operand input;          // of Scalar
   Operand target;         // shares, or labels
   bool target_is_labels;  // one-hot: 1 where the label is the position along `class_dim`
-  bool has_alpha;         // otherwise t and 1 - t, or the background, have weight 1
+  bool has_alpha;         // without alpha its factors are 1
   int class_dim;          // a dim of the space of its own, with stride 0 in `target`
   int64_t classes;        // label `classes` is background, a row of zeros
   int64_t ignore_index;   // number of elements with an ignored label
   Operand gamma;          // numbers or of Real, as the following ones
   Operand second;         // alpha, or gamma_positive
   Operand weight;         // or the number 1
-  Operand scores;         // with labels: the target at the label's class; without data 1
+  Operand scores;         // with labels: target at the label's class; 1 if data is null
   Real margin;            // of the asymmetric loss; for scored losses see math/scored_loss.h
 };
 

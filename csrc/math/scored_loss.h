@@ -5,22 +5,23 @@
 //   t > 0   w (-s log p - (1 - s) log(1 - p))
 //             varifocal     s = w = t
 //             matchability  s = t^gamma, w = 1
-//             IA-BCE        s = max(p^alpha t^(1 - alpha), floor), w = 1; s is a constant of the loss
+//             IA-BCE        s = max(p^alpha t^(1 - alpha), floor), w = 1; s is detached
 //
-// p^gamma may be a constant of the loss, too: the slope is then that of -log(1 - p) alone.
+// p^gamma may be detached, too: only -log(1 - p) is then differentiated.
 #pragma once
 
 #include "math/sigmoid_loss.h"
 
 namespace focalkern {
 
-// The target of a match. A match without overlap is no background: its score is the smallest normal number.
+// Target of a matched box. Score 0 becomes the smallest normal number, because target 0 means background.
 template <typename Real>
 FK_HOST_DEVICE Real score_of_match(Real score) {
   return score == Real(0) ? std::numeric_limits<Real>::min() : score;
 }
 
-// `with.positive` is alpha. `with.margin` is 1 where p^gamma is a constant and 0 otherwise; for IA-BCE it is the floor.
+// `with.positive` is alpha. `with.margin` is the floor for IA-BCE; for the others it is 1 if p^gamma is detached, else
+// 0.
 struct ScoredTerms {
   template <bool kHard, typename Real, typename Power>
   static FK_HOST_DEVICE SigmoidTerms<Real> terms(Real x, Real share, const SigmoidParameters<Real, Power>& with,
@@ -35,7 +36,8 @@ struct ScoredTerms {
     const Real minus_log_q = (z.positive ? z.size : Real(0)) + z.log1p_e;
     const Real log_t = kHard ? Real(0) : logarithm(is_matched ? t : Real(1));
 
-    // Matchability has the same power of t and of p, so one evaluation serves both.
+    // Matchability needs t^gamma for a match and p^gamma for the background: one evaluation per element computes
+    // either.
     const bool of_score = is_matchability && is_matched;
     const Real power = with.gamma(of_score ? t : p, of_score ? log_t : log_p);
     const Real factor = is_ia ? power : with.positive * power;
@@ -43,7 +45,7 @@ struct ScoredTerms {
     const Real background = factor * minus_log_q;
     const Real background_slope = factor * (p + attached * with.gamma.exponent * (q * minus_log_q));
 
-    // 1 - s does not cancel where s is near 1.
+    // rest = 1 - s by expm1, which avoids cancellation for s near 1.
     Real s = t, rest = Real(1) - t, weight = Real(1);
     if (is_ia) {
       const Real log_s = share_of(with.positive, log_p) + (Real(1) - with.positive) * log_t;
@@ -74,7 +76,7 @@ struct ScoredTerms {
   }
 };
 
-// A loss that is known when the code is compiled, and one that is known when the kernel runs.
+// The loss is a template argument here, and a parameter of the kernel in ScoredElement.
 template <ScoredLoss kind>
 struct KnownScoredElement {
   template <bool kHard, typename Real, typename Power>

@@ -198,7 +198,7 @@ struct SigmoidTerms {
   Real slope_positive;  // dL/dgamma_positive
 };
 
-// The losses of scored_loss.h, for kernels that learn which one when they run.
+// The losses of scored_loss.h, for kernels that take the loss as a runtime parameter.
 enum class ScoredLoss : int { kVarifocal, kMatchability, kIaBce };
 
 // The parameters of an element. Focal: `positive` and `negative` are the weights of t and 1 - t (alpha and 1 - alpha).

@@ -1,7 +1,7 @@
 // The calibration maps: from checked tensors to the kernels of csrc/cpu and csrc/cuda.
 //
 //   calibration_map_forward_out   fills output; returns the first invalid row, or -1 (always -1 on CUDA)
-//   calibration_map_backward_out  fills the gradients that are given, those of the parameters per row in double
+//   calibration_map_backward_out  fills the gradient tensors passed in; parameter gradients are per row, in double
 //
 // All tensors are contiguous. gamma and temperature are in double, or none for their numbers.
 

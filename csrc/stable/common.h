@@ -21,7 +21,7 @@
 #else
 #define FK_KERNELS focalkern_stable
 #endif
-// torch's macros write their arguments as they are; these expand the name first.
+// torch's macros do not expand the macro FK_KERNELS in their arguments; these do.
 #define FK_EXPANDED(macro, ...) macro(__VA_ARGS__)
 #define FK_KERNELS_FRAGMENT(m) FK_EXPANDED(STABLE_TORCH_LIBRARY_FRAGMENT, FK_KERNELS, m)
 #define FK_KERNELS_IMPL(key, m) FK_EXPANDED(STABLE_TORCH_LIBRARY_IMPL, FK_KERNELS, key, m)

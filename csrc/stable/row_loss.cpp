@@ -1,7 +1,7 @@
 // The losses of rows: from checked tensors to the kernels of csrc/cpu and csrc/cuda.
 //
 //   row_loss_forward_out   fills saved and loss; returns the first row whose label is out of range, or -1
-//   row_loss_backward_out  fills the gradients that are given
+//   row_loss_backward_out  fills the gradient tensors passed in
 //
 // gamma is contiguous in the type of the computation, or none for the number gamma_value; so are edges and weight.
 // Labels are contiguous, class probabilities in the type of the computation.

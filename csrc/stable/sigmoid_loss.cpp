@@ -1,7 +1,7 @@
 // The losses of one logit: from checked tensors to the kernels of csrc/cpu and csrc/cuda.
 //
 //   sigmoid_loss_forward_out   fills loss and divisor; returns whether all labels are in range (always true on CUDA)
-//   sigmoid_loss_backward_out  fills the gradients that are given
+//   sigmoid_loss_backward_out  fills the gradient tensors passed in
 //
 // All tensors but `divisor`, a reduced loss and a gradient of one number have the shape of the input, by expansion
 // where they broadcast; parameters are in the type of the computation, or none for their numbers. `like` has the layout

@@ -52,7 +52,7 @@ FK_VECTOR_CLONES void exponentials_of_columns(const Tile<Real>& tile) {
   }
 }
 
-// A row with NaN in another class than the largest.
+// Marks rows with a NaN that is not the row's maximum: their sum is NaN.
 template <typename Real>
 FK_HOST_DEVICE void check_sums(const Tile<Real>& tile) {
   TileRows<Real>& row = *tile.row;

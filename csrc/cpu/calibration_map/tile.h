@@ -40,7 +40,7 @@ struct TileRows {
   Real grad_gamma_top[kMaxTileRows];
 
   Real ratio_sum[kMaxTileRows];  // P
-  Real factor[kMaxTileRows];     // p_k / p_t of a value of e, and the same of its logarithm in x
+  Real factor[kMaxTileRows];     // p_k / p_t = factor e_k; log_factor is its logarithm, added to x_k
   Real log_factor[kMaxTileRows];
   Real log_norm[kMaxTileRows];  // -log p_t
   Real p_top[kMaxTileRows];

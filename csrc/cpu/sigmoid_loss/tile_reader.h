@@ -190,12 +190,12 @@ class TileReader {
   }
 
   const TileLabels& labels() const { return labels_; }
-  // The loss of a one is no loss of a zero with another sign and weight.
+  // True if changing sign and weight does not turn the loss of target 0 into that of target 1.
   bool computes_ones_again() const {
     return args_.loss_kind == SigmoidLoss::kAsymmetric || is_scored(args_.loss_kind) || args_.scores.data != nullptr;
   }
 
-  // The ones of a tile of labels next to each other, padded with the first of them to whole vectors.
+  // Elements of target 1 in a tile of labels, gathered and padded to whole vectors with the first one.
   int64_t padded_ones() const { return (labels_.ones + 15) / 16 * 16; }
   TileView<Real> ones(const TileView<Real>& tile) {
     if (!ones_) {
@@ -240,7 +240,7 @@ class TileReader {
   }
 
  private:
-  // Whether hard targets take TileView::one and zero.
+  // Whether the loss of hard targets uses the weights TileView::one and TileView::zero.
   bool weighs_hard_targets() const {
     return args_.loss_kind == SigmoidLoss::kFocal || args_.loss_kind == SigmoidLoss::kQuality;
   }
