@@ -264,9 +264,9 @@ def measure(
 
 
 def recorded_rows(op: str, out: Path = RESULTS) -> list[dict[str, str]]:
-    """All of them, the oldest first."""
+    """All recorded rows of an operator, oldest first."""
     rows: list[dict[str, str]] = []
-    # DEVICE_OP_DATE, and no device has a "_": linear_focal_loss is another operator than focal_loss.
+    # Names are DEVICE_OP_DATE. The pattern also matches linear_focal_loss for focal_loss; a device has no "_".
     files = [path for path in out.glob(f"*_{op}_*.csv") if path.stem.partition("_")[2].rpartition("_")[0] == op]
     for path in sorted(files, key=lambda path: path.stem.rsplit("_", 1)[1]):
         with path.open(newline="") as file:

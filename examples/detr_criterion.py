@@ -2,8 +2,8 @@
 
     python examples/detr_criterion.py --loss varifocal
 
-`criterion` is the part to copy: the loss takes a class and an overlap for each query, and no dense target. The scenes
-are made here: the network reads noisy boxes and classes, and predicts both.
+Copy `criterion`: the loss takes a class and an overlap for each query, and no dense target. The data are synthetic: the
+network reads noisy boxes and classes, and predicts both.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def overlap(a, b):
 
 @torch.no_grad()
 def match(logits, boxes, classes, truth):
-    """A query for each object, [B, OBJECTS], the cheapest that is left; published code assigns exactly."""
+    """The query of each object, [B, OBJECTS]: greedily the cheapest free one. Published code solves the assignment."""
     score = logits.sigmoid().gather(2, classes[:, None].expand(-1, QUERIES, -1))
     cost = 5 * torch.cdist(boxes, truth, p=1) - score
     queries = []

@@ -6,7 +6,7 @@ The contents, by purpose::
         FocalLoss, InverseFocalLoss, PolyFocalLoss, DFTLoss, FLSDLoss, AdaFocalLoss, DualFocalLoss
         BrierLoss, MMCELoss, LogitNormPenalty                        baselines
         SigmoidFocalLoss, AsymmetricLoss, QualityFocalLoss           a sigmoid per class: detectors, several labels
-        VarifocalLoss, MatchabilityLoss, IABCELoss                   the same, for boxes scored by their overlap
+        VarifocalLoss, MatchabilityLoss, IABCELoss                   the same, for box scores that are overlaps
         LinearFocalLoss, LinearFLSDLoss, LinearAdaFocalLoss          with the last linear layer: large vocabularies
         GammaTable, FLSD_53                                          gamma as a function of the probability
         class_balanced_weight                                        class weights from class counts

@@ -28,7 +28,7 @@ __all__ = [
 
 InputKind = Literal["logits", "probs"]
 Reduction = Literal["none", "mean", "sum"]
-ScoredTarget = Tensor | tuple[Tensor, Tensor]  # dense or labels; or labels and the score of each
+ScoredTarget = Tensor | tuple[Tensor, Tensor]  # dense, labels, or (labels, scores)
 Proper = Literal["nll", "brier"]  # proper scores: the searches by derivatives and the cross-validation minimise them
 Criterion = Literal["nll", "brier", "ece"]
 Estimator = Literal["equal_width", "equal_mass", "equal_mass_interp"]

@@ -137,8 +137,8 @@ def quality(x: float, t: float, beta: float) -> mpf:
 
 
 def scored(name: str, x: float, t: float, gamma: float, alpha: float, constant: float | None = None) -> mpf:
-    """The varifocal, the matchability and the IoU-aware loss. With `constant`, the modulation of the background and the
-    soft target of the IoU-aware loss are those of this logit."""
+    """The varifocal, the matchability and the IoU-aware loss. If `constant` is a logit, the modulation of the
+    background and the soft target of the IoU-aware loss are computed from it and not from x."""
     (p, q), t, gamma, alpha = _shares_of_logit(x), mpf(t), mpf(gamma), mpf(alpha)
     fixed = p if constant is None else _shares_of_logit(constant)[0]
     if not t:

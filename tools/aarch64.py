@@ -1,13 +1,13 @@
 """Builds the CPU kernels for 64-bit ARM and runs the operators' tests on an emulator: ``python -m tools.aarch64``.
 
-The cross-compiler makes libfocalkern_cpu.so and the stable module. Their wheel lies beside PyPI's torch for ARM and
-Debian's Python, and pytest runs there in qemu-user: slowly, with the instructions of the real machine. All of it is
-fetched once, into build/wheel/aarch64. PyPI's torch for ARM is a CUDA build; stand-ins for the libraries of CUDA, whose
-functions all fail, are enough to load it.
+The cross-compiler builds libfocalkern_cpu.so and the stable module, and puts them into a wheel. pytest then runs in
+qemu-user with this wheel, PyPI's torch for ARM and Debian's Python, all of which are downloaded once into
+build/wheel/aarch64. qemu-user executes the ARM instructions, slowly. PyPI's torch for ARM is a CUDA build, so the
+script makes stand-ins for the CUDA libraries: torch loads them, and every function in them returns an error.
 
-Needs a Debian or Ubuntu with ``apt-get install g++-aarch64-linux-gnu qemu-user-static``, and pip. ``--wheel-only``
-makes the wheel (the CPU kernels, for every Python from 3.11 and torch from 2.11 on) and runs nothing. Words after
-``--`` go to pytest in place of the names of the tests.
+Needs Debian or Ubuntu with ``apt-get install g++-aarch64-linux-gnu qemu-user-static``, and pip. ``--wheel-only`` makes
+the wheel (CPU kernels, for every Python from 3.11 and torch from 2.11 on) and runs no tests. Arguments after ``--`` go
+to pytest in place of the default tests.
 """
 
 import argparse
@@ -31,7 +31,7 @@ TOOLS = "aarch64-linux-gnu-"
 QEMU = ("qemu-aarch64-static", "qemu-aarch64")
 PACKAGES = "g++-aarch64-linux-gnu qemu-user-static"
 TORCH = "2.13.0"
-# The packages that torch and the tests import. numpy and markupsafe are compiled.
+# Packages that torch and the tests import; numpy and markupsafe have compiled parts.
 BESIDE = (
     "numpy",
     *("filelock", "fsspec", "jinja2", "markupsafe", "networkx", "setuptools", "sympy", "typing_extensions"),
@@ -41,7 +41,7 @@ BESIDE = (
 TESTS = ("focal_loss", "row_loss", "sigmoid_loss")
 FOLDER = BUILD / "aarch64"
 SYSTEM, SITE, STUBS = FOLDER / "system", FOLDER / "site", FOLDER / "stubs"
-# Otherwise the emulated program reads those of this machine, of which torch's libraries make nothing.
+# /proc/cpuinfo for the emulated program. That of this machine describes an x86-64 CPU, which torch cannot parse on ARM.
 CPUINFO = """processor\t: 0
 BogoMIPS\t: 50.00
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs
@@ -64,7 +64,7 @@ def output_of(*command: str | Path) -> str:
 
 
 def fetch_system() -> Path:
-    """Debian's Python for ARM and its libraries; returns the interpreter. Nothing of this system is changed."""
+    """Unpacks Debian's Python for ARM and its libraries into FOLDER and returns the interpreter; installs nothing."""
     if not (FOLDER / "system-complete").is_file():
         shutil.rmtree(SYSTEM, ignore_errors=True)
         state, cache = FOLDER / "apt/state", FOLDER / "apt/cache"
@@ -89,7 +89,7 @@ def fetch_system() -> Path:
 
 
 def fetch_packages(python: Path) -> None:
-    """torch for ARM, and what it and the tests import."""
+    """Downloads torch for ARM, and the packages that torch and the tests import."""
     if (FOLDER / "site-complete").is_file():
         return
     shutil.rmtree(SITE, ignore_errors=True)
@@ -102,7 +102,7 @@ def fetch_packages(python: Path) -> None:
 
 
 def make_stubs() -> None:
-    """The libraries of CUDA that torch asks for, with the functions and versions that it asks for. All of them fail."""
+    """Makes the CUDA libraries that torch links to, with the functions and versions it needs; each returns an error."""
     if (FOLDER / "stubs-complete").is_file():
         return
     shutil.rmtree(STUBS, ignore_errors=True)
@@ -137,7 +137,7 @@ def make_stubs() -> None:
 
 
 def symbols(kind: str, libraries: Sequence[Path]) -> list[str]:
-    """nm's lines for the dynamic symbols."""
+    """The lines that nm prints for the dynamic symbols."""
     done = subprocess.run([f"{TOOLS}nm", "-D", kind, *map(str, libraries)], capture_output=True, text=True)
     return [line for line in done.stdout.splitlines() if len(line.split()) > 1]
 
@@ -155,7 +155,7 @@ def make_wheel(out: Path) -> Path:
         '"""The contents of this wheel. Written by tools/aarch64.py."""\n\n'
         "MODULES: dict[str, str] = {}\nCUDA: str | None = None\nARCH_LIST: list[str] = []\n"
     )
-    os.environ["_PYTHON_HOST_PLATFORM"] = "linux-aarch64"  # of the wheel's tag, which auditwheel then makes precise
+    os.environ["_PYTHON_HOST_PLATFORM"] = "linux-aarch64"  # for the wheel's tag; auditwheel replaces it by manylinux
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("focalkern-*_aarch64.whl"):
         old.unlink()
@@ -184,10 +184,10 @@ def test(wheel: Path, words: Sequence[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LD_"))}
     suite = ["-m", "pytest", "-q", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
     for arguments in (["-c", code], [*suite, *words]):
-        # In another folder: the tree would hide the wheel's files.
+        # Not in the source tree, which would be imported in place of the wheel.
         done = subprocess.run([*command, *arguments], cwd=package, env=environment)
         if done.returncode:
-            fail(f"on the emulator {' '.join(arguments[:3])} ended with {done.returncode}")
+            fail(f"{' '.join(arguments[:3])} failed on the emulator with exit status {done.returncode}")
 
 
 def main() -> None:
@@ -197,13 +197,13 @@ def main() -> None:
     parser.add_argument("pytest", nargs="*", metavar="-- WORD", help="arguments of pytest")
     arguments = parser.parse_args()
     if not has_compiler() or not (arguments.wheel_only or any(map(shutil.which, QEMU))):
-        fail(f"the compiler or the emulator of ARM is missing: apt-get install {PACKAGES}")
+        fail(f"the compiler or the emulator for ARM is missing: apt-get install {PACKAGES}")
     wheel = make_wheel(arguments.out.resolve())
     print(f"{wheel}  {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
     if not arguments.wheel_only:
         given = [str(Path(word).resolve()) if Path(word).exists() else word for word in arguments.pytest]
         tests = [str(ROOT / "tests/ops" / f"test_{name}.py") for name in TESTS]
-        # The looked-up results of bfloat16 need tensors of millions of elements.
+        # The bfloat16 look-up tables need tensors of millions of elements, which take too long here.
         test(wheel, given or ["-k", "not inductor and not looked_up", *tests])
 
 

@@ -56,7 +56,7 @@ def sources(pattern: str) -> list[Path]:
     return sorted((ROOT / "csrc").glob(pattern))
 
 
-# The kernels are exported: what crosses the border is declared in csrc/kernels.
+# The library exports the functions that csrc/kernels declares.
 EXPORTED = ["-std=c++20", "-fPIC", "-DNDEBUG", *(flag for flag in HOST_FLAGS if "visibility" not in flag)]
 
 

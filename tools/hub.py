@@ -1,12 +1,12 @@
 """Writes the focal losses as a kernel of the Kernel Hub: ``python -m tools.hub FOLDER [--build]``.
 
-The folder has the layout that the Hub's kernel-builder takes: build.toml, csrc and torch-ext/focal_loss. C++ and CUDA
-sources are copies. Python modules are those of focalkern with relative imports, with the operators' names taken from
-the builder's ``_ops.py`` and in the grammar of Python 3.9; the rest is written by hand in tools/hub_package. It imports
-torch and the standard library alone.
+The folder has the layout that the Hub's kernel-builder expects: build.toml, csrc and torch-ext/focal_loss. C++ and CUDA
+sources are copied. focalkern's Python modules are rewritten: relative imports, operator names from the builder's
+``_ops.py``, syntax of Python 3.9. The other Python files are kept in tools/hub_package. The kernel imports only torch
+and the standard library.
 
-``--build`` also compiles the variant of this machine's CPU, as the builder would, into FOLDER/build, from where
-``kernels.get_local_kernel(Path(FOLDER))`` loads it. It needs g++ and torch. Nothing is uploaded.
+``--build`` also compiles the variant for this machine's CPU into FOLDER/build, as the builder would.
+``kernels.get_local_kernel(Path(FOLDER))`` then loads it. ``--build`` needs g++ and torch. Nothing is uploaded.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tools.stable import stable_command
 
 NAME = "focal_loss"
 BY_HAND = ROOT / "tools" / "hub_package"
-# Of focalkern; with the modules that they import.
+# Modules of focalkern that the kernel needs; the modules that they import are added.
 MODULES = ("stable/row_loss", "stable/sigmoid_loss", "ops/_row_loss", "ops/sigmoid_loss")
 COMPILED = (".cpp", ".cu", ".h", ".cuh", ".def")
 BINDINGS = ("stable/row_loss.cpp", "stable/sigmoid_loss.cpp")
@@ -41,7 +41,7 @@ CUDA = tuple(
 
 
 def python_parts() -> dict[Path, Path]:
-    """The modules of the kernel, by their place in it: those by hand, and those of focalkern that are imported."""
+    """Path in the kernel -> source file, for the hand-written modules and the imported modules of focalkern."""
     parts = {path.relative_to(BY_HAND): path for path in BY_HAND.rglob("*.py")}
     waiting = [*parts.values(), *(ROOT / "focalkern" / f"{module}.py" for module in MODULES)]
     parts |= {path.relative_to(ROOT / "focalkern"): path for path in waiting[len(parts) :]}
@@ -57,7 +57,7 @@ def python_parts() -> dict[Path, Path]:
 
 
 def hub_module(text: str, depth: int) -> str:
-    """A module of focalkern, that lies ``depth`` folders below the kernel's, as the Hub takes it."""
+    """The text of a module of focalkern, rewritten for the Hub; it lies ``depth`` folders below the kernel's root."""
     tree, result, dots = ast.parse(text), text.encode(), "." * (depth + 1)
     starts = [0]
     for line in result.splitlines(keepends=True):
@@ -85,7 +85,7 @@ def hub_module(text: str, depth: int) -> str:
 
 
 def _replacement(node: ast.AST, source: Callable[[ast.expr | ast.stmt], str], dots: str) -> Iterator[str]:
-    """The text in place of a node of the tree, if it is to be replaced."""
+    """Yields the replacement text of a syntax node, or nothing if the node stays."""
     if isinstance(node, ast.ImportFrom) and re.match(r"(focalkern|tools\.hub_package)(\.|$)", node.module or ""):
         yield re.sub(r"^from (focalkern|tools\.hub_package)\.?", f"from {dots}", source(node))
     elif isinstance(node, ast.Import) and node.names[0].name == "numpy":
@@ -106,7 +106,7 @@ def _replacement(node: ast.AST, source: Callable[[ast.expr | ast.stmt], str], do
 
 
 def included(names: tuple[str, ...]) -> list[str]:
-    """The headers of csrc that these sources include, and those that they include."""
+    """The headers of csrc that these sources include, directly or through other headers."""
     found: set[str] = set()
     waiting = [ROOT / "csrc" / name for name in names]
     while waiting:
@@ -118,7 +118,7 @@ def included(names: tuple[str, ...]) -> list[str]:
 
 
 def build_toml(headers: list[str]) -> str:
-    """The builder's settings. The stable ABI makes one build for every torch from 2.11 on."""
+    """The builder's settings (build.toml). With the stable ABI one build serves every torch from 2.11 on."""
 
     def listed(names: tuple[str, ...] | list[str]) -> str:
         return "[\n" + "".join(f'    "csrc/{name}",\n' for name in names) + "]"
@@ -143,7 +143,7 @@ def build_toml(headers: list[str]) -> str:
 
 
 def generate(folder: Path) -> None:
-    """Writes the kernel's sources into a folder, which must be empty or new."""
+    """Writes the kernel's sources into a folder, which must be new or empty."""
     extension = folder / "torch-ext" / NAME
     parts = python_parts()
     for part, source in parts.items():
@@ -164,7 +164,7 @@ def generate(folder: Path) -> None:
 
 
 def identity(folder: Path) -> str:
-    """Names a build after its sources, as the builder does, so that several versions can be in one process."""
+    """The name of a build: a hash of its sources, as in the builder. Several versions can then load in one process."""
     digest = hashlib.sha256()
     for path in sorted(path for part in ("csrc", "torch-ext") for path in (folder / part).rglob("*") if path.is_file()):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
@@ -181,7 +181,7 @@ ops = torch.ops.{name}
 def add_op_namespace_prefix(op_name: str) -> str:
     return f"{name}::{{op_name}}"
 """
-# As kernel-builder's of this name.
+# A copy of kernel-builder's registration.h in meaning.
 _REGISTRATION = """#pragma once
 #include <Python.h>
 #define FK_CONCATENATED_(a, b) a##b
@@ -197,8 +197,8 @@ _REGISTRATION = """#pragma once
 
 
 def build(folder: Path) -> Path:
-    """Compiles the variant of this machine's CPU in a generated folder. Objects of csrc/cpu are shared with
-    tools/wheel.py, whose sources and flags are the same."""
+    """Compiles the variant for this machine's CPU in a generated folder. It shares the objects of csrc/cpu with
+    tools/wheel.py, because sources and flags are the same."""
     import torch
 
     name = identity(folder)
@@ -226,7 +226,7 @@ def build(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.hub", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="a new folder, such as build/hub/focal-loss")
-    parser.add_argument("--build", action="store_true", help="also compile the variant of this machine's CPU")
+    parser.add_argument("--build", action="store_true", help="also compile the variant for this machine's CPU")
     arguments = parser.parse_args()
     generate(arguments.folder)
     print(arguments.folder)

@@ -1,10 +1,10 @@
 """Makes a release in a folder and uploads nothing: ``python -m tools.release [--draft] [--out dist]``.
 
-In turn: version, changelog and CITATION.cff agree and the tree is committed; ``.ci/run`` passes; the wheels, with one
-for 64-bit ARM where its compiler is (tools/aarch64.py); the source archive; the notes (``notes.md``, the version's part
-of the changelog); a software bill of materials (``focalkern.cdx.json``, CycloneDX 1.6); the digests (``SHA256SUMS``,
-for ``sha256sum --check``). ``--draft`` leaves the checks out and accepts an unreleased version. Words after ``--`` go
-to tools.wheel.
+First it checks that version, changelog and CITATION.cff agree, that the tree is committed, and that ``.ci/run`` passes.
+Then it makes the wheels (one for 64-bit ARM if its cross-compiler is installed, see tools/aarch64.py), the source
+archive, the notes (``notes.md``, the version's part of the changelog), a software bill of materials
+(``focalkern.cdx.json``, CycloneDX 1.6) and the digests (``SHA256SUMS``, for ``sha256sum --check``). ``--draft`` skips
+the checks and accepts an unreleased version. Arguments after ``--`` go to tools.wheel.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def main() -> None:
     if has_compiler():
         subprocess.run([*python, "tools.aarch64", "--wheel-only", "--out", str(out)], cwd=ROOT, check=True)
     else:
-        print(f"no wheel for 64-bit ARM, whose compiler is missing: apt-get install {PACKAGES}")
+        print(f"no wheel for 64-bit ARM, because its compiler is missing: apt-get install {PACKAGES}")
     subprocess.run([*python, "build", "--no-isolation", "--sdist", "--outdir", str(out)], cwd=ROOT, check=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     write_records(out, version, notes, project["dependencies"])

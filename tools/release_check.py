@@ -31,7 +31,7 @@ OPERATORS = ("focal_loss", "sigmoid_loss", "row_loss", "calibration_map", "inver
 
 
 def wheel_in(folder: Path) -> Path:
-    """The wheel with compiled modules for this machine in a folder."""
+    """The path of the folder's wheel with compiled modules for this machine."""
     pattern = f"focalkern-*-manylinux*_{platform.machine()}.whl"
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
@@ -51,7 +51,7 @@ def pairs(here: str, others: Sequence[str], torches: Sequence[str]) -> list[tupl
 
 
 def of_the_day(pythons: Sequence[str], day: datetime.date) -> list[str]:
-    """One of these, another one each day; none of none."""
+    """One of the Pythons, a different one each day; an empty list for no Pythons."""
     return [pythons[day.toordinal() % len(pythons)]] if pythons else []
 
 
@@ -66,7 +66,7 @@ def cache_tag_of(python: str) -> str | None:
 
 
 def interpreter(python: str) -> str:
-    """The program of this name: on PATH, or a version that pyenv has."""
+    """The path of a Python: a program on PATH, or a version in pyenv."""
     if cache_tag_of(python):
         return python
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
@@ -84,8 +84,8 @@ def operator_tests() -> list[str]:
 
 
 def check(wheel: Path, python: str, torch: str, kernels: str, words: Sequence[str], few: bool = False) -> bool:
-    """Installs the wheel in a new environment and tests it there; exits at the first failure. ``few``: with no more
-    packages than the tests of the operators import, and not at all where pip has no such torch (False)."""
+    """Installs the wheel in a new environment and tests it there; exits at the first failure. With ``few`` it installs
+    only the packages that the operators' tests import, and returns False if pip finds no such torch."""
     with tempfile.TemporaryDirectory() as work:
         # With the tree on PYTHONPATH pip would take the package for installed.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -102,7 +102,7 @@ def check(wheel: Path, python: str, torch: str, kernels: str, words: Sequence[st
         path = {"PATH": str(Path(inside).parent)}
         pip = (inside, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
         if few and subprocess.run((*pip, f"torch=={torch}"), cwd=work, env=environment).returncode:
-            print(f"torch {torch} is not to be had for {python} here: it was not tested")
+            print(f"{python} was not tested: pip finds no torch {torch} for it")
             return False
         run(*pip, f"torch=={torch}")
         extra = "" if few else "[test]"
@@ -137,7 +137,7 @@ def main() -> None:
     )
     parser.add_argument("--others-only", action="store_true", help="leave out the environments of this Python")
     parser.add_argument(
-        "--today", action="store_true", help="one other Python alone, another one each day, with few packages"
+        "--today", action="store_true", help="test one other Python only, a different one each day, with few packages"
     )
     parser.add_argument(
         "pytest", nargs="*", metavar="-- WORD", help="arguments of pytest (default: the operators' tests)"

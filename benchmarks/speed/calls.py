@@ -1,8 +1,8 @@
-"""Small calls, options and serving beside the plain call that a user has without focalkern.
+"""Times small calls, options and serving, next to the call that a user would make without focalkern.
 
-The times slower of a row are those of the plain call over focalkern's: below 1 focalkern is the slower one. Where the
-other provider is focalkern too (without the option, from a contiguous tensor, the module of a calibrator), the row says
-how much the option costs.
+A row's factor is the time of the plain call over the time of focalkern's; below 1 focalkern is slower. If the other
+provider is focalkern too (without the option, with a contiguous tensor, or with a calibrator's module), the factor
+shows the cost of the option.
 """
 
 import functools
@@ -22,7 +22,7 @@ from benchmarks.harness import Provider, Row, measure, why_absent
 from benchmarks.speed.focal_loss import forward_backward
 
 Case = tuple[str, int, int, list[Provider]]
-"""Name, rows, classes, and the providers: focalkern's call first."""
+"""Name, rows, classes, and the providers, with focalkern's call first."""
 
 GROUPS: dict[str, Callable[[bool], Iterator[Case]]] = {}
 
@@ -70,7 +70,7 @@ def losses(quick: bool) -> Iterator[Case]:
 
 @group
 def gammas(quick: bool) -> Iterator[Case]:
-    """Gammas from a table beside a gamma that is a number."""
+    """Gammas from a table, against a gamma that is a number."""
     for n, classes in ((1, 10), (32, 10)):
         logits, target = drawn(n, classes)
         for name, module in (("FLSD", fk.FLSDLoss()), ("AdaFocal", fk.AdaFocalLoss())):
@@ -84,7 +84,7 @@ def gammas(quick: bool) -> Iterator[Case]:
 
 @group
 def smoothing(quick: bool) -> Iterator[Case]:
-    """Label smoothing and class probabilities beside cross-entropy with the same option."""
+    """Label smoothing and class probabilities, against cross-entropy with the same option."""
     shapes = ((128, 1000), (4096, 100), (16384, 10), (128, 32000))
     for n, classes in shapes[:1] if quick else shapes:
         logits, target = drawn(n, classes)
@@ -116,7 +116,7 @@ def smoothing(quick: bool) -> Iterator[Case]:
 
 @group
 def layouts(quick: bool) -> Iterator[Case]:
-    """Crops and permuted pixels beside the same numbers in one piece."""
+    """Crops and permuted pixels, against contiguous tensors of the same values."""
     whole, target = drawn(4, 20, 160, 160)
     crop = target[..., 16:144, 16:144]
     for name, part in (
@@ -140,7 +140,7 @@ def layouts(quick: bool) -> Iterator[Case]:
 
 @group
 def heads(quick: bool) -> Iterator[Case]:
-    """Linear head and loss in one, with few tokens or a narrow head."""
+    """Fused linear head and loss, with few tokens or a narrow head."""
     shapes = ((32, 64, 50), (32, 64, 1000), (256, 128, 32000))
     for n, features, classes in shapes[:2] if quick else shapes:
         generator = torch.Generator().manual_seed(0)
@@ -164,7 +164,7 @@ def heads(quick: bool) -> Iterator[Case]:
 
 @group
 def compiled(quick: bool) -> Iterator[Case]:
-    """Inside a compiled graph."""
+    """The focal loss inside a compiled graph."""
     if quick:
         return
     for n, classes in ((32, 10), (4096, 100)):
@@ -186,7 +186,7 @@ def compiled(quick: bool) -> Iterator[Case]:
 
 @group
 def serving(quick: bool) -> Iterator[Case]:
-    """``predict_proba`` of one row and of many, beside its module or the formula written out."""
+    """``predict_proba`` of one row and of many, against the calibrator's module or the formula written out."""
     for classes in (10, 1000):
         logits, labels = drawn(4000, classes)
         made: dict[str, Any] = {
@@ -268,7 +268,7 @@ def metrics(quick: bool) -> Iterator[Case]:
         ]
         for name, own, peer in pairs:
             providers = [Provider("focalkern", lambda m=own, p=probs, y=target: m.update(p, y))]
-            if peer is not None:  # it keeps all rows
+            if peer is not None:  # torchmetrics keeps all rows
                 providers.append(
                     Provider("torchmetrics", lambda m=peer, p=probs, y=target: (m.update(p, y), m.reset()))
                 )

@@ -20,7 +20,7 @@ CASES = [
     (2048, 512, 32000, torch.float32, 0.9),
     (2048, 512, 32000, torch.bfloat16, 0.0),
 ]
-# Also with other chunks: in the first case, what the default chooses between.
+# Chunk sizes that are timed in addition to the default.
 OTHER_CHUNKS = (128, 512, 1024)
 QUICK = [(256, 64, 4000, torch.float32, 0.0)]
 GAMMA = 2.0

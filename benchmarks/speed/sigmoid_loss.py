@@ -2,7 +2,7 @@
 compiled.
 
 The target of a detector's head: dense zeros and ones, or labels without the class dimension, most of them background.
-For the losses of boxes the ones are overlaps, and beside labels there are scores.
+The box losses have overlaps in place of the ones, and scores next to the labels.
 """
 
 import functools
@@ -43,20 +43,20 @@ def published_quality(x: Tensor, t: Tensor) -> Tensor:
 
 
 def published_varifocal(x: Tensor, t: Tensor) -> Tensor:
-    """Of RT-DETR, alpha = 0.75, gamma = 2, for dense overlaps: the modulation is detached."""
+    """RT-DETR's loss for dense overlaps, alpha = 0.75, gamma = 2; the modulation is detached."""
     weight = 0.75 * x.detach().sigmoid().pow(2) * (t == 0) + t
     return F.binary_cross_entropy_with_logits(x, t, weight=weight, reduction="none").mean()
 
 
 def published_matchability(x: Tensor, t: Tensor) -> Tensor:
-    """Of DEIM, gamma = 1.5, for dense overlaps."""
+    """DEIM's loss for dense overlaps, gamma = 1.5."""
     is_match = t > 0
     weight = x.detach().sigmoid().pow(1.5) * ~is_match + is_match
     return F.binary_cross_entropy_with_logits(x, t.pow(1.5), weight=weight, reduction="none").mean()
 
 
 def published_ia_bce(x: Tensor, t: Tensor) -> Tensor:
-    """Of LW-DETR and RF-DETR, alpha = 0.25, for dense overlaps."""
+    """The loss of LW-DETR and RF-DETR for dense overlaps, alpha = 0.25."""
     p = x.sigmoid()
     soft = (p.pow(0.25) * t.pow(0.75)).clamp(min=0.01).detach()
     positive = torch.where(t > 0, soft, 0.0)

@@ -1,13 +1,13 @@
 """python -m benchmarks.studies.shift --data DIR: calibrators on models of other kinds, and on test rows from elsewhere.
 
-Trains 59 models of scikit-learn on small data (Fashion-MNIST and TREC from DIR, digits, drawn blobs), draws rows whose
-labels follow their probabilities, and takes the published networks of ``--logits DIR``. Fits calibrators on 100, 200,
-500 and all validation rows and measures them on test rows of the same source, and of others: spoiled images, moved
-features, other class priors, TREC's test file. NLL, Brier score, ECE (equal width, 15 bins) and test error, in float64.
-Calibrators that are infinite on a label of probability 0 are given probabilities of at least 1e-7, the others the
-models' own. ``vs_temperature`` is the mean paired difference of the NLL from that of temperature scaling on the same
-rows, ``vs_temperature_error`` its standard error. Writes every row to a CSV and tables to a page beside it;
-``--summary`` writes the page of the latest CSV again.
+The models are 59 of scikit-learn, trained on small data (Fashion-MNIST and TREC from DIR, digits, synthetic blobs),
+rows whose labels are drawn from their probabilities, and the published networks of ``--logits DIR``. Calibrators are
+fitted on 100, 200, 500 and all validation rows. They are measured on test rows of the same source and of other sources:
+noisy, blurred or dark images, moved features, other class priors, TREC's test file. The metrics are NLL, Brier score,
+ECE (equal width, 15 bins) and test error, in float64. Calibrators whose NLL would be infinite get probabilities of at
+least 1e-7; the others get the models' own. ``vs_temperature`` is the mean paired difference of the NLL from temperature
+scaling on the same rows, and ``vs_temperature_error`` is its standard error. The command writes every row to a CSV and
+tables to a page beside it; ``--summary`` rewrites the page of the latest CSV.
 """
 
 import argparse

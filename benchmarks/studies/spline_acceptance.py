@@ -3,8 +3,8 @@
 Fits each calibrator on validation rows and measures it on test rows: NLL, Brier score, ECE (equal width, 15 bins), test
 error and the seconds of the fit, all in float64 and in one process. A file with one set of probabilities is divided: a
 random half of its rows (torch.randperm, seed 0) for the fit, the rest for the test, its probabilities at least 1e-7.
-``--few`` fits on the first N rows of two random permutations as well, seeded by (N, i). Prints tables of means, of the
-NLL of every file and of few rows, and writes every row to a CSV.
+``--few`` also fits on the first N rows of two random permutations, seeded by (N, i). The command prints tables (means,
+the NLL of every file, fits on few rows), and writes every row to a CSV.
 """
 
 import argparse

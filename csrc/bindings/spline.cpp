@@ -260,7 +260,8 @@ Tensor histogram(const Tensor& input, const Tensor& weight, double temperature, 
   return counts[-1].clone();
 }
 
-// The sum of w times the variance of the logits over scale of a row, each at least the largest one - lowest.
+// The sum over rows of w times the variance of z / scale. Each z / scale is raised to at least its row's maximum -
+// lowest.
 double spread(const Tensor& input, const Tensor& weight, double scale, double lowest, bool is_probs) {
   check_on_cpu("spline_spread", input);
   const Rows of("spline_spread", input, std::nullopt, weight, 1.0, 0.5, is_probs);

@@ -163,7 +163,7 @@ double slack_of_steps(const SplineMapForward& args) {
   if (!scores_fit_registers(args.curve, args.scores)) return 0;
   constexpr double kLeastSlope = 1e-3;  // in log q, of a curve that keeps the order
   constexpr double kUnit = 0x1p-51, kLeastStep = 0x1p-31;
-  const double farthest = std::log(static_cast<double>(args.rows.classes) / args.rows.floor);  // of x and u from 0
+  const double farthest = std::log(static_cast<double>(args.rows.classes) / args.rows.floor);  // largest |x| and |u|
   double largest = 0, steepest = 0;
   for (int64_t piece = 0; piece <= args.curve.knots; ++piece) {
     const double* c = args.curve.coefficients + piece * 4;

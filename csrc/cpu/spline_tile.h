@@ -355,7 +355,7 @@ inline void exponents_of_logits(const SplineInput& args, const SplineTile& t, do
   }
 }
 
-// x and u of them.
+// Computes the features x and u of the tile from its exponentials.
 inline void features_of_exponents(const SplineInput& args, const SplineTile& t) {
 #ifdef FK_HAS_AVX512_CODE
   if (has_avx512()) return log_odds_in_registers(t, kept_bits_of(args));

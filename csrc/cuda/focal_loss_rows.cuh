@@ -172,7 +172,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void focal_loss_forw
     }
     __syncthreads();
 
-    // Again one thread per row.
+    // One thread per row adds up the parts.
     if (thread < rows) {
       if (label >= 0) {
         const ExpSum<Real>* parts = shares + thread * plan.parts;

@@ -12,7 +12,7 @@ namespace {
 template <typename Scalar>
 constexpr int kOwnRows = 4 / static_cast<int>(sizeof(Scalar));
 
-// Calls f with the number of classes as an integral constant. It is at most kValuesPerLane and fills no vectors.
+// Calls f with the number of classes as an integral constant. Class counts are at most kValuesPerLane here.
 template <typename Scalar, int least = 1, int most = kValuesPerLane, typename Function>
 __device__ __forceinline__ void with_classes(int classes, const Function& f) {
   if constexpr (least < most) {

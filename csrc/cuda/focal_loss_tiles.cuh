@@ -89,9 +89,10 @@ __device__ __forceinline__ float sum_of_exponentials(const float* values, float 
   return sum * power_of_two(-fmaf(base, scale, -scaled_base));
 }
 
-// A group's part of a short row in shared memory, in at most kSlots steps, of which kSure always exist. All of it stays
-// in registers between the maximum and the sum. A step is one element per lane, or a word of two. Positions are counted
-// in bytes, which needs no multiplication. Lanes: int, or a constant.
+// The maximum and sum of a group's part of a short row in shared memory. The loop has at most kSlots steps; the first
+// kSure exist in every row. A step loads one word per lane: one element, or two of 16 bits. The values stay in
+// registers between the maximum and the sum. Positions are in bytes, which saves multiplications. Lanes: int, or a
+// constant.
 template <int kSlots, int kSure, bool kAround, typename Scalar, int kValues, typename Lanes>
 __device__ __forceinline__ ExpSum<compute_t<Scalar>> tile_exp_sum(const unsigned char* tile, int row, int classes,
                                                                   int steps, int index, Lanes lanes) {

@@ -13,8 +13,9 @@ __host__ __device__ inline ScoredLoss scored_loss_of(SigmoidLoss loss) {
   return static_cast<ScoredLoss>(static_cast<int>(loss) - static_cast<int>(SigmoidLoss::kVarifocal));
 }
 
-// Whether the vectorized kernels apply: parameters are numbers; logits have the layout of the results and begin on a
-// 16-byte boundary, as do dense targets of their type; or the targets are one label per row.
+// Whether the vectorized kernels apply. Parameters must be numbers. Logits must have the layout of the results and
+// begin on a 16-byte boundary. Targets must be one label per row, or dense with the type, layout and alignment of the
+// logits.
 template <typename Scalar>
 bool sigmoid_loss_is_plain(const SigmoidLossForward<Scalar>& args);
 // Also requires one upstream gradient, and no gradient but that of the logits.

@@ -50,10 +50,10 @@ class AutoCalibrator(FitsBatches):
     Args:
         candidates: as :func:`focalkern.compare_calibrators`.
         criterion: ``"nll"`` or ``"brier"``, by which the candidates are fitted and compared.
-        folds: of the cross-validation, at least 2; a random division of the rows.
+        folds: number of folds of the cross-validation, at least 2. The rows are divided at random.
         seed: of the folds.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
-            probabilities.
+        input_kind: ``"logits"`` or ``"probs"``. Without it ``fit`` expects logits, and raises an error if they look
+            like probabilities.
         keep_predictions: only candidates that change no predicted class.
 
     ``fit`` sets ``chosen_`` (a name), ``calibrator_`` (fitted on all samples), ``table_`` (a list with a dictionary per
@@ -146,7 +146,7 @@ class AutoCalibrator(FitsBatches):
         return self._concluded(cross_validation, rows_of(rows))
 
     def _fit_source(self, source: RowSource) -> dict[str, Any]:
-        """The folds are those of rows in memory; spline matrix scaling and other candidates need all rows there."""
+        """Fits to rows read in parts, with the folds of rows in memory; leaves out candidates that need all rows."""
         candidates = as_candidates(self.candidates, self.criterion, self.input_kind, self.keep_predictions)
         folds, seed = check_folds("AutoCalibrator", self.folds, self.seed)
         folds = min(folds, source.n_rows)

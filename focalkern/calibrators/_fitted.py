@@ -259,13 +259,13 @@ class Fitted(Parameters):
         return _like(given, result.movedim(-1, 1) if self.dense_ and result.dim() > 2 else result)
 
     def _input(self, logits: Any) -> Tensor:
-        """Rows [..., C] of the classes of ``fit``, each a distribution."""
+        """Input as rows [..., C] with the classes of ``fit``; checks that each row gives a distribution."""
         input = self._of_fit(logits)
         check_values(type(self).__name__, input, self.input_kind)
         return input
 
     def _of_fit(self, logits: Any) -> Tensor:
-        """Rows [..., C] of the classes of ``fit``, whose values are not looked at."""
+        """Input as rows [..., C] with the classes of ``fit``; does not check their values."""
         self._check_fitted()
         name = type(self).__name__
         input = self._as_tensor(logits)

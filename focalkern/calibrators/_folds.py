@@ -10,7 +10,7 @@ from focalkern._checks import integer
 
 __all__ = ["check_folds", "fold_of"]
 
-# A larger number of folds would take days.
+# More folds would take days.
 MOST_FOLDS = 1000
 
 _ROUNDS = 8
@@ -21,18 +21,18 @@ def check_folds(op: str, folds: Any, seed: Any) -> tuple[int, int]:
 
 
 def fold_of(number: Tensor, rows: int, folds: int, seed: int) -> Tensor:
-    """The folds of some rows: their places in a random order of all rows, modulo the number of folds.
+    """The fold of each row: its position in a random permutation of all rows, modulo the number of folds.
 
-    A permutation that is computed by number needs no list of all rows, so that rows in memory and rows in files have
-    the same folds. It is a Feistel network on the next power of 4, applied again where it leads beyond the last row.
-    The folds do not depend on the labels: with folds stratified by class the rows of a fold would have the class
-    frequencies of the rest, and a fit of class intercepts would look better than it is on new rows.
+    The permutation is a Feistel network on the next power of 4, applied again to results beyond the last row. It needs
+    no list of all rows, so rows in memory and rows in files have the same folds.
+    The folds do not depend on the labels. If they were stratified by class, each fold would have the class frequencies
+    of the other folds, and the cross-validated loss of class intercepts would be too low.
 
     Args:
-        number: int64, the numbers of these rows, from 0 to rows - 1.
-        rows: the number of all rows.
-        folds: how many folds; their sizes differ by at most one.
-        seed: of the order.
+        number: int64, row numbers from 0 to rows - 1.
+        rows: total number of rows.
+        folds: number of folds; their sizes differ by at most one.
+        seed: of the permutation.
 
     Returns:
         int64, as number.
@@ -54,7 +54,7 @@ def fold_of(number: Tensor, rows: int, folds: int, seed: int) -> Tensor:
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """Bits that all depend on all bits of the value; the products wrap around."""
+    """A hash of the value: every bit depends on all of its bits. The products overflow on purpose."""
     for factor in (-0x61C8864680B583EB, -0x40A7B892E31B1A47):  # two odd numbers with about 32 of 64 bits set
         value = value * factor
         value = value ^ (value >> 32)

@@ -34,12 +34,12 @@ class HistogramBinning(Calibrator):
         \hat p_{top} = \text{acc}(B), \qquad \hat p_k = p_k \frac{1 - \text{acc}(B)}{1 - p_{top}} \quad (k \ne top)
 
     for a row whose confidence p_top lies in the bin B. A bin without rows keeps its centre, the mean of its edges.
-    A class that cannot occur (a logit of -inf, a probability of 0) keeps probability 0, and a row of which only one
-    class can occur keeps it with probability 1. A bin that is always right gives its other classes probability 0: the
-    NLL of a row that is wrong there is infinite, which is the method's, and a reason to use few bins.
+    A class with logit -inf or probability 0 keeps probability 0. If only one class of a row is possible, it keeps
+    probability 1. A bin with accuracy 1 gives the other classes probability 0, so a wrong row in this bin has an
+    infinite NLL. This is a property of the method and a reason to use few bins.
 
-    The predicted class changes where the rest leaves another class more than acc(B): ``n_changed_`` counts such rows
-    of ``fit``, :meth:`changed` tells them among others. A tie changes nothing.
+    The predicted class changes if another class gets more than acc(B): ``n_changed_`` counts such rows of ``fit``, and
+    :meth:`changed` marks them in other data. A tie changes nothing.
 
     Args:
         n_bins: M >= 1.

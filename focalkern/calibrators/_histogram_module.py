@@ -18,9 +18,9 @@ class HistogramLogProbs(ExactBuffers):
     The edges and values are float64 buffers; ``module.half()`` does not round them.
 
     Args:
-        scaling: what comes before, from the input to log-probabilities [..., C].
-        edges: [M - 1], the cuts between the M bins, ascending; bin (lo, hi].
-        values: [M], what the confidence of a bin becomes.
+        scaling: a module applied before the binning, from the input to log-probabilities [..., C].
+        edges: [M - 1], the inner edges of the M bins (lo, hi], ascending.
+        values: [M], the calibrated confidence of each bin.
         one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
 
     Source: Zadrozny & Elkan 2001; Guo et al. 2017 (arXiv 1706.04599), section 4.1; on the top class as Wang et al.,

@@ -123,7 +123,7 @@ class MultiLabelScaling(Calibrator):
             >>> logits, labels = torch.tensor([[4.0, -1.0]]).repeat(10, 1), torch.tensor([[1, 0]] * 8 + [[0, 0]] * 2)
             >>> calibrator = fk.MultiLabelScaling().fit_quietly(logits, labels)
             >>> calibrator.remarks_
-            ('label 1: no positive among 10 rows, it stays as it is',)
+            ('label 1: not calibrated, because its 10 rows have no positive',)
         """
         name = type(self).__name__
         self._check_parameters()
@@ -159,7 +159,7 @@ class MultiLabelScaling(Calibrator):
             n_rows = int(rows.sum())
             if count in (0, n_rows):
                 what = "positive" if count == 0 else "negative"
-                remarks.append(f"label {label}: no {what} among {n_rows} rows, it stays as it is")
+                remarks.append(f"label {label}: not calibrated, because its {n_rows} rows have no {what}")
                 scalings.append(None)
                 continue
             template = TemperatureScaling(input_kind=self.input_kind) if self.scaling is None else self.scaling

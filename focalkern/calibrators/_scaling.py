@@ -256,7 +256,7 @@ class Scaling(Calibrator):
         input = self._of_fit(logits)
         try:
             return self._after_floor(input, log=log)
-        except (TypeError, ValueError) as error:  # the operator refuses the rows that are no distributions
+        except (TypeError, ValueError) as error:  # the operator rejects rows that are no distributions
             check_values(type(self).__name__, input, self.input_kind)
             raise renamed(type(self).__name__, error) from None
 

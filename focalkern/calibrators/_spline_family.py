@@ -36,11 +36,11 @@ class Family:
 def fit_family(rows: SplineRows, members: Collection[str], near: Family | None = None) -> Family:
     """Fit members and those on the way to them.
 
-    The free curve is the start of the ordered one and of the vector, the vector that of the matrix.
+    The fits of the scalar and of the vector start from the free curve; that of the matrix starts from the vector.
 
     Args:
         members: out of ``"free"``, ``"scalar"``, ``"vector"``, ``"matrix"``.
-        near: the family on nearly the same rows, such as all of those of a fold: every fit starts there.
+        near: the family fitted to nearly the same rows (for a fold: to all rows). Every fit starts from it.
     """
     free = fit_curve(rows) if near is None else fit_curve(rows, near["free"].map.curve, NEWTON_DONE_IN_A_FOLD)
     assert free.derivatives is not None

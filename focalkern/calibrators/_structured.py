@@ -61,7 +61,7 @@ class StructuredScaling(Calibrator):
         solver: who looks for T, W and b. ``"probmetrics"``: the library of the authors (the extra ``[probmetrics]``),
             in float32. ``"lbfgs"``: torch's L-BFGS, in float64, which also takes ``sample_weight`` and probabilities of
             0. ``"auto"``: the former where it is installed and takes the rows, the latter elsewhere; ``solver_`` and
-            the saved file say which. Their NLLs are equal to 1e-3; ask for one by name where the digits may not depend
+            the saved file say which. Their NLLs agree to 1e-3. Name one solver if results must not depend
             on what is installed.
         floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
             the true class has a probability above 0.

@@ -44,8 +44,8 @@ def sigmoid_loss(
     reduction: int,
     ignore_index: int,
 ) -> Tensor:
-    """The compiled module's sigmoid_loss in plain torch. ``second`` is alpha, or gamma_positive. ``margin`` is 1 where
-    the modulation of the varifocal and the matchability loss is detached."""
+    """The compiled module's sigmoid_loss in plain torch. ``second`` is gamma_positive for the asymmetric loss, alpha
+    for the others. ``margin`` is 1 if the varifocal or matchability loss has a detached modulation."""
     check_arguments(input, target, gamma, second, weight, scores, kind, margin, reduction)
     check_range(input, target, kind, ignore_index)
     dtype = torch.float32 if autocasts(input) else input.dtype

@@ -33,10 +33,10 @@ class AdaFocalLoss(FocalFamily):
         \gamma_b \exp(-\lambda E_b) \text{ otherwise};
 
     then, where abs(gamma_b) < switch, gamma_b becomes -switch if it was positive and +switch otherwise; then it is
-    clipped to [gamma_min, gamma_max]. A bin without validation samples keeps its gamma. The bins are cut anew at each
-    update, ``n_bins`` of equal mass (estimator ``equal_mass_interp``: statistics are over (lo, hi], so that the lowest
-    confidence is in no bin); training looks p up in [lo, hi), outer bins open-ended. Until the first update there are
-    ``n_bins`` uniform bins with ``gamma_init``.
+    clipped to [gamma_min, gamma_max]. A bin without validation samples keeps its gamma. Each update computes ``n_bins``
+    new bins of equal mass (estimator ``equal_mass_interp``). Their statistics are over (lo, hi], so the lowest
+    confidence is in no bin. Training looks p up in [lo, hi); the first and the last bin are open-ended. Before the
+    first update the ``n_bins`` bins are uniform and have ``gamma_init``.
 
     A training loop calls :meth:`accumulate` for each validation batch and :meth:`update` once after them.
 
@@ -192,11 +192,11 @@ class AdaFocalLoss(FocalFamily):
         distributed: bool = True,
         group: Any = None,
     ) -> AdaFocalRecord:
-        """Cuts the bins anew and moves their gammas, by all that was accumulated, which is then forgotten.
+        """Computes new bins and updates their gammas from the accumulated samples, then clears these samples.
 
-        In distributed training every rank must call it, and every rank ends with the same bins and gammas: those of
-        one process with all samples. The confidences of all ranks are gathered for that, in any number per rank, also
-        none. Where each rank has the whole validation set, ``distributed=False`` does without.
+        In distributed training every rank must call it. It gathers the confidences of all ranks (a rank may have
+        none), so that all ranks get the bins and gammas of one process with all samples. If each rank has the whole
+        validation set, ``distributed=False`` skips the gathering.
 
         Args:
             logits, target: a batch to take into the statistics first, as :meth:`accumulate` does.

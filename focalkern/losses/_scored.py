@@ -1,4 +1,4 @@
-"""The losses of detectors that score boxes by their overlap as modules."""
+"""Modules of the losses for detectors that score boxes by their overlap."""
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ class VarifocalLoss(ElementLoss):
         gamma: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
             ``nn.Parameter``.
         alpha: weight of the background: a number, at least 0, such a tensor, or None for 1.
-        reduction: "mean" by default; that of :func:`focalkern.varifocal_loss` is "none".
+        reduction: "mean" by default; :func:`focalkern.varifocal_loss` defaults to "none".
         detach_modulation: treat p^gamma as a constant, as RT-DETR and D-FINE do.
         weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
@@ -81,7 +81,7 @@ class MatchabilityLoss(VarifocalLoss):
         gamma: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
             ``nn.Parameter``.
         alpha: weight of the background: a number, at least 0, such a tensor, or None for 1.
-        reduction: "mean" by default; that of :func:`focalkern.matchability_loss` is "none".
+        reduction: "mean" by default; :func:`focalkern.matchability_loss` defaults to "none".
         detach_modulation: treat p^gamma as a constant, as DEIM does.
         weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
@@ -122,8 +122,8 @@ class IABCELoss(ElementLoss):
     Args:
         gamma: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
             ``nn.Parameter``.
-        alpha: share of p in s: a number in [0, 1], or such a tensor.
-        reduction: "mean" by default; that of :func:`focalkern.ia_bce_loss` is "none".
+        alpha: exponent of p in s: a number in [0, 1], or such a tensor.
+        reduction: "mean" by default; :func:`focalkern.ia_bce_loss` defaults to "none".
         weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:

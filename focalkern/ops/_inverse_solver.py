@@ -1,11 +1,12 @@
 """The inverse of the focal calibration map, solved and differentiated.
 
-Both maps are solved for the log-odds x = log(q / (1 - q)) of the result. There a class's share of the forward map,
+The solver's unknown is the log-odds x = log(q / (1 - q)) of the result. As a function of x, the term of one class in
+the forward map,
 
     a(x) = log q - gamma log(1 - q) - log(1 + gamma phi),
 
-is close to two straight lines, of slope 1 on the left and gamma on the right, and nothing cancels at either end, so a
-safeguarded Newton iteration needs a handful of steps for any gamma.
+is close to two straight lines, of slope 1 on the left and gamma on the right, and does not cancel at either end. A
+safeguarded Newton iteration therefore converges in a few steps for any gamma.
 """
 
 import math

@@ -31,7 +31,7 @@ __all__ = [
 
 Modulation = Literal["confidence"]
 
-MOST_SMOOTHING = 0.5  # label smoothing of float32 logits that are computed in float32
+MOST_SMOOTHING = 0.5  # with more label smoothing, float32 logits are computed in float64
 
 _FOCAL = number_of("focal_loss")
 
@@ -93,8 +93,8 @@ def row_loss(
 
 
 def needs_float64(input: Tensor, target: Tensor, label_smoothing: object) -> bool:
-    """Whether the gradient p_j - t_j has too few digits in float32: of a row of similar logits it cancels unless the
-    label has most of the target t."""
+    """Whether the gradient p_j - t_j loses too many digits in float32. It cancels for similar logits if the label has
+    less than half of the target t."""
     return (
         isinstance(label_smoothing, float | int)
         and MOST_SMOOTHING < label_smoothing <= 1

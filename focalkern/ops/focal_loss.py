@@ -129,8 +129,8 @@ def focal_loss(
         ignore_index: label whose samples count neither in the loss nor in the mean. Label targets only.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples that are not ignored
             (labels) or by N * d1 * ... (probabilities); over no sample it is NaN, with a zero gradient.
-        label_smoothing: e in [0, 1]. Above 0.5, float32 logits are computed in float64: the gradient p_j - t_j of a row
-            of similar logits cancels where the label has less than half of the target.
+        label_smoothing: e in [0, 1]. Above 0.5, float32 logits are computed in float64, because the gradient p_j - t_j
+            of similar logits would cancel.
         detach_modulation: treat the factor f as a constant; the gradient is then f * (p_j - [j = y]), and gamma has
             none.
         modulation: None, or "confidence": f(p) = p^gamma for gamma >= 0, with dL/dz_j = p^gamma (1 + gamma log p)

@@ -32,18 +32,19 @@ def varifocal_loss(
 
     Args:
         input: as in :func:`sigmoid_focal_loss`.
-        target: as in :func:`quality_focal_loss`; the class of a label without a score has quality 1. With labels and
-            scores, a match of score 0 is a match and no background.
+        target: as in :func:`quality_focal_loss`. A label without a score has quality 1. In ``(labels, scores)``, a
+        score
+            of 0 is a match and not background.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
-        alpha: weight of the background: a number, at least 0, or a floating-point tensor broadcastable to ``input``, a
-            constant; None for 1.
+        alpha: weight of the background: a number, at least 0, or a constant floating-point tensor broadcastable to
+            ``input``; None for 1.
         reduction: as in :func:`sigmoid_focal_loss`.
         detach_modulation: treat p^gamma as a constant, as RT-DETR and D-FINE do. VFNet, PP-YOLOE and ultralytics
             differentiate it.
         weight, ignore_index: as in :func:`sigmoid_focal_loss`.
 
     Returns:
-        As :func:`sigmoid_focal_loss`. The gradient in a target of 0 is 0.
+        As :func:`sigmoid_focal_loss`. The gradient with respect to a target of 0 is 0.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`sigmoid_focal_loss`.
@@ -71,7 +72,7 @@ def matchability_loss(
     weight: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    r"""Matchability-aware loss (MAL), a varifocal loss in which badly matched boxes keep their weight.
+    r"""Matchability-aware loss (MAL): a varifocal loss in which boxes of low overlap keep their full weight.
 
     .. math::
         L = \text{BCE}(p, t^\gamma) \text{ for } t > 0, \qquad -\alpha p^\gamma \log(1 - p) \text{ for } t = 0
@@ -80,17 +81,18 @@ def matchability_loss(
 
     Args:
         input: as in :func:`sigmoid_focal_loss`.
-        target: as in :func:`quality_focal_loss`; the class of a label without a score has quality 1. With labels and
-            scores, a match of score 0 is a match and no background.
+        target: as in :func:`quality_focal_loss`. A label without a score has quality 1. In ``(labels, scores)``, a
+        score
+            of 0 is a match and not background.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
-        alpha: weight of the background: a number, at least 0, or a floating-point tensor broadcastable to ``input``, a
-            constant; None for 1.
+        alpha: weight of the background: a number, at least 0, or a constant floating-point tensor broadcastable to
+            ``input``; None for 1.
         reduction: as in :func:`sigmoid_focal_loss`.
         detach_modulation: treat p^gamma as a constant, as DEIM does.
         weight, ignore_index: as in :func:`sigmoid_focal_loss`.
 
     Returns:
-        As :func:`sigmoid_focal_loss`. The gradient in a target of 0 is 0.
+        As :func:`sigmoid_focal_loss`. The gradient with respect to a target of 0 is 0.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`sigmoid_focal_loss`.
@@ -125,19 +127,20 @@ def ia_bce_loss(
         L = \text{BCE}(p, s) \text{ for } t > 0, \quad s = \max(p^\alpha t^{1 - \alpha}, 0.01), \qquad
         -p^\gamma \log(1 - p) \text{ for } t = 0
 
-    with p = sigmoid(input) and t the target: the quality of a matched box at its class, 0 everywhere else. s is a
-    constant of the loss: no gradient goes through it.
+    with p = sigmoid(input) and t the target: the quality of a matched box at its class, 0 everywhere else. s is
+    detached: no gradient flows through it.
 
     Args:
         input: as in :func:`sigmoid_focal_loss`.
-        target: as in :func:`quality_focal_loss`; the class of a label without a score has quality 1. With labels and
-            scores, a match of score 0 is a match and no background.
+        target: as in :func:`quality_focal_loss`. A label without a score has quality 1. In ``(labels, scores)``, a
+        score
+            of 0 is a match and not background.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
-        alpha: share of p in s: a number in [0, 1], or a floating-point tensor broadcastable to ``input``, a constant.
+        alpha: exponent of p in s: a number in [0, 1], or a constant floating-point tensor broadcastable to ``input``.
         reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.
 
     Returns:
-        As :func:`sigmoid_focal_loss`. The gradient in the target is 0.
+        As :func:`sigmoid_focal_loss`. The gradient with respect to the target is 0.
 
     Raises:
         TypeError, ValueError, IndexError: as :func:`sigmoid_focal_loss`.

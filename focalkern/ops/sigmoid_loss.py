@@ -17,7 +17,7 @@ from focalkern.ops._dtensor import is_dtensor, loss_of_elements_over_mesh
 __all__ = ["asymmetric_loss", "element_loss", "element_parameter", "quality_focal_loss", "sigmoid_focal_loss"]
 
 _FOCAL, _ASYMMETRIC, _QUALITY = 0, 1, 2  # the codes of the compiled module
-# Parameters that are not called gamma and alpha.
+# Parameter names of the losses that do not call them gamma and alpha.
 _TENSORS = {_ASYMMETRIC: ("gamma_negative", "gamma_positive"), _QUALITY: ("beta",)}
 
 
@@ -158,9 +158,9 @@ def quality_focal_loss(
 
     Args:
         input: as in :func:`sigmoid_focal_loss`.
-        target: as in :func:`sigmoid_focal_loss`; or labels and scores, ``(labels, scores)``, two tensors [N, d1, ...]:
-            the target is the score, in [0, 1], at the class of the label and 0 elsewhere. The kernel reads the two
-            without a dense target. DTensor logits take tensors only.
+        target: as in :func:`sigmoid_focal_loss`; or ``(labels, scores)``, two tensors [N, d1, ...]. Each score, in
+            [0, 1], is the target at the class of its label; the other classes have target 0. The kernel makes no dense
+            target of them. DTensor logits take only a tensor.
         beta: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.
         reduction, weight, ignore_index: as in :func:`sigmoid_focal_loss`.
 
@@ -243,7 +243,7 @@ def element_loss(
                 raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
         through = _traced if has_torch_function((input, target)) else backend_for(input).sigmoid_loss
     if scores is not None and scores.requires_grad:
-        through = fallback.sigmoid_loss  # the kernels have no gradient of scores
+        through = fallback.sigmoid_loss  # the kernels have no gradient for scores
     if weight is not None and not isinstance(weight, Tensor):
         raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
     if type(ignore_index) is not int and not hasattr(type(ignore_index), "__index__"):

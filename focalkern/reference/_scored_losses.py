@@ -1,4 +1,4 @@
-"""The losses of one logit per class whose targets are scores of matched boxes, with 0 for the background."""
+"""Losses of independent logits whose target is the score of a matched box, or 0 for the background."""
 
 import math
 
@@ -36,17 +36,17 @@ def varifocal_loss(
         target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background; or
             such labels and the scores of their classes.
         gamma: the exponent, a number or a tensor that broadcasts to ``input``.
-        alpha: likewise, the weight of the background; None for 1.
+        alpha: weight of the background, a number or such a tensor; None for 1.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
         detach_modulation: treat p^gamma as a constant.
         weight: broadcasts to ``input``.
-        ignore_index: label whose elements count nothing.
+        ignore_index: rows with this label have loss 0 and do not count in the mean.
 
     Returns:
         The loss, in ``input``'s dtype, float32 under autocast.
 
     Raises:
-        RuntimeError: shapes that do not fit. Nothing else is checked.
+        RuntimeError: shapes that do not broadcast. Nothing else is checked.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
@@ -83,17 +83,17 @@ def matchability_loss(
         target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background; or
             such labels and the scores of their classes.
         gamma: the exponent, a number or a tensor that broadcasts to ``input``.
-        alpha: likewise, the weight of the background; None for 1.
+        alpha: weight of the background, a number or such a tensor; None for 1.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
         detach_modulation: treat p^gamma as a constant.
         weight: broadcasts to ``input``.
-        ignore_index: label whose elements count nothing.
+        ignore_index: rows with this label have loss 0 and do not count in the mean.
 
     Returns:
         The loss, in ``input``'s dtype, float32 under autocast.
 
     Raises:
-        RuntimeError: shapes that do not fit. Nothing else is checked.
+        RuntimeError: shapes that do not broadcast. Nothing else is checked.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
@@ -130,16 +130,16 @@ def ia_bce_loss(
         target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background; or
             such labels and the scores of their classes.
         gamma: the exponent of the background, a number or a tensor that broadcasts to ``input``.
-        alpha: likewise, the share of p in s, which is a constant of the loss.
+        alpha: exponent of p in s, a number or such a tensor. s is detached.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
         weight: broadcasts to ``input``.
-        ignore_index: label whose elements count nothing.
+        ignore_index: rows with this label have loss 0 and do not count in the mean.
 
     Returns:
         The loss, in ``input``'s dtype, float32 under autocast.
 
     Raises:
-        RuntimeError: shapes that do not fit. Nothing else is checked.
+        RuntimeError: shapes that do not broadcast. Nothing else is checked.
 
     Example:
         >>> logits = torch.tensor([[2.0, 0.0, -1.0]], dtype=torch.float64)
@@ -161,8 +161,11 @@ def _log_of_matched(t: Tensor) -> Tensor:
 
 
 def _cross_entropy(log_p: Tensor, log_q: Tensor, log_score: Tensor) -> Tensor:
-    """With 1 - score in a form that does not cancel where the score is near 1, and whose slope keeps its digits where
-    the score is near 0: that of expm1 is computed as its value plus 1."""
+    """Cross-entropy whose value uses expm1 for 1 - score, which does not cancel for scores near 1.
+
+    The gradient goes through 1 - score itself: torch computes that of expm1 as its value plus 1, which cancels for
+    scores near 0.
+    """
     score = log_score.exp()
     cancels = 1 - score
     rest = cancels + (-log_score.expm1() - cancels).detach()
@@ -177,5 +180,5 @@ def _background(
 
 
 def _chosen(t: Tensor, matched: Tensor, background: Tensor) -> Tensor:
-    """The loss of each element; NaN where the target is. A target whose slope is 0 stays part of the graph."""
+    """The loss of each element; NaN for a NaN target. The target stays in the graph even where its gradient is 0."""
     return torch.where(t > 0, matched, background) * (1.0 + 0.0 * t)

@@ -22,8 +22,8 @@ __all__ = [
 def shares(input: Tensor, target: ScoredTarget, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Logits and targets in the type of the computation, and which elements count (None: all of them).
 
-    Labels become one-hot rows, with label C a row of zeros; everything outside of its domain becomes NaN. A score takes
-    the place of the 1 of its label; the smallest normal number takes that of a score of 0, which is no background.
+    Labels become one-hot rows; label C becomes a row of zeros. Values outside their domain become NaN. A score replaces
+    the 1 of its label. A score of 0 becomes the smallest normal number, because a target of 0 means background.
     """
     x = input.to(compute_dtype(input.dtype))
     target, scores = (target, None) if isinstance(target, Tensor) else target

@@ -78,9 +78,9 @@ def compare_calibrators(
     Args:
         validation: samples to fit and to choose by: a pair (logits [N, C], labels [N]) of tensors or arrays (of pixels
             [N, C, d1, ...] and [N, d1, ...]), a set of
-            :func:`focalkern.study.stream_sets`, or a pattern of files for it. For files focal temperature
-            scaling is that of the grid. A spline matrix needs samples that fit in memory, and
-            candidates that have no fit by sums are left out; the verdict's warnings name them.
+            :func:`focalkern.study.stream_sets`, or a pattern of files for it. With files, focal temperature
+            scaling is searched on the grid, and candidates that need all samples in memory (such as
+            ``"spline-matrix"``) are left out; the verdict's warnings name them.
         test: samples to score. None takes the validation samples; the scores are then optimistic, and the verdict says
             so.
         candidates: names out of ``"none"``, ``"temperature"`` (:class:`focalkern.RobustTemperatureScaling`),
@@ -98,9 +98,9 @@ def compare_calibrators(
         input_kind: ``"logits"`` or ``"probs"``: what the pairs hold. Unless it is said, logits that look like
             probabilities are refused.
         keep_predictions: choose only among candidates that change no predicted class.
-        accept_risk: an error rate in (0, 1), for one line more of the verdict: the confidence from which on predictions
-            can be accepted, how many are, and the bound of their error rate with 95% confidence, from the test samples
-            (:func:`focalkern.accept_threshold`).
+        accept_risk: an error rate in (0, 1). The verdict then has one more line, from the test samples: the confidence
+            above which predictions can be accepted, the share of such predictions, and the 95% upper bound of their
+            error rate (:func:`focalkern.accept_threshold`).
         ignore_index: label of the rows of pairs that are left out.
         storage_options: of patterns that are URLs, as :func:`focalkern.files.read_sets`.
 

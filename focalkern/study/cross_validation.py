@@ -40,9 +40,9 @@ def cross_validate_samples(
     """Cross-validation of unfitted candidates.
 
     Args:
-        samples: in memory, or in files; those of files have the folds of ``search``.
-        candidates: by name; of samples in files temperature, focal temperature and spline scaling only, the others are
-            left out with a reason.
+        samples: in memory, or in files. Samples in files use the folds of ``search``.
+        candidates: by name. Samples in files allow temperature, focal temperature and spline scaling only; the others
+            are left out, with a reason.
         search: the result of :func:`search_grid` with these folds.
         gammas: of focal temperature scaling.
         criterion, folds, seed: of the cross-validation.

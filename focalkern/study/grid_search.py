@@ -35,8 +35,9 @@ class GridSearch:
     Attributes:
         grid: ECE and NLL of every (gamma, T), and the Brier score if it is the criterion.
         bound: [Gg, Gt] float64, error bounds of the ECEs; 0 where they are exact.
-        fold_totals: [folds, Gg, Gt] float64, sums of the criterion over the samples of each fold; no folds in memory.
-        folds_of_rows: the folds of samples, by their numbers.
+        fold_totals: [folds, Gg, Gt] float64, sums of the criterion over the samples of each fold; [0, Gg, Gt] for
+            samples in memory.
+        folds_of_rows: a function from row numbers to folds.
     """
 
     grid: CalibrationGrid
@@ -70,8 +71,8 @@ def search_grid(
         gammas, temperatures: the axes.
         n_bins, estimator: of the ECE.
         criterion: ``"nll"``, or ``"brier"`` for a table of Brier scores too.
-        folds, seed: of :func:`cross_validate_samples`; samples in files sum the criterion of each fold in the same
-            pass.
+        folds, seed: of :func:`cross_validate_samples`. For samples in files the same pass sums the criterion of each
+            fold.
     """
     criteria: tuple[Any, ...] = ("ece", "nll") if criterion == "nll" else ("ece", "nll", criterion)
     if isinstance(samples, StreamedSamples):
@@ -144,7 +145,7 @@ def _streamed_search(
     processes, progress = samples.processes, samples.progress
     state = grid_state(samples, gammas, temperatures, n_bins, estimator, criteria=criteria)
     totals = torch.zeros(folds, len(gammas), len(temperatures), dtype=torch.float64)
-    # The numbers are those of all rows of the files, also where a subset of them counts.
+    # Row numbers count all rows of the files, even if only a subset is used.
     folds_of_rows = functools.partial(fold_of, rows=len(samples.shards), folds=folds, seed=seed)
     begin, end = samples.share
     task = {

@@ -139,8 +139,8 @@ def test_labels_without_positives_or_negatives_stay_and_are_named():
     target[:, 1], target[:, 3] = 0, 1
     calibrator = MultiLabelScaling().fit(logits, target)
     assert calibrator.remarks_ == (
-        "label 1: no positive among 300 rows, it stays as it is",
-        "label 3: no negative among 300 rows, it stays as it is",
+        "label 1: not calibrated, because its 300 rows have no positive",
+        "label 3: not calibrated, because its 300 rows have no negative",
     )
     assert (calibrator.scalings_[1], calibrator.temperatures_[[1, 3]].tolist()) == (None, [1.0, 1.0])
     assert_close(calibrator.predict_proba(logits)[:, 1], logits[:, 1].sigmoid())

@@ -104,7 +104,7 @@ def test_folds_are_balanced_repeatable_and_those_of_any_batch():
 
 @pytest.mark.parametrize("rows", [12, 100, 1025])
 def test_folds_are_random(rows):
-    """Neighbours, distant rows and the numbers of a class in a fold are as in a random division of the rows."""
+    """Adjacent and distant rows share a fold as often, and a fold has as many rows of a class, as in random folds."""
     number, seeds = torch.arange(rows), 4000
     folds = torch.stack([fold_of(number, rows, 4, seed) for seed in range(seeds)])
     together = (rows / 4 - 1) / (rows - 1)  # the probability that two rows are in one fold; 4 divides the rows but 1025

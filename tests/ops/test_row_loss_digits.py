@@ -161,7 +161,7 @@ def test_digits_of_equal_classes(name, shares, layout, classes):
     check(pair, z, target, gamma, options, name == "brier")
 
 
-# Similar logits and a label without a share, or with little: the gradient p_j - t_j is a small difference.
+# Similar logits, and a label with little or no share of the target: the gradient p_j - t_j cancels.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("classes", [2, 10, 1000, 50000])
 @pytest.mark.parametrize("layout", ["rows", "pixels"])

@@ -1,4 +1,4 @@
-"""The varifocal, the matchability and the IoU-aware loss: digits, what is a constant of them, published code."""
+"""Varifocal, matchability and IoU-aware loss: accuracy, detached factors, agreement with published code."""
 
 import functools
 import types
@@ -68,7 +68,7 @@ def test_slopes_in_gamma_and_target_at_300_digits(device, gamma, name, detached)
 
 @pytest.mark.parametrize(("name", "detached"), LOSSES)
 def test_slopes_of_saturated_logits(device, name, detached):
-    """Up to a tenth of the largest number: where sigmoid is 0 or 1, the loss is linear."""
+    """Logits up to a tenth of the largest number. The loss is linear where sigmoid is 0 or 1."""
     for dtype in (torch.float32, torch.float64):
         sizes = torch.tensor([1e4, 1e30, torch.finfo(dtype).max / 10], dtype=dtype, device=device)
         for sign in (1.0, -1.0):
@@ -121,7 +121,7 @@ CLASSES, QUERIES = 7, 12
 
 
 def matched_boxes():
-    """Outputs, targets and matches of two images as DETR's criteria take them, and the dense target of overlaps."""
+    """Outputs, targets and matches of two images in the format of DETR's criteria, and the dense target of overlaps."""
     random = torch.Generator().manual_seed(3)
     boxes = torch.rand(2, QUERIES, 4, generator=random) * 0.3 + 0.3
     logits = 3 * torch.randn(2, QUERIES, CLASSES, generator=random)
@@ -143,7 +143,7 @@ def matched_boxes():
 
 
 def labels_and_scores(targets, matches, dense):
-    """Of each query: its class, or CLASSES without a match; and the overlap."""
+    """The class and the overlap of each query; class CLASSES without a match."""
     labels = torch.full(dense.shape[:2], CLASSES)
     for i, (rows, order) in enumerate(matches):
         labels[i, rows] = targets[i]["class_labels"][order]
@@ -192,7 +192,7 @@ def test_transformers(file, kind, method, settings, ours):
 
 
 def test_varifocal_loss_of_mmdet_and_ultralytics():
-    """Their formulas: the modulation is differentiated. mmdet's weight of a background is alpha |p - t|^gamma."""
+    """Both differentiate the modulation. mmdet weights the background with alpha |p - t|^gamma."""
     x, t = torch.randn(30, CLASSES, dtype=torch.float64), torch.rand(30, CLASSES, dtype=torch.float64)
     t = torch.where(t < 0.7, 0.0, t)
     bce = functools.partial(torch.nn.functional.binary_cross_entropy_with_logits, reduction="none")

@@ -13,7 +13,7 @@ from focalkern import reference
 
 
 # ---- derivatives and transforms ------------------------------------------------------------------------------------
-# In the IoU-aware loss the soft target is a constant of p: see test_scored_losses.py.
+# The IoU-aware loss is not here, because its soft target is detached: see test_scored_losses.py.
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ia_bce_loss"])
 @pytest.mark.parametrize("gamma", [0.0, 0.7, 2.0])
 def test_first_and_second_derivatives(device, name, gamma):

@@ -230,7 +230,8 @@ def test_keep_order_keeps_it_to_the_bit(dtype, n_classes, log):
 @pytest.mark.parametrize("n_classes", [3, 40])
 @pytest.mark.parametrize("case", ["large scores", "a small floor"])
 def test_keep_order_where_rounding_is_large(n_classes, case):
-    """Where a score has fewer digits than the steps need, the rows are put in order afterwards."""
+    """If rounding of the scores exceeds the steps between them, the kernel restores the order of each row
+    afterwards."""
     z = rows_with_neighbours(n_classes, torch.float64)[::10]
     floor, values = (1e-4, VALUES + 1e6) if case == "large scores" else (1e-280, VALUES)
     p = fk.spline_calibration_map(z, 1.0, floor, 0.0, KNOTS, values, keep_order=True, log=True)

@@ -1,4 +1,5 @@
-"""tools/aarch64.py: errors and stand-ins; the run itself, which takes minutes, is make aarch64-check."""
+"""tools/aarch64.py: its errors and its stand-in libraries. `make aarch64-check` does the whole run, which takes
+minutes."""
 
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ def test_the_packages_that_are_missing_are_named(monkeypatch):
 
 
 def test_stand_ins_have_what_a_library_lacks(tmp_path, monkeypatch):
-    """A library that asks for two functions of another one, with their version; with this machine's compiler."""
+    """A library that needs two versioned functions of another one, built with this machine's compiler."""
     system, site, stubs = (tmp_path / name for name in ("system", "site", "stubs"))
     libraries = site / "torch/lib"
     libraries.mkdir(parents=True)

@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kernel(folder):
-    """Objects of csrc/cpu come from build/wheel where make wheel has left them; the binding is compiled here."""
+    """Reuses the objects of csrc/cpu that `make wheel` left in build/wheel; compiles the binding."""
     kernels = peer("kernels")
     hub.build(folder)
     return kernels.get_local_kernel(folder, backend="cpu")
@@ -51,7 +51,7 @@ def test_python_imports_torch_and_the_standard_library_alone(folder):
 
 
 def test_python_has_nothing_that_python_3_9_lacks(folder):
-    """Annotations with | are not evaluated; zip had no strict, isinstance no unions."""
+    """Python 3.9 cannot evaluate annotations with |, `zip(strict=...)`, or a union in isinstance."""
     n_modules = 0
     for path, tree in trees(folder):
         n_modules += 1
@@ -100,7 +100,7 @@ def test_another_source_gives_another_name(tmp_path):
 
 
 def cases(dtype):
-    """Name, options, tensors that are differentiated, and the constant target of the losses."""
+    """For each loss: name, options, tensors to differentiate, and the constant target."""
     torch.manual_seed(0)
     for shape in ((9,), (33, 10), (3, 1000), (3, 7, 5, 4), (0, 4)):
         dim = 0 if len(shape) == 1 else 1
@@ -183,7 +183,7 @@ def test_the_layer_is_the_loss_of_the_next_token(kernel, dtype, items):
 
 
 def test_layers_have_no_state(kernel):
-    """As the Hub asks for: no constructor, no method but forward, two known class variables."""
+    """The Hub requires a layer without a constructor, with forward as its only method and two known class variables."""
     layer = kernel.layers.FocalForCausalLMLoss
     assert {name for name in vars(layer) if not name.startswith("__")} == {
         "forward",

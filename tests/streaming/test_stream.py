@@ -477,7 +477,7 @@ def test_the_verdict_of_shards_is_that_of_one_file(folder, run):
 
 @pytest.mark.parametrize("kept", ["all rows in memory", "batches"])
 def test_streamed_samples_choose_among_the_candidates_of_memory(folder, run, monkeypatch, kept):
-    """The table and the cross-validation are those in memory."""
+    """Table and cross-validation equal those of the same samples in memory."""
     logits = np.load("val_logits.npy") + np.linspace(-2, 2, 5)  # so that a vector has something to find
     np.save("val_logits.npy", logits)
     for i, part in enumerate(np.array_split(np.arange(500), 12)):

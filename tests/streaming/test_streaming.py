@@ -169,7 +169,7 @@ def test_exact_is_the_grid_itself(device, estimator):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_tables_are_in_the_order_of_the_criteria(exact):
-    """Not in that of the sums, nor of the operator."""
+    """The order is that of ``criteria``, not that of the sums or of the operator."""
     logits, target = samples(40)
     criteria = ("brier", "nll", "mce", "ece")
     state = fk.CalibrationGridState(GAMMAS, TEMPERATURES, criteria=criteria, exact=exact).update(logits, target)

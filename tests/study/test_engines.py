@@ -23,7 +23,7 @@ BAD = 3  # the place of the file that cannot be read
 
 
 class Killing:
-    """The reaction of a worker to an unusable file: it dies, the first ``times`` times."""
+    """A worker's handler for an unusable file that kills the worker the first ``times`` times."""
 
     def __init__(self, folder, times):
         self.folder, self.times = folder, times

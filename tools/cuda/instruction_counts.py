@@ -4,11 +4,11 @@ tools/cuda/sass executes the machine code of sm_90, or with --arch 100 of sm_100
 them. It needs no GPU, but nvcc, cuobjdump and nvdisasm (on PATH, in CUDA_HOME, or `pip install nvidia-cuda-cuobjdump
 nvidia-cuda-nvdisasm`).
 
-Per case and kernel, warp instructions x 32 per element: all of them; those in double precision; branch regions (a
-divergent `if`); special functions. Then the part of the loaded and stored bytes that moves 16 bytes a thread, and
-`pipes`, the time that the busiest pipe of an H100 needs at full rate over the time that its memory takes at 3.35 TB/s:
-below 1, memory is the bound. --cycles adds a rough simulation of one multiprocessor. Both are of an H100 alone: for
-sm_100 instructions are counted, and no pipe is judged.
+For each case and kernel it prints warp instructions x 32 per element: all instructions, those in double precision,
+branch regions (a divergent `if`) and special functions. Next comes the share of loaded and stored bytes that moves in
+accesses of 16 bytes per thread. `pipes` is the time of the busiest pipe of an H100 at full rate, over the time of the
+memory traffic at 3.35 TB/s; below 1 the kernel is bound by memory. --cycles adds a rough simulation of one
+multiprocessor. `pipes` and --cycles exist for the H100 only, not for sm_100.
 """
 
 import argparse
@@ -231,7 +231,7 @@ def focal_loss(library: ctypes.CDLL, cycles: bool, wanted: Callable[[str], bool]
         tile = library.rows_of_a_tile(*map(c_int64, (rows, shape[1], dtype.itemsize, not pixels, pixels, pixels)))
         some = blocks * tile * shape[1]
         cut = not pixels and library.chunk_of_a_row(*map(c_int64, (rows, shape[1], dtype.itemsize))) > 0
-        if cut:  # all blocks, for the sums of all chunks are brought together
+        if cut:  # all blocks, because the sums of all chunks are combined
             blocks, some = 0, rows * shape[1]
         library.ptxrun_set(b"only_blocks", c_int64(blocks))
         library.sassrun_trace(c_int64(blocks if cycles else 0))

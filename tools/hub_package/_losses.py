@@ -24,15 +24,15 @@ def focal_loss(
     r"""Multiclass focal loss (gamma > 0), cross-entropy (gamma = 0) and inverse focal loss (gamma < 0) from logits.
 
     ``L = -(1 - p)^gamma log p`` for gamma >= 0 and ``L = -(1 + p)^|gamma| log p`` for gamma < 0, p being the softmax
-    probability of the target class. All else is the contract of :func:`torch.nn.functional.cross_entropy`.
+    probability of the target class. Everything else is as in :func:`torch.nn.functional.cross_entropy`.
 
     Args:
         input: logits [C], [N, C] or [N, C, d1, ...], float16, bfloat16, float32 or float64.
         target: labels of shape [], [N] or [N, d1, ...], int64, int32 or uint8; or class probabilities of the shape of
             ``input``, floating point.
         gamma: a number, or a floating-point tensor broadcastable to the unreduced loss, which is differentiable.
-        weight: [C] class weights, floating point; a constant.
-        ignore_index: label whose samples count neither in the loss nor in the mean.
+        weight: [C] class weights, floating point, constant.
+        ignore_index: samples with this label have loss 0 and do not count in the mean.
         reduction: "none", "mean" or "sum".
         label_smoothing: in [0, 1].
         detach_modulation: treat the factor of log p as a constant.

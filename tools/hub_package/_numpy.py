@@ -1,4 +1,4 @@
-"""In place of numpy, which a kernel of the Hub may not import: no value is one of its arrays."""
+"""Replaces numpy, which a kernel of the Hub may not import. No value is an instance of this ``ndarray``."""
 
 
 class ndarray:  # noqa: N801

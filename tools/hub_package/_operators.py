@@ -1,4 +1,4 @@
-"""Registers the operators of this kernel: checks, shapes and derivatives are Python, the kernels C++."""
+"""Registers the operators of this kernel. Checks, shapes and derivatives are in Python, the kernels in C++."""
 
 import ctypes
 from pathlib import Path
@@ -17,7 +17,7 @@ DEVICES = ("cpu", "cuda") if "_cuda_" in _namespace else ("cpu",)
 
 
 def _saved_numbers() -> dict[str, int]:
-    """The numbers that each loss saves per row, which the compiled module says."""
+    """How many numbers each loss saves per row, as the compiled module reports."""
     (module,) = Path(__file__).parent.glob(f"{_namespace}*.so")
     losses = ctypes.CDLL(str(module)).focalkern_row_losses
     losses.restype = ctypes.c_char_p

@@ -28,13 +28,13 @@ class FocalForCausalLMLoss(nn.Module):
         """-(1 - p)^gamma log p over the tokens whose label is not ``ignore_index``.
 
         Args:
-            logits: [..., tokens, vocab_size], floating point. Half types are computed, and the loss returned, in
-                float32 without a copy of the logits.
-            labels: [..., tokens], int64, int32 or uint8. The label of a token is the next one's.
+            logits: [..., tokens, vocab_size], floating point. For half-precision logits the kernel computes and returns
+                float32, without a float32 copy of the logits.
+            labels: [..., tokens], int64, int32 or uint8. Each token predicts the next label.
             vocab_size: number of classes.
-            num_items_in_batch: divisor of the sum over the tokens; without it, their number.
+            num_items_in_batch: divisor of the sum over the tokens; without it, the number of tokens that count.
             ignore_index: label of the tokens that do not count.
-            shift_labels: labels that are shifted already, in place of ``labels``.
+            shift_labels: labels that are already shifted, in place of ``labels``.
             gamma: the focusing parameter; 0 is cross-entropy.
         """
         if shift_labels is None:
@@ -42,7 +42,7 @@ class FocalForCausalLMLoss(nn.Module):
         target = shift_labels.reshape(-1).to(logits.device)
         rows = logits.reshape(-1, vocab_size)
         reduction = "mean" if num_items_in_batch is None else "sum"
-        with torch.autocast(logits.device.type):  # the loss of half logits is then float32
+        with torch.autocast(logits.device.type):  # so that half-precision logits give a float32 loss
             loss = focal_loss(rows, target, gamma, ignore_index=ignore_index, reduction=reduction)
         if num_items_in_batch is None:
             return loss

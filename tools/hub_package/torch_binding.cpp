@@ -1,4 +1,4 @@
-// The operators that Python registers (_operators.py), and the Python module. The kernels are in csrc/stable.
+// Declares the operators that _operators.py registers, and the Python module. The kernels are in csrc/stable.
 
 #include "bindings/schemas.h"
 #include "registration.h"

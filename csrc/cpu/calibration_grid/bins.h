@@ -52,8 +52,9 @@ FK_VECTOR_CLONES void key_range(const Real* __restrict confidence, int64_t rows,
   *most = high;
 }
 
-// confidence - correct of one sample, and a sum of it. For float in units of 2^-30: confidences above 1/64 are exact
-// multiples, others are off by at most half a unit. Integers add fast, exactly and in any order.
+// Types for confidence - correct of one sample and for its sum. For float they are integers in units of 2^-30, because
+// integer sums are fast, exact and independent of the order. Confidences above 1/64 are exact multiples of the unit;
+// smaller ones are rounded by at most half a unit.
 template <typename Real>
 struct Excess;
 template <>

@@ -192,8 +192,8 @@ void grad_of_dense_rows(const Scalar* logits, int64_t classes, int64_t n_rows,
   }
 }
 
-// The logits of the targets, for any layout whose constant distances are below kFarthest; 0 for an ignored row. At
-// least sixteen rows; the last sixteen overlap their neighbours.
+// Gathers the target logit of each row; 0 for an ignored row. Strides must be below kFarthest. Needs at least sixteen
+// rows; the last vector of sixteen overlaps the one before.
 template <typename Scalar>
 FK_AVX512 void gather_targets(const Scalar* z, int64_t row_stride, int64_t class_stride, int64_t n_rows,
                               const int32_t* label, float* target_logit) {

@@ -48,7 +48,7 @@ def render_table(table: Table, lines: Sequence[str] = ()) -> str:
 
 
 def typeset(text: str) -> str:
-    """Arrows, minus and plus-minus signs for the ASCII that a terminal prints."""
+    """Replaces the ASCII of terminal output by arrows, minus and plus-minus signs."""
     return re.sub(r"(?<![^\s(])-(?=\.?\d)", "\u2212", text).replace("->", "\u2192").replace("+-", "\u00b1")
 
 

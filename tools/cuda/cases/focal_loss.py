@@ -179,9 +179,9 @@ def test_focal_loss_takes_each_element_once(library, dtype, first):
             check_focal_loss(library, logits, labels_for(logits), 2.0, reduction="sum")
 
 
-# Tiles of short rows: each number of lanes for a row (1 to 32); rows that begin in few banks (64, 96, 128 and 256
-# classes); in 16 bits 33 and 54 classes have two rounds of rows in a tile. A full tile, several, and a last one of a
-# row or of a few.
+# Tiles of short rows. The class counts cover each number of lanes per row (1 to 32), rows that begin in few banks (64,
+# 96, 128 and 256 classes), and tiles with two rounds of rows (33 and 54 classes in 16 bits). The row counts give one
+# full tile, several tiles, and a last tile of one row or a few.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [18, 33, 54, 64, 96, 100, 101, 128, 210, 255, 256, 420, 511])
 def test_focal_loss_tiles_of_short_rows(library, dtype, classes):

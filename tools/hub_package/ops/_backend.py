@@ -1,4 +1,4 @@
-"""Where the kernels run: the devices of this build; plain torch elsewhere."""
+"""The kernels run on the devices of this build; other devices use plain torch."""
 
 from types import SimpleNamespace
 
