@@ -139,9 +139,9 @@ def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int
             shuffled.shuffle(order)
             for provider in order:
                 n = calls[provider.name]
-                # Untimed: the provider before may have left memory that must be faulted in anew, or that the caches
-                # do not hold, and in a loop of its own this one would not meet it: its third call settles. Beside
-                # seconds of work that does not show.
+                # Untimed warm-up calls. The provider before may have evicted caches or freed memory, which costs this
+                # one page faults that it would not have in a loop of its own. Its third call is free of them. For
+                # calls that take seconds the effect is negligible.
                 for _ in range(3 if turn < 5 else 0):
                     provider.run()
                 _synchronize()

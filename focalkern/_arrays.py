@@ -28,7 +28,7 @@ def as_tensor(values: Any, what: str = "an argument") -> Tensor:
     CPU.
 
     Raises:
-        TypeError: nothing that NumPy makes an array of numbers of; ``what`` says which argument of which operator.
+        TypeError: nothing that NumPy makes an array of numbers of; ``what`` names the operator and the argument.
         ValueError: a frame with columns that may be no classes.
     """
     if isinstance(values, Tensor):
@@ -62,7 +62,7 @@ def flat_rows(input: Tensor) -> Tensor:
 
 
 def as_array(result: Any) -> Any:
-    """A tensor as an array, or as a NumPy number if it has no dimensions; a dataclass with such entries likewise."""
+    """A tensor as an array, or as a NumPy number if it has no dimensions. A dataclass is converted field by field."""
     if isinstance(result, Tensor):
         array = result.detach().cpu().numpy()
         return array if array.ndim else array[()]

@@ -42,7 +42,7 @@ def opened_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A stream whose bytes become ``path`` at the end of the block, all of them or none.
 
     They go to a new file in the same folder, are flushed to the disk, and take the place of ``path`` in one step of the
-    file system. When anything fails, the new file is removed and ``path`` is as it was.
+    file system. On any error the new file is removed and ``path`` stays unchanged.
 
     Args:
         path: the file to write; a symbolic link is followed, and what it points to is replaced.
@@ -61,7 +61,7 @@ def opened_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _partial(path: Path, data: bytes) -> Iterator[Path]:
-    """A new file beside ``path`` with the data, which is removed at the end unless it has taken the place."""
+    """Writes the data to a new file next to ``path``; removes it at the end if it did not replace ``path``."""
     partial = _name_of_partial(path)
     with _cleaned_up(path, partial):
         with open(partial, "xb") as stream:

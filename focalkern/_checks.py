@@ -149,7 +149,7 @@ def path_text(op: str, name: str, value: Any) -> str:
 
 
 def dense(op: str, name: str, value: Tensor) -> Tensor:
-    """Raises unless every number of the tensor has a place in memory of its own kind."""
+    """Raises for tensors whose elements do not lie in ordinary memory (sparse, quantized, ...)."""
     if value.is_nested or value.layout != torch.strided:
         layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         raise TypeError(f"{op}: {name} must be a dense (strided) tensor, got layout {layout}")

@@ -49,8 +49,8 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
         pattern: names of the classes, with ``*`` and ``?``. It decides which they are, and not in which order.
 
     Raises:
-        ColumnsError: columns beside the numbered ones, or that are called what no class is; gaps in the numbers; names
-            that occur twice; a pattern that matches none.
+        ColumnsError: additional columns next to the numbered ones, or with names that no class has; gaps in the
+            numbers; repeated names; a pattern without a match.
     """
     places = list(range(len(names)))
     if pattern is not None:

@@ -36,7 +36,7 @@ def looks_like_probs(logits: Tensor) -> bool:
 
 
 def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
-    """Raise where logits, which nobody said they are, look like probabilities.
+    """Raises if the input kind was not given and the logits look like probabilities.
 
     Args:
         op: what raises.

@@ -40,8 +40,8 @@ class GammaTable:
     Raises:
         TypeError: not a floating-point tensor or a sequence of numbers.
         ValueError: not one-dimensional; ``len(edges) != len(gammas) + 1``; no bin; edges that descend or are NaN; a
-            gamma that is not finite. Values of tensors that are not on the CPU are not looked at, because that would
-            wait for the device.
+            gamma that is not finite. Values of tensors on other devices than the CPU are not checked, because that
+            would synchronise the device.
 
     Source: the FLSD schedule of Mukhoti et al. 2020 (arXiv 2002.09437, section 4) and the bins of AdaFocal (Ghosh et
     al., NeurIPS 2022).
@@ -105,7 +105,7 @@ class GammaTable:
             device: where to.
 
         Returns:
-            A new table; tensors that are there already are shared with this one.
+            A new table, which shares the tensors that need no copy.
 
         Raises:
             RuntimeError: torch has no such device here.

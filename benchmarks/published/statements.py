@@ -98,7 +98,7 @@ def decomposition() -> Iterator[Line]:
 def relations() -> Iterator[Line]:
     """Figures 2, 5 and 6, and the fit for four classes.
 
-    The measure of distance in [1] between map and temperature scaling, and its gammas, are not at hand. The rows have
+    [1] does not state how it measures the distance between map and temperature scaling, nor its gammas. The rows have
     both usual measures over the range of its grid, and the distance of the published line from the map."""
     for n_classes, (slope, intercept, figure) in FITS.items():
         log_q = points(n_classes)

@@ -26,7 +26,7 @@ constexpr int64_t kEnoughBlocks = 264;
 constexpr int64_t kFewRows = kEnoughBlocks / 2;
 constexpr int64_t kLongRowBytes = 32768;
 constexpr int64_t kChunkBytes = 16384;                         // four vectors for each thread
-constexpr int64_t kMostChunks = kEnoughBlocks + kFewRows - 1;  // of all rows
+constexpr int64_t kMostChunks = kEnoughBlocks + kFewRows - 1;  // all rows together
 
 // Enough pixels to fill a large chip with one thread each.
 #ifdef FOCALKERN_TEST_GRID
@@ -53,8 +53,8 @@ struct RowPlan {
   int rows_per_tile;
   int lanes;      // threads on one row, a power of two up to a warp, or the block
   int lane_bits;  // log2(lanes): the kernels shift instead of dividing
-  int steps;      // steps of a lane over a row of a tile: each is one element, or two of 16 bits
-  // whether the rows of a tile begin in few banks of shared memory, so that lanes start at rotated positions
+  int steps;      // loads per lane for a row of a tile; each is one element, or two of 16 bits
+  // the rows of a tile would begin in few banks of shared memory, so lanes start at rotated positions
   bool around;
   int parts;          // partial results of one row: one per warp that works on it; rows_per_tile * parts <= kBlock
   int chunks;         // chunks per row, one block each; 1 if rows are not cut

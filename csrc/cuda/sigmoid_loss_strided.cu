@@ -199,7 +199,7 @@ __device__ __forceinline__ Element<compute_t<Scalar>> element_at(const SigmoidLo
   return found;
 }
 
-// The numbers that a thread reads before its elements.
+// Vectors that a thread loads before it processes their elements.
 template <typename Scalar>
 struct Packs {
   Pack<Scalar> input;

@@ -102,8 +102,8 @@ struct SplinePart {
   int lane;
   int lanes;
   int classes;     // 0 in a row beyond the last
-  int64_t offset;  // of the row in [rows, classes]
-  double* d;       // of the thread's classes, kBlock apart
+  int64_t offset;  // start of the row in [rows, classes]
+  double* d;       // one number for each of the thread's classes, kBlock apart
   double* score;
 
   template <typename Function>

@@ -23,7 +23,7 @@ struct SplineTarget {
 struct SplineLoss {
   SplineStart start;
   double sum;
-  double loss;  // in the thread that has the target
+  double loss;  // valid in the thread that has the target
 };
 template <bool kept>
 __device__ __forceinline__ SplineLoss softmax_and_loss(const SplineBlock<kTableSize, kept>& block,

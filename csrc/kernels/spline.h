@@ -85,7 +85,7 @@ struct SplineSums {
 constexpr int64_t kSplineOfRows = 3;         // numbers that belong to no piece
 constexpr int64_t kSplineCurveNumbers = 16;  // of a piece
 
-// Memory of a launch that adds up so many numbers (0: none), also by class.
+// Memory of a launch that computes `numbers` sums (0: none), and also sums per class if by_class.
 struct SplineSizes {
   int64_t threads;
   int64_t groups;
@@ -93,11 +93,11 @@ struct SplineSizes {
 };
 SplineSizes spline_sizes(int64_t rows, int64_t classes, int64_t numbers, bool by_class);
 
-// Pointers lie on the device. Launchers put their work on `stream` and return a cudaError_t, 0 for success. Rows
-// without an answer are NaN.
+// All pointers are device pointers. Launchers put their work on `stream` and return a cudaError_t, 0 for success.
+// Results of invalid rows are NaN.
 int spline_map_forward(const SplineMapForward& args, double* scratch, void* stream);
 int spline_map_backward(const SplineMapBackward& args, const SplineSums& sums, double* scratch, void* stream);
-// x of the rows, to `output` [rows, classes].
+// Writes the features x of the rows to `output` [rows, classes].
 int spline_log_probs(const SplineInput& rows, double* output, double* scratch, void* stream);
 
 // For the fit. means: [rows, m + 1], sum_j p_j F_j with F the derivative of a score in (a, f_1, ..., f_m).

@@ -307,9 +307,9 @@ FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, const MapTerms<Real>& row) {
   return in_order(a + row.ratio_offset, y, Real(0), row);
 }
 
-// The power of map_log_ratio without the logarithm: e_k base^... / v. As much of the row's constant as possible is a
-// factor beside the power, because adding it to the exponent would round away differences of q. Nothing overflows:
-// without that factor the power is p_k v / (p_t e_k), which is at most slightly above 1 + gamma.
+// The ratio of map_log_ratio without its logarithm: e_k base^... / v. Most of the row's constant multiplies the power,
+// because adding it to the exponent would round away differences of q. Nothing overflows: without this factor the power
+// is p_k v / (p_t e_k), which exceeds 1 + gamma at most slightly.
 template <typename Real>
 FK_HOST_DEVICE Real map_ratio(Real y, Real e, const MapTerms<Real>& row) {
   const Real q = e * row.q_scale;

@@ -1,8 +1,8 @@
-// Cross-entropy of one row, plus a multiple of that of its largest class: the row's part of a loss on confidences.
+// Cross-entropy of one row, plus g times the cross-entropy of its largest class: the row's part of the MMCE loss.
 //
 //   L = -log p_y      dL/dz_j = (p_j - [j = y]) + g (p_j - [j = t])
 //
-// with t the largest class. g, which is passed as gamma, is the derivative of the batch's error in the confidence
+// with t the largest class. g is passed as gamma; it is the derivative of the batch's MMCE in the row's confidence
 // (cpu/row_loss/mmce_loss.cpp).
 #pragma once
 

@@ -1,6 +1,6 @@
 r"""Precision of a figure: paired bootstrap intervals, and the calibration error of a perfectly calibrated model.
 
-Rows are drawn again with replacement, N out of N, and every figure is computed anew on each such set. All calibrators
+Each resample draws N of the N rows with replacement, and every metric is recomputed on it. All calibrators
 see the same sets (the sets depend on N and the seed only), so the spread of a *difference* between two of them is free
 of the luck that they share.
 
@@ -12,10 +12,9 @@ lie above the ECE itself, and their plain quantiles hardly ever contain the ECE 
 when that is small. ``method`` chooses the correction, with t the metric on the original rows:
 
 ``"symmetric"`` (default)
-    t -+ the ``level`` quantile of \|replicate - t\|. Both sides allow for noise and bias, so the interval
-    contains t, and the interval of a difference excludes 0 only where the difference exceeds the effect of resampling.
-    It is conservative for small calibration errors. For large ones, and for means (accuracy, NLL, Brier score), it
-    agrees with the others.
+    t -+ the ``level`` quantile of \|replicate - t\|. Both sides allow for noise and bias, so the interval contains t.
+    The interval of a difference excludes 0 only if the difference exceeds the effect of resampling. It is conservative
+    for small calibration errors. For large ones, and for means (accuracy, NLL, Brier score), it agrees with the others.
 ``"basic"``
     [2 t - high quantile, 2 t - low quantile]: subtracts the bias of resampling from t. It covers the ECE of infinitely
     many rows best, but it may lie below t, and it calls one of two equally good calibrators better far too often.
@@ -31,8 +30,7 @@ calibrated and a miscalibrated model comes out too small, and its interval with 
 Where two calibrators differ in how sharp their confidences are, so do their floors, and with them the ECEs that are
 compared: look at both. ``python -m benchmarks.speed.bootstrap`` counts all of this.
 
-Equal-mass bins are made anew in every resample, as they would be for another set of rows; equal-width bins are where
-they are.
+Equal-mass bins are recomputed in every resample, as for another set of rows; equal-width bins are fixed.
 
 Sources: Efron & Tibshirani, "An Introduction to the Bootstrap", 1993; Davison & Hinkley, "Bootstrap Methods and their
 Application", 1997, section 5.2 (the basic interval); Hall 1988, "On symmetric bootstrap confidence intervals"; Kumar,

@@ -62,7 +62,8 @@ class BiasFloor:
     def p_value(self, observed: float) -> float:
         """Share of perfectly calibrated models that score ``observed`` or more: (1 + their number) / (1 + R).
 
-        Small: ``observed`` is no mere noise, the model is miscalibrated. Not small: it may be calibrated.
+        Small: ``observed`` is no mere noise, the model is miscalibrated. Not small: the data are compatible with
+        calibration.
 
         Args:
             observed: an error of the same figure, a fraction.

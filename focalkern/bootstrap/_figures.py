@@ -14,7 +14,7 @@ FIGURES = (
     "ece_equal_mass_interp",
     "classwise_ece_equal_width",
 )
-"""The figures that can be resampled. Of these, confidences alone (without probabilities) have accuracy and ECE."""
+"""The figures that can be resampled. For confidences without probabilities only accuracy and ECE exist."""
 
 NAMES_IN_WORDS = {
     "accuracy": "accuracy",

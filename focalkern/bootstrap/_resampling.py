@@ -93,7 +93,7 @@ class ResampledRows:
 
     @property
     def width(self) -> int:
-        """Numbers of work space per resample, but for a small factor."""
+        """Size of the work space per resample, in numbers, up to a small factor."""
         return max(self.n_samples, self.classwise.width if self.classwise else 0)
 
     def figures_of(self, weights: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class ResampledRows:
 class ClasswiseSums:
     """Classwise ECE, equal width, of weighted rows.
 
-    Of the N * C probabilities most are in the first bin. Only the others are scattered into their bins; the first bin
+    Most of the N * C probabilities are in the first bin. Only the others are scattered into their bins; the first bin
     of a class is the rest of the class's sum, which is a product of matrices.
     """
 

@@ -46,8 +46,7 @@ class Calibrator(Fitted):
 
         Returns:
             The calibrator itself, with ``n_samples_``, ``n_classes_``, ``classes_``, ``one_logit_``, ``warnings_``, and
-            the attributes that the class documents. When anything is raised, a calibrator that was fitted before stays
-            as it was.
+            the attributes that the class documents. If it raises, an earlier fit stays unchanged.
 
         Warns:
             CalibrationWarning: the result should be checked, or the labels cannot be right (shifted, of another row, of
@@ -102,7 +101,7 @@ class Calibrator(Fitted):
     def _fit_rows(
         self, logits: Any, target: Any, sample_weight: Any, ignore_index: int | None, *, assumed: bool = False
     ) -> FitData:
-        """Fit, and return what it was fitted on; ``assumed``: nobody said that they are logits."""
+        """Fit, and return what it was fitted on; ``assumed``: the input kind was not given."""
         name = type(self).__name__
         self._check_parameters()
         input = self._as_tensor(logits)
@@ -229,7 +228,7 @@ class Calibrator(Fitted):
 
 
 def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:
-    """Read any calibrator that ``save`` wrote; the file says which.
+    """Reads any calibrator that ``save`` wrote; its class is stored in the file.
 
     Args:
         path: of the file.

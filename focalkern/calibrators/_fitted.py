@@ -255,7 +255,7 @@ class Fitted(Parameters):
         return as_tensor(logits, f"{type(self).__name__}: logits")
 
     def _laid_out(self, given: Any, result: Tensor) -> Any:
-        """[..., C] as it was given: a tensor or an array, and the classes where they were."""
+        """Converts a result [..., C] to the type of the input (tensor or array) and to its class dimension."""
         return _like(given, result.movedim(-1, 1) if self.dense_ and result.dim() > 2 else result)
 
     def _input(self, logits: Any) -> Tensor:

@@ -25,9 +25,9 @@ class FocalTemperatureScaling(Scaling):
 
     Args:
         search:
-            * ``"nll"``, ``"brier"``: the optimum of that criterion in both parameters, by the derivatives of the map,
-              for gamma from -0.99 to 100; no grid, and never worse than :class:`TemperatureScaling` by the same, which
-              also says what happens where there is no optimum.
+            * ``"nll"``, ``"brier"``: the optimum of that criterion in gamma and T, found by derivatives of the map
+              without a grid; gamma is from -0.99 to 100. Never worse than :class:`TemperatureScaling` by the same
+              criterion; see there for data without an optimum.
             * ``"grid"``: every pair of ``gammas`` and ``temperatures``.
             * ``"line"``: with m temperatures at most 3m cells: the best T at the first and at the last gamma, and m
               points of the line through both, from the smallest gamma to the largest. gamma = 0 is the first by
@@ -42,7 +42,7 @@ class FocalTemperatureScaling(Scaling):
             :class:`TemperatureScaling` of the same grid; and because 0 comes first and of equal optima the first is
             taken, it differs from it only where it is better. ``focalkern.PAPER_GAMMAS`` is the paper's own grid,
             without 0.
-        temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. Of equal optima the first is taken.
+        temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. The first of equal optima is used.
         criterion: what is minimised: ``"nll"``, ``"brier"``, or ``"ece"``, the paper's. The first two judge all
             probabilities of a row. The ECE depends only on the confidence, and its optimum is often worse than no
             calibration by both of the others; ``fit`` then warns.

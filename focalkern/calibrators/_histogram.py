@@ -98,7 +98,8 @@ class HistogramBinning(Calibrator):
         to calibrated logits.
 
         Args:
-            fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
+            fused: the compiled operator; False computes in torch's own operators, for exporters that support only
+                these.
 
         Returns:
             The module, without parameters to train.

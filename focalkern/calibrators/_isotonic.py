@@ -32,12 +32,12 @@ class IsotonicCalibration(Calibrator):
         \hat p_k \propto (1 - \epsilon) f_k(p_k) + \epsilon / C, \qquad
         f_k = \text{argmin}_{f \text{ non-decreasing}} \sum_i (f(p_{ik}) - [y_i = k])^2
 
-    f_k is fitted by scikit-learn (needed for ``fit`` only) and interpolated between its points, constant beyond them.
-    epsilon = 1 / (N + 1) keeps a class that can occur from probability 0, and the NLL finite; a class whose
-    probability is exactly 0 because it cannot occur (a logit of -inf, a probability of 0) keeps it.
+    scikit-learn fits f_k (only ``fit`` needs it). f_k is linear between its points and constant outside them. epsilon =
+    1 / (N + 1) gives every possible class a probability above 0, so the NLL is finite. A class with logit -inf or
+    probability 0 keeps probability 0.
 
-    It has no parameters to choose and as many steps as the rows support: with few rows of a class it follows their
-    noise, and the order of the classes may change.
+    The method has no parameters to choose, and as many steps as the rows support. With few rows of a class it fits
+    their noise. It may change the order of the classes.
 
     Args:
         floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that

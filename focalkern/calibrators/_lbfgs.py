@@ -104,9 +104,9 @@ def _direction(gradient: Tensor, pairs: Sequence[Pair]) -> Tensor:
 def _line_search(
     objective: Callable[[Tensor], tuple[float, Tensor]], point: Tensor, direction: Tensor, value: float, slope: float
 ) -> tuple[float, float, Tensor | None, int]:
-    """A size of the step that meets the strong Wolfe conditions, with value and gradient there, and evaluations.
+    """A step size that meets the strong Wolfe conditions, value and gradient at it, and the number of evaluations.
 
-    The gradient is None where no size lowers the value.
+    The gradient is None if no step size lowers the value.
     """
     low: _Trial = (0.0, value, slope)
     high: _Trial | None = None

@@ -65,8 +65,8 @@ class CalibratedLogProbs(_Constants):
         gamma: > -1, put straight into the formula; 0 is temperature scaling.
         temperature: > 0.
         input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
-        fused: the compiled operator; False spells the map out in torch's own operators, for exporters that know no
-            others. It does not check values: a row with NaN or +inf gives NaN.
+        fused: the compiled operator; False computes the map in torch's own operators, for exporters that support only
+            these. It does not check values: a row with NaN or +inf gives NaN.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 4.
     """
@@ -162,14 +162,14 @@ class ExactBuffers(torch.nn.Module):
 
 
 class MultiLabelLogits(ExactBuffers):
-    """Logits of L labels to calibrated logits, each label with a gamma and a temperature of its own.
+    """Logits of L labels to calibrated logits; each label has its own gamma and temperature.
 
     Both are float64 buffers; ``module.half()`` does not round them.
 
     Args:
         gammas, temperatures: [L].
         input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
-        fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
+        fused: the compiled operator; False computes in torch's own operators, for exporters that support only these.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 4, for each label.
     """

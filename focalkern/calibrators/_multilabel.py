@@ -29,7 +29,7 @@ _MOST_NAMED = 3  # sentences in the warning; there may be one for every label
 
 
 class MultiLabelScaling(Calibrator):
-    r"""One scaling per label, for heads of independent labels: logits [N, L], each with a sigmoid of its own.
+    r"""One scaling per label, for heads of independent labels: logits [N, L], each with its own sigmoid.
 
     .. math:: \hat p_l = \sigma(g_l(z_l))
 
@@ -84,7 +84,7 @@ class MultiLabelScaling(Calibrator):
             ignore_index: the value in ``target`` of a label that is left out; None is nothing.
 
         Returns:
-            The calibrator itself. When anything is raised, a calibrator that was fitted before stays as it was.
+            The calibrator itself. If it raises, an earlier fit stays unchanged.
 
         Raises:
             TypeError: logits that are not floating point.
@@ -305,7 +305,8 @@ class MultiLabelScaling(Calibrator):
         """The fitted maps as a module from logits [..., L] to calibrated logits, for a sigmoid or a loss with logits.
 
         Args:
-            fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
+            fused: the compiled operator; False computes in torch's own operators, for exporters that support only
+                these.
 
         Returns:
             The module, without parameters to train.

@@ -12,7 +12,7 @@ __all__ = ["LOGITS", "Parameters", "as_numbers", "is_assumed", "kept_axis"]
 
 
 class _Assumed(str):
-    """A default that nobody has said: equal to the word, and told from it."""
+    """Marks a default value that the user did not pass: equal to the word, but distinguishable from it."""
 
 
 def is_assumed(input_kind: str) -> bool:
@@ -133,5 +133,5 @@ def as_numbers(calibrator: str, name: str, values: Iterable[float] | Tensor) -> 
 
 
 def kept_axis(axis: Any) -> Any:
-    """An axis as it was given, but for an iterator, which the first use would empty."""
+    """The axis unchanged; an iterator becomes a list, because its first use would exhaust it."""
     return tuple(axis) if isinstance(axis, Iterator) else axis

@@ -173,7 +173,7 @@ def rows_of(data: FitData) -> MemoryRows:
 
 
 class BatchedRows:
-    """:class:`RowSource` that reads batches anew for every pass.
+    """A :class:`RowSource` that reads the batches again for every pass.
 
     Args:
         read: a function that returns the batches of this process.

@@ -72,7 +72,7 @@ class Scaling(Calibrator):
     grid_: CalibrationGrid
 
     def choose(self, grid: CalibrationGrid, *, n_samples: int, n_classes: int) -> Self:
-        """Take the optimum of a grid that is there already, in place of ``fit``, which would search it again.
+        """Uses the optimum of a grid that was already computed, in place of ``fit``, which would compute it again.
 
         Args:
             grid: holds the table of ``criterion``. The gammas and temperatures are the grid's, whatever the
@@ -109,7 +109,8 @@ class Scaling(Calibrator):
         to calibrated logits.
 
         Args:
-            fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
+            fused: the compiled operator; False computes in torch's own operators, for exporters that support only
+                these.
 
         Returns:
             The module, without parameters to train.

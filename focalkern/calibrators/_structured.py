@@ -60,9 +60,9 @@ class StructuredScaling(Calibrator):
         penalty: lambda.
         solver: who looks for T, W and b. ``"probmetrics"``: the library of the authors (the extra ``[probmetrics]``),
             in float32. ``"lbfgs"``: torch's L-BFGS, in float64, which also takes ``sample_weight`` and probabilities of
-            0. ``"auto"``: the former where it is installed and takes the rows, the latter elsewhere; ``solver_`` and
-            the saved file say which. Their NLLs agree to 1e-3. Name one solver if results must not depend
-            on what is installed.
+            0. ``"auto"``: probmetrics if it is installed and accepts the rows, else L-BFGS; ``solver_`` and the saved
+            file name the solver. Their NLLs agree to 1e-3. Name one solver if results must not depend on what is
+            installed.
         floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
             the true class has a probability above 0.
         input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
@@ -123,7 +123,8 @@ class StructuredScaling(Calibrator):
         to calibrated logits.
 
         Args:
-            fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
+            fused: the compiled operator; False computes in torch's own operators, for exporters that support only
+                these.
 
         Returns:
             The module, without parameters to train.

@@ -19,8 +19,8 @@ class StructuredLogProbs(ExactBuffers):
     .. math::
         \hat p = \text{softmax}(W x + b), \qquad x = \log\big((1 - \epsilon)\, \text{softmax}(z / T) + \epsilon / C\big)
 
-    over the classes that can occur, and, where there is one, the focal calibration map of W x + b in place of the
-    softmax. The weight and the bias are float64 buffers; ``module.half()`` does not round them.
+    over the possible classes. If a focal map was fitted, the focal calibration map of W x + b replaces the softmax. The
+    weight and the bias are float64 buffers; ``module.half()`` does not round them.
 
     Args:
         temperature: T > 0.
@@ -30,7 +30,7 @@ class StructuredLogProbs(ExactBuffers):
         focal: gamma and temperature of the focal map; (0, 1) is none.
         input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
         one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
-        fused: the compiled operator; False computes in torch's own operators, for exporters that know no others.
+        fused: the compiled operator; False computes in torch's own operators, for exporters that support only these.
 
     Source: Berta et al., AISTATS 2026 (arXiv 2511.03685).
     """

@@ -39,7 +39,7 @@ class Verdict:
     Attributes:
         use: what to use, with its parameters, and what it does to the figures.
         because: the evidence of the cross-validation.
-        costs: what it costs, or what another choice would gain and cost; empty where there is nothing to say.
+        costs: the cost of the choice, or gain and cost of another choice; empty if neither applies.
         warnings: reasons to check the choice before it is used, a sentence each.
         optimistic: whether the figures are of the rows that it was fitted on; ``str()`` begins with it.
         accepts: with ``accept_risk``, the confidence from which on predictions can be accepted, its coverage and risk.

@@ -48,15 +48,15 @@ def warn(name: str, words: Sequence[str]) -> None:
 
 
 def few_by_weight(of: FitData) -> list[str]:
-    """Whether the weights of many rows sum to few rows, where a fit depends on how many there are."""
+    """A warning if the weights sum to less than a tenth of the rows; for fits that depend on the number of rows."""
     if of.weight is None:
         return []
     total = float(of.weight.sum())
     if total >= 0.1 * len(of.input):
         return []
     return [
-        f"the sample weights sum to {total:g}, so that {len(of.input)} rows count as {total:g} (divide the weights by "
-        "their mean: a weight says how often its row counts)"
+        f"the sample weights sum to {total:g}, so the {len(of.input)} rows count as only {total:g} (divide the "
+        "weights by their mean: a row with weight w counts w times)"
     ]
 
 

@@ -1,4 +1,4 @@
-"""The calibration grid of rows that do not all count the same, cell by cell."""
+"""The calibration grid for rows with sample weights, computed cell by cell."""
 
 from collections.abc import Sequence
 

@@ -85,7 +85,7 @@ class _Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Not on ranks that write nothing: torchrun ends them while they wait for each other, outside Python."""
+    """Ranks that write nothing are excluded: torchrun ends them while they wait for each other, outside Python."""
     handler = signal.getsignal(signal.SIGTERM)
     of_main_thread = threading.current_thread() is threading.main_thread()
     if not of_main_thread or handler != signal.SIG_DFL or os.environ.get("RANK", "0") != "0":

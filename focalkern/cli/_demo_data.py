@@ -24,7 +24,7 @@ _BATCH = 32
 
 
 def demo_rows(seed: int = 0) -> dict[str, tuple[LogitSet, LogitSet, int]]:
-    """By the name of the loss, the logits of validation rows and of test rows, and how many rows the training had.
+    """Loss name -> logits of the validation rows and of the test rows, and the number of training rows.
 
     Args:
         seed: of the split into three equal parts and of the training.

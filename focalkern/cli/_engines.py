@@ -19,7 +19,7 @@ def engine(text: str) -> Iterator[Executor | None]:
             belongs to, or a new one on this machine).
 
     Raises:
-        InputError: another address; a package that is missing; nobody at the address.
+        InputError: an unknown address; a missing package; no server at the address.
     """
     kind, _, address = text.partition("://")
     if text == "local":

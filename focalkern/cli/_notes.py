@@ -1,4 +1,4 @@
-"""Printing of notes beside the figures of a command."""
+"""Prints the notes that accompany a command's results."""
 
 import re
 import textwrap

@@ -64,15 +64,15 @@ def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -
     parser.add_argument(
         "--logits-key",
         metavar="NAME",
-        help="the array of the logits or probabilities; of tables, a pattern for the columns of the classes: 'p_*'",
+        help="name of the array of logits or probabilities; in tables, a pattern for the columns of the classes: 'p_*'",
     )
-    parser.add_argument("--labels-key", metavar="NAME", help="the array, or the column, of the labels")
+    parser.add_argument("--labels-key", metavar="NAME", help="name of the array or column of labels")
     add_storage_options(parser)
     parser.add_argument(
         "--input-kind",
         choices=("logits", "probs"),
-        help="what the files hold; by default what the name of the array says, and logits where it "
-        "says nothing. Rows that are not negative and sum to 1 are refused as logits until it is said",
+        help="kind of the values in the files. By default the name of the array decides; other names mean logits. "
+        "Without this option, logits that look like probabilities (not negative, sum 1) are an error",
     )
 
 

@@ -1,9 +1,9 @@
 """The compiled module's functions in plain torch operations, which autograd differentiates to any order.
 
-Where no kernel fits, an operator calls the function of this package instead of the compiled one: names, arguments,
-results and errors are the same (:func:`focalkern.ops._backend.backend_for`). Where a kernel fits, its operator
-``*_composite`` is one of these functions too: the compiled module calls it through torch's dispatcher for derivatives
-of derivatives, torch.func transforms and forward-mode tangents.
+If no kernel supports the input, an operator calls the function of this package instead of the compiled one. Names,
+arguments, results and errors are the same (:func:`focalkern.ops._backend.backend_for`). The operators ``*_composite``
+are these functions, too. The compiled module calls them through torch's dispatcher for derivatives of derivatives,
+torch.func transforms and forward-mode tangents.
 """
 
 from focalkern.fallback._compile import compile_on, compiles_on
@@ -48,4 +48,4 @@ __all__ = [
 
 
 def empty_cache() -> None:
-    """Nothing is kept here."""
+    """Plain torch caches no memory."""

@@ -34,7 +34,7 @@ def calibration_error(confidence: Tensor, correct: Tensor, n_bins: int, estimato
 
 
 def _ordered(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Confidences in ascending order, ties by row, and whether each is correct, 0 or 1."""
+    """Confidences in ascending order (ties in the order of the rows), and for each 1 if it is correct, else 0."""
     if confidence.dtype != torch.float32 or confidence.device.type != "cpu":
         ordered, order = confidence.sort(dim=-1, stable=True)
         return ordered, correct.double()[order]

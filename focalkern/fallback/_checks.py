@@ -65,7 +65,7 @@ def autocasts(input: Tensor) -> bool:
 def values_may_be_read(tensor: Tensor) -> bool:
     """Whether an invalid value raises: on the CPU, and with FOCALKERN_VALIDATE=1 on other devices, too.
 
-    Never where there are no values to read: in compiled graphs, under torch.func, on the meta device.
+    Always False if values cannot be read: in compiled graphs, under torch.func, on the meta device.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or tensor.device.type == "meta":
         return False

@@ -107,8 +107,8 @@ def _bound(definition: Definition, values: list[Any]) -> Definition:
 
 
 def _form(definition: Definition, values: list[Any], number: int) -> Definition:
-    """Compiled, when it is called. torch.compile counts the forms of a code object and stops at eight: each has one of
-    its own."""
+    """Compiles the function at its first call. torch.compile stops after eight variants of one code object, so each
+    variant gets its own code object."""
     bound = _bound(definition, values)
     assert isinstance(bound, types.FunctionType)
     code = bound.__code__.replace(co_name=f"{definition.__name__}_{number}")

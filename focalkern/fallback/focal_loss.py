@@ -95,7 +95,7 @@ def promoted(input: Tensor, target: Tensor) -> tuple[Tensor, torch.dtype]:
 
 
 def check_range(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """A label out of range makes its row NaN where it cannot raise: nobody may have to wait for a device."""
+    """A label out of range makes its row NaN where raising would synchronise the device."""
     if target.is_floating_point() or not values_may_be_read(target):
         return
     label_range(op, target, classes, ignore_index)
@@ -253,7 +253,7 @@ def host_numbers(op: str, weight: object, ignore_index: Any, label_smoothing: An
     """``ignore_index`` and ``label_smoothing`` as numbers of the host.
 
     Raises:
-        TypeError: pybind11 would refuse one of the three; the operator then says which.
+        TypeError: pybind11 would reject one of the three; the operator's error names it.
     """
     try:
         # float() would read the number that a text writes.

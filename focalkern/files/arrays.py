@@ -166,7 +166,7 @@ def find_sets(
     logits_key: str | None = None,
     labels_key: str | None = None,
 ) -> dict[str, tuple[InputKind, str, str]]:
-    """By prefix, the kind of a set and the names of its arrays; at least one. With keys, of the one that they name."""
+    """Prefix -> kind of the set and names of its arrays; at least one set. With keys, of the one that they name."""
     sets: dict[str, tuple[InputKind, str, str]] = {}
     if logits_key is not None:
         labels_key = labels_key or "labels"

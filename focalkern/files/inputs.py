@@ -54,7 +54,7 @@ def open_unlabelled(
 ) -> dict[str, UnlabelledRows]:
     """The sets of one or several files, by the prefix of the array's name.
 
-    Labels that are there are not read. ``.npy``, ``.safetensors`` and ``.zarr`` are read a few rows at a time, the
+    Labels in the files are not read. ``.npy``, ``.safetensors`` and ``.zarr`` are read a few rows at a time, the
     others at once.
 
     Args:
@@ -121,7 +121,7 @@ def open_unlabelled(
 def _find(
     source: str, arrays: Mapping[str, Any], input_kind: InputKind | None, logits_key: str | None
 ) -> dict[str, tuple[InputKind, str]]:
-    """By prefix, kind and name of every array that is called logits or probs, or of the one that is named."""
+    """Prefix -> kind and name of each array called logits or probs, or of the array that the user named."""
     if list(arrays) == [BARE]:
         return {"": (_kind_of_file(source, input_kind), BARE)}
     if logits_key is not None:

@@ -79,7 +79,7 @@ def _rows_of_bytes(source: Url, first: int, shape: tuple[int, ...], itemsize: in
 
 
 def open_safetensors(source: str) -> dict[str, ArrayRows]:
-    """By name, the arrays of a .safetensors file.
+    """Name -> array of a .safetensors file.
 
     Raises:
         InputError: safetensors is not installed, or the file is damaged.
@@ -139,7 +139,7 @@ def _open_remote_safetensors(source: Url) -> dict[str, ArrayRows]:
 
 
 def open_zarr(source: str) -> dict[str, ArrayRows]:
-    """By name, the arrays of the top group of a zarr store.
+    """Name -> array in the top group of a zarr store.
 
     Raises:
         InputError: zarr is not installed, or the store is damaged.

@@ -121,8 +121,8 @@ def files_of(path: str) -> list[str]:
     """The files that a located path stands for, in the order of their names and numbers; itself, if it is one.
 
     A folder stands for the files in it that can be read, but a folder that is called .zarr or .parquet for itself, and
-    a pattern for what it matches, ``**`` for all folders below. An existing file is never a pattern. Of .npy files,
-    those of labels belong to others, where there are others. A name in a list that matches no file is kept.
+    a pattern for what it matches, ``**`` for all folders below. An existing file is never a pattern. .npy files of
+    labels are not listed if the list has other .npy files. A name in a list that matches no file is kept.
 
     Raises:
         InputError: a server that does not answer.
@@ -158,7 +158,7 @@ def matches(path: str) -> list[str]:
     A folder that is called .parquet stands for the .parquet files in it and below.
 
     Raises:
-        InputError: nothing is there.
+        InputError: the path does not exist.
     """
     if not is_several(path):
         check_file(path)
@@ -200,7 +200,8 @@ def _lines(name: str) -> list[str]:
 
 
 def _usable(names: Iterable[str]) -> list[str]:
-    """Of some files those that can be read: val-10 comes after val-9. Those of labels if there are no others."""
+    """The readable files among these, in natural order: val-10 comes after val-9. Files of labels only if no others
+    exist."""
     readable = sorted((name for name in names if _is_readable(name)), key=_numbers)
     return [name for name in readable if not _is_of_labels(name)] or readable
 
@@ -226,7 +227,8 @@ def exists(name: str) -> bool:
 
 
 def check_file(source: str, expected: str = "a file") -> None:
-    """Raises InputError unless there is a file, in a folder that may be looked into. Of a URL its reader says so."""
+    """Raises InputError unless there is a file, in a folder that may be looked into. For a URL its reader reports
+    this."""
     if is_url(source):
         return
     try:
@@ -240,7 +242,7 @@ def check_file(source: str, expected: str = "a file") -> None:
 
 
 def open_file(source: str) -> BinaryIO:
-    """A file to be read as a whole. Of a URL it is fetched at once."""
+    """A file to be read as a whole. A URL is fetched at once."""
     if is_url(source):
         return io.BytesIO(urls.contents(source if isinstance(source, Url) else Url(source)))
     try:
@@ -250,7 +252,7 @@ def open_file(source: str) -> BinaryIO:
 
 
 def size_of(name: str) -> int:
-    """Bytes of a file; 0 where nobody says so."""
+    """Bytes of a file; 0 if the size is unknown."""
     if isinstance(name, Url):
         return urls.size(name) or 0
     try:

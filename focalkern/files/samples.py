@@ -190,7 +190,7 @@ def check_options(op: str, input_kind: Any, path: Any = "", storage_options: Any
 def check_input_kind(
     source: str, input_name: str, kind: InputKind, input_kind: InputKind | None, input: Tensor
 ) -> None:
-    """Raises where ``input_kind`` is None and the logits look like probabilities."""
+    """Raises if ``input_kind`` is None and the logits look like probabilities."""
     if input_kind is None and kind == "logits" and looks_like_probs(input):
         raise InputError(
             f"{source}: {input_name}",

@@ -44,8 +44,8 @@ def from_frame(
     Args:
         frame: a column per class and one of labels. Columns that are numbers, or share a prefix and end in a number,
             are the classes in the order of the numbers; other names, in the order of the frame.
-        logits_key: which columns are the classes, with ``*`` and ``?``: ``"p_*"``. All but the labels by default, and
-            then a column that is none, such as an index, an id or a prediction, is an error.
+        logits_key: which columns are the classes, with ``*`` and ``?``: ``"p_*"``. By default all columns except the
+            labels; a column that is no class (an index, an id, a prediction) is then an error.
         labels_key: the column of the labels; ``label``, ``labels`` or ``target`` by default. Labels are class numbers,
             also as floats, or the names of the columns; any other names are the classes in alphabetical order, and all
             of them must occur.
@@ -75,7 +75,7 @@ def from_frame(
     names = list(frame.columns)
     columns = [np.asarray(frame[names[place]]) for place in table.classes.places]
     if any(column.ndim != 1 for column in columns):
-        raise InputError(f"{source}: expected every column once, found several of one name")
+        raise InputError(f"{source}: expected unique column names, found a name that repeats")
     return _set(table, columns, np.asarray(frame[names[table.label_place]]), input_kind)
 
 

@@ -42,10 +42,10 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         calibrator: anything with ``fit(logits, labels)`` and ``predict_proba(logits)``: labels are indices of classes,
             logits [N, C], or [N], of the second class, where the decision function of two classes is one number. With
             ``input_kind="probs"`` it is given ``predict_proba``. None is :class:`focalkern.TemperatureScaling`.
-        cv: folds: a number, a splitter, or an iterable of pairs of indices, as scikit-learn takes it. Of a number, no
-            more than the rarest class has rows, with a warning.
-        ensemble: keep the classifiers of the folds, each with a calibrator of its own, and average their probabilities,
-            in place of one classifier and one calibrator.
+        cv: folds: a number, a splitter, or an iterable of pairs of indices, as scikit-learn takes it. A number is
+            reduced to the rows of the rarest class, with a warning.
+        ensemble: keep the classifier and the calibrator of each fold and average their probabilities, in place of one
+            classifier and one calibrator.
 
     After ``fit`` there are ``classes_``, ``calibrated_`` (pairs of a classifier and its calibrator), without
     ``ensemble`` also ``estimator_`` and ``calibrator_``, and ``n_features_in_`` where the classifier has it.

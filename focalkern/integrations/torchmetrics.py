@@ -95,7 +95,7 @@ class CalibrationError(_FocalkernMetric):
         n_bins: M, at least 1.
         estimator: ``"equal_width"`` (constant memory), ``"equal_mass"`` or ``"equal_mass_interp"``.
         error: ``"expected"``, ``"maximum"``, ``"rms"`` or ``"debiased"`` (l2).
-        input_kind: ``"probs"`` or ``"logits"``; the softmax is taken of the latter.
+        input_kind: ``"probs"`` or ``"logits"``; logits go through a softmax.
         ignore_index: target of rows that are left out.
         **kwargs: of ``torchmetrics.Metric``.
 

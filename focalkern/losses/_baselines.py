@@ -24,8 +24,8 @@ class DualFocalLoss(Loss):
         weight: [C] class weights, floating point; None for equal weights.
         ignore_index: label whose samples count neither in the loss nor in the mean.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
-        label_smoothing: e in [0, 1]. ``L = -sum_i w_i t_i (1 - p_i + p_j(i))^gamma log p_i`` then, with
-            t = (1 - e) onehot + e / C, as in the focal loss: each class has a next lower one, and a factor of its own.
+        label_smoothing: e in [0, 1]. ``L = -sum_i w_i t_i (1 - p_i + p_j(i))^gamma log p_i`` then, with t = (1 - e)
+            onehot + e / C, as in the focal loss. Each class i has its own next lower probability p_j(i).
         detach_modulation: treat the factor before log p as a constant.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The losses that are the fused focal loss with a gamma of their own."""
+"""Losses that call the fused focal loss with their own gamma."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from focalkern.ops.softmax_losses import poly_focal_loss
 
 
 class FocalFamily(Loss):
-    """Losses that are a function of logits, target and gamma, with a gamma of their own."""
+    """Base of the losses that are a function of logits, target and their own gamma."""
 
     # The function, and the attributes that it takes in addition to gamma and the options of cross-entropy.
     _function: Callable[..., Tensor] = staticmethod(focal_loss)
@@ -125,7 +125,7 @@ class FocalLoss(FocalFamily):
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind or value, here; of the wrong shape, in the call. Values of
-            tensors that are not on the CPU are not looked at, because that would wait for the device.
+            tensors on other devices than the CPU are not checked, because that would synchronise the device.
 
     Source: Lin et al. 2017 (arXiv 1708.02002); Mukhoti et al. 2020 (arXiv 2002.09437).
 

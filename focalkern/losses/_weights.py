@@ -28,7 +28,7 @@ def class_balanced_weight(counts: Tensor | Sequence[float], beta: float = 0.999)
     Raises:
         TypeError: ``counts`` is no vector of numbers, ``beta`` no number.
         ValueError: a shape other than [C], a count that is negative or not finite, no count above 0, beta outside of
-            [0, 1]. Counts are looked at, which waits for their device.
+            [0, 1]. Checking the counts synchronises their device.
 
     Source: Cui et al., Class-Balanced Loss Based on Effective Number of Samples, CVPR 2019.
 

@@ -19,8 +19,8 @@ there                                                    here
 =======================================================  =============================================================
 torchmetrics ``MulticlassCalibrationError(C, norm="l1",  ``expected_calibration_error(p, y)``; ``norm="l2"`` is
 n_bins=15)``                                             ``rms_``, ``"max"`` is ``maximum_calibration_error``. Its
-                                                         bins are [lo, hi), a confidence of exactly 1 is a bin of its
-                                                         own, and all of it is float32.
+                                                         bins are [lo, hi), a confidence of exactly 1 has its own
+                                                         bin, and it computes in float32.
 netcal ``ECE(15).measure(p, y)``                         ``expected_calibration_error(p, y)``, ``MCE`` is
                                                          ``maximum_calibration_error``. Its bins are [lo, hi), the
                                                          last [lo, hi]. Two classes are measured on the second:
@@ -47,7 +47,7 @@ scikit-learn ``log_loss``, ``brier_score_loss``          ``nll`` (which does not
 Inputs are tensors (CPU or CUDA, any floating dtype) or anything that NumPy makes an array of. Where none is a tensor,
 the results are NumPy's too: arrays, and ``numpy.float64`` for a single figure. Sums run in float64. The rows are the
 last dimension but one of ``probs`` and the last of everything else; dimensions before that are a batch of independent
-sets (bootstrap replicates, say), and results have the batch's shape. Nothing here is differentiable.
+sets (bootstrap replicates, say), and results have the batch's shape. No metric is differentiable.
 
 Predictions of pixels are rows too: with ``target`` [N, d1, ...], ``probs`` are [N, C, d1, ...] and the metric is that
 of the flattened rows, to the bit, without those labelled ``ignore_index``. ``per="image"`` is the mean over the N

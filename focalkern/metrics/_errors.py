@@ -197,7 +197,7 @@ def debiased_calibration_error(
         \text{l1: } 2\,\text{ECE} - \sum_b \frac{|B_b|}{N} \, \mathbb E\,|\mathcal N(g_b, v_b / n_b)|
 
     Under ``"l2"`` the sum is an unbiased estimate of the squared RMSCE of infinitely many rows in the same bins; a bin
-    of one sample counts 0. Under ``"l1"`` it is an approximate correction of ECE: of the bias of a perfectly
+    of one sample contributes 0. Under ``"l1"`` it is an approximate correction of ECE: of the bias of a perfectly
     calibrated model it removes sqrt(2) - 1, about two fifths. It is not clipped at 0: a negative value says that the
     ECE is below the level of noise.
 

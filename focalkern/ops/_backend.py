@@ -1,6 +1,6 @@
 """Chooses between the compiled module and plain torch, and says why and which command mends that.
 
-The compiled module is used where one fits the torch, the Python and the device at hand. For another torch
+Operators use a compiled module that fits the installed torch, the Python and the device. For another torch
 :mod:`focalkern.stable` has the same kernels behind torch's stable ABI; everywhere else :mod:`focalkern.fallback`
 computes the same, on GPUs with the losses compiled by torch.compile. FOCALKERN_KERNELS=0 takes plain torch always,
 FOCALKERN_KERNELS=compile too, with the losses compiled on every device; FOCALKERN_KERNELS=require makes its use an
@@ -32,7 +32,7 @@ _ANOTHER_COPY = (
 
 
 class _DoesNotFitError(Exception):
-    """No compiled module fits this torch, Python or system; the message says which, and the remedy."""
+    """No compiled module fits this torch, Python or system; the message gives the reason and the remedy."""
 
 
 class _OtherSourcesError(_DoesNotFitError):
@@ -130,7 +130,7 @@ def _load() -> tuple[ModuleType, ModuleType]:
 
 
 def _load_stable() -> tuple[ModuleType, ModuleType, str]:
-    """The kernels behind torch's stable ABI, for a torch without a module of its own."""
+    """The kernels behind torch's stable ABI, for a torch release without its own module."""
     built_for = _built_for_module()
     names = ["_C_stable_cuda", "_C_stable"] if _same_cuda(built_for) else ["_C_stable"]
     paths = [path for path in (_PACKAGE / f"{name}.abi3.so" for name in names) if path.is_file()]

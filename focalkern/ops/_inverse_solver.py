@@ -136,7 +136,7 @@ def _inverse_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 class _Slopes(NamedTuple):
-    """Terms of the derivatives of a row. "Others" are the classes beside the top class that can occur."""
+    """Terms of the derivatives of a row. "Others" are the possible classes except the top class."""
 
     top: Tensor  # [..., 1] the top class
     others: Tensor  # [..., C] which classes are others

@@ -107,7 +107,7 @@ class _Transformable(torch.autograd.Function):
 
 
 class _RowLosses(_Transformable):
-    """Losses per row. The backward pass computes the logits anew."""
+    """Losses per row. The backward pass recomputes the logits."""
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:

@@ -1,12 +1,12 @@
-"""A linear layer with its logits a chunk of rows at a time: what :mod:`focalkern.ops.linear_focal_loss` and the loss
-over a split vocabulary share.
+"""A linear layer that computes its logits for a chunk of rows at a time. :mod:`focalkern.ops.linear_focal_loss` and the
+loss over a split vocabulary share it.
 
-    for rows, z in head.chunks():        z [rows, C] = input[rows] W^T + bias, in the one buffer there is
+    for rows, z in head.chunks():        z [rows, C] = input[rows] W^T + bias, always in the same buffer
         ...                              the caller overwrites z with dL/dz
-        head.accumulate(rows, z)         input's, W's and bias's gradients take it up
+        head.accumulate(rows, z)         adds to the gradients of input, W and bias
 
-The buffer is walked in blocks that stay in the cache (:func:`blocks`): a block's loss, its gradient and the copy of
-the gradient over the logits follow each other, so that beside the buffer only one block's gradient exists.
+The caller processes the buffer in blocks that stay in the cache (:func:`blocks`). For each block it computes the loss
+and the gradient, and copies the gradient over the logits. Only one block's gradient exists in addition to the buffer.
 """
 
 from collections.abc import Iterator

@@ -194,7 +194,7 @@ class RowStatistics(NamedTuple):
 def statistics(z: Tensor, split: Split) -> RowStatistics:
     """The two reductions, over the rows [n, C_r] of a chunk.
 
-    A logarithm is added to differences of logits only: beside a logit of 1e20 it would be rounded away.
+    Logarithms are added only to differences of logits, because adding them to a logit of 1e20 would round them away.
     """
     local = torch.ops.focalkern.vocab_slice_statistics if torch.compiler.is_compiling() else _statistics_of_slice
     top, log_rest, own = local(z, split.label, split.owned)

@@ -146,7 +146,7 @@ def binary_focal_calibration_map(
         logits: any shape, the logit of class 1 against class 0; float16, bfloat16, float32 or float64; a tensor, or an
             array. -inf is a class 1 that cannot occur.
         gamma: a number, or a floating-point tensor broadcastable to the shape of ``logits``; finite and > -1.
-        temperature: likewise; finite and > 0.
+        temperature: as gamma; finite and > 0.
         log_odds: return g(s) instead of the probability of class 1, sigma(g(s)).
 
     Returns:

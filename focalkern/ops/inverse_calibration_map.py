@@ -71,7 +71,7 @@ def inverse_focal_calibration_map(
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`focal_calibration_map`; also ValueError for a gamma < 0.
-            Values inside CUDA tensors are not looked at: such rows are NaN.
+            Values inside CUDA tensors are not checked; invalid rows give NaN.
 
     Source: the function r* of Charoenphakdee et al. 2021 (arXiv 2011.09172), inverted; Komisarenko and Kull, ECAI 2024
     (arXiv 2408.11598).

@@ -165,8 +165,8 @@ def linear_focal_loss(
         reduce_input_grad: sum the gradient of ``input`` over the ranks. False leaves each rank its part, for a caller
             that sums it elsewhere (sequence parallelism scatters it).
         z_loss: c >= 0: adds c lse^2 to the loss of each row, lse being the log-sum-exp of its logits, and
-            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). It needs no product and no
-            pass over the logits beside those of the loss.
+            2 c lse p_j to its gradient (the z-loss of PaLM, Liger's ``lse_square_scale``). It needs no matrix product
+            and no pass over the logits in addition to those of the loss.
         return_stats: return the :class:`LossStats` of the rows too. Labels only. Each chunk of logits is read once more
             for it, before its gradient takes its place.
 

@@ -9,9 +9,9 @@ def empty_cache() -> None:
     """Frees the memory that is kept on the CPU for the next gradient or mapped tensor.
 
     focalkern reuses the memory of freed results of 256 KiB or more for later results of about that size, because page
-    faults cost more time than the computation. Four blocks are kept at most, and no more in all than the environment
-    variable FOCALKERN_CACHE_MIB says, in MiB: 256 by default, 0 for none. It is read once, when the first such result
-    is computed; a larger result is never kept. Tensors in use are never touched.
+    faults cost more time than the computation. It keeps at most four blocks. The environment variable
+    FOCALKERN_CACHE_MIB limits their total size in MiB (256 by default; 0 keeps none). It is read once, when the first
+    such result is computed; a larger result is never kept. Tensors in use are never touched.
 
     Raises:
         ValueError: FOCALKERN_CACHE_MIB is no whole number of MiB; so does the first such result.

@@ -194,7 +194,7 @@ def _number(op: str, name: str, value: object) -> float:
 
 
 def element_parameter(op: str, name: str, value: object, high: float = math.inf) -> float | Tensor:
-    """A number that is at least 0, or a tensor, whose values are not looked at."""
+    """Checks that a number is at least 0; does not check the values of a tensor."""
     if isinstance(value, Tensor):
         return value
     if torch.compiler.is_compiling() and type(value) is float:

@@ -82,15 +82,15 @@ def spline_calibration_map(
     :math:`f(u) = \gamma\, \mathrm{softplus}(u) - \log(1 + \gamma\phi)`; :class:`SplineScaling` fits all of them.
 
     The computation is in float64 for every dtype of ``input``. The kernels give the same bits on every run, and for
-    every number of threads (but for the gradient of a matrix W, a product of torch).
+    every number of threads (except the gradient of a matrix W, which torch multiplies).
 
     Args:
         input: [..., C] logits, or probabilities with ``input_kind="probs"``; float16, bfloat16, float32 or float64, C
             >= 2; a tensor, or an array. A logit of -inf, or a probability of 0, counts as e / C in x, and its gradient
             is 0.
         temperature: T, a number or a 0-dim tensor; finite and > 0.
-        floor: e, likewise; between 0 and 1, both excluded.
-        slope: a, likewise; finite.
+        floor: e, as temperature; between 0 and 1, both excluded.
+        slope: a, as temperature; finite.
         knots: [m] floating point, 2 <= m <= 255; finite and ascending.
         values: [m] floating point, f at the knots.
         weight: W [C, C], or its diagonal [C]; None is 0.

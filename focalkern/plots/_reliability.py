@@ -244,7 +244,7 @@ def _reliability_panel(
 
 
 def _across(n_panels: int) -> int:
-    """Panels in a row: more than three beside each other are too small to read."""
+    """Panels in a row; more than three would be too small to read."""
     return {1: 1, 2: 2, 4: 2}.get(n_panels, 3)
 
 

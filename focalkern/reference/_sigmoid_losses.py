@@ -114,10 +114,10 @@ def sigmoid_focal_loss(
         input: logits of any shape.
         target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
         gamma: a number or a tensor that broadcasts to ``input``.
-        alpha: likewise, or None for no such factor.
+        alpha: as gamma, or None for no such factor.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
         weight: broadcasts to ``input``.
-        ignore_index: label whose elements count nothing.
+        ignore_index: rows with this label have loss 0 and do not count in the mean.
 
     Returns:
         The loss, in ``input``'s dtype, float32 under autocast.
@@ -171,10 +171,10 @@ def asymmetric_loss(
         target: the same shape, in [0, 1]; or integer labels without the class dimension, the last one background.
         gamma_negative: the exponent of negatives, a number or a tensor that broadcasts to ``input``.
         gamma_positive: that of positives.
-        margin: in [0, 1); negatives with p below it count nothing.
+        margin: in [0, 1); negatives with p below it have loss 0.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
         weight: broadcasts to ``input``.
-        ignore_index: label whose elements count nothing.
+        ignore_index: rows with this label have loss 0 and do not count in the mean.
 
     Returns:
         The loss, in ``input``'s dtype, float32 under autocast.
@@ -225,7 +225,7 @@ def quality_focal_loss(
         beta: the exponent, a number or a tensor that broadcasts to ``input``.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the elements that are not ignored.
         weight: broadcasts to ``input``.
-        ignore_index: label whose elements count nothing.
+        ignore_index: rows with this label have loss 0 and do not count in the mean.
 
     Returns:
         The loss, in ``input``'s dtype, float32 under autocast.

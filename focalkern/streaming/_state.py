@@ -34,8 +34,8 @@ class CalibrationGridState:
 
     Memory does not depend on the number of samples. For the Gg Gt cells it is 8 bytes per cell for each of ``nll`` and
     ``brier``, and 24 bytes per cell and bucket for ``ece`` and ``mce``: for the 4500 cells of the paper's grid,
-    1.6 MB with ``"equal_width"`` and 15 bins, 111 MB with the 1024 buckets of the others. An update needs scratch
-    memory of about 16 MB besides, per thread 128 bytes per class, and 5 bytes per row of the batch. Pickled, as engines
+    1.6 MB with ``"equal_width"`` and 15 bins, 111 MB with the 1024 buckets of the others. An update also needs about 16
+    MB of scratch memory, 128 bytes per class and thread, and 5 bytes per row of the batch. Pickled, as engines
     send it, a state has only the buckets that hold samples, compressed without loss: about a fifth of its memory.
 
     Args:
@@ -169,14 +169,14 @@ class CalibrationGridState:
         Counts add up exactly; float64 sums in any order to 1e-15 relative.
 
         Args:
-            other: a state for the same grid, criteria, bins and kind of input; on any device. It stays as it is.
+            other: a state for the same grid, criteria, bins and kind of input; on any device. It is not changed.
 
         Returns:
             The state itself.
 
         Raises:
             TypeError: no CalibrationGridState.
-            ValueError: a state of something else, naming the first difference. Nothing is added then.
+            ValueError: a state of something else, naming the first difference. In this case the state stays unchanged.
 
         Example:
             >>> one, other = (fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0]) for _ in range(2))
@@ -282,7 +282,7 @@ class CalibrationGridState:
     def error_bound(self, criterion: str) -> Tensor:
         """The largest error of :meth:`compute` against all rows at once, apart from rounding.
 
-        Zero but for ``ece`` and ``mce`` of an equal-mass estimator without ``exact=True``.
+        Zero, except for ``ece`` and ``mce`` of an equal-mass estimator without ``exact=True``.
 
         Args:
             criterion: one of ``criteria``.
@@ -344,8 +344,8 @@ class CalibrationGridState:
             The state itself.
 
         Raises:
-            ValueError: not such a dictionary, of a later format, or of a state for something else. Nothing has
-                changed then.
+            ValueError: not such a dictionary, of a later format, or of a state for something else. In this case the
+                state stays unchanged.
 
         Example:
             >>> state, other = (fk.CalibrationGridState(gammas=[0.0], temperatures=[1.0, 3.0]) for _ in range(2))

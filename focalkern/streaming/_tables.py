@@ -22,7 +22,7 @@ _SLACK = 1e-6
 class _CellBins:
     """The bins of some cells, by their M + 1 cuts: how many samples lie below, and their sum of confidence - correct.
 
-    Both are known within limits where a cut falls into a bucket of the sketch.
+    If a bin edge falls into a bucket of the sketch, both are known only within bounds.
     """
 
     def __init__(self, rank: Tensor, most: Tensor, value: Tensor, low: Tensor, high: Tensor, n_samples: int) -> None:

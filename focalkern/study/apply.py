@@ -57,7 +57,7 @@ def apply_calibrator(
 
     Raises:
         InputError: files that cannot be used, or that do not fit the calibrator.
-        ValueError: ``calibrator`` is none.
+        ValueError: ``calibrator`` is not a calibrator.
 
     Example:
         >>> labels = torch.arange(30) % 3
@@ -111,7 +111,8 @@ def _together(fitted: Calibrator, rows: UnlabelledRows) -> Tensor:
 
 
 def _stream(fitted: Calibrator, rows: UnlabelledRows, out: Path) -> None:
-    """A few rows at a time. Not into a mapped file, where a full disk ends the process without a word."""
+    """A few rows at a time. Not written through a mapped file, because a full disk would then kill the process without
+    a message."""
     with opened_atomically(out) as stream:
         begun = False
         for probs in _batches(fitted, rows):

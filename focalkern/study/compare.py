@@ -92,8 +92,7 @@ def compare_calibrators(
         estimator: of the ECE in the verdict: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``.
         n_bins: of every ECE.
         folds: of the cross-validation, at least 2.
-        resamples: of the bootstrap for the intervals; 0 for none. By default 200, and none where that would take
-            minutes.
+        resamples: of the bootstrap for the intervals; 0 for none. By default 200, or none if that would take minutes.
         seed: of the folds and of the resamples.
         input_kind: ``"logits"`` or ``"probs"``: what the pairs hold. Unless it is said, logits that look like
             probabilities are refused.
@@ -197,7 +196,7 @@ def run_study(
 
     Args:
         validation: samples to fit and to choose by.
-        test: samples to score; ``validation`` itself if there are no others.
+        test: samples to score; ``validation`` itself without a test set.
         gammas, temperatures: the grid; of equal cells the first wins.
         method: ``"auto"``, or ``"temperature"``, ``"focal-temperature"`` or ``"histogram"``.
         candidates, keep_predictions, folds: of the cross-validation of ``"auto"``; see

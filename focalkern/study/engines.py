@@ -28,7 +28,8 @@ def run_tasks(
 ) -> None:
     """Call ``function(task, attempt)`` for every task and yield its results.
 
-    A task is lost if its future raises, because its worker died or a worker beside it did. Every part of a lost task is
+    A task is lost if its future raises, because its worker or another worker of the pool died. Every part of a lost
+    task is
     tried once more, alone, after all others: a part that is lost again is the cause.
 
     Args:
@@ -104,7 +105,7 @@ def _reason(error: BaseException | None) -> str:
 
 
 class LocalPool(Executor):
-    """Processes of this machine, as :class:`concurrent.futures.ProcessPoolExecutor` has them, but for two things.
+    """Processes of this machine, as in :class:`concurrent.futures.ProcessPoolExecutor`, with two differences.
 
     A pool with a dead worker is replaced by the next ``submit``. The workers ignore Ctrl-C, which a terminal sends to
     all processes of a command: only this process handles it.

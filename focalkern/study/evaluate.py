@@ -84,7 +84,7 @@ def evaluate_rows(
 
     Raises:
         InputError: the calibrator cannot be applied to these rows.
-        TypeError: ``given`` is no set, ``calibrator`` is none.
+        TypeError: ``given`` is not a set of samples, or ``calibrator`` is not a calibrator.
 
     Example:
         >>> np.savez("logits.npz", logits=4 * np.eye(3)[[0, 1, 2, 0]], labels=[0, 1, 2, 1])

@@ -46,7 +46,7 @@ class GridSearch:
     folds_of_rows: FoldOf
 
     def bound_of(self, gamma: float, temperature: float) -> float:
-        """Error bound of one ECE; 0 beside the grid, where other searches compute exact ECEs."""
+        """Error bound of one ECE; 0 outside the grid, where other searches compute exact ECEs."""
         gammas, temperatures = self.grid.gammas.tolist(), self.grid.temperatures.tolist()
         if gamma not in gammas or temperature not in temperatures:
             return 0.0
@@ -99,7 +99,7 @@ def search_grid(
 def scalings_of_grid(
     grid: CalibrationGrid, gammas: Sequence[float], criterion: Criterion, samples: Samples
 ) -> dict[str, Scaling | None]:
-    """By method, the scaling with the lowest criterion in the grid; None if the criterion is finite nowhere.
+    """Method -> scaling with the lowest criterion in the grid; None if the criterion is finite nowhere.
 
     Temperature scaling takes the row gamma = 0 of the grid, focal temperature scaling the rows of ``gammas``.
     """

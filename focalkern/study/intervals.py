@@ -56,7 +56,7 @@ def bootstrap_intervals(
 
 
 def baselines_of(results: Sequence[CalibratorResult]) -> tuple[int | None, ...]:
-    """By result, the index of the result it is compared with."""
+    """For each result, the index of the result it is compared with."""
     places = {(one.method, one.criterion, one.search, one.binning is None): i for i, one in enumerate(results)}
     temperature_scaling: dict[str | None, int] = {}
     for i, one in enumerate(results):

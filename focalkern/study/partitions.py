@@ -66,15 +66,15 @@ def share_rows(
     """The rows of this process as its share of a set: the whole comparison on the workers of any engine.
 
     Every process calls it with its own rows (a partition of dask, Ray or Spark) and then
-    :func:`focalkern.compare_calibrators` with the result. A pass over the rows is one sum over the processes, which
-    gloo takes; no row leaves its process but for the top probabilities of up to 524,288 test rows. The processes run at
-    the same time and wait for each other in each of the passes, about 100.
+    :func:`focalkern.compare_calibrators` with the result. Each pass over the rows ends with one gloo sum over the
+    processes. Rows do not leave their process, except the top probabilities of up to 524,288 test rows. The processes
+    run at the same time and wait for each other in each of the passes, about 100.
 
     The rows are numbered in the order of the ranks; the folds are by these numbers. The verdict, the calibrator and the
     scores are those of one process with all rows, sums to 1e-12. The study of rank 0 has the results.
 
     Args:
-        logits: [n, C] of this process, also none ([0, C]).
+        logits: [n, C], the rows of this process; n may be 0.
         labels: [n] class numbers.
         processes: :class:`Processes`, the same group for every set.
         input_kind: ``"logits"`` or ``"probs"``.

@@ -19,7 +19,7 @@ def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tupl
 
     Args:
         comparison: its intervals and scores are there.
-        intervals_expected: whether missing intervals need a remark: nobody has asked for none.
+        intervals_expected: whether missing intervals need a remark, because the user did not disable them.
     """
     validation, test = comparison.validation, comparison.test
     found = [*remarks_on_samples(validation)]
@@ -166,7 +166,7 @@ def remarks_on_bins(result: CalibratorResult, samples: LogitSet) -> list[str]:
     if math.isinf(result.test["nll"]) and bool((result.binning.values_ % 1 == 0).any()):
         found.append(
             f"{result.label}: a bin in which all validation rows were right (or all wrong) leaves a probability of 0, "
-            "and a row that contradicts it makes the NLL infinite. Fewer bins (n_bins=5) may mend it."
+            "and a row that contradicts it makes the NLL infinite. Use fewer bins (n_bins=5)."
         )
     return found
 

@@ -68,7 +68,7 @@ class CalibratorResult:
 
     @property
     def is_scaling(self) -> bool:
-        """Whether a scaling is all of the calibrator; also where there is no calibrator."""
+        """Whether the calibrator is only a scaling; True without a calibrator."""
         return self.calibrator is self.scaling
 
     @property
@@ -119,7 +119,7 @@ class CalibratorResult:
 
 
 def at_bound(result: CalibratorResult) -> dict[str, str]:
-    """By parameter, `` (at the bound)`` if the optimum is at the end of the search."""
+    """Parameter -> `` (at the bound)`` if the optimum is at a bound of the search."""
     border = () if result.scaling is None else result.scaling.at_border_
     return {
         name: " (at the bound)" if any(words.startswith(f"{name} = ") for words in border) else ""
@@ -197,7 +197,7 @@ class Comparison:
     """Calibrators fitted on validation samples and scored on test samples.
 
     Attributes:
-        validation, test: the samples; the same object when there are no others.
+        validation, test: the samples; the same object without a test set.
         search: the scores of every (gamma, T) searched, on the validation samples, with their error bounds.
         results: the rows of the table; the first is no calibration.
         chosen: the one of ``results`` to use; None where its criterion is finite nowhere.

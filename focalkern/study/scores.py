@@ -80,7 +80,7 @@ def score(samples: Samples, calibrators: Sequence[Any], n_bins: int) -> list["Sc
 def confidences(samples: Samples, calibrator: Any, n_bins: int) -> tuple[Tensor, Tensor]:
     """[N] float64 top probabilities, and [N] bool whether the predicted class is right.
 
-    Of samples in files they are those of :func:`score`: on rank 0, and empty if there are too many samples.
+    For samples in files they come from :func:`score`: on rank 0 only, and empty for too many samples.
     """
     if samples.memory is None:
         (found,) = score(samples, [calibrator], n_bins)
@@ -111,7 +111,7 @@ def identity(samples: Samples, n_bins: int) -> TemperatureScaling:
 
 
 def facts(samples: Samples) -> Facts:
-    """Counts over the samples: those of an earlier pass, or of a pass of their own."""
+    """Counts over the samples, from an earlier pass or from an additional one."""
     if samples.facts is None:
         counts = _Counts(samples)
         for _, input, target, _ in samples.batches("count"):

@@ -63,7 +63,7 @@ def sweep(
             line. All of them may be URLs that fsspec opens: ``"s3://bucket/runs/*.npz"``.
         folder: for ``sweep.csv``, ``sweep.json``, ``sweep.html`` and, with pyarrow, ``sweep.parquet``, and for the
             result of every file as soon as it is computed: a later sweep of the same files continues from there.
-            Nothing is written when None.
+            None writes no files.
         jobs: processes on this machine.
         executor: any :class:`concurrent.futures.Executor` in place of ``jobs``: dask's ``Client.get_executor()``,
             loky, ``mpi4py.futures.MPIPoolExecutor``, :class:`focalkern.integrations.ray.RayExecutor`. Its workers must
@@ -78,7 +78,7 @@ def sweep(
         A :class:`focalkern.Sweep`. A file that cannot be used, or that ends its worker, is in ``failed``.
 
     Raises:
-        TypeError, ValueError: an option that does not fit; files that are no list of paths; ``jobs`` beside
+        TypeError, ValueError: an option that does not fit; files that are no list of paths; both ``jobs`` and
             ``executor``.
         InputError: a list that cannot be read.
         OSError: the folder cannot be written; worker processes do not start.
@@ -290,7 +290,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _record(name: str, settings: Mapping[str, Any], words: Callable[[Exception], str]) -> dict[str, Any]:
-    """The result of one file, or why there is none."""
+    """The result of one file, or the error."""
     record = {"path": name, "error": None, "criterion": settings["criterion"]}
     reader = {key: value for key, value in settings.items() if key not in _STUDY}
     study_options = {key: settings[key] for key in _STUDY}

@@ -23,7 +23,7 @@ __all__ = ["accept_rows", "judge"]
 
 
 def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verdict:
-    """The recommendation, its reason and its cost, and which of its predictions can be accepted."""
+    """The recommendation, its reason and its cost, and the confidence above which to accept its predictions."""
     results, chosen, criterion = comparison.results, comparison.chosen, comparison.criterion
     cross_validation = comparison.cross_validation
     if chosen is None or chosen.test is None:

@@ -133,7 +133,7 @@ def test_the_optimum_does_not_know_the_scale_of_the_weights(scale):
 def test_weights_that_make_many_rows_few_are_said(calibrator):
     logits, target = sample()
     fitted = copy(calibrator).fit(logits, target, torch.full((150,), 1 / 150))
-    assert any("sum to 1, so that 150 rows count as 1 (divide" in words for words in fitted.warnings_)
+    assert any("sum to 1, so the 150 rows count as only 1 (divide" in words for words in fitted.warnings_)
     assert not any("weights" in words for words in copy(calibrator).fit(logits, target, torch.arange(150)).warnings_)
 
 

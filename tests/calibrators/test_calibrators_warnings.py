@@ -98,7 +98,7 @@ def test_a_wider_grid_holds_the_cells_it_began_with():
     assert_close(table[:2], narrow.grid_.tables["nll"][0])
     assert len(temperatures) == len(table) == len(set(temperatures.tolist())) == wide.n_cells_
     assert wide.best_value_ == float(table.min())
-    # Downwards too, and only as far as needed.
+    # It also widens downwards, and only as far as needed.
     low = TemperatureScaling(temperatures=[4.0, 5.0], widen=True).fit(*rows)
     assert low.temperature_ == pytest.approx(wide.temperature_, rel=0.02)
     assert float(low.grid_.temperatures.min()) == pytest.approx(2.0)

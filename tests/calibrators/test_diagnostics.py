@@ -82,7 +82,7 @@ def test_sets_with_rows_in_common():
     assert pair_problems(one[0].double(), one[1], *mixed)  # in another dtype
     few = torch.cat([two[0], one[0][:10]]), torch.cat([two[1], one[1][:10]])
     assert pair_problems(*one, *few) == []
-    # A tree has few distinct rows, and finds them everywhere.
+    # A tree gives few distinct rows, so both sets hold the same ones without sharing samples.
     assert pair_problems(Z[:500].sign(), Y[:500], Z[500:].sign(), Y[500:]) == []
     assert pair_problems(*one, Z[:500, :3], Y[:500]) == pair_problems(*one, Z[:0], Y[:0]) == []
 

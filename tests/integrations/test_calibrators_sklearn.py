@@ -36,7 +36,7 @@ def test_cross_val_predict_and_a_pipeline(calibrator, named):
     probs = selection.cross_val_predict(calibrator, logits, y, cv=3, method="predict_proba")
     assert probs.shape == (300, 3)
     assert probs.sum(1) == pytest.approx(np.ones(300))
-    # Each row by the calibrator of the folds that it is not in.
+    # The calibrator of the other folds predicts each row.
     train, test = next(iter(selection.StratifiedKFold(3).split(logits, y)))
     alone = base.clone(calibrator).fit(logits[train], y[train])
     assert np.array_equal(probs[test], alone.predict_proba(logits[test]))

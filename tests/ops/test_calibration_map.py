@@ -36,7 +36,7 @@ def check_against_reference(function, reference_function, inputs, dtype=None, **
     for a, e, source in zip(grads, exact, tensors, strict=True):
         assert a.dtype == source.dtype
         assert a.shape == source.shape
-        # Gradients are sums over classes, and over rows, of terms of either sign: accurate beside the largest of them.
+        # Gradients are sums of terms of both signs; their error is relative to the largest term.
         scale = max(1.0, e.abs().max().item(), upstream.double().square().sum().sqrt().item()) if e.numel() else 1.0
         assert_close(a.double() / scale, e / scale, dtype)
 

@@ -104,7 +104,7 @@ def test_narrow_dtypes_against_float64(device, dtype, reduction):
     found = fk.linear_focal_loss(x, w, target, linear_bias=b, reduction=reduction, chunk_rows=4)
     expected = pair(exact[0], exact[1], target, linear_bias=exact[2], reduction=reduction)
     assert found.dtype == dtype
-    # Logits and their gradients are rounded to the dtype: a few of its roundings, and sums over D or C of them.
+    # Logits and their gradients are rounded to the dtype, and then summed over D or C: a few rounding errors.
     tolerance = 20 * (TOLERANCE[dtype][0] if dtype != torch.float32 else 2.0**-23)
     for actual, wanted in zip(
         (found, *derivatives(found, (x, w, b))), (expected, *derivatives(expected, exact)), strict=True

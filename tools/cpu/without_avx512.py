@@ -1,9 +1,9 @@
-"""A copy of focalkern that takes the processor for one without AVX-512: python -m tools.cpu.without_avx512 FOLDER
+"""Copies focalkern and makes the copy believe that the CPU has no AVX-512: python -m tools.cpu.without_avx512 FOLDER
 
     PYTHONPATH=FOLDER:tests python tests/random_cases.py --count 1000     the kernels in vectors of 32 bytes
 
-The compiled module asks the processor what it has when it is loaded, in a function of gcc's. The copy has another
-number in the place of the registers that the system must save for AVX-512, which no system reports.
+When the compiled module is loaded, a function of gcc asks the CPU for its features. AVX-512 counts as available only if
+the system saves certain registers. The copy compares them with a number that no system reports.
 """
 
 import argparse
@@ -18,7 +18,8 @@ ANSWERED_NO = bytes.fromhex("81e2e600000081fae7000000")
 
 
 def copy_without_avx512(folder: Path) -> Path:
-    """The package in ``folder``; ValueError if its module asks in another way."""
+    """Copies the package into ``folder``; raises ValueError if the module does not hold the expected comparison
+    once."""
     target = folder / "focalkern"
     shutil.copytree(ROOT / "focalkern", target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     (module,) = target.glob("_C.*.so")

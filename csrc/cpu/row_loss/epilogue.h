@@ -114,7 +114,7 @@ void look_up_gamma_of_log(const Real* log_p, int64_t n, const Real* edges, const
   }
 }
 
-// The numbers of a row, without logarithms and squares.
+// Fills the fields of RowNumbers that need no logarithm and no square.
 template <typename Loss, typename Real>
 FK_HOST_DEVICE RowNumbers<Real> numbers_of(const Tile<Real>& tile, int64_t r, Real epsilon, bool detached) {
   RowNumbers<Real> row;

@@ -3,11 +3,11 @@
 //   t = (1 - e) target + e / C,   dL/dz_j = p_j A - a_j,  A = sum_i a_i,  a_i = -p_i dL/dp_i
 //   focal: L = -sum_i w_i t_i f(p_i) log p_i,  a = w t c(p)
 //
-// Forward, a row is read three times while it is in a cache: for its largest logit, for the sum of exponentials beside
-// it, and for the terms of its classes. saved [3 or 4, rows] = (m, rest, others): the largest logit, the sum of e^(z_j
-// - m) over all other classes, and the sum of a_j over all classes but one above kUnlikely. With that the backward pass
-// reads a row once and writes its gradient. Vectors run along the classes of rows or, where classes are few or rows
-// adjacent, across rows (soft_targets_across.h). Half-precision logits are first copied to float.
+// The forward pass reads a row three times while it is in a cache: for the largest logit m, for the sum of
+// exponentials, and for the terms of the classes. It saves [3 or 4, rows] = (m, rest, others): rest is the sum of
+// e^(z_j - m) over all classes but the largest, and others the sum of a_j over all classes except one above kUnlikely.
+// The backward pass then reads a row once and writes its gradient. Vectors run along the classes of a row, or across
+// rows if classes are few or rows adjacent (soft_targets_across.h). Half-precision logits are first copied to float.
 #pragma once
 
 #include <algorithm>

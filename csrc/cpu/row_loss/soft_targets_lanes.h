@@ -165,7 +165,7 @@ struct AnyGammas {
 template <typename Loss>
 constexpr bool kLabelApart = Loss::kTarget == SoftTarget::kRows;
 
-// Sets some lanes to 0 by a bit mask: for two selections in a row gcc makes one for each lane.
+// Sets the masked lanes to 0 by a bit operation, because gcc turns two consecutive selections into scalar code.
 template <typename Mask, typename Reals>
 FK_HOST_DEVICE Reals without(const Mask& mask, const Reals& x) {
   return lanes_cast<Reals>(lanes_cast<Mask>(x) & ~mask);

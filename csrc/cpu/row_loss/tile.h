@@ -65,7 +65,7 @@ struct alignas(64) Tile {
   Real log_base[kTileRows];
   bool is_plain;      // every row counts with weight 1
   bool ever_inverse;  // a gamma may be negative or NaN
-  // kExpZero in each lane, hidden from the compiler: for a constant gcc makes no maximum instruction.
+  // kExpZero in each lane, stored here because gcc emits no max instruction for a compile-time constant.
   Real exp_zero[16];
 
   Tile() { std::fill_n(exp_zero, 16, kExpZero<Real>); }

@@ -66,7 +66,7 @@ def to_json(comparison: JudgedComparison, *, more: dict[str, Any] | None = None)
 
 
 def _accept_to_json(comparison: JudgedComparison) -> dict[str, Any]:
-    """Nothing where it was not asked for; a threshold that no row reaches is None."""
+    """Empty if it was not requested; a threshold that no row reaches is None."""
     if comparison.accept is None:
         return {}
     return {"accept": finite_or_none(vars(comparison.accept))}

@@ -38,7 +38,7 @@ _COLUMNS = [
 
 
 def names_of(paths: Iterable[str]) -> dict[str, str]:
-    """By path, its name without folder and suffix; with a digest of the path if several have the same name."""
+    """Path -> file name without folder and suffix, with a digest of the path if several names are equal."""
     stems = {path: Path(path).stem for path in paths}
     count = Counter(stems.values())
     return {path: stem if count[stem] == 1 else f"{stem}-{_digest(path)}" for path, stem in stems.items()}

@@ -188,7 +188,7 @@ def describe(comparison: Comparison) -> str:
 
 
 def describe_search(comparison: Comparison) -> str:
-    """The grid, and the searches besides it, in sentences."""
+    """Sentences about the grid and the other searches."""
     grid = comparison.grid
     gammas = ", ".join(f"{gamma:g}" for gamma in grid.gammas.tolist())
     low, high = float(grid.temperatures.min()), float(grid.temperatures.max())

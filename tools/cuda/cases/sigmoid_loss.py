@@ -213,8 +213,9 @@ def test_sigmoid_loss_of_labels_in_rows(library, shape):
                                ignore_index=255 if kind == torch.uint8 else -100)  # fmt: skip
 
 
-# A thread has some classes of a vector of pixels: fewer and more of them than it takes, several vectors for a thread of
-# the small grid, and one image without its dimension. 28 pixels are no whole vectors of 16 bits: the other kernels.
+# A thread computes some classes of a vector of pixels. The shapes have fewer and more classes than a thread takes,
+# several vectors per thread of the small grid, and one image. 28 pixels fill no whole vectors of 16 bits, so they take
+# the other kernels.
 @pytest.mark.parametrize("shape", [(2, 5, 24), (3, 19, 40), (1, 8, 3208), (2, 1, 8), (2, 17, 28)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sigmoid_loss_of_labels_of_pixels(library, dtype, shape):

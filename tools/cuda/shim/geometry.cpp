@@ -43,8 +43,8 @@ bool takes_each_row_once(int64_t rows, int64_t rows_at_once, int64_t grid) {
   return true;
 }
 
-// Every row in exactly one tile, tiles and partial results within what a block has, and few enough blocks. Returns
-// what is broken, or null.
+// Checks a plan: every row lies in exactly one tile, tiles and partial results fit a block, the grid is not too large.
+// Returns the broken rule, or null.
 const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_end, int class_outermost, int pairs) {
   using namespace cuda;
   const RowPlan plan = plan_rows(rows, classes, bytes, end_to_end != 0, class_outermost != 0, pairs != 0);
