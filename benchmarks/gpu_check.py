@@ -1,7 +1,7 @@
-"""Proves and measures the CUDA kernels on the GPU at hand: python -m benchmarks.gpu_check --out DIR
+"""Tests and times the CUDA kernels on the GPU of this machine: python -m benchmarks.gpu_check --out DIR
 
 Builds the module for this GPU, runs the tests on it, runs compute-sanitizer over a part of them, checks determinism,
-graph capture and that nothing waits for the device, then measures. Every stage runs in its own process, so that a
+graph capture and the absence of synchronisation, then takes timings. Every stage runs in its own process, so that a
 failure, a crash or a hang in one does not affect the others. DIR gets gpu_check.json, summary.md, gpu_check.csv
 (timings), kernel_resources.csv and log.txt. The exit code is 0 if every stage passed, 1 if one failed, 3 without a GPU.
 """
@@ -263,7 +263,7 @@ def sanitizer(arguments: argparse.Namespace) -> Result:
         return {"status": "skipped", "summary": "compute-sanitizer is not on PATH"}
     # PyTorch's caching allocator would hide reads beyond an allocation inside a block that it keeps.
     settings = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    # Of torch's kernels only the writes count; initcheck must see them.
+    # initcheck must see the writes of torch's kernels, but does not check these kernels themselves.
     own = ["--kernel-name", "kernel_substring=focalkern"]
     options = {"memcheck": [*own, "--report-api-errors", "no"], "racecheck": own, "initcheck": []}
     running = {}
@@ -371,7 +371,7 @@ def run_stage(name: str, arguments: argparse.Namespace, end: float, later: Seque
     with (arguments.out / "log.txt").open("a") as log:
         log.write(f"\n==== {name}\n")
         log.flush()
-        # A session of its own, so that what the stage has started is stopped with it.
+        # A new session, so that all processes that the stage started stop with it.
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             ended = f"ended with {process.wait(limit)}; see log.txt"
@@ -411,7 +411,7 @@ def summary(document: Result, out: Path) -> str:
             lines += ["", f"{stage['stage']}:", "", *(f"* `{failure[:200]}`" for failure in failures[:40])]
     csv_file = out / "gpu_check.csv"
     if csv_file.exists():
-        with contextlib.suppress(ImportError):  # without the module there are no new timings either
+        with contextlib.suppress(ImportError):  # without the module no new timings exist
             from benchmarks.speed import gpu as bench_gpu
 
             counted = ROOT / "benchmarks/results/kernel_counts.csv"

@@ -159,8 +159,8 @@ def time_in_turns(providers: list[Provider], *, seconds: float, max_repeats: int
 def keep_freed_memory() -> None:
     """Makes glibc's allocator keep freed memory until the process ends, as other allocators do.
 
-    By default it gives large tensors back to the system at once or in the next call, depending on what lies beside
-    them, and the page faults of the next ones can take longer than computing them.
+    By default it may return the memory of large tensors to the system. The page faults of the next tensors can then
+    take longer than the computation.
     """
     m_trim_threshold, m_mmap_max = -1, -4
     libc = ctypes.CDLL("libc.so.6")

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/torchtitan_focal.py --way group    # FSDP2 on 2 x tensor parallel on 2
 
 torchtitan calls a loss with logits [T, V] and labels [T], wants the sum over the tokens of the process, and divides by
-the tokens of all processes. Its logits are a DTensor, or the plain slice of this process beside a process group.
+the tokens of all processes. Its logits are a DTensor, or the plain slice of this process, with a process group.
 """
 
 import argparse

@@ -91,8 +91,8 @@ class GammaTable:
 
     @classmethod
     def _unchecked(cls, edges: Tensor, gammas: Tensor) -> "GammaTable":
-        """A table over tensors that were checked before, such as a module's buffers: no look at their values, which
-        would wait for the device and end a compiled graph at every step of a training loop."""
+        """A table over tensors that were checked before, such as a module's buffers. It does not check their values,
+        because that would synchronise the device and break the compiled graph at every training step."""
         table = object.__new__(cls)
         table.edges = edges
         table.gammas = gammas

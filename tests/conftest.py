@@ -106,9 +106,9 @@ def peer(name: str) -> Any:
 def import_torchvision_beside_any_torch() -> torch.library.Library | None:
     """Lets the Python part of torchvision be imported where its compiled part was built for another torch.
 
-    PyPI's torchvision is a CUDA build. Its library does not load beside a CPU build of torch, and then the import of
-    torchvision, and of every peer that imports it, ends at operators without a name. No test calls an operator of
-    torchvision, so the names are enough.
+    PyPI's torchvision is a CUDA build. Its library does not load with a CPU build of torch. The import of torchvision,
+    and of every peer that imports it, then fails at missing operators. No test calls an operator of torchvision, so the
+    names are enough.
     """
     spec = importlib.util.find_spec("torchvision")
     for library in Path(spec.origin).parent.glob("_C*.so") if spec is not None and spec.origin else []:

@@ -107,7 +107,7 @@ def _swept(**arguments: Any) -> fk.Sweep:
 
 
 def calls() -> dict[str, Call]:
-    """By name, every public function and method that takes arguments."""
+    """Name -> public function or method that takes arguments."""
     z, p, y = torch.from_numpy(Z), torch.from_numpy(P), torch.from_numpy(Y)
     pair, binary = {"input": z, "target": y}, {"logits": z[:, 0].contiguous()}
     features = torch.from_numpy(Z[:, :3].copy())

@@ -192,7 +192,7 @@ def elements(name: str) -> Callable[[Draw], Case]:
         if draw.chance(0.3):
             draw.said["weight"] = True
             options["weight"] = as_real(draw.uniform(x.shape[-1]) + 0.1, dtype)
-        # Of p - t near p = t no digits are left, and of its power below 1 not even the size.
+        # Near p = t, p - t has no correct digits, and a power of it below 1 not even the right size.
         cancels = name == "quality_focal" and kind == "soft"
         gamma = draw.pick("gamma", (1.0, 2.0, 3.3) if cancels else (0.0, 0.5, 1.0, 2.0, 2.0, 3.3))
         inputs = [x]
@@ -351,7 +351,7 @@ SHARES = {"focal": 5, "poly": 2, "map": 4, "sigmoid_focal": 2}
 
 
 def run(seed: int, only: list[str] | None = None, figures: Figures | None = None) -> str | None:
-    """The draw of a seed: None, or what is wrong with it. ``figures`` collects what was found."""
+    """Checks the draw of a seed: None, or a description of the fault. ``figures`` collects what was found."""
     draw, figures = Draw(seed), figures or Figures()
     names = [name for name in OPERATORS for _ in range(SHARES.get(name, 1)) if only is None or name in only]
     name = draw.pick("operator", names)

@@ -24,7 +24,7 @@ Errors = dict[str, float]
 
 
 def compare(what: str, found: Tensor, wanted: Tensor, tolerance: float, smallest: float, dim: int | None) -> float:
-    """``wanted`` in float64, to the tolerance beside the largest number along ``dim`` (each number alone for None).
+    """``wanted`` in float64, with a tolerance relative to the largest number along ``dim`` (to each number for None).
     Returns the worst relative error; raises MismatchError beyond the tolerance.
     """
     if found.shape != wanted.shape:
@@ -60,7 +60,7 @@ def check(case: Case, draw: Draw) -> Errors:
     given = case.inputs[0]
     dtype = given.dtype
     ours, theirs = leaves(case.inputs), leaves(case.inputs, torch.float64)
-    # Not of a clone, which closes gaps between rows.
+    # Not from a clone, which closes gaps between rows.
     ours[0] = given.detach().requires_grad_()
     found, wanted = case.ours(*ours), case.oracle(*theirs)
     real = torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""The public form of every loss in the table of the losses of rows, as the tests call it beside its definition."""
+"""The public function of every loss in the table of row losses, which the tests compare with its definition."""
 
 import functools
 from collections.abc import Callable

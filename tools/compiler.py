@@ -72,13 +72,13 @@ def kernel_command(tools: str = "") -> list[str | Path]:
 
 
 def link(target: Path, objects: Sequence[Path], *flags: str | Path, tools: str = "") -> None:
-    # $ORIGIN: the libraries lie beside the modules. -s: no symbols but those that are asked for by name.
+    # $ORIGIN: the libraries lie next to the modules. -s: strips all symbols that dynamic linking does not need.
     command = [f"{tools}g++", "-shared", "-s", *objects, "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{target.name}"]
     run([*command, *flags, "-o", target])
 
 
 def stand_ins(folder: Path, names: Sequence[str], tools: str = "") -> list[str | Path]:
-    """Link flags for libraries of torch, of which no more than the names are here."""
+    """Link flags for torch's libraries if only their names are known."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         library = folder / f"lib{name}.so"

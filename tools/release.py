@@ -92,7 +92,7 @@ def software_bill(version: str, dependencies: Sequence[str], files: Sequence[Pat
 
 
 def write_records(out: Path, version: str, notes: str, dependencies: Sequence[str]) -> None:
-    """Writes notes, software bill and digests beside the wheels and the source archive of a folder."""
+    """Writes notes, software bill and digests into the folder of the wheels and the source archive."""
     (out / "notes.md").write_text(f"# focalkern {version}\n\n{notes}", encoding="utf-8")
     made = sorted([*out.glob("*.whl"), *out.glob("*.tar.gz")])
     if not made:

@@ -50,7 +50,7 @@ ARCHITECTURES = ("80", "90", "100")
 
 
 def headers_of(torch: str) -> Path:
-    """The include folder of a release of torch, from its wheel: the one at hand, or else one that pip fetches."""
+    """The include folder of a release of torch: of the installed one, or from a wheel that pip downloads."""
     folder = BUILD / "headers" / torch
     if (folder / "complete").is_file():
         return folder / "torch" / "include"

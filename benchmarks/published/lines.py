@@ -28,7 +28,7 @@ def number(
     """A computed figure with the published one. It is as printed if it rounds to the printed digits.
 
     Args:
-        published: as printed; None where it is not at hand.
+        published: as printed; None if we do not have it.
         judge: False where the paper does not say how its figure was obtained, so that only the difference is shown.
         known: why the figure is known to differ.
     """

@@ -143,7 +143,7 @@ def helps(out: Path = RESULTS) -> str:
 
 
 def modules(out: Path = RESULTS) -> str:
-    """The loss modules, each case as it was measured last."""
+    """The loss modules; each case has its most recent timing."""
     last = {row["case"]: row["device"] for row in recorded_rows("losses", out) if row["dtype"] == "float32"}
     rows = []
     for case, device in last.items():

@@ -10,7 +10,7 @@ import focalkern as fk
 from benchmarks.harness import Provider, Row, measure
 
 GAMMA = 2.0
-# The shapes of the performance targets: small and large class counts, a vocabulary, pixels; odd counts besides.
+# The shapes of the performance targets: small and large class counts, a vocabulary, pixels, and odd counts.
 SHAPES = [(65536, 10), (65536, 100), (8192, 1000), (1024, 32000)]
 ALL_CLASSES = [(65536, c) for c in (2, 3, 10, 17, 100)] + [(8192, 1000), (2048, 4097), (1024, 32000), (256, 128256)]
 ALL_ROWS = [(n, 100) for n in (64, 512, 4096, 262144)]

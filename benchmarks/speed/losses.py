@@ -78,7 +78,7 @@ def published_dft(logits: Tensor, target: Tensor) -> Tensor:
     return (logits.softmax(1).gather(1, target.unsqueeze(1)).squeeze(1).detach() * cross_entropy).mean()
 
 
-# By the short name of the loss: its name in the results, and the published algorithm with the module's defaults.
+# Short name of the loss -> its name in the results, and the published algorithm with the module's defaults.
 PUBLISHED: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "poly": ("poly focal", published_poly),
     "dual": ("dual focal", published_dual),

@@ -58,7 +58,7 @@ def rows_on_an_edge(confidence: Tensor) -> int:
 
 
 def torchmetrics(probs: Tensor, target: Tensor) -> Iterator[Comparison]:
-    """float32, bins [k/M, (k + 1)/M), and confidences of exactly 1 in a bin of their own."""
+    """float32, bins [k/M, (k + 1)/M), and an extra bin for confidences of exactly 1."""
     functional = importlib.import_module("torchmetrics.functional.classification")
     probs = probs.float()
     n, n_classes = probs.shape

@@ -1,4 +1,4 @@
-"""The map of spline scaling and one evaluation of its fit, beside plain torch and beside temperature scaling."""
+"""The map of spline scaling and one evaluation of its fit, compared with plain torch and with temperature scaling."""
 
 from collections.abc import Callable, Iterator
 

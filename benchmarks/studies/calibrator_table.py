@@ -2,17 +2,17 @@
 
 Fits each on validation rows and measures it on test rows: NLL, Brier score, ECE (equal_width and equal_mass, 15
 bins), smooth ECE, and the seconds of one fit. ``vs_auto`` is the mean paired difference of the NLL from that of
-``fk.AutoCalibrator`` on the test rows, and ``vs_auto_error`` its standard error; above 0 the automatic choice is the
-better one. Peers, where they are installed: probmetrics' calibrators, netcal's temperature scaling and beta
-calibration, scikit-learn's temperature, isotonic and sigmoid calibration. They are given probabilities where they want
-such.
+``fk.AutoCalibrator`` on the test rows, and ``vs_auto_error`` its standard error; a value above 0 means that the
+automatic choice is better. Peers, where they are installed: probmetrics' calibrators, netcal's temperature scaling and
+beta calibration, scikit-learn's temperature, isotonic and sigmoid calibration. They are given probabilities where they
+want such.
 
 ``--few`` fits on 50 to 2,000 random rows as well, two draws of each size, seeded by (size, draw); NLL, Brier score and
 ECE only, and only the calibrators in FEW_CALIBRATORS.
 
-Reads every .npz with logits or probabilities and labels: ``val_*`` are validation rows, ``test_*`` test rows; where
-there is one set only, a random half of it each (seed 0). Computes in float64, in one process. Writes a CSV and a
-Markdown page. ``--summary`` writes the page of the latest CSV again.
+Reads every .npz with logits or probabilities and labels: ``val_*`` are validation rows, ``test_*`` test rows; a single
+set is split into random halves (seed 0). Computes in float64, in one process. Writes a CSV and a Markdown page.
+``--summary`` writes the page of the latest CSV again.
 """
 
 import argparse
@@ -57,7 +57,7 @@ FEW_CALIBRATORS = (
 
 
 def structured(input_kind: Any, kind: Any, focal: bool = False) -> Any:
-    """With our own solver; probmetrics has a row of its own."""
+    """With our own solver; the solver of probmetrics has a separate row."""
     return fk.StructuredScaling(kind=kind, focal=focal, solver="lbfgs", input_kind=input_kind)
 
 
@@ -392,7 +392,7 @@ def page(path: Path) -> str:
 
 
 def write(rows: list[dict[str, Any]], target: Path, about: dict[str, Any]) -> str:
-    """The CSV, and the page beside it, which is returned."""
+    """Writes the CSV and the page next to it, and returns the page."""
     write_rows(target, FIELDS, rows, about)
     text = page(target)
     target.with_suffix(".md").write_text(text)

@@ -1,10 +1,10 @@
 """python -m benchmarks.studies.joint_focal --logits DIR: the focal map of structured scaling, fitted on top or jointly.
 
-``fk.StructuredScaling(focal=True)`` fits W and b first, and then gamma and T of the focal map of W x + b. Jointly, all
-of them minimise the same penalised NLL together: L-BFGS from where the former ends, so that on the rows of fit the
-joint one is never worse. Measured are NLL, Brier score and ECE (equal_width, 15 bins) of test rows, and the seconds of
-a fit, on every .npz with logits or probabilities in DIR, read as ``benchmarks.studies.calibrator_table`` reads them.
-Writes a CSV and a Markdown table.
+``fk.StructuredScaling(focal=True)`` fits W and b first, and then gamma and T of the focal map of W x + b. The joint fit
+minimises the same penalised NLL over all parameters together. Its L-BFGS starts at the result of the separate fits, so
+on the rows of fit the joint one is never worse. Measured are NLL, Brier score and ECE (equal_width, 15 bins) of test
+rows, and the seconds of a fit, on every .npz with logits or probabilities in DIR, read as
+``benchmarks.studies.calibrator_table`` reads them. Writes a CSV and a Markdown table.
 """
 
 import argparse

@@ -8,7 +8,7 @@ which training makes larger from step to step. Then the next token's calibration
 after focal temperature scaling, whose gamma and temperature the streaming grid chooses, by NLL, on the other half of
 that text. All of it once per seed.
 
-Writes curves.csv, calibration.csv, speed.csv and language_model.png. ``--speed`` only measures the steps anew, and
+Writes curves.csv, calibration.csv, speed.csv and language_model.png. ``--speed`` only times the steps again, and
 ``--plot`` only draws.
 """
 

@@ -61,5 +61,5 @@ def write_rows(target: Path, names: Iterable[str], rows: Iterable[Mapping[str, A
 
 
 def markdown(lines: Iterable[Sequence[Any]], heads: Sequence[str]) -> str:
-    """A table for a Markdown page; every cell is as it was given."""
+    """A Markdown table; the cells are not formatted."""
     return tabulate(lines, heads, tablefmt="github", disable_numparse=True)

@@ -7,9 +7,9 @@ bootstrap interval (1000 resamples, level 0.95) of what each search has more tha
 those others. The line is drawn through the best T at gamma = 0 and 5, the default axis' first and last, and once more
 through those at 0 and 1, because the best T at 5 may lie beyond the temperatures that are searched.
 
-Reads every .npz with logits or probabilities and labels: ``val_*`` are validation rows, ``test_*`` test rows; where
-there is one set only, a random half of it each (seed 0). Computes in float64, in one process; the seconds are the
-smallest of ``--repeats`` fits, which take turns. Writes a CSV and a Markdown table.
+Reads every .npz with logits or probabilities and labels: ``val_*`` are validation rows, ``test_*`` test rows; a single
+set is split into random halves (seed 0). Computes in float64, in one process; the seconds are the smallest of
+``--repeats`` fits, which take turns. Writes a CSV and a Markdown table.
 
 [1] Komisarenko & Kull, Improving Calibration by Relating Focal Loss, Temperature Scaling, and Properness, ECAI 2024
     (arXiv 2408.11598), sections 5.2 and 6
@@ -91,7 +91,7 @@ def measure(path: Path, repeats: int) -> list[dict[str, Any]]:
     shared = {"file": path.stem, "classes": selection.n_classes, "n_val": len(selection), "n_test": len(report)}
     found = {}
     for part, rows in (("val", selection), ("test", report)):
-        # The intervals are those of the test rows; of the others the figures are enough.
+        # Only the test rows get intervals.
         found[part] = paired_bootstrap(
             {name: calibrated(rows, calibrator) for name, calibrator in of.items()},
             rows.labels,

@@ -68,7 +68,7 @@ def load(source: str) -> Dataset:
     """``digits``, a folder with the IDX files of (Fashion-)MNIST or with TREC's two files, or an ``.npz``.
 
     Raises:
-        DataError: the path does not exist, is none of these, or holds arrays that do not fit.
+        DataError: the path does not exist, has another format, or holds arrays that do not fit.
     """
     if source == "digits":
         return _digits()

@@ -27,8 +27,8 @@ STYLES: Styles = {
     "inverse-focal-2": ("#D55E00", "-"),
     "brier": ("#CC79A7", (0, (3, 1, 1, 1))),
 }
-"""The losses in figures that compare losses: more than six lines would be indistinguishable. Curves by epoch of the
-other losses have figures of their own."""
+"""The losses in figures that compare losses: more than six lines would be indistinguishable. The other losses have
+separate figures of their curves by epoch."""
 
 FONTS = {"axes.titlesize": 10, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}
 

@@ -177,7 +177,7 @@ def optimal_temperature(rows: Sequence[Row]) -> Figure | None:
     highest = PAPER_TEMPERATURES[-1]
     if max(row["temperature_ece"] for row in rows) >= highest:
         axes[0].axhline(highest, color=_GREY, linewidth=0.8, linestyle="--", zorder=1, label="highest searched")
-    # Beside the axes: up to a dozen lines leave no room between them.
+    # The legend is outside the axes, because up to a dozen lines leave no room inside.
     figure.legend(
         *axes[0].get_legend_handles_labels(),
         title="gamma of the loss",

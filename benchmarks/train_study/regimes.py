@@ -52,7 +52,7 @@ def complete_seeds(runs: Sequence[Run]) -> list[int]:
 
 
 def calibrated(run: Run) -> dict[str, tuple[Tensor, dict[str, Tensor], float]]:
-    """By method: test probabilities, those of the out-of-distribution sets, and the temperature (NaN: none)."""
+    """Method -> test probabilities, probabilities of the out-of-distribution sets, and the temperature (NaN: none)."""
     logits, found = run.logits, {}
     outside = run.out_of_distribution
     for name, make in METHODS.items():
@@ -182,7 +182,7 @@ def _table(lines: list[list[str]], header: list[str]) -> str:
 
 
 def tables(scores: Sequence[Row], differences: Sequence[Row]) -> dict[str, str]:
-    """By name, in Markdown."""
+    """Name -> table in Markdown."""
     longest = int(max(row["epochs"] for row in scores))
     made = {
         "ece": by_epochs(scores, "ece_equal_width"),

@@ -233,7 +233,7 @@ def format_table(name: str, rows: Sequence[Row], tablefmt: str = "simple") -> st
 
 
 def format_summary(rows: Sequence[Row], tablefmt: str = "simple") -> str:
-    """``table_focal_temperature`` with a line per loss: means only, but for the accuracy and the ECE as trained."""
+    """``table_focal_temperature`` with a line per loss: means only, except accuracy and ECE before calibration."""
     shown = []
     for loss in _losses(rows):
         none, scaled, focal = (

@@ -66,7 +66,7 @@ class Settings:
                 raise StudyError(f"{name} must be {what}, got {getattr(self, name)}")
 
     def learning_rate(self, epoch: int) -> float:
-        """Of an epoch; the first is 1."""
+        """The learning rate of an epoch; the first epoch is 1."""
         return self.lr * 0.1 ** sum(epoch > round(drop * self.epochs) for drop in _DROPS)
 
     def claim(self, out: Path) -> None:

@@ -26,7 +26,7 @@ Tensor empty_saved(const Tensor& input, const Options& options) {
                           input.options().dtype(compute_dtype(input.scalar_type())));
 }
 
-// A device reads labels where that is free, allocates what its kernels need beside the results, and launches them.
+// Each device class reads labels if that needs no synchronisation, allocates scratch memory, and launches the kernels.
 struct Cpu {
   struct Guard {
     explicit Guard(c10::Device /* device */) {}

@@ -59,7 +59,8 @@ Tensor composite_loss(const Inputs& inputs, const Options& options) {
   return call_packed(op, inputs, options);
 }
 
-// Options that the backward pass needs beside the variables, in one allocation: boxed values would take one each.
+// Options that the backward pass needs in addition to the variables, in one allocation: boxed values would take one
+// each.
 struct SavedOptions : torch::CustomClassHolder {
   Options options;
   Tensor gamma, second, weight;  // where they are numbers on the host, which nothing differentiates

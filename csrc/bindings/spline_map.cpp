@@ -5,8 +5,8 @@
 //   spline_map_composite  -> output   in differentiable torch operations, by focalkern.fallback
 //
 // `parameters` holds 1 + a, T and e; `coefficients` [m + 1, 4] are those of the curve on its pieces. Tensors on the
-// host stay there, in float64. Nothing is saved for the backward pass but the arguments. Derivatives of higher order,
-// torch.func transforms and forward-mode tangents go through spline_map_composite.
+// host stay there, in float64. The forward pass saves only its arguments for the backward pass. Derivatives of higher
+// order, torch.func transforms and forward-mode tangents go through spline_map_composite.
 
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
@@ -369,7 +369,7 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& input, const Tensor& p
     sums.add_(memory.of_threads.sum(1));
     if (by_class) of_classes.add_(memory.of_classes.sum(0));
   });
-  // Parameters lie on the host, and their gradients beside them.
+  // Parameters and their gradients lie on the host.
   const Tensor host = sums.cpu(), of_curve = host.slice(0, cuda::kSplineOfRows).reshape({m + 1, 4}).contiguous();
   const Tensor positions_host = coefficients.contiguous();
   const SplineCurve on_host{m, nullptr, positions_host.const_data_ptr<double>()};

@@ -143,7 +143,7 @@ void put_in_order(const double* input, const std::vector<uint32_t>& order, doubl
   }
 }
 
-// Returns the results of the tile in the order of its inputs, which are read into t.d anew.
+// Returns the results of the tile in the order of its inputs; reads the inputs into t.d again.
 double* keep_order(const SplineInput& input, int64_t row, const SplineTile& t, RowOrder& order) {
   read_tile(t, input.input, input.storage, row, t.d, 0);
   if (t.classes <= kFewPairs) {
@@ -157,8 +157,8 @@ double* keep_order(const SplineInput& input, int64_t row, const SplineTile& t, R
   return t.f;
 }
 
-// The slack of scores in steps of P (scores_in_registers): four times a bound of the rounding of a score. 0 where that
-// is not small beside the rise of a score from one step to the next, or where the scores are not computed in registers.
+// The slack of scores in steps of P (scores_in_registers): four times a bound of the rounding of a score. Returns 0 if
+// this is not small compared with the rise of a score between steps, or if the scores are not computed in registers.
 double slack_of_steps(const SplineMapForward& args) {
   if (!scores_fit_registers(args.curve, args.scores)) return 0;
   constexpr double kLeastSlope = 1e-3;  // in log q, of a curve that keeps the order
@@ -295,8 +295,8 @@ void SplineMapGradient::add(const SplineMapGradient& other) {
 int64_t spline_map_forward(const SplineMapForward& args, int64_t row_begin, int64_t row_end) {
   SplineScratch scratch(args.rows.classes, /*arrays=*/5);
   const CurveTables tables(args.curve);
-  // Of narrow types the grid keeps the order: distinct inputs are many of its steps apart. Of double, scores that rise
-  // within each step do, where their rounding is small enough.
+  // For narrow types the grid keeps the order, because distinct inputs are many steps apart. For double, scores that
+  // rise within each step keep it if their rounding error is small enough.
   SplineInput input = args.rows;
   const bool wide = input.storage == SplineStorage::kDouble;
   const double slack = args.keep_order && wide ? slack_of_steps(args) : 0;

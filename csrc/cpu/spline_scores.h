@@ -1,4 +1,4 @@
-// Curve, scores and softmax of a tile of rows whose features are there (cpu/spline_tile.h).
+// Curve, scores and softmax of a tile of rows with computed features (cpu/spline_tile.h).
 #pragma once
 
 #include "cpu/spline_tile.h"
@@ -42,7 +42,7 @@ struct WideCurve {
 template <bool with_slope>
 FK_AVX512 inline WideCurve curve_at(__m512d u, const CurveTables& tables) {
   WideCurve found;
-  // Of many classes, nearly all lie left of the first knot, where the curve is straight. The same bits as below.
+  // With many classes, nearly all lie left of the first knot, where the curve is straight. The same bits as below.
   if (!_mm512_cmp_pd_mask(u, _mm512_set1_pd(tables.knot[0]), _CMP_GT_OQ)) {
     found.piece = _mm512_setzero_si512();
     found.offset = _mm512_sub_pd(u, _mm512_set1_pd(tables.origin[0]));
@@ -244,7 +244,7 @@ inline bool scores_fit_registers(const SplineCurve& curve, const SplineScores& a
   return !args.weight && !args.bias && !args.extra && curve.knots < kSplineTables && has_avx512();
 }
 
-// Scores of the tile whose exponents are there, and the largest of each row.
+// Computes the scores of a tile with computed exponents, and the largest score of each row.
 inline void scores_of_exponents(const SplineInput& input, const CurveTables& curve, const SplineScores& args,
                                 int64_t row, double slack, const SplineTile& t) {
 #ifdef FK_HAS_AVX512_CODE

@@ -151,7 +151,7 @@ inline void write_tile(const SplineTile& t, const double* from, void* to, Spline
   });
 }
 
-// Of probabilities; those of padding and of rows that are not there are 0.
+// For probabilities; padding and missing rows are 0.
 FK_VECTOR_CLONES inline void logits_of_probabilities(double* z, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) z[i] = logit_of_probability(z[i]);

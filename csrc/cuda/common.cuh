@@ -141,8 +141,8 @@ struct RowGroup {
   }
 };
 
-// sum exp(z - max) over a set of numbers, beside its maximum; {-inf, 0} for none. A NaN or +inf among them makes the
-// sum NaN, and leaves the maximum alone.
+// Maximum of a set of numbers, and sum exp(z - max) over it; {-inf, 0} for the empty set. A NaN or +inf among them
+// makes the sum NaN, and leaves the maximum alone.
 template <typename Real>
 struct ExpSum {
   Real max;

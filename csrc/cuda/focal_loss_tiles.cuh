@@ -230,7 +230,7 @@ __global__ __launch_bounds__(kBlock, kTileBlocks<Scalar>) void focal_loss_forwar
     }
     __syncthreads();
 
-    // Again one thread per row.
+    // One thread per row finishes it.
     if (thread < rows) finish_row(args, first + thread, label, z_target, shares[thread], loss_sum, weight_sum);
   }
   // Warps beyond the rows of a tile add nothing.

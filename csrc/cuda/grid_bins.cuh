@@ -3,7 +3,7 @@
 // A block computes one cell. Equal-mass bins begin at order statistics. Radix selection over (confidence, row) finds
 // all of them at once, digit by digit. Order statistics with the same digits so far share a histogram; a sample whose
 // first digit differs from all of theirs costs one look-up. Pairs of confidence and row are unique, so ties need no
-// special case; without ties the rows are not looked at. Then each sample looks for its bin among the edges. Sums are
+// special case; without ties the row numbers are not read. Then each sample looks for its bin among the edges. Sums are
 // kept as integers, in units of 2^-40: they do not depend on the order in which the threads come.
 #pragma once
 
@@ -78,7 +78,7 @@ __device__ void select_cuts(const Real* confidence, int rows, int n_cuts, int ro
   constexpr int kKeyDigits = kKeyBits / kDigitBits;
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarp;
-  __syncthreads();  // the ranks are there
+  __syncthreads();  // all ranks are written
   if (thread == 0) shared.tied = 0;
   for (int pass = 0; pass < kKeyDigits + row_digits; ++pass) {
     const bool in_key = pass < kKeyDigits;
@@ -219,7 +219,7 @@ __global__ __launch_bounds__(kBlock, 3) void calibration_grid_bins_kernel(const 
     const int bins = left < kBinsAtOnce ? static_cast<int>(left) : kBinsAtOnce;
     if (by_rank && thread <= bins) {
       const int64_t rank = equal_mass_begin(first_bin + thread, args.rows, args.n_bins);
-      // A rank past the last sample: finds the last sample, and replaces it below.
+      // A rank past the last sample finds the last sample; its value is replaced below.
       shared.cuts[thread] = {Key(0), 0u, static_cast<uint32_t>(rank < args.rows ? rank : args.rows - 1)};
     }
     int lower_cut = 0;

@@ -126,7 +126,7 @@ struct GridRow {
     }
     next = group_max(next, lanes);
     const Real top_logit = logit(top);
-    // No other class is possible: any number serves as the shift.
+    // No other class is possible, so the value of the shift does not matter.
     shift = next > -kInfinity<Real> ? next : top_logit;
     beta = inverse_temperature<Real>(temperature);
     gap = fmax((shift - top_logit) * beta, -largest_finite<Real>() / Real(16));

@@ -320,9 +320,9 @@ __device__ __forceinline__ RowStart<compute_t<Scalar>> start_row(const Calibrati
 
   Real largest, next;
   find_top_two(x, group, &start.top, &largest, &next);
-  // Also false for a row of NaN only; a NaN beside numbers shows in the sum of exponentials.
+  // Also false for a row of NaN only. In a row with other numbers, a NaN makes the sum of exponentials NaN.
   start.valid = start.valid && largest > -kInfinity<Real> && largest < kInfinity<Real>;
-  // No other class is possible: any number serves as the shift.
+  // No other class is possible, so the value of the shift does not matter.
   start.shift = next > -kInfinity<Real> ? next : largest;
   const Real lowest_gap = -largest_finite<Real>() / Real(16);
   start.gap = fmax((start.shift - largest) * start.beta, lowest_gap);

@@ -9,7 +9,7 @@
 
 namespace focalkern::cuda {
 
-// A label as a class, or as the reason why it is none.
+// A label as a class index, or as a code for ignored or out of range.
 constexpr int kIgnored = -1;
 constexpr int kOutOfRange = -2;
 

@@ -278,7 +278,7 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void sigmoid_loss_ba
                                              static_cast<Real>(load_as_compute(packs.target.at[e])));
       const SigmoidTerms<Real> terms = terms_of<Loss>(found, args.margin, scored_loss_of(args.loss_kind));
       const Real scale = found.weight * (parameter_at<Real>(args.grad_loss, element, at.grad) / divisor);
-      // Also if the logits of an ignored row are NaN.
+      // This holds even if the logits of an ignored row are NaN.
       const bool counts = found.counts;
       result.at[e] = Store<Scalar>::from_compute(counts ? terms.slope * scale : Real(0));
       if (args.grad_target != nullptr) args.grad_target[element] = counts ? terms.slope_target * scale : Real(0);

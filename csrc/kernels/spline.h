@@ -69,8 +69,9 @@ struct SplineMapBackward {
 
 namespace cuda {
 
-// Sums over rows. Each thread adds to numbers of its own, which the caller adds up: the same bits on every run. The
-// caller sets all of them to 0. With m knots, piece i from 0 to m and powers s^k from k = 0, the numbers are
+// Sums over rows. Each thread adds to its own numbers, and the caller adds these up, so the result has the same bits on
+// every run. The caller sets all of them to 0. With m knots, piece i from 0 to m and powers s^k from k = 0, the numbers
+// are
 //   backward pass of the map   factor, T, e; then 3 + 4 i + k: dL/dscore s^k
 //   curve sums                 loss, p x^2, x of the target; then 3 + 16 i + k: p s^k for k < 7, 3 + 16 i + 8 + k: p x
 //   s^k

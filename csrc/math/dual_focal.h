@@ -17,7 +17,7 @@ struct DualFocalFormula {
   static constexpr SpecialClass kSpecialClass = SpecialClass::kRunnerUp;
   static constexpr bool kSquares = false;
   static constexpr bool kHasInverse = false;
-  // Smoothing gives every class a share, and so a rival of its own.
+  // With smoothing every class has a share of the target, and needs its own next lower class.
   static constexpr SoftTarget kTarget = SoftTarget::kNone;
 
   template <typename Real>

@@ -7,8 +7,8 @@
 //   dh/dgamma      hc = (q - psi / n^2) / u
 //   dc/dgamma      cc = (phi / n)^2
 // In beta, log q_k has the derivatives d_k - mu and -V, with d_k = z_k - z_t, mu and V their mean and variance under q.
-// Of the largest class h, h2 and hc grow as 1 / u and 1 / u^2, and its d - mu = -u A1 and V = u (A2 - u A1^2) fall as
-// u, with A1 and A2 the means of d and d^2 over the other classes: so only the products are computed.
+// For the largest class, h, h2 and hc grow as 1 / u and 1 / u^2, while d - mu = -u A1 and V = u (A2 - u A1^2) fall as
+// u. A1 and A2 are the means of d and d^2 over the other classes. The code therefore computes only their products.
 #pragma once
 
 #include "math/calibration_map.h"

@@ -327,7 +327,7 @@ FK_HOST_DEVICE Real logarithm_of_normal(Real x) {
 #endif
 }
 
-// log(1 + x) for a finite x of at least 0, with 1 / (1 + x) at hand.
+// log(1 + x) for a finite x of at least 0; the caller passes 1 / (1 + x).
 template <typename Real>
 FK_HOST_DEVICE Real log_one_plus(Real x, Real inverse) {
 #if defined(__CUDA_ARCH__)

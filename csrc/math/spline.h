@@ -28,7 +28,7 @@ struct SplineRow {
   Real log_complement;  // its logarithm
 };
 
-// `rest`: S, which counts the classes that tie with the largest one, but for it.
+// `rest`: S, which includes the classes that tie with the largest one, but not that one.
 template <typename Real>
 FK_HOST_DEVICE SplineRow<Real> spline_row(Real rest, Real e, Real classes) {
   SplineRow<Real> row;
@@ -119,7 +119,7 @@ FK_HOST_DEVICE Real spline_grad_exponent(Real of_log_q, Real e, Real inverse, bo
   return e == Real(0) ? Real(0) : of_d;
 }
 
-// A z - z_t below minus that counts as it, so that products with it are finite.
+// Differences z - z_t are clamped at minus this bound, so that products with them are finite.
 constexpr double kSplineLowestFall = 0x1p500;
 
 // -log((1 - e) q + e / C) of the target, and its slope in 1 / T. fall: z - z_t of the target; sum and with_fall: those

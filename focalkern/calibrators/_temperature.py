@@ -51,9 +51,9 @@ class TemperatureScaling(Scaling):
     criterion at the optimum), ``n_cells_`` (how often it was evaluated), ``at_border_`` (a sentence for each parameter
     whose optimum lies at a bound of the search) and, after a search on a grid, ``grid_``, the whole
     :class:`focalkern.CalibrationGrid`. It warns if the optimum lies at a bound of the search, a target has probability
-    0, or the calibrated rows are worse than before: a mean loss higher by more than a standard error, of NLL and Brier
-    score for the criterion ``"ece"``, else of the criterion. With ``sample_weight`` a search on a grid takes ten times
-    longer, and ``"equal_mass_interp"`` is not defined.
+    0, or the calibrated rows are worse than before. Worse means that the mean loss rises by more than a standard error.
+    The loss is the criterion; for the criterion ``"ece"`` both NLL and Brier score are checked. With ``sample_weight``
+    a search on a grid takes ten times longer, and ``"equal_mass_interp"`` is not defined.
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2; the grid and the ECE criterion of Komisarenko & Kull 2024
     (arXiv 2408.11598), section 5.

@@ -81,7 +81,7 @@ def add_storage_options(parser: argparse.ArgumentParser) -> None:
         "--storage-options",
         type=_storage_options,
         metavar="JSON",
-        help="of URLs, for their file system in fsspec: '{\"anon\": true}'",
+        help="options for the fsspec file system of URLs: '{\"anon\": true}'",
     )
 
 

@@ -16,15 +16,15 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "apply",
         help="write the calibrated probabilities of rows without labels",
-        description="Applies what focalkern calibrate --out has saved. Labels are not needed, and not read where they "
-        "are there. .npy, .safetensors and .zarr are read a few rows at a time; a .npy is written so too.",
+        description="Applies a calibrator that focalkern calibrate --out saved. It needs no labels and ignores "
+        "labels in the file. It reads .npy, .safetensors and .zarr a few rows at a time, and also writes .npy so.",
         epilog="examples:\n"
         "  focalkern apply calibrator.json new_logits.npy --out new_probs.npy\n"
         "  focalkern apply calibrator.json 'new_logits-*.npy' --out new_probs.npy\n"
         "  focalkern apply calibrator.json new.csv --out calibrated.csv\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("calibrator", metavar="CALIBRATOR", help="the .json file that calibrate has saved")
+    parser.add_argument("calibrator", metavar="CALIBRATOR", help="the .json file that calibrate --out saved")
     parser.add_argument(
         "input",
         metavar="LOGITS",
@@ -42,10 +42,10 @@ def add_parser(commands: Any) -> None:
         help=f"{', '.join(OUTPUTS)}; an existing file is replaced only when the new one is complete",
     )
     parser.add_argument(
-        "--input-kind", choices=("logits", "probs"), help="what LOGITS holds; by default what its names say"
+        "--input-kind", choices=("logits", "probs"), help="kind of the values in LOGITS (default: from its names)"
     )
     parser.add_argument(
-        "--logits-key", metavar="NAME", help="the array of the logits; of tables, a pattern for the columns: 'p_*'"
+        "--logits-key", metavar="NAME", help="name of the array of logits; in tables, a pattern for the columns: 'p_*'"
     )
     parser.set_defaults(run=_run)
 

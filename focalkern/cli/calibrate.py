@@ -39,22 +39,22 @@ from focalkern.study.split import select_samples
 __all__ = ["add_parser"]
 
 _EPILOG = f"""\
-Chosen on validation rows, measured on test rows:
-  VAL holds val_* and test_*   those
+The validation set chooses the calibrator, the test set measures it:
+  VAL holds val_* and test_*   these two sets
   --test TEST                  validation: val_* or the only set of VAL; test: test_* or the only set of TEST
-  --split F                    validation: a random share F of the only set of VAL; test: the others
-  none of these                the same rows do both, and the figures are too good; the output says so
+  --split F                    validation: a random share F of the only set of VAL; test: the other rows
+  none of these                one set for both; the metrics are then optimistic, and a note says so
 
 {FORMATS_HELP}
-Data larger than memory: patterns (val_logits-*.npy, in quotes or not), --stream, --state, several processes, and
-files larger than an eighth of the memory are read a few rows at a time, as often as is needed: to search, to look
-closer at the lowest ECEs, for the figures. Memory does not grow with the rows (but for what --split draws). The search
-is in float32 then, the choice among the lowest ECEs and all figures in float64, as in memory; above 524288 rows the
-ECEs of equal mass are known to the error that a note says.
+Data larger than memory: files are read a few rows at a time, in several passes, with a pattern (val_logits-*.npy), with
+--stream or --state, in several processes, or above an eighth of the memory. Memory then does not grow with the number
+of rows (except for --split). The search is in float32; the choice among the lowest ECEs and all metrics are in float64.
+Above 524,288 rows the equal-mass ECE is approximate; a note states the error bound.
   torchrun --nproc-per-node 2 -m focalkern calibrate ...   shares the rows between processes, on one machine or more
 
-Output: the verdict in three lines, a table and notes on stdout (--json: one JSON object, in which an infinite figure
-is null, with verdict and notes on stderr). The exit code is 0, or 2 after one line on stderr.
+Output: the verdict in three lines, a table and notes on stdout. With --json stdout has one JSON object, in which
+infinite metrics are null, and stderr has verdict and notes. The exit code is 0; after an error it is 2, with one line
+on stderr.
 
 examples:
   focalkern calibrate logits.npz --out calibrator.json --report report/
@@ -66,7 +66,7 @@ examples:
 """
 
 
-# No search of its own beside the grid.
+# No search in addition to the grid.
 _GRID = (None, "grid")
 
 
@@ -75,8 +75,8 @@ def add_parser(commands: Any) -> None:
         "calibrate",
         help="say which calibrator to use, and what it costs; save it",
         description="Compares no calibration, temperature scaling and spline scaling (scalar, vector, matrix) by\n"
-        "cross-validation on validation rows, says which to use, and prints all of them on test rows, beside\n"
-        "focal temperature scaling.",
+        "cross-validation on validation rows, recommends one, and prints the metrics of all of them and of\n"
+        "focal temperature scaling on test rows.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -93,21 +93,21 @@ def add_parser(commands: Any) -> None:
         "--bootstrap",
         type=not_negative,
         metavar="N",
-        help="resamples of the test rows, for the intervals and marks of the table; 0 for none (default "
-        "200, up to 200,000 rows and 20 million rows x classes: a look; 1000 or more for a publication)",
+        help="number of bootstrap resamples of the test rows, for the intervals and marks of the table; 0 for none. "
+        "The default is 200 (0 above 200,000 rows or 20 million rows x classes); use 1000 or more for a publication",
     )
     parser.add_argument(
         "--method",
         choices=("auto", "focal-temperature", "temperature", "histogram"),
-        help="what --out saves. auto, the default: of the candidates the one with the lowest cross-validated loss, "
-        "the simpler one if they are close. focal-temperature is the default with --search or --binning; histogram "
-        "bins the confidence of the top class",
+        help="the calibrator that --out saves. auto (default): the candidate with the lowest cross-validated loss, "
+        "or a simpler one if the losses are close. focal-temperature: the default with --search or --binning. "
+        "histogram: bins the confidence of the top class",
     )
     parser.add_argument(
         "--candidates",
         type=_names,
         metavar="NAME,...",
-        help=f"of --method auto, in place of {','.join(DEFAULT_CANDIDATES)}: out of {', '.join(CANDIDATES)}",
+        help=f"candidates of --method auto (default: {','.join(DEFAULT_CANDIDATES)}): any of {', '.join(CANDIDATES)}",
     )
     parser.add_argument(
         "--keep-predictions",
@@ -118,36 +118,36 @@ def add_parser(commands: Any) -> None:
         "--accept-risk",
         type=share,
         metavar="R",
-        help="one line more of the verdict: the confidence from which on predictions can be accepted with an error "
-        "rate of at most R, such as 0.02, and their share of the test rows. The exact binomial bound of the error rate "
-        "has 95%% confidence",
+        help="add a line to the verdict: the confidence above which predictions can be accepted with an error rate of "
+        "at most R, such as 0.02, and their share of the test rows. The error rate has an exact binomial bound of 95%% "
+        "confidence",
     )
     parser.add_argument(
         "--criterion",
         choices=get_args(Criterion),
-        help="by which it is chosen (default nll; with --search nll or brier, that). ece is the paper's: the best ECE "
-        "of its grid, whatever it does to the NLL; the table has it with --all",
+        help="loss that chooses the calibrator (default: nll, or the loss of --search). ece is the choice of the "
+        "paper: the lowest ECE of its grid, even if the NLL rises; --all shows it in the table",
     )
     parser.add_argument(
         "--search",
         choices=get_args(Search),
-        help="how gamma and T of the saved calibrator are found (default: by derivatives for NLL and Brier score; grid "
-        "for the ECE, for other --gammas or --temperatures, with --binning, and for rows that are read in parts). "
-        "refine: from coarse to fine between the ends of the grid; line: along a line in it; nll, brier: by "
-        "derivatives. Other than grid they are one more row of the table, beside the grid's",
+        help="how to find gamma and T of the saved calibrator. nll, brier: by derivatives, the default for these "
+        "losses. grid: the default for the ECE, for other --gammas or --temperatures, with --binning, and for rows "
+        "that are read in parts. refine: from coarse to fine within the bounds of the grid. line: along a line in "
+        "the grid. Each search except grid adds a row to the table",
     )
     parser.add_argument(
         "--binning",
         choices=get_args(Binning),
-        help="histogram binning with --n-bins of these bins, after the scaling of --method, or alone with --method "
-        "histogram (there by default equal_mass): one more row of the table",
+        help="add histogram binning with --n-bins bins of this kind after the scaling of --method. With --method "
+        "histogram it is used alone (default equal_mass). It adds a row to the table",
     )
     parser.add_argument(
         "--estimator",
         choices=ESTIMATORS,
         metavar="NAME",
-        help=f"of the ECE: {', '.join(ESTIMATORS)} (default: equal_mass, the paper's, "
-        "to choose by; equal_width, everybody's, to show)",
+        help=f"estimator of the ECE: {', '.join(ESTIMATORS)} (default: equal_mass, as in the paper, "
+        "to choose; equal_width, the usual one, for the table)",
     )
     parser.add_argument(
         "--n-bins", type=at_least_one, default=15, help="bins of every ECE and of --binning (default 15)"
@@ -157,9 +157,9 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         metavar="G",
         default=["0", "paper"],
-        help="what focal temperature scaling searches: numbers > -1; paper stands for "
-        f"{' '.join(f'{gamma:g}' for gamma in PAPER_GAMMAS)}; of equal optima the first wins "
-        "(default: 0 paper). Put VAL before it, or write --gammas=-0.5,0,1",
+        help="gammas that focal temperature scaling searches, all > -1; paper stands for "
+        f"{' '.join(f'{gamma:g}' for gamma in PAPER_GAMMAS)}; the first of equal optima is used "
+        "(default: 0 paper). Put VAL before this option, or write --gammas=-0.5,0,1",
     )
     parser.add_argument(
         "--temperatures",
@@ -178,7 +178,7 @@ def add_parser(commands: Any) -> None:
         "--report",
         type=Path,
         metavar="DIR",
-        help="write report.html, which needs nothing but itself, its diagrams and maps, table.csv and report.json",
+        help="write report.html (a single file that works offline), its diagrams and maps, table.csv and report.json",
     )
     parser.add_argument(
         "--all",
@@ -186,15 +186,15 @@ def add_parser(commands: Any) -> None:
         help="every estimator in the table, and the ECE-optimal rows",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    parser.add_argument("--stream", action="store_true", help="read a few rows at a time, also what fits into memory")
+    parser.add_argument("--stream", action="store_true", help="read a few rows at a time, even if they fit into memory")
     parser.add_argument(
         "--state",
         type=Path,
         metavar="FILE",
-        help="keep the progress of the search there, also on Ctrl-C: the same command goes on (implies --stream)",
+        help="save the search's progress, also on Ctrl-C; the same command then continues (implies --stream)",
     )
     parser.add_argument(
-        "--state-every", type=seconds, default=60.0, metavar="SECONDS", help="how often that is (default 60)"
+        "--state-every", type=seconds, default=60.0, metavar="SECONDS", help="seconds between saves (default 60)"
     )
     parser.add_argument(
         "--timeout",

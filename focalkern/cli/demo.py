@@ -30,11 +30,11 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="train, calibrate and report on images that scikit-learn ships, in under two minutes",
-        description="Trains a small network on scikit-learn's digits images three times, with cross-entropy and with "
-        "the focal loss of gamma = 3 and of gamma = 1, for so long that cross-entropy becomes over-confident; "
-        "calibrates each on validation rows, by cross-validation and with the paper's grid of gamma and T; prints what "
-        "to use and the tables, and writes index.html, a report for each network, and the logits. Nothing is "
-        "downloaded.",
+        description="Trains a small network on scikit-learn's digits images with three losses: cross-entropy, and "
+        "the focal loss with gamma = 3 and with gamma = 1. The training is long enough to make cross-entropy "
+        "over-confident. Then calibrates each network on validation rows, by cross-validation and with the paper's "
+        "grid of gamma and T. Prints the recommendations and the tables, and writes index.html, a report for each "
+        "network, and the logits. Downloads nothing.",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("demo-report"), metavar="DIR", help="where to write (default ./demo-report)"

@@ -19,14 +19,14 @@ __all__ = ["add_parser"]
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate",
-        help="print the figures of logits, before and after a saved calibrator",
-        description="Accuracy, NLL, Brier score and calibration errors of every set in a file, as it is and, with "
-        "--calibrator, calibrated.",
+        help="print the metrics of logits, before and after a saved calibrator",
+        description="Prints accuracy, NLL, Brier score and calibration errors of every set in a file, before and (with "
+        "--calibrator) after calibration.",
         epilog=FORMATS_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_input_arguments(parser, "LOGITS", "the file")
-    parser.add_argument("--calibrator", metavar="FILE.json", help="what focalkern calibrate --out has saved")
+    parser.add_argument("--calibrator", metavar="FILE.json", help="a calibrator that focalkern calibrate --out saved")
     parser.add_argument("--n-bins", type=at_least_one, default=15, help="bins of every ECE (default 15)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
     parser.set_defaults(run=_run)

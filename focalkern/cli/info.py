@@ -19,8 +19,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
         help="print versions and what the compiled module can do here",
-        description="Versions, what the compiled module was built for, and what this machine has. Reads no data and "
-        "sends nothing anywhere.",
+        description="Prints versions, the targets of the compiled module, and the hardware of this machine. Reads no "
+        "data and sends nothing.",
     )
     parser.set_defaults(run=_run)
 

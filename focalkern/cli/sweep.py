@@ -29,27 +29,28 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "sweep",
         help="compare the calibrators on many networks",
-        description="Does what calibrate does for every file and prints networks by methods: test NLL and ECE, means, "
-        "mean ranks, and on how many networks a method is lower than no calibration and than temperature scaling.",
-        epilog="columns: auto, what the cross-validation chooses; none, no calibration; temperature and focal, both "
-        "scalings by the criterion; ECE, by the ECE from the paper's grid.\n\nexample:\n"
-        "  focalkern sweep networks/*.npz --report sweep --jobs 2\n",
+        description="Runs calibrate for every file and prints a table of networks by methods: test NLL and ECE, "
+        "means, mean ranks, and how many networks have a lower value than without calibration and than with "
+        "temperature scaling.",
+        epilog="columns: auto, the choice of the cross-validation; none, no calibration; temperature and focal, the "
+        "two scalings by the criterion; ECE, the lowest ECE of the paper's grid.\n\nexample:\n  focalkern sweep "
+        "networks/*.npz --report sweep --jobs 2\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "files",
         metavar="FILE",
         nargs="+",
-        help="as calibrate reads them, or a folder, a quoted pattern, or @LIST, a text file with a name per line; or "
-        "URLs; of a file with one set a random half is for validation",
+        help="files in the formats of calibrate, a folder, a quoted pattern, @LIST (a text file with a name per "
+        "line), or URLs. A file with one set is split: a random half is for validation",
     )
     add_storage_options(parser)
     parser.add_argument(
         "--report",
         type=Path,
         metavar="DIR",
-        help="write sweep.html, sweep.csv and sweep.json, and every network as soon as it is done: the same command "
-        "goes on where it was stopped",
+        help="write sweep.html, sweep.csv and sweep.json. Each network is saved when it is done, so the same command "
+        "continues after an interruption",
     )
     parser.add_argument(
         "--jobs", type=at_least_one, metavar="N", help="processes (default: as many as there are cores)"
@@ -58,14 +59,14 @@ def add_parser(commands: Any) -> None:
         "--engine",
         default="local",
         metavar="ADDRESS",
-        help="who computes: local (default), dask://HOST:PORT, ray://HOST:PORT or ray://auto; its workers must find "
-        "the files and focalkern",
+        help="where to compute: local (default), dask://HOST:PORT, ray://HOST:PORT or ray://auto; its workers need "
+        "access to the files and to focalkern",
     )
-    parser.add_argument("--criterion", choices=PROPER, default="nll", help="by which is chosen (default nll)")
+    parser.add_argument("--criterion", choices=PROPER, default="nll", help="loss that chooses (default nll)")
     parser.add_argument("--seed", type=seed, default=0, help="of the folds and of the halves (default 0)")
-    parser.add_argument("--input-kind", choices=("logits", "probs"), help="what the files hold, where names do not say")
-    parser.add_argument("--logits-key", metavar="NAME", help="the array of the logits or probabilities")
-    parser.add_argument("--labels-key", metavar="NAME", help="the array of the labels")
+    parser.add_argument("--input-kind", choices=("logits", "probs"), help="kind of the values (default: by the names)")
+    parser.add_argument("--logits-key", metavar="NAME", help="name of the array of logits or probabilities")
+    parser.add_argument("--labels-key", metavar="NAME", help="name of the array of labels")
     parser.set_defaults(run=_run)
 
 

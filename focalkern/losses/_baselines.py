@@ -30,7 +30,7 @@ class DualFocalLoss(Loss):
 
     Raises:
         TypeError, ValueError, IndexError: an argument of the wrong kind, value or shape; a label out of range. Targets
-            are labels: class probabilities raise TypeError.
+            are labels only: class probabilities raise TypeError.
 
     Source: Tao, Dong & Xu, Dual Focal Loss for Calibration, ICML 2023.
 

@@ -82,7 +82,7 @@ def gradients_of_rows(
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """Autograd records, also inside an operator: torch has excluded it from dispatch there."""
+    """Makes autograd record, also inside an operator, where torch excludes autograd from dispatch."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         if not torch.compiler.is_compiling():

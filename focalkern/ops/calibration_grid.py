@@ -131,7 +131,7 @@ def calibration_grid(
         ignore_index: label of rows that are left out.
 
     Returns:
-        A :class:`CalibrationGrid`, whose tables are in the order of ``criteria``; of arrays, for arrays.
+        A :class:`CalibrationGrid` with its tables in the order of ``criteria``. Arrays as input give arrays.
 
     Raises:
         TypeError: dtype or kind of an argument.

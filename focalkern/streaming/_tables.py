@@ -60,7 +60,7 @@ class _CellBins:
             return torch.searchsorted(up_to, samples.contiguous()).clamp_(max=n_buckets - 1)
 
         def hull(place: Tensor, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-            """Limits of the excess of the m lowest of a bucket's n samples, over m in [least, most]."""
+            """Bounds of the excess of the m lowest samples of a bucket with n samples, for every m in [least, most]."""
             n, k = count.gather(1, place), correct.gather(1, place)
             total = confidence.gather(1, place)
             mean = total / n.clamp(min=1)

@@ -61,7 +61,7 @@ def test_no_step_in_gamma_or_temperature_lowers_the_loss(batch):
 
 
 def test_the_slope_is_zero_there(batch):
-    """By the mean of the logits under softmax(z / T), in torch."""
+    """The derivative of the NLL in torch, by the mean of the logits under softmax(z / T)."""
     logits, labels, _ = batch
     for z, y, temperature in zip(logits.double(), labels, fk.fit_temperatures(logits, labels), strict=True):
         mean = ((z / temperature).softmax(-1) * z).sum(-1)

@@ -33,7 +33,8 @@ MOST_MEMORY = 16 << 20
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    """A valid file of every method, with named classes and with one logit per row where there is such."""
+    """A valid file of every method; also with named classes and with one logit per row, where the method supports
+    it."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(60, 3, generator=generator, dtype=torch.float64) * 2
     target = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
@@ -94,7 +95,7 @@ ROWS = torch.tensor([[0.3, -1.0, 2.0], [0.0, 0.0, 0.0], [50.0, -50.0, 0.0], [1e4
 
 
 def check_predictions(calibrator):
-    """Of ordinary, saturated, tied and masked rows, in float32 and float64."""
+    """Logits of ordinary, saturated, tied and masked rows, in float32 and float64."""
     n_classes = calibrator.n_classes_
     if n_classes > 64:
         return

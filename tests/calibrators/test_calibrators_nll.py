@@ -1,4 +1,5 @@
-"""Temperature scaling by the derivative of the NLL: the optimum against other optimizers, and where there is none."""
+"""Temperature scaling by the derivative of the NLL: the optimum against other optimizers, and data without an
+optimum."""
 
 import math
 import sys
@@ -135,7 +136,8 @@ def mean_confidence(logits, temperature):
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e4])
 @pytest.mark.parametrize("rows", [3, 100])
 def test_separable_data_end_where_so_many_rows_justify_it(scale, rows):
-    """Laplace's rule: of the next rows (N + 1) of (N + 2) are right, and the mean confidence is no more."""
+    """Laplace's rule: the expected accuracy on new rows is (N + 1) / (N + 2). T stops where the mean confidence equals
+    it."""
     logits, _ = sample(rows, scale=scale)
     calibrator = TemperatureScaling().fit(logits, logits.argmax(-1))
     assert LOW < calibrator.temperature_ < HIGH

@@ -64,7 +64,7 @@ def test_weights_are_repeated_rows(calibrator):
     close = 0.1 if calibrator.method == "histogram" and calibrator.binning == "equal_mass" else 2e-5
     found, expected = weighted.predict_proba(logits), repeated.predict_proba(logits)
     assert found.numpy() == pytest.approx(expected.numpy(), abs=close)
-    # No weight is a row that is not there, and ones are none.
+    # A weight of 0 equals a missing row, and weights of 1 equal no weights.
     assert weighted.n_samples_ == int((times > 0).sum())
     ones = copy(calibrator).fit(logits, target, np.ones(150))
     assert torch.equal(ones.predict_proba(logits), copy(calibrator).fit(logits, target).predict_proba(logits))

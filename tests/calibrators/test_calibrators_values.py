@@ -227,7 +227,7 @@ def test_the_module_is_made_once_for_a_fit(make, monkeypatch):
     found = fresh.predict_proba(logits)
     assert torch.equal(found, calibrator.predict_proba(logits))
     assert fresh.predict_proba(logits[:1].half()).dtype == torch.float16
-    # A second fit has a module of its own.
+    # A second fit makes a new module.
     other = fresh.fit(logits[:200], target[:200]).predict_proba(logits)
     assert torch.equal(other, make().fit(logits[:200], target[:200]).predict_proba(logits))
     assert not torch.equal(other, found)

@@ -111,7 +111,7 @@ def test_focal_is_never_worse_where_it_was_chosen(both, run):
 
 def test_the_papers_gammas_and_ones_own(both, run):
     paper = run_json(run, "calibrate", both, *GRID, "--gammas", "paper")
-    # Row 0 is there for plain temperature scaling, and is not among the choices of the other method.
+    # The grid adds gamma = 0 for plain temperature scaling; focal temperature scaling does not choose it.
     assert paper["grid"]["gammas"] == [0.0, *PAPER_GAMMAS]
     assert row_of(paper, "focal-temperature", "ece")["gamma"] in PAPER_GAMMAS
     own = run_json(run, "calibrate", both, *GRID, "--gammas", "-0.5", "2", "0.5,3")

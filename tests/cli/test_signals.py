@@ -90,7 +90,8 @@ def start(*arguments):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_sweep_ends_with_its_workers_and_goes_on(number, tmp_path):
-    """By SIGTERM, which a batch system sends to the command; by Ctrl-C, which a terminal sends to all its processes."""
+    """SIGTERM goes to the command only, as from a batch system; Ctrl-C goes to all its processes, as from a
+    terminal."""
     pytest.importorskip("tabulate")
     rng = np.random.default_rng(0)
     for place in range(6):

@@ -1,4 +1,5 @@
-"""Damaged and odd files for every reader: rows, or one line that names the file. Never a raw error, a crash or a hang.
+"""Damaged and odd files for every reader: rows, or one line that names the file. No file may cause a raw error, a crash
+or a hang.
 
 The same examples each time; ``FOCALKERN_FUZZ=20000`` in the environment draws as many, and others each time.
 """

@@ -15,8 +15,8 @@ import focalkern as fk
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
-# Root may write anywhere: a child of it becomes nobody first. Everything is imported before, since nobody may not even
-# read the interpreter of root.
+# Root may write anywhere, so the test forks a child that becomes the user nobody. All imports come first, because the
+# user nobody may not even read root's interpreter.
 AS_NOBODY = """
 import contextlib, encodings.cp437, io, json, os, sys
 import matplotlib, numpy, tabulate
@@ -56,7 +56,7 @@ CASES = [
 
 @pytest.fixture
 def folder():
-    # Not below tmp_path, which is root's alone.
+    # Not below tmp_path, which only root can read.
     path = Path(tempfile.mkdtemp())
     path.chmod(0o755)
     rng = np.random.default_rng(0)

@@ -28,7 +28,7 @@ def result(program: Path, seed: int, poison: int) -> str:
         "ASAN_OPTIONS": "detect_leaks=0 detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "halt_on_error=1",
     }
-    # Without address randomization: ThreadSanitizer of gcc 12 knows no other layout of memory.
+    # Without address randomization, because gcc 12's ThreadSanitizer supports no other memory layout.
     command = ["setarch", "-R", str(program), str(seed), str(poison)]
     done = subprocess.run(command, env={**os.environ, **options}, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[:3000]
@@ -48,7 +48,7 @@ def built_and_run(folder: Path, flags: tuple[str, ...], runs: list[tuple[int, in
 
 @pytest.fixture(scope="module")
 def hashes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[list[str]]]]:
-    """By sanitizer. Both are built and run at the same time: they take about as long."""
+    """By sanitizer. Both are built and run at the same time; they take about the same time."""
     try:
         build.compiler()
         build.tool("setarch")

@@ -1,7 +1,7 @@
 """The CUDA kernels on the CPU: blocks and threads run as fibers (tools/cuda/shim), so that indexing, reductions, tails
 and launch geometry are tested on every machine. The CPU kernels share their formulas.
 
-Inputs end at a page that nobody may touch, outputs start as NaN, and the threads of a block run in a random order.
+Inputs end at a protected page, outputs start as NaN, and the threads of a block run in a random order.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The planted faults (mutants.py) fit the source: each is about text that is there."""
+"""The planted faults (mutants.py) fit the source: each replaces text that exists."""
 
 import pytest
 

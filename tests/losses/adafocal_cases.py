@@ -1,4 +1,4 @@
-"""Samples and checks of test_adafocal.py and the files beside it."""
+"""Samples and checks shared by the tests of AdaFocal."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Samples and checks of test_losses.py and the files beside it."""
+"""Samples and checks shared by test_losses.py and test_losses_*.py."""
 
 import functools
 

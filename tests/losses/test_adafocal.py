@@ -137,7 +137,7 @@ def test_first_epoch():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [1, 7, 14, 16, 500])
 def test_update_from_logits_is_the_published_algorithm(n, dtype, device):
-    """Also with fewer samples than bins, whose interpolated edges coincide: empty bins keep their gamma."""
+    """With fewer samples than bins, interpolated edges coincide; empty bins keep their gamma."""
     loss = fk.AdaFocalLoss().to(device)
     expected = [1.0] * 15
     for epoch in range(3):
@@ -170,7 +170,7 @@ def test_ties_make_empty_bins_that_keep_their_gamma():
 
 
 def test_a_training_sample_is_looked_up_by_the_probability_of_its_target():
-    """Not by its confidence, and in [lo, hi), outer bins open-ended."""
+    """p of the target, not the confidence, decides the bin [lo, hi); outer bins are open-ended."""
     loss = fk.AdaFocalLoss(3, reduction="none")
     loss.update_bins([0.1, 0.3, 0.5, 0.9], [0.2, 0.4, 0.8], [0.05, 0.9, 0.8])
     gammas = loss.bin_gammas.tolist()

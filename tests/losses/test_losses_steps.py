@@ -14,7 +14,7 @@ import focalkern as fk
 # ---------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_does_not_depend_on_values(name):
-    """On the meta device there are none: .item(), .cpu(), bool() and a mask as an index raise."""
+    """The meta device has no values: .item(), .cpu(), bool() and a mask as an index raise."""
     loss = LOSSES[name](weight=torch.ones(7), label_smoothing=0.1).to("meta")
     input = torch.empty(8, 7, device="meta", requires_grad=True)
     loss(input, torch.empty(8, dtype=torch.long, device="meta")).backward()

@@ -1,4 +1,4 @@
-"""The losses in the trainers of transformers and Lightning, compared with the same steps by hand."""
+"""The losses in the trainers of transformers and Lightning, compared with a plain training loop."""
 
 import copy
 
@@ -80,7 +80,7 @@ def test_hugging_face_trainer_of_a_causal_model(tmp_path):
     )
     trainer.train()
 
-    # The same three steps by hand, each over the four rows at once.
+    # The same three steps in a plain loop, each over the four rows at once.
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for first in (0, 4, 0):
         batch = rows[first : first + 4]

@@ -1,4 +1,4 @@
-"""A network, its samples and a comparison of test_training_loops.py and the file beside it."""
+"""A network, its samples and a comparison, shared by the tests of training loops."""
 
 import torch
 from conftest import assert_close

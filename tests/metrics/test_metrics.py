@@ -173,7 +173,7 @@ def test_no_rows_are_nan_for_scores():
 
 
 def test_correct_decides_when_it_is_given():
-    """A saturated row ties in its probabilities; the logits knew better."""
+    """A saturated row ties in its probabilities, but not in its logits."""
     logits = torch.tensor([[200.0, 201.0, 0.0]])
     probs = torch.tensor([[0.5, 0.5, 0.0]])
     target = torch.tensor([1])
@@ -440,7 +440,7 @@ def test_bad_input_is_named(call, error, words):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bins_of_equal_width_are_found_without_a_search(dtype):
-    """On every edge and beside it, for numbers of bins whose edges are rounded up and down."""
+    """Confidences on every edge and next to it, for numbers of bins whose edges are rounded up and down."""
     from focalkern.metrics._bins import _equal_width_index, equal_width_edges
 
     for n_bins in (*range(1, 120), 511, 777, 1023, 1024):

@@ -139,7 +139,7 @@ def test_bad_bins_are_refused():
 
 
 def by_hand(bins, level=0.95):
-    """The bands from their definitions: exact binomial quantiles, and N rows drawn anew one by one."""
+    """The bands from their definitions: exact binomial quantiles, and N rows that are drawn one by one."""
     count, accuracy, confidence = bins.count.numpy(), bins.accuracy.numpy(), bins.confidence.numpy()
     tail = (1 - level) / 2
     calibrated = np.array(
@@ -161,7 +161,7 @@ def test_the_bands_are_the_quantiles_that_they_say(level):
     bins = some_bins(n=2000, n_bins=5, estimator="equal_mass")
     bands = plots.reliability_bands(bins, level=level, replicates=4000)
     interval, calibrated = by_hand(bins, level)
-    # Of 400 samples per bin, in steps of 1/400; both sides of the first comparison are drawn.
+    # 400 samples per bin, so steps of 1/400; the first comparison draws both sides.
     assert torch.stack([bands.lower, bands.upper], 1).numpy() == pytest.approx(interval, abs=0.012)
     found = torch.stack([bands.calibrated_lower, bands.calibrated_upper], 1).numpy()
     assert found == pytest.approx(calibrated, abs=2.01 / 400)
@@ -268,7 +268,7 @@ def test_a_map_marks_the_best_temperature_of_every_gamma_and_the_best_of_all():
     # Rows ascend with gamma: -0.5, 0, 1.
     assert list(zip(dots.get_xdata(), dots.get_ydata(), strict=True)) == [(0.5, 0), (1.0, 1), (1.5, 2)]
     assert (list(star.get_xdata()), list(star.get_ydata())) == ([0.5], [0])
-    # Of the three optima, that at T = 0.5 is on the border and not in the fit: T = 0.5 gamma + 1.
+    # The optimum at T = 0.5 is on the border, so the fit uses only the other two: T = 0.5 gamma + 1.
     assert list(zip(fit.get_xdata(), fit.get_ydata(), strict=True)) == [(1.0, 1), (1.5, 2)]
     written = texts(figure)
     assert "fit: T = 0.5 gamma + 1" in written

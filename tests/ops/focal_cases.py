@@ -1,4 +1,4 @@
-"""Samples and checks of test_focal_loss.py and the files beside it."""
+"""Samples and checks shared by the tests of focal_loss."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Samples and axes of test_calibration_grid.py and the file beside it."""
+"""Samples and axes shared by the tests of calibration_grid."""
 
 import torch
 

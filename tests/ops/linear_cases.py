@@ -1,4 +1,4 @@
-"""Samples and checks of test_linear_focal_loss.py and the files beside it."""
+"""Samples and checks shared by the tests of linear_focal_loss."""
 
 import torch
 import torch.nn.functional as F

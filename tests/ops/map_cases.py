@@ -1,4 +1,4 @@
-"""Samples and checks of test_calibration_map.py and the files beside it."""
+"""Samples and checks shared by the tests of the calibration maps."""
 
 import torch
 import torch._dynamo

@@ -1,4 +1,4 @@
-"""Samples and checks of test_sigmoid_loss.py and the files beside it."""
+"""Samples and checks shared by the tests of the sigmoid losses."""
 
 import torch
 import torch._dynamo

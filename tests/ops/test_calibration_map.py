@@ -157,7 +157,7 @@ def test_proposition_3_bounds(device):
         low, high = (gamma + 1 - math.log(gamma + 1) / 2) * s, (gamma + 1) * s
         assert (log_odds >= low - 1e-12).all()
         assert (log_odds <= high + 1e-12).all()
-        # Neither bound is the map itself.
+        # Both bounds differ from the map itself.
         assert (log_odds[1:] > low[1:]).any()
         assert (log_odds[1:] < high[1:]).all()
         below = fk.binary_focal_calibration_map(-s, gamma, log_odds=True)

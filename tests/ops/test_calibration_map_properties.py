@@ -31,7 +31,7 @@ def test_property_a_distribution_in_the_order_of_the_logits(row, gamma, temperat
     assert_close(log_p.exp(), p)
     order = z.argsort()
     assert (log_p[order].diff() >= -1e-9).all()
-    # Shifts, exact in float64 beside these logits, change nothing; neither does the order of the classes.
+    # Shifts of the logits (exact in float64 here) and permutations of the classes change nothing.
     shifted = fk.focal_calibration_map(z + sixteenths / 16, gamma, temperature)
     torch.testing.assert_close(shifted, p, rtol=1e-10, atol=1e-12)
     permutation = data.draw(st.permutations(range(len(row))))

@@ -35,7 +35,7 @@ MESHES = {
     "classes x classes": ((2, 2), (CLASSES, CLASSES)),
     "whole x classes": ((2, 2), (WHOLE, CLASSES)),
 }
-# Of the head: what each dimension of the mesh does to the input, and to the weight.
+# How each dimension of the mesh splits the input and the weight of the head.
 HEADS = {
     "rows": ((4,), (ROWS,), (WHOLE,)),
     "classes": ((4,), (WHOLE,), (CLASSES,)),
@@ -163,7 +163,7 @@ def over_mesh(function, case, layout, mesh, **more):
     result = function(z, **options) if case in MAPS else function(z, target, **options, **more)
     upstream = torch.linspace(1, 2, result.numel(), dtype=torch.float64).reshape(result.shape)
     upstream = distribute_tensor(upstream, mesh, [p if p.is_shard() else Replicate() for p in result.placements])
-    # Not by backward(): where it copies the gradient of an uneven shard, torch 2.11 gives every rank all of it.
+    # Not by backward(): torch 2.11 gives every rank the whole gradient of an uneven shard when it copies it.
     grad, *others = torch.autograd.grad(result, [z, *parameters], upstream)
     out = [result.detach().full_tensor(), grad.full_tensor(), *others]
     return out, [str(p) for p in result.placements], [str(p) for p in grad.placements], [str(p) for p in z.placements]
@@ -336,7 +336,7 @@ def test_heads_are_those_of_one_process(mesh, case, ranks):
 
 @pytest.mark.parametrize("way", ["dtensor", "group"])
 def test_fsdp_and_tensor_parallel_training_is_that_of_one_process(way, ranks):
-    """Of examples/torchtitan_focal.py, whose ranks have different numbers of tokens that count."""
+    """The loss of examples/torchtitan_focal.py, with different numbers of counted tokens on the ranks."""
     example = runpy.run_path(str(EXAMPLE))
     torch.manual_seed(0)
     model, losses = example["Model"](), []

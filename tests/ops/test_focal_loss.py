@@ -152,7 +152,7 @@ def test_numbers_that_stand_out_in_long_rows(device, classes, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("classes", [2, 10, *LONG_ROWS])
 def test_a_gamma_that_is_nan_spoils_its_rows_alone(device, classes, dtype):
-    """Also one with a payload, of which rounding to 16 bits makes a number."""
+    """Includes a NaN with a payload that rounding to 16 bits could turn into a number."""
     z = leaf(torch.randn(40, classes, device=device).to(dtype))
     target = torch.arange(40, device=device) % classes
     gamma = torch.full((40,), 2.0)
@@ -206,7 +206,7 @@ def gammas_for(shape, device, dtype=torch.float64):
     yield TABLE
     yield torch.tensor(0.7, dtype=dtype, device=device)
     if shape:
-        # Of either sign and with zeros, one per row.
+        # Gammas of both signs and 0, one per row.
         yield torch.randint(-4, 8, shape, device=device).to(dtype) / 2
         yield torch.rand(1, *shape[1:], dtype=dtype, device=device)
     if len(shape) > 1:

@@ -29,7 +29,7 @@ def test_property_loss_is_nonnegative_and_invariant_to_shifts_and_permutations(r
     loss = fk.focal_loss(z, torch.tensor([y]), torch.tensor(gamma, dtype=torch.float64))
     assert loss >= 0
     assert loss.isfinite()
-    # Sixteenths are exact in float64 beside these logits.
+    # Adding sixteenths to these logits is exact in float64.
     shift = data.draw(st.integers(-1000, 1000)) / 16
     shifted = fk.focal_loss(z + shift, torch.tensor([y]), torch.tensor(gamma, dtype=torch.float64))
     torch.testing.assert_close(shifted, loss, rtol=1e-10, atol=1e-12)

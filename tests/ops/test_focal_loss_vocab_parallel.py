@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 N, D = 26, 6
-# By number of ranks: the sizes of their slices. Not even; one rank has no target; one has no class at all.
+# Number of ranks -> sizes of their slices. Slices differ in size; one rank has no target; one has no class.
 SLICES = {2: (9, 4), 3: (5, 0, 8)}
 C = 13
 NOT_TARGETS = {2: range(9), 3: range(5)}
@@ -189,7 +189,7 @@ def other_checks(rank, world, group):
     out["left to the caller"] = mine
     out["again"] = torch.autograd.grad(loss, leaf)[0]
     dist.all_reduce(out["again"])
-    # Errors, on every rank the same: nobody may be left waiting.
+    # Every rank raises the same error, so that no rank waits for the others.
     few = torch.zeros(4, 2) if rank else torch.zeros(3, 2)
     zeros = torch.zeros(len(few), dtype=torch.long)
     out["rows differ"] = error_of(lambda: fk.focal_loss_vocab_parallel(few, zeros, process_group=group))

@@ -78,7 +78,7 @@ def test_gamma_zero_changes_nothing(device: torch.device) -> None:
     logits = torch.randn(7, 5, device=device)
     assert_close(fk.inverse_focal_calibration_map(logits, 0.0), logits.softmax(-1))
     assert torch.equal(fk.binary_inverse_focal_calibration_map(logits, 0.0, log_odds=True), logits)
-    # Also where only some rows have it.
+    # Also if only some rows have it.
     gamma = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 3.0, 0.0], device=device)
     result = fk.inverse_focal_calibration_map(logits, gamma)
     assert_close(result[::2], logits[::2].softmax(-1))

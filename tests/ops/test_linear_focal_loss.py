@@ -16,7 +16,7 @@ pytestmark = [
 
 
 def compare(x, w, b, target, *arguments, more=(), dtype=None, **options):
-    """Values and gradients of both; ``more`` are leaves beside the three."""
+    """Values and gradients of both; ``more`` are additional leaves."""
     leaves = [t for t in (x, w, b, *more) if t is not None]
     found = fk.linear_focal_loss(x, w, target, *arguments, linear_bias=b, **options)
     expected = pair(x, w, target, *arguments, linear_bias=b, **options)

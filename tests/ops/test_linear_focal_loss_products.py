@@ -145,7 +145,8 @@ def test_the_weight_may_change_between_the_passes():
     assert_close(torch.autograd.grad(loss, x, retain_graph=True)[0], expected)
     with torch.no_grad():
         w.mul_(2)
-    # The logits would be computed anew, from another weight: as everywhere in torch, an error and no wrong gradient.
+    # The logits would be recomputed from a changed weight. As elsewhere in torch this is an error, not a wrong
+    # gradient.
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, x)
 

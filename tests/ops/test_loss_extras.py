@@ -83,7 +83,7 @@ def test_in_other_dtypes(dtype, smoothing):
 
 
 def test_digits_of_the_gradient_beside_a_certain_target():
-    """Of a target with p near 1 both terms are exact: c (p - 1) from the other classes, and 2 c lse p."""
+    """For a target with p near 1 both terms are exact: c (p - 1) from the other classes, and 2 c lse p."""
     z = torch.tensor([[30.0, 0.0, -1.0]], dtype=torch.float64, requires_grad=True)
     (found,) = torch.autograd.grad(fk.focal_loss(z, torch.tensor([0]), 0.0, z_loss=1e-14), z)
     with oracle.precision():
@@ -107,7 +107,7 @@ def test_derivatives_of_any_order(options):
     assert torch.autograd.gradgradcheck(loss, (z, gamma))
 
 
-# The composite operator has no batching rule of its own.
+# The composite operator has no batching rule.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # of torch's own decompositions
 def test_under_torch_func_and_forward_mode():
@@ -287,7 +287,7 @@ def test_derivatives_of_a_head(reduction):
     def loss(x, w, gamma):
         return fk.linear_focal_loss(x, w, target, gamma, z_loss=0.3, softcap=2.0, reduction=reduction)
 
-    # The first backward pass scales gradients that the forward pass has made, the next one makes them anew.
+    # The first backward pass scales the gradients of the forward pass; the next one recomputes them.
     assert torch.autograd.gradcheck(loss, (x, w, gamma), nondet_tol=1e-12)
     assert torch.autograd.gradgradcheck(loss, (x, w, gamma), nondet_tol=1e-12)
 

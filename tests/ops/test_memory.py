@@ -1,4 +1,4 @@
-"""The memory of large results on the CPU, which is used again by the next result of about that size."""
+"""Memory of large results on the CPU: the next result of about the same size reuses it."""
 
 import os
 import subprocess
@@ -85,7 +85,7 @@ def test_number_of_kept_blocks():
     assert {grad.data_ptr() for grad in again} == set(addresses[1:])
 
 
-# The gradient of logits that are turned around, repeated without memory of their own, or cut out of a larger tensor.
+# The gradient of logits that are transposed, expanded, or sliced from a larger tensor.
 @pytest.mark.parametrize(
     "change",
     [lambda z: z.t(), lambda z: z.t()[:1].expand(ROWS, CLASSES), lambda z: z.t()[:, ::2].unflatten(0, (2, -1)).mT],

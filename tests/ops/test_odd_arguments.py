@@ -1,4 +1,5 @@
-"""Arguments of any kind: a result, or one line that says who refuses what. Never a raw error, a crash or a hang.
+"""Arguments of any kind: a result, or one line that says who refuses what. No argument may cause a raw error, a crash
+or a hang.
 
 Every argument of every public function is given every value of ``odd_arguments.values()``, the other arguments being
 good; and two at once, drawn at random, the same examples each time. ``FOCALKERN_FUZZ=20000`` in the environment draws
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import focalkern as fk
 from focalkern import bootstrap, calibrators, losses, metrics
 
-# Results and words, which nobody constructs; and what takes no arguments.
+# Result classes, which users do not construct; constants; and functions without arguments.
 NO_CALL = {
     "CalibrationGrid",
     "CalibrationWarning",

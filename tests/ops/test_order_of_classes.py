@@ -72,7 +72,7 @@ def test_inverse(device, dtype, gamma):
         assert broken_pairs(given, result) == 0
 
 
-# Beside the gammas of the others those whose results reach the denormal numbers.
+# The gammas of the other tests, and gammas whose results reach denormal numbers.
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("gamma", [*(g for g in GAMMAS if g >= 0), 300.0, 10000.0])
 def test_binary_inverse(device, dtype, gamma):

@@ -1,4 +1,4 @@
-"""Some draws of random_cases.py, which takes any number of them by hand."""
+"""Some draws of random_cases.py; run that file to test any number of them."""
 
 import random_cases
 

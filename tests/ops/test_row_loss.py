@@ -58,7 +58,7 @@ def near(actual, expected, factor):
 
 
 def check(name, z, target, **options):
-    """Value and gradient beside the reference in float64, with a random upstream gradient."""
+    """Value and gradient against the reference in float64, with a random upstream gradient."""
     loss, defined = LOSSES[name]
     z = z.detach().requires_grad_()
     found = loss(z, target, reduction="none", **options)
@@ -141,7 +141,7 @@ def test_targets_of_any_probability(name, dtype, classes):
 
 @pytest.mark.parametrize("classes", [5, 19, 100])
 def test_any_nan_stays_nan_in_half_precision(classes):
-    """Also one of all ones, which rounding by adding would turn into a number."""
+    """Includes a NaN with all bits set, which rounding by an addition would turn into a number."""
     odd = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     target = torch.arange(40) % classes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -492,7 +492,7 @@ def test_mmce_in_a_kernel_is_its_definition_in_torch(weighted):
                 loss = fk.MMCELoss(1.5, weighted=weighted, reduction=reduction)
                 found = loss(z, target)
                 (gradient,) = torch.autograd.grad(found, z)
-                # Class weights of one are none, and are put together from torch's operations.
+                # Class weights of 1 equal no weights; the loss is then built from torch's operations.
                 plain = fk.MMCELoss(
                     1.5, weighted=weighted, reduction=reduction, weight=torch.ones(classes, dtype=torch.float64)
                 )

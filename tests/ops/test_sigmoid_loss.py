@@ -155,7 +155,7 @@ def test_layouts_give_the_bits_of_the_contiguous_case(device, dtype):
             results(z, s, labels.transpose(1, 2).contiguous().transpose(1, 2)), expected, strict=True
         ):
             assert torch.equal(actual, bits)
-    # An expanded input has a gradient of its own shape.
+    # The gradient of an expanded input has its shape.
     one = torch.randn(1, 5, 1, 30, device=device)
     wide = one.expand(3, 5, 4, 30)
     assert torch.equal(fk.sigmoid_focal_loss(wide, t), fk.sigmoid_focal_loss(wide.contiguous(), t))

@@ -31,7 +31,7 @@ def check_at_many_digits(function, definition, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-# Cross-entropy, a steep slope at u = 0, the common small powers, and one that is none.
+# Gammas: cross-entropy, a steep slope at u = 0, the common small powers, and one that is no whole number.
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0, 2.0, 3.5])
 def test_sigmoid_focal_loss_at_300_digits(device, dtype, gamma):
     for alpha in (None, 0.25):
@@ -176,7 +176,7 @@ def test_derivatives_where_gamma_times_the_logit_overflows(device, dtype, size, 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 0x7FC00000), (torch.float64, 0x7FF8000000000000)])
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 2.0, 7.0])
 def test_every_nan_stays_nan(dtype, bits, gamma):
-    """Also NaNs with a payload, which the exponential for hard targets would take for numbers."""
+    """Includes NaNs with a payload, which the exponential for hard targets could treat as numbers."""
     integer = torch.int32 if dtype == torch.float32 else torch.int64
     nans = torch.tensor([bits + k for k in (0, 1, 2, 3, 255, 12345)] + [-1], dtype=integer).view(dtype)
     for share in (0.0, 1.0, 0.5):

@@ -19,7 +19,7 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 torch_jit_warns = pytest.mark.filterwarnings(r"ignore:.*torch\.jit\.script")
 
 KNOTS = torch.tensor([-6.0, -4.5, -3.0, -1.0, -0.5, 1.0, 3.0], dtype=torch.float64)
-# Neither falls so fast that the order of the classes changes.
+# Both fall slowly enough to keep the order of the classes.
 VALUES = torch.tensor([0.3, 0.1, 0.0, 0.2, 0.4, 0.9, 3.0], dtype=torch.float64)
 MAP = (1.3, 1e-4, 0.1, KNOTS, VALUES)
 

@@ -1,4 +1,4 @@
-"""Samples and checks of test_train_study.py and the files beside it."""
+"""Samples and checks shared by the tests of the training study."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -74,7 +74,7 @@ def test_build_info_lists_the_kernels():
 
 
 def test_a_copy_of_the_package_works(copy):
-    # Otherwise the tests of damaged copies could fail for a reason of their own.
+    # Otherwise the tests of damaged copies could fail for another reason.
     done = run("import focalkern; print(focalkern.__file__)", copy.parent)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).parent == copy
@@ -174,7 +174,7 @@ def test_a_setting_that_is_none(copy):
 
 
 def test_required_kernels_and_a_device_without_them(copy):
-    """Stands in for a device like MPS: one whose type the module is said not to serve."""
+    """Stands in for a device like MPS: the module is patched to report that it does not support the device's type."""
     code = (
         "import torch, focalkern\n"
         "from focalkern.ops import _backend\n"

@@ -1,7 +1,7 @@
 """Every equality of the table in docs/howto/migrate.md, in value and gradient.
 
 A case is a library's call and the call that replaces it. Both get the same leaf and the same random upstream gradient,
-in float64, where the libraries' 1 - p, a difference, is still good to the tolerance. MONAI rounds its input to float32.
+in float64, where the cancellation in the libraries' 1 - p stays below the tolerance. MONAI rounds its input to float32.
 """
 
 import warnings
@@ -13,7 +13,8 @@ from conftest import TOLERANCE, assert_close, peer
 
 import focalkern as fk
 
-# Not 0 or 2 alone, where half of the mistakes in gamma or alpha do not show; alpha off 1/2 for the same reason.
+# gamma is not only 0 or 2, because these hide half of the mistakes in gamma or alpha; alpha is not 1/2 for the same
+# reason.
 GAMMAS = [0.0, 0.7, 2.0, 3.5]
 ALPHAS = [None, 0.3]
 IGNORED = 255
@@ -164,7 +165,7 @@ def test_monai_softmax(gamma, alpha, pixels):
     given = [0.5, 1.0, 2.0, 0.25]
     both = per_class(given) if weight is None else weight * per_class(given)
     assert_equal(lambda z: theirs(z, y, "mean", weight=given), lambda z: ours(z, weight=both) / z.numel(), z, float32)
-    # Without the background, the softmax is one over the other classes, and so is a list; a number is not looked at.
+    # Without the background, the softmax and a list alpha cover only the other classes; a number alpha is ignored.
     others = alpha[1:] if isinstance(alpha, list) else alpha
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*scalar `alpha` ignored when using softmax", UserWarning)
@@ -433,6 +434,6 @@ def test_ours_stays_exact_where_p_rounds_to_one(gap, gamma):
         rtol = TOLERANCE[torch.float32][0] + 2.0**-24 * min(gamma * gap, 87)
         assert rtol < 1e-5
         expected = torch.stack([-slope, slope]).unsqueeze(0)
-        # No absolute tolerance but for the smallest float32: what is tiny here must be right too.
+        # The absolute tolerance is the smallest float32, because tiny values must be right, too.
         torch.testing.assert_close(loss.detach().double(), u**gamma * minus_log_p, rtol=rtol, atol=1e-38)
         torch.testing.assert_close(z.grad.double(), expected, rtol=rtol, atol=1e-38)

@@ -2,8 +2,8 @@
 
 Python blocks, cells of the tutorials, and the commands of focalkern. They run in the order of their page and in one
 empty folder for each page, because commands read what a Python block has written; but each Python block has its own
-names, so that it can be copied alone. The cells of a tutorial share theirs. Of other commands the module, the options
-and the target of make must exist.
+names, so that it can be copied alone. The cells of a tutorial share theirs. For other commands, the module, the options
+and the make target must exist.
 """
 
 import importlib.util

@@ -64,7 +64,7 @@ def result(run, *arguments):
 
 
 def assert_same(streamed, whole, digits=1e-12):
-    """The same choices, and the same figures of them but for the order in which they were summed."""
+    """The same choices and the same metrics, up to the order of summation."""
     assert len(streamed["rows"]) == len(whole["rows"]) == 5
     for found, expected in zip(streamed["rows"], whole["rows"], strict=True):
         assert [found[key] for key in ("method", "criterion", "gamma", "temperature")] == [
@@ -231,7 +231,7 @@ def change_a_file(folder):
 
 
 def other_files(folder):
-    """Of the same names, sizes and times, in another folder."""
+    """Files with the same names, sizes and times, in another folder."""
     (folder / "b").mkdir()
     for path in folder.glob("*.npy"):
         shutil.copy2(path, folder / "b")

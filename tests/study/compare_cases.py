@@ -1,4 +1,4 @@
-"""Samples and a candidate of test_compare.py and the files beside it."""
+"""Samples and a candidate, shared by the tests of compare_calibrators."""
 
 import pytest
 import torch

@@ -38,7 +38,7 @@ def test_auto_is_the_calibrator_it_chose(tmp_path):
 
 
 def test_auto_weights_its_fits_and_its_losses():
-    """Against the same by hand; zero is no row, and equal weights are none."""
+    """Against a direct computation. A weight of 0 equals a missing row, and equal weights equal no weights."""
     logits, labels = sample(300, 0)
     weight = torch.rand(300, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.1
     auto = fk.AutoCalibrator(("temperature",), folds=3, seed=7).fit(logits, labels, weight)

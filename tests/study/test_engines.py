@@ -186,7 +186,7 @@ def test_whatever_a_file_raises_is_its_row(files, monkeypatch):
 
 
 class Pending(ThreadPoolExecutor):
-    """Runs the first ``n`` tasks at once and no others; raises KeyboardInterrupt at the next one."""
+    """Runs the first ``n`` tasks immediately; raises KeyboardInterrupt at the next one."""
 
     def __init__(self, n):
         super().__init__(1)

@@ -1,6 +1,6 @@
 """The outputs of a study, held against files in tests/study/golden: words, columns, keys exactly; numbers as printed.
 
-After an intended change, `pytest tests/study/test_golden.py --renew` writes them anew. Review the change as a diff.
+After an intended change, `pytest tests/study/test_golden.py --renew` rewrites them. Review the change as a diff.
 """
 
 import csv

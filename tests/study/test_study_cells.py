@@ -82,7 +82,7 @@ def test_a_map_that_would_cost_much_is_thinned_but_keeps_what_was_chosen(monkeyp
     assert every == 10
     assert {0.01, 3.33} <= set(temperatures.tolist())
     assert 50 <= len(temperatures) <= 52
-    # Never fewer than a sixteenth of the search, however large the rows are.
+    # At least a sixteenth of the search, however large the rows are.
     monkeypatch.setattr(module, "_NUMBERS", 1)
     assert subsampled_grid(a_grid(512), some_rows(), 15, [])[2] == 16
 

@@ -71,7 +71,7 @@ def test_every_network_is_what_a_comparison_finds(files, run, tmp_path):
     assert "\u2192" in page and "->" not in page and "-&gt;" not in page
     assert max(map(len, out.partition("Report:")[0].splitlines())) <= 100
 
-    # Again: nothing is computed, everything is the same.
+    # A second run computes nothing and gives the same result.
     code, again, err = run("sweep", *files, "--report", tmp_path / "r", "--jobs", "1")
     assert (code, again) == (0, out)
     assert all(line.endswith("(known)") for line in err.splitlines())

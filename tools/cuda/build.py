@@ -53,7 +53,7 @@ def compiler() -> str:
 
 
 def run_all(commands: Iterable[list[str]], at_once: int | None = None) -> None:
-    """As many at a time as there are processors, the longest first; the first that fails raises."""
+    """Runs one per processor at a time, the longest first; raises at the first failure."""
 
     def place(command: list[str]) -> int:
         stem = Path(command[command.index("-o") + 1]).stem if "-o" in command else ""
@@ -95,7 +95,7 @@ def build_shim(
     at_once: int | None = None,
 ) -> Path:
     """The source of the kernels, compiled by g++: a fiber for each thread (shim/cuda_runtime.h). With `program`, a
-    source beside the harness, an executable instead of a library.
+    source next to the harness, it builds an executable in place of a library.
     """
     shim, objcopy = HERE / "shim", tool("objcopy")
     options = [*HOST_FLAGS, "-O1", "-fno-trapping-math", *flags, f"-I{shim}", f"-I{csrc}", "-DFOCALKERN_TEST_GRID"]
@@ -136,7 +136,7 @@ def build_ptx(folder: Path, arch: str = "90", csrc: Path = CSRC) -> Path:
 
 
 def build_machine_code(folder: Path, arch: str = "90", csrc: Path = CSRC) -> tuple[Path, Path]:
-    """The same with machine code beside the PTX: the library, and the code as text for sassrun_load."""
+    """The same with machine code in addition to the PTX: the library, and the code as text for sassrun_load."""
     from tools.cuda.sass.extract import extract
 
     objdump, _ = tool("cuobjdump"), tool("nvdisasm")

@@ -133,7 +133,7 @@ def pipe(instruction: str) -> str:
 
 
 def executed(library: ctypes.CDLL) -> dict[str, list[tuple[int, int, str]]]:
-    """By kernel: how many warps and lanes ran each instruction, and its text. Forgets them."""
+    """Kernel -> how many warps and lanes ran each instruction, and its text. Forgets them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "counts")
         library.sassrun_write_counts(str(path).encode())
@@ -196,7 +196,7 @@ def count(code: list[tuple[int, int, str]], elements: float, moved: float) -> di
 
 
 def simulate(library: ctypes.CDLL, resident: int, elements: float) -> dict[str, float]:
-    """Of the launch that was traced last."""
+    """The counts of the launch that was traced last."""
     issued, moved, idle = c_double(), c_double(), c_double()
     cycles = library.sassrun_simulate(
         resident, c_double(BYTES_PER_CYCLE), MEMORY_LATENCY, *map(ctypes.byref, (issued, moved, idle))

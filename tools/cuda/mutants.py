@@ -77,7 +77,7 @@ COMPILED = {
     "grid_bins.cuh": ("calibration_grid.cu",),
     "spline_row.cuh": ("spline_map.cu", "spline_sums.cu"),
 }
-# Where a file's cases are among others: pytest -k.
+# pytest -k expressions for files whose cases are among those of others.
 CHOICE = {
     "common.cuh": "not (map or grid)",
     "grid_sum.cuh": "not (map or grid)",

@@ -5,9 +5,8 @@ nvcc makes of it for several architectures on an emulator that checks every acce
 with approximate instructions that err, larger and random cases, machine code; and planted faults, each of which has to
 be seen. Needs nvcc and g++; for machine code also cuobjdump and nvdisasm.
 
-With --keep FOLDER, what is built and found is kept there, and what is there is not done again as long as the sources
-of the kernels are the same: the proof can be interrupted, and taken up again. A part in which a case failed is done
-again.
+--keep FOLDER stores builds and results there. A later run with the same kernel sources reuses them, so you can
+interrupt the proof and continue it. A part in which a case failed is done again.
 """
 
 import argparse

@@ -39,7 +39,7 @@ def compiled_module() -> Path:
 
     if not focalkern.build_info()["cuda"]:
         raise ResourcesUnavailableError("focalkern was built without CUDA kernels")
-    # A wheel for several releases of torch has the kernels in a library of their own.
+    # A wheel for several releases of torch has the kernels in a separate library.
     several = hasattr(importlib.import_module("focalkern._build_info"), "MODULES")
     (found,) = Path(focalkern.__file__).parent.glob("libfocalkern_cuda.so" if several else "_C.*.so")
     return found
@@ -92,7 +92,7 @@ def parse(dump: str) -> list[KernelResources]:
 
 
 def demangle(names: list[str]) -> list[str]:
-    """Names as C++ writes them, without namespaces and parameters; as they are where there is no c++filt."""
+    """Demangled names without namespaces and parameters; mangled names if c++filt is missing."""
     if shutil.which("c++filt") is None:
         return names
     plain = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout

@@ -147,7 +147,7 @@ FK_HOST_DEVICE void read_tile(const CalibrationMapArgs<Scalar>& args, int64_t ro
     row.gap[r] = gap < lowest_gap ? lowest_gap : gap;
   }
   for (int64_t r = 0; r < tile.n_rows; ++r) {
-    // Also false for NaN; a NaN in another class shows in the sum of exponentials.
+    // Also false for NaN. A NaN in another class makes the sum of exponentials NaN.
     if (!(row.top_x[r] > -kInfinity && row.top_x[r] < kInfinity)) row.valid[r] = false;
   }
 }

@@ -138,7 +138,7 @@ FK_HOST_DEVICE compute_t<Scalar> max_below(const Scalar* z, int64_t n, compute_t
   return m;
 }
 
-// The first class with this logit, or 0 where there is none.
+// The first class with this logit; 0 if no class has it.
 template <typename Scalar>
 FK_HOST_DEVICE int64_t first_equal(const Scalar* z, int64_t n, compute_t<Scalar> value) {
   using Int = label_int<compute_t<Scalar>>;
@@ -265,7 +265,7 @@ FK_HOST_DEVICE void scaled_exp(const Scalar* z, int64_t classes, compute_t<Scala
   }
 }
 
-// Rows of at most one block. This function calls no other, so that constants stay in registers from row to row.
+// Rows of at most one block. This function makes no calls, so that constants stay in registers from row to row.
 template <typename Loss>
 struct SumsOfRows {
   template <int64_t bytes, typename Scalar>

@@ -2,7 +2,7 @@
 // AVX-512, and the loader picks the widest that the machine has. Lambdas and called functions are not cloned: mark the
 // plain function that holds the loop, and make everything inside it always-inline.
 //
-// Shuffles between rows are written for AVX-512 by hand, beside a loop for all other processors: a function marked
+// Shuffles between rows have hand-written AVX-512 code, and a loop for all other processors: a function marked
 // FK_AVX512 is called where has_avx512() returns true, and exists where FK_HAS_AVX512_CODE is defined.
 //
 // Code with vector types (gnu::vector_size) must know their width: run_in_widest<Body>(arguments...) calls

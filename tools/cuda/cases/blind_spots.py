@@ -110,7 +110,7 @@ def test_general_kernels_of_all_dtypes(library, dtype, rows, classes):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_but_the_loss_is_wanted(library, dtype):
-    """Gradients that nobody asks for are not written: their pointers are null."""
+    """Gradients that are not requested have null pointers and are not written."""
     logits = torch.randn(40, 7).to(dtype)
     for target in (labels_for(logits), torch.randn(40, 7, dtype=real_of(dtype)).softmax(1)):
         actual = run_focal_loss(library, logits, target, 2.0, torch.ones(1, dtype=real_of(dtype)), gradients=False)

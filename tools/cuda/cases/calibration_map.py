@@ -78,7 +78,7 @@ def check_map(library, values, gamma, temperature, *, kind="logits", log=False, 
         expected = reference.focal_calibration_map(inputs[0], *parameters, input_kind=kind, log=log)
     exact = torch.autograd.grad(expected, inputs + parameters, torch.where(expected.isfinite(), grad.double(), 0.0))
     assert_near(output, expected.detach(), output.dtype, 4 if output.dtype == real else 1)
-    # A sum over the classes of terms of either sign: what rounds is the largest of them.
+    # A sum over the classes of terms of both signs; the largest term determines the rounding error.
     scale = max(1.0, float(exact[0].abs().max()))
     assert_near(gradients[0] / scale, exact[0] / scale, dtype, 20 if dtype == real else 2)
     for actual, wanted in zip(gradients[1:], exact[1:], strict=True):
@@ -113,7 +113,7 @@ def test_map_of_vectors(library, dtype, classes, off):
     check_map(library, values, gamma, temperature, wide=off == 0)
 
 
-# The largest class is taken out of the sums, at whatever place of a vector and in whichever thread; one of equals.
+# The sums leave out the largest class, at any position of a vector, in any thread, and only one of equal ones.
 @pytest.mark.parametrize("classes", [10, 1000, 1001, 9000])
 @pytest.mark.parametrize("log", [False, True])
 def test_map_of_the_largest_class_anywhere(library, classes, log):
@@ -190,7 +190,7 @@ def test_map_of_extreme_temperatures(library, classes, temperature):
         assert abs(grad_temperature[1]) <= (1e-5 / temperature**2 if flat else 0)
 
 
-# dL/dT is a number in double even where 1/T^2 is none in float32: of log p_k = (x_k - x_t) / T. Classes that differ by
+# dL/dT is finite in double even if 1/T^2 overflows in float32; log p_k = (x_k - x_t) / T. Classes that differ by
 # more than float32 holds, times T, can occur.
 @pytest.mark.parametrize("temperature", [1e-20, 1e-30, 1e25])
 def test_map_slope_of_extreme_temperatures(library, temperature):
@@ -221,7 +221,7 @@ def test_map_of_gradients_at_classes_that_cannot_occur(library, classes, log):
 
 
 # A larger input never has a smaller result, and equals have equal ones: threads with a row, warps, blocks, long rows.
-# The chip's approximate functions are nearly monotone; of errors that jump as far as the ISA allows nothing could be.
+# The chip's approximate functions are nearly monotone. With errors that jump as far as the ISA allows, no map could be.
 exact_enough = pytest.mark.skipif(
     "approx_error" in os.environ.get("FOCALKERN_PTX", ""), reason="approximate instructions err at random"
 )

@@ -26,7 +26,7 @@ def rows(kind):
 
 
 def worst_error(library, loss, logits, target, gamma=2.0, **options):
-    """Of the losses, relative, and of the gradients, beside the largest of their row."""
+    """Errors of the losses (relative), and of the gradients (relative to the largest of their row)."""
     spec = SPECS[loss]
     z = logits.double().requires_grad_()
     expected = spec.loss(z, target, gamma, 1.5, reduction="none", **options)

@@ -446,8 +446,8 @@ def test_focal_loss_pixels_of_many_tiles(library, dtype):
         check_focal_loss(library, logits, target, 1.5, reduction=reduction, weight=torch.rand(3) + 0.1)
 
 
-# Two pixels that are no word of memory: an odd plane, an odd distance of planes or images, an odd beginning. The
-# gradient likewise, where the logits are words.
+# Two pixels that are no word of memory: an odd plane, an odd distance of planes or images, an odd beginning. The same
+# for the gradient, if the logits are words.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "odd",
@@ -492,7 +492,7 @@ def test_focal_loss_options_of_pixels(library, dtype):
 @pytest.mark.parametrize("classes", [3, 20])
 @pytest.mark.parametrize("as_rows", [False, True])
 def test_focal_loss_edges_of_neighbours(library, dtype, classes, as_rows):
-    """A pixel or a short row beside another that is certain, ignored, out of range, or not a number."""
+    """A pixel or a short row next to another that is certain, ignored, out of range, or not a number."""
     logits = pixels(1, classes, 24, dtype)
     target = torch.zeros(1, 24, dtype=torch.int64)
     rows = logits[0].t()  # [pixels, classes]

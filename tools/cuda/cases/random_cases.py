@@ -1,5 +1,5 @@
 """Random combinations of everything that the launchers take, from seed FOCALKERN_FUZZ_SEED (0) on, for
-FOCALKERN_FUZZ_SECONDS (20). A failure names its seed. Not among the cases of every test run.
+FOCALKERN_FUZZ_SECONDS (20). A failure names its seed. Ordinary test runs leave these cases out.
 """
 
 import os

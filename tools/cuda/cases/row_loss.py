@@ -11,7 +11,7 @@ from tools.cuda.cases.common import DTYPES, LABELS, NAN, assert_near, real_of
 from tools.cuda.cases.focal_loss import check_focal_loss, labels_for, run_focal_loss
 
 SPECS = {spec.short: spec for spec in ROW_LOSSES.values() if not spec.of_batch}
-# The focal loss has cases of its own for labels without smoothing: see focal_loss.py.
+# focal_loss.py has the cases of the focal loss for labels without smoothing.
 NAMES = [name for name in SPECS if number_of(SPECS[name].name) != 0]
 
 
@@ -196,7 +196,7 @@ def check_soft(library, loss, logits, target, gamma=2.0, **options):
     return check_row_loss(library, loss, logits, target, gamma, **options)
 
 
-# Class probabilities and label smoothing, which have kernels of their own.
+# Class probabilities and label smoothing, which have separate kernels.
 SOFT = [name for name, spec in SPECS.items() if spec.soft_target]
 WITH_GAMMA = [name for name in SOFT if "gamma" in SPECS[name].parameters]
 
@@ -270,7 +270,7 @@ def test_soft_gammas_of_rows(library, loss, classes):
         gamma[3] = -1.5
     for target, options in ((labels_for(logits), {"label_smoothing": 0.1}), (shares_for(logits), {})):
         check_soft(library, loss, logits, target, gamma, reduction="none", **options)
-    # Not asked for the slope in gamma, a row with gamma 2 takes another way.
+    # Without the slope in gamma, a row with gamma 2 takes another code path.
     for options in ({}, {"detach_modulation": True}) if SPECS[loss].detachable else ({},):
         check_soft(library, loss, logits, labels_for(logits), 2.0, label_smoothing=0.1, **options)
 

@@ -147,7 +147,7 @@ def check_sigmoid_loss(library, kind, x, target, gamma=2.0, second=None, *, redu
         assert_near(actual["grad_target"], found[2], real, 20)
     if kind == ASYMMETRIC:
         assert_near(actual["grad_second"], found[-1], real, 20)
-    # The logits' gradient alone has kernels of its own.
+    # A separate kernel computes only the logits' gradient.
     alone = run_sigmoid_loss(library, kind, x, target, gamma, second, grad, reduction=reduction, wide=wide,
                              margin=margin, all_gradients=False, scores=scores,
                              **{**options, "weight": weight})  # fmt: skip
@@ -268,7 +268,7 @@ def test_sigmoid_loss_of_targets_of_other_types(library, target):
     check_sigmoid_loss(library, FOCAL, x, torch.randint(2, (6, 33)).to(target), second=0.25, reduction="none")
 
 
-# A number from a tensor is not looked at beforehand: what is no weight counts all the same.
+# A weight that comes from a tensor is not checked, so an invalid one counts, too.
 @pytest.mark.parametrize("alpha", [NAN, -0.5, -1.0])
 def test_sigmoid_loss_of_an_alpha_that_is_no_weight(library, alpha):
     x, labels = torch.randn(7, 33), torch.randint(34, (7,))

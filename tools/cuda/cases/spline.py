@@ -1,4 +1,4 @@
-"""The map of spline scaling, forward and backward, and the sums for its fit, beside plain torch."""
+"""The map of spline scaling, forward and backward, and the sums for its fit, compared with plain torch."""
 
 import ctypes
 import math

@@ -5,7 +5,7 @@ from tools.cuda.faults.fault import Fault as Fault
 
 FAULTS = [*focal_loss.FAULTS, *row_loss.FAULTS, *sigmoid_loss.FAULTS, *calibration.FAULTS, *spline.FAULTS]
 
-# By the name of the fault: why no result can depend on it.
+# Name of a fault -> why no result can depend on it.
 REDUNDANT = {
     "calibration_sums.cu: __syncthreads 3": "a thread clears no bucket but those that it has written out itself",
     "the last row of a tile lends its neighbour's gradient": "a whole vector ends with the last row at the latest, and "

@@ -182,7 +182,7 @@ struct Arithmetic : Access {
         if (!in.approx) {
           unary<full, T>(in, mask, [](T a) { return T(1) / a; });
         } else if constexpr (sizeof(T) == 8) {
-          // Of the upper 32 bits of the operand, into the upper 32 bits of the result.
+          // Applied to the upper 32 bits of the operand; gives the upper 32 bits of the result.
           unary<full, T>(in, mask, [](T a) {
             u64 bits;
             memcpy(&bits, &a, 8);
@@ -298,7 +298,8 @@ struct Arithmetic : Access {
       case MAX:
         binary<full, T>(in, mask, [](T a, T b) { return a > b ? a : b; });
         return true;
-      // A zero or a one on either side decides, defined or not: only whole words are followed here.
+      // A zero (and) or a one (or) in either operand decides the bit, even if the other is undefined. This code tracks
+      // only whole words.
       case AND:
         binary<full, U>(in, mask, [](U a, U b) { return a & b; });
         return true;

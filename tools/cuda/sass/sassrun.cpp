@@ -1,5 +1,5 @@
 // Runs machine code (of sm_90 or sm_100) where ptxrun runs PTX, with the same checks of every access; counts how often
-// each instruction is executed, and can record what warps issue. Link it beside ptx/runtime.cpp.
+// each instruction is executed, and can record what warps issue. Link it together with ptx/runtime.cpp.
 #include "sass/launch.h"
 #include "sass/load.h"
 

@@ -86,7 +86,7 @@ const char* check_row_plan(int64_t rows, int64_t classes, int bytes, int end_to_
   return nullptr;
 }
 
-// Long rows that are few are cut, and no others; the chunks of a row meet, and none is empty.
+// Only few and long rows are cut; the chunks of a row are adjacent, and none is empty.
 const char* check_chunks(int64_t rows, int64_t classes, int bytes) {
   using namespace cuda;
   const RowPlan plan = plan_rows(rows, classes, bytes, false, false);

@@ -80,8 +80,8 @@ int64_t chunk_of_a_row(int64_t rows, int64_t classes, int64_t bytes) {  // or 0:
   return cuda::plan_rows(rows, classes, static_cast<int>(bytes), true, false).chunk_classes;
 }
 
-// Memory between two pages that nobody may touch, on a certain byte of a 16-byte vector, as close to the second page as
-// that allows: a read or write outside is a crash, or shows in the bytes left over, which unguard looks at.
+// Memory between two protected pages. It begins on a given byte of a 16-byte vector, as close to the second page as
+// possible. An access outside crashes, or changes the bytes left over, which unguard checks.
 void* guarded(int64_t bytes, int64_t byte_of_vector) {
   const Guarded g = guarded_layout(bytes, byte_of_vector);
   char* base = static_cast<char*>(
@@ -95,7 +95,7 @@ void* guarded(int64_t bytes, int64_t byte_of_vector) {
   return memory;
 }
 
-// Whether nothing was written beside the memory.
+// Whether no byte outside the memory was written.
 int unguard(void* memory, int64_t bytes, int64_t byte_of_vector) {
   const Guarded g = guarded_layout(bytes, byte_of_vector);
   const char* end = static_cast<char*>(memory) + g.from_end;
