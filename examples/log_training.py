@@ -1,4 +1,4 @@
-"""A language model's training step with z-loss, and what is logged of it: entropy, accuracy, log p, log-sum-exp.
+"""A language model's training step with z-loss, and the logged statistics: entropy, accuracy, log p, log-sum-exp.
 
     python examples/log_training.py
 

@@ -45,8 +45,8 @@ The contents, by purpose::
         focalkern.integrations.torchmetrics, focalkern.files
         build_info, empty_cache
 
-Errors, confidences and accuracies are fractions, never percent. Logits are [N, C], labels [N], unless said otherwise.
-The examples begin with ``import numpy as np``, ``import torch`` and ``import focalkern as fk``.
+Errors, confidences and accuracies are fractions, never percent. Logits are [N, C] and labels [N], unless the docstring
+states other shapes. The examples begin with ``import numpy as np``, ``import torch`` and ``import focalkern as fk``.
 """
 
 import importlib

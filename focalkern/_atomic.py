@@ -45,7 +45,7 @@ def opened_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     file system. On any error the new file is removed and ``path`` stays unchanged.
 
     Args:
-        path: the file to write; a symbolic link is followed, and what it points to is replaced.
+        path: the file to write; for a symbolic link, its target is replaced.
 
     Raises:
         OSError: the folder is missing, the folder or the old file is not writable, the disk is full, ``path`` is a

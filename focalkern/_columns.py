@@ -28,8 +28,8 @@ class ClassColumns:
     Attributes:
         places: of class 0, 1, ... among all columns.
         names: of these.
-        numbers: what their names end in, consecutive from 0 or 1; None where they are not numbered.
-        prefix: what is in front of the numbers.
+        numbers: what their names end in, consecutive from 0 or 1; None if they are not numbered.
+        prefix: the text before the numbers.
     """
 
     places: list[int]

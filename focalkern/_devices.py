@@ -23,7 +23,7 @@ def where_float64(tensor: Tensor) -> Tensor:
 
 
 def on_device(parameter: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; float32 where it is float64 and the device has none."""
+    """The tensor on a device; a float64 tensor becomes float32 if the device does not support float64."""
     narrows = parameter.dtype == torch.float64 and not has_float64(device)
     return parameter.to(device, torch.float32 if narrows else parameter.dtype)
 

@@ -61,7 +61,7 @@ def input_problems(input: Tensor, kind: str) -> list[str]:
 
     Args:
         input: [N, C] floating point, checked.
-        kind: ``"logits"`` or ``"probs"``, what it is taken for.
+        kind: ``"logits"`` or ``"probs"``, the assumed kind of the input.
     """
     if len(input) < 2:
         return []
@@ -185,7 +185,7 @@ def label_problems(input: Tensor, labels: Tensor) -> list[str]:
 
 
 def _clearly_more(other: Tensor, own: Tensor) -> bool:
-    """A sign test of the rows on which the two differ."""
+    """A sign test on the rows where the two differ."""
     more, less = int((other & ~own).sum()), int((own & ~other).sum())
     return more - less > _CERTAIN * math.sqrt(more + less)
 

@@ -61,7 +61,7 @@ def headers_of(torch: str) -> Path:
         (wheel,) = Path(work).glob("torch-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder, [name for name in archive.namelist() if name.startswith("torch/include/")])
-    # A CPU build lacks this one, which says no more than how c10_cuda was linked.
+    # A CPU build lacks this header, which only states how c10_cuda was linked.
     macros = folder / "torch/include/c10/cuda/impl/cuda_cmake_macros.h"
     if not macros.is_file():
         macros.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")

@@ -206,7 +206,7 @@ def tables_of(folder: Path) -> str:
 
 
 def picture(epochs: Sequence[Row], path: Path) -> None:
-    """Confidence minus accuracy and NLL of the test samples by epoch, of the longest study."""
+    """Confidence minus accuracy, and NLL, of the test samples by epoch, for the longest study."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

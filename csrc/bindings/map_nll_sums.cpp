@@ -1,6 +1,6 @@
 // Sums of the NLL of the focal calibration map and its derivatives, for the fits of many networks at once.
 //
-// Not for autograd: a fit calls it with rows that it has checked.
+// Without autograd and argument checks: `fit` calls it with checked rows.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/zeros.h>

@@ -166,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Inputs& in
     auto prepared = prepare<Scalar>(inputs, options);
     RowLossBackward<Scalar> args{};
     const int64_t class_dim = class_dim_of(input);
-    // Where the kernel writes; not the gradient itself if that has strides which no RowLayout describes.
+    // The tensor that the kernel writes: the gradient, or a temporary if no RowLayout describes its strides.
     Tensor input_buffer, target_buffer;
     if (needed[0]) {
       grad_input = empty_result_like(input, input.scalar_type());

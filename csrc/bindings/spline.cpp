@@ -1,7 +1,7 @@
 // Sums for the fit of spline scaling: tensors of a calibrator's rows to kernel arguments, chunks added up in order.
 //
-// Not for autograd: a calibrator calls them with rows that it has checked. Parameters lie on the host in float64; what
-// belongs to rows lies with the input, on the CPU or a CUDA device.
+// Without autograd and argument checks: a calibrator calls them with checked rows. Parameters lie on the host in
+// float64; what belongs to rows lies with the input, on the CPU or a CUDA device.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>

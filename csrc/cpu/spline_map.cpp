@@ -37,7 +37,7 @@ void validate_rows(const SplineMapForward& args, int64_t row, const SplineTile& 
 constexpr int64_t kFewPairs = 400;  // classes, up to which all pairs take less time than a sort
 
 // Rounding may exchange the results of nearly equal inputs: each class takes the largest result of all classes with at
-// most its input. By pairs of classes, from f to e:
+// most its input. Compares all pairs of classes; reads f, writes e.
 FK_VECTOR_CLONES void largest_up_to_each(const SplineTile& t) {
   if (t.column) {
     for (int64_t i = 0; i < t.classes; ++i) {
@@ -271,7 +271,7 @@ void slopes_of_input(const SplineMapBackward& args, int64_t row, const SplineTil
   const int64_t n = t.outer * t.inner;
   for (int64_t i = 0; i < n; ++i) t.g[i] *= beta;
   if (!args.rows.is_probs) return;
-  // At p = 0 the gradient is not defined, and given as 0.
+  // At p = 0 the gradient is not defined; the code returns 0.
   read_tile(t, args.rows.input, args.rows.storage, row, t.f, 0);
   for (int64_t i = 0; i < n; ++i) t.g[i] = t.f[i] == 0 ? 0 : t.g[i] / t.f[i];
 }

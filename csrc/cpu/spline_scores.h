@@ -208,8 +208,8 @@ FK_AVX512 inline void scores_in_registers(const SplineTile& t, const CurveTables
 }
 #endif
 
-// exp(score - largest) in the place of the scores, and its sum per row. `keep` leaves the scores; `in_order` rounds
-// their differences to a grid on which the exponential cannot change their order.
+// Replaces the scores by exp(score - largest), and computes the sum per row. `keep` leaves the scores; `in_order`
+// rounds their differences to a grid on which the exponential cannot change their order.
 template <bool keep, bool in_order = false>
 FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
   if (t.column) {
@@ -239,7 +239,7 @@ FK_VECTOR_CLONES void softmax_of_scores(const SplineTile& t) {
   }
 }
 
-// Whether scores_in_registers takes them.
+// Whether scores_in_registers supports these scores.
 inline bool scores_fit_registers(const SplineCurve& curve, const SplineScores& args) {
   return !args.weight && !args.bias && !args.extra && curve.knots < kSplineTables && has_avx512();
 }

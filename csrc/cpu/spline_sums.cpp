@@ -151,7 +151,7 @@ FK_VECTOR_CLONES void add_curve_rows(const SplineTile& t, const SplineTargets& t
 
 // ---- gradient in the curve and in a vector -------------------------------------------------------------------------
 
-// r = w (p - [target]) in the place of p.
+// Replaces p by r = w (p - [target]).
 FK_VECTOR_CLONES void residuals_of_tile(const SplineTile& t, const SplineTargets& targets, int64_t row) {
   double share[kSplineTileRows] = {};
   for (int64_t r = 0; r < t.n_rows; ++r) share[r] = targets.weight[row + r] / t.sum[r];

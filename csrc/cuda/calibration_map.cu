@@ -19,8 +19,8 @@
 namespace focalkern::cuda {
 namespace {
 
-// constant_lanes: the threads of a row if that is one, a warp or the block. Otherwise it is 0, and the row has 1 <<
-// lane_bits threads.
+// constant_lanes: the threads per row, if one thread, one warp or the whole block. Otherwise it is 0, and the row has 1
+// << lane_bits threads.
 template <typename Scalar, int capacity, int constant_lanes>
 __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void calibration_map_forward_kernel(
     const __grid_constant__ CalibrationMapForward<Scalar> args,

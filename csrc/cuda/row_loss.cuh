@@ -28,7 +28,7 @@ __device__ __forceinline__ int read_label(const RowLossArgs<Scalar>& args, int64
   return label < 0 || label >= args.classes ? kOutOfRange : static_cast<int>(label);
 }
 
-// The labels of rows from `row` on. `there` of them exist, at least one; the others count as ignored.
+// The labels of rows from `row` on. `there` of them exist (at least one); missing ones count as ignored.
 template <int rows, typename Scalar>
 __device__ __forceinline__ void read_labels(const RowLossArgs<Scalar>& args, int64_t row, int there,
                                             int (&labels)[rows]) {

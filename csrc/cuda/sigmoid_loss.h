@@ -18,7 +18,7 @@ __host__ __device__ inline ScoredLoss scored_loss_of(SigmoidLoss loss) {
 // logits.
 template <typename Scalar>
 bool sigmoid_loss_is_plain(const SigmoidLossForward<Scalar>& args);
-// Also requires one upstream gradient, and no gradient but that of the logits.
+// Also requires one upstream gradient, and only the logits' gradient as output.
 template <typename Scalar>
 bool sigmoid_loss_is_plain(const SigmoidLossBackward<Scalar>& args);
 

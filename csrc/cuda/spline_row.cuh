@@ -121,7 +121,7 @@ struct SplineStart {
   bool valid;
 };
 
-// Of one class.
+// The quantities of one class.
 struct SplineEntry {
   double e;
   double p;

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kTableSize = kSplineMaxFitKnots + 1;
 
-// Of the target, in the thread that has its class.
+// Valid in the thread that has the target's class.
 struct SplineTarget {
   bool mine = false;
   double score = 0;

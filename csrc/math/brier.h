@@ -40,7 +40,7 @@ struct BrierFormula {
     grad.factor = Real(-2) * mean;
     grad.square = Real(2);
     grad.at_target = Real(-2) * p * loss<kEverInverse>(row);
-    // p_t (1 - p_t) in the place of p_t - p_t^2, for a wrong class that is certain.
+    // p_t (1 - p_t) instead of p_t - p_t^2, which would cancel for a certain but wrong class.
     grad.at_special = Real(2) * p_top * (p_top * u_top + (p - row.squares));
     grad.grad_gamma = Real(0);
     return grad;

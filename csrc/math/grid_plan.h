@@ -122,7 +122,7 @@ inline CalibrationGridPlan calibration_grid_plan(const double* gammas, int64_t n
   CalibrationGridPlan plan;
   const MomentFit<WideBasis> wide;
   const MomentFit<TailBasis> tail;
-  // With fewer classes the tail is not worth a sum of its own.
+  // With fewer classes a separate sum for the tail does not pay.
   plan.tail = shared && classes >= kMinTailClasses;
   for (int64_t g = 0; g < n_gammas; ++g) {
     GammaPlan entry{gammas[g], Route::kExponential, 0, {}, {}};

@@ -56,7 +56,7 @@ FK_HOST_DEVICE Real spline_difference(Real difference) {
   return (difference + Real(kSplineFineGrid)) - Real(kSplineFineGrid);
 }
 
-// P, in which `kept` says which bits of a double are kept: without the last 22 the order is kept to the bit, as above.
+// P, rounded to the bits in the mask `kept`. Without the last 22 bits the order is kept to the bit, as above.
 template <typename Real>
 FK_HOST_DEVICE Real spline_probability(Real e, const SplineRow<Real>& row, uint64_t kept) {
   const Real probability = e * row.scale + row.floor;

@@ -216,8 +216,8 @@ def paired_bootstrap(
     probabilities, by ``confidence`` and ``correct``, which have no NLL, Brier score and classwise ECE.
 
     Memory: the per-row numbers and a few times 32 MiB. The classwise ECE also needs two copies of one calibrator's
-    probabilities in float64. Each item of the mapping is asked for once and dropped before the next, so a mapping that
-    computes its items on access never has all of them in memory.
+    probabilities in float64. It accesses each item of the mapping once and drops it before the next, so a mapping that
+    computes its items on access never holds all of them in memory.
 
     Args:
         probs: {name: [N, C] probabilities}, floating point, or log-probabilities with ``log=True``.

@@ -56,7 +56,7 @@ class Calibrator(Fitted):
         Raises:
             TypeError: logits that are not floating point, a target that is neither integer nor strings.
             ValueError: no rows; one class; shapes that do not fit; NaN or +inf logits; logits that look like
-                probabilities, unless ``input_kind`` was said; an option or parameter outside its domain; more or fewer
+                probabilities, unless ``input_kind`` was given; an option or parameter outside its domain; more or fewer
                 strings than classes.
             IndexError: an integer target outside [0, C).
 

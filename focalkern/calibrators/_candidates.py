@@ -80,8 +80,8 @@ def as_candidates(
     """Unfitted calibrators by name, ``"none"`` first.
 
     Args:
-        candidates: names out of :data:`CANDIDATES`, which are put into their order; or anything with ``fit`` and
-            ``predict_proba`` (or ``transform``) by name, from the simplest to the richest; None for
+        candidates: names out of :data:`CANDIDATES`, sorted into its order; or a mapping of names to anything with
+            ``fit`` and ``predict_proba`` (or ``transform``), from the simplest to the richest; None for
             :data:`DEFAULT_CANDIDATES`.
         keep_predictions: only those that change no predicted class; of the default ones, the others are left out.
 

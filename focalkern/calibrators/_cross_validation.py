@@ -121,7 +121,8 @@ def zeros_are_possible(source: RowSource, input_kind: str) -> bool:
 
 
 class SplinesByPenalty:
-    """The spline scalings among the candidates, fitted together where they have one penalty, when one is wanted."""
+    """The spline scalings among the candidates; those with the same penalty are fitted together, when the first is
+    needed."""
 
     def __init__(
         self,

@@ -103,7 +103,7 @@ def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | Non
     Args:
         name: of the calibrator.
         input: [..., C] of ``input_kind``.
-        counts: [...] bool, the rows that are looked at; None is all.
+        counts: [...] bool, the rows to check; None is all.
 
     Raises:
         ValueError: a row with NaN or +inf, or without a class that can occur; of probabilities, a negative one or

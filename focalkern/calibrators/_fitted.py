@@ -226,7 +226,7 @@ class Fitted(Parameters):
         raise NotImplementedError
 
     def _fitted_from_json(self, document: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse; KeyError, TypeError or ValueError where it is not what ``_fitted_to_json`` writes."""
+        """The inverse; Raises KeyError, TypeError or ValueError for data that ``_fitted_to_json`` does not write."""
         raise NotImplementedError
 
     # -- private ------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ class FocalTemperatureScaling(Scaling):
 
     .. math:: q = \text{softmax}(z / T), \quad \hat p_j \propto \frac{q_j}{(1 - q_j)^\gamma (1 + \gamma \varphi(q_j))}
 
-    with phi(q) = -q log q / (1 - q). gamma > 0 raises confidence where it is high, gamma < 0 lowers it; a negative
-    gamma is put straight into the formula and is *not* the inverse focal loss of :func:`focalkern.focal_loss`.
+    with phi(q) = -q log q / (1 - q). gamma > 0 raises high confidences, gamma < 0 lowers them. A negative gamma goes
+    into the same formula; it is *not* the inverse focal loss of :func:`focalkern.focal_loss`.
 
     Args:
         search:
@@ -36,12 +36,12 @@ class FocalTemperatureScaling(Scaling):
             * ``"refine"``: from coarse to fine between the ends of both axes; some 600 cells. On the networks of
               Mukhoti et al. it finds the grid's optimum, or a better one, in half the time or less.
 
-            None is the search by derivatives for ``"nll"`` and ``"brier"`` where no axis is given, else ``"grid"``.
-        gammas: all > -1; :data:`DEFAULT_GAMMAS` when None: 0, and then the paper's nine values. As gamma = 0 is
-            temperature scaling, on the data of ``fit`` the result is never worse by the criterion than a
-            :class:`TemperatureScaling` of the same grid; and because 0 comes first and of equal optima the first is
-            taken, it differs from it only where it is better. ``focalkern.PAPER_GAMMAS`` is the paper's own grid,
-            without 0.
+            None: by derivatives for ``"nll"`` and ``"brier"`` if no axis is given, else ``"grid"``.
+        gammas: all > -1; :data:`DEFAULT_GAMMAS` when None: 0, and then the paper's nine values. gamma = 0 is
+            temperature scaling, so on the data of ``fit`` the criterion is never worse than that of a
+            :class:`TemperatureScaling` with the same grid. Since 0 comes first and the first of equal optima is used,
+            the result differs from temperature scaling only if it is better. ``focalkern.PAPER_GAMMAS`` is the paper's
+            own grid, without 0.
         temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. The first of equal optima is used.
         criterion: what is minimised: ``"nll"``, ``"brier"``, or ``"ece"``, the paper's. The first two judge all
             probabilities of a row. The ECE depends only on the confidence, and its optimum is often worse than no
@@ -53,8 +53,8 @@ class FocalTemperatureScaling(Scaling):
             ``GAMMA_BOUNDS`` and ``TEMPERATURE_BOUNDS``.
         floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C, so that
             a true class of probability 0 has a finite NLL.
-        input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
-            probabilities.
+        input_kind: ``"logits"`` or ``"probs"``; never guessed. Without it ``fit`` raises an error for logits that look
+            like probabilities.
 
     ``fit`` sets ``temperature_``, ``gamma_``, ``search_`` and ``criterion_`` (of this fit), ``best_value_`` (the
     criterion at the optimum), ``n_cells_`` (how often it was evaluated), ``at_border_`` (a sentence for each parameter

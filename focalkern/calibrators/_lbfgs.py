@@ -25,7 +25,7 @@ class Minimum:
     """The end of a search.
 
     Attributes:
-        point: where it ended.
+        point: the last point.
         value: there.
         evaluations: of value and gradient.
         converged: whether it ended before its last step.

@@ -38,7 +38,7 @@ class MultiLabelScaling(Calibrator):
     so. The ``floor`` of the scaling holds for all labels.
 
     Args:
-        scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`, of which every label gets a copy;
+        scaling: a :class:`TemperatureScaling` or :class:`FocalTemperatureScaling`; each label gets a copy;
             ``TemperatureScaling()`` when None.
         input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
             probabilities. That of ``scaling`` must be the same.
@@ -277,7 +277,7 @@ class MultiLabelScaling(Calibrator):
         return super().predict(logits)
 
     def score(self, logits: Any, target: Any, sample_weight: Any = None) -> float:
-        """The fraction of the rows of which all labels are right, scikit-learn's score of multi-label classifiers.
+        """The fraction of rows with all labels right, scikit-learn's score for multi-label classifiers.
 
         Args:
             logits: [N, L], as :meth:`predict_proba`.

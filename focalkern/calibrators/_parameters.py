@@ -21,7 +21,8 @@ def is_assumed(input_kind: str) -> bool:
 
 
 LOGITS: Any = _Assumed("logits")
-"""The default of ``input_kind``: ``fit`` refuses rows that look like probabilities unless "logits" was said."""
+"""The default of ``input_kind``: ``fit`` raises an error for rows that look like probabilities unless the user passed
+"logits"."""
 
 
 class Parameters:

@@ -32,7 +32,7 @@ Wanted = Callable[[Tensor], Tensor]
 
 
 class RowSource(Protocol):
-    """Rows of all processes, of which this process has some. Counts and sums are those of all processes."""
+    """The rows of all processes; this process holds a part of them. Counts and sums are over all processes."""
 
     @property
     def n_classes(self) -> int:

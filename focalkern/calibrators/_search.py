@@ -201,7 +201,7 @@ def search_line(table: Table, gammas: Sequence[float], temperatures: Sequence[fl
 
     In the plane of gamma and T, where the best T per gamma form a nearly straight ridge; the line runs from the
     smallest gamma to the largest, and where it leaves the range of the temperatures there are no points: at most 3m
-    cells. A best T that is itself the end of that range bends the line away from the ridge, which is said.
+    cells. If a best T is at the end of that range, the line misses the ridge; ``at_border_`` then reports it.
 
     Source: Komisarenko & Kull 2024 (arXiv 2408.11598), section 5.2, which proposes it and leaves it untested.
     """

@@ -29,7 +29,8 @@ class CandidateScore:
         calibrator: fitted on all rows; None where that failed, or rows are streamed and no calibrator is needed yet.
         loss: mean loss of the rows, each judged by a fit that did not see it; NaN where that failed.
         difference, error: the mean paired difference from the chosen candidate, and its standard error.
-        excluded: why it cannot be chosen, as the end of a sentence that begins with its name; nothing where it can.
+        excluded: the reason for its exclusion, as the end of a sentence that begins with its name; empty if it is not
+            excluded.
         keeps_predictions: whether it changes no predicted class.
     """
 

@@ -17,7 +17,8 @@ _LEAST_CHANGE = 0.005
 
 @dataclass(frozen=True)
 class ShownCurve:
-    """Arrays [n]: ``confidence`` q after temperature scaling, what becomes of it, and the ends of its 95 % band."""
+    """Arrays [n]: ``confidence`` q after temperature scaling, the calibrated confidence, and the ends of its 95 %
+    band."""
 
     confidence: np.ndarray[Any, Any]
     calibrated: np.ndarray[Any, Any]

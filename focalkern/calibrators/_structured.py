@@ -49,8 +49,8 @@ class StructuredScaling(Calibrator):
         \overline{-\log \hat p_y} + \lambda \frac{C}{N} \Big(\sum_k (W_{kk} - 1)^2 + \sum_k b_k^2\Big)
             + \lambda \frac{C (C - 1)}{N} \sum_{j \ne k} W_{jk}^2
 
-    a convex problem. The penalty draws W and b towards leaving the probabilities as they are: the few parameters of a
-    vector need few rows, and those off the diagonal appear as the rows allow.
+    a convex problem. The penalty shrinks W and b towards the identity. The few parameters of a vector need few rows;
+    entries off the diagonal grow with the number of rows.
 
     Args:
         kind: ``"matrix"``, or ``"vector"`` for W with zeros off the diagonal.

@@ -31,8 +31,8 @@ class TemperatureScaling(Scaling):
     Args:
         search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"brier"``: Newton steps in
             log T from the valleys of a coarse grid. ``"grid"``: every one of ``temperatures``. ``"refine"``: from
-            coarse to fine between the smallest and the largest of them. None is ``"nll"`` or ``"brier"`` for that
-            criterion where no temperatures are given, else ``"grid"``.
+            coarse to fine between the smallest and the largest of them. None: ``"nll"`` or ``"brier"`` for that
+                criterion if no temperatures are given, else ``"grid"``.
         temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. The first of equal optima is used.
         criterion: ``"nll"``, ``"brier"``, or ``"ece"``, with ``estimator`` and ``n_bins``.
         estimator: ``"equal_mass"``, ``"equal_mass_interp"`` or ``"equal_width"``; see :mod:`focalkern.metrics`.
@@ -43,7 +43,7 @@ class TemperatureScaling(Scaling):
         floor: in [0, 1): before everything else the probabilities p of a row become (1 - floor) p + floor / C. Votes of
             trees and neighbours give the true class probability 0 in some rows, where the NLL is infinite at every
             temperature; 0.1 / N is a floor that makes it finite. With 0, a class that cannot occur (probability 0, a
-            logit of -inf) keeps probability 0, and ``fit`` raises where it is the target's.
+            logit of -inf) keeps probability 0, and ``fit`` raises if it is the target.
         input_kind: ``"logits"`` or ``"probs"``; never guessed. Unless it is said, ``fit`` refuses logits that look like
             probabilities.
 

@@ -30,7 +30,7 @@ def justified_confidence(n_rows: int, weight: Tensor | None) -> float:
 def succession_bound(input: Tensor, gamma: float, input_kind: InputKind, weight: Tensor | None = None) -> float:
     """The smallest T within the bounds at which the mean confidence is at most :func:`justified_confidence`.
 
-    Rows of which only one class can occur have confidence 1 at every temperature, and are left out.
+    Rows with only one possible class have confidence 1 at every temperature and are left out.
 
     Args:
         input: [N, C] of ``input_kind``.

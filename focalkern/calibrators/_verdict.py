@@ -37,7 +37,7 @@ class Verdict:
     With ``accept_risk`` it has one line more.
 
     Attributes:
-        use: what to use, with its parameters, and what it does to the figures.
+        use: the recommended calibrator with its parameters, and its effect on the metrics.
         because: the evidence of the cross-validation.
         costs: the cost of the choice, or gain and cost of another choice; empty if neither applies.
         warnings: reasons to check the choice before it is used, a sentence each.

@@ -21,7 +21,7 @@ def saved_calibrator(arguments: argparse.Namespace) -> Path | None:
 
 
 def next_commands(arguments: argparse.Namespace) -> list[str]:
-    """Commands to copy: they apply and describe what was saved, or save it."""
+    """Commands to copy: they apply and describe the saved calibrator, or save it."""
     saved = saved_calibrator(arguments)
     if saved is None:
         return [shlex.join(["focalkern", *_without_secrets(arguments.words), "--out", "calibrator.json"])]

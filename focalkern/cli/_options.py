@@ -33,7 +33,7 @@ __all__ = [
 
 
 def in_options(error: Exception) -> str:
-    """The error in one line, with options of the command for the arguments that mend it."""
+    """The error in one line, with the command's options that solve it."""
     return error._spelled(_option, "say", between=" ") if isinstance(error, InputError) else str(error)
 
 

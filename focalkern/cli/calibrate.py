@@ -275,7 +275,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _write(
     arguments: argparse.Namespace, study: Study, document: dict[str, Any], cells: Any, written: list[str]
 ) -> None:
-    """The files that were asked for; a line on each of them is put into ``written``."""
+    """Writes the requested files; adds a line about each to ``written``."""
     if arguments.report is not None:
         commands = next_commands(arguments)
         files = report.write_report(
@@ -336,7 +336,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
-    """The bins and the criterion that were asked for, or that go with the other options."""
+    """The bins and the criterion that the user chose, or that follow from the other options."""
     search = arguments.search
     if arguments.method is None:
         arguments.method = "auto" if search in _GRID and arguments.binning is None else "focal-temperature"

@@ -2,7 +2,8 @@
 
 A definition in eager torch reads and writes its logits some twenty times. ``compilable`` gives it a compiled form, once
 per dtype and options, with sizes and gamma as variables. Compiled graphs, transforms, tensor subclasses and small
-batches take the definition as it is, and so do derivatives of derivatives, which torch.compile does not support.
+batches use the definition without compiling it, and so do derivatives of derivatives, which torch.compile does not
+support.
 """
 
 import functools
@@ -39,8 +40,8 @@ def compiles_on(device_type: str) -> bool:
 
 
 def compilable(*numbers: str) -> Callable[[Definition], Definition]:
-    """A decorator for a definition whose first tensor is the logits. Floats of these names become tensors, so that
-    another value compiles nothing; all other values that are no tensors are constants of a compiled form."""
+    """A decorator for a definition whose first tensor is the logits. Floats of these names become tensors, so that a
+    new value causes no recompilation. All other values that are not tensors are constants of the compiled code."""
 
     def decorate(definition: Definition) -> Definition:
         places = [list(inspect.signature(definition).parameters).index(name) for name in numbers]

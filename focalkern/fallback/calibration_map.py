@@ -55,7 +55,7 @@ def calibration_map(input: Tensor, gamma: Tensor, temperature: Tensor, kind: int
 def calibration_map_composite(
     input: Tensor, gamma: Tensor, temperature: Tensor, kind: int, log_output: bool, wide: bool
 ) -> Tensor:
-    """The operator of this name. ``wide``: under autocast, which the caller has looked at."""
+    """The operator of this name. ``wide``: whether autocast is on; the caller determines it."""
     check_arguments(input, gamma, temperature, kind)
     output = _definition(input, gamma, temperature, kind, log_output)
     return output if wide else output.to(input.dtype)

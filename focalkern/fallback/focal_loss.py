@@ -2,7 +2,7 @@
 
 Label targets without smoothing need one number per row: with d the log-sum-exp of the other classes' logits minus the
 target's, log p = -softplus(d) and log(1 - p) = -softplus(-d), in which nothing cancels whichever class is the target.
-Probability targets and label smoothing weigh every class, and are :func:`focalkern.reference.focal_loss`.
+Probability targets and label smoothing, which give every class a weight, call :func:`focalkern.reference.focal_loss`.
 """
 
 import math

@@ -61,7 +61,7 @@ def focal_loss_composite(
     kind: int = 0,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """The operator of this name. ``float32_loss``: under autocast, which the caller has looked at."""
+    """The operator of this name. ``float32_loss``: whether autocast is on; the caller determines it."""
     spec = row_loss_of(kind)
     check_operator(spec, input, target, gamma, edges, weight, reduction, ignore_index, label_smoothing)
     options = (reduction, ignore_index, label_smoothing, detach_modulation, epsilon)

@@ -1,4 +1,4 @@
-"""Tables of text with commas: by pyarrow where it is installed and reads the same, else by Python."""
+"""Reads comma-separated text with pyarrow if it is installed and gives the same values, else with Python."""
 
 import csv
 import io
@@ -53,7 +53,7 @@ def read_text_table(source: str) -> TextTable:
 def _by_arrow(
     data: bytes, n_columns: int, numbers: Sequence[int], others: Sequence[int]
 ) -> tuple[np.ndarray[Any, Any], list[list[str]]] | None:
-    """The columns by pyarrow; None where it is missing, refuses them, or may read them otherwise than Python does.
+    """The columns by pyarrow; None if pyarrow is missing, rejects them, or may read them differently from Python.
 
     Both round decimals correctly. Quotes and carriage returns have other rules in each.
     """

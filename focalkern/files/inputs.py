@@ -60,8 +60,8 @@ def open_unlabelled(
     Args:
         path: .npz, .npy, .pt, .pth, .safetensors, .zarr, .csv, .parquet or .feather; a folder, pattern or list of
             any of them but .csv.
-        input_kind: ``"logits"`` or ``"probs"``; None takes what the name of the array or of the file says, and logits
-            where it says nothing.
+        input_kind: ``"logits"`` or ``"probs"``; None: the name of the array or of the file decides; other names mean
+            logits.
         logits_key: the name of the array; of tables, a pattern for the columns of the classes.
         storage_options: of URLs, for their file system.
 

@@ -49,8 +49,8 @@ def read_sets(
             order of their names and numbers; a folder called ``.parquet`` for the files in it and below. All of them
             may be URLs that fsspec opens: ``"s3://bucket/val.npz"``.
         labels: the .npy files with the labels, for .npy files only.
-        input_kind: ``"logits"`` or ``"probs"``. None takes what the name of the array (or of the .npy file) says, and
-            logits where it says nothing; rows that are not negative and sum to 1 are then an error.
+        input_kind: ``"logits"`` or ``"probs"``. None: the name of the array (or of the .npy file) decides; other names
+            mean logits, and rows that look like probabilities are then an error.
         logits_key, labels_key: the names of the arrays; of tables, a pattern for the columns of the classes (``"p_*"``)
             and the column of the labels.
         storage_options: of URLs, for their file system in fsspec: ``{"anon": True}``.

@@ -51,12 +51,12 @@ class Hint:
 
 
 class InputError(Exception):
-    """A file or an argument that cannot be used; one line that names it, what was expected and what was found.
+    """A file or an argument cannot be used; the message is one line with its name, the expected and the found content.
 
     Args:
         source: the file, or the whole line where nothing else is given.
         expected, found: in words.
-        hint: the arguments that mend it: one, several together, or several to choose from with ``"or"`` between them.
+        hint: the arguments that solve it: one, several together, or alternatives with ``"or"`` between them.
 
     Attributes:
         hints: what ``hint`` was, as a tuple.
@@ -81,11 +81,11 @@ class InputError(Exception):
 
         Args:
             spell: what a hint is called.
-            verb: what is done with it.
+            verb: the action on the file.
             between: what stands between two of them.
 
         Returns:
-            What was expected and what was found, and the hints.
+            The expected and the found content, and the hints.
         """
         hints = between.join(spell(part) if isinstance(part, Hint) else f" {part} " for part in self.hints)
         hints = hints.replace(f"{between} ", " ").replace(f" {between}", " ")  # words stand between two hints
@@ -156,7 +156,7 @@ class LogitSet:
 
         Args:
             index: int64 or bool, which ones, in which order.
-            part: what they are called in words.
+            part: their name in messages.
 
         Returns:
             Another set of the same kind, name and source.

@@ -125,7 +125,7 @@ class OtherColumns:
 def read_unlabelled(
     source: str, files: Sequence[str], logits_key: str | None, input_kind: InputKind | None
 ) -> tuple[InputKind, np.ndarray[Any, Any], OtherColumns]:
-    """Kind and values [N, C] of the classes, and all other columns, of which those of labels are some, as they are."""
+    """Kind and values [N, C] of the classes, and all other columns (including labels) unchanged."""
     is_text = suffix_of(files[0]) == ".csv"
     if is_text:
         text = read_text_table(files[0])

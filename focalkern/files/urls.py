@@ -80,7 +80,7 @@ def matching(url: Url) -> list[Url]:
 
 
 def inside(url: Url) -> list[Url] | None:
-    """The files of a folder; None if it is no folder."""
+    """The files of a folder; None if the URL is not a folder."""
     system, path = _opened(url)
     with _reading(url):
         system.invalidate_cache()

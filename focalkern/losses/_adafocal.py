@@ -60,8 +60,8 @@ class AdaFocalLoss(FocalFamily):
         history: list of :class:`AdaFocalRecord`, one per update; ``focalkern.plots.adafocal_history`` draws it.
         n_accumulated: validation samples that wait for the next update.
 
-    The state (``state_dict``) has the bins, the history and the samples that wait, so that training goes on from it at
-    any point; the settings are those of the constructor, and gammas outside of its [gamma_min, gamma_max] are refused.
+    The state (``state_dict``) has the bins, the history and the samples that wait, so that training can continue from
+    it at any point. The settings come from the constructor; gammas outside its [gamma_min, gamma_max] raise an error.
     It is three tensors, of which ``_extra_state`` are the bytes of history and samples, and its length changes with
     them. It is this process's: in distributed training, samples that wait on other ranks are in their states. The
     buffers go to the device of the logits by themselves.

@@ -22,7 +22,7 @@ class DualFocalLoss(Loss):
     Args:
         gamma: a number, at least 0. 0 is cross-entropy.
         weight: [C] class weights, floating point; None for equal weights.
-        ignore_index: label whose samples count neither in the loss nor in the mean.
+        ignore_index: samples with this label have loss 0 and do not count in the mean.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
         label_smoothing: e in [0, 1]. ``L = -sum_i w_i t_i (1 - p_i + p_j(i))^gamma log p_i`` then, with t = (1 - e)
             onehot + e / C, as in the focal loss. Each class i has its own next lower probability p_j(i).
@@ -81,7 +81,7 @@ class BrierLoss(Loss):
 
     Args:
         weight: [C] class weights, floating point; None for equal weights.
-        ignore_index: label whose samples count neither in the loss nor in the mean.
+        ignore_index: samples with this label have loss 0 and do not count in the mean.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
         label_smoothing: e in [0, 1]; the target becomes (1 - e) t + e / C.
 
@@ -129,7 +129,7 @@ class MMCELoss(Loss):
         weighted: use the balanced form.
         bandwidth: h, at least 0.01.
         weight: [C] class weights, floating point, in the cross-entropy only; None for equal weights.
-        ignore_index: label whose samples count neither in the loss nor in the mean.
+        ignore_index: samples with this label have loss 0 and do not count in the mean.
         reduction: "mean" or "sum". The sum is that of the cross-entropy plus m times the second term. There is no
             "none": the error belongs to the batch.
         label_smoothing: e in [0, 1], in the cross-entropy only.
@@ -200,7 +200,7 @@ class LogitNormPenalty(Loss):
     Args:
         coefficient: alpha, at least 0; the paper searches 0.001 to 0.1.
         weight: [C] class weights, floating point; None for equal weights.
-        ignore_index: label whose samples count neither in the loss nor in the mean.
+        ignore_index: samples with this label have loss 0 and do not count in the mean.
         reduction: "none", "mean" or "sum". The mean divides by the summed weight of the samples.
         label_smoothing: e in [0, 1], in the cross-entropy only.
 

@@ -70,7 +70,7 @@ class FocalFamily(Loss):
         self.return_stats = flag(self._name, "return_stats", return_stats)
 
     def _extras(self) -> dict[str, Any]:
-        """Arguments of the function, where they are not the defaults."""
+        """Arguments of the function that differ from its defaults."""
         if self.z_loss == 0 and not self.return_stats:
             return {}
         return {"z_loss": self.z_loss, "return_stats": self.return_stats}
@@ -118,7 +118,7 @@ class FocalLoss(FocalFamily):
         modulation: None, or "confidence": the factor is p^gamma, gamma >= 0.
         z_loss: c >= 0: adds c lse^2 to the loss of each row, as in :func:`focalkern.focal_loss`.
         return_stats: the call returns a :class:`focalkern.LossWithStats` (loss, stats) in place of the loss.
-        alpha: not an option: raises a TypeError that says where the alpha of other libraries has gone.
+        alpha: not an option; raises a TypeError that explains how to express the alpha of other libraries.
 
     Attributes:
         gamma: the number or tensor; None for a table.

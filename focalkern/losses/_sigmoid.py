@@ -80,7 +80,7 @@ class SigmoidFocalLoss(ElementLoss):
         gamma: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
             ``nn.Parameter``.
         alpha: a number in [0, 1], such a tensor, or None (or -1, as in torchvision).
-        reduction: "mean" by default; that of :func:`focalkern.sigmoid_focal_loss` is "none".
+        reduction: "mean" by default; :func:`focalkern.sigmoid_focal_loss` defaults to "none".
         weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:
@@ -139,7 +139,7 @@ class AsymmetricLoss(ElementLoss):
         gamma_negative, gamma_positive: numbers, at least 0, or floating-point tensors that broadcast to the logits:
             buffers, or ``nn.Parameter`` s.
         margin: a number in [0, 1).
-        reduction: "mean" by default; that of :func:`focalkern.sigmoid_focal_loss` is "none".
+        reduction: "mean" by default; :func:`focalkern.sigmoid_focal_loss` defaults to "none".
         weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:
@@ -196,7 +196,7 @@ class QualityFocalLoss(ElementLoss):
     Args:
         beta: a number, at least 0; or a floating-point tensor that broadcasts to the logits: a buffer, or an
             ``nn.Parameter``.
-        reduction: "mean" by default; that of :func:`focalkern.sigmoid_focal_loss` is "none".
+        reduction: "mean" by default; :func:`focalkern.sigmoid_focal_loss` defaults to "none".
         weight, ignore_index: as in :func:`focalkern.sigmoid_focal_loss`. ``weight`` is a buffer.
 
     Raises:

@@ -15,8 +15,8 @@ def class_balanced_weight(counts: Tensor | Sequence[float], beta: float = 0.999)
 
     .. math:: w_c \propto \frac{1 - \beta}{1 - \beta^{n_c}}
 
-    scaled to a mean of 1 over the classes that occur. beta = 0 weighs all of them alike; as beta approaches 1, the
-    weights approach the inverse frequencies 1 / n_c, which beta = 1 gives.
+    scaled to a mean of 1 over the classes that occur. beta = 0 gives all of them the same weight; as beta approaches 1,
+    the weights approach the inverse frequencies 1 / n_c, which beta = 1 gives.
 
     Args:
         counts: [C], how many samples each class has, at least 0. A class without samples has weight 0.

@@ -1,7 +1,7 @@
 """Calibration errors and scores of probabilities: named estimators, in plain torch.
 
-Every figure is a fraction, never percent, and every ECE is told apart by the name of its estimator, because the three
-in use differ by more than the effects they are used to compare:
+Every metric is a fraction, never percent. Every ECE carries the name of its estimator, because the three estimators
+differ by more than the effects that papers compare with them:
 
 ``equal_width``
     Bins (k/M, (k + 1)/M]; a confidence of exactly 0 belongs to the first. The edges are rounded to the dtype of the
@@ -44,8 +44,8 @@ scikit-learn ``log_loss``, ``brier_score_loss``          ``nll`` (which does not
                                                          ``brier_score`` for two classes
 =======================================================  =============================================================
 
-Inputs are tensors (CPU or CUDA, any floating dtype) or anything that NumPy makes an array of. Where none is a tensor,
-the results are NumPy's too: arrays, and ``numpy.float64`` for a single figure. Sums run in float64. The rows are the
+Inputs are tensors (CPU or CUDA, any floating dtype) or anything that NumPy makes an array of. If no input is a tensor,
+the results are NumPy's, too: arrays, and ``numpy.float64`` for a single figure. Sums run in float64. The rows are the
 last dimension but one of ``probs`` and the last of everything else; dimensions before that are a batch of independent
 sets (bootstrap replicates, say), and results have the batch's shape. No metric is differentiable.
 

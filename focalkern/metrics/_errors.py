@@ -102,7 +102,7 @@ def maximum_calibration_error(
 
     .. math:: \text{MCE} = \max_b |\text{acc}_b - \text{conf}_b|
 
-    Under ``equal_mass`` it depends on the order of tied confidences: compare it only where they are distinct.
+    Under ``equal_mass`` it depends on the order of tied confidences: compare it only for distinct confidences.
 
     Args:
         probs, target, n_bins, estimator, confidence, correct, ignore_index, per: as

@@ -152,8 +152,8 @@ def aurc(
 
     Args:
         probs, target: as :func:`expected_calibration_error`.
-        excess: take off what the best order of the same samples has (all that are correct first): what is left is due
-            to the confidences, and is 0 if they rank every correct sample above every other.
+        excess: subtract the AURC of the best order of the same samples (all correct ones first). The rest depends on
+            the confidences only, and is 0 if they rank every correct sample above every other.
         confidence, correct, ignore_index, per: as :func:`expected_calibration_error`.
 
     Returns:

@@ -250,7 +250,7 @@ _say_why._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def build_info() -> dict[str, Any]:
-    """Whether the compiled kernels are used, why, and what they were built for.
+    """Whether the compiled kernels are used, the reason, and the targets they were built for.
 
     Returns:
         ``kernels`` (``"compiled"``; ``"stable"`` for the module behind torch's stable ABI, where none was compiled for

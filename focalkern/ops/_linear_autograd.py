@@ -3,7 +3,7 @@
 Three ways into the same pass (:func:`focalkern.ops._linear_pass.loss_and_gradients`):
     ReducedLoss   mean and sum: the gradients are made with the losses
     RowLosses     losses per row, and everything under torch.func: the backward pass is
-    _Gradient     the gradients as a function, which computes the logits anew, and which has a derivative of its own
+    _Gradient     the gradients as a function, which recomputes the logits, and which has a derivative of its own
 """
 
 from dataclasses import replace
@@ -162,8 +162,8 @@ def _gradient(upstream: Tensor, tensors: Any, options: Options, needed: Needed) 
 
 
 def _second_order(saved: Any, options: Options, cotangents: Any, requires: Any) -> list[Tensor | None]:
-    """The derivative of ``_Gradient``: a chunk of rows at a time, in differentiable operations, so that autograd can
-    also take what comes out once more."""
+    """The derivative of ``_Gradient``, a chunk of rows at a time. Its operations are differentiable, so autograd can
+    differentiate it again."""
     upstream, tensors = saved[0], saved[1:]
     input, linear_weight, bias, target, gamma, edges, weight = tensors
     wanted = options.wanted

@@ -52,7 +52,7 @@ def default_chunk_rows(rows: int, features: int, classes: int, item_size: int) -
 
 
 def blocks(z: Tensor) -> Iterator[slice]:
-    """Runs of rows of a chunk that are looked at together."""
+    """Runs of rows of a chunk that are processed together."""
     rows, classes = z.shape
     limit = _BLOCK_BYTES.get(z.device.type, _OTHER_BLOCK_BYTES)
     step = max(1, limit // max(1, classes * z.element_size()))

@@ -63,7 +63,7 @@ NO_GRADIENTS: Needed = (False, False, False, False, False)
 
 
 def check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Before any product, where the values can be looked at."""
+    """Checks before any product, if the values can be read."""
     if target.is_floating_point() or not is_plain(target):
         return
     label_range(OP, target, classes, ignore_index)

@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
 
 def losses_of_rows(block: Block, settings: Settings) -> tuple[Tensor, Tensor | None]:
-    """The losses [n], and what :func:`gradients_of_rows` wants to know of them."""
+    """The losses [n], and the numbers that :func:`gradients_of_rows` needs."""
     if needs_float64(block.logits, block.target, settings.label_smoothing):
         losses, saved = losses_of_rows(block._replace(logits=block.logits.double()), settings)
         return losses.to(block.logits.dtype), saved

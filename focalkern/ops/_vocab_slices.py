@@ -247,7 +247,7 @@ def _statistics_of_block(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tenso
 
 
 def _looks_at(tensor: Tensor) -> bool:
-    """Whether its values may decide what is computed."""
+    """Whether the computation may depend on its values."""
     return is_plain(tensor) and not torch.compiler.is_compiling()
 
 

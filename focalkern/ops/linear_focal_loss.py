@@ -128,7 +128,7 @@ def linear_focal_loss(
     buffer nothing grows with N * C. For "mean" and "sum" the gradients are made in the forward pass, by three matrix
     products in all (only those that are needed; one under ``no_grad``), and the first backward pass scales them in
     place. A second one (``retain_graph``), every one of "none", those that are differentiated again and those under
-    ``torch.func`` compute the logits anew, chunk by chunk.
+    ``torch.func`` recompute the logits, chunk by chunk.
 
     On the CPU rows with ``ignore_index`` are left out of the products, and cost nothing. On CUDA, counting
     them would synchronise the device, so they stay in the products as zeros. If most rows are ignored, pass only the

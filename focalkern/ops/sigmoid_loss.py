@@ -40,9 +40,9 @@ def sigmoid_focal_loss(
         1 - p_t = t (1 - p) + (1 - t) p
 
     The value and gradient of ``torchvision.ops.sigmoid_focal_loss`` (whose positional order is alpha, gamma); but here
-    1 - p_t does not cancel, so that both are finite and exact for finite logits of any size. (The gradient at infinite
-    ones that speak against the target is NaN.) One pass over memory each way, and nothing of the size of ``input`` is
-    kept between them.
+    1 - p_t does not cancel, so that both are finite and exact for finite logits of any size. (The gradient is NaN at
+    infinite logits with the wrong sign for the target.) Forward and backward each make one pass over memory and keep
+    nothing of the size of ``input`` between them.
 
     Args:
         input: logits of any shape [N, C, d1, ...], floating point, in any memory format.

@@ -20,10 +20,10 @@ def calibration_curve(calibrator: SplineScaling, *, title: str | None = None) ->
     .. math::
         \text{logit}\, \hat p = h(u) - h(-u), \quad h(u) = (1 + a) \log \sigma(u) + f(u), \quad u = \text{logit}\, q
 
-    The picture is that of two classes, where one curve says all: q in [0.5, 1) is the confidence after the temperature,
-    on the diagonal nothing changes, above it a confidence is raised. The shaded band is the approximate 95 % interval
-    of the fit (Laplace approximation). Slopes, intercepts and matrices of ``kind="vector"`` and ``"matrix"`` come on
-    top and are not in it. The grey lines are the focal calibration maps of gamma = 1 and 3.
+    The figure is for two classes, for which one curve is the whole map. q in [0.5, 1) is the confidence after the
+    temperature. The diagonal means no change; above it the curve raises the confidence. The shaded band is the
+    approximate 95 % interval of the fit (Laplace approximation). Slopes, intercepts and matrices of ``kind="vector"``
+    and ``"matrix"`` come on top and are not in it. The grey lines are the focal calibration maps of gamma = 1 and 3.
 
     Args:
         calibrator: a fitted :class:`focalkern.SplineScaling`.

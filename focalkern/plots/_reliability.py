@@ -38,9 +38,9 @@ def reliability_diagram(
 
     A bar stands over the range of an equal-width bin and is as high as its accuracy; the hatched part runs from there
     to the bin's mean confidence, so its height is the gap. Bins of equal mass, most of them narrower than a line, are
-    points at (mean confidence, accuracy) with their gap as a stroke. Above each panel stand its figures, as
-    fractions, computed from the bins given; the largest gap is that of the bins with at least 20 samples, because a bin
-    of one sample can have any. In the histogram below, the samples of each bin.
+    points at (mean confidence, accuracy) with their gap as a stroke. The title of each panel gives its metrics as
+    fractions, computed from the given bins. The largest gap counts only bins with at least 20 samples, because a bin of
+    one sample can have any gap. In the histogram below, the samples of each bin.
 
     The shaded band is where the accuracies of a perfectly calibrated classifier with these confidences would fall; a
     bin outside of it is miscalibrated beyond chance. The whisker is the bootstrap interval of the bin's accuracy; a

@@ -296,7 +296,7 @@ class RowLossSpec:
         detach_modulation: bool = False,
         **options: Any,
     ) -> Tensor:
-        """The definition with what it takes of the operator's arguments."""
+        """The definition, with those of the operator's arguments that it takes."""
         values = {"gamma": gamma, "epsilon": epsilon}
         given: dict[str, Any] = {name: values[name] for name in self.parameters}
         if self.detachable:

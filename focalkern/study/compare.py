@@ -94,8 +94,8 @@ def compare_calibrators(
         folds: of the cross-validation, at least 2.
         resamples: of the bootstrap for the intervals; 0 for none. By default 200, or none if that would take minutes.
         seed: of the folds and of the resamples.
-        input_kind: ``"logits"`` or ``"probs"``: what the pairs hold. Unless it is said, logits that look like
-            probabilities are refused.
+        input_kind: ``"logits"`` or ``"probs"``: what the pairs hold. Without it, logits that look like probabilities
+            raise an error.
         keep_predictions: choose only among candidates that change no predicted class.
         accept_risk: an error rate in (0, 1). The verdict then has one more line, from the test samples: the confidence
             above which predictions can be accepted, the share of such predictions, and the 95% upper bound of their
@@ -202,8 +202,8 @@ def run_study(
         candidates, keep_predictions, folds: of the cross-validation of ``"auto"``; see
             :func:`focalkern.compare_calibrators`.
         criterion: to choose by.
-        search: for gamma and T of a named method. None is the search of the calibrator itself: by derivatives for NLL
-            and Brier score, unless the grid is another than the default or the samples are read in parts.
+        search: for gamma and T of a named method. None is the calibrator's own search: by derivatives for NLL and Brier
+            score, but on the grid if it is not the default or if the samples are read in parts.
         binning: bins after the method's scaling, or of ``"histogram"``; None for none.
         estimator, n_bins: of the ECE to choose by; the ECEs of the scores and ``binning`` have ``n_bins``, too.
         report_estimator: of the ECE in the verdict and the remarks.

@@ -26,8 +26,8 @@ _STATE_FORMAT = 2
 class Processes:
     """The processes of a gloo group: those of torchrun, those that are given an address, or one.
 
-    Every rank reads its share of the samples. Rank 0 gets all results, prints and writes. A group that exists already,
-    as in a worker of Ray Train, is used as it is and stays when this is closed.
+    Every rank reads its share of the samples. Rank 0 gets all results, prints and writes. An existing group, as in a
+    worker of Ray Train, is reused and stays open when this is closed.
 
     Args:
         timeout: seconds that a process waits for the others; None for one process, also under torchrun.

@@ -48,7 +48,7 @@ class _Rows:
 
 
 class _SharedSamples(StreamedSamples):
-    """Samples of which every process has its own in memory."""
+    """Samples that are distributed over processes; each holds its own part in memory."""
 
     shards: Any
 

@@ -57,7 +57,7 @@ class CalibratorResult:
 
     @property
     def binning(self) -> HistogramBinning | None:
-        """The histogram binning that was asked for, alone or after a scaling."""
+        """The requested histogram binning, alone or after a scaling."""
         asked_for = isinstance(self.calibrator, HistogramBinning) and not self.cross_validated
         return self.calibrator if asked_for else None
 
@@ -202,7 +202,7 @@ class Comparison:
         results: the rows of the table; the first is no calibration.
         chosen: the one of ``results`` to use; None where its criterion is finite nowhere.
         intervals: bootstrap intervals on the test samples; None without a bootstrap.
-        cross_validation: of the candidates; None where a method was asked for by name.
+        cross_validation: of the candidates; None if the user named a method.
         estimator: of the ECE in the verdict and in the table; ``grid.estimator`` is that of the search.
         criterion: by which ``chosen`` was chosen.
     """

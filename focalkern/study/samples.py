@@ -102,7 +102,8 @@ class Samples(Protocol):
         n_classes: C.
         processes: those that share the samples.
         facts: None until the first pass.
-        scored: results of earlier passes, where a pass reads files, by calibrator or (gamma, T) and number of bins.
+        scored: cached results of earlier passes over files; the keys are the calibrator, or (gamma, T) and the number
+            of bins.
     """
 
     kind: InputKind
@@ -346,8 +347,8 @@ def fits_in_memory(numbers: int) -> bool:
 
 
 def wants_streaming(paths: Sequence[str | None]) -> bool:
-    """Whether one of the paths stands for several files that can be read in parts, or is so large that what is done in
-    memory might not fit."""
+    """Whether one of the paths stands for several files that can be read in parts, or is too large to process in
+    memory."""
     for path in paths:
         if path is None:
             continue

@@ -37,7 +37,7 @@ class Study(JudgedComparison):
         results: the rows of the table, a :class:`focalkern.study.CalibratorResult` each; the first is no calibration.
         chosen: the result to use; None if its criterion is finite nowhere.
         intervals: bootstrap intervals of the scores; None without a bootstrap.
-        cross_validation: of the candidates; None if a method was asked for by name.
+        cross_validation: of the candidates; None if the user named a method.
         estimator: of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the search.
         criterion: the criterion by which ``chosen`` was chosen.
         verdict: the recommendation, its reason and its cost.
@@ -102,7 +102,7 @@ class Study(JudgedComparison):
 
         Args:
             all: every estimator of the ECE, as wide as it gets, and the ECE-optimal rows of the paper. Otherwise at
-                most 100 columns, and those rows only with ``criterion="ece"`` or a method asked for by name.
+                most 100 columns, and those rows only with ``criterion="ece"`` or a named method.
             legend: whether the text below the table explains its intervals and marks.
 
         Returns:

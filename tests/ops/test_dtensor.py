@@ -35,7 +35,7 @@ MESHES = {
     "classes x classes": ((2, 2), (CLASSES, CLASSES)),
     "whole x classes": ((2, 2), (WHOLE, CLASSES)),
 }
-# How each dimension of the mesh splits the input and the weight of the head.
+# Placements of the head's input and weight for each dimension of the mesh.
 HEADS = {
     "rows": ((4,), (ROWS,), (WHOLE,)),
     "classes": ((4,), (WHOLE,), (CLASSES,)),

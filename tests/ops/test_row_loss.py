@@ -501,7 +501,7 @@ def test_mmce_in_a_kernel_is_its_definition_in_torch(weighted):
                 near(gradient, torch.autograd.grad(expected, z)[0], factor=100)
 
 
-# The derivative of |r_i - r_j| is any number from -1 to 1 at a tie, which float32 sees where float64 may not.
+# At a tie the derivative of |r_i - r_j| may be any number from -1 to 1. float32 has ties that float64 does not have.
 @pytest.mark.parametrize("weight", [None, torch.ones(3)], ids=["kernel", "plain torch"])
 def test_gradient_of_mmce_beside_a_tie(weight):
     z = torch.tensor([[2.0, 0.0, 0.1], [2.0, 0.1, -3e-8], [0.3, 1.5, 0.0], [1.0, 0.0, 0.4]])

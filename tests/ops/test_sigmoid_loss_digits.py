@@ -150,7 +150,7 @@ def test_slopes_at_enormous_logits(device, dtype, share, sign):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [0.25, 0.9])  # of the largest number: gamma |x| is beyond it
+@pytest.mark.parametrize("size", [0.25, 0.9])  # a fraction of the largest number: gamma |x| exceeds it
 @pytest.mark.parametrize("gamma", [5.0, 100.0])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in SCORED])
 def test_derivatives_where_gamma_times_the_logit_overflows(device, dtype, size, gamma, name):

@@ -50,7 +50,7 @@ def name_of(page):
 
 
 def blocks(page):
-    """(kind, line before the block, code) of each, the cells of a tutorial as one."""
+    """(kind, line before the block, code) of each block; the cells of a tutorial form one block."""
     text = page.read_text()
     cells = []
     for block in BLOCK.finditer(text):

@@ -3,9 +3,9 @@
     python -m tools.cuda.mutants [--out FOLDER] [--csv FILE] [WORD ...]    faults whose name or file holds a WORD
 
 Every barrier, fence and atomic of csrc/cuda is a fault by itself (``synchronization``): it is deleted, or made a plain
-read and write. ``FAULTS`` are the others: tails, strides, counts. A fault is text to replace; where the source has
-moved on, test_mutants.py says so. Each is compiled to PTX, for float, and has to fail its cases on the emulator, unless
-``REDUNDANT`` says in a line why nothing can depend on it.
+read and write. ``FAULTS`` are the others: tails, strides, counts. A fault is text to replace; test_mutants.py fails if
+the source no longer has this text. Each is compiled to PTX, for float, and has to fail its cases on the emulator,
+unless ``REDUNDANT`` says in a line why nothing can depend on it.
 """
 
 import argparse

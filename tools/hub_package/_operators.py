@@ -17,7 +17,7 @@ DEVICES = ("cpu", "cuda") if "_cuda_" in _namespace else ("cpu",)
 
 
 def _saved_numbers() -> dict[str, int]:
-    """How many numbers each loss saves per row, as the compiled module reports."""
+    """The count of numbers that each loss saves per row, as reported by the compiled module."""
     (module,) = Path(__file__).parent.glob(f"{_namespace}*.so")
     losses = ctypes.CDLL(str(module)).focalkern_row_losses
     losses.restype = ctypes.c_char_p

@@ -25,7 +25,7 @@ FK_VECTOR_CLONES void label_pieces(Real d_label, const Real* __restrict inverse_
                                    const SoftmaxPieces<Real>& pieces, LabelPieces<Real>* __restrict label) {
 #pragma omp simd
   for (int t = 0; t < kLanes; ++t) {
-    // Not clamped: a class of probability 0 has an infinite loss.
+    // The loss is not clamped: a class of probability 0 has an infinite loss.
     const Real product = d_label * inverse_temperature[t];
     const Real x = product < -kFar<Real> ? -std::numeric_limits<Real>::infinity() : product;
     const Real log_q = x - pieces.lse[t];

@@ -28,7 +28,7 @@ enum class RowPath {
 
 inline bool is_across_rows(const RowLayout& layout, int64_t classes) { return layout.class_stride != 1 && classes > 1; }
 
-// The distance between rows where it is the same for all of them, or 0.
+// The distance between rows if it is constant, else 0.
 inline int64_t row_stride(const RowLayout& layout, int64_t row_begin, int64_t n_rows) {
   if (layout.inner == 1) return layout.outer_stride;
   return row_begin % layout.inner + n_rows <= layout.inner ? layout.inner_stride : 0;

@@ -127,7 +127,7 @@ class TileReader {
     return args_.gamma.value == 2 ? Powers::kSquare : Powers::kSmall;
   }
 
-  // Without the logits, which a tile that is looked up needs as they are.
+  // Leaves out the logits, because the look-up needs them in their own type.
   TileView<Real> view(int64_t begin, int64_t end) {
     const int64_t n = end - begin;
     TileView<Real> view{};

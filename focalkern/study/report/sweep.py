@@ -125,7 +125,7 @@ class Sweep:
             figure: ``"nll"``, ``"brier"`` or ``"ece_equal_width"``, of the test rows.
 
         Returns:
-            The figure; NaN where a method has none, infinity where it has no end.
+            The figure; NaN if a method has no value; infinity for infinite values.
 
         Raises:
             KeyError: no such figure.

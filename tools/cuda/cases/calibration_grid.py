@@ -88,8 +88,8 @@ def test_grid(library, dtype, rows, classes, n_bins, estimator):
             assert_near(confidence[t, g], probs.max(1).values, real_of(dtype))
             ece, mce = reference.calibration_error(confidence[t, g], correct, n_bins, estimator)
             assert abs(tables["ece"][g, t].item() - ece) < 1e-12
-            # Between neighbouring floats an interpolated edge is one of them: a sample without a gap of its own may
-            # change the size of a bin there.
+            # An edge interpolated between neighbouring floats equals one of them, so a sample there may fall into
+            # either bin.
             if dtype == torch.float64 or estimator != "equal_mass_interp":
                 assert abs(tables["mce"][g, t].item() - mce) < 1e-9
 
@@ -109,8 +109,8 @@ def test_grid_takes_kept_rows_probabilities_and_many_temperatures(library):
     assert_near(tables["nll"], expected["nll"], torch.float32)
 
 
-# Without the Brier score, sums over the classes serve many gammas at once: more of them than one launch takes, beside
-# whole ones and others; a row that lies in a warp's memory as a whole, or not, for few temperatures or many.
+# Without the Brier score, sums over the classes serve many gammas at once: more of them than one launch takes, together
+# with whole gammas and others. Rows fit a warp's memory or not, with few temperatures or many.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("rows", "classes", "temperatures"),

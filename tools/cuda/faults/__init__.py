@@ -1,4 +1,4 @@
-"""The planted faults, by the kernels that they are in, and those that no case can see."""
+"""The planted faults, grouped by kernel, and the faults that no case can detect."""
 
 from tools.cuda.faults import calibration, focal_loss, row_loss, sigmoid_loss, spline
 from tools.cuda.faults.fault import Fault as Fault

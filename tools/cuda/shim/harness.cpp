@@ -108,7 +108,7 @@ int unguard(void* memory, int64_t bytes, int64_t byte_of_vector) {
   return clean;
 }
 
-// From here on these bytes count as never written, where the machine follows that.
+// Marks these bytes as never written, on machines that track this.
 void mark_undefined(void* memory, int64_t bytes) { shim::memory_undefined(memory, bytes); }
 
 int64_t size_of(const char* name, int is_double) {
