@@ -26,8 +26,8 @@ class ClassColumns:
     """The columns that are the classes.
 
     Attributes:
-        places: of class 0, 1, ... among all columns.
-        names: of these.
+        places: positions of class 0, 1, ... among all columns.
+        names: names of these columns.
         numbers: what their names end in, consecutive from 0 or 1; None if they are not numbered.
         prefix: the text before the numbers.
     """
@@ -45,7 +45,7 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
     in the order of the table, and then none may have a name that classes do not have, such as ``id`` or ``pred``.
 
     Args:
-        names: of all columns but that of the labels.
+        names: names of all columns except the labels.
         pattern: names of the classes, with ``*`` and ``?``. It decides which they are, and not in which order.
 
     Raises:

@@ -41,7 +41,7 @@ def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
     Args:
         op: what raises.
         logits: [N, C].
-        name: of the argument.
+        name: name of the argument.
     """
     if len(logits) < 2 or not looks_like_probs(logits):  # a single row may look like anything
         return

@@ -55,7 +55,7 @@ struct CellShared {
   uint8_t leader[kCuts];   // the first cut with the same digits so far, whose histogram it uses
   uint8_t first[kDigits];  // the first cut with this first digit, or kCuts
   uint32_t tied;           // cuts whose confidence occurs more than once
-  // Of the bins: the lower edges and the last upper one, and infinities.
+  // Edges of the bins: the lower edges and the last upper one, padded with infinities.
   Real edges[kSearch];
   uint32_t edge_rows[kSearch];  // a sample on an edge is above it from this row on
   uint32_t low_sum[kBinsAtOnce];

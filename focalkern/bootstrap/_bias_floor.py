@@ -116,7 +116,7 @@ def bias_floor(
         figures: ECEs from :data:`FIGURES`; by default all that the input has.
         n_bins: M, at least 1.
         n_resamples: R, at least 1.
-        seed: of the labels, at least 0. The result does not depend on device and memory.
+        seed: random seed of the labels, at least 0. The result does not depend on device and memory.
         progress: as :func:`paired_bootstrap`.
 
     Returns:

@@ -87,8 +87,8 @@ class PairedBootstrap:
         """The interval of one calibrator's figure. Ends that no figure can have (an ECE below 0) are cut.
 
         Args:
-            name: of ``names``.
-            figure: of ``figures``.
+            name: one of ``names``.
+            figure: one of ``figures``.
 
         Returns:
             The :class:`Interval`.
@@ -105,8 +105,8 @@ class PairedBootstrap:
         """The interval of (figure of ``name``) - (figure of ``other``), over the same resamples.
 
         Args:
-            name, other: of ``names``.
-            figure: of ``figures``.
+            name, other: two of ``names``.
+            figure: one of ``figures``.
 
         Returns:
             The :class:`Interval`.
@@ -127,8 +127,8 @@ class PairedBootstrap:
         one in 1 / (1 - level) excludes 0 by chance. Ask for a higher ``level`` where many are compared.
 
         Args:
-            name, other: of ``names``.
-            figure: of ``figures``.
+            name, other: two of ``names``.
+            figure: one of ``figures``.
 
         Returns:
             True or False; False for a difference that is NaN.
@@ -143,8 +143,8 @@ class PairedBootstrap:
         """One sentence on whether ``name`` and ``other`` differ in a figure, for the reader of a table.
 
         Args:
-            name, other: of ``names``.
-            figure: of ``figures``.
+            name, other: two of ``names``.
+            figure: one of ``figures``.
 
         Returns:
             The sentence.
@@ -230,7 +230,7 @@ def paired_bootstrap(
         n_resamples: R, at least 1; a few hundred for a look, 1000 or more for a table.
         level: confidence level of the intervals, in (0, 1).
         method: ``"symmetric"``, ``"basic"`` or ``"percentile"``; see the top of this module.
-        seed: of the resamples, at least 0.
+        seed: random seed of the resamples, at least 0.
         progress: a tqdm bar on stderr: True, False, or None for one after two seconds where stderr is a terminal.
 
     Returns:

@@ -51,7 +51,7 @@ class AutoCalibrator(FitsBatches):
         candidates: as :func:`focalkern.compare_calibrators`.
         criterion: ``"nll"`` or ``"brier"``, by which the candidates are fitted and compared.
         folds: number of folds of the cross-validation, at least 2. The rows are divided at random.
-        seed: of the folds.
+        seed: random seed of the folds.
         input_kind: ``"logits"`` or ``"probs"``. Without it ``fit`` expects logits, and raises an error if they look
             like probabilities.
         keep_predictions: only candidates that change no predicted class.

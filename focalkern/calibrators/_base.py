@@ -127,7 +127,7 @@ class Calibrator(Fitted):
         """Write the fitted calibrator as JSON. All of it or nothing: a failed write leaves an existing file alone.
 
         Args:
-            path: of the file; :func:`focalkern.load_calibrator` reads it.
+            path: the file to write; :func:`focalkern.load_calibrator` reads it.
             evidence: reasons for this calibrator, as ``json.dumps`` takes them; they are stored in the file, in the
                 summary of the fit.
 
@@ -162,7 +162,7 @@ class Calibrator(Fitted):
         """Read a calibrator that ``save`` wrote.
 
         Args:
-            path: of the file.
+            path: the file.
 
         Returns:
             The fitted calibrator.
@@ -231,7 +231,7 @@ def load_calibrator(path: str | os.PathLike[str]) -> Calibrator:
     """Reads any calibrator that ``save`` wrote; its class is stored in the file.
 
     Args:
-        path: of the file.
+        path: the file.
 
     Returns:
         The fitted calibrator, of the class that was saved.

@@ -101,7 +101,7 @@ def check_values(name: str, input: Tensor, input_kind: str, counts: Tensor | Non
     """Raise for the first row that is no distribution: the one rule of all calibrators, for ``fit`` and ``predict``.
 
     Args:
-        name: of the calibrator.
+        name: name of the calibrator.
         input: [..., C] of ``input_kind``.
         counts: [...] bool, the rows to check; None is all.
 

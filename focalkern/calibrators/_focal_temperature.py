@@ -46,7 +46,7 @@ class FocalTemperatureScaling(Scaling):
         criterion: what is minimised: ``"nll"``, ``"brier"``, or ``"ece"``, the paper's. The first two judge all
             probabilities of a row. The ECE depends only on the confidence, and its optimum is often worse than no
             calibration by both of the others; ``fit`` then warns.
-        estimator: of the ECE, ``"equal_mass"`` (the paper's), ``"equal_mass_interp"`` (its published code's) or
+        estimator: which ECE: ``"equal_mass"`` (the paper's), ``"equal_mass_interp"`` (its published code's) or
             ``"equal_width"``; see :mod:`focalkern.metrics`.
         n_bins: bins of the ECE.
         widen: where the optimum of a grid, line or refinement is an end of an axis, search on beyond it, up to

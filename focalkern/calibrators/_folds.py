@@ -32,7 +32,7 @@ def fold_of(number: Tensor, rows: int, folds: int, seed: int) -> Tensor:
         number: int64, row numbers from 0 to rows - 1.
         rows: total number of rows.
         folds: number of folds; their sizes differ by at most one.
-        seed: of the permutation.
+        seed: random seed of the permutation.
 
     Returns:
         int64, as number.

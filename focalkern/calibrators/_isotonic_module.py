@@ -21,7 +21,7 @@ class IsotonicLogProbs(ExactBuffers):
 
     Args:
         steps: [C] pairs of arrays: points, ascending, and the values there.
-        epsilon: of :class:`IsotonicCalibration`, between 0 and 1.
+        epsilon: epsilon of :class:`IsotonicCalibration`, between 0 and 1.
         input_kind: ``"logits"`` or ``"probs"``, what ``forward`` will be given.
         one_logit: ``forward`` takes one logit (or probability of class 1) per sample and returns the calibrated logit.
 

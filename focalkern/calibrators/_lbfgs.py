@@ -27,7 +27,7 @@ class Minimum:
     Attributes:
         point: the last point.
         value: there.
-        evaluations: of value and gradient.
+        evaluations: number of evaluations of value and gradient.
         converged: whether it ended before its last step.
         pairs: the last :data:`HISTORY` pairs, for a search nearby.
     """
@@ -55,7 +55,7 @@ def minimise(
         done: the search ends where no entry of the gradient is larger, or where a step changes the value or all entries
             of the point by less than ``1e-5 * done``.
         steps: at most so many.
-        pairs: of a search on nearly the same function.
+        pairs: pairs from a search on nearly the same function.
 
     Source: Nocedal & Wright, Numerical Optimization, 2nd edition, 2006, algorithms 7.4, 7.5, 3.5 and 3.6.
     """

@@ -48,7 +48,7 @@ class RowSource(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Of the rows."""
+        """The device of the rows."""
 
     def parts(self) -> Iterator["MemoryRows"]:
         """The rows of this process, in parts that are not empty."""
@@ -103,7 +103,7 @@ class MemoryRows:
         target: [n] int64.
         weight: [n] float64.
         number: [n] int64, the numbers of the rows among those of all processes.
-        n_rows, weight_sum: of all processes.
+        n_rows, weight_sum: totals over all processes.
         add_up: the sum over the processes.
     """
 
@@ -180,7 +180,7 @@ class BatchedRows:
         n_classes: C.
         add_up: the sum over the processes, the same on each.
         wanted: which rows count, by their number; None for all.
-        device: of the rows.
+        device: device of the rows.
     """
 
     def __init__(

@@ -158,7 +158,7 @@ class SplineScaling(FitsBatches):
         return self.kind == "scalar" and self.keep_order is not False
 
     def _module(self, fitted: Mapping[str, Any] | None = None, *, one_logit: bool = False) -> SplineLogProbs:
-        """Of ``fitted`` attributes; of its own when None."""
+        """The module of the ``fitted`` attributes; of its own attributes when None."""
         of = vars(self) if fitted is None else fitted
         names = ("knots_", "values_", "weight_", "bias_")
         knots, values, weight, bias = (None if of[name] is None else torch.from_numpy(of[name]) for name in names)

@@ -117,7 +117,7 @@ def robust_temperature(source: RowSource, input_kind: str, scale: float = 1.0, n
     Args:
         source: the rows; W is the sum of their weights.
         input_kind: ``"logits"`` or ``"probs"``.
-        scale: of :func:`logit_scale`; T is found in this unit.
+        scale: result of :func:`logit_scale`; T is found in this unit.
         near: T of nearly the same rows, where the search starts in place of a grid.
 
     Returns:

@@ -33,7 +33,7 @@ class SplineRows:
         masks: whether a logit of -inf means probability 0.
         spline: the knots.
         penalty: the quadratic form of the penalty of (a, f), [m + 1, m + 1].
-        factor: of all penalties.
+        factor: factor for all penalties.
     """
 
     source: RowSource
@@ -52,7 +52,7 @@ class SplineRows:
         Args:
             source: the rows.
             penalty: the factor of all penalties.
-            temperature: of :func:`robust_temperature`, where that is known.
+            temperature: result of :func:`robust_temperature`, if known.
         """
         floor = floor_of(source.weight_sum)
         scale = logit_scale(source, input_kind)

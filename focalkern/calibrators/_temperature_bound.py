@@ -34,7 +34,7 @@ def succession_bound(input: Tensor, gamma: float, input_kind: InputKind, weight:
 
     Args:
         input: [N, C] of ``input_kind``.
-        gamma: of the focal calibration map.
+        gamma: gamma of the focal calibration map.
         weight: [N] float64, what a row counts; None is 1.
 
     Source: the rule of succession, Laplace 1774.

@@ -27,7 +27,7 @@ def demo_rows(seed: int = 0) -> dict[str, tuple[LogitSet, LogitSet, int]]:
     """Loss name -> logits of the validation rows and of the test rows, and the number of training rows.
 
     Args:
-        seed: of the split into three equal parts and of the training.
+        seed: random seed of the split into three equal parts and of the training.
 
     Raises:
         InputError: scikit-learn, or tqdm, is not installed.

@@ -21,7 +21,7 @@ class TextTable:
 
     Attributes:
         source: its name.
-        names: of the columns.
+        names: names of the columns.
         data: all of its bytes.
     """
 

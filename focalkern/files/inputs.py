@@ -27,7 +27,7 @@ class UnlabelledRows:
         name: ``""``, ``"val"``, ``"test"`` or another word in front of the array's name.
         source: the file or pattern.
         n_rows, n_classes: N and C.
-        table: of a table, the names of the classes and all other columns.
+        table: for a table, the names of the classes and all other columns.
     """
 
     kind: InputKind
@@ -63,7 +63,7 @@ def open_unlabelled(
         input_kind: ``"logits"`` or ``"probs"``; None: the name of the array or of the file decides; other names mean
             logits.
         logits_key: the name of the array; of tables, a pattern for the columns of the classes.
-        storage_options: of URLs, for their file system.
+        storage_options: options of the file system of URLs.
 
     Raises:
         InputError: anything at all that is wrong with the files.

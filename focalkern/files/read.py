@@ -53,7 +53,7 @@ def read_sets(
             mean logits, and rows that look like probabilities are then an error.
         logits_key, labels_key: the names of the arrays; of tables, a pattern for the columns of the classes (``"p_*"``)
             and the column of the labels.
-        storage_options: of URLs, for their file system in fsspec: ``{"anon": True}``.
+        storage_options: options of the fsspec file system of URLs: ``{"anon": True}``.
 
     Returns:
         By prefix, ``""``, ``"val"`` or ``"test"``, at least one :class:`LogitSet`.

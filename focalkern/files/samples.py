@@ -241,7 +241,7 @@ def label_numbers(
     """Labels as class numbers, from class numbers (also floats and their text) or names.
 
     Args:
-        names: of the classes, if they have any. Without them names are the classes in alphabetical order, as
+        names: names of the classes, if they have any. Without them names are the classes in alphabetical order, as
             scikit-learn has it, and all of them must occur.
         first: the number that class 0 is called.
     """

@@ -240,7 +240,8 @@ class LogitNormPenalty(Loss):
 
 
 def cross_entropy_of(loss: Loss, rows: Batch, target: Tensor) -> Tensor:
-    # Of the float32 rows, not of half-precision logits: otherwise two gradients are rounded before they are added.
+    # Uses the float32 rows, not the half-precision logits: otherwise two gradients would be rounded before they are
+    # added.
     return focal_loss(
         rows.z.movedim(-1, min(rows.z.dim() - 1, 1)),
         target,

@@ -148,7 +148,7 @@ class LinearFocalLoss(_Head, FocalLoss):
             :class:`FocalLoss`.
         chunk_rows, softcap: as in :func:`focalkern.linear_focal_loss`.
         z_loss, return_stats: as in :class:`FocalLoss`.
-        device, dtype: of the layer.
+        device, dtype: device and dtype of the layer.
 
     Called with (input, target): [D], [N, D] or [B, S, D], and labels of the leading shape or class probabilities.
 

@@ -25,7 +25,7 @@ class ElementLoss(Loss):
 
         Args:
             input: logits of any shape [N, C, d1, ...], floating point.
-            target: of the shape of ``input``, in [0, 1]; or labels [N, d1, ...], where label C is the background. See
+            target: in [0, 1], with the shape of ``input``; or labels [N, d1, ...], where label C is the background. See
                 :func:`focalkern.sigmoid_focal_loss`. Some losses also take ``(labels, scores)``: see
                 :func:`focalkern.quality_focal_loss`.
 

@@ -153,7 +153,7 @@ def accept_threshold(
         probs: [N, C] or [N, C, d1, ...] probabilities, or None with ``scores``.
         target: [N] or [N, d1, ...] class indices, or None with ``correct``.
         max_risk: the largest acceptable error rate of accepted rows, in (0, 1).
-        confidence: of the bound, in (0, 1).
+        confidence: confidence level of the bound, in (0, 1).
         scores: [N] confidences in [0, 1], in the place of ``probs``.
         correct: [N] bool, in the place of ``target``.
         ignore_index: as :func:`focalkern.metrics.expected_calibration_error`.

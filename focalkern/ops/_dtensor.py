@@ -228,7 +228,7 @@ def _settled(input: Any, class_dim: int | None, keeps_classes: bool) -> Any:
 
 
 def _without_class(placement: Any, class_dim: int) -> Any:
-    """Of labels or losses of rows, for a placement of the logits."""
+    """The placement of labels or losses of rows, for a placement of the logits."""
     from torch.distributed.tensor import Replicate, Shard
 
     if not placement.is_shard() or placement.is_shard(class_dim):

@@ -184,7 +184,7 @@ def _inverse_slopes(z: Tensor, log_q: Tensor, ratios: Tensor, gamma: Tensor) -> 
 def _inverse_backward(ctx: Any, grad: Tensor, grad_ratios: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
     row = _inverse_slopes(*ctx.saved_tensors)
     _, _, next_class = _top_and_next(ctx.saved_tensors[0])
-    # Of log q alone: the ratios are log q_j - log q_next.
+    # Computed from log q alone: the ratios are log q_j - log q_next.
     grad = grad + grad_ratios.scatter_add(-1, next_class, -grad_ratios.sum(-1, keepdim=True))
     kept = torch.where(row.others, grad, 0.0) * row.inverse_h
     grad_top = torch.where(row.others.any(-1, keepdim=True), grad.gather(-1, row.top), 0.0)

@@ -34,7 +34,7 @@ def check_numbers(
 
 
 def dtypes_of(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
-    """Of the logits and of the loss."""
+    """The dtypes of the logits and of the loss."""
     dtype = input.dtype
     if dtype != torch.float64 and autocast_is_on(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)

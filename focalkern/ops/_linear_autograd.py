@@ -168,7 +168,7 @@ def _second_order(saved: Any, options: Options, cotangents: Any, requires: Any) 
     input, linear_weight, bias, target, gamma, edges, weight = tensors
     wanted = options.wanted
     soft, per_row = target.is_floating_point(), edges is None and gamma.dim() > 0
-    # Of upstream and the five inputs; indices of those that have derivatives.
+    # Indices, among upstream and the five inputs, of those that have derivatives.
     variables = [True, *gradients_needed(tensors, requires[1:6], options)]
     variables[0] = bool(requires[0])
     places = [i for i, is_variable in enumerate(variables) if is_variable]

@@ -114,7 +114,8 @@ def stats_from(packed: Tensor, split: Split, leading: torch.Size, dtype: torch.d
 
 @torch.library.custom_op("focalkern::row_entropy", mutates_args=())
 def _entropy_operator(z: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the slice's part of the entropy, its largest logit, both in the dtype of ``top``, and the class."""
+    """For each row: the slice's part of the entropy and its largest logit, both in the dtype of ``top``, and the
+    class."""
     entropy, best = torch.zeros_like(top), torch.full_like(top, -torch.inf)
     index = torch.zeros(len(z), dtype=torch.int64, device=z.device)
     for block in blocks(z) if z.shape[1] else ():

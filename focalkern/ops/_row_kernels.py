@@ -142,8 +142,8 @@ def _cross_entropy(logits: Tensor, label: Tensor) -> Block:
 
 
 def slice_statistics(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row in float64: the largest logit or that of the label, log sum_j exp(z_j - that), and log(1 - p) of the
-    label."""
+    """For each row, in float64: the largest logit or that of the label, log sum_j exp(z_j - that), and log(1 - p) of
+    the label."""
     if has_kernels(logits):
         block = _cross_entropy(logits, label)
         saved = torch.ops.focalkern.focal_loss_forward(*block, _NO_REDUCTION, -100, 0.0, False, True)[1].double()
@@ -168,7 +168,7 @@ def slice_gradient(scale: Tensor, logits: Tensor, label: Tensor, top: Tensor, lo
     if has_kernels(logits):
         numbers = (top, log_sum, log_u)
         if logits.is_cpu:
-            # Of a slice far below the others the sum of all would overflow, and before that the slope of the label
+            # For a slice far below the others the sum of all would overflow, and before that the slope of the label
             # vanish in what the kernel multiplies: it becomes part of what is subtracted.
             is_far = log_sum > 30
             near = torch.where(is_far, 0.0, log_sum)

@@ -143,7 +143,7 @@ class Split(NamedTuple):
 
     @classmethod
     def whole(cls, target: Tensor, classes: int, ignore_index: int) -> "Split":
-        """Of a process that has all classes. It reads no value of a tensor."""
+        """For a process that has all classes. It reads no value of a tensor."""
         labels = target.long()
         counts = labels != ignore_index
         inside = (labels >= 0) & (labels < classes)
@@ -177,7 +177,7 @@ def slice_of(label: Tensor, owned: Tensor) -> Split:
 
 
 class RowStatistics(NamedTuple):
-    """Of each row, in float64: the slice's largest logit or its label's, log sum_j exp(z_j - that) of all classes, d,
+    """For each row, in float64: the slice's largest logit or its label's, log sum_j exp(z_j - that) of all classes, d,
     and the log-sum-exp. The last two have the same bits on every rank."""
 
     top: Tensor
@@ -223,8 +223,8 @@ def statistics(z: Tensor, split: Split) -> RowStatistics:
 
 
 def _statistics_of_slice(z: Tensor, label: Tensor, owned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row in float64: the largest logit or that of the label, the logarithm of the sum of exp(z_j - that) over
-    the classes beside the target, and the target's logit, -inf where the slice does not have it."""
+    """For each row, in float64: the largest logit or that of the label, the logarithm of the sum of exp(z_j - that)
+    over the classes beside the target, and the target's logit, -inf where the slice does not have it."""
     parts = [_statistics_of_block(z[block], label[block], owned[block]) for block in blocks(z)] if z.shape[1] else []
     if not parts:
         nothing = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)

@@ -46,7 +46,7 @@ class Shares(NamedTuple):
 
 
 class SoftRows(NamedTuple):
-    """Of each row, in float64."""
+    """Numbers of each row, in float64."""
 
     top: Tensor  # the largest logit of all ranks
     log_total: Tensor  # log sum_j exp(z_j - top)
@@ -121,8 +121,8 @@ def _softmax(z: Tensor, group: Any) -> SoftRows:
 def _terms(
     z: Tensor, split: Split, shares: Shares, rows: SoftRows, gamma: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Of a block: the slice's part of the losses [n], s [n, C_r], and the derivatives in the class probabilities and in
-    gamma [n]."""
+    """For a block: the slice's part of the losses [n], s [n, C_r], and the derivatives in the class probabilities and
+    in gamma [n]."""
     top, log_total, log_u_top = (values.unsqueeze(1) for values in rows[:3])
     logits = z.double()
     log_p = (logits - top) - log_total

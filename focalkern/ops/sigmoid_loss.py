@@ -46,7 +46,7 @@ def sigmoid_focal_loss(
 
     Args:
         input: logits of any shape [N, C, d1, ...], floating point, in any memory format.
-        target: of the shape of ``input``, in [0, 1]: hard or soft, floating point, bool or integer (outside of [0, 1]
+        target: in [0, 1], with the shape of ``input``: hard or soft, floating point, bool or integer (outside of [0, 1]
             the loss is NaN). Or integer labels without the class dimension, [N, d1, ...] for [N, C, d1, ...] and [] for
             [C]: the class that is 1 where all others are 0; label C is the background, a row of zeros.
         gamma: a number, at least 0, or a floating-point tensor broadcastable to ``input``, which is differentiable.

@@ -22,7 +22,7 @@ class ReliabilityBands:
         lower, upper: bootstrap interval of the bin's accuracy.
         calibrated_lower, calibrated_upper: where the accuracy of the bin falls if the classifier is perfectly
             calibrated.
-        level: of both, a fraction.
+        level: confidence level of both, a fraction.
 
     Example:
         >>> confidence, correct = torch.full((100,), 0.8), torch.arange(100) < 77

@@ -36,7 +36,7 @@ class Ridge:
         values: float64 [R], the criterion there.
         at_border: bool [R], the temperature is the smallest or largest of the grid, so the optimum may lie beyond.
             These are not in the fit.
-        slope, intercept: of T = slope * gamma + intercept, least squares; NaN for fewer than two different gammas.
+        slope, intercept: least-squares fit T = slope * gamma + intercept; NaN for fewer than two different gammas.
         r_squared: share of the variance of T that the line explains; NaN where there is no line or no variance.
 
     Example:

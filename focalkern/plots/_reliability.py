@@ -50,7 +50,7 @@ def reliability_diagram(
         bins: a result of :func:`focalkern.metrics.reliability_bins`, or several by panel title, drawn side by side
             on common axes, at most three in a row. Equal-width bins make the familiar picture.
         title: heading of the whole figure.
-        level: of band and whiskers; None draws neither.
+        level: confidence level of band and whiskers; None draws neither.
 
     Returns:
         ``matplotlib.figure.Figure``.

@@ -96,7 +96,8 @@ def focal_loss(
         square = z_loss * torch.logsumexp(z, -1).square()
         if target.is_floating_point():
             return loss + reduce_rows(square, input, None, reduction)
-        # Of labels as a loss that every class has alike, so that the label's weight and ignored rows count once.
+        # With labels it is a loss that is the same for every class, so that the label's weight and ignored rows count
+        # once.
         of_class = square.unsqueeze(-1).expand_as(class_loss)
         loss = loss + reduce_classes(of_class, input, target, weight, ignore_index, reduction, 0.0)
     return loss
@@ -277,7 +278,7 @@ class RowLossSpec:
     module: str  # the class, in focalkern
     parameters: tuple[Literal["gamma", "epsilon"], ...] = ()  # of the definition, beside the options of cross-entropy
     example: Mapping[str, Any] = field(default_factory=dict)  # arguments of the module, with which tests compute
-    # Of losses -f log p the factor f(log p, log(1 - p), gamma): labels then need the probability of one class.
+    # For losses -f log p, the factor f(log p, log(1 - p), gamma); with labels only one class's probability is needed.
     factor: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     modulation: str | None = ""  # of the focal losses: the argument of that name; "" for the others
     detachable: bool = False  # it takes detach_modulation

@@ -27,10 +27,10 @@ def all_reduced(
 
     Args:
         op: for errors.
-        sums: of this process; None before its first row.
+        sums: sums of this process; None before its first row.
         zeros: the sums of no rows, on a device.
-        digest: of the arguments that all processes must share.
-        n_classes, exact, words: of this process, in numbers and in words.
+        digest: digest of the arguments that all processes must share.
+        n_classes, exact, words: settings of this process, as numbers and in words.
         group, timeout: as :meth:`CalibrationGridState.all_reduce`, as are the errors.
     """
     import torch.distributed as dist

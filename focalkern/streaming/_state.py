@@ -338,7 +338,7 @@ class CalibrationGridState:
         """Replace the sums by those of a :meth:`state_dict`.
 
         Args:
-            state_dict: of a state for the same grid.
+            state_dict: state_dict of a state for the same grid.
 
         Returns:
             The state itself.

@@ -179,7 +179,7 @@ class Cut:
     """The rule that makes bins of the samples of a cell.
 
     Attributes:
-        n_bins, estimator: of the ECE.
+        n_bins, estimator: bins and estimator of the ECE.
         sketched: whether the sums have buckets to be cut in place of the bins.
         n_samples: rows seen.
     """

@@ -50,7 +50,7 @@ def apply_calibrator(
             else float32. An existing file is replaced only when the new one is complete.
         input_kind: ``"logits"`` or ``"probs"``: what ``source`` holds; None infers it from its names.
         logits_key: the array of the logits, or a pattern for the columns of the classes.
-        storage_options: of URLs, for their file system in fsspec.
+        storage_options: options of the fsspec file system of URLs.
 
     Returns:
         By the name of every array that was written, its shape.

@@ -32,7 +32,7 @@ def calibrator_card(path: str | os.PathLike[str]) -> str:
     saved without them the card says that they are not recorded.
 
     Args:
-        path: of the calibrator.
+        path: the file of the calibrator.
 
     Returns:
         Markdown. Scores are fractions.

@@ -89,11 +89,12 @@ def compare_calibrators(
             ``predict_proba(logits)``, the simplest first. No calibration is always among them.
         criterion: ``"nll"`` or ``"brier"``, proper losses, to fit and compare the candidates by; or ``"ece"``, the
             paper's choice: focal temperature scaling by the ECE. The verdict then says what that costs in NLL.
-        estimator: of the ECE in the verdict: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``.
-        n_bins: of every ECE.
-        folds: of the cross-validation, at least 2.
-        resamples: of the bootstrap for the intervals; 0 for none. By default 200, or none if that would take minutes.
-        seed: of the folds and of the resamples.
+        estimator: estimator of the ECE in the verdict: ``"equal_width"``, ``"equal_mass"`` or ``"equal_mass_interp"``.
+        n_bins: number of bins of every ECE.
+        folds: number of folds of the cross-validation, at least 2.
+        resamples: number of bootstrap resamples for the intervals; 0 for none. By default 200, or none if that would
+            take minutes.
+        seed: random seed of the folds and of the resamples.
         input_kind: ``"logits"`` or ``"probs"``: what the pairs hold. Without it, logits that look like probabilities
             raise an error.
         keep_predictions: choose only among candidates that change no predicted class.
@@ -101,7 +102,7 @@ def compare_calibrators(
             above which predictions can be accepted, the share of such predictions, and the 95% upper bound of their
             error rate (:func:`focalkern.accept_threshold`).
         ignore_index: label of the rows of pairs that are left out.
-        storage_options: of patterns that are URLs, as :func:`focalkern.files.read_sets`.
+        storage_options: options for patterns that are URLs, as in :func:`focalkern.files.read_sets`.
 
     Returns:
         A :class:`focalkern.Study`: ``verdict``, ``calibrator`` (fitted, the one to use), ``table()``, ``to_dict()``,
@@ -199,16 +200,17 @@ def run_study(
         test: samples to score; ``validation`` itself without a test set.
         gammas, temperatures: the grid; of equal cells the first wins.
         method: ``"auto"``, or ``"temperature"``, ``"focal-temperature"`` or ``"histogram"``.
-        candidates, keep_predictions, folds: of the cross-validation of ``"auto"``; see
+        candidates, keep_predictions, folds: settings of the cross-validation of ``"auto"``; see
             :func:`focalkern.compare_calibrators`.
         criterion: to choose by.
         search: for gamma and T of a named method. None is the calibrator's own search: by derivatives for NLL and Brier
             score, but on the grid if it is not the default or if the samples are read in parts.
         binning: bins after the method's scaling, or of ``"histogram"``; None for none.
-        estimator, n_bins: of the ECE to choose by; the ECEs of the scores and ``binning`` have ``n_bins``, too.
-        report_estimator: of the ECE in the verdict and the remarks.
-        resamples: of the bootstrap on ``test``; 0 for none, :func:`default_resamples` when None.
-        seed: of the folds and of the resamples.
+        estimator, n_bins: estimator and bins of the ECE that chooses; ``n_bins`` is also for ``binning`` and the ECEs
+            of the scores.
+        report_estimator: estimator of the ECE in the verdict and the remarks.
+        resamples: number of resamples of the bootstrap on ``test``; 0 for none, :func:`default_resamples` when None.
+        seed: random seed of the folds and of the resamples.
         accept_risk: the largest error rate of accepted rows; None for no threshold.
     """
     same = test is validation

@@ -44,8 +44,8 @@ def cross_validate_samples(
         candidates: by name. Samples in files allow temperature, focal temperature and spline scaling only; the others
             are left out, with a reason.
         search: the result of :func:`search_grid` with these folds.
-        gammas: of focal temperature scaling.
-        criterion, folds, seed: of the cross-validation.
+        gammas: grid of focal temperature scaling.
+        criterion, folds, seed: settings of the cross-validation.
     """
     if isinstance(samples, StreamedSamples):
         return _streamed_cross_validation(samples, candidates, search, gammas, criterion)

@@ -31,7 +31,7 @@ class Processes:
 
     Args:
         timeout: seconds that a process waits for the others; None for one process, also under torchrun.
-        rank, size: of this process among all; by default those that torchrun has set.
+        rank, size: rank of this process and number of processes; by default those that torchrun has set.
         address: ``"HOST:PORT"`` at which rank 0 listens; with ``rank`` and ``size``.
 
     Raises:

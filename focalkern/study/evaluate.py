@@ -23,7 +23,7 @@ class Evaluation:
     Attributes:
         samples: the set.
         results: no calibration, and the calibrator if there is one: a :class:`focalkern.study.CalibratorResult` each.
-        n_bins: of every ECE.
+        n_bins: number of bins of every ECE.
         remarks: sentences that the reader needs.
 
     Example:
@@ -76,8 +76,8 @@ def evaluate_rows(
     Args:
         given: a set of :func:`focalkern.files.read_sets` or :func:`focalkern.study.stream_sets`.
         calibrator: fitted; None for the scores without calibration only.
-        name: of the calibrator in errors.
-        n_bins: of every ECE.
+        name: name of the calibrator in errors.
+        n_bins: number of bins of every ECE.
 
     Returns:
         An :class:`Evaluation`; as text, a table.

@@ -31,12 +31,12 @@ def given_samples(
     """A pair, a pattern of files or samples, as a study takes them.
 
     Args:
-        op, name: of the function and the argument, for errors.
+        op, name: names of the function and the argument, for errors.
         given: the argument.
         prefix: ``"val"`` or ``"test"``: the set of a file with several.
-        kind: of pairs.
+        kind: kind of the logits in pairs.
         ignore_index: label of the rows of a pair that are left out.
-        storage_options: of a pattern that is a URL.
+        storage_options: options for a pattern that is a URL.
 
     Raises:
         InputError, TypeError, ValueError: samples that cannot be used.

@@ -69,9 +69,9 @@ def search_grid(
     Args:
         samples: in memory, or in files.
         gammas, temperatures: the axes.
-        n_bins, estimator: of the ECE.
+        n_bins, estimator: bins and estimator of the ECE.
         criterion: ``"nll"``, or ``"brier"`` for a table of Brier scores too.
-        folds, seed: of :func:`cross_validate_samples`. For samples in files the same pass sums the criterion of each
+        folds, seed: as in :func:`cross_validate_samples`. For samples in files the same pass sums the criterion of each
             fold.
     """
     criteria: tuple[Any, ...] = ("ece", "nll") if criterion == "nll" else ("ece", "nll", criterion)

@@ -33,7 +33,7 @@ class CalibratorResult:
         validation, test: scores by name, on the validation samples and on the test samples; None without a calibrator.
         search: how gamma and T were found.
         cross_validated: whether it was a candidate of the cross-validation.
-        error_bound: of the equal-mass ECEs on the test samples; 0 where they are exact.
+        error_bound: error bound of the equal-mass ECEs on the test samples; 0 where they are exact.
 
     Example:
         >>> labels = torch.arange(600) % 3
@@ -73,7 +73,8 @@ class CalibratorResult:
 
     @property
     def gamma(self) -> float | None:
-        """Of the scaling; 0 of robust temperature scaling and of bins without a scaling; None of other calibrators."""
+        """Gamma of the scaling; 0 for robust temperature scaling and bins without a scaling; None for other
+        calibrators."""
         if self.scaling is not None:
             return self.scaling.gamma_
         if isinstance(self.calibrator, RobustTemperatureScaling):
@@ -82,7 +83,7 @@ class CalibratorResult:
 
     @property
     def temperature(self) -> float | None:
-        """Of the scaling or robust temperature scaling; 1 of bins without a scaling; None of other calibrators."""
+        """Temperature of the scaling or robust temperature scaling; 1 for bins without a scaling; None for others."""
         if self.scaling is not None:
             return self.scaling.temperature_
         if isinstance(self.calibrator, RobustTemperatureScaling):
@@ -166,7 +167,7 @@ class Intervals:
     others: bool = False
 
     def interval(self, index: int, score: str) -> Interval | None:
-        """Of a score; None where it has no interval."""
+        """The interval of a score; None if it has none."""
         name = self.names[index]
         if name is None or score not in self.bootstrap.figures:
             return None
@@ -202,8 +203,8 @@ class Comparison:
         results: the rows of the table; the first is no calibration.
         chosen: the one of ``results`` to use; None where its criterion is finite nowhere.
         intervals: bootstrap intervals on the test samples; None without a bootstrap.
-        cross_validation: of the candidates; None if the user named a method.
-        estimator: of the ECE in the verdict and in the table; ``grid.estimator`` is that of the search.
+        cross_validation: results for the candidates; None if the user named a method.
+        estimator: estimator of the ECE in the verdict and in the table; ``grid.estimator`` is that of the search.
         criterion: by which ``chosen`` was chosen.
     """
 

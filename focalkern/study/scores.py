@@ -64,7 +64,7 @@ def score(samples: Samples, calibrators: Sequence[Any], n_bins: int) -> list["Sc
     Args:
         samples: those to score on.
         calibrators: fitted; or (gamma, T).
-        n_bins: of every ECE.
+        n_bins: number of bins of every ECE.
     """
     if samples.memory is not None:  # one after the other, because confidences take memory
         found = (_pass(samples, [one], n_bins)[0] for one in calibrators)

@@ -37,8 +37,8 @@ class Study(JudgedComparison):
         results: the rows of the table, a :class:`focalkern.study.CalibratorResult` each; the first is no calibration.
         chosen: the result to use; None if its criterion is finite nowhere.
         intervals: bootstrap intervals of the scores; None without a bootstrap.
-        cross_validation: of the candidates; None if the user named a method.
-        estimator: of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the search.
+        cross_validation: results for the candidates; None if the user named a method.
+        estimator: estimator of the ECE in the verdict and in :meth:`table`; ``grid.estimator`` is that of the search.
         criterion: the criterion by which ``chosen`` was chosen.
         verdict: the recommendation, its reason and its cost.
         remarks: sentences for the reader of the table.
@@ -75,7 +75,7 @@ class Study(JudgedComparison):
         The evidence is the verdict, the cross-validation and the table.
 
         Args:
-            path: of the file; :func:`focalkern.load_calibrator` reads it.
+            path: the file to write; :func:`focalkern.load_calibrator` reads it.
 
         Raises:
             TypeError: the calibrator is not one of this library's.

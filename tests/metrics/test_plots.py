@@ -327,7 +327,7 @@ def test_the_curve_of_spline_scaling_is_what_it_does_to_two_classes():
     figure = plots.calibration_curve(calibrator, title="A curve")
     assert "focal map, gamma = 3" in texts(figure)
     shown = shown_curve(calibrator)
-    # Of two classes with q after the temperature; the floor is the difference.
+    # For two classes, with q after the temperature; the floor is the difference.
     pairs = torch.from_numpy(np.stack([1 - shown.confidence, shown.confidence], -1)).log() * calibrator.temperature_
     found = calibrator.predict_proba(pairs)[:, 1].numpy()
     assert shown.calibrated == pytest.approx(found, abs=1e-4)

@@ -270,7 +270,7 @@ def test_digits_of_the_gradient_at_a_large_gap(device: torch.device, gap: float,
         g = torch.tensor([gamma, gamma], dtype=dtype, device=where, requires_grad=True)
         loss = fk.properized_focal_loss(z, torch.tensor([1, 2], device=where), g, reduction="none")
         log_q = fk.inverse_focal_calibration_map(z, g, log=True)
-        # Of the log-probabilities of the classes below, whose differences are those of the logits.
+        # Gradients of the lower classes' log-probabilities, whose differences equal those of the logits.
         pull = torch.autograd.grad((log_q * torch.tensor([0.0, 1.0, -0.5, -0.5], dtype=dtype, device=where)).sum(), z)
         return [loss.detach(), *torch.autograd.grad(loss.sum(), (z, g)), *pull]
 

@@ -46,7 +46,7 @@ def write_report(
         title: heading of the page.
         cells: the result of :func:`cells_of`, which several processes must call together; None calls it here.
         saved: the calibrator, if a file has it; otherwise ``calibrator.json`` is one of the files.
-        commands: of a shell, for the box under the verdict: what to do with the calibrator.
+        commands: shell commands for the box under the verdict, which use the calibrator.
 
     Returns:
         The files, in the order in which they were written; the page is ``report.html``.

@@ -44,8 +44,8 @@ def format_table(
     Args:
         results: the rows.
         chosen: the one with the arrow.
-        intervals: of the results.
-        names: of the scores in the columns; all when None.
+        intervals: intervals of the results.
+        names: names of the scores in the columns; all when None.
         hidden: those of the results that are left out.
         legend: whether a legend of the intervals and marks follows the table.
     """
