@@ -74,14 +74,14 @@ def class_columns(names: Sequence[str], pattern: str | None = None) -> ClassColu
             return _in_order(names, prefix, group)
         if pattern is None:
             ends = f"{names[group[0]]!r} to {names[group[-1]]!r}"
-            raise ColumnsError(f"expected classes alone beside the labels, found {_listed(others)} beside {ends}")
+            raise ColumnsError(f"expected only columns of classes and labels, found {_listed(others)} next to {ends}")
     elif groups and pattern is None:
         shown = " and ".join(f"{prefix}*" for prefix in groups)
         raise ColumnsError(f"expected one group of numbered columns, found {len(groups)}: {shown}")
     if pattern is None:
         odd = [name for name in found if _NO_CLASS.fullmatch(name.strip())]
         if odd:
-            raise ColumnsError(f"expected classes alone beside the labels, found {_listed(odd)}")
+            raise ColumnsError(f"expected only columns of classes and labels, found {_listed(odd)}")
     return ClassColumns(places, found)
 
 

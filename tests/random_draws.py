@@ -147,7 +147,7 @@ def draw_row_target(draw: Draw, z: Tensor, soft: bool) -> Tensor:
 
 
 def draw_gamma(draw: Draw, shape: tuple[int, ...], negative: bool, tables: bool) -> tuple[Any, float]:
-    """A gamma, and the largest magnitude of it."""
+    """A gamma and its largest magnitude."""
     kind = draw.pick("gamma_kind", ("number", "number", "tensor", "rows", "table") if tables else ("number", "rows"))
     numbers = (0.0, 0.0, 0.5, 1.0, 2.0, 2.0, 3.7, 5.0, 12.0, *((-0.5, -2.0, -3.5) if negative else ()))
     if kind == "table":

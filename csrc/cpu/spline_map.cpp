@@ -265,7 +265,7 @@ void slopes_of_exponents(const SplineMapBackward& args, int64_t row, const Splin
   }
 }
 
-// dL/dz, or dL/dp, in the place of dL/dd.
+// Replaces dL/dd by dL/dz, or by dL/dp for probabilities.
 void slopes_of_input(const SplineMapBackward& args, int64_t row, const SplineTile& t) {
   const double beta = inverse_temperature<double>(args.rows.temperature);
   const int64_t n = t.outer * t.inner;

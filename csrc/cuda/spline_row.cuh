@@ -308,7 +308,7 @@ struct SplineThreadSums {
   __device__ __forceinline__ void add(int64_t number, double value) const { at[number * stride] += value; }
 };
 
-// g s^k by piece. Most classes of many lie left of the first knot: their sums stay in registers.
+// g s^k by piece. With many classes, most lie left of the first knot; their sums stay in registers.
 struct SplineMoments {
   double left[4] = {0, 0, 0, 0};
 

@@ -19,7 +19,8 @@ _CHUNK = 1 << 22
 
 
 def chunks(n_resamples: int, width: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of the resamples that are in memory together; ``width`` is the work space of one in numbers."""
+    """[first, last) of the resamples that are in memory together; ``width`` is the size of the work space of one
+    resample, in numbers."""
     size = max(1, _CHUNK // max(1, width))
     for first in range(0, n_resamples, size):
         yield first, min(first + size, n_resamples)
@@ -71,7 +72,7 @@ class ResampledRows:
         else:
             assert confidence is not None
             if target is not None:
-                raise ValueError(f"{op}: confidence goes with correct, got target")
+                raise ValueError(f"{op}: confidence needs correct in place of target, got target")
             top = confidence[name]
         top, hits = confidence_and_correct(op, None, None, top, correct)
         if top.dim() != 1:

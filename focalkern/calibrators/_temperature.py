@@ -25,8 +25,8 @@ class TemperatureScaling(Scaling):
     reason. If the targets are no better than chance, T is the upper of ``TEMPERATURE_BOUNDS``. If the target of every
     row has the largest logit, as on small sets of an accurate network, the NLL falls all the way to T = 0, and one
     mistake on other rows would cost thousands. T then stops where the mean confidence of the N rows is (N + 1) / (N +
-    2), Laplace's estimate of how often the next row is right. So it does where the Brier score falls all the way to T =
-    0. (scikit-learn stops at exp(-10), probmetrics at exp(-16).)
+    2), Laplace's estimate of how often the next row is right. The same holds if the Brier score falls all the way to T
+    = 0. (scikit-learn stops at exp(-10), probmetrics at exp(-16).)
 
     Args:
         search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"brier"``: Newton steps in

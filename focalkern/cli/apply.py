@@ -30,8 +30,8 @@ def add_parser(commands: Any) -> None:
         metavar="LOGITS",
         nargs="+",
         action=OneOrMany,
-        help=".npz, .npy, .pt, .safetensors, .zarr, .csv, .parquet or .feather; or several of any of them but .csv, a "
-        "folder, a pattern or @LIST, put together in the order of their names and numbers; or URLs",
+        help=".npz, .npy, .pt, .safetensors, .zarr, .csv, .parquet or .feather, or a URL. Several files (not .csv), a "
+        "folder, a pattern or @LIST are joined in the order of their names and numbers",
     )
     add_storage_options(parser)
     parser.add_argument(

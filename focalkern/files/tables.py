@@ -274,7 +274,7 @@ class _Table:
                 what = "the numbers of the rows" if counts else "whole numbers only, as predicted classes are,"
                 raise InputError(
                     self.source,
-                    "classes alone beside the labels",
+                    "only columns of classes and labels",
                     f"{what} in {name!r}",
                     hint=(Hint("logits_key", "PATTERN"), Hint("labels_key", self.label_name)),
                 )

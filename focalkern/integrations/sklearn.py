@@ -75,7 +75,7 @@ class CalibratedClassifier(ClassifierMixin, MetaEstimatorMixin, BaseEstimator): 
         Args:
             X: rows, as the classifier takes them.
             y: [N] labels.
-            sample_weight: [N], for the classifier and the calibrator, or for that of the two that takes it.
+            sample_weight: [N], for the classifier and the calibrator, or for the one of them that accepts it.
             **fit_params: for the classifier.
 
         Returns:

@@ -56,7 +56,7 @@ def confidence_and_correct(op: str, probs: Any, target: Any, confidence: Any, co
         else:
             confidence = as_probs(op, probs).amax(-1)
     elif target is not None:
-        raise ValueError(f"{op}: confidence goes with correct, got target")
+        raise ValueError(f"{op}: confidence needs correct in place of target, got target")
     confidence = as_tensor(confidence, f"{op}: confidence")
     if not confidence.is_floating_point():
         raise TypeError(f"{op}: confidence must be floating point, got {confidence.dtype}")

@@ -258,7 +258,8 @@ def build_info() -> dict[str, Any]:
         of the build; None without a compiled module), ``cuda`` (str, or None without CUDA kernels), ``arch_list`` (the
         GPU architectures, as in TORCH_CUDA_ARCH_LIST), ``cpu_kernels`` and ``cuda_kernels`` (the names under which
         torch's dispatcher has kernels of this module), ``torch_compile`` (the devices of this machine on which plain
-        torch is used and torch.compile compiles its losses). Another device without kernels has plain torch as it is.
+        torch is used and torch.compile compiles its losses). Other devices without kernels use plain torch, not
+        compiled.
 
     Example:
         >>> info = fk.build_info()

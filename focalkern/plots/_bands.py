@@ -50,7 +50,7 @@ class ReliabilityBands:
             bool [M], False for an empty bin.
 
         Raises:
-            RuntimeError: bins of another number.
+            RuntimeError: the two have different numbers of bins.
         """
         accuracy = with_tensors(bins).accuracy.cpu()
         return (self.calibrated_lower <= accuracy) & (accuracy <= self.calibrated_upper)

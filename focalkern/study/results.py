@@ -73,8 +73,7 @@ class CalibratorResult:
 
     @property
     def gamma(self) -> float | None:
-        """Gamma of the scaling; 0 for robust temperature scaling and bins without a scaling; None for other
-        calibrators."""
+        """Gamma of the scaling; 0 for robust temperature scaling and bins without scaling; None for others."""
         if self.scaling is not None:
             return self.scaling.gamma_
         if isinstance(self.calibrator, RobustTemperatureScaling):

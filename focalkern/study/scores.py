@@ -45,7 +45,7 @@ def log_probabilities(calibrator: Any, input: Tensor, kind: InputKind) -> Tensor
 
 
 def predictions(calibrator: Any, input: Tensor) -> Tensor | None:
-    """[N] int64 predicted classes where they are not those of the calibrated probabilities; None otherwise.
+    """[N] int64 predicted classes, if they differ from the argmax of the calibrated probabilities; None otherwise.
 
     A scaling has the predictions of its input, because calibrated probabilities may saturate and tie.
     """

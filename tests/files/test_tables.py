@@ -76,9 +76,9 @@ def test_columns_and_labels(form, frame, options, tmp_path):
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        (FRAME.assign(label=LABELS, id=range(60)), "found 'id' beside '0' to '3'; pass logits_key="),
-        (FRAME.add_prefix("p_").assign(label=LABELS, pred=LABELS), "found 'pred' beside 'p_0' to 'p_3'"),
-        (FRAME.assign(label=LABELS, anything=LABELS), "found 'anything' beside"),
+        (FRAME.assign(label=LABELS, id=range(60)), "found 'id' next to '0' to '3'; pass logits_key="),
+        (FRAME.add_prefix("p_").assign(label=LABELS, pred=LABELS), "found 'pred' next to 'p_0' to 'p_3'"),
+        (FRAME.assign(label=LABELS, anything=LABELS), "found 'anything' next to"),
         (NAMED.assign(label=WORDS, prediction=LOGITS.argmax(1)), "found 'prediction'; pass logits_key="),
         (NAMED.assign(label=WORDS, sample_id=0.5), "found 'sample_id'"),
         (
@@ -178,7 +178,7 @@ def test_frames_are_read_by_their_columns_everywhere():
     again = fk.TemperatureScaling().fit(probs[["p1", "p0", "p2", "p3"]], labels)
     assert again.temperature_ == fitted.temperature_
     for frame in (FRAME.assign(id=1.0), FRAME.reset_index(), NAMED.assign(pred=1.0)):
-        with pytest.raises(ValueError, match="focal_calibration_map: input: expected classes alone"):
+        with pytest.raises(ValueError, match="focal_calibration_map: input: expected only columns of classes"):
             fk.focal_calibration_map(frame, 1.0)
 
 

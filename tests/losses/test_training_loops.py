@@ -1,7 +1,7 @@
 """The losses inside the loops of the page "Put a loss into your training loop", run on networks of a few numbers.
 
-Most tests train the same network twice, once as the recipe has it and once in the plainest way, and ask for the same
-parameters at the end.
+Most tests train the same network twice, with the recipe and with the plainest loop, and require equal parameters at the
+end.
 """
 
 import copy

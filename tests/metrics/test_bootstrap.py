@@ -397,7 +397,7 @@ def test_a_bar_shows_when_it_is_asked_for(capsys):
             "every calibrator must have the same rows, got 3 for 'b' and 4 for 'a'",
         ),
         (lambda p, y: paired_bootstrap({"a": p}, y, correct={"b": y}), ValueError, "entry for every calibrator, got b"),
-        (lambda p, y: paired_bootstrap(confidence={"a": p[:, 0]}, target=y), ValueError, "goes with correct"),
+        (lambda p, y: paired_bootstrap(confidence={"a": p[:, 0]}, target=y), ValueError, "confidence needs correct"),
         (lambda p, y: paired_bootstrap(confidence={"a": p[:, 0]}), ValueError, "target or correct, got neither"),
         (lambda p, y: paired_bootstrap({"a": p}, y, figures=("mce",)), ValueError, "figures must be from accuracy,"),
         (lambda p, y: paired_bootstrap({"a": p}, y, figures=()), ValueError, "got none"),

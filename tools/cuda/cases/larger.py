@@ -47,7 +47,8 @@ def test_longer_rows_off_every_boundary(library, dtype, classes, elements):
 
 @contextlib.contextmanager
 def as_on_a_gpu(library):
-    """The grid of a GPU; and no check of races between its blocks, which remembers many times what it watches."""
+    """The grid of a GPU, without the check for races between blocks, whose memory would be many times that of the
+    tensors."""
     library.ptxrun_set(b"global_races", c_int64(0))
     with most_blocks(library, 2048):
         yield

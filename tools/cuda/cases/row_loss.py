@@ -216,8 +216,8 @@ def test_soft_rows(library, loss, dtype, rows, classes):
     check_soft(library, loss, logits, shares_for(logits), reduction="none")
 
 
-# Rows from every place of a 16-byte vector on, to every other: loose classes before and after the vectors, and vectors
-# that the lanes of a warp have as many of, or not.
+# Rows that begin and end at every position of a 16-byte vector: single classes before and after the vectors, and
+# numbers of vectors that divide evenly over a warp's lanes or not.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [1, 505, 1010])
 def test_soft_takes_each_element_once(library, dtype, first):
