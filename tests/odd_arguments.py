@@ -289,7 +289,7 @@ def problem_of(one: Call, arguments: dict[str, Any]) -> str | None:
         except OSError as error:  # of a path that the system refuses, which it names
             return None if error.filename else f"OSError without a file: {error}"
         except Exception as error:
-            if "no NVIDIA driver" in str(error):  # torch's word on a device that is not here
+            if "no NVIDIA driver" in str(error):  # torch's error for a device that this machine lacks
                 return None
             return f"raw {type(error).__name__}: {error}"
     return None

@@ -41,8 +41,8 @@ FK_HOST_DEVICE SplineRow<Real> spline_row(Real rest, Real e, Real classes) {
 }
 
 // d = (z - z_t) / T. In steps of 2^-31, where `grid` is kSplineGrid: a difference of d then outweighs the rounding of
-// all that follows, and the order of the classes is kept to the bit. In steps of 2^-46 or less with kSplineFineGrid: a
-// difference outweighs the rounding of the exponential alone. grid 0: as it is.
+// all that follows, and the order of the classes is kept to the bit. With kSplineFineGrid the steps are 2^-46 or less:
+// a difference outweighs only the rounding of the exponential. Grid 0: not rounded.
 constexpr double kSplineGrid = 0x1.8p21, kSplineFineGrid = 0x1.8p6;
 template <typename Real>
 FK_HOST_DEVICE Real spline_exponent(Real z, Real top, Real beta, Real grid) {

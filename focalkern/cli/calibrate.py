@@ -343,12 +343,12 @@ def _method(arguments: argparse.Namespace) -> tuple[Binning | None, Criterion]:
     method = arguments.method
     for option in ("candidates", "keep_predictions"):
         if getattr(arguments, option) and method != "auto":
-            raise InputError(f"--{option.replace('_', '-')}: expected --method auto beside it, found {method}")
+            raise InputError(f"--{option.replace('_', '-')}: expected only with --method auto, found {method}")
     if search in ("nll", "brier") and arguments.criterion not in (None, search):
         raise InputError(f"--search {search}: expected --criterion {search}, or none, found {arguments.criterion}")
     if method == "auto" and (search not in _GRID or arguments.binning is not None):
         option = f"--search {search}" if search not in _GRID else f"--binning {arguments.binning}"
-        raise InputError(f"{option}: expected --method focal-temperature or temperature beside it, found auto")
+        raise InputError(f"{option}: expected only with --method focal-temperature or temperature, found auto")
     if search not in _GRID and method == "histogram":
         raise InputError(f"--search {search}: expected --method focal-temperature or temperature, found {method}")
     if search == "line" and method == "temperature":

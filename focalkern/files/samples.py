@@ -125,7 +125,7 @@ class LogitSet:
         kind: ``"logits"`` or ``"probs"``.
         name: ``""``, ``"val"`` or ``"test"``, from the prefix of the arrays' names.
         source: the file, as the user wrote it.
-        part: in words, which rows of the file these are; nothing for all.
+        part: a description of these rows of the file; empty for all rows.
 
     Example:
         >>> np.savez("logits.npz", logits=4 * np.eye(3, dtype=np.float32), labels=np.arange(3))

@@ -285,7 +285,7 @@ class InverseFocalLoss(FocalLoss):
 
     .. math:: L = -(1 + p)^\gamma \log p
 
-    It is ``FocalLoss(-gamma)``, and the sign is all that this class is for.
+    It is ``FocalLoss(-gamma)``; the class exists only for the sign.
 
     Args:
         gamma: a number, at least 0, or a floating-point tensor of such numbers. Above 3.591 the slope of the loss

@@ -198,7 +198,7 @@ def run_study(
     Args:
         validation: samples to fit and to choose by.
         test: samples to score; ``validation`` itself without a test set.
-        gammas, temperatures: the grid; of equal cells the first wins.
+        gammas, temperatures: the grid; the first of equal cells is used.
         method: ``"auto"``, or ``"temperature"``, ``"focal-temperature"`` or ``"histogram"``.
         candidates, keep_predictions, folds: settings of the cross-validation of ``"auto"``; see
             :func:`focalkern.compare_calibrators`.

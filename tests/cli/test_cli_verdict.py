@@ -31,7 +31,7 @@ def test_candidates_by_name_and_predictions_that_are_kept(both, run):
     code, out, err = run("calibrate", both, "--keep-predictions", "--candidates", "isotonic")
     assert (code, out) == (2, "") and "isotonic may change predicted classes" in err
     code, out, err = run("calibrate", both, "--keep-predictions", "--method", "temperature")
-    assert (code, out) == (2, "") and "--keep-predictions: expected --method auto beside it, found temperature" in err
+    assert (code, out) == (2, "") and "--keep-predictions: expected only with --method auto, found temperature" in err
 
 
 def test_a_forest_gets_a_calibrated_model(run, tmp_path):

@@ -174,7 +174,7 @@ def test_grad_scaler_keeps_what_float16_loses():
     criterion = fk.FocalLoss(1.0)
     exact = copy.deepcopy(model).double()
     with torch.autocast("cpu", dtype=torch.float16):
-        # The gradient of the very logits that the half-precision network has.
+        # The gradient for the same logits as those of the half-precision network.
         half = copy.deepcopy(model)
         logits = half(x)
     exact_logits = logits.detach().double().requires_grad_()

@@ -56,7 +56,8 @@ def test_figures_agree(library, digits):
 
 def test_torchmetrics_closes_the_other_side_of_its_bins():
     functional = peer("torchmetrics.functional.classification")
-    # 2/3 and 0.7, one right and one wrong: one bin there, [2/3, 11/15), and two here, (9/15, 2/3] and (2/3, 11/15].
+    # Confidences 2/3 and 0.7, one right and one wrong: torchmetrics has both in [2/3, 11/15), focalkern in (9/15, 2/3]
+    # and (2/3, 11/15].
     confidence = torch.tensor([10 / 15, 0.7])
     probs = torch.stack([confidence, 1 - confidence], -1)
     target = torch.tensor([0, 1])

@@ -31,7 +31,7 @@ class KernelResources:
 
 
 class ResourcesUnavailableError(Exception):
-    """Why the module's resources cannot be had."""
+    """The module's resources cannot be read; the message gives the reason."""
 
 
 def compiled_module() -> Path:

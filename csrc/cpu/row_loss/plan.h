@@ -59,7 +59,7 @@ inline bool is_dense(const RowLayout& layout, int64_t rows, int64_t classes, int
   return layout.class_stride == 1 && runs_follow && (layout.inner == 1 || layout.inner_stride == classes);
 }
 
-// The loop of the gradient for all `rows`; of kDenseRows a tile of less than 16 rows takes plan_backward_rest.
+// The loop of the gradient for all `rows`. If it is kDenseRows, a tile of less than 16 rows takes plan_backward_rest.
 inline RowPath plan_backward_rest(const RowLayout& layout, const RowLayout& grad_layout, int64_t classes) {
   // The gradient keeps the layout of the logits wherever both are dense; any other pair goes through a tile.
   if (is_across_rows(layout, classes)) {
