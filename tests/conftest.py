@@ -98,7 +98,7 @@ def peer(name: str) -> Any:
     if os.environ.get("FOCALKERN_REQUIRE_PEERS") == "1":
         return importlib.import_module(name)
     spec = importlib.util.find_spec(name)
-    if spec is not None and spec.origin is None:  # a folder of tests has the name of the library that is not here
+    if spec is not None and spec.origin is None:  # a folder of tests with the library's name, not the library
         pytest.skip(f"{name} is not installed")
     return pytest.importorskip(name, exc_type=ImportError)
 

@@ -175,7 +175,7 @@ Tensor with_row_layout(const Tensor& tensor, int64_t class_dim, RowLayout* layou
   return copy;
 }
 
-// Whether its numbers may be read as an array of double.
+// Whether its elements can be read as a contiguous array of double on the host.
 bool on_host(const Tensor& tensor) {
   return tensor.is_cpu() && tensor.scalar_type() == at::kDouble && tensor.is_contiguous();
 }

@@ -233,7 +233,7 @@ def test_templates_are_package_data():
 
 
 def test_tables_of_slopes_and_intercepts():
-    """Of a vector v and b, of a matrix the largest pairs too; by hand on numbers that are known."""
+    """v and b of a vector, and the largest pairs of a matrix, for known numbers."""
     labels = torch.arange(90) % 3
     logits = 3.0 * torch.nn.functional.one_hot((labels + (torch.arange(90) > 70)) % 3)
     assert class_tables(focalkern.SplineScaling().fit(logits, labels)) == []

@@ -14,7 +14,7 @@ _MOST_PAIRS = 10
 
 
 def class_tables(calibrator: Any) -> list[html.Table]:
-    """v and b of each class, and the largest D_jk of pairs; none of a calibrator without them."""
+    """v and b of each class, and the largest D_jk of pairs; empty for a calibrator without them."""
     if not isinstance(calibrator, SplineScaling) or calibrator.weight_ is None or calibrator.bias_ is None:
         return []
     weight, bias = calibrator.weight_, calibrator.bias_
