@@ -62,15 +62,16 @@ def reliability_bands(
     r"""Bootstrap interval of every bin's accuracy, and the band of a perfectly calibrated classifier.
 
     .. math::
-        \text{interval}_b: \text{quantiles of the accuracy of bin } b \text{ when the } N \text{ samples are drawn anew
-        with replacement}, \qquad
+        \text{interval}_b: \text{quantiles of the accuracy of bin } b
+
         \text{band}_b: \text{quantiles of } \tfrac{1}{n_b} \text{Binomial}(n_b, \text{conf}_b)
 
-    The cuts between the bins stay where they are. Then a replicate is no more than new counts of right and wrong
-    samples per bin, multinomial with the observed shares, and the samples themselves are not needed. Where all samples
-    of a bin are right, or all wrong, every replicate agrees and the interval is one point, which is a weakness of the
-    bootstrap for such a bin, not a sign of certainty; the band does not have it. The binomial takes all samples of a
-    bin to have its mean confidence: their true spread makes the accuracy vary a little less, never more.
+    The accuracies are those of bootstrap resamples: N samples drawn with replacement. The cuts between the bins stay
+    where they are. Then a replicate is no more than new counts of right and wrong samples per bin, multinomial with the
+    observed shares, and the samples themselves are not needed. Where all samples of a bin are right, or all wrong, every
+    replicate agrees and the interval is one point, which is a weakness of the bootstrap for such a bin, not a sign of
+    certainty; the band does not have it. The binomial takes all samples of a bin to have its mean confidence: their true
+    spread makes the accuracy vary a little less, never more.
 
     Args:
         bins: one set of bins, not a batch.

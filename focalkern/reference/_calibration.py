@@ -110,7 +110,8 @@ def spline_calibration_map(
     r"""The map of spline scaling: a natural cubic spline of the log-odds of every class, in the softmax.
 
     .. math::
-        \hat p = \mathrm{softmax}\big((1 + a) x + f(u) + W x + b\big), \qquad
+        \hat p = \mathrm{softmax}\big((1 + a) x + f(u) + W x + b\big)
+
         x = \log\big((1 - e)\, \mathrm{softmax}(z / T) + e / C\big), \quad u_j = x_j - \log \sum_{k \ne j} e^{x_k}
 
     With the second derivatives M of the spline at its knots, h_i = t_{i+1} - t_i and B = (u - t_i) / h_i = 1 - A,
