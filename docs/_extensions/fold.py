@@ -2,8 +2,8 @@
 
 The cells of a table of text (class `fold`) stand below each other. The cells of any other table (class `cards`) stand
 beside each other, each below the name of its column, which a wide screen hides. A table of many columns (class `dense`)
-is set smaller on a wide screen. A long name of code (class `long`) is broken on a narrow screen, and in a table of text of
-three columns on every screen.
+is set smaller on a wide screen. A long name of code (class `long`) is broken on a narrow screen, and in a table
+of text of three columns on every screen.
 """
 
 from docutils import nodes

@@ -68,10 +68,10 @@ def reliability_bands(
 
     The accuracies are those of bootstrap resamples: N samples drawn with replacement. The cuts between the bins stay
     where they are. Then a replicate is no more than new counts of right and wrong samples per bin, multinomial with the
-    observed shares, and the samples themselves are not needed. Where all samples of a bin are right, or all wrong, every
-    replicate agrees and the interval is one point, which is a weakness of the bootstrap for such a bin, not a sign of
-    certainty; the band does not have it. The binomial takes all samples of a bin to have its mean confidence: their true
-    spread makes the accuracy vary a little less, never more.
+    observed shares, and the samples themselves are not needed. Where all samples of a bin are right, or all wrong,
+    every replicate agrees and the interval is one point, which is a weakness of the bootstrap for such a bin, not a
+    sign of certainty; the band does not have it. The binomial takes all samples of a bin to have its mean confidence:
+    their true spread makes the accuracy vary a little less, never more.
 
     Args:
         bins: one set of bins, not a batch.
