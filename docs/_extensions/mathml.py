@@ -22,6 +22,13 @@ def mathml(formula: str, *, as_block: bool = False) -> str:
         return f"<code>{html.escape(formula)}</code>"
 
 
+def equations(formula: str) -> list[str]:
+    """The equations of a line, which a narrow screen sets below each other."""
+    parts = re.split(r"\\q?quad(?![A-Za-z])", formula)
+    whole = "&" in formula or r"\begin" in formula or any(part.count("{") != part.count("}") for part in parts)
+    return [formula] if whole else [part.strip() for part in parts if part.strip()]
+
+
 def inline(translator: Any, node: nodes.math) -> None:
     translator.body.append(mathml(node.astext()))
     raise nodes.SkipNode
@@ -29,7 +36,8 @@ def inline(translator: Any, node: nodes.math) -> None:
 
 def block(translator: Any, node: nodes.math_block) -> None:
     for part in node.astext().split("\n\n"):
-        translator.body.append(f'<div class="math-block">{mathml(part.strip(), as_block=True)}</div>\n')
+        line = "".join(mathml(equation, as_block=True) for equation in equations(part.strip()))
+        translator.body.append(f'<div class="math-block">{line}</div>\n')
     raise nodes.SkipNode
 
 
