@@ -110,7 +110,7 @@ class CalibrationGridState:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the sums are: the device of the first batch; None before it."""
+        """Device of the sums, that of the first batch; None before it."""
         return self._content.device
 
     def __repr__(self) -> str:

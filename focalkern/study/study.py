@@ -59,7 +59,7 @@ class Study(JudgedComparison):
 
     @property
     def calibrator(self) -> Calibrator | Predictor:
-        """The fitted calibrator to use: one of this library, or the candidate of your own that was chosen.
+        """The fitted calibrator to use, one of this library or the candidate of your own that was chosen.
 
         Raises:
             ValueError: nothing was chosen.
