@@ -22,6 +22,7 @@ extensions = [
     "sphinx_design",
     "mathml",
     "complete",
+    "constants",
     "row_losses",
     "fold",
 ]

@@ -37,6 +37,7 @@ INPUT_KINDS: tuple[InputKind, ...] = get_args(InputKind)
 PROPER: tuple[Proper, ...] = get_args(Proper)
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+"""The estimators of the ECE, by name."""
 LOSS_NAMES = {"nll": "NLL", "brier": "Brier score"}
 
 # In the order of the compiled module's codes.

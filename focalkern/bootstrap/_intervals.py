@@ -18,6 +18,7 @@ __all__ = ["METHODS", "Interval", "Method", "PairedBootstrap", "paired_bootstrap
 Method = Literal["symmetric", "basic", "percentile"]
 
 METHODS: tuple[Method, ...] = get_args(Method)
+"""The kinds of interval, by name; the first is the default."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ PAPER_GAMMAS: tuple[float, ...] = (-0.5, -0.25, 0.05, 0.25, 0.37, 0.5, 0.75, 1.0
 
 # index / 100, so that 0.35 is 0.35 and not the end of a long sum.
 PAPER_TEMPERATURES: tuple[float, ...] = tuple(index / 100 for index in range(1, 501))
-"""Their 500 temperatures, 0.01 to 5."""
+"""The 500 temperatures that Komisarenko & Kull search, 0.01 to 5."""
 
 # The codes of the compiled module.
 _CRITERIA = {"ece": 1, "mce": 2, "nll": 4, "brier": 8}
