@@ -24,15 +24,15 @@ class TemperatureScaling(Scaling):
     only optimum to rounding, however far it is from 1. If no optimum exists, ``fit`` warns and ``at_border_`` gives the
     reason. If the targets are no better than chance, T is the upper of ``TEMPERATURE_BOUNDS``. If the target of every
     row has the largest logit, as on small sets of an accurate network, the NLL falls all the way to T = 0, and one
-    mistake on other rows would cost thousands. T then stops where the mean confidence of the N rows is (N + 1) / (N +
-    2), Laplace's estimate of how often the next row is right. The same holds if the Brier score falls all the way to T
-    = 0. (scikit-learn stops at exp(-10), probmetrics at exp(-16).)
+    mistake on other rows would cost thousands. T then stops where the mean confidence of the N rows is
+    (N + 1) / (N + 2), Laplace's estimate of how often the next row is right. The same holds if the Brier score falls
+    all the way to T = 0. (scikit-learn stops at exp(-10), probmetrics at exp(-16).)
 
     Args:
         search: ``"nll"``: Newton steps on the derivative in 1/T, kept inside a bracket. ``"brier"``: Newton steps in
             log T from the valleys of a coarse grid. ``"grid"``: every one of ``temperatures``. ``"refine"``: from
-            coarse to fine between the smallest and the largest of them. None: ``"nll"`` or ``"brier"`` for that
-                criterion if no temperatures are given, else ``"grid"``.
+            coarse to fine between the smallest and the largest of them. None means ``"nll"`` or ``"brier"`` for that
+            criterion if no temperatures are given, else ``"grid"``.
         temperatures: the grid, all > 0; the paper's 0.01, 0.02, ... 5 when None. The first of equal optima is used.
         criterion: ``"nll"``, ``"brier"``, or ``"ece"``, with ``estimator`` and ``n_bins``.
         estimator: ``"equal_mass"``, ``"equal_mass_interp"`` or ``"equal_width"``; see :mod:`focalkern.metrics`.
