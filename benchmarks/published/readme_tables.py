@@ -1,7 +1,8 @@
 """python -m benchmarks.published.readme_tables: the README's tables (speed, memory, calibration), from recorded rows.
 
-Measures nothing: prints what benchmarks/results holds; and two tables more, of where focal scaling helps and of
-the loss modules, which pages of the documentation have. --write puts them into README.md and the pages, between marks.
+Measures nothing: prints what benchmarks/results holds; and three tables more, of where focal scaling helps, of the
+loss modules and of small calls, which pages of the documentation have. --write puts them into README.md and the pages,
+between marks.
 """
 
 import argparse
@@ -157,12 +158,25 @@ def modules(out: Path = RESULTS) -> str:
     return github(rows, header)
 
 
+def calls(out: Path = RESULTS) -> str:
+    """Small calls and options: each other way of a case beside focalkern's."""
+    rows = []
+    for case in dict.fromkeys(row["case"] for row in recorded_rows("calls", out)):
+        own, slower = recorded("calls", case, "median_ms", out), recorded("calls", case, "speedup", out)
+        time = own["focalkern"]
+        shown = f"{time * 1e3:.3g} us" if time < 1 else f"{time:.3g} ms"
+        others = [f"{name}: {ratio:.2f} x" for name, ratio in slower.items() if name != "focalkern"]
+        rows.append([case, shown, *(others + [""] * 3)[:3]])
+    return github(rows, ["call", "focalkern", "another way", "", ""])
+
+
 TABLES = {
     "speed": (README, speed),
     "memory": (README, memory),
     "calibration": (README, calibration),
     "helps": (HELPS, helps),
     "modules": (SPEED_PAGE, modules),
+    "calls": (SPEED_PAGE, calls),
 }
 
 

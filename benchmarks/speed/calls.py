@@ -189,6 +189,7 @@ def serving(quick: bool) -> Iterator[Case]:
     """``predict_proba`` of one row and of many, against the calibrator's module or the formula written out."""
     for classes in (10, 1000):
         logits, labels = drawn(4000, classes)
+        logits[torch.arange(4000), labels] += 3.0
         made: dict[str, Any] = {
             "temperature": fk.TemperatureScaling(),
             "focal temperature": fk.FocalTemperatureScaling(gammas=(1.0,)),
@@ -224,12 +225,13 @@ def exported(quick: bool) -> Iterator[Case]:
         onnxruntime, absent = None, why_absent(error)
     for classes in (10, 1000):
         logits, labels = drawn(4000, classes)
+        logits[torch.arange(4000), labels] += 3.0
         row = logits[:1]
         made = {"temperature": fk.TemperatureScaling(), "focal temperature": fk.FocalTemperatureScaling(gammas=(1.0,))}
         for name, calibrator in made.items():
             calibrator.fit(logits, labels)
             scale = 1 / calibrator.temperature_
-            module = calibrator.as_module(fused=False)
+            module = calibrator.as_module(fused=False).eval()
             session: Callable[[], object] | None = None
             if onnxruntime is not None:
                 with tempfile.TemporaryDirectory() as folder:
