@@ -163,6 +163,8 @@ def calls(out: Path = RESULTS) -> str:
     rows = []
     for case in dict.fromkeys(row["case"] for row in recorded_rows("calls", out)):
         own, slower = recorded("calls", case, "median_ms", out), recorded("calls", case, "speedup", out)
+        if not own:  # a peer was absent
+            continue
         time = own["focalkern"]
         shown = f"{time * 1e3:.3g} us" if time < 1 else f"{time:.3g} ms"
         others = [f"{name}: {ratio:.2f} x" for name, ratio in slower.items() if name != "focalkern"]
