@@ -15,6 +15,7 @@ from focalkern._checks import dense, flag, number
 from focalkern._devices import autocast_is_on, on_device
 from focalkern._types import FLOATS, HALVES, InputKind, Reduction
 from focalkern.ops._inverse_solver import elements_in_order, inverse_logits, inverse_rows
+from focalkern.ops._row_loss import needs_float64
 from focalkern.ops.calibration_map import binary_focal_calibration_map, focal_calibration_map
 from focalkern.ops.focal_loss import focal_loss
 
@@ -203,7 +204,9 @@ def properized_focal_loss(
     if not isinstance(input, Tensor) or input.dim() == 0:
         raise TypeError(f"{op}: input must be a tensor (C), (N, C) or (N, C, d1, ...), got {_kind(input)}")
     dense(op, "input", input)
-    z, log_p, gamma = _log_probabilities(op, input.movedim(class_dim, -1), gamma, "logits")
+    is_wide = isinstance(target, Tensor) and needs_float64(input, target, label_smoothing)
+    rows = (input.double() if is_wide else input).movedim(class_dim, -1)
+    z, log_p, gamma = _log_probabilities(op, rows, gamma, "logits")
     _, ratios = inverse_rows(z, log_p, gamma.expand(log_p.shape[:-1]))
     loss = _renamed(
         op,
@@ -216,7 +219,7 @@ def properized_focal_loss(
         reduction=reduction,
         label_smoothing=label_smoothing,
     )
-    return _as_input(loss, input)
+    return _as_input(loss.to(input.dtype) if is_wide else loss, input)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -180,6 +180,20 @@ def test_digits_of_a_gradient_without_a_label(name, layout, classes, dtype):
         assert ((found - expected).abs() <= 1e-6 * expected.abs().amax(1, keepdim=True)).all()
 
 
+@pytest.mark.parametrize("classes", [2, 1000])
+def test_digits_of_a_gradient_without_a_label_of_the_properized_loss(classes):
+    logits, target = 0.01 * torch.randn(4, classes), torch.randint(classes, (4,))
+
+    def of(dtype):
+        leaf = logits.to(dtype).requires_grad_()
+        loss = fk.properized_focal_loss(leaf, target, 2.0, label_smoothing=1.0)
+        assert loss.dtype == dtype
+        return torch.autograd.grad(loss, leaf)[0]
+
+    found, expected = of(torch.float32), of(torch.float64)
+    assert ((found - expected).abs() <= 1e-6 * expected.abs().amax(1, keepdim=True)).all()
+
+
 def test_digits_of_a_gradient_without_a_label_of_a_linear_layer():
     hidden, head, target = torch.randn(8, 64), torch.randn(1000, 64) / 800, torch.randint(1000, (8,))
 
