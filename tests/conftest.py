@@ -97,7 +97,7 @@ def peer(name: str) -> Any:
     """A library that a test compares with; without it the test is skipped, or fails where all of them must be there."""
     if os.environ.get("FOCALKERN_REQUIRE_PEERS") == "1":
         return importlib.import_module(name)
-    spec = importlib.util.find_spec(name)
+    spec = importlib.util.find_spec(name.partition(".")[0])  # of a.b it would import a
     if spec is not None and spec.origin is None:  # a folder of tests with the library's name, not the library
         pytest.skip(f"{name} is not installed")
     return pytest.importorskip(name, exc_type=ImportError)
