@@ -412,12 +412,12 @@ def summary(document: Result, out: Path) -> str:
     csv_file = out / "gpu_check.csv"
     if csv_file.exists():
         with contextlib.suppress(ImportError):  # without the module no new timings exist
-            from benchmarks.speed import gpu as bench_gpu
+            from benchmarks.speed import gpu_rows
 
             counted = ROOT / "benchmarks/results/kernel_counts.csv"
-            lines += ["", bench_gpu.markdown(csv_file)]
+            lines += ["", gpu_rows.markdown(csv_file)]
             if counted.exists():
-                table = bench_gpu.write_comparisons(csv_file, counted, out / "counted_and_measured.csv")
+                table = gpu_rows.write_comparisons(csv_file, counted, out / "counted_and_measured.csv")
                 lines += ["", "Counted instructions, and what was measured:", "", table]
     return "\n".join(lines) + "\n"
 

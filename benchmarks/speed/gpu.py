@@ -7,125 +7,30 @@ time, with the reason."""
 
 import argparse
 import csv
-import datetime
 import functools
 import importlib
 import itertools
-import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.harness import commit, device_name
 from benchmarks.speed.calibration_grid import SAMPLE, cell, validation_set
 from benchmarks.speed.focal_loss import GAMMA, composite
+from benchmarks.speed.gpu_rows import BYTES, GpuRow, Providers, as_text, copy_gb_per_s, markdown, median_us, step, timed
 
-BYTES = 2**28  # of the logits of a case: several times the cache of any GPU
 # Fractions of the bytes per second of a copy that forward and backward are to reach.
 LOSS_TARGETS = {10: (0.8, 0.8), 100: (0.8, 0.8), 1000: (0.85, 0.85), 32000: (0.9, 0.85), 128256: (0.9, 0.85)}
 MAP_TARGET = 0.8
 GRID_TARGETS_MS = {(10000, 100): 10.0, (50000, 1000): 1500.0}
 LOOP_TARGET = 500.0  # how many times the per-cell loop is to take
-
-
-@dataclass
-class GpuRow:
-    op: str
-    case: str
-    dtype: str
-    provider: str
-    median_us: float = float("nan")
-    gb_per_s: float = float("nan")
-    of_copy: float = float("nan")  # bytes per second over those of a copy of 256 MiB in the same process
-    ratio: float = float("nan")  # median over focalkern's
-    target: str = ""
-    met: str = ""  # yes or no, where there is a target
-    note: str = ""
-    device: str = field(default_factory=lambda: device_name("cuda"))
-    cuda: str = str(torch.version.cuda)  # before the field that hides the module
-    torch: str = torch.__version__
-    commit: str = field(default_factory=commit)
-    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
-
-
-@dataclass
-class Comparison:
-    """The counts of a kernel with its measurements."""
-
-    op: str
-    case: str
-    dtype: str
-    pipes: float  # time of the busiest pipe over that of the memory, from kernel_counts.csv, at this GPU's copy
-    expected_of_copy: float  # what the pipes alone leave: 1 at most
-    simulated_of_copy: float  # by the rough model of kernel_counts --cycles; NaN where that knows nothing
-    of_copy: float  # measured
-    measured_over_expected: float
-
-
-Providers = dict[str, Callable[[], object] | str]  # a string says why there is none
-
-
-def median_us(function: Callable[[], object]) -> float:
-    from triton.testing import do_bench
-
-    function()
-    first = _ms(function)
-    if first > 100:  # do_bench would call it eight times, and no cache matters
-        return 1e3 * statistics.median([first, _ms(function), _ms(function)])
-    return 1e3 * do_bench(function, warmup=10, rep=40, return_mode="median")
-
-
-def _ms(function: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
-def copy_gb_per_s() -> float:
-    source = torch.randn(BYTES // 4, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * BYTES / median_us(lambda: target.copy_(source)) / 1e3
-
-
-def timed(
-    op: str,
-    case: str,
-    dtype: torch.dtype,
-    providers: Providers,
-    n_bytes: float,
-    copy: float,
-    target: float | None,
-    fastest: bool = False,
-) -> Iterator[GpuRow]:
-    """A row for each provider; the first is focalkern, which is to be the ``fastest``."""
-    own = float("nan")
-    for name, run in providers.items():
-        row = GpuRow(op, case, str(dtype).removeprefix("torch."), name)
-        if isinstance(run, str):
-            row.note = f"absent: {run}"
-        else:
-            row.median_us = median_us(run)
-            row.gb_per_s = n_bytes / row.median_us / 1e3
-            row.of_copy = row.gb_per_s / copy
-            own = row.median_us if name == "focalkern" else own
-            row.ratio = row.median_us / own
-            if name == "focalkern" and target is not None:
-                row.target, row.met = f"{target:g} of copy", "yes" if row.of_copy >= target else "no"
-            if name != "focalkern" and fastest:
-                row.target, row.met = "slower than focalkern", "yes" if row.ratio > 1 else "no"
-        yield row
 
 
 def backward(loss: Tensor, logits: Tensor) -> Callable[[], object]:
@@ -196,7 +101,7 @@ def step_rows(classes: int, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]
             continue
         # Some of them write the gradient over the logits: each has its own.
         own_logits = logits.detach().clone().requires_grad_()
-        run = functools.partial(_step, function, own_logits, target)
+        run = functools.partial(step, function, own_logits, target)
         try:
             run()
             steps[name] = run
@@ -206,10 +111,6 @@ def step_rows(classes: int, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]
     n_bytes = 3 * logits.nbytes + 2 * row_bytes(target, dtype)
     yield from timed("focal_loss", case, dtype, steps, n_bytes, copy, None, fastest=True)
     torch.compiler.reset()
-
-
-def _step(function: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> object:
-    return torch.autograd.grad(function(logits, target).mean(), logits)
 
 
 def check(logits: Tensor, target: Tensor) -> None:
@@ -287,13 +188,13 @@ def host_rows() -> Iterator[GpuRow]:
         "focalkern": lambda: torch.autograd.grad(fk.focal_loss(logits, target), logits),
         "cross_entropy": lambda: torch.autograd.grad(F.cross_entropy(logits, target), logits),
     }
-    for name, step in steps.items():
+    for name, run in steps.items():
         samples = []
         for _ in range(60):
             torch.cuda.synchronize()
             began = time.perf_counter()
             for _ in range(20):
-                step()
+                run()
             samples.append((time.perf_counter() - began) / 20 * 1e6)
         medians[name] = sorted(samples)[len(samples) // 2]
     for name, value in medians.items():
@@ -333,7 +234,7 @@ def run(file: Path, deadline: float) -> list[GpuRow]:
 
         def keep(row: GpuRow) -> None:
             rows.append(row)
-            writer.writerow(_text(row))
+            writer.writerow(as_text(row))
             stream.flush()
 
         keep(GpuRow("copy", "256 MiB", "float32", "Tensor.copy_", 2 * BYTES / copy / 1e3, copy, 1.0))
@@ -356,63 +257,6 @@ def run(file: Path, deadline: float) -> list[GpuRow]:
                     )
                 )
     return rows
-
-
-def _text(row: GpuRow | Comparison) -> dict[str, object]:
-    return {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(row).items()}
-
-
-def markdown(file: Path) -> str:
-    """The timings of a result file as a table."""
-    with file.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    shown = ("op", "case", "dtype", "provider", "median_us", "gb_per_s", "of_copy", "ratio", "target", "met", "note")
-    return tabulate([[row[name] for name in shown] for row in rows], shown, tablefmt="github", disable_numparse=True)
-
-
-def comparisons(measured: Path, counted: Path) -> list[Comparison]:
-    """Every measured kernel of which machine instructions were counted, of the same type and number of classes.
-
-    The counts are of an H100, whose memory moves 3.35 TB/s; another GPU's pipes are taken to be as fast.
-    """
-    with measured.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    with counted.open(newline="") as stream:
-        counts = list(csv.DictReader(stream))
-    copy = next((float(row["gb_per_s"]) for row in rows if row["op"] == "copy"), float("nan"))
-    found = []
-    for row in rows:
-        direction, _, shape = row["case"].partition(" ")
-        if row["provider"] != "focalkern" or direction not in ("forward", "backward") or row["note"]:
-            continue
-        for count in counts:
-            *kind, dtype, size = count["case"].split(" ")
-            same = (
-                kind == (["map"] if row["op"] == "calibration_map" else [])
-                and dtype == row["dtype"]
-                and size.split("x")[1] == shape.split("x")[1]
-                and f"{row['op']}_{direction}" in count["kernel"]  # not those of few rows, which are cut
-            )
-            if not same:
-                continue
-            pipes = float(count["pipes"]) * copy / 3350
-            expected, of_copy = min(1.0, 1 / pipes), float(row["of_copy"])
-            simulated = float(count.get("tb_per_s") or "nan") / (0.93 * 3.35)  # a copy is taken to reach so much
-            found.append(
-                Comparison(row["op"], row["case"], dtype, pipes, expected, simulated, of_copy, of_copy / expected)
-            )
-    return found
-
-
-def write_comparisons(measured: Path, counted: Path, out: Path) -> str:
-    """The comparisons as a CSV file and as a table."""
-    rows = [_text(row) for row in comparisons(measured, counted)]
-    names = [f.name for f in fields(Comparison)]
-    with out.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return tabulate([list(row.values()) for row in rows], names, tablefmt="github", disable_numparse=True)
 
 
 def main() -> int:

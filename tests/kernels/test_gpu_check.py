@@ -98,21 +98,22 @@ def test_the_summary_names_every_stage(arguments):
 def test_a_case_that_fails_is_a_row(tmp_path, monkeypatch):
     pytest.importorskip("tabulate", reason="tabulate is not installed")
     from benchmarks.speed import gpu as bench_gpu
+    from benchmarks.speed import gpu_rows
 
     def broken():
-        yield bench_gpu.GpuRow("focal_loss", "forward", "float32", "focalkern", 2.0)
+        yield gpu_rows.GpuRow("focal_loss", "forward", "float32", "focalkern", 2.0)
         raise RuntimeError("another number\nthan expected")
 
     def fine():
-        yield bench_gpu.GpuRow("calibration_map", "forward", "float32", "focalkern", 3.0)
+        yield gpu_rows.GpuRow("calibration_map", "forward", "float32", "focalkern", 3.0)
 
-    monkeypatch.setattr(bench_gpu, "device_name", lambda _: "a GPU")
+    monkeypatch.setattr(gpu_rows, "device_name", lambda _: "a GPU")
     monkeypatch.setattr(bench_gpu, "copy_gb_per_s", lambda: 4000.0)
     monkeypatch.setattr(bench_gpu, "cases", lambda _: [("focal_loss", "one", broken), ("calibration_map", "two", fine)])
     rows = bench_gpu.run(tmp_path / "rows.csv", deadline=time.monotonic() + 100)
     assert [(row.op, row.median_us) for row in rows if not row.note][1:] == [("focal_loss", 2), ("calibration_map", 3)]
     assert [row.note for row in rows if row.note] == ["failed: RuntimeError: another number than expected"]
-    assert "another number" in bench_gpu.markdown(tmp_path / "rows.csv")
+    assert "another number" in gpu_rows.markdown(tmp_path / "rows.csv")
     (late,) = bench_gpu.run(tmp_path / "late.csv", deadline=time.monotonic())[1:2]
     assert late.note == "not run: out of time"
 
@@ -120,11 +121,12 @@ def test_a_case_that_fails_is_a_row(tmp_path, monkeypatch):
 def test_what_was_counted_stands_beside_what_was_measured(tmp_path, monkeypatch):
     pytest.importorskip("tabulate", reason="tabulate is not installed")
     from benchmarks.speed import gpu as bench_gpu
+    from benchmarks.speed import gpu_rows
 
     measured, counted = tmp_path / "measured.csv", tmp_path / "counted.csv"
-    monkeypatch.setattr(bench_gpu, "device_name", lambda _: "a GPU")
+    monkeypatch.setattr(gpu_rows, "device_name", lambda _: "a GPU")
     monkeypatch.setattr(bench_gpu, "copy_gb_per_s", lambda: 2680.0)  # 0.8 of an H100's 3350
-    row = bench_gpu.GpuRow
+    row = gpu_rows.GpuRow
 
     def rows():
         yield row("focal_loss", "forward 500x1000", "float32", "focalkern", 1.0, of_copy=0.9)
@@ -144,8 +146,8 @@ def test_what_was_counted_stands_beside_what_was_measured(tmp_path, monkeypatch)
         "float32 2x19x16,focal_loss_backward_pairs,1.0,3.0\n"
         "poly float32 16896x1000,row_loss_forward,3.0,\n"
     )
-    table = bench_gpu.write_comparisons(measured, counted, tmp_path / "both.csv")
-    found = [(c.op, c.case, c.expected_of_copy, c.of_copy) for c in bench_gpu.comparisons(measured, counted)]
+    table = gpu_rows.write_comparisons(measured, counted, tmp_path / "both.csv")
+    found = [(c.op, c.case, c.expected_of_copy, c.of_copy) for c in gpu_rows.comparisons(measured, counted)]
     assert found == [
         ("focal_loss", "forward 500x1000", 1.0, 0.9),
         ("calibration_map", "forward 500x1000", pytest.approx(0.5), 0.4),
@@ -157,7 +159,7 @@ def test_what_was_counted_stands_beside_what_was_measured(tmp_path, monkeypatch)
 
 def test_the_committed_counts_can_be_compared(tmp_path):
     pytest.importorskip("tabulate", reason="tabulate is not installed")
-    from benchmarks.speed import gpu as bench_gpu
+    from benchmarks.speed import gpu_rows
 
     counted = gpu_check.ROOT / "benchmarks/results/kernel_counts.csv"
     names = ("op", "case", "dtype", "provider", "gb_per_s", "of_copy", "note")
@@ -166,7 +168,7 @@ def test_the_committed_counts_can_be_compared(tmp_path):
         for dtype in ("float32", "bfloat16"):
             lines += [f"{op},{way} 500x{classes},{dtype},focalkern,3000,0.9," for way in ("forward", "backward")]
     (tmp_path / "measured.csv").write_text("\n".join(lines))
-    assert len(bench_gpu.comparisons(tmp_path / "measured.csv", counted)) == len(lines) - 2
+    assert len(gpu_rows.comparisons(tmp_path / "measured.csv", counted)) == len(lines) - 2
 
 
 def test_a_stage_leaves_time_for_those_after_it(arguments):
