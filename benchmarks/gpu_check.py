@@ -125,9 +125,9 @@ def resources(arguments: argparse.Namespace) -> Result:
 
 def tests(_: argparse.Namespace) -> Result:
     # Marked by tests/conftest.py. The others need no GPU and run in continuous integration.
-    parallel = ["-n", "4"] if _has("xdist") else []
+    parallel = ["-n", str(min(8, (os.cpu_count() or 2) // 2))] if _has("xdist") else []
     command = [*PYTEST, "-m", "gpu", "-rfE", "--durations=10", "--continue-on-collection-errors", *parallel, "tests"]
-    settings = {**os.environ, "OMP_NUM_THREADS": "4"}
+    settings = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
     print(done.stdout, done.stderr)
     line = _pytest_line(done.stdout)

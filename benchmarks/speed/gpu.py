@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import focalkern as fk
+from benchmarks.speed import gpu_options
 from benchmarks.speed.calibration_grid import SAMPLE, cell, validation_set
 from benchmarks.speed.focal_loss import GAMMA, composite
 from benchmarks.speed.gpu_rows import BYTES, GpuRow, Providers, as_text, copy_gb_per_s, markdown, median_us, step, timed
@@ -220,6 +221,7 @@ def cases(copy: float) -> Iterator[tuple[str, str, Callable[[], Iterator[GpuRow]
     for classes, dtype in itertools.product(by_interest, (torch.bfloat16, torch.float32)):
         label = f"forward+backward, {classes} classes, {dtype}"
         yield "focal_loss", label, functools.partial(step_rows, classes, dtype, copy)
+    yield from gpu_options.cases(copy)
 
 
 def run(file: Path, deadline: float) -> list[GpuRow]:
