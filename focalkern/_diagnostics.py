@@ -1,7 +1,7 @@
 """Warnings about rows and labels that are valid but unlikely to be right; each names the likely cause.
 
-Every test compares with chance, and is silent on sets that are too small. Weak models, rare or missing labels and
-repeated rows are no errors."""
+Every test compares with chance and skips small sets. Weak models, rare or missing labels and repeated rows cause no
+warning."""
 
 import math
 from typing import Any
@@ -22,9 +22,9 @@ __all__ = [
 
 # Sets with fewer rows are not tested.
 _ENOUGH = 50
-# Rows other than those of the commonest label, below which labels are not called random: weak models exist.
+# With fewer rows outside the commonest class, labels are not called random: the model may be weak.
 _ENOUGH_FOR_CHANCE = 200
-# Standard deviations of a sign test beyond which differing rows are no chance.
+# Threshold of the sign test, in standard deviations.
 _CERTAIN = 5.0
 # Rows per block.
 _BLOCK = 1 << 22
@@ -47,12 +47,12 @@ def refuse_probs(op: str, logits: Tensor, name: str = "logits") -> None:
         return
     if _are_one_hot(logits):
         raise ValueError(
-            f"{op}: {name} must not be predicted classes, got rows of one 1 and zeros; pass what the model gives "
-            "before its decision, or say input_kind='logits' if they are logits"
+            f"{op}: {name} must not be predicted classes, got one-hot rows; pass the model's logits or probabilities, "
+            "or input_kind='logits' if these are logits"
         )
     raise ValueError(
-        f"{op}: {name} must not be probabilities while input_kind is not said, got rows that are not negative and sum "
-        "to 1; say input_kind='probs', or input_kind='logits' if they are logits"
+        f"{op}: {name} must not be probabilities without input_kind, got non-negative rows that sum to 1; pass "
+        "input_kind='probs', or input_kind='logits' if these are logits"
     )
 
 
@@ -67,11 +67,11 @@ def input_problems(input: Tensor, kind: str) -> list[str]:
         return []
     if _are_one_hot(input):
         return [
-            "every row is one 1 and zeros, as predicted classes are: what the model gives before its decision can be "
-            "calibrated, a decision cannot"
+            "every row is one-hot, like a predicted class: pass the model's logits or probabilities, because decisions "
+            "cannot be calibrated"
         ]
     if kind == "logits" and _sum_to(input, 100.0):
-        return ["the rows are not negative and sum to 100: percentages are probabilities once divided by 100"]
+        return ["the rows are non-negative and sum to 100: divide percentages by 100 to get probabilities"]
     return []
 
 
@@ -79,7 +79,7 @@ def one_logit_problems(logits: Tensor) -> list[str]:
     """The warning for one logit per row [N], or for independent labels [N, L]."""
     if len(logits) < _ENOUGH or not bool(((logits >= 0) & (logits <= 1)).all()):
         return []
-    return ["all logits lie in [0, 1], as probabilities do: if they are, input_kind='probs' has to say so"]
+    return ["all logits lie in [0, 1]: for probabilities, pass input_kind='probs'"]
 
 
 def _sum_to(input: Tensor, total: float) -> bool:
@@ -97,8 +97,8 @@ def input_notes(logits: Tensor) -> list[str]:
     if not _are_log_probabilities(logits):
         return []
     return [
-        "the logits are log-probabilities (each row's exponentials sum to 1), which are as good: no calibrator looks "
-        "at more than their differences"
+        "the logits are log-probabilities (each row's exponentials sum to 1), which is fine: calibrators use only the "
+        "differences of logits"
     ]
 
 
@@ -107,17 +107,17 @@ def pair_problems(input: Tensor, labels: Tensor, other: Tensor, other_labels: Te
     if input.shape[1:] != other.shape[1:] or len(other) == 0:
         return []
     if input.shape == other.shape and torch.equal(input, other) and torch.equal(labels, other_labels):
-        return [f"the same {len(other):,} rows are validation and test rows, so that the figures are too good"]
+        return [f"the same {len(other):,} rows are validation and test rows, so the metrics are optimistic"]
     one, two = _hashes(input, labels), _hashes(other, other_labels)
-    # Few distinct rows, as a tree has them, are found on both sides by right.
+    # The outputs of a tree have few distinct rows, so both sets may share them.
     if len(np.unique(two)) < 0.9 * len(two) or len(np.unique(one)) < 0.9 * len(one):
         return []
     shared = int(np.isin(two, one).sum())
     if shared < 5 or shared < 0.05 * len(two):
         return []
     return [
-        f"{shared:,} of the {len(other):,} test rows are among the validation rows, with the same label, so that "
-        "the figures are too good: the sets should have no row in common"
+        f"{shared:,} of the {len(other):,} test rows are also validation rows, with the same label, so the metrics are "
+        "optimistic: use sets without common rows"
     ]
 
 
@@ -141,22 +141,22 @@ def label_problems(input: Tensor, labels: Tensor) -> list[str]:
     untied = input.amax(-1) > input.amin(-1)
     next_label, last_label = labels.roll(-1), labels.roll(1)
     readings = [
-        ((top + 1 == labels), "the labels are one too high: the first class is 0"),
-        ((top - 1 == labels), "the labels are one too low: the first class is 0"),
-        (top == next_label, "the labels are those of the row before: they start a row too late"),
-        (top == last_label, "the labels are those of the row behind: they start a row too early"),
-        ((input.argmin(-1) == labels) & untied, "the sign of the logits is reversed: a loss or a distance"),
-        (second == labels, "two columns are in each other's place, or one class outbids the others"),
+        ((top + 1 == labels), "the labels are one too high (the first class is 0)"),
+        ((top - 1 == labels), "the labels are one too low (the first class is 0)"),
+        (top == next_label, "each label belongs to the row before (the labels start one row too late)"),
+        (top == last_label, "each label belongs to the next row (the labels start one row too early)"),
+        ((input.argmin(-1) == labels) & untied, "the sign of the logits is reversed (losses or distances)"),
+        (second == labels, "two columns are swapped, or the logits of one class are too high"),
     ]
     best = max(readings, key=lambda reading: int(reading[0].sum()))
     better = int(best[0].sum()) / n_rows
     order = _other_order(top, labels, n_classes, right)
     if _clearly_more(best[0], own) and (order is None or better > 0.7 * order):
-        return [f"the labels are the largest logit in {found}, but in {better:.1%} if {best[1]}"]
+        return [f"the label has the largest logit in {found}, but in {better:.1%} if {best[1]}"]
     if order is not None:
         return [
-            f"the labels are the largest logit in {found}, but in {order:.1%} if the classes are in another order: the "
-            "columns are not in the order of the class numbers"
+            f"the label has the largest logit in {found}, but in {order:.1%} if the columns are reordered: the columns "
+            "are not in the order of the class numbers"
         ]
 
     predicted, present = (torch.bincount(values, minlength=n_classes) for values in (top, labels))
@@ -167,19 +167,19 @@ def label_problems(input: Tensor, labels: Tensor) -> list[str]:
     at_chance = right / n_rows < chance + min(2.5 * error, 0.05 * (1 - chance))
     if at_chance and of_minorities >= _ENOUGH_FOR_CHANCE and not _informative(input, labels):
         return [
-            f"the labels are the largest logit in {found}, which is no more than chance ({chance:.1%}): the rows of "
-            "the labels are in another order than those of the logits, or the labels are of another data set"
+            f"the label has the largest logit in {found}, no more than chance ({chance:.1%}): labels and logits have "
+            "different row orders, or come from different data sets"
         ]
-    # A class that is predicted as often as others and never right, by a model that is mostly right.
+    # A mostly accurate model predicts the class as often as the others, but the class never occurs as a label.
     never = (present == 0) & (predicted >= max(20.0, 0.7 * n_rows / n_classes))
     if bool(never.any()) and right >= 0.6 * (n_rows - int(predicted[never].sum())):
         classes = never.nonzero().flatten().tolist()
         shown = ", ".join(str(value) for value in classes[:5]) + (", ..." if len(classes) > 5 else "")
         times = int(predicted[never].sum())
         return [
-            f"{'class' if len(classes) == 1 else 'the classes'} {shown} never {'is' if len(classes) == 1 else 'are'} a "
-            f"label, and the largest logit of {times:,} of the {n_rows:,} rows: the labels may be shifted, or rows are "
-            "missing"
+            f"{'class' if len(classes) == 1 else 'the classes'} {shown} never occur{'s' if len(classes) == 1 else ''} "
+            f"as a label, but {'has' if len(classes) == 1 else 'have'} the largest logit in {times:,} of the "
+            f"{n_rows:,} rows: the labels may be shifted, or rows are missing"
         ]
     return []
 
@@ -191,7 +191,7 @@ def _clearly_more(other: Tensor, own: Tensor) -> bool:
 
 
 def _other_order(top: Tensor, labels: Tensor, n_classes: int, right: int) -> float | None:
-    """The accuracy if each label were the class that its rows have most often, where that tells something."""
+    """The accuracy if each label were the most frequent prediction of its rows; None if that is no evidence."""
     n_rows = len(labels)
     if n_rows < 20 * n_classes or n_classes > 4096 or right > 0.5 * n_rows:
         return None

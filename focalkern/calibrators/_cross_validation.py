@@ -90,9 +90,9 @@ def cross_validate(
             excluded = f"could not be fitted: {reason.removeprefix(f'{type(candidate).__name__}: ')}"
         border = getattr(fitted, "at_border_", ())
         if border and name != "none":
-            excluded = excluded or f"has its optimum at the end of the search: {' and '.join(border)}"
+            excluded = excluded or f"has its optimum at a bound of the search: {' and '.join(border)}"
         elif stopped:  # a bound of the search is no property of the candidate
-            excluded = excluded or f"has its optimum at the end of the search without a fold: {' and '.join(stopped)}"
+            excluded = excluded or f"has its optimum at a bound of the search in a fold: {' and '.join(stopped)}"
         elif name == "none" and len(candidates) > 1 and zeros_are_possible(source, candidate.input_kind):
             excluded = ZEROS
         mean = loss.mean() if weight is None else (loss * weight.cpu()).sum() / weight.cpu().sum()
@@ -106,7 +106,7 @@ def cross_validate(
     return replace(found, brier=pairs(0, None)) if folds else found
 
 
-ZEROS = "gives probability 0 to classes that are possible in other rows"
+ZEROS = "gives probability 0 to classes that occur in other rows"
 
 
 def zeros_are_possible(source: RowSource, input_kind: str) -> bool:

@@ -62,7 +62,7 @@ def succession_bound(input: Tensor, gamma: float, input_kind: InputKind, weight:
 
 
 def describe_bound(temperature: float, n_rows: int, weight: Tensor | None, why: str) -> str:
-    """Why the temperature is what :func:`succession_bound` has found: the end of the search, as ``at_border_``."""
+    """The sentence of ``at_border_`` for the temperature of :func:`succession_bound`."""
     if temperature == TEMPERATURE_BOUNDS[0]:
         return f"temperature = {temperature:g} is the lower bound of the search: {why}"
     return (

@@ -41,8 +41,8 @@ class Verdict:
         because: the evidence of the cross-validation.
         costs: the cost of the choice, or gain and cost of another choice; empty if neither applies.
         warnings: reasons to check the choice before it is used, a sentence each.
-        optimistic: whether the figures are of the rows that it was fitted on; ``str()`` begins with it.
-        accepts: with ``accept_risk``, the confidence from which on predictions can be accepted, its coverage and risk.
+        optimistic: whether the test set is the validation set; ``str()`` then begins with "Optimistic".
+        accepts: with ``accept_risk``, the confidence threshold of accepted predictions, its coverage and its risk.
 
     Example:
         >>> verdict = fk.Verdict(use="temperature scaling, T = 1.9", because="Its NLL is the lowest.", costs="")
@@ -75,7 +75,7 @@ class Verdict:
         )
 
     def sentences(self) -> tuple[str, ...]:
-        """What to use, why, what it costs, or the first warning; and what can be accepted, if that was asked for.
+        """Recommendation, reason, then cost or first warning; with ``accept_risk`` also the threshold.
 
         Returns:
             One to four sentences.
@@ -115,11 +115,11 @@ def describe_evidence(cross_validation: CrossValidation) -> str:
     """One sentence: why the rule chose this candidate."""
     loss = LOSS_NAMES[cross_validation.criterion]
     if cross_validation.folds == 0:
-        return f"{cross_validation.n_samples} row is too few to compare anything: the simplest is used."
+        return f"{cross_validation.n_samples} validation row is too few for cross-validation."
     if not math.isfinite(cross_validation.winner.loss):
         return (
-            f"The {loss} is infinite with and without calibration: a row gives its true class probability 0. "
-            "Choose by brier, or replace zeros by a small probability."
+            f"The {loss} is infinite with and without calibration, because a row gives its true class probability 0. "
+            "Use criterion brier, or replace zeros by a small probability."
         )
     winner = cross_validation.winner
     if cross_validation.chosen == 0:
@@ -142,7 +142,7 @@ def describe_predictions(changed: int, rows: int) -> str:
     """One sentence on the rows whose predicted class changes."""
     if changed == 0:
         return "No predicted class changes."
-    return f"Predictions change in {changed:,} of {rows:,} rows (keep_predictions=True: in none)."
+    return f"Predictions change in {changed:,} of {rows:,} rows; keep_predictions=True prevents it."
 
 
 def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
@@ -150,26 +150,26 @@ def cross_validation_warnings(cross_validation: CrossValidation) -> list[str]:
     loss = LOSS_NAMES[cross_validation.criterion]
     winner, rows = cross_validation.winner, cross_validation.n_samples
     warnings = []
-    if 0 < rows < _FEW_ROWS:
+    if 1 < rows < _FEW_ROWS:
         warnings.append(
-            f"{rows} rows are few: another sample of them may choose otherwise"
+            f"{rows} validation rows are few: another sample may lead to another choice"
             if winner.keeps_predictions
-            else f"{rows} rows are few, and {_name(winner)} can be worse than temperature scaling on others: "
-            "keep_predictions=True is the cautious choice"
+            else f"{rows} validation rows are few: on new rows {_name(winner)} can be worse than temperature scaling, "
+            "and keep_predictions=True is safer"
         )
     elif cross_validation.folds > 0 and cross_validation.chosen != cross_validation.best and math.isfinite(winner.loss):
         best = cross_validation.entries[cross_validation.best]
-        warnings.append(f"{rows} rows are too few to tell {_name(winner)} from {_name(best)}")
+        warnings.append(f"{rows} validation rows are too few to tell {_name(winner)} from {_name(best)}")
     mean, error = cross_validation.brier
     if mean > 2 * error:
         warnings.append(
             f"the cross-validated Brier score is {_with_error(mean, error)} higher than without calibration"
         )
     if not winner.keeps_predictions and rows >= _FEW_ROWS:
-        warnings.append("for data of another source keep_predictions=True is safer")
+        warnings.append("for data from another source, keep_predictions=True is safer")
     for entry in cross_validation.entries:
         if entry.excluded and not entry.excluded.startswith(("is worse", "adds nothing")):
-            warnings.append(f"{_name(entry)} {entry.excluded}, and is not chosen")
+            warnings.append(f"{_name(entry)} {entry.excluded}, so it is not chosen")
     worse = [entry for entry in cross_validation.entries if entry.excluded.startswith("is worse")]
     if worse:
         names = " and ".join(map(_name, worse))

@@ -13,7 +13,7 @@ _OPTIONS = {
     "n_bins": "--n-bins",
     "resamples": "--bootstrap",
 }
-_ARGUMENTS = re.compile(rf"\b([Pp]ass )?({'|'.join(_OPTIONS)})=(\w+)")
+_ARGUMENTS = re.compile(rf"\b({'|'.join(_OPTIONS)})=(\w+)")
 
 
 def print_note(text: str, file: TextIO | None = None) -> None:
@@ -25,9 +25,8 @@ def print_note(text: str, file: TextIO | None = None) -> None:
 
 
 def _as_option(match: re.Match[str]) -> str:
-    verb = {"": "", "P": "Say ", "p": "say "}[(match[1] or "")[:1]]
-    value = "" if match[3] == "True" else f" {match[3]}"
-    return f"{verb}{_OPTIONS[match[2]]}{value}"
+    value = "" if match[2] == "True" else f" {match[2]}"
+    return f"{_OPTIONS[match[1]]}{value}"
 
 
 def print_wrapped(text: str, file: TextIO | None = None) -> None:

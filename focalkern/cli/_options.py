@@ -34,7 +34,7 @@ __all__ = [
 
 def in_options(error: Exception) -> str:
     """The error in one line, with the command's options that solve it."""
-    return error._spelled(_option, "say", between=" ") if isinstance(error, InputError) else str(error)
+    return error._spelled(_option, between=" ") if isinstance(error, InputError) else str(error)
 
 
 def _option(hint: Hint) -> str:

@@ -286,7 +286,7 @@ def _write(
         written.append(f"Report: {files[-1]}; beside it {', '.join(others)} and {pictures} pictures")
     if arguments.out is not None:
         if study.chosen is None:
-            raise InputError(f"{arguments.out}: not written, because nothing was chosen")
+            raise InputError(f"{arguments.out}: not written, because no calibrator was chosen")
         study.save(arguments.out)
         written.append(f"Calibrator: {arguments.out}")
 
@@ -310,12 +310,12 @@ def _show(
     for remark in (*study.verdict.notes(), *study.remarks):
         print_note(remark, said)
     if study.test is study.validation:
-        print_note("--test FILE or --split 0.5 gives test rows of their own.", said)
+        print_note("--test FILE or --split 0.5 provides a separate test set.", said)
     if study.remarks:
         print(file=said)
 
     if study.chosen is None:
-        words = f"{criterion.upper()}-optimal {arguments.method}: the criterion is finite nowhere"
+        words = f"{criterion.upper()}-optimal {arguments.method}: the criterion is infinite in every cell"
         print(f"Nothing chosen. {words}.", file=said)
     else:
         words = study.chosen.parameters

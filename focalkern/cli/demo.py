@@ -125,9 +125,9 @@ def _found(studies: dict[str, Study]) -> list[str]:
             f"Lowest test NLL {when} calibration: {best}, {scores['nll']:.4f} (ECE {scores['ece_equal_width']:.4f})."
         )
     said.append(
-        "The long training makes cross-entropy over-confident. A focal loss counteracts that: gamma = 1 by about as "
-        "much as needed here, gamma = 3 by more. After a short training cross-entropy needs no such correction. A "
-        "calibrator removes most of the difference."
+        "The long training makes cross-entropy over-confident. A focal loss lowers the confidence: gamma = 1 by about "
+        "the right amount here, gamma = 3 by too much. After a short training cross-entropy needs no such correction. "
+        "A calibrator removes most of the difference."
     )
     return said
 
@@ -149,7 +149,7 @@ def _index(out: Path, data: str, studies: dict[str, Study], found: list[str], co
         folder = _folder(name)
         image = (out / folder / "reliability_before.png").read_bytes()
         reports.append((name, f"{folder}/report.html", image, study.verdict.sentences()[0]))
-    caption = "Fractions on the test rows, before and after the calibrator that the cross-validation chooses."
+    caption = "Metrics on the test rows, before and after calibration; the cross-validation chooses the calibrator."
     return html.render_page(
         "demo.html.j2",
         title="focalkern demo",

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         "means, mean ranks, and how many networks have a lower value than without calibration and than with "
         "temperature scaling.",
         epilog="columns: auto, the choice of the cross-validation; none, no calibration; temperature and focal, the "
-        "two scalings by the criterion; ECE, the lowest ECE of the paper's grid.\n\nexample:\n  focalkern sweep "
+        "two scalings by the criterion; with ECE, the lowest ECE of the paper's grid.\n\nexample:\n  focalkern sweep "
         "networks/*.npz --report sweep --jobs 2\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -100,9 +100,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if len(parts) > 1:
         where = "sweep.csv has all" if arguments.report is not None else "--report DIR writes all"
         print(
-            f"{len(result.networks)} networks: {_ENDS} whose NLL falls most and {_ENDS} whose NLL falls least from none"
+            f"{len(result.networks)} networks: the {_ENDS} whose NLL falls most from none to auto, and the {_ENDS} "
+            f"whose NLL falls least\n({where})\n"
         )
-        print(f"to auto ({where})\n")
     heads = [method.replace(", ", ",\n") for method in METHODS]  # two lines, so that there is room for long names
     for figure, heading in SCORES.items():
         if result.networks and figure != "brier":

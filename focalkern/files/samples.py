@@ -76,20 +76,19 @@ class InputError(Exception):
         self.hints = (hint,) if isinstance(hint, Hint) else tuple(hint)
         super().__init__(self._spelled(str))
 
-    def _spelled(self, spell: Callable[[Hint], str], verb: str = "pass", between: str = ", ") -> str:
+    def _spelled(self, spell: Callable[[Hint], str], between: str = ", ") -> str:
         """The error as one line.
 
         Args:
-            spell: what a hint is called.
-            verb: the action on the file.
-            between: what stands between two of them.
+            spell: the text of a hint.
+            between: separator of hints.
 
         Returns:
             The expected and the found content, and the hints.
         """
         hints = between.join(spell(part) if isinstance(part, Hint) else f" {part} " for part in self.hints)
         hints = hints.replace(f"{between} ", " ").replace(f" {between}", " ")  # words stand between two hints
-        line = f"{self.words}; {verb} {hints}" if hints else self.words
+        line = f"{self.words}; pass {hints}" if hints else self.words
         return line.replace("\r", r"\r").replace("\n", r"\n")  # which the names of files may have
 
     def _renamed(self, **arguments: str) -> "InputError":
@@ -195,7 +194,7 @@ def check_input_kind(
         raise InputError(
             f"{source}: {input_name}",
             "logits",
-            "rows that are not negative and sum to 1, as probabilities do",
+            "non-negative rows that sum to 1, as probabilities do",
             hint=(Hint("input_kind", "probs"), "or, if they are logits,", Hint("input_kind", "logits")),
         )
 

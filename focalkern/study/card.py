@@ -101,9 +101,9 @@ def _uses(calibrator: Calibrator, evidence: Mapping[str, Any]) -> str:
         f"For: outputs of {of}, with the same {calibrator.n_classes_} classes in the same order, on data of the same "
         "source as the validation rows.",
         "Not for: another network, or the same one after more training. Fit a new calibrator.",
-        "Not for: data of another source (another hospital, camera or year). Measure it there first"
-        + ("." if keeps_predictions(calibrator) else "; one with `keep_predictions=True` is safer there."),
-        "Not for: finding inputs that belong to none of the classes.",
+        "Not for: data from another source (another hospital, camera or year). Measure it there first"
+        + ("." if keeps_predictions(calibrator) else "; a calibrator with `keep_predictions=True` is safer there."),
+        "Not for: the detection of inputs that belong to none of the classes.",
     ]
     return "\n".join(f"- {line}" for line in lines)
 
@@ -151,7 +151,7 @@ def _evaluation(evidence: Mapping[str, Any]) -> str:
     data, bootstrap = evidence.get("data", {}), evidence.get("bootstrap")
     of = f"{data['test']['n_samples']:,} test rows" if data else "the test rows"
     if data.get("same_rows"):
-        of = f"{data['test']['n_samples']:,} rows that it was also fitted on, which is optimistic"
+        of = f"{data['test']['n_samples']:,} rows of the fit (optimistic)"
     words = [f"Fractions, on {of}."]
     if bootstrap:
         words.append(
@@ -165,7 +165,7 @@ def _evaluation(evidence: Mapping[str, Any]) -> str:
 def _limits(document: Mapping[str, Any], evidence: Mapping[str, Any]) -> str:
     said = [evidence.get("costs", ""), *evidence.get("warnings", ()), *document["fit"].get("warnings", ())]
     lines = [f"- {_ascii_off(sentence(one))}" for one in dict.fromkeys(said) if one]
-    return "\n".join(lines) or "None were found in the fit."
+    return "\n".join(lines) or "The checks of the fit found none."
 
 
 def _score(value: float | None, interval: Sequence[float] | None) -> str:

@@ -126,7 +126,7 @@ def _fits_of_grid(
         found[name] = FoldedFit(
             scaling,
             tuple(functools.partial(_apply, cell, samples.kind) for cell in cells if cell) if all(cells) else (),
-            excluded=f"has its optimum at the end of the search: {' and '.join(border)}" if border else "",
+            excluded=f"has its optimum at a bound of the search: {' and '.join(border)}" if border else "",
         )
     return found
 

@@ -18,7 +18,7 @@ def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tupl
     """All remarks on a comparison, each once.
 
     Args:
-        comparison: its intervals and scores are there.
+        comparison: with its scores, and its intervals if it has any.
         intervals_expected: whether missing intervals need a remark, because the user did not disable them.
     """
     validation, test = comparison.validation, comparison.test
@@ -32,12 +32,12 @@ def remarks(comparison: Comparison, *, intervals_expected: bool = False) -> tupl
         found += _on_small_differences(comparison, comparison.intervals, comparison.chosen)
     found += _on_approximate_scores(comparison)
     if intervals_expected and comparison.intervals is None:
-        remedy = f"Pass resamples={DEFAULT_RESAMPLES} to have them, resamples=0 not to be told."
+        remedy = f"Pass resamples={DEFAULT_RESAMPLES} to compute them, or resamples=0 to omit this note."
         if not test.keeps_confidences:
-            remedy = "So many rows leave little to chance."
+            remedy = "With so many rows they would be narrow."
         found.append(
-            f"no intervals: on {describe_samples(test)} of {test.n_classes} classes they would take longer than all "
-            f"the rest. {remedy}"
+            f"no intervals: for {describe_samples(test)} of {test.n_classes} classes they would take longer than the "
+            f"rest of the comparison. {remedy}"
         )
     return tuple(dict.fromkeys(found))  # two halves of one file have the same remarks on their file
 
@@ -50,14 +50,13 @@ def remarks_on_samples(samples: Samples) -> list[str]:
     if zeros:
         where = f"({samples.part})" if samples.part else f"of {samples.source}"
         found.append(
-            f"{zeros} of the {describe_samples(samples)} {where} give their true class {subject}: its "
-            "negative log-likelihood is infinite, and so is the mean NLL, without calibration and under every gamma "
-            "and temperature of the grid, because the focal map keeps an exact zero. The candidates temperature and "
-            "spline have a floor, and a finite NLL."
+            f"{zeros} of the {describe_samples(samples)} {where} give their true class {subject}. The mean NLL is "
+            "infinite without calibration and for every gamma and temperature of the grid, because the focal map "
+            "keeps an exact zero. The candidates temperature and spline have a floor, so their NLL is finite."
         )
     if counted.looks_like_probs:
         found.append(
-            f"the rows of {samples.source} were read as logits, but are all positive and sum to 1: if they are "
+            f"the rows of {samples.source} were read as logits, but they are all positive and sum to 1. For "
             "probabilities, pass input_kind=probs."
         )
     of_rows = f"{samples.source}{f' ({samples.part})' if samples.part else f', {samples.name}' if samples.name else ''}"
@@ -74,7 +73,7 @@ def _on_both_samples(validation: Samples, test: Samples) -> list[str]:
     """Samples that are in both sets."""
     (input, labels), (other, other_labels) = validation.sample(), test.sample()
     words = pair_problems(input, labels, other, other_labels)
-    part = f"of {len(other_labels):,} rows that were compared, " if len(other_labels) < len(test) else ""
+    part = f"of {len(other_labels):,} compared rows: " if len(other_labels) < len(test) else ""
     return [f"{part}{one}." for one in words]
 
 
@@ -84,8 +83,8 @@ def _on_few_samples(comparison: Comparison) -> list[str]:
     n_validation, n_test = len(comparison.validation), len(comparison.test)
     if n_validation < 20 * n_bins:
         found.append(
-            f"{n_validation} rows in {n_bins} bins are about {n_validation / n_bins:.2g} per bin: an ECE of so "
-            "few is mostly noise, and the ECE-optimal choice with it."
+            f"{n_validation} validation rows in {n_bins} bins are about {n_validation / n_bins:.2g} per bin: their "
+            "ECE is mostly noise, and so is the ECE-optimal choice."
         )
     if not comparison.same_samples and n_test < 20 * n_bins:
         found.append(
@@ -126,8 +125,8 @@ def _on_scores(comparison: Comparison) -> list[str]:
             )
         elif with_ece > with_nll * 1.01:
             found.append(
-                f"{words}: ECE and NLL disagree. The ECE-optimal choice leaves the NLL at {with_ece:.4f}, where the "
-                f"NLL-optimal one gets {with_nll:.4f} (uncalibrated {was:.4f})."
+                f"{words}: ECE and NLL disagree. The NLL is {with_ece:.4f} for the ECE-optimal choice, "
+                f"{with_nll:.4f} for the NLL-optimal one, and {was:.4f} without calibration."
             )
     test = comparison.test
     for one in comparison.results:
@@ -147,8 +146,8 @@ def _on_scores(comparison: Comparison) -> list[str]:
         if decided and focal.test[name] > temperature.test[name]:
             found.append(
                 f"on the test rows focal temperature scaling has the higher ECE ({estimator}), "
-                f"{focal.test[name]:.4f} against {temperature.test[name]:.4f}: what it gained on the validation rows "
-                "does not carry over."
+                f"{focal.test[name]:.4f} against {temperature.test[name]:.4f}: its gain on the validation rows does "
+                "not generalise."
             )
     return found
 
@@ -165,8 +164,8 @@ def remarks_on_bins(result: CalibratorResult, samples: LogitSet) -> list[str]:
         )
     if math.isinf(result.test["nll"]) and bool((result.binning.values_ % 1 == 0).any()):
         found.append(
-            f"{result.label}: a bin in which all validation rows were right (or all wrong) leaves a probability of 0, "
-            "and a row that contradicts it makes the NLL infinite. Use fewer bins (n_bins=5)."
+            f"{result.label}: in one bin all validation rows were right (or all wrong), which sets a probability to 0. "
+            "A test row that contradicts it makes the NLL infinite. Use fewer bins (n_bins=5)."
         )
     return found
 
@@ -192,9 +191,9 @@ def _on_small_differences(comparison: Comparison, intervals: Intervals, chosen: 
     floors = intervals.floors[place]
     if floors is not None and floors[name].p_value(chosen.test[name]) > 1 - intervals.bootstrap.level:
         found.append(
-            f"{chosen.label}: its ECE ({estimator}) of {chosen.test[name]:.4f} on the test rows cannot be told "
-            f"from that of a perfectly calibrated model, which scores {floors[name].mean:.4f} on average with these "
-            f"confidences. A smaller ECE would prove nothing."
+            f"{chosen.label}: the ECE ({estimator}) of {chosen.test[name]:.4f} on the test rows is within chance of a "
+            f"perfectly calibrated model, whose mean ECE with these confidences is {floors[name].mean:.4f}. A smaller "
+            "ECE would prove nothing."
         )
     return found
 
@@ -210,13 +209,13 @@ def _on_approximate_scores(comparison: Comparison) -> list[str]:
     ]
     if any(bounds):
         found.append(
-            f"the ECE ({grid.estimator}) of the grid comes from counts of the confidences in buckets: for the chosen "
-            f"cells it is at most {max(bounds):.1g} off."
+            f"the ECE ({grid.estimator}) of the grid comes from a histogram of the confidences: for the chosen cells "
+            f"its error is at most {max(bounds):.1g}."
         )
     if not test.keeps_confidences:
         bound = max(one.error_bound for one in comparison.results)
         found.append(
-            f"with so many rows the ECEs of equal mass in the table come from buckets too, and are at most {bound:.1g} "
-            "off."
+            f"with so many rows the equal-mass ECEs in the table come from a histogram too: their error is at most "
+            f"{bound:.1g}."
         )
     return found

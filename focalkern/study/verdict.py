@@ -28,7 +28,7 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
     cross_validation = comparison.cross_validation
     if chosen is None or chosen.test is None:
         name = LOSS_NAMES.get(criterion, "ECE")
-        return Verdict("no calibration", f"The {name} of what was asked for is finite nowhere.", "")
+        return Verdict("no calibration", f"The {name} of the requested calibrator is infinite in every cell.", "")
     ece = f"ece_{comparison.estimator}"
     before, now = results[0].test, chosen.test
     assert before is not None
@@ -44,14 +44,14 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
     warnings = []
     if comparison.same_samples:
         warnings.append(
-            "validation and test rows are the same: the figures after calibration are too good; give test rows of "
-            "their own"
+            "the test set is the validation set, so the metrics after calibration are optimistic: pass a separate "
+            "test set"
         )
     optimistic = _has_same_rows(comparison)
     if accept is not None and optimistic:
         warnings.append(
-            "the bound on accepted rows does not hold for new rows, because the calibrator was fitted on these; give "
-            "test rows of their own"
+            "the bound on accepted rows does not hold for new rows, because the calibrator was fitted on the test "
+            "rows: pass a separate test set"
         )
     if cross_validation is not None and criterion != "ece":
         because = describe_evidence(cross_validation)
@@ -62,11 +62,10 @@ def judge(comparison: Comparison, accept: AcceptThreshold | None = None) -> Verd
             else describe_predictions(_n_changed(comparison, chosen), len(comparison.test))
         )
     else:
-        because = "The ECE was asked for" if criterion == "ece" else "It was asked for, and not compared"
+        because = "The criterion is the ECE" if criterion == "ece" else "The options name it, without cross-validation"
         if cross_validation is not None:
-            because += (
-                f" (by {LOSS_NAMES[cross_validation.criterion]}: {describe_method(cross_validation.winner.name)})"
-            )
+            loss, best = LOSS_NAMES[cross_validation.criterion], describe_method(cross_validation.winner.name)
+            because += f"; the {loss} chooses {best}"
         because += "."
         costs = _price(comparison, chosen)
         if now["nll"] > before["nll"]:

@@ -40,9 +40,7 @@ def test_probabilities_are_refused_unless_logits_was_said(calibrator, dtype):
     probs = logits.softmax(-1).to(dtype)
     fitted = copy.deepcopy(calibrator).fit(logits, target)
     before = fitted.predict_proba(logits)
-    words = (
-        "logits must not be probabilities .*, got rows that are not negative and sum to 1; say input_kind='probs', or "
-    )
+    words = "logits must not be probabilities .*, got non-negative rows that sum to 1; pass input_kind='probs', or "
     for again in (fitted, pickle.loads(pickle.dumps(fitted)), type(calibrator)(**fitted.get_params(deep=False))):
         with pytest.raises(ValueError, match=f"^{type(calibrator).__name__}: {words}input_kind='logits'"):
             again.fit(probs, target)
@@ -59,7 +57,7 @@ def test_what_is_cloned_is_assumed_and_what_is_loaded_is_not(tmp_path):
     base = peer("sklearn.base")
     logits, target = sample()
     assert repr(fk.TemperatureScaling()) == repr(fk.TemperatureScaling(input_kind="logits"))
-    with pytest.raises(ValueError, match="got rows that are not negative and sum to 1"):
+    with pytest.raises(ValueError, match="got non-negative rows that sum to 1"):
         base.clone(fk.TemperatureScaling()).fit(logits.softmax(-1), target)
     base.clone(fk.TemperatureScaling(input_kind="logits")).fit_quietly(logits.softmax(-1), target)
     fk.TemperatureScaling().fit(logits, target).save(tmp_path / "calibrator.json")
@@ -85,7 +83,7 @@ def said(calibrator, *rows):
 def test_percentages_are_said(calibrator):
     logits, target = sample()
     words = said(copy.deepcopy(calibrator), 100 * logits.softmax(-1), target)
-    assert words.count("the rows are not negative and sum to 100: percentages are probabilities once divided") == 1
+    assert words.count("the rows are non-negative and sum to 100: divide percentages by 100") == 1
 
 
 @every
@@ -94,7 +92,7 @@ def test_decisions_are_said(calibrator, kind):
     logits, target = sample()
     decisions = torch.eye(4, dtype=torch.float64)[logits.argmax(-1)]
     if kind == "logits":
-        with pytest.raises(ValueError, match="got rows of one 1 and zeros; pass what the model gives"):
+        with pytest.raises(ValueError, match="got one-hot rows; pass the model's logits"):
             copy.deepcopy(calibrator).fit(decisions, target)
     changed = copy.deepcopy(calibrator).set_params(input_kind=kind)
     if isinstance(changed, fk.HistogramBinning):
@@ -102,7 +100,7 @@ def test_decisions_are_said(calibrator, kind):
     if kind == "probs" and hasattr(changed, "floor"):
         changed.set_params(floor=0.01)
     words = said(changed, decisions, target)
-    assert words.count("every row is one 1 and zeros, as predicted classes are") == 1
+    assert words.count("every row is one-hot, like a predicted class") == 1
 
 
 def test_one_probability_per_row_and_labels_are_said():
@@ -111,7 +109,7 @@ def test_one_probability_per_row_and_labels_are_said():
     target = torch.bernoulli(margin.sigmoid(), generator=generator).long()
     for calibrator, one in ((fk.TemperatureScaling(), 0), (fk.MultiLabelScaling(), slice(None))):
         words = said(calibrator, margin.sigmoid()[:, one], target[:, one])
-        assert words.count("all logits lie in [0, 1], as probabilities do") == 1
+        assert words.count("all logits lie in [0, 1]: for probabilities") == 1
         assert not any("lie in [0, 1]" in words for words in calibrator.fit(margin[:, one], target[:, one]).warnings_)
         few = type(calibrator)().fit_quietly(margin.sigmoid()[:20, one], target[:20, one])
         assert not any("lie in [0, 1]" in words for words in few.warnings_)
@@ -127,7 +125,7 @@ def test_a_comparison_has_the_same_check():
     options = {"candidates": ("temperature",), "folds": 2, "resamples": 0}
     assert fk.compare_calibrators((probs, target), input_kind="logits", **options).calibrator is not None
     percent = fk.compare_calibrators((100 * probs, target), (100 * probs[:150], target[:150]), **options)
-    assert any("sum to 100: percentages" in words for words in percent.remarks)
+    assert any("sum to 100: divide percentages" in words for words in percent.remarks)
     same = fk.compare_calibrators((logits, target), (logits.clone(), target.clone()), **options)
     assert any("the same 300 rows are validation and test rows" in words for words in same.remarks)
     assert str(same.verdict).startswith("Optimistic")
@@ -138,6 +136,4 @@ def test_a_comparison_has_the_same_check():
 def test_logits_that_are_integers_by_value_are_no_decisions():
     target = np.arange(90) % 3
     logits = np.eye(3)[target] + 1.0
-    assert not any(
-        "one 1 and zeros" in words for words in fk.TemperatureScaling().fit_quietly(logits, target).warnings_
-    )
+    assert not any("one-hot" in words for words in fk.TemperatureScaling().fit_quietly(logits, target).warnings_)

@@ -64,7 +64,7 @@ def test_labels_that_cannot_be_right_are_said_once(calibrator):
     logits, target = sample(300)
     kept = target < 4
     words = said(calibrator, logits[kept], target[kept] + 1)
-    assert words.count("if the labels are one too high: the first class is 0") == 1
+    assert words.count("if the labels are one too high (the first class is 0)") == 1
     # Only fit warns: a study, which fits its folds quietly, warns once for all its rows.
     assert not any(
         "too high" in warning for warning in calibrator.fit_quietly(logits[kept], target[kept] + 1).warnings_

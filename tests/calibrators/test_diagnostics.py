@@ -24,17 +24,17 @@ ORDER = torch.tensor([3, 5, 0, 1, 2, 4])
 @pytest.mark.parametrize(
     ("logits", "labels", "words"),
     [
-        (Z[Y < 5], Y[Y < 5] + 1, "if the labels are one too high: the first class is 0"),
-        (Z[Y > 0], Y[Y > 0] - 1, "if the labels are one too low: the first class is 0"),
+        (Z[Y < 5], Y[Y < 5] + 1, "if the labels are one too high (the first class is 0)"),
+        (Z[Y > 0], Y[Y > 0] - 1, "if the labels are one too low (the first class is 0)"),
         (Z, (Y + 1) % 6, "if the labels are one too high"),
-        (Z[1:], Y[:-1], "those of the row before"),
-        (Z[:-1], Y[1:], "those of the row behind"),
+        (Z[1:], Y[:-1], "belongs to the row before"),
+        (Z[:-1], Y[1:], "belongs to the next row"),
         (-Z, Y, "the sign of the logits is reversed"),
-        (Z[:, ORDER], Y, "if the classes are in another order: the columns are not in the order of the class numbers"),
+        (Z[:, ORDER], Y, "if the columns are reordered: the columns are not in the order of the class numbers"),
         (Z[:, [1, 0]], (Y == 1).long(), "if "),
-        (Z + torch.tensor([50.0, 0, 0, 0, 0, 0]), Y, "one class outbids the others"),
+        (Z + torch.tensor([50.0, 0, 0, 0, 0, 0]), Y, "the logits of one class are too high"),
         (Z, Y[torch.randperm(1000, generator=torch.Generator().manual_seed(1))], "no more than chance (16"),
-        (Z, torch.where(Y == 2, 4, Y), "class 2 never is a label, and the largest logit of"),
+        (Z, torch.where(Y == 2, 4, Y), "class 2 never occurs as a label, but has the largest logit in"),
     ],
 )
 def test_labels_that_cannot_be_right(logits, labels, words):
@@ -75,10 +75,10 @@ def test_sets_with_rows_in_common():
     one, two = (Z[:500], Y[:500]), (Z[500:], Y[500:])
     assert pair_problems(*one, *two) == []
     assert pair_problems(*one, *one) == [
-        "the same 500 rows are validation and test rows, so that the figures are too good"
+        "the same 500 rows are validation and test rows, so the metrics are optimistic"
     ]
     mixed = torch.cat([two[0], one[0][:100].flip(0)]), torch.cat([two[1], one[1][:100].flip(0)])
-    assert pair_problems(*one, *mixed)[0].startswith("100 of the 600 test rows are among the validation rows")
+    assert pair_problems(*one, *mixed)[0].startswith("100 of the 600 test rows are also validation rows")
     assert pair_problems(one[0].double(), one[1], *mixed)  # in another dtype
     few = torch.cat([two[0], one[0][:10]]), torch.cat([two[1], one[1][:10]])
     assert pair_problems(*one, *few) == []
@@ -100,5 +100,5 @@ def test_the_command_says_them(tmp_path, capsys):
     options = ["--method", "temperature", "--temperatures", "0.5:2:0.5", "--bootstrap", "0"]
     assert main(["calibrate", str(tmp_path / "a.npz"), *options]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "a.npz, val: the labels are the largest logit in" in said and "one too high: the first class is 0." in said
+    assert "a.npz, val: the label has the largest logit in" in said and "one too high (the first class is 0)." in said
     assert "the same 1,000 rows are validation and test rows" in said

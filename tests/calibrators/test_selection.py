@@ -68,7 +68,7 @@ def test_no_calibration_is_not_eligible_where_it_may_be_infinite():
     assert outcome([math.inf, 1.0], [2.0, 1.0], [1.0, 1.0], e0="gives probability 0").chosen == 2
 
 
-@pytest.mark.parametrize("why", ["has its optimum at the end of the search", "could not be fitted"])
+@pytest.mark.parametrize("why", ["has its optimum at a bound of the search", "could not be fitted"])
 def test_what_is_excluded_is_never_chosen_nor_the_measure(why):
     found = outcome([1.0] * 4, [0.9] * 4, [0.1] * 4, e2=why)
     assert (found.best, found.chosen) == (1, 1)
@@ -186,7 +186,7 @@ def test_a_candidate_without_an_optimum_outside_of_a_fold_is_not_chosen():
     )
     plain = found.entries[1]
     assert plain.loss < found.entries[0].loss
-    assert plain.excluded.startswith("has its optimum at the end of the search without a fold: temperature = ")
+    assert plain.excluded.startswith("has its optimum at a bound of the search in a fold: temperature = ")
     assert found.winner.name == "none"
 
 
@@ -206,7 +206,7 @@ def test_zeros_on_the_true_class_leave_what_is_finite(sharp, kind):
     found = cross_validate(input, labels, candidates, criterion="nll", folds=5, seed=0)
     assert found.winner.name in ("temperature", "spline")
     assert math.isfinite(found.winner.loss)
-    assert found.entries[0].excluded == "gives probability 0 to classes that are possible in other rows"
+    assert found.entries[0].excluded == "gives probability 0 to classes that occur in other rows"
     assert "could not be fitted" in found.entries[2].excluded
 
 

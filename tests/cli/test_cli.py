@@ -168,7 +168,7 @@ def test_few_rows_per_bin_are_said(tmp_path, run):
     np.savez(tmp_path / "few.npz", logits=logits, labels=labels)
     code, out, err = run("calibrate", tmp_path / "few.npz", *GRID)
     assert code == 0, err
-    assert "6 rows in 15 bins are about 0.4 per bin" in out
+    assert "6 validation rows in 15 bins are about 0.4 per bin" in out
 
 
 # -- the other commands ----------------------------------------------------------------------------------------------

@@ -48,12 +48,12 @@ def one_line(code, out, err):
         (("calibrate", "SINGLE", "--split", "0.0001"), "to leave some on both sides, found 400"),
         (
             ("calibrate", "SINGLE", "--test-labels", "a.npy"),
-            "expected a file of test rows for these labels, found none; say --test FILE",
+            "expected a file of test rows for these labels, found none; pass --test FILE",
         ),
         (("calibrate", "SINGLE", "--test", "missing.npz"), "missing.npz: expected a file"),
         (
             ("calibrate", "SINGLE", "--test", "SOME.npy"),
-            "which tells where the labels are, found another; say --test-labels FILE.npy",
+            "which tells where the labels are, found another; pass --test-labels FILE.npy",
         ),
         (
             ("calibrate", "SINGLE", "--test", "OTHER", "--test-labels", "a.npy"),
@@ -62,7 +62,7 @@ def one_line(code, out, err):
         (("calibrate", "SINGLE", "--test", "OTHER"), "expected the 5 classes of"),
         (
             ("calibrate", "SINGLE", "--input-kind", "probs"),
-            "expected probs, found logits [400, 5], labels [400]; say --input-kind logits",
+            "expected probs, found logits [400, 5], labels [400]; pass --input-kind logits",
         ),
         (("calibrate", "SINGLE", "--bootstrap", "-1"), "expected a whole number of at least 0, found '-1'"),
         (("calibrate", "SINGLE", "--search", "all"), "argument --search: invalid choice: 'all'"),

@@ -22,7 +22,7 @@ def test_the_same_rows_are_said(single, run):
     code, out, _ = run("calibrate", single, *GRID)
     assert code == 0
     assert "test         the same rows" in out
-    assert out.count("Note: Validation and test rows are the same") == 1
+    assert out.count("Note: The test set is the validation set") == 1
     assert "validation and test rows are the same" not in out
     notes = out[out.index("Note: ") : out.index("Chosen (->)")].splitlines()
     assert max(map(len, notes)) <= 100 and all(line.startswith(("Note: ", "  ")) or not line for line in notes)
@@ -85,7 +85,7 @@ def test_probabilities_with_a_zero_on_the_true_class(tmp_path, run):
     out_file = tmp_path / "calibrator.json"
     code, _, err = run("calibrate", path, *GRID, "--criterion", "nll", "--out", out_file)
     assert code == 2
-    assert "not written, because nothing was chosen" in err
+    assert "not written, because no calibrator was chosen" in err
     assert not out_file.exists()
     for more in ((), ("--search", "refine"), ("--search", "nll"), ("--binning", "equal_mass")):
         document = run_json(run, "calibrate", path, *GRID, "--criterion", "nll", *more)
@@ -100,7 +100,7 @@ def test_logits_that_look_like_probabilities_are_refused_until_said(tmp_path, ru
     (tmp_path / "a.csv").write_text("\n".join(["label,a,b,c,d,e", *rows]))
     for command in (("calibrate", *GRID), ("evaluate",)):
         code, out, err = run(command[0], tmp_path / "a.csv", *command[1:])
-        assert (code, out) == (2, "") and "say --input-kind probs or, if they are logits, --input-kind logits" in err
+        assert (code, out) == (2, "") and "pass --input-kind probs or, if they are logits, --input-kind logits" in err
     document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID, "--input-kind", "logits")
     assert any("pass input_kind=probs" in remark for remark in document["remarks"])
     document = run_json(run, "calibrate", tmp_path / "a.csv", *GRID, "--input-kind", "probs")

@@ -114,7 +114,7 @@ def test_no_intervals_by_default_where_they_would_take_minutes(both, run, monkey
         monkeypatch.setattr(intervals, name, limit - 1)
         document = run_json(run, "calibrate", both, *GRID[:2])
         assert document["bootstrap"] is None
-        assert any("Pass resamples=200 to have them" in remark for remark in document["remarks"])
+        assert any("Pass resamples=200 to compute them" in remark for remark in document["remarks"])
         assert run_json(run, "calibrate", both, *INTERVALS)["bootstrap"]["resamples"] == 40
         monkeypatch.setattr(intervals, name, limit)
     assert run_json(run, "calibrate", both, *GRID[:2])["bootstrap"]["resamples"] == 200
@@ -127,7 +127,7 @@ def test_choices_that_cannot_be_told_apart_are_said(both, run):
     assert found["verdict"] == "undecided"
     (remark,) = [remark for remark in document["remarks"] if "cannot be told apart" in remark]
     assert f"{found['low']:+.4f} to {found['high']:+.4f}, contains 0" in remark
-    said = any("from that of a perfectly calibrated model" in remark for remark in document["remarks"])
+    said = any("within chance of a perfectly calibrated model" in remark for remark in document["remarks"])
     assert said == (focal["bias_floor"]["ece_equal_mass"]["p_value"] > 0.05)
     # The same cell twice has no difference to report.
     same = run_json(run, "calibrate", both, *INTERVALS, "--gammas", "0")
@@ -150,4 +150,4 @@ def test_a_choice_that_is_better_beyond_noise_gets_its_mark(tmp_path, run):
     assert focal["gamma"] == 5.0
     assert focal["difference"]["figures"]["nll"]["verdict"] == "better"
     assert not any("cannot be told apart" in remark for remark in document["remarks"])
-    assert any("from that of a perfectly calibrated model" in remark for remark in document["remarks"])
+    assert any("within chance of a perfectly calibrated model" in remark for remark in document["remarks"])

@@ -92,13 +92,13 @@ def test_another_search_and_bins_are_said_in_print(both, run, tmp_path):
     assert code == 0
     assert re.search(r"\n   focal temperature \(refine\), ECE-optimal +-?\d\.\d{4}  \d\.\d{4} ", out)
     assert "\n-> focal temperature (refine) + bins, ECE-optimal " in out
-    assert "bins with what stands before them" in out
+    assert "bins, with the same calibrator without bins" in out
     code, out, _ = run("calibrate", both, *GRID, "--method", "histogram", "--report", tmp_path / "report")
     assert code == 0
     assert "\nChosen (->): histogram binning\n" in out
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "one of 15 of equal mass" in page
-    assert "histogram binning may" in page
+    assert "there are 15 bins of equal mass" in page
+    assert "other calibrators may" in page
     with open(tmp_path / "report" / "table.csv", newline="") as stream:
         last = list(csv.DictReader(stream))[-1]
     assert (last["method"], last["binning"], last["search"], last["gamma"]) == ("histogram", "equal_mass", "", "")

@@ -87,7 +87,7 @@ def test_npy_of_probabilities_and_with_labels_elsewhere(tmp_path):
     np.save(tmp_path / "labels.npy", PROB_LABELS)
     same(read_sets(tmp_path / "probs.npy")[""], PROBS, PROB_LABELS, "probs")
     np.save(tmp_path / "scores.npy", PROBS)
-    with pytest.raises(InputError, match=r"scores.npy: logits: expected logits, found rows that are not neg"):
+    with pytest.raises(InputError, match=r"scores.npy: logits: expected logits, found non-negative rows"):
         read_sets(tmp_path / "scores.npy", labels=tmp_path / "labels.npy")
     same(
         read_sets(tmp_path / "scores.npy", labels=tmp_path / "labels.npy", input_kind="logits")[""], PROBS, PROB_LABELS

@@ -209,7 +209,7 @@ def test_probabilities_given_as_logits_are_refused_until_said(folder, run, suffi
             "\n".join([",".join(NAMES), *(",".join(map(repr, row)) for row in probs.tolist())])
         )
     code, _, err = run("apply", "c.json", f"x{suffix}", "--out", "p.npy")
-    assert code == 2 and "found rows that are not negative and sum to 1" in err
+    assert code == 2 and "found non-negative rows that sum to 1" in err
     assert not os.path.exists("p.npy")
     code, _, err = run("apply", "c.json", f"x{suffix}", "--out", "p.npy", "--input-kind", "logits")
     assert code == 0, err

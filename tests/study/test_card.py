@@ -78,7 +78,7 @@ def test_metrics_of_the_rows_of_the_fit_are_called_optimistic(tmp_path):
     logits = 4.0 * torch.eye(3)[(labels + (torch.arange(600) % 5 == 0)) % 3]
     fk.compare_calibrators((logits, labels), resamples=0).save(tmp_path / "same.json")
     card = calibrator_card(tmp_path / "same.json")
-    assert "600 rows that it was also fitted on, which is optimistic" in card
+    assert "600 rows of the fit (optimistic)" in card
     assert [row[0] for row in rows_of(card, "Data")[2:]] == ["validation and test"]
 
 

@@ -135,7 +135,7 @@ def test_ece_is_the_papers_choice_with_its_price():
     study = fk.compare_calibrators(sample(300, 0), sample(300, 1), criterion="ece", resamples=30, folds=3)
     assert (study.chosen.method, study.chosen.criterion, study.chosen.search) == ("focal-temperature", "ece", "grid")
     words = describe_method(study.cross_validation.winner.name)
-    assert study.verdict.because == f"The ECE was asked for (by NLL: {words})."
+    assert study.verdict.because == f"The criterion is the ECE; the NLL chooses {words}."
     costs = study.verdict.costs
     assert costs.startswith("Against no calibration: NLL ") and "; against temperature scaling: NLL " in costs
     plain, place = study.results[1], study.results.index(study.chosen)
@@ -157,7 +157,7 @@ def test_few_rows_are_said():
     assert any("rows are few" in warning or "too few" in warning for warning in study.verdict.warnings)
     changing = fk.compare_calibrators(mixed(100, 0), mixed(300, 1), candidates=("spline-matrix",), **FAST)
     assert changing.chosen.method == "spline-matrix"
-    assert "keep_predictions=True is the cautious choice" in changing.verdict.warnings[0]
+    assert "keep_predictions=True is safer" in changing.verdict.warnings[0]
     changed = int((changing.calibrator.changed(mixed(300, 1)[0])).sum())
     assert f"Predictions change in {changed} of 300 rows" in changing.verdict.costs
 
@@ -174,14 +174,14 @@ def test_predictions_can_be_kept():
     assert kept.verdict.costs == "No predicted class changes."
     free = fk.compare_calibrators(mixed(300, 0), mixed(300, 1), **FAST)
     assert free.chosen.method in ("spline-vector", "spline-matrix")
-    assert "For data of another source keep_predictions=True is safer." in free.verdict.notes()
+    assert "For data from another source, keep_predictions=True is safer." in free.verdict.notes()
     with pytest.raises(ValueError, match="compare_calibrators: candidates: isotonic may change predicted classes"):
         fk.compare_calibrators(mixed(300, 0), candidates=("isotonic",), keep_predictions=True)
 
 
 def test_one_row_is_too_few():
     alone = fk.compare_calibrators((np.array([[1.0, 0.0]]), np.array([0])), **FAST)
-    assert alone.chosen.method == "none" and "too few to compare anything" in alone.verdict.because
+    assert alone.chosen.method == "none" and "too few for cross-validation" in alone.verdict.because
 
 
 def test_an_impossible_row_leaves_what_has_a_floor():
@@ -190,7 +190,7 @@ def test_an_impossible_row_leaves_what_has_a_floor():
     study = fk.compare_calibrators((logits, labels), **FAST)
     assert study.chosen.method in ("temperature", "spline")
     assert math.isfinite(study.chosen.test["nll"])
-    assert "gives probability 0 to classes that are possible in other rows" in " ".join(study.verdict.warnings)
+    assert "gives probability 0 to classes that occur in other rows" in " ".join(study.verdict.warnings)
     json.dumps(study.to_dict(), allow_nan=False)
     assert "Validation and test rows are the same" in str(study.verdict) or study.verdict.warnings
 
@@ -262,7 +262,7 @@ def test_a_study_saves_its_calibrator_with_the_evidence(study, tmp_path):
 def test_the_legend_says_what_a_richer_candidate_is_compared_with():
     for candidates, said in ((["temperature"], False), (["temperature", "structured-vector"], True)):
         table = str(fk.compare_calibrators(sample(200, 0), sample(200, 1), candidates=candidates, resamples=10).table())
-        assert ("other candidates with temperature scaling" in " ".join(table.split())) == said
+        assert ("other candidates, with temperature scaling" in " ".join(table.split())) == said
 
 
 def test_pixels_are_the_flattened_rows():

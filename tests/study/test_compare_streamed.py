@@ -98,11 +98,11 @@ def test_labels_of_streamed_rows_are_looked_at(shards, tmp_path, monkeypatch):
         np.save(tmp_path / f"val_labels-{part}.npy", (labels + 1) % 4)
     remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
     assert [words for words in remarks if "of the 300 rows, but in" in words and "one too high" in words]
-    assert "the same 300 rows are validation and test rows, so that the figures are too good." in remarks
+    assert "the same 300 rows are validation and test rows, so the metrics are optimistic." in remarks
     monkeypatch.setattr(samples, "_SAMPLED_ROWS", 128)
     remarks = fk.compare_calibrators(shards, shards, **FAST).remarks
-    assert [words for words in remarks if "(128 of its rows): the labels are the largest logit in" in words]
-    assert "of 128 rows that were compared, the same 128 rows are validation and test rows" in " ".join(remarks)
+    assert [words for words in remarks if "(128 of its rows): the label has the largest logit in" in words]
+    assert "of 128 compared rows: the same 128 rows are validation and test rows" in " ".join(remarks)
 
 
 def test_an_optimum_at_the_end_of_the_grid_is_searched_on(shards):

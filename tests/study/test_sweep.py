@@ -67,7 +67,7 @@ def test_every_network_is_what_a_comparison_finds(files, run, tmp_path):
         assert ["" if cell is None else str(cell) for cell in found.values()] == list(of_csv.values())
     page = (tmp_path / "r" / "sweep.html").read_text()
     assert "network0" in page and "mean rank" in page and "<script" not in page
-    assert page.index("What to use</h2>") < page.index("NLL</h2>")
+    assert page.index("Recommendations</h2>") < page.index("NLL</h2>")
     assert "\u2192" in page and "->" not in page and "-&gt;" not in page
     assert max(map(len, out.partition("Report:")[0].splitlines())) <= 100
 
@@ -194,7 +194,8 @@ def test_of_many_networks_the_screen_shows_both_ends(files, run, monkeypatch):
     best, middle, worst = sorted(change, key=change.get)
     assert best in out and worst in out and middle not in out
     said = (
-        "3 networks: 1 whose NLL falls most and 1 whose NLL falls least from none\nto auto (--report DIR writes all)\n"
+        "3 networks: the 1 whose NLL falls most from none to auto, and the 1 whose NLL falls least\n"
+        "(--report DIR writes all)\n"
     )
     assert out.startswith(said)
     assert out.index(best) < out.index(worst)

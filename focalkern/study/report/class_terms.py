@@ -26,7 +26,7 @@ def class_tables(calibrator: Any) -> list[html.Table]:
         "Each class" if len(names) == len(rows) else f"The {len(rows)} of {len(names)} classes with the largest terms"
     )
     symbol = "v" if weight.ndim == 1 else "D_jj"
-    caption = f"{shown}: the slope {symbol} and the intercept b beside the curve. All are 0 in spline scaling alone."
+    caption = f"{shown}: slope {symbol} and intercept b, added to the curve. In plain spline scaling they are 0."
     tables = [html.Table(["class", f"slope {symbol}", "intercept b"], rows, caption)]
     if weight.ndim == 2:
         tables.append(_pairs(weight, names))
@@ -40,5 +40,5 @@ def _pairs(weight: np.ndarray[Any, Any], names: list[str]) -> html.Table:
     for j, k in zip(*np.unravel_index(places, weight.shape), strict=True):
         does = "raises" if weight[j, k] > 0 else "lowers"
         rows.append([f"{names[k]} {does} {names[j]}", f"{weight[j, k]:+.4f}"])
-    caption = f"The {len(rows)} largest D_jk: a class with a higher probability raises or lowers the score of another."
+    caption = f"The {len(rows)} largest D_jk: class k raises or lowers the score of class j."
     return html.Table(["pair", "D_jk"], rows, caption)

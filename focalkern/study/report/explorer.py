@@ -155,13 +155,13 @@ def make_explorer(comparison: JudgedComparison, cells: Cells) -> dict[str, Any]:
     thin = ""
     if cells.stride > 1:
         thin = (
-            f" It has one temperature in {cells.stride} of those that were searched, and those that were chosen: all "
-            "would take too long, or make this page too large."
+            f" It shows one in {cells.stride} of the searched temperatures, and the chosen ones, to keep this page "
+            "small."
         )
     introduction = (
         f"The map has {n_cells:,} cells. Choose one by pointer, with the arrow keys (Shift for ten at a time) or with "
-        f"the sliders: its figures and its reliability diagram on the {_describe_rows(comparison)} "
-        f"appear beside it.{thin}"
+        f"the sliders. Its metrics and its reliability diagram on the {_describe_rows(comparison)} "
+        f"appear beside the map.{thin}"
     )
     return {
         "introduction": introduction,

@@ -100,14 +100,14 @@ def make_page(
     test = describe_test(comparison.test, comparison.same_samples)
     short, everything = headline(comparison.estimator), tuple(SCORES)
     intervals = comparison.intervals
-    all_scores = [_score_table(comparison, "test", f"All figures {test}.", everything)]
+    all_scores = [_score_table(comparison, "test", f"All metrics {test}.", everything)]
     if intervals is not None:
         all_scores.append(_difference_table(comparison, intervals, everything))
     if not comparison.same_samples:
-        caption = f"Figures on the {len(comparison.validation)} validation rows, by which was chosen: too good."
+        caption = f"Metrics on the {len(comparison.validation)} validation rows (optimistic: used for fitting)."
         all_scores.append(_score_table(comparison, "validation", caption, everything))
     remarks = [*map(sentence, comparison.verdict.warnings), *comparison.remarks]
-    caption = f"Figures {test}. The row with the shade is the one to use."
+    caption = f"Metrics {test}. The shaded row is the recommended one."
     return html.render_page(
         "report.html.j2",
         title=title,
@@ -180,8 +180,8 @@ def _difference_table(comparison: JudgedComparison, intervals: Intervals, names:
             cells.append(f"{one.estimate:+.4f}{intervals.mark(index, name)}\n{ends}")
         rows.append(cells)
     caption = (
-        f"Paired differences on the test rows with their {100 * intervals.bootstrap.level:g} % intervals, one pair and "
-        "one figure at a time. * and ! are differences whose interval excludes 0."
+        f"Paired differences on the test rows. Each {100 * intervals.bootstrap.level:g} % interval is for one pair and "
+        "one metric. * and ! mark intervals that exclude 0."
     )
     return html.Table(["row", *shown.values()], rows, caption)
 
@@ -221,7 +221,7 @@ def _bin_table(name: str, bins: metrics.ReliabilityBins) -> html.Table:
         "if calibrated, 95 %",
         "beyond chance",
     ]
-    return html.Table(head, rows, f"{name[0].upper()}{name[1:]}, {bins.estimator}. An empty bin has no figures.")
+    return html.Table(head, rows, f"{name[0].upper()}{name[1:]}, {bins.estimator}. Empty bins have no values.")
 
 
 def _data_table(comparison: JudgedComparison) -> html.Table:
@@ -248,7 +248,7 @@ def _data_table(comparison: JudgedComparison) -> html.Table:
                 f"{confidence:.4f}",
             ]
         )
-    head = ["rows that", "file", "input", "rows", "classes", "rows per class", "accuracy", "mean confidence"]
+    head = ["set", "file", "input", "rows", "classes", "rows per class", "accuracy", "mean confidence"]
     return html.Table(head, rows)
 
 
@@ -280,7 +280,7 @@ def draw_all(comparison: JudgedComparison, bins: dict[str, metrics.ReliabilityBi
         after = {names[-1]: bins[names[-1]]}
         draw("reliability_after.png", plots.reliability_diagram(after, title=f"After calibration, {rows}"))
         panels = {row.label: _bins(comparison, row) for row in comparison.results if row.test is not None}
-        draw("reliability_compared.png", plots.reliability_diagram(panels, title=f"Every choice, {rows}"))
+        draw("reliability_compared.png", plots.reliability_diagram(panels, title=f"All candidates, {rows}"))
     if comparison.chosen is not None and isinstance(comparison.chosen.calibrator, SplineScaling):
         draw("calibration_curve.png", plots.calibration_curve(comparison.chosen.calibrator))
     finite = [name for name, table in comparison.grid.tables.items() if bool(table.isfinite().any())]

@@ -330,7 +330,7 @@ class Sweep:
         for score, heading in SCORES.items():
             caption = f"{heading} on test rows; lower is better."
             tables[score] = html.Table(["network", *METHODS], self.table(score), caption)
-        sections = {"use": "What to use", **SCORES, **({"failed": "Not used"} if self.failed else {})}
+        sections = {"use": "Recommendations", **SCORES, **({"failed": "Failed files"} if self.failed else {})}
         return html.render_page(
             "sweep.html.j2",
             title="Sweep",

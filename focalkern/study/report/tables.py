@@ -81,13 +81,14 @@ def _heading(name: str, names: Sequence[str] | None) -> str:
 def legend_of(intervals: Intervals, plus_minus: str = "+-") -> str:
     bootstrap = intervals.bootstrap
     return (
-        f"{plus_minus} half the {100 * bootstrap.level:g} % interval, of {bootstrap.n_resamples} resamples of the "
-        "test rows. * better, ! worse: the interval of the paired difference excludes 0; temperature scaling is "
-        "compared with no calibration, focal temperature scaling with temperature scaling by the same criterion"
-        f"{', the other candidates with temperature scaling' if intervals.others else ''}"
-        f"{', bins with what stands before them' if intervals.binned else ''}. Bias "
-        "floor: the mean calibration error of a perfectly calibrated model with the same confidences and as many rows, "
-        "and below it the 95 % quantile."
+        f"{plus_minus} is half the {100 * bootstrap.level:g} % interval of {bootstrap.n_resamples} resamples of the "
+        "test rows. * marks a better score, ! a worse one: the interval of the paired difference excludes 0. "
+        "Temperature scaling is compared with no calibration; focal temperature scaling, with temperature scaling by "
+        "the same criterion"
+        f"{'; the other candidates, with temperature scaling' if intervals.others else ''}"
+        f"{'; bins, with the same calibrator without bins' if intervals.binned else ''}. Bias "
+        "floor: the mean calibration error of a perfectly calibrated model with the same confidences and number of "
+        "rows; the number with < is its 95 % quantile."
     )
 
 
@@ -165,7 +166,7 @@ def table_in_html(comparison: JudgedComparison) -> str:
     body = [[("\u2192 " if result is comparison.chosen else "") + label, *cells] for result, (label, *cells) in rows]
     lines = [
         *map(html.typeset, comparison.verdict.sentences()),
-        f"On {describe_samples(comparison.test)}; \u2192 is the one to use.",
+        f"Metrics on {describe_samples(comparison.test)}. \u2192 marks the recommended row.",
     ]
     return html.render_table(html.Table(head, body), lines)
 
@@ -196,11 +197,11 @@ def describe_search(comparison: Comparison) -> str:
     for result in comparison.results:
         if result.binning is not None:
             besides.append(
-                f"{result.label}: the confidence of the top class becomes the accuracy of its bin, one of "
-                f"{len(result.binning.values_)} of {result.binning.binning.replace('_', ' ')}."
+                f"{result.label}: each confidence becomes the accuracy of its bin; there are "
+                f"{len(result.binning.values_)} bins of {result.binning.binning.replace('_', ' ')}."
             )
         elif result.search != "grid" and result.scaling is not None:
-            besides.append(f"{result.label}: {result.scaling.n_cells_} cells, which need not be of the grid.")
+            besides.append(f"{result.label}: {result.scaling.n_cells_} cells, also off the grid.")
     return (
         f"{len(grid.gammas)} gammas ({gammas}) x {len(grid.temperatures)} temperatures from {low:g} to {high:g}, "
         f"{len(grid.gammas) * len(grid.temperatures)} cells, each with its ECE ({grid.estimator}, {grid.n_bins} bins) "
