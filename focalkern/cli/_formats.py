@@ -7,6 +7,7 @@ files:
   .npz .pt .pth .safetensors .zarr
       named arrays: logits [N, C] and labels [N]; or val_logits, val_labels, test_logits and test_labels in one file.
       Names may have probs in place of logits. A .pt file holds a dict of tensors (read with weights_only=True).
+      Pixels are logits [N, C, d1, ...] and labels [N, d1, ...], also in .npy; --ignore-index 255 leaves out a label.
   .npy
       two files. The labels of val_logits.npy are in val_labels.npy, those of logits.npy in labels.npy (also with probs
       in place of logits). For other names give the file: --labels FILE.npy (--test-labels for --test).

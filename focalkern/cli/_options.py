@@ -8,13 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from focalkern._checks import parsed_float, parsed_int
+from focalkern._checks import label, parsed_float, parsed_int
 from focalkern.files import Hint, InputError
 from focalkern.files.paths import NamedFiles, located
 from focalkern.ops.calibration_grid import PAPER_GAMMAS
 
 __all__ = [
     "OneOrMany",
+    "add_ignore_index",
     "add_input_arguments",
     "add_storage_options",
     "at_least_one",
@@ -67,6 +68,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -
         help="name of the array of logits or probabilities; in tables, a pattern for the columns of the classes: 'p_*'",
     )
     parser.add_argument("--labels-key", metavar="NAME", help="name of the array or column of labels")
+    add_ignore_index(parser)
     add_storage_options(parser)
     parser.add_argument(
         "--input-kind",
@@ -74,6 +76,19 @@ def add_input_arguments(parser: argparse.ArgumentParser, name: str, what: str) -
         help="kind of the values in the files. By default the name of the array decides; other names mean logits. "
         "Without this option, logits that look like probabilities (not negative, sum 1) are an error",
     )
+
+
+def add_ignore_index(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ignore-index", type=_label, metavar="LABEL", help="leave out rows, or pixels, with this label: 255"
+    )
+
+
+def _label(text: str) -> int:
+    try:
+        return label("", "", parsed_int(text))
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at most 64 bits, found {text!r}") from None
 
 
 def add_storage_options(parser: argparse.ArgumentParser) -> None:

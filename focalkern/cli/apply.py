@@ -63,6 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
         input_kind=arguments.input_kind,
         logits_key=arguments.logits_key,
     )
-    for name, (rows, classes) in written.items():
-        print(f"{arguments.out}: {name}, {rows} rows of {classes} classes")
+    for name, (n, classes, *pixels) in written.items():
+        what = f"{n} images {pixels}" if pixels else f"{n} rows"
+        print(f"{arguments.out}: {name}, {what} of {classes} classes")
     return 0

@@ -224,6 +224,7 @@ def _run(arguments: argparse.Namespace) -> int:
         input_kind=arguments.input_kind,
         logits_key=arguments.logits_key,
         labels_key=arguments.labels_key,
+        ignore_index=arguments.ignore_index,
     )
     if arguments.bootstrap and not test.keeps_confidences:
         raise InputError(

@@ -42,6 +42,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "input_kind": arguments.input_kind,
         "logits_key": arguments.logits_key,
         "labels_key": arguments.labels_key,
+        "ignore_index": arguments.ignore_index,
     }
     read = stream_sets if wants_streaming((arguments.input, arguments.labels)) else read_sets
     said = sys.stderr if arguments.json else sys.stdout

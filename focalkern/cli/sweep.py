@@ -14,7 +14,14 @@ from focalkern._progress import ProgressBar
 from focalkern._types import PROPER
 from focalkern.cli._engines import engine
 from focalkern.cli._notes import print_wrapped
-from focalkern.cli._options import add_storage_options, at_least_one, check_out_folder, in_options, seed
+from focalkern.cli._options import (
+    add_ignore_index,
+    add_storage_options,
+    at_least_one,
+    check_out_folder,
+    in_options,
+    seed,
+)
 from focalkern.files import InputError
 from focalkern.files.paths import expanded
 from focalkern.study.sweep import METHODS, SCORES, Sweep, run_sweep, sweep_settings
@@ -67,6 +74,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--input-kind", choices=("logits", "probs"), help="kind of the values (default: by the names)")
     parser.add_argument("--logits-key", metavar="NAME", help="name of the array of logits or probabilities")
     parser.add_argument("--labels-key", metavar="NAME", help="name of the array of labels")
+    add_ignore_index(parser)
     parser.set_defaults(run=_run)
 
 
@@ -83,6 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
         input_kind=arguments.input_kind,
         logits_key=arguments.logits_key,
         labels_key=arguments.labels_key,
+        ignore_index=arguments.ignore_index,
         storage_options=arguments.storage_options,
     )
     names = expanded(arguments.files, arguments.storage_options)

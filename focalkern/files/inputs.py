@@ -1,5 +1,6 @@
 """Rows without labels, for a saved calibrator: a few at a time where the format allows it."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from focalkern._arrays import flat_rows
 from focalkern._types import InputKind
 from focalkern.files.arrays import ARCHIVES, BARE, ArrayRows, rows_of_tensor
 from focalkern.files.parts import BY_NAME, open_npy
 from focalkern.files.paths import located, matches, name_of, suffix_of
-from focalkern.files.samples import KINDS, Hint, InputError, as_tensor, check_input_kind, check_options
+from focalkern.files.pixels import images_at_once, place_of
+from focalkern.files.samples import CLASSES, KINDS, Hint, InputError, as_tensor, check_input_kind, check_options
 from focalkern.files.shards import LOOK, STREAMED, Shard
 from focalkern.files.tables import OtherColumns, read_unlabelled
 
@@ -27,6 +30,7 @@ class UnlabelledRows:
         name: ``""``, ``"val"``, ``"test"`` or another word in front of the array's name.
         source: the file or pattern.
         n_rows, n_classes: N and C.
+        pixels: (d1, ...) of [N, C, d1, ...]; nothing for [N, C].
         table: for a table, the names of the classes and all other columns.
     """
 
@@ -35,14 +39,21 @@ class UnlabelledRows:
     source: str
     n_rows: int
     n_classes: int
+    pixels: tuple[int, ...]
     table: OtherColumns
     _parts: tuple[Shard, ...]
 
-    def batches(self, rows_at_once: int) -> Iterator[Tensor]:
-        """[n, C] float32 or float64, checked."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, C, d1, ...]."""
+        return (self.n_rows, self.n_classes, *self.pixels)
+
+    def batches(self, numbers: int) -> Iterator[Tensor]:
+        """[n, C] float32 or float64, checked: rows, or the pixels of images, with about so many numbers."""
+        at_once = images_at_once(self.shape, numbers)
         for part in self._parts:
-            for begin in range(0, part.rows, rows_at_once):
-                input, _ = part.read(begin, min(begin + rows_at_once, part.rows))
+            for begin in range(0, part.rows, at_once):
+                input, _ = part.read(begin, min(begin + at_once, part.rows))
                 yield input if input.dtype == torch.float64 else input.to(torch.float32)
 
 
@@ -104,17 +115,19 @@ def open_unlabelled(
     for prefix, parts in sets.items():
         first = parts[0]
         for part in parts:
-            if (part.kind, part.n_classes) != (first.kind, first.n_classes):
+            if (part.kind, part.input.shape[1:]) != (first.kind, first.input.shape[1:]):
                 raise InputError(
-                    f"{part.source}: expected {first.kind} of {first.n_classes} classes as in {first.source}, found "
-                    f"{part.kind} of {part.n_classes}"
+                    f"{part.source}: expected {first.kind} of {_classes(first)} as in {first.source}, found "
+                    f"{part.kind} of {_classes(part)}"
                 )
         rows = sum(part.rows for part in parts)
         if input_kind is None and first.kind == "logits":
             filled = next((part for part in parts if part.rows), first)
-            start = filled.input.rows(0, min(filled.rows, LOOK))
+            images = min(filled.rows, images_at_once(filled.input.shape, LOOK * first.n_classes))
+            start = flat_rows(filled.input.rows(0, images))
             check_input_kind(filled.source, first.kind, first.kind, input_kind, start)
-        opened[prefix] = UnlabelledRows(first.kind, prefix, str(path), rows, first.n_classes, table, tuple(parts))
+        classes, *pixels = first.input.shape[1:]
+        opened[prefix] = UnlabelledRows(first.kind, prefix, path, rows, classes, tuple(pixels), table, tuple(parts))
     return opened
 
 
@@ -162,6 +175,14 @@ def _part(input: ArrayRows, kind: InputKind, key: str) -> Shard:
     """The rows of one array, which errors call ``key``."""
     if input.numbers != "float":
         raise InputError(f"{input.source}: {key}: expected floating point, found {input.dtype}")
-    if len(input.shape) != 2 or input.shape[1] < 2:
-        raise InputError(f"{input.source}: {key}: expected [N, C] with C >= 2 classes, found {list(input.shape)}")
-    return Shard(input, None, kind)
+    if len(input.shape) < 2 or input.shape[1] < 2 or 0 in input.shape[2:]:
+        raise InputError(f"{input.source}: {key}: expected {CLASSES}, found {list(input.shape)}")
+    if len(input.shape) == 2:
+        return Shard(input, None, kind)
+    return Shard(input, None, kind, functools.partial(place_of, shape=(input.shape[0], *input.shape[2:])))
+
+
+def _classes(part: Shard) -> str:
+    """``3 classes``, or ``3 classes [8, 8]`` of pixels."""
+    classes, *pixels = part.input.shape[1:]
+    return f"{classes} classes {pixels}" if pixels else f"{classes} classes"

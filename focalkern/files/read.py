@@ -39,9 +39,12 @@ def read_sets(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     labels_key: str | None = None,
+    ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, LogitSet]:
     """Read every set of a file or of several files, whose rows follow each other.
+
+    Logits [N, C, d1, ...] with labels [N, d1, ...] become rows [N d1 ..., C], in the order of the flattened labels.
 
     Args:
         path: .npz, .npy, .pt, .pth, .safetensors, .zarr, .csv, .parquet or .feather. A folder, a pattern
@@ -53,6 +56,7 @@ def read_sets(
             mean logits, and rows that look like probabilities are then an error.
         logits_key, labels_key: the names of the arrays; of tables, a pattern for the columns of the classes (``"p_*"``)
             and the column of the labels.
+        ignore_index: label of the rows, or of the pixels, that are left out.
         storage_options: options of the fsspec file system of URLs: ``{"anon": True}``.
 
     Returns:
@@ -60,7 +64,7 @@ def read_sets(
 
     Raises:
         InputError: anything at all that is wrong with the files; a package that is missing for a URL or a format.
-        TypeError: ``storage_options`` are no dict with names as keys.
+        TypeError: ``storage_options`` are no dict with names as keys; ``ignore_index`` is no whole number.
 
     Example:
         >>> val, test = 4 * np.eye(2), 3 * np.eye(2)
@@ -69,12 +73,13 @@ def read_sets(
         >>> sorted(sets), sets["test"].labels
         (['test', 'val'], tensor([1, 1]))
     """
-    source = check_options("read_sets", input_kind, path, storage_options, logits_key=logits_key, labels_key=labels_key)
+    keys: dict[str, Any] = {"logits_key": logits_key, "labels_key": labels_key}
+    source = check_options("read_sets", input_kind, path, storage_options, ignore_index, **keys)
     source = located(source, storage_options)
     if labels is not None:
         labels = labels if isinstance(labels, NamedFiles) else path_text("read_sets", "labels", labels)
         labels = located(labels, storage_options)
-    options: dict[str, Any] = {"input_kind": input_kind, "logits_key": logits_key, "labels_key": labels_key}
+    options: dict[str, Any] = {"input_kind": input_kind, "ignore_index": ignore_index, **keys}
     if not is_several(source):
         return _read_file(source, labels, **options)
     files = matches(source)
@@ -108,16 +113,27 @@ def _joined(source: str, parts: Sequence[LogitSet]) -> LogitSet:
 
 
 def _read_file(
-    source: str, labels: str | None, *, input_kind: InputKind | None, logits_key: str | None, labels_key: str | None
+    source: str,
+    labels: str | None,
+    *,
+    input_kind: InputKind | None,
+    logits_key: str | None,
+    labels_key: str | None,
+    ignore_index: int | None,
 ) -> dict[str, LogitSet]:
     suffix = suffix_of(source)
-    readers: dict[str, Callable[[str], Mapping[str, Any] | LogitSet]] = {
+    readers: dict[str, Callable[[str], dict[str, Any] | LogitSet]] = {
         **ARCHIVES,
         **BY_NAME,
         ".npy": lambda p: _read_npy_pair(p, labels, input_kind),
     }
-    options: dict[str, Any] = {"input_kind": input_kind, "logits_key": logits_key, "labels_key": labels_key}
-    tables: dict[str, Callable[[str], Mapping[str, Any] | LogitSet]] = {
+    options: dict[str, Any] = {
+        "input_kind": input_kind,
+        "logits_key": logits_key,
+        "labels_key": labels_key,
+        "ignore_index": ignore_index,
+    }
+    tables: dict[str, Callable[[str], dict[str, Any] | LogitSet]] = {
         ".csv": lambda p: read_csv(p, **options),
         **dict.fromkeys(_ARROW, lambda p: read_arrow(p, [p], **options)),
     }
@@ -134,11 +150,12 @@ def _read_file(
 
 def _sets_in(
     source: str,
-    arrays: Mapping[str, Any] | LogitSet,
+    arrays: dict[str, Any] | LogitSet,
     *,
     input_kind: InputKind | None,
     logits_key: str | None,
     labels_key: str | None,
+    ignore_index: int | None,
 ) -> dict[str, LogitSet]:
     """The sets of a file, by prefix."""
     if isinstance(arrays, LogitSet):
@@ -149,9 +166,11 @@ def _sets_in(
     sets = {}
     for prefix, (kind, name, label_name) in find_sets(source, arrays, input_kind, logits_key, labels_key).items():
         values, targets = (
-            one.whole() if isinstance(one, ArrayRows) else one for one in (arrays[name], arrays[label_name])
+            # Taken out of the arrays, so that one set at a time is in memory twice.
+            one.whole() if isinstance(one, ArrayRows) else one
+            for one in (arrays.pop(name), arrays.pop(label_name))
         )
-        sets[prefix] = checked_set(source, prefix, kind, name, values, label_name, targets)
+        sets[prefix] = checked_set(source, prefix, kind, name, values, label_name, targets, ignore_index)
         check_input_kind(source, name, kind, input_kind, sets[prefix].input)
     return sets
 

@@ -1,5 +1,6 @@
 """Samples of logits or probabilities with their labels, and the checks of their values; errors of files."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from focalkern._checks import one_of, parsed_float, path_text, short
+from focalkern._checks import label, one_of, parsed_float, path_text, short
 from focalkern._diagnostics import looks_like_probs
 from focalkern._types import InputKind
+from focalkern.files.pixels import label_misfit, place_of_counted, rows_that_count
 
 __all__ = [
+    "CLASSES",
     "KINDS",
     "Hint",
     "InputError",
@@ -27,6 +30,9 @@ __all__ = [
 ]
 
 KINDS: tuple[InputKind, ...] = ("logits", "probs")
+CLASSES = "[N, C] or [N, C, d1, ...] with C >= 2 classes"
+"""The shape of logits, in errors."""
+_IGNORED = (-100, -1, 255)  # labels that data sets give to what has none
 
 
 @dataclass(frozen=True)
@@ -166,15 +172,19 @@ class LogitSet:
         return LogitSet(self.input[index], self.labels[index], self.kind, self.name, self.source, part)
 
 
-def check_options(op: str, input_kind: Any, path: Any = "", storage_options: Any = None, **names: Any) -> str:
-    """Raises unless the kind is known, the storage options are a dict and the names are text or None; returns the path
-    as text.
+def check_options(
+    op: str, input_kind: Any, path: Any = "", storage_options: Any = None, ignore_index: Any = None, **names: Any
+) -> str:
+    """Raises unless the kind is known, the storage options are a dict, the label to ignore is a whole number or None,
+    and the names are text or None; returns the path as text.
 
     A ``NamedFiles``, from a pattern that the shell expanded, is returned unchanged.
     """
     text = path if isinstance(path, str) and "\0" not in path else path_text(op, "path", path)
     if input_kind is not None:
         one_of(op, "input_kind", input_kind, KINDS)
+    if ignore_index is not None:
+        label(op, "ignore_index", ignore_index, " or None")
     for name, value in names.items():
         if value is not None and not isinstance(value, str):
             raise TypeError(f"{op}: {name} must be a name or None, got {short(value)}")
@@ -200,32 +210,45 @@ def check_input_kind(
 
 
 def checked_set(
-    source: str, prefix: str, kind: InputKind, input_name: str, values: Any, label_name: str, labels: Any
+    source: str,
+    prefix: str,
+    kind: InputKind,
+    input_name: str,
+    values: Any,
+    label_name: str,
+    labels: Any,
+    ignore_index: int | None = None,
 ) -> LogitSet:
+    """The rows of logits [N, C] or [N, C, d1, ...] with labels [N] or [N, d1, ...] that are not ``ignore_index``.
+
+    Raises:
+        InputError: shapes, dtypes or values that cannot be used; of values it names the first.
+    """
     input = as_tensor(source, input_name, values)
     if not isinstance(labels, Tensor):
-        n_classes = input.shape[1] if input.dim() == 2 else 0
+        n_classes = input.shape[1] if input.dim() >= 2 else 0
         labels = label_numbers(source, label_name, np.asarray(labels), n_classes)
     target = as_tensor(source, label_name, labels)
     if not input.is_floating_point():
         raise InputError(f"{source}: {input_name}: expected floating point, found {_dtype(input)}")
-    if input.dim() != 2 or input.shape[1] < 2:
-        raise InputError(f"{source}: {input_name}: expected [N, C] with C >= 2 classes, found {list(input.shape)}")
+    if input.dim() < 2 or input.shape[1] < 2:
+        raise InputError(f"{source}: {input_name}: expected {CLASSES}, found {list(input.shape)}")
     if target.is_floating_point() and bool((target == target.floor()).all()) and bool((target.abs() < 2**53).all()):
         target = target.to(torch.int64)
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise InputError(f"{source}: {label_name}: expected integer class numbers, found {_dtype(target)}")
-    if target.dim() != 1 or len(target) != len(input):
-        raise InputError(
-            f"{source}: {label_name}: expected [N] = [{len(input)}] to go with {input_name} {list(input.shape)}, "
-            f"found {list(target.shape)}"
-        )
-    if len(input) == 0:
-        raise InputError(f"{source}: {input_name}: expected at least one row, found none")
+    misfit = label_misfit(input.shape, target.shape, f"{input_name} {list(input.shape)}")
+    if misfit:
+        raise InputError(f"{source}: {label_name}: {misfit}")
     # A comparison with uint64 is not defined for every value; class numbers fit into int64 or are wrong anyway.
     target = target.to(torch.int64)
-    check_rows(source, kind, input_name, input, label_name, target)
-    return LogitSet(input.contiguous(), target, kind, prefix, source)
+    rows, counted = rows_that_count(input, target, ignore_index)
+    if len(rows) == 0:
+        which = "" if len(target) == 0 else f" with another label than {ignore_index}"
+        raise InputError(f"{source}: {input_name}: expected at least one row{which}, found none")
+    place = functools.partial(place_of_counted, labels=target, ignore_index=ignore_index)
+    check_rows(source, kind, input_name, rows, label_name, counted, place=place)
+    return LogitSet(rows.contiguous(), counted, kind, prefix, source)
 
 
 def label_numbers(
@@ -311,18 +334,28 @@ def check_rows(
     label_name: str = "",
     target: Tensor | None = None,
     first_row: int = 0,
+    place: Callable[[int], str] = "row {}".format,
 ) -> None:
-    """Raises InputError for the first row that cannot be used; ``first_row`` is its number in the file."""
+    """Raises InputError for the first row that cannot be used.
+
+    ``first_row`` is its number in the file, and ``place`` puts a number in the file into words.
+    """
+
+    def refuse(name: str, refused: Tensor, expected: str, describe: Any, hint: Sequence[Hint] = ()) -> None:
+        row = int(refused.nonzero()[0])
+        others = int(refused.sum()) - 1
+        more = f" (and {others} more such row{'s' * (others > 1)})" if others else ""
+        where = f"{source}: {name}"
+        raise InputError(where, expected, f"{describe(row)} in {place(first_row + row)}{more}", hint=hint)
+
     if target is not None:
         labels = target
-        _refuse_rows(
-            source,
-            label_name,
-            (labels < 0) | (labels >= input.shape[1]),
-            f"class numbers from 0 to {input.shape[1] - 1}",
-            lambda row: f"{int(labels[row])}",
-            first_row,
-        )
+        refused = (labels < 0) | (labels >= input.shape[1])
+        if bool(refused.any()):
+            found = labels[refused].unique().tolist()
+            hint = [Hint("ignore_index", str(*found))] if len(found) == 1 and found[0] in _IGNORED else []
+            expected = f"class numbers from 0 to {input.shape[1] - 1}"
+            refuse(label_name, refused, expected, lambda row: f"{int(labels[row])}", hint)
     if kind == "logits":
         # -inf is a class that is ruled out; a row needs one that is not.
         refused = (input.isnan() | (input == math.inf)).any(1) | (input == -math.inf).all(1)
@@ -331,15 +364,8 @@ def check_rows(
         total = input.sum(1, dtype=torch.float64)
         refused = ~((input >= 0).all(1) & ((total - 1).abs() <= 1e-3))
         expected = "probabilities that sum to 1 within 0.001"
-    _refuse_rows(source, input_name, refused, expected, lambda row: _describe_row(input[row]), first_row)
-
-
-def _refuse_rows(source: str, name: str, refused: Tensor, expected: str, describe: Any, first_row: int) -> None:
     if bool(refused.any()):
-        row = int(refused.nonzero()[0])
-        others = int(refused.sum()) - 1
-        more = f" (and {others} more such row{'s' * (others > 1)})" if others else ""
-        raise InputError(f"{source}: {name}: expected {expected}, found {describe(row)} in row {first_row + row}{more}")
+        refuse(input_name, refused, expected, lambda row: _describe_row(input[row]))
 
 
 def _describe_row(row: Tensor) -> str:

@@ -1,14 +1,16 @@
 """Reading logits with their labels a few rows at a time, from one large file or from many."""
 
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from focalkern._arrays import flat_rows
 from focalkern._checks import path_text
 from focalkern._types import InputKind
 from focalkern.files.arrays import ArrayRows, find_sets
@@ -24,7 +26,8 @@ from focalkern.files.paths import (
     name_of,
     suffix_of,
 )
-from focalkern.files.samples import KINDS, Hint, InputError, check_input_kind, check_options, check_rows
+from focalkern.files.pixels import PixelRows, label_misfit
+from focalkern.files.samples import CLASSES, KINDS, Hint, InputError, check_input_kind, check_options, check_rows
 
 __all__ = [
     "STREAMED",
@@ -45,14 +48,18 @@ class Shard:
     """One file of rows; only its shapes are known until :meth:`read`.
 
     Attributes:
-        input: [N, C] logits or probabilities.
+        input: [N, C] logits or probabilities; without labels also [N, C, d1, ...].
         labels: [N] class numbers, of the same file or of another; None for rows without labels.
         kind: ``"logits"`` or ``"probs"``.
+        place: puts the number of a row into words, for errors.
+        ignored: label of the rows that are left out.
     """
 
     input: ArrayRows
     labels: ArrayRows | None
     kind: InputKind
+    place: Callable[[int], str] = "row {}".format
+    ignored: int | None = None
 
     @property
     def source(self) -> str:
@@ -70,17 +77,20 @@ class Shard:
         return self.input.shape[1]
 
     def read(self, begin: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """The rows [begin, end) and their labels in int64, checked; in memory, and nothing else of the file."""
-        input = self.input.rows(begin, end)
+        """The rows [begin, end), or the pixels of these images, and their labels in int64, checked; in memory, and
+        nothing else of the file."""
+        input = flat_rows(self.input.rows(begin, end))
         target = None if self.labels is None else self.labels.rows(begin, end).to(torch.int64)
         label_name = "" if self.labels is None else self.labels.name
-        check_rows(self.source, self.kind, self.input.name, input, label_name, target, begin)
+        first = begin * math.prod(self.input.shape[2:])
+        check_rows(self.source, self.kind, self.input.name, input, label_name, target, first, self.place)
         return input, target
 
     def stamp(self) -> list[Any]:
         """Tells the files from others: path, size and time, without reading them; of URLs and folders a fingerprint."""
         names = (self.source, *(() if self.labels is None else (self.labels.source,)))
-        return [part for name in dict.fromkeys(names) for part in _stamp(name)]
+        ignored = [] if self.ignored is None else [self.ignored]
+        return [*ignored, *(part for name in dict.fromkeys(names) for part in _stamp(name))]
 
 
 @dataclass(frozen=True)
@@ -125,14 +135,17 @@ def open_shards(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     labels_key: str | None = None,
+    ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, ShardedRows]:
-    """The sets of a file or of several files, by prefix as ``read_sets``. Shapes are read, and a few rows.
+    """The sets of a file or of several files, by prefix as ``read_sets``. Shapes are read, and a few rows; with
+    ``ignore_index`` all labels, to count the rows.
 
     Raises:
         InputError: anything at all that is wrong with names and shapes.
     """
-    path = check_options("open_shards", input_kind, path, storage_options, logits_key=logits_key, labels_key=labels_key)
+    keys = {"logits_key": logits_key, "labels_key": labels_key}
+    path = check_options("open_shards", input_kind, path, storage_options, ignore_index, **keys)
     path = located(path, storage_options)
     if labels is not None:
         labels = labels if isinstance(labels, NamedFiles) else path_text("open_shards", "labels", labels)
@@ -143,11 +156,11 @@ def open_shards(
         (suffix,) = suffixes
         if labels is not None:
             raise InputError(path, f"no other files of labels, because {suffix} files have them in them", labels)
-        found = [_shards_by_name(name, suffix, input_kind, logits_key, labels_key) for name in names]
+        found = [_shards_by_name(name, suffix, input_kind, logits_key, labels_key, ignore_index) for name in names]
     elif suffixes == {".npy"}:
         if logits_key or labels_key:
             raise InputError(path, "arrays of a name for logits_key and labels_key", ".npy")
-        found = [{"": shard} for shard in _npy_shards(path, names, labels, input_kind)]
+        found = [{"": shard} for shard in _npy_shards(path, names, labels, input_kind, ignore_index)]
     else:
         raise InputError(
             f"{path}: expected .npy, .safetensors or .zarr for reading in parts, found {', '.join(sorted(suffixes))}"
@@ -167,7 +180,8 @@ def open_shards(
             shards.append(shard)
         sets[prefix] = ShardedRows(tuple(shards), first.kind, prefix, path)
         if not len(sets[prefix]):
-            raise InputError(f"{path}: {first.input.name}: expected at least one row, found none")
+            which = "" if ignore_index is None else f" with another label than {ignore_index}"
+            raise InputError(f"{path}: {first.input.name}: expected at least one row{which}, found none")
         if input_kind is None and first.kind == "logits":
             filled = next(shard for shard in shards if shard.rows)
             start, _ = filled.read(0, min(filled.rows, LOOK))
@@ -184,7 +198,9 @@ def _stamp(name: str) -> list[Any]:
 # ---- .npy ----------------------------------------------------------------------------------------------------------
 
 
-def _npy_shards(path: str, names: Sequence[str], labels: str | None, input_kind: InputKind | None) -> list[Shard]:
+def _npy_shards(
+    path: str, names: Sequence[str], labels: str | None, input_kind: InputKind | None, ignore_index: int | None
+) -> list[Shard]:
     if labels is not None:
         label_names = matches(labels)
         names = [name for name in names if name not in label_names]
@@ -204,7 +220,8 @@ def _npy_shards(path: str, names: Sequence[str], labels: str | None, input_kind:
         if input_kind is not None and said not in (None, input_kind):
             raise InputError(name, input_kind, f"a file that is called {said}", hint=Hint("input_kind", str(said)))
         kind = said or input_kind or "logits"
-        shards.append(_shard(name, open_npy(name, kind), label_name, open_npy(label_name, "labels"), kind))
+        arrays = open_npy(name, kind), open_npy(label_name, "labels")
+        shards.append(_shard(name, arrays[0], label_name, arrays[1], kind, ignore_index))
     return shards
 
 
@@ -235,32 +252,40 @@ def _labels_of(name: str) -> str:
 
 
 def _shards_by_name(
-    name: str, suffix: str, input_kind: InputKind | None, logits_key: str | None, labels_key: str | None
+    name: str,
+    suffix: str,
+    input_kind: InputKind | None,
+    logits_key: str | None,
+    labels_key: str | None,
+    ignore_index: int | None,
 ) -> dict[str, Shard]:
     arrays = BY_NAME[suffix](name)
     return {
-        prefix: _shard(f"{name}: {key}", arrays[key], f"{name}: {label_key}", arrays[label_key], kind)
+        prefix: _shard(f"{name}: {key}", arrays[key], f"{name}: {label_key}", arrays[label_key], kind, ignore_index)
         for prefix, (kind, key, label_key) in find_sets(name, arrays, input_kind, logits_key, labels_key).items()
     }
 
 
-def _shard(where: str, input: ArrayRows, label_where: str, labels: ArrayRows, kind: InputKind) -> Shard:
+def _shard(
+    where: str, input: ArrayRows, label_where: str, labels: ArrayRows, kind: InputKind, ignore_index: int | None
+) -> Shard:
     """The shard of two arrays, whose places in errors are ``where`` and ``label_where``."""
     if input.numbers != "float":
         raise InputError(f"{where}: expected floating point, found {input.dtype}")
-    _check_shapes(where, kind, input.shape, label_where, labels.name, labels.shape)
+    if len(input.shape) < 2 or input.shape[1] < 2:
+        raise InputError(f"{where}: expected {kind} {CLASSES}, found {list(input.shape)}")
+    misfit = label_misfit(input.shape, labels.shape, f"{list(input.shape)} in {where}", f"{labels.name} ")
+    if misfit:
+        raise InputError(f"{label_where}: {misfit}")
     if labels.numbers != "integer":
         raise InputError(f"{label_where}: expected integer class numbers, found {labels.dtype}")
-    return Shard(input, labels, kind)
-
-
-def _check_shapes(
-    where: str, kind: str, shape: Sequence[int], label_where: str, label_name: str, label_shape: Sequence[int]
-) -> None:
-    if len(shape) != 2 or shape[1] < 2:
-        raise InputError(f"{where}: expected {kind} [N, C] with C >= 2 classes, found {list(shape)}")
-    if tuple(label_shape) != (shape[0],):
-        raise InputError(
-            f"{label_where}: expected {label_name} [N] = [{shape[0]}] to go with {list(shape)} in {where}, "
-            f"found {list(label_shape)}"
-        )
+    if len(input.shape) == 2 and ignore_index is None:
+        return Shard(input, labels, kind)
+    rows = PixelRows(input.shape, input.rows, labels.rows, ignore_index)
+    return Shard(
+        replace(input, shape=(len(rows), input.shape[1]), read=rows.input),
+        replace(labels, shape=(len(rows),), read=rows.labels),
+        kind,
+        rows.place,
+        ignore_index,
+    )

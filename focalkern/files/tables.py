@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from focalkern._checks import short
+from focalkern._checks import parsed_float, short
 from focalkern._columns import ClassColumns, ColumnsError, class_columns
 from focalkern._types import InputKind
 from focalkern.files.arrays import kind_from_name
@@ -30,6 +30,8 @@ _LABEL_COLUMNS = ("label", "labels", "target")
 # Rows from which a column that counts them, or holds whole numbers among others that do not, is no coincidence.
 _ENOUGH = 20
 
+_NO_LABEL = -(2**63)  # of a row that is left out
+
 
 def from_frame(
     frame: Any,
@@ -37,6 +39,7 @@ def from_frame(
     logits_key: str | None = None,
     labels_key: str | None = None,
     input_kind: InputKind | None = None,
+    ignore_index: int | None = None,
     source: str = "frame",
 ) -> LogitSet:
     """The rows of a frame of pandas or polars, with the same checks as a .csv file.
@@ -50,6 +53,7 @@ def from_frame(
             also as floats, or the names of the columns; any other names are the classes in alphabetical order, and all
             of them must occur.
         input_kind: ``"logits"`` or ``"probs"``; by default what the prefix of the columns says, or else logits.
+        ignore_index: label of the rows that are left out.
         source: what the frame is called in errors.
 
     Returns:
@@ -66,7 +70,7 @@ def from_frame(
         >>> rows.input.shape, rows.labels
         (torch.Size([2, 2]), tensor([0, 1]))
     """
-    check_options("from_frame", input_kind, logits_key=logits_key, labels_key=labels_key)
+    check_options("from_frame", input_kind, ignore_index=ignore_index, logits_key=logits_key, labels_key=labels_key)
     if not isinstance(source, str):
         raise TypeError(f"from_frame: source must be a name, got {short(source)}")
     if not hasattr(frame, "columns") or not hasattr(frame, "to_numpy"):
@@ -76,18 +80,33 @@ def from_frame(
     columns = [np.asarray(frame[names[place]]) for place in table.classes.places]
     if any(column.ndim != 1 for column in columns):
         raise InputError(f"{source}: expected unique column names, found a name that repeats")
-    return _set(table, columns, np.asarray(frame[names[table.label_place]]), input_kind)
+    return _set(table, columns, np.asarray(frame[names[table.label_place]]), input_kind, ignore_index)
 
 
-def read_csv(source: str, *, logits_key: str | None, labels_key: str | None, input_kind: InputKind | None) -> LogitSet:
+def read_csv(
+    source: str,
+    *,
+    logits_key: str | None,
+    labels_key: str | None,
+    input_kind: InputKind | None,
+    ignore_index: int | None = None,
+) -> LogitSet:
     text = read_text_table(source)
     table = _Table(source, text.names, logits_key, labels_key)
     values, (labels,) = text.values(table.classes.places, [table.label_place])
-    return _set(table, list(values.T), np.array([label.strip() for label in labels], dtype=str), input_kind)
+    return _set(
+        table, list(values.T), np.array([label.strip() for label in labels], dtype=str), input_kind, ignore_index
+    )
 
 
 def read_arrow(
-    source: str, files: Sequence[str], *, logits_key: str | None, labels_key: str | None, input_kind: InputKind | None
+    source: str,
+    files: Sequence[str],
+    *,
+    logits_key: str | None,
+    labels_key: str | None,
+    input_kind: InputKind | None,
+    ignore_index: int | None = None,
 ) -> dict[str, Any] | LogitSet:
     """The one set of a table with a column per class; or, where a column holds lists, all columns as arrays by name.
 
@@ -104,7 +123,7 @@ def read_arrow(
     table = _Table(source, names, logits_key, labels_key)
     columns = [_array_of(source, names[place], frame.column(place), False) for place in table.classes.places]
     labels = _array_of(source, names[table.label_place], frame.column(table.label_place), False)
-    return _set(table, columns, labels, input_kind)
+    return _set(table, columns, labels, input_kind, ignore_index)
 
 
 @dataclass(frozen=True)
@@ -281,7 +300,11 @@ class _Table:
 
 
 def _set(
-    table: _Table, columns: Sequence[np.ndarray[Any, Any]], labels: np.ndarray[Any, Any], input_kind: InputKind | None
+    table: _Table,
+    columns: Sequence[np.ndarray[Any, Any]],
+    labels: np.ndarray[Any, Any],
+    input_kind: InputKind | None,
+    ignore_index: int | None,
 ) -> LogitSet:
     source, classes = table.source, table.classes
     kind = input_kind or _kind_of_columns(classes) or "logits"
@@ -292,13 +315,25 @@ def _set(
         table.check_values(columns)
     wide = [column if column.dtype.kind == "f" else column.astype(np.float64) for column in columns]
     values = np.stack(wide, axis=1) if wide else np.empty((len(labels), 0))
+    kept = np.array([not _is_number(label, ignore_index) for label in labels.tolist()], dtype=np.bool_)
+    if len(kept) and not kept.any():
+        raise InputError(f"{source}: {table.label_name}: expected a label other than {ignore_index}, found none")
+    every, labels = np.full(len(labels), _NO_LABEL), labels[kept]
     names = None if classes.numbers is not None else classes.names
     if names is not None and labels.dtype.kind in "OUS" and not set(map(str, labels.tolist())) <= set(names):
         names = _class_names(classes)  # cat, of the column prob_cat
     if names is None and labels.dtype.kind in "OUS" and set(map(str, labels.tolist())) <= set(classes.names):
         names = classes.names  # p_3 as a label
     first = 0 if classes.numbers is None else classes.numbers[0]
-    numbers = label_numbers(source, table.label_name, labels, len(classes.places), names=names, first=first)
-    rows = checked_set(source, "", kind, kind, values, table.label_name, numbers)
+    every[kept] = label_numbers(source, table.label_name, labels, len(classes.places), names=names, first=first)
+    rows = checked_set(source, "", kind, kind, values, table.label_name, every, _NO_LABEL)
     check_input_kind(source, f"{classes.names[0]} to {classes.names[-1]}", kind, input_kind, rows.input)
     return rows
+
+
+def _is_number(label: Any, number: int | None) -> bool:
+    """Whether a label, a number or text, is this number."""
+    try:
+        return number is not None and parsed_float(str(label)) == number
+    except ValueError:
+        return False

@@ -3,7 +3,7 @@
 import csv
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,8 +35,10 @@ def apply_calibrator(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> dict[str, tuple[int, int]]:
+) -> dict[str, tuple[int, ...]]:
     """Calibrated probabilities of the rows of ``source``. Labels are not read.
+
+    Logits [N, C, d1, ...] give probabilities of the same shape, the classes in axis 1.
 
     Args:
         calibrator: fitted, or the file that ``save`` has written.
@@ -85,6 +87,9 @@ def apply_calibrator(
             raise InputError(f"{source}: expected the {fitted.n_classes_} classes of {where}, found {rows.n_classes}")
     if suffix in (".npy", *_TABLES) and len(sets) > 1:
         raise InputError(f"{out}: expected .npz, .safetensors or .pt for {' and '.join(sets)}, found {suffix}")
+    pixels = next((rows.shape for rows in sets.values() if rows.pixels), None)
+    if suffix in _TABLES and pixels is not None:
+        raise InputError(f"{out}: expected .npy, .npz, .safetensors or .pt for {list(pixels)}, found {suffix}")
     named = {f"{prefix}_probs" if prefix else "probs": rows for prefix, rows in sets.items()}
     if suffix == ".npy":
         (rows,) = named.values()
@@ -97,17 +102,19 @@ def apply_calibrator(
         else:
             content = _encoded(suffix, arrays)
         write_atomically(target, content)
-    return {name: (rows.n_rows, rows.n_classes) for name, rows in named.items()}
+    return {name: rows.shape for name, rows in named.items()}
 
 
-def _batches(fitted: Calibrator, rows: UnlabelledRows) -> Any:
-    for input in rows.batches(max(1, _BATCH // rows.n_classes)):
-        yield torch.as_tensor(fitted.predict_proba(input))
+def _batches(fitted: Calibrator, rows: UnlabelledRows) -> Iterator[Tensor]:
+    """[n, C, d1, ...], contiguous."""
+    for input in rows.batches(_BATCH):
+        probs = torch.as_tensor(fitted.predict_proba(input))
+        yield probs.unflatten(0, (-1, *rows.pixels)).movedim(-1, 1).contiguous() if rows.pixels else probs
 
 
 def _together(fitted: Calibrator, rows: UnlabelledRows) -> Tensor:
     parts = list(_batches(fitted, rows))
-    return torch.cat(parts) if parts else torch.zeros(0, rows.n_classes)
+    return torch.cat(parts) if parts else torch.zeros(rows.shape)
 
 
 def _stream(fitted: Calibrator, rows: UnlabelledRows, out: Path) -> None:
@@ -131,7 +138,7 @@ def _write_header(stream: BinaryIO, dtype: np.dtype[Any], rows: UnlabelledRows) 
         {
             "descr": np.lib.format.dtype_to_descr(dtype),
             "fortran_order": False,
-            "shape": (rows.n_rows, rows.n_classes),
+            "shape": rows.shape,
         },
     )
 

@@ -101,7 +101,7 @@ def compare_calibrators(
         accept_risk: an error rate in (0, 1). The verdict then has one more line, from the test samples: the confidence
             above which predictions can be accepted, the share of such predictions, and the 95% upper bound of their
             error rate (:func:`focalkern.accept_threshold`).
-        ignore_index: label of the rows of pairs that are left out.
+        ignore_index: label of the rows of pairs and of files that are left out.
         storage_options: options for patterns that are URLs, as in :func:`focalkern.files.read_sets`.
 
     Returns:

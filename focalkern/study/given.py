@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
-from focalkern._arrays import as_tensor
 from focalkern._checks import short
 from focalkern._diagnostics import refuse_probs
 from focalkern.calibrators import InputKind
-from focalkern.calibrators._fit_data import as_rows
 from focalkern.calibrators._parameters import is_assumed
 from focalkern.files import LogitSet
-from focalkern.files.samples import checked_set
+from focalkern.files.samples import check_options, checked_set
 from focalkern.study.samples import MemorySamples, Samples, StreamedSamples, as_samples, stream_sets
 
 __all__ = ["given_samples"]
@@ -35,21 +33,25 @@ def given_samples(
         given: the argument.
         prefix: ``"val"`` or ``"test"``: the set of a file with several.
         kind: kind of the logits in pairs.
-        ignore_index: label of the rows of a pair that are left out.
+        ignore_index: label of the rows that are left out.
         storage_options: options for a pattern that is a URL.
 
     Raises:
         InputError, TypeError, ValueError: samples that cannot be used.
     """
+    check_options(op, None, ignore_index=ignore_index)
     is_pair = isinstance(given, tuple | list) and len(given) == 2
-    if ignore_index is not None and not is_pair:
-        raise ValueError(f"{op}: ignore_index goes with a pair (logits, labels), got {type(given).__name__} as {name}")
+    if ignore_index is not None and not is_pair and not isinstance(given, str | Path):
+        raise ValueError(
+            f"{op}: ignore_index goes with a pair (logits, labels) or a pattern of files, got {type(given).__name__} "
+            f"as {name}; pass it to read_sets or stream_sets"
+        )
     if isinstance(given, LogitSet | MemorySamples | StreamedSamples):
         return as_samples(given)
     if isinstance(given, str | Path):
         if not str(given).isprintable() or len(str(given)) > 4096:
             raise ValueError(f"{op}: {name} must be a path or a pattern of files, got {short(given)}")
-        sets = stream_sets(str(given), labels=None, input_kind=None, storage_options=storage_options)
+        sets = stream_sets(str(given), ignore_index=ignore_index, storage_options=storage_options)
         if len(sets) > 1 and prefix not in sets:
             raise ValueError(f"{op}: {name} must be one set of rows, got {', '.join(sets)} in {given}")
         return sets.get(prefix, next(iter(sets.values())))
@@ -60,18 +62,7 @@ def given_samples(
         )
     logits, labels = (one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in given)
     assumed, kind = is_assumed(kind), "probs" if kind == "probs" else "logits"
-    if ignore_index is not None or getattr(logits, "ndim", 2) > 2:
-        rows = as_rows(
-            f"{op}: {name}",
-            as_tensor(logits, f"{op}: {name}"),
-            labels,
-            None,
-            ignore_index,
-            input_kind=kind,
-            one_logit=False,
-        )
-        logits, labels = rows.input, rows.target
-    found = as_samples(checked_set(name, prefix, kind, kind, logits, "labels", labels))
+    found = as_samples(checked_set(name, prefix, kind, kind, logits, "labels", labels, ignore_index))
     if assumed:
         refuse_probs(op, found.sample()[0], name)
     return found

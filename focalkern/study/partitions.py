@@ -106,7 +106,7 @@ def share_rows(
             rows = checked_set(_OP, name, input_kind, "logits", input, "labels", target)
             input, target = rows.input, rows.labels
         except InputError as error:  # said by all processes, none of which waits for another then
-            problem = str(error)
+            problem = error.words
     counts = torch.zeros(processes.size, 3, dtype=torch.int64)
     n_classes = input.shape[1] if input.dim() == 2 else 0
     counts[processes.rank] = torch.tensor([len(input), n_classes, bool(problem)])

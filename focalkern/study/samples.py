@@ -307,8 +307,8 @@ def stream_sets(
             ``val_logits-3.npy`` are in ``val_labels-3.npy``.
         processes: the processes that share the rows; only this process when None.
         progress: a file that is written at intervals, from which the same call continues; no file when None.
-        options: ``labels``, ``input_kind``, ``logits_key``, ``labels_key`` and ``storage_options`` of
-            :func:`focalkern.files.read_sets`.
+        options: ``labels``, ``input_kind``, ``logits_key``, ``labels_key``, ``ignore_index`` and ``storage_options``
+            of :func:`focalkern.files.read_sets`.
 
     Returns:
         By prefix, ``""``, ``"val"`` or ``"test"``, the rows that :func:`focalkern.compare_calibrators` and

@@ -49,6 +49,7 @@ def sweep(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     labels_key: str | None = None,
+    ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> Sweep:
@@ -70,7 +71,7 @@ def sweep(
             find the files and focalkern. The caller shuts it down.
         batch: networks per task, for engines that take long over a task.
         criterion, folds, seed: as :func:`focalkern.compare_calibrators`.
-        labels, input_kind, logits_key, labels_key, storage_options: how to read the files, as
+        labels, input_kind, logits_key, labels_key, ignore_index, storage_options: how to read the files, as
             :func:`focalkern.files.read_sets`. The storage options go to the workers; no file holds them.
         progress: True shows a bar; None shows it after two seconds in a terminal; False shows none.
 
@@ -90,7 +91,7 @@ def sweep(
     """
     progress = None if progress is None else flag("sweep", "progress", progress)
     settings = sweep_settings(
-        "sweep", criterion, folds, seed, labels, input_kind, logits_key, labels_key, storage_options
+        "sweep", criterion, folds, seed, labels, input_kind, logits_key, labels_key, ignore_index, storage_options
     )
     names = _names("sweep", files, storage_options)
     with ProgressBar(len(names), "sweep", "network", progress) as bar:
@@ -115,6 +116,7 @@ def sweep_one(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     labels_key: str | None = None,
+    ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Compare the calibrators on one file: the task that :func:`sweep` gives to its workers.
@@ -123,7 +125,8 @@ def sweep_one(
 
     Args:
         path: as one of the files of :func:`sweep`.
-        criterion, folds, seed, labels, input_kind, logits_key, labels_key, storage_options: as :func:`sweep`.
+        criterion, folds, seed, labels, input_kind, logits_key, labels_key, ignore_index, storage_options: as
+            :func:`sweep`.
 
     Returns:
         A record of strings, numbers, None and dictionaries, which JSON and pickle take: ``path``, ``error`` (None, or
@@ -142,7 +145,7 @@ def sweep_one(
         True
     """
     settings = sweep_settings(
-        "sweep_one", criterion, folds, seed, labels, input_kind, logits_key, labels_key, storage_options
+        "sweep_one", criterion, folds, seed, labels, input_kind, logits_key, labels_key, ignore_index, storage_options
     )
     return _record(path_text("sweep_one", "path", path), settings, str)
 
@@ -234,12 +237,13 @@ def sweep_settings(
     input_kind: InputKind | None = None,
     logits_key: str | None = None,
     labels_key: str | None = None,
+    ignore_index: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The options of every network, checked, as JSON takes them."""
     one_of(op, "criterion", criterion, PROPER)
     folds, seed = check_folds(op, folds, seed)
-    check_options(op, None, storage_options=storage_options)
+    check_options(op, None, storage_options=storage_options, ignore_index=ignore_index)
     return {
         "criterion": criterion,
         "folds": folds,
@@ -248,6 +252,7 @@ def sweep_settings(
         "input_kind": input_kind,
         "logits_key": logits_key,
         "labels_key": labels_key,
+        "ignore_index": ignore_index,
         "storage_options": None if storage_options is None else dict(storage_options),
     }
 

@@ -277,9 +277,11 @@ def test_pixels_are_the_flattened_rows():
     expected = fk.compare_calibrators((rows[0][counts], rows[1][counts]), **options).to_dict()["rows"]
     for pair in ((logits, labels), (logits.numpy(), labels.numpy()), rows):
         assert fk.compare_calibrators(pair, ignore_index=255, **options).to_dict()["rows"] == expected
-    with pytest.raises(
-        IndexError, match=r"compare_calibrators: validation: target must be in \[0, 3\), got 255 at row"
-    ):
+    words = r"compare_calibrators: validation: labels: .* found 255 in pixel \[0, 0, 0\].*; pass ignore_index=255"
+    with pytest.raises(ValueError, match=words):
         fk.compare_calibrators((logits, labels))
-    with pytest.raises(ValueError, match=r"ignore_index goes with a pair \(logits, labels\), got str as validation"):
-        fk.compare_calibrators("val_logits-*.npy", ignore_index=255)
+    samples = fk.study.share_rows(rows[0][counts], rows[1][counts], fk.study.Processes())
+    with pytest.raises(
+        ValueError, match=r"ignore_index goes with a pair .*, got .* as validation; pass it to read_sets"
+    ):
+        fk.compare_calibrators(samples, ignore_index=255)

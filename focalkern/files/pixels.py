@@ -1,0 +1,137 @@
+"""Pixels as rows: [N, C, d1, ...] with labels [N, d1, ...], in memory or read from files a few images at a time."""
+
+import functools
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from focalkern._arrays import flat_rows
+
+__all__ = ["PixelRows", "images_at_once", "label_misfit", "place_of", "place_of_counted", "rows_that_count"]
+
+# Numbers that are copied or read at once, unless one image has more.
+_NUMBERS = 1 << 21
+
+
+def images_at_once(shape: Sequence[int], numbers: int | None = None) -> int:
+    """Images of [N, C, d1, ...] that have so many numbers together (two million when None); at least one."""
+    return max(1, (numbers or _NUMBERS) // max(1, math.prod(shape[1:])))
+
+
+def label_misfit(shape: Sequence[int], found: Sequence[int], input_words: str, label_name: str = "") -> str:
+    """Expected and found shape of labels that do not fit logits [N, C, d1, ...], with the remedy; or nothing."""
+    expected = [shape[0], *shape[2:]]
+    if list(found) == expected:
+        return ""
+    names = ["N", *(f"d{axis}" for axis in range(1, len(expected)))]
+    remedy = "; labels have the shape of the logits without axis 1" if len(shape) > 2 else ""
+    if len(shape) > 2 and tuple(found) == tuple(shape[:-1]):
+        remedy = "; the classes must be axis 1: numpy.moveaxis(logits, -1, 1)"
+    elif tuple(found) == (shape[0], 1, *shape[2:]):
+        remedy = "; save the labels without axis 1: labels[:, 0]"
+    return (
+        f"expected {label_name}[{', '.join(names)}] = {expected} to go with {input_words}, found {list(found)}{remedy}"
+    )
+
+
+def rows_that_count(input: Tensor, labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:
+    """[M, C] and [M]: the pixels in the order of the flattened labels, without those labelled ``ignore_index``.
+
+    Beyond the result it takes the memory of a few images.
+    """
+    counts = None if ignore_index is None else labels != ignore_index
+    if counts is None or bool(counts.all()):
+        return flat_rows(input), labels.reshape(-1)
+    rows = input.new_empty(int(counts.sum()), input.shape[1])
+    at_once, first = images_at_once(input.shape), 0
+    for images, kept in zip(input.split(at_once), counts.split(at_once), strict=True):
+        part = flat_rows(images)[kept.reshape(-1)]
+        rows[first : first + len(part)] = part
+        first += len(part)
+    return rows, labels[counts]
+
+
+def place_of(row: int, shape: Sequence[int], first_image: int = 0) -> str:
+    """``row 12`` or ``pixel [0, 3, 2]``: the place of a row among labels [N, d1, ...] of this shape."""
+    image, *others = (int(place) for place in np.unravel_index(row, tuple(shape)))
+    return f"pixel {[first_image + image, *others]}" if others else f"row {first_image + image}"
+
+
+def place_of_counted(row: int, labels: Tensor, ignore_index: int | None, first_image: int = 0) -> str:
+    """:func:`place_of` of a row of :func:`rows_that_count`."""
+    if ignore_index is not None:
+        row = int((labels.reshape(-1) != ignore_index).nonzero()[row])
+    return place_of(row, labels.shape, first_image)
+
+
+class PixelRows:
+    """The rows of :func:`rows_that_count` of arrays in files, read a few images at a time.
+
+    Args:
+        shape: [N, C, d1, ...].
+        input, labels: read the images [begin, end).
+        ignore_index: label of the pixels that are left out. With it, all labels are read once, to count the others.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        input: Callable[[int, int], Tensor],
+        labels: Callable[[int, int], Tensor],
+        ignore_index: int | None,
+    ) -> None:
+        self._input, self._all_labels, self._ignored = input, labels, ignore_index
+        at_once = images_at_once(shape)
+        self._blocks = [(begin, min(begin + at_once, shape[0])) for begin in range(0, shape[0], at_once)]
+        # A batch is a part of a block, or a few blocks: the block of the last one is the first of the next.
+        self._labels = functools.lru_cache(1)(self._read_labels)
+        self._rows = functools.lru_cache(1)(self._read_rows)
+        pixels = math.prod(shape[2:])
+        counts = (
+            (end - begin) * pixels
+            if ignore_index is None
+            else int((self._read_labels(block) != ignore_index).count_nonzero())
+            for block, (begin, end) in enumerate(self._blocks)
+        )
+        self._starts = list(accumulate(counts, initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def input(self, begin: int, end: int) -> Tensor:
+        """[end - begin, C]: the input of the rows [begin, end)."""
+        return self._between(begin, end, lambda block: self._rows(block)[0])
+
+    def labels(self, begin: int, end: int) -> Tensor:
+        """[end - begin] int64."""
+
+        def of_block(block: int) -> Tensor:
+            labels = self._labels(block)
+            return labels.reshape(-1) if self._ignored is None else labels[labels != self._ignored]
+
+        return self._between(begin, end, of_block)
+
+    def place(self, row: int) -> str:
+        """The place of a row in the arrays of the files."""
+        block = bisect_right(self._starts, row) - 1
+        return place_of_counted(row - self._starts[block], self._labels(block), self._ignored, self._blocks[block][0])
+
+    def _read_labels(self, block: int) -> Tensor:
+        return self._all_labels(*self._blocks[block]).to(torch.int64)
+
+    def _read_rows(self, block: int) -> tuple[Tensor, Tensor]:
+        return rows_that_count(self._input(*self._blocks[block]), self._labels(block), self._ignored)
+
+    def _between(self, begin: int, end: int, of_block: Callable[[int], Tensor]) -> Tensor:
+        parts = []
+        for block in range(bisect_right(self._starts, begin) - 1, len(self._blocks)):
+            start = self._starts[block]
+            if start >= end:
+                break
+            parts.append(of_block(block)[max(begin - start, 0) : end - start])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
