@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks.harness import RESULTS, Row, append_rows, keep_freed_memory, recorded_medians
+from benchmarks.harness import RESULTS, Row, append_rows, in_threads, keep_freed_memory, readable, recorded_medians
 from benchmarks.speed import (
     calibration_grid,
     calibration_map,
@@ -66,9 +66,9 @@ def summary(op: str, out: Path) -> str:
     for key, times in medians.items():
         own = times["focalkern"]
         copy = copies[key]["focalkern"]
-        ratios = (f"{slower[key][name]:.3g} x" if name in times else "" for name in providers)
+        ratios = (f"{readable(slower[key][name])} x" if name in times else "" for name in providers)
         time = f"{own:.3g} ms" if own < 1e3 else f"{own / 1e3:.3g} s"
-        table.append([*key, time, f"{copy:.3g}" if copy == copy else "", *ratios])
+        table.append([*key, time, readable(copy) if copy == copy else "", *ratios])
     header = ["case", "dtype", "focalkern", "copies", *providers]
     filled = [i for i in range(len(header)) if any(row[i] for row in table)]
     table = [[row[i] for i in filled] for row in table]
@@ -115,7 +115,7 @@ def main() -> None:
         for rows in BENCHMARKS[name].run(arguments.device, arguments.quick, seconds, **options):
             for row in rows if arguments.keep_memory else ():
                 row.case += KEPT
-            print(f"\n{rows[0].op}, {rows[0].case}, {rows[0].dtype}, {rows[0].threads} threads")
+            print(f"\n{rows[0].op}, {rows[0].case}, {rows[0].dtype}, {in_threads(rows[0].threads)}")
             print(table(rows), flush=True)
             written.update(append_rows(rows, arguments.out))
     print("\nappended to " + ", ".join(str(path) for path in sorted(written)))

@@ -26,6 +26,17 @@ import focalkern
 RESULTS = Path(__file__).parent / "results"
 
 
+def readable(value: float, digits: int = 3) -> str:
+    """A number with so many significant digits, never with an exponent of 10: 0.127, 22.6, 9,480."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if "e+" in text else text
+
+
+def in_threads(count: float | str) -> str:
+    """``1 thread``, ``2 threads``; a column of a CSV is text."""
+    return f"{float(count):g} {'thread' if float(count) == 1 else 'threads'}"
+
+
 @dataclass
 class Provider:
     """One way of computing a case: a function without arguments, or the reason why it is not available."""

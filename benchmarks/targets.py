@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.harness import recorded_medians
+from benchmarks.harness import readable, recorded_medians
 
 # (rows x classes, times faster than the fastest other provider)
 LOSS = (("65536x10", 3.0), ("65536x100", 2.5), ("8192x1000", 2.5), ("1024x32000", 2.0), ("64x19x128x128", 2.0))
@@ -20,11 +20,11 @@ Line = tuple[str, str, str, bool]
 
 
 def at_least(what: str, found: float, bound: float) -> Line:
-    return what, f">= {bound:g} x", f"{found:.3g} x", found >= bound
+    return what, f">= {bound:g} x", f"{readable(found)} x", found >= bound
 
 
 def at_most(what: str, found: float, bound: float, unit: str) -> Line:
-    return what, f"<= {bound:g} {unit}", f"{found:.3g} {unit}", found <= bound
+    return what, f"<= {bound:g} {unit}", f"{readable(found)} {unit}", found <= bound
 
 
 def others(ratios: dict[str, float]) -> dict[str, float]:

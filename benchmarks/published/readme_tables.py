@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.harness import RESULTS, recorded_rows
+from benchmarks.harness import RESULTS, readable, recorded_rows
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -100,7 +100,7 @@ def speed(out: Path = RESULTS) -> str:
         own, slower = recorded(op, case, "median_ms", out)["focalkern"], recorded(op, case, "speedup", out)
         compiled = slower.get(f"{plain}, compiled")
         time = f"{own:.3g} ms" if own < 1e3 else f"{own / 1e3:.3g} s"
-        rows.append([words, time, f"{slower[plain]:.3g} x", f"{compiled:.3g} x" if compiled else ""])
+        rows.append([words, time, f"{readable(slower[plain])} x", f"{readable(compiled)} x" if compiled else ""])
     return github(rows, ["float32, gradients included where there are any", "focalkern", "plain torch", "compiled"])
 
 
@@ -151,9 +151,9 @@ def modules(out: Path = RESULTS) -> str:
         own, slower = recorded("losses", case, "median_ms", out), recorded("losses", case, "speedup", out)
         copies = recorded("losses", case, "ratio_to_copy", out)["focalkern"]
         ratios = ("published algorithm", "published algorithm, compiled", "cross_entropy")
-        shown = [f"{slower[name]:.3g} x" if name in slower else "" for name in ratios]
+        shown = [f"{readable(slower[name])} x" if name in slower else "" for name in ratios]
         machine = "AMD EPYC" if "EPYC" in device else "Intel Xeon" if "Xeon" in device else device
-        rows.append([case, machine, f"{own['focalkern']:.3g} ms", f"{copies:.3g}", *shown])
+        rows.append([case, machine, f"{readable(own['focalkern'])} ms", readable(copies), *shown])
     header = ["loss and shape", "machine", "focalkern", "copies", "as published", "compiled", "cross_entropy"]
     return github(rows, header)
 
@@ -167,7 +167,7 @@ def calls(out: Path = RESULTS) -> str:
             continue
         time = own["focalkern"]
         shown = f"{time * 1e3:.3g} us" if time < 1 else f"{time:.3g} ms"
-        others = [f"{name}: {ratio:.2f} x" for name, ratio in slower.items() if name != "focalkern"]
+        others = [f"{name}: {ratio:,.2f} x" for name, ratio in slower.items() if name != "focalkern"]
         rows.append([case, shown, *(others + [""] * 3)[:3]])
     return github(rows, ["call", "focalkern", "another way", "", ""])
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import focalkern as fk
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, in_threads, readable
 from benchmarks.studies.networks import about_run, markdown, two_sets, without_zeros, write_rows
 from focalkern.files import LogitSet
 
@@ -252,7 +252,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     for name in whole:
         of = [found[file, name] for file in files]
         values = [statistics.fmean(row[figure] for row in of) for figure in FIGURES]
-        seconds = "" if name == "none" else f"{statistics.median(row['seconds'] for row in of):.2g}"
+        seconds = "" if name == "none" else readable(statistics.median(row["seconds"] for row in of), 2)
         lines.append([name, *(printed(value) for value in values), *beyond_noise(of), seconds])
     heads = ["calibrator", "NLL", "Brier", "ECE equal_width", "ECE equal_mass", "smooth ECE", "higher", "lower", "s"]
     table = markdown(lines, heads)
@@ -373,7 +373,7 @@ def page(path: Path) -> str:
             row["file"] if place == 0 or rows[place - 1]["file"] != row["file"] else "",
             row["calibrator"],
             *(printed(row[figure]) for figure in FIGURES),
-            f"{row['seconds']:.2g}" if "seconds" in row else "",
+            readable(row["seconds"], 2) if "seconds" in row else "",
         ]
         for place, row in enumerate(rows)
         if is_whole(row)
@@ -381,7 +381,7 @@ def page(path: Path) -> str:
     heads = ["file", "calibrator", "NLL", "Brier", "ECE equal_width", "ECE equal_mass", "smooth ECE", "s"]
     parts = [
         f"Calibrators on published networks, {path.stem.rpartition('_')[2]}, {about['device']}, "
-        f"{about['threads']:g} threads, commit {about['commit']}; test rows.",
+        f"{in_threads(about['threads'])}, commit {about['commit']}; test rows.",
         summary(rows),
         f"Paired differences, all validation rows, with 95 % intervals:\n\n{pairs(rows)}",
         verdict(rows),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, in_threads
 from benchmarks.studies.calibrator_table import figures
 from benchmarks.studies.networks import about_run, markdown, two_sets, without_zeros, write_rows
 from focalkern.files import LogitSet
@@ -114,7 +114,7 @@ def summary(rows: list[dict[str, str]]) -> str:
     about = rows[0]
     return (
         f"# The focal map of structured scaling: on top, or jointly\n\nMeans over {len(files)} files, "
-        f"{about['device']}, {about['threads']} threads, commit {about['commit']}; test rows, but for "
+        f"{about['device']}, {in_threads(about['threads'])}, commit {about['commit']}; test rows, but for "
         "the NLL of fit.\n\n"
         f"{markdown(lines, heads)}\n\nTest NLL:\n\n"
         f"{markdown(alone, ['focal map', *files])}\n"

@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, in_threads
 from benchmarks.studies.networks import about_run, markdown, two_sets, write_rows
 from focalkern.bootstrap import paired_bootstrap
 from focalkern.calibrators import Calibrator
@@ -200,7 +200,7 @@ def main() -> None:
     names = list(dict.fromkeys(key for row in rows for key in row))
     write_rows(target, names, rows, about)
     text = (
-        f"Searches of focal temperature scaling, {date}, {about['device']}, {about['threads']} threads, commit "
+        f"Searches of focal temperature scaling, {date}, {about['device']}, {in_threads(about['threads'])}, commit "
         f"{about['commit']}; ECE: equal_mass, 15 bins.\n\nEach beside the full grid of the same criterion: cells and "
         "seconds as shares of the grid's (medians), its criterion minus\nthe grid's, and on how many files that is "
         f"below / above 0 by the whole 95 % interval.\n\n{summary(rows)}\n\n{each_search(rows)}\n"

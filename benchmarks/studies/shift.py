@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, in_threads
 from benchmarks.studies.calibrator_table import read
 from benchmarks.studies.networks import about_run, markdown, two_sets, write_rows
 from benchmarks.studies.small_models import CALIBRATED, SAME, Model, models, other_priors
@@ -166,8 +166,9 @@ def page(path: Path) -> str:
     about = rows[0]
     n_models = len({row["model"] for row in rows})
     about_page = (
-        f"Calibrators on {n_models} models, {path.stem.rpartition('_')[2]}, {about['device']}, {about['threads']:g} "
-        f"threads, commit {about['commit']}; means over models and draws of the validation rows. *Higher* and *lower*: "
+        f"Calibrators on {n_models} models, {path.stem.rpartition('_')[2]}, {about['device']}, "
+        f"{in_threads(about['threads'])}, commit {about['commit']}; "
+        "means over models and draws of the validation rows. *Higher* and *lower*: "
         "how many fits have a higher or lower NLL than temperature scaling by more than 1.96 standard errors of the "
         "paired difference; *worst*: the largest rise."
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import focalkern as fk
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, in_threads
 from benchmarks.studies.networks import about_run, markdown, two_sets, without_zeros, write_rows
 
 CALIBRATORS: dict[str, Callable[[], Any]] = {
@@ -122,7 +122,7 @@ def main() -> None:
     write_rows(target, ["file", "classes", "rows", "calibrator", *FIGURES, "seconds"], rows, about)
     text = tables(rows, few)
     target.with_suffix(".md").write_text(
-        f"Spline scaling on published networks, {date}, {about['device']}, {about['threads']} threads, commit "
+        f"Spline scaling on published networks, {date}, {about['device']}, {in_threads(about['threads'])}, commit "
         f"{about['commit']}; test rows.\n\n{text}\n"
     )
     print(f"\n{text}\n\n{target}")
