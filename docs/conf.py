@@ -25,6 +25,7 @@ extensions = [
     "constants",
     "row_losses",
     "fold",
+    "public_types",
 ]
 templates_path = ["_templates"]
 exclude_patterns = ["_extensions", "_static", "_templates"]
