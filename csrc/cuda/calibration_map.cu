@@ -79,7 +79,7 @@ __global__ __launch_bounds__(kBlock, kForwardBlocks<Scalar, capacity>) void cali
 #pragma unroll
               for (int i = 0; i < kVector; ++i) {
                 const Real ratio = Part::kKept ? y[i] : map_of(k + i, y[i]);
-                y[i] = kLog ? ratio * (Real(1) / quick_unit<Real>()) + top : ratio * top;
+                y[i] = kLog ? multiply_add(ratio, Real(1) / quick_unit<Real>(), top) : ratio * top;
               }
               x.store(output, begin, y);
             },

@@ -84,8 +84,8 @@ FK_HOST_DEVICE Real one_minus_phi_series(Real u) {
 template <bool on_grid, typename Real>
 FK_HOST_DEVICE Real map_exponent(Real x, Real shift, Real scale) {
   constexpr Real kGrid = quick_unit<Real>() == Real(1) ? 8 : 16;
-  const Real y = (x - shift) * scale;
-  return on_grid ? (y + kGrid) - kGrid : y;
+  if (!on_grid) return (x - shift) * scale;
+  return multiply_add(x - shift, scale, kGrid) - kGrid;
 }
 
 // The numbers of a row that each of its classes needs. Logarithms are to the base of quick_power.
@@ -300,10 +300,10 @@ FK_HOST_DEVICE Real in_order(Real ratio, Real y, Real of_largest, const MapTerms
 // is above 0.15, and log v is a term of log p_k < -log 2.
 template <typename Real>
 FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, const MapTerms<Real>& row) {
-  const Real q = e * row.q_scale;
+  const Real q = rounded_product(e, row.q_scale);
   const Real u = Real(1) - q;
-  const Real v = u + row.gamma * minus_q_log_q(q, y + row.log_q_offset);
-  const Real a = y - (row.power * quick_log_complement<false>(q, u) + quick_logarithm(v));
+  const Real v = multiply_add(row.gamma, minus_q_log_q(q, y + row.log_q_offset), u);
+  const Real a = y - multiply_add(row.power, quick_log_complement<false>(q, u), quick_logarithm(v));
   return in_order(a + row.ratio_offset, y, Real(0), row);
 }
 
@@ -312,10 +312,10 @@ FK_HOST_DEVICE Real map_log_ratio(Real y, Real e, const MapTerms<Real>& row) {
 // is p_k v / (p_t e_k), which exceeds 1 + gamma at most slightly.
 template <typename Real>
 FK_HOST_DEVICE Real map_ratio(Real y, Real e, const MapTerms<Real>& row) {
-  const Real q = e * row.q_scale;
+  const Real q = rounded_product(e, row.q_scale);
   const Real u = Real(1) - q;
-  const Real v = u + row.gamma * minus_q_log_q(q, y + row.log_q_offset);
-  const Real power = quick_power(row.power_offset - row.power * quick_log_complement<false>(q, u));
+  const Real v = multiply_add(row.gamma, minus_q_log_q(q, y + row.log_q_offset), u);
+  const Real power = quick_power(multiply_add(-row.power, quick_log_complement<false>(q, u), row.power_offset));
   return in_order(quick_quotient(e * power, v) * row.ratio_scale, y, Real(1), row);
 }
 

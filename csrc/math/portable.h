@@ -340,6 +340,29 @@ FK_HOST_DEVICE Real log_one_plus(Real x, Real inverse) {
   return log_one_plus(x);
 }
 
+// On the device the compiler may join a product and the sum after it into one instruction, in one copy of a loop's body
+// and not in the next: equal numbers would then have unequal results. These two say which it is.
+template <typename Real>
+FK_HOST_DEVICE Real multiply_add(Real a, Real b, Real c) {  // a b + c
+#if defined(__CUDA_ARCH__)
+  return fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+template <typename Real>
+FK_HOST_DEVICE Real rounded_product(Real a, Real b) {  // a b
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Real) == sizeof(float)) {
+    return __fmul_rn(a, b);
+  } else {
+    return __dmul_rn(a, b);
+  }
+#else
+  return a * b;
+#endif
+}
+
 // a / b to two units in the last place, for b below 2^126.
 template <typename Real>
 FK_HOST_DEVICE Real quick_quotient(Real a, Real b) {
