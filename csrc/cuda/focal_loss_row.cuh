@@ -149,7 +149,7 @@ __device__ __forceinline__ void finish_row(const RowLossForward<Scalar>& args, i
 template <typename Real>
 struct RowGradient {
   Real max;
-  Real scale;  // 0 in an ignored row
+  Real scale;  // 0 in a row that counts nothing
   Real at_target;
   int target;  // or kIgnored, kOutOfRange
 };
@@ -172,13 +172,14 @@ __device__ __forceinline__ RowGradient<compute_t<Scalar>> row_gradient(const Row
   using Real = compute_t<Scalar>;
   RowGradient<Real> result = {0, 0, 0, label};
   Real grad_gamma = 0;
-  if (label >= 0) {
+  const Real weight = label >= 0 && args.class_weight != nullptr ? args.class_weight[label] : Real(1);
+  const Real row_scale = weight * grad_loss;
+  // A row that counts nothing has a zero gradient even where its logits are infinite or NaN.
+  if (label >= 0 && row_scale != Real(0)) {
     const auto [max, log_s, log_u] = saved;
     const Real log_p = (z - max) - log_s;
     const Real gamma = gamma_at_log(args, row, log_p);
     const FocalTerms<Real> terms = terms_of_row(log_p, log_u, gamma);
-    const Real weight = args.class_weight != nullptr ? args.class_weight[label] : Real(1);
-    const Real row_scale = weight * grad_loss;
     const Real coefficient = row_scale * (args.detach_modulation ? terms.factor : terms.coefficient);
     result.max = max;
     result.scale = coefficient * exponential(-log_s);

@@ -177,13 +177,15 @@ __global__ __launch_bounds__(kBlock,
     RowGrad<Real> row_grad = {missing, Real(0), missing, missing, missing};
     Real max = 0;
     int marked = kIgnored;
-    if (row.is_live) {
+    // A row that counts nothing has a zero gradient even where its logits are infinite or NaN.
+    const Real scale = row.is_live ? weight_of(args, row.label) * upstream(args, row.row) : Real(0);
+    const bool counts = scale != Real(0);
+    if (counts) {
       KeptNumbers<Real> kept = {args.saved[row.row], args.saved[args.rows + row.row],
                                 args.saved[2 * args.rows + row.row], kIgnored};
       if constexpr (Loss::kSpecialClass != SpecialClass::kNone) {
         kept.marked = static_cast<int>(number_as_class(args.saved[3 * args.rows + row.row]));
       }
-      const Real scale = weight_of(args, row.label) * upstream(args, row.row);
       const Real inv_sum_exp = exponential(-kept.log_s);
       row_grad = Loss::template grad<Loss::kHasInverse>(numbers_of<Loss, Scalar>(args, row, kept));
       row_grad.factor *= scale * inv_sum_exp;
@@ -198,7 +200,7 @@ __global__ __launch_bounds__(kBlock,
     if (args.grad_logits == nullptr) continue;
     Scalar* grad = args.grad_logits + geometry.grad_logits(row.row);
     const int64_t stride = args.grad_layout.class_stride;
-    if (!row.is_live) {
+    if (!counts) {
       for (int64_t j = row.index; j < row.classes; j += row.lanes) {
         grad[j * stride] = Store<Scalar>::from_compute(missing);
       }

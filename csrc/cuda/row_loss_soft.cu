@@ -293,11 +293,13 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce<Scalar>) void row_loss_soft_b
     Scalar* grad = args.grad_logits == nullptr ? nullptr : args.grad_logits + geometry.grad_logits(row.row);
     Real* grad_target = args.grad_target == nullptr ? nullptr : args.grad_target + geometry.target_probs(row.row);
     const int64_t stride = args.grad_layout.class_stride;
-    if (!row.is_live) {
+    // A row that counts nothing has a zero gradient even where its logits are infinite or NaN.
+    if (given == Real(0)) {
       const Real missing = row.label == kOutOfRange ? kNaN<Real> : Real(0);
       if (with_gamma_slope && row.index == 0) args.grad_gamma[row.row] = missing;
-      for (int64_t j = row.index; grad != nullptr && j < row.classes; j += row.lanes) {
-        grad[j * stride] = Store<Scalar>::from_compute(missing);
+      for (int64_t j = row.index; j < row.classes; j += row.lanes) {
+        if (grad != nullptr) grad[j * stride] = Store<Scalar>::from_compute(missing);
+        if (grad_target != nullptr) grad_target[j * row.target_stride] = missing;
       }
       continue;
     }

@@ -297,7 +297,9 @@ __global__ __launch_bounds__(kBlock, kBlocksAtOnce) void sigmoid_loss_plain_back
   constexpr int kSize = kVectorSize<Scalar>;
   const Real upstream = args.grad_loss.data != nullptr ? *static_cast<const Real*>(args.grad_loss.data)
                                                        : static_cast<Real>(args.grad_loss.value);
-  const Real scale = numbers.weight * (args.divisor != nullptr ? upstream / *args.divisor : upstream);
+  const Real divisor = args.divisor != nullptr ? *args.divisor : Real(1);
+  // If every row is ignored, the mean is NaN and its gradient 0.
+  const Real scale = divisor == Real(0) ? Real(0) : numbers.weight * (upstream / divisor);
   each_pack<targets>(args, places, [&](int64_t first, const Pack<Scalar>& pack) {
     Elements<Scalar> result;
     each<Loss, targets>(pack, numbers, args.margin, [&](int e, const SigmoidTerms<Real>& terms) {
