@@ -82,7 +82,7 @@ class StructuredLogProbs(ExactBuffers):
     def scores(self, input: Tensor) -> Tensor:
         """W x + b, -inf for classes that cannot occur."""
         features = self.features(input)
-        weight, bias = self.weight.to(features.dtype), self.bias.to(features.dtype)
+        weight, bias = self.weight.to(features), self.bias.to(features)
         scores = (features * weight if weight.dim() == 1 else features @ weight.T) + bias
         return scores.masked_fill(~can_occur(input, self.input_kind), -math.inf)
 
