@@ -162,3 +162,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same bits on the CPU; on CUDA, where each way through the elements is compiled on its own, nearly so."""
+    if actual.is_cuda:
+        assert_close(actual, expected)
+    else:
+        assert torch.equal(actual, expected)

@@ -4,7 +4,7 @@ import mpmath
 import oracle
 import pytest
 import torch
-from conftest import assert_close, peer
+from conftest import assert_close, assert_same, peer
 from loss_cases import DTYPES, gradient
 from mpmath import mpf
 
@@ -78,8 +78,8 @@ def test_sigmoid_focal_loss_alpha_none_and_labels_of_other_dtypes(device):
     input = torch.randn(9, device=device)
     target = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1], device=device)
     expected = fk.sigmoid_focal_loss(input, target.float(), 2.0, -1)
-    assert torch.equal(fk.sigmoid_focal_loss(input, target.bool(), 2.0, None), expected)
-    assert torch.equal(fk.SigmoidFocalLoss(2.0, None, "none")(input, target), expected)
+    assert_same(fk.sigmoid_focal_loss(input, target.bool(), 2.0, None), expected)
+    assert_same(fk.SigmoidFocalLoss(2.0, None, "none")(input, target), expected)
     # The elements are added in another order.
     torch.testing.assert_close(fk.SigmoidFocalLoss(2.0, None)(input, target), expected.mean())
     with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -203,7 +203,7 @@ def gammas_for(shape, device, dtype=torch.float64):
     yield 2.0
     yield 0
     yield -1.5
-    yield TABLE
+    yield TABLE.to(device)
     yield torch.tensor(0.7, dtype=dtype, device=device)
     if shape:
         # Gammas of both signs and 0, one per row.

@@ -282,7 +282,7 @@ def test_digits_of_the_gradient_at_a_large_gap(device: torch.device, gap: float,
 def test_result_on_cuda_equals_the_cpu(cuda: torch.device) -> None:
     # The number of iterations is fixed there: nothing is read back.
     logits, gamma = 5 * torch.randn(50, 100), 30 * torch.rand(50)
-    expected = fk.inverse_focal_calibration_map(logits, gamma, log=True)
+    expected = fk.inverse_focal_calibration_map(logits.double(), gamma.double(), log=True).float()
     logits, gamma = logits.to(cuda), gamma.to(cuda)
     with no_waiting():
         result = fk.inverse_focal_calibration_map(logits, gamma, log=True)

@@ -207,9 +207,8 @@ def test_cuda_graph_capture(cuda):
     x, labels = torch.randn(64, 10, device=cuda, requires_grad=True), torch.randint(11, (64,), device=cuda)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        fk.sigmoid_focal_loss(x, labels, reduction="mean").backward()
+        fk.sigmoid_focal_loss(leaf(x), labels, reduction="mean").backward()
     torch.cuda.current_stream().wait_stream(stream)
-    x.grad = None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = fk.sigmoid_focal_loss(x, labels, reduction="mean")
