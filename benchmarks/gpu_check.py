@@ -316,8 +316,8 @@ STAGES: dict[Callable[[argparse.Namespace], Result], tuple[int, int]] = {
     tests: (240, 100),
     determinism: (60, 20),
     graphs: (60, 20),
-    benchmarks: (200, 120),
-    sanitizer: (180, 60),
+    benchmarks: (500, 120),
+    sanitizer: (240, 60),
 }
 
 

@@ -27,17 +27,18 @@ CALIBRATORS = ("TemperatureScaling", "StructuredScaling", "SplineScaling", "Auto
 
 
 def cases(copy: float) -> Iterator[Case]:
+    torch._dynamo.config.recompile_limit = 100  # one function is compiled for every shape and dtype
+    yield "linear_focal_loss", "x".join(map(str, HEAD)), linear_rows
     for classes, dtype in itertools.product((32000, 1000), (torch.bfloat16, torch.float32)):
         for name in ("smoothed", "probabilities"):
             label = f"{name}, {classes} classes, {dtype}"
             yield "focal_loss", label, functools.partial(soft_rows, name, classes, dtype, copy)
+    for n, classes in FITS:
+        yield "fit", f"{n}x{classes}", functools.partial(fit_rows, n, classes)
     for dtype in (torch.bfloat16, torch.float32):
         for name, ours, published in sigmoid_loss.cases():
             label = f"{name}, {dtype}"
             yield "sigmoid_loss", label, functools.partial(sigmoid_rows, name, ours, published, dtype, copy)
-    yield "linear_focal_loss", "x".join(map(str, HEAD)), linear_rows
-    for n, classes in FITS:
-        yield "fit", f"{n}x{classes}", functools.partial(fit_rows, n, classes)
     for short, classes in itertools.product(("poly", "brier", "dual", "dft"), (32000, 1000)):
         label = f"{short}, {classes} classes"
         yield "row_loss", label, functools.partial(published_rows, short, classes, copy)
@@ -120,7 +121,6 @@ def soft_rows(kind: str, classes: int, dtype: torch.dtype, copy: float) -> Itera
     reads = 3 if kind == "smoothed" else 5
     case = f"{kind}, forward+backward {len(logits)}x{classes}"
     yield from timed("focal_loss", case, dtype, steps(functions, logits), reads * logits.nbytes, copy, None, True)
-    torch.compiler.reset()
 
 
 def sigmoid_rows(name: str, ours: Loss, published: Loss, dtype: torch.dtype, copy: float) -> Iterator[GpuRow]:
@@ -144,7 +144,6 @@ def sigmoid_rows(name: str, ours: Loss, published: Loss, dtype: torch.dtype, cop
     }
     case = f"{name}, forward+backward {len(logits)}x{classes}"
     yield from timed("sigmoid_loss", case, dtype, steps(functions, logits), 3 * logits.nbytes, copy, None, True)
-    torch.compiler.reset()
 
 
 def published_rows(short: str, classes: int, copy: float) -> Iterator[GpuRow]:
@@ -160,7 +159,6 @@ def published_rows(short: str, classes: int, copy: float) -> Iterator[GpuRow]:
     }
     case = f"{name}, forward+backward {len(logits)}x{classes}"
     yield from timed("row_loss", case, logits.dtype, steps(functions, logits), 3 * logits.nbytes, copy, None, True)
-    torch.compiler.reset()
 
 
 def linear_rows() -> Iterator[GpuRow]:
@@ -213,7 +211,6 @@ def linear_rows() -> Iterator[GpuRow]:
         except Exception as error:
             row.note = f"absent: {type(error).__name__}: {error}".splitlines()[0]
         yield row
-    torch.compiler.reset()
 
 
 def fit_rows(n: int, classes: int) -> Iterator[GpuRow]:
