@@ -13,7 +13,7 @@ PUBLIC = {
     for name, value in vars(module).items()
     if isinstance(value, type)
 }
-PRIVATE = re.compile(r"(?<![\w.~])focalkern(\.\w+)*\._\w+(\.\w+)+")
+CLASS = re.compile(r"(?<![\w.~])focalkern(\.\w+)*\.[A-Z]\w*")
 
 
 def public(match: re.Match[str]) -> str:
@@ -22,7 +22,7 @@ def public(match: re.Match[str]) -> str:
 
 def shorten(app: Sphinx, what: str, name: str, found: object, options: object, lines: list[str]) -> None:
     """Napoleon writes the annotation of an attribute in full."""
-    lines[:] = [PRIVATE.sub(public, line) if line.lstrip().startswith(":type:") else line for line in lines]
+    lines[:] = [CLASS.sub(public, line) if line.lstrip().startswith(":type:") else line for line in lines]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
